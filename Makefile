@@ -1,0 +1,41 @@
+# `make demo`, `make test` and `make lint` need nothing but make and Python 3.10 or newer: each sets up .venv first.
+PYTHON ?= python3
+VENV ?= .venv
+ARGS ?=
+
+PY := $(VENV)/bin/python
+CLEAN := $(PY) examples/clean_env.py
+READY := $(VENV)/.ready
+
+.PHONY: demo test test-mutants lint venv clean
+.DELETE_ON_ERROR:
+
+demo: $(READY)
+	@$(CLEAN) examples/lightning_digits.py $(ARGS)
+
+test: $(READY)
+	@$(CLEAN) -m pytest $(ARGS)
+
+test-mutants: $(READY)
+	@$(CLEAN) tests/mutants.py $(ARGS)
+
+lint: $(READY)
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+	$(PY) -m mypy
+
+venv: $(READY)
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+
+# Installed once, and again when what is asked for changes. An environment that works is kept and only updated.
+$(READY): pyproject.toml constraints-dev.txt
+	@command -v $(PYTHON) >/dev/null 2>&1 || { echo "No '$(PYTHON)' found: install Python 3.10 or newer, or name one with 'make PYTHON=/path/to/python3'." >&2; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || { echo "commhooks needs Python 3.10 or newer, and '$(PYTHON)' is older: name a newer one with 'make PYTHON=python3.11'." >&2; exit 1; }
+	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || { echo "'$(PYTHON)' cannot create virtual environments: install its venv package ('apt-get install python3-venv' on Debian and Ubuntu)." >&2; exit 1; }
+	@echo "Setting up $(VENV): this is done once, downloads PyTorch and takes some minutes."
+	@$(PY) -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear $(VENV)
+	$(PY) -m pip install "pip>=23"
+	$(PY) -m pip install --constraint constraints-dev.txt --editable ".[dev]"
+	@touch $@

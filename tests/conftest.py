@@ -1,0 +1,71 @@
+"""Fixtures for all tests: the clean environment, the worker pool, and the guard against leaked process groups."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import clean_env  # of examples/, where the demo has it from too
+import pytest
+
+KEEP_CUDA = os.environ.get("COMMHOOKS_TEST_CUDA") == "1"
+
+
+_hf_home = tempfile.mkdtemp(prefix="commhooks-hf-")
+atexit.register(shutil.rmtree, _hf_home, ignore_errors=True)
+
+
+def _set_environ(environ: dict[str, str]) -> None:
+    os.environ.clear()
+    os.environ.update(environ)
+
+
+# Before torch is imported, which reads the number of threads and the visible devices; the workers inherit it.
+_set_environ(clean_env.cleaned(os.environ, _hf_home, keep_cuda=KEEP_CUDA))
+
+import torch  # noqa: E402
+import torch.distributed as dist  # noqa: E402
+from workers import WorkerPool  # noqa: E402
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if not (KEEP_CUDA and torch.cuda.is_available()):
+        skip = pytest.mark.skip(reason="needs a CUDA device and COMMHOOKS_TEST_CUDA=1")
+        for item in items:
+            if "cuda" in item.keywords:
+                item.add_marker(skip)
+
+
+@pytest.fixture(autouse=True)
+def clean_environment() -> Iterator[None]:
+    """Every test starts without the variables of launchers and batch systems, and what it sets ends with it."""
+    before = clean_env.cleaned(os.environ, _hf_home, keep_cuda=KEEP_CUDA)
+    _set_environ(before)
+    yield
+    _set_environ(before)
+
+
+@pytest.fixture(autouse=True)
+def no_leaked_process_group() -> Iterator[None]:
+    """A process group that a test leaves behind in the main process fails that test, not the next one."""
+    yield
+    if dist.is_initialized():
+        dist.destroy_process_group()
+        pytest.fail("the test left a torch.distributed process group behind in the main process")
+
+
+@pytest.fixture(scope="session")
+def worker_pool() -> Iterator[WorkerPool]:
+    pool = WorkerPool()
+    yield pool
+    pool.close()
+
+
+@pytest.fixture
+def run_ranks(worker_pool: WorkerPool) -> Callable[..., list[Any]]:
+    """`run_ranks(fn, *args, world_size=2, timeout_s=60, init=True, **kwargs)`: see `workers.WorkerPool.run`."""
+    return worker_pool.run

@@ -51,7 +51,7 @@ START_TIMEOUT_S = 120.0  # importing torch on a busy machine, not part of a task
 GROUP_TIMEOUT_S = 30.0  # of a collective; below the default task limit, so that a lost rank shows as torch's own error
 FINISH_TIMEOUT_S = 15.0  # for destroying the group and looking for leaks
 THREAD_GRACE_S = 2.0  # for threads that are about to end
-_SELF_DESTRUCT_S = 30.0  # beyond the task's limit: a worker whose parent was killed does not stay behind for ever
+_SELF_DESTRUCT_S = 30.0  # beyond the task's limit: no worker stays behind for ever, not even one that hangs in C++
 
 
 @dataclasses.dataclass(frozen=True)
@@ -289,6 +289,7 @@ def _worker_main(connection: multiprocessing.connection.Connection, stack_path: 
     faulthandler.enable(file=stack_file)
     if hasattr(signal, "SIGUSR1"):
         faulthandler.register(signal.SIGUSR1, file=stack_file, all_threads=True)
+    threading.Thread(target=_leave_with_parent, daemon=True).start()
     torch.set_num_threads(1)
     connection.send(("ready",))
     while True:
@@ -313,6 +314,13 @@ def _worker_main(connection: multiprocessing.connection.Connection, stack_path: 
         more_leaks, beyond_repair = before.restore()
         faulthandler.cancel_dump_traceback_later()
         connection.send(("leaks", leaks + more_leaks, beyond_repair))
+
+
+def _leave_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()  # a killed parent cannot end its workers, and one in the middle of a task does not read its pipe
+    os._exit(1)
 
 
 def _call(payload: bytes, rank: int, world_size: int, store: str | None) -> tuple[bytes | None, RankFailure | None]:

@@ -371,6 +371,8 @@ class _Surroundings:
         leaks = []
         now = dict(os.environ)
         for name in sorted(now.keys() | self.environ.keys()):
+            if name == "TORCHINDUCTOR_CACHE_DIR":  # torch sets it for good when an optimizer first imports inductor
+                continue
             if now.get(name) != self.environ.get(name):
                 leaks.append(f"environment variable {name}: {self.environ.get(name)!r} became {now.get(name)!r}")
                 if name in self.environ:

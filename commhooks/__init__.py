@@ -1,0 +1,53 @@
+"""Communication hooks for DistributedDataParallel: compressed gradients, saved and resumed with your checkpoints.
+
+    hook = commhooks.attach(ddp_model, commhooks.PowerSGD(matrix_approximation_rank=4))
+
+The hooks are also drop-in replacements for `torch.distributed.algorithms.ddp_comm_hooks`, function by function.
+"""
+
+from commhooks import ddp_comm_hooks
+from commhooks.attach import attach
+from commhooks.comm_hook import CommHook
+from commhooks.config import AllReduce, BatchedPowerSGD, BF16Compress, FP16Compress, HookConfig, Noop, PowerSGD
+from commhooks.ddp_comm_hooks.debugging_hooks import noop_hook
+from commhooks.ddp_comm_hooks.default_hooks import (
+    allreduce_hook,
+    bf16_compress_hook,
+    bf16_compress_wrapper,
+    fp16_compress_hook,
+    fp16_compress_wrapper,
+)
+from commhooks.ddp_comm_hooks.powerSGD_hook import PowerSGDState, batched_powerSGD_hook, powerSGD_hook
+from commhooks.errors import AttachError, CommHookError, HookConfigError, HookRunError, PayloadError
+from commhooks.spec import available_hooks, register_hook
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "AllReduce",
+    "AttachError",
+    "BF16Compress",
+    "BatchedPowerSGD",
+    "CommHook",
+    "CommHookError",
+    "FP16Compress",
+    "HookConfig",
+    "HookConfigError",
+    "HookRunError",
+    "Noop",
+    "PayloadError",
+    "PowerSGD",
+    "PowerSGDState",
+    "allreduce_hook",
+    "attach",
+    "available_hooks",
+    "batched_powerSGD_hook",
+    "bf16_compress_hook",
+    "bf16_compress_wrapper",
+    "ddp_comm_hooks",
+    "fp16_compress_hook",
+    "fp16_compress_wrapper",
+    "noop_hook",
+    "powerSGD_hook",
+    "register_hook",
+]

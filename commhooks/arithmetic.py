@@ -1,0 +1,42 @@
+"""The arithmetic in which hooks compute, whatever the user's switches say.
+
+A hook runs inside `backward`: grad mode may be on (`create_graph=True`), autocast may be active, and TF32 or bf16
+products may be allowed for the model. Error feedback needs none of that: a product rounded to 10 bits loses what the
+residual is meant to keep.
+"""
+
+import contextlib
+from collections.abc import Iterator
+
+import torch
+import torch.backends.cuda
+import torch.backends.mkldnn
+
+# One switch per library that multiplies float32 matrices: oneDNN on CPU, cuBLAS on CUDA. Read and restored one by one;
+# the older `torch.set_float32_matmul_precision` raises once a user has mixed it with these.
+_PRECISION_SWITCHES = (
+    torch.backends.mkldnn.matmul,  # type: ignore[attr-defined]
+    torch.backends.cuda.matmul,
+)
+
+
+def compute_dtype(dtype: torch.dtype) -> torch.dtype:
+    """float64 stays float64; everything else is computed in float32."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+@contextlib.contextmanager
+def exact(device: torch.device) -> Iterator[None]:
+    """Run the body without grad mode and autocast, float32 products in full float32."""
+    saved = []
+    for switch in _PRECISION_SWITCHES:
+        precision = switch.fp32_precision
+        if precision not in ("ieee", "none"):
+            saved.append((switch, precision))
+            switch.fp32_precision = "ieee"
+    try:
+        with torch.no_grad(), torch.autocast(device.type, enabled=False):
+            yield
+    finally:
+        for switch, precision in saved:
+            switch.fp32_precision = precision

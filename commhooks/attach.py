@@ -1,0 +1,191 @@
+"""Attaching a hook to a DDP model: from a checked request to a registered hook."""
+
+import inspect
+import logging
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from commhooks import ddp_comm_hooks
+from commhooks.comm_hook import CommHook
+from commhooks.config import (
+    AllReduce,
+    BatchedPowerSGD,
+    BF16Compress,
+    FP16Compress,
+    HookConfig,
+    Noop,
+    PowerSGD,
+    resolve_start,
+)
+from commhooks.ddp_comm_hooks.default_hooks import bf16_compress_wrapper, fp16_compress_wrapper
+from commhooks.ddp_comm_hooks.powerSGD_hook import PowerSGDState
+from commhooks.errors import AttachError, HookConfigError
+from commhooks.names import GivenNames
+from commhooks.spec import HookSpec
+
+logger = logging.getLogger(__name__)
+
+_WRAPPERS = {"fp16": fp16_compress_wrapper, "bf16": bf16_compress_wrapper}
+_FUNCTIONS: dict[type[HookConfig], Callable[..., Any]] = {
+    AllReduce: ddp_comm_hooks.default_hooks.allreduce_hook,
+    FP16Compress: ddp_comm_hooks.default_hooks.fp16_compress_hook,
+    BF16Compress: ddp_comm_hooks.default_hooks.bf16_compress_hook,
+    Noop: ddp_comm_hooks.debugging_hooks.noop_hook,
+    PowerSGD: ddp_comm_hooks.powerSGD_hook.powerSGD_hook,
+    BatchedPowerSGD: ddp_comm_hooks.powerSGD_hook.batched_powerSGD_hook,
+}
+_WIRE_BYTES: dict[type[HookConfig], int | None] = {AllReduce: None, FP16Compress: 2, BF16Compress: 2, Noop: 0}
+
+
+def attach(
+    ddp_model: DistributedDataParallel,
+    hook: HookConfig | Callable[..., Any] | str,
+    *,
+    hook_options: Mapping[str, Any] | None = None,
+    hook_state: Any = None,
+    wrapper: str | None = None,
+    save_residual: str = "per_rank",
+    strict: bool = True,
+    total_steps: int | None = None,
+    process_group: dist.ProcessGroup | None = None,
+    loss_scale: Callable[[], float | torch.Tensor] | None = None,
+) -> CommHook:
+    """Register a communication hook on a DDP model. Every rank of the model's group must do the same.
+
+    Args:
+        ddp_model: a `DistributedDataParallel` model that has no hook yet.
+        hook: a config object (`PowerSGD(matrix_approximation_rank=4)`), a name (see `available_hooks()`), a path
+            `"package.module:function"`, or a callable `(state, bucket) -> torch.futures.Future[torch.Tensor]`.
+        hook_options: options of a hook given by name.
+        hook_state: the state of a callable. One with `state_dict` and `load_state_dict` is saved and restored.
+        wrapper: "fp16" or "bf16": let the hook communicate in that dtype.
+        save_residual: what `state_dict` saves of the residuals unless it is told otherwise: "per_rank" (this rank's
+            own, without communication), "mean" (over the ranks; all of them must save), "drop".
+        strict: whether loading a state of another model is an error.
+        total_steps: synchronised backward passes in the whole run, if known; decides `start_powerSGD_iter` where that
+            is None or a fraction.
+        process_group: over which to average; None is the model's own group.
+        loss_scale: returns the factor by which the loss is multiplied now, e.g. `scaler.get_scale`; the residuals
+            follow it.
+
+    Returns:
+        The registered hook: state_dict(), load_state_dict(), stats(), plan().
+
+    Raises:
+        HookConfigError: the request itself is wrong.
+        AttachError: the model cannot take a hook.
+    """
+    spec = HookSpec.parse(
+        hook,
+        hook_options=hook_options,
+        hook_state=hook_state,
+        wrapper=wrapper,
+        save_residual=save_residual,
+        strict=strict,
+    )
+    return attach_spec(ddp_model, spec, total_steps=total_steps, process_group=process_group, loss_scale=loss_scale)
+
+
+def attach_spec(
+    ddp_model: DistributedDataParallel,
+    spec: HookSpec,
+    *,
+    total_steps: int | None = None,
+    process_group: dist.ProcessGroup | None = None,
+    loss_scale: Callable[[], float | torch.Tensor] | None = None,
+) -> CommHook:
+    """`attach` for a request that has been checked before; see there."""
+    _check_model(ddp_model)
+    if total_steps is not None and (not isinstance(total_steps, int) or total_steps < 1):
+        raise HookConfigError(f"total_steps={total_steps!r}; expected a number of steps, 1 or more, or None")
+    group = process_group if process_group is not None else ddp_model.process_group
+    names = GivenNames(reduced_parameters(ddp_model))
+    wire_itemsize: int | None = None
+    config = spec.config
+    state: Any
+    if config is None:
+        state, function = spec.build(group)
+        if isinstance(state, PowerSGDState) and state._registration is None:
+            state._names = names
+            state._loss_scale = loss_scale
+    else:
+        function = _FUNCTIONS[type(config)]
+        if isinstance(config, PowerSGD):
+            config = resolve_start(config, total_steps)
+            state = PowerSGDState.from_config(config, group, names, loss_scale)
+            _warn_if_never_reached(config, total_steps, group)
+        else:
+            state = None if isinstance(config, Noop) else group
+            wire_itemsize = _WIRE_BYTES[type(config)]
+    _check_signature(function, spec.name)
+    if spec.wrapper is not None:
+        function = _WRAPPERS[spec.wrapper](function)
+    attached = CommHook(spec, config, state, function, ddp_model, names, group, wire_itemsize)
+    try:
+        ddp_model.register_comm_hook(state, attached._run)
+    except RuntimeError as error:
+        # torch 2.13: "register_comm_hook or register_builtin_comm_hook can only be called once."
+        raise AttachError(
+            f"this DistributedDataParallel model has a communication hook already, so {spec.name!r} cannot be: "
+            "DDP takes one hook for life; wrap the model anew to change it"
+        ) from error
+    attached.warn_if_useless()
+    return attached
+
+
+def reduced_parameters(ddp_model: DistributedDataParallel) -> list[tuple[str, torch.Tensor]]:
+    """Names and parameters that DDP reduces, in registration order. `torch.compile`'s prefix is left out of the names,
+    so that a checkpoint fits with and without it."""
+    return [
+        (name.replace("_orig_mod.", ""), parameter)
+        for name, parameter in ddp_model.module.named_parameters()
+        if parameter.requires_grad and name not in ddp_model.parameters_to_ignore
+    ]
+
+
+def _check_model(ddp_model: object) -> None:
+    if not isinstance(ddp_model, DistributedDataParallel):
+        inner = getattr(ddp_model, "_orig_mod", None)
+        if isinstance(inner, DistributedDataParallel):
+            raise AttachError("attach the hook to the DistributedDataParallel model before torch.compile wraps it")
+        raise AttachError(
+            f"a communication hook needs a torch.nn.parallel.DistributedDataParallel model, got a "
+            f"{type(ddp_model).__module__}.{type(ddp_model).__qualname__}; wrap the model first"
+        )
+    if ddp_model.mixed_precision is not None:
+        raise AttachError(
+            "DistributedDataParallel(mixed_precision=...) registers a communication hook of its own, and DDP takes one "
+            "only; use autocast for mixed precision, or wrapper='fp16' or 'bf16' to send less"
+        )
+    if any(hasattr(parameter, "_in_backward_optimizers") for parameter in ddp_model.module.parameters()):
+        raise AttachError(
+            "an optimizer applied in backward registers a communication hook of its own, and DDP takes one only; "
+            "use an ordinary optimizer"
+        )
+
+
+def _check_signature(function: Callable[..., Any], name: str) -> None:
+    try:
+        inspect.signature(function).bind(None, None)
+    except TypeError as error:
+        raise HookConfigError(
+            f"hook {name!r} cannot be called as hook(state, bucket): {error}. A hook takes its state and a GradBucket"
+        ) from None
+    except ValueError:  # a builtin without a signature
+        return
+
+
+def _warn_if_never_reached(config: PowerSGD, total_steps: int | None, group: dist.ProcessGroup) -> None:
+    start = config.start_powerSGD_iter
+    assert isinstance(start, int)
+    if total_steps is not None and start >= total_steps and dist.get_rank(group) == 0:
+        logger.warning(
+            "PowerSGD begins after %s steps, but this run has only %s: nothing will be compressed. Set "
+            "start_powerSGD_iter to a smaller number, or to a fraction of the run.",
+            start,
+            total_steps,
+        )

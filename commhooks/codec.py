@@ -1,0 +1,71 @@
+"""The low-rank codec: pure tensor mathematics, no communication.
+
+Letters as in the paper (Vogels, Karimireddy, Jaggi: PowerSGD, NeurIPS 2019, Algorithm 1). Factors are kept transposed,
+`P` as r x n and `Q` as r x m: the thin products are then several times faster on CPU. A factor of rank 1 is padded to
+two rows with a row of zeros, because products with a single row take another path in the BLAS whose bits depend on the
+alignment of memory.
+"""
+
+import hashlib
+
+import torch
+
+
+def new_factor(rank: int, length: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """A zero factor of `rank` rows (two at least), `length` columns, in memory of its own."""
+    return torch.zeros(max(rank, 2), length, dtype=dtype, device=device)
+
+
+def draw(seed: int, name: str, purpose: str, rank: int, length: int, dtype: torch.dtype) -> torch.Tensor:
+    """Standard normal numbers, `rank x length`, on the CPU; the same on every rank and for every bucket layout."""
+    digest = hashlib.sha256(f"{seed}\0{name}\0{purpose}".encode()).digest()
+    generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+    return torch.randn(rank, length, generator=generator, dtype=dtype)
+
+
+def unit_rows(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Scale each row of `rows` (r x k) to norm 1 and tell which rows are zero (r x 1, bool); they stay zero.
+
+    In two steps, because the square of 1e30 overflows and that of 1e-38 vanishes in float32.
+    """
+    largest = torch.linalg.vector_norm(rows, float("inf"), dim=1, keepdim=True)
+    missing = largest == 0
+    scaled = rows / torch.where(missing, torch.ones_like(largest), largest)
+    norm = torch.linalg.vector_norm(scaled, dim=1, keepdim=True)
+    return scaled / torch.where(missing, torch.ones_like(norm), norm), missing
+
+
+def orthonormal_rows(rows: torch.Tensor, refill: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """Orthonormalise `rows` (r x k, r <= k): returns the basis (r x k) and which directions were missing (r, bool).
+
+    A direction is missing where it adds nothing to the ones before it. Householder QR gives an orthonormal column there
+    too, but an arbitrary one made of rounding errors; with `refill` (r x k, any independent rows) the missing ones are
+    taken from there instead and everything is orthonormalised again, without asking the host which they are.
+    Numbers that are not finite count as zero.
+    """
+    rows = torch.where(torch.isfinite(rows), rows, torch.zeros_like(rows))
+    basis, triangle = torch.linalg.qr(unit_rows(rows)[0].t())
+    missing = triangle.diagonal().abs() <= 10 * torch.finfo(rows.dtype).eps
+    if refill is not None:
+        basis, _ = torch.linalg.qr(torch.where(missing, unit_rows(refill)[0].t(), basis))
+    return basis.t(), missing
+
+
+def project_p(delta: torch.Tensor, q: torch.Tensor, out: torch.Tensor) -> None:
+    """P = delta Q. `delta` n x m, `q` r x m (transposed Q), `out` r x n (transposed P)."""
+    torch.mm(q, delta.t(), out=out)
+
+
+def project_q(delta: torch.Tensor, p: torch.Tensor, out: torch.Tensor) -> None:
+    """Q = delta^T P. `delta` n x m, `p` r x n (transposed P), `out` r x m (transposed Q)."""
+    torch.mm(p, delta, out=out)
+
+
+def reconstruct(p: torch.Tensor, q: torch.Tensor, out: torch.Tensor) -> None:
+    """P Q^T into `out` (n x m)."""
+    torch.mm(p.t(), q, out=out)
+
+
+def remainder(delta: torch.Tensor, p: torch.Tensor, q: torch.Tensor, out: torch.Tensor) -> None:
+    """delta - P Q^T into `out` (n x m), which may be `delta` itself."""
+    torch.addmm(delta, p.t(), q, alpha=-1, out=out)

@@ -1,0 +1,210 @@
+"""Configuration: one frozen dataclass per hook. The same definition serves Python, YAML (each is an OmegaConf
+structured config), `--help` and checkpoints. Fields are named as the arguments of torch's own hooks."""
+
+import dataclasses
+import difflib
+import math
+import types
+import typing
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar, Optional, Union
+
+from commhooks.errors import HookConfigError
+
+DEFAULT_START_STEP = 1000
+
+
+@dataclass(frozen=True, kw_only=True)
+class HookConfig:
+    """Base of the config classes."""
+
+    hook_name: ClassVar[str]
+
+    def __post_init__(self) -> None:
+        # A plain dataclass takes any type; YAML does not. Be as strict in Python.
+        hints = typing.get_type_hints(type(self))
+        for field in dataclasses.fields(self):
+            value, hint = getattr(self, field.name), hints[field.name]
+            if not _fits(value, hint):
+                raise HookConfigError(
+                    f"{type(self).__name__}: {field.name}={value!r} is a {type(value).__name__}; "
+                    f"expected {_describe(hint)}"
+                )
+
+
+@dataclass(frozen=True, kw_only=True)
+class AllReduce(HookConfig):
+    """Plain averaging of gradients, as DDP does without a hook: the baseline, with statistics."""
+
+    hook_name: ClassVar[str] = "allreduce"
+
+
+@dataclass(frozen=True, kw_only=True)
+class FP16Compress(HookConfig):
+    """Gradients travel as float16: half the bytes. Values beyond 65504 become inf, as a GradScaler expects."""
+
+    hook_name: ClassVar[str] = "fp16_compress"
+
+
+@dataclass(frozen=True, kw_only=True)
+class BF16Compress(HookConfig):
+    """Gradients travel as bfloat16: half the bytes, the range of float32, 8 bits of precision."""
+
+    hook_name: ClassVar[str] = "bf16_compress"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Noop(HookConfig):
+    """No communication at all: shows how fast training would be without a network. Never train with it."""
+
+    hook_name: ClassVar[str] = "noop"
+
+
+@dataclass(frozen=True, kw_only=True)
+class PowerSGD(HookConfig):
+    """Low-rank gradients with error feedback, per parameter.
+
+    Args:
+        matrix_approximation_rank: rank of the factors; 1 to 4 is usual, more is closer to all-reduce and sends more.
+        start_powerSGD_iter: plain all-reduce for so many steps first. An int is a number of steps, a float strictly
+            between 0 and 1 a fraction of the run; None is 10 % of the run, at most 1000 steps, and 1000 where the
+            length of the run is unknown.
+        min_compression_rate: parameters that would shrink by less than this factor are not compressed.
+        use_error_feedback: add what compression lost to the next gradient. Leave it on.
+        warm_start: start from the Q of the step before. Leave it on.
+        orthogonalization_epsilon: accepted for compatibility with torch and not needed: no column is divided by zero.
+        random_seed: of the first Q.
+        compression_stats_logging_frequency: steps between two log lines with compression statistics.
+        batch_tensors_with_same_shape: accepted for compatibility with torch; changes no result.
+    """
+
+    hook_name: ClassVar[str] = "powerSGD"
+
+    matrix_approximation_rank: int = 1
+    # Written the old way: OmegaConf 2.4 does not read `int | float | None`.
+    start_powerSGD_iter: Optional[Union[int, float]] = None  # noqa: UP007, UP045
+    min_compression_rate: float = 2
+    use_error_feedback: bool = True
+    warm_start: bool = True
+    orthogonalization_epsilon: float = 0
+    random_seed: int = 0
+    compression_stats_logging_frequency: int = 10_000
+    batch_tensors_with_same_shape: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._require(self.matrix_approximation_rank >= 1, "matrix_approximation_rank", "at least 1")
+        start = self.start_powerSGD_iter
+        if isinstance(start, int):
+            self._require(start >= 0, "start_powerSGD_iter", "a number of steps, 0 or more")
+        elif start is not None:
+            self._require(
+                0 < start < 1,
+                "start_powerSGD_iter",
+                "a fraction of the run strictly between 0 and 1, or an int for a number of steps",
+            )
+        self._require(
+            math.isfinite(self.min_compression_rate) and self.min_compression_rate > 0,
+            "min_compression_rate",
+            "a positive number",
+        )
+        self._require(
+            math.isfinite(self.orthogonalization_epsilon) and self.orthogonalization_epsilon >= 0,
+            "orthogonalization_epsilon",
+            "0 or a small positive number",
+        )
+
+    def _require(self, holds: bool, name: str, expected: str) -> None:
+        if not holds:
+            raise HookConfigError(f"{type(self).__name__}: {name}={getattr(self, name)!r}; expected {expected}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchedPowerSGD(PowerSGD):
+    """PowerSGD on whole buckets: each is flattened and seen as one square matrix padded with zeros.
+
+    Fewer and larger products than `PowerSGD` and usually a much lower accuracy; try `PowerSGD` first. The arguments are
+    the same; `min_compression_rate` is not used.
+    """
+
+    hook_name: ClassVar[str] = "batched_powerSGD"
+
+
+CONFIGS: dict[str, type[HookConfig]] = {
+    config.hook_name: config for config in (AllReduce, FP16Compress, BF16Compress, PowerSGD, BatchedPowerSGD, Noop)
+}
+
+
+def resolve_start(config: PowerSGD, total_steps: int | None) -> PowerSGD:
+    """Replace `start_powerSGD_iter` by a number of steps.
+
+    Args:
+        total_steps: synchronised backward passes in the whole run; None where unknown.
+
+    Raises:
+        HookConfigError: a fraction was asked for and the length of the run is unknown.
+    """
+    start = config.start_powerSGD_iter
+    if start is None:
+        start = DEFAULT_START_STEP if total_steps is None else min(DEFAULT_START_STEP, math.ceil(0.1 * total_steps))
+    elif isinstance(start, float):
+        if total_steps is None:
+            raise HookConfigError(
+                f"start_powerSGD_iter={start!r} is a fraction of the run, whose length is unknown here: "
+                "pass total_steps=, or give start_powerSGD_iter as an int, a number of steps"
+            )
+        start = math.ceil(start * total_steps)
+    return dataclasses.replace(config, start_powerSGD_iter=start)
+
+
+def from_options(config: type[HookConfig], options: Mapping[str, Any]) -> HookConfig:
+    """Make a config from `hook_options`: values as YAML gives them, checked by OmegaConf against the dataclass.
+
+    Raises:
+        HookConfigError: unknown name (the closest match is offered) or a value that does not fit.
+    """
+    fields = [field.name for field in dataclasses.fields(config)]
+    for name in options:
+        if name not in fields:
+            if not fields:
+                raise HookConfigError(f"hook {config.hook_name!r} has no options, got {name!r}")
+            raise HookConfigError(
+                f"hook {config.hook_name!r} has no option {name!r}{closest(str(name), fields)}; "
+                f"its options are {', '.join(fields)}"
+            )
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
+    try:
+        made = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(config), dict(options)))
+    except OmegaConfBaseException as error:
+        reason = str(error).splitlines()[0]
+        raise HookConfigError(f"hook {config.hook_name!r}: option {error.full_key}: {reason}") from error
+    assert isinstance(made, HookConfig)
+    return made
+
+
+def closest(name: str, candidates: Iterable[str]) -> str:
+    """`" (did you mean 'x'?)"` or nothing."""
+    by_lower = {candidate.lower(): candidate for candidate in candidates}
+    matches = difflib.get_close_matches(name.lower(), by_lower, n=1, cutoff=0.5)
+    return f" (did you mean {by_lower[matches[0]]!r}?)" if matches else ""
+
+
+def _fits(value: object, hint: Any) -> bool:
+    if typing.get_origin(hint) in (Union, types.UnionType):
+        return any(_fits(value, option) for option in typing.get_args(hint))
+    if hint is type(None):
+        return value is None
+    if hint is bool or isinstance(value, bool):
+        return hint is bool and isinstance(value, bool)
+    if hint is float:
+        return isinstance(value, (int, float))
+    return isinstance(value, hint)
+
+
+def _describe(hint: Any) -> str:
+    if typing.get_origin(hint) in (Union, types.UnionType):
+        return " or ".join(_describe(option) for option in typing.get_args(hint))
+    return "None" if hint is type(None) else hint.__name__

@@ -1,0 +1,98 @@
+"""Where the gradient of each parameter lies in a bucket.
+
+DDP packs gradients into flat buffers in the *memory* order of the parameters: a channels_last weight or a transposed
+parameter is not in its logical order there, and `bucket.gradients()` then shows it scrambled. A `Slot` keeps what is
+needed to read it right. Layouts know parameters by identity, never by bucket index: DDP rebuilds its buckets after the
+first step.
+"""
+
+import math
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+
+@dataclass(frozen=True, eq=False)
+class Slot:
+    """The elements `offset : offset + numel` of a bucket's buffer belong to `parameter`."""
+
+    parameter: torch.Tensor
+    offset: int
+    numel: int
+
+
+@dataclass(frozen=True, eq=False)
+class BucketLayout:
+    """The parameters of one bucket, in the order of its buffer (`numel` elements of `dtype`)."""
+
+    slots: tuple[Slot, ...]
+    numel: int
+    dtype: torch.dtype
+    device: torch.device
+    sparse: bool
+
+    @property
+    def parameters(self) -> list[torch.Tensor]:
+        return [slot.parameter for slot in self.slots]
+
+
+def memory_order(parameter: torch.Tensor) -> tuple[int, ...]:
+    """The dimensions of `parameter`, slowest in memory first: (0, 1, ..) if contiguous, (1, 0) if transposed.
+
+    DDP keeps the strides of a parameter in its buckets where the parameter fills its memory without gaps, and packs it
+    contiguously otherwise (torch, reducer.cpp, `initialize_bucket_views`).
+    """
+    order = sorted(range(parameter.dim()), key=parameter.stride, reverse=True)
+    expected = 1
+    for dim in reversed(order):
+        if parameter.size(dim) != 1:
+            if parameter.stride(dim) != expected:
+                return tuple(range(parameter.dim()))
+            expected *= parameter.size(dim)
+    return tuple(order)
+
+
+def to_logical(flat: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+    """View `parameter.numel()` elements in memory order as a tensor of the parameter's shape (no copy)."""
+    order = memory_order(parameter)
+    inverse = [order.index(dim) for dim in range(len(order))]
+    return flat.view([parameter.size(dim) for dim in order]).permute(inverse)
+
+
+def to_memory(logical: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+    """The inverse of `to_logical`: a tensor of the parameter's shape as a flat tensor in memory order."""
+    return logical.permute(memory_order(parameter)).reshape(-1)
+
+
+def layout_key(bucket: dist.GradBucket) -> tuple[int, ...]:
+    """Which parameters, in which order. Valid as long as the layout that it finds keeps them alive."""
+    return tuple(id(parameter) for parameter in bucket.parameters())
+
+
+def read_layout(bucket: dist.GradBucket) -> BucketLayout:
+    """Read where each parameter lies in `bucket`. Called once per layout, not per step."""
+    buffer = bucket.buffer()
+    parameters = bucket.parameters()
+    if buffer.is_sparse:
+        sparse = tuple(Slot(parameter, 0, parameter.numel()) for parameter in parameters)
+        return BucketLayout(sparse, sum(slot.numel for slot in sparse), buffer.dtype, buffer.device, True)
+    slots = []
+    offset = 0
+    for parameter in parameters:
+        # A complex parameter arrives as pairs of real numbers.
+        numel = parameter.numel() * (2 if parameter.is_complex() else 1)
+        slots.append(Slot(parameter, offset, numel))
+        offset += numel
+    if offset != buffer.numel():
+        raise RuntimeError(
+            f"the parameters of bucket {bucket.index()} have {offset} elements, its buffer has {buffer.numel()}: "
+            f"this version of torch ({torch.__version__}) packs buckets in a way that commhooks does not know"
+        )
+    return BucketLayout(tuple(slots), offset, buffer.dtype, buffer.device, False)
+
+
+def matrix_shape(parameter: torch.Tensor) -> tuple[int, int]:
+    """n x m of a parameter of two or more dimensions in memory order: its slowest dimension against all others."""
+    n = parameter.size(memory_order(parameter)[0])
+    return n, math.prod(parameter.shape) // n if n else 0

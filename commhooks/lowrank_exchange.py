@@ -1,0 +1,308 @@
+"""One bucket, compressed: delta = gradient + residual -> P -> all-reduce -> Q -> all-reduce -> gradient, residual.
+
+`LowRankScratch` is what a layout needs, allocated once: it belongs to one registration and is never saved.
+`LowRankExchange` takes one bucket of one backward pass through it. Nothing learned is written before `commit`.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from commhooks import codec
+from commhooks.arithmetic import compute_dtype
+from commhooks.collective import Pending, new_future, start_all_reduce
+from commhooks.layout import BucketLayout, Slot
+from commhooks.memory import Memory
+from commhooks.stats import Stats
+from commhooks.wire import all_finite, put_factor, put_plain, put_projection
+
+
+@dataclass(frozen=True, eq=False)
+class Matrix:
+    """One matrix to compress: `n x m` at `rank`, made of the gradients in `slots`.
+
+    In per-parameter PowerSGD that is one slot of n * m elements; in the batched form all slots of a bucket, padded with
+    zeros to a square.
+    """
+
+    name: str
+    slots: tuple[tuple[str, Slot], ...]
+    """Name and place of each parameter in the matrix, adjacent in the bucket."""
+    n: int
+    m: int
+    rank: int
+
+    @property
+    def start(self) -> int:
+        return self.slots[0][1].offset
+
+    @property
+    def stop(self) -> int:
+        return self.slots[-1][1].offset + self.slots[-1][1].numel
+
+    @property
+    def fills_bucket_span(self) -> bool:
+        return self.stop - self.start == self.n * self.m
+
+
+@dataclass(frozen=True)
+class LowRankOptions:
+    """What the exchange has to know of the configuration."""
+
+    use_error_feedback: bool
+    draw_q: Callable[[Matrix, int, torch.dtype], torch.Tensor]
+    """(matrix, step, dtype) -> r x m on the CPU: the Q to start from."""
+    draw_refill: Callable[[Matrix, str, torch.dtype], torch.Tensor]
+    """(matrix, "P" or "Q", dtype) -> r x n or r x m on the CPU: directions for those that are missing."""
+    warm_start: bool
+
+
+class LowRankScratch:
+    """Buffers of one bucket layout, on its device."""
+
+    def __init__(self, layout: BucketLayout, matrices: list[Matrix], wire_dtype: torch.dtype) -> None:
+        device, dtype = layout.device, compute_dtype(layout.dtype)
+        self.layout = layout
+        self.matrices = matrices
+        self.dtype = dtype
+        self.p = [codec.new_factor(x.rank, x.n, dtype, device) for x in matrices]
+        self.q = [codec.new_factor(x.rank, x.m, dtype, device) for x in matrices]
+        # A float32 or float64 bucket serves as delta itself; what is narrower, or padded, needs memory of its own.
+        self.delta = [
+            None if layout.dtype == dtype and x.fills_bucket_span else torch.zeros(x.n, x.m, dtype=dtype, device=device)
+            for x in matrices
+        ]
+        self.plain_spans = _complement([(x.start, x.stop) for x in matrices], layout.numel)
+        p_numel = sum(x.rank * x.n for x in matrices)
+        plain_numel = sum(stop - start for start, stop in self.plain_spans)
+        # The first all-reduce: every P, everything uncompressed, one flag per matrix: 1 if its gradient is not zero.
+        self.first = torch.zeros(p_numel + plain_numel + len(matrices), dtype=wire_dtype, device=device)
+        self.second = torch.zeros(sum(x.rank * x.m for x in matrices), dtype=wire_dtype, device=device)
+        pieces = self.first.split([x.rank * x.n for x in matrices] + [plain_numel, len(matrices)])
+        self.first_p = [piece.view(x.rank, x.n) for piece, x in zip(pieces, matrices, strict=False)]
+        self.first_plain = pieces[-2].split([stop - start for start, stop in self.plain_spans])
+        self.flags = pieces[-1]
+        split = self.second.split([x.rank * x.m for x in matrices])
+        self.second_q = [piece.view(x.rank, x.m) for piece, x in zip(split, matrices, strict=True)]
+        self._refills: dict[tuple[str, str], torch.Tensor] = {}
+
+    def refill(self, matrix: Matrix, side: str, options: LowRankOptions) -> torch.Tensor:
+        """The directions for missing ones. Kept on an accelerator, where asking whether they are needed would stall;
+        drawn anew on the CPU, where they hardly ever are."""
+        if self.layout.device.type == "cpu":
+            return options.draw_refill(matrix, side, self.dtype)
+        key = (matrix.name, side)
+        if key not in self._refills:
+            self._refills[key] = options.draw_refill(matrix, side, self.dtype).to(self.layout.device)
+        return self._refills[key]
+
+
+class LowRankExchange:
+    """One bucket on its way. `start`, `advance`, `finish`, `commit`: in this order, on all ranks."""
+
+    def __init__(
+        self,
+        buffer: torch.Tensor,
+        scratch: LowRankScratch,
+        memory: Memory,
+        options: LowRankOptions,
+        group: dist.ProcessGroup,
+        stats: Stats,
+        residual_factor: float,
+    ) -> None:
+        self.buffer = buffer
+        self.future = new_future(buffer.device)
+        self._scratch = scratch
+        self._memory = memory
+        self._options = options
+        self._group = group
+        self._world_size = group.size()
+        self._stats = stats
+        # The loss scale has changed by this factor since the residuals were written.
+        self._residual_factor = residual_factor
+        self._on_host = buffer.device.type == "cpu"
+        self._first: Pending | None = None
+        self._second: Pending | None = None
+
+    def start(self) -> None:
+        """Form delta in place, P = delta Q, and send it with everything uncompressed and the flags."""
+        s = self._scratch
+        for i, matrix in enumerate(s.matrices):
+            gradient = self.buffer[matrix.start : matrix.stop]
+            self._flag_nonzero(gradient, s.flags[i])
+            delta = self._load_delta(i, gradient)
+            s.q[i][: matrix.rank] = self._starting_q(matrix)
+            s.q[i][matrix.rank :].zero_()  # the padding of rank 1: an inf in delta would have left NaN in it
+            codec.project_p(delta, s.q[i], out=s.p[i])
+            put_factor(s.p[i][: matrix.rank], s.first_p[i], self._world_size)
+        for (begin, end), out in zip(s.plain_spans, s.first_plain, strict=True):
+            put_plain(self.buffer[begin:end], out, self._world_size)
+        self._first = start_all_reduce(s.first, self._group, self._stats)
+
+    def advance(self) -> None:
+        """Wait for P, orthonormalise it, Q = delta^T P, and send that."""
+        assert self._first is not None
+        self._first.wait()
+        s = self._scratch
+        for i, matrix in enumerate(s.matrices):
+            s.p[i][: matrix.rank] = self._orthonormal(s.first_p[i].to(s.dtype), matrix, "P")
+            s.p[i][matrix.rank :].zero_()
+            codec.project_q(self._delta(i), s.p[i], out=s.q[i])
+            put_projection(s.q[i][: matrix.rank], s.second_q[i], self._world_size)
+        self._second = start_all_reduce(s.second, self._group, self._stats)
+
+    def finish(self) -> torch.Tensor:
+        """Wait for Q; returns whether all that arrived is finite (0-dim bool)."""
+        assert self._second is not None
+        self._second.wait()
+        self._good = all_finite(self._scratch.first) & all_finite(self._scratch.second)
+        return self._good
+
+    def commit(self, good: torch.Tensor | bool) -> None:
+        """Write the gradient P Q^T into the bucket and, if `good`, the residual delta - P Q_local^T and Q.
+
+        `good` is a bool on the CPU and a 0-dim tensor elsewhere, so that an accelerator is never waited for. A bucket
+        that is not finite itself leaves NaN in its gradients on every rank.
+        """
+        s = self._scratch
+        for (begin, end), mean in zip(s.plain_spans, s.first_plain, strict=True):
+            self.buffer[begin:end].copy_(mean)
+        poison = torch.where(self._good, 0.0, float("nan")).to(s.dtype)
+        alive = s.flags > 0
+        for i, matrix in enumerate(s.matrices):
+            if self._on_host:
+                self._commit_on_host(i, matrix, bool(good), bool(alive[i]), poison)
+            else:
+                self._commit_masked(i, matrix, good, alive[i], poison)
+
+    def _commit_on_host(self, i: int, matrix: Matrix, good: bool, alive: bool, poison: torch.Tensor) -> None:
+        s, delta = self._scratch, self._delta(i)
+        if good and not alive:
+            # No rank had a gradient: keep the residual for later instead of losing it to a step that is not taken.
+            for name, _ in matrix.slots:
+                if name in self._memory.residuals and self._residual_factor != 1:
+                    self._memory.residuals[name].mul_(self._residual_factor)
+            self.buffer[matrix.start : matrix.stop].zero_()
+            return
+        if good and self._options.use_error_feedback:
+            self._store_residual(i, matrix, delta)
+        q = s.q[i]
+        q[: matrix.rank] = s.second_q[i]
+        if good:
+            self._q_memory(matrix).copy_(q[: matrix.rank])
+        q.add_(poison)
+        self._store_gradient(i, matrix, delta)
+
+    def _commit_masked(
+        self, i: int, matrix: Matrix, good: torch.Tensor | bool, alive: torch.Tensor, poison: torch.Tensor
+    ) -> None:
+        s, delta = self._scratch, self._delta(i)
+        good = torch.as_tensor(good, device=alive.device)
+        keep = good & alive
+        if self._options.use_error_feedback:
+            for name, slot in matrix.slots:
+                self._residual(name, slot).mul_(torch.where(good, self._residual_factor, 1.0))
+            new = torch.empty_like(delta)
+            codec.remainder(delta, s.p[i], s.q[i], out=new)
+            flat = new.view(-1)
+            for name, slot in matrix.slots:
+                old = self._residual(name, slot)
+                begin = slot.offset - matrix.start
+                old.copy_(torch.where(keep, flat[begin : begin + slot.numel], old))
+        q = s.q[i]
+        q[: matrix.rank] = s.second_q[i]
+        memory = self._q_memory(matrix)
+        memory.copy_(torch.where(keep, q[: matrix.rank], memory))
+        q.copy_(torch.where(alive, q, torch.zeros_like(q)) + poison)
+        self._store_gradient(i, matrix, delta)
+
+    # ---- delta, residual, gradient ---------------------------------------------------------------------------------
+
+    def _delta(self, i: int) -> torch.Tensor:
+        own, matrix = self._scratch.delta[i], self._scratch.matrices[i]
+        return self.buffer[matrix.start : matrix.stop].view(matrix.n, matrix.m) if own is None else own
+
+    def _load_delta(self, i: int, gradient: torch.Tensor) -> torch.Tensor:
+        own, matrix = self._scratch.delta[i], self._scratch.matrices[i]
+        flat = gradient
+        if own is not None:
+            flat = own.view(-1)
+            flat[: gradient.numel()].copy_(gradient)
+            flat[gradient.numel() :].zero_()
+        if self._options.use_error_feedback:
+            for name, slot in matrix.slots:
+                residual = self._memory.residuals.get(name)
+                if residual is not None:
+                    begin = slot.offset - matrix.start
+                    flat[begin : begin + slot.numel].add_(residual, alpha=self._residual_factor)
+        return self._delta(i)
+
+    def _residual(self, name: str, slot: Slot) -> torch.Tensor:
+        residuals = self._memory.residuals
+        if name not in residuals:
+            residuals[name] = torch.zeros(slot.numel, dtype=self._scratch.dtype, device=self.buffer.device)
+        return residuals[name]
+
+    def _store_residual(self, i: int, matrix: Matrix, delta: torch.Tensor) -> None:
+        s = self._scratch
+        if matrix.fills_bucket_span and len(matrix.slots) == 1:
+            name, slot = matrix.slots[0]
+            codec.remainder(delta, s.p[i], s.q[i], out=self._residual(name, slot).view(matrix.n, matrix.m))
+            return
+        codec.remainder(delta, s.p[i], s.q[i], out=delta)
+        flat = delta.view(-1)
+        for name, slot in matrix.slots:  # what lies behind them is padding, whose residual is dropped
+            begin = slot.offset - matrix.start
+            self._residual(name, slot).copy_(flat[begin : begin + slot.numel])
+
+    def _store_gradient(self, i: int, matrix: Matrix, delta: torch.Tensor) -> None:
+        codec.reconstruct(self._scratch.p[i], self._scratch.q[i], out=delta)
+        if self._scratch.delta[i] is not None:
+            self.buffer[matrix.start : matrix.stop].copy_(delta.view(-1)[: matrix.stop - matrix.start])
+
+    # ---- Q, directions, flags --------------------------------------------------------------------------------------
+
+    def _q_memory(self, matrix: Matrix) -> torch.Tensor:
+        q = self._memory.q.get(matrix.name)
+        if q is None:
+            q = torch.zeros(matrix.rank, matrix.m, dtype=self._scratch.dtype, device=self.buffer.device)
+            self._memory.q[matrix.name] = q
+        return q
+
+    def _starting_q(self, matrix: Matrix) -> torch.Tensor:
+        """r x m, rows of norm 1: only the space that they span matters, and otherwise P would grow with the square of
+        the gradient. A row of zeros is a missing direction."""
+        q = self._memory.q.get(matrix.name) if self._options.warm_start else None
+        if q is None:
+            q = self._options.draw_q(matrix, self._memory.step, self._scratch.dtype).to(self.buffer.device)
+        rows, missing = codec.unit_rows(q)
+        if self._on_host and not missing.any():
+            return rows
+        refill, _ = codec.unit_rows(self._scratch.refill(matrix, "Q", self._options))
+        return torch.where(missing, refill, rows)
+
+    def _orthonormal(self, rows: torch.Tensor, matrix: Matrix, side: str) -> torch.Tensor:
+        if self._on_host:
+            basis, missing = codec.orthonormal_rows(rows, None)
+            if not missing.any():
+                return basis
+        return codec.orthonormal_rows(rows, self._scratch.refill(matrix, side, self._options))[0]
+
+    def _flag_nonzero(self, gradient: torch.Tensor, flag: torch.Tensor) -> None:
+        if self._on_host:
+            # A look at the first few numbers nearly always settles it.
+            flag.fill_(float(bool(gradient[:64].any()) or bool(gradient.any())))
+        else:
+            flag.copy_(gradient.any())
+
+
+def _complement(spans: list[tuple[int, int]], numel: int) -> list[tuple[int, int]]:
+    """The gaps between `spans` (sorted, disjoint) in 0..numel."""
+    gaps, at = [], 0
+    for begin, end in [*spans, (numel, numel)]:
+        if begin > at:
+            gaps.append((at, begin))
+        at = end
+    return gaps

@@ -1,0 +1,31 @@
+"""Learned state: what a hook remembers from step to step, and all that a checkpoint has to hold."""
+
+from dataclasses import dataclass, field
+
+import torch
+
+
+@dataclass
+class Memory:
+    """Keyed by names, never by places in a bucket.
+
+    Attributes:
+        step: committed synchronised backward passes, the same on every rank.
+        nonfinite_steps: passes that were not committed.
+        q: per matrix, Q transposed, `r x m` (float32 or float64); the same on every rank.
+        residuals: per parameter, flat in memory order (float32 or float64); each rank has its own. A missing entry is
+            a residual of zeros.
+        loss_scale: the factor by which the loss, and therefore the residuals, were multiplied.
+        residual_missing: this rank should have a residual and has none, so that all ranks must do without.
+    """
+
+    step: int = 0
+    nonfinite_steps: int = 0
+    q: dict[str, torch.Tensor] = field(default_factory=dict)
+    residuals: dict[str, torch.Tensor] = field(default_factory=dict)
+    loss_scale: float = 1.0
+    residual_missing: bool = False
+
+    def drop_residuals(self) -> None:
+        self.residuals.clear()
+        self.residual_missing = False

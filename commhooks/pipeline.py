@@ -1,0 +1,180 @@
+"""The order of things in a backward pass: which exchange when, over all buckets.
+
+Collectives are issued from inside the hook call only, in bucket order, so that every rank issues the same sequence:
+P of bucket k, then Q of bucket k - 1, and at the last bucket what is left. The call for bucket k returns while P of
+bucket k travels. A step is a transaction: the learned state is written at the end, once all that arrived is known to be
+finite, so that an abandoned backward pass leaves the last committed step behind.
+"""
+
+import contextlib
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+
+from commhooks import arithmetic
+from commhooks.errors import HookRunError
+from commhooks.memory import Memory
+from commhooks.stats import Stats
+
+logger = logging.getLogger(__name__)
+
+
+class Exchange(Protocol):
+    """One bucket on its way through one backward pass."""
+
+    buffer: torch.Tensor
+    future: torch.futures.Future[torch.Tensor]
+
+    def start(self) -> None: ...
+    def advance(self) -> None: ...
+    def finish(self) -> torch.Tensor: ...
+    def commit(self, good: torch.Tensor | bool) -> None: ...
+
+
+@dataclass
+class Flight:
+    """The buckets of one backward pass, in order."""
+
+    compressing: bool
+    residual_factor: float
+    loss_scale: float
+    exchanges: list[Exchange] = field(default_factory=list)
+    advanced: int = 0
+    done: bool = False
+
+
+class Pipeline:
+    """Runs the exchanges of one registration. Holds nothing that is learned.
+
+    Args:
+        memory: the learned state; written at commit only.
+        stats: counted here and in the exchanges.
+        make_exchange: (bucket, flight, first bucket of the pass?) -> its exchange.
+        begin: called at the first bucket of each pass with its device, before anything is sent; returns the flight.
+        end: called after a commit.
+    """
+
+    def __init__(
+        self,
+        memory: Memory,
+        stats: Stats,
+        begin: Callable[[dist.GradBucket], Flight],
+        make_exchange: Callable[[dist.GradBucket, Flight], Exchange],
+        end: Callable[[Flight], None],
+    ) -> None:
+        self._memory = memory
+        self._stats = stats
+        self._begin = begin
+        self._make_exchange = make_exchange
+        self._end = end
+        self._flight: Flight | None = None
+        self._streams: dict[torch.device, torch.cuda.Stream] = {}
+        # Verdicts that the host has not asked for yet: committed passes (on the device), passes, were they compressed?
+        self._unsettled: tuple[torch.Tensor, int, bool] | None = None
+        self.committing = False
+
+    def run(self, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+        """The hook call for one bucket. All ranks, in the same order."""
+        buffer = bucket.buffer()
+        try:
+            with self._codec_stream(buffer), arithmetic.exact(buffer.device):
+                # Whatever is left of a pass that ended in an exception was never committed: forget it.
+                if bucket.index() == 0 or self._flight is None or self._flight.done:
+                    self._flight = self._begin(bucket)
+                    self._stats.begin_pass()
+                    if not bucket.is_last():
+                        self._drain_after_backward(self._flight)
+                flight = self._flight
+                exchange = self._make_exchange(bucket, flight)
+                flight.exchanges.append(exchange)
+                exchange.start()
+                self._advance(flight, len(flight.exchanges) - 1)
+                if bucket.is_last():
+                    self._drain(flight)
+                return exchange.future
+        except BaseException:
+            self._flight = None
+            raise
+
+    def settle(self) -> None:
+        """Bring `memory.step` up to date. Waits for an accelerator if it has verdicts that nobody asked for yet."""
+        if self._unsettled is None:
+            return
+        good, passes, compressed = self._unsettled
+        self._unsettled = None
+        committed = int(good.item())
+        self._memory.step += committed
+        self._stats.compressed_steps += committed if compressed else 0
+        self._memory.nonfinite_steps += passes - committed
+        self._stats.nonfinite_steps += passes - committed
+
+    def _advance(self, flight: Flight, upto: int) -> None:
+        while flight.advanced < upto:
+            flight.exchanges[flight.advanced].advance()
+            flight.advanced += 1
+
+    def _drain(self, flight: Flight) -> None:
+        self._advance(flight, len(flight.exchanges))
+        verdicts = [exchange.finish() for exchange in flight.exchanges]
+        good = torch.stack(verdicts).all()
+        on_host = good.device.type == "cpu"
+        verdict: torch.Tensor | bool = bool(good) if on_host else good
+        self.committing = True
+        for exchange in flight.exchanges:
+            exchange.commit(verdict)
+        if verdict is not False:
+            self._memory.loss_scale = flight.loss_scale
+        count, passes = self._unsettled[:2] if self._unsettled else (torch.zeros((), dtype=torch.int64), 0)
+        self._unsettled = (good + count, passes + 1, flight.compressing)
+        if on_host:
+            self.settle()
+        self.committing = False
+        flight.done = True
+        self._end(flight)
+        for exchange in flight.exchanges:
+            exchange.future.set_result(exchange.buffer)
+
+    def _drain_after_backward(self, flight: Flight) -> None:
+        """Where DDP skips the all-reduce of unused parameters, `is_last()` may never come: drain at the end of the
+        backward pass then. DDP waits for the futures in a callback of the same kind, queued later."""
+
+        def drain_if_open() -> None:
+            if not flight.done and flight is self._flight:
+                buffer = flight.exchanges[-1].buffer
+                with self._codec_stream(buffer), arithmetic.exact(buffer.device):
+                    self._drain(flight)
+
+        # Private, and the only way to run something at the end of a backward pass from within it (torch 2.13;
+        # torch's own optimizer_overlap_hooks.py does the same). Outside of one, under `Join`, it refuses.
+        engine = torch.autograd.Variable._execution_engine
+        with contextlib.suppress(RuntimeError):
+            engine.queue_callback(drain_if_open)
+
+    @contextlib.contextmanager
+    def _codec_stream(self, buffer: torch.Tensor):  # type: ignore[no-untyped-def]
+        """A stream of our own on CUDA, so that waiting for the network does not stop the backward pass."""
+        if buffer.device.type != "cuda":
+            yield
+            return
+        stream = self._streams.get(buffer.device)
+        if stream is None:
+            stream = self._streams[buffer.device] = torch.cuda.Stream(buffer.device)
+        stream.wait_stream(torch.cuda.current_stream(buffer.device))
+        if not buffer.is_sparse:
+            buffer.record_stream(stream)
+        with torch.cuda.stream(stream):
+            yield
+
+
+def forbid_uneven_division(ddp_model: torch.nn.parallel.DistributedDataParallel) -> None:
+    """`Join(divide_by_initial_world_size=False)` asks for the mean over the ranks still active; no hook learns that."""
+    # Private (torch 2.13): set by DDP's join hook and told to nobody else.
+    if getattr(ddp_model, "_divide_by_initial_world_size", True) is False:
+        raise HookRunError(
+            "a communication hook divides gradients by the world size; Join(divide_by_initial_world_size=False) asks "
+            "for the number of active ranks instead. Use divide_by_initial_world_size=True, or no hook"
+        )

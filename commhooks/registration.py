@@ -1,0 +1,245 @@
+"""One use of a PowerSGD state on one DDP model: names, plans, scratch buffers and the pipeline, none of it learned."""
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from commhooks import codec
+from commhooks.agreement import agree, fingerprint
+from commhooks.collective import resolve_group
+from commhooks.config import BatchedPowerSGD, PowerSGD
+from commhooks.errors import HookRunError
+from commhooks.layout import BucketLayout, layout_key, read_layout
+from commhooks.lowrank_exchange import LowRankExchange, LowRankOptions, LowRankScratch, Matrix
+from commhooks.memory import Memory
+from commhooks.names import Names
+from commhooks.pipeline import Exchange, Flight, Pipeline
+from commhooks.plain_exchange import PlainExchange
+from commhooks.plan import ModelPlan, ParameterPlan, plan_parameter, square_side
+from commhooks.stats import Stats
+from commhooks.wire import wire_dtype_of
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class _Bucket:
+    """What is kept per bucket layout."""
+
+    layout: BucketLayout
+    names: list[str]
+    plans: list[ParameterPlan]
+    scratch: LowRankScratch | None
+    """None where nothing in the bucket is compressed."""
+    used: bool = True
+
+
+class Registration:
+    """Runs PowerSGD for one DDP model.
+
+    Args:
+        options: the configuration, with a start step that is a number.
+        memory: the learned state, changed at commits only.
+        stats: counters to add to.
+        names: by which name the memory of a parameter is kept.
+        group: the process group, asked for at each backward pass (None: the default group).
+        wrapper_dtype: dtype that travels, if a wrapper lowers it.
+        batched: compress whole buckets instead of single parameters.
+        loss_scale: the factor by which the loss is multiplied now, if there is a GradScaler.
+    """
+
+    def __init__(
+        self,
+        options: PowerSGD | BatchedPowerSGD,
+        memory: Memory,
+        stats: Stats,
+        names: Names,
+        group: Callable[[], dist.ProcessGroup | None],
+        *,
+        wrapper_dtype: torch.dtype | None = None,
+        batched: bool = False,
+        loss_scale: Callable[[], float | torch.Tensor] | None = None,
+    ) -> None:
+        assert isinstance(options.start_powerSGD_iter, int)
+        self.options = options
+        self.start_step: int = options.start_powerSGD_iter
+        self.memory = memory
+        self.stats = stats
+        self.names = names
+        self.wrapper_dtype = wrapper_dtype
+        self.batched = batched
+        self.loss_scale = loss_scale
+        self.checked = False
+        self.nonce: int | None = None
+        self.pipeline = Pipeline(memory, stats, self._begin, self._make_exchange, self._end)
+        self._group = group
+        self._buckets: dict[tuple[int, ...], _Bucket] = {}
+        self._low_rank = LowRankOptions(
+            use_error_feedback=options.use_error_feedback,
+            draw_q=self._draw_q,
+            draw_refill=self._draw_refill,
+            warm_start=options.warm_start,
+        )
+        self._next_stats_report = 0
+
+    def run(self, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+        return self.pipeline.run(bucket)
+
+    def plan(self) -> ModelPlan:
+        """What is compressed, from the buckets of the latest backward pass."""
+        plans = [plan for bucket in self._buckets.values() for plan in bucket.plans]
+        order = {name: place for place, name in enumerate(self.names.known())}
+        plans.sort(key=lambda plan: order.get(plan.name, 0))
+        name = "batched_powerSGD" if self.batched else "powerSGD"
+        return ModelPlan(name, tuple(plans), self.wrapper_dtype, self.start_step)
+
+    # ---- called by the pipeline ------------------------------------------------------------------------------------
+
+    def _begin(self, bucket: dist.GradBucket) -> Flight:
+        group = resolve_group(self._group())
+        buffer = bucket.buffer()
+        if not self.checked:
+            self._agree(group, buffer.device)
+        if self.memory.step < self.start_step or not self.options.warm_start:
+            self.pipeline.settle()
+        compressing = self.memory.step >= self.start_step
+        if compressing and self.stats.numel_before == 0:
+            logger.info("Start to apply PowerSGD after %s iterations.", self.memory.step)
+        for known in self._buckets.values():
+            known.used = False
+        loss_scale = float(self.loss_scale()) if self.loss_scale is not None else self.memory.loss_scale
+        return Flight(compressing, loss_scale / self.memory.loss_scale, loss_scale)
+
+    def _make_exchange(self, bucket: dist.GradBucket, flight: Flight) -> Exchange:
+        known = self._bucket(bucket, first=not flight.exchanges)
+        buffer = bucket.buffer()
+        group = resolve_group(self._group())
+        self.stats.bytes_uncompressed += buffer.element_size() * known.layout.numel
+        if flight.compressing:
+            self.stats.numel_before += known.layout.numel
+            self.stats.numel_after += sum(plan.numel_sent for plan in known.plans)
+        if known.scratch is None or not flight.compressing:
+            return PlainExchange(buffer, group, wire_dtype_of(buffer.dtype, self.wrapper_dtype), self.stats)
+        return LowRankExchange(
+            buffer, known.scratch, self.memory, self._low_rank, group, self.stats, flight.residual_factor
+        )
+
+    def _end(self, flight: Flight) -> None:
+        # Layouts that this pass did not use are dead: DDP rebuilds its buckets once and never goes back.
+        self._buckets = {key: known for key, known in self._buckets.items() if known.used}
+        if flight.residual_factor != 1 and self.memory.loss_scale == flight.loss_scale:
+            in_flight = {name for known in self._buckets.values() for name in known.names}
+            for name, residual in self.memory.residuals.items():
+                if name not in in_flight:
+                    residual.mul_(flight.residual_factor)
+        if flight.compressing and self.memory.step >= self._next_stats_report:
+            self._next_stats_report = self.memory.step + max(1, self.options.compression_stats_logging_frequency)
+            before, after = self.stats.numel_before, self.stats.numel_after
+            logger.info(
+                "Compression stats: iter %s, total before compression %s, total after compression %s, rate %s",
+                self.memory.step,
+                before,
+                after,
+                before / after if after else 0,
+            )
+
+    # ---- layouts and plans -----------------------------------------------------------------------------------------
+
+    def _bucket(self, bucket: dist.GradBucket, first: bool) -> _Bucket:
+        key = layout_key(bucket)
+        known = self._buckets.get(key)
+        if known is None:
+            layout = read_layout(bucket)
+            names = self.names.of_bucket(layout.parameters, first)
+            plans, matrices = (self._plan_batched if self.batched else self._plan_each)(layout, names)
+            wire = wire_dtype_of(layout.dtype, self.wrapper_dtype)
+            self._check_memory(layout, names, matrices)
+            scratch = LowRankScratch(layout, matrices, wire) if matrices else None
+            known = self._buckets[key] = _Bucket(layout, names, plans, scratch)
+        known.used = True
+        return known
+
+    def _plan_each(self, layout: BucketLayout, names: list[str]) -> tuple[list[ParameterPlan], list[Matrix]]:
+        plans = [
+            plan_parameter(
+                name,
+                slot.parameter,
+                matrix_approximation_rank=self.options.matrix_approximation_rank,
+                min_compression_rate=self.options.min_compression_rate,
+                sparse=layout.sparse,
+            )
+            for name, slot in zip(names, layout.slots, strict=True)
+        ]
+        matrices = [
+            Matrix(plan.name, ((plan.name, slot),), plan.n, plan.m, plan.rank)
+            for plan, slot in zip(plans, layout.slots, strict=True)
+            if plan.compressed
+        ]
+        return plans, matrices
+
+    def _plan_batched(self, layout: BucketLayout, names: list[str]) -> tuple[list[ParameterPlan], list[Matrix]]:
+        side = square_side(layout.numel)
+        rank = min(side, self.options.matrix_approximation_rank)
+        label = names[0] if len(names) == 1 else f"bucket {names[0]} .. {names[-1]} ({len(names)} parameters)"
+        complex_numbers = any(parameter.is_complex() for parameter in layout.parameters)
+        if layout.sparse or complex_numbers or 2 * side * rank >= layout.numel:
+            reason = "sparse gradient" if layout.sparse else "complex numbers" if complex_numbers else "too small"
+            return [ParameterPlan(label, (layout.numel,), layout.numel, layout.dtype, False, reason)], []
+        plan = ParameterPlan(label, (layout.numel,), layout.numel, layout.dtype, True, "", side, side, rank)
+        # The matrix is made of this very sequence of parameters: another bucket layout makes another matrix.
+        name = f"batched.{fingerprint(names):016x}"
+        return [plan], [Matrix(name, tuple(zip(names, layout.slots, strict=True)), side, side, rank)]
+
+    def _check_memory(self, layout: BucketLayout, names: list[str], matrices: list[Matrix]) -> None:
+        """Memory that was loaded under these names must fit the parameters that bear them."""
+        for name, slot in zip(names, layout.slots, strict=True):
+            residual = self.memory.residuals.get(name)
+            if residual is not None and residual.numel() != slot.numel:
+                raise HookRunError(
+                    f"the saved state has a residual of {residual.numel()} numbers for parameter {name}, which has "
+                    f"shape {tuple(slot.parameter.shape)}: it was saved for another model"
+                )
+            if residual is not None:
+                self.memory.residuals[name] = residual.to(layout.device)
+        for matrix in matrices:
+            q = self.memory.q.get(matrix.name)
+            if q is None:
+                continue
+            if q.shape[1] != matrix.m:
+                raise HookRunError(
+                    f"the saved state has a Q with {q.shape[1]} rows for {matrix.name}, which needs {matrix.m}: "
+                    "it was saved for another model"
+                )
+            if q.shape[0] != matrix.rank:
+                refitted = self._draw_q(matrix, 0, q.dtype)
+                rows = min(q.shape[0], matrix.rank)
+                refitted[:rows] = q[:rows]
+                q = refitted
+            self.memory.q[matrix.name] = q.to(layout.device)
+
+    # ---- agreement and random numbers --------------------------------------------------------------------------------
+
+    def _agree(self, group: dist.ProcessGroup, device: torch.device) -> None:
+        self.pipeline.settle()
+        shapes = {name: tuple(parameter.shape) for name, parameter in self.names.known().items()}
+        configuration = fingerprint(self.options, self.wrapper_dtype, self.batched, sorted(shapes.items()))
+        agreement = agree(self.memory, configuration, group, device, self.stats)
+        if self.nonce is None:
+            self.nonce = agreement.nonce
+        if not agreement.residuals_complete and dist.get_rank(group) == 0:
+            logger.warning(
+                "PowerSGD: the residual of at least one rank is missing or belongs to another rank; all ranks start "
+                "from residuals of zero. Step and Q are kept."
+            )
+        self.checked = True
+
+    def _draw_q(self, matrix: Matrix, step: int, dtype: torch.dtype) -> torch.Tensor:
+        purpose = "Q" if self.options.warm_start else f"Q at step {step}"
+        return codec.draw(self.options.random_seed, matrix.name, purpose, matrix.rank, matrix.m, dtype)
+
+    def _draw_refill(self, matrix: Matrix, side: str, dtype: torch.dtype) -> torch.Tensor:
+        length = matrix.n if side == "P" else matrix.m
+        return codec.draw(self.options.random_seed, matrix.name, f"refill {side}", matrix.rank, length, dtype)

@@ -1,0 +1,201 @@
+"""What the user asked for, checked when it is asked: before there is a model, a process group or a training run."""
+
+import difflib
+import importlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch.distributed as dist
+
+from commhooks.config import CONFIGS, HookConfig, closest, from_options
+from commhooks.errors import HookConfigError
+from commhooks.payload import SAVE_RESIDUAL
+from commhooks.wire import WIRE_DTYPES
+
+Factory = Callable[[dict[str, Any], dist.ProcessGroup | None], tuple[Any, Callable[..., Any]]]
+
+_ALIASES = {"fp16": "fp16_compress", "bf16": "bf16_compress"}
+# Users' own hooks by name. The one table of this package that outlives a call: `register_hook` is there to fill it.
+_REGISTERED: dict[str, Factory] = {}
+
+
+def register_hook(name: str, factory: Factory) -> None:
+    """Make a hook of your own available by name, in Python, YAML and on the command line.
+
+    Args:
+        name: must not be taken.
+        factory: `factory(options: dict, process_group) -> (state, hook)`, called when a model is wrapped, on every
+            rank. `hook` has the signature `(state, bucket) -> torch.futures.Future[torch.Tensor]`; a state with
+            `state_dict` and `load_state_dict` (plain types and tensors) is saved and restored.
+
+    Raises:
+        HookConfigError: the name is taken or not a name, or the factory is not callable.
+    """
+    if not isinstance(name, str) or not name or ":" in name:
+        raise HookConfigError(f"register_hook: name={name!r}; expected a word without ':'")
+    if not callable(factory):
+        raise HookConfigError(f"register_hook({name!r}): the factory is a {type(factory).__name__}, not callable")
+    if canonical_name(name) is not None:
+        raise HookConfigError(f"register_hook: the name {name!r} is taken by {canonical_name(name)!r}")
+    _REGISTERED[name] = factory
+
+
+def available_hooks() -> dict[str, dict[str, Any]]:
+    """Name -> {"description": one line, "options": {option: default}} of every hook that can be had by name."""
+    import dataclasses
+
+    hooks: dict[str, dict[str, Any]] = {}
+    for name, config in CONFIGS.items():
+        hooks[name] = {
+            "description": (config.__doc__ or "").strip().splitlines()[0],
+            "options": {f.name: f.default for f in dataclasses.fields(config)},
+        }
+    for name, factory in _REGISTERED.items():
+        lines = (factory.__doc__ or "registered by register_hook").strip().splitlines()
+        hooks[name] = {"description": lines[0], "options": {}}
+    return hooks
+
+
+def canonical_name(name: str) -> str | None:
+    """The name under which a hook is known, or None. Case, `_` and `-` do not matter."""
+
+    def plain(text: str) -> str:
+        return text.lower().replace("_", "").replace("-", "")
+
+    names = {plain(known): known for known in (*CONFIGS, *_REGISTERED)}
+    names |= {plain(alias): known for alias, known in _ALIASES.items()}
+    return names.get(plain(name))
+
+
+@dataclass(frozen=True)
+class HookSpec:
+    """A checked request for a hook. Picklable if what it holds is.
+
+    Exactly one of `config`, `factory` and `function` says what to run.
+    """
+
+    name: str
+    config: HookConfig | None = None
+    factory: str | None = None
+    options: dict[str, Any] = field(default_factory=dict)
+    function: Callable[..., Any] | None = None
+    hook_state: Any = None
+    wrapper: str | None = None
+    save_residual: str = "per_rank"
+    strict: bool = True
+
+    @classmethod
+    def parse(
+        cls,
+        hook: HookConfig | Callable[..., Any] | str,
+        *,
+        hook_options: Mapping[str, Any] | None = None,
+        hook_state: Any = None,
+        wrapper: str | None = None,
+        save_residual: str = "per_rank",
+        strict: bool = True,
+    ) -> "HookSpec":
+        """Check what the user gave.
+
+        Raises:
+            HookConfigError: unknown hook or option, wrong type, impossible combination; the text names the offender.
+        """
+        _check_choice("wrapper", wrapper, (None, *WIRE_DTYPES))
+        _check_choice("save_residual", save_residual, SAVE_RESIDUAL)
+        if not isinstance(strict, bool):
+            raise HookConfigError(f"strict={strict!r}; expected True or False")
+        if hook_options is not None and not isinstance(hook_options, Mapping):
+            raise HookConfigError(f"hook_options={hook_options!r}; expected a dict of options")
+        common: dict[str, Any] = {"wrapper": wrapper, "save_residual": save_residual, "strict": strict}
+
+        if isinstance(hook, HookConfig):
+            if hook_options:
+                raise HookConfigError(
+                    f"hook_options={dict(hook_options)!r} beside {type(hook).__name__}(...): hook_options is for hooks "
+                    f"given by name; write the options into {type(hook).__name__}(...)"
+                )
+            _no_state(hook.hook_name, hook_state)
+            return cls(hook.hook_name, config=hook, **common)
+        if isinstance(hook, type) and issubclass(hook, HookConfig):
+            raise HookConfigError(f"hook={hook.__name__} is a class; write {hook.__name__}() with its options inside")
+        if isinstance(hook, str):
+            if ":" in hook:
+                return cls._from_function(_import_function(hook), hook_options, hook_state, common, name=hook)
+            name = canonical_name(hook)
+            if name is None:
+                names = list(available_hooks())
+                raise HookConfigError(
+                    f"unknown hook {hook!r}{closest(hook, names)}; known are {', '.join(names)}, and "
+                    "'package.module:function' for one of your own"
+                )
+            _no_state(name, hook_state)
+            if name in CONFIGS:
+                return cls(name, config=from_options(CONFIGS[name], hook_options or {}), **common)
+            return cls(name, factory=name, options=dict(hook_options or {}), **common)
+        if callable(hook):
+            return cls._from_function(hook, hook_options, hook_state, common)
+        raise HookConfigError(
+            f"hook={hook!r} is a {type(hook).__name__}; expected a config object such as commhooks.PowerSGD(), a name, "
+            "'package.module:function', or a callable (state, bucket)"
+        )
+
+    @classmethod
+    def _from_function(
+        cls,
+        function: Callable[..., Any],
+        hook_options: Mapping[str, Any] | None,
+        hook_state: Any,
+        common: dict[str, Any],
+        name: str | None = None,
+    ) -> "HookSpec":
+        name = name or str(getattr(function, "__qualname__", type(function).__qualname__))
+        if hook_options:
+            raise HookConfigError(
+                f"hook_options={dict(hook_options)!r} with the callable {name}: hook_options is for hooks given by "
+                "name; put the options of a callable into its hook_state, or register a factory with register_hook"
+            )
+        return cls(name, function=function, hook_state=hook_state, **common)
+
+    def build(self, process_group: dist.ProcessGroup | None) -> tuple[Any, Callable[..., Any]]:
+        """State and function of a hook that is the user's own."""
+        if self.factory is not None:
+            made = _REGISTERED[self.factory](dict(self.options), process_group)
+            if not isinstance(made, tuple) or len(made) != 2 or not callable(made[1]):
+                raise HookConfigError(
+                    f"the factory of hook {self.name!r} returned {made!r}; expected a pair (state, callable hook)"
+                )
+            return made
+        assert self.function is not None
+        return self.hook_state, self.function
+
+
+def _import_function(path: str) -> Callable[..., Any]:
+    module_name, _, attribute = path.partition(":")
+    try:
+        target: Any = importlib.import_module(module_name)
+    except ImportError as error:
+        raise HookConfigError(f"hook {path!r}: cannot import {module_name!r}: {error}") from error
+    for part in attribute.split("."):
+        try:
+            target = getattr(target, part)
+        except AttributeError:
+            offer = difflib.get_close_matches(part, dir(target), n=1)
+            hint = f" (did you mean {offer[0]!r}?)" if offer else ""
+            raise HookConfigError(f"hook {path!r}: {module_name!r} has no {part!r}{hint}") from None
+    if not callable(target):
+        raise HookConfigError(f"hook {path!r} is a {type(target).__name__}, not a callable (state, bucket)")
+    return target
+
+
+def _check_choice(name: str, value: object, choices: tuple[object, ...]) -> None:
+    if value not in choices:
+        offer = closest(value, [c for c in choices if isinstance(c, str)]) if isinstance(value, str) else ""
+        raise HookConfigError(f"{name}={value!r}{offer}; expected one of {', '.join(map(repr, choices))}")
+
+
+def _no_state(name: str, hook_state: Any) -> None:
+    if hook_state is not None:
+        raise HookConfigError(
+            f"hook_state with hook {name!r}, which makes its own state: hook_state is for a callable of your own"
+        )

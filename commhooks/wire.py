@@ -1,0 +1,61 @@
+"""From the compute dtype to the dtype that travels, divided by the world size so that the sum is the mean.
+
+A wire of fewer bits must not turn a large number into inf, nor an inf into a large number: what is finite stays finite
+where error feedback makes up for the loss, and what is not becomes NaN, which no reduction hides.
+"""
+
+import torch
+
+WIRE_DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
+
+
+def wire_dtype_of(bucket_dtype: torch.dtype, wrapper_dtype: torch.dtype | None) -> torch.dtype:
+    """The bucket's own dtype unless a wrapper lowers it; a 16-bit bucket is not converted to the other 16-bit type."""
+    if wrapper_dtype is None or bucket_dtype.itemsize <= wrapper_dtype.itemsize:
+        return bucket_dtype
+    return wrapper_dtype
+
+
+def largest_share(dtype: torch.dtype, world_size: int) -> float:
+    """The largest number that `world_size` ranks can each send without the sum overflowing `dtype`."""
+    info = torch.finfo(dtype)
+    return info.max / world_size * (1 - min(0.5, world_size * info.eps))
+
+
+def put_factor(factor: torch.Tensor, out: torch.Tensor, world_size: int) -> None:
+    """Write `factor / world_size` to the wire: finite numbers clamped to what the sum can hold, others as NaN.
+
+    Clamping P only tilts the basis that it spans.
+    """
+    limit = largest_share(out.dtype, world_size)
+    share = factor / world_size
+    # x * 0 is 0 for every finite x and NaN for inf and NaN.
+    out.copy_(share.clamp(-limit, limit) + factor * 0)
+
+
+def put_projection(factor: torch.Tensor, out: torch.Tensor, world_size: int) -> None:
+    """Write Q to the wire and change `factor` in place to exactly what was sent, times the world size.
+
+    Rounding and clamping are fed back thereby: the residual is made from `factor` as it is then. An inf is an overflow
+    of this product (an inf in the gradient shows in P) and is clamped too.
+    """
+    limit = largest_share(out.dtype, world_size)
+    out.copy_((factor / world_size).clamp(-limit, limit))
+    factor.copy_(out)
+    factor.mul_(world_size)
+
+
+def put_plain(gradient: torch.Tensor, out: torch.Tensor, world_size: int) -> None:
+    """Write an uncompressed gradient to the wire. Nothing is clamped: no error feedback would make up for it, so an
+    overflow arrives as inf, as in plain fp16 compression, and the step is skipped."""
+    if out.dtype == gradient.dtype:
+        torch.div(gradient, world_size, out=out)
+    else:
+        out.copy_(gradient / world_size)
+
+
+def all_finite(reduced: torch.Tensor) -> torch.Tensor:
+    """0-dim bool tensor on the same device. A maximum of absolute values is ten times faster than isfinite().all()."""
+    if reduced.numel() == 0:
+        return torch.ones((), dtype=torch.bool, device=reduced.device)
+    return torch.isfinite(torch.linalg.vector_norm(reduced, float("inf")))

@@ -256,10 +256,10 @@ class CommHook:
                 return "none", [], {}, False
             return "per_rank", [self._rank], {name: [r] for name, r in memory.residuals.items()}, True
         names = [name for name in self._names.known() if name in memory.residuals]
+        if self._world_size == 1 or (memory.residuals_shared and not memory.residual_missing):
+            # Nothing to exchange: each rank's residual is the mean.
+            return "mean", everyone, {name: memory.residuals[name] for name in names}, True
         kind = "mean" if residual == "mean" else "per_rank"
-        if self._world_size == 1:
-            own: dict[str, Any] = {n: memory.residuals[n] if kind == "mean" else [memory.residuals[n]] for n in names}
-            return kind, everyone, own, True
         collected: dict[str, Any] = {}
 
         def collect(group: JointSave) -> None:
@@ -267,8 +267,6 @@ class CommHook:
                 mine = memory.residuals[name]
                 collected[name] = group.mean(mine) if kind == "mean" else group.gather(mine)
 
-        if not names and not memory.residual_missing:
-            return kind, everyone, {}, True
         saver = self._saver()
         if not joint or saver is None or not saver.run(memory.step, collect):
             self._warn_inexact(memory.step, joint)
@@ -276,6 +274,7 @@ class CommHook:
         if kind == "mean":
             for name in names:
                 memory.residuals[name].copy_(collected[name])
+            memory.residuals_shared = True
         return kind, everyone, collected, True
 
     def _saver(self) -> JointSave | None:
@@ -289,9 +288,12 @@ class CommHook:
         return self._joint_save[1]
 
     def _warn_inexact(self, step: int, joint: bool) -> None:
-        reason = (
-            f"not every rank took part within {self.joint_save_limit_s:g} s" if joint else "this rank saves on its own"
-        )
+        if not joint:
+            reason = "this rank saves on its own"
+        elif self._saver() is None:
+            reason = "no backward pass has run since the hook was attached"
+        else:
+            reason = f"not every rank took part within {self.joint_save_limit_s:g} s"
         logger.warning(
             "commhooks: hook %s was saved at step %s without residuals, because %s. The saved state is marked inexact: "
             "a run that resumes from it starts from residuals of zero.",
@@ -305,6 +307,7 @@ class CommHook:
         own = self._low_rank._memory
         own.step, own.nonfinite_steps, own.loss_scale = memory.step, memory.nonfinite_steps, memory.loss_scale
         own.q, own.residuals, own.residual_missing = memory.q, memory.residuals, memory.residual_missing
+        own.residuals_shared = memory.residuals_shared
         self._low_rank._options = dataclasses.replace(self._low_rank._options, start_powerSGD_iter=start)
         if isinstance(self._config, PowerSGD):
             self._config = dataclasses.replace(self._config, start_powerSGD_iter=start)

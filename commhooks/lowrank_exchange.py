@@ -171,9 +171,10 @@ class LowRankExchange:
             self.buffer[begin:end].copy_(mean)
         poison = torch.where(self._good, 0.0, float("nan")).to(s.dtype)
         alive = s.flags > 0
+        alive_on_host = alive.tolist() if self._on_host else []
         for i, matrix in enumerate(s.matrices):
             if self._on_host:
-                self._commit_on_host(i, matrix, bool(good), bool(alive[i]), poison)
+                self._commit_on_host(i, matrix, bool(good), alive_on_host[i], poison)
             else:
                 self._commit_masked(i, matrix, good, alive[i], poison)
 

@@ -17,6 +17,7 @@ class Memory:
             a residual of zeros.
         loss_scale: the factor by which the loss, and therefore the residuals, were multiplied.
         residual_missing: this rank should have a residual and has none, so that all ranks must do without.
+        residuals_shared: every rank has the same residuals: the mean that was just saved or loaded, or none at all.
     """
 
     step: int = 0
@@ -25,7 +26,9 @@ class Memory:
     residuals: dict[str, torch.Tensor] = field(default_factory=dict)
     loss_scale: float = 1.0
     residual_missing: bool = False
+    residuals_shared: bool = True
 
     def drop_residuals(self) -> None:
         self.residuals.clear()
         self.residual_missing = False
+        self.residuals_shared = True

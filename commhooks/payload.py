@@ -62,7 +62,7 @@ def build(
         parameters[name] = {
             "shape": list(parameter.shape),
             "row_dim": memory_order(parameter)[0] if parameter.dim() else 0,
-            "q": None if q is None else _q_to_logical(q, parameter).detach().clone(),
+            "q": None if q is None else _q_to_logical(q.detach().to("cpu", copy=True), parameter),
             "residual": (
                 [_logical_copy(each, parameter) for each in saved]
                 if isinstance(saved, list)
@@ -84,7 +84,9 @@ def build(
         "residual": residual,
         "residual_ranks": list(residual_ranks),
         "parameters": parameters,
-        "batched_q": {name: q.detach().clone() for name, q in memory.q.items() if name not in target.parameters},
+        "batched_q": {
+            name: q.detach().to("cpu", copy=True) for name, q in memory.q.items() if name.startswith("batched.")
+        },
         "hook_state": None,
     }
 
@@ -129,6 +131,7 @@ def read(payload: dict[str, Any], target: Target, *, strict: bool) -> Memory:
     fitting = _compare(parameters, target, strict)
 
     memory = Memory(step=step, nonfinite_steps=_expect(payload, "nonfinite_steps", int))
+    memory.residuals_shared = residual_kind != "per_rank"
     memory.loss_scale = float(_expect(payload, "loss_scale", (int, float)))
     pick = _residual_picker(residual_kind, residual_ranks, world_size, target)
     for name in fitting:
@@ -143,7 +146,7 @@ def read(payload: dict[str, Any], target: Target, *, strict: bool) -> Memory:
                 memory.residual_missing = True
             else:
                 memory.residuals[name] = to_memory(picked, parameter).contiguous().clone().to(parameter.device)
-    if residual_kind == "none" and payload.get("exact") is False:
+    if residual_kind == "none" and payload.get("exact") is False and target.rank == 0:
         logger.warning(
             "the saved state of hook %s is marked inexact: it was saved where not all ranks could take part, without "
             "residuals. Training resumes from residuals of zero; step and Q are kept.",
@@ -175,7 +178,8 @@ def _compare(parameters: dict[str, Any], target: Target, strict: bool) -> list[s
         text = "the saved hook state is of another model:\n  " + "\n  ".join(problems)
         if strict:
             raise PayloadError(f"{text}\nstrict=False gives these parameters fresh memory and loads the others")
-        logger.warning("%s\nThese parameters start with fresh memory (strict=False).", text)
+        if target.rank == 0:
+            logger.warning("%s\nThese parameters start with fresh memory (strict=False).", text)
     return [name for name in parameters if name not in bad]
 
 
@@ -248,7 +252,8 @@ def _expect(payload: dict[str, Any], key: str, kind: type | tuple[type, ...]) ->
 
 
 def _logical_copy(flat: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
-    return to_logical(flat.detach(), parameter).clone(memory_format=torch.contiguous_format)
+    """On the CPU: a clone on an accelerator would take memory that the model was given."""
+    return to_logical(flat.detach().to("cpu", copy=True), parameter).contiguous()
 
 
 def _q_to_logical(q: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:

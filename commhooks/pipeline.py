@@ -124,6 +124,8 @@ class Pipeline:
         on_host = good.device.type == "cpu"
         verdict: torch.Tensor | bool = bool(good) if on_host else good
         self.committing = True
+        if flight.compressing:
+            self._memory.residuals_shared = False
         for exchange in flight.exchanges:
             exchange.commit(verdict)
         if verdict is not False:

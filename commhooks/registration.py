@@ -117,7 +117,8 @@ class Registration:
         known = self._bucket(bucket, first=not flight.exchanges)
         buffer = bucket.buffer()
         group = resolve_group(self._group())
-        self.stats.bytes_uncompressed += buffer.element_size() * known.layout.numel
+        numel = buffer._values().numel() if buffer.is_sparse else buffer.numel()
+        self.stats.bytes_uncompressed += buffer.element_size() * numel
         if flight.compressing:
             self.stats.numel_before += known.layout.numel
             self.stats.numel_after += sum(plan.numel_sent for plan in known.plans)

@@ -45,7 +45,10 @@ class JointSave:
         self._saves[step] += 1
         place = f"{step}.{self._saves[step]}"
         generation = self._generation + (1 if self._broken else 0)
-        decision = self._vote(f"{place}/begin", str(generation))
+        try:
+            decision = self._vote(f"{place}/begin", str(generation))
+        except RuntimeError:  # the store itself is gone, with the process that kept it
+            decision = None
         if decision is None:
             return False
         worked = "yes"
@@ -55,7 +58,10 @@ class JointSave:
         except Exception:  # a dead rank, a time-out: torch has no narrower class for them
             self._broken = True
             worked = "no"
-        outcome = self._vote(f"{place}/end", worked)
+        try:
+            outcome = self._vote(f"{place}/end", worked)
+        except RuntimeError:
+            outcome = None
         if outcome is None or "no" in outcome:
             self._broken = True
             return False
@@ -96,7 +102,7 @@ class JointSave:
         verdict = "all"
         try:
             store.wait(ballots if self._rank == 0 else ["decision"], self._limit)
-        except dist.DistError:
+        except RuntimeError:  # a time-out: DistStoreError from a TCPStore, a plain RuntimeError from a FileStore
             verdict = "missing"
         if self._rank == 0 or verdict == "missing":
             decision = store.compare_set("decision", "", verdict)

@@ -1,0 +1,170 @@
+"""Saves that not every rank joins: bounded, harmless, marked; and the next joint one is exact again."""
+
+import time
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from training import Run, residuals
+
+OPTIONS = {"matrix_approximation_rank": 2, "start_powerSGD_iter": 1}
+LIMIT_S = 1.5
+
+
+def _run() -> Run:
+    run = Run.new(hook_options=OPTIONS, save_residual="mean")
+    run.hook.joint_save_limit_s = LIMIT_S
+    return run.train(3)
+
+
+def _describe(saved: dict[str, Any]) -> tuple[str, bool, bool]:
+    has_residual = any(entry["residual"] is not None for entry in saved["parameters"].values())
+    return saved["residual"], saved["exact"], has_residual
+
+
+EXACT = ("mean", True, True)
+INEXACT = ("none", False, False)
+
+
+def _alone(rank: int) -> dict[str, Any]:
+    run, untouched = _run(), _run()
+    started = time.monotonic()
+    first = _describe(run.hook.state_dict()) if dist.get_rank() == rank else None
+    waited = time.monotonic() - started
+    run.train(2)
+    untouched.train(2)
+    weights = run.weights()
+    second = run.save()["hook"]
+    own = residuals(run.hook)
+    run.train(2)
+    return {
+        "first": first,
+        "waited": waited,
+        "second": _describe(second),
+        "undisturbed": torch.equal(weights, untouched.weights()),
+        "set to the mean": all(
+            torch.equal(own[name], second["parameters"][name]["residual"].flatten()) for name in own
+        ),
+        "weights": run.weights(),
+    }
+
+
+def _check_alone(results: list[dict[str, Any]], rank: int) -> None:
+    assert results[rank]["first"] == INEXACT
+    assert results[rank]["waited"] < LIMIT_S + 5
+    for result in results:
+        assert result["second"] == EXACT
+        assert result["undisturbed"]
+        assert result["set to the mean"]
+        assert torch.equal(result["weights"], results[0]["weights"])
+
+
+def test_rank_0_saves_alone(run_ranks: Any) -> None:
+    _check_alone(run_ranks(_alone, 0), 0)
+
+
+def test_rank_1_saves_alone(run_ranks: Any) -> None:
+    _check_alone(run_ranks(_alone, 1), 1)
+
+
+def test_one_of_three_saves_alone(run_ranks: Any) -> None:
+    _check_alone(run_ranks(_alone, 2, world_size=3), 2)
+
+
+def _late() -> tuple[Any, Any]:
+    """Rank 1 comes when rank 0 has given up: neither may begin a collective."""
+    run = _run()
+    if dist.get_rank() == 1:
+        time.sleep(LIMIT_S + 1)
+    late = _describe(run.hook.state_dict())
+    run.train(1)
+    return late, _describe(run.hook.state_dict())
+
+
+def test_a_rank_that_comes_too_late(run_ranks: Any) -> None:
+    assert run_ranks(_late) == [(INEXACT, EXACT)] * 2
+
+
+def _fails_in_the_middle() -> tuple[Any, Any, bool]:
+    """Rank 1 fails between two collectives: both ranks learn it, both keep their own residuals."""
+    run = _run()
+    run.hook.state_dict(residual="mean")
+    run.train(1)
+    before = residuals(run.hook)
+    saver = run.hook._saver()
+    assert saver is not None
+    if dist.get_rank() == 1:
+        calls = 0
+        mean = saver.mean
+
+        def failing(tensor: torch.Tensor) -> torch.Tensor:
+            nonlocal calls
+            calls += 1
+            if calls == 2:
+                raise RuntimeError("the network is gone")
+            return mean(tensor)
+
+        saver.mean = failing  # type: ignore[method-assign]
+    failed = _describe(run.hook.state_dict())
+    after = residuals(run.hook)
+    saver.__dict__.pop("mean", None)
+    run.train(1)
+    kept = all(torch.equal(before[name], after[name]) for name in before)
+    return failed, _describe(run.hook.state_dict()), kept
+
+
+def test_a_failure_in_the_middle(run_ranks: Any) -> None:
+    assert run_ranks(_fails_in_the_middle) == [(INEXACT, EXACT, True)] * 2
+
+
+def _not_joint() -> tuple[Any, float]:
+    run = _run()
+    started = time.monotonic()
+    saved = run.hook.state_dict(joint=False) if dist.get_rank() == 0 else None
+    return _describe(saved) if saved else None, time.monotonic() - started
+
+
+def test_no_exchange_where_none_may_be_tried(run_ranks: Any) -> None:
+    (saved, seconds), _ = run_ranks(_not_joint)
+    assert saved == INEXACT
+    assert seconds < 0.5
+
+
+def _resume_inexact() -> torch.Tensor:
+    run = _run()
+    saved = run.save(joint=False)
+    return Run.new(hook_options=OPTIONS).load(saved).train(3).weights()
+
+
+def test_an_inexact_save_resumes(run_ranks: Any) -> None:
+    first, second = run_ranks(_resume_inexact)
+    assert torch.equal(first, second)
+
+
+def _again_without_exchange() -> tuple[Any, int, bool]:
+    """A second save at the same step needs no exchange: rank 0 alone may make it."""
+    run = _run()
+    first = run.hook.state_dict()
+    second = run.hook.state_dict() if dist.get_rank() == 0 else first
+    same = all(
+        entry["residual"] is None or torch.equal(entry["residual"], second["parameters"][name]["residual"])
+        for name, entry in first["parameters"].items()
+    )
+    return _describe(second), second["step"], same
+
+
+def test_a_second_save_at_the_same_step(run_ranks: Any) -> None:
+    assert run_ranks(_again_without_exchange) == [(EXACT, 3, True)] * 2
+
+
+def _saved_in_mid_commit() -> tuple[bool, str]:
+    """A signal handler may save while the state is being written: then the residuals are not to be trusted."""
+    run = _run()
+    assert run.hook._low_rank is not None and run.hook._low_rank._registration is not None
+    run.hook._low_rank._registration.pipeline.committing = True
+    saved = run.hook.state_dict(residual="per_rank")
+    return saved["exact"], saved["residual"]
+
+
+def test_a_save_in_mid_commit(run_ranks: Any) -> None:
+    assert run_ranks(_saved_in_mid_commit) == [(False, "none")] * 2

@@ -1,0 +1,208 @@
+"""A run that is interrupted and resumed ends with the weights of one that was not, bit for bit on two ranks."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from training import ONE_BUCKET_MB, SEVERAL_BUCKETS_MB, Run, flat, make_model, residuals
+
+OPTIONS = {"matrix_approximation_rank": 2, "start_powerSGD_iter": 4}
+# The resumed run is set up wrongly on purpose, so that loading must do the work.
+WRONG = {"matrix_approximation_rank": 2, "start_powerSGD_iter": 900}
+
+
+def _save_and_resume(
+    save_at: int, residual: str, bucket_cap_mb: float, hook: str, wrapper: str | None
+) -> dict[str, Any]:
+    run = Run.new(hook=hook, hook_options=OPTIONS, bucket_cap_mb=bucket_cap_mb, wrapper=wrapper).train(save_at)
+    saved = run.save(residual=residual)
+    run.train(10 - save_at)
+    # The model of the resumed run has other weights until it loads them.
+    model = make_model()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(1)
+    resumed = Run.new(model, hook=hook, hook_options=WRONG, bucket_cap_mb=bucket_cap_mb, wrapper=wrapper).load(saved)
+    resumed.train(10 - save_at)
+    return {
+        "weights": run.weights(),
+        "resumed": resumed.weights(),
+        "stats": resumed.hook.stats(),
+        "start": resumed.hook.options["start_powerSGD_iter"],
+        "saved": saved["hook"],
+    }
+
+
+@pytest.mark.parametrize("save_at", [2, 4, 7])
+@pytest.mark.parametrize("residual", ["per_rank", "mean"])
+@pytest.mark.parametrize("bucket_cap_mb", [SEVERAL_BUCKETS_MB, ONE_BUCKET_MB])
+def test_resume_is_bit_equal(run_ranks: Any, save_at: int, residual: str, bucket_cap_mb: float) -> None:
+    results = run_ranks(_save_and_resume, save_at, residual, bucket_cap_mb, "powerSGD", None)
+    for result in results:
+        assert torch.equal(result["weights"], results[0]["weights"])
+        assert torch.equal(result["resumed"], result["weights"])
+        assert result["stats"]["step"] == 10
+        assert result["stats"]["compressed_steps"] == 10 - max(save_at, 4)
+        assert result["start"] == 4
+        assert result["saved"]["exact"]
+    if bucket_cap_mb == SEVERAL_BUCKETS_MB:
+        assert results[0]["stats"]["collectives_last_pass"] >= 6
+
+
+@pytest.mark.parametrize("wrapper", ["fp16", "bf16"])
+def test_resume_is_bit_equal_on_a_16_bit_wire(run_ranks: Any, wrapper: str) -> None:
+    for result in run_ranks(_save_and_resume, 7, "per_rank", SEVERAL_BUCKETS_MB, "powerSGD", wrapper):
+        assert torch.equal(result["resumed"], result["weights"])
+
+
+def _tampered(change: str) -> tuple[float, float]:
+    """How far a run ends from the uninterrupted one if something in the saved state is lost."""
+    run = Run.new(hook_options=OPTIONS).train(7)
+    saved = run.save()
+    run.train(5)
+    for entry in saved["hook"]["parameters"].values():
+        if change == "no residual":
+            entry["residual"] = None
+        elif change == "no Q":
+            entry["q"] = None
+        elif change == "residual of rank 0" and entry["residual"] is not None:
+            dist.broadcast(entry["residual"][0], 0)
+    resumed = Run.new(hook_options=OPTIONS).load(saved).train(5)
+    return float((run.weights() - resumed.weights()).abs().max()), float(run.weights().abs().max())
+
+
+def test_what_a_resume_needs(run_ranks: Any) -> None:
+    """Each part of the state matters, and the residual of the wrong rank matters most."""
+    off = {change: run_ranks(_tampered, change)[0][0] for change in ("", "no residual", "no Q", "residual of rank 0")}
+    assert off[""] == 0
+    assert off["no residual"] > 1e-4
+    assert off["no Q"] > 1e-4
+    assert off["residual of rank 0"] > 1e-4
+
+
+def _mean_against_never_saved() -> torch.Tensor:
+    never, saving = Run.new(hook_options=OPTIONS).train(12), Run.new(hook_options=OPTIONS).train(7)
+    assert saving.save(residual="mean")["hook"]["residual"] == "mean"
+    saving.train(5)
+    return (never.weights() - saving.weights()).abs().max()
+
+
+def test_saving_the_mean_changes_rounding_only(run_ranks: Any) -> None:
+    assert all(0 < difference < 1e-6 for difference in run_ranks(_mean_against_never_saved))
+
+
+def _train_and_save(residual: str, gather: bool) -> dict[str, Any]:
+    run = Run.new(hook_options=OPTIONS).train(7)
+    own = residuals(run.hook)
+    saved = run.save(residual=residual, gather=gather)
+    return {"saved": saved, "residuals": own, "weights": run.weights()}
+
+
+def _resume_elsewhere(saved: dict[str, Any]) -> dict[str, Any]:
+    run = Run.new(hook_options=OPTIONS).load(saved)
+    loaded = residuals(run.hook)
+    run.train(4)
+    return {"weights": run.weights(), "residuals": loaded, "stats": run.hook.stats()}
+
+
+@pytest.mark.parametrize(("before", "after"), [(2, 1), (1, 2), (2, 3), (3, 2), (2, 4)])
+@pytest.mark.parametrize("residual", ["mean", "per_rank"])
+def test_another_world_size(run_ranks: Any, before: int, after: int, residual: str) -> None:
+    saved = run_ranks(_train_and_save, residual, True, world_size=before)
+    resumed = run_ranks(_resume_elsewhere, saved[0]["saved"], world_size=after)
+    for result in resumed:
+        assert torch.equal(result["weights"], resumed[0]["weights"])
+        assert result["stats"]["compressed_steps"] == 4
+    for name in saved[0]["residuals"]:
+        mean_before = torch.stack([each["residuals"][name] for each in saved]).double().mean(0)
+        mean_after = torch.stack([each["residuals"][name] for each in resumed]).double().mean(0)
+        assert mean_before.norm() > 0
+        assert (mean_before - mean_after).norm() <= 1e-6 * mean_before.norm()
+
+
+def _other_rank(rank: int) -> dict[str, Any]:
+    saved = Run.new(hook_options=OPTIONS).train(7).save()
+    options = OPTIONS | {"matrix_approximation_rank": rank}
+    run = Run.new(hook_options=options).load(saved)
+    q = run.hook._low_rank._memory.q["5.weight"].clone()
+    kept = residuals(run.hook)["5.weight"]
+    run.train(3)
+    return {"q": q, "residual": kept, "saved": saved["hook"]["parameters"]["5.weight"], "weights": run.weights()}
+
+
+@pytest.mark.parametrize("rank", [1, 4])
+def test_another_rank_keeps_the_residual_and_refits_q(run_ranks: Any, rank: int) -> None:
+    results = run_ranks(_other_rank, rank)
+    for place, result in enumerate(results):
+        common = min(rank, 2)
+        assert result["q"].shape == (rank, 24)
+        assert torch.equal(result["q"][:common], result["saved"]["q"][:common])
+        assert (torch.linalg.matrix_rank(result["q"])) == rank
+        assert torch.equal(result["residual"], result["saved"]["residual"][0].flatten()), place
+        assert torch.equal(result["weights"], results[0]["weights"])
+
+
+def _one_file_of_rank_0() -> dict[str, Any]:
+    saved = Run.new(hook_options=OPTIONS).train(7).save()
+    box = [saved]
+    dist.broadcast_object_list(box, 0)
+    run = Run.new(hook_options=OPTIONS).load(box[0])
+    step = run.hook.stats()["step"]
+    run.train(1)
+    return {"weights": run.train(3).weights(), "step": step, "started_from": box[0]["hook"]["residual_ranks"]}
+
+
+def test_the_residual_of_another_rank_is_never_used(run_ranks: Any, caplog: pytest.LogCaptureFixture) -> None:
+    """Only rank 0 has saved: all ranks start from residuals of zero, and replicas stay equal."""
+    results = run_ranks(_one_file_of_rank_0)
+    assert results[0]["started_from"] == [0]
+    assert results[0]["step"] == results[1]["step"] == 7
+    assert torch.equal(results[0]["weights"], results[1]["weights"])
+    dropped = run_ranks(_without_residuals)
+    assert torch.equal(results[0]["weights"], dropped[0])
+
+
+def _without_residuals() -> torch.Tensor:
+    saved = Run.new(hook_options=OPTIONS).train(7).save(residual="drop")
+    return Run.new(hook_options=OPTIONS).load(saved).train(4).weights()
+
+
+def _memory_format() -> dict[str, Any]:
+    """Saved from a channels_last model with a transposed weight, loaded into a contiguous one."""
+    odd = make_model()
+    odd[0] = odd[0].to(memory_format=torch.channels_last)
+    run = Run.new(odd, hook_options=OPTIONS | {"min_compression_rate": 1}).train(7)
+    assert run.hook.plan().parameters[0].compressed
+    saved = run.save()
+    again = Run.new(hook_options=OPTIONS | {"min_compression_rate": 1}).load(saved)
+    run.train(3)
+    again.train(3)
+    return {"apart": (flat(run.ddp.parameters()) - again.weights()).abs().max(), "saved": saved["hook"]["parameters"]}
+
+
+def test_the_payload_does_not_know_memory_formats(run_ranks: Any) -> None:
+    for result in run_ranks(_memory_format):
+        entry = result["saved"]["0.weight"]
+        assert list(entry["residual"][0].shape) == [12, 1, 3, 3]
+        assert result["apart"] < 1e-6
+
+
+def _batched() -> dict[str, Any]:
+    """A batched hook's resume loses no residual, though the bucket that it starts with is another one."""
+    run = Run.new(hook="batched_powerSGD", hook_options=OPTIONS).train(7)
+    before = residuals(run.hook)
+    saved = run.save()
+    resumed = Run.new(hook="batched_powerSGD", hook_options=OPTIONS).load(saved)
+    after = residuals(resumed.hook)
+    weights = resumed.train(3).weights()
+    return {"before": before, "after": after, "weights": weights, "parameters": len(list(run.ddp.parameters()))}
+
+
+def test_batched_resume_loses_no_residual(run_ranks: Any) -> None:
+    results = run_ranks(_batched)
+    for result in results:
+        assert len(result["before"]) == result["parameters"]  # vectors too
+        assert result["before"].keys() == result["after"].keys()
+        assert all(torch.equal(result["before"][name], result["after"][name]) for name in result["before"])
+        assert torch.equal(result["weights"], results[0]["weights"])

@@ -25,6 +25,12 @@ def compute_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
+def host_may_look(device: torch.device) -> bool:
+    """Whether Python may read a number of a tensor on `device` without waiting for an accelerator. Where it may not,
+    decisions are taken by masks on the device."""
+    return device.type == "cpu"
+
+
 @contextlib.contextmanager
 def exact(device: torch.device) -> Iterator[None]:
     """Run the body without grad mode and autocast, float32 products in full float32."""

@@ -10,8 +10,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from commhooks import codec
-from commhooks.arithmetic import compute_dtype
+from commhooks import arithmetic, codec
 from commhooks.collective import Pending, new_future, start_all_reduce
 from commhooks.layout import BucketLayout, Slot
 from commhooks.memory import Memory
@@ -63,7 +62,7 @@ class LowRankScratch:
     """Buffers of one bucket layout, on its device."""
 
     def __init__(self, layout: BucketLayout, matrices: list[Matrix], wire_dtype: torch.dtype) -> None:
-        device, dtype = layout.device, compute_dtype(layout.dtype)
+        device, dtype = layout.device, arithmetic.compute_dtype(layout.dtype)
         self.layout = layout
         self.matrices = matrices
         self.dtype = dtype
@@ -91,7 +90,7 @@ class LowRankScratch:
     def refill(self, matrix: Matrix, side: str, options: LowRankOptions) -> torch.Tensor:
         """The directions for missing ones. Kept on an accelerator, where asking whether they are needed would stall;
         drawn anew on the CPU, where they hardly ever are."""
-        if self.layout.device.type == "cpu":
+        if arithmetic.host_may_look(self.layout.device):
             return options.draw_refill(matrix, side, self.dtype)
         key = (matrix.name, side)
         if key not in self._refills:
@@ -122,7 +121,7 @@ class LowRankExchange:
         self._stats = stats
         # The loss scale has changed by this factor since the residuals were written.
         self._residual_factor = residual_factor
-        self._on_host = buffer.device.type == "cpu"
+        self._on_host = arithmetic.host_may_look(buffer.device)
         self._first: Pending | None = None
         self._second: Pending | None = None
 

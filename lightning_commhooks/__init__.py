@@ -1,0 +1,20 @@
+"""commhooks for PyTorch Lightning: a DDP strategy with a communication hook that is saved and resumed.
+
+    Trainer(strategy=CommHookDDP(hook="powerSGD"))
+
+Importing this package registers the strategy names "ddp_powersgd", "ddp_batched_powersgd", "ddp_fp16_compress" and
+"ddp_bf16_compress" with Lightning; it has no other side effect.
+"""
+
+from importlib.util import find_spec
+
+if find_spec("lightning") is None:
+    raise ImportError('lightning_commhooks needs Lightning: pip install "commhooks[lightning]"')
+
+from lightning_commhooks.checkpoint import CommHookCheckpoint
+from lightning_commhooks.registry import register_strategy_names
+from lightning_commhooks.strategy import CommHookDDP
+
+__all__ = ["CommHookCheckpoint", "CommHookDDP"]
+
+register_strategy_names()

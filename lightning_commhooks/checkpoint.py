@@ -1,0 +1,142 @@
+"""The hook's state in the trainer's checkpoints.
+
+Saving happens in a callback, because callbacks are what Lightning asks when it puts a full checkpoint together, on
+every rank. Restoring does not: `CommHookDDP.load_optimizer_state_dict` does it, the one place that Lightning calls
+after the model is wrapped, in fit only and for full checkpoints only. Nothing can leak from `validate(ckpt_path=...)`,
+and the learning-rate finder, which rewinds by a checkpoint of its own, rewinds the hook as well.
+"""
+
+import inspect
+import signal
+from typing import TYPE_CHECKING, Any, Literal, Optional
+
+import lightning.pytorch as pl
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+
+from commhooks import CommHook
+
+if TYPE_CHECKING:
+    from lightning_commhooks.strategy import CommHookDDP
+
+CHECKPOINT_KEY = "commhooks"
+"""Where the hook's state is in Lightning's checkpoint dict."""
+
+DEFAULT_SAVE_RESIDUAL = "mean"
+"""Lightning writes one file for all ranks: what it holds should serve any number of ranks."""
+
+PER_RANK_WARNING_BYTES = 2 * 10**9
+
+SaveResidual = Literal["mean", "per_rank", "drop"]
+
+
+class CommHookCheckpoint(pl.Callback):
+    """Saves the communication hook's state with the trainer's full checkpoints.
+
+    `CommHookDDP` adds one by itself: give it explicitly only to set what it saves. Weights-only checkpoints hold no
+    state of the hook.
+
+    Args:
+        save_residual: what is saved of PowerSGD's error memory. "mean" (the default): the mean over the ranks, one
+            model-sized copy, good for any number of ranks; the run that saved and the run that resumes stay equal bit
+            for bit. "per_rank": that of every rank, in the same file: as many model-sized copies as there are ranks.
+            "drop": nothing.
+        strict: whether resuming from a state of another hook or model is an error (the default), or gives what does
+            not fit fresh memory and one warning.
+    """
+
+    # The union is written the old way because it is what jsonargparse shows in `--help`.
+    def __init__(self, save_residual: Optional[SaveResidual] = None, strict: Optional[bool] = None) -> None:  # noqa: UP045
+        super().__init__()
+        self.save_residual = save_residual
+        self.strict = strict
+        self._warned_about_size = False
+        self._warned_about_late = False
+
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        if _strategy_of(trainer) is None:
+            strategy = type(trainer.strategy)
+            rank_zero_warn(
+                "CommHookCheckpoint has nothing to save: it saves the hook of a CommHookDDP strategy, and the strategy "
+                f"of this Trainer is {strategy.__module__}.{strategy.__qualname__}"
+            )
+
+    def on_save_checkpoint(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        strategy = _strategy_of(trainer)
+        hook = strategy.comm_hook if strategy is not None else None
+        if strategy is None or hook is None or not strategy.hook_belongs_to(pl_module):
+            return
+        self._warn_about_size(strategy, hook, trainer.world_size)
+        checkpoint[CHECKPOINT_KEY] = hook.state_dict(
+            strategy.save_residual, gather=True, joint=not _saves_alone(trainer)
+        )
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        # Not called in the learning-rate finder, which puts the callbacks aside while it runs.
+        strategy = _strategy_of(trainer)
+        if strategy is not None and not trainer.fast_dev_run:  # type: ignore[attr-defined]
+            strategy.warn_if_never_reached(trainer)
+
+    def on_train_batch_start(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        if batch_idx != 0 or self._warned_about_late:
+            return
+        strategy = _strategy_of(trainer)
+        late = strategy.parameters_unfrozen_after_wrap() if strategy is not None else []
+        if late:
+            self._warned_about_late = True
+            rank_zero_warn(
+                f"{len(late)} parameters (the first is {late[0]}) were frozen or missing when the model was wrapped in "
+                "DistributedDataParallel and are trained now: DDP never averages their gradients, with a communication "
+                "hook or without, and the ranks drift apart. Unfreeze before fit and set a learning rate of 0, or call "
+                "fit again, which wraps the model anew."
+            )
+
+    def _warn_about_size(self, strategy: "CommHookDDP", hook: CommHook, world_size: int) -> None:
+        if strategy.save_residual != "per_rank" or self._warned_about_size:
+            return
+        numel = sum(plan.numel for plan in hook.plan().parameters if plan.compressed)
+        size = 4 * numel * world_size
+        if size > PER_RANK_WARNING_BYTES:
+            self._warned_about_size = True
+            rank_zero_warn(
+                f"save_residual='per_rank' puts about {size / 1e9:.1f} GB of residuals ({world_size} ranks) into every "
+                "checkpoint, gathered on every rank; save_residual='mean' needs one copy of the model only"
+            )
+
+
+def _strategy_of(trainer: pl.Trainer) -> "CommHookDDP | None":
+    from lightning_commhooks.strategy import CommHookDDP
+
+    return trainer.strategy if isinstance(trainer.strategy, CommHookDDP) else None
+
+
+def _saves_alone(trainer: pl.Trainer) -> bool:
+    """Whether other ranks may be elsewhere while this one saves, so that nothing may be communicated.
+
+    Two ways lead there. An exception on one rank: Lightning sets `trainer.interrupted` before it calls the callbacks'
+    `on_exception`, in which ModelCheckpoint(save_on_exception=True) and OnExceptionCheckpoint save. A signal:
+    Lightning's SLURM handler saves at whatever byte code the main thread was, with `interrupted` False; so do handlers
+    of users. Everything else (a user's save inside `if trainer.is_global_zero`) is found out by the time limit of the
+    joint save, and costs the residuals only.
+    """
+    return trainer.interrupted or in_signal_handler()
+
+
+def in_signal_handler() -> bool:
+    """Whether a Python function that is registered as a signal handler is on the stack of this thread."""
+    codes = set()
+    for number in signal.valid_signals():
+        handler: Any = signal.getsignal(number)
+        handler = getattr(handler, "func", handler)  # functools.partial
+        code = getattr(handler, "__code__", None) or getattr(type(handler).__call__, "__code__", None)
+        codes.add(code)
+    codes.discard(None)
+    frame = inspect.currentframe()
+    while frame is not None:
+        if frame.f_code in codes:
+            return True
+        frame = frame.f_back
+    return False

@@ -1,0 +1,20 @@
+"""Names for `Trainer(strategy="...")`. Lightning knows them once this package is imported."""
+
+from lightning.pytorch.strategies import StrategyRegistry
+
+from lightning_commhooks.strategy import CommHookDDP
+
+_HOOKS = {
+    "ddp_powersgd": "powerSGD",
+    "ddp_batched_powersgd": "batched_powerSGD",
+    "ddp_fp16_compress": "fp16_compress",
+    "ddp_bf16_compress": "bf16_compress",
+}
+
+
+def register_strategy_names() -> None:
+    """Can be called again, as on a reload of the package: the names then mean the classes of the last call."""
+    for name, hook in _HOOKS.items():
+        StrategyRegistry.register(
+            name, CommHookDDP, description=f"DDP with the communication hook {hook!r}", override=True, hook=hook
+        )

@@ -1,0 +1,250 @@
+"""`CommHookDDP`: Lightning's DDP strategy with a communication hook of commhooks."""
+
+import dataclasses
+import inspect
+import math
+import sys
+import weakref
+from collections.abc import Callable, Mapping
+from typing import Any, Literal, Optional, Union
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from torch.nn.parallel import DistributedDataParallel
+
+from commhooks import (
+    AllReduce,
+    BatchedPowerSGD,
+    BF16Compress,
+    CommHook,
+    FP16Compress,
+    HookConfigError,
+    Noop,
+    PowerSGD,
+)
+from commhooks.attach import attach_spec
+from commhooks.config import closest, resolve_start
+from commhooks.spec import HookSpec
+from lightning_commhooks.checkpoint import CHECKPOINT_KEY, DEFAULT_SAVE_RESIDUAL, CommHookCheckpoint, SaveResidual
+
+
+class CommHookDDP(DDPStrategy):
+    """`DDPStrategy` with a communication hook, on every device, saved and resumed with the trainer's checkpoints.
+
+    Args:
+        hook: a config object such as `PowerSGD(matrix_approximation_rank=4)`, the name of a hook ("powerSGD",
+            "fp16_compress", ...), a path "package.module:function", or a callable
+            `(state, bucket) -> torch.futures.Future[torch.Tensor]`.
+        hook_options: options of a hook that is given by name.
+        hook_state: the state of a callable. One with `state_dict` and `load_state_dict` is saved and restored.
+        wrapper: let the hook communicate in float16 or bfloat16.
+        save_residual: what checkpoints hold of PowerSGD's error memory; see `CommHookCheckpoint`. Default "mean".
+        strict: whether resuming from a state of another hook or model is an error (the default), or gives what does
+            not fit fresh memory and one warning.
+        ddp_kwargs: everything else goes to `DDPStrategy`, and through it to `DistributedDataParallel`.
+
+    Raises:
+        commhooks.HookConfigError: at construction, for an unknown hook, option or keyword (the closest match is
+            offered), a value of the wrong type, or an impossible combination.
+    """
+
+    # `str` stands last in the union: before Callable, jsonargparse would deliver the path of a function as text.
+    def __init__(
+        self,
+        hook: Union[AllReduce, FP16Compress, BF16Compress, PowerSGD, BatchedPowerSGD, Noop, Callable, str],  # noqa: UP007
+        *,
+        hook_options: Optional[dict[str, Any]] = None,  # noqa: UP045
+        hook_state: Any = None,
+        wrapper: Optional[Literal["fp16", "bf16"]] = None,  # noqa: UP045
+        save_residual: Optional[SaveResidual] = None,  # noqa: UP045
+        strict: Optional[bool] = None,  # noqa: UP045
+        **ddp_kwargs: Any,
+    ) -> None:
+        _check_ddp_kwargs(ddp_kwargs)
+        super().__init__(**ddp_kwargs)
+        self._spec = HookSpec.parse(
+            hook,
+            hook_options=hook_options,
+            hook_state=hook_state,
+            wrapper=wrapper,
+            save_residual=DEFAULT_SAVE_RESIDUAL if save_residual is None else save_residual,
+            strict=True if strict is None else strict,
+        )
+        self._given: dict[str, Any] = {"save_residual": save_residual, "strict": strict}
+        self._forget_wrap()
+
+    def _forget_wrap(self) -> None:
+        self._comm_hook: CommHook | None = None
+        self._hooked_module: weakref.ref[pl.LightningModule] | None = None
+        self._trained_at_wrap: dict[str, bool] = {}
+
+    # ---- what users call ---------------------------------------------------------------------------------------------
+
+    @property
+    def comm_hook(self) -> CommHook | None:
+        """The attached hook: `stats()`, `plan()`. None before the model is wrapped; kept when fit is over.
+
+        With the spawn and fork launchers it lives in the worker processes and stays None in the main one.
+        """
+        return self._comm_hook
+
+    @property
+    def save_residual(self) -> str:
+        """What checkpoints hold of the residuals."""
+        return self._spec.save_residual
+
+    def __repr__(self) -> str:
+        text = f"{type(self).__name__}(hook={self._spec.name!r})"
+        if "pytorch_lightning" in sys.modules:
+            # Its Trainer cannot take this strategy and says so with nothing but this representation in the text.
+            text += (
+                " (a strategy for `lightning.pytorch.Trainer`; a `pytorch_lightning.Trainer` cannot use it: "
+                "write `from lightning.pytorch import Trainer`)"
+            )
+        return text
+
+    # ---- what Lightning calls ----------------------------------------------------------------------------------------
+
+    def setup_environment(self) -> None:
+        # Before the processes meet: the first moment at which strategy and callbacks are known together, and the last
+        # at which a callback that is added here misses nothing.
+        assert self.lightning_module is not None
+        self._settle_checkpointing(self.lightning_module.trainer)
+        super().setup_environment()
+
+    def configure_ddp(self) -> None:
+        self._forget_wrap()
+        module = self.lightning_module
+        assert module is not None
+        super().configure_ddp()
+        assert isinstance(self.model, DistributedDataParallel)
+        self._trained_at_wrap = {name: p.requires_grad for name, p in module.named_parameters()}
+        self._hooked_module = weakref.ref(module)
+        self._comm_hook = attach_spec(
+            self.model, self._resolve_start(module.trainer), loss_scale=_loss_scale(module.trainer)
+        )
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        super().load_optimizer_state_dict(checkpoint)
+        hook = self._comm_hook
+        if hook is None:
+            return
+        if CHECKPOINT_KEY in checkpoint:
+            hook.load_state_dict(checkpoint[CHECKPOINT_KEY], strict=self._spec.strict)
+        else:
+            rank_zero_warn(
+                f"the checkpoint holds no state of a communication hook (it was saved without CommHookDDP): hook "
+                f"{hook.name!r} begins with fresh memory"
+            )
+
+    def __getstate__(self) -> dict[str, Any]:
+        # The spawn launcher and copies take the configuration along, never the hook of a wrapped model.
+        state = super().__getstate__()
+        return {**state, "_comm_hook": None, "_hooked_module": None, "_trained_at_wrap": {}}
+
+    # ---- what CommHookCheckpoint asks --------------------------------------------------------------------------------
+
+    def hook_belongs_to(self, module: pl.LightningModule) -> bool:
+        """Whether the hook was attached for this module, not for one that was trained before it."""
+        return self._hooked_module is not None and self._hooked_module() is module
+
+    def parameters_unfrozen_after_wrap(self) -> list[str]:
+        """Names of parameters that require a gradient now and did not when the model was wrapped."""
+        module = self.lightning_module
+        if self._comm_hook is None or module is None:
+            return []
+        return [
+            name
+            for name, parameter in module.named_parameters()
+            if parameter.requires_grad and not self._trained_at_wrap.get(name, False)
+        ]
+
+    def warn_if_never_reached(self, trainer: pl.Trainer) -> None:
+        """Say that this run ends before PowerSGD begins to compress."""
+        hook, left = self._comm_hook, _steps_left(trainer)
+        if hook is None or not isinstance(self._spec.config, PowerSGD) or left is None:
+            return
+        start, step = hook.options["start_powerSGD_iter"], hook.stats()["step"]
+        if start < step + left:
+            return
+        about = "" if trainer.lightning_module.automatic_optimization else "about "
+        rank_zero_warn(
+            f"{hook.name} begins to compress after {start} steps, but this run ends after {about}{step + left}: "
+            "nothing will be compressed. Set start_powerSGD_iter to a smaller number, or to a fraction of the run."
+        )
+
+    # ---- helpers -----------------------------------------------------------------------------------------------------
+
+    def _settle_checkpointing(self, trainer: pl.Trainer) -> None:
+        """Find or add the callback, and settle what it and this strategy were told."""
+        # `trainer.callbacks` is a plain list attribute; Lightning itself adds to it.
+        callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
+        ours = [callback for callback in callbacks if isinstance(callback, CommHookCheckpoint)]
+        if len(ours) > 1:
+            raise HookConfigError(f"{len(ours)} CommHookCheckpoint callbacks in one Trainer; give one, or none")
+        if not ours:
+            ours = [CommHookCheckpoint()]
+            callbacks.append(ours[0])
+        for name, mine in self._given.items():
+            theirs = getattr(ours[0], name)
+            if mine is not None and theirs is not None and mine != theirs:
+                raise HookConfigError(
+                    f"CommHookDDP({name}={mine!r}) and CommHookCheckpoint({name}={theirs!r}) contradict each other; "
+                    f"set {name} in one place"
+                )
+            if theirs is not None:
+                self._spec = dataclasses.replace(self._spec, **{name: theirs})
+
+    def _resolve_start(self, trainer: pl.Trainer) -> HookSpec:
+        config = self._spec.config
+        if not isinstance(config, PowerSGD) or isinstance(config.start_powerSGD_iter, int):
+            return self._spec
+        steps = _steps_left(trainer)
+        if steps is None and config.start_powerSGD_iter is not None:
+            raise HookConfigError(
+                f"start_powerSGD_iter={config.start_powerSGD_iter!r} is a fraction of the run, whose length the "
+                "Trainer does not know (max_epochs=-1, or a data set without length): set max_steps in the Trainer, or "
+                "give start_powerSGD_iter as an int, a number of steps"
+            )
+        return dataclasses.replace(self._spec, config=resolve_start(config, steps))
+
+
+def _steps_left(trainer: pl.Trainer) -> int | None:
+    """Synchronised backward passes from here to the end of the run; None where nobody knows.
+
+    One per optimizer step under automatic optimisation, accumulation included. Under manual optimisation only the
+    number of batches is known: one pass per batch is assumed.
+    """
+    total = trainer.estimated_stepping_batches
+    if total == -1 or math.isinf(total):
+        return None
+    left = int(total) - trainer.global_step
+    return left if left >= 1 else None
+
+
+def _loss_scale(trainer: pl.Trainer) -> Callable[[], float | torch.Tensor] | None:
+    plugin: Any = trainer.precision_plugin
+    if getattr(plugin, "scaler", None) is None:
+        return None
+    return lambda: plugin.scaler.get_scale()
+
+
+def _check_ddp_kwargs(given: Mapping[str, Any]) -> None:
+    for name in ("ddp_comm_hook", "ddp_comm_state", "ddp_comm_wrapper", "model_averaging_period"):
+        if given.get(name) is not None:
+            raise HookConfigError(
+                f"{name}= beside hook=: CommHookDDP attaches its own hook and DDP takes one only. Give your hook as "
+                "hook= (with hook_state= and wrapper=); post-local SGD stays with lightning.pytorch's DDPStrategy"
+            )
+    known = {
+        *inspect.signature(DDPStrategy.__init__).parameters,
+        *inspect.signature(DistributedDataParallel.__init__).parameters,
+    } - {"self", "kwargs", "module", "device_ids"}
+    for name in given:
+        if name not in known:
+            raise HookConfigError(
+                f"CommHookDDP has no argument {name!r}{closest(name, known)}, and neither have DDPStrategy and "
+                f"DistributedDataParallel; they know {', '.join(sorted(known))}"
+            )

@@ -11,7 +11,7 @@ READY := $(VENV)/.ready
 .DELETE_ON_ERROR:
 
 demo: $(READY)
-	@$(CLEAN) examples/lightning_digits.py $(ARGS)
+	@$(CLEAN) examples/demo.py $(ARGS)
 
 test: $(READY)
 	@$(CLEAN) -m pytest $(ARGS)

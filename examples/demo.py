@@ -1,0 +1,268 @@
+"""What `make demo` runs: is compressed training as good, does it send less, does it survive a kill? Exits 1 if not.
+
+    python examples/clean_env.py examples/demo.py
+
+Three trainings by `lightning_digits.py`, one after another, each on two processes:
+
+    allreduce   plain averaging, the baseline
+    powerSGD    compressed gradients
+    killed      powerSGD again: all its processes are killed in the middle of an epoch, then the same command is run
+                once more; its final weights must be those of the uninterrupted run, bit for bit
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import csv
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import clean_env
+import torch
+from rich.box import MARKDOWN
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+SCRIPT = Path(__file__).with_name("lightning_digits.py")
+TRAINING_LIMIT_S = 240
+console = Console(highlight=False, soft_wrap=True)
+
+
+# --------------------------------------------------------------------------------------------- what the demo promises
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What the three trainings left. The dicts are the `result.json` files of `lightning_digits.py`."""
+
+    allreduce: dict[str, Any]
+    powersgd: dict[str, Any]
+    resumed: dict[str, Any]
+    saved_steps: int
+    """Steps in the newest checkpoint when the training was killed."""
+    different_weights: list[str]
+    """Names of the weights that are not bit-equal in the uninterrupted and in the resumed run."""
+
+
+def failures(outcome: Outcome, max_loss_points: float) -> list[str]:
+    """The promises that were not kept, a sentence each.
+
+    Args:
+        max_loss_points: how far, in points of a percent, PowerSGD's test accuracy may be below that of all-reduce.
+    """
+    found = []
+    loss_points = 100 * (outcome.allreduce["test_accuracy"] - outcome.powersgd["test_accuracy"])
+    if not loss_points <= max_loss_points:
+        found.append(f"PowerSGD is {loss_points:.2f} points below all-reduce, more than {max_loss_points:g}")
+    stats = outcome.powersgd["stats"]
+    if not stats["compressed_steps"]:
+        found.append("no step was compressed")
+    saved = 1 - stats["bytes_sent"] / stats["bytes_uncompressed"]
+    if saved < 0.5:
+        found.append(f"only {saved:.1%} of the bytes were saved, less than half")
+    # A run that starts from the beginning ends at the same weights too, so that it resumed needs its own proof.
+    trained = outcome.resumed["stats"]["backward_passes"]
+    missing = outcome.resumed["global_step"] - outcome.saved_steps
+    if trained != missing:
+        found.append(f"it did not resume: after the kill it trained {trained} steps, where {missing} were missing")
+    if outcome.different_weights:
+        found.append(f"the weights differ after the kill: {', '.join(outcome.different_weights)}")
+    return found
+
+
+def different_weights(folder: Path, other: Path) -> list[str]:
+    """Names of the weights in the last checkpoints of two trainings that are missing in one or differ in any bit."""
+    ours, theirs = (
+        torch.load(path / "last.ckpt", map_location="cpu", weights_only=True)["state_dict"] for path in (folder, other)
+    )
+    return [
+        name
+        for name in sorted(ours.keys() | theirs.keys())
+        if name not in ours or name not in theirs or _bits(ours[name]) != _bits(theirs[name])
+    ]
+
+
+def _bits(tensor: torch.Tensor) -> tuple[torch.dtype, torch.Size, bytes]:
+    return tensor.dtype, tensor.shape, tensor.numpy().tobytes()
+
+
+# --------------------------------------------------------------------------------------------------------- a training
+
+
+class TrainingFailed(Exception):
+    """A training did not do what it was started for; the text ends with the last lines of its output."""
+
+
+@dataclass(frozen=True)
+class Training:
+    """A command that trains in `folder`; `env` is the environment of its processes."""
+
+    title: str
+    folder: Path
+    command: list[str]
+    env: dict[str, str]
+    epochs: int
+
+    def run(self) -> dict[str, Any]:
+        """Trains to the end; returns the content of `result.json`."""
+        with self._started() as process:
+            for _ in self._watched(process, every_s=0.1):
+                pass
+        if process.returncode != 0:
+            raise self._failed(f"exit status {process.returncode}")
+        return json.loads((self.folder / "result.json").read_text())
+
+    def run_and_kill(self, after_steps: int, steps_per_epoch: int) -> int:
+        """Trains, and kills all processes once `after_steps` are done, inside an epoch; returns the steps done."""
+        with self._started() as process:
+            for done in self._watched(process, every_s=0.01):
+                if done < after_steps:
+                    continue
+                # Stop it and look again: the epoch could end between the look and the kill.
+                os.killpg(process.pid, signal.SIGSTOP)
+                done = self._steps_done()
+                if done < self.epochs * steps_per_epoch and 0 < done % steps_per_epoch < steps_per_epoch - 1:
+                    os.killpg(process.pid, signal.SIGKILL)
+                    return done
+                os.killpg(process.pid, signal.SIGCONT)
+        raise self._failed(f"it ended with exit status {process.returncode} before it could be killed")
+
+    @contextlib.contextmanager
+    def _started(self) -> Iterator[subprocess.Popen[bytes]]:
+        """The first process; the others are its children, in the same process group. None outlives the context."""
+        self.folder.mkdir(exist_ok=True)
+        with open(self.folder / "output.txt", "ab") as output:
+            process = subprocess.Popen(
+                self.command, env=self.env, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
+            )
+        try:
+            yield process
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+
+    def _watched(self, process: subprocess.Popen[bytes], every_s: float) -> Iterator[int]:
+        """The number of steps done, again and again until the process has ended, with a progress bar."""
+        limit = time.monotonic() + TRAINING_LIMIT_S
+        columns = (TextColumn(f"{self.title:<22}"), BarColumn(), TextColumn("{task.fields[note]}"), TimeElapsedColumn())
+        with Progress(*columns, console=console) as progress:
+            bar = progress.add_task(self.title, total=self.epochs, note="starting")
+            while process.poll() is None:
+                if time.monotonic() > limit:
+                    raise self._failed(f"not done after {TRAINING_LIMIT_S} s")
+                row = self._last_row()
+                if row:
+                    epoch = int(row["epoch"]) + 1
+                    progress.update(bar, completed=epoch, note=f"epoch {epoch} of {self.epochs}")
+                    yield int(row["step"]) + 1
+                time.sleep(every_s)
+
+    def _steps_done(self) -> int:
+        return int(self._last_row()["step"]) + 1
+
+    def _last_row(self) -> dict[str, str]:
+        """The last training step in the newest log; empty if there is none yet."""
+        logs = sorted(self.folder.glob("log/version_*/metrics.csv"), key=lambda log: int(log.parent.name[8:]))
+        lines = logs[-1].read_text().splitlines(keepends=True) if logs else []
+        rows = csv.DictReader(line for line in lines if line.endswith("\n"))  # the last one may be half written
+        steps = [row for row in rows if row["loss"]]
+        return steps[-1] if steps else {}
+
+    def _failed(self, what: str) -> TrainingFailed:
+        output = (self.folder / "output.txt").read_text(errors="replace").replace("\r", "\n").splitlines()
+        return TrainingFailed("\n".join([f"{self.title}: {what}; its last lines:", *output[-40:]]))
+
+
+# ----------------------------------------------------------------------------------------------------------- the demo
+
+
+def run_demo(args: argparse.Namespace, folder: Path, env: dict[str, str]) -> list[str]:
+    """Runs and reports everything; returns the promises that were not kept."""
+
+    def training(title: str, name: str, hook: str, options: dict[str, Any] | None) -> Training:
+        command = [sys.executable, str(SCRIPT), f"--hook={hook}", f"--folder={folder / name}"]
+        command += [f"--epochs={args.epochs}", f"--seed={args.seed}"]
+        command += [f"--hook-options={json.dumps(options)}"] if options else []
+        return Training(title, folder / name, command, env, args.epochs)
+
+    options = {"matrix_approximation_rank": args.rank, "start_powerSGD_iter": args.start}
+    plain = training("allreduce", "allreduce", "allreduce", None).run()
+    compressed = training("powerSGD", "powersgd", "powerSGD", options).run()
+    show_table({"allreduce": plain, f"powerSGD, rank {args.rank}": compressed})
+
+    steps_per_epoch = compressed["global_step"] // args.epochs
+    again = training("powerSGD, to be killed", "killed", "powerSGD", options)
+    killed_at = again.run_and_kill(args.epochs * steps_per_epoch // 2, steps_per_epoch)
+    epoch, step = divmod(killed_at, steps_per_epoch)
+    console.print(f"SIGKILL to all its processes after step {step} of {steps_per_epoch} in epoch {epoch + 1}.")
+    resumed = training("the same command again", "killed", "powerSGD", options).run()
+
+    differ = different_weights(folder / "powersgd", folder / "killed")
+    console.print(
+        f"It trained the last {resumed['stats']['backward_passes']} of {resumed['global_step']} steps. Final weights "
+        f"bit-equal to those of the uninterrupted run: {'NO' if differ else 'yes'}\n"
+    )
+    return failures(Outcome(plain, compressed, resumed, epoch * steps_per_epoch, differ), args.max_loss_points)
+
+
+def show_table(results: dict[str, dict[str, Any]]) -> None:
+    table = Table(box=MARKDOWN)
+    table.add_column("hook")
+    for column in ("test accuracy", "MB sent per rank", "compression rate", "compressed steps", "seconds"):
+        table.add_column(column, justify="right")
+    for name, result in results.items():
+        stats = result["stats"]
+        table.add_row(
+            name,
+            f"{result['test_accuracy']:.2%}",
+            f"{stats['bytes_sent'] / 1e6:.1f}",
+            f"{stats['compression_rate']:.1f}x",
+            f"{stats['compressed_steps'] or 0} of {stats['backward_passes']}",
+            f"{result['seconds']:.1f}",
+        )
+    Console(width=100, highlight=False).print(table)  # one line per row, whatever the terminal
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--epochs", type=int, default=15)
+    parser.add_argument("--rank", type=int, default=2, help="matrix_approximation_rank of PowerSGD")
+    parser.add_argument("--start", type=int, default=20, help="start_powerSGD_iter: plain all-reduce for so many steps")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--max-loss-points", type=float, default=2, help="of accuracy, in percent, before it fails")
+    args = parser.parse_args()
+    if args.epochs < 2:
+        parser.error("--epochs must be 2 or more: the kill comes after the first checkpoint")
+
+    signal.signal(signal.SIGTERM, lambda signum, frame: sys.exit(128 + signum))  # so that no training is left behind
+    folder = Path(tempfile.mkdtemp(prefix="commhooks-demo-"))
+    with tempfile.TemporaryDirectory(prefix="commhooks-hf-") as hf_home:
+        try:
+            found = run_demo(args, folder, clean_env.cleaned(os.environ, hf_home))
+        except TrainingFailed as failure:
+            found = [str(failure)]
+    for sentence in found:
+        console.print(f"FAILED: {sentence}", style="bold red", markup=False)
+    if found:
+        console.print(f"Checkpoints, logs and outputs are in {folder}", markup=False)
+        return 1
+    shutil.rmtree(folder)
+    console.print("All of it held: accuracy, compressed steps, bytes saved, exact resume.")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,112 @@
+"""Trains a small convolutional network on scikit-learn's digits, on two CPU processes that send compressed gradients.
+
+    python examples/lightning_digits.py
+    python examples/lightning_digits.py --hook powerSGD --hook-options '{"matrix_approximation_rank": 4}'
+
+The line to copy is the one with `CommHookDDP`: the rest is an ordinary Lightning script. Run it again with the same
+`--folder`, after a crash or a kill too, and it goes on from the last checkpoint, the memory of the hook included.
+"""
+
+import argparse
+import json
+from pathlib import Path
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint, Timer
+from lightning.pytorch.loggers import CSVLogger
+from sklearn.datasets import load_digits
+from sklearn.model_selection import train_test_split
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_commhooks import CommHookDDP
+
+
+class DigitsNet(pl.LightningModule):
+    """Three convolutions and two linear layers for images of 8 x 8 pixels: 160 000 parameters."""
+
+    def __init__(self, learning_rate: float = 0.05) -> None:
+        super().__init__()
+        self.learning_rate = learning_rate
+        self.layers = nn.Sequential(
+            nn.Conv2d(1, 32, 3, padding=1),
+            nn.ReLU(),
+            nn.Conv2d(32, 64, 3, padding=1),
+            nn.ReLU(),
+            nn.MaxPool2d(2),
+            nn.Conv2d(64, 128, 3, padding=1),
+            nn.ReLU(),
+            nn.MaxPool2d(2),
+            nn.Flatten(),
+            nn.Linear(512, 128),
+            nn.ReLU(),
+            nn.Linear(128, 10),
+        )
+
+    def training_step(self, batch: list[torch.Tensor]) -> torch.Tensor:
+        images, labels = batch
+        loss = nn.functional.cross_entropy(self.layers(images), labels)
+        self.log("loss", loss, prog_bar=True)
+        return loss
+
+    def test_step(self, batch: list[torch.Tensor]) -> None:
+        images, labels = batch
+        accuracy = (self.layers(images).argmax(dim=1) == labels).float().mean()
+        self.log("test_accuracy", accuracy, sync_dist=True)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=self.learning_rate, momentum=0.9)
+
+
+def digits() -> tuple[TensorDataset, TensorDataset]:
+    """1,437 images to train with and 360 to test with, the same ones every time."""
+    data = load_digits()
+    images = torch.tensor(data.images, dtype=torch.float32).unsqueeze(1) / 16
+    labels = torch.tensor(data.target)
+    train, test = train_test_split(range(len(labels)), test_size=360, random_state=0, stratify=labels)
+    return TensorDataset(images[train], labels[train]), TensorDataset(images[test], labels[test])
+
+
+def arguments() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--hook", default="powerSGD", help="name of the hook; 'commhooks hooks' lists them")
+    parser.add_argument("--hook-options", type=json.loads, help="options of the hook, as JSON")
+    parser.add_argument("--epochs", type=int, default=15)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--folder", type=Path, default=Path("digits"), help="for checkpoints, logs and result.json")
+    return parser
+
+
+def main() -> None:
+    args = arguments().parse_args()
+    pl.seed_everything(args.seed, workers=True)
+    train, test = digits()
+    model = DigitsNet()
+    timer = Timer()
+    trainer = pl.Trainer(
+        accelerator="cpu",
+        devices=2,
+        # Small buckets, so that this small network has several of them, as large networks do.
+        strategy=CommHookDDP(hook=args.hook, hook_options=args.hook_options, bucket_cap_mb=0.25),
+        max_epochs=args.epochs,
+        callbacks=[ModelCheckpoint(dirpath=args.folder, save_last=True), timer],
+        logger=CSVLogger(args.folder, name="log", flush_logs_every_n_steps=1),
+        log_every_n_steps=1,
+    )
+    # "last": the newest checkpoint in the folder, or none in a fresh one.
+    trainer.fit(model, DataLoader(train, batch_size=32, shuffle=True), ckpt_path="last")
+    [metrics] = trainer.test(model, DataLoader(test, batch_size=180))
+
+    if trainer.is_global_zero:
+        result = {
+            "test_accuracy": metrics["test_accuracy"],
+            "global_step": trainer.global_step,
+            "seconds": timer.time_elapsed("train"),
+            "stats": trainer.strategy.comm_hook.stats(),
+        }
+        (args.folder / "result.json").write_text(json.dumps(result, indent=2))
+
+
+if __name__ == "__main__":
+    main()

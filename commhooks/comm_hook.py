@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from commhooks import codec, payload
+from commhooks.after_backward import run_after_backward
 from commhooks.config import HookConfig, PowerSGD
 from commhooks.ddp_comm_hooks.powerSGD_hook import PowerSGDState
 from commhooks.errors import HookConfigError, HookRunError, PayloadError
@@ -27,6 +28,7 @@ from commhooks.wire import WIRE_DTYPES
 logger = logging.getLogger(__name__)
 
 JOINT_SAVE_LIMIT_S = 60.0
+_NO_BUCKET_YET = sys.maxsize
 
 
 class CommHook:
@@ -66,6 +68,8 @@ class CommHook:
         self._wire_itemsize = wire_itemsize
         self._joint_save: tuple[int, JointSave] | None = None
         self._announced = False
+        # Buckets come in order: one that is not beyond the last one begins another pass.
+        self._last_index = _NO_BUCKET_YET
         self._sparse = {
             id(module.weight)
             for module in ddp_model.modules()
@@ -80,10 +84,13 @@ class CommHook:
                 "this hook was called without a GradBucket: compiled DDP with optimize_ddp='python_reducer' is not "
                 "supported; set torch._dynamo.config.optimize_ddp = 'ddp_optimizer'"
             )
-        if bucket.index() == 0:
+        if bucket.index() <= self._last_index:
             ddp_model = self._ddp_model()
             if ddp_model is not None:
                 forbid_uneven_division(ddp_model)
+            if self._low_rank is None:
+                self._stats.begin_pass()
+        self._last_index = bucket.index()
         if self._low_rank is None:
             self._count(bucket)
         future: torch.futures.Future[torch.Tensor] = self._function(state, bucket)
@@ -94,14 +101,19 @@ class CommHook:
                 "holds the reduced bucket, for example "
                 "dist.all_reduce(bucket.buffer(), async_op=True).get_future().then(lambda f: f.value()[0])"
             )
-        if bucket.is_last() and not self._announced:
-            self._announce()
+        if bucket.is_last():
+            self._end_pass()
+        else:  # the last one may never come: DDP can be told to skip buckets that no rank uses
+            run_after_backward(self._end_pass)
         return future
+
+    def _end_pass(self) -> None:
+        self._last_index = _NO_BUCKET_YET
+        if not self._announced:
+            self._announce()
 
     def _count(self, bucket: dist.GradBucket) -> None:
         """PowerSGD counts for itself; the simple hooks send one all-reduce per bucket."""
-        if bucket.index() == 0:
-            self._stats.begin_pass()
         buffer = bucket.buffer()
         numel = buffer._values().numel() if buffer.is_sparse else buffer.numel()
         self._stats.bytes_uncompressed += numel * buffer.element_size()

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from commhooks import arithmetic
+from commhooks.after_backward import run_after_backward
 from commhooks.errors import HookRunError
 from commhooks.memory import Memory
 from commhooks.stats import Stats
@@ -43,6 +44,8 @@ class Flight:
     residual_factor: float
     loss_scale: float
     exchanges: list[Exchange] = field(default_factory=list)
+    last_index: int = -1
+    """Of the bucket that came last; buckets come in order, so that a lower one begins another pass."""
     advanced: int = 0
     done: bool = False
 
@@ -83,12 +86,13 @@ class Pipeline:
         try:
             with self._codec_stream(buffer), arithmetic.exact(buffer.device):
                 # Whatever is left of a pass that ended in an exception was never committed: forget it.
-                if bucket.index() == 0 or self._flight is None or self._flight.done:
+                if self._flight is None or self._flight.done or bucket.index() <= self._flight.last_index:
                     self._flight = self._begin(bucket)
                     self._stats.begin_pass()
-                    if not bucket.is_last():
-                        self._drain_after_backward(self._flight)
                 flight = self._flight
+                flight.last_index = bucket.index()
+                if not bucket.is_last():
+                    self._drain_after_backward(flight)
                 exchange = self._make_exchange(bucket, flight)
                 flight.exchanges.append(exchange)
                 exchange.start()
@@ -150,11 +154,7 @@ class Pipeline:
                 with self._codec_stream(buffer), arithmetic.exact(buffer.device):
                     self._drain(flight)
 
-        # Private, and the only way to run something at the end of a backward pass from within it (torch 2.13;
-        # torch's own optimizer_overlap_hooks.py does the same). Outside of one, under `Join`, it refuses.
-        engine = torch.autograd.Variable._execution_engine
-        with contextlib.suppress(RuntimeError):
-            engine.queue_callback(drain_if_open)
+        run_after_backward(drain_if_open)
 
     @contextlib.contextmanager
     def _codec_stream(self, buffer: torch.Tensor):  # type: ignore[no-untyped-def]

@@ -1,0 +1,175 @@
+"""What a saved state may be and what it may not: every refusal names what is wrong, and nothing has changed then."""
+
+import copy
+import logging
+from typing import Any
+
+import pytest
+import torch
+from training import Run, make_model, residuals
+
+import commhooks
+
+OPTIONS = {"matrix_approximation_rank": 2, "start_powerSGD_iter": 1}
+
+
+def _saved_by(hook: Any = "powerSGD", options: dict[str, Any] | None = None, **how: Any) -> dict[str, Any]:
+    return Run.new(hook=hook, hook_options=options or (OPTIONS if hook == "powerSGD" else None)).train(4).save(**how)
+
+
+def _refused(saved: Any, strict: bool = True) -> tuple[str, str, bool]:
+    """(class, text, is the state untouched?) of the error that loading raises."""
+    run = Run.new(hook_options=OPTIONS).train(3)
+    before, step = residuals(run.hook), run.hook.stats()["step"]
+    try:
+        run.hook.load_state_dict(saved, strict=strict)
+    except commhooks.CommHookError as error:
+        after = residuals(run.hook)
+        same = before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
+        return type(error).__name__, str(error), same and run.hook.stats()["step"] == step
+    return "", "", True
+
+
+def _edited(saved: dict[str, Any], edit: Any) -> dict[str, Any]:
+    payload = copy.deepcopy(saved["hook"])
+    edit(payload)
+    return payload
+
+
+def _rename(payload: dict[str, Any]) -> None:
+    payload["parameters"]["9.weight"] = payload["parameters"].pop("5.weight")
+
+
+def _reshape(payload: dict[str, Any]) -> None:
+    entry = payload["parameters"]["5.weight"]
+    entry["shape"] = [24, 23]
+    entry["q"] = entry["q"][:, :23]
+    entry["residual"] = [entry["residual"][0][:, :23]]
+
+
+REFUSALS = [
+    pytest.param(lambda p: p.clear(), ["not the state of a commhooks hook"], id="not a payload"),
+    pytest.param(lambda p: p.update(version=2), ["version 2", "reads version 1"], id="newer version"),
+    pytest.param(
+        lambda p: p.update(hook="fp16_compress"), ["'fp16_compress'", "'powerSGD'", "strict=False"], id="hook"
+    ),
+    pytest.param(_rename, ["9.weight: in the saved state", "5.weight: in the model", "strict=False"], id="names"),
+    pytest.param(_reshape, ["5.weight: saved with shape (24, 23), now (24, 24)"], id="shapes"),
+    pytest.param(lambda p: p.pop("step"), ["'step'"], id="no step"),
+    pytest.param(lambda p: p.update(step=-1), ["out of range"], id="negative step"),
+    pytest.param(lambda p: p.update(step=True), ["'step'"], id="step of another type"),
+    pytest.param(lambda p: p.update(parameters=[]), ["'parameters'"], id="parameters of another type"),
+    pytest.param(lambda p: p.update(residual="mean"), ["residual='mean'"], id="kind of residual"),
+    pytest.param(lambda p: p.update(residual_ranks=[0, 1]), ["one tensor per rank"], id="ranks"),
+    pytest.param(lambda p: p["parameters"]["5.weight"].pop("q"), ["'5.weight'", "'q'"], id="no q"),
+    pytest.param(
+        lambda p: p["parameters"]["5.weight"].update(q=torch.zeros(2, 3)),
+        ["'5.weight'", "['q']"],
+        id="q of another shape",
+    ),
+    pytest.param(
+        lambda p: p["parameters"]["5.weight"].update(residual=[torch.zeros(24)]),
+        ["'5.weight'", "['residual']"],
+        id="residual of another shape",
+    ),
+    pytest.param(lambda p: p["options"].update(start_powerSGD_iter="x"), ["start_powerSGD_iter"], id="start"),
+]
+
+
+@pytest.mark.parametrize(("edit", "texts"), REFUSALS)
+def test_refusals_name_what_is_wrong_and_change_nothing(run_ranks: Any, edit: Any, texts: list[str]) -> None:
+    saved = run_ranks(_saved_by, world_size=1)[0]
+    kind, text, untouched = run_ranks(_refused, _edited(saved, edit), world_size=1)[0]
+    assert kind == "PayloadError"
+    assert untouched
+    for expected in texts:
+        assert expected in text
+
+
+def _lenient(edit: Any, saved: dict[str, Any]) -> tuple[dict[str, torch.Tensor], list[str]]:
+    records: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: records.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("commhooks")
+    logger.addHandler(handler)
+    try:
+        run = Run.new(hook_options=OPTIONS)
+        run.hook.load_state_dict(_edited(saved, edit), strict=False)
+        kept = residuals(run.hook)
+        run.train(2)
+    finally:
+        logger.removeHandler(handler)
+    return kept, records
+
+
+def test_not_strict_loads_what_fits(run_ranks: Any) -> None:
+    saved = run_ranks(_saved_by, world_size=1)[0]
+    kept, records = run_ranks(_lenient, _rename, saved, world_size=1)[0]
+    assert "5.weight" not in kept and "9.weight" not in kept
+    assert torch.equal(kept["3.weight"], saved["hook"]["parameters"]["3.weight"]["residual"][0].flatten())
+    warning = next(record for record in records if "another model" in record)
+    assert "5.weight" in warning and "9.weight" in warning and "fresh memory" in warning
+
+
+def _hook_of_another_name(edit: Any, saved: dict[str, Any]) -> tuple[dict[str, torch.Tensor], list[str]]:
+    return _lenient(edit, saved)
+
+
+def test_not_strict_and_another_hook_begins_fresh(run_ranks: Any) -> None:
+    saved = run_ranks(_saved_by, "fp16_compress", world_size=1)[0]
+    assert saved["hook"]["hook"] == "fp16_compress"
+    kept, records = run_ranks(_hook_of_another_name, _nothing, saved, world_size=1)[0]
+    assert kept == {}
+    assert any("'fp16_compress'" in record and "fresh memory" in record for record in records)
+
+
+def _nothing(payload: dict[str, Any]) -> None:
+    pass
+
+
+def _plain_types(value: Any, path: str = "payload") -> list[str]:
+    if isinstance(value, dict):
+        return [x for key, each in value.items() for x in _plain_types(each, f"{path}[{key!r}]")] + (
+            [] if all(type(key) is str for key in value) else [path]
+        )
+    if isinstance(value, list):
+        return [x for i, each in enumerate(value) for x in _plain_types(each, f"{path}[{i}]")]
+    return [] if value is None or type(value) in (torch.Tensor, str, int, float, bool) else [f"{path}: {type(value)}"]
+
+
+@pytest.mark.parametrize("hook", ["powerSGD", "batched_powerSGD", "fp16_compress", "noop"])
+def test_plain_types_only(run_ranks: Any, hook: str) -> None:
+    for saved in run_ranks(_saved_by, hook, {"start_powerSGD_iter": 1} if "power" in hook else None):
+        assert _plain_types(saved["hook"]) == []
+
+
+def _is_independent() -> bool:
+    """What was saved is not changed by the training that goes on."""
+    run = Run.new(hook_options=OPTIONS).train(4)
+    saved = run.hook.state_dict()
+    before = copy.deepcopy(saved)
+    run.train(2)
+    return all(
+        torch.equal(entry[key][0] if key == "residual" else entry[key], copied)
+        for name, entry in saved["parameters"].items()
+        for key in ("q", "residual")
+        if entry[key] is not None
+        for copied in [before["parameters"][name][key][0] if key == "residual" else before["parameters"][name][key]]
+    )
+
+
+def test_a_saved_state_does_not_change_afterwards(run_ranks: Any) -> None:
+    assert run_ranks(_is_independent) == [True, True]
+
+
+def _wrong_residual() -> str:
+    run = Run.new(make_model(), hook_options=OPTIONS)
+    try:
+        run.hook.state_dict(residual="average")
+    except commhooks.HookConfigError as error:
+        return str(error)
+    return ""
+
+
+def test_state_dict_of_an_unknown_kind(run_ranks: Any) -> None:
+    assert "'average'" in run_ranks(_wrong_residual, world_size=1)[0]

@@ -1,0 +1,150 @@
+"""Small pieces for tests of hooks on several ranks: a model, batches, one backward pass, comparisons over ranks.
+
+Everything here runs inside the workers. What compares over ranks must be called by all ranks of the group.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import logging
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from commhooks import CommHook
+
+SMALL_BUCKETS_MB = 0.003  # about 3 kB: every layer of `mlp` has a bucket of its own after the rebuild
+
+
+def mlp(seed: int = 0, dtype: torch.dtype = torch.float32) -> nn.Sequential:
+    """Three linear layers, all of whose weights are worth compressing at ranks 1 and 2; the same on every rank."""
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(24, 32), nn.Tanh(), nn.Linear(32, 32), nn.Tanh(), nn.Linear(32, 24))
+    return model.to(dtype)
+
+
+def wrap(module: nn.Module, **ddp_options: Any) -> DistributedDataParallel:
+    return DistributedDataParallel(module, **({"bucket_cap_mb": SMALL_BUCKETS_MB} | ddp_options))
+
+
+def batch(step: int, rank: int | None = None, width: int = 24, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """Eight rows for this step, other ones on each rank (`rank`: of whom; None is this process)."""
+    rank = dist.get_rank() if rank is None else rank
+    generator = torch.Generator().manual_seed(1000 * step + rank)
+    return torch.randn(8, width, generator=generator, dtype=dtype)
+
+
+def backward(model: nn.Module, step: int) -> None:
+    """One forward and backward pass of `mlp` on this rank's batch, into gradients that start as None."""
+    model.zero_grad(set_to_none=True)
+    dtype = next(model.parameters()).dtype
+    model(batch(step, dtype=dtype)).square().mean().backward()
+
+
+def descend(model: nn.Module, lr: float = 0.1) -> None:
+    """A step of plain gradient descent."""
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.grad is not None:
+                parameter.sub_(parameter.grad, alpha=lr)
+
+
+def train(model: nn.Module, steps: int, first_step: int = 0) -> None:
+    for step in range(first_step, first_step + steps):
+        backward(model, step)
+        descend(model)
+
+
+def gradients(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Copies of the gradients, dense, under the names of the module inside DDP."""
+    module = model.module if isinstance(model, DistributedDataParallel) else model
+    return {
+        name: parameter.grad.to_dense().clone()
+        for name, parameter in module.named_parameters()
+        if parameter.grad is not None
+    }
+
+
+def local_gradients(model: nn.Module, run: Callable[[nn.Module], object]) -> dict[str, torch.Tensor]:
+    """The gradients of this rank alone: of `run`, a forward and backward pass, on a copy of the module."""
+    alone = copy.deepcopy(model.module if isinstance(model, DistributedDataParallel) else model)
+    alone.zero_grad(set_to_none=True)
+    run(alone)
+    return gradients(alone)
+
+
+@contextlib.contextmanager
+def process_group_of_one() -> Iterator[None]:
+    """A default process group of this process only, for what needs a DDP model and no second rank."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def weights(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+
+
+def mean_over_ranks(tensor: torch.Tensor, group: dist.ProcessGroup | None = None) -> torch.Tensor:
+    total = tensor.detach().clone().contiguous()
+    dist.all_reduce(total, group=group)
+    return total / dist.get_world_size(group)
+
+
+def replicas_equal(model: nn.Module, group: dist.ProcessGroup | None = None) -> bool:
+    """Whether weights and gradients are finite and the same on every rank, bit for bit."""
+    own = [
+        p.detach().double().flatten() if not p.is_complex() else torch.view_as_real(p.detach()).double().flatten()
+        for p in model.parameters()
+    ]
+    own += [g.double().flatten() for g in gradients(model).values() if not g.is_complex()]
+    mine = torch.cat(own)
+    everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(everyone, mine, group=group)
+    return bool(mine.isfinite().all()) and all(torch.equal(mine, each) for each in everyone)
+
+
+def residuals(hook: CommHook) -> dict[str, torch.Tensor]:
+    """This rank's residuals by parameter, in the shape of the parameter."""
+    saved = hook.state_dict("per_rank")["parameters"]
+    return {name: entry["residual"][0] for name, entry in saved.items() if entry["residual"] is not None}
+
+
+def relative(difference: torch.Tensor, reference: torch.Tensor) -> float:
+    return float(difference.double().norm() / reference.double().norm())
+
+
+def conservation_error(
+    name: str, local: torch.Tensor, before: torch.Tensor | None, after: torch.Tensor, gradient: torch.Tensor
+) -> float:
+    """|mean new residual + gradient - mean delta| / |mean delta| of one parameter; delta = gradient + old residual.
+
+    What compression leaves out of the gradient must be in the residuals, whatever the approximation is worth.
+    """
+    delta = local.double() if before is None else local.double() + before.double()
+    mean_delta = mean_over_ranks(delta)
+    return relative(mean_over_ranks(after.double()) + gradient.double() - mean_delta, mean_delta)
+
+
+@contextlib.contextmanager
+def log_lines(name: str = "commhooks", level: int = logging.INFO) -> Iterator[list[str]]:
+    """Collects what is logged under `name` while the body runs."""
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger(name)
+    before = logger.level
+    logger.addHandler(handler)
+    logger.setLevel(level)
+    try:
+        yield lines
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(before)

@@ -1,0 +1,242 @@
+"""Parameters of every kind that a model may have: what cannot be compressed is averaged as plain DDP does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import pytest
+import torch
+from ddp_steps import (
+    batch,
+    conservation_error,
+    descend,
+    gradients,
+    local_gradients,
+    relative,
+    replicas_equal,
+    residuals,
+    weights,
+    wrap,
+)
+from torch import nn
+
+import commhooks
+
+POWER_SGD = commhooks.PowerSGD(start_powerSGD_iter=0, matrix_approximation_rank=2)
+
+
+class Kinds(nn.Module):
+    """A matrix worth compressing beside parameters that are not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.scale = nn.Parameter(torch.tensor(1.5))  # 0-dim
+        self.shift = nn.Parameter(torch.randn(24))
+        self.empty = nn.Parameter(torch.empty(0, 24))
+        self.empty_half = nn.Parameter(torch.empty(24, 0, dtype=torch.bfloat16))  # a bucket of no elements at all
+        self.matrix = nn.Parameter(torch.randn(24, 24) / 5)
+        self.half_matrix = nn.Parameter((torch.randn(24, 32) / 5).bfloat16())
+        self.half_vector = nn.Parameter(torch.randn(32).bfloat16())
+        self.waves = nn.Parameter(torch.randn(24, 24, dtype=torch.complex64) / 5)
+        self.wave = nn.Parameter(torch.randn(24, dtype=torch.complex64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.scale * (x @ self.matrix) + self.shift
+        z = (y.to(self.waves.dtype) @ self.waves + self.wave).abs()
+        h = z.bfloat16() @ self.half_matrix + self.half_vector
+        return h.float().square().mean() + self.empty.sum() + self.empty_half.sum().float()
+
+
+def _pass(model: nn.Module, step: int) -> None:
+    model(batch(step)).backward()
+
+
+def all_kinds(wrapper: str | None) -> None:
+    ddp, plain = wrap(Kinds()), wrap(Kinds())
+    hook = commhooks.attach(ddp, POWER_SGD, wrapper=wrapper)
+    compressed = {p.name for p in hook.plan().compressed}
+    assert compressed == {"matrix", "half_matrix"}
+    for step in range(4):
+        local = local_gradients(ddp, partial(_pass, step=step))
+        before = residuals(hook)
+        plain.module.load_state_dict(ddp.module.state_dict())
+        for model in (ddp, plain):
+            model.zero_grad(set_to_none=True)
+            _pass(model, step)
+        after, expected, found = residuals(hook), gradients(plain), gradients(ddp)
+        assert found.keys() == expected.keys() == dict(ddp.module.named_parameters()).keys()
+        for name, gradient in found.items():
+            assert gradient.dtype == expected[name].dtype and gradient.shape == expected[name].shape, name
+            if name in compressed:
+                # The gradient itself is rounded to the parameter's dtype.
+                bound = 3e-3 if wrapper or gradient.dtype == torch.bfloat16 else 1e-6
+                assert conservation_error(name, local[name], before.get(name), after[name], gradient) <= bound, name
+                assert not torch.equal(gradient, expected[name]), name
+            elif wrapper and gradient.numel():
+                assert relative((gradient - expected[name]).abs(), expected[name].abs()) <= 1e-2, name
+            else:
+                assert torch.equal(gradient, expected[name]), (step, name)
+        assert after.keys() == compressed
+        assert {r.dtype for r in after.values()} == {torch.float32}
+        descend(ddp)
+        assert replicas_equal(ddp)
+    assert hook.stats()["compressed_steps"] == 4
+
+
+@pytest.mark.parametrize("wrapper", [None, "bf16"])
+def test_scalars_vectors_empty_mixed_and_complex_parameters(run_ranks, wrapper):
+    run_ranks(all_kinds, wrapper)
+
+
+# -------------------------------------------------------------------------------------------------- sparse gradients
+
+
+def _words(model: nn.Module, step: int) -> None:
+    words = torch.randint(0, 50, (16,), generator=torch.Generator().manual_seed(int(batch(step)[0, 0] * 1e6) % 99991))
+    model(words).square().mean().backward()
+
+
+def sparse_embeddings(config: commhooks.HookConfig, wrapper: str | None) -> None:
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Embedding(50, 24, sparse=True), nn.Linear(24, 24))
+    reference = nn.Sequential(nn.Embedding(50, 24, sparse=True), nn.Linear(24, 24))
+    ddp, plain = wrap(module), wrap(reference)
+    hook = commhooks.attach(ddp, config, wrapper=wrapper)
+    if isinstance(config, commhooks.PowerSGD):
+        assert {p.name: p.reason for p in hook.plan().parameters}["0.weight"] == "sparse gradient"
+    for step in range(3):
+        plain.module.load_state_dict(ddp.module.state_dict())
+        for model in (ddp, plain):
+            model.zero_grad(set_to_none=True)
+            _words(model, step)
+        assert ddp.module[0].weight.grad.is_sparse
+        assert torch.equal(gradients(ddp)["0.weight"], gradients(plain)["0.weight"])
+        descend(ddp)
+        assert replicas_equal(ddp)
+    assert hook.stats()["step"] == 3
+
+
+@pytest.mark.parametrize(
+    "config", [commhooks.AllReduce(), commhooks.BF16Compress(), POWER_SGD], ids=["allreduce", "bf16", "powerSGD"]
+)
+@pytest.mark.parametrize("wrapper", [None, "fp16"])
+def test_sparse_embeddings_as_in_plain_ddp(run_ranks, config, wrapper):
+    run_ranks(sparse_embeddings, config, wrapper)
+
+
+# --------------------------------------------------------------------------------------------------- memory formats
+
+
+class Transposed(nn.Module):
+    """`x @ W` with W as it is, or kept transposed: the same numbers in the same memory."""
+
+    def __init__(self, transposed: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        weight = torch.randn(24, 40)
+        self.weight = nn.Parameter(weight.t() if transposed else weight)
+        self._transposed = transposed
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (x @ (self.weight.t() if self._transposed else self.weight)).square().mean()
+
+
+def transposed_parameter() -> None:
+    straight, turned = wrap(Transposed(False)), wrap(Transposed(True))
+    assert not turned.module.weight.is_contiguous()
+    for ddp in (straight, turned):
+        commhooks.attach(ddp, POWER_SGD)
+    for step in range(4):
+        for ddp in (straight, turned):
+            ddp.zero_grad(set_to_none=True)
+            _pass(ddp, step)
+        a, b = gradients(straight)["weight"], gradients(turned)["weight"].t()
+        assert relative(a - b, a) <= 1e-5, step
+        for ddp in (straight, turned):
+            descend(ddp)
+            assert replicas_equal(ddp)
+
+
+def test_a_transposed_parameter_is_the_matrix_that_lies_in_memory(run_ranks):
+    run_ranks(transposed_parameter)
+
+
+def _images(model: nn.Module, step: int) -> None:
+    model(batch(step, width=4 * 6 * 6).view(8, 4, 6, 6)).square().mean().backward()
+
+
+def channels_last(change: Callable[[nn.Module], nn.Module]) -> None:
+    """The same Q in both formats, handed over by a checkpoint: the matrices differ in the order of columns only."""
+    torch.manual_seed(0)
+    usual = wrap(nn.Sequential(nn.Conv2d(4, 12, 3), nn.Tanh(), nn.Conv2d(12, 8, 3)))
+    torch.manual_seed(0)
+    last = wrap(change(nn.Sequential(nn.Conv2d(4, 12, 3), nn.Tanh(), nn.Conv2d(12, 8, 3))))
+    assert not last.module[0].weight.is_contiguous()
+    hook, last_hook = commhooks.attach(usual, POWER_SGD), commhooks.attach(last, POWER_SGD)
+    for step in range(2):
+        usual.zero_grad(set_to_none=True)
+        _images(usual, step)
+        descend(usual)
+    last.module.load_state_dict(usual.module.state_dict())
+    last_hook.load_state_dict(hook.state_dict("per_rank"))
+    for step in range(2, 6):
+        for ddp in (usual, last):
+            ddp.zero_grad(set_to_none=True)
+            _images(ddp, step)
+        for name, gradient in gradients(usual).items():
+            assert relative(gradient - gradients(last)[name], gradient) <= 1e-4, (step, name)
+        assert last.module[0].weight.grad.stride() == last.module[0].weight.stride()
+        for ddp in (usual, last):
+            descend(ddp)
+            assert replicas_equal(ddp)
+    for name, residual in residuals(hook).items():
+        assert relative(residual - residuals(last_hook)[name], residual) <= 1e-3, name
+    assert last_hook.stats()["compressed_steps"] == 4
+
+
+def test_channels_last_gives_the_same_gradients(run_ranks):
+    run_ranks(channels_last, to_channels_last)
+
+
+def to_channels_last(module: nn.Module) -> nn.Module:
+    return module.to(memory_format=torch.channels_last)
+
+
+# ------------------------------------------------------------------------------------------------------ tied weights
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.into = nn.Embedding(50, 24)
+        self.out = nn.Linear(24, 50)
+        self.out.weight = self.into.weight
+
+    def forward(self, words: torch.Tensor) -> torch.Tensor:
+        return self.out(torch.tanh(self.into(words)))
+
+
+def tied_weights() -> None:
+    ddp = wrap(Tied())
+    hook = commhooks.attach(ddp, POWER_SGD)
+    assert [p.name for p in hook.plan().parameters] == ["into.weight", "out.bias"]
+    for step in range(3):
+        before = residuals(hook)
+        local = local_gradients(ddp, partial(_words, step=step))["into.weight"]
+        ddp.zero_grad(set_to_none=True)
+        _words(ddp, step)
+        after, gradient = residuals(hook), gradients(ddp)["into.weight"]
+        assert after.keys() == {"into.weight"}
+        error = conservation_error("into.weight", local, before.get("into.weight"), after["into.weight"], gradient)
+        assert error <= 1e-6
+        descend(ddp)
+        assert replicas_equal(ddp)
+    plan = hook.plan()
+    assert plan.bytes_before == 4 * sum(p.numel() for p in weights(ddp.module).values())
+
+
+def test_tied_weights_are_one_parameter(run_ranks):
+    run_ranks(tied_weights)

@@ -59,6 +59,8 @@ class Pipeline:
         make_exchange: (bucket, flight, first bucket of the pass?) -> its exchange.
         begin: called at the first bucket of each pass with its device, before anything is sent; returns the flight.
         end: called after a commit.
+        abandon: called before `begin` where the pass before never came to its end, with all-reduces perhaps still
+            writing into its buffers.
     """
 
     def __init__(
@@ -68,12 +70,15 @@ class Pipeline:
         begin: Callable[[dist.GradBucket], Flight],
         make_exchange: Callable[[dist.GradBucket, Flight], Exchange],
         end: Callable[[Flight], None],
+        abandon: Callable[[], None],
     ) -> None:
         self._memory = memory
         self._stats = stats
         self._begin = begin
         self._make_exchange = make_exchange
         self._end = end
+        self._abandon = abandon
+        self._open = False
         self._flight: Flight | None = None
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
         # Verdicts that the host has not asked for yet: committed passes (on the device), passes, were they compressed?
@@ -87,7 +92,10 @@ class Pipeline:
             with self._codec_stream(buffer), arithmetic.exact(buffer.device):
                 # Whatever is left of a pass that ended in an exception was never committed: forget it.
                 if self._flight is None or self._flight.done or bucket.index() <= self._flight.last_index:
+                    if self._open:
+                        self._abandon()
                     self._flight = self._begin(bucket)
+                    self._open = True
                     self._stats.begin_pass()
                 flight = self._flight
                 flight.last_index = bucket.index()
@@ -138,7 +146,7 @@ class Pipeline:
         self._unsettled = (good + count, passes + 1, flight.compressing)
         if on_host:
             self.settle()
-        self.committing = False
+        self.committing = self._open = False
         flight.done = True
         self._end(flight)
         for exchange in flight.exchanges:

@@ -74,7 +74,9 @@ class Registration:
         self.loss_scale = loss_scale
         self.checked = False
         self.nonce: int | None = None
-        self.pipeline = Pipeline(memory, stats, self._begin, self._make_exchange, self._end)
+        self.pipeline = Pipeline(
+            memory, stats, self._begin, self._make_exchange, self._end, abandon=lambda: self._buckets.clear()
+        )
         self._group = group
         self._buckets: dict[tuple[int, ...], _Bucket] = {}
         self._low_rank = LowRankOptions(

@@ -1,0 +1,296 @@
+"""Seeded faults: each is put into a copy of the packages, and the test named beside it must fail there.
+
+    python tests/mutants.py [NAME ...]          # all of them, or those whose name contains one of the words
+
+A test that passes on a broken program guards nothing. Run by `make test-mutants`; takes some minutes.
+"""
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+ROOT = Path(__file__).resolve().parent.parent
+COPIED = ("commhooks", "lightning_commhooks", "accelerate_commhooks", "tests", "examples", "pyproject.toml")
+TIME_LIMIT_S = 240
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """`old`, which occurs exactly once in `file`, becomes `new`; then `test` must fail."""
+
+    name: str
+    file: str
+    old: str
+    new: str
+    test: str
+
+
+MUTANTS = [
+    Mutant(
+        "residual not updated",
+        "commhooks/lowrank_exchange.py",
+        "            self._store_residual(i, matrix, delta)\n        q = s.q[i]",
+        "            pass\n        q = s.q[i]",
+        "test_resume.py::test_what_a_resume_needs",
+    ),
+    Mutant(
+        "rank 0's residual everywhere",
+        "commhooks/payload.py",
+        "        place = ranks.index(target.rank)\n",
+        "        place = 0\n",
+        "test_resume.py::test_residuals_of_all_ranks_in_one_file",
+    ),
+    Mutant(
+        "one rank's file for another",
+        "commhooks/payload.py",
+        "    if world_size == target.world_size and target.rank in ranks:\n        place = ranks.index(target.rank)\n",
+        "    if world_size == target.world_size:\n        place = 0\n",
+        "test_resume.py::test_the_residual_of_another_rank_is_never_used",
+    ),
+    Mutant(
+        "ranks do not compare their state",
+        "commhooks/agreement.py",
+        "    if not complete:\n        memory.drop_residuals()\n",
+        "",
+        "test_resume.py::test_the_residual_of_another_rank_is_never_used",
+    ),
+    Mutant(
+        "Q not restored",
+        "commhooks/payload.py",
+        "                memory.q[name] = q.to(parameter.device)\n",
+        "                pass\n",
+        "test_resume.py::test_resume_is_bit_equal",
+    ),
+    Mutant(
+        "step not restored",
+        "commhooks/comm_hook.py",
+        "own.step, own.nonfinite_steps, own.loss_scale = memory.step,",
+        "own.step, own.nonfinite_steps, own.loss_scale = 0,",
+        "test_resume.py::test_resume_is_bit_equal",
+    ),
+    Mutant(
+        "saved start does not win",
+        "commhooks/comm_hook.py",
+        "            registration.start_step = start\n",
+        "            pass\n",
+        "test_resume.py::test_loading_into_a_running_hook",
+    ),
+    Mutant(
+        "residuals reset at the rebuild",
+        "commhooks/registration.py",
+        "            layout = read_layout(bucket)\n",
+        "            layout = read_layout(bucket)\n            self.memory.residuals.clear()\n",
+        "test_layout_independence.py",
+    ),
+    Mutant(
+        "bucket index as key",
+        "commhooks/registration.py",
+        "            names = self.names.of_bucket(layout.parameters, first)\n",
+        '            names = [f"{bucket.index()}.{place}" for place in range(len(layout.slots))]\n',
+        "test_layout_independence.py",
+    ),
+    Mutant(
+        "places counted from the first bucket",
+        "commhooks/names.py",
+        "        for parameter in reversed(parameters):\n",
+        "        for parameter in parameters:\n",
+        "test_dropin.py",
+    ),
+    Mutant(
+        "commit before the last P",
+        "commhooks/pipeline.py",
+        "            exchange.commit(verdict)\n",
+        "            exchange.commit(bool(exchange.finish()))\n",
+        "test_nonfinite.py",
+    ),
+    Mutant(
+        "non-finite numbers not noticed",
+        "commhooks/wire.py",
+        '    return torch.isfinite(torch.linalg.vector_norm(reduced, float("inf")))\n',
+        "    return torch.ones((), dtype=torch.bool, device=reduced.device)\n",
+        "test_nonfinite.py",
+    ),
+    Mutant(
+        "non-finite steps are counted",
+        "commhooks/pipeline.py",
+        "        self._memory.step += committed\n",
+        "        self._memory.step += passes\n",
+        "test_nonfinite.py",
+    ),
+    Mutant(
+        "wait inside the hook",
+        "commhooks/pipeline.py",
+        "                self._advance(flight, len(flight.exchanges) - 1)\n",
+        "                self._advance(flight, len(flight.exchanges))\n",
+        "test_collectives.py",
+    ),
+    Mutant(
+        "Q of a bucket before P of the next",
+        "commhooks/pipeline.py",
+        "                exchange.start()\n                self._advance(flight, len(flight.exchanges) - 1)\n",
+        "                self._advance(flight, len(flight.exchanges) - 1)\n                exchange.start()\n",
+        "test_collectives.py",
+    ),
+    Mutant(
+        "residual of the averaged projection",
+        "commhooks/lowrank_exchange.py",
+        "            self._store_residual(i, matrix, delta)\n        q = s.q[i]\n"
+        "        q[: matrix.rank] = s.second_q[i]\n",
+        "            s.q[i][: matrix.rank] = s.second_q[i]\n            self._store_residual(i, matrix, delta)\n"
+        "        q = s.q[i]\n        q[: matrix.rank] = s.second_q[i]\n",
+        "test_powersgd_against_oracle.py",
+    ),
+    Mutant(
+        "rounding of the wire not fed back",
+        "commhooks/wire.py",
+        "    factor.copy_(out)\n    factor.mul_(world_size)\n",
+        "",
+        "test_powersgd_cases.py",
+    ),
+    Mutant(
+        "Q not scaled",
+        "commhooks/lowrank_exchange.py",
+        "        if self._on_host and not missing.any():\n            return rows\n",
+        "        if self._on_host and not missing.any():\n            return q\n",
+        "test_fp16_wire.py",
+    ),
+    Mutant(
+        "missing directions not refilled",
+        "commhooks/lowrank_exchange.py",
+        "        refill, _ = codec.unit_rows(",
+        "        return rows\n        refill, _ = codec.unit_rows(",
+        "test_idle_layers.py",
+    ),
+    Mutant(
+        "idle parameters lose their residual",
+        "commhooks/lowrank_exchange.py",
+        "        if good and not alive:\n",
+        "        if False:\n",
+        "test_idle_layers.py",
+    ),
+    Mutant(
+        "starts one step late",
+        "commhooks/registration.py",
+        "        compressing = self.memory.step >= self.start_step\n",
+        "        compressing = self.memory.step > self.start_step\n",
+        "test_powersgd_cases.py",
+    ),
+    Mutant(
+        "uncompressed tensors summed, not averaged",
+        "commhooks/wire.py",
+        "        torch.div(gradient, world_size, out=out)\n",
+        "        out.copy_(gradient)\n",
+        "test_powersgd_against_oracle.py",
+    ),
+    Mutant(
+        "memory order taken for logical order",
+        "commhooks/layout.py",
+        "    order = sorted(range(parameter.dim()), key=parameter.stride, reverse=True)\n",
+        "    order = list(range(parameter.dim()))\n",
+        "test_parameter_kinds.py",
+    ),
+    Mutant(
+        "saving a mean leaves the residuals alone",
+        "commhooks/comm_hook.py",
+        "                memory.residuals[name].copy_(collected[name])\n",
+        "                pass\n",
+        "test_resume.py::test_resume_is_bit_equal",
+    ),
+    Mutant(
+        "no vote before a joint save",
+        "commhooks/joint_save.py",
+        "        if decision is None:\n            return False\n",
+        '        if decision is None:\n            decision = ["1"]\n',
+        "test_joint_save.py::test_rank_0_saves_alone",
+    ),
+    Mutant(
+        "a broken group is used again",
+        "commhooks/joint_save.py",
+        "        except Exception:  # a dead rank, a time-out: torch has no narrower class for them\n"
+        "            self._broken = True\n",
+        "        except ZeroDivisionError:\n            self._broken = True\n",
+        "test_joint_save.py::test_a_failure_in_the_middle",
+    ),
+    Mutant(
+        "the user's precision switches apply",
+        "commhooks/arithmetic.py",
+        '                switch.fp32_precision = "ieee"\n',
+        "                pass\n",
+        "test_arithmetic.py",
+    ),
+    Mutant(
+        "residual does not follow the loss scale",
+        "commhooks/registration.py",
+        "        return Flight(compressing, loss_scale / self.memory.loss_scale, loss_scale)\n",
+        "        return Flight(compressing, 1.0, loss_scale)\n",
+        "test_loss_scale.py",
+    ),
+    Mutant(
+        "Lightning does not restore",
+        "lightning_commhooks/strategy.py",
+        "            hook.load_state_dict(checkpoint[CHECKPOINT_KEY], strict=self._spec.strict)\n",
+        "            pass\n",
+        "test_lightning_resume.py",
+    ),
+]
+
+
+def run(mutant: Mutant, console: Console) -> str:
+    """ "killed", "SURVIVED", or what went wrong."""
+    with tempfile.TemporaryDirectory(prefix="mutant-") as folder:
+        for name in COPIED:
+            source = ROOT / name
+            if source.is_dir():
+                shutil.copytree(source, Path(folder, name), ignore=shutil.ignore_patterns("__pycache__"))
+            else:
+                shutil.copy(source, folder)
+        file = Path(folder, mutant.file)
+        text = file.read_text()
+        if text.count(mutant.old) != 1:
+            return f"STALE: the text to replace occurs {text.count(mutant.old)} times"
+        file.write_text(text.replace(mutant.old, mutant.new))
+        command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", f"tests/{mutant.test}"]
+        environment = {**os.environ, "PYTHONPATH": folder, "PYTHONDONTWRITEBYTECODE": "1"}
+        try:
+            done = subprocess.run(
+                command, cwd=folder, env=environment, capture_output=True, text=True, timeout=TIME_LIMIT_S
+            )
+        except subprocess.TimeoutExpired:
+            return "TIMED OUT"
+    # pytest: 0 all passed, 1 some failed; anything else means that the test did not run at all.
+    outcome = {0: "SURVIVED", 1: "killed"}.get(done.returncode, f"NOT RUN (pytest exit {done.returncode})")
+    if outcome != "killed":
+        console.print(done.stdout[-1500:], markup=False)
+    return outcome
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*", help="only mutants whose name contains one of these")
+    words = parser.parse_args().names
+    chosen = [mutant for mutant in MUTANTS if not words or any(word in mutant.name for word in words)]
+    console = Console()
+    table = Table("mutant", "test that must fail", "outcome", "s")
+    failures = 0
+    for number, mutant in enumerate(chosen, 1):
+        console.print(f"{number}/{len(chosen)} {mutant.name} ...", markup=False)
+        started = time.monotonic()
+        outcome = run(mutant, console)
+        failures += outcome != "killed"
+        table.add_row(mutant.name, mutant.test, outcome, f"{time.monotonic() - started:.0f}")
+    console.print(table)
+    console.print(f"{len(chosen) - failures} passed, {failures} failed")
+    return 1 if failures else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

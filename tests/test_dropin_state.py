@@ -1,0 +1,204 @@
+"""`PowerSGDState` as torch's users know it: pickled and loaded, counted, logged, started at once."""
+
+from __future__ import annotations
+
+import io
+import pickle
+
+import pytest
+import torch
+import torch.distributed as dist
+from ddp_steps import gradients, log_lines, mlp, replicas_equal, train, weights, wrap
+
+import commhooks
+
+
+def _pickled(thing: object) -> bytes:
+    buffer = io.BytesIO()
+    torch.save(thing, buffer)
+    return buffer.getvalue()
+
+
+def _unpickled(data: bytes) -> commhooks.PowerSGDState:
+    return torch.load(io.BytesIO(data), weights_only=False)
+
+
+# ------------------------------------------------------------------------------------------------------------ pickles
+
+
+def test_a_state_loads_before_there_is_a_process_group():
+    state = commhooks.PowerSGDState(None, matrix_approximation_rank=3, start_powerSGD_iter=7, random_seed=5)
+    assert not dist.is_initialized()
+    with log_lines() as lines:
+        loaded = pickle.loads(pickle.dumps(state))
+    assert (loaded.matrix_approximation_rank, loaded.start_powerSGD_iter, loaded.random_seed) == (3, 7, 5)
+    assert loaded.process_group is None and loaded.iter == 0
+    assert lines[0].startswith("NOTE: Process group is not serializable")
+    assert lines[1].startswith("NOTE: Process group will be set to a default group")
+
+
+def excluded_group() -> None:
+    pair = dist.new_group([0, 1])
+    state = commhooks.PowerSGDState(pair, start_powerSGD_iter=0)
+    ddp = wrap(mlp())
+    ddp.register_comm_hook(state, commhooks.powerSGD_hook)
+    train(ddp, 2)
+    data = _pickled(state)
+    assert b"ProcessGroup" not in data
+    loaded = _unpickled(data)
+    assert state.process_group is pair and loaded.process_group is None
+    train(ddp, 1, first_step=2)  # pickling leaves the original as it was
+    assert (state.iter, loaded.iter) == (3, 2)
+
+
+def test_pickling_leaves_the_process_group_out(run_ranks):
+    run_ranks(excluded_group)
+
+
+def trained_state(start: int, one_bucket: bool) -> tuple[bytes, dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """Four steps; the pickled state and the weights then; and the weights four steps later."""
+    ddp = wrap(mlp(), bucket_cap_mb=25) if one_bucket else wrap(mlp())
+    state = commhooks.PowerSGDState(None, matrix_approximation_rank=2, start_powerSGD_iter=start)
+    ddp.register_comm_hook(state, commhooks.powerSGD_hook)
+    train(ddp, 4)
+    saved, then = _pickled(state), weights(ddp.module)
+    train(ddp, 4, first_step=4)
+    return saved, then, weights(ddp.module)
+
+
+def resumed_weights(saved: list[bytes], then: dict[str, torch.Tensor], one_bucket: bool) -> dict[str, torch.Tensor]:
+    """The other four steps in a new process, without a process group at loading time."""
+    state = _unpickled(saved[dist.get_rank()])
+    module = mlp(seed=99)
+    module.load_state_dict(then)
+    ddp = wrap(module, bucket_cap_mb=25) if one_bucket else wrap(module)
+    ddp.register_comm_hook(state, commhooks.powerSGD_hook)
+    train(ddp, 4, first_step=4)
+    assert state.iter == 8 and replicas_equal(ddp)
+    return weights(ddp.module)
+
+
+@pytest.mark.parametrize("one_bucket", [False, True], ids=["several buckets", "one bucket"])
+@pytest.mark.parametrize("start", [0, 2])
+def test_each_rank_with_its_own_state_resumes_bit_equal(run_ranks, start, one_bucket):
+    trained = run_ranks(trained_state, start, one_bucket)
+    resumed = run_ranks(resumed_weights, [saved for saved, _, _ in trained], trained[0][1], one_bucket)
+    for name, expected in trained[0][2].items():
+        assert torch.equal(resumed[0][name], expected), name
+
+
+def one_state_for_all(saved: bytes, then: dict[str, torch.Tensor]) -> list[str]:
+    state = _unpickled(saved)
+    module = mlp(seed=99)
+    module.load_state_dict(then)
+    ddp = wrap(module)
+    ddp.register_comm_hook(state, commhooks.powerSGD_hook)
+    with log_lines("commhooks.registration") as lines:
+        train(ddp, 3, first_step=4)
+    assert state.iter == 7 and replicas_equal(ddp)
+    return lines
+
+
+def test_rank_0s_state_on_every_rank_drops_the_residual_of_all(run_ranks):
+    saved, then, _ = run_ranks(trained_state, 0, False)[0]
+    on_0, on_1 = run_ranks(one_state_for_all, saved, then)
+    assert len([line for line in on_0 if "all ranks start from residuals of zero" in line]) == 1
+    assert not [line for line in on_1 if "residual" in line]
+
+
+def group_set_after_loading() -> dict[str, torch.Tensor]:
+    """Ranks 0 and 1 of 3: a state whose group is set only after loading."""
+    pair = dist.new_group([0, 1])
+    if dist.get_rank() == 2:
+        return {}
+    state = _unpickled(_pickled(commhooks.PowerSGDState(None, start_powerSGD_iter=1)))
+    state.process_group = pair
+    ddp = wrap(mlp(), process_group=pair)
+    ddp.register_comm_hook(state, commhooks.powerSGD_hook)
+    train(ddp, 4)
+    assert state.iter == 4 and replicas_equal(ddp, pair)
+    return weights(ddp.module)
+
+
+def pair_of_two() -> dict[str, torch.Tensor]:
+    ddp = wrap(mlp())
+    ddp.register_comm_hook(commhooks.PowerSGDState(None, start_powerSGD_iter=1), commhooks.powerSGD_hook)
+    train(ddp, 4)
+    return weights(ddp.module)
+
+
+def test_the_group_can_be_set_after_loading(run_ranks):
+    of_three = run_ranks(group_set_after_loading, world_size=3)[0]
+    of_two = run_ranks(pair_of_two)[0]
+    for name, expected in of_two.items():
+        assert torch.equal(of_three[name], expected), name
+
+
+# ------------------------------------------------------------------------------------------- statistics and log lines
+
+
+def statistics(frequency: int) -> tuple[list[tuple[float, int, int]], list[str]]:
+    ddp = wrap(mlp())
+    state = commhooks.PowerSGDState(
+        None, matrix_approximation_rank=2, start_powerSGD_iter=3, compression_stats_logging_frequency=frequency
+    )
+    ddp.register_comm_hook(state, commhooks.powerSGD_hook)
+    found = []
+    with log_lines("commhooks.registration") as lines:
+        for step in range(9):
+            train(ddp, 1, first_step=step)
+            found.append(state.compression_stats())
+    return found, lines
+
+
+# Per compressed step: everything, and what travels of 32 x 24, 32 x 32 and 24 x 32 matrices at rank 2 with 88 biases.
+BEFORE, AFTER = 768 + 1024 + 768 + 88, 2 * (56 + 64 + 56) + 88
+
+
+@pytest.mark.parametrize("frequency, at", [(1, range(4, 10)), (3, [4, 7]), (100, [4])])
+def test_compression_stats_and_their_log_lines(run_ranks, frequency, at):
+    for found, lines in run_ranks(statistics, frequency):
+        assert found[2] == (0, 0, 0)
+        for compressed, row in enumerate(found[3:], start=1):
+            assert row == (pytest.approx(BEFORE / AFTER), compressed * BEFORE, compressed * AFTER)
+        assert [line for line in lines if line.startswith("Start to apply")] == [
+            "Start to apply PowerSGD after 3 iterations."
+        ]
+        reports = [line for line in lines if line.startswith("Compression stats")]
+        assert reports == [
+            f"Compression stats: iter {step}, total before compression {(step - 3) * BEFORE}, "
+            f"total after compression {(step - 3) * AFTER}, rate {BEFORE / AFTER}"
+            for step in at
+        ]
+
+
+# ---------------------------------------------------------------------------------------------------------- the start
+
+
+def first_steps(start: int) -> list[bool]:
+    """Of the first four steps: did the gradient differ from plain DDP's?"""
+    ddp, plain = wrap(mlp()), wrap(mlp())
+    state = commhooks.PowerSGDState(None, start_powerSGD_iter=start)
+    ddp.register_comm_hook(state, commhooks.powerSGD_hook)
+    differs = []
+    for step in range(4):
+        plain.module.load_state_dict(ddp.module.state_dict())
+        train(plain, 1, first_step=step)
+        train(ddp, 1, first_step=step)
+        ours, theirs = gradients(ddp), gradients(plain)
+        differs.append(not torch.equal(ours["0.weight"], theirs["0.weight"]))
+        assert torch.equal(ours["0.bias"], theirs["0.bias"])
+        assert replicas_equal(ddp)
+    return differs
+
+
+@pytest.mark.parametrize("start", [0, 1, 3])
+def test_compression_begins_after_that_many_steps(run_ranks, start):
+    for differs in run_ranks(first_steps, start):
+        assert differs == [step >= start for step in range(4)]
+
+
+@pytest.mark.parametrize("start", [0.1, 0.5])
+def test_a_state_takes_no_fraction(start):
+    with pytest.raises(commhooks.HookConfigError, match=r"expected a number of steps \(int\)"):
+        commhooks.PowerSGDState(None, start_powerSGD_iter=start)

@@ -1,0 +1,97 @@
+"""Small models for tests on several ranks, and gradients to give them."""
+
+from collections.abc import Iterable, Mapping
+
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+Shapes = Mapping[str, tuple[int, ...]]
+Gradients = dict[str, torch.Tensor]
+
+# Two matrices of the same shape, a convolution, and vectors: at ranks 1 and 2 every kind of parameter is there.
+SHAPES: Shapes = {
+    "conv": (8, 3, 3, 3),
+    "conv_bias": (8,),
+    "first": (24, 16),
+    "first_bias": (24,),
+    "second": (24, 16),
+    "second_bias": (24,),
+    "wide": (10, 40),
+    "wide_bias": (10,),
+}
+
+
+class Prescribed(torch.nn.Module):
+    """A model whose gradients are what it is called with, exactly: d/dp of sum(p * g) is g."""
+
+    def __init__(self, shapes: Shapes, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        for name, shape in shapes.items():
+            self.register_parameter(name, torch.nn.Parameter(torch.zeros(shape, dtype=dtype)))
+
+    def forward(self, gradients: Gradients) -> torch.Tensor:
+        return torch.stack([(parameter * gradients[name]).sum() for name, parameter in self.named_parameters()]).sum()
+
+
+def mlp(width: int, layers: int, bias: bool = True) -> torch.nn.Sequential:
+    """`layers` square linear layers, so that most matrices have the same shape."""
+    blocks: list[torch.nn.Module] = []
+    for _ in range(layers):
+        blocks += [torch.nn.Linear(width, width, bias=bias), torch.nn.Tanh()]
+    return torch.nn.Sequential(*blocks[:-1])
+
+
+def random_gradients(
+    shapes: Shapes, rank: int, step: int, dtype: torch.dtype = torch.float32, noise: float = 0.5
+) -> Gradients:
+    """What rank `rank` has at step `step`: a part common to all ranks plus `noise` times a part of its own."""
+    common = torch.Generator().manual_seed(1_000_003 * (step + 1))
+    own = torch.Generator().manual_seed(1_000_003 * (step + 1) + rank + 1)
+    gradients = {}
+    for name, shape in shapes.items():
+        gradient = torch.randn(shape, generator=common, dtype=torch.float64)
+        gradient += noise * torch.randn(shape, generator=own, dtype=torch.float64)
+        gradients[name] = gradient.to(dtype)
+    return gradients
+
+
+def backward(ddp_model: DistributedDataParallel, gradients: Gradients) -> Gradients:
+    """One synchronised backward pass of a `Prescribed` model; returns the gradients that DDP leaves behind."""
+    ddp_model.zero_grad()
+    ddp_model(gradients).backward()
+    return {name: p.grad.clone() for name, p in ddp_model.module.named_parameters() if p.grad is not None}
+
+
+def wrap(shapes: Shapes, bucket_cap_mb: float = 25, dtype: torch.dtype = torch.float32) -> DistributedDataParallel:
+    """A `Prescribed` model in DDP. With a cap of `EVERY_PARAMETER` each parameter has a bucket of its own."""
+    return DistributedDataParallel(Prescribed(shapes, dtype), bucket_cap_mb=bucket_cap_mb)
+
+
+EVERY_PARAMETER = 1e-6
+
+
+def bits_equal(a: Mapping[str, torch.Tensor], b: Mapping[str, torch.Tensor]) -> bool:
+    """Equal bit for bit; NaN equals NaN."""
+    return a.keys() == b.keys() and all(same_bits(a[name], b[name]) for name in a)
+
+
+def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    if a.dtype != b.dtype or a.shape != b.shape:
+        return False
+    return torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
+
+
+def relative_error(got: torch.Tensor, expected: torch.Tensor) -> float:
+    """|got - expected| / |expected| in float64."""
+    got, expected = got.double(), expected.double()
+    return float((got - expected).norm() / expected.norm())
+
+
+def worst_error(got: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]) -> float:
+    """The largest relative error over tensors."""
+    assert got.keys() == expected.keys()
+    return max(relative_error(got[name], expected[name]) for name in expected)
+
+
+def all_finite(tensors: Iterable[torch.Tensor]) -> bool:
+    return all(bool(torch.isfinite(t).all()) for t in tensors)

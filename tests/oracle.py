@@ -1,0 +1,59 @@
+"""PowerSGD written down as slowly and plainly as possible: simulated ranks, one matrix at a time, float64.
+
+From the formulas of Vogels, Karimireddy, Jaggi: PowerSGD (NeurIPS 2019), Algorithm 1, with the residual made from the
+rank's own projection. Shares no code with the package and is never optimised.
+"""
+
+import torch
+
+
+class OracleMatrix:
+    """One parameter on `world_size` simulated ranks.
+
+    Args:
+        q: the Q to start from, m x r.
+        world_size: number of ranks.
+        error_feedback: whether what compression lost is added to the next gradient.
+        torch_residual: the residual of torch's own hook, `delta - P Q^T` with the averaged Q, instead of the local one.
+    """
+
+    def __init__(
+        self, q: torch.Tensor, world_size: int, *, error_feedback: bool = True, torch_residual: bool = False
+    ) -> None:
+        self.q = q.double()
+        self.world_size = world_size
+        self.error_feedback = error_feedback
+        self.torch_residual = torch_residual
+        self.residuals: list[torch.Tensor] | None = None
+
+    def step(self, gradients: list[torch.Tensor]) -> torch.Tensor:
+        """`gradients`: one n x m matrix per rank. Returns the gradient that every rank continues with."""
+        deltas = [gradient.double() for gradient in gradients]
+        if self.error_feedback and self.residuals is not None:
+            deltas = [delta + residual for delta, residual in zip(deltas, self.residuals, strict=True)]
+        if all(bool((gradient == 0).all()) for gradient in gradients):
+            return torch.zeros_like(deltas[0])  # no rank had a gradient: the residuals wait
+        p = gram_schmidt(sum(delta @ self.q for delta in deltas))
+        local_qs = [delta.T @ p for delta in deltas]
+        q = sum(local_qs) / self.world_size
+        used = [q] * self.world_size if self.torch_residual else local_qs
+        self.residuals = [delta - p @ each.T for delta, each in zip(deltas, used, strict=True)]
+        self.q = q
+        return p @ q.T
+
+
+def plain_mean(gradients: list[torch.Tensor]) -> torch.Tensor:
+    """What an uncompressed parameter gets."""
+    return sum(gradient.double() for gradient in gradients) / len(gradients)
+
+
+def gram_schmidt(matrix: torch.Tensor) -> torch.Tensor:
+    """An orthonormal basis of the columns (n x r, independent). Twice, since once loses digits."""
+    columns: list[torch.Tensor] = []
+    for column in matrix.T:
+        for _ in range(2):
+            for earlier in columns:
+                column = column - (earlier @ column) * earlier
+            column = column / column.norm()
+        columns.append(column)
+    return torch.stack(columns, dim=1)

@@ -1,0 +1,142 @@
+"""The codec's promises: always an orthonormal basis, rows of norm 1, numbers that depend on their key alone."""
+
+import pytest
+import torch
+
+from commhooks import codec
+
+LENGTH = 40
+RANKS = range(1, 17)
+
+
+def _random(rank: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(rank, LENGTH, generator=torch.Generator().manual_seed(seed))
+
+
+def _one_zero_row(rank: int) -> torch.Tensor:
+    rows = _random(rank)
+    rows[rank // 2] = 0
+    return rows
+
+
+INPUTS = {
+    "random": _random,
+    "zero": lambda rank: torch.zeros(rank, LENGTH),
+    "constant": lambda rank: torch.full((rank, LENGTH), 3.0),
+    "parallel": lambda rank: torch.arange(1.0, rank + 1)[:, None] * _random(1),
+    "nearly parallel": lambda rank: _random(1) + 1e-6 * _random(rank, seed=1),
+    "parallel to a unit vector": lambda rank: torch.eye(LENGTH)[:1].repeat(rank, 1),
+    "one zero row": _one_zero_row,
+    "1e-38": lambda rank: 1e-38 * _random(rank),
+    "1e30": lambda rank: 1e30 * _random(rank),
+    "all magnitudes": lambda rank: torch.logspace(-38, 36, rank)[:, None] * _random(rank),
+    "zero and 1e30": lambda rank: 1e30 * _one_zero_row(rank),
+    "inf": lambda rank: _random(rank).index_fill_(1, torch.tensor([3]), float("inf")),
+    "NaN everywhere": lambda rank: torch.full((rank, LENGTH), float("nan")),
+}
+
+
+def _deviation(basis: torch.Tensor) -> float:
+    """max |P P^T - I| in float64."""
+    basis = basis.double()
+    return float((basis @ basis.T - torch.eye(len(basis))).abs().max())
+
+
+@pytest.mark.parametrize("name", INPUTS)
+def test_orthonormal_whatever_comes_in(name):
+    for rank in RANKS:
+        rows = INPUTS[name](rank)
+        for refill in (None, codec.draw(0, "w", "refill P", rank, LENGTH, torch.float32)):
+            basis, missing = codec.orthonormal_rows(rows, refill)
+            assert basis.shape == (rank, LENGTH) and missing.shape == (rank,)
+            assert _deviation(basis) <= 1e-5
+
+
+def test_orthonormal_where_as_many_rows_as_columns():
+    for rows in (torch.zeros(8, 8), torch.ones(8, 8), torch.eye(8), _random(8)[:, :8]):
+        basis, _ = codec.orthonormal_rows(rows, codec.draw(0, "w", "refill P", 8, 8, torch.float32))
+        assert _deviation(basis) <= 1e-5
+
+
+@pytest.mark.parametrize("scale", [1e-38, 1.0, 1e30])
+def test_basis_spans_the_rows(scale):
+    rows = scale * _random(4)
+    basis, missing = codec.orthonormal_rows(rows, codec.draw(0, "w", "refill P", 4, LENGTH, torch.float32))
+    assert not missing.any()
+    rows = rows.double() / scale
+    basis = basis.double()
+    # 1e-38 is below the smallest normal number of float32 and has lost some of its digits.
+    assert (rows @ basis.T @ basis - rows).norm() / rows.norm() < (1e-2 if scale < 1e-30 else 1e-6)
+
+
+def test_basis_of_independent_rows_needs_no_refill():
+    first, _ = codec.orthonormal_rows(_random(4), None)
+    second, _ = codec.orthonormal_rows(_random(4), _random(4, seed=9))
+    assert _deviation(second) <= 1e-5
+    torch.testing.assert_close(first.T @ first, second.T @ second, rtol=0, atol=1e-6)
+
+
+def test_missing_directions_are_found_and_refilled():
+    rows = _random(4)
+    rows[2] = rows[0] + rows[1]
+    rows[3] = 0
+    refill = _random(4, seed=5)
+    basis, missing = codec.orthonormal_rows(rows, refill)
+    assert missing.tolist() == [False, False, True, True]
+    together = torch.cat([rows[:2], refill[2:]])
+    assert (together @ basis.T @ basis - together).norm() / together.norm() < 1e-5
+
+
+def test_unit_rows():
+    rows = torch.stack([_random(1)[0], 1e-38 * _random(1)[0], 1e30 * _random(1)[0], torch.zeros(LENGTH)])
+    scaled, missing = codec.unit_rows(rows)
+    assert missing[:, 0].tolist() == [False, False, False, True]
+    torch.testing.assert_close(scaled.norm(dim=1), torch.tensor([1.0, 1.0, 1.0, 0.0]))
+    torch.testing.assert_close(scaled[2], scaled[0])
+
+
+def test_draws_depend_on_seed_name_and_purpose_only():
+    def draw(seed=1, name="layer.weight", purpose="Q", dtype=torch.float32):
+        return codec.draw(seed, name, purpose, 3, 5, dtype)
+
+    first = draw()
+    torch.manual_seed(123)
+    before = torch.get_rng_state()
+    assert torch.equal(draw(), first)
+    assert torch.equal(torch.get_rng_state(), before), "the user's random numbers go on as if nothing was drawn"
+    others = [draw(seed=2), draw(name="layer.bias"), draw(purpose="refill Q"), draw(purpose="Q at step 1")]
+    for other in others:
+        assert not torch.equal(other, first)
+    assert draw(dtype=torch.float64).dtype == torch.float64
+
+
+def test_draws_stay_the_same_in_later_versions():
+    """A run that resumes with a newer version must refill the same directions on every rank."""
+    drawn = codec.draw(0, "layer.weight", "Q", 2, 3, torch.float64)
+    golden = [
+        [1.5474703965416532, 1.035648890012991, -0.7766183194874987],
+        [-1.8835038069749903, -0.6623888996956142, 1.459823782598064],
+    ]
+    torch.testing.assert_close(drawn, torch.tensor(golden, dtype=torch.float64), rtol=0, atol=1e-12)
+
+
+def test_products():
+    generator = torch.Generator().manual_seed(0)
+    delta = torch.randn(7, 9, generator=generator, dtype=torch.float64)
+    p = torch.randn(2, 7, generator=generator, dtype=torch.float64)
+    q = torch.randn(2, 9, generator=generator, dtype=torch.float64)
+    out_p, out_q, out = torch.empty_like(p), torch.empty_like(q), torch.empty_like(delta)
+    codec.project_p(delta, q, out_p)
+    torch.testing.assert_close(out_p.T, delta @ q.T)
+    codec.project_q(delta, p, out_q)
+    torch.testing.assert_close(out_q.T, delta.T @ p.T)
+    codec.reconstruct(p, q, out)
+    torch.testing.assert_close(out, p.T @ q)
+    expected = delta - p.T @ q
+    codec.remainder(delta, p, q, out=delta)
+    torch.testing.assert_close(delta, expected)
+
+
+def test_rank_one_is_padded_to_two_rows():
+    assert codec.new_factor(1, 5, torch.float32, torch.device("cpu")).shape == (2, 5)
+    assert codec.new_factor(3, 5, torch.float32, torch.device("cpu")).shape == (3, 5)

@@ -1,0 +1,54 @@
+"""The local residual stays bounded, where torch's (`delta - P Q^T` with the averaged Q) grows like a random walk.
+
+The difference is the part of a rank's residual in which it differs from the mean of the ranks: what lies in the span
+of P is taken out of it at each step by the local projection and never by torch's form.
+"""
+
+import torch
+from oracle import OracleMatrix
+from simulation import SimulatedRanks
+
+SIDE, RANK, WORLD_SIZE = 64, 4, 8
+EARLY, LATE = 200, 2000
+
+
+def _gradients(generator: torch.Generator) -> list[torch.Tensor]:
+    """A part that all ranks have and noise of each rank's own, of full rank both."""
+    common = torch.randn(SIDE, SIDE, generator=generator)
+    return [common + torch.randn(SIDE, SIDE, generator=generator) for _ in range(WORLD_SIZE)]
+
+
+def _norm(residuals: list[torch.Tensor]) -> float:
+    return float(torch.stack([r.flatten().double() for r in residuals]).norm())
+
+
+def test_the_norm_of_the_residual_stays_where_torchs_grows():
+    generator = torch.Generator().manual_seed(0)
+    ranks = SimulatedRanks(WORLD_SIZE, SIDE, SIDE, RANK)
+    torchs_form = OracleMatrix(ranks.start_q, WORLD_SIZE, torch_residual=True)
+    ours, torchs = {}, {}
+    for step in range(1, LATE + 1):
+        gradients = _gradients(generator)
+        ranks.step(gradients)
+        torchs_form.step(gradients)
+        if step in (EARLY, LATE):
+            ours[step] = _norm([memory.residuals["w"] for memory in ranks.memories])
+            assert torchs_form.residuals is not None
+            torchs[step] = _norm(torchs_form.residuals)
+    assert ours[LATE] <= 1.1 * ours[EARLY]
+    assert torchs[LATE] >= 3 * torchs[EARLY]
+
+
+def test_simulated_ranks_do_what_the_oracle_does():
+    """The simulation is only worth something if it simulates: gradients of every rank, and every rank's residual."""
+    generator = torch.Generator().manual_seed(1)
+    ranks = SimulatedRanks(3, 24, 16, 2, torch.float64)
+    oracle = OracleMatrix(ranks.start_q, 3)
+    for _ in range(10):
+        gradients = [torch.randn(24, 16, generator=generator, dtype=torch.float64) for _ in range(3)]
+        expected = oracle.step(gradients)
+        for got in ranks.step(gradients):
+            torch.testing.assert_close(got, expected)
+        assert oracle.residuals is not None
+        for memory, residual in zip(ranks.memories, oracle.residuals, strict=True):
+            torch.testing.assert_close(memory.residuals["w"].view(24, 16), residual)

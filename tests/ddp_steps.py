@@ -122,15 +122,19 @@ def relative(difference: torch.Tensor, reference: torch.Tensor) -> float:
 
 
 def conservation_error(
-    name: str, local: torch.Tensor, before: torch.Tensor | None, after: torch.Tensor, gradient: torch.Tensor
+    local: torch.Tensor,
+    before: torch.Tensor | None,
+    after: torch.Tensor,
+    gradient: torch.Tensor,
+    group: dist.ProcessGroup | None = None,
 ) -> float:
     """|mean new residual + gradient - mean delta| / |mean delta| of one parameter; delta = gradient + old residual.
 
     What compression leaves out of the gradient must be in the residuals, whatever the approximation is worth.
     """
     delta = local.double() if before is None else local.double() + before.double()
-    mean_delta = mean_over_ranks(delta)
-    return relative(mean_over_ranks(after.double()) + gradient.double() - mean_delta, mean_delta)
+    mean_delta = mean_over_ranks(delta, group)
+    return relative(mean_over_ranks(after.double(), group) + gradient.double() - mean_delta, mean_delta)
 
 
 @contextlib.contextmanager

@@ -60,7 +60,7 @@ def accumulation(config: commhooks.HookConfig) -> None:
         after = residuals(hook) if isinstance(config, commhooks.PowerSGD) else {}
         for name, gradient in gradients(ddp).items():
             if name in after:
-                error = conservation_error(name, local[name], before.get(name), after[name], gradient)
+                error = conservation_error(local[name], before.get(name), after[name], gradient)
                 assert error <= 1e-6, (step, name, error)
             else:
                 torch.testing.assert_close(gradient, mean_over_ranks(local[name]), rtol=1e-5, atol=1e-7)
@@ -113,7 +113,7 @@ def unused_parameters() -> None:
         for name, gradient in gradients(ddp).items():
             if name.endswith("weight"):
                 own = local.get(name, torch.zeros_like(gradient))
-                error = conservation_error(name, own, before.get(name), after[name], gradient)
+                error = conservation_error(own, before.get(name), after[name], gradient)
                 assert error <= 1e-6, (step, name, error)
         if not anywhere:
             assert before["branch.weight"].any()

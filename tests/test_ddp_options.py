@@ -73,7 +73,7 @@ def delayed_all_reduce() -> None:
         run(ddp)
         after, found = residuals(hook), gradients(ddp)
         for name in ("0.weight", "4.weight"):
-            assert conservation_error(name, local[name], before.get(name), after[name], found[name]) <= 1e-6
+            assert conservation_error(local[name], before.get(name), after[name], found[name]) <= 1e-6
         for name in delayed:
             mean = local[name].clone()
             dist.all_reduce(mean)

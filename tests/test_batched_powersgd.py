@@ -1,0 +1,160 @@
+"""`batched_powerSGD_hook` against a slow and obvious version of itself, in float64."""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from ddp_steps import (
+    backward,
+    descend,
+    gradients,
+    local_gradients,
+    mean_over_ranks,
+    mlp,
+    relative,
+    replicas_equal,
+    residuals,
+    wrap,
+)
+from torch import nn
+
+import commhooks
+
+
+def order_in_the_bucket() -> list[str]:
+    """Names of the parameters of `mlp` in its one bucket, once it has been rebuilt."""
+    ddp = wrap(mlp(), bucket_cap_mb=25)
+    names = {id(parameter): name for name, parameter in ddp.module.named_parameters()}
+    seen: list[list[str]] = []
+
+    def look(state: Any, bucket: Any) -> torch.futures.Future[torch.Tensor]:
+        seen.append([names[id(parameter)] for parameter in bucket.parameters()])
+        return commhooks.allreduce_hook(None, bucket)
+
+    commhooks.attach(ddp, look)
+    for step in range(3):
+        backward(ddp, step)
+    assert seen[0] != seen[1] == seen[2]
+    return seen[1]
+
+
+class Oracle:
+    """One bucket as one square matrix, padded with zeros. Each rank holds its own residual; Q is given."""
+
+    def __init__(self, order: list[str], q: torch.Tensor, residual: dict[str, torch.Tensor]) -> None:
+        self.order = order
+        self.q = q  # r x side, transposed
+        self.residual = residual
+
+    def step(self, local: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        flat = torch.cat([(local[name] + self.residual[name]).flatten() for name in self.order])
+        side = math.ceil(math.sqrt(flat.numel()))
+        assert side * side > flat.numel(), "no padding: the test would not see it"
+        delta = torch.zeros(side * side, dtype=torch.float64)
+        delta[: flat.numel()] = flat
+        delta = delta.view(side, side)
+        p, _ = torch.linalg.qr(mean_over_ranks(delta @ self.q.t()))
+        own_q = delta.t() @ p
+        q = mean_over_ranks(own_q)
+        self.q = q.t()
+        self.residual = self._split((delta - p @ own_q.t()).flatten(), local)
+        return self._split((p @ q.t()).flatten(), local)
+
+    def _split(self, flat: torch.Tensor, like: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """The parameters' parts. What lies behind them, the padding, is dropped at each step."""
+        parts, at = {}, 0
+        for name in self.order:
+            parts[name] = flat[at : at + like[name].numel()].view(like[name].shape)
+            at += like[name].numel()
+        return parts
+
+
+def against_the_oracle(rank: int) -> None:
+    order = order_in_the_bucket()
+    ddp = wrap(mlp(dtype=torch.float64), bucket_cap_mb=25)
+    config = commhooks.BatchedPowerSGD(matrix_approximation_rank=rank, start_powerSGD_iter=1)
+    hook = commhooks.attach(ddp, config)
+    for step in range(3):  # one plain step with the first layout, then two steps from which the oracle goes on
+        backward(ddp, step)
+        descend(ddp)
+    saved = hook.state_dict("per_rank")
+    (q,) = saved["batched_q"].values()
+    oracle = Oracle(order, q.clone(), {name: r.clone() for name, r in residuals(hook).items()})
+    assert all(r.any() for r in oracle.residual.values())
+    for step in range(3, 9):
+        expected = oracle.step(local_gradients(ddp, partial(backward, step=step)))
+        backward(ddp, step)
+        for name, gradient in gradients(ddp).items():
+            assert relative(gradient - expected[name], expected[name]) <= 1e-9, (step, name)
+            assert relative(residuals(hook)[name] - oracle.residual[name], oracle.residual[name]) <= 1e-9, (step, name)
+        descend(ddp)
+        assert replicas_equal(ddp)
+    assert hook.stats()["compressed_steps"] == 8
+
+
+@pytest.mark.parametrize("rank", [1, 3])
+def test_against_the_oracle(run_ranks, rank):
+    run_ranks(against_the_oracle, rank)
+
+
+def rebuilt_buckets(attached: bool) -> None:
+    """The first pass has one bucket, the others have several: other matrices, the same residuals."""
+    ddp = wrap(mlp(), bucket_cap_mb=0.003)
+    state = commhooks.PowerSGDState(None, matrix_approximation_rank=2, start_powerSGD_iter=0)
+    if attached:
+        commhooks.attach(ddp, commhooks.batched_powerSGD_hook, hook_state=state)
+    else:
+        ddp.register_comm_hook(state, commhooks.batched_powerSGD_hook)
+
+    def kept() -> torch.Tensor:
+        """The sum of all residuals is enough to see whether one was lost."""
+        return torch.cat([r.flatten().double() for _, r in sorted(state._memory.residuals.items())])
+
+    flows = []
+    for step in range(4):
+        before = kept() if step else torch.zeros(())
+        local = local_gradients(ddp, partial(backward, step=step))
+        backward(ddp, step)
+        flow_in = before.sum() + sum(g.double().sum() for g in local.values())
+        flow_out = kept().sum() + sum(g.double().sum() for g in gradients(ddp).values())
+        flows.append((mean_over_ranks(flow_in), mean_over_ranks(flow_out), len(state._memory.q)))
+        assert abs(flows[-1][0] - flows[-1][1]) <= 1e-5, (step, flows)
+        descend(ddp)
+        assert replicas_equal(ddp)
+    assert flows[0][2] == 1 and flows[1][2] > 2, "the buckets were not rebuilt"
+    assert kept().abs().max() > 1e-4
+
+
+@pytest.mark.parametrize("attached", [True, False], ids=["attach", "register_comm_hook"])
+def test_the_residual_survives_the_rebuild_of_the_buckets(run_ranks, attached):
+    run_ranks(rebuilt_buckets, attached)
+
+
+class Small(nn.Module):
+    """A bucket so small that the square would not save anything."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(2, 2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (x @ self.weight).square().mean()
+
+
+def too_small() -> None:
+    ddp = wrap(Small())
+    hook = commhooks.attach(ddp, commhooks.BatchedPowerSGD(start_powerSGD_iter=0))
+    for _ in range(2):
+        ddp.zero_grad()
+        ddp(torch.ones(1, 2) * (1 + dist.get_rank())).backward()
+    assert [p.reason for p in hook.plan().parameters] == ["too small"]
+    torch.testing.assert_close(ddp.module.weight.grad, torch.full((2, 2), 5.0))
+
+
+def test_a_bucket_too_small_is_averaged(run_ranks):
+    run_ranks(too_small)

@@ -1,0 +1,85 @@
+"""A DDP model on a sub-group, and a process group of its own for the hook: averages over that group alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from ddp_steps import (
+    backward,
+    conservation_error,
+    descend,
+    gradients,
+    local_gradients,
+    mean_over_ranks,
+    mlp,
+    relative,
+    replicas_equal,
+    residuals,
+    wrap,
+)
+from torch.nn.parallel import DistributedDataParallel
+
+import commhooks
+
+START = {"start_powerSGD_iter": 1, "matrix_approximation_rank": 2}
+
+
+def _attach(ddp: DistributedDataParallel, name: str, group: dist.ProcessGroup | None) -> commhooks.CommHook:
+    return commhooks.attach(ddp, name, hook_options=START if name == "powerSGD" else None, process_group=group)
+
+
+def _register(
+    ddp: DistributedDataParallel, name: str, group: dist.ProcessGroup | None
+) -> commhooks.PowerSGDState | None:
+    state: Any = commhooks.PowerSGDState(group, **START) if name == "powerSGD" else group
+    function = {"allreduce": commhooks.allreduce_hook, "fp16": commhooks.fp16_compress_hook}
+    ddp.register_comm_hook(state, function.get(name, commhooks.powerSGD_hook))
+    return state if name == "powerSGD" else None
+
+
+def sub_group(name: str, how: Callable[..., Any], ddp_on_pair: bool) -> None:
+    """Ranks 1 and 2 of 3 train; rank 0 is not in their group and does nothing."""
+    pair = dist.new_group([1, 2])
+    if ddp_on_pair and dist.get_rank() == 0:
+        return
+    # A model on all three ranks whose hook averages over a pair of them: then rank 0 has a group of its own.
+    own = dist.new_group([0]) if not ddp_on_pair else None
+    group = own if dist.get_rank() == 0 else pair
+    ddp = wrap(mlp(), process_group=pair) if ddp_on_pair else wrap(mlp())
+    # `attach` takes the group of the model; torch's functions take the default group unless they are told.
+    given = None if how is _attach and ddp_on_pair else group
+    made = how(ddp, name, given)
+    for step in range(4):
+        before = residuals(made) if isinstance(made, commhooks.CommHook) and name == "powerSGD" else {}
+        local = local_gradients(ddp, partial(backward, step=step))
+        backward(ddp, step)
+        after = residuals(made) if isinstance(made, commhooks.CommHook) and name == "powerSGD" else {}
+        for key, gradient in gradients(ddp).items():
+            expected = mean_over_ranks(local[key], group)
+            if name == "powerSGD" and key.endswith("weight") and step >= 1:
+                assert relative(gradient - expected, expected) > 1e-3, "not compressed"
+                if key in after:
+                    error = conservation_error(local[key], before.get(key), after[key], gradient, group)
+                    assert error <= 1e-6, (step, key, error)
+            else:
+                bound = 1e-3 if name == "fp16" else 1e-6
+                assert relative(gradient - expected, expected) <= bound, (step, key)
+        descend(ddp)
+        assert replicas_equal(ddp, group), step
+    if isinstance(made, commhooks.PowerSGDState):
+        assert made.iter == 4
+    if isinstance(made, commhooks.CommHook):
+        assert made.stats()["step"] == 4
+    if not ddp_on_pair:
+        assert not replicas_equal(ddp)
+
+
+@pytest.mark.parametrize("ddp_on_pair", [True, False], ids=["model on the pair", "hook on the pair"])
+@pytest.mark.parametrize("how", [_attach, _register], ids=["attach", "drop-in"])
+@pytest.mark.parametrize("name", ["allreduce", "fp16", "powerSGD"])
+def test_averages_over_the_group_only(run_ranks, name, how, ddp_on_pair):
+    run_ranks(sub_group, name, how, ddp_on_pair, world_size=3, timeout_s=30)

@@ -1,0 +1,175 @@
+"""The hooks without memory, and both wrappers around every hook: against plain averages of the ranks' own gradients.
+
+Annotations are real objects here (no `from __future__ import annotations`): torch's `register_comm_hook` compares them.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.algorithms.ddp_comm_hooks.default_hooks as torch_hooks
+from ddp_steps import (
+    backward,
+    conservation_error,
+    descend,
+    gradients,
+    local_gradients,
+    mean_over_ranks,
+    mlp,
+    relative,
+    replicas_equal,
+    residuals,
+    wrap,
+)
+
+import commhooks
+
+WRAPPERS = {"fp16": commhooks.fp16_compress_wrapper, "bf16": commhooks.bf16_compress_wrapper}
+# Relative error of a gradient: cast, divided and summed in that dtype.
+ROUNDING = {None: 1e-6, "fp16": 1e-3, "bf16": 1e-2}
+# Of what is conserved by error feedback: only the rounding of the reduction is not fed back.
+CONSERVED = {None: 1e-6, "fp16": 3e-4, "bf16": 3e-3}
+
+
+def user_hook(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """As a user would write it, for whatever dtype it is called with."""
+    state.append(bucket.buffer().dtype)
+    work = dist.all_reduce(bucket.buffer(), async_op=True)
+    return work.get_future().then(lambda future: future.value()[0] / dist.get_world_size())
+
+
+SIMPLE: dict[str, tuple[Callable[..., Any], str | None]] = {
+    "allreduce_hook": (commhooks.allreduce_hook, None),
+    "fp16_compress_hook": (commhooks.fp16_compress_hook, "fp16"),
+    "bf16_compress_hook": (commhooks.bf16_compress_hook, "bf16"),
+    "user_hook": (user_hook, None),
+}
+
+
+def averages(name: str, wrapper: str | None) -> None:
+    function, own_wire = SIMPLE[name]
+    wire = "bf16" if "bf16" in (own_wire, wrapper) else own_wire or wrapper
+    state: Any = [] if name == "user_hook" else None
+    ddp = wrap(mlp())
+    ddp.register_comm_hook(state, WRAPPERS[wrapper](function) if wrapper else function)
+    exact = False
+    for step in range(3):
+        expected = {
+            key: mean_over_ranks(value) for key, value in local_gradients(ddp, partial(backward, step=step)).items()
+        }
+        backward(ddp, step)
+        for key, gradient in gradients(ddp).items():
+            assert gradient.dtype == torch.float32
+            assert relative(gradient - expected[key], expected[key]) <= ROUNDING[wire], (step, key)
+            exact = exact or relative(gradient - expected[key], expected[key]) <= 1e-6
+        descend(ddp)
+        assert replicas_equal(ddp)
+    assert exact == (wire is None)  # a wire of 16 bits must show
+    if name == "user_hook":
+        assert set(state) == {{"fp16": torch.float16, "bf16": torch.bfloat16}.get(wrapper, torch.float32)}
+
+
+@pytest.mark.parametrize("wrapper", [None, "fp16", "bf16"])
+@pytest.mark.parametrize("name", SIMPLE)
+def test_plain_averages(run_ranks, name, wrapper):
+    run_ranks(averages, name, wrapper)
+
+
+def no_communication(wrapper: str | None) -> None:
+    ddp = wrap(mlp())
+    ddp.register_comm_hook(None, WRAPPERS[wrapper](commhooks.noop_hook) if wrapper else commhooks.noop_hook)
+    for step in range(2):
+        local = local_gradients(ddp, partial(backward, step=step))
+        backward(ddp, step)
+        for name, gradient in gradients(ddp).items():
+            expected = local[name]
+            if wrapper:
+                expected = expected.to({"fp16": torch.float16, "bf16": torch.bfloat16}[wrapper]).float()
+            assert torch.equal(gradient, expected)
+        assert not replicas_equal(ddp)
+
+
+@pytest.mark.parametrize("wrapper", [None, "fp16", "bf16"])
+def test_noop_leaves_each_rank_its_own_gradient(run_ranks, wrapper):
+    run_ranks(no_communication, wrapper)
+
+
+def conserved(hook_name: str, wrapper: str | None) -> None:
+    """Low-rank hooks: what the gradient lacks of the plain average is in the residuals."""
+    ddp = wrap(mlp())
+    options = {"start_powerSGD_iter": 1, "matrix_approximation_rank": 2}
+    hook = commhooks.attach(ddp, hook_name, hook_options=options, wrapper=wrapper)
+    for step in range(5):
+        before = residuals(hook)
+        local = local_gradients(ddp, partial(backward, step=step))
+        backward(ddp, step)
+        after = residuals(hook)
+        for name, gradient in gradients(ddp).items():
+            if name in after:
+                error = conservation_error(local[name], before.get(name), after[name], gradient)
+                assert error <= CONSERVED[wrapper], (step, name, error)
+            else:
+                expected = mean_over_ranks(local[name])
+                assert relative(gradient - expected, expected) <= ROUNDING[wrapper], (step, name)
+        assert bool(after) == (step >= 1)
+        descend(ddp)
+        assert replicas_equal(ddp)
+    stats = hook.stats()
+    assert stats["compressed_steps"] == 4
+    assert stats["bytes_sent_last_pass"] < stats["bytes_uncompressed"] / 5 * (0.6 if wrapper is None else 0.3)
+
+
+@pytest.mark.parametrize("wrapper", [None, "fp16", "bf16"])
+@pytest.mark.parametrize("hook_name", ["powerSGD", "batched_powerSGD"])
+def test_low_rank_hooks_lose_nothing(run_ranks, hook_name, wrapper):
+    run_ranks(conserved, hook_name, wrapper)
+
+
+# -------------------------------------------------------------------------------------------------------- bit for bit
+
+
+def gradients_under(state: Any, hook: Callable[..., Any] | None) -> list[dict[str, torch.Tensor]]:
+    ddp = wrap(mlp())
+    if hook is not None:
+        ddp.register_comm_hook(state, hook)
+    found = []
+    for step in range(3):
+        backward(ddp, step)
+        found.append(gradients(ddp))
+        descend(ddp)
+    return found
+
+
+def _same(a: list[dict[str, torch.Tensor]], b: list[dict[str, torch.Tensor]]) -> bool:
+    return all(torch.equal(x[name], y[name]) for x, y in zip(a, b, strict=True) for name in x)
+
+
+def as_without_a_hook() -> None:
+    plain = gradients_under(None, None)
+    assert _same(plain, gradients_under(None, commhooks.allreduce_hook))
+    assert _same(plain, gradients_under(dist.group.WORLD, commhooks.allreduce_hook))
+    assert not _same(plain, gradients_under(None, commhooks.fp16_compress_hook))
+
+
+def test_allreduce_hook_equals_ddp_without_a_hook(run_ranks):
+    """On 2 ranks: with 3, DDP multiplies by a rounded third, and torch's own hook divides by 3, too."""
+    run_ranks(as_without_a_hook)
+
+
+def as_torch() -> None:
+    averaged = gradients_under(None, torch_hooks.allreduce_hook)
+    assert _same(averaged, gradients_under(None, commhooks.allreduce_hook))
+    half = gradients_under(None, torch_hooks.fp16_compress_hook)
+    assert _same(half, gradients_under(None, commhooks.fp16_compress_hook))
+    assert _same(half, gradients_under(None, commhooks.fp16_compress_wrapper(commhooks.allreduce_hook)))
+    brain = gradients_under(None, commhooks.bf16_compress_hook)
+    assert _same(brain, gradients_under(None, commhooks.bf16_compress_wrapper(commhooks.allreduce_hook)))
+    assert not _same(averaged, half) and not _same(half, brain)
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_equal_to_torch_bit_for_bit(run_ranks, world_size):
+    run_ranks(as_torch, world_size=world_size)

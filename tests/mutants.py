@@ -206,10 +206,10 @@ MUTANTS = [
         "test_resume.py::test_resume_is_bit_equal",
     ),
     Mutant(
-        "no vote before a joint save",
+        "a joint save goes ahead without all ranks",
         "commhooks/joint_save.py",
-        "        if decision is None:\n            return False\n",
-        '        if decision is None:\n            decision = ["1"]\n',
+        '        if decision != b"all":\n            return None\n',
+        "",
         "test_joint_save.py::test_rank_0_saves_alone",
     ),
     Mutant(

@@ -9,11 +9,9 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from commhooks import ddp_comm_hooks
 from commhooks.comm_hook import CommHook
 from commhooks.config import (
     AllReduce,
-    BatchedPowerSGD,
     BF16Compress,
     FP16Compress,
     HookConfig,
@@ -25,19 +23,11 @@ from commhooks.ddp_comm_hooks.default_hooks import bf16_compress_wrapper, fp16_c
 from commhooks.ddp_comm_hooks.powerSGD_hook import PowerSGDState
 from commhooks.errors import AttachError, HookConfigError
 from commhooks.names import GivenNames
-from commhooks.spec import HookSpec
+from commhooks.spec import FUNCTIONS, HookSpec
 
 logger = logging.getLogger(__name__)
 
 _WRAPPERS = {"fp16": fp16_compress_wrapper, "bf16": bf16_compress_wrapper}
-_FUNCTIONS: dict[type[HookConfig], Callable[..., Any]] = {
-    AllReduce: ddp_comm_hooks.default_hooks.allreduce_hook,
-    FP16Compress: ddp_comm_hooks.default_hooks.fp16_compress_hook,
-    BF16Compress: ddp_comm_hooks.default_hooks.bf16_compress_hook,
-    Noop: ddp_comm_hooks.debugging_hooks.noop_hook,
-    PowerSGD: ddp_comm_hooks.powerSGD_hook.powerSGD_hook,
-    BatchedPowerSGD: ddp_comm_hooks.powerSGD_hook.batched_powerSGD_hook,
-}
 _WIRE_BYTES: dict[type[HookConfig], int | None] = {AllReduce: None, FP16Compress: 2, BF16Compress: 2, Noop: 0}
 
 
@@ -112,8 +102,10 @@ def attach_spec(
         if isinstance(state, PowerSGDState) and state._registration is None:
             state._names = names
             state._loss_scale = loss_scale
+            if state.process_group is None:
+                state.process_group = group
     else:
-        function = _FUNCTIONS[type(config)]
+        function = FUNCTIONS[config.hook_name]
         if isinstance(config, PowerSGD):
             config = resolve_start(config, total_steps)
             state = PowerSGDState.from_config(config, group, names, loss_scale)

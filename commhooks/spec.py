@@ -9,6 +9,7 @@ from typing import Any
 import torch.distributed as dist
 
 from commhooks.config import CONFIGS, HookConfig, closest, from_options
+from commhooks.ddp_comm_hooks import debugging_hooks, default_hooks, powerSGD_hook
 from commhooks.errors import HookConfigError
 from commhooks.payload import SAVE_RESIDUAL
 from commhooks.wire import WIRE_DTYPES
@@ -16,6 +17,15 @@ from commhooks.wire import WIRE_DTYPES
 Factory = Callable[[dict[str, Any], dist.ProcessGroup | None], tuple[Any, Callable[..., Any]]]
 
 _ALIASES = {"fp16": "fp16_compress", "bf16": "bf16_compress"}
+# The function behind each config class: a request for the function without a state means the config.
+FUNCTIONS: dict[str, Callable[..., Any]] = {
+    "allreduce": default_hooks.allreduce_hook,
+    "fp16_compress": default_hooks.fp16_compress_hook,
+    "bf16_compress": default_hooks.bf16_compress_hook,
+    "noop": debugging_hooks.noop_hook,
+    "powerSGD": powerSGD_hook.powerSGD_hook,
+    "batched_powerSGD": powerSGD_hook.batched_powerSGD_hook,
+}
 # Users' own hooks by name. The one table of this package that outlives a call: `register_hook` is there to fill it.
 _REGISTERED: dict[str, Factory] = {}
 
@@ -155,6 +165,11 @@ class HookSpec:
                 f"hook_options={dict(hook_options)!r} with the callable {name}: hook_options is for hooks given by "
                 "name; put the options of a callable into its hook_state, or register a factory with register_hook"
             )
+        for known, ours in FUNCTIONS.items():
+            if function is ours:
+                name = known
+                if hook_state is None:
+                    return cls(known, config=CONFIGS[known](), **common)
         return cls(name, function=function, hook_state=hook_state, **common)
 
     def build(self, process_group: dist.ProcessGroup | None) -> tuple[Any, Callable[..., Any]]:

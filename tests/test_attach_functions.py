@@ -1,0 +1,62 @@
+"""`attach` given one of our own hook functions: as its config class, or with the state that the user made."""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+from training import Run, batch, make_model, residuals
+
+import commhooks
+
+
+def _functions() -> dict[str, Any]:
+    found = {}
+    for function in (commhooks.allreduce_hook, commhooks.bf16_compress_hook, commhooks.powerSGD_hook):
+        run = Run.new(hook=function).train(2)
+        found[run.hook.name] = (run.hook.stats()["bytes_sent"], run.weights())
+    return found
+
+
+def test_a_function_of_ours_means_its_config(run_ranks: Any) -> None:
+    for found in run_ranks(_functions):
+        assert list(found) == ["allreduce", "bf16_compress", "powerSGD"]
+        assert found["allreduce"][0] == 2 * found["bf16_compress"][0] > 0
+
+
+def _state_of_the_user() -> tuple[bool, str, dict[str, torch.Tensor]]:
+    state = commhooks.PowerSGDState(None, 2, 1)
+    made = Run.new(hook=commhooks.powerSGD_hook, hook_state=state).train(4)
+    named = Run.new(hook_options={"matrix_approximation_rank": 2, "start_powerSGD_iter": 1}).train(4)
+    resumed = Run.new(hook_options={"matrix_approximation_rank": 2}).load(made.save())
+    return torch.equal(made.weights(), named.weights()), made.hook.name, residuals(resumed.hook)
+
+
+def test_a_state_of_the_user_is_ours_too(run_ranks: Any) -> None:
+    """Known by the model's names, saved under the hook's own name: it resumes a hook that was asked for by name."""
+    for equal, name, resumed in run_ranks(_state_of_the_user):
+        assert equal
+        assert name == "powerSGD"
+        assert "5.weight" in resumed
+
+
+def _sub_group(with_state: bool) -> torch.Tensor | None:
+    group = dist.new_group([0, 1])
+    if dist.get_rank() == 2:
+        return None
+    ddp = DistributedDataParallel(make_model(), process_group=group)
+    if with_state:
+        commhooks.attach(ddp, commhooks.powerSGD_hook, hook_state=commhooks.PowerSGDState(None, 2, 0))
+    else:
+        commhooks.attach(ddp, commhooks.allreduce_hook)
+    images, labels = batch(0, dist.get_rank())
+    torch.nn.functional.cross_entropy(ddp(images), labels).backward()
+    return ddp.module[7].bias.grad
+
+
+def test_the_group_is_the_models_own(run_ranks: Any) -> None:
+    """Rank 2 is not in the model's group and never answers."""
+    for with_state in (False, True):
+        first, second, third = run_ranks(_sub_group, with_state, world_size=3)
+        assert torch.equal(first, second)
+        assert third is None

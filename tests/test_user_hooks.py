@@ -1,0 +1,239 @@
+"""Hooks of the user's own: a callable, a dotted path, a registered name; with a state that is saved, and without."""
+
+from __future__ import annotations
+
+import io
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from ddp_steps import (
+    backward,
+    descend,
+    gradients,
+    local_gradients,
+    log_lines,
+    mean_over_ranks,
+    mlp,
+    process_group_of_one,
+    replicas_equal,
+    train,
+    weights,
+    wrap,
+)
+
+import commhooks
+from commhooks import spec
+
+
+@pytest.fixture(autouse=True)
+def no_registered_hooks_left(monkeypatch):
+    monkeypatch.setattr(spec, "_REGISTERED", {})
+
+
+# ------------------------------------------------------------------------------------------------------------ hooks
+
+
+def scaled_average(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """The mean times `state` (None: 1). Its annotations are text, which a bare `register_comm_hook` would refuse."""
+    factor = 1.0 if state is None else float(state)
+    work = dist.all_reduce(bucket.buffer(), async_op=True)
+    return work.get_future().then(lambda future: future.value()[0] * (factor / dist.get_world_size()))
+
+
+class Hooks:
+    """For a dotted path of two parts."""
+
+    @staticmethod
+    def doubled(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+        return scaled_average(2.0, bucket)
+
+
+class Momentum:
+    """A state worth saving: the running mean of each bucket, on which the gradient depends."""
+
+    def __init__(self, decay: float = 0.5) -> None:
+        self.decay = decay
+        self.means: dict[str, torch.Tensor] = {}
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"decay": self.decay, "means": dict(self.means)}
+
+    def load_state_dict(self, saved: dict[str, Any]) -> None:
+        self.decay, self.means = saved["decay"], dict(saved["means"])
+
+
+def momentum_hook(state: Momentum, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    key = str(bucket.index())
+
+    def smooth(future: Any) -> torch.Tensor:
+        mean = future.value()[0] / dist.get_world_size()
+        state.means[key] = mean + state.decay * state.means.get(key, torch.zeros_like(mean))
+        return state.means[key].clone()
+
+    return dist.all_reduce(bucket.buffer(), async_op=True).get_future().then(smooth)
+
+
+def scaled_factory(options: dict[str, Any], process_group: dist.ProcessGroup | None) -> tuple[Any, Any]:
+    """The mean times a factor."""
+    assert isinstance(process_group, dist.ProcessGroup)
+    return options.pop("factor", 1.0), scaled_average
+
+
+# ---------------------------------------------------------------------------------------------------- three ways to it
+
+WAYS: dict[str, tuple[Any, dict[str, Any], float, str]] = {
+    "callable": (scaled_average, {"hook_state": 0.5}, 0.5, "scaled_average"),
+    "callable without a state": (scaled_average, {}, 1.0, "scaled_average"),
+    "dotted path": ("test_user_hooks:scaled_average", {"hook_state": 3}, 3.0, "test_user_hooks:scaled_average"),
+    "dotted path with a class": ("test_user_hooks:Hooks.doubled", {}, 2.0, "test_user_hooks:Hooks.doubled"),
+    "registered": ("Scaled", {"hook_options": {"factor": 0.25}}, 0.25, "scaled"),
+    "registered, no options": ("scaled", {}, 1.0, "scaled"),
+    "built-in function": (commhooks.allreduce_hook, {}, 1.0, "allreduce_hook"),
+}
+
+
+def attached_in_some_way(hook: Any, arguments: dict[str, Any], factor: float, name: str) -> None:
+    if name == "scaled":
+        spec._REGISTERED.clear()
+        commhooks.register_hook("scaled", scaled_factory)
+    try:
+        ddp = wrap(mlp())
+        given = {key: dict(value) if isinstance(value, dict) else value for key, value in arguments.items()}
+        attached = commhooks.attach(ddp, hook, **given)
+        assert attached.name == name
+        for step in range(2):
+            local = local_gradients(ddp, partial(backward, step=step))
+            backward(ddp, step)
+            for key, gradient in gradients(ddp).items():
+                torch.testing.assert_close(gradient, factor * mean_over_ranks(local[key]), rtol=1e-5, atol=1e-7)
+            descend(ddp)
+            assert replicas_equal(ddp)
+        stats = attached.stats()
+        assert stats["backward_passes"] == 2 and stats["bytes_sent"] is None  # only the hook itself knows
+        assert given == arguments  # the factory has taken its option out of a copy
+    finally:
+        spec._REGISTERED.clear()
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_every_way_to_a_users_hook(run_ranks, way):
+    run_ranks(attached_in_some_way, *WAYS[way])
+
+
+def test_a_registered_hook_is_listed():
+    commhooks.register_hook("scaled", scaled_factory)
+    listed = commhooks.available_hooks()
+    assert listed["scaled"] == {"description": "The mean times a factor.", "options": {}}
+    assert listed["powerSGD"]["options"]["matrix_approximation_rank"] == 1
+
+
+# -------------------------------------------------------------------------------------------------------------- states
+
+
+def resumed_momentum() -> None:
+    """Uninterrupted, and saved to a file, loaded into a new model and state, and gone on: the same bits."""
+
+    def start(module: torch.nn.Module, decay: float) -> tuple[Any, commhooks.CommHook]:
+        # Buckets keep their places, so that a state by bucket index can be resumed at all.
+        ddp = wrap(module, find_unused_parameters=True)
+        return ddp, commhooks.attach(ddp, momentum_hook, hook_state=Momentum(decay))
+
+    ddp, hook = start(mlp(), 0.5)
+    train(ddp, 3)
+    file = io.BytesIO()
+    torch.save({"model": ddp.module.state_dict(), "hook": hook.state_dict()}, file)
+    train(ddp, 3, first_step=3)
+
+    file.seek(0)
+    saved = torch.load(file, weights_only=True)
+    assert saved["hook"]["hook"] == "momentum_hook" and saved["hook"]["step"] == 3
+    again, new_hook = start(mlp(seed=9), 0.9)  # deliberately wrong: loading has to put it right
+    again.module.load_state_dict(saved["model"])
+    new_hook.load_state_dict(saved["hook"])
+    train(again, 3, first_step=3)
+    for name, weight in weights(ddp.module).items():
+        assert torch.equal(weight, again.module.get_parameter(name)), name
+    assert replicas_equal(again)
+
+    forgetful, _ = start(mlp(seed=9), 0.5)
+    forgetful.module.load_state_dict(saved["model"])
+    train(forgetful, 3, first_step=3)
+    assert not torch.equal(ddp.module[0].weight, forgetful.module[0].weight), "the state does not matter here"
+
+
+def test_a_stateful_hook_is_saved_and_resumed(run_ranks):
+    run_ranks(resumed_momentum)
+
+
+class Unsaveable:
+    def __init__(self) -> None:
+        self.calls = 0
+
+
+def counting_hook(state: Unsaveable, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    state.calls += 1
+    return commhooks.allreduce_hook(None, bucket)
+
+
+def unsaveable_state() -> list[str]:
+    ddp = wrap(mlp())
+    with log_lines() as lines:
+        hook = commhooks.attach(ddp, counting_hook, hook_state=Unsaveable())
+        train(ddp, 2)
+        saved = hook.state_dict()
+        hook.load_state_dict(saved)
+    assert saved["hook_state"] is None and saved["step"] == 2
+    return [line for line in lines if "state_dict" in line]
+
+
+def test_a_state_that_cannot_be_saved_is_mentioned_once(run_ranks):
+    on_0, on_1 = run_ranks(unsaveable_state)
+    assert on_0 == [
+        "the state of hook counting_hook (Unsaveable) has no state_dict and load_state_dict: "
+        "checkpoints do not hold it."
+    ]
+    assert on_1 == []
+
+
+def test_a_saved_state_needs_somewhere_to_go():
+    with process_group_of_one():
+        saved = commhooks.attach(wrap(mlp()), momentum_hook, hook_state=Momentum()).state_dict()
+        hook = commhooks.attach(wrap(mlp()), momentum_hook)
+        with pytest.raises(commhooks.PayloadError, match=r"hook_state now \(NoneType\) has no load_state_dict"):
+            hook.load_state_dict(saved)
+
+
+# -------------------------------------------------------------------------------------------------------- misbehaviour
+
+
+def returns_nothing(state: Any, bucket: dist.GradBucket) -> Any:
+    dist.all_reduce(bucket.buffer())
+
+
+def returns_a_tensor(state: Any, bucket: dist.GradBucket) -> Any:
+    return bucket.buffer()
+
+
+def raises(state: Any, bucket: dist.GradBucket) -> Any:
+    raise ZeroDivisionError("in the user's code")
+
+
+@pytest.mark.parametrize("hook, kind", [(returns_nothing, "NoneType"), (returns_a_tensor, "Tensor")])
+def test_a_hook_without_a_future_is_an_error_in_backward(hook, kind):
+    with process_group_of_one():
+        ddp = wrap(mlp())
+        commhooks.attach(ddp, hook)
+        with pytest.raises(commhooks.HookRunError) as error:
+            backward(ddp, 0)
+    assert f"hook {hook.__name__!r} returned a {kind}; it must return a torch.futures.Future" in str(error.value)
+
+
+def test_an_error_in_a_hook_is_raised_in_backward():
+    with process_group_of_one():
+        ddp = wrap(mlp())
+        commhooks.attach(ddp, raises)
+        with pytest.raises(ZeroDivisionError, match="in the user's code"):
+            backward(ddp, 0)

@@ -205,7 +205,7 @@ def run_demo(args: argparse.Namespace, folder: Path, env: dict[str, str]) -> lis
 
     steps_per_epoch = compressed["global_step"] // args.epochs
     again = training("powerSGD, to be killed", "killed", "powerSGD", options)
-    killed_at = again.run_and_kill(args.epochs * steps_per_epoch // 2, steps_per_epoch)
+    killed_at = again.run_and_kill(args.epochs // 2 * steps_per_epoch + steps_per_epoch // 2, steps_per_epoch)
     epoch, step = divmod(killed_at, steps_per_epoch)
     console.print(f"SIGKILL to all its processes after step {step} of {steps_per_epoch} in epoch {epoch + 1}.")
     resumed = training("the same command again", "killed", "powerSGD", options).run()
@@ -220,9 +220,9 @@ def run_demo(args: argparse.Namespace, folder: Path, env: dict[str, str]) -> lis
 
 def show_table(results: dict[str, dict[str, Any]]) -> None:
     table = Table(box=MARKDOWN)
-    table.add_column("hook")
+    table.add_column("hook", no_wrap=True)
     for column in ("test accuracy", "MB sent per rank", "compression rate", "compressed steps", "seconds"):
-        table.add_column(column, justify="right")
+        table.add_column(column, justify="right", no_wrap=True)
     for name, result in results.items():
         stats = result["stats"]
         table.add_row(
@@ -233,17 +233,22 @@ def show_table(results: dict[str, dict[str, Any]]) -> None:
             f"{stats['compressed_steps'] or 0} of {stats['backward_passes']}",
             f"{result['seconds']:.1f}",
         )
-    Console(width=100, highlight=False).print(table)  # one line per row, whatever the terminal
+    Console(width=120, highlight=False).print(table)  # one line per row, whatever the terminal
 
 
-def main() -> int:
+def arguments() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--epochs", type=int, default=15)
     parser.add_argument("--rank", type=int, default=2, help="matrix_approximation_rank of PowerSGD")
     parser.add_argument("--start", type=int, default=20, help="start_powerSGD_iter: plain all-reduce for so many steps")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--max-loss-points", type=float, default=2, help="of accuracy, in percent, before it fails")
-    args = parser.parse_args()
+    return parser
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = arguments()
+    args = parser.parse_args(argv)
     if args.epochs < 2:
         parser.error("--epochs must be 2 or more: the kill comes after the first checkpoint")
 

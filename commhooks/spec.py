@@ -8,7 +8,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from commhooks.config import CONFIGS, HookConfig, closest, from_options
+from commhooks.config import CONFIGS, HookConfig, PowerSGD, closest, from_options
 from commhooks.ddp_comm_hooks import debugging_hooks, default_hooks, powerSGD_hook
 from commhooks.errors import HookConfigError
 from commhooks.payload import SAVE_RESIDUAL
@@ -170,6 +170,11 @@ class HookSpec:
                 name = known
                 if hook_state is None:
                     return cls(known, config=CONFIGS[known](), **common)
+                if issubclass(CONFIGS[known], PowerSGD) and not isinstance(hook_state, powerSGD_hook.PowerSGDState):
+                    raise HookConfigError(
+                        f"hook_state={hook_state!r} with {function.__name__}; expected a commhooks.PowerSGDState, or "
+                        "no state for one with the defaults of commhooks.PowerSGD"
+                    )
         return cls(name, function=function, hook_state=hook_state, **common)
 
     def build(self, process_group: dist.ProcessGroup | None) -> tuple[Any, Callable[..., Any]]:

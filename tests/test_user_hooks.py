@@ -91,7 +91,6 @@ WAYS: dict[str, tuple[Any, dict[str, Any], float, str]] = {
     "dotted path with a class": ("test_user_hooks:Hooks.doubled", {}, 2.0, "test_user_hooks:Hooks.doubled"),
     "registered": ("Scaled", {"hook_options": {"factor": 0.25}}, 0.25, "scaled"),
     "registered, no options": ("scaled", {}, 1.0, "scaled"),
-    "built-in function": (commhooks.allreduce_hook, {}, 1.0, "allreduce_hook"),
 }
 
 

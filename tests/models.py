@@ -78,7 +78,7 @@ def bits_equal(a: Mapping[str, torch.Tensor], b: Mapping[str, torch.Tensor]) -> 
 def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
     if a.dtype != b.dtype or a.shape != b.shape:
         return False
-    return torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
+    return torch.equal(a.reshape(-1).view(torch.uint8), b.reshape(-1).view(torch.uint8))
 
 
 def relative_error(got: torch.Tensor, expected: torch.Tensor) -> float:

@@ -1,4 +1,4 @@
-"""Any number of ranks in one process: the package's own exchange of one bucket, with all-reduces that are plain sums."""
+"""Any number of ranks in one process: the package's own exchange of one bucket, all-reduces as plain sums."""
 
 from unittest import mock
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
 from ddp_steps import backward, mlp, process_group_of_one, wrap
+from omegaconf import OmegaConf
 from torch import nn
 
 import commhooks
@@ -236,8 +238,6 @@ OTHER_VALUES = {
 
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config.__name__)
 def test_a_config_is_an_omegaconf_structured_config(config):
-    from omegaconf import OmegaConf
-
     assert OmegaConf.to_object(OmegaConf.structured(config)) == config()
     values = OTHER_VALUES if dataclasses.fields(config) else {}
     given = config(**values)
@@ -253,8 +253,6 @@ def test_a_config_is_an_omegaconf_structured_config(config):
 
 
 def test_the_defaults_are_those_of_torch_but_for_the_start():
-    import inspect
-
     theirs = inspect.signature(commhooks.PowerSGDState).parameters
     for config in (commhooks.PowerSGD, commhooks.BatchedPowerSGD):
         for field_ in dataclasses.fields(config):

@@ -1,0 +1,140 @@
+"""What is compressed, why not, and the bytes: decided from shapes and options alone."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from ddp_steps import mlp, process_group_of_one, wrap
+from torch import nn
+
+import commhooks
+from commhooks.plan import ModelPlan, ParameterPlan, plan_parameter, square_side
+
+
+def _plan(parameter: torch.Tensor, rank: int = 1, min_rate: float = 2, sparse: bool = False) -> ParameterPlan:
+    return plan_parameter("w", parameter, matrix_approximation_rank=rank, min_compression_rate=min_rate, sparse=sparse)
+
+
+@pytest.mark.parametrize(
+    "parameter, arguments, reason",
+    [
+        (torch.tensor(1.0), {}, "scalar"),
+        (torch.zeros(1000), {}, "vector"),
+        (torch.zeros(0, 5), {}, "empty"),
+        (torch.zeros(5, 0), {}, "empty"),
+        (torch.zeros(64, 64, dtype=torch.complex64), {}, "complex numbers"),
+        (torch.zeros(64, 64), {"sparse": True}, "sparse gradient"),
+        (torch.zeros(4, 4), {}, "saves only 2x (min_compression_rate=2)"),
+        (torch.zeros(64, 64), {"rank": 16}, "saves only 2x (min_compression_rate=2)"),
+        (torch.zeros(64, 64), {"rank": 2, "min_rate": 16}, "saves only 16x (min_compression_rate=16)"),
+        (torch.zeros(64, 64), {"rank": 1000, "min_rate": 0.01}, "saves only 0.5x (min_compression_rate=0.01)"),
+        (torch.zeros(1, 1000), {"min_rate": 0.1}, "saves only 1x (min_compression_rate=0.1)"),
+    ],
+)
+def test_reasons(parameter, arguments, reason):
+    plan = _plan(parameter, **arguments)
+    assert not plan.compressed and plan.reason == reason
+    assert plan.numel_sent == plan.numel == parameter.numel() * (2 if parameter.is_complex() else 1)
+    assert (plan.n, plan.m, plan.rank) == (0, 0, 0)
+
+
+@pytest.mark.parametrize(
+    "parameter, arguments, matrix",
+    [
+        (torch.zeros(64, 32), {}, (64, 32, 1)),
+        (torch.zeros(64, 32).t(), {"rank": 4}, (64, 32, 4)),  # as it lies in memory
+        (torch.zeros(32, 16, 3, 3), {"rank": 2}, (32, 144, 2)),
+        (torch.zeros(32, 16, 3, 3).to(memory_format=torch.channels_last), {"rank": 2}, (32, 144, 2)),
+        (torch.zeros(2, 1000), {"rank": 5, "min_rate": 0.9}, None),  # at most min(n, m): nothing is saved
+        (torch.zeros(64, 64), {"rank": 16, "min_rate": 1.99}, (64, 64, 16)),
+        (torch.zeros(64, 64, dtype=torch.bfloat16), {}, (64, 64, 1)),
+    ],
+)
+def test_matrices(parameter, arguments, matrix):
+    plan = _plan(parameter, **arguments)
+    assert (plan.n, plan.m, plan.rank) == (matrix or (0, 0, 0))
+    assert plan.compressed == (matrix is not None) == (plan.reason == "")
+    if matrix:
+        n, m, rank = matrix
+        assert plan.numel_sent == (n + m) * rank < plan.numel
+
+
+def test_the_limit_is_that_of_torch():
+    from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import _should_compress
+
+    for n, m in ((4, 4), (8, 8), (16, 3), (64, 64), (100, 7)):
+        for rank in (1, 2, 4, 8):
+            for rate in (1, 2, 3.5, 8):
+                theirs = _should_compress(n, m, min(n, m, rank), rate)[0]
+                assert _plan(torch.zeros(n, m), rank, rate).compressed == theirs, (n, m, rank, rate)
+
+
+def test_square_side():
+    assert [square_side(numel) for numel in (0, 1, 2, 4, 5, 9, 10, 10**12, 10**12 + 1)] == [
+        0, 1, 2, 2, 3, 3, 4, 10**6, 10**6 + 1,
+    ]  # fmt: skip
+
+
+# ------------------------------------------------------------------------------------------------------------ bytes
+
+
+def test_bytes_of_a_model():
+    plan = ModelPlan(
+        "powerSGD",
+        (
+            _plan(torch.zeros(64, 32), rank=2),  # 8192 bytes -> 192 numbers
+            _plan(torch.zeros(64, 64, dtype=torch.bfloat16)),  # 8192 bytes -> 128 numbers
+            _plan(torch.zeros(64, 64, dtype=torch.float64)),  # 32768 bytes -> 128 numbers
+            _plan(torch.zeros(10)),
+            _plan(torch.zeros(10, dtype=torch.complex64)),  # 20 numbers of 4 bytes
+            _plan(torch.zeros(10, 10), sparse=True),
+        ),
+    )
+    assert plan.bytes_before == 8192 + 8192 + 32768 + 40 + 80 + 400
+    assert plan.bytes_after == 192 * 4 + 128 * 2 + 128 * 8 + 40 + 80 + 400
+    assert plan.compressed_share == pytest.approx((8192 + 8192 + 32768) / plan.bytes_before)
+    half = dataclasses.replace(plan, wire_dtype=torch.float16)
+    assert half.bytes_before == plan.bytes_before
+    assert half.bytes_after == 192 * 2 + 128 * 2 + 128 * 2 + 20 + 40 + 400  # sparse gradients keep their dtype
+
+
+def test_a_plan_of_nothing():
+    empty = ModelPlan("powerSGD", ())
+    assert (empty.bytes_before, empty.bytes_after, empty.compressed_share) == (0, 0, 0.0)
+    assert "0 of 0 parameters" in str(empty)
+
+
+def bytes_sent(hook_name: str, wrapper: str | None) -> tuple[int, int, int, int]:
+    ddp = wrap(mlp())
+    options = {"start_powerSGD_iter": 0, "matrix_approximation_rank": 2} if "powerSGD" in hook_name else None
+    hook = commhooks.attach(ddp, hook_name, hook_options=options, wrapper=wrapper)
+    for _ in range(3):
+        ddp(torch.randn(4, 24)).sum().backward()
+    stats = hook.stats()
+    matrices = len(hook.plan().compressed)
+    return hook.plan().bytes_after, stats["bytes_sent_last_pass"], matrices, stats["bytes_uncompressed"] // 3
+
+
+@pytest.mark.parametrize("hook_name", ["allreduce", "fp16", "powerSGD", "batched_powerSGD"])
+@pytest.mark.parametrize("wrapper", [None, "bf16"])
+def test_the_plan_tells_what_is_sent(hook_name, wrapper):
+    """But for the flags, one number per matrix."""
+    with process_group_of_one():
+        planned, sent, matrices, uncompressed = bytes_sent(hook_name, wrapper)
+    itemsize = 2 if wrapper or hook_name == "fp16" else 4
+    assert sent == planned + matrices * itemsize
+    assert uncompressed == 4 * sum(p.numel() for p in mlp().parameters())
+
+
+def test_the_table_shows_every_parameter():
+    model = nn.Sequential(nn.Conv2d(3, 32, 3), nn.Linear(64, 32))
+    with process_group_of_one():
+        hook = commhooks.attach(wrap(model), "powerSGD", hook_options={"start_powerSGD_iter": 7})
+    text = str(hook.plan())
+    assert "powerSGD: compressed from step 7 on" in text
+    rows = {line.split()[0]: line.split() for line in text.splitlines() if line.startswith(("  0.", "  1."))}
+    assert rows["0.weight"][1:] == ["32x3x3x3", "32", "x", "27", "1", "0.003", "0.000"]
+    assert rows["1.bias"][1:] == ["32", "0.000", "0.000", "vector"]
+    assert text.splitlines()[-1].startswith("2 of 4 parameters compressed (")

@@ -1,0 +1,145 @@
+"""When compression begins: resolved once, and said aloud where it never will."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+
+import pytest
+from ddp_steps import backward, log_lines, mlp, process_group_of_one, train, wrap
+from torch import nn
+
+import commhooks
+from commhooks.config import resolve_start
+
+# start_powerSGD_iter, total_steps -> the step
+STARTS = [
+    (None, None, 1000),
+    (None, 50_000, 1000),
+    (None, 10_000, 1000),
+    (None, 9_999, 1000),
+    (None, 5_000, 500),
+    (None, 15, 2),
+    (None, 1, 1),
+    (0, None, 0),
+    (0, 10, 0),
+    (1, 10, 1),
+    (70, None, 70),
+    (70, 10, 70),
+    (0.5, 10, 5),
+    (0.25, 10, 3),
+    (0.001, 10, 1),
+    (0.999, 10, 10),
+]
+
+
+@pytest.mark.parametrize("start, total_steps, expected", STARTS)
+def test_resolve_start(start, total_steps, expected):
+    for config in (commhooks.PowerSGD, commhooks.BatchedPowerSGD):
+        resolved = resolve_start(config(start_powerSGD_iter=start, matrix_approximation_rank=3), total_steps)
+        assert resolved == config(start_powerSGD_iter=expected, matrix_approximation_rank=3)
+        assert type(resolved.start_powerSGD_iter) is int
+
+
+def test_a_fraction_of_an_unknown_length():
+    with pytest.raises(commhooks.HookConfigError, match="pass total_steps="):
+        resolve_start(commhooks.PowerSGD(start_powerSGD_iter=0.5), None)
+
+
+def started(config: commhooks.PowerSGD, total_steps: int | None) -> tuple[int, int, list[str]]:
+    """Start as resolved, first compressed step, warnings."""
+    ddp = wrap(mlp())
+    with log_lines() as lines:
+        hook = commhooks.attach(ddp, config, total_steps=total_steps)
+    first = -1
+    for step in range(6):
+        backward(ddp, step)
+        if hook.stats()["compressed_steps"] and first < 0:
+            first = step
+    return hook.options["start_powerSGD_iter"], first, [line for line in lines if "nothing will be" in line]
+
+
+@pytest.mark.parametrize("start, total_steps, expected", [(0.5, 6, 3), (None, 40, 4), (0, None, 0), (1, 2, 1)])
+def test_the_resolved_start_is_where_compression_begins(run_ranks, start, total_steps, expected):
+    for resolved, first, warnings in run_ranks(started, commhooks.PowerSGD(start_powerSGD_iter=start), total_steps):
+        assert resolved == first == expected
+        assert warnings == []
+
+
+@pytest.mark.parametrize("start, total_steps", [(6, 6), (1000, 6), (0.999, 6)])
+def test_a_start_that_is_never_reached_is_a_warning(run_ranks, start, total_steps):
+    config = commhooks.PowerSGD(start_powerSGD_iter=start)
+    on_0, on_1 = run_ranks(started, config, total_steps)
+    resolved = start if isinstance(start, int) else 6
+    assert on_0[1] == -1
+    assert len(on_0[2]) == 1
+    assert f"PowerSGD begins after {resolved} steps, but this run has only 6" in on_0[2][0]
+    assert on_1[2] == []
+
+
+def nothing_to_compress() -> list[str]:
+    with log_lines() as lines:
+        for model in (nn.Linear(4, 4), mlp()):
+            commhooks.attach(wrap(model), "powerSGD")
+            commhooks.attach(wrap(model), "allreduce")
+    return [line for line in lines if "compresses no parameter" in line]
+
+
+def test_a_model_in_which_nothing_is_compressed_is_a_warning(run_ranks):
+    on_0, on_1 = run_ranks(nothing_to_compress)
+    assert on_0 == ["PowerSGD at rank 1 compresses no parameter of this model: print(hook.plan()) says why for each."]
+    assert on_1 == []
+
+
+# -------------------------------------------------------------------------------------------------- one line at first
+
+
+def announced(hook: str, wrapper: str | None, with_logging: bool) -> tuple[list[str], str]:
+    """What is logged and what is printed in three backward passes."""
+    options = {"matrix_approximation_rank": 2, "start_powerSGD_iter": 2} if "powerSGD" in hook else None
+    printed = io.StringIO()
+    with contextlib.redirect_stderr(printed), contextlib.ExitStack() as stack:
+        lines = stack.enter_context(log_lines("commhooks.comm_hook")) if with_logging else []
+        ddp = wrap(mlp())
+        commhooks.attach(ddp, hook, hook_options=options, wrapper=wrapper)
+        assert not lines and not printed.getvalue()
+        train(ddp, 3)
+    return [line for line in lines if line.startswith("commhooks: ")], printed.getvalue()
+
+
+LINES = {
+    (
+        "powerSGD",
+        None,
+    ): "commhooks: powerSGD (rank 2, from step 2): 3 of 6 parameters compressed (96.7 % of the bytes), "
+    "0.011 MB -> 0.002 MB per step and rank",
+    ("powerSGD", "bf16"): "commhooks: powerSGD (rank 2, from step 2): 3 of 6 parameters compressed (96.7 % of the "
+    "bytes), 0.011 MB -> 0.001 MB per step and rank, bf16 on the wire",
+    ("allreduce", None): "commhooks: allreduce: 0.011 MB -> 0.011 MB per step and rank",
+    ("fp16", None): "commhooks: fp16_compress: 0.011 MB -> 0.005 MB per step and rank",
+    ("noop", None): "commhooks: noop: 0.011 MB -> 0.000 MB per step and rank",
+}
+
+
+@pytest.mark.parametrize("hook, wrapper", LINES, ids=str)
+def test_one_line_at_the_first_backward_on_rank_0(run_ranks, hook, wrapper):
+    expected = LINES[hook, wrapper]
+    (logged, printed), on_1 = run_ranks(announced, hook, wrapper, True)
+    assert logged == [expected] and printed == ""
+    assert on_1 == ([], "")
+    # Where nobody has set up logging it is printed, or it would not be seen at all.
+    (logged, printed), on_1 = run_ranks(announced, hook, wrapper, False)
+    assert logged == [] and printed == expected + "\n"
+    assert on_1 == ([], "")
+
+
+def test_batched_is_announced_with_its_buckets():
+    with process_group_of_one(), log_lines("commhooks.comm_hook") as lines:
+        ddp = wrap(mlp(), bucket_cap_mb=25)
+        commhooks.attach(ddp, "batched_powerSGD", hook_options={"start_powerSGD_iter": 0})
+        backward(ddp, 0)
+    (line,) = [line for line in lines if line.startswith("commhooks: ")]
+    assert line == (
+        "commhooks: batched_powerSGD (rank 1, from step 0): 1 of 1 parameters compressed (100.0 % of the bytes), "
+        "0.011 MB -> 0.000 MB per step and rank"
+    )

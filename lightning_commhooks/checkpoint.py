@@ -14,6 +14,7 @@ import lightning.pytorch as pl
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from commhooks import CommHook
+from commhooks.spec import HookSpec
 
 if TYPE_CHECKING:
     from lightning_commhooks.strategy import CommHookDDP
@@ -47,6 +48,12 @@ class CommHookCheckpoint(pl.Callback):
     # The union is written the old way because it is what jsonargparse shows in `--help`.
     def __init__(self, save_residual: Optional[SaveResidual] = None, strict: Optional[bool] = None) -> None:  # noqa: UP045
         super().__init__()
+        # For the checks, which are those of CommHookDDP.
+        HookSpec.parse(
+            "allreduce",
+            save_residual=DEFAULT_SAVE_RESIDUAL if save_residual is None else save_residual,
+            strict=True if strict is None else strict,
+        )
         self.save_residual = save_residual
         self.strict = strict
         self._warned_about_size = False

@@ -1,0 +1,80 @@
+"""A user's training script, for the launchers: python lightning_script.py START_METHOD FOLDER [CKPT_PATH]
+
+Two CPU processes of Lightning's own making. Every rank writes what came of it to FOLDER/rank-N.json.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import sys
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from torch.utils.data import DataLoader, TensorDataset
+
+from commhooks import PowerSGD
+from lightning_commhooks import CommHookDDP
+
+
+class Model(pl.LightningModule):
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.net = torch.nn.Sequential(torch.nn.Linear(16, 32), torch.nn.Tanh(), torch.nn.Linear(32, 8))
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        return (self.net(batch[0]) - batch[1]).square().mean()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.05, momentum=0.9)
+
+
+class Report(pl.Callback):
+    def __init__(self, folder: str) -> None:
+        self.folder = folder
+        self.start = -1
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self.start = trainer.strategy.comm_hook.stats()["step"]
+
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        weights = b"".join(p.detach().numpy().tobytes() for p in pl_module.parameters())
+        report = {
+            "world_size": trainer.world_size,
+            "pid": os.getpid(),
+            "start": self.start,
+            "weights": hashlib.sha256(weights).hexdigest(),
+            "stats": trainer.strategy.comm_hook.stats(),
+        }
+        with open(os.path.join(self.folder, f"rank-{trainer.global_rank}.json"), "w") as file:
+            json.dump(report, file)
+
+
+def main(start_method: str, folder: str, ckpt_path: str | None = None) -> None:
+    generator = torch.Generator().manual_seed(0)
+    x, y = torch.randn(64, 16, generator=generator), torch.randn(64, 8, generator=generator)
+    trainer = pl.Trainer(
+        accelerator="cpu",
+        devices=2,
+        strategy=CommHookDDP(PowerSGD(start_powerSGD_iter=2), start_method=start_method, bucket_cap_mb=0.0005),
+        max_epochs=4,
+        callbacks=[Report(folder), ModelCheckpoint(folder, filename="{epoch}", save_top_k=-1, every_n_epochs=2)],
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        default_root_dir=folder,
+    )
+    model = Model(seed=1 if ckpt_path else 0)
+    trainer.fit(model, DataLoader(TensorDataset(x, y), batch_size=8), ckpt_path=ckpt_path)
+    if start_method == "popen":
+        assert trainer.strategy.comm_hook is not None
+    else:
+        assert trainer.strategy.comm_hook is None  # it lived in the workers
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,212 @@
+"""A Lightning Trainer inside the worker pool, and what the Lightning tests share.
+
+The pool has joined a process group before the function runs, and Lightning takes a group that is there as its own: no
+launcher, no ports. All functions here run in a worker.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+import torch.distributed as dist
+from lightning.fabric.plugins import ClusterEnvironment
+from lightning.pytorch.callbacks import Checkpoint
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+
+from commhooks import PowerSGD
+from lightning_commhooks import CommHookDDP
+
+SEVERAL_BUCKETS_MB = 0.0005  # the model below then has three buckets after DDP's rebuild
+STEPS_PER_EPOCH = 4  # for two ranks
+
+
+class PoolEnvironment(ClusterEnvironment):
+    """The ranks of the worker pool."""
+
+    creates_processes_externally = True  # type: ignore[assignment]
+    main_address = "unused"  # type: ignore[assignment]
+    main_port = 0  # type: ignore[assignment]
+
+    @staticmethod
+    def detect() -> bool:
+        return True
+
+    def world_size(self) -> int:
+        return dist.get_world_size()
+
+    def set_world_size(self, size: int) -> None:
+        assert size == dist.get_world_size()
+
+    def global_rank(self) -> int:
+        return dist.get_rank()
+
+    def set_global_rank(self, rank: int) -> None:
+        assert rank == dist.get_rank()
+
+    def local_rank(self) -> int:
+        return dist.get_rank()
+
+    def node_rank(self) -> int:
+        return 0
+
+
+class Model(pl.LightningModule):
+    """Three matrices that are worth compressing, their biases, and dropout-free noise-free training."""
+
+    def __init__(self, seed: int = 0, lr: float = 0.05, extra: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.net = torch.nn.Sequential(
+            torch.nn.Linear(16, 32), torch.nn.Tanh(), torch.nn.Linear(32, 32), torch.nn.Tanh(), torch.nn.Linear(32, 8)
+        )
+        self.extra = torch.nn.Linear(8, 8) if extra else torch.nn.Identity()
+        self.lr = lr
+
+    def loss(self, batch: Any) -> torch.Tensor:
+        x, y = batch
+        if x.dtype != self.net[0].weight.dtype:
+            x, y = x.to(self.net[0].weight), y.to(self.net[0].weight)
+        return torch.nn.functional.mse_loss(self.extra(self.net(x)), y)
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        return self.loss(batch)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val_loss", self.loss(batch), sync_dist=True)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.net.parameters(), lr=self.lr, momentum=0.9)
+
+
+class ManualModel(Model):
+    """Manual optimisation."""
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(self.loss(batch))
+        optimizer.step()
+
+
+class TwoOptimizersModel(ManualModel):
+    """An optimizer for the first layers and one for the last, stepped in turn after one backward pass each."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        for optimizer in self.optimizers():
+            optimizer.zero_grad()
+            self.manual_backward(self.loss(batch))
+            optimizer.step()
+
+    def configure_optimizers(self) -> Any:
+        head = list(self.net[4].parameters())
+        body = [p for p in self.net.parameters() if all(p is not q for q in head)]
+        return [torch.optim.SGD(body, lr=self.lr), torch.optim.Adam(head, lr=0.01)]
+
+
+def data(samples: int = 64, batch_size: int = 8) -> DataLoader[Any]:
+    generator = torch.Generator().manual_seed(7)
+    x = torch.randn(samples, 16, generator=generator)
+    y = torch.tanh(x @ torch.randn(16, 8, generator=generator)) + 0.1 * torch.randn(samples, 8, generator=generator)
+    return DataLoader(TensorDataset(x, y), batch_size=batch_size)
+
+
+class Endless(IterableDataset[Any]):
+    """A data set without length."""
+
+    def __iter__(self) -> Iterator[Any]:
+        generator = torch.Generator().manual_seed(dist.get_rank())
+        for _ in range(10):
+            yield torch.randn(16, generator=generator), torch.randn(8, generator=generator)
+
+
+def strategy(**options: Any) -> CommHookDDP:
+    """PowerSGD from step 2 on, several buckets, unless told otherwise."""
+    options.setdefault("hook", PowerSGD(start_powerSGD_iter=2))
+    options.setdefault("bucket_cap_mb", SEVERAL_BUCKETS_MB)
+    return CommHookDDP(**options)
+
+
+def trainer(root: str, *, pool: bool = True, **options: Any) -> pl.Trainer:
+    """A quiet Trainer on the ranks of the pool. Checkpointing only with a callback that asks for it."""
+    logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
+    options.setdefault("strategy", None)
+    if options["strategy"] is None:
+        options["strategy"] = strategy()
+    callbacks = options.get("callbacks") or []
+    options.setdefault("enable_checkpointing", any(isinstance(callback, Checkpoint) for callback in callbacks))
+    return pl.Trainer(
+        accelerator="cpu",
+        devices=dist.get_world_size(),
+        plugins=[*([PoolEnvironment()] if pool else []), *options.pop("plugins", [])],
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        num_sanity_val_steps=0,
+        default_root_dir=root,
+        **options,
+    )
+
+
+def weights(module: torch.nn.Module) -> dict[str, torch.Tensor]:
+    return {name.replace("_orig_mod.", ""): p.detach().clone() for name, p in module.named_parameters()}
+
+
+class Watch(pl.Callback):
+    """Notes the hook's step when training starts, and the weights after every step."""
+
+    def __init__(self) -> None:
+        self.start_steps: list[int] = []
+        self.weights: dict[int, dict[str, torch.Tensor]] = {}
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        hook = getattr(trainer.strategy, "comm_hook", None)
+        self.start_steps.append(hook.stats()["step"] if hook is not None else -1)
+
+    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:
+        self.weights[trainer.global_step] = weights(pl_module)
+
+
+@contextlib.contextmanager
+def caught_warnings() -> Iterator[list[str]]:
+    """The texts of all warnings and of all records of commhooks' loggers."""
+    texts: list[str] = []
+
+    class Handler(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            if record.levelno >= logging.WARNING:
+                texts.append(record.getMessage())
+
+    handler, logger = Handler(), logging.getLogger("commhooks")
+    logger.addHandler(handler)
+    try:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            yield texts
+            texts += [str(each.message) for each in caught]
+    finally:
+        logger.removeHandler(handler)
+
+
+# ---------------------------------------------------------------------------------------------- in the parent process
+
+
+def assert_equal(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> None:
+    """The same names and the same bits."""
+    assert a.keys() == b.keys() and a
+    different = [name for name in a if not torch.equal(a[name], b[name])]
+    assert not different, f"not bit-equal: {different}, by up to {difference(a, b)}"
+
+
+def difference(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> float:
+    assert a.keys() == b.keys() and a
+    return max(float((a[name] - b[name]).abs().max()) for name in a)

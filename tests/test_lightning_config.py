@@ -1,0 +1,293 @@
+"""CommHookDDP by name, from Python, and from LightningCLI: what is accepted, what is refused, and with which words."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import pickle
+import sys
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import lightning_support as support
+import pytest
+import torch
+import torch.distributed as dist
+from lightning.pytorch.cli import LightningCLI
+from lightning.pytorch.strategies import StrategyRegistry
+from lightning_support import Model, assert_equal, data, trainer, weights
+from workers import RanksFailed
+
+import lightning_commhooks
+from commhooks import BF16Compress, FP16Compress, HookConfigError, PowerSGD
+from lightning_commhooks import CommHookDDP
+
+NAMES = {
+    "ddp_powersgd": "powerSGD",
+    "ddp_batched_powersgd": "batched_powerSGD",
+    "ddp_fp16_compress": "fp16_compress",
+    "ddp_bf16_compress": "bf16_compress",
+}
+
+
+# -------------------------------------------------------------------------------------------------------------- names
+
+
+def _by_name(root: str, name: str) -> dict[str, Any]:
+    t, model = trainer(root, strategy=name, max_epochs=3), Model()
+    t.fit(model, data())
+    return {"weights": weights(model), "stats": t.strategy.comm_hook.stats()}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_registered_names_train(run_ranks: Any, tmp_path: Path, name: str) -> None:
+    ranks = run_ranks(_by_name, str(tmp_path), name)
+    for rank in ranks:
+        assert rank["stats"]["hook"] == NAMES[name]
+        assert rank["stats"]["backward_passes"] == 12
+        assert rank["stats"]["bytes_sent"] < 0.6 * rank["stats"]["bytes_uncompressed"]
+        if "powersgd" in name:
+            assert rank["stats"]["compressed_steps"] == 10  # all but the first 10 % of 12 steps
+        assert_equal(rank["weights"], ranks[0]["weights"])
+
+
+def test_importing_again_registers_nothing_twice() -> None:
+    before = set(StrategyRegistry)
+    importlib.reload(lightning_commhooks)
+    assert set(StrategyRegistry) == before and set(NAMES) <= before
+    for name, hook in NAMES.items():
+        assert StrategyRegistry[name]["strategy"] is CommHookDDP
+        assert StrategyRegistry[name]["init_params"] == {"hook": hook}
+    assert "ddp" in before and StrategyRegistry["ddp"]["strategy"] is not CommHookDDP
+
+
+# ------------------------------------------------------------------------------------------------------- construction
+
+
+def my_hook(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """Averages, as DDP does without a hook."""
+    future = dist.all_reduce(bucket.buffer().div_(dist.get_world_size()), async_op=True).get_future()
+    return future.then(lambda done: done.value()[0])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ({"hook": "powerSDG"}, r"unknown hook 'powerSDG' \(did you mean 'powerSGD'\?\)"),
+        (
+            {"hook": "powerSGD", "hook_options": {"matrix_rank": 2}},
+            r"hook 'powerSGD' has no option 'matrix_rank' \(did you mean 'matrix_approximation_rank'\?\)",
+        ),
+        ({"hook": PowerSGD(), "hook_options": {"random_seed": 1}}, "hook_options is for hooks given by name"),
+        ({"hook": PowerSGD}, r"hook=PowerSGD is a class; write PowerSGD\(\)"),
+        ({"hook": "powerSGD", "wrapper": "fp8"}, r"wrapper='fp8'.*expected one of None, 'fp16', 'bf16'"),
+        (
+            {"hook": "powerSGD", "save_residual": "all"},
+            "save_residual='all'.*expected one of 'mean', 'per_rank', 'drop'",
+        ),
+        ({"hook": "powerSGD", "strict": 1}, "strict=1; expected True or False"),
+        (
+            {"hook": "powerSGD", "bucket_cap": 25},
+            r"CommHookDDP has no argument 'bucket_cap' \(did you mean 'bucket_cap_mb'\?\), and neither have "
+            "DDPStrategy and DistributedDataParallel; they know .*find_unused_parameters, .*static_graph",
+        ),
+        ({"hook": "powerSGD", "device_ids": [0]}, "CommHookDDP has no argument 'device_ids'"),
+        ({"hook": "powerSGD", "ddp_comm_hook": my_hook}, "ddp_comm_hook= beside hook=: .* post-local SGD stays with"),
+        ({"hook": "powerSGD", "ddp_comm_state": object()}, "ddp_comm_state= beside hook="),
+        ({"hook": "powerSGD", "ddp_comm_wrapper": my_hook}, "ddp_comm_wrapper= beside hook="),
+        ({"hook": "powerSGD", "model_averaging_period": 4}, "model_averaging_period= beside hook="),
+    ],
+)
+def test_refused_at_construction(arguments: dict[str, Any], text: str) -> None:
+    with pytest.raises(HookConfigError, match=text):
+        CommHookDDP(**arguments)
+
+
+def test_every_keyword_of_ddp_is_known_and_none_means_none() -> None:
+    import inspect
+
+    from torch.nn.parallel import DistributedDataParallel
+
+    names = set(inspect.signature(DistributedDataParallel.__init__).parameters) - {"self", "module", "device_ids"}
+    CommHookDDP("powerSGD", **dict.fromkeys(names), ddp_comm_hook=None, ddp_comm_state=None, ddp_comm_wrapper=None)
+
+
+def test_the_strategy_is_configuration_only() -> None:
+    strategy = CommHookDDP(FP16Compress(), bucket_cap_mb=3)
+    assert strategy.comm_hook is None
+    copy = pickle.loads(pickle.dumps(strategy))
+    assert copy.comm_hook is None and copy.save_residual == "mean"
+    assert repr(copy).startswith("CommHookDDP(hook='fp16_compress')")
+
+
+def _pickled_after_fit(root: str) -> Any:
+    t = trainer(root, max_epochs=1)
+    t.fit(Model(), data())
+    t.strategy.model = None
+    copy = pickle.loads(pickle.dumps(t.strategy.__getstate__()["_comm_hook"]))
+    plan = str(t.strategy.comm_hook.plan())
+    return {"copy": copy, "plan": plan, "compressed": t.strategy.comm_hook.stats()["compressed_steps"]}
+
+
+def test_after_fit_the_hook_is_kept_but_never_pickled(run_ranks: Any, tmp_path: Path) -> None:
+    for rank in run_ranks(_pickled_after_fit, str(tmp_path)):
+        assert rank["copy"] is None
+        assert "net.2.weight" in rank["plan"]
+        assert rank["compressed"] == 2
+
+
+def test_a_trainer_of_pytorch_lightning_gets_a_sentence() -> None:
+    pytorch_lightning = pytest.importorskip("pytorch_lightning")
+    with pytest.raises(ValueError, match="a `pytorch_lightning.Trainer` cannot use it: write `from lightning.pytorch"):
+        pytorch_lightning.Trainer(accelerator="cpu", devices=2, strategy=CommHookDDP("powerSGD"), logger=False)
+
+
+def test_without_pytorch_lightning_the_representation_is_short(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, "pytorch_lightning", raising=False)
+    assert repr(CommHookDDP(BF16Compress())) == "CommHookDDP(hook='bf16_compress')"
+
+
+# ---------------------------------------------------------------------------------------------------------------- CLI
+
+
+@pytest.fixture(autouse=True)
+def no_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
+    """LightningCLI warns about arguments of the process beside those that it is given."""
+    monkeypatch.setattr(sys, "argv", ["program"])
+
+
+class Data(pl.LightningDataModule):
+    def train_dataloader(self) -> Any:
+        return data()
+
+
+def _cli(arguments: list[str], **options: Any) -> LightningCLI:
+    return LightningCLI(
+        Model, Data, args=arguments, save_config_callback=None, seed_everything_default=False, **options
+    )
+
+
+def _config(path: Path, hook: Any, **init_args: Any) -> Path:
+    """A YAML (JSON is YAML) with the strategy."""
+    options = {
+        "accelerator": "cpu",
+        "devices": 2,
+        "logger": False,
+        "max_epochs": 2,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+        "enable_checkpointing": False,
+        "strategy": {"class_path": "lightning_commhooks.CommHookDDP", "init_args": {"hook": hook, **init_args}},
+    }
+    path.write_text(json.dumps({"trainer": options}))
+    return path
+
+
+POWERSGD = {
+    "class_path": "commhooks.PowerSGD",
+    "init_args": {"matrix_approximation_rank": 2, "start_powerSGD_iter": 0.25, "min_compression_rate": 1.5},
+}
+
+
+def _cli_fit(config: str, root: str) -> dict[str, Any]:
+    plugins = [support.PoolEnvironment()]
+    cli = _cli(["fit", "--config", config], trainer_defaults={"plugins": plugins, "default_root_dir": root})
+    hook = cli.trainer.strategy.comm_hook
+    return {"options": hook.options, "stats": hook.stats(), "weights": weights(cli.model), "name": hook.name}
+
+
+def test_cli_trains_with_a_config_class_and_a_bucket_size(run_ranks: Any, tmp_path: Path) -> None:
+    config = _config(tmp_path / "c.yaml", POWERSGD, bucket_cap_mb=support.SEVERAL_BUCKETS_MB, wrapper="bf16")
+    ranks = run_ranks(_cli_fit, str(config), str(tmp_path))
+    for rank in ranks:
+        assert rank["options"]["matrix_approximation_rank"] == 2
+        assert rank["options"]["start_powerSGD_iter"] == 2  # a quarter of 8 steps
+        assert rank["stats"]["compressed_steps"] == 6
+        assert rank["stats"]["collectives_last_pass"] == 6  # two per bucket: the bucket size has arrived
+        assert_equal(rank["weights"], ranks[0]["weights"])
+
+
+@pytest.mark.parametrize(
+    ("hook", "name"),
+    [
+        ("test_lightning_config.my_hook", "my_hook"),  # as jsonargparse writes the path of a function
+        ("test_lightning_config:my_hook", "test_lightning_config:my_hook"),  # as commhooks does
+        ("bf16", "bf16_compress"),
+    ],
+)
+def test_cli_trains_with_a_callable_or_a_name(run_ranks: Any, tmp_path: Path, hook: str, name: str) -> None:
+    config = _config(tmp_path / "c.yaml", hook)
+    for rank in run_ranks(_cli_fit, str(config), str(tmp_path)):
+        assert rank["name"] == name
+        assert rank["stats"]["backward_passes"] == 8
+
+
+def test_cli_options_of_a_hook_by_name(tmp_path: Path) -> None:
+    config = _config(tmp_path / "c.yaml", "powerSGD", hook_options={"matrix_approximation_rank": 3})
+    strategy = _cli(["--config", str(config)], run=False).trainer.strategy
+    assert strategy._spec.config == PowerSGD(matrix_approximation_rank=3)
+    config = _config(tmp_path / "c.yaml", "powerSGD", hook_options={"matrix_rank": 3})
+    # jsonargparse wraps what is raised at construction; the sentence is in it.
+    with pytest.raises(ValueError, match="did you mean 'matrix_approximation_rank'"):
+        _cli(["--config", str(config)], run=False)
+
+
+@pytest.mark.parametrize(
+    ("hook", "init_args", "text"),
+    [
+        (
+            {"class_path": "commhooks.PowerSGD", "init_args": {"matrix_rank": 2}},
+            {},
+            "Option 'matrix_rank' is not accepted",
+        ),
+        (POWERSGD, {"bucket_cap": 25}, "Option 'bucket_cap' is not accepted"),
+        (POWERSGD, {"wrapper": "fp8"}, "fp8"),
+        (POWERSGD, {"save_residual": "men"}, "men"),
+    ],
+)
+def test_cli_typos_are_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], hook: Any, init_args: dict[str, Any], text: str
+) -> None:
+    config = _config(tmp_path / "c.yaml", hook, **init_args)
+    with pytest.raises(SystemExit):
+        _cli(["--config", str(config)], run=False)
+    assert text in capsys.readouterr().err
+
+
+def test_cli_help_lists_every_option(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        _cli(["--trainer.strategy.help", "lightning_commhooks.CommHookDDP"], run=False)
+    text = capsys.readouterr().out
+    assert ended.value.code == 0
+    for name in ("hook", "hook_options", "hook_state", "wrapper", "save_residual", "strict"):
+        assert f"--trainer.strategy.{name} " in text
+    for name in ("start_method", "process_group_backend", "timeout"):  # of DDPStrategy
+        assert f"--trainer.strategy.{name} " in text
+    for name in ("bucket_cap_mb", "find_unused_parameters", "static_graph", "gradient_as_bucket_view"):  # of DDP
+        assert f"--trainer.strategy.{name} " in text
+    assert "AllReduce, FP16Compress, BF16Compress, PowerSGD, BatchedPowerSGD, Noop, Callable, str" in _joined(text)
+    assert "let the hook communicate in float16 or bfloat16" in _joined(text)
+    with pytest.raises(SystemExit):
+        _cli(["--trainer.strategy=lightning_commhooks.CommHookDDP", "--trainer.strategy.hook.help=PowerSGD"], run=False)
+    text = _joined(capsys.readouterr().out)
+    assert "matrix_approximation_rank" in text and "start_powerSGD_iter" in text and "rank of the factors" in text
+
+
+def _joined(text: str) -> str:
+    return " ".join(text.split())
+
+
+def test_cli_lists_the_callback_too(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        _cli(["--trainer.callbacks.help", "lightning_commhooks.CommHookCheckpoint"], run=False)
+    assert "Optional[Literal['mean', 'per_rank', 'drop']]" in _joined(capsys.readouterr().out)
+
+
+def _unknown_name(root: str) -> None:
+    trainer(root, strategy="ddp_power_sgd")
+
+
+def test_an_unknown_strategy_name_is_lightnings_own_error(run_ranks: Any, tmp_path: Path) -> None:
+    with pytest.raises(RanksFailed, match="invalid strategy name: `strategy='ddp_power_sgd'`"):
+        run_ranks(_unknown_name, str(tmp_path))

@@ -1,0 +1,246 @@
+"""Training with CommHookDDP does what it does with DDPStrategy, and compresses."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import lightning_support as support
+import pytest
+import torch
+from lightning.pytorch.callbacks import LearningRateFinder
+from lightning.pytorch.plugins.precision import MixedPrecision
+from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.tuner import Tuner
+from lightning_support import Model, assert_equal, data, strategy, trainer, weights
+
+from commhooks import PowerSGD
+
+
+def _plain(root: str, make: Callable[[], pl.LightningModule], **options: Any) -> tuple[pl.Trainer, pl.LightningModule]:
+    t, model = trainer(root, max_epochs=2, **options), make()
+    t.fit(model, data())
+    return t, model
+
+
+def _fit_twice(root: str, make: Callable[[], pl.LightningModule], **options: Any) -> Any:
+    t, model = trainer(root, max_epochs=1, **options), make()
+    t.fit(model, data())
+    first = getattr(t.strategy, "comm_hook", None)
+    t.fit_loop.max_epochs = 3
+    t.fit(model, data())
+    assert first is None or t.strategy.comm_hook is not first
+    return t, model
+
+
+def _validate_first(root: str, make: Callable[[], pl.LightningModule], **options: Any) -> Any:
+    t, model = trainer(root, max_epochs=2, **options), make()
+    t.validate(model, data(), verbose=False)
+    assert getattr(t.strategy, "comm_hook", None) is None
+    t.fit(model, data(), data())
+    return t, model
+
+
+def _lr_finder(root: str, make: Callable[[], pl.LightningModule], **options: Any) -> Any:
+    watch = support.Watch()
+    finder = LearningRateFinder(num_training_steps=6)
+    t, model = trainer(root, max_epochs=2, callbacks=[finder, watch], **options), make()
+    t.fit(model, data())
+    # Rewound: the finder's own steps do not count.
+    hook = getattr(t.strategy, "comm_hook", None)
+    assert hook is None or hook.name != "powerSGD" or watch.start_steps == [0]
+    return t, model
+
+
+def _tuner(root: str, make: Callable[[], pl.LightningModule], **options: Any) -> Any:
+    t, model = trainer(root, max_epochs=2, **options), make()
+    Tuner(t).lr_find(model, data(), num_training=6, update_attr=True)
+    t.fit(model, data())
+    return t, model
+
+
+def _compiled(root: str, make: Callable[[], pl.LightningModule], backend: str = "eager", **options: Any) -> Any:
+    t, model = trainer(root, max_epochs=2, **options), make()
+    t.fit(torch.compile(model, backend=backend), data())
+    torch.compiler.reset()
+    return t, model
+
+
+CASES: dict[str, tuple[Callable[..., Any], type[Model], dict[str, Any]]] = {
+    "plain": (_plain, Model, {}),
+    "fit twice": (_fit_twice, Model, {}),
+    "validate before fit": (_validate_first, Model, {}),
+    "learning-rate finder": (_lr_finder, Model, {}),
+    "tuner": (_tuner, Model, {}),
+    "manual optimisation": (_plain, support.ManualModel, {}),
+    "several optimizers": (_plain, support.TwoOptimizersModel, {}),
+    "accumulation": (_plain, Model, {"accumulate_grad_batches": 2}),
+    "clipping": (_plain, Model, {"gradient_clip_val": 0.01}),
+    "bf16-mixed": (_plain, Model, {"precision": "bf16-mixed"}),
+    "64-true": (_plain, Model, {"precision": "64-true"}),
+    "compile eager": (_compiled, Model, {"backend": "eager"}),
+    "compile aot_eager": (_compiled, Model, {"backend": "aot_eager"}),
+}
+# Backward passes of the last fit where it is not 2 epochs of 4 steps.
+PASSES = {"several optimizers": 16, "accumulation": 4}
+
+
+def _three_strategies(root: str, case: str) -> dict[str, Any]:
+    run, make, options = CASES[case]
+    # torch's compiler refuses buckets smaller than DDP's first one, which is 1 MB, with plain DDP too.
+    cap_mb = 1 if "compile" in case else support.SEVERAL_BUCKETS_MB
+    out: dict[str, Any] = {}
+    for name, chosen in {
+        "ddp": DDPStrategy(bucket_cap_mb=cap_mb),
+        "allreduce": strategy(hook="allreduce", bucket_cap_mb=cap_mb),
+        "powerSGD": strategy(bucket_cap_mb=cap_mb),
+    }.items():
+        t, model = run(root, make, strategy=chosen, **options)
+        out[name] = weights(model)
+        if name != "ddp":
+            out[f"{name} stats"] = t.strategy.comm_hook.stats()
+    return out
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_trains_as_with_ddp_strategy(run_ranks: Any, tmp_path: Path, case: str) -> None:
+    ranks = run_ranks(_three_strategies, str(tmp_path), case, timeout_s=100)
+    for name in ("ddp", "allreduce", "powerSGD"):
+        assert_equal(ranks[0][name], ranks[1][name])
+    assert_equal(ranks[0]["ddp"], ranks[0]["allreduce"])
+    # PowerSGD trains another way, but trains.
+    start = weights(CASES[case][1]())
+    assert support.difference(ranks[0]["powerSGD"], ranks[0]["ddp"]) > 1e-7
+    assert support.difference(ranks[0]["powerSGD"], {n: w.to(ranks[0]["ddp"][n]) for n, w in start.items()}) > 1e-4
+    finder_passes = 6 if case == "learning-rate finder" else 0
+    for rank in ranks:
+        stats = rank["powerSGD stats"]
+        passes = PASSES.get(case, 8)
+        assert stats["step"] == passes
+        assert stats["backward_passes"] == passes + finder_passes
+        assert stats["compressed_steps"] == passes - 2 + max(0, finder_passes - 2)
+        assert stats["collectives_last_pass"] >= (2 if "compile" in case else 6)  # two per bucket
+        assert stats["bytes_sent"] < 0.8 * stats["bytes_uncompressed"]
+        assert rank["allreduce stats"]["bytes_sent"] == rank["allreduce stats"]["bytes_uncompressed"]
+
+
+class _Overflow(Model):
+    """An infinite loss on rank 1 at step 4."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        loss = self.loss(batch).float()
+        return loss * float("inf") if self.trainer.global_rank == 1 and self.trainer.global_step == 4 else loss
+
+
+def _grad_scaler(root: str) -> dict[str, Any]:
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=3)
+    # `Trainer(precision="16-mixed")` becomes bf16-mixed on the CPU; given as a plugin it stays.
+    plugin = MixedPrecision("16-mixed", "cpu", scaler)
+    model, t = _Overflow(), trainer(root, max_epochs=3, strategy=strategy(), plugins=[plugin])
+    t.fit(model, data())
+    hook = t.strategy.comm_hook
+    return {
+        "weights": weights(model),
+        "stats": hook.stats(),
+        "scale used": hook.state_dict("drop")["loss_scale"],
+        "scale": scaler.get_scale(),
+    }
+
+
+def test_grad_scaler_skips_one_step_and_residuals_follow_the_scale(run_ranks: Any, tmp_path: Path) -> None:
+    ranks = run_ranks(_grad_scaler, str(tmp_path))
+    assert_equal(ranks[0]["weights"], ranks[1]["weights"])
+    assert all(bool(w.isfinite().all()) for w in ranks[0]["weights"].values())
+    for rank in ranks:
+        assert rank["stats"]["nonfinite_steps"] == 1
+        assert rank["stats"]["backward_passes"] == 12
+        assert rank["stats"]["step"] == 11
+        # 1024, doubled after three good steps, halved by the overflow, doubled twice more.
+        assert rank["scale used"] != 1024.0
+        assert rank["scale used"] in (rank["scale"], rank["scale"] / 2)
+
+
+def _start_cases(root: str, case: str) -> dict[str, Any]:
+    options: dict[str, Any] = {"max_epochs": 2}
+    start: Any = None
+    callbacks: list[pl.Callback] = []
+    loader: Any = data()
+    if case == "fraction":
+        start = 0.3
+    elif case == "accumulation":
+        start, options["accumulate_grad_batches"] = 0.5, 2
+    elif case == "max_steps":
+        start, options["max_steps"] = 0.5, 5
+    elif case in ("no length", "no length, fraction", "no length, max_steps"):
+        loader = torch.utils.data.DataLoader(support.Endless(), batch_size=4)
+        if case != "no length":
+            start = 0.5
+        if case.endswith("max_steps"):
+            options["max_steps"] = 4
+    elif case in ("for ever", "for ever, fraction"):
+        options["max_epochs"] = -1
+        start = 0.5 if case.endswith("fraction") else None
+        callbacks = [_Stop()]
+    elif case == "never":
+        start = 8
+    elif case == "last step":
+        start = 7
+    elif case == "never, fast_dev_run":
+        start, options["fast_dev_run"] = 8, 2
+    elif case == "never, finder":
+        start = 8
+        callbacks = [LearningRateFinder(num_training_steps=3)]
+    elif case == "finder":
+        start = 7
+        callbacks = [LearningRateFinder(num_training_steps=3)]
+    hook = PowerSGD(start_powerSGD_iter=start)
+    t = trainer(root, strategy=strategy(hook=hook), callbacks=callbacks, **options)
+    with support.caught_warnings() as texts:
+        t.fit(Model(), loader)
+    stats = t.strategy.comm_hook.stats()
+    return {
+        "start": t.strategy.comm_hook.options["start_powerSGD_iter"],
+        "steps": stats["step"],
+        "warnings": [text for text in texts if "nothing will be compressed" in text],
+    }
+
+
+class _Stop(pl.Callback):
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        trainer.should_stop = trainer.global_step >= 3
+
+
+@pytest.mark.parametrize(
+    ("case", "start", "steps", "warned"),
+    [
+        ("default", 1, 8, None),  # 10 % of the run
+        ("fraction", 3, 8, None),
+        ("accumulation", 2, 4, None),
+        ("max_steps", 3, 5, None),
+        ("no length", 1000, 6, None),
+        ("no length, max_steps", 2, 4, None),
+        ("for ever", 1000, 3, None),
+        ("never", 8, 8, "after 8 steps, but this run ends after 8:"),
+        ("last step", 7, 8, None),
+        ("never, fast_dev_run", 8, 2, None),
+        ("never, finder", 8, 8, "after 8 steps, but this run ends after 8:"),
+        ("finder", 7, 8, None),
+    ],
+)
+def test_start_step(run_ranks: Any, tmp_path: Path, case: str, start: int, steps: int, warned: str | None) -> None:
+    for rank, result in enumerate(run_ranks(_start_cases, str(tmp_path), case)):
+        assert (result["start"], result["steps"]) == (start, steps)
+        if warned is None or rank != 0:
+            assert result["warnings"] == []
+        else:
+            assert len(result["warnings"]) == 1 and warned in result["warnings"][0]
+
+
+@pytest.mark.parametrize("case", ["no length, fraction", "for ever, fraction"])
+def test_a_fraction_of_an_unknown_length_is_an_error(run_ranks: Any, tmp_path: Path, case: str) -> None:
+    with pytest.raises(
+        AssertionError, match="start_powerSGD_iter=0.5 is a fraction of the run, whose length the Trainer"
+    ):
+        run_ranks(_start_cases, str(tmp_path), case)

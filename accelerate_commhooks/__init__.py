@@ -1,5 +1,13 @@
-"""commhooks for Hugging Face Accelerate: not there yet.
+"""commhooks for Hugging Face Accelerate: a communication hook that `save_state` and `load_state` carry along.
 
-This package is reserved for `CommHookKwargs`, the kwargs handler that will attach a communication hook to the model
-that `Accelerator.prepare` wraps. Until then use `commhooks.attach` on the wrapped model.
+Accelerator(kwargs_handlers=[CommHookKwargs(hook="powerSGD")])
 """
+
+from importlib.util import find_spec
+
+if find_spec("accelerate") is None:
+    raise ImportError('accelerate_commhooks needs Accelerate: pip install "commhooks[accelerate]"')
+
+from accelerate_commhooks.handler import CommHookKwargs
+
+__all__ = ["CommHookKwargs"]

@@ -90,8 +90,7 @@ def attach_spec(
 ) -> CommHook:
     """`attach` for a request that has been checked before; see there."""
     _check_model(ddp_model)
-    if total_steps is not None and (not isinstance(total_steps, int) or total_steps < 1):
-        raise HookConfigError(f"total_steps={total_steps!r}; expected a number of steps, 1 or more, or None")
+    check_total_steps(total_steps)
     group = process_group if process_group is not None else ddp_model.process_group
     names = GivenNames(reduced_parameters(ddp_model))
     wire_itemsize: int | None = None
@@ -127,6 +126,14 @@ def attach_spec(
         ) from error
     attached.warn_if_useless()
     return attached
+
+
+def check_total_steps(total_steps: object) -> None:
+    """Raise HookConfigError unless it is None or a positive number of steps."""
+    if total_steps is None:
+        return
+    if not isinstance(total_steps, int) or isinstance(total_steps, bool) or total_steps < 1:
+        raise HookConfigError(f"total_steps={total_steps!r}; expected a number of steps, 1 or more, or None")
 
 
 def reduced_parameters(ddp_model: DistributedDataParallel) -> list[tuple[str, torch.Tensor]]:

@@ -1,0 +1,267 @@
+"""`CommHookKwargs`: Accelerate's handler of DDP arguments, with a communication hook of commhooks."""
+
+import dataclasses
+import logging
+import sys
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from accelerate import Accelerator, DistributedDataParallelKwargs, DistributedType
+from accelerate.utils import DDPCommunicationHookType
+from torch.nn.parallel import DistributedDataParallel
+
+from accelerate_commhooks.hooked_models import HookedModel, alive
+from commhooks import AttachError, CommHook, HookConfigError, PowerSGD
+from commhooks.attach import attach_spec, check_total_steps
+from commhooks.config import closest, resolve_start
+from commhooks.spec import HookSpec
+
+logger = logging.getLogger(__name__)
+
+STOCK_HOOK_FIELDS = ("comm_hook", "comm_wrapper", "comm_state_option")
+"""The fields of Accelerate's own handler that ask for one of torch's hooks; ours are attached in their place."""
+
+_NO = DDPCommunicationHookType.NO
+
+
+@dataclass(eq=False, repr=False)
+class CommHookKwargs(DistributedDataParallelKwargs):
+    """`DistributedDataParallelKwargs` with a communication hook that is saved and resumed.
+
+        Accelerator(kwargs_handlers=[CommHookKwargs(hook="powerSGD", bucket_cap_mb=50)])
+
+    All arguments of `DistributedDataParallelKwargs` are accepted. Its `comm_hook`, `comm_wrapper` and
+    `comm_state_option` give the hooks of commhooks under torch's names, so that an existing handler only has to change
+    its class. Every model that the accelerator wraps in DDP gets a hook with a memory of its own, and
+    `accelerator.save_state` and `load_state` carry it along. Where Accelerate does not wrap a model in DDP (one
+    process, FSDP, DeepSpeed, evaluation mode) there is no hook: `is_attached(model)` tells.
+
+    Args:
+        hook: a config object such as `PowerSGD(matrix_approximation_rank=4)`, the name of a hook ("powerSGD",
+            "fp16_compress", ...), a path "package.module:function", or a callable
+            `(state, bucket) -> torch.futures.Future[torch.Tensor]`.
+        hook_options: options of a hook that is given by name.
+        hook_state: the state of a callable. One with `state_dict` and `load_state_dict` is saved and restored.
+        wrapper: "fp16" or "bf16": let the hook communicate in that dtype.
+        save_residual: what `save_state` keeps of PowerSGD's error memory. "per_rank" (the default): one file per rank,
+            no communication. "mean": the mean over the ranks in the shared file; all ranks must call `save_state`.
+            "drop": nothing.
+        strict: whether loading the state of another hook or model is an error (the default), or gives what does not fit
+            fresh memory and one warning.
+        total_steps: synchronised backward passes in the whole run, if known; decides `start_powerSGD_iter` where that
+            is None or a fraction.
+
+    Raises:
+        commhooks.HookConfigError: at construction, for an unknown hook or option (the closest match is offered), a
+            value of the wrong type, or an impossible combination.
+    """
+
+    hook: Any = field(default=None, kw_only=True)
+    hook_options: dict[str, Any] | None = field(default=None, kw_only=True)
+    hook_state: Any = field(default=None, kw_only=True)
+    wrapper: str | None = field(default=None, kw_only=True)
+    save_residual: str = field(default="per_rank", kw_only=True)
+    strict: bool = field(default=True, kw_only=True)
+    total_steps: int | None = field(default=None, kw_only=True)
+
+    def __post_init__(self) -> None:
+        self._hooked: list[HookedModel] = []
+        self._request()
+
+    # ---- what users call ---------------------------------------------------------------------------------------------
+
+    @property
+    def attached(self) -> CommHook | None:
+        """The hook of the model that was prepared last: `stats()`, `plan()`. None when there is none, or none left."""
+        hooks = self.attached_hooks
+        return hooks[-1] if hooks else None
+
+    @property
+    def attached_hooks(self) -> list[CommHook]:
+        """The hooks of all models that were prepared with this handler and still exist, in that order."""
+        return [hook for hooked in self._hooked if (hook := hooked.hook) is not None]
+
+    def is_attached(self, model: torch.nn.Module) -> bool:
+        """Whether `model` has a hook of this handler. `model` is what `prepare` returned, or the module inside it."""
+        return any(hooked.is_of(model) for hooked in self._hooked)
+
+    def attach(self, accelerator: Accelerator) -> "CommHookKwargs":
+        """Use this handler in an accelerator that exists already, for the models that it prepares from now on.
+
+        Raises:
+            HookConfigError: the accelerator has a handler of DDP arguments, or never wraps a model in DDP.
+        """
+        present = accelerator.ddp_handler
+        if present is not None and not isinstance(present, CommHookKwargs):
+            raise HookConfigError(
+                "this accelerator has a DistributedDataParallelKwargs already, and it takes one only: give its "
+                "arguments to CommHookKwargs(...) instead"
+            )
+        if accelerator.distributed_type not in _WITH_DDP:
+            raise HookConfigError(
+                f"this accelerator runs with {accelerator.distributed_type}, where models are not wrapped in "
+                "DistributedDataParallel: there is nothing to attach a communication hook to"
+            )
+        accelerator.ddp_handler = self
+        return self
+
+    # ---- what Accelerate calls ---------------------------------------------------------------------------------------
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:
+        # Accelerate 1.15 looks handlers up by their exact class (`handler_class_to_attr[handler.__class__]`) and knows
+        # no subclass. Nothing else sees this: `type()`, `isinstance` and what is defined below tell the truth.
+        return DistributedDataParallelKwargs
+
+    def to_dict(self) -> dict[str, Any]:
+        return self._stock().to_dict()
+
+    def to_kwargs(self) -> dict[str, Any]:
+        """The arguments of `DistributedDataParallel` that differ from Accelerate's defaults."""
+        return self._stock().to_kwargs()
+
+    def register_comm_hook(self, model: DistributedDataParallel) -> None:
+        """Attach a hook to a model that has just been wrapped. Every rank must do the same."""
+        self._hooked = alive(self._hooked)
+        spec = self._request()
+        self._refuse_shared_state(spec)
+        accelerator = _calling_accelerator(self)
+        hook = attach_spec(model, spec, total_steps=self.total_steps, loss_scale=_loss_scale(accelerator))
+        self._hooked.append(HookedModel(model, hook))
+
+    # ---- what Python calls -------------------------------------------------------------------------------------------
+
+    def __repr__(self) -> str:
+        fields = ((f, getattr(self, f.name)) for f in dataclasses.fields(self))
+        shown = ", ".join(f"{f.name}={value!r}" for f, value in fields if not _is_default(f, value))
+        return f"{type(self).__qualname__}({shown})"
+
+    def __eq__(self, other: object) -> bool:
+        return type(other) is type(self) and _values(self) == _values(other)
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # pickle and copy take the configuration along, never the hooks of wrapped models.
+        return _rebuild, (type(self), _values(self))
+
+    # ---- helpers -----------------------------------------------------------------------------------------------------
+
+    def _request(self) -> HookSpec:
+        """What is asked for, checked. Made anew each time: the fields of Accelerate's handlers may be changed."""
+        if not isinstance(self.dim, int):
+            raise HookConfigError(
+                f"CommHookKwargs({self.dim!r}): the first positional argument is DDP's `dim`; "
+                f"write CommHookKwargs(hook={self.dim!r})"
+            )
+        hook, options, wrapper = self.hook, self.hook_options, self.wrapper
+        stock = [name for name in STOCK_HOOK_FIELDS if getattr(self, name) not in (_NO, "no", None, {})]
+        if stock and any(each is not None for each in (hook, options, wrapper)):
+            raise HookConfigError(
+                f"{' and '.join(stock)} beside {'hook' if hook is not None else 'hook_options or wrapper'}=: both ask "
+                "for a communication hook, and DDP takes one only. Keep hook= (with hook_options= and wrapper=)"
+            )
+        if stock:
+            hook, options, wrapper = self._translated()
+        if hook is None:
+            raise HookConfigError(
+                "CommHookKwargs needs hook=: a name such as 'powerSGD' (see commhooks.available_hooks()), a config "
+                "object such as commhooks.PowerSGD(), or a callable. For DDP without a hook use accelerate's "
+                "DistributedDataParallelKwargs"
+            )
+        spec = HookSpec.parse(
+            hook,
+            hook_options=options,
+            hook_state=self.hook_state,
+            wrapper=wrapper,
+            save_residual=self.save_residual,
+            strict=self.strict,
+        )
+        check_total_steps(self.total_steps)
+        if isinstance(spec.config, PowerSGD):
+            resolve_start(spec.config, self.total_steps)  # a fraction needs total_steps
+        return spec
+
+    def _translated(self) -> tuple[str, dict[str, Any] | None, str | None]:
+        """hook, hook_options and wrapper that mean what Accelerate's own three fields mean."""
+        hook = _stock_choice("comm_hook", self.comm_hook, list(DDPCommunicationHookType))
+        wrapper = _stock_choice(
+            "comm_wrapper", self.comm_wrapper, [_NO, DDPCommunicationHookType.FP16, DDPCommunicationHookType.BF16]
+        )
+        if hook is _NO:
+            given = "comm_wrapper" if wrapper is not _NO else "comm_state_option"
+            raise HookConfigError(f"{given} without comm_hook: there is no communication hook that it could be for")
+        return hook.value, self.comm_state_option or None, None if wrapper is _NO else wrapper.value
+
+    def _stock(self) -> DistributedDataParallelKwargs:
+        names = [f.name for f in dataclasses.fields(DistributedDataParallelKwargs) if f.name not in STOCK_HOOK_FIELDS]
+        return DistributedDataParallelKwargs(**{name: getattr(self, name) for name in names})
+
+    def _refuse_shared_state(self, spec: HookSpec) -> None:
+        learns = callable(getattr(spec.hook_state, "state_dict", None))
+        if learns and self.attached_hooks:
+            raise AttachError(
+                f"hook_state ({type(spec.hook_state).__name__}) is one object, and serves another model already. Give "
+                "each model a handler of its own, or make states by a factory: commhooks.register_hook(name, factory)"
+            )
+
+
+_WITH_DDP = {
+    # NO: one process, where nothing is communicated; the script may be started with more of them another time.
+    DistributedType.NO,
+    *(kind for kind in DistributedType if kind.name.startswith("MULTI_")),
+}
+
+
+def _calling_accelerator(handler: CommHookKwargs) -> Accelerator | None:
+    """The accelerator that is calling `handler.register_comm_hook`.
+
+    Accelerate 1.15 hands over nothing but the model, so it is looked for in the frames of the callers: `prepare_model`
+    is a method of it.
+    """
+    frame = sys._getframe(1)
+    while frame is not None:
+        caller = frame.f_locals.get("self")
+        if isinstance(caller, Accelerator) and caller.ddp_handler is handler:
+            return caller
+        frame = frame.f_back  # type: ignore[assignment]
+    return None
+
+
+def _loss_scale(accelerator: Accelerator | None) -> Callable[[], float] | None:
+    if accelerator is None:
+        return None
+    weak = weakref.ref(accelerator)
+
+    def loss_scale() -> float:
+        scaler = getattr(weak(), "scaler", None)  # asked each time: it may be set later
+        return 1.0 if scaler is None else scaler.get_scale()
+
+    return loss_scale
+
+
+def _stock_choice(name: str, value: Any, allowed: list[DDPCommunicationHookType]) -> DDPCommunicationHookType:
+    values = [choice.value for choice in allowed]
+    text = getattr(value, "value", value)
+    if text is None:
+        return _NO
+    if text not in values:
+        offer = closest(text, values) if isinstance(text, str) else ""
+        raise HookConfigError(f"{name}={value!r}{offer}; expected one of {', '.join(map(repr, values))}")
+    return DDPCommunicationHookType(text)
+
+
+def _values(handler: Any) -> dict[str, Any]:
+    return {f.name: getattr(handler, f.name) for f in dataclasses.fields(handler)}
+
+
+def _is_default(f: "dataclasses.Field[Any]", value: Any) -> bool:
+    default = f.default if f.default_factory is dataclasses.MISSING else f.default_factory()
+    return type(value) is type(default) and bool(value == default)
+
+
+def _rebuild(cls: type[CommHookKwargs], values: dict[str, Any]) -> CommHookKwargs:
+    return cls(**values)

@@ -1,0 +1,42 @@
+"""Which models have which hook. Nothing here keeps a model, a hook or an accelerator alive."""
+
+import weakref
+
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+from commhooks import CommHook
+
+
+class HookedModel:
+    """A DDP model and its hook, which lives as long as the model."""
+
+    def __init__(self, ddp_model: DistributedDataParallel, hook: CommHook) -> None:
+        self._ddp_model = weakref.ref(ddp_model)
+        self._hook = weakref.ref(hook)
+
+    @property
+    def ddp_model(self) -> DistributedDataParallel | None:
+        return self._ddp_model()
+
+    @property
+    def hook(self) -> CommHook | None:
+        """The hook, or None when its model has gone."""
+        return self._hook() if self._ddp_model() is not None else None
+
+    def is_of(self, model: torch.nn.Module) -> bool:
+        """Whether `model` is the DDP model, the module inside it, or a compiled form of one of them."""
+        ddp_model = self._ddp_model()
+        inner = _not_compiled(model)
+        return ddp_model is not None and (inner is ddp_model or inner is _not_compiled(ddp_model.module))
+
+
+def alive(models: list[HookedModel]) -> list[HookedModel]:
+    return [each for each in models if each.hook is not None]
+
+
+def _not_compiled(model: torch.nn.Module) -> torch.nn.Module:
+    """What `torch.compile`, or Accelerate's compilation by regions, made `model` of."""
+    while (original := getattr(model, "_orig_mod", None)) is not None:
+        model = original
+    return model

@@ -1,0 +1,61 @@
+"""The residual follows a GradScaler: a scale that changes by powers of two changes no unscaled gradient."""
+
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from models import EVERY_PARAMETER, SHAPES, Gradients, all_finite, backward, random_gradients, worst_error, wrap
+
+import commhooks
+
+STEPS = 12
+# As a GradScaler does it: half the scale after an overflow (step 6, on rank 1), twice the scale now and then.
+SCALES = [1.0, 1.0, 2.0**16, 2.0**16, 2.0**17, 2.0**17, 2.0**17, 2.0**16, 2.0**16, 2.0**-3, 2.0**-3, 1.0]
+OVERFLOW = 6
+
+
+def _run(scales: list[float], cap: float, quiet: int | None) -> tuple[list[Gradients], dict[str, Any]]:
+    """Unscaled gradients of all steps. In step `quiet` one layer has none."""
+    ddp = wrap(SHAPES, cap)
+    scale = [1.0]
+    config = commhooks.PowerSGD(matrix_approximation_rank=2, start_powerSGD_iter=1, min_compression_rate=1)
+    hook = commhooks.attach(ddp, config, loss_scale=lambda: scale[0])
+    unscaled = []
+    for step, scale[0] in enumerate(scales):
+        gradients = random_gradients(SHAPES, dist.get_rank(), step)
+        if step == quiet:
+            gradients["second"].zero_()
+        if step == OVERFLOW and dist.get_rank() == 1:
+            gradients["first"][0, 0] = float("inf")
+        got = backward(ddp, {name: g * scale[0] for name, g in gradients.items()})
+        unscaled.append({name: g / scale[0] for name, g in got.items()})
+    return unscaled, hook.stats()
+
+
+def _with_and_without(cap: float, quiet: int | None) -> Any:
+    return _run(SCALES, cap, quiet), _run([1.0] * STEPS, cap, quiet)
+
+
+@pytest.mark.parametrize("quiet", [None, 4, 7])  # steps at which the scale changes
+@pytest.mark.parametrize("cap", [25, EVERY_PARAMETER])
+def test_a_changing_scale_changes_nothing(run_ranks, cap, quiet):
+    for (scaled, stats), (expected, _) in run_ranks(_with_and_without, cap, quiet):
+        assert stats["nonfinite_steps"] == 1 and stats["compressed_steps"] == STEPS - 2
+        for step in range(STEPS):
+            if step == OVERFLOW:
+                assert not all_finite(scaled[step].values())
+                continue
+            if step == quiet:
+                assert not scaled[step].pop("second").any() and not expected[step].pop("second").any()
+            assert worst_error(scaled[step], expected[step]) < 1e-6, step
+
+
+def test_the_payload_holds_the_scale_of_its_residuals(run_ranks):
+    assert run_ranks(_saved_scale) == [2.0**17] * 2
+
+
+def _saved_scale() -> float:
+    ddp = wrap(SHAPES)
+    hook = commhooks.attach(ddp, "powerSGD", hook_options={"start_powerSGD_iter": 0}, loss_scale=lambda: 2.0**17)
+    backward(ddp, random_gradients(SHAPES, dist.get_rank(), 0))
+    return hook.state_dict()["loss_scale"]

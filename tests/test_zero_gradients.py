@@ -1,0 +1,84 @@
+"""A parameter whose gradient is zero on every rank for a while keeps its memory, and trains again afterwards."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from models import (
+    EVERY_PARAMETER,
+    SHAPES,
+    Gradients,
+    backward,
+    bits_equal,
+    random_gradients,
+    relative_error,
+    wrap,
+)
+from oracle import OracleMatrix
+
+import commhooks
+from commhooks import codec
+
+LAYER = "second"
+QUIET = range(3, 6)
+STEPS = 10
+
+
+def _gradients(rank: int, step: int, quiet: range, on_rank: int | None = None) -> Gradients:
+    gradients = random_gradients(SHAPES, rank, step)
+    if step in quiet and on_rank in (None, rank):
+        gradients[LAYER].zero_()
+    return gradients
+
+
+def _memory(hook: commhooks.CommHook) -> Gradients:
+    entry = hook.state_dict(residual="per_rank")["parameters"][LAYER]
+    if entry["q"] is None:
+        return {}
+    return {"Q": entry["q"], "residual": entry["residual"][0]}
+
+
+def _run(quiet: range, wrapper: str | None, cap: float, on_rank: int | None = None) -> dict[str, Any]:
+    ddp = wrap(SHAPES, cap)
+    options = {"matrix_approximation_rank": 2, "start_powerSGD_iter": 0, "min_compression_rate": 1}
+    hook = commhooks.attach(ddp, "powerSGD", hook_options=options, wrapper=wrapper)
+    gradients, memory = [], [_memory(hook)]
+    for step in range(STEPS):
+        gradients.append(backward(ddp, _gradients(dist.get_rank(), step, quiet, on_rank)))
+        memory.append(_memory(hook))
+    return {"gradients": gradients, "memory": memory, "stats": hook.stats()}
+
+
+def _oracle(quiet: range, on_rank: int | None = None) -> list[torch.Tensor]:
+    start = codec.draw(0, LAYER, "Q", 2, SHAPES[LAYER][1], torch.float32)
+    matrix = OracleMatrix(start.T, 2)
+    return [matrix.step([_gradients(rank, step, quiet, on_rank)[LAYER] for rank in range(2)]) for step in range(STEPS)]
+
+
+@pytest.mark.parametrize("wrapper", [None, "fp16", "bf16"])
+@pytest.mark.parametrize("cap", [25, EVERY_PARAMETER])
+@pytest.mark.parametrize("quiet", [QUIET, range(3)], ids=["in the middle", "from the start"])
+def test_memory_waits_and_the_layer_trains_again(run_ranks, quiet, cap, wrapper):
+    ranks = run_ranks(_run, quiet, wrapper, cap)
+    expected = _oracle(quiet)
+    for each in ranks:
+        assert each["stats"]["compressed_steps"] == STEPS
+        for step, (gradients, before, after) in enumerate(
+            zip(each["gradients"], each["memory"][:-1], each["memory"][1:], strict=True)
+        ):
+            if step in quiet:
+                assert not gradients[LAYER].any()
+                assert bits_equal(before, after)
+            else:
+                tolerance = {None: 3e-5, "fp16": 2e-2, "bf16": 1e-1}[wrapper]
+                assert relative_error(gradients[LAYER], expected[step]) < tolerance, step
+    assert all(map(bits_equal, ranks[0]["gradients"], ranks[1]["gradients"]))
+
+
+def test_zero_on_one_rank_only_is_a_gradient_like_any_other(run_ranks):
+    expected = _oracle(QUIET, on_rank=1)
+    for each in run_ranks(_run, QUIET, None, 25, on_rank=1):
+        for gradients, matrix in zip(each["gradients"], expected, strict=True):
+            assert matrix.any()
+            assert relative_error(gradients[LAYER], matrix) < 3e-5

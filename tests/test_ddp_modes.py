@@ -165,18 +165,19 @@ def test_join_with_uneven_inputs_is_as_inputs_without_weight(run_ranks, config):
         assert torch.equal(joined[name], expected), name
 
 
-def refused_division() -> tuple[str, str]:
+def refused_division(batches: tuple[int, int]) -> tuple[str, str]:
     ddp = wrap(mlp())
     commhooks.attach(ddp, POWER_SGD)
     try:
         with Join([ddp], divide_by_initial_world_size=False):
-            train(ddp, 2)
+            train(ddp, batches[dist.get_rank()])
     except commhooks.HookRunError as error:
         return type(error).__name__, str(error)
     return "nothing", ""
 
 
-def test_join_with_another_divisor_is_refused_without_a_hang(run_ranks):
-    for name, text in run_ranks(refused_division, timeout_s=20):
+@pytest.mark.parametrize("batches", [(2, 2), (0, 2)], ids=["both ranks are active", "one rank only shadows"])
+def test_join_with_another_divisor_is_refused_without_a_hang(run_ranks, batches):
+    for name, text in run_ranks(refused_division, batches, timeout_s=20):
         assert name == "HookRunError"
         assert "Use divide_by_initial_world_size=True, or no hook" in text

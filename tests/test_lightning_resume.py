@@ -14,7 +14,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from lightning.fabric.plugins.environments import SLURMEnvironment
-from lightning.pytorch.callbacks import BackboneFinetuning, ModelCheckpoint, OnExceptionCheckpoint
+from lightning.pytorch.callbacks import BackboneFinetuning, LearningRateFinder, ModelCheckpoint, OnExceptionCheckpoint
+from lightning.pytorch.plugins import AsyncCheckpointIO
 from lightning.pytorch.strategies import DDPStrategy
 from lightning_support import STEPS_PER_EPOCH, Model, Watch, assert_equal, data, difference, strategy, trainer, weights
 from workers import RanksFailed
@@ -381,6 +382,61 @@ def test_nothing_leaks_from_validate_and_predict_into_fit(run_ranks: Any, tmp_pa
     for rank in run_ranks(_validate_then_fit, str(tmp_path)):
         assert rank["start"] == [0]
         assert_equal(rank["after"], rank["alone"])
+
+
+class _FinderLater(LearningRateFinder):
+    """Not before the third epoch; notes the hook's state before and after."""
+
+    def on_fit_start(self, *_: Any) -> None:
+        return
+
+    def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if trainer.current_epoch == 2 and self.optimal_lr is None:
+            hook = trainer.strategy.comm_hook
+            # The finder's own checkpoint makes the mean of all residuals; so does this, and a mean has itself as mean.
+            before = hook.state_dict("mean")
+            self.lr_find(trainer, pl_module)
+            self.states = before, hook.state_dict("per_rank")
+            self.steps = hook.stats()["backward_passes"]
+
+
+def _rewound(root: str) -> dict[str, Any]:
+    options: dict[str, Any] = {"num_training_steps": 6, "max_lr": 0.1, "update_attr": False}
+    later = _FinderLater(**options)
+    fit(root, callbacks=[later])
+    return {
+        "without": fit(root)["final"],
+        "at start": fit(root, callbacks=[LearningRateFinder(**options)])["final"],
+        "states": later.states,
+        "steps": later.steps,
+    }
+
+
+def test_the_learning_rate_finder_rewinds_the_hook(run_ranks: Any, tmp_path: Path) -> None:
+    for rank in run_ranks(_rewound, str(tmp_path)):
+        assert_equal(rank["at start"], rank["without"])
+        before, after = rank["states"]
+        assert rank["steps"] > SAVED_AT  # the finder has trained,
+        assert before["step"] == after["step"] == SAVED_AT  # and nothing is left of it
+        assert_equal(residuals(before), residuals(after))
+        for name in residuals(before):
+            assert torch.equal(before["parameters"][name]["q"], after["parameters"][name]["q"])
+
+
+def _saved_in_the_background(root: str) -> dict[str, Any]:
+    for name, plugins in {"thread": [AsyncCheckpointIO()], "at once": []}.items():
+        folder = os.path.join(root, name)
+        t = trainer(folder, strategy=strategy(hook=HOOK), max_epochs=4, callbacks=[keeper(folder)], plugins=plugins)
+        t.fit(Model(), data())
+    return {}
+
+
+def test_a_save_in_the_background_holds_the_state_of_its_moment(run_ranks: Any, tmp_path: Path) -> None:
+    run_ranks(_saved_in_the_background, str(tmp_path))
+    for step in (SAVED_AT, 2 * SAVED_AT):
+        thread, at_once = (torch.load(path_at(tmp_path / n, step), weights_only=True) for n in ("thread", "at once"))
+        assert_equal(residuals(thread[CHECKPOINT_KEY]), residuals(at_once[CHECKPOINT_KEY]))
+        assert thread[CHECKPOINT_KEY]["step"] == step
 
 
 # ------------------------------------------------------------------------------------- saves without the other ranks

@@ -164,7 +164,7 @@ def test_grad_scaler_skips_one_step_and_residuals_follow_the_scale(run_ranks: An
 
 def _start_cases(root: str, case: str) -> dict[str, Any]:
     options: dict[str, Any] = {"max_epochs": 2}
-    start: Any = None
+    model, start = Model(), None  # type: Model, Any
     callbacks: list[pl.Callback] = []
     loader: Any = data()
     if case == "fraction":
@@ -185,6 +185,8 @@ def _start_cases(root: str, case: str) -> dict[str, Any]:
         callbacks = [_Stop()]
     elif case == "never":
         start = 8
+    elif case == "never, manual":
+        start, model = 8, support.ManualModel()
     elif case == "last step":
         start = 7
     elif case == "never, fast_dev_run":
@@ -198,7 +200,7 @@ def _start_cases(root: str, case: str) -> dict[str, Any]:
     hook = PowerSGD(start_powerSGD_iter=start)
     t = trainer(root, strategy=strategy(hook=hook), callbacks=callbacks, **options)
     with support.caught_warnings() as texts:
-        t.fit(Model(), loader)
+        t.fit(model, loader)
     stats = t.strategy.comm_hook.stats()
     return {
         "start": t.strategy.comm_hook.options["start_powerSGD_iter"],
@@ -223,6 +225,7 @@ class _Stop(pl.Callback):
         ("no length, max_steps", 2, 4, None),
         ("for ever", 1000, 3, None),
         ("never", 8, 8, "after 8 steps, but this run ends after 8:"),
+        ("never, manual", 8, 8, "after 8 steps, but this run ends after about 8:"),
         ("last step", 7, 8, None),
         ("never, fast_dev_run", 8, 2, None),
         ("never, finder", 8, 8, "after 8 steps, but this run ends after 8:"),

@@ -1,0 +1,170 @@
+"""Every snippet of the README and of docs/ works, and every link to a file leads somewhere."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from doc_snippets import REPOSITORY, Snippet, WrongSnippet, check, commands, find_snippets, old_and_new
+from workers import RanksFailed
+
+PAGES = [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").glob("*.md"))]
+SNIPPETS = [
+    snippet
+    for page in PAGES
+    for snippet in find_snippets(page.relative_to(REPOSITORY).as_posix(), page.read_text(encoding="utf-8"))
+]
+INLINE_COMMANDS = [
+    (page.name, code)
+    for page in PAGES
+    for code in re.findall(r"`((?:make|pip|python|commhooks) [^`]+)`", page.read_text(encoding="utf-8"))
+]
+
+
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("snippet", SNIPPETS, ids=str)
+def test_snippet(snippet, run_ranks, tmp_path):
+    check(snippet, run_ranks, tmp_path)
+
+
+@pytest.mark.parametrize(("page", "code"), INLINE_COMMANDS)
+def test_command_in_the_text(page, code, run_ranks, tmp_path):
+    check(Snippet(page, 0, "bash", "", code), run_ranks, tmp_path)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_to_files(page):
+    for target in re.findall(r"\]\(([^)#]+)[^)]*\)", page.read_text(encoding="utf-8")):
+        if "://" not in target:
+            assert (page.parent / target).exists(), f"{page.name} links to {target}"
+
+
+def test_the_readme_shows_each_kind():
+    """An empty list of snippets would pass too."""
+    kinds = {(snippet.language, snippet.needs) for snippet in SNIPPETS if snippet.page == "README.md"}
+    assert {("bash", ""), ("yaml", ""), ("diff", "lightning"), ("diff", "ddp"), ("python", "continued")} <= kinds
+    assert ("README.md", "commhooks hooks") in INLINE_COMMANDS
+
+
+# ---------------------------------------------------------------------------------------- a wrong snippet is found
+
+
+def _only(markdown: str) -> Snippet:
+    return find_snippets("page.md", markdown)[-1]
+
+
+@pytest.mark.parametrize(
+    ("markdown", "text"),
+    [
+        ("```python\nimport commhooks\ncommhooks.no_such_name\n```", "has no attribute 'no_such_name'"),
+        ("```python\nif True\n```", "SyntaxError"),
+        (
+            "<!-- snippet: ddp -->\n```python\nimport commhooks\ncommhooks.attach(model, 'powerSGD')\n```",
+            "wrap the model first",
+        ),
+        (
+            "<!-- snippet: ddp -->\n```diff\n+import commhooks\n"
+            " ddp_model = torch.nn.parallel.DistributedDataParallel(model)\n+commhooks.attach(ddp_model, 'power')\n```",
+            "unknown hook 'power'",
+        ),
+        (
+            "<!-- snippet: ddp -->\n```diff\n-import torch.no_such_module\n+import torch\n```",
+            "No module named 'torch.no_such_module'",
+        ),
+        (
+            "<!-- snippet: attached -->\n```python\nx = hook.stats()['step']\n```\n"
+            "<!-- snippet: continued -->\n```python\nassert x == 4\n```",
+            'File "page.md:6", line 1, in <module>\n    assert x == 4',
+        ),
+        (
+            "<!-- snippet: attached -->\n```python\nif dist.get_rank(): model[0].bias.data.add_(1)\n```",
+            "replicas differ",
+        ),
+    ],
+)
+def test_wrong_python_is_found(markdown, text, run_ranks, tmp_path):
+    with pytest.raises(RanksFailed) as raised:
+        check(_only(markdown), run_ranks, tmp_path)
+    assert text in str(raised.value)
+
+
+@pytest.mark.timeout(200)
+def test_wrong_lightning_script_is_found(run_ranks, tmp_path):
+    code = "from lightning.pytorch import Trainer\ntrainer = Trainer(devices=1, max_epochs=1, strategy='ddp_power')\n"
+    with pytest.raises(WrongSnippet, match="ddp_power"):
+        check(_only(f"<!-- snippet: lightning -->\n```python\n{code}```"), run_ranks, tmp_path)
+
+
+def _yaml(strategy: str) -> str:
+    return f"```yaml\ntrainer:\n  devices: 2\n  strategy:\n    class_path: {strategy}\n```"
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        "lightning_commhooks.NoSuchStrategy",
+        "lightning_commhooks.CommHookDDP\n    init_args: {hook: powerSGD, hook_option: {a: 1}}",
+        "lightning_commhooks.CommHookDDP\n    init_args: {hook: powerSDG}",
+        "lightning_commhooks.CommHookDDP\n    init_args: {hook: powerSGD, hook_options: {rank: 4}}",
+        "lightning.pytorch.strategies.DDPStrategy",
+    ],
+)
+def test_wrong_yaml_is_found(strategy, run_ranks, tmp_path):
+    with pytest.raises((WrongSnippet, ValueError)):
+        check(_only(_yaml(strategy)), run_ranks, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("command", "text"),
+    [
+        ("make dmeo", "no such target"),
+        ("make demo ARG=--epochs=3", "does not use ARG"),
+        ("make demo ARGS=--epoch-count=3", "does not take these arguments"),
+        ("python examples/lightning_digits.py --hooks powerSGD", "does not take these arguments"),
+        ("python examples/nothing.py", "no such file"),
+        ("python -m no_such_module", "no such module"),
+        ('pip install ".[lightening]"', "no extra 'lightening'"),
+        ("pip install commhooks", "only this repository"),
+        ("commhooks hoks", "exits with status 2"),
+        ("conda install torch", "does not know 'conda'"),
+    ],
+)
+def test_wrong_command_is_found(command, text, run_ranks, tmp_path):
+    with pytest.raises(WrongSnippet, match=re.escape(text)):
+        check(_only(f"```bash\n{command}\n```"), run_ranks, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("markdown", "text"),
+    [
+        ("```\nx\n```", "language ''"),
+        ("```pythn\nx\n```", "language 'pythn'"),
+        ("```python\nx\n", "never closed"),
+        ("<!-- snippet: dpd -->\n```python\nx\n```", "unknown comment"),
+    ],
+)
+def test_wrong_fence_is_found(markdown, text):
+    with pytest.raises(WrongSnippet, match=text):
+        find_snippets("page.md", markdown)
+
+
+def test_find_snippets():
+    markdown = "a\n\n  ```python\n  if x:\n      y\n  ```\n<!-- snippet: ddp -->\n~~~text\n```\n~~~\n"
+    assert [(s.line, s.language, s.needs, s.text) for s in find_snippets("page.md", markdown)] == [
+        (3, "python", "", "if x:\n    y\n"),
+        (8, "text", "ddp", "```\n"),
+    ]
+
+
+def test_old_and_new():
+    assert old_and_new("-a\n+b\n c\n\n") == ("a\nc\n\n", "b\nc\n\n")
+    for wrong, text in ((" a\n", "changes nothing"), ("a\n+b\n", "begins with")):
+        with pytest.raises(WrongSnippet, match=text):
+            old_and_new(wrong)
+
+
+def test_commands():
+    assert commands("$ make demo  # comment\n\n# only a comment\npip install \\\n  '.[cli]'\n") == [
+        ["make", "demo"],
+        ["pip", "install", ".[cli]"],
+    ]

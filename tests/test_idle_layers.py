@@ -82,3 +82,30 @@ def test_zero_on_one_rank_only_is_a_gradient_like_any_other(run_ranks):
         for gradients, matrix in zip(each["gradients"], expected, strict=True):
             assert matrix.any()
             assert relative_error(gradients[LAYER], matrix) < 3e-5
+
+
+def _recover_from_a_zero_direction(zero_rows: list[int]) -> tuple[float, bool]:
+    """(how far a gradient of rank 2 is from being recovered at once, whether Q has its directions back)."""
+    ddp = wrap({LAYER: SHAPES[LAYER]})
+    config = commhooks.PowerSGD(
+        matrix_approximation_rank=2, start_powerSGD_iter=0, min_compression_rate=1, use_error_feedback=False
+    )
+    hook = commhooks.attach(ddp, config)
+    backward(ddp, random_gradients({LAYER: SHAPES[LAYER]}, dist.get_rank(), 0))
+    assert hook._low_rank is not None
+    q = hook._low_rank._memory.q[LAYER]
+    for row in zero_rows:
+        q[row].zero_()
+    generator = torch.Generator().manual_seed(0)
+    n, m = SHAPES[LAYER]
+    gradient = torch.randn(n, 2, generator=generator) @ torch.randn(2, m, generator=generator)
+    error = relative_error(backward(ddp, {LAYER: gradient})[LAYER], gradient)
+    return error, bool(q.any(dim=1).all())
+
+
+@pytest.mark.parametrize("zero_rows", [[0], [1], [0, 1]])
+def test_a_direction_of_zeros_in_q_is_refilled(run_ranks, zero_rows):
+    """Without, P would get a random direction there instead of one of the gradient,."""
+    for error, restored in run_ranks(_recover_from_a_zero_direction, zero_rows):
+        assert error < 1e-5
+        assert restored

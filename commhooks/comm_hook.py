@@ -316,6 +316,9 @@ class CommHook:
 
     def _adopt(self, memory: Memory, start: int) -> None:
         assert self._low_rank is not None
+        if self._low_rank._registration is not None:
+            # Steps that an accelerator has not told of yet belong to the memory that ends here.
+            self._low_rank._registration.pipeline.settle()
         own = self._low_rank._memory
         own.step, own.nonfinite_steps, own.loss_scale = memory.step, memory.nonfinite_steps, memory.loss_scale
         own.q, own.residuals, own.residual_missing = memory.q, memory.residuals, memory.residual_missing

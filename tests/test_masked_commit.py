@@ -54,3 +54,19 @@ def test_masks_decide_as_the_host_does(run_ranks: Any) -> None:
     assert torch.equal(masked[0]["weights"], masked[1]["weights"])
     # Not bit for bit: where nobody may ask whether a direction is missing, every basis is orthonormalised twice.
     assert (masked[0]["weights"] - host[0]["weights"]).abs().max() < 1e-5
+
+
+def _rewind_with_open_verdicts() -> dict[str, Any]:
+    with mock.patch.object(arithmetic, "host_may_look", lambda device: False):
+        run = Run.new(hook_options=OPTIONS).train(4)
+        saved = run.save()
+        run.train(3)
+        registration = run.hook._low_rank._registration
+        unsettled = registration.pipeline._unsettled
+        return {"unsettled": unsettled[1], "step": run.load(saved).train(2).hook.stats()["step"]}
+
+
+def test_steps_that_nobody_asked_about_do_not_count_after_a_load(run_ranks: Any) -> None:
+    for result in run_ranks(_rewind_with_open_verdicts):
+        assert result["unsettled"] == 3
+        assert result["step"] == 4 + 2

@@ -14,6 +14,7 @@ from accelerate.utils import DDPCommunicationHookType
 from torch.nn.parallel import DistributedDataParallel
 
 from accelerate_commhooks.hooked_models import HookedModel, alive
+from accelerate_commhooks.saving import saved_hooks
 from commhooks import AttachError, CommHook, HookConfigError, PowerSGD
 from commhooks.attach import attach_spec, check_total_steps
 from commhooks.config import closest, resolve_start
@@ -106,6 +107,7 @@ class CommHookKwargs(DistributedDataParallelKwargs):
                 "DistributedDataParallel: there is nothing to attach a communication hook to"
             )
         accelerator.ddp_handler = self
+        saved_hooks(accelerator)
         return self
 
     # ---- what Accelerate calls ---------------------------------------------------------------------------------------
@@ -130,7 +132,12 @@ class CommHookKwargs(DistributedDataParallelKwargs):
         self._refuse_shared_state(spec)
         accelerator = _calling_accelerator(self)
         hook = attach_spec(model, spec, total_steps=self.total_steps, loss_scale=_loss_scale(accelerator))
-        self._hooked.append(HookedModel(model, hook))
+        hooked = HookedModel(model, hook)
+        self._hooked.append(hooked)
+        if accelerator is not None:
+            saved_hooks(accelerator).add(hooked)
+        else:
+            logger.warning("hook %r was not attached by an accelerator: no save_state saves its state.", hook.name)
 
     # ---- what Python calls -------------------------------------------------------------------------------------------
 

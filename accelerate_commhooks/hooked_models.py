@@ -13,11 +13,8 @@ class HookedModel:
 
     def __init__(self, ddp_model: DistributedDataParallel, hook: CommHook) -> None:
         self._ddp_model = weakref.ref(ddp_model)
+        self._module = weakref.ref(_not_compiled(ddp_model.module))
         self._hook = weakref.ref(hook)
-
-    @property
-    def ddp_model(self) -> DistributedDataParallel | None:
-        return self._ddp_model()
 
     @property
     def hook(self) -> CommHook | None:
@@ -28,11 +25,25 @@ class HookedModel:
         """Whether `model` is the DDP model, the module inside it, or a compiled form of one of them."""
         ddp_model = self._ddp_model()
         inner = _not_compiled(model)
-        return ddp_model is not None and (inner is ddp_model or inner is _not_compiled(ddp_model.module))
+        return ddp_model is not None and (inner is ddp_model or inner is self._module())
+
+    def same_module(self, other: "HookedModel") -> bool:
+        """Whether both are DDP models around the same module."""
+        return self._module() is not None and self._module() is other._module()
+
+    def is_inside(self, models: list[torch.nn.Module]) -> bool:
+        """Whether the module, wrapped or not, is among `models`. It may outlive the DDP model."""
+        module = self._module()
+        return module is not None and any(_unwrapped(each) is module for each in models)
 
 
 def alive(models: list[HookedModel]) -> list[HookedModel]:
     return [each for each in models if each.hook is not None]
+
+
+def _unwrapped(model: torch.nn.Module) -> torch.nn.Module:
+    inner = _not_compiled(model)
+    return _not_compiled(inner.module) if isinstance(inner, DistributedDataParallel) else inner
 
 
 def _not_compiled(model: torch.nn.Module) -> torch.nn.Module:

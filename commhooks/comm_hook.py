@@ -234,29 +234,32 @@ class CommHook:
         Raises:
             PayloadError: nothing was changed; the text lists what does not fit.
         """
+        self._prepare_load(saved, strict)()
+
+    # ---- saving and loading ------------------------------------------------------------------------------------------
+
+    def _prepare_load(self, saved: object, strict: bool | None = None) -> Callable[[], None]:
+        """Check all of `saved` and change nothing; the function that is returned takes it over."""
         strict = self._spec.strict if strict is None else strict
-        saved = payload.check_header(saved)
-        if saved["hook"] != self.name:
-            text = f"the saved state is of hook {saved['hook']!r}, this one is {self.name!r}"
+        content = payload.check_header(saved)
+        if content["hook"] != self.name:
+            text = f"the saved state is of hook {content['hook']!r}, this one is {self.name!r}"
             if strict:
                 raise PayloadError(
                     f"{text}. Attach the saved hook to continue with its memory, or load with strict=False to begin "
                     "this one with fresh memory"
                 )
             logger.warning("%s: it begins with fresh memory (strict=False)", text)
-            return
+            return lambda: None
         if self._low_rank is None:
-            self._load_user_state(saved)
-            return
-        memory = payload.read(saved, self._target(), strict=strict)
-        start = saved["options"].get("start_powerSGD_iter", self._low_rank.start_powerSGD_iter)
+            return lambda: self._load_user_state(content)
+        memory = payload.read(content, self._target(), strict=strict)
+        start = content["options"].get("start_powerSGD_iter", self._low_rank.start_powerSGD_iter)
         if not isinstance(start, int) or isinstance(start, bool) or start < 0:
             raise PayloadError(f"damaged hook state: options['start_powerSGD_iter'] is {start!r}")
         if not self._low_rank.use_error_feedback:
             memory.drop_residuals()
-        self._adopt(memory, start)
-
-    # ---- saving and loading ------------------------------------------------------------------------------------------
+        return lambda: self._adopt(memory, start)
 
     def _collect(
         self, memory: Memory, residual: str, gather: bool, joint: bool

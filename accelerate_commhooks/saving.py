@@ -1,0 +1,226 @@
+"""The hooks' part of `accelerator.save_state` and `load_state`.
+
+Accelerate calls the functions registered with `register_save_state_pre_hook` and `register_load_state_pre_hook` on
+every rank that saves or loads, before it writes or reads anything itself. Per model there is one shared file, which the
+main process writes, and one file per rank:
+
+    comm_hook.pt        comm_hook_rank0.pt      comm_hook_rank1.pt      the first model with a hook
+    comm_hook_1.pt      comm_hook_1_rank0.pt    comm_hook_1_rank1.pt    the second
+
+No rank waits for another, so saving on the main process alone is harmless. What is in the files is described in
+docs/checkpoint_format.md.
+"""
+
+import io
+import logging
+import os
+import weakref
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+
+from accelerate_commhooks.hooked_models import HookedModel
+from commhooks import CommHook, PayloadError, payload_parts
+
+logger = logging.getLogger(__name__)
+
+# One `SavedHooks` per accelerator, whichever handlers serve it, for as long as the accelerator lives.
+_SAVED_HOOKS: "weakref.WeakKeyDictionary[Accelerator, SavedHooks]" = weakref.WeakKeyDictionary()
+
+
+def saved_hooks(accelerator: Accelerator) -> "SavedHooks":
+    """What saves and loads the hooks of `accelerator`; registered with it at the first call."""
+    known = _SAVED_HOOKS.get(accelerator)
+    if known is None:
+        known = _SAVED_HOOKS[accelerator] = SavedHooks(accelerator)
+    return known
+
+
+class SavedHooks:
+    """The hooks of one accelerator's models, numbered in the order in which the models were prepared.
+
+    A model keeps its number when another one goes; `free_memory` starts anew, as it does for Accelerate's own files. A
+    module that is prepared a second time takes its number along: the hook of the DDP model made last is saved.
+    """
+
+    def __init__(self, accelerator: Accelerator) -> None:
+        self._accelerator = weakref.ref(accelerator)
+        self._models: list[HookedModel] = []
+        self._loaded_early: dict[int, dict[str, Any]] = {}
+        accelerator.register_save_state_pre_hook(self._save)
+        accelerator.register_load_state_pre_hook(self._load)
+
+    def add(self, model: HookedModel) -> None:
+        """A model has been prepared. It takes over what was loaded for it before."""
+        if self._freed():
+            self._models = []
+        number = next((i for i, known in enumerate(self._models) if known.same_module(model)), len(self._models))
+        self._models[number : number + 1] = [model]
+        early = self._loaded_early.pop(number, None)
+        if early is not None and model.hook is not None:
+            model.hook.load_state_dict(early)
+
+    # ---- what Accelerate calls ---------------------------------------------------------------------------------------
+
+    def _save(self, models: list[torch.nn.Module], weights: list[dict[str, Any]], output_dir: str) -> None:
+        accelerator = self._live_accelerator()
+        rank = accelerator.process_index
+        everywhere = accelerator.project_configuration.save_on_each_node
+        writes_shared = accelerator.is_local_main_process if everywhere else accelerator.is_main_process
+        for number, model in enumerate(self._models):
+            hook = model.hook
+            if hook is None:
+                continue
+            shared, own = payload_parts.split(_loadable(hook.state_dict()), rank)
+            own_path = _path(output_dir, number, rank)
+            if own is None:
+                own_path.unlink(missing_ok=True)  # of an earlier save in this folder
+            else:
+                _write(own, own_path, rank)
+            if writes_shared:
+                _write(shared, _path(output_dir, number), rank)
+
+    def _load(self, models: list[torch.nn.Module], input_dir: str) -> None:
+        # First check everything, then take it over: an error leaves all models as they were.
+        take_over: list[Callable[[], None]] = []
+        early: dict[int, dict[str, Any]] = {}
+        number = 0
+        while number < len(self._models) or _path(input_dir, number).exists():
+            hook = self._models[number].hook if number < len(self._models) else None
+            saved = self._read(input_dir, number, hook)
+            if saved is not None and hook is not None:
+                take_over.append(_checked(hook, saved, _path(input_dir, number)))
+            if saved is not None and (number >= len(self._models) or self._freed()):
+                early[number] = saved
+            number += 1
+        for each in take_over:
+            each()
+        self._loaded_early = early
+
+    # ---- helpers -----------------------------------------------------------------------------------------------------
+
+    def _read(self, folder: str, number: int, hook: CommHook | None) -> dict[str, Any] | None:
+        """The payload of the model with this number for this rank; None where the checkpoint has none."""
+        accelerator = self._live_accelerator()
+        rank, world_size = accelerator.process_index, accelerator.num_processes
+        path = _path(folder, number)
+        if not path.exists():
+            if _path(folder, number, rank).exists():
+                raise PayloadError(
+                    f"{path} is missing, though {_path(folder, number, rank).name} is there: the shared part of the "
+                    "communication hook's state is written by the main process. Copy it from there, or remove all "
+                    "comm_hook*.pt files to continue with fresh memory"
+                )
+            if hook is not None and accelerator.is_main_process:
+                logger.warning(
+                    "%s holds no state of a communication hook (%s): hook %r goes on with the memory that it has, "
+                    "which is none in a new run.",
+                    folder,
+                    path.name,
+                    hook.name,
+                )
+            return None
+        try:
+            shared = payload_parts.check_shared(torch.load(path, map_location="cpu", weights_only=True))
+        except PayloadError as error:
+            raise PayloadError(f"{path}: {error}") from error
+        except Exception as error:  # torch.load raises half a dozen kinds for a file that is cut off or foreign
+            raise PayloadError(
+                f"{path} cannot be read ({type(error).__name__}: {_first_line(error)}). Load another checkpoint, or "
+                "remove the comm_hook*.pt files to continue with fresh memory"
+            ) from error
+        needed = payload_parts.ranks_needed(shared, rank, world_size)
+        if shared.get("hook_state") is not None and not needed and accelerator.is_main_process:
+            logger.warning(
+                "the state of hook %r was saved by %s ranks, now there are %s: every rank gets the state of rank 0.",
+                shared["hook"],
+                shared["world_size"],
+                world_size,
+            )
+        parts = self._parts(folder, number, shared, needed)
+        return payload_parts.merge(shared, parts, rank, world_size)
+
+    def _parts(
+        self, folder: str, number: int, shared: dict[str, Any], ranks: list[int]
+    ) -> Iterator[dict[str, Any] | None]:
+        """The parts of `ranks`, one at a time; None and a warning for one that cannot be used.
+
+        Never an error: the other ranks cannot know of it. What is missing here is told them before the next backward.
+        """
+        for rank in ranks:
+            path = _path(folder, number, rank)
+            part: Any = None
+            try:
+                part = torch.load(path, map_location="cpu", weights_only=True)
+                problem = payload_parts.problem_of_part(shared, part, rank)
+            except FileNotFoundError:
+                problem = "is missing"
+            except Exception as error:  # as above
+                problem = f"cannot be read ({type(error).__name__}: {_first_line(error)})"
+            if problem is not None:
+                logger.warning("%s %s: it counts as missing.", path, problem)
+            yield part if problem is None else None
+
+    def _freed(self) -> bool:
+        """Whether the accelerator has let go of all models since they were prepared.
+
+        Accelerate 1.15 tells nobody about `free_memory`. Its list of models, which save hooks get too, has no public
+        name; load hooks get a copy, which others may have emptied.
+        """
+        prepared = self._live_accelerator()._models
+        return not any(known.is_inside(prepared) for known in self._models)
+
+    def _live_accelerator(self) -> Accelerator:
+        accelerator = self._accelerator()
+        assert accelerator is not None  # it is what calls
+        return accelerator
+
+
+def _path(folder: str, number: int, rank: int | None = None) -> Path:
+    model = f"_{number}" if number else ""
+    return Path(folder) / (f"comm_hook{model}.pt" if rank is None else f"comm_hook{model}_rank{rank}.pt")
+
+
+def _write(content: dict[str, Any], path: Path, rank: int) -> None:
+    """So that whoever reads finds the old file or the new one, and never a part of it."""
+    temporary = path.with_name(f".{path.name}.{rank}.tmp")
+    try:
+        torch.save(content, temporary)
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def _loadable(saved: dict[str, Any]) -> dict[str, Any]:
+    """`saved`, without the state of a user's own hook if `torch.load(weights_only=True)` would refuse to read it."""
+    if saved.get("hook_state") is None:
+        return saved
+    file = io.BytesIO()
+    try:
+        torch.save(saved["hook_state"], file)
+        file.seek(0)
+        torch.load(file, map_location="cpu", weights_only=True)
+    except Exception as error:  # whatever pickling the user's objects raises
+        logger.warning(
+            "the state of hook %r is not saved: what its state_dict() returns holds more than tensors and plain types "
+            "(%s: %s)",
+            saved["hook"],
+            type(error).__name__,
+            _first_line(error),
+        )
+        return saved | {"hook_state": None}
+    return saved
+
+
+def _checked(hook: CommHook, saved: dict[str, Any], path: Path) -> Callable[[], None]:
+    try:
+        return hook._prepare_load(saved)
+    except PayloadError as error:
+        raise PayloadError(f"{path}: {error}") from error
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [""])[0]

@@ -2,9 +2,10 @@
 
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
-from models import all_finite, mlp
+from models import SHAPES, Gradients, all_finite, backward, mlp, random_gradients, worst_error, wrap
 from torch.nn.parallel import DistributedDataParallel
 
 import commhooks
@@ -44,3 +45,26 @@ def test_scaled_gradients_stay_finite_and_train(run_ranks):
         assert each["largest"] > 4 * FP16_MAX, "the case is about numbers that fp16 cannot hold"
         assert each["stats"]["bytes_sent"] < each["stats"]["bytes_uncompressed"] / 6
         assert sum(each["losses"][-20:]) < 0.7 * sum(each["losses"][:20])
+
+
+def _prescribed(scale: float, wrapper: str | None) -> list[Gradients]:
+    ddp = wrap(SHAPES)
+    config = commhooks.PowerSGD(matrix_approximation_rank=2, start_powerSGD_iter=0, min_compression_rate=1)
+    commhooks.attach(ddp, config, wrapper=wrapper)
+    gradients = []
+    for step in range(5):
+        scaled = {name: g * scale for name, g in random_gradients(SHAPES, dist.get_rank(), step).items()}
+        gradients.append({name: g / scale for name, g in backward(ddp, scaled).items()})
+    return gradients
+
+
+def _two_scales(scale: float) -> tuple[list[Gradients], list[Gradients]]:
+    return _prescribed(scale, "fp16"), _prescribed(1.0, None)
+
+
+@pytest.mark.parametrize("scale", [1e-3, 300.0])
+def test_what_travels_grows_with_the_gradient_not_with_its_square(run_ranks, scale):
+    """P and Q of gradients of this size fit into fp16; their squares would be clamped, or rounded to zero."""
+    for fp16, float32 in run_ranks(_two_scales, scale):
+        for got, expected in zip(fp16, float32, strict=True):
+            assert worst_error(got, expected) < 0.02

@@ -90,3 +90,14 @@ def test_every_case(run_ranks, dtype, wrapper):
             assert each["residuals"] == (4 if case.error_feedback else 0), case
             assert len(each["lost"]) == (4 * COMPRESSED_STEPS if case.error_feedback else 0)
             assert all(lost <= LOST[wire] for lost in each["lost"]), (case, max(each["lost"]))
+
+
+def _lost_on_one_rank(wrapper: str) -> list[float]:
+    return [lost for case in CASES if case.error_feedback for lost in _run(case, torch.float32, wrapper)["lost"]]
+
+
+@pytest.mark.parametrize("wrapper", ["fp16", "bf16"])
+def test_rounding_for_the_wire_is_fed_back(run_ranks, wrapper):
+    """What the ranks lose above is rounding in the reduction. On one rank there is none, so nothing may be lost."""
+    [lost] = run_ranks(_lost_on_one_rank, wrapper, world_size=1)
+    assert max(lost) <= LOST[torch.float32]

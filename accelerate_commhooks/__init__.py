@@ -3,10 +3,12 @@
 Accelerator(kwargs_handlers=[CommHookKwargs(hook="powerSGD")])
 """
 
-from importlib.util import find_spec
-
-if find_spec("accelerate") is None:
-    raise ImportError('accelerate_commhooks needs Accelerate: pip install "commhooks[accelerate]"')
+try:
+    import accelerate  # noqa: F401
+except ModuleNotFoundError as error:
+    if error.name != "accelerate":
+        raise
+    raise ImportError('accelerate_commhooks needs Accelerate: pip install "commhooks[accelerate]"') from error
 
 from accelerate_commhooks.handler import CommHookKwargs
 

@@ -6,10 +6,12 @@ Importing this package registers the strategy names "ddp_powersgd", "ddp_batched
 "ddp_bf16_compress" with Lightning; it has no other side effect.
 """
 
-from importlib.util import find_spec
-
-if find_spec("lightning") is None:
-    raise ImportError('lightning_commhooks needs Lightning: pip install "commhooks[lightning]"')
+try:
+    import lightning  # noqa: F401
+except ModuleNotFoundError as error:
+    if error.name != "lightning":
+        raise
+    raise ImportError('lightning_commhooks needs Lightning: pip install "commhooks[lightning]"') from error
 
 from lightning_commhooks.checkpoint import CommHookCheckpoint
 from lightning_commhooks.registry import register_strategy_names

@@ -3,31 +3,48 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import torch
 import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState
+from training import SEVERAL_BUCKETS_MB, batch, flat, make_model
+
+from accelerate_commhooks import CommHookKwargs
+
+OPTIONS = {"matrix_approximation_rank": 2, "start_powerSGD_iter": 3}
+# The resumed run is set up wrongly on purpose, so that loading must do the work.
+WRONG = {"matrix_approximation_rank": 2, "start_powerSGD_iter": 900}
 
 
 @contextlib.contextmanager
-def accelerate_launched() -> Iterator[None]:
+def accelerate_launched(none: bool = False, **changes: str) -> Iterator[None]:
     """As if `accelerate launch` had started this worker: real ranks of the pool's process group, on the CPU.
 
-    Accelerate 1.15 keeps what it found out in the process; `_reset_state` is what its own tests use to start anew.
+    `changes` are to the variables of the launcher; `none`: as if there were no launcher. Accelerate 1.15 keeps what it
+    found out in the process; `_reset_state` is what its own tests use to start anew.
     """
-    environ = {
-        "ACCELERATE_USE_CPU": "true",
-        "RANK": str(dist.get_rank()),
-        "LOCAL_RANK": str(dist.get_rank()),
-        "WORLD_SIZE": str(dist.get_world_size()),
-        "LOCAL_WORLD_SIZE": str(dist.get_world_size()),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": "1",  # nobody listens there: the process group exists already
-    }
+    environ = (
+        {}
+        if none
+        else {
+            "ACCELERATE_USE_CPU": "true",
+            "RANK": str(dist.get_rank()),
+            "LOCAL_RANK": str(dist.get_rank()),
+            "WORLD_SIZE": str(dist.get_world_size()),
+            "LOCAL_WORLD_SIZE": str(dist.get_world_size()),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": "1",  # nobody listens there: the process group exists already
+        }
+        | changes
+    )
     with mock.patch.dict(os.environ, environ):
         try:
             yield
@@ -36,9 +53,100 @@ def accelerate_launched() -> Iterator[None]:
             GradientState._reset_state()
 
 
+def launched(work: Callable[..., Any]) -> Callable[..., Any]:
+    """Decorator of what workers run: inside `accelerate_launched`."""
+
+    @functools.wraps(work)
+    def inside(*args: Any, **kwargs: Any) -> Any:
+        with accelerate_launched():
+            return work(*args, **kwargs)
+
+    return inside
+
+
 def new_accelerator(*handlers: Any, **kwargs: Any) -> Accelerator:
     """An accelerator that really is one of several ranks on the CPU."""
     accelerator = Accelerator(kwargs_handlers=list(handlers), **kwargs)
-    assert accelerator.distributed_type.value == ("MULTI_CPU" if dist.get_world_size() > 1 else "NO")
+    assert accelerator.distributed_type.value == "MULTI_CPU"
     assert accelerator.num_processes == dist.get_world_size()
     return accelerator
+
+
+def power_sgd(options: dict[str, Any] = OPTIONS, **kwargs: Any) -> CommHookKwargs:
+    kwargs = {"hook": "powerSGD", "hook_options": options, "bucket_cap_mb": SEVERAL_BUCKETS_MB} | kwargs
+    return CommHookKwargs(**kwargs)
+
+
+class Training:
+    """An accelerator with one model and its optimizer on this rank."""
+
+    def __init__(
+        self, handler: Any = None, *, accelerator: Accelerator | None = None, scale: float | None = None, **kwargs: Any
+    ) -> None:
+        self.handler = power_sgd() if handler is None else handler
+        self.accelerator = accelerator or new_accelerator(self.handler, **kwargs)
+        if scale is not None:  # as with mixed_precision="fp16", which is off on the CPU
+            self.accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=scale, growth_interval=3)
+        model = make_model()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+        self.model, self.optimizer = self.accelerator.prepare(model, optimizer)
+        self.step = 0
+
+    @classmethod
+    def resumed(cls, folder: Any, step: int, handler: Any = None, **kwargs: Any) -> Training:
+        """A new one with other weights and other options, which then loads."""
+        new = cls(power_sgd(WRONG) if handler is None else handler, **kwargs)
+        with torch.no_grad():
+            for parameter in new.model.parameters():
+                parameter.add_(1)
+        return new.load(folder, step)
+
+    def train(self, steps: int) -> Training:
+        for _ in range(steps):
+            images, labels = batch(self.step, self.accelerator.process_index)
+            self.optimizer.zero_grad()
+            self.accelerator.backward(torch.nn.functional.cross_entropy(self.model(images), labels))
+            self.optimizer.step()
+            self.step += 1
+        return self
+
+    def save(self, folder: Any = None) -> Training:
+        self.accelerator.save_state(None if folder is None else str(folder))
+        self.accelerator.wait_for_everyone()  # Accelerate has no barrier at the end of save_state
+        return self
+
+    def load(self, folder: Any, step: int) -> Training:
+        self.accelerator.load_state(None if folder is None else str(folder))
+        self.step = step
+        return self
+
+    @property
+    def hook(self) -> Any:
+        return self.handler.attached
+
+    def weights(self) -> torch.Tensor:
+        return flat(self.model.parameters())
+
+
+class Warnings(logging.Handler):
+    """The warnings of commhooks and its plugin, for as long as it is used as a context."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.texts: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.texts.append(record.getMessage())
+
+    def __enter__(self) -> list[str]:
+        for name in ("commhooks", "accelerate_commhooks"):
+            logging.getLogger(name).addHandler(self)
+        return self.texts
+
+    def __exit__(self, *error: object) -> None:
+        for name in ("commhooks", "accelerate_commhooks"):
+            logging.getLogger(name).removeHandler(self)
+
+
+def hook_files(folder: Any) -> list[str]:
+    return sorted(path.name for path in Path(folder).iterdir() if "comm_hook" in path.name)

@@ -103,13 +103,18 @@ def test_core_imports_without_the_frameworks(installed):
     assert done.returncode == 0, done.stderr
 
 
-def test_plugin_without_its_framework_says_what_to_install(installed):
+@pytest.mark.parametrize(
+    ("plugin", "sentence"),
+    [
+        ("lightning_commhooks", 'lightning_commhooks needs Lightning: pip install "commhooks[lightning]"'),
+        ("accelerate_commhooks", 'accelerate_commhooks needs Accelerate: pip install "commhooks[accelerate]"'),
+    ],
+)
+def test_plugin_without_its_framework_says_what_to_install(installed, plugin, sentence):
     """Proves too that the test above can fail: under the same blocker an import that needs a framework does."""
-    done = _python(installed, BLOCK_FRAMEWORKS + "import lightning_commhooks")
+    done = _python(installed, BLOCK_FRAMEWORKS + f"import {plugin}")
     assert done.returncode == 1
-    last_line = done.stderr.strip().splitlines()[-1]
-    assert last_line.startswith("ImportError: ")
-    assert 'pip install "commhooks[lightning]"' in last_line
+    assert done.stderr.strip().splitlines()[-1] == f"ImportError: {sentence}"
 
 
 def test_core_import_is_light(installed):

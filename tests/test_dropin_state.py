@@ -55,9 +55,18 @@ def test_pickling_leaves_the_process_group_out(run_ranks):
     run_ranks(excluded_group)
 
 
-def trained_state(start: int, one_bucket: bool) -> tuple[bytes, dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+# DDP options under which the same parameters lie in one bucket, in several, in several from the first pass on.
+LAYOUTS = {
+    "one bucket": {"bucket_cap_mb": 25},
+    "several buckets": {},
+    "several at once": {"find_unused_parameters": True},
+}
+Weights = dict[str, torch.Tensor]
+
+
+def trained_state(start: int, layout: str) -> tuple[bytes, Weights, Weights]:
     """Four steps; the pickled state and the weights then; and the weights four steps later."""
-    ddp = wrap(mlp(), bucket_cap_mb=25) if one_bucket else wrap(mlp())
+    ddp = wrap(mlp(), **LAYOUTS[layout])
     state = commhooks.PowerSGDState(None, matrix_approximation_rank=2, start_powerSGD_iter=start)
     ddp.register_comm_hook(state, commhooks.powerSGD_hook)
     train(ddp, 4)
@@ -66,29 +75,35 @@ def trained_state(start: int, one_bucket: bool) -> tuple[bytes, dict[str, torch.
     return saved, then, weights(ddp.module)
 
 
-def resumed_weights(saved: list[bytes], then: dict[str, torch.Tensor], one_bucket: bool) -> dict[str, torch.Tensor]:
-    """The other four steps in a new process, without a process group at loading time."""
+def resumed_weights(saved: list[bytes], then: Weights, layout: str) -> Weights:
+    """The other four steps, by another DDP with other initial weights."""
     state = _unpickled(saved[dist.get_rank()])
     module = mlp(seed=99)
     module.load_state_dict(then)
-    ddp = wrap(module, bucket_cap_mb=25) if one_bucket else wrap(module)
+    ddp = wrap(module, **LAYOUTS[layout])
     ddp.register_comm_hook(state, commhooks.powerSGD_hook)
     train(ddp, 4, first_step=4)
     assert state.iter == 8 and replicas_equal(ddp)
     return weights(ddp.module)
 
 
-@pytest.mark.parametrize("one_bucket", [False, True], ids=["several buckets", "one bucket"])
+@pytest.mark.parametrize(
+    "before, after",
+    [(layout, layout) for layout in LAYOUTS] + [("one bucket", "several at once"), ("several at once", "one bucket")],
+)
 @pytest.mark.parametrize("start", [0, 2])
-def test_each_rank_with_its_own_state_resumes_bit_equal(run_ranks, start, one_bucket):
-    trained = run_ranks(trained_state, start, one_bucket)
-    resumed = run_ranks(resumed_weights, [saved for saved, _, _ in trained], trained[0][1], one_bucket)
+def test_each_rank_with_its_own_state_resumes_bit_equal(run_ranks, start, before, after):
+    trained = run_ranks(trained_state, start, before)
+    resumed = run_ranks(resumed_weights, [saved for saved, _, _ in trained], trained[0][1], after)
     for name, expected in trained[0][2].items():
         assert torch.equal(resumed[0][name], expected), name
 
 
-def one_state_for_all(saved: bytes, then: dict[str, torch.Tensor]) -> list[str]:
+def one_state_for_all(saved: bytes, then: Weights, without_residual: bool) -> tuple[list[str], Weights]:
     state = _unpickled(saved)
+    assert state._memory.residuals
+    if without_residual:
+        state._memory.residuals.clear()
     module = mlp(seed=99)
     module.load_state_dict(then)
     ddp = wrap(module)
@@ -96,14 +111,18 @@ def one_state_for_all(saved: bytes, then: dict[str, torch.Tensor]) -> list[str]:
     with log_lines("commhooks.registration") as lines:
         train(ddp, 3, first_step=4)
     assert state.iter == 7 and replicas_equal(ddp)
-    return lines
+    return lines, weights(ddp.module)
 
 
 def test_rank_0s_state_on_every_rank_drops_the_residual_of_all(run_ranks):
-    saved, then, _ = run_ranks(trained_state, 0, False)[0]
-    on_0, on_1 = run_ranks(one_state_for_all, saved, then)
+    saved, then, _ = run_ranks(trained_state, 0, "several buckets")[0]
+    (on_0, found), (on_1, _) = run_ranks(one_state_for_all, saved, then, False)
     assert len([line for line in on_0 if "all ranks start from residuals of zero" in line]) == 1
     assert not [line for line in on_1 if "residual" in line]
+    (silent, expected), _ = run_ranks(one_state_for_all, saved, then, True)
+    assert not [line for line in silent if "residual" in line]
+    for name, weight in expected.items():
+        assert torch.equal(found[name], weight), name
 
 
 def group_set_after_loading() -> dict[str, torch.Tensor]:

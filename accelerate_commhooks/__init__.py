@@ -1,6 +1,8 @@
-"""commhooks for Hugging Face Accelerate: a communication hook that `save_state` and `load_state` carry along.
+"""commhooks for Hugging Face Accelerate: a handler of DDP arguments that brings a communication hook along.
 
-Accelerator(kwargs_handlers=[CommHookKwargs(hook="powerSGD")])
+    Accelerator(kwargs_handlers=[CommHookKwargs(hook="powerSGD")])
+
+`save_state` and `load_state` carry the hook's memory; nothing else has to be called.
 """
 
 try:

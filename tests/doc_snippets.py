@@ -10,12 +10,14 @@ A fence that needs more than `import torch` names what it needs in a comment abo
 
     <!-- snippet: ddp -->         `model`, `optimizer` and `batches`, in a process group
     <!-- snippet: attached -->    the same, and `ddp_model` with its `hook`, three steps old
+    <!-- snippet: accelerate -->  as for `ddp`, and `train_loader`; in processes as `accelerate launch` starts them
     <!-- snippet: continued -->   whatever the snippet above it left
     <!-- snippet: lightning -->   `model` and `train_loader`; the snippet is a script of its own, started from a shell
 """
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import linecache
 import os
@@ -83,7 +85,7 @@ def find_snippets(page: str, markdown: str) -> list[Snippet]:
             raise WrongSnippet(f"{where}: the fence is never closed")
         if opening[3] not in LANGUAGES:
             raise WrongSnippet(f"{where}: language {opening[3]!r}; expected one of {', '.join(LANGUAGES)}")
-        if needs not in ("", "ddp", "attached", "continued", "lightning"):
+        if needs not in ("", "ddp", "attached", "accelerate", "continued", "lightning"):
             raise WrongSnippet(f"{where}: unknown comment 'snippet: {needs}'")
         text = textwrap.dedent("\n".join(lines[number + 1 : end])) + "\n"
         above = snippets[-1] if needs == "continued" and snippets else None
@@ -151,6 +153,7 @@ import torch.distributed as dist
 model = torch.nn.Sequential(torch.nn.Linear(64, 32), torch.nn.ReLU(), torch.nn.Linear(32, 8))
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 batches = [torch.randn(4, 64, generator=torch.Generator().manual_seed(i)) for i in range(3)]
+train_loader = torch.utils.data.DataLoader(torch.cat(batches), batch_size=2)
 """
 _ATTACHED = """
 import commhooks
@@ -168,18 +171,33 @@ if "hook" in globals():
 """
 
 
+_ACCELERATE_STEPS = """
+for batch in batches:
+    accelerator.backward(model(batch).sum())
+    optimizer.step()
+    optimizer.zero_grad()
+if hasattr(accelerator.ddp_handler, "attached"):
+    assert accelerator.ddp_handler.attached.stats()["backward_passes"] >= len(batches), "the hook was not called"
+"""
+
+
 def _execute(chain: list[tuple[str, str]], needs: str, folder: str) -> None:
     """On every rank: what the snippets need, the snippets, and three training steps if there is a DDP model.
 
     `chain` holds where each snippet stands and its text.
     """
     namespace: dict[str, Any] = {"__name__": "__main__"}
-    exec(_DDP if needs in ("ddp", "attached") else "import torch", namespace)
+    exec(_DDP if needs in ("ddp", "attached", "accelerate") else "import torch", namespace)
     if needs == "attached":
         exec(_ATTACHED + _STEPS, namespace)
     before = os.getcwd()
     os.chdir(folder)
-    try:
+    with contextlib.ExitStack() as undo:
+        undo.callback(os.chdir, before)
+        if needs == "accelerate":
+            from accelerators import accelerate_launched
+
+            undo.enter_context(accelerate_launched())
         for name, text in chain:
             linecache.cache[name] = (len(text), None, text.splitlines(keepends=True), name)  # for tracebacks
             exec(compile(text, name, "exec"), namespace)
@@ -190,8 +208,8 @@ def _execute(chain: list[tuple[str, str]], needs: str, folder: str) -> None:
                 everywhere = [torch.empty_like(parameter) for _ in range(dist.get_world_size())]
                 dist.all_gather(everywhere, parameter.detach())
                 assert all(torch.equal(parameter, other) for other in everywhere), "the replicas differ"
-    finally:
-        os.chdir(before)
+        if needs == "accelerate":
+            exec(_ACCELERATE_STEPS, namespace)
 
 
 _LIGHTNING = """

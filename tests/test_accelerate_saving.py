@@ -107,6 +107,7 @@ def test_without_our_files_the_resumed_run_differs(run_ranks: Any, tmp_path: Pat
 
 
 def test_drop_saves_no_residual(run_ranks: Any, tmp_path: Path) -> None:
+    run_ranks(_train_and_save, str(tmp_path))  # whose files of ranks go when the same folder is saved to
     run_ranks(_train_and_save, str(tmp_path), save_residual="drop")
     assert hook_files(tmp_path) == BOTH[:1]
     for result in run_ranks(_resume, str(tmp_path)):

@@ -9,8 +9,8 @@ from models import EVERY_PARAMETER, SHAPES, Gradients, all_finite, backward, ran
 import commhooks
 
 STEPS = 12
-# As a GradScaler does it: half the scale after an overflow (step 6, on rank 1), twice the scale now and then.
-SCALES = [1.0, 1.0, 2.0**16, 2.0**16, 2.0**17, 2.0**17, 2.0**17, 2.0**16, 2.0**16, 2.0**-3, 2.0**-3, 1.0]
+# As a GradScaler does it: twice the scale now and then, half of it after an overflow (step 6, on rank 1).
+SCALES = [1.0, 1.0, 2.0**16, 2.0**16, 2.0**17, 2.0**17, 2.0**18, 2.0**17, 2.0**16, 2.0**-3, 2.0**-3, 1.0]
 OVERFLOW = 6
 
 
@@ -36,7 +36,7 @@ def _with_and_without(cap: float, quiet: int | None) -> Any:
     return _run(SCALES, cap, quiet), _run([1.0] * STEPS, cap, quiet)
 
 
-@pytest.mark.parametrize("quiet", [None, 4, 7])  # steps at which the scale changes
+@pytest.mark.parametrize("quiet", [None, 4, 8])  # steps at which the scale changes
 @pytest.mark.parametrize("cap", [25, EVERY_PARAMETER])
 def test_a_changing_scale_changes_nothing(run_ranks, cap, quiet):
     for (scaled, stats), (expected, _) in run_ranks(_with_and_without, cap, quiet):

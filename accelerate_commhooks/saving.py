@@ -63,42 +63,59 @@ class SavedHooks:
         if early is not None and model.hook is not None:
             model.hook.load_state_dict(early)
 
-    # ---- what Accelerate calls ---------------------------------------------------------------------------------------
+    def save(self, folder: str, *, writes_shared: bool) -> None:
+        """Write this rank's files into an existing folder, and the shared ones where `writes_shared`.
 
-    def _save(self, models: list[torch.nn.Module], weights: list[dict[str, Any]], output_dir: str) -> None:
-        accelerator = self._live_accelerator()
-        rank = accelerator.process_index
-        everywhere = accelerator.project_configuration.save_on_each_node
-        writes_shared = accelerator.is_local_main_process if everywhere else accelerator.is_main_process
+        No rank waits for another, unless a hook has `save_residual="mean"`: then all of them must call.
+        """
+        rank = self._live_accelerator().process_index
         for number, model in enumerate(self._models):
             hook = model.hook
             if hook is None:
                 continue
             shared, own = payload_parts.split(_loadable(hook.state_dict()), rank)
-            own_path = _path(output_dir, number, rank)
+            own_path = _path(folder, number, rank)
             if own is None:
                 own_path.unlink(missing_ok=True)  # of an earlier save in this folder
             else:
                 _write(own, own_path, rank)
             if writes_shared:
-                _write(shared, _path(output_dir, number), rank)
+                _write(shared, _path(folder, number), rank)
 
-    def _load(self, models: list[torch.nn.Module], input_dir: str) -> None:
+    def load(self, folder: str) -> None:
+        """Take over what `save` wrote; for models that are not prepared yet, when they are. All ranks must call.
+
+        Raises:
+            PayloadError: nothing was changed.
+        """
         # First check everything, then take it over: an error leaves all models as they were.
         take_over: list[Callable[[], None]] = []
         early: dict[int, dict[str, Any]] = {}
         number = 0
-        while number < len(self._models) or _path(input_dir, number).exists():
+        while number < len(self._models) or _path(folder, number).exists():
             hook = self._models[number].hook if number < len(self._models) else None
-            saved = self._read(input_dir, number, hook)
+            saved = self._read(folder, number, hook)
             if saved is not None and hook is not None:
-                take_over.append(_checked(hook, saved, _path(input_dir, number)))
+                take_over.append(_checked(hook, saved, _path(folder, number)))
             if saved is not None and (number >= len(self._models) or self._freed()):
                 early[number] = saved
             number += 1
         for each in take_over:
             each()
         self._loaded_early = early
+
+    # ---- what Accelerate calls ---------------------------------------------------------------------------------------
+
+    def _save(self, models: list[torch.nn.Module], weights: list[dict[str, Any]], output_dir: str) -> None:
+        accelerator = self._live_accelerator()
+        everywhere = accelerator.project_configuration.save_on_each_node
+        self.save(
+            output_dir,
+            writes_shared=accelerator.is_local_main_process if everywhere else accelerator.is_main_process,
+        )
+
+    def _load(self, models: list[torch.nn.Module], input_dir: str) -> None:
+        self.load(input_dir)
 
     # ---- helpers -----------------------------------------------------------------------------------------------------
 

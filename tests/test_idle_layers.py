@@ -71,7 +71,7 @@ def test_memory_waits_and_the_layer_trains_again(run_ranks, quiet, cap, wrapper)
                 assert not gradients[LAYER].any()
                 assert bits_equal(before, after)
             else:
-                tolerance = {None: 3e-5, "fp16": 2e-2, "bf16": 1e-1}[wrapper]
+                tolerance = {None: 1e-4, "fp16": 2e-2, "bf16": 1e-1}[wrapper]
                 assert relative_error(gradients[LAYER], expected[step]) < tolerance, step
     assert all(map(bits_equal, ranks[0]["gradients"], ranks[1]["gradients"]))
 
@@ -81,7 +81,7 @@ def test_zero_on_one_rank_only_is_a_gradient_like_any_other(run_ranks):
     for each in run_ranks(_run, QUIET, None, 25, on_rank=1):
         for gradients, matrix in zip(each["gradients"], expected, strict=True):
             assert matrix.any()
-            assert relative_error(gradients[LAYER], matrix) < 3e-5
+            assert relative_error(gradients[LAYER], matrix) < 1e-4
 
 
 def _recover_from_a_zero_direction(zero_rows: list[int]) -> tuple[float, bool]:

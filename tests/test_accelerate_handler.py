@@ -5,17 +5,20 @@ from __future__ import annotations
 import copy
 import dataclasses
 import gc
+import os
 import pickle
 import weakref
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from accelerate import Accelerator, DistributedDataParallelKwargs, DistributedType
-from accelerate.state import AcceleratorState, GradientState
+from accelerate.state import AcceleratorState, GradientState, PartialState
 from accelerate.utils import DDPCommunicationHookType, TorchDynamoPlugin
-from accelerators import OPTIONS, Training, Warnings, launched, new_accelerator, power_sgd
+from accelerators import OPTIONS, Training, Warnings, hook_files, launched, new_accelerator, power_sgd
 from training import batch, make_model, residuals
 
 import commhooks
@@ -174,6 +177,37 @@ def test_the_hook_acts_in_the_stock_accelerator(run_ranks: Any) -> None:
 @launched
 def _plain() -> torch.Tensor:
     return Training(DistributedDataParallelKwargs()).train(6).weights()
+
+
+@launched
+def _several_gpus(folder: str) -> dict[str, Any]:
+    """The path that Accelerate takes with several GPUs, on CPU tensors: it wraps and calls the handler elsewhere."""
+    with mock.patch.dict(os.environ, {"ACCELERATE_BYPASS_DEVICE_MAP": "true"}):  # or DDP is given the number of a GPU
+        handler = power_sgd()
+        accelerator = new_accelerator(handler)
+        accelerator.state.distributed_type = PartialState().distributed_type = DistributedType.MULTI_GPU
+        run = Training(handler, accelerator=accelerator).train(5).save(folder)
+        frozen = accelerator.prepare(make_model().requires_grad_(False))
+        weights = run.train(2).weights()
+        accelerator._models.pop()
+        assert accelerator.distributed_type == DistributedType.MULTI_GPU
+        # Accelerate loads weights to the device "cpu:0", which safetensors does not know.
+        accelerator.state.distributed_type = PartialState().distributed_type = DistributedType.MULTI_CPU
+        again = run.load(folder, 5).train(2).weights()
+    return {
+        "stats": run.hook.stats(),
+        "attached": [handler.is_attached(model) for model in (run.model, frozen)],
+        "equal": torch.equal(weights, again),
+        "files": hook_files(folder),
+    }
+
+
+def test_the_path_of_several_gpus(run_ranks: Any, tmp_path: Path) -> None:
+    for result in run_ranks(_several_gpus, str(tmp_path)):
+        assert result["stats"]["step"] == 7 and result["stats"]["compressed_steps"] == 6
+        assert result["attached"] == [True, False]
+        assert result["equal"]
+        assert result["files"] == ["comm_hook.pt", "comm_hook_rank0.pt", "comm_hook_rank1.pt"]
 
 
 STOCK = {

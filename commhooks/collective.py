@@ -21,24 +21,47 @@ def resolve_group(process_group: dist.ProcessGroup | None) -> dist.ProcessGroup:
 class Pending:
     """An all-reduce (sum, in place) on its way."""
 
-    __slots__ = ("tensor", "_work")
+    __slots__ = ("tensor", "_work", "_what", "_group")
 
-    def __init__(self, tensor: torch.Tensor, work: dist.Work) -> None:
+    def __init__(self, tensor: torch.Tensor, work: dist.Work, what: str, group: dist.ProcessGroup) -> None:
         self.tensor = tensor
         self._work = work
+        self._what = what
+        self._group = group
 
     def wait(self) -> torch.Tensor:
-        """The reduced tensor. On CUDA the current stream waits, not the host."""
-        self._work.wait()
+        """The reduced tensor. On CUDA the current stream waits, not the host.
+
+        Raises:
+            HookRunError: another rank is gone, or did not come within the process group's timeout.
+        """
+        try:
+            self._work.wait()
+        except RuntimeError as error:
+            raise _lost(self._what, self._group, error) from error
         return self.tensor
 
 
-def start_all_reduce(tensor: torch.Tensor, group: dist.ProcessGroup, stats: Stats) -> Pending:
-    """Begin to sum `tensor` over the ranks of `group` in place. All ranks must call this in the same order."""
-    work = dist.all_reduce(tensor, group=group, async_op=True)
+def start_all_reduce(tensor: torch.Tensor, group: dist.ProcessGroup, stats: Stats, what: str) -> Pending:
+    """Begin to sum `tensor` over the ranks of `group` in place. All ranks must call this in the same order.
+
+    `what` says in messages and in `stats.last_issued` what is being sent.
+    """
+    stats.last_issued = what
+    try:
+        work = dist.all_reduce(tensor, group=group, async_op=True)
+    except RuntimeError as error:
+        raise _lost(what, group, error) from error
     numel = tensor._values().numel() if tensor.is_sparse else tensor.numel()
     stats.sent(numel, tensor.element_size())
-    return Pending(tensor, work)
+    return Pending(tensor, work, what, group)
+
+
+def _lost(what: str, group: dist.ProcessGroup, error: RuntimeError) -> HookRunError:
+    return HookRunError(
+        f"rank {group.rank()} of {group.size()}: the all-reduce of {what} failed. Another rank has probably ended, "
+        f"hangs, or sends something else; look at the output of the other ranks. The backend says: {error}"
+    )
 
 
 def new_future(device: torch.device) -> torch.futures.Future[torch.Tensor]:

@@ -1,5 +1,6 @@
 """`CommHook`: a hook that is attached to a DDP model, and the user's handle on it."""
 
+import contextlib
 import dataclasses
 import logging
 import sys
@@ -68,6 +69,7 @@ class CommHook:
         self._wire_itemsize = wire_itemsize
         self._joint_save: tuple[int, JointSave] | None = None
         self._announced = False
+        self._passes_before = 0
         # Buckets come in order: one that is not beyond the last one begins another pass.
         self._last_index = _NO_BUCKET_YET
         self._sparse = {
@@ -170,7 +172,7 @@ class CommHook:
         known = self._counts_bytes or self._low_rank is not None
         return {
             "hook": self.name,
-            "step": self._low_rank._memory.step if self._low_rank is not None else s.backward_passes,
+            "step": self._low_rank._memory.step if self._low_rank is not None else self._simple_step(),
             "backward_passes": s.backward_passes,
             "compressed_steps": s.compressed_steps if self._low_rank is not None else None,
             "nonfinite_steps": s.nonfinite_steps if self._low_rank is not None else None,
@@ -181,6 +183,7 @@ class CommHook:
             "bytes_uncompressed": s.bytes_uncompressed,
             "compression_rate": s.bytes_uncompressed / s.bytes_sent if known and s.bytes_sent else None,
             "handshakes": s.handshakes,
+            "last_issued": s.last_issued or None,
         }
 
     def state_dict(self, residual: str | None = None, *, gather: bool = False, joint: bool = True) -> dict[str, Any]:
@@ -198,6 +201,7 @@ class CommHook:
         Returns:
             Plain types and tensors, for `torch.save`. Where a joint save was not possible it is marked
             `"exact": False`, holds no residuals, and one warning says so; it waits `joint_save_limit_s` at most.
+            From another thread than the training's it waits for a commit that is under way: it never mixes two steps.
         """
         residual = residual if residual is not None else self._spec.save_residual
         if residual not in payload.SAVE_RESIDUAL:
@@ -206,19 +210,19 @@ class CommHook:
             )
         if self._low_rank is None:
             return self._user_payload()
-        registration = self._low_rank._registration
-        torn = False
-        if registration is not None:
-            torn = registration.pipeline.committing
-            if not torn and joint:
-                registration.pipeline.settle()
-        memory = self._low_rank._memory
-        kind, exact = "none", not torn
-        ranks: list[int] = []
-        residuals: dict[str, Any] = {}
-        if residual != "drop" and not torn:
-            kind, ranks, residuals, exact = self._collect(memory, residual, gather, joint)
-        return payload.build(self._target(), memory, kind, ranks, residuals, exact=exact)
+        pipeline = self._low_rank._registration.pipeline if self._low_rank._registration is not None else None
+        with pipeline.lock if pipeline is not None else contextlib.nullcontext():
+            # A signal handler may come here in the middle of a commit of its own thread.
+            torn = pipeline is not None and pipeline.committing
+            if pipeline is not None and not torn:
+                pipeline.settle()
+            memory = self._low_rank._memory
+            kind, exact = "none", not torn
+            ranks: list[int] = []
+            residuals: dict[str, Any] = {}
+            if residual != "drop" and not torn:
+                kind, ranks, residuals, exact = self._collect(memory, residual, gather, joint)
+            return payload.build(self._target(), memory, kind, ranks, residuals, exact=exact)
 
     def load_state_dict(self, saved: dict[str, Any], strict: bool | None = None) -> None:
         """Take over what `state_dict` returned. *All ranks must call*, before the next backward pass.
@@ -355,7 +359,7 @@ class CommHook:
             "version": payload.VERSION,
             "hook": self.name,
             "options": dict(self.options),
-            "step": self._stats.backward_passes,
+            "step": self._simple_step(),
             "world_size": self._world_size,
             "hook_state": None,
         }
@@ -363,15 +367,22 @@ class CommHook:
             saved["hook_state"] = self._state.state_dict()
         return saved
 
+    def _simple_step(self) -> int:
+        """Of a hook that is not PowerSGD: all its synchronised backward passes, those before a resume included."""
+        return self._passes_before + self._stats.backward_passes
+
     def _load_user_state(self, saved: dict[str, Any]) -> None:
-        if saved.get("hook_state") is None:
-            return
-        if not self._saves_user_state():
-            raise PayloadError(
-                f"the checkpoint holds a state of hook {self.name!r}, but its hook_state now "
-                f"({type(self._state).__name__}) has no load_state_dict"
-            )
-        self._state.load_state_dict(saved["hook_state"])
+        step = saved.get("step")
+        if not isinstance(step, int) or isinstance(step, bool) or step < 0:
+            raise PayloadError(f"damaged hook state: 'step' is {step!r}")
+        if saved.get("hook_state") is not None:
+            if not self._saves_user_state():
+                raise PayloadError(
+                    f"the checkpoint holds a state of hook {self.name!r}, but its hook_state now "
+                    f"({type(self._state).__name__}) has no load_state_dict"
+                )
+            self._state.load_state_dict(saved["hook_state"])
+        self._passes_before = step - self._stats.backward_passes
 
     def _saves_user_state(self) -> bool:
         return callable(getattr(self._state, "state_dict", None)) and callable(

@@ -110,6 +110,7 @@ class LowRankExchange:
         group: dist.ProcessGroup,
         stats: Stats,
         residual_factor: float,
+        label: str = "a bucket",
     ) -> None:
         self.buffer = buffer
         self.future = new_future(buffer.device)
@@ -119,6 +120,7 @@ class LowRankExchange:
         self._group = group
         self._world_size = group.size()
         self._stats = stats
+        self._label = label
         # The loss scale has changed by this factor since the residuals were written.
         self._residual_factor = residual_factor
         self._on_host = arithmetic.host_may_look(buffer.device)
@@ -138,7 +140,7 @@ class LowRankExchange:
             put_factor(s.p[i][: matrix.rank], s.first_p[i], self._world_size)
         for (begin, end), out in zip(s.plain_spans, s.first_plain, strict=True):
             put_plain(self.buffer[begin:end], out, self._world_size)
-        self._first = start_all_reduce(s.first, self._group, self._stats)
+        self._first = start_all_reduce(s.first, self._group, self._stats, f"P of {self._label}")
 
     def advance(self) -> None:
         """Wait for P, orthonormalise it, Q = delta^T P, and send that."""
@@ -150,7 +152,7 @@ class LowRankExchange:
             s.p[i][matrix.rank :].zero_()
             codec.project_q(self._delta(i), s.p[i], out=s.q[i])
             put_projection(s.q[i][: matrix.rank], s.second_q[i], self._world_size)
-        self._second = start_all_reduce(s.second, self._group, self._stats)
+        self._second = start_all_reduce(s.second, self._group, self._stats, f"Q of {self._label}")
 
     def finish(self) -> torch.Tensor:
         """Wait for Q; returns whether all that arrived is finite (0-dim bool)."""
@@ -203,7 +205,8 @@ class LowRankExchange:
         keep = good & alive
         if self._options.use_error_feedback:
             for name, slot in matrix.slots:
-                self._residual(name, slot).mul_(torch.where(good, self._residual_factor, 1.0))
+                # Whether the step is good or not: the loss scale that goes with the residuals changes with them.
+                self._residual(name, slot).mul_(self._residual_factor)
             new = torch.empty_like(delta)
             codec.remainder(delta, s.p[i], s.q[i], out=new)
             flat = new.view(-1)

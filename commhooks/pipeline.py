@@ -8,6 +8,7 @@ finite, so that an abandoned backward pass leaves the last committed step behind
 
 import contextlib
 import logging
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -83,7 +84,10 @@ class Pipeline:
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
         # Verdicts that the host has not asked for yet: committed passes (on the device), passes, were they compressed?
         self._unsettled: tuple[torch.Tensor, int, bool] | None = None
+        self.lock = threading.RLock()
+        """Held while the learned state is written, and by whoever reads it from another thread."""
         self.committing = False
+        """The learned state is being written: a signal handler finds it torn."""
 
     def run(self, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
         """The hook call for one bucket. All ranks, in the same order."""
@@ -135,18 +139,20 @@ class Pipeline:
         good = torch.stack(verdicts).all()
         on_host = arithmetic.host_may_look(good.device)
         verdict: torch.Tensor | bool = bool(good) if on_host else good
-        self.committing = True
-        if flight.compressing:
-            self._memory.residuals_shared = False
-        for exchange in flight.exchanges:
-            exchange.commit(verdict)
-        if verdict is not False:
-            self._memory.loss_scale = flight.loss_scale
-        count, passes = self._unsettled[:2] if self._unsettled else (torch.zeros((), dtype=torch.int64), 0)
-        self._unsettled = (good + count, passes + 1, flight.compressing)
-        if on_host:
-            self.settle()
-        self.committing = self._open = False
+        with self.lock:
+            self.committing = True
+            if flight.compressing:
+                self._memory.residuals_shared = False
+            for exchange in flight.exchanges:
+                exchange.commit(verdict)
+            if verdict is not False:
+                self._memory.loss_scale = flight.loss_scale
+            count, passes = self._unsettled[:2] if self._unsettled else (torch.zeros((), dtype=torch.int64), 0)
+            self._unsettled = (good + count, passes + 1, flight.compressing)
+            if on_host:
+                self.settle()
+            self.committing = False
+        self._open = False
         flight.done = True
         self._end(flight)
         for exchange in flight.exchanges:

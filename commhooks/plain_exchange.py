@@ -11,13 +11,21 @@ from commhooks.wire import all_finite, put_plain
 class PlainExchange:
     """The mean of `buffer` over the ranks, in place; on a 16-bit wire through a buffer of that dtype."""
 
-    def __init__(self, buffer: torch.Tensor, group: dist.ProcessGroup, wire_dtype: torch.dtype, stats: Stats) -> None:
+    def __init__(
+        self,
+        buffer: torch.Tensor,
+        group: dist.ProcessGroup,
+        wire_dtype: torch.dtype,
+        stats: Stats,
+        label: str = "a bucket",
+    ) -> None:
         self.buffer = buffer
         self.future = new_future(buffer.device)
         self._group = group
         # Gradients of sparse embeddings keep their dtype: few rows travel, and gloo sums them as values by index.
         self._wire_dtype = buffer.dtype if buffer.is_sparse else wire_dtype
         self._stats = stats
+        self._label = label
         self._pending: Pending | None = None
 
     def start(self) -> None:
@@ -26,7 +34,7 @@ class PlainExchange:
         else:
             wire = torch.empty_like(self.buffer, dtype=self._wire_dtype)
             put_plain(self.buffer, wire, self._group.size())
-        self._pending = start_all_reduce(wire, self._group, self._stats)
+        self._pending = start_all_reduce(wire, self._group, self._stats, self._label)
 
     def advance(self) -> None:
         """Nothing to do: there is one all-reduce only."""

@@ -124,14 +124,19 @@ class Registration:
         if flight.compressing:
             self.stats.numel_before += known.layout.numel
             self.stats.numel_after += sum(plan.numel_sent for plan in known.plans)
+        label = f"bucket {bucket.index()} at step {self.memory.step}"
         if known.scratch is None or not flight.compressing:
-            return PlainExchange(buffer, group, wire_dtype_of(buffer.dtype, self.wrapper_dtype), self.stats)
+            return PlainExchange(buffer, group, wire_dtype_of(buffer.dtype, self.wrapper_dtype), self.stats, label)
         return LowRankExchange(
-            buffer, known.scratch, self.memory, self._low_rank, group, self.stats, flight.residual_factor
+            buffer, known.scratch, self.memory, self._low_rank, group, self.stats, flight.residual_factor, label
         )
 
     def _end(self, flight: Flight) -> None:
         # Layouts that this pass did not use are dead: DDP rebuilds its buckets once and never goes back.
+        for known in self._buckets.values():
+            if self.batched and not known.used and known.scratch is not None:
+                for matrix in known.scratch.matrices:  # no other layout makes the same matrix
+                    self.memory.q.pop(matrix.name, None)
         self._buckets = {key: known for key, known in self._buckets.items() if known.used}
         if flight.residual_factor != 1 and self.memory.loss_scale == flight.loss_scale:
             in_flight = {name for known in self._buckets.values() for name in known.names}

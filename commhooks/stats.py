@@ -23,6 +23,8 @@ class Stats:
     numel_before: int = 0
     numel_after: int = 0
     """Gradient elements before and after compression in compressed passes only (torch's `compression_stats`)."""
+    last_issued: str = ""
+    """The all-reduce that was issued last: what, of which bucket, at which step. Where a run hangs, look here."""
     last_pass: "PassStats" = field(default_factory=lambda: PassStats())
 
     def sent(self, numel: int, itemsize: int) -> None:

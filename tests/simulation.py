@@ -60,7 +60,7 @@ class SimulatedRanks:
         buffers = [gradient.flatten().clone() for gradient in gradients]
         sums: list[_Sum] = []
 
-        def start_all_reduce(tensor: torch.Tensor, group: _Group, stats: Stats) -> _Sum:
+        def start_all_reduce(tensor: torch.Tensor, group: _Group, stats: Stats, what: str) -> _Sum:
             sums.append(_Sum(tensor))
             return sums[-1]
 

@@ -60,3 +60,31 @@ def test_the_group_is_the_models_own(run_ranks: Any) -> None:
         first, second, third = run_ranks(_sub_group, with_state, world_size=3)
         assert torch.equal(first, second)
         assert third is None
+
+
+def _steps_of_a_simple_hook() -> tuple[int, int]:
+    saved = Run.new(hook="bf16").train(3).save()
+    resumed = Run.new(hook="bf16").load(saved).train(2)
+    return resumed.hook.stats()["step"], resumed.save()["hook"]["step"]
+
+
+def test_a_simple_hook_counts_on_after_a_resume(run_ranks: Any) -> None:
+    assert run_ranks(_steps_of_a_simple_hook) == [(5, 5)] * 2
+
+
+def _batched_matrices() -> tuple[int, int]:
+    run = Run.new(hook="batched_powerSGD", hook_options={"start_powerSGD_iter": 0}).train(1)
+    before = len(run.hook.state_dict()["batched_q"])
+    return before, len(run.train(2).hook.state_dict()["batched_q"])
+
+
+def test_batched_powersgd_forgets_the_matrices_of_a_dead_layout(run_ranks: Any) -> None:
+    """One bucket in the first pass, several later: what the first one was made of never comes again."""
+    for before, after in run_ranks(_batched_matrices):
+        assert before == 1
+        assert after == len(run_ranks(_buckets)[0])
+
+
+def _buckets() -> list[str]:
+    run = Run.new(hook="batched_powerSGD", hook_options={"start_powerSGD_iter": 0}).train(3)
+    return [plan.name for plan in run.hook.plan().parameters if plan.compressed]

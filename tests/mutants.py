@@ -223,8 +223,8 @@ MUTANTS = [
     Mutant(
         "the user's precision switches apply",
         "commhooks/arithmetic.py",
-        '                switch.fp32_precision = "ieee"\n',
-        "                pass\n",
+        '            switch.fp32_precision = "ieee"\n',
+        "            pass\n",
         "test_arithmetic.py",
     ),
     Mutant(

@@ -73,9 +73,7 @@ class CommHookDDP(DDPStrategy):
             strict=True if strict is None else strict,
         )
         self._given: dict[str, Any] = {"save_residual": save_residual, "strict": strict}
-        self._forget_wrap()
-
-    def _forget_wrap(self) -> None:
+        # Known from the wrap on. Until then, and in what is pickled, there is configuration only.
         self._comm_hook: CommHook | None = None
         self._hooked_module: weakref.ref[pl.LightningModule] | None = None
         self._trained_at_wrap: dict[str, bool] = {}
@@ -115,7 +113,6 @@ class CommHookDDP(DDPStrategy):
         super().setup_environment()
 
     def configure_ddp(self) -> None:
-        self._forget_wrap()
         module = self.lightning_module
         assert module is not None
         super().configure_ddp()
@@ -217,11 +214,9 @@ def _steps_left(trainer: pl.Trainer) -> int | None:
     One per optimizer step under automatic optimisation, accumulation included. Under manual optimisation only the
     number of batches is known: one pass per batch is assumed.
     """
-    total = trainer.estimated_stepping_batches
-    if total == -1 or math.isinf(total):
-        return None
-    left = int(total) - trainer.global_step
-    return left if left >= 1 else None
+    # -1 for a data set without length, inf for max_epochs=-1; the steps of an earlier fit are over.
+    left = trainer.estimated_stepping_batches - trainer.global_step
+    return int(left) if 1 <= left < math.inf else None
 
 
 def _loss_scale(trainer: pl.Trainer) -> Callable[[], float | torch.Tensor] | None:

@@ -241,6 +241,25 @@ def test_start_step(run_ranks: Any, tmp_path: Path, case: str, start: int, steps
             assert len(result["warnings"]) == 1 and warned in result["warnings"][0]
 
 
+def _second_fit(root: str, start: float) -> dict[str, Any]:
+    t, model = trainer(root, strategy=strategy(hook=PowerSGD(start_powerSGD_iter=start)), max_epochs=1), Model()
+    t.fit(model, data())
+    t.fit_loop.max_epochs = 3
+    with support.caught_warnings() as texts:
+        t.fit(model, data())
+    hook = t.strategy.comm_hook
+    warned = [text for text in texts if "nothing will be compressed" in text]
+    return {"start": hook.options["start_powerSGD_iter"], "stats": hook.stats(), "warnings": warned}
+
+
+def test_a_second_fit_counts_its_own_steps(run_ranks: Any, tmp_path: Path) -> None:
+    for rank in run_ranks(_second_fit, str(tmp_path), 0.5):
+        assert rank["start"] == 4  # half of the 8 steps that are left of 12
+        assert rank["stats"]["compressed_steps"] == 4
+    (warning,) = run_ranks(_second_fit, str(tmp_path), 9)[0]["warnings"]
+    assert "after 9 steps, but this run ends after 8:" in warning
+
+
 @pytest.mark.parametrize("case", ["no length, fraction", "for ever, fraction"])
 def test_a_fraction_of_an_unknown_length_is_an_error(run_ranks: Any, tmp_path: Path, case: str) -> None:
     with pytest.raises(

@@ -11,6 +11,7 @@ A fence that needs more than `import torch` names what it needs in a comment abo
     <!-- snippet: ddp -->         `model`, `optimizer` and `batches`, in a process group
     <!-- snippet: attached -->    the same, and `ddp_model` with its `hook`, three steps old
     <!-- snippet: accelerate -->  as for `ddp`, and `train_loader`; in processes as `accelerate launch` starts them
+    <!-- snippet: transformers --> `model`, `args` and `train_dataset` for a Trainer; in processes of torchrun
     <!-- snippet: continued -->   whatever the snippet above it left
     <!-- snippet: lightning -->   `model` and `train_loader`; the snippet is a script of its own, started from a shell
 """
@@ -33,6 +34,7 @@ from typing import Any
 from unittest import mock
 
 import clean_env
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -85,7 +87,7 @@ def find_snippets(page: str, markdown: str) -> list[Snippet]:
             raise WrongSnippet(f"{where}: the fence is never closed")
         if opening[3] not in LANGUAGES:
             raise WrongSnippet(f"{where}: language {opening[3]!r}; expected one of {', '.join(LANGUAGES)}")
-        if needs not in ("", "ddp", "attached", "accelerate", "continued", "lightning"):
+        if needs not in ("", "ddp", "attached", "accelerate", "transformers", "continued", "lightning"):
             raise WrongSnippet(f"{where}: unknown comment 'snippet: {needs}'")
         text = textwrap.dedent("\n".join(lines[number + 1 : end])) + "\n"
         above = snippets[-1] if needs == "continued" and snippets else None
@@ -122,7 +124,10 @@ def check(snippet: Snippet, run_ranks: Callable[..., list[Any]], folder: Path) -
                 _run_script(version, place)
             else:
                 chain = [*_chain_above(snippet), (str(snippet), version)]
-                run_ranks(_execute, chain, _first(snippet).needs, str(place), timeout_s=90)
+                needs = _first(snippet).needs
+                if needs == "transformers":
+                    pytest.importorskip("transformers", reason="transformers needs Python 3.11 or newer")
+                run_ranks(_execute, chain, needs, str(place), timeout_s=90)
     elif snippet.language == "yaml":
         check_yaml(snippet.text, folder)
     elif snippet.language == "bash":
@@ -180,6 +185,26 @@ if hasattr(accelerator.ddp_handler, "attached"):
     assert accelerator.ddp_handler.attached.stats()["backward_passes"] >= len(batches), "the hook was not called"
 """
 
+_TRANSFORMERS = """
+import torch
+import torch.distributed as dist
+from transformers import TrainingArguments
+from transformers_trainer import make_model  # of examples/
+
+model = make_model(width=16)
+pieces = torch.arange(256).view(16, 16)
+train_dataset = [{"input_ids": piece, "labels": piece} for piece in pieces]
+args = TrainingArguments(
+    "trainer", use_cpu=True, max_steps=4, save_steps=2, per_device_train_batch_size=2, report_to="none",
+    disable_tqdm=True, dataloader_pin_memory=False,
+)
+"""
+_TRAINER_TRAINED = """
+assert trainer.state.global_step == 4, "nothing was trained"
+if hasattr(trainer, "comm_hook"):
+    assert trainer.comm_hook.stats()["step"] == 4, "the hook was not called"
+"""
+
 
 def _execute(chain: list[tuple[str, str]], needs: str, folder: str) -> None:
     """On every rank: what the snippets need, the snippets, and three training steps if there is a DDP model.
@@ -194,10 +219,12 @@ def _execute(chain: list[tuple[str, str]], needs: str, folder: str) -> None:
     os.chdir(folder)
     with contextlib.ExitStack() as undo:
         undo.callback(os.chdir, before)
-        if needs == "accelerate":
+        if needs in ("accelerate", "transformers"):
             from accelerators import accelerate_launched
 
             undo.enter_context(accelerate_launched())
+        if needs == "transformers":
+            exec(_TRANSFORMERS, namespace)
         for name, text in chain:
             linecache.cache[name] = (len(text), None, text.splitlines(keepends=True), name)  # for tracebacks
             exec(compile(text, name, "exec"), namespace)
@@ -210,6 +237,8 @@ def _execute(chain: list[tuple[str, str]], needs: str, folder: str) -> None:
                 assert all(torch.equal(parameter, other) for other in everywhere), "the replicas differ"
         if needs == "accelerate":
             exec(_ACCELERATE_STEPS, namespace)
+        if needs == "transformers":
+            exec(_TRAINER_TRAINED, namespace)
 
 
 _LIGHTNING = """
@@ -276,6 +305,8 @@ def check_command(words: list[str]) -> None:
         _check_make(rest)
     elif program in ("python", "python3"):
         _check_python(rest)
+    elif program == "torchrun":
+        _check_torchrun(rest)
     elif program == "pip":
         _check_pip(rest)
     elif program == "commhooks":
@@ -323,6 +354,16 @@ def _check_python(words: list[str]) -> None:
             raise WrongSnippet(f"python {shlex.join(words)}: the script does not take these arguments") from error
         finally:
             sys.path.remove(str(script.parent))
+
+
+def _check_torchrun(words: list[str]) -> None:
+    from torch.distributed.run import get_args_parser
+
+    try:
+        args = get_args_parser().parse_args(words)
+    except SystemExit as error:
+        raise WrongSnippet(f"torchrun {shlex.join(words)}: torchrun does not take these arguments") from error
+    _check_python([args.training_script, *args.training_script_args])
 
 
 def _check_pip(words: list[str]) -> None:

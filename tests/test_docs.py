@@ -17,7 +17,7 @@ SNIPPETS = [
 INLINE_COMMANDS = [
     (page.name, code)
     for page in PAGES
-    for code in re.findall(r"`((?:make|pip|python|commhooks) [^`]+)`", page.read_text(encoding="utf-8"))
+    for code in re.findall(r"`((?:make|pip|python|torchrun|commhooks) [^`]+)`", page.read_text(encoding="utf-8"))
 ]
 
 
@@ -43,6 +43,7 @@ def test_the_readme_shows_each_kind():
     """An empty list of snippets would pass too."""
     kinds = {(snippet.language, snippet.needs) for snippet in SNIPPETS if snippet.page == "README.md"}
     assert {("bash", ""), ("yaml", ""), ("diff", "lightning"), ("diff", "ddp"), ("python", "continued")} <= kinds
+    assert ("diff", "transformers") in kinds
     assert ("README.md", "commhooks hooks") in INLINE_COMMANDS
 
 
@@ -95,6 +96,13 @@ def test_wrong_lightning_script_is_found(run_ranks, tmp_path):
         check(_only(f"<!-- snippet: lightning -->\n```python\n{code}```"), run_ranks, tmp_path)
 
 
+def test_wrong_trainer_is_found(run_ranks, tmp_path):
+    pytest.importorskip("transformers", reason="transformers needs Python 3.11 or newer")
+    code = "from transformers import Trainer\ntrainer = Trainer(model, args, train_dataset=train_dataset)\n"
+    with pytest.raises(RanksFailed, match="nothing was trained"):
+        check(_only(f"<!-- snippet: transformers -->\n```python\n{code}```"), run_ranks, tmp_path)
+
+
 def _yaml(strategy: str) -> str:
     return f"```yaml\ntrainer:\n  devices: 2\n  strategy:\n    class_path: {strategy}\n```"
 
@@ -123,6 +131,8 @@ def test_wrong_yaml_is_found(strategy, run_ranks, tmp_path):
         ("python examples/lightning_digits.py --hooks powerSGD", "does not take these arguments"),
         ("python examples/nothing.py", "no such file"),
         ("python -m no_such_module", "no such module"),
+        ("torchrun --ranks 2 examples/transformers_trainer.py", "torchrun does not take these arguments"),
+        ("torchrun --nproc-per-node 2 examples/nothing.py", "no such file"),
         ('pip install ".[lightening]"', "no extra 'lightening'"),
         ("pip install commhooks", "only this repository"),
         ("commhooks hoks", "exits with status 2"),

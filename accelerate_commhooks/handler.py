@@ -4,8 +4,9 @@ import dataclasses
 import logging
 import sys
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,17 +14,22 @@ from accelerate import Accelerator, DistributedDataParallelKwargs, DistributedTy
 from accelerate.utils import DDPCommunicationHookType
 from torch.nn.parallel import DistributedDataParallel
 
+from accelerate_commhooks.handed_over import VARIABLE, HandedOver, handed_over, refuse_to_ignore_the_launcher
 from accelerate_commhooks.hooked_models import HookedModel, alive
 from accelerate_commhooks.saving import saved_hooks
+from accelerate_commhooks.yaml_config import (
+    STOCK_HOOK_FIELDS,
+    overridden,
+    read_settings,
+    saying_where,
+    to_arguments,
+)
 from commhooks import AttachError, CommHook, HookConfigError, PowerSGD
 from commhooks.attach import attach_spec, check_total_steps
 from commhooks.config import closest, resolve_start
 from commhooks.spec import HookSpec
 
 logger = logging.getLogger(__name__)
-
-STOCK_HOOK_FIELDS = ("comm_hook", "comm_wrapper", "comm_state_option")
-"""The fields of Accelerate's own handler that ask for one of torch's hooks; ours are attached in their place."""
 
 _NO = DDPCommunicationHookType.NO
 
@@ -40,10 +46,14 @@ class CommHookKwargs(DistributedDataParallelKwargs):
     `accelerator.save_state` and `load_state` carry it along. Where Accelerate does not wrap a model in DDP (one
     process, FSDP, DeepSpeed, evaluation mode) there is no hook: `is_attached(model)` tells.
 
+    Without `hook` the settings come from outside: from `accelerate-commhooks launch`, or from the YAML file that the
+    environment variable ACCELERATE_COMM_HOOK_CONFIG names. An argument given here is used in place of the same setting
+    there. `CommHookKwargs.from_config("file.yaml")` reads a file.
+
     Args:
         hook: a config object such as `PowerSGD(matrix_approximation_rank=4)`, the name of a hook ("powerSGD",
             "fp16_compress", ...), a path "package.module:function", or a callable
-            `(state, bucket) -> torch.futures.Future[torch.Tensor]`.
+            `(state, bucket) -> torch.futures.Future[torch.Tensor]`. None: see above.
         hook_options: options of a hook that is given by name.
         hook_state: the state of a callable. One with `state_dict` and `load_state_dict` is saved and restored.
         wrapper: "fp16" or "bf16": let the hook communicate in that dtype.
@@ -68,11 +78,59 @@ class CommHookKwargs(DistributedDataParallelKwargs):
     strict: bool = field(default=True, kw_only=True)
     total_steps: int | None = field(default=None, kw_only=True)
 
+    def __new__(cls, *args: Any, **kwargs: Any) -> "CommHookKwargs":
+        # What is given wins over the environment, also where it is the default value: only here can that be seen.
+        handler = super().__new__(cls)
+        names = [f.name for f in dataclasses.fields(cls)]
+        handler._given = frozenset(names[: len(args)]) | frozenset(kwargs)
+        return handler
+
     def __post_init__(self) -> None:
+        self._given: frozenset[str]
         self._hooked: list[HookedModel] = []
-        self._request()
+        self._handed_over: HandedOver | None = None
+        given = handed_over() if self.hook is None and not self._stock_requests() else None
+        if given is None:
+            self._request()
+            return
+        with saying_where(given.source):
+            for name, value in to_arguments(given.settings).items():
+                if name == "hook" or name not in self._given:
+                    setattr(self, name, value)
+            self._request()
+        self._use(given)
 
     # ---- what users call ---------------------------------------------------------------------------------------------
+
+    @classmethod
+    def from_config(cls, path: str | Path | None = None, *, overrides: Iterable[str] = ()) -> "CommHookKwargs":
+        """A handler with the settings of a YAML file.
+
+        Args:
+            path: a file of settings, or a configuration of Accelerate with a section `comm_hook_config`. None: what
+                `accelerate-commhooks launch` or ACCELERATE_COMM_HOOK_CONFIG handed over.
+            overrides: settings in place of those in the file, e.g. `["hook_options.matrix_approximation_rank=8"]`.
+
+        Raises:
+            HookConfigError: no file, or wrong settings; the text says where they are.
+        """
+        overrides = _texts(overrides)
+        if path is not None:
+            settings = read_settings(path, overrides)
+            with saying_where(path):
+                return cls(**to_arguments(settings))
+        given = handed_over()
+        if given is None:
+            raise HookConfigError(
+                f"CommHookKwargs.from_config() without a path: nothing was handed over. Name a file here or in the "
+                f"environment variable {VARIABLE}, or start the script with `accelerate-commhooks launch`"
+            )
+        if overrides:
+            given = dataclasses.replace(given, settings=overridden(given.settings, overrides, given.source))
+        with saying_where(given.source):
+            handler = cls(**to_arguments(given.settings))
+        handler._use(given)
+        return handler
 
     @property
     def attached(self) -> CommHook | None:
@@ -129,11 +187,15 @@ class CommHookKwargs(DistributedDataParallelKwargs):
         """Attach a hook to a model that has just been wrapped. Every rank must do the same."""
         self._hooked = alive(self._hooked)
         spec = self._request()
+        if self._handed_over is None:
+            refuse_to_ignore_the_launcher(self.hook)
         self._refuse_shared_state(spec)
         accelerator = _calling_accelerator(self)
         hook = attach_spec(model, spec, total_steps=self.total_steps, loss_scale=_loss_scale(accelerator))
         hooked = HookedModel(model, hook)
         self._hooked.append(hooked)
+        if self._handed_over is not None:
+            self._handed_over.note("attached")
         if accelerator is not None:
             saved_hooks(accelerator).add(hooked)
         else:
@@ -153,7 +215,7 @@ class CommHookKwargs(DistributedDataParallelKwargs):
 
     def __reduce__(self) -> tuple[Any, ...]:
         # pickle and copy take the configuration along, never the hooks of wrapped models.
-        return _rebuild, (type(self), _values(self))
+        return _rebuild, (type(self), _values(self)), {"_handed_over": self._handed_over}
 
     # ---- helpers -----------------------------------------------------------------------------------------------------
 
@@ -165,7 +227,7 @@ class CommHookKwargs(DistributedDataParallelKwargs):
                 f"write CommHookKwargs(hook={self.dim!r})"
             )
         hook, options, wrapper = self.hook, self.hook_options, self.wrapper
-        stock = [name for name in STOCK_HOOK_FIELDS if getattr(self, name) not in (_NO, "no", None, {})]
+        stock = self._stock_requests()
         if stock and any(each is not None for each in (hook, options, wrapper)):
             raise HookConfigError(
                 f"{' and '.join(stock)} beside {'hook' if hook is not None else 'hook_options or wrapper'}=: both ask "
@@ -176,8 +238,9 @@ class CommHookKwargs(DistributedDataParallelKwargs):
         if hook is None:
             raise HookConfigError(
                 "CommHookKwargs needs hook=: a name such as 'powerSGD' (see commhooks.available_hooks()), a config "
-                "object such as commhooks.PowerSGD(), or a callable. For DDP without a hook use accelerate's "
-                "DistributedDataParallelKwargs"
+                "object such as commhooks.PowerSGD(), or a callable; or settings from outside, by "
+                f"`accelerate-commhooks launch` or a YAML file named in {VARIABLE}. For DDP without a hook use "
+                "accelerate's DistributedDataParallelKwargs"
             )
         spec = HookSpec.parse(
             hook,
@@ -191,6 +254,14 @@ class CommHookKwargs(DistributedDataParallelKwargs):
         if isinstance(spec.config, PowerSGD):
             resolve_start(spec.config, self.total_steps)  # a fraction needs total_steps
         return spec
+
+    def _stock_requests(self) -> list[str]:
+        """The fields of Accelerate's own handler that ask for a hook."""
+        return [name for name in STOCK_HOOK_FIELDS if getattr(self, name) not in (_NO, "no", None, {})]
+
+    def _use(self, given: HandedOver) -> None:
+        self._handed_over = given
+        given.note("read")
 
     def _translated(self) -> tuple[str, dict[str, Any] | None, str | None]:
         """hook, hook_options and wrapper that mean what Accelerate's own three fields mean."""
@@ -268,6 +339,12 @@ def _values(handler: Any) -> dict[str, Any]:
 def _is_default(f: "dataclasses.Field[Any]", value: Any) -> bool:
     default = f.default if f.default_factory is dataclasses.MISSING else f.default_factory()
     return type(value) is type(default) and bool(value == default)
+
+
+def _texts(overrides: Iterable[str]) -> list[str]:
+    if isinstance(overrides, str):
+        raise HookConfigError(f"overrides={overrides!r} is a text; expected a list of texts 'key=value'")
+    return list(overrides)
 
 
 def _rebuild(cls: type[CommHookKwargs], values: dict[str, Any]) -> CommHookKwargs:

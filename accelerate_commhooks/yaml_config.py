@@ -1,0 +1,231 @@
+"""The settings of `CommHookKwargs` as YAML: a section of Accelerate's configuration file, or a file of its own.
+
+    compute_environment: LOCAL_MACHINE                hook: powerSGD
+    distributed_type: MULTI_GPU                       hook_options:
+    num_processes: 2                                    matrix_approximation_rank: 4
+    comm_hook_config:                                 wrapper: bf16
+      hook: powerSGD                                  bucket_cap_mb: 50
+      hook_options: {matrix_approximation_rank: 4}
+      wrapper: bf16
+      bucket_cap_mb: 50
+
+The keys are the arguments of `CommHookKwargs`, but those that hold objects in Python hold text here.
+"""
+
+import contextlib
+import dataclasses
+import inspect
+import pkgutil
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Optional, Union
+
+import yaml
+from accelerate import DistributedDataParallelKwargs
+
+from commhooks.config import CONFIGS, closest
+from commhooks.errors import HookConfigError
+from commhooks.spec import canonical_name
+
+SECTION = "comm_hook_config"
+"""The key of the section in Accelerate's configuration file."""
+
+STOCK_HOOK_FIELDS = ("comm_hook", "comm_wrapper", "comm_state_option")
+"""The fields of Accelerate's own handler that ask for one of torch's hooks; ours are attached in their place."""
+
+
+@dataclass
+class _HookSettings:
+    """Types as OmegaConf 2.4 reads them, which does not know `int | None`."""
+
+    hook: str = "???"
+    hook_options: Optional[dict[str, Any]] = None  # noqa: UP045
+    hook_state: Optional[str] = None  # noqa: UP045
+    wrapper: Optional[str] = None  # noqa: UP045
+    save_residual: str = "per_rank"
+    strict: bool = True
+    total_steps: Optional[int] = None  # noqa: UP045
+
+
+def _ddp_fields() -> list[tuple[str, Any, Any]]:
+    found = []
+    for each in dataclasses.fields(DistributedDataParallelKwargs):
+        if each.name not in STOCK_HOOK_FIELDS:
+            # Accelerate 1.15 says int, DDP itself takes a fraction of a megabyte as well.
+            hint = Union[int, float] if each.name == "bucket_cap_mb" else each.type  # noqa: UP007
+            found.append((each.name, hint, field(default=each.default)))
+    return found
+
+
+CommHookConfig = dataclasses.make_dataclass("CommHookConfig", _ddp_fields(), bases=(_HookSettings,))
+"""The section as an OmegaConf structured config: the settings of the hook, and the arguments of DDP that the installed
+Accelerate knows."""
+
+
+def read_settings(path: str | Path, overrides: Iterable[str] = ()) -> dict[str, Any]:
+    """The settings in a YAML file: those of its section `comm_hook_config`, or the whole file where it has none.
+
+    Args:
+        overrides: "key=value" or "hook_options.key=value", each in place of what the file says.
+
+    Returns:
+        The keys that are set, checked and converted, interpolations resolved: plain types only. What `hook` and
+        `hook_state` name by a dotted path has not been looked for yet.
+
+    Raises:
+        HookConfigError: no such file, not YAML, or settings that are wrong; the text says the file and the full path.
+    """
+    loaded = _load(path)
+    if SECTION in loaded:
+        return section_settings(path, overrides)
+    if "compute_environment" in loaded or "distributed_type" in loaded:
+        raise HookConfigError(f"{path} is a configuration of Accelerate without a section {SECTION!r}. {HOW_TO_WRITE}")
+    return _checked(str(path), "", _resolved(path, loaded, "", overrides))
+
+
+def section_settings(path: str | Path, overrides: Iterable[str] = ()) -> dict[str, Any]:
+    """As `read_settings`, and the file must have the section."""
+    loaded = _load(path)
+    if SECTION not in loaded:
+        raise HookConfigError(f"{path} has no section {SECTION!r}. {HOW_TO_WRITE}")
+    return _checked(str(path), SECTION, _resolved(path, loaded, SECTION, overrides))
+
+
+def overridden(settings: Mapping[str, Any], overrides: Iterable[str], source: str) -> dict[str, Any]:
+    """`settings` with overrides as in `read_settings`; `source` is for error messages."""
+    from omegaconf import OmegaConf
+
+    return _checked(source, "", _resolved(source, OmegaConf.create(dict(settings)), "", overrides))
+
+
+def has_section(path: str | Path) -> bool:
+    return SECTION in _load(path)
+
+
+def to_arguments(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Arguments for `CommHookKwargs`. A `hook_state` "package.module:name" becomes what it names; a class or function
+    is called, without arguments, to make a state."""
+    arguments = dict(settings)
+    path = arguments.get("hook_state")
+    if path is not None:
+        if ":" not in path:
+            raise HookConfigError(f"hook_state={path!r}; expected 'package.module:name'")
+        try:
+            found = pkgutil.resolve_name(path)
+        except (ImportError, AttributeError, ValueError) as error:
+            raise HookConfigError(f"hook_state={path!r} cannot be imported: {error}") from error
+        arguments["hook_state"] = found() if inspect.isclass(found) or inspect.isfunction(found) else found
+    return arguments
+
+
+@contextlib.contextmanager
+def saying_where(source: str | Path) -> Iterator[None]:
+    """What is found wrong inside is said to come from `source`."""
+    try:
+        yield
+    except HookConfigError as error:
+        raise HookConfigError(f"{source}: {error}") from error
+
+
+HOW_TO_WRITE = (
+    "Write one with `accelerate-commhooks config FILE --hook powerSGD`, or start the script without a communication "
+    "hook with `accelerate launch`"
+)
+
+
+# ------------------------------------------------------------------------------------------------------------- reading
+
+
+def _load(path: str | Path) -> Any:
+    from omegaconf import DictConfig, OmegaConf  # here, because it takes a while to import
+
+    try:
+        loaded = OmegaConf.load(path)
+    except OSError as error:
+        raise HookConfigError(f"{path} cannot be read: {error.strerror or error}") from error
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise HookConfigError(f"{path} is not YAML: {' '.join(str(error).split())}") from error
+    if not isinstance(loaded, DictConfig):
+        raise HookConfigError(f"{path} holds a {type(loaded).__name__}, not settings ('key: value')")
+    return loaded
+
+
+def _resolved(source: str | Path, loaded: Any, section: str, overrides: Iterable[str]) -> Any:
+    """The settings as plain types. Interpolations may refer to everything in the file, so that is resolved whole."""
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
+    given = list(overrides)
+    for each in given:
+        if not isinstance(each, str) or not each.partition("=")[0].strip() or "=" not in each:
+            raise HookConfigError(f"{source}: override {each!r}; expected 'key=value' or 'hook_options.key=value'")
+    try:
+        changes = OmegaConf.from_dotlist(given)
+        if section and OmegaConf.is_missing(loaded, section):
+            return None
+        if given:
+            loaded = OmegaConf.merge(loaded, {section: changes} if section else changes)
+        node = loaded[section] if section else loaded
+        if not OmegaConf.is_config(node):
+            return node
+        return OmegaConf.to_container(node, resolve=True, throw_on_missing=True)
+    except OmegaConfBaseException as error:
+        raise HookConfigError(f"{source}: {error.full_key or section}: {_first_line(error)}") from error
+    except yaml.YAMLError as error:
+        raise HookConfigError(f"{source}: overrides {given}: {' '.join(str(error).split())}") from error
+
+
+# ------------------------------------------------------------------------------------------------------------ checking
+
+
+def _checked(source: str, section: str, values: Any) -> dict[str, Any]:
+    if not isinstance(values, dict) or not values:
+        where = f"{source}: {section}" if section else source
+        what = "is empty" if not values else f"is a {type(values).__name__}, not settings ('key: value')"
+        raise HookConfigError(f"{where} {what}; it needs at least 'hook: powerSGD' or another hook")
+    _check_keys(source, section, values, [each.name for each in dataclasses.fields(CommHookConfig)])
+    if "hook" not in values:
+        raise HookConfigError(f"{source}: {_full(section, 'hook')} is missing; it says which hook, e.g. 'powerSGD'")
+    settings = _typed(source, section, CommHookConfig, values)
+    options = settings.get("hook_options")
+    known = CONFIGS.get(canonical_name(settings["hook"]) or "")
+    if options and known is not None:
+        path = _full(section, "hook_options")
+        names = [each.name for each in dataclasses.fields(known)]
+        _check_keys(source, path, options, names, f"hook {known.hook_name!r} has no such option")
+        settings["hook_options"] = _typed(source, path, known, options)
+    return settings
+
+
+def _check_keys(
+    source: str, section: str, values: Mapping[Any, Any], allowed: Collection[str], problem: str = "no such setting"
+) -> None:
+    for name in values:
+        if name not in allowed:
+            raise HookConfigError(
+                f"{source}: {_full(section, name)}: {problem}{closest(str(name), allowed)}; "
+                + (f"known are {', '.join(allowed)}" if allowed else "it has none")
+            )
+
+
+def _typed(source: str, section: str, config: type, values: dict[str, Any]) -> dict[str, Any]:
+    """`values` with the types of the dataclass `config`."""
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
+    try:
+        made = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(config), values))
+    except OmegaConfBaseException as error:
+        raise HookConfigError(f"{source}: {_full(section, error.full_key or '')}: {_first_line(error)}") from error
+    except HookConfigError as error:  # a value that fits the type and makes no sense
+        raise HookConfigError(f"{source}: {section}: {error}") from error
+    return {name: getattr(made, name) for name in values}
+
+
+def _full(section: str, name: object) -> str:
+    return ".".join(part for part in (section, str(name)) if part)
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).splitlines()[0]

@@ -1,0 +1,243 @@
+"""`accelerate-commhooks launch`: Accelerate's own launcher, and the section `comm_hook_config` for the workers.
+
+Accelerate 1.15 refuses a configuration file with a key that it does not know, and its workers never learn which file
+was used. So the section is taken out of the file; Accelerate gets a copy of the rest, in a folder that is removed when
+the run ends, and the workers get the section in the environment variable of `handed_over`.
+"""
+
+import argparse
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import yaml
+from accelerate import DistributedType
+from accelerate.commands.config.config_args import default_config_file
+from accelerate.commands.launch import launch_command, launch_command_parser
+from accelerate.utils import patch_environment
+from torch.distributed.elastic.multiprocessing import SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+from accelerate_commhooks.handed_over import VARIABLE, HandedOver, handed_over, unused
+from accelerate_commhooks.handler import CommHookKwargs
+from accelerate_commhooks.yaml_config import HOW_TO_WRITE, SECTION, has_section, saying_where, section_settings
+from commhooks import HookConfigError
+
+REMINDER_S = 120.0
+"""How long after the start it is worth a line that the script has not used the settings yet."""
+
+_NOT_DDP = {
+    DistributedType.DEEPSPEED: "use_deepspeed",
+    DistributedType.FSDP: "use_fsdp",
+    DistributedType.MEGATRON_LM: "use_megatron_lm",
+    DistributedType.XLA: "tpu",
+}
+"""Where Accelerate does not wrap models in DDP, with the flag of its launcher."""
+
+
+def launch(arguments: list[str]) -> int:
+    """What `accelerate launch` with these arguments does, with the settings for the workers.
+
+    Returns:
+        The exit status of the script, of the first process that failed; 128 + n after signal n; 1 if the script ended
+        well and has not used the settings.
+
+    Raises:
+        HookConfigError: no settings, wrong ones, or a launch under which no hook could be attached. Nothing has been
+            started then.
+    """
+    args = launch_command_parser().parse_args(arguments)
+    file = config_file(args)
+    given, content = _settings(file), _content(file)
+    check_settings(given)
+    refuse_without_ddp(args, content)
+    if sentence := one_process_only(args, content):
+        print(f"accelerate-commhooks launch: {sentence}", file=sys.stderr)
+    with tempfile.TemporaryDirectory(prefix="commhooks-launch-") as folder:
+        if content is not None and content.pop(SECTION, None) is not None and _accelerate_reads(args):
+            args.config_file = _write(content, folder, file)
+        # A host file may name other machines, which cannot leave anything in this folder.
+        watched = getattr(args, "mpirun_hostfile", None) is None
+        given = HandedOver(given.settings, given.source, Path(folder) if watched else None)
+        with patch_environment(**{VARIABLE: given.to_environment()}), _reminder(args.training_script, given):
+            status = _run(args)
+        if status == 0 and watched:
+            # Accelerate's launcher has written into `args` what it found in the configuration.
+            sentence = unused(args.training_script, given, several_processes=args.multi_gpu and not args.cpu)
+            if sentence is not None:
+                print(f"accelerate-commhooks launch: error: {sentence}", file=sys.stderr)
+                return 1
+    return status
+
+
+def config_file(args: argparse.Namespace) -> str | None:
+    """The configuration file of a launch: the one that is named, or Accelerate's default one if there is one."""
+    if args.config_file is not None:
+        return str(args.config_file)
+    return default_config_file if os.path.isfile(default_config_file) else None
+
+
+def check_settings(given: HandedOver) -> None:
+    """Everything that can be told here. What a dotted path names is looked for by the workers, who have the script's
+    own folder among their modules.
+
+    Raises:
+        HookConfigError: the settings are wrong.
+    """
+    settings = {name: value for name, value in given.settings.items() if name != "hook_state"}
+    with saying_where(given.source):
+        if ":" in settings["hook"]:
+            settings["hook"] = _stand_in_for(settings["hook"])
+        try:
+            CommHookKwargs(**settings)
+        except HookConfigError as error:
+            if not str(error).startswith("unknown hook"):
+                raise
+            raise HookConfigError(
+                f"{error}. A name that the script itself registers is not known to the launcher: use `accelerate "
+                f"launch` for it, with {VARIABLE}=file.yaml"
+            ) from error
+
+
+def refuse_without_ddp(args: argparse.Namespace, content: dict[str, Any] | None) -> None:
+    """Raise HookConfigError if Accelerate would not wrap models in DDP under these arguments and this configuration."""
+    flags = [name for name in ("multi_gpu", *_NOT_DDP.values()) if getattr(args, name)]
+    kind = (content or {}).get("distributed_type")
+    asked = flags or [name for known, name in _NOT_DDP.items() if kind == known.value]
+    if not args.cpu and (names := [name for name in asked if name in _NOT_DDP.values()]):
+        raise HookConfigError(
+            f"{names[0]}: Accelerate does not wrap models in DistributedDataParallel then, so there is nothing to "
+            f"attach a communication hook to. Use `accelerate launch`, and a configuration without {SECTION!r}"
+        )
+    if (content or {}).get("compute_environment") == "AMAZON_SAGEMAKER":
+        raise HookConfigError(
+            "compute_environment: AMAZON_SAGEMAKER: the script runs on machines that this launcher does not reach. "
+            f"Use `accelerate launch`, with a file of settings beside the script and {VARIABLE} in the job's variables"
+        )
+
+
+def one_process_only(args: argparse.Namespace, content: dict[str, Any] | None) -> str | None:
+    """A sentence if Accelerate starts one process for these arguments and this configuration, else None.
+
+    Accelerate 1.15 has two launchers for machines of one's own; the one for the CPU starts several through MPI only.
+    """
+    kind = str((content or {}).get("distributed_type", ""))
+    several = args.multi_gpu or kind not in ("", "NO", "MULTI_CPU") or args.mpirun_hostfile
+    if (several or (content or {}).get("mpirun_config")) and not args.cpu:
+        return None
+    return (
+        "Accelerate starts one process here, whose model is not wrapped in DDP and gets no hook. For several write "
+        "`distributed_type: MULTI_GPU` or --multi_gpu; on the CPU too, with Accelerator(cpu=True) in the script."
+    )
+
+
+# ------------------------------------------------------------------------------------------------------- before the run
+
+
+def _settings(file: str | None) -> HandedOver:
+    with_section = file is not None and has_section(file)
+    outside = os.environ.get(VARIABLE, "").strip()
+    if with_section and outside:
+        raise HookConfigError(
+            f"{file} has a section {SECTION!r}, and {VARIABLE}={outside}: both ask for a communication hook. Unset the "
+            "variable or remove the section"
+        )
+    if with_section:
+        assert file is not None
+        return HandedOver(section_settings(file), f"{file}, section {SECTION}")
+    given = handed_over()
+    if given is None:
+        where = (
+            f"{file} has no section {SECTION!r}" if file else f"there is no configuration file ({default_config_file})"
+        )
+        raise HookConfigError(f"{where}, and {VARIABLE} is not set. {HOW_TO_WRITE}")
+    return given
+
+
+def _content(file: str | None) -> dict[str, Any] | None:
+    """As Accelerate reads it."""
+    if file is None:
+        return None
+    text = Path(file).read_text(encoding="utf-8")
+    return json.loads(text) if file.endswith(".json") else yaml.safe_load(text)
+
+
+def _accelerate_reads(args: argparse.Namespace) -> bool:
+    """Accelerate 1.15 leaves its default file alone under --cpu."""
+    return args.config_file is not None or not args.cpu
+
+
+def _write(content: dict[str, Any], folder: str, file: str | None) -> str:
+    json_file = str(file).endswith(".json")
+    path = Path(folder) / ("config.json" if json_file else "config.yaml")
+    path.write_text(json.dumps(content) if json_file else yaml.safe_dump(content), encoding="utf-8")
+    return str(path)
+
+
+def _stand_in_for(path: str) -> Any:
+    def hook(state: object, bucket: object) -> None: ...
+
+    hook.__qualname__ = path  # which messages show
+    return hook
+
+
+# -------------------------------------------------------------------------------------------------------------- the run
+
+
+def _run(args: argparse.Namespace) -> int:
+    def ended(signum: int, frame: FrameType | None) -> None:
+        raise SignalException("ended", sigval=signal.Signals(signum))
+
+    # For one process Accelerate only waits, and the default action would leave the folder behind. For several, torch's
+    # launcher sets its own handlers.
+    before = signal.signal(signal.SIGTERM, ended)
+    try:
+        launch_command(args)
+    except subprocess.CalledProcessError as error:  # one process
+        print(f"{args.training_script} failed: {_what(error.returncode)}", file=sys.stderr)
+        return _as_shell(error.returncode)
+    except ChildFailedError as error:  # several
+        print(error, file=sys.stderr)
+        return _as_shell(error.get_first_failure()[1].exitcode)
+    except SignalException as error:
+        return 128 + error.sigval
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    return 0
+
+
+def _what(returncode: int) -> str:
+    return f"exit status {returncode}" if returncode >= 0 else f"ended by signal {-returncode}"
+
+
+def _as_shell(returncode: int) -> int:
+    return returncode if returncode >= 0 else 128 - returncode
+
+
+@contextmanager
+def _reminder(script: str, given: HandedOver) -> Iterator[None]:
+    """Whether the settings are used is certain only at the end; a run may take days until then."""
+
+    def remind() -> None:
+        if given.used is not None and not given.noted("read"):
+            sentence = unused(script, given, several_processes=False)
+            print(f"accelerate-commhooks launch: until now, {sentence}", file=sys.stderr)
+
+    timer = threading.Timer(REMINDER_S, remind)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()

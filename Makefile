@@ -7,11 +7,14 @@ PY := $(VENV)/bin/python
 CLEAN := $(PY) examples/clean_env.py
 READY := $(VENV)/.ready
 
-.PHONY: demo test test-mutants lint venv clean
+.PHONY: demo demo-accelerate test test-mutants lint venv clean
 .DELETE_ON_ERROR:
 
 demo: $(READY)
 	@$(CLEAN) examples/demo.py $(ARGS)
+
+demo-accelerate: $(READY)
+	@$(CLEAN) examples/accelerate_demo.py $(ARGS)
 
 test: $(READY)
 	@$(CLEAN) -m pytest $(ARGS)

@@ -87,6 +87,11 @@ def different_weights(folder: Path, other: Path) -> list[str]:
     ours, theirs = (
         torch.load(path / "last.ckpt", map_location="cpu", weights_only=True)["state_dict"] for path in (folder, other)
     )
+    return different_tensors(ours, theirs)
+
+
+def different_tensors(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> list[str]:
+    """Names of the tensors that are missing in one or differ in any bit."""
     return [
         name
         for name in sorted(ours.keys() | theirs.keys())
@@ -131,12 +136,12 @@ class Training:
                 if done < after_steps:
                     continue
                 # Stop it and look again: the epoch could end between the look and the kill.
-                os.killpg(process.pid, signal.SIGSTOP)
+                self._send(process, signal.SIGSTOP)
                 done = self._steps_done()
                 if done < self.epochs * steps_per_epoch and 0 < done % steps_per_epoch < steps_per_epoch - 1:
-                    os.killpg(process.pid, signal.SIGKILL)
+                    self._send(process, signal.SIGKILL)
                     return done
-                os.killpg(process.pid, signal.SIGCONT)
+                self._send(process, signal.SIGCONT)
         raise self._failed(f"it ended with exit status {process.returncode} before it could be killed")
 
     @contextlib.contextmanager
@@ -150,9 +155,13 @@ class Training:
         try:
             yield process
         finally:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
+            self._send(process, signal.SIGKILL)
             process.wait()
+
+    def _send(self, process: subprocess.Popen[bytes], signum: signal.Signals) -> None:
+        """A signal to all processes of the training that are left."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signum)
 
     def _watched(self, process: subprocess.Popen[bytes], every_s: float) -> Iterator[int]:
         """The number of steps done, again and again until the process has ended, with a progress bar."""

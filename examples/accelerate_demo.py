@@ -1,0 +1,137 @@
+"""What `make demo-accelerate` runs: does a training with Accelerate survive a kill, the hook's memory included?
+
+    python examples/clean_env.py examples/accelerate_demo.py
+
+Two trainings by `accelerate_digits.py`, one after another, each on two processes and saved at the end of each epoch:
+one that is left alone, and one whose processes are all killed in the middle of an epoch, whereupon the same command is
+run once more. It exits with 1 unless the final weights are those of the first, bit for bit, and steps were compressed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import clean_env
+import psutil
+import torch
+from demo import Training, TrainingFailed, console, different_tensors
+
+HERE = Path(__file__).parent
+COMMAND = [sys.executable, "-m", "accelerate_commhooks", "launch"]
+COMMAND += ["--config_file", str(HERE / "accelerate_config.yaml"), str(HERE / "accelerate_digits.py")]
+
+
+def failures(whole: dict[str, Any], resumed: dict[str, Any], saved_steps: int, differ: list[str]) -> list[str]:
+    """The promises that were not kept, a sentence each.
+
+    Args:
+        whole, resumed: the `result.json` of the two trainings.
+        saved_steps: steps in the newest checkpoint when the training was killed.
+        differ: names of the weights that are not bit-equal.
+    """
+    found = []
+    for name, result in (("the uninterrupted training", whole), ("the resumed training", resumed)):
+        if not result["stats"]["compressed_steps"]:
+            found.append(f"{name}: no step was compressed")
+    trained, missing = resumed["stats"]["backward_passes"], resumed["global_step"] - saved_steps
+    if trained != missing:
+        found.append(f"it did not resume: after the kill it trained {trained} steps, where {missing} were missing")
+    if differ:
+        found.append(f"the weights differ after the kill: {', '.join(differ)}")
+    return found
+
+
+@dataclass(frozen=True)
+class AccelerateTraining(Training):
+    _seen: dict[int, psutil.Process] = field(default_factory=dict)
+
+    def _send(self, process: subprocess.Popen[bytes], signum: signal.Signals) -> None:
+        # torch's launcher starts each worker in a session of its own: a signal to the launcher's group misses them.
+        try:
+            launcher = psutil.Process(process.pid)
+            for each in [launcher, *launcher.children(recursive=True)]:
+                self._seen.setdefault(each.pid, each)
+        except psutil.NoSuchProcess:
+            pass
+        for each in self._seen.values():
+            try:
+                each.send_signal(signum)  # psutil looks whether the number still means the same process
+            except psutil.NoSuchProcess:
+                pass
+
+    def _last_row(self) -> dict[str, str]:
+        log = self.folder / "log.csv"
+        lines = log.read_text().splitlines(keepends=True) if log.exists() else []
+        complete = [line for line in lines if line.endswith("\n")]
+        return dict(zip(("epoch", "step", "loss"), complete[-1].strip().split(","), strict=True)) if complete else {}
+
+
+def run_demo(args: argparse.Namespace, folder: Path, env: dict[str, str]) -> list[str]:
+    """Runs and reports everything; returns the promises that were not kept."""
+
+    def training(title: str, name: str) -> AccelerateTraining:
+        command = [*COMMAND, f"--folder={folder / name}", f"--epochs={args.epochs}", f"--seed={args.seed}"]
+        return AccelerateTraining(title, folder / name, command, env, args.epochs)
+
+    whole = training("uninterrupted", "whole").run()
+    steps_per_epoch = whole["global_step"] // args.epochs
+    killed_at = training("to be killed", "killed").run_and_kill(
+        args.epochs // 2 * steps_per_epoch + steps_per_epoch // 2, steps_per_epoch
+    )
+    epoch, step = divmod(killed_at, steps_per_epoch)
+    console.print(f"SIGKILL to all its processes after step {step} of {steps_per_epoch} in epoch {epoch + 1}.")
+    resumed = training("the same command again", "killed").run()
+
+    weights = (torch.load(folder / name / "weights.pt", weights_only=True) for name in ("whole", "killed"))
+    differ = different_tensors(*weights)
+    stats = whole["stats"]
+    console.print(
+        f"powerSGD sent {stats['compression_rate']:.1f} times less, in {stats['compressed_steps']} compressed steps of "
+        f"{stats['backward_passes']}; test accuracy {whole['test_accuracy']:.2%}.\n"
+        f"It trained the last {resumed['stats']['backward_passes']} of {resumed['global_step']} steps. Final weights "
+        f"bit-equal to those of the uninterrupted run: {'NO' if differ else 'yes'}"
+    )
+    return failures(whole, resumed, epoch * steps_per_epoch, differ)
+
+
+def arguments() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--epochs", type=int, default=15)
+    parser.add_argument("--seed", type=int, default=0)
+    return parser
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = arguments()
+    args = parser.parse_args(argv)
+    if args.epochs < 2:
+        parser.error("--epochs must be 2 or more: the kill comes after the first checkpoint")
+
+    signal.signal(signal.SIGTERM, lambda signum, frame: sys.exit(128 + signum))  # so that no training is left behind
+    folder = Path(tempfile.mkdtemp(prefix="commhooks-demo-"))
+    with tempfile.TemporaryDirectory(prefix="commhooks-hf-") as hf_home:
+        try:
+            found = run_demo(args, folder, clean_env.cleaned(os.environ, hf_home))
+        except TrainingFailed as failure:
+            found = [str(failure)]
+    for sentence in found:
+        console.print(f"FAILED: {sentence}", style="bold red", markup=False)
+    if found:
+        console.print(f"Checkpoints, logs and outputs are in {folder}", markup=False)
+        return 1
+    shutil.rmtree(folder)
+    console.print("All of it held: compressed steps, exact resume.")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -50,6 +50,7 @@ MAX_WORLD_SIZE = 4
 START_TIMEOUT_S = 120.0  # importing torch on a busy machine, not part of a task's limit
 GROUP_TIMEOUT_S = 30.0  # of a collective; below the default task limit, so that a lost rank shows as torch's own error
 FINISH_TIMEOUT_S = 15.0  # for destroying the group and looking for leaks
+STACK_TIMEOUT_S = 5.0  # for the stacks of workers that hang, on a busy machine
 THREAD_GRACE_S = 2.0  # for threads that are about to end
 _SELF_DESTRUCT_S = 30.0  # beyond the task's limit: no worker stays behind for ever, not even one that hangs in C++
 
@@ -253,8 +254,13 @@ class WorkerPool:
         for rank in alive:  # faulthandler in the worker writes the stacks of all its threads
             with contextlib.suppress(OSError, AttributeError):
                 os.kill(self._processes[rank].pid, signal.SIGUSR1)
-        if alive:
-            time.sleep(0.5)
+        sizes: list[int] = []
+        deadline = time.monotonic() + (STACK_TIMEOUT_S if alive else 0)
+        while time.monotonic() < deadline:  # until all of them are written and grow no more
+            time.sleep(0.25)
+            before, sizes = sizes, [self._stack_file(rank).stat().st_size for rank in alive]
+            if all(sizes) and sizes == before:
+                break
         if len(alive) < len(silent):
             complaint = "had not answered when another rank died"
         problems = []

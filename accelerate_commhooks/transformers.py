@@ -6,6 +6,7 @@ The Trainer builds its accelerator itself and has no place for a hook. `CommHook
 into every accelerator that it builds, and the files of `save_state` into every `checkpoint-N`.
 """
 
+import contextlib
 import dataclasses
 import logging
 import os
@@ -47,7 +48,8 @@ class CommHookTrainerMixin(_Base):
 
     Args:
         hook: as for `CommHookKwargs`: a config object, a name, a path "package.module:function" or a callable. Or a
-            `CommHookKwargs`, which can also hold arguments of DDP that the Trainer does not know.
+            `CommHookKwargs`, which can also hold arguments of DDP that the Trainer does not know. None: the settings
+            that `CommHookKwargs()` gets from outside.
         hook_options: options of a hook that is given by name.
         hook_state: the state of a callable. What it has learned stays in it: the Trainer does not make it fresh.
         wrapper: "fp16" or "bf16": let the hook communicate in that dtype.
@@ -193,7 +195,10 @@ def _handler(hook: Any, settings: dict[str, Any]) -> CommHookKwargs:
                 "write them into CommHookKwargs(...)"
             )
         return hook
-    # A fraction of the run is checked now, and needs a length for that; the Trainer knows it when train() begins.
+    with contextlib.suppress(HookConfigError):
+        return CommHookKwargs(hook=hook, **settings)
+    # Perhaps only the length of the run is missing, for a start that is a fraction of it. The Trainer knows it when
+    # train() begins; until then any number does, and what else is wrong is wrong again.
     handler = CommHookKwargs(hook=hook, **({"total_steps": 1} | settings))
     handler.total_steps = settings.get("total_steps")
     return handler

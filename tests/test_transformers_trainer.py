@@ -370,6 +370,24 @@ def _ddp_arguments(folder: Path) -> None:
     assert trainer.comm_hook.name.endswith("_own_hook") and trainer.comm_hook.stats()["backward_passes"] == 2
 
 
+def test_settings_from_outside(run_ranks: Any, tmp_path: Path) -> None:
+    """A fraction in the file is one of the Trainer's steps too, where the file does not say of how many."""
+    options = "hook_options: {matrix_approximation_rank: 2, start_powerSGD_iter: 0.25}"
+    settings = ["hook: powerSGD", options, "gradient_as_bucket_view: true"]
+    for name, more, start in (("a.yaml", [], 2), ("b.yaml", ["total_steps: 16"], 4)):
+        (tmp_path / name).write_text("\n".join(settings + more))
+        assert run_ranks(_outside, tmp_path, tmp_path / name) == [(start, True)] * 2
+
+
+@launched
+def _outside(folder: Path, path: Path) -> tuple[int, bool]:
+    with mock.patch.dict(os.environ, {"ACCELERATE_COMM_HOOK_CONFIG": str(path)}):
+        trainer = make_trainer(folder, hook={"save_residual": "mean"}, save_steps=8)
+    trainer.train()
+    assert hook_files(folder / "checkpoint-8") == FILES[:1]
+    return trainer.comm_hook.options["start_powerSGD_iter"], trainer.model_wrapped.gradient_as_bucket_view
+
+
 def _own_hook(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
     tensor = bucket.buffer() / dist.get_world_size()
     return dist.all_reduce(tensor, async_op=True).get_future().then(lambda future: future.value()[0])

@@ -1,6 +1,5 @@
 """`CommHook`: a hook that is attached to a DDP model, and the user's handle on it."""
 
-import contextlib
 import dataclasses
 import logging
 import sys
@@ -12,16 +11,15 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from commhooks import codec, payload
+from commhooks import payload
 from commhooks.after_backward import run_after_backward
-from commhooks.config import HookConfig, PowerSGD
+from commhooks.config import HookConfig
 from commhooks.ddp_comm_hooks.powerSGD_hook import PowerSGDState
 from commhooks.errors import HookConfigError, HookRunError, PayloadError
-from commhooks.joint_save import JointSave
-from commhooks.memory import Memory
 from commhooks.names import GivenNames
 from commhooks.pipeline import forbid_uneven_division
 from commhooks.plan import ModelPlan, ParameterPlan, plan_parameter
+from commhooks.saved_state import LowRankSavedState, SimpleSavedState
 from commhooks.spec import HookSpec
 from commhooks.stats import Stats
 from commhooks.wire import WIRE_DTYPES
@@ -37,7 +35,6 @@ class CommHook:
 
     Attributes:
         name: of the hook.
-        options: its options, with `start_powerSGD_iter` as a number of steps.
         joint_save_limit_s: seconds that a save waits for the other ranks before it goes on without residuals.
     """
 
@@ -53,7 +50,6 @@ class CommHook:
         wire_itemsize: int | None,
     ) -> None:
         self.name = spec.name
-        self.options: dict[str, Any] = dataclasses.asdict(config) if config is not None else dict(spec.options)
         self.joint_save_limit_s = JOINT_SAVE_LIMIT_S
         self._spec = spec
         self._config = config
@@ -67,9 +63,12 @@ class CommHook:
         self._stats = self._low_rank._stats if self._low_rank is not None else Stats()
         self._counts_bytes = config is not None
         self._wire_itemsize = wire_itemsize
-        self._joint_save: tuple[int, JointSave] | None = None
+        self._saved_state: LowRankSavedState | SimpleSavedState
+        if self._low_rank is not None:
+            self._saved_state = LowRankSavedState(self.name, self._low_rank, names, group, self._matrix_plans)
+        else:
+            self._saved_state = SimpleSavedState(self.name, self.options, state, self._stats, self._world_size)
         self._announced = False
-        self._passes_before = 0
         # Buckets come in order: one that is not beyond the last one begins another pass.
         self._last_index = _NO_BUCKET_YET
         self._sparse = {
@@ -134,8 +133,8 @@ class CommHook:
         if self._rank != 0:
             return
         text = f"commhooks: {self.name}"
-        if isinstance(self._config, PowerSGD):
-            rank, start = self._config.matrix_approximation_rank, self._config.start_powerSGD_iter
+        if self._low_rank is not None:
+            rank, start = self._low_rank.matrix_approximation_rank, self._low_rank.start_powerSGD_iter
             text += f" (rank {rank}, from step {start}): {self.plan().summary()}"
         elif self._counts_bytes:
             sent, before = self._stats.last_pass.bytes_sent, self._stats.bytes_uncompressed
@@ -149,6 +148,13 @@ class CommHook:
             print(text, file=sys.stderr, flush=True)
 
     # ---- what users call ---------------------------------------------------------------------------------------------
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The hook's options, with `start_powerSGD_iter` as a number of steps."""
+        if self._low_rank is not None:
+            return dataclasses.asdict(self._low_rank._options)
+        return dataclasses.asdict(self._config) if self._config is not None else dict(self._spec.options)
 
     def plan(self) -> ModelPlan:
         """What is compressed and what is not, per parameter (per bucket for batched PowerSGD, after the first pass)."""
@@ -172,7 +178,7 @@ class CommHook:
         known = self._counts_bytes or self._low_rank is not None
         return {
             "hook": self.name,
-            "step": self._low_rank._memory.step if self._low_rank is not None else self._simple_step(),
+            "step": self._saved_state.step,
             "backward_passes": s.backward_passes,
             "compressed_steps": s.compressed_steps if self._low_rank is not None else None,
             "nonfinite_steps": s.nonfinite_steps if self._low_rank is not None else None,
@@ -187,7 +193,7 @@ class CommHook:
         }
 
     def state_dict(self, residual: str | None = None, *, gather: bool = False, joint: bool = True) -> dict[str, Any]:
-        """What a checkpoint needs to continue: step, Q, residuals, options; on the CPU or where the model is.
+        """What a checkpoint needs to continue: step, Q, residuals, options; tensors on the CPU.
 
         Args:
             residual: "per_rank", "mean" or "drop"; None is the `save_residual` of `attach`.
@@ -208,21 +214,7 @@ class CommHook:
             raise HookConfigError(
                 f"residual={residual!r}; expected one of {', '.join(map(repr, payload.SAVE_RESIDUAL))}"
             )
-        if self._low_rank is None:
-            return self._user_payload()
-        pipeline = self._low_rank._registration.pipeline if self._low_rank._registration is not None else None
-        with pipeline.lock if pipeline is not None else contextlib.nullcontext():
-            # A signal handler may come here in the middle of a commit of its own thread.
-            torn = pipeline is not None and pipeline.committing
-            if pipeline is not None and not torn:
-                pipeline.settle()
-            memory = self._low_rank._memory
-            kind, exact = "none", not torn
-            ranks: list[int] = []
-            residuals: dict[str, Any] = {}
-            if residual != "drop" and not torn:
-                kind, ranks, residuals, exact = self._collect(memory, residual, gather, joint)
-            return payload.build(self._target(), memory, kind, ranks, residuals, exact=exact)
+        return self._saved_state.save(residual, gather, joint, self.joint_save_limit_s)
 
     def load_state_dict(self, saved: dict[str, Any], strict: bool | None = None) -> None:
         """Take over what `state_dict` returned. *All ranks must call*, before the next backward pass.
@@ -240,154 +232,20 @@ class CommHook:
         """
         self._prepare_load(saved, strict)()
 
-    # ---- saving and loading ------------------------------------------------------------------------------------------
-
     def _prepare_load(self, saved: object, strict: bool | None = None) -> Callable[[], None]:
         """Check all of `saved` and change nothing; the function that is returned takes it over."""
         strict = self._spec.strict if strict is None else strict
         content = payload.check_header(saved)
-        if content["hook"] != self.name:
-            text = f"the saved state is of hook {content['hook']!r}, this one is {self.name!r}"
-            if strict:
-                raise PayloadError(
-                    f"{text}. Attach the saved hook to continue with its memory, or load with strict=False to begin "
-                    "this one with fresh memory"
-                )
-            logger.warning("%s: it begins with fresh memory (strict=False)", text)
-            return lambda: None
-        if self._low_rank is None:
-            return lambda: self._load_user_state(content)
-        memory = payload.read(content, self._target(), strict=strict)
-        start = content["options"].get("start_powerSGD_iter", self._low_rank.start_powerSGD_iter)
-        if not isinstance(start, int) or isinstance(start, bool) or start < 0:
-            raise PayloadError(f"damaged hook state: options['start_powerSGD_iter'] is {start!r}")
-        if not self._low_rank.use_error_feedback:
-            memory.drop_residuals()
-        return lambda: self._adopt(memory, start)
-
-    def _collect(
-        self, memory: Memory, residual: str, gather: bool, joint: bool
-    ) -> tuple[str, list[int], dict[str, Any], bool]:
-        """(kind, ranks, residuals by name, exact) for the payload."""
-        everyone = list(range(self._world_size))
-        if residual == "per_rank" and not gather:
-            if memory.residual_missing:
-                return "none", [], {}, False
-            return "per_rank", [self._rank], {name: [r] for name, r in memory.residuals.items()}, True
-        names = [name for name in self._names.known() if name in memory.residuals]
-        if self._world_size == 1 or (memory.residuals_shared and not memory.residual_missing):
-            # Nothing to exchange: each rank's residual is the mean.
-            return "mean", everyone, {name: memory.residuals[name] for name in names}, True
-        kind = "mean" if residual == "mean" else "per_rank"
-        collected: dict[str, Any] = {}
-
-        def collect(group: JointSave) -> None:
-            for name in names:
-                mine = memory.residuals[name]
-                collected[name] = group.mean(mine) if kind == "mean" else group.gather(mine)
-
-        saver = self._saver()
-        if not joint or saver is None or not saver.run(memory.step, collect):
-            self._warn_inexact(memory.step, joint)
-            return "none", [], {}, False
-        if kind == "mean":
-            for name in names:
-                memory.residuals[name].copy_(collected[name])
-            memory.residuals_shared = True
-        return kind, everyone, collected, True
-
-    def _saver(self) -> JointSave | None:
-        """None before the first backward pass, in which the ranks agree on a place in the store."""
-        registration = self._low_rank._registration if self._low_rank is not None else None
-        if registration is None or registration.nonce is None:
-            return None
-        if self._joint_save is None or self._joint_save[0] != registration.nonce:
-            saver = JointSave(self._group, registration.nonce, self.joint_save_limit_s)
-            self._joint_save = (registration.nonce, saver)
-        return self._joint_save[1]
-
-    def _warn_inexact(self, step: int, joint: bool) -> None:
-        if not joint:
-            reason = "this rank saves on its own"
-        elif self._saver() is None:
-            reason = "no backward pass has run since the hook was attached"
-        else:
-            reason = f"not every rank took part within {self.joint_save_limit_s:g} s"
-        logger.warning(
-            "commhooks: hook %s was saved at step %s without residuals, because %s. The saved state is marked inexact: "
-            "a run that resumes from it starts from residuals of zero.",
-            self.name,
-            step,
-            reason,
-        )
-
-    def _adopt(self, memory: Memory, start: int) -> None:
-        assert self._low_rank is not None
-        if self._low_rank._registration is not None:
-            # Steps that an accelerator has not told of yet belong to the memory that ends here.
-            self._low_rank._registration.pipeline.settle()
-        own = self._low_rank._memory
-        own.step, own.nonfinite_steps, own.loss_scale = memory.step, memory.nonfinite_steps, memory.loss_scale
-        own.q, own.residuals, own.residual_missing = memory.q, memory.residuals, memory.residual_missing
-        own.residuals_shared = memory.residuals_shared
-        self._low_rank._options = dataclasses.replace(self._low_rank._options, start_powerSGD_iter=start)
-        if isinstance(self._config, PowerSGD):
-            self._config = dataclasses.replace(self._config, start_powerSGD_iter=start)
-            self.options["start_powerSGD_iter"] = start
-        registration = self._low_rank._registration
-        if registration is not None:
-            registration.options = self._low_rank._options
-            registration.start_step = start
-            registration.checked = False
-
-    def _target(self) -> payload.Target:
-        assert self._low_rank is not None
-        plans = {p.name: p for p in self._plan_parameters() if p.compressed} if not self._batched() else {}
-        seed = self._low_rank.random_seed
-
-        def refit(name: str) -> torch.Tensor:
-            plan = plans[name]
-            return codec.draw(seed, name, "Q", plan.rank, plan.m, torch.float64)
-
-        options = dataclasses.asdict(self._low_rank._options)
-        ranks = {name: plan.rank for name, plan in plans.items()}
-        return payload.Target(self.name, options, self._names.known(), ranks, self._rank, self._world_size, refit=refit)
-
-    def _user_payload(self) -> dict[str, Any]:
-        saved: dict[str, Any] = {
-            "format": "commhooks",
-            "version": payload.VERSION,
-            "hook": self.name,
-            "options": dict(self.options),
-            "step": self._simple_step(),
-            "world_size": self._world_size,
-            "hook_state": None,
-        }
-        if self._saves_user_state():
-            saved["hook_state"] = self._state.state_dict()
-        return saved
-
-    def _simple_step(self) -> int:
-        """Of a hook that is not PowerSGD: all its synchronised backward passes, those before a resume included."""
-        return self._passes_before + self._stats.backward_passes
-
-    def _load_user_state(self, saved: dict[str, Any]) -> None:
-        step = saved.get("step")
-        if not isinstance(step, int) or isinstance(step, bool) or step < 0:
-            raise PayloadError(f"damaged hook state: 'step' is {step!r}")
-        if saved.get("hook_state") is not None:
-            if not self._saves_user_state():
-                raise PayloadError(
-                    f"the checkpoint holds a state of hook {self.name!r}, but its hook_state now "
-                    f"({type(self._state).__name__}) has no load_state_dict"
-                )
-            self._state.load_state_dict(saved["hook_state"])
-        self._passes_before = step - self._stats.backward_passes
-
-    def _saves_user_state(self) -> bool:
-        return callable(getattr(self._state, "state_dict", None)) and callable(
-            getattr(self._state, "load_state_dict", None)
-        )
+        if content["hook"] == self.name:
+            return self._saved_state.prepare_load(content, strict)
+        text = f"the saved state is of hook {content['hook']!r}, this one is {self.name!r}"
+        if strict:
+            raise PayloadError(
+                f"{text}. Attach the saved hook to continue with its memory, or load with strict=False to begin "
+                "this one with fresh memory"
+            )
+        logger.warning("%s: it begins with fresh memory (strict=False)", text)
+        return lambda: None
 
     # ---- plan --------------------------------------------------------------------------------------------------------
 
@@ -400,8 +258,8 @@ class CommHook:
                 "PowerSGD at rank %s compresses no parameter of this model: print(hook.plan()) says why for each.",
                 self._low_rank.matrix_approximation_rank,
             )
-        if self._low_rank is None and self._config is None and self._state is not None:
-            if not isinstance(self._state, dist.ProcessGroup) and not self._saves_user_state():
+        if isinstance(self._saved_state, SimpleSavedState) and self._config is None and self._state is not None:
+            if not isinstance(self._state, dist.ProcessGroup) and not self._saved_state.saves_state:
                 logger.warning(
                     "the state of hook %s (%s) has no state_dict and load_state_dict: checkpoints do not hold it.",
                     self.name,
@@ -414,6 +272,10 @@ class CommHook:
 
     def _own_wire(self) -> torch.dtype | None:
         return {"fp16_compress": torch.float16, "bf16_compress": torch.bfloat16}.get(self.name)
+
+    def _matrix_plans(self) -> list[ParameterPlan]:
+        """Of the parameters that have a Q of their own, if compressed: none for batched PowerSGD."""
+        return [] if self._batched() else self._plan_parameters()
 
     def _plan_parameters(self) -> list[ParameterPlan]:
         plans = []

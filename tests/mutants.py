@@ -72,16 +72,16 @@ MUTANTS = [
     ),
     Mutant(
         "step not restored",
-        "commhooks/comm_hook.py",
-        "own.step, own.nonfinite_steps, own.loss_scale = memory.step,",
-        "own.step, own.nonfinite_steps, own.loss_scale = 0,",
+        "commhooks/saved_state.py",
+        "            state._options = dataclasses.replace(",
+        "            own.step = 0\n            state._options = dataclasses.replace(",
         "test_resume.py::test_resume_is_bit_equal",
     ),
     Mutant(
         "saved start does not win",
-        "commhooks/comm_hook.py",
-        "            registration.start_step = start\n",
-        "            pass\n",
+        "commhooks/saved_state.py",
+        "                registration.start_step = start\n",
+        "                pass\n",
         "test_resume.py::test_loading_into_a_running_hook",
     ),
     Mutant(
@@ -200,7 +200,7 @@ MUTANTS = [
     ),
     Mutant(
         "saving a mean leaves the residuals alone",
-        "commhooks/comm_hook.py",
+        "commhooks/saved_state.py",
         "                memory.residuals[name].copy_(collected[name])\n",
         "                pass\n",
         "test_resume.py::test_resume_is_bit_equal",
@@ -362,9 +362,9 @@ MUTANTS = [
     ),
     Mutant(
         "steps of a memory that a load replaced",
-        "commhooks/comm_hook.py",
-        "            self._low_rank._registration.pipeline.settle()\n        own = self",
-        "            pass\n        own = self",
+        "commhooks/saved_state.py",
+        "                registration.pipeline.settle()\n            own = state",
+        "                pass\n            own = state",
         "test_masked_commit.py::test_steps_that_nobody_asked_about_do_not_count_after_a_load",
     ),
     Mutant(

@@ -1,0 +1,215 @@
+"""From a hook's memory to a checkpoint payload and back: PowerSGD's, and that of every other hook."""
+
+import contextlib
+import dataclasses
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from commhooks import codec, payload
+from commhooks.ddp_comm_hooks.powerSGD_hook import PowerSGDState
+from commhooks.errors import PayloadError
+from commhooks.joint_save import JointSave
+from commhooks.memory import Memory
+from commhooks.names import Names
+from commhooks.plan import ParameterPlan
+from commhooks.stats import Stats
+
+logger = logging.getLogger(__name__)
+
+
+class LowRankSavedState:
+    """Saves and loads the memory of a `PowerSGDState` on this rank.
+
+    Args:
+        plans: the plan of every parameter; compressed are those that have a Q of their own.
+    """
+
+    def __init__(
+        self,
+        hook: str,
+        state: PowerSGDState,
+        names: Names,
+        group: dist.ProcessGroup,
+        plans: Callable[[], list[ParameterPlan]],
+    ) -> None:
+        self._hook = hook
+        self._state = state
+        self._names = names
+        self._group = group
+        self._plans = plans
+        self._rank, self._world_size = dist.get_rank(group), dist.get_world_size(group)
+        self._joint_save: tuple[int, JointSave] | None = None
+
+    @property
+    def step(self) -> int:
+        return self._state._memory.step
+
+    def save(self, residual: str, gather: bool, joint: bool, limit_s: float) -> dict[str, Any]:
+        """See `CommHook.state_dict`."""
+        pipeline = self._state._registration.pipeline if self._state._registration is not None else None
+        with self._lock():
+            # A signal handler may come here in the middle of a commit of its own thread.
+            torn = pipeline is not None and pipeline.committing
+            if pipeline is not None and not torn:
+                pipeline.settle()
+            memory = self._state._memory
+            kind, exact = "none", not torn
+            ranks: list[int] = []
+            residuals: dict[str, Any] = {}
+            if residual != "drop" and not torn:
+                kind, ranks, residuals, exact = self._collect(memory, residual, gather, joint, limit_s)
+            return payload.build(self._target(), memory, kind, ranks, residuals, exact=exact)
+
+    def prepare_load(self, content: dict[str, Any], strict: bool) -> Callable[[], None]:
+        """Check all of `content` and change nothing; the function that is returned takes it over."""
+        memory = payload.read(content, self._target(), strict=strict)
+        start = content["options"].get("start_powerSGD_iter", self._state.start_powerSGD_iter)
+        if not isinstance(start, int) or isinstance(start, bool) or start < 0:
+            raise PayloadError(f"damaged hook state: options['start_powerSGD_iter'] is {start!r}")
+        if not self._state.use_error_feedback:
+            memory.drop_residuals()
+        return lambda: self._adopt(memory, start)
+
+    def joint_save(self, limit_s: float) -> JointSave | None:
+        """None before the first backward pass, in which the ranks agree on a place in the store."""
+        registration = self._state._registration
+        if registration is None or registration.nonce is None:
+            return None
+        if self._joint_save is None or self._joint_save[0] != registration.nonce:
+            self._joint_save = (registration.nonce, JointSave(self._group, registration.nonce, limit_s))
+        return self._joint_save[1]
+
+    def _lock(self) -> contextlib.AbstractContextManager[Any]:
+        registration = self._state._registration
+        return registration.pipeline.lock if registration is not None else contextlib.nullcontext()
+
+    def _collect(
+        self, memory: Memory, residual: str, gather: bool, joint: bool, limit_s: float
+    ) -> tuple[str, list[int], dict[str, Any], bool]:
+        """(kind, ranks, residuals by name, exact) for the payload."""
+        everyone = list(range(self._world_size))
+        if residual == "per_rank" and not gather:
+            if memory.residual_missing:
+                return "none", [], {}, False
+            return "per_rank", [self._rank], {name: [r] for name, r in memory.residuals.items()}, True
+        names = [name for name in self._names.known() if name in memory.residuals]
+        if self._world_size == 1 or (memory.residuals_shared and not memory.residual_missing):
+            # Nothing to exchange: each rank's residual is the mean.
+            return "mean", everyone, {name: memory.residuals[name] for name in names}, True
+        kind = "mean" if residual == "mean" else "per_rank"
+        collected: dict[str, Any] = {}
+
+        def collect(group: JointSave) -> None:
+            for name in names:
+                mine = memory.residuals[name]
+                collected[name] = group.mean(mine) if kind == "mean" else group.gather(mine)
+
+        saver = self.joint_save(limit_s)
+        if not joint or saver is None or not saver.run(memory.step, collect):
+            if not joint:
+                reason = "this rank saves on its own"
+            elif saver is None:
+                reason = "no backward pass has run since the hook was attached"
+            else:
+                reason = f"not every rank took part within {limit_s:g} s"
+            logger.warning(
+                "commhooks: hook %s was saved at step %s without residuals, because %s. The saved state is marked "
+                "inexact: a run that resumes from it starts from residuals of zero.",
+                self._hook,
+                memory.step,
+                reason,
+            )
+            return "none", [], {}, False
+        if kind == "mean":
+            for name in names:
+                memory.residuals[name].copy_(collected[name])
+            memory.residuals_shared = True
+        return kind, everyone, collected, True
+
+    def _adopt(self, memory: Memory, start: int) -> None:
+        state, registration = self._state, self._state._registration
+        with self._lock():
+            if registration is not None:
+                # Steps that an accelerator has not told of yet belong to the memory that ends here.
+                registration.pipeline.settle()
+            own = state._memory
+            for each in dataclasses.fields(Memory):
+                setattr(own, each.name, getattr(memory, each.name))
+            state._options = dataclasses.replace(state._options, start_powerSGD_iter=start)
+            if registration is not None:
+                registration.options = state._options
+                registration.start_step = start
+                registration.checked = False
+
+    def _target(self) -> payload.Target:
+        plans = {plan.name: plan for plan in self._plans() if plan.compressed}
+        seed = self._state.random_seed
+
+        def refit(name: str) -> torch.Tensor:
+            plan = plans[name]
+            return codec.draw(seed, name, "Q", plan.rank, plan.m, torch.float64)
+
+        return payload.Target(
+            self._hook,
+            dataclasses.asdict(self._state._options),
+            self._names.known(),
+            {name: plan.rank for name, plan in plans.items()},
+            self._rank,
+            self._world_size,
+            refit=refit,
+        )
+
+
+class SimpleSavedState:
+    """Saves and loads the step of any other hook, and its state if that has `state_dict` and `load_state_dict`."""
+
+    def __init__(self, hook: str, options: dict[str, Any], state: Any, stats: Stats, world_size: int) -> None:
+        self._hook = hook
+        self._options = options
+        self._state = state
+        self._stats = stats
+        self._world_size = world_size
+        self._passes_before = 0
+
+    @property
+    def step(self) -> int:
+        """All synchronised backward passes, those before a resume included."""
+        return self._passes_before + self._stats.backward_passes
+
+    @property
+    def saves_state(self) -> bool:
+        return all(callable(getattr(self._state, name, None)) for name in ("state_dict", "load_state_dict"))
+
+    def save(self, residual: str, gather: bool, joint: bool, limit_s: float) -> dict[str, Any]:
+        """See `CommHook.state_dict`; there are no residuals."""
+        return {
+            "format": "commhooks",
+            "version": payload.VERSION,
+            "hook": self._hook,
+            "options": dict(self._options),
+            "step": self.step,
+            "world_size": self._world_size,
+            "hook_state": self._state.state_dict() if self.saves_state else None,
+        }
+
+    def prepare_load(self, content: dict[str, Any], strict: bool) -> Callable[[], None]:
+        """Check `content` as far as it is ours; the function that is returned takes it over."""
+        step, saved = content.get("step"), content.get("hook_state")
+        if not isinstance(step, int) or isinstance(step, bool) or step < 0:
+            raise PayloadError(f"damaged hook state: 'step' is {step!r}")
+        if saved is not None and not self.saves_state:
+            raise PayloadError(
+                f"the checkpoint holds a state of hook {self._hook!r}, but its hook_state now "
+                f"({type(self._state).__name__}) has no load_state_dict"
+            )
+
+        def adopt() -> None:
+            if saved is not None:
+                self._state.load_state_dict(saved)
+            self._passes_before = step - self._stats.backward_passes
+
+        return adopt

@@ -180,7 +180,7 @@ def from_options(config: type[HookConfig], options: Mapping[str, Any]) -> HookCo
         made = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(config), dict(options)))
     except OmegaConfBaseException as error:
         reason = str(error).splitlines()[0]
-        raise HookConfigError(f"hook {config.hook_name!r}: option {error.full_key}: {reason}") from error
+        raise HookConfigError(f"hook {config.hook_name!r}: option {error.full_key}: {reason}") from None
     assert isinstance(made, HookConfig)
     return made
 
@@ -189,6 +189,8 @@ def closest(name: str, candidates: Iterable[str]) -> str:
     """`" (did you mean 'x'?)"` or nothing."""
     by_lower = {candidate.lower(): candidate for candidate in candidates}
     matches = difflib.get_close_matches(name.lower(), by_lower, n=1, cutoff=0.5)
+    if not matches and len(name) > 2:  # "rank" for "matrix_approximation_rank"
+        matches = [candidate for candidate in by_lower if name.lower() in candidate][:1]
     return f" (did you mean {by_lower[matches[0]]!r}?)" if matches else ""
 
 

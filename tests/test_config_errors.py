@@ -91,6 +91,12 @@ CASES = [
         "options are matrix_approximation_rank, start_powerSGD_iter",
         options=_options(matrix_aproximation_rank=2),
     ),
+    Expected(
+        "part of an option's name",
+        "hook 'powerSGD' has no option 'rank' (did you mean 'matrix_approximation_rank'?)",
+        "powerSGD",
+        _options(rank=2),
+    ),
     Expected("option of none", "hook 'allreduce' has no options, got 'rank'", "allreduce", _options(rank=2)),
     Expected("wrapper typo", "wrapper='fp61' (did you mean 'fp16'?); expected one of None, 'fp16', 'bf16'",
              options={"wrapper": "fp61"}),

@@ -14,11 +14,12 @@ import sys
 import tempfile
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
+import psutil
 import yaml
 from accelerate import DistributedType
 from accelerate.commands.config.config_args import default_config_file
@@ -34,6 +35,9 @@ from commhooks import HookConfigError
 
 REMINDER_S = 120.0
 """How long after the start it is worth a line that the script has not used the settings yet."""
+
+END_S = 30.0
+"""How long a script may take to end after a signal; torch's launcher gives as much."""
 
 _NOT_DDP = {
     DistributedType.DEEPSPEED: "use_deepspeed",
@@ -209,12 +213,26 @@ def _run(args: argparse.Namespace) -> int:
         print(error, file=sys.stderr)
         return _as_shell(error.get_first_failure()[1].exitcode)
     except SignalException as error:
+        _end_children(error.sigval)
         return 128 + error.sigval
-    except KeyboardInterrupt:
+    except KeyboardInterrupt:  # at a terminal the script has got it too
+        _end_children()
         return 128 + signal.SIGINT
     finally:
         signal.signal(signal.SIGTERM, before)
     return 0
+
+
+def _end_children(signum: signal.Signals | None = None) -> None:
+    """Accelerate 1.15 would leave a single process behind; torch's launcher has ended several by now."""
+    children = psutil.Process().children()
+    for child in children:
+        with suppress(psutil.NoSuchProcess):
+            if signum is not None:
+                child.send_signal(signum)
+    for child in psutil.wait_procs(children, timeout=END_S)[1]:
+        with suppress(psutil.NoSuchProcess):
+            child.kill()
 
 
 def _what(returncode: int) -> str:

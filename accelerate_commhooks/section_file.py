@@ -41,8 +41,9 @@ def _without_section(text: str, root: "yaml.MappingNode | None") -> str:
         if key.value == SECTION:
             lines = text.splitlines(keepends=True)
             end = value.end_mark.line + (value.end_mark.column > 0)
-            # The parser ends a block before the next token; blank lines and comments until there belong to that.
-            while end > key.start_mark.line + 1 and lines[end - 1].lstrip()[:1] in ("", "#"):
+            # The parser ends a block before the next token. Blank lines and comments until there belong to that, unless
+            # they are indented as the block is.
+            while end > key.start_mark.line + 1 and (not lines[end - 1].strip() or lines[end - 1].startswith("#")):
                 end -= 1
             return "".join(lines[: key.start_mark.line] + lines[end:])
     return text

@@ -162,8 +162,6 @@ def _resolved(source: str | Path, loaded: Any, section: str, overrides: Iterable
             raise HookConfigError(f"{source}: override {each!r}; expected 'key=value' or 'hook_options.key=value'")
     try:
         changes = OmegaConf.from_dotlist(given)
-        if section and OmegaConf.is_missing(loaded, section):
-            return None
         if given:
             loaded = OmegaConf.merge(loaded, {section: changes} if section else changes)
         node = loaded[section] if section else loaded

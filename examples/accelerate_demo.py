@@ -77,6 +77,7 @@ class AccelerateTraining(Training):
 
 def run_demo(args: argparse.Namespace, folder: Path, env: dict[str, str]) -> list[str]:
     """Runs and reports everything; returns the promises that were not kept."""
+    env = env | {"TMPDIR": str(folder)}  # a launcher that is killed cannot remove its temporary files
 
     def training(title: str, name: str) -> AccelerateTraining:
         command = [*COMMAND, f"--folder={folder / name}", f"--epochs={args.epochs}", f"--seed={args.seed}"]

@@ -92,10 +92,11 @@ def test_installed_wheel_is_what_gets_imported(installed):
     assert done.stdout.strip() == str(installed / "commhooks" / "__init__.py"), done.stderr
 
 
-def test_installed_command(installed):
-    done = _run([str(installed / "bin" / "commhooks"), "--help"], cwd=installed.parent, PYTHONPATH=str(installed))
+@pytest.mark.parametrize("command", ["commhooks", "accelerate-commhooks"])
+def test_installed_command(installed, command):
+    done = _run([str(installed / "bin" / command), "--help"], cwd=installed.parent, PYTHONPATH=str(installed))
     assert done.returncode == 0, done.stderr
-    assert "usage: commhooks" in done.stdout.lower()
+    assert f"usage: {command} " in done.stdout.lower()
 
 
 def test_core_imports_without_the_frameworks(installed):

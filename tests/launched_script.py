@@ -1,0 +1,34 @@
+"""A script as users write it, started by test_accelerate_launcher.py: notes what it has got, and takes three steps.
+
+launched_script.py FOLDER whatever else
+"""
+
+import json
+import os
+import sys
+from pathlib import Path
+
+import torch
+from accelerate import Accelerator
+
+from accelerate_commhooks import CommHookKwargs
+
+handler = CommHookKwargs(bucket_cap_mb=3)
+accelerator = Accelerator(cpu=True, kwargs_handlers=[handler])
+model = accelerator.prepare(torch.nn.Linear(64, 64))
+for step in range(3):
+    accelerator.backward(model(torch.full((2, 64), step + accelerator.process_index + 1.0)).square().mean())
+found = {
+    "arguments": sys.argv[2:],
+    "main": __name__,
+    "handler": repr(handler),
+    "processes": accelerator.num_processes,
+    "stats": handler.attached.stats() if handler.attached else None,
+    "rank_variable": os.environ.get("RANK"),
+}
+folder = Path(sys.argv[1])
+(folder / f"rank{accelerator.process_index}.json").write_text(json.dumps(found))
+accelerator.wait_for_everyone()
+accelerator.end_training()
+sys.stdout.flush()
+os._exit(0)

@@ -103,7 +103,7 @@ MUTANTS = [
         "commhooks/names.py",
         "        for parameter in reversed(parameters):\n",
         "        for parameter in parameters:\n",
-        "test_dropin.py",
+        "test_dropin_state.py",
     ),
     Mutant(
         "commit before the last P",

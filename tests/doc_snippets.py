@@ -2,7 +2,7 @@
 
     python   executed on two ranks
     diff     its old and its new version, both as python; they must differ
-    yaml     parsed by LightningCLI, which must end up with a CommHookDDP
+    yaml     with `trainer:` parsed by LightningCLI, which must end up with a CommHookDDP; else read by CommHookKwargs
     bash     every command must exist, with its files, targets, extras and flags
     text     not looked at
 
@@ -20,12 +20,14 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import io
 import linecache
 import os
 import re
 import shlex
 import subprocess
 import sys
+import tempfile
 import textwrap
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -270,6 +272,36 @@ def _run_script(text: str, folder: Path) -> None:
 
 
 def check_yaml(text: str, folder: Path) -> None:
+    if re.search("^trainer:", text, re.MULTILINE):
+        _check_lightning_yaml(text, folder)
+    else:
+        _check_accelerate_yaml(text, folder)
+
+
+def _check_accelerate_yaml(text: str, folder: Path) -> None:
+    """Settings for `CommHookKwargs`; where they are a section, the rest must be a configuration of Accelerate."""
+    import yaml
+    from accelerate.commands.config.config_args import load_config_from_file
+
+    from accelerate_commhooks.cli import main
+    from accelerate_commhooks.yaml_config import SECTION
+
+    path = folder / "config.yaml"
+    path.write_text(text)
+    with contextlib.redirect_stderr(io.StringIO()) as errors:
+        status = main(["check", str(path)])
+    if status:
+        raise WrongSnippet(f"{errors.getvalue()}\n{text}")
+    content = yaml.safe_load(text)
+    if content.pop(SECTION, None) is not None:
+        path.write_text(yaml.safe_dump(content))
+        try:
+            load_config_from_file(str(path))
+        except ValueError as error:
+            raise WrongSnippet(f"Accelerate refuses\n{text}\n{error}") from error
+
+
+def _check_lightning_yaml(text: str, folder: Path) -> None:
     from lightning.pytorch.cli import LightningCLI
     from lightning.pytorch.demos.boring_classes import BoringModel
 
@@ -309,6 +341,8 @@ def check_command(words: list[str]) -> None:
         _check_torchrun(rest)
     elif program == "pip":
         _check_pip(rest)
+    elif program == "accelerate-commhooks":
+        _check_accelerate_commhooks(rest)
     elif program == "commhooks":
         from commhooks.cli import main
 
@@ -354,6 +388,35 @@ def _check_python(words: list[str]) -> None:
             raise WrongSnippet(f"python {shlex.join(words)}: the script does not take these arguments") from error
         finally:
             sys.path.remove(str(script.parent))
+
+
+def _check_accelerate_commhooks(words: list[str]) -> None:
+    from accelerate.commands.launch import launch_command_parser
+
+    from accelerate_commhooks.cli import main
+
+    if words == ["launch"]:  # the text speaks of the command
+        return
+    if words[:1] == ["launch"]:
+        try:
+            args = launch_command_parser().parse_args(words[1:])
+        except SystemExit as error:
+            raise WrongSnippet(f"accelerate {shlex.join(words)}: these are no arguments of it") from error
+        if args.config_file is not None:
+            _check_accelerate_commhooks(["check", args.config_file])
+        _check_python([args.training_script, *args.training_script_args])
+        return
+    with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stderr(io.StringIO()) as errors:
+        if words[:1] == ["config"]:
+            words = ["config", str(Path(folder) / words[1]), *words[2:]]  # which writes the file
+        elif words[:1] == ["check"]:
+            words = ["check", str(REPOSITORY / words[1]), *words[2:]]
+        try:
+            status = main(words)
+        except SystemExit as error:
+            status = error.code
+    if status:
+        raise WrongSnippet(f"accelerate-commhooks {shlex.join(words)}: {errors.getvalue()}")
 
 
 def _check_torchrun(words: list[str]) -> None:

@@ -17,7 +17,9 @@ SNIPPETS = [
 INLINE_COMMANDS = [
     (page.name, code)
     for page in PAGES
-    for code in re.findall(r"`((?:make|pip|python|torchrun|commhooks) [^`]+)`", page.read_text(encoding="utf-8"))
+    for code in re.findall(
+        r"`((?:make|pip|python|torchrun|commhooks|accelerate-commhooks) [^`]+)`", page.read_text(encoding="utf-8")
+    )
 ]
 
 
@@ -42,7 +44,14 @@ def test_links_lead_to_files(page):
 def test_the_readme_shows_each_kind():
     """An empty list of snippets would pass too."""
     kinds = {(snippet.language, snippet.needs) for snippet in SNIPPETS if snippet.page == "README.md"}
-    assert {("bash", ""), ("yaml", ""), ("diff", "lightning"), ("diff", "ddp"), ("python", "continued")} <= kinds
+    assert {
+        ("bash", ""),
+        ("yaml", ""),
+        ("diff", "lightning"),
+        ("diff", "accelerate"),
+        ("diff", "ddp"),
+        ("python", "continued"),
+    } <= kinds
     assert ("diff", "transformers") in kinds
     assert ("README.md", "commhooks hooks") in INLINE_COMMANDS
 
@@ -123,6 +132,22 @@ def test_wrong_yaml_is_found(strategy, run_ranks, tmp_path):
 
 
 @pytest.mark.parametrize(
+    ("yaml", "text"),
+    [
+        ("hook: powerSDG", "did you mean 'powerSGD'"),
+        ("hook: powerSGD\nbucket_cap: 3", "did you mean 'bucket_cap_mb'"),
+        ("distributed_type: MULTI_GPU\ncomm_hook_config: {hook: powerSGD, rank: 3}", "comm_hook_config.rank"),
+        ("distributed_type: MULTI_GPU\nprocesses: 2\ncomm_hook_config: {hook: powerSGD}", "unknown keys"),
+        ("distributed_type: MULTI_GPU", "without a section"),
+        ("devices: 2", "devices"),
+    ],
+)
+def test_wrong_accelerate_yaml_is_found(yaml, text, run_ranks, tmp_path):
+    with pytest.raises(WrongSnippet, match=re.escape(text)):
+        check(_only(f"```yaml\n{yaml}\n```"), run_ranks, tmp_path)
+
+
+@pytest.mark.parametrize(
     ("command", "text"),
     [
         ("make dmeo", "no such target"),
@@ -137,6 +162,11 @@ def test_wrong_yaml_is_found(strategy, run_ranks, tmp_path):
         ("pip install commhooks", "only this repository"),
         ("commhooks hoks", "exits with status 2"),
         ("conda install torch", "does not know 'conda'"),
+        ("accelerate-commhooks lunch train.py", "invalid choice"),
+        ("accelerate-commhooks launch --config_file nothing.yaml examples/accelerate_digits.py", "cannot be read"),
+        ("accelerate-commhooks launch --confg_file=x examples/accelerate_digits.py", "no arguments of it"),
+        ("accelerate-commhooks launch examples/accelerate_digits.py --epoch-count 3", "does not take these arguments"),
+        ("accelerate-commhooks config a.yaml --hook powerSGD --hook_options rank=2", "hook_options.rank"),
     ],
 )
 def test_wrong_command_is_found(command, text, run_ranks, tmp_path):

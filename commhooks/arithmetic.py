@@ -45,4 +45,7 @@ def exact(device: torch.device) -> Iterator[None]:
             yield
     finally:
         for switch, precision in saved:
-            switch.fp32_precision = precision
+            # "none" takes the value of the switch above it; write one of its own only where there was one.
+            switch.fp32_precision = "none"
+            if switch.fp32_precision != precision:
+                switch.fp32_precision = precision

@@ -1,4 +1,4 @@
-"""Collectives: every all-reduce of a hook starts here, is counted here and is waited for here."""
+"""Collectives of PowerSGD: every all-reduce starts here, is counted here and is waited for here."""
 
 import torch
 import torch.distributed as dist
@@ -38,7 +38,7 @@ class Pending:
         try:
             self._work.wait()
         except RuntimeError as error:
-            raise _lost(self._what, self._group, error) from error
+            raise lost(self._what, self._group, error) from error
         return self.tensor
 
 
@@ -51,15 +51,16 @@ def start_all_reduce(tensor: torch.Tensor, group: dist.ProcessGroup, stats: Stat
     try:
         work = dist.all_reduce(tensor, group=group, async_op=True)
     except RuntimeError as error:
-        raise _lost(what, group, error) from error
+        raise lost(what, group, error) from error
     numel = tensor._values().numel() if tensor.is_sparse else tensor.numel()
     stats.sent(numel, tensor.element_size())
     return Pending(tensor, work, what, group)
 
 
-def _lost(what: str, group: dist.ProcessGroup, error: RuntimeError) -> HookRunError:
+def lost(what: str, group: dist.ProcessGroup, error: RuntimeError) -> HookRunError:
+    """The error to raise where a collective has failed on this rank."""
     return HookRunError(
-        f"rank {group.rank()} of {group.size()}: the all-reduce of {what} failed. Another rank has probably ended, "
+        f"rank {group.rank()} of {group.size()}: the exchange of {what} failed. Another rank has probably ended, "
         f"hangs, or sends something else; look at the output of the other ranks. The backend says: {error}"
     )
 

@@ -24,48 +24,64 @@ class JointSave:
 
     Args:
         nonce: tells this registration's keys in the store from those of any other.
-        limit_s: seconds to wait for the other ranks, and for each piece.
     """
 
-    def __init__(self, group: dist.ProcessGroup, nonce: int, limit_s: float) -> None:
+    def __init__(self, group: dist.ProcessGroup, nonce: int) -> None:
         self._rank, self._size = group.rank(), group.size()
         self._store = dist.PrefixStore(f"commhooks/{nonce:016x}", group.get_group_store())
-        self._limit = timedelta(seconds=limit_s)
+        self._limit = timedelta(0)
+        self._voted: list[str] = []
         self._saves: Counter[int] = Counter()
         self._group: Any = None  # a ProcessGroupGloo, whose collectives torch's stubs leave out
         self._generation = 0
         self._broken = True  # there is no group yet
 
-    def run(self, step: int, collect: Callable[["JointSave"], None]) -> bool:
+    def run(self, step: int, collect: Callable[["JointSave"], None], limit_s: float) -> str:
         """Run `collect`, which calls `mean` and `gather` on this object, jointly on all ranks.
 
-        Returns whether it succeeded on every rank: the same answer everywhere. Never waits longer than the limits and
-        never raises for what another rank did or did not do.
+        Args:
+            limit_s: seconds to wait for the other ranks, and for each piece.
+
+        Returns:
+            "" if it succeeded on every rank, else why not; a failure is one on every rank. Never waits longer than the
+            limits and never raises for what another rank did or did not do.
         """
+        self._limit = timedelta(seconds=limit_s)
         self._saves[step] += 1
         place = f"{step}.{self._saves[step]}"
         generation = self._generation + (1 if self._broken else 0)
-        try:
-            decision = self._vote(f"{place}/begin", str(generation))
-        except RuntimeError:  # the store itself is gone, with the process that kept it
-            decision = None
+        late = f"not every rank took part within {limit_s:g} s"
+        decision = self._try_vote(f"{place}/begin", str(generation))
         if decision is None:
-            return False
-        worked = "yes"
+            return late
+        failure = ""
         try:
             self._use_generation(max(map(int, decision)))
             collect(self)
-        except Exception:  # a dead rank, a time-out: torch has no narrower class for them
+        except Exception as error:  # a dead rank, a time-out: torch has no narrower class for them
+            failure = f"rank {self._rank} failed: {type(error).__name__}: {error}"
+        outcome = self._try_vote(f"{place}/end", failure)
+        failures = [late] if outcome is None else [each for each in outcome if each]
+        if failures:
             self._broken = True
-            worked = "no"
+            return failures[0]
+        self._forget_votes(place)
+        return ""
+
+    def _try_vote(self, place: str, vote: str) -> list[str] | None:
         try:
-            outcome = self._vote(f"{place}/end", worked)
-        except RuntimeError:
-            outcome = None
-        if outcome is None or "no" in outcome:
-            self._broken = True
-            return False
-        return True
+            return self._vote(place, vote)
+        except RuntimeError:  # the store itself is gone, with the process that kept it
+            return None
+
+    def _forget_votes(self, place: str) -> None:
+        """Take out of the store what nobody reads any more: all ranks have voted at the end of `place`, so they are
+        beyond its beginning, and beyond every save before it."""
+        if self._rank == 0:
+            for old in (*self._voted, f"{place}/begin"):
+                for key in ("decision", *(f"vote{rank}" for rank in range(self._size))):
+                    self._store.delete_key(f"{old}/{key}")
+            self._voted = [f"{place}/end"]
 
     def mean(self, tensor: torch.Tensor) -> torch.Tensor:
         """The mean of `tensor` over the ranks, on the CPU."""

@@ -270,7 +270,8 @@ class LowRankExchange:
     def _q_memory(self, matrix: Matrix) -> torch.Tensor:
         q = self._memory.q.get(matrix.name)
         if q is None:
-            q = torch.zeros(matrix.rank, matrix.m, dtype=self._scratch.dtype, device=self.buffer.device)
+            # What the step started from: behind a mask it may be that this step does not change it.
+            q = self._options.draw_q(matrix, self._memory.step, self._scratch.dtype).to(self.buffer.device)
             self._memory.q[matrix.name] = q
         return q
 

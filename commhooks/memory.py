@@ -17,6 +17,7 @@ class Memory:
             a residual of zeros.
         loss_scale: the factor by which the loss, and therefore the residuals, were multiplied.
         residual_missing: this rank should have a residual and has none, so that all ranks must do without.
+        missing_was_said: a warning has told of it.
         residuals_shared: every rank has the same residuals: the mean that was just saved or loaded, or none at all.
     """
 
@@ -26,6 +27,7 @@ class Memory:
     residuals: dict[str, torch.Tensor] = field(default_factory=dict)
     loss_scale: float = 1.0
     residual_missing: bool = False
+    missing_was_said: bool = False
     residuals_shared: bool = True
 
     def drop_residuals(self) -> None:

@@ -57,9 +57,9 @@ class Pipeline:
     Args:
         memory: the learned state; written at commit only.
         stats: counted here and in the exchanges.
-        make_exchange: (bucket, flight, first bucket of the pass?) -> its exchange.
+        make_exchange: (bucket, flight) -> its exchange.
         begin: called at the first bucket of each pass with its device, before anything is sent; returns the flight.
-        end: called after a commit.
+        end: called after a commit, while the memory is still locked.
         abandon: called before `begin` where the pass before never came to its end, with all-reduces perhaps still
             writing into its buffers.
     """
@@ -143,18 +143,25 @@ class Pipeline:
             self.committing = True
             if flight.compressing:
                 self._memory.residuals_shared = False
-            for exchange in flight.exchanges:
-                exchange.commit(verdict)
+            try:
+                for exchange in flight.exchanges:
+                    exchange.commit(verdict)
+            except BaseException:
+                # Some residuals are of this step and some of the one before: none of them may be saved.
+                self._memory.residuals.clear()
+                self._memory.residual_missing = True
+                self.committing = False
+                raise
             if verdict is not False:
                 self._memory.loss_scale = flight.loss_scale
             count, passes = self._unsettled[:2] if self._unsettled else (torch.zeros((), dtype=torch.int64), 0)
             self._unsettled = (good + count, passes + 1, flight.compressing)
             if on_host:
                 self.settle()
+            self._end(flight)
             self.committing = False
         self._open = False
         flight.done = True
-        self._end(flight)
         for exchange in flight.exchanges:
             exchange.future.set_result(exchange.buffer)
 

@@ -9,6 +9,7 @@ import torch.distributed as dist
 
 from commhooks import codec
 from commhooks.agreement import agree, fingerprint
+from commhooks.arithmetic import compute_dtype
 from commhooks.collective import resolve_group
 from commhooks.config import BatchedPowerSGD, PowerSGD
 from commhooks.errors import HookRunError
@@ -90,6 +91,13 @@ class Registration:
     def run(self, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
         return self.pipeline.run(bucket)
 
+    def memory_replaced(self, options: PowerSGD | BatchedPowerSGD) -> None:
+        """Call after a load: the memory is looked at anew, and the ranks compare theirs at the next backward pass."""
+        assert isinstance(options.start_powerSGD_iter, int)
+        self.options, self.start_step = options, options.start_powerSGD_iter
+        self.checked = False
+        self._buckets.clear()
+
     def plan(self) -> ModelPlan:
         """What is compressed, from the buckets of the latest backward pass."""
         plans = [plan for bucket in self._buckets.values() for plan in bucket.plans]
@@ -112,7 +120,8 @@ class Registration:
             logger.info("Start to apply PowerSGD after %s iterations.", self.memory.step)
         for known in self._buckets.values():
             known.used = False
-        loss_scale = float(self.loss_scale()) if self.loss_scale is not None else self.memory.loss_scale
+        # Without a scaler now, residuals that were saved with one come back to the scale of the gradients.
+        loss_scale = float(self.loss_scale()) if self.loss_scale is not None else 1.0
         return Flight(compressing, loss_scale / self.memory.loss_scale, loss_scale)
 
     def _make_exchange(self, bucket: dist.GradBucket, flight: Flight) -> Exchange:
@@ -132,14 +141,18 @@ class Registration:
         )
 
     def _end(self, flight: Flight) -> None:
-        # Layouts that this pass did not use are dead: DDP rebuilds its buckets once and never goes back.
-        for known in self._buckets.values():
-            if self.batched and not known.used and known.scratch is not None:
+        # A layout is dead when its parameters lie in another one: DDP rebuilds its buckets once and never goes back.
+        # One that was not used may only have been skipped.
+        used = {id(p) for known in self._buckets.values() if known.used for p in known.layout.parameters}
+        for key, known in list(self._buckets.items()):
+            if known.used or not any(id(p) in used for p in known.layout.parameters):
+                continue
+            del self._buckets[key]
+            if self.batched and known.scratch is not None:
                 for matrix in known.scratch.matrices:  # no other layout makes the same matrix
                     self.memory.q.pop(matrix.name, None)
-        self._buckets = {key: known for key, known in self._buckets.items() if known.used}
         if flight.residual_factor != 1 and self.memory.loss_scale == flight.loss_scale:
-            in_flight = {name for known in self._buckets.values() for name in known.names}
+            in_flight = {name for known in self._buckets.values() if known.used for name in known.names}
             for name, residual in self.memory.residuals.items():
                 if name not in in_flight:
                     residual.mul_(flight.residual_factor)
@@ -203,6 +216,7 @@ class Registration:
 
     def _check_memory(self, layout: BucketLayout, names: list[str], matrices: list[Matrix]) -> None:
         """Memory that was loaded under these names must fit the parameters that bear them."""
+        dtype = compute_dtype(layout.dtype)
         for name, slot in zip(names, layout.slots, strict=True):
             residual = self.memory.residuals.get(name)
             if residual is not None and residual.numel() != slot.numel:
@@ -211,7 +225,7 @@ class Registration:
                     f"shape {tuple(slot.parameter.shape)}: it was saved for another model"
                 )
             if residual is not None:
-                self.memory.residuals[name] = residual.to(layout.device)
+                self.memory.residuals[name] = residual.to(layout.device, dtype)
         for matrix in matrices:
             q = self.memory.q.get(matrix.name)
             if q is None:
@@ -226,7 +240,7 @@ class Registration:
                 rows = min(q.shape[0], matrix.rank)
                 refitted[:rows] = q[:rows]
                 q = refitted
-            self.memory.q[matrix.name] = q.to(layout.device)
+            self.memory.q[matrix.name] = q.to(layout.device, dtype)
 
     # ---- agreement and random numbers --------------------------------------------------------------------------------
 
@@ -237,7 +251,7 @@ class Registration:
         agreement = agree(self.memory, configuration, group, device, self.stats)
         if self.nonce is None:
             self.nonce = agreement.nonce
-        if not agreement.residuals_complete and dist.get_rank(group) == 0:
+        if not agreement.residuals_complete and dist.get_rank(group) == 0 and not self.memory.missing_was_said:
             logger.warning(
                 "PowerSGD: the residual of at least one rank is missing or belongs to another rank; all ranks start "
                 "from residuals of zero. Step and Q are kept."

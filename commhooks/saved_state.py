@@ -60,7 +60,9 @@ class LowRankSavedState:
             kind, exact = "none", not torn
             ranks: list[int] = []
             residuals: dict[str, Any] = {}
-            if residual != "drop" and not torn:
+            if residual != "drop" and torn:
+                self._warn_inexact("it was being written at that moment")
+            elif residual != "drop":
                 kind, ranks, residuals, exact = self._collect(memory, residual, gather, joint, limit_s)
             return payload.build(self._target(), memory, kind, ranks, residuals, exact=exact)
 
@@ -74,13 +76,13 @@ class LowRankSavedState:
             memory.drop_residuals()
         return lambda: self._adopt(memory, start)
 
-    def joint_save(self, limit_s: float) -> JointSave | None:
+    def joint_save(self) -> JointSave | None:
         """None before the first backward pass, in which the ranks agree on a place in the store."""
         registration = self._state._registration
         if registration is None or registration.nonce is None:
             return None
         if self._joint_save is None or self._joint_save[0] != registration.nonce:
-            self._joint_save = (registration.nonce, JointSave(self._group, registration.nonce, limit_s))
+            self._joint_save = (registration.nonce, JointSave(self._group, registration.nonce))
         return self._joint_save[1]
 
     def _lock(self) -> contextlib.AbstractContextManager[Any]:
@@ -94,6 +96,7 @@ class LowRankSavedState:
         everyone = list(range(self._world_size))
         if residual == "per_rank" and not gather:
             if memory.residual_missing:
+                self._warn_inexact("this rank has lost its own")
                 return "none", [], {}, False
             return "per_rank", [self._rank], {name: [r] for name, r in memory.residuals.items()}, True
         names = [name for name in self._names.known() if name in memory.residuals]
@@ -108,27 +111,30 @@ class LowRankSavedState:
                 mine = memory.residuals[name]
                 collected[name] = group.mean(mine) if kind == "mean" else group.gather(mine)
 
-        saver = self.joint_save(limit_s)
-        if not joint or saver is None or not saver.run(memory.step, collect):
-            if not joint:
-                reason = "this rank saves on its own"
-            elif saver is None:
-                reason = "no backward pass has run since the hook was attached"
-            else:
-                reason = f"not every rank took part within {limit_s:g} s"
-            logger.warning(
-                "commhooks: hook %s was saved at step %s without residuals, because %s. The saved state is marked "
-                "inexact: a run that resumes from it starts from residuals of zero.",
-                self._hook,
-                memory.step,
-                reason,
-            )
+        saver = self.joint_save()
+        if not joint:
+            reason = "this rank saves on its own"
+        elif saver is None:
+            reason = "no backward pass has run since the hook was attached"
+        else:
+            reason = saver.run(memory.step, collect, limit_s)
+        if reason:
+            self._warn_inexact(reason)
             return "none", [], {}, False
         if kind == "mean":
             for name in names:
                 memory.residuals[name].copy_(collected[name])
             memory.residuals_shared = True
         return kind, everyone, collected, True
+
+    def _warn_inexact(self, reason: str) -> None:
+        logger.warning(
+            "commhooks: hook %s was saved at step %s without residuals, because %s. The saved state is marked inexact: "
+            "a run that resumes from it starts from residuals of zero.",
+            self._hook,
+            self.step,
+            reason,
+        )
 
     def _adopt(self, memory: Memory, start: int) -> None:
         state, registration = self._state, self._state._registration
@@ -141,9 +147,7 @@ class LowRankSavedState:
                 setattr(own, each.name, getattr(memory, each.name))
             state._options = dataclasses.replace(state._options, start_powerSGD_iter=start)
             if registration is not None:
-                registration.options = state._options
-                registration.start_step = start
-                registration.checked = False
+                registration.memory_replaced(state._options)
 
     def _target(self) -> payload.Target:
         plans = {plan.name: plan for plan in self._plans() if plan.compressed}

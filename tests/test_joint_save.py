@@ -91,7 +91,7 @@ def _fails_in_the_middle() -> tuple[Any, Any, bool]:
     run.hook.state_dict(residual="mean")
     run.train(1)
     before = residuals(run.hook)
-    saver = run.hook._saved_state.joint_save(LIMIT_S)  # type: ignore[union-attr]
+    saver = run.hook._saved_state.joint_save()  # type: ignore[union-attr]
     assert saver is not None
     if dist.get_rank() == 1:
         calls = 0

@@ -144,7 +144,13 @@ class PowerSGDState:
         if self._registration is not None:
             self._registration.pipeline.settle()
         rank = dist.get_rank(self.process_group) if dist.is_initialized() else None
-        return {"options": self._options, "memory": self._memory, "stats": self._stats, "saved_on_rank": rank}
+        return {
+            "options": self._options,
+            "memory": self._memory,
+            "stats": self._stats,
+            "saved_on": None if rank is None else (rank, dist.get_world_size(self.process_group)),
+            "names": type(self._names).__name__,
+        }
 
     def __setstate__(self, saved: dict[str, Any]) -> None:
         """The process group becomes the default group, which need not exist yet."""
@@ -159,20 +165,37 @@ class PowerSGDState:
         self._names = PlaceNames()
         self._loss_scale = None
         self._registration = None
-        self._saved_on_rank = saved["saved_on_rank"]
+        self._saved_on = saved["saved_on"]
+        self._saved_names = saved["names"]
 
-    # Set by __setstate__ only: the residual of a pickled state belongs to the rank that saved it.
-    _saved_on_rank: int | None = None
+    # Set by __setstate__ only: the residual of a pickled state belongs to the (rank, world size) that saved it, and its
+    # memory is keyed by the names that the model gave or by places.
+    _saved_on: tuple[int, int] | None = None
+    _saved_names: str | None = None
+
+    def _adapt_pickled_memory(self) -> None:
+        here = (dist.get_rank(self.process_group), dist.get_world_size(self.process_group))
+        if self._saved_on is not None and self._saved_on != here:
+            self._memory.residual_missing = bool(self._memory.residuals)
+            self._memory.residuals.clear()
+        known = bool(self._memory.q or self._memory.residuals or self._memory.residual_missing)
+        if known and self._saved_names is not None and self._saved_names != type(self._names).__name__:
+            self._memory.q.clear()
+            self._memory.drop_residuals()
+            if here[0] == 0:
+                logger.warning(
+                    "PowerSGD: the pickled state knows parameters by other names than this use of it (commhooks.attach "
+                    "uses the model's names, a bare register_comm_hook places): Q and residuals start fresh, the step "
+                    "is kept. Load it the way it was used, or use state_dict and load_state_dict of the attached hook."
+                )
+        self._saved_on = self._saved_names = None
 
     def _run(
         self, bucket: dist.GradBucket, batched: bool, wrapper_dtype: torch.dtype | None
     ) -> torch.futures.Future[torch.Tensor]:
         registration = self._registration
         if registration is None:
-            if self._saved_on_rank is not None and self._saved_on_rank != dist.get_rank(self.process_group):
-                self._memory.residual_missing = bool(self._memory.residuals)
-                self._memory.residuals.clear()
-            self._saved_on_rank = None
+            self._adapt_pickled_memory()
             registration = self._registration = Registration(
                 self._options,
                 self._memory,

@@ -121,6 +121,15 @@ def test_a_script_that_ignores_the_section_fails(config: Path, temporary: Path, 
     assert left_behind(temporary) == []
 
 
+@pytest.mark.timeout(LIMIT_S + 20)
+def test_the_status_of_several_processes(config: Path, temporary: Path, tmp_path: Path) -> None:
+    script = tmp_path / "fails.py"
+    script.write_text("import sys\nsys.exit(7)\n")
+    status, output = run([*OURS, "--config_file", str(config), str(script)], temporary)
+    assert status == 7 and "exitcode  : 7" in output and SENTENCE not in output, output
+    assert left_behind(temporary) == []
+
+
 @pytest.fixture
 def in_this_process(temporary: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """For launches of one process by `main`: much faster than a launcher in a process of its own."""
@@ -256,7 +265,7 @@ def test_interrupted(
     script.write_text(
         "import os, pathlib, sys, time\n"
         "pathlib.Path(sys.argv[1], 'pid' + os.environ.get('RANK', '0')).write_text(str(os.getpid()))\n"
-        "time.sleep(100)\n"
+        "time.sleep(25)\n"
     )
     with started([*OURS, "--config_file", str(config), *flags, str(script), str(tmp_path)], temporary) as process:
         files = [tmp_path / f"pid{rank}" for rank in range(1 if flags else 2)]

@@ -16,6 +16,7 @@ from commhooks.after_backward import run_after_backward
 from commhooks.config import HookConfig
 from commhooks.ddp_comm_hooks.powerSGD_hook import PowerSGDState
 from commhooks.errors import HookConfigError, HookRunError, PayloadError
+from commhooks.hook_result import checked_future
 from commhooks.names import GivenNames
 from commhooks.pipeline import forbid_uneven_division
 from commhooks.plan import ModelPlan, ParameterPlan, plan_parameter
@@ -94,14 +95,7 @@ class CommHook:
         self._last_index = bucket.index()
         if self._low_rank is None:
             self._count(bucket)
-        future: torch.futures.Future[torch.Tensor] = self._function(state, bucket)
-        # `Work.get_future()` gives the base class, which has no public name (torch 2.13).
-        if not isinstance(future, torch._C.Future):
-            raise HookRunError(
-                f"hook {self.name!r} returned a {type(future).__name__}; it must return a torch.futures.Future that "
-                "holds the reduced bucket, for example "
-                "dist.all_reduce(bucket.buffer(), async_op=True).get_future().then(lambda f: f.value()[0])"
-            )
+        future = checked_future(self._function(state, bucket), self.name)
         if bucket.is_last():
             self._end_pass()
         else:  # the last one may never come: DDP can be told to skip buckets that no rank uses

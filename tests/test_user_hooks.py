@@ -18,6 +18,7 @@ from ddp_steps import (
     mean_over_ranks,
     mlp,
     process_group_of_one,
+    relative,
     replicas_equal,
     train,
     weights,
@@ -205,6 +206,53 @@ def test_a_saved_state_needs_somewhere_to_go():
             hook.load_state_dict(saved)
 
 
+# ------------------------------------------------------------------------------------------------------------ wrappers
+
+WRAPPERS = {"fp16": commhooks.fp16_compress_wrapper, "bf16": commhooks.bf16_compress_wrapper}
+ROUNDING = {"fp16": 1e-3, "bf16": 1e-2}
+
+
+def _attach_wrapped(ddp: Any, hook: Any, state: Any, wrapper: str) -> None:
+    commhooks.attach(ddp, hook, hook_state=state, wrapper=wrapper)
+
+
+def _register_wrapped(ddp: Any, hook: Any, state: Any, wrapper: str) -> None:
+    ddp.register_comm_hook(state, WRAPPERS[wrapper](hook))
+
+
+WRAPPED = [_attach_wrapped, _register_wrapped]
+
+
+def recording_average(state: set[torch.dtype], bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    state.add(bucket.buffer().dtype)
+    return scaled_average(None, bucket)
+
+
+def averages_in_16_bits(how: Any, wrapper: str) -> None:
+    ddp, seen = wrap(mlp()), set()
+    how(ddp, recording_average, seen, wrapper)
+    exact = True
+    for step in range(2):
+        local = local_gradients(ddp, partial(backward, step=step))
+        backward(ddp, step)
+        for key, gradient in gradients(ddp).items():
+            expected = mean_over_ranks(local[key])
+            assert gradient.dtype == torch.float32
+            error = relative(gradient - expected, expected)
+            assert error <= ROUNDING[wrapper], (step, key, error)
+            exact = exact and error <= 1e-6
+        descend(ddp)
+        assert replicas_equal(ddp)
+    assert not exact  # a wire of 16 bits must show
+    assert seen == {{"fp16": torch.float16, "bf16": torch.bfloat16}[wrapper]}
+
+
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+@pytest.mark.parametrize("how", WRAPPED)
+def test_a_users_hook_inside_a_wrapper(run_ranks, how, wrapper):
+    run_ranks(averages_in_16_bits, how, wrapper)
+
+
 # -------------------------------------------------------------------------------------------------------- misbehaviour
 
 
@@ -228,6 +276,38 @@ def test_a_hook_without_a_future_is_an_error_in_backward(hook, kind):
         with pytest.raises(commhooks.HookRunError) as error:
             backward(ddp, 0)
     assert f"hook {hook.__name__!r} returned a {kind}; it must return a torch.futures.Future" in str(error.value)
+
+
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+@pytest.mark.parametrize("how", WRAPPED)
+@pytest.mark.parametrize("hook, kind", [(returns_nothing, "NoneType"), (returns_a_tensor, "Tensor")])
+def test_the_same_inside_a_wrapper(hook, kind, how, wrapper):
+    with process_group_of_one():
+        ddp = wrap(mlp())
+        how(ddp, hook, None, wrapper)
+        with pytest.raises(commhooks.HookRunError) as error:
+            backward(ddp, 0)
+    assert f"hook {hook.__name__!r} returned a {kind}; it must return a torch.futures.Future" in str(error.value)
+
+
+def without_then(state: Any, bucket: dist.GradBucket) -> Any:
+    return dist.all_reduce(bucket.buffer(), async_op=True).get_future()
+
+
+def one_number(state: Any, bucket: dist.GradBucket) -> Any:
+    return without_then(state, bucket).then(lambda future: future.value()[0].sum())
+
+
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+@pytest.mark.parametrize("how", WRAPPED)
+@pytest.mark.parametrize("hook, holds", [(without_then, "a list; it must"), (one_number, "1 numbers for a bucket of")])
+def test_what_a_wrapped_hooks_future_holds_is_checked(hook, holds, how, wrapper):
+    with process_group_of_one():
+        ddp = wrap(mlp())
+        how(ddp, hook, None, wrapper)
+        with pytest.raises(RuntimeError) as error:  # whatever a future's callback raises
+            backward(ddp, 0)
+    assert f"the future of hook {hook.__name__!r} holds {holds}" in str(error.value)
 
 
 def test_an_error_in_a_hook_is_raised_in_backward():

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from commhooks.collective import resolve_group
+from commhooks.hook_result import checked_future, checked_value
 
 __all__ = [
     "allreduce_hook",
@@ -91,17 +92,18 @@ def _wrap(hook: Hook, wire_dtype: torch.dtype, name: str) -> Hook:
     if low_rank is not None:
         batched, inner_dtype = low_rank
         return power_sgd.low_rank_hook(batched, inner_dtype or wire_dtype)
+    hook_name = str(getattr(hook, "__name__", type(hook).__name__))
 
     def wrapped(hook_state: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
         buffer = bucket.buffer()
         if buffer.is_sparse or buffer.dtype == wire_dtype:
-            return hook(hook_state, bucket)
+            return checked_future(hook(hook_state, bucket), hook_name)
         bucket.set_buffer(buffer.to(wire_dtype))
 
         def decompress(future: torch.futures.Future[torch.Tensor]) -> torch.Tensor:
-            return buffer.copy_(future.value())
+            return buffer.copy_(checked_value(future.value(), hook_name, buffer.numel()))
 
-        return hook(hook_state, bucket).then(decompress)
+        return checked_future(hook(hook_state, bucket), hook_name).then(decompress)
 
     # torch 2.13 refuses functions *named* "bf16_compress_wrapper_hook" or "bf16_compress_hook" off NCCL
     # (`_check_comm_hook` looks at __name__), whatever they do.

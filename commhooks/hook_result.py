@@ -1,0 +1,34 @@
+"""What a hook has to give back, checked where a user's hook comes in: DDP's own errors do not say whose fault it is."""
+
+from typing import Any
+
+import torch
+
+from commhooks.errors import HookRunError
+
+_EXPECTED = (
+    "it must return a torch.futures.Future that holds the reduced bucket, for example "
+    "dist.all_reduce(bucket.buffer(), async_op=True).get_future().then(lambda f: f.value()[0])"
+)
+
+
+def checked_future(returned: Any, hook_name: str) -> torch.futures.Future[torch.Tensor]:
+    """`returned`, if it is a future. Raises `HookRunError` if not."""
+    # `Work.get_future()` gives the base class, which has no public name (torch 2.13).
+    if not isinstance(returned, torch._C.Future):
+        raise HookRunError(f"hook {hook_name!r} returned a {type(returned).__name__}; {_EXPECTED}")
+    return returned  # type: ignore[return-value]
+
+
+def checked_value(value: Any, hook_name: str, numel: int) -> torch.Tensor:
+    """`value`, what a hook's future held, if it is a tensor of `numel` elements. Raises `HookRunError` if not.
+
+    Raised in a callback of the future, it leaves backward as a RuntimeError with the same text.
+    """
+    if not isinstance(value, torch.Tensor):
+        raise HookRunError(f"the future of hook {hook_name!r} holds a {type(value).__name__}; {_EXPECTED}")
+    if value.numel() != numel:  # `copy_` would repeat a single number all over the bucket
+        raise HookRunError(
+            f"the future of hook {hook_name!r} holds {value.numel()} numbers for a bucket of {numel}; {_EXPECTED}"
+        )
+    return value

@@ -158,7 +158,8 @@ class CommHook:
             registration = self._low_rank._registration
             plans = registration.plan().parameters if registration is not None else ()
             return ModelPlan(self.name, plans, wire, start)
-        return ModelPlan(self.name, tuple(self._plan_parameters()), wire or self._own_wire(), start)
+        low_rank = self._low_rank is not None
+        return ModelPlan(self.name, tuple(self._plan_parameters()), wire or self._own_wire(), start, low_rank)
 
     def stats(self) -> dict[str, Any]:
         """Counters since the hook was attached, this rank only. Bytes are those handed to all-reduce.

@@ -1,7 +1,6 @@
 """What is compressed and what is not, and why: decided from shapes and options alone, the same on every rank."""
 
 import math
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -72,6 +71,8 @@ class ModelPlan:
     wire_dtype: torch.dtype | None = None
     start_step: int = 0
     """Compression begins after this many steps."""
+    low_rank: bool = True
+    """Whether the hook compresses by low rank at all."""
 
     @property
     def bytes_before(self) -> int:
@@ -93,6 +94,11 @@ class ModelPlan:
         before = self.bytes_before
         return sum(p.numel * _itemsize(p.dtype) for p in self.compressed) / before if before else 0.0
 
+    @property
+    def _unknown(self) -> bool:
+        """A DDP model has parameters: there is no plan for them yet."""
+        return self.low_rank and not self.parameters
+
     def _wire_itemsize(self, parameter: ParameterPlan) -> int:
         if self.wire_dtype is None or parameter.reason == "sparse gradient":
             return _itemsize(parameter.dtype)
@@ -100,6 +106,13 @@ class ModelPlan:
 
     def summary(self) -> str:
         """One line: what is compressed and how many MB travel per step and rank."""
+        if self._unknown:
+            return f"{self.hook}: the plan follows DDP's buckets; it is known after the first backward pass"
+        if not self.low_rank:
+            return (
+                f"{len(self.parameters)} parameters, "
+                f"{self.bytes_before / 1e6:.3f} MB -> {self.bytes_after / 1e6:.3f} MB per step and rank"
+            )
         return (
             f"{len(self.compressed)} of {len(self.parameters)} parameters compressed "
             f"({100 * self.compressed_share:.1f} % of the bytes), "
@@ -111,23 +124,30 @@ class ModelPlan:
         from rich.console import Console
         from rich.table import Table
 
-        table = Table(title=f"{self.hook}: compressed from step {self.start_step} on", box=box.SIMPLE)
-        for column, justify in (("parameter", "left"), ("shape", "left"), ("n x m", "left"), ("rank", "right")):
-            table.add_column(column, justify=justify)  # type: ignore[arg-type]
-        table.add_column("MB", justify="right")
-        table.add_column("MB sent", justify="right")
-        table.add_column("not compressed because")
+        if self._unknown:
+            return self.summary()
+        title = f"{self.hook}: compressed from step {self.start_step} on" if self.low_rank else self.hook
+        table = Table(title=title, box=box.SIMPLE)
+        # Names and reasons are folded where they do not fit, never cut; numbers stay whole.
+        table.add_column("parameter", overflow="fold")
+        table.add_column("shape", overflow="fold")
+        for column, justify in (("n x m", "left"), ("rank", "right"), ("MB", "right"), ("MB sent", "right")):
+            if self.low_rank or column.startswith("MB"):
+                table.add_column(column, justify=justify, no_wrap=True)  # type: ignore[arg-type]
+        if self.low_rank:
+            table.add_column("not compressed because", overflow="fold")
         for p in self.parameters:
+            matrix = [f"{p.n} x {p.m}", str(p.rank)] if p.compressed else ["", ""]
             table.add_row(
                 p.name,
                 "x".join(map(str, p.shape)) or "scalar",
-                f"{p.n} x {p.m}" if p.compressed else "",
-                str(p.rank) if p.compressed else "",
+                *(matrix if self.low_rank else []),
                 f"{p.numel * _itemsize(p.dtype) / 1e6:.3f}",
                 f"{p.numel_sent * self._wire_itemsize(p) / 1e6:.3f}",
-                p.reason,
+                *([p.reason] if self.low_rank else []),
             )
-        console = Console(width=120, color_system=None)
+        # A name is not markup, and ":x:" in it not an emoji.
+        console = Console(width=120, color_system=None, markup=False, emoji=False, highlight=False)
         with console.capture() as capture:
             console.print(table)
         return capture.get() + self.summary()
@@ -136,10 +156,6 @@ class ModelPlan:
 def square_side(numel: int) -> int:
     """Side of the smallest square that holds `numel` elements (batched PowerSGD)."""
     return math.isqrt(max(numel - 1, 0)) + 1 if numel else 0
-
-
-def total_numel(parameters: Iterable[ParameterPlan]) -> int:
-    return sum(p.numel for p in parameters)
 
 
 def _itemsize(dtype: torch.dtype) -> int:

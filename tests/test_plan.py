@@ -100,10 +100,10 @@ def test_bytes_of_a_model():
     assert half.bytes_after == 192 * 2 + 128 * 2 + 128 * 2 + 20 + 40 + 400  # sparse gradients keep their dtype
 
 
-def test_a_plan_of_nothing():
+def test_a_plan_that_is_not_known_yet():
     empty = ModelPlan("powerSGD", ())
     assert (empty.bytes_before, empty.bytes_after, empty.compressed_share) == (0, 0, 0.0)
-    assert "0 of 0 parameters" in str(empty)
+    assert str(empty) == "powerSGD: the plan follows DDP's buckets; it is known after the first backward pass"
 
 
 def bytes_sent(hook_name: str, wrapper: str | None) -> tuple[int, int, int, int]:
@@ -138,3 +138,42 @@ def test_the_table_shows_every_parameter():
     assert rows["0.weight"][1:] == ["32x3x3x3", "32", "x", "27", "1", "0.003", "0.000"]
     assert rows["1.bias"][1:] == ["32", "0.000", "0.000", "vector"]
     assert text.splitlines()[-1].startswith("2 of 4 parameters compressed (")
+
+
+@pytest.mark.parametrize("low_rank", [True, False])
+def test_names_are_shown_whole_and_as_they_are(low_rank):
+    deep = ".".join(f"layers_{i}" for i in range(30)) + ".weight"
+    names = [deep, "[bold]x", "[/bold]", ":smile:.weight"]
+    plans = tuple(
+        plan_parameter(name, torch.zeros(512, 512), matrix_approximation_rank=1, min_compression_rate=2)
+        for name in names
+    )
+    text = str(ModelPlan("powerSGD", plans, low_rank=low_rank))
+    assert "…" not in text and max(map(len, text.splitlines())) <= 120
+    first_column = [line.split("  ")[1] for line in text.splitlines() if line.startswith("  ")]
+    assert deep in "".join(first_column)
+    for name in names[1:]:
+        assert any(line.split()[0] == name for line in text.splitlines() if line.strip()), name
+    row = next(line.split() for line in text.splitlines() if line.split()[:1] == ["[bold]x"])
+    assert row == ["[bold]x", "512x512", *(["512", "x", "512", "1"] if low_rank else []), "1.049", row[-1]]
+
+
+def test_a_hook_of_another_kind_claims_no_compression_by_low_rank():
+    with process_group_of_one():
+        for name in ("allreduce", "fp16"):
+            text = str(commhooks.attach(wrap(mlp()), name).plan())
+            assert "from step" not in text and "compressed (" not in text and "because" not in text
+            assert text.splitlines()[0].strip() == {"fp16": "fp16_compress"}.get(name, name)
+            assert (
+                text.splitlines()[-1] == f"6 parameters, 0.011 MB -> {'0.005' if name == 'fp16' else '0.011'} MB "
+                "per step and rank"
+            )
+
+
+def test_the_plan_of_batched_powersgd_comes_with_its_buckets():
+    with process_group_of_one():
+        ddp = wrap(mlp())
+        hook = commhooks.attach(ddp, "batched_powerSGD", hook_options={"start_powerSGD_iter": 0})
+        assert "known after the first backward pass" in str(hook.plan())
+        ddp(torch.randn(4, 24)).sum().backward()
+        assert "compressed from step 0 on" in str(hook.plan())

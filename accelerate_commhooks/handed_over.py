@@ -6,8 +6,8 @@ It holds a path, or a JSON object, which begins with "{" as no path does (write 
     {"settings": {...}, "source": ..., "used": ...}   set by `accelerate-commhooks launch`
 
 The launcher insists that its settings are used. A handler that uses them leaves two empty files in the folder `used`,
-which the launcher looks for when the script has ended: `read` when it takes the settings, `attached` when a model gets
-the hook.
+which the launcher looks for when the script has ended: `read.PID` when it takes the settings, `attached.PID` when a
+model gets the hook.
 """
 
 import contextlib
@@ -41,13 +41,15 @@ class HandedOver:
         return json.dumps({"settings": self.settings, "source": self.source, "used": used})
 
     def note(self, what: str) -> None:
-        """Leave the file `what` for the launcher. On another machine than the launcher's there is no such folder."""
+        """Leave a file for the launcher. On another machine than the launcher's there is no such folder."""
         if self.used is not None:
             with contextlib.suppress(OSError):
-                (self.used / what).touch()
+                (self.used / f"{what}.{os.getpid()}").touch()
 
-    def noted(self, what: str) -> bool:
-        return self.used is not None and (self.used / what).exists()
+    def noted(self, what: str, process: int | None = None) -> bool:
+        """Whether `process`, or any process, has noted it."""
+        pattern = f"{what}.{'*' if process is None else process}"
+        return self.used is not None and any(self.used.glob(pattern))
 
 
 def handed_over() -> HandedOver | None:
@@ -84,7 +86,7 @@ def refuse_to_ignore_the_launcher(hook: object) -> None:
     if not os.environ.get(VARIABLE, "").strip().startswith("{"):
         return  # a path is a default for handlers without a hook of their own
     given = handed_over()
-    if given is not None and given.used is not None and given.used.exists() and not given.noted("read"):
+    if given is not None and given.used is not None and given.used.exists() and not given.noted("read", os.getpid()):
         raise HookConfigError(
             f"{given.source} asks for the hook {given.settings['hook']!r}, and the script uses hook={hook!r} of its "
             f"own. {_WHAT_TO_DO}, or start the script with `accelerate launch` and no such section"

@@ -12,13 +12,16 @@ from typing import Any, Literal
 
 import torch
 
+from commhooks.arithmetic import compute_dtype
 from commhooks.errors import PayloadError
 from commhooks.layout import memory_order, to_logical, to_memory
 from commhooks.memory import Memory
+from commhooks.payload_checks import VERSION, check_header, check_low_rank
 
 logger = logging.getLogger(__name__)
 
-VERSION = 1
+__all__ = ["SAVE_RESIDUAL", "VERSION", "SaveResidual", "Target", "build", "check_header", "read"]
+
 SaveResidual = Literal["mean", "per_rank", "drop"]
 SAVE_RESIDUAL: tuple[str, ...] = ("mean", "per_rank", "drop")
 
@@ -33,7 +36,7 @@ class Target:
         parameters: name -> parameter, as the model has them now.
         ranks: name -> rank of the compressed ones.
         rank, world_size: of this process in the hook's group.
-        refit: (name, rows) -> fresh Q of `rank x m` whose first rows may be replaced by saved ones.
+        refit: name -> fresh Q of `rank x m`, whose first rows are replaced by saved ones.
     """
 
     hook: str
@@ -91,96 +94,67 @@ def build(
     }
 
 
-def check_header(payload: object) -> dict[str, Any]:
-    """The parts that every payload has, whatever the hook.
-
-    Raises:
-        PayloadError: not a payload, or of a version that this one does not know.
-    """
-    if not isinstance(payload, dict) or payload.get("format") != "commhooks":
-        raise PayloadError(
-            f"this is not the state of a commhooks hook (a {type(payload).__name__} without format='commhooks'); "
-            "give load_state_dict what state_dict returned"
-        )
-    version = payload.get("version")
-    if version != VERSION:
-        raise PayloadError(
-            f"the saved hook state has version {version!r}, this commhooks reads version {VERSION}: "
-            "load it with the version of commhooks that wrote it, or a newer one"
-        )
-    _expect(payload, "hook", str)
-    _expect(payload, "options", dict)
-    return payload
-
-
 def read(payload: dict[str, Any], target: Target, *, strict: bool) -> Memory:
     """Make new memory of a payload whose header has been checked. Changes nothing but the new memory.
 
     Raises:
         PayloadError: another model (names and shapes are listed) and `strict`, or a damaged payload.
     """
-    parameters = _expect(payload, "parameters", dict)
-    step = _expect(payload, "step", int)
-    residual_kind = _expect(payload, "residual", str)
-    residual_ranks = _expect(payload, "residual_ranks", list)
-    world_size = _expect(payload, "world_size", int)
-    if step < 0 or world_size < 1 or residual_kind not in ("mean", "per_rank", "none"):
-        raise PayloadError("damaged hook state: step, world_size or residual is out of range")
-    for name, entry in parameters.items():
-        _check_entry(name, entry, residual_kind, residual_ranks)
+    check_low_rank(payload)
+    parameters = payload["parameters"]
     fitting = _compare(parameters, target, strict)
-
-    memory = Memory(step=step, nonfinite_steps=_expect(payload, "nonfinite_steps", int))
-    memory.residuals_shared = residual_kind != "per_rank"
-    memory.loss_scale = float(_expect(payload, "loss_scale", (int, float)))
-    pick = _residual_picker(residual_kind, residual_ranks, world_size, target)
+    memory = Memory(step=payload["step"], nonfinite_steps=payload["nonfinite_steps"])
+    memory.residuals_shared = payload["residual"] != "per_rank"
+    memory.loss_scale = float(payload["loss_scale"])
+    pick = _residual_picker(payload["residual"], payload["residual_ranks"], payload["world_size"], target)
     for name in fitting:
         entry, parameter = parameters[name], target.parameters[name]
         if name in target.ranks:
             q = _fit_q(name, entry, parameter, target)
             if q is not None:
-                memory.q[name] = q.to(parameter.device)
+                memory.q[name] = q.to(parameter.device, compute_dtype(parameter.dtype))
         if entry["residual"] is not None:
             picked = pick(entry["residual"])
             if picked is None:
                 memory.residual_missing = True
             else:
-                memory.residuals[name] = to_memory(picked, parameter).contiguous().clone().to(parameter.device)
-    if residual_kind == "none" and payload.get("exact") is False and target.rank == 0:
-        logger.warning(
-            "the saved state of hook %s is marked inexact: it was saved where not all ranks could take part, without "
-            "residuals. Training resumes from residuals of zero; step and Q are kept.",
-            payload["hook"],
-        )
+                flat = to_memory(picked, parameter).to(parameter.device, compute_dtype(parameter.dtype), copy=True)
+                memory.residuals[name] = flat.contiguous()
+    if payload["residual"] == "none" and payload.get("exact") is False:
+        memory.residual_missing = memory.missing_was_said = True
+        if target.rank == 0:
+            logger.warning(
+                "the saved state of hook %s is marked inexact: it was saved where not all ranks could take part, "
+                "without residuals. Training resumes from residuals of zero; step and Q are kept.",
+                payload["hook"],
+            )
     if memory.residual_missing:
         memory.residuals.clear()
-    for name, q in _expect(payload, "batched_q", dict).items():
-        if not isinstance(q, torch.Tensor) or q.dim() != 2:
-            raise PayloadError(f"damaged hook state: batched_q[{name!r}] is not a matrix")
-        memory.q[name] = q.clone()
+    memory.q.update((name, q.clone()) for name, q in payload["batched_q"].items())
     return memory
 
 
 def _compare(parameters: dict[str, Any], target: Target, strict: bool) -> list[str]:
     """The names that fit. Raises or warns where some do not."""
-    problems = []
+    problems = {}
     for name in parameters:
         if name not in target.parameters:
-            problems.append(f"{name}: in the saved state, not in the model")
+            problems[name] = "in the saved state, not in the model"
         elif list(target.parameters[name].shape) != parameters[name]["shape"]:
             saved, now = tuple(parameters[name]["shape"]), tuple(target.parameters[name].shape)
-            problems.append(f"{name}: saved with shape {saved}, now {now}")
-    problems += [
-        f"{name}: in the model, not in the saved state" for name in target.parameters if name not in parameters
-    ]
-    bad = {problem.split(":")[0] for problem in problems}
+            problems[name] = f"saved with shape {saved}, now {now}"
+    for name in target.parameters:
+        if name not in parameters:
+            problems[name] = "in the model, not in the saved state"
     if problems:
-        text = "the saved hook state is of another model:\n  " + "\n  ".join(problems)
+        text = "the saved hook state is of another model:\n  " + "\n  ".join(
+            f"{name}: {problem}" for name, problem in problems.items()
+        )
         if strict:
             raise PayloadError(f"{text}\nstrict=False gives these parameters fresh memory and loads the others")
         if target.rank == 0:
             logger.warning("%s\nThese parameters start with fresh memory (strict=False).", text)
-    return [name for name in parameters if name not in bad]
+    return [name for name in parameters if name not in problems]
 
 
 def _residual_picker(
@@ -211,44 +185,6 @@ def _fit_q(name: str, entry: dict[str, Any], parameter: torch.Tensor, target: Ta
     if rows < rank:
         fresh[:rows] = q
     return fresh
-
-
-def _check_entry(name: object, entry: object, residual_kind: str, ranks: list[int]) -> None:
-    def bad(what: str) -> PayloadError:
-        return PayloadError(f"damaged hook state: parameters[{name!r}]{what}")
-
-    if not isinstance(name, str) or not isinstance(entry, dict):
-        raise bad(" is not a dict with a name")
-    for key in ("shape", "row_dim", "q", "residual"):
-        if key not in entry:
-            raise bad(f" has no {key!r}")
-    shape, q, residual = entry["shape"], entry["q"], entry["residual"]
-    if not isinstance(shape, list) or not all(isinstance(x, int) and x >= 0 for x in shape):
-        raise bad("['shape'] is not a list of sizes")
-    dims = len(shape)
-    if not isinstance(entry["row_dim"], int) or not 0 <= entry["row_dim"] < max(dims, 1):
-        raise bad("['row_dim'] is not a dimension")
-    if q is not None:
-        rest = shape[: entry["row_dim"]] + shape[entry["row_dim"] + 1 :]
-        if not isinstance(q, torch.Tensor) or dims < 2 or not q.is_floating_point() or list(q.shape[1:]) != rest:
-            raise bad("['q'] does not fit the shape")
-    copies = residual if isinstance(residual, list) else [residual]
-    if residual is None:
-        return
-    if isinstance(residual, list) != (residual_kind == "per_rank") or residual_kind == "none":
-        raise bad(f"['residual'] does not go with residual={residual_kind!r}")
-    if isinstance(residual, list) and len(residual) != len(ranks):
-        raise bad("['residual'] does not hold one tensor per rank")
-    for each in copies:
-        if not isinstance(each, torch.Tensor) or not each.is_floating_point() or list(each.shape) != shape:
-            raise bad("['residual'] does not fit the shape")
-
-
-def _expect(payload: dict[str, Any], key: str, kind: type | tuple[type, ...]) -> Any:
-    value = payload.get(key)
-    if not isinstance(value, kind) or isinstance(value, bool):
-        raise PayloadError(f"damaged hook state: {key!r} is {type(value).__name__}")
-    return value
 
 
 def _logical_copy(flat: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:

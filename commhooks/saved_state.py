@@ -15,6 +15,7 @@ from commhooks.errors import PayloadError
 from commhooks.joint_save import JointSave
 from commhooks.memory import Memory
 from commhooks.names import Names
+from commhooks.payload_checks import check_count
 from commhooks.plan import ParameterPlan
 from commhooks.stats import Stats
 
@@ -70,8 +71,7 @@ class LowRankSavedState:
         """Check all of `content` and change nothing; the function that is returned takes it over."""
         memory = payload.read(content, self._target(), strict=strict)
         start = content["options"].get("start_powerSGD_iter", self._state.start_powerSGD_iter)
-        if not isinstance(start, int) or isinstance(start, bool) or start < 0:
-            raise PayloadError(f"damaged hook state: options['start_powerSGD_iter'] is {start!r}")
+        check_count({"start_powerSGD_iter": start}, "start_powerSGD_iter", 0)
         if not self._state.use_error_feedback:
             memory.drop_residuals()
         return lambda: self._adopt(memory, start)
@@ -202,9 +202,7 @@ class SimpleSavedState:
 
     def prepare_load(self, content: dict[str, Any], strict: bool) -> Callable[[], None]:
         """Check `content` as far as it is ours; the function that is returned takes it over."""
-        step, saved = content.get("step"), content.get("hook_state")
-        if not isinstance(step, int) or isinstance(step, bool) or step < 0:
-            raise PayloadError(f"damaged hook state: 'step' is {step!r}")
+        step, saved = content["step"], content.get("hook_state")
         if saved is not None and not self.saves_state:
             raise PayloadError(
                 f"the checkpoint holds a state of hook {self._hook!r}, but its hook_state now "

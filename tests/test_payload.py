@@ -56,11 +56,11 @@ REFUSALS = [
     pytest.param(_rename, ["9.weight: in the saved state", "5.weight: in the model", "strict=False"], id="names"),
     pytest.param(_reshape, ["5.weight: saved with shape (24, 23), now (24, 24)"], id="shapes"),
     pytest.param(lambda p: p.pop("step"), ["'step'"], id="no step"),
-    pytest.param(lambda p: p.update(step=-1), ["out of range"], id="negative step"),
+    pytest.param(lambda p: p.update(step=-1), ["'step'", "-1"], id="negative step"),
     pytest.param(lambda p: p.update(step=True), ["'step'"], id="step of another type"),
     pytest.param(lambda p: p.update(parameters=[]), ["'parameters'"], id="parameters of another type"),
     pytest.param(lambda p: p.update(residual="mean"), ["residual='mean'"], id="kind of residual"),
-    pytest.param(lambda p: p.update(residual_ranks=[0, 1]), ["one tensor per rank"], id="ranks"),
+    pytest.param(lambda p: p.update(residual_ranks=[]), ["one tensor per rank"], id="ranks"),
     pytest.param(lambda p: p["parameters"]["5.weight"].pop("q"), ["'5.weight'", "'q'"], id="no q"),
     pytest.param(
         lambda p: p["parameters"]["5.weight"].update(q=torch.zeros(2, 3)),
@@ -72,6 +72,39 @@ REFUSALS = [
         ["'5.weight'", "['residual']"],
         id="residual of another shape",
     ),
+    pytest.param(lambda p: p.update(residual_ranks=[1]), ["'residual_ranks'"], id="a rank that there was not"),
+    pytest.param(lambda p: p.update(residual_ranks=["0"]), ["'residual_ranks'"], id="ranks of another type"),
+    pytest.param(lambda p: p.update(version=True), ["version True"], id="version of another type"),
+    pytest.param(lambda p: p.update(version=torch.ones(2)), ["version"], id="version a tensor"),
+    pytest.param(lambda p: p.update(step=10**30), ["'step'"], id="step too large"),
+    pytest.param(lambda p: p.update(nonfinite_steps=-1), ["'nonfinite_steps'"], id="negative count"),
+    *(
+        pytest.param(lambda p, scale=scale: p.update(loss_scale=scale), ["'loss_scale'"], id=f"loss scale {scale:.0e}")
+        for scale in (0, -1.0, float("nan"), float("inf"))
+    ),
+    pytest.param(lambda p: p.update(loss_scale=10**400), ["'loss_scale'"], id="loss scale beyond float"),
+    *(
+        pytest.param(
+            lambda p, spoil=spoil: p["parameters"]["5.weight"].update(residual=[spoil(torch.zeros(24, 24))]),
+            ["'5.weight'", "['residual']"],
+            id=f"residual {name}",
+        )
+        for name, spoil in (
+            ("sparse", torch.Tensor.to_sparse),
+            ("meta", lambda x: x.to("meta")),
+            ("bool", torch.Tensor.bool),
+            ("nan", lambda x: x + float("nan")),
+            ("complex", lambda x: x.to(torch.complex64)),
+        )
+    ),
+    pytest.param(
+        lambda p: p["parameters"]["5.weight"].update(q=torch.zeros(0, 24)), ["'5.weight'", "['q']"], id="q of rank 0"
+    ),
+    pytest.param(
+        lambda p: p.update(batched_q={"5.weight": torch.ones(2, 24)}), ["batched_q"], id="batched_q of a name"
+    ),
+    pytest.param(lambda p: p.update(batched_q={3: torch.ones(2, 24)}), ["batched_q"], id="batched_q of an int"),
+    pytest.param(lambda p: p.update(batched_q={"batched.1": torch.ones(2)}), ["batched.1"], id="batched_q a vector"),
     pytest.param(lambda p: p["options"].update(start_powerSGD_iter="x"), ["start_powerSGD_iter"], id="start"),
 ]
 

@@ -1,0 +1,219 @@
+"""Loading where something has changed since saving: the scaler, the float type, the kind of names, one rank's luck."""
+
+import copy
+import pickle
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+from training import Run, make_model, residuals
+
+import commhooks
+from commhooks import arithmetic
+from commhooks.lowrank_exchange import LowRankExchange
+
+OPTIONS = {"matrix_approximation_rank": 2, "start_powerSGD_iter": 1}
+
+
+def _scaler_gone(scale: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """Saved with residuals of a scaled loss, resumed without a scaler; and resumed from the same residuals unscaled."""
+    saved = Run.new(hook_options=OPTIONS).train(5).save()
+    scaled = copy.deepcopy(saved)
+    scaled["hook"]["loss_scale"] = scale
+    for entry in scaled["hook"]["parameters"].values():
+        if entry["residual"] is not None:
+            entry["residual"] = [scale * each for each in entry["residual"]]
+    return (
+        Run.new(hook_options=OPTIONS).load(scaled).train(3).weights(),
+        Run.new(hook_options=OPTIONS).load(saved).train(3).weights(),
+    )
+
+
+def test_residuals_of_a_scaler_that_is_gone(run_ranks: Any) -> None:
+    for scaled, plain in run_ranks(_scaler_gone, 65536.0):
+        assert torch.equal(scaled, plain)
+
+
+def _other_float(before: torch.dtype, after: torch.dtype) -> tuple[torch.Tensor, torch.dtype]:
+    saved = Run.new(make_model(before), hook_options=OPTIONS).train(5).save()
+    run = Run.new(make_model(after), hook_options=OPTIONS)
+    run.hook.load_state_dict(saved["hook"])
+    run.step = 5
+    return run.train(3).weights(), residuals(run.hook)["5.weight"].dtype
+
+
+@pytest.mark.parametrize("before", [torch.float32, torch.float64])
+@pytest.mark.parametrize("after", [torch.float32, torch.float64, torch.bfloat16])
+def test_another_float_type(run_ranks: Any, before: torch.dtype, after: torch.dtype) -> None:
+    (weights, dtype), (other, _) = run_ranks(_other_float, before, after)
+    assert weights.isfinite().all() and torch.equal(weights, other)
+    assert dtype == (torch.float64 if after == torch.float64 else torch.float32)
+
+
+def _one_rank_inexact() -> torch.Tensor:
+    run = Run.new(hook_options=OPTIONS).train(5)
+    saved = run.save()
+    if dist.get_rank() == 1:
+        saved["hook"].update(residual="none", residual_ranks=[], exact=False)
+        for entry in saved["hook"]["parameters"].values():
+            entry["residual"] = None
+    return Run.new(hook_options=OPTIONS).load(saved).train(3).weights()
+
+
+def _nobody_has_residuals() -> torch.Tensor:
+    saved = Run.new(hook_options=OPTIONS).train(5).save(residual="drop")
+    return Run.new(hook_options=OPTIONS).load(saved).train(3).weights()
+
+
+def test_an_inexact_file_of_one_rank_makes_all_ranks_do_without(run_ranks: Any) -> None:
+    expected = run_ranks(_nobody_has_residuals)
+    for weights in run_ranks(_one_rank_inexact):
+        assert torch.equal(weights, expected[0])
+
+
+def _other_names(attached_first: bool) -> tuple[int, int, bool]:
+    def use(state: commhooks.PowerSGDState, attached: bool) -> None:
+        ddp = DistributedDataParallel(make_model(), bucket_cap_mb=0.001)
+        if attached:
+            commhooks.attach(ddp, commhooks.powerSGD_hook, hook_state=state)
+        else:
+            ddp.register_comm_hook(state, commhooks.powerSGD_hook)
+        for step in range(3):
+            generator = torch.Generator().manual_seed(step)
+            ddp(torch.randn(4, 1, 8, 8, generator=generator)).square().mean().backward()
+
+    state = commhooks.PowerSGDState(None, 2, 0)
+    use(state, attached_first)
+    loaded = pickle.loads(pickle.dumps(state))
+    use(loaded, not attached_first)
+    kinds = {name.startswith("float32.cpu.") for name in loaded._memory.q}
+    return loaded.iter, len(loaded._memory.q), kinds == {attached_first}
+
+
+@pytest.mark.parametrize("attached_first", [True, False])
+def test_a_pickled_state_with_other_names_starts_fresh(run_ranks: Any, attached_first: bool) -> None:
+    for steps, matrices, only_new_names in run_ranks(_other_names, attached_first):
+        assert (steps, matrices) == (6, 4)
+        assert only_new_names
+
+
+def _pickled() -> bytes:
+    state = commhooks.PowerSGDState(None, 2, 0)
+    ddp = DistributedDataParallel(make_model(), bucket_cap_mb=0.001)
+    ddp.register_comm_hook(state, commhooks.powerSGD_hook)
+    for step in range(3):
+        ddp(torch.randn(4, 1, 8, 8) + step).square().mean().backward()
+    return pickle.dumps(state)
+
+
+def _unpickled(saved: bytes) -> tuple[bool, bool]:
+    state = pickle.loads(saved)
+    had = bool(state._memory.residuals)
+    state._adapt_pickled_memory()
+    return had, bool(state._memory.residuals)
+
+
+def test_a_pickled_residual_is_not_that_of_another_world(run_ranks: Any) -> None:
+    saved = run_ranks(_pickled)[0]
+    assert run_ranks(_unpickled, saved, world_size=1) == [(True, False)]
+    assert run_ranks(_unpickled, saved, world_size=2) == [(True, True), (True, False)]
+
+
+def _first_step_bad(masked: bool) -> tuple[torch.Tensor, int]:
+    """The first compressed step overflows, as a GradScaler's first steps do."""
+    with mock.patch.object(arithmetic, "host_may_look", lambda device: not masked):
+        run = Run.new(hook_options=OPTIONS | {"start_powerSGD_iter": 0})
+        handle = run.ddp.module[3].weight.register_hook(lambda gradient: gradient * float("inf"))
+        weights = run.weights()
+        run.train(1)
+        handle.remove()
+        torch.nn.utils.vector_to_parameters(weights, run.ddp.parameters())
+        run.optimizer.state.clear()
+        run.train(1)
+        return run.gradients[-1], run.hook.stats()["nonfinite_steps"]
+
+
+def test_a_bad_first_step_leaves_nothing_behind_a_mask(run_ranks: Any) -> None:
+    host, masked = run_ranks(_first_step_bad, False)[0], run_ranks(_first_step_bad, True)[0]
+    assert host[1] == masked[1] == 1
+    assert (host[0] - masked[0]).norm() < 1e-4 * host[0].norm()
+
+
+def _torn() -> tuple[str, bool, bool]:
+    """An exception in the middle of a commit: what is saved then says that it has no residuals."""
+    run = Run.new(hook_options=OPTIONS).train(3)
+    commit = LowRankExchange.commit
+    calls = 0
+
+    def failing(self: LowRankExchange, good: Any) -> None:
+        nonlocal calls
+        calls += 1
+        if calls == 3:
+            raise MemoryError("no memory left")
+        commit(self, good)
+
+    with mock.patch.object(LowRankExchange, "commit", failing), pytest.raises(MemoryError):
+        run.train(1)
+    saved = run.hook.state_dict()
+    return saved["residual"], saved["exact"], saved["step"] == 3
+
+
+def test_a_commit_that_fails_is_not_saved_as_a_whole_one(run_ranks: Any) -> None:
+    assert run_ranks(_torn) == [("none", False, True)] * 2
+
+
+def _colon() -> dict[str, torch.Tensor]:
+    class Net(torch.nn.Module):
+        def __init__(self, width: int) -> None:
+            super().__init__()
+            self.layers = torch.nn.ModuleDict({"a:b": torch.nn.Linear(40, 24), "c:d": torch.nn.Linear(24, width)})
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.layers["c:d"](self.layers["a:b"](x))
+
+    def trained(width: int) -> tuple[Any, Any]:
+        ddp = DistributedDataParallel(Net(width))
+        hook = commhooks.attach(ddp, "powerSGD", hook_options={"start_powerSGD_iter": 0})
+        ddp(torch.randn(4, 40)).square().mean().backward()
+        return ddp, hook
+
+    _, saved = trained(24)
+    ddp, hook = trained(32)
+    hook.load_state_dict(saved.state_dict(), strict=False)
+    ddp(torch.randn(4, 40)).square().mean().backward()
+    return {name: residual.clone() for name, residual in hook._low_rank._memory.residuals.items()}
+
+
+def test_names_with_a_colon(run_ranks: Any) -> None:
+    for kept in run_ranks(_colon):
+        assert kept["layers.c:d.weight"].numel() == 24 * 32
+
+
+def _inherited_precision() -> tuple[str, str]:
+    torch.backends.fp32_precision = "tf32"
+    try:
+        Run.new(hook_options=OPTIONS).train(2)
+        torch.backends.fp32_precision = "ieee"
+        return torch.backends.mkldnn.matmul.fp32_precision, torch.backends.cuda.matmul.fp32_precision
+    finally:
+        torch.backends.fp32_precision = "none"
+
+
+def test_an_inherited_precision_stays_inherited(run_ranks: Any) -> None:
+    assert run_ranks(_inherited_precision) == [("ieee", "ieee")] * 2
+
+
+def _batched_into_running() -> torch.Tensor:
+    """The learning-rate finder's rewind: a batched hook that runs already takes over a state saved at another rank."""
+    options = {"start_powerSGD_iter": 0, "matrix_approximation_rank": 1}
+    saved = Run.new(hook="batched_powerSGD", hook_options=options).train(3).save()
+    run = Run.new(hook="batched_powerSGD", hook_options=options | {"matrix_approximation_rank": 2}).train(3)
+    return run.load(saved).train(2).weights()
+
+
+def test_a_batched_state_of_another_rank_into_a_running_hook(run_ranks: Any) -> None:
+    first, second = run_ranks(_batched_into_running)
+    assert torch.equal(first, second)

@@ -2,6 +2,7 @@
 
 import inspect
 import logging
+import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -91,6 +92,16 @@ def attach_spec(
     """`attach` for a request that has been checked before; see there."""
     _check_model(ddp_model)
     check_total_steps(total_steps)
+    if loss_scale is not None and not callable(loss_scale):
+        raise HookConfigError(
+            f"loss_scale={loss_scale!r}; expected a function that returns the factor of this step, for example "
+            "scaler.get_scale, or None"
+        )
+    if process_group is not None and not isinstance(process_group, dist.ProcessGroup):
+        raise HookConfigError(
+            f"process_group={process_group!r}; expected a torch.distributed.ProcessGroup that this rank belongs to, "
+            "for example one of torch.distributed.new_group, or None for the model's own"
+        )
     group = process_group if process_group is not None else ddp_model.process_group
     names = GivenNames(reduced_parameters(ddp_model))
     wire_itemsize: int | None = None
@@ -98,6 +109,8 @@ def attach_spec(
     state: Any
     if config is None:
         state, function = spec.build(group)
+        if isinstance(state, PowerSGDState):
+            _check_unshared(state, ddp_model)
         if isinstance(state, PowerSGDState) and state._registration is None:
             state._names = names
             state._loss_scale = loss_scale
@@ -165,6 +178,16 @@ def _check_model(ddp_model: object) -> None:
             "an optimizer applied in backward registers a communication hook of its own, and DDP takes one only; "
             "use an ordinary optimizer"
         )
+
+
+def _check_unshared(state: PowerSGDState, ddp_model: DistributedDataParallel) -> None:
+    other = state._attached_to() if state._attached_to is not None else None
+    if other is not None and other.module is not ddp_model.module:
+        raise AttachError(
+            "this PowerSGDState already serves another model: its memory is that of one model's gradients; make a "
+            "PowerSGDState for each model"
+        )
+    state._attached_to = weakref.ref(ddp_model)
 
 
 def _check_signature(function: Callable[..., Any], name: str) -> None:

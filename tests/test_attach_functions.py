@@ -88,3 +88,18 @@ def test_batched_powersgd_forgets_the_matrices_of_a_dead_layout(run_ranks: Any) 
 def _buckets() -> list[str]:
     run = Run.new(hook="batched_powerSGD", hook_options={"start_powerSGD_iter": 0}).train(3)
     return [plan.name for plan in run.hook.plan().parameters if plan.compressed]
+
+
+def _shared_state() -> str:
+    state = commhooks.PowerSGDState(None, 2, 0)
+    first = Run.new(hook=commhooks.powerSGD_hook, hook_state=state).train(1)
+    try:
+        Run.new(hook=commhooks.powerSGD_hook, hook_state=state)
+    except commhooks.AttachError as error:
+        assert first.hook.stats()["step"] == 1
+        return str(error)
+    return ""
+
+
+def test_one_state_for_two_models_is_refused(run_ranks: Any) -> None:
+    assert "already serves another model" in run_ranks(_shared_state, world_size=1)[0]

@@ -4,11 +4,13 @@ Annotations must be real objects here (no `from __future__ import annotations`):
 """
 
 import logging
+import weakref
 from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
 
 from commhooks.config import BatchedPowerSGD, PowerSGD
 from commhooks.errors import HookConfigError, HookRunError
@@ -172,6 +174,8 @@ class PowerSGDState:
     # memory is keyed by the names that the model gave or by places.
     _saved_on: tuple[int, int] | None = None
     _saved_names: str | None = None
+    # Set by `commhooks.attach`.
+    _attached_to: "weakref.ref[DistributedDataParallel] | None" = None
 
     def _adapt_pickled_memory(self) -> None:
         here = (dist.get_rank(self.process_group), dist.get_world_size(self.process_group))

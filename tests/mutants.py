@@ -66,7 +66,7 @@ MUTANTS = [
     Mutant(
         "Q not restored",
         "commhooks/payload.py",
-        "                memory.q[name] = q.to(parameter.device)\n",
+        "                memory.q[name] = q.to(parameter.device, compute_dtype(parameter.dtype))\n",
         "                pass\n",
         "test_resume.py::test_resume_is_bit_equal",
     ),
@@ -79,9 +79,9 @@ MUTANTS = [
     ),
     Mutant(
         "saved start does not win",
-        "commhooks/saved_state.py",
-        "                registration.start_step = start\n",
-        "                pass\n",
+        "commhooks/registration.py",
+        "        self.options, self.start_step = options, options.start_powerSGD_iter\n",
+        "        self.options = options\n",
         "test_resume.py::test_loading_into_a_running_hook",
     ),
     Mutant(
@@ -213,12 +213,40 @@ MUTANTS = [
         "test_joint_save.py::test_rank_0_saves_alone",
     ),
     Mutant(
-        "a broken group is used again",
+        "a failed save counts as a good one",
         "commhooks/joint_save.py",
-        "        except Exception:  # a dead rank, a time-out: torch has no narrower class for them\n"
-        "            self._broken = True\n",
-        "        except ZeroDivisionError:\n            self._broken = True\n",
+        "        failures = [late] if outcome is None else [each for each in outcome if each]\n",
+        "        failures: list[str] = []\n",
         "test_joint_save.py::test_a_failure_in_the_middle",
+    ),
+    Mutant(
+        "a vote that came too late counts",
+        "commhooks/joint_save.py",
+        "        if decision is None:\n            return late\n",
+        '        if decision is None:\n            return ""\n',
+        "test_joint_save.py::test_a_rank_that_comes_too_late",
+    ),
+    Mutant(
+        "a scaler that is gone still counts",
+        "commhooks/registration.py",
+        "if self.loss_scale is not None else 1.0\n",
+        "if self.loss_scale is not None else self.memory.loss_scale\n",
+        "test_changed_surroundings.py::test_residuals_of_a_scaler_that_is_gone",
+    ),
+    Mutant(
+        "a torn commit goes unmarked",
+        "commhooks/pipeline.py",
+        "                self._memory.residuals.clear()\n                self._memory.residual_missing = True\n",
+        "",
+        "test_changed_surroundings.py::test_a_commit_that_fails_is_not_saved_as_a_whole_one",
+    ),
+    Mutant(
+        "Q of zeros behind a mask",
+        "commhooks/lowrank_exchange.py",
+        "            q = self._options.draw_q(matrix, self._memory.step, self._scratch.dtype).to(self.buffer.device)\n"
+        "            self._memory",
+        "            q = torch.zeros(matrix.rank, matrix.m, dtype=self._scratch.dtype)\n            self._memory",
+        "test_changed_surroundings.py::test_a_bad_first_step_leaves_nothing_behind_a_mask",
     ),
     Mutant(
         "the user's precision switches apply",

@@ -42,8 +42,8 @@ def register_hook(name: str, factory: Factory) -> None:
     Raises:
         HookConfigError: the name is taken or not a name, or the factory is not callable.
     """
-    if not isinstance(name, str) or not name or ":" in name:
-        raise HookConfigError(f"register_hook: name={name!r}; expected a word without ':'")
+    if not isinstance(name, str) or not name or ":" in name or any(letter.isspace() for letter in name):
+        raise HookConfigError(f"register_hook: name={name!r}; expected a word without ':' and spaces")
     if not callable(factory):
         raise HookConfigError(f"register_hook({name!r}): the factory is a {type(factory).__name__}, not callable")
     if canonical_name(name) is not None:
@@ -135,8 +135,10 @@ class HookSpec:
             name = canonical_name(hook)
             if name is None:
                 names = list(available_hooks())
+                package, dot, function = hook.rpartition(".")
+                hint = f" (for a function of your own write '{package}:{function}')" if dot and package else ""
                 raise HookConfigError(
-                    f"unknown hook {hook!r}{closest(hook, names)}; known are {', '.join(names)}, and "
+                    f"unknown hook {hook!r}{hint or closest(hook, names)}; known are {', '.join(names)}, and "
                     "'package.module:function' for one of your own"
                 )
             _no_state(name, hook_state)
@@ -192,6 +194,11 @@ class HookSpec:
 
 def _import_function(path: str) -> Callable[..., Any]:
     module_name, _, attribute = path.partition(":")
+    # A path may come from a YAML file or a flag: relative to what would nobody know.
+    if not all((*module_name.split("."), *attribute.split("."))):
+        raise HookConfigError(
+            f"hook {path!r} is not a path: expected 'package.module:function' with the full name of the module"
+        )
     try:
         target: Any = importlib.import_module(module_name)
     except ImportError as error:

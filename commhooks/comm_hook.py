@@ -78,6 +78,14 @@ class CommHook:
             if isinstance(module, (torch.nn.Embedding, torch.nn.EmbeddingBag)) and module.sparse
         }
 
+    def __repr__(self) -> str:
+        ddp_model = self._ddp_model()
+        model = f"attached to {type(ddp_model.module).__name__}" if ddp_model is not None else "its model is gone"
+        options = "".join(f", {name}={value!r}" for name, value in self.options.items())
+        wrapper = f", wrapper={self._spec.wrapper!r}" if self._spec.wrapper is not None else ""
+        place = f"rank {self._rank} of {self._world_size}"
+        return f"<CommHook({self.name!r}{options}{wrapper}), {model}, {place}>"
+
     # ---- what DDP calls ----------------------------------------------------------------------------------------------
 
     def _run(self, state: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:

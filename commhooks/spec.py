@@ -16,7 +16,7 @@ from commhooks.wire import WIRE_DTYPES
 
 Factory = Callable[[dict[str, Any], dist.ProcessGroup | None], tuple[Any, Callable[..., Any]]]
 
-_ALIASES = {"fp16": "fp16_compress", "bf16": "bf16_compress"}
+ALIASES = {"fp16": "fp16_compress", "bf16": "bf16_compress"}
 # The function behind each config class: a request for the function without a state means the config.
 FUNCTIONS: dict[str, Callable[..., Any]] = {
     "allreduce": default_hooks.allreduce_hook,
@@ -74,7 +74,7 @@ def canonical_name(name: str) -> str | None:
         return text.lower().replace("_", "").replace("-", "")
 
     names = {plain(known): known for known in (*CONFIGS, *_REGISTERED)}
-    names |= {plain(alias): known for alias, known in _ALIASES.items()}
+    names |= {plain(alias): known for alias, known in ALIASES.items()}
     return names.get(plain(name))
 
 

@@ -1,0 +1,8 @@
+"""`python -m commhooks`: the same as the `commhooks` command."""
+
+import sys
+
+from commhooks.cli import main
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,66 @@
+"""The `commhooks` command, and what a hook says of itself."""
+
+from __future__ import annotations
+
+import gc
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+from ddp_steps import mlp, process_group_of_one, wrap
+
+import commhooks
+from commhooks.cli import main
+
+
+def test_alone_it_prints_its_help(capsys):
+    assert main([]) == 0
+    assert "list the hooks and their options" in capsys.readouterr().out
+
+
+def test_an_unknown_command_is_refused(capsys):
+    with pytest.raises(SystemExit) as stopped:
+        main(["hoks"])
+    assert stopped.value.code == 2 and "invalid choice: 'hoks'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("columns", [80, 100, 200])
+def test_names_and_options_are_whole(columns, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", str(columns))
+    assert main(["hooks"]) == 0
+    output = capsys.readouterr().out
+    assert max(map(len, output.splitlines())) <= columns
+    words = set(re.split(r"[\s│()]+", output))
+    for name, hook in commhooks.available_hooks().items():
+        assert name in words
+        assert {f"{option}={default!r}" for option, default in hook["options"].items()} <= words
+    assert {"fp16", "bf16"} <= words
+    assert "wrapper='fp16' or 'bf16'" in " ".join(output.split())
+
+
+def test_as_a_module():
+    def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-m", "commhooks", *arguments]
+        return subprocess.run(command, capture_output=True, text=True, timeout=100, env=dict(os.environ))
+
+    done = run("--version")
+    assert done.returncode == 0 and done.stdout.strip() == f"commhooks {commhooks.__version__}"
+    assert run("hoks").returncode == 2
+
+
+def test_the_representation_of_a_hook():
+    with process_group_of_one():
+        ddp = wrap(mlp())
+        hook = commhooks.attach(ddp, "powerSGD", hook_options={"start_powerSGD_iter": 7}, wrapper="bf16")
+        text = repr(hook)
+        assert text.startswith("<CommHook('powerSGD', matrix_approximation_rank=1, start_powerSGD_iter=7, ")
+        assert text.endswith(", wrapper='bf16'), attached to Sequential, rank 0 of 1>")
+        plain = wrap(mlp())
+        assert repr(commhooks.attach(plain, "fp16")) == (
+            "<CommHook('fp16_compress'), attached to Sequential, rank 0 of 1>"
+        )
+        del ddp
+        gc.collect()
+        assert "its model is gone" in repr(hook)

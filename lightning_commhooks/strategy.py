@@ -215,7 +215,14 @@ def _steps_left(trainer: pl.Trainer) -> int | None:
     number of batches is known: one pass per batch is assumed.
     """
     # -1 for a data set without length, inf for max_epochs=-1; the steps of an earlier fit are over.
-    left = trainer.estimated_stepping_batches - trainer.global_step
+    total = trainer.estimated_stepping_batches
+    if trainer.lightning_module.automatic_optimization:
+        left = total - trainer.global_step
+    else:
+        # Here `global_step`, and with it max_steps, counts the steps of every optimizer; the estimate is in batches.
+        left = total - (trainer.fit_loop.epoch_loop.total_batch_idx + 1)
+        if trainer.max_steps != -1:
+            left = min(left, trainer.max_steps - trainer.global_step)
     return int(left) if 1 <= left < math.inf else None
 
 

@@ -241,8 +241,8 @@ def test_start_step(run_ranks: Any, tmp_path: Path, case: str, start: int, steps
             assert len(result["warnings"]) == 1 and warned in result["warnings"][0]
 
 
-def _second_fit(root: str, start: float) -> dict[str, Any]:
-    t, model = trainer(root, strategy=strategy(hook=PowerSGD(start_powerSGD_iter=start)), max_epochs=1), Model()
+def _second_fit(root: str, start: float, model_class: type[Model] = Model) -> dict[str, Any]:
+    t, model = trainer(root, strategy=strategy(hook=PowerSGD(start_powerSGD_iter=start)), max_epochs=1), model_class()
     t.fit(model, data())
     t.fit_loop.max_epochs = 3
     with support.caught_warnings() as texts:
@@ -258,6 +258,12 @@ def test_a_second_fit_counts_its_own_steps(run_ranks: Any, tmp_path: Path) -> No
         assert rank["stats"]["compressed_steps"] == 4
     (warning,) = run_ranks(_second_fit, str(tmp_path), 9)[0]["warnings"]
     assert "after 9 steps, but this run ends after 8:" in warning
+
+
+def test_a_second_fit_with_two_optimizers_counts_batches(run_ranks: Any, tmp_path: Path) -> None:
+    """The first fit made 4 batches and 8 steps."""
+    for rank in run_ranks(_second_fit, str(tmp_path), 0.5, support.TwoOptimizersModel):
+        assert rank["start"] == 4  # half of the 8 batches that are left of 12
 
 
 @pytest.mark.parametrize("case", ["no length, fraction", "for ever, fraction"])

@@ -369,6 +369,7 @@ def _validate_then_fit(root: str) -> dict[str, Any]:
     t = trainer(root, strategy=strategy(hook=HOOK), max_epochs=2, callbacks=[watch])
     t.validate(Model(), data(), ckpt_path=path_at(root, SAVED_AT), verbose=False)
     t.predict(_Predicts(), data(), ckpt_path=path_at(root, SAVED_AT), return_predictions=False)
+    t.test(_Predicts(), data(), ckpt_path=path_at(root, SAVED_AT), verbose=False)
     t.fit(model, data())
     return {"start": watch.start_steps, "after": weights(model), "alone": fit(root, epochs=2)["final"]}
 
@@ -377,8 +378,11 @@ class _Predicts(Model):
     def predict_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
         return self.net(batch[0])
 
+    def test_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("test_loss", self.loss(batch), sync_dist=True)
 
-def test_nothing_leaks_from_validate_and_predict_into_fit(run_ranks: Any, tmp_path: Path) -> None:
+
+def test_nothing_leaks_from_validate_predict_and_test_into_fit(run_ranks: Any, tmp_path: Path) -> None:
     for rank in run_ranks(_validate_then_fit, str(tmp_path)):
         assert rank["start"] == [0]
         assert_equal(rank["after"], rank["alone"])

@@ -1,4 +1,5 @@
-"""Seeded faults: each is put into a copy of the packages, and the test named beside it must fail there.
+"""Seeded faults: each is put into a copy of the packages, and the test named beside it, which passes
+without it, must fail there.
 
     python tests/mutants.py [NAME ...]          # all of them, or those whose name contains one of the words
 
@@ -6,6 +7,7 @@ A test that passes on a broken program guards nothing. Run by `make test-mutants
 """
 
 import argparse
+import functools
 import os
 import shutil
 import subprocess
@@ -575,6 +577,25 @@ MUTANTS = [
 
 def run(mutant: Mutant, console: Console) -> str:
     """ "killed", "SURVIVED", or what went wrong."""
+    before = run_test(mutant.test)
+    if before.outcome != "passed":
+        console.print(before.output[-1500:], markup=False)
+        return f"NO TEST: without the fault it {before.outcome}"
+    after = run_test(mutant.test, mutant)
+    if after.outcome != "failed":
+        console.print(after.output[-1500:], markup=False)
+    return {"passed": "SURVIVED", "failed": "killed"}.get(after.outcome, after.outcome)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    outcome: str
+    output: str = ""
+
+
+@functools.cache  # without a fault, a test is run once for all the mutants that name it
+def run_test(test: str, mutant: Mutant | None = None) -> Outcome:
+    """ "passed", "failed" or what went wrong, in a copy of the packages with the fault of `mutant`."""
     with tempfile.TemporaryDirectory(prefix="mutant-") as folder:
         for name in COPIED:
             source = ROOT / name
@@ -582,24 +603,23 @@ def run(mutant: Mutant, console: Console) -> str:
                 shutil.copytree(source, Path(folder, name), ignore=shutil.ignore_patterns("__pycache__"))
             else:
                 shutil.copy(source, folder)
-        file = Path(folder, mutant.file)
-        text = file.read_text()
-        if text.count(mutant.old) != 1:
-            return f"STALE: the text to replace occurs {text.count(mutant.old)} times"
-        file.write_text(text.replace(mutant.old, mutant.new))
-        command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", f"tests/{mutant.test}"]
+        if mutant is not None:
+            file = Path(folder, mutant.file)
+            text = file.read_text()
+            if text.count(mutant.old) != 1:
+                return Outcome(f"STALE: the text to replace occurs {text.count(mutant.old)} times")
+            file.write_text(text.replace(mutant.old, mutant.new))
+        command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", f"tests/{test}"]
         environment = {**os.environ, "PYTHONPATH": folder, "PYTHONDONTWRITEBYTECODE": "1"}
         try:
             done = subprocess.run(
                 command, cwd=folder, env=environment, capture_output=True, text=True, timeout=TIME_LIMIT_S
             )
         except subprocess.TimeoutExpired:
-            return "TIMED OUT"
+            return Outcome("TIMED OUT")
     # pytest: 0 all passed, 1 some failed; anything else means that the test did not run at all.
-    outcome = {0: "SURVIVED", 1: "killed"}.get(done.returncode, f"NOT RUN (pytest exit {done.returncode})")
-    if outcome != "killed":
-        console.print(done.stdout[-1500:], markup=False)
-    return outcome
+    outcome = {0: "passed", 1: "failed"}.get(done.returncode, f"NOT RUN (pytest exit {done.returncode})")
+    return Outcome(outcome, done.stdout)
 
 
 def main() -> int:

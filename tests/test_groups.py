@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 from ddp_steps import (
     backward,
@@ -19,6 +20,8 @@ from ddp_steps import (
     relative,
     replicas_equal,
     residuals,
+    train,
+    weights,
     wrap,
 )
 from torch.nn.parallel import DistributedDataParallel
@@ -83,3 +86,30 @@ def sub_group(name: str, how: Callable[..., Any], ddp_on_pair: bool) -> None:
 @pytest.mark.parametrize("name", ["allreduce", "fp16", "powerSGD"])
 def test_averages_over_the_group_only(run_ranks, name, how, ddp_on_pair):
     run_ranks(sub_group, name, how, ddp_on_pair, world_size=3, timeout_s=30)
+
+
+def saved_on_a_sub_group(residual: str, gather: bool) -> None:
+    """Ranks 0 and 1 of 3 save together, and go on from it in a new model; rank 2 takes no part in anything."""
+    pair = dist.new_group([0, 1])
+    if dist.get_rank() == 2:
+        return
+    ddp = wrap(mlp(), process_group=pair)
+    hook = _attach(ddp, "powerSGD", None)
+    train(ddp, 3)
+    saved = hook.state_dict(residual, gather=gather)
+    assert saved["exact"] and saved["step"] == 3
+    again = wrap(mlp(seed=9), process_group=pair)
+    new_hook = _attach(again, "powerSGD", None)
+    again.module.load_state_dict(ddp.module.state_dict())
+    new_hook.load_state_dict(saved)
+    train(ddp, 2, first_step=3)
+    train(again, 2, first_step=3)
+    assert new_hook.stats()["compressed_steps"] >= 2 and new_hook.stats()["handshakes"] >= 1
+    for name, weight in weights(ddp.module).items():
+        assert torch.equal(weight, again.module.get_parameter(name)), name
+    assert replicas_equal(again, pair)
+
+
+@pytest.mark.parametrize("residual, gather", [("mean", False), ("per_rank", True), ("per_rank", False)])
+def test_save_and_resume_on_a_sub_group(run_ranks, residual, gather):
+    run_ranks(saved_on_a_sub_group, residual, gather, world_size=3)

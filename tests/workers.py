@@ -293,8 +293,6 @@ def _worker_main(connection: multiprocessing.connection.Connection, stack_path: 
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which ends the workers
     stack_file = open(stack_path, "w")  # noqa: SIM115 - stays open as long as the worker lives
     faulthandler.enable(file=stack_file)
-    if hasattr(signal, "SIGUSR1"):
-        faulthandler.register(signal.SIGUSR1, file=stack_file, all_threads=True)
     threading.Thread(target=_leave_with_parent, daemon=True).start()
     torch.set_num_threads(1)
     connection.send(("ready",))
@@ -305,6 +303,10 @@ def _worker_main(connection: multiprocessing.connection.Connection, stack_path: 
             return
         _, rank, world_size, store, timeout_s, sys_path, payload = message
         sys.path[:] = sys_path
+        if hasattr(signal, "SIGUSR1"):
+            # Anew for every task: Lightning installs a handler for this signal in a batch job, and takes out ours.
+            faulthandler.unregister(signal.SIGUSR1)
+            faulthandler.register(signal.SIGUSR1, file=stack_file, all_threads=True)
         faulthandler.dump_traceback_later(timeout_s + FINISH_TIMEOUT_S + _SELF_DESTRUCT_S, exit=True, file=stack_file)
         before = _Surroundings.now()
         connection.send(("answer", *_call(payload, rank, world_size, store)))

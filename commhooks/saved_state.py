@@ -16,6 +16,7 @@ from commhooks.joint_save import JointSave
 from commhooks.memory import Memory
 from commhooks.names import Names
 from commhooks.payload_checks import check_count
+from commhooks.plain_types import plain_types_problem
 from commhooks.plan import ParameterPlan
 from commhooks.stats import Stats
 
@@ -197,8 +198,24 @@ class SimpleSavedState:
             "options": dict(self._options),
             "step": self.step,
             "world_size": self._world_size,
-            "hook_state": self._state.state_dict() if self.saves_state else None,
+            "hook_state": self._own_state(),
         }
+
+    def _own_state(self) -> Any:
+        """What the user's state gives to save; None, with a warning, if a checkpoint could not give it back."""
+        if not self.saves_state:
+            return None
+        saved = self._state.state_dict()
+        problem = plain_types_problem(saved)
+        if problem is None:
+            return saved
+        logger.warning(
+            "the state_dict of hook %s's state is not saved: %s. torch.load(weights_only=True) would refuse the whole "
+            "checkpoint; give it tensors and plain types only.",
+            self._hook,
+            problem,
+        )
+        return None
 
     def prepare_load(self, content: dict[str, Any], strict: bool) -> Callable[[], None]:
         """Check `content` as far as it is ours; the function that is returned takes it over."""

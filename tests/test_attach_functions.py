@@ -1,5 +1,7 @@
 """`attach` given one of our own hook functions: as its config class, or with the state that the user made."""
 
+import logging
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -103,3 +105,35 @@ def _shared_state() -> str:
 
 def test_one_state_for_two_models_is_refused(run_ranks: Any) -> None:
     assert "already serves another model" in run_ranks(_shared_state, world_size=1)[0]
+
+
+class _StateWithAPath:
+    def state_dict(self) -> dict[str, Any]:
+        return {"count": 1, "folder": Path("here")}
+
+    def load_state_dict(self, saved: dict[str, Any]) -> None:
+        raise AssertionError("nothing was saved")
+
+
+def _user_hook(state: _StateWithAPath, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    return commhooks.allreduce_hook(None, bucket)
+
+
+def _unsaveable_state() -> tuple[Any, list[str]]:
+    records: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: records.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("commhooks").addHandler(handler)
+    try:
+        run = Run.new(hook=_user_hook, hook_state=_StateWithAPath()).train(1)
+        saved = run.save()["hook"]
+        run.load(run.save())
+    finally:
+        logging.getLogger("commhooks").removeHandler(handler)
+    return saved["hook_state"], records
+
+
+def test_a_state_that_would_spoil_the_checkpoint_is_left_out(run_ranks: Any) -> None:
+    for saved, records in run_ranks(_unsaveable_state):
+        assert saved is None
+        assert "folder" in records[0] and "Path" in records[0]

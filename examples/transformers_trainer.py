@@ -9,6 +9,8 @@ same `--folder`, after a crash or a kill too, and it goes on from the last check
 
 import argparse
 import json
+import os
+import sys
 from pathlib import Path
 from pydoc_data.topics import topics
 
@@ -110,7 +112,12 @@ def main() -> None:
         print(f"Test loss {loss:.3f} (a model that knows nothing: 5.545), step {trainer.state.global_step}")
         if stats is not None and stats["bytes_sent"]:
             print(f"Since the start or the resume {stats['compression_rate']:.1f} times fewer bytes were sent")
+    trainer.accelerator.wait_for_everyone()
+    trainer.accelerator.end_training()
 
 
 if __name__ == "__main__":
     main()
+    # Accelerate, DDP and gloo sometimes abort while the interpreter ends, with a hook or without: end it here.
+    sys.stdout.flush()
+    os._exit(0)

@@ -11,7 +11,6 @@ No rank waits for another, so saving on the main process alone is harmless. What
 docs/checkpoint_format.md.
 """
 
-import io
 import logging
 import os
 import weakref
@@ -73,7 +72,7 @@ class SavedHooks:
             hook = model.hook
             if hook is None:
                 continue
-            shared, own = payload_parts.split(_loadable(hook.state_dict()), rank)
+            shared, own = payload_parts.split(hook.state_dict(), rank)
             own_path = _path(folder, number, rank)
             if own is None:
                 own_path.unlink(missing_ok=True)  # of an earlier save in this folder
@@ -209,27 +208,6 @@ def _write(content: dict[str, Any], path: Path, rank: int) -> None:
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
-
-
-def _loadable(saved: dict[str, Any]) -> dict[str, Any]:
-    """`saved`, without the state of a user's own hook if `torch.load(weights_only=True)` would refuse to read it."""
-    if saved.get("hook_state") is None:
-        return saved
-    file = io.BytesIO()
-    try:
-        torch.save(saved["hook_state"], file)
-        file.seek(0)
-        torch.load(file, map_location="cpu", weights_only=True)
-    except Exception as error:  # whatever pickling the user's objects raises
-        logger.warning(
-            "the state of hook %r is not saved: what its state_dict() returns holds more than tensors and plain types "
-            "(%s: %s)",
-            saved["hook"],
-            type(error).__name__,
-            _first_line(error),
-        )
-        return saved | {"hook_state": None}
-    return saved
 
 
 def _checked(hook: CommHook, saved: dict[str, Any], path: Path) -> Callable[[], None]:

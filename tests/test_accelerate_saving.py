@@ -714,4 +714,4 @@ def test_the_state_of_a_hook_of_ones_own(run_ranks: Any, tmp_path: Path) -> None
 def test_a_state_that_cannot_be_read_back_is_not_saved(run_ranks: Any, tmp_path: Path) -> None:
     for result in run_ranks(_own_hook, str(tmp_path), plain=False):
         assert result["resumed"] == 0
-        assert "is not saved: what its state_dict() returns holds more than" in result["warnings"][0]
+        assert "is not saved" in result["warnings"][0] and "weights_only=True" in result["warnings"][0]

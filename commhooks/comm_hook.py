@@ -247,8 +247,9 @@ class CommHook:
                 f"{text}. Attach the saved hook to continue with its memory, or load with strict=False to begin "
                 "this one with fresh memory"
             )
-        logger.warning("%s: it begins with fresh memory (strict=False)", text)
-        return lambda: None
+        if self._rank == 0:
+            logger.warning("%s: it begins with fresh memory (strict=False)%s", text, self._saved_state.not_begun_anew)
+        return self._saved_state.begin_anew
 
     # ---- plan --------------------------------------------------------------------------------------------------------
 

@@ -35,6 +35,8 @@ class JointSave:
         self._group: Any = None  # a ProcessGroupGloo, whose collectives torch's stubs leave out
         self._generation = 0
         self._broken = True  # there is no group yet
+        self.speaker = 0
+        """The rank that may warn of the latest failure: of those that know of it, one."""
 
     def run(self, step: int, collect: Callable[["JointSave"], None], limit_s: float) -> str:
         """Run `collect`, which calls `mean` and `gather` on this object, jointly on all ranks.
@@ -47,6 +49,7 @@ class JointSave:
             limits and never raises for what another rank did or did not do.
         """
         self._limit = timedelta(seconds=limit_s)
+        self.speaker = 0
         self._saves[step] += 1
         place = f"{step}.{self._saves[step]}"
         generation = self._generation + (1 if self._broken else 0)
@@ -72,6 +75,7 @@ class JointSave:
         try:
             return self._vote(place, vote)
         except RuntimeError:  # the store itself is gone, with the process that kept it
+            self.speaker = self._rank
             return None
 
     def _forget_votes(self, place: str) -> None:
@@ -119,11 +123,12 @@ class JointSave:
         try:
             store.wait(ballots if self._rank == 0 else ["decision"], self._limit)
         except RuntimeError:  # a time-out: DistStoreError from a TCPStore, a plain RuntimeError from a FileStore
-            verdict = "missing"
-        if self._rank == 0 or verdict == "missing":
+            verdict = str(self._rank)
+        if self._rank == 0 or verdict != "all":
             decision = store.compare_set("decision", "", verdict)
         else:
             decision = store.get("decision")
         if decision != b"all":
+            self.speaker = int(decision)  # who gave up: rank 0 may never learn of a save that it did not join
             return None
         return [store.get(ballot).decode() for ballot in ballots]

@@ -139,13 +139,13 @@ def _compare(parameters: dict[str, Any], target: Target, strict: bool) -> list[s
     problems = {}
     for name in parameters:
         if name not in target.parameters:
-            problems[name] = "in the saved state, not in the model"
+            problems[name] = "in the saved state, not in the model (removed, renamed, or frozen now)"
         elif list(target.parameters[name].shape) != parameters[name]["shape"]:
             saved, now = tuple(parameters[name]["shape"]), tuple(target.parameters[name].shape)
             problems[name] = f"saved with shape {saved}, now {now}"
     for name in target.parameters:
         if name not in parameters:
-            problems[name] = "in the model, not in the saved state"
+            problems[name] = "in the model, not in the saved state (added, renamed, or frozen then)"
     if problems:
         text = "the saved hook state is of another model:\n  " + "\n  ".join(
             f"{name}: {problem}" for name, problem in problems.items()

@@ -28,9 +28,14 @@ def check_header(payload: object) -> dict[str, Any]:
         )
     if not _is(payload.get("version"), VERSION):
         version = payload.get("version")
+        if type(version) is int and version > VERSION:
+            raise PayloadError(
+                f"the saved hook state has version {version}: it was saved by a newer commhooks, this one reads up to "
+                f"version {VERSION}. Load it with the version of commhooks that wrote it, or a newer one"
+            )
         raise PayloadError(
             f"the saved hook state has version {version!r}, this commhooks reads version {VERSION}: "
-            "load it with the version of commhooks that wrote it, or a newer one"
+            "it is damaged, or was not written by commhooks"
         )
     if type(payload.get("hook")) is not str or type(payload.get("options")) is not dict:
         raise damaged("'hook' is not a name or 'options' not a dict")

@@ -30,6 +30,9 @@ class LowRankSavedState:
         plans: the plan of every parameter; compressed are those that have a Q of their own.
     """
 
+    not_begun_anew = ""
+    """What `begin_anew` leaves alone, as the end of a sentence."""
+
     def __init__(
         self,
         hook: str,
@@ -45,6 +48,11 @@ class LowRankSavedState:
         self._plans = plans
         self._rank, self._world_size = dist.get_rank(group), dist.get_world_size(group)
         self._joint_save: tuple[int, JointSave] | None = None
+        self._first_start = state.start_powerSGD_iter
+
+    def begin_anew(self) -> None:
+        """Forget everything, a start step that was loaded included."""
+        self._adopt(Memory(), self._first_start)
 
     @property
     def step(self) -> int:
@@ -63,7 +71,7 @@ class LowRankSavedState:
             ranks: list[int] = []
             residuals: dict[str, Any] = {}
             if residual != "drop" and torn:
-                self._warn_inexact("it was being written at that moment")
+                self._warn_inexact("it was being written at that moment", self._rank)
             elif residual != "drop":
                 kind, ranks, residuals, exact = self._collect(memory, residual, gather, joint, limit_s)
             return payload.build(self._target(), memory, kind, ranks, residuals, exact=exact)
@@ -97,7 +105,8 @@ class LowRankSavedState:
         everyone = list(range(self._world_size))
         if residual == "per_rank" and not gather:
             if memory.residual_missing:
-                self._warn_inexact("this rank has lost its own")
+                # What was loaded without residuals is so on all ranks; what a commit left behind, on this one.
+                self._warn_inexact("this rank has lost its own", 0 if memory.missing_was_said else self._rank)
                 return "none", [], {}, False
             return "per_rank", [self._rank], {name: [r] for name, r in memory.residuals.items()}, True
         names = [name for name in self._names.known() if name in memory.residuals]
@@ -120,7 +129,7 @@ class LowRankSavedState:
         else:
             reason = saver.run(memory.step, collect, limit_s)
         if reason:
-            self._warn_inexact(reason)
+            self._warn_inexact(reason, saver.speaker if joint and saver is not None else 0)
             return "none", [], {}, False
         if kind == "mean":
             for name in names:
@@ -128,7 +137,10 @@ class LowRankSavedState:
             memory.residuals_shared = True
         return kind, everyone, collected, True
 
-    def _warn_inexact(self, reason: str) -> None:
+    def _warn_inexact(self, reason: str, speaker: int) -> None:
+        """One warning, not one per rank: `speaker` is rank 0 where all ranks know, else a rank that does."""
+        if self._rank != speaker:
+            return
         logger.warning(
             "commhooks: hook %s was saved at step %s without residuals, because %s. The saved state is marked inexact: "
             "a run that resumes from it starts from residuals of zero.",
@@ -179,6 +191,15 @@ class SimpleSavedState:
         self._stats = stats
         self._world_size = world_size
         self._passes_before = 0
+
+    def begin_anew(self) -> None:
+        """Count from 0 again. A state of the user's own stays as it is: nobody but its owner could reset it."""
+        self._passes_before = -self._stats.backward_passes
+
+    @property
+    def not_begun_anew(self) -> str:
+        """What `begin_anew` leaves alone, as the end of a sentence."""
+        return f"; its hook_state ({type(self._state).__name__}) stays as it is" if self.saves_state else ""
 
     @property
     def step(self) -> int:

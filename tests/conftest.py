@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import os
 import shutil
+import signal
 import tempfile
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -14,6 +15,10 @@ import pytest
 
 KEEP_CUDA = os.environ.get("COMMHOOKS_TEST_CUDA") == "1"
 
+
+# Whoever starts the tests in the background makes them ignore Ctrl-C, and so would every process that a test starts.
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 _hf_home = tempfile.mkdtemp(prefix="commhooks-hf-")
 atexit.register(shutil.rmtree, _hf_home, ignore_errors=True)

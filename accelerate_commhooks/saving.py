@@ -12,7 +12,6 @@ docs/checkpoint_format.md.
 """
 
 import logging
-import os
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -22,6 +21,7 @@ import torch
 from accelerate import Accelerator
 
 from accelerate_commhooks.hooked_models import HookedModel
+from accelerate_commhooks.whole_files import WholeFiles
 from commhooks import CommHook, PayloadError, payload_parts
 
 logger = logging.getLogger(__name__)
@@ -66,20 +66,24 @@ class SavedHooks:
         """Write this rank's files into an existing folder, and the shared ones where `writes_shared`.
 
         No rank waits for another, unless a hook has `save_residual="mean"`: then all of them must call.
+
+        Raises:
+            OSError: a file could not be written, which the text names; of this rank's files none has changed.
         """
         rank = self._live_accelerator().process_index
-        for number, model in enumerate(self._models):
-            hook = model.hook
-            if hook is None:
-                continue
-            shared, own = payload_parts.split(hook.state_dict(), rank)
-            own_path = _path(folder, number, rank)
-            if own is None:
-                own_path.unlink(missing_ok=True)  # of an earlier save in this folder
-            else:
-                _write(own, own_path, rank)
-            if writes_shared:
-                _write(shared, _path(folder, number), rank)
+        with WholeFiles(rank) as files:
+            for number, model in enumerate(self._models):
+                hook = model.hook
+                if hook is None:
+                    continue
+                shared, own = payload_parts.split(hook.state_dict(), rank)
+                own_path = _path(folder, number, rank)
+                if own is None:
+                    files.remove(own_path)  # of an earlier save in this folder
+                else:
+                    files.write(own, own_path)
+                if writes_shared:
+                    files.write(shared, _path(folder, number))
 
     def load(self, folder: str) -> None:
         """Take over what `save` wrote; for models that are not prepared yet, when they are. All ranks must call.
@@ -198,16 +202,6 @@ class SavedHooks:
 def _path(folder: str, number: int, rank: int | None = None) -> Path:
     model = f"_{number}" if number else ""
     return Path(folder) / (f"comm_hook{model}.pt" if rank is None else f"comm_hook{model}_rank{rank}.pt")
-
-
-def _write(content: dict[str, Any], path: Path, rank: int) -> None:
-    """So that whoever reads finds the old file or the new one, and never a part of it."""
-    temporary = path.with_name(f".{path.name}.{rank}.tmp")
-    try:
-        torch.save(content, temporary)
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 def _checked(hook: CommHook, saved: dict[str, Any], path: Path) -> Callable[[], None]:

@@ -83,7 +83,21 @@ class LowRankSavedState:
         check_count({"start_powerSGD_iter": start}, "start_powerSGD_iter", 0)
         if not self._state.use_error_feedback:
             memory.drop_residuals()
+        self._drop_uncompressed(memory)
         return lambda: self._adopt(memory, start)
+
+    def _drop_uncompressed(self, memory: Memory) -> None:
+        """A residual that no step takes up again would be saved on and on, and added much later by another run."""
+        plans = self._plans()  # none for batched PowerSGD, in which every parameter may have a residual
+        dropped = [plan.name for plan in plans if not plan.compressed and plan.name in memory.residuals]
+        for name in dropped:
+            del memory.residuals[name]
+        if dropped and self._rank == 0:
+            logger.warning(
+                "hook %s compresses these parameters no longer, so that the residuals saved for them are dropped: %s",
+                self._hook,
+                ", ".join(dropped),
+            )
 
     def joint_save(self) -> JointSave | None:
         """None before the first backward pass, in which the ranks agree on a place in the store."""

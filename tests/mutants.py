@@ -52,6 +52,27 @@ MUTANTS = [
         "test_resume.py::test_residuals_of_all_ranks_in_one_file",
     ),
     Mutant(
+        "another world takes the residual of rank 0",
+        "commhooks/payload.py",
+        "        return lambda saved: torch.stack(saved).mean(0)\n",
+        "        return lambda saved: saved[0]\n",
+        "test_elastic_resume.py::test_from_any_number_of_ranks",
+    ),
+    Mutant(
+        "another world takes the sum of the parts",
+        "commhooks/payload_parts.py",
+        '        residuals = {name: residual / shared["world_size"] for name, residual in total.items()}\n',
+        "        residuals = dict(total)\n",
+        "test_elastic_resume.py::test_from_any_number_of_ranks",
+    ),
+    Mutant(
+        "the residual is not sent with the next step",
+        "commhooks/lowrank_exchange.py",
+        "flat[begin : begin + slot.numel].add_(residual, alpha=self._residual_factor)",
+        "pass",
+        "test_elastic_resume.py::test_without_residuals_the_chain_does_not_follow",
+    ),
+    Mutant(
         "one rank's file for another",
         "commhooks/payload.py",
         "    if world_size == target.world_size and target.rank in ranks:\n        place = ranks.index(target.rank)\n",

@@ -1,0 +1,202 @@
+"""Resume with another number of ranks, from any of 1 to 4 to any of them and again and again.
+
+Every step has the same twelve samples, shared out among the ranks there are. A step depends on the residuals only
+through their mean, so a run that changes its number of ranks must follow one that never does, to rounding.
+"""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from training import Run, residuals
+
+from commhooks import payload_parts
+
+OPTIONS = {"matrix_approximation_rank": 2, "start_powerSGD_iter": 4}
+WORLDS = (1, 2, 3, 4)
+SAMPLES = 12
+CHAIN = (1, 2, 4, 3, 1)
+STEPS_PER_LINK = 8
+SEEDS = range(5)
+
+
+def _samples(seed: int, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Ten kinds of noisy 8 x 8 images, and which kind each is."""
+    kinds = torch.randn(10, 1, 8, 8, generator=torch.Generator().manual_seed(3))
+    generator = torch.Generator().manual_seed(seed)
+    labels = torch.randint(0, 10, (count,), generator=generator)
+    return kinds[labels] + 0.8 * torch.randn(count, 1, 8, 8, generator=generator), labels
+
+
+def _train(run: Run, steps: int, seed: int = 0) -> Run:
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    for _ in range(steps):
+        images, labels = _samples(100_000 * (seed + 1) + run.step, SAMPLES)
+        run.optimizer.zero_grad()
+        own = slice(rank * SAMPLES // world_size, (rank + 1) * SAMPLES // world_size)
+        torch.nn.functional.cross_entropy(run.ddp(images[own]), labels[own]).backward()
+        run.optimizer.step()
+        run.step += 1
+    return run
+
+
+def _loss(run: Run) -> float:
+    images, labels = _samples(1, 400)
+    with torch.no_grad():
+        return torch.nn.functional.cross_entropy(run.ddp.module(images), labels).item()
+
+
+def _save(run: Run, how: str) -> Any:
+    """ "mean"; "gathered": the residuals of all ranks in one payload; "parts": one file for all and one per rank."""
+    saved = run.save(residual="mean" if how == "mean" else "per_rank", gather=how == "gathered")
+    if how == "parts":
+        saved["hook"] = payload_parts.split(saved["hook"], dist.get_rank())
+    return saved
+
+
+def _load(run: Run, saved: list[Any], how: str) -> Run:
+    """`saved`: what `_save` returned, by rank of the world that saved."""
+    content = saved[0]
+    if how == "parts":
+        shared, rank, world_size = saved[0]["hook"][0], dist.get_rank(), dist.get_world_size()
+        needed = payload_parts.ranks_needed(shared, rank, world_size)
+        parts = [saved[each]["hook"][1] for each in needed]
+        content = {**content, "hook": payload_parts.merge(shared, parts, rank, world_size)}
+    return run.load(content)
+
+
+def _assert_same_mean(before: list[dict[str, torch.Tensor]], after: list[dict[str, torch.Tensor]]) -> None:
+    """Of every parameter's residual over the ranks, to rounding."""
+    assert len(before[0]) == 4 and all(each.keys() == before[0].keys() for each in before + after)
+    for name in before[0]:
+        old = torch.stack([each[name] for each in before]).double().mean(0)
+        new = torch.stack([each[name] for each in after]).double().mean(0)
+        assert old.norm() > 0
+        assert (old - new).norm() <= 1e-6 * old.norm(), name
+
+
+# ------------------------------------------------------------------------------------------------ from any to any
+
+
+def _save_in_every_way() -> dict[str, Any]:
+    run = _train(Run.new(hook_options=OPTIONS), 7)
+    own = residuals(run.hook)
+    # The mean last: saving it sets the rank's own residuals to it.
+    saved = {how: _save(run, how) for how in ("gathered", "parts", "mean")}
+    return {"saved": saved, "residuals": own, "then": _train(run, 3).weights()}
+
+
+def _load_in_every_way(saved: dict[int, list[dict[str, Any]]]) -> dict[tuple[int, str], Any]:
+    results = {}
+    for before, by_rank in saved.items():
+        for how in ("gathered", "parts", "mean"):
+            run = _load(
+                Run.new(hook_options=OPTIONS | {"start_powerSGD_iter": 900}), [each[how] for each in by_rank], how
+            )
+            loaded = residuals(run.hook)
+            weights = _train(run, 3).weights()
+            results[before, how] = {"residuals": loaded, "weights": weights, "stats": run.hook.stats()}
+    return results
+
+
+@pytest.fixture(scope="module")
+def saved_in_every_world(worker_pool: Any) -> dict[int, list[Any]]:
+    return {world_size: worker_pool.run(_save_in_every_way, world_size=world_size) for world_size in WORLDS}
+
+
+@pytest.mark.parametrize("after", WORLDS)
+def test_from_any_number_of_ranks(run_ranks: Any, saved_in_every_world: dict[int, list[Any]], after: int) -> None:
+    saved = {before: [rank["saved"] for rank in ranks] for before, ranks in saved_in_every_world.items()}
+    results = run_ranks(_load_in_every_way, saved, world_size=after)
+    for (before, how), first in results[0].items():
+        ranks = [result[before, how] for result in results]
+        old = [rank["residuals"] for rank in saved_in_every_world[before]]
+        _assert_same_mean(old, [rank["residuals"] for rank in ranks])
+        if before == after and how != "mean":  # then each rank has its own again, to the bit
+            for mine, theirs in zip(old, (rank["residuals"] for rank in ranks), strict=True):
+                assert all(torch.equal(mine[name], theirs[name]) for name in mine)
+        for rank in ranks:
+            assert torch.equal(rank["weights"], first["weights"])
+            assert rank["stats"]["step"] == 10 and rank["stats"]["compressed_steps"] == 3
+            for expected in (saved_in_every_world[before][0]["then"], saved_in_every_world[2][0]["then"]):
+                assert (rank["weights"] - expected).norm() <= 1e-5 * expected.norm()
+
+
+# ------------------------------------------------------------------------------------------------- again and again
+
+
+def _link(saved: list[Any] | None, how: str, drop: bool) -> dict[str, Any]:
+    run = Run.new(hook_options=OPTIONS)
+    if saved is not None:
+        _load(run, saved, how)
+        if drop:
+            run.hook._low_rank._memory.drop_residuals()  # type: ignore[union-attr]
+    loaded = residuals(run.hook)
+    _train(run, STEPS_PER_LINK)
+    own = residuals(run.hook)
+    return {
+        "loaded": loaded,
+        "residuals": own,
+        "saved": _save(run, how),
+        "weights": run.weights(),
+        "loss": _loss(run),
+        "stats": run.hook.stats(),
+    }
+
+
+def _uninterrupted() -> list[dict[str, Any]]:
+    """A run of the whole length per seed of the noise in the samples."""
+    results = []
+    for seed in SEEDS:
+        run = Run.new(hook_options=OPTIONS)
+        first = _loss(run)
+        _train(run, STEPS_PER_LINK * len(CHAIN), seed)
+        results.append({"first": first, "loss": _loss(run), "weights": run.weights(), "residuals": residuals(run.hook)})
+    return results
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(worker_pool: Any) -> list[list[dict[str, Any]]]:
+    return worker_pool.run(_uninterrupted, world_size=2)
+
+
+def _follow_the_chain(run_ranks: Any, how: str, drop: bool = False) -> list[dict[str, Any]]:
+    ranks: list[dict[str, Any]] | None = None
+    for place, world_size in enumerate(CHAIN):
+        saved = None if ranks is None else [rank["saved"] for rank in ranks]
+        new = run_ranks(_link, saved, how, drop, world_size=world_size)
+        if ranks is not None and not drop:
+            _assert_same_mean([rank["residuals"] for rank in ranks], [rank["loaded"] for rank in new])
+        for rank in new:
+            assert torch.equal(rank["weights"], new[0]["weights"])
+            assert rank["stats"]["step"] == STEPS_PER_LINK * (place + 1)
+            assert rank["stats"]["compressed_steps"] == STEPS_PER_LINK - (4 if place == 0 else 0)
+        ranks = new
+    assert ranks is not None
+    return ranks
+
+
+def _apart(weights: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((weights - expected).norm() / expected.norm())
+
+
+@pytest.mark.parametrize("how", ["mean", "gathered", "parts"])
+def test_a_chain_of_worlds_follows_the_uninterrupted_run(run_ranks: Any, uninterrupted: Any, how: str) -> None:
+    (end,) = _follow_the_chain(run_ranks, how)
+    same = uninterrupted[0][0]
+    losses = torch.tensor([seed["loss"] for seed in uninterrupted[0]])
+    noise = float(losses.std())
+    assert losses.max() < 0.5 * same["first"]  # it learns, so that there is something to lose
+    assert abs(end["loss"] - losses.mean()) < 3 * noise
+    # Beside a run on the same samples much less is left of the noise: rounding.
+    assert abs(end["loss"] - same["loss"]) < 0.01 * noise
+    assert _apart(end["weights"], same["weights"]) < 1e-3
+
+
+def test_without_residuals_the_chain_does_not_follow(run_ranks: Any, uninterrupted: Any) -> None:
+    """What the test above is able to see."""
+    (end,) = _follow_the_chain(run_ranks, "mean", drop=True)
+    losses = torch.tensor([seed["loss"] for seed in uninterrupted[0]])
+    assert _apart(end["weights"], uninterrupted[0][0]["weights"]) > 1e-2
+    assert abs(end["loss"] - losses.mean()) > 3 * float(losses.std())

@@ -1,93 +1,155 @@
 """The hook's own time per step: backward with the hook minus backward with `noop`, one rank, one bucket.
 
-    python benchmarks/codec.py [--ranks 1 2 4] [--rounds 15]
+    python benchmarks/codec.py [--models blocks resnet50] [--ranks 1 2 4 8 16] [--rounds 15]
 
-One bucket and one rank, because torch's own hook does not run on gloo with more. Ours, torch's and `noop` alternate in
-one process on one thread; the table shows medians, with the quartiles behind them, and ours as a multiple of torch's.
+One rank and one bucket, because torch's own hook does not run on gloo with more: nothing travels, all of it is
+arithmetic and traffic in memory. In every round each hook makes one backward pass on the same batch, in one process on
+one thread; the difference to the `noop` of the same round is what counts.
+
+  noop                    nothing: the baseline
+  commhooks               ours
+  torch, torch same       torch's powerSGD_hook without and with batch_tensors_with_same_shape
+  epfml                   the authors' code (github.com/epfml/powersgd, where it can be imported): no DDP hook, so its
+                          aggregate() runs after the backward pass of a bare model. The residual stays in .grad, and
+                          backward adds to it; the baseline is therefore a backward pass of a bare model without .grad
+  copy                    of the gradients, as one flat tensor, to another one
+
+The *traffic limit* is the time of six passes over the gradients: add into the residual (read, read, write), Q and
+residual (read, write), gradient (write). A pass is a third of a.add_(b) over as many numbers, in the same rounds: of
+what is measured here that goes through memory the fastest. (A copy is two passes, and its writes read first.)
 """
 
-import argparse
-import json
-import os
-import statistics
-import tempfile
 import time
-from pathlib import Path
+from collections.abc import Callable
 
 import torch
-import torch.distributed as dist
-from rich.console import Console
-from rich.table import Table
-from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as torch_hooks
-from torch.nn.parallel import DistributedDataParallel
+from common import Row, machine, number, one_rank, parse, parser, report, spread, steady, summary, take_turns
+from hooks import ONE_BUCKET_MB, wrap
+from models import TASKS, forward_loss, make, numel
 
-import commhooks
+WARM_UP, START, BATCHES = 4, 2, 4
+BATCH_SIZE = {"resnet18": 2, "resnet50": 2}  # images; of the others 16 vectors or tokens
 
-WIDTH, BLOCKS, WARM_UP = 512, 8, 3
+try:
+    import powersgd as epfml  # type: ignore[import-not-found]
 
-
-def make_model() -> torch.nn.Module:
-    """8 transformer blocks of width 512: 101 MB of gradients, 25.2 M of its parameters in matrices."""
-    torch.manual_seed(0)
-    layer = torch.nn.TransformerEncoderLayer(WIDTH, 8, 4 * WIDTH, batch_first=True, dropout=0.0)
-    return torch.nn.TransformerEncoder(layer, BLOCKS, enable_nested_tensor=False)
-
-
-def wrap(hook: str, rank: int) -> DistributedDataParallel:
-    ddp = DistributedDataParallel(make_model(), bucket_cap_mb=1000)
-    if hook == "torch":
-        state = torch_hooks.PowerSGDState(None, matrix_approximation_rank=rank, start_powerSGD_iter=2)
-        ddp.register_comm_hook(state, torch_hooks.powerSGD_hook)
-    elif hook == "commhooks":
-        commhooks.attach(ddp, commhooks.PowerSGD(matrix_approximation_rank=rank, start_powerSGD_iter=2))
-    else:
-        commhooks.attach(ddp, hook)
-    return ddp
+    EPFML_MISSING = "" if hasattr(epfml, "PowerSGD") else "the package `powersgd` that is installed holds no code"
+except ImportError:
+    EPFML_MISSING = "not installed"
+# The wheels on PyPI (0.0.1 and 0.0.2) hold no module and ask for torch 1.10: only the repository can be used.
+EPFML_HOW = (
+    "epfml: {}; clone https://github.com/epfml/powersgd and put the clone on PYTHONPATH (its wheels on PyPI are empty)"
+)
 
 
-def backward_s(ddp: DistributedDataParallel, batch: torch.Tensor) -> float:
-    loss = ddp(batch).square().mean()
+class Epfml:
+    """The authors' aggregator on a bare model, as their `optimizer_step` uses it."""
+
+    def __init__(self, model: torch.nn.Module, rank: int) -> None:
+        self.parameters = list(model.parameters())
+        config = epfml.Config(rank=rank, min_compression_rate=2, start_compressing_after_num_steps=START)
+        self.aggregator = epfml.PowerSGD(self.parameters, config)
+
+    def after_backward(self) -> None:
+        gradients = [parameter.grad.data for parameter in self.parameters]
+        averages = self.aggregator.aggregate(gradients)
+        # The optimizer would step here with the averages; what is left in the gradients is the residual.
+        for parameter, average, residual in zip(self.parameters, averages, gradients, strict=True):
+            parameter.grad = average
+            parameter.grad = residual
+
+
+def measure(name: str, rank: int, rounds: int, use_epfml: bool) -> list[Row]:
+    """Milliseconds of each candidate at this rank of the factors."""
+    _, task = make(name)
+    batches = [task.batch(BATCH_SIZE.get(name, 16)) for _ in range(BATCHES)]
+    turn = dict.fromkeys(("noop", "commhooks", "torch", "torch same", "bare", "epfml"), 0)
+
+    def backward(candidate: str, model: torch.nn.Module, after: Callable[[], None] | None) -> float:
+        loss = forward_loss(model, task, batches[turn[candidate] % BATCHES])
+        turn[candidate] += 1
+        started = time.perf_counter()
+        loss.backward()
+        if after is not None:
+            after()
+        passed = time.perf_counter() - started
+        if after is None:
+            model.zero_grad(set_to_none=True)
+        return 1000 * passed
+
+    labels = {"noop": "noop", "commhooks": f"powersgd-{rank}", "torch": f"torch-{rank}"}
+    labels["torch same"] = f"torch-same-{rank}"
+    candidates: dict[str, Callable[[], float]] = {}
+    for candidate, label in labels.items():
+        model, own = wrap(make(name)[0], label, start=START, bucket_cap_mb=ONE_BUCKET_MB)
+        if candidate == "commhooks":
+            ours = own
+        candidates[candidate] = lambda candidate=candidate, model=model: backward(candidate, model, None)
+    if use_epfml:
+        bare, aggregated = make(name)[0], make(name)[0]
+        after = Epfml(aggregated, rank).after_backward
+        candidates["bare"] = lambda: backward("bare", bare, None)
+        candidates["epfml"] = lambda: backward("epfml", aggregated, after)
+    flat, other = torch.randn(numel(make(name)[0])), torch.zeros(numel(make(name)[0]))
+    candidates["copy"] = lambda: _milliseconds(lambda: other.copy_(flat))
+    candidates["add"] = lambda: _milliseconds(lambda: other.add_(flat))
+    samples = take_turns(candidates, rounds, WARM_UP)
+    done = ours.stats()
+    if done["compressed_steps"] != WARM_UP + rounds - START or done["bytes_sent_last_pass"] >= 4 * flat.numel():
+        raise SystemExit(f"commhooks did not compress: {done}")
+
+    limit = 6 * summary(samples["add"], "ms")["median_ms"] / 3
+    common = {"section": f"{name} {rank}", "model": name, "rank": rank, "gradient_mb": 4 * flat.numel() / 1e6}
+    rows: list[Row] = []
+    for hook in ("commhooks", "torch", "torch same", "epfml", "copy"):
+        row: Row = {**common, "hook": hook, "limit_ms": limit, "median_ms": None}
+        if hook in samples:
+            baseline = {"epfml": "bare", "copy": None}.get(hook, "noop")
+            less = samples[baseline] if baseline else [0.0] * rounds
+            over = [with_hook - without for with_hook, without in zip(samples[hook], less, strict=True)]
+            row |= summary(over, "ms")
+            row["times_limit"] = row["median_ms"] / limit
+        else:
+            row["note"] = EPFML_MISSING
+        rows.append(row)
+    torch_ms = rows[1]["median_ms"]
+    for row in rows:
+        if row["median_ms"] is not None:
+            row["times_torch"] = row["median_ms"] / torch_ms
+    rows.append({**common, "hook": "noop backward", **summary(samples["noop"], "ms"), "limit_ms": limit})
+    return rows
+
+
+def _milliseconds(function: Callable[[], object]) -> float:
     started = time.perf_counter()
-    loss.backward()
-    return time.perf_counter() - started
-
-
-def measure(rank: int, rounds: int) -> dict[str, list[float]]:
-    """Milliseconds over `noop`, per hook and round."""
-    models = {hook: wrap(hook, rank) for hook in ("noop", "torch", "commhooks")}
-    batch = torch.randn(1, 4, WIDTH)
-    times: dict[str, list[float]] = {hook: [] for hook in models}
-    for _ in range(WARM_UP + rounds):
-        for hook, ddp in models.items():
-            times[hook].append(1000 * backward_s(ddp, batch))
-    noop = statistics.median(times["noop"][WARM_UP:])
-    return {hook: [t - noop for t in times[hook][WARM_UP:]] for hook in ("torch", "commhooks")}
+    function()
+    return 1000 * (time.perf_counter() - started)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4, 8, 16], help="ranks of the factors")
-    parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--json", type=Path, help="write the figures here as well")
-    arguments = parser.parse_args()
-    torch.set_num_threads(1)
-    with tempfile.TemporaryDirectory() as folder:
-        dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=0, world_size=1)
-        results = {rank: measure(rank, arguments.rounds) for rank in arguments.ranks}
-        dist.destroy_process_group()
-    table = Table(title="codec time per step, ms: median (quartiles)")
-    for column in ("rank", "torch", "commhooks", "commhooks / torch"):
-        table.add_column(column, justify="right")
-    for rank, times in results.items():
-        medians = {hook: statistics.median(values) for hook, values in times.items()}
-        cells = []
-        for hook, values in times.items():
-            low, _, high = statistics.quantiles(values, n=4)
-            cells.append(f"{medians[hook]:.0f} ({low:.0f} .. {high:.0f})")
-        table.add_row(str(rank), *cells, f"{medians['commhooks'] / medians['torch']:.2f}")
-    Console().print(table)
-    if arguments.json:
-        arguments.json.write_text(json.dumps({"threads": 1, "cpus": os.cpu_count(), "ms_over_noop": results}, indent=1))
+    arguments = parser(__doc__)
+    arguments.add_argument("--models", nargs="+", choices=list(TASKS), default=["blocks", "resnet50"])
+    arguments.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4, 8, 16], help="of the factors")
+    arguments.add_argument("--rounds", type=int, default=15)
+    args = parse(arguments, models=["tiny"], ranks=[1, 4], rounds=3)
+    at = machine()
+    rows: list[Row] = []
+    with steady(), one_rank():
+        for name in args.models:
+            for rank in args.ranks:
+                rows += measure(name, rank, args.rounds, not EPFML_MISSING)
+    columns = {
+        "model": number("model"),
+        "MB": number("gradient_mb", "{:.1f}"),
+        "rank": number("rank"),
+        "hook": number("hook"),
+        "ms: median (quartiles)": spread("ms"),
+        "x torch": number("times_torch", "{:.2f}"),
+        "x limit": number("times_limit", "{:.2f}"),
+        "limit, ms": number("limit_ms", "{:.1f}"),
+    }
+    title = "codec: time of the hook per step, on top of noop"
+    report("codec", title, args, at, rows, columns, [EPFML_HOW.format(EPFML_MISSING)] if EPFML_MISSING else [])
 
 
 if __name__ == "__main__":

@@ -1,0 +1,211 @@
+"""What the benchmarks share: ranks on one thread and a core of their own, rounds in which the candidates take turns,
+medians with quartiles, a table, a JSON file, and the machine that it was measured on.
+
+Every benchmark takes `--json FILE` and `--quick` (small sizes, to see that it works: no figures to quote). The JSON is
+
+    {"benchmark": name, "machine": {...}, "arguments": {...}, "rows": [{column: value, ...}, ...]}
+"""
+
+import argparse
+import contextlib
+import datetime
+import json
+import logging
+import os
+import platform
+import statistics
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from rich.console import Console
+from rich.table import Table
+
+Row = dict[str, Any]
+RANKS_LIMIT_S = 3600.0
+
+# ---- arguments -------------------------------------------------------------------------------------------------------
+
+
+def parser(doc: str | None) -> argparse.ArgumentParser:
+    made = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    made.add_argument("--json", type=Path, metavar="FILE", help="write the figures here as well")
+    made.add_argument("--quick", action="store_true", help="small sizes, a few seconds: only shows that it works")
+    return made
+
+
+def parse(made: argparse.ArgumentParser, **quick: Any) -> argparse.Namespace:
+    """`quick` are the defaults under --quick; what is said on the command line wins over them."""
+    if made.parse_known_args()[0].quick:
+        made.set_defaults(**quick)
+    return made.parse_args()
+
+
+# ---- ranks -----------------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def steady(rank: int = 0) -> Iterator[None]:
+    """One torch thread, on a core of its own where the system has as many as ranks and lets us choose."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_setaffinity") else []
+    if rank < len(cores):
+        os.sched_setaffinity(0, {cores[rank]})
+    _keep_to_warnings()
+    try:
+        yield
+    finally:
+        if rank < len(cores):
+            os.sched_setaffinity(0, cores)
+        torch.set_num_threads(threads)
+
+
+@contextlib.contextmanager
+def one_rank(backend: str = "gloo") -> Iterator[None]:
+    """A process group of this process alone."""
+    with tempfile.TemporaryDirectory() as folder:
+        dist.init_process_group(backend, init_method=f"file://{folder}/store", rank=0, world_size=1)
+        try:
+            yield
+        finally:
+            dist.destroy_process_group()
+
+
+def run_ranks(function: Callable[..., Any], *args: Any, world_size: int = 2, timeout_s: float = RANKS_LIMIT_S) -> Any:
+    """`function(*args)` in a process per rank, joined by gloo; returns what it returned (JSON types) on rank 0."""
+    with tempfile.TemporaryDirectory() as folder:
+        ranks = torch.multiprocessing.spawn(
+            _rank_main, args=(world_size, folder, function, args), nprocs=world_size, join=False
+        )
+        deadline = datetime.datetime.now() + datetime.timedelta(seconds=timeout_s)
+        try:
+            while not ranks.join(timeout=1.0):  # raises what a rank raised, after ending the others
+                if datetime.datetime.now() > deadline:
+                    raise SystemExit(f"the ranks are not done after {timeout_s:.0f} s")
+        finally:
+            for process in ranks.processes:
+                if process.is_alive():
+                    process.kill()
+        return json.loads(Path(folder, "result.json").read_text())
+
+
+def _rank_main(rank: int, world_size: int, folder: str, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    with steady(rank):
+        dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world_size)
+        result = function(*args)
+        if rank == 0:
+            Path(folder, "result.json").write_text(json.dumps(result))
+        dist.barrier()
+        dist.destroy_process_group()
+    sys.stdout.flush()
+    os._exit(0)  # gloo sometimes aborts while the interpreter ends, with a hook or without
+
+
+def _keep_to_warnings() -> None:
+    """The line that a hook says at its first backward pass would stand between the tables."""
+    logger = logging.getLogger("commhooks")
+    if not logger.handlers:
+        handler = logging.StreamHandler()
+        handler.setLevel(logging.WARNING)
+        logger.addHandler(handler)
+        logger.setLevel(logging.INFO)
+        logger.propagate = False
+
+
+# ---- figures ---------------------------------------------------------------------------------------------------------
+
+
+def take_turns(candidates: Mapping[str, Callable[[], float]], rounds: int, warm_up: int = 0) -> dict[str, list[float]]:
+    """What each candidate returned in each round after the warm-up. All take part in a round, each time in another
+    order, so that neither a change of the machine nor the neighbour before counts for one of them alone."""
+    samples: dict[str, list[float]] = {name: [] for name in candidates}
+    names = list(candidates)
+    for turn in range(warm_up + rounds):
+        first = turn % len(names)
+        for name in names[first:] + names[:first]:
+            value = candidates[name]()
+            if turn >= warm_up:
+                samples[name].append(value)
+    return samples
+
+
+def summary(samples: Sequence[float], unit: str) -> Row:
+    """`{"median_UNIT", "q1_UNIT", "q3_UNIT"}`."""
+    low, median, high = statistics.quantiles(samples, n=4, method="inclusive") if len(samples) > 1 else samples * 3
+    return {f"median_{unit}": median, f"q1_{unit}": low, f"q3_{unit}": high}
+
+
+def machine() -> Row:
+    cpu = platform.processor() or platform.machine()
+    with contextlib.suppress(OSError):
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        cpu = next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), cpu)
+    found: Row = {
+        "cpu": cpu,
+        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+        "system": f"{platform.system()} {platform.release()}",
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "date": datetime.date.today().isoformat(),
+    }
+    with contextlib.suppress(OSError, AttributeError):
+        found["load_before"] = os.getloadavg()[0]
+    return found
+
+
+# ---- what is shown ---------------------------------------------------------------------------------------------------
+
+Cell = Callable[[Row], str]
+
+
+def spread(unit: str, digits: int = 1) -> Cell:
+    """`median (q1 .. q3)`."""
+
+    def cell(row: Row) -> str:
+        if row.get(f"median_{unit}") is None:
+            return row.get("note", "")
+        median, low, high = (f"{row[f'{name}_{unit}']:.{digits}f}" for name in ("median", "q1", "q3"))
+        return f"{median} ({low} .. {high})"
+
+    return cell
+
+
+def number(name: str, pattern: str = "{}") -> Cell:
+    """The value of that name; nothing where there is none."""
+    return lambda row: "" if row.get(name) is None else pattern.format(row[name])
+
+
+def report(
+    benchmark: str,
+    title: str,
+    arguments: argparse.Namespace,
+    at: Row,
+    rows: list[Row],
+    columns: Mapping[str, Cell],
+    notes: Sequence[str] = (),
+) -> None:
+    """Print a table of `rows` and write the JSON file if one is asked for. `at`: `machine()` before the measurement."""
+    table = Table(title=title)
+    for place, heading in enumerate(columns):
+        table.add_column(heading, justify="left" if place == 0 else "right")
+    before = None
+    for row in rows:
+        if before is not None and before != row.get("section"):
+            table.add_section()
+        before = row.get("section")
+        table.add_row(*(cell(row) for cell in columns.values()))
+    console = Console(width=None if sys.stdout.isatty() else 140, markup=False, highlight=False)
+    console.print(table)
+    for note in notes:
+        console.print(note)
+    console.print(", ".join(f"{name}: {value}" for name, value in at.items() if value is not None))
+    if arguments.json is not None:
+        said = {name: value for name, value in vars(arguments).items() if name != "json"}
+        content = {"benchmark": benchmark, "machine": at, "arguments": said, "rows": rows}
+        arguments.json.write_text(json.dumps(content, indent=1, default=str) + "\n")

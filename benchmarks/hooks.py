@@ -1,0 +1,45 @@
+"""The candidates by the labels that the benchmarks print.
+
+`noop`, `ddp` (no hook), `allreduce`, `fp16`, `bf16`, `powersgd-4` and `batched-4` (ours, rank 4), `torch-4` (torch's
+powerSGD_hook) and `torch-same-4` (with batch_tensors_with_same_shape).
+"""
+
+from typing import Any
+
+import torch
+from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as torch_hooks
+from torch.nn.parallel import DistributedDataParallel
+
+import commhooks
+
+ONE_BUCKET_MB = 10_000
+LABELS = "noop, ddp, allreduce, fp16, bf16, powersgd-RANK, batched-RANK, torch-RANK, torch-same-RANK"
+
+
+def wrap(
+    model: torch.nn.Module, label: str, start: int = 2, bucket_cap_mb: float | None = None
+) -> tuple[DistributedDataParallel, commhooks.CommHook | None]:
+    """DDP with that hook; the CommHook where it is ours. torch's PowerSGD always gets one bucket: with more of them it
+    hangs on gloo. `start` is the step at which PowerSGD begins, which torch wants to be 2 at least."""
+    kind, _, rank_text = label.rpartition("-")
+    kind = kind or label
+    if kind.startswith("torch"):
+        bucket_cap_mb = ONE_BUCKET_MB
+    wrapped = DistributedDataParallel(model, bucket_cap_mb=bucket_cap_mb)
+    if label == "ddp":
+        return wrapped, None
+    if kind in ("torch", "torch-same"):
+        state = torch_hooks.PowerSGDState(
+            None,
+            matrix_approximation_rank=int(rank_text),
+            start_powerSGD_iter=start,
+            batch_tensors_with_same_shape=kind == "torch-same",
+        )
+        wrapped.register_comm_hook(state, torch_hooks.powerSGD_hook)
+        return wrapped, None
+    config: Any = label
+    if kind == "powersgd":
+        config = commhooks.PowerSGD(matrix_approximation_rank=int(rank_text), start_powerSGD_iter=start)
+    elif kind == "batched":
+        config = commhooks.BatchedPowerSGD(matrix_approximation_rank=int(rank_text), start_powerSGD_iter=start)
+    return wrapped, commhooks.attach(wrapped, config)

@@ -1,0 +1,174 @@
+"""The models of the benchmarks, written out here so that nothing has to be downloaded. All have random weights.
+
+Each `make` returns the model and a function that makes a batch of a size and the loss of the model's output on it.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+WORDS = 4096
+
+
+@dataclass(frozen=True)
+class Task:
+    """A model and how to get a loss from it."""
+
+    make: Callable[[], nn.Module]
+    batch: Callable[[int], tuple[torch.Tensor, torch.Tensor]]
+    """size -> inputs, targets"""
+    loss: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+# ---- transformers ----------------------------------------------------------------------------------------------------
+
+
+def transformer_blocks(width: int = 512, blocks: int = 8) -> nn.Module:
+    """8 blocks of width 512 have 101 MB of gradients, 25.2 M of the parameters in matrices."""
+    layer = nn.TransformerEncoderLayer(width, 8, 4 * width, batch_first=True, dropout=0.0)
+    return nn.TransformerEncoder(layer, blocks, enable_nested_tensor=False)
+
+
+class Transformer(nn.Module):
+    """Token embedding, blocks, output layer: 29.4 M parameters with the defaults."""
+
+    def __init__(self, width: int = 512, blocks: int = 8, words: int = WORDS) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(words, width)
+        self.blocks = transformer_blocks(width, blocks)
+        self.output = nn.Linear(width, words)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.output(self.blocks(self.embedding(tokens)))
+
+
+# ---- residual networks -----------------------------------------------------------------------------------------------
+
+
+def _conv(inputs: int, outputs: int, kernel: int, stride: int = 1) -> list[nn.Module]:
+    convolution = nn.Conv2d(inputs, outputs, kernel, stride, kernel // 2, bias=False)
+    # Without running statistics: DDP would send those buffers before each forward pass, and they are no gradients.
+    return [convolution, nn.BatchNorm2d(outputs, track_running_stats=False)]
+
+
+class Residual(nn.Module):
+    """Two 3 x 3 convolutions, or 1 x 1, 3 x 3, 1 x 1 with four times as many outputs (`bottleneck`)."""
+
+    def __init__(self, inputs: int, width: int, stride: int, bottleneck: bool) -> None:
+        super().__init__()
+        outputs = 4 * width if bottleneck else width
+        if bottleneck:
+            layers = [*_conv(inputs, width, 1), nn.ReLU(), *_conv(width, width, 3, stride), nn.ReLU()]
+            layers += _conv(width, outputs, 1)
+        else:
+            layers = [*_conv(inputs, width, 3, stride), nn.ReLU(), *_conv(width, width, 3)]
+        self.body = nn.Sequential(*layers)
+        same = stride == 1 and inputs == outputs
+        self.shortcut: nn.Module = nn.Identity() if same else nn.Sequential(*_conv(inputs, outputs, 1, stride))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return functional.relu(self.body(x) + self.shortcut(x))
+
+
+def resnet(blocks: list[int], bottleneck: bool, classes: int, cifar: bool = False, width: int = 64) -> nn.Module:
+    """The shapes of He et al. 2015. `cifar`: a 3 x 3 first layer and no pooling after it, as is usual for 32 x 32
+    images and was done in the PowerSGD paper."""
+    layers: list[nn.Module] = [*_conv(3, width, 3 if cifar else 7, 1 if cifar else 2), nn.ReLU()]
+    if not cifar:
+        layers.append(nn.MaxPool2d(3, 2, 1))
+    inputs = width
+    for stage, count in enumerate(blocks):
+        for block in range(count):
+            stride = 2 if stage > 0 and block == 0 else 1
+            layers.append(Residual(inputs, width * 2**stage, stride, bottleneck))
+            inputs = width * 2**stage * (4 if bottleneck else 1)
+    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(inputs, classes))
+
+
+# ---- the LSTM of the PowerSGD paper ----------------------------------------------------------------------------------
+
+
+class LSTM(nn.Module):
+    """Vogels et al. 2019, appendix: 28,869 words of WikiText-2, 3 layers of 650, embedding and output layer tied."""
+
+    def __init__(self, words: int = 28_869, width: int = 650, layers: int = 3) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(words, width)
+        self.lstm = nn.LSTM(width, width, layers)
+        self.output = nn.Linear(width, words)
+        self.output.weight = self.embedding.weight
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.output(self.lstm(self.embedding(tokens))[0])
+
+
+# ---- as tasks --------------------------------------------------------------------------------------------------------
+
+
+def _images(side: int, classes: int) -> Callable[[int], tuple[torch.Tensor, torch.Tensor]]:
+    return lambda size: (torch.randn(size, 3, side, side), torch.randint(0, classes, (size,)))
+
+
+def _tokens(words: int, length: int) -> Callable[[int], tuple[torch.Tensor, torch.Tensor]]:
+    """`size` tokens in sequences of `length`."""
+    return lambda size: (
+        torch.randint(0, words, (size // length, length)),
+        torch.randint(0, words, (size // length, length)),
+    )
+
+
+def _next_token(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    return functional.cross_entropy(output.flatten(0, 1), target.flatten())
+
+
+def _vectors(width: int) -> Callable[[int], tuple[torch.Tensor, torch.Tensor]]:
+    return lambda size: (torch.randn(size // 16, 16, width), torch.randn(size // 16, 16, width))
+
+
+def _project(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    """A square would do for any other model: here the last layer norm makes it a constant, without a gradient."""
+    return (output * target).mean()
+
+
+TASKS: dict[str, Task] = {
+    "blocks": Task(transformer_blocks, _vectors(512), _project),
+    "transformer": Task(Transformer, _tokens(WORDS, 16), _next_token),
+    "resnet18": Task(
+        lambda: resnet([2, 2, 2, 2], False, 1000),
+        _images(64, 1000),
+        functional.cross_entropy,
+    ),
+    "resnet50": Task(
+        lambda: resnet([3, 4, 6, 3], True, 1000),
+        _images(64, 1000),
+        functional.cross_entropy,
+    ),
+    "resnet18_cifar": Task(
+        lambda: resnet([2, 2, 2, 2], False, 10, cifar=True),
+        _images(32, 10),
+        functional.cross_entropy,
+    ),
+    "lstm": Task(LSTM, _tokens(28_869, 8), _next_token),
+    # Of the same kinds and too small to measure: for --quick.
+    "tiny": Task(lambda: transformer_blocks(64, 2), _vectors(64), _project),
+    "tiny_transformer": Task(lambda: Transformer(64, 2, 512), _tokens(512, 16), _next_token),
+}
+
+
+def numel(model: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+def make(name: str, seed: int = 0) -> tuple[nn.Module, Task]:
+    """The model of that name, with the same weights in whatever process."""
+    torch.manual_seed(seed)
+    task = TASKS[name]
+    return task.make(), task
+
+
+def forward_loss(model: Any, task: Task, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    return task.loss(model(batch[0]), batch[1])

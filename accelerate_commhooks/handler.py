@@ -64,6 +64,8 @@ class CommHookKwargs(DistributedDataParallelKwargs):
             fresh memory and one warning.
         total_steps: synchronised backward passes in the whole run, if known; decides `start_powerSGD_iter` where that
             is None or a fraction.
+        check_every: compare the weights of all ranks before every so many backward passes, and raise on all of them as
+            soon as they differ, with the names of the parameters. None: never.
 
     Raises:
         commhooks.HookConfigError: at construction, for an unknown hook or option (the closest match is offered), a
@@ -77,6 +79,7 @@ class CommHookKwargs(DistributedDataParallelKwargs):
     save_residual: str = field(default="per_rank", kw_only=True)
     strict: bool = field(default=True, kw_only=True)
     total_steps: int | None = field(default=None, kw_only=True)
+    check_every: int | None = field(default=None, kw_only=True)
 
     def __new__(cls, *args: Any, **kwargs: Any) -> "CommHookKwargs":
         # What is given wins over the environment, also where it is the default value: only here can that be seen.
@@ -249,6 +252,7 @@ class CommHookKwargs(DistributedDataParallelKwargs):
             wrapper=wrapper,
             save_residual=self.save_residual,
             strict=self.strict,
+            check_every=self.check_every,
         )
         check_total_steps(self.total_steps)
         if isinstance(spec.config, PowerSGD):

@@ -57,6 +57,7 @@ class CommHookTrainerMixin(_Base):
         strict: whether resuming from the state of another hook or model is an error (the default).
         total_steps: the length that `start_powerSGD_iter` refers to where it is None or a fraction; by default the
             number of steps that the Trainer works out for each `train()`.
+        check_every: compare the weights of all ranks before every so many backward passes and raise where they differ.
 
     Raises:
         commhooks.HookConfigError: at construction, for what `CommHookKwargs` refuses, and where Accelerate does not
@@ -73,6 +74,7 @@ class CommHookTrainerMixin(_Base):
         save_residual: str | None = None,
         strict: bool | None = None,
         total_steps: int | None = None,
+        check_every: int | None = None,
         **kwargs: Any,
     ) -> None:
         settings = {
@@ -82,6 +84,7 @@ class CommHookTrainerMixin(_Base):
             "save_residual": save_residual,
             "strict": strict,
             "total_steps": total_steps,
+            "check_every": check_every,
         }
         self._hook_handler = _handler(hook, {name: value for name, value in settings.items() if value is not None})
         # As the user has set them: the handler itself gets those of the Trainer too.

@@ -46,6 +46,7 @@ class _HookSettings:
     save_residual: str = "per_rank"
     strict: bool = True
     total_steps: Optional[int] = None  # noqa: UP045
+    check_every: Optional[int] = None  # noqa: UP045
 
 
 def _ddp_fields() -> list[tuple[str, Any, Any]]:

@@ -6,6 +6,12 @@ from collections.abc import Callable
 import torch
 
 
+def in_backward() -> bool:
+    """Whether a backward pass is running in this thread. Where `Join` shadows the other ranks' collectives none is."""
+    # Private (torch 2.13): the pass that is running; set also where DDP calls hooks at its very end (static_graph).
+    return torch._C._current_graph_task_id() != -1
+
+
 def run_after_backward(callback: Callable[[], None]) -> None:
     """Call `callback` once the running backward pass has come to its end without an exception.
 

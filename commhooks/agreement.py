@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from commhooks.collective import lost
+from commhooks.collective import gather_rows
 from commhooks.errors import HookRunError
 from commhooks.memory import Memory
 from commhooks.stats import Stats
@@ -46,13 +46,9 @@ def agree(
     """
     row = [memory.step, configuration, int(memory.residual_missing), secrets.randbits(62)]
     own = torch.tensor(row, dtype=torch.int64, device=device)
-    rows = [torch.empty_like(own) for _ in range(group.size())]
-    try:
-        dist.all_gather(rows, own, group=group)
-    except RuntimeError as error:
-        raise lost("the comparison of the ranks' state (load on every rank, or on none)", group, error) from error
-    stats.handshakes += 1
-    table = torch.stack(rows).tolist()
+    table = gather_rows(
+        own, group, stats, "the comparison of the ranks' state (load on every rank, or on none)"
+    ).tolist()
     steps = [row[0] for row in table]
     if len(set(steps)) > 1:
         raise HookRunError(

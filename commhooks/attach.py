@@ -24,6 +24,7 @@ from commhooks.ddp_comm_hooks.default_hooks import bf16_compress_wrapper, fp16_c
 from commhooks.ddp_comm_hooks.powerSGD_hook import PowerSGDState
 from commhooks.errors import AttachError, HookConfigError
 from commhooks.names import GivenNames
+from commhooks.request_check import check_requests, describe_model, describe_request
 from commhooks.spec import FUNCTIONS, HookSpec
 
 logger = logging.getLogger(__name__)
@@ -42,10 +43,12 @@ def attach(
     save_residual: str = "per_rank",
     strict: bool = True,
     total_steps: int | None = None,
+    check_every: int | None = None,
     process_group: dist.ProcessGroup | None = None,
     loss_scale: Callable[[], float | torch.Tensor] | None = None,
 ) -> CommHook:
-    """Register a communication hook on a DDP model. Every rank of the model's group must do the same.
+    """Register a communication hook on a DDP model. Every rank of the model's group must do the same: the ranks compare
+    what they ask for, and their models, in one small exchange.
 
     Args:
         ddp_model: a `DistributedDataParallel` model that has no hook yet.
@@ -59,6 +62,9 @@ def attach(
         strict: whether loading a state of another model is an error.
         total_steps: synchronised backward passes in the whole run, if known; decides `start_powerSGD_iter` where that
             is None or a fraction.
+        check_every: compare the weights of all ranks before every so many backward passes, the first included, and
+            raise on all of them as soon as they differ, with the names of the parameters; None: never. It costs one
+            reading of the weights each time.
         process_group: over which to average; None is the model's own group.
         loss_scale: returns the factor by which the loss is multiplied now, e.g. `scaler.get_scale`; the residuals
             follow it.
@@ -68,7 +74,9 @@ def attach(
 
     Raises:
         HookConfigError: the request itself is wrong.
-        AttachError: the model cannot take a hook.
+        AttachError: the model cannot take a hook, or the ranks attach different hooks or have different models (on
+            all ranks then).
+        HookRunError: another rank does not come within the process group's timeout.
     """
     spec = HookSpec.parse(
         hook,
@@ -77,6 +85,7 @@ def attach(
         wrapper=wrapper,
         save_residual=save_residual,
         strict=strict,
+        check_every=check_every,
     )
     return attach_spec(ddp_model, spec, total_steps=total_steps, process_group=process_group, loss_scale=loss_scale)
 
@@ -128,6 +137,8 @@ def attach_spec(
     _check_signature(function, spec.name)
     if spec.wrapper is not None:
         function = _WRAPPERS[spec.wrapper](function)
+    request = describe_request(spec, state, loss_scale is not None)
+    check_requests(request, describe_model(ddp_model), group, next(iter(names.known().values())).device)
     attached = CommHook(spec, config, state, function, ddp_model, names, group, wire_itemsize)
     try:
         ddp_model.register_comm_hook(state, attached._run)

@@ -1,10 +1,15 @@
 """Collectives of PowerSGD: every all-reduce starts here, is counted here and is waited for here."""
 
+import logging
+
 import torch
 import torch.distributed as dist
 
 from commhooks.errors import HookRunError
 from commhooks.stats import Stats
+
+
+logger = logging.getLogger(__name__)
 
 
 def resolve_group(process_group: dist.ProcessGroup | None) -> dist.ProcessGroup:
@@ -48,6 +53,7 @@ def start_all_reduce(tensor: torch.Tensor, group: dist.ProcessGroup, stats: Stat
     `what` says in messages and in `stats.last_issued` what is being sent.
     """
     stats.last_issued = what
+    logger.debug("all-reduce: %s", what)
     try:
         work = dist.all_reduce(tensor, group=group, async_op=True)
     except RuntimeError as error:
@@ -55,6 +61,22 @@ def start_all_reduce(tensor: torch.Tensor, group: dist.ProcessGroup, stats: Stat
     numel = tensor._values().numel() if tensor.is_sparse else tensor.numel()
     stats.sent(numel, tensor.element_size())
     return Pending(tensor, work, what, group)
+
+
+def gather_rows(own: torch.Tensor, group: dist.ProcessGroup, stats: Stats | None, what: str) -> torch.Tensor:
+    """The `own` of every rank, one row each. A small exchange; all ranks of `group` must call this with equal shapes.
+
+    Raises:
+        HookRunError: another rank does not come within the process group's timeout.
+    """
+    rows = [torch.empty_like(own) for _ in range(group.size())]
+    try:
+        dist.all_gather(rows, own, group=group)
+    except RuntimeError as error:
+        raise lost(what, group, error) from error
+    if stats is not None:
+        stats.handshakes += 1
+    return torch.stack(rows)
 
 
 def lost(what: str, group: dist.ProcessGroup, error: RuntimeError) -> HookRunError:

@@ -12,7 +12,8 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from commhooks import payload
-from commhooks.after_backward import run_after_backward
+from commhooks.after_backward import in_backward, run_after_backward
+from commhooks.agreement import fingerprint
 from commhooks.config import HookConfig
 from commhooks.ddp_comm_hooks.powerSGD_hook import PowerSGDState
 from commhooks.errors import HookConfigError, HookRunError, PayloadError
@@ -20,6 +21,7 @@ from commhooks.hook_result import checked_future
 from commhooks.names import GivenNames
 from commhooks.pipeline import forbid_uneven_division
 from commhooks.plan import ModelPlan, ParameterPlan, plan_parameter
+from commhooks.replica_check import ReplicaCheck
 from commhooks.saved_state import LowRankSavedState, SimpleSavedState
 from commhooks.spec import HookSpec
 from commhooks.stats import Stats
@@ -69,6 +71,9 @@ class CommHook:
             self._saved_state = LowRankSavedState(self.name, self._low_rank, names, group, self._matrix_plans)
         else:
             self._saved_state = SimpleSavedState(self.name, self.options, state, self._stats, self._world_size)
+        self._replicas = (
+            ReplicaCheck(ddp_model, spec.check_every, group, self._stats) if spec.check_every is not None else None
+        )
         self._announced = False
         # Buckets come in order: one that is not beyond the last one begins another pass.
         self._last_index = _NO_BUCKET_YET
@@ -98,6 +103,10 @@ class CommHook:
             ddp_model = self._ddp_model()
             if ddp_model is not None:
                 forbid_uneven_division(ddp_model)
+            if self._replicas is not None and self._replicas.due():
+                self._settle()
+                plan = fingerprint(*(repr(row) for row in self.plan().parameters))
+                self._replicas.compare(self._saved_state.step, plan, taking_part=in_backward())
             if self._low_rank is None:
                 self._stats.begin_pass()
         self._last_index = bucket.index()
@@ -109,6 +118,10 @@ class CommHook:
         else:  # the last one may never come: DDP can be told to skip buckets that no rank uses
             run_after_backward(self._end_pass)
         return future
+
+    def _settle(self) -> None:
+        if self._low_rank is not None and self._low_rank._registration is not None:
+            self._low_rank._registration.pipeline.settle()
 
     def _end_pass(self) -> None:
         self._last_index = _NO_BUCKET_YET
@@ -175,8 +188,7 @@ class CommHook:
         Waits for the accelerator if it has not told yet which of the latest steps were finite. For a hook of the
         user's own the bytes are None: only it knows.
         """
-        if self._low_rank is not None and self._low_rank._registration is not None:
-            self._low_rank._registration.pipeline.settle()
+        self._settle()
         s = self._stats
         known = self._counts_bytes or self._low_rank is not None
         return {

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from commhooks.config import CONFIGS, HookConfig, PowerSGD, closest, from_options
+from commhooks.config import CONFIGS, HookConfig, Noop, PowerSGD, closest, from_options
 from commhooks.ddp_comm_hooks import debugging_hooks, default_hooks, powerSGD_hook
 from commhooks.errors import HookConfigError
 from commhooks.payload import SAVE_RESIDUAL
@@ -94,6 +94,7 @@ class HookSpec:
     wrapper: str | None = None
     save_residual: str = "per_rank"
     strict: bool = True
+    check_every: int | None = None
 
     @classmethod
     def parse(
@@ -105,6 +106,7 @@ class HookSpec:
         wrapper: str | None = None,
         save_residual: str = "per_rank",
         strict: bool = True,
+        check_every: int | None = None,
     ) -> "HookSpec":
         """Check what the user gave.
 
@@ -117,7 +119,18 @@ class HookSpec:
             raise HookConfigError(f"strict={strict!r}; expected True or False")
         if hook_options is not None and not isinstance(hook_options, Mapping):
             raise HookConfigError(f"hook_options={hook_options!r}; expected a dict of options")
-        common: dict[str, Any] = {"wrapper": wrapper, "save_residual": save_residual, "strict": strict}
+        if check_every is not None and (
+            not isinstance(check_every, int) or isinstance(check_every, bool) or check_every < 1
+        ):
+            raise HookConfigError(f"check_every={check_every!r}; expected a number of steps, 1 or more, or None")
+        if check_every is not None and (isinstance(hook, Noop) or hook == "noop"):
+            raise HookConfigError("check_every with hook 'noop': without communication the replicas drift apart")
+        common: dict[str, Any] = {
+            "wrapper": wrapper,
+            "save_residual": save_residual,
+            "strict": strict,
+            "check_every": check_every,
+        }
 
         if isinstance(hook, HookConfig):
             if hook_options:

@@ -43,6 +43,8 @@ class CommHookDDP(DDPStrategy):
         save_residual: what checkpoints hold of PowerSGD's error memory; see `CommHookCheckpoint`. Default "mean".
         strict: whether resuming from a state of another hook or model is an error (the default), or gives what does
             not fit fresh memory and one warning.
+        check_every: compare the weights of all ranks before every so many backward passes, and raise on all of them as
+            soon as they differ, with the names of the parameters. None: never.
         ddp_kwargs: everything else goes to `DDPStrategy`, and through it to `DistributedDataParallel`.
 
     Raises:
@@ -60,6 +62,7 @@ class CommHookDDP(DDPStrategy):
         wrapper: Optional[Literal["fp16", "bf16"]] = None,  # noqa: UP045
         save_residual: Optional[SaveResidual] = None,  # noqa: UP045
         strict: Optional[bool] = None,  # noqa: UP045
+        check_every: Optional[int] = None,  # noqa: UP045
         **ddp_kwargs: Any,
     ) -> None:
         _check_ddp_kwargs(ddp_kwargs)
@@ -71,6 +74,7 @@ class CommHookDDP(DDPStrategy):
             wrapper=wrapper,
             save_residual=DEFAULT_SAVE_RESIDUAL if save_residual is None else save_residual,
             strict=True if strict is None else strict,
+            check_every=check_every,
         )
         self._given: dict[str, Any] = {"save_residual": save_residual, "strict": strict}
         # Known from the wrap on. Until then, and in what is pickled, there is configuration only.

@@ -90,7 +90,7 @@ def test_repr_can_be_read_and_evaluated() -> None:
 def test_fields_and_types() -> None:
     names = [field.name for field in dataclasses.fields(HANDLER)]
     stock = [field.name for field in dataclasses.fields(DistributedDataParallelKwargs)]
-    ours = ["hook", "hook_options", "hook_state", "wrapper", "save_residual", "strict", "total_steps"]
+    ours = ["hook", "hook_options", "hook_state", "wrapper", "save_residual", "strict", "total_steps", "check_every"]
     assert names == stock + ours
     assert isinstance(HANDLER, CommHookKwargs) and isinstance(HANDLER, DistributedDataParallelKwargs)
     # One of Accelerate's two paths to DDP tests for truth, the other for None.

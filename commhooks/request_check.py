@@ -1,0 +1,85 @@
+"""Do the ranks attach the same hook to the same model? Asked once, at `attach`, for every kind of hook.
+
+Ranks that disagree would pair collectives of different sizes: gloo aborts, NCCL waits for its timeout or adds up what
+does not belong together.
+"""
+
+import dataclasses
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from commhooks.agreement import fingerprint
+from commhooks.collective import gather_rows
+from commhooks.ddp_comm_hooks.powerSGD_hook import PowerSGDState
+from commhooks.errors import AttachError
+from commhooks.spec import HookSpec
+
+_WHAT = "what each rank attaches (attach the hook on every rank, or on none)"
+
+
+def describe_request(spec: HookSpec, state: Any, loss_scale: bool) -> str:
+    """One line that is the same on two ranks if they ask for the same."""
+    if isinstance(state, PowerSGDState):
+        options = dataclasses.asdict(state._options)
+    else:
+        options = dict(spec.options)
+    # Objects of the user's are told apart by their type: their text may hold an address.
+    plain = (bool, int, float, str, type(None))
+    shown = [f"{k}={v!r}" if isinstance(v, plain) else f"{k}=<{type(v).__qualname__}>" for k, v in options.items()]
+    shown += [f"wrapper={spec.wrapper!r}", f"save_residual={spec.save_residual!r}", f"check_every={spec.check_every}"]
+    shown += ["with a loss scale"] if loss_scale else []
+    return f"{spec.name} ({', '.join(shown)})"
+
+
+def describe_model(ddp_model: DistributedDataParallel) -> list[str]:
+    """One line per parameter that is not ignored, in order."""
+    return [
+        f"{name.replace('_orig_mod.', '')} {tuple(p.shape)} {str(p.dtype).removeprefix('torch.')}"
+        + ("" if p.requires_grad else " (frozen)")
+        for name, p in ddp_model.module.named_parameters()
+        if name not in ddp_model.parameters_to_ignore
+    ]
+
+
+def check_requests(request: str, model: list[str], group: dist.ProcessGroup, device: torch.device) -> None:
+    """Compare over the ranks of `group`; all of them must call this.
+
+    Raises:
+        AttachError: on all ranks, if they ask for different hooks or have different models; it says what each has.
+        HookRunError: a rank does not come within the process group's timeout.
+    """
+    if group.size() == 1:
+        return
+    own = torch.tensor([fingerprint(request), fingerprint(*model)], dtype=torch.int64, device=device)
+    requests, models = gather_rows(own, group, None, _WHAT).t().tolist()
+    if len(set(requests)) > 1:
+        texts = _gather_texts(request, group, device)
+        raise AttachError(
+            "the ranks attach different hooks: "
+            + "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(texts))
+            + ". Give every rank the same hook, options and wrapper"
+        )
+    if len(set(models)) > 1:
+        lines = [text.split("\n") for text in _gather_texts("\n".join(model), group, device)]
+        raise AttachError(f"the ranks have different models: {_first_difference(lines)}")
+
+
+def _first_difference(lines: list[list[str]]) -> str:
+    longest = max(map(len, lines))
+    for place in range(longest):
+        found = [each[place] if place < len(each) else "no parameter" for each in lines]
+        if len(set(found)) > 1:
+            return f"parameter {place} is " + ", ".join(f"{x} on rank {r}" for r, x in enumerate(found))
+    raise AssertionError("no difference")
+
+
+def _gather_texts(text: str, group: dist.ProcessGroup, device: torch.device) -> list[str]:
+    encoded = text.encode()
+    lengths = gather_rows(torch.tensor([len(encoded)], device=device), group, None, _WHAT).flatten().tolist()
+    own = torch.zeros(max(lengths), dtype=torch.uint8, device=device)
+    own[: len(encoded)] = torch.frombuffer(bytearray(encoded), dtype=torch.uint8)
+    rows = gather_rows(own, group, None, _WHAT).tolist()
+    return [bytes(row[:length]).decode() for row, length in zip(rows, lengths, strict=True)]

@@ -1,0 +1,142 @@
+"""Replicas that drift apart are found at the next comparison, on every rank, by the name of the parameter."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from ddp_steps import process_group_of_one
+from torch.distributed.algorithms.join import Join
+from torch.nn.parallel import DistributedDataParallel
+from training import SEVERAL_BUCKETS_MB, Run, make_model
+
+import commhooks
+from commhooks.replica_check import fingerprint_of
+
+OPTIONS = {"matrix_approximation_rank": 2, "start_powerSGD_iter": 1}
+
+
+def _perturbed(hook: str, every: int, at: int, name: str, ddp: dict[str, Any] | None = None) -> dict[str, Any]:
+    """One bit of one weight changes on rank 1 before step `at`."""
+    options = OPTIONS if hook == "powerSGD" else None
+    run = Run.new(hook=hook, hook_options=options, check_every=every, ddp=ddp)
+    for step in range(at + 2 * every):
+        if step == at and dist.get_rank() == 1:
+            with torch.no_grad():
+                weight = run.ddp.module.get_parameter(name).view(-1)
+                weight[-1:].view(torch.int32).bitwise_xor_(1)
+        try:
+            run.train(1)
+        except commhooks.HookRunError as error:
+            stats = run.hook.stats()
+            return {"step": step, "text": str(error), "handshakes": stats["handshakes"], "at": stats["step"]}
+    return {"step": None, "text": "", "handshakes": run.hook.stats()["handshakes"]}
+
+
+@pytest.mark.parametrize(
+    ("hook", "every", "at", "found_at", "ddp"),
+    [
+        ("powerSGD", 1, 3, 3, {}),
+        ("powerSGD", 4, 2, 4, {}),
+        ("powerSGD", 2, 0, 0, {"static_graph": True}),
+        ("allreduce", 3, 3, 3, {}),
+        ("bf16", 2, 3, 4, {"find_unused_parameters": True}),
+    ],
+)
+def test_one_changed_bit_is_found(
+    run_ranks: Any, hook: str, every: int, at: int, found_at: int, ddp: dict[str, Any]
+) -> None:
+    results = run_ranks(_perturbed, hook, every, at, "3.weight", ddp)
+    for result in results:
+        assert result["step"] == found_at
+        # All gradients are averages, so that it is the only one also some steps later.
+        assert "different are parameter 3.weight (ranks [1] against rank 0)." in result["text"]
+        assert f"before step {found_at}" in result["text"]
+        assert result["at"] == found_at  # that step was not taken
+
+
+def _equal(every: int | None) -> tuple[int, torch.Tensor]:
+    run = Run.new(hook_options=OPTIONS, check_every=every).train(9)
+    return run.hook.stats()["handshakes"], run.weights()
+
+
+def test_equal_replicas_train_as_without(run_ranks: Any) -> None:
+    without, every_4 = run_ranks(_equal, None), run_ranks(_equal, 4)
+    assert all(torch.equal(a[1], b[1]) for a, b in zip(without, every_4, strict=True))
+    # Two small exchanges before steps 0, 4 and 8.
+    assert [b[0] - a[0] for a, b in zip(without, every_4, strict=True)] == [6, 6]
+
+
+def _uneven() -> tuple[int, torch.Tensor]:
+    """Rank 1 runs out of data after 3 steps and shadows the others, with weights of an earlier step."""
+    run = Run.new(hook_options=OPTIONS, check_every=1)
+    with Join([run.ddp]):
+        run.train(3 if dist.get_rank() == 1 else 6)
+    return run.hook.stats()["step"], run.weights()
+
+
+def test_a_rank_without_data_is_left_out(run_ranks: Any) -> None:
+    (steps_0, weights_0), (steps_1, weights_1) = run_ranks(_uneven)
+    assert steps_0 == steps_1 == 6
+    assert torch.equal(weights_0, weights_1)
+
+
+def _unfrozen() -> str:
+    """DDP never averages what was frozen at the wrap: that the ranks drift apart there is found, too."""
+    model = make_model()
+    model[3].weight.requires_grad_(False)
+    run = Run.new(model, hook_options=OPTIONS, check_every=1)
+    run.train(2)
+    model[3].weight.requires_grad_(True)
+    with pytest.raises(commhooks.HookRunError) as caught:
+        run.train(3)
+    return str(caught.value)
+
+
+def test_parameters_unfrozen_after_the_wrap_drift_apart(run_ranks: Any) -> None:
+    for text in run_ranks(_unfrozen):
+        assert "different are parameter 3.weight (ranks [1] against rank 0)." in text
+        assert "before step 3" in text
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.randn(3000),
+        torch.randn(7, dtype=torch.float64),
+        torch.randn(5, 300).to(torch.bfloat16),
+        torch.randn(40, 60).half().t(),
+        torch.randn(33, dtype=torch.complex64),
+        torch.arange(2500),
+        torch.rand(1021) > 0.5,
+        torch.tensor(1.5),
+    ],
+    ids=lambda t: f"{t.dtype}{tuple(t.shape)}",
+)
+def test_a_fingerprint_sees_every_bit_and_the_order(tensor: torch.Tensor) -> None:
+    whole = fingerprint_of(tensor)
+    assert whole == fingerprint_of(tensor.clone())
+    for place in {0, tensor.numel() // 2, tensor.numel() - 1}:
+        changed = tensor.clone().contiguous().view(-1)
+        changed[place : place + 1].view(torch.uint8)[0] ^= 1
+        assert fingerprint_of(changed.view(tensor.shape)) != whole
+    if tensor.numel() > 2 and tensor.dtype != torch.bool:
+        swapped = tensor.clone().contiguous().view(-1)
+        swapped[:2] = swapped[:2].flip(0)
+        assert fingerprint_of(swapped.view(tensor.shape)) != whole
+
+
+def test_alone_there_is_nothing_to_compare() -> None:
+    with process_group_of_one():
+        hook = Run.new(hook_options=OPTIONS, check_every=1).train(3).hook
+        assert hook.stats()["step"] == 3
+
+
+@pytest.mark.parametrize("value", [0, -1, 1.5, True, "often"])
+def test_not_a_number_of_steps(value: Any) -> None:
+    with process_group_of_one():
+        ddp = DistributedDataParallel(make_model(), bucket_cap_mb=SEVERAL_BUCKETS_MB)
+        with pytest.raises(commhooks.HookConfigError, match=f"check_every={value!r}; expected a number of steps"):
+            commhooks.attach(ddp, "allreduce", check_every=value)
+        with pytest.raises(commhooks.HookConfigError, match="check_every with hook 'noop'"):
+            commhooks.attach(ddp, "noop", check_every=10)

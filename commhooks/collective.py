@@ -8,7 +8,6 @@ import torch.distributed as dist
 from commhooks.errors import HookRunError
 from commhooks.stats import Stats
 
-
 logger = logging.getLogger(__name__)
 
 

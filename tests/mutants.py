@@ -38,6 +38,34 @@ class Mutant:
 
 MUTANTS = [
     Mutant(
+        "replicas that differ go unseen",
+        "commhooks/replica_check.py",
+        "        if others:\n",
+        "        if len(others) == len(rows):\n",
+        "test_divergence.py::test_one_changed_bit_is_found",
+    ),
+    Mutant(
+        "a fingerprint without the order",
+        "commhooks/replica_check.py",
+        "(columns * (factors | 1)).sum()",
+        "columns.sum() + 0 * factors[0]",
+        "test_divergence.py::test_a_fingerprint_sees_every_bit_and_the_order",
+    ),
+    Mutant(
+        "ranks without data are compared",
+        "commhooks/comm_hook.py",
+        "taking_part=in_backward()",
+        "taking_part=True or in_backward()",
+        "test_divergence.py::test_a_rank_without_data_is_left_out",
+    ),
+    Mutant(
+        "nobody asks what the others attach",
+        "commhooks/attach.py",
+        "    check_requests(request, ",
+        "    _ = (check_requests, request, ",
+        "test_disagreement.py::test_different_requests",
+    ),
+    Mutant(
         "residual not updated",
         "commhooks/lowrank_exchange.py",
         "            self._store_residual(i, matrix, delta)\n        q = s.q[i]",
@@ -141,6 +169,20 @@ MUTANTS = [
         '    return torch.isfinite(torch.linalg.vector_norm(reduced, float("inf")))\n',
         "    return torch.ones((), dtype=torch.bool, device=reduced.device)\n",
         "test_nonfinite.py",
+    ),
+    Mutant(
+        "large numbers clamped for ever",
+        "commhooks/lowrank_exchange.py",
+        "            put_overflow(gradient, s.flags[i])\n",
+        "",
+        "test_hard_gradients.py::test_huge_ones_are_worked_off_or_refused",
+    ),
+    Mutant(
+        "P Q^T overflows a bucket of float16",
+        "commhooks/wire.py",
+        " / math.sqrt(len(factor))\n",
+        "\n",
+        "test_hard_gradients.py::test_huge_ones_are_worked_off_or_refused",
     ),
     Mutant(
         "non-finite steps are counted",

@@ -15,7 +15,7 @@ from commhooks.collective import Pending, new_future, start_all_reduce
 from commhooks.layout import BucketLayout, Slot
 from commhooks.memory import Memory
 from commhooks.stats import Stats
-from commhooks.wire import all_finite, put_factor, put_plain, put_projection
+from commhooks.wire import all_finite, put_factor, put_overflow, put_plain, put_projection
 
 
 @dataclass(frozen=True, eq=False)
@@ -133,6 +133,7 @@ class LowRankExchange:
         for i, matrix in enumerate(s.matrices):
             gradient = self.buffer[matrix.start : matrix.stop]
             self._flag_nonzero(gradient, s.flags[i])
+            put_overflow(gradient, s.flags[i])
             delta = self._load_delta(i, gradient)
             s.q[i][: matrix.rank] = self._starting_q(matrix)
             s.q[i][matrix.rank :].zero_()  # the padding of rank 1: an inf in delta would have left NaN in it

@@ -4,9 +4,14 @@ A wire of fewer bits must not turn a large number into inf, nor an inf into a la
 where error feedback makes up for the loss, and what is not becomes NaN, which no reduction hides.
 """
 
+import math
+
 import torch
 
 WIRE_DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
+CLAMPED_STEPS = 64
+"""A gradient beyond this many times what the wire can hold is an overflow: error feedback, which sends so much per step
+and no more, would be busy with it for the rest of the run."""
 
 
 def wire_dtype_of(bucket_dtype: torch.dtype, wrapper_dtype: torch.dtype | None) -> torch.dtype:
@@ -33,13 +38,23 @@ def put_factor(factor: torch.Tensor, out: torch.Tensor, world_size: int) -> None
     out.copy_(share.clamp(-limit, limit) + factor * 0)
 
 
+def put_overflow(gradient: torch.Tensor, out: torch.Tensor) -> None:
+    """Turn `out`, a number that is sent beside P, into NaN where the gradient is too large for clamping (see
+    `CLAMPED_STEPS`): every rank learns of it, and the step is skipped."""
+    limit = CLAMPED_STEPS * torch.finfo(out.dtype).max
+    if limit < torch.finfo(gradient.dtype).max:
+        largest = torch.linalg.vector_norm(gradient, float("inf"))
+        out.add_(torch.where(largest > limit, float("nan"), 0.0).to(out.dtype))
+
+
 def put_projection(factor: torch.Tensor, out: torch.Tensor, world_size: int) -> None:
     """Write Q to the wire and change `factor` in place to exactly what was sent, times the world size.
 
     Rounding and clamping are fed back thereby: the residual is made from `factor` as it is then. An inf is an overflow
-    of this product (an inf in the gradient shows in P) and is clamped too.
+    of this product (an inf in the gradient shows in P) and is clamped too. The r rows are clamped to what each may be
+    for an element of P Q^T, a sum of r products, to fit into a bucket of the wire's dtype.
     """
-    limit = largest_share(out.dtype, world_size)
+    limit = largest_share(out.dtype, world_size) / math.sqrt(len(factor))
     out.copy_((factor / world_size).clamp(-limit, limit))
     factor.copy_(out)
     factor.mul_(world_size)

@@ -70,7 +70,9 @@ class CommHook:
         if self._low_rank is not None:
             self._saved_state = LowRankSavedState(self.name, self._low_rank, names, group, self._matrix_plans)
         else:
-            self._saved_state = SimpleSavedState(self.name, self.options, state, self._stats, self._world_size)
+            self._saved_state = SimpleSavedState(
+                self.name, self.options, state, self._stats, self._rank, self._world_size
+            )
         self._replicas = (
             ReplicaCheck(ddp_model, spec.check_every, group, self._stats) if spec.check_every is not None else None
         )

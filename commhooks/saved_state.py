@@ -198,11 +198,14 @@ class LowRankSavedState:
 class SimpleSavedState:
     """Saves and loads the step of any other hook, and its state if that has `state_dict` and `load_state_dict`."""
 
-    def __init__(self, hook: str, options: dict[str, Any], state: Any, stats: Stats, world_size: int) -> None:
+    def __init__(
+        self, hook: str, options: dict[str, Any], state: Any, stats: Stats, rank: int, world_size: int
+    ) -> None:
         self._hook = hook
         self._options = options
         self._state = state
         self._stats = stats
+        self._rank = rank
         self._world_size = world_size
         self._passes_before = 0
 
@@ -255,11 +258,20 @@ class SimpleSavedState:
     def prepare_load(self, content: dict[str, Any], strict: bool) -> Callable[[], None]:
         """Check `content` as far as it is ours; the function that is returned takes it over."""
         step, saved = content["step"], content.get("hook_state")
+        kind = type(self._state).__name__
         if saved is not None and not self.saves_state:
-            raise PayloadError(
-                f"the checkpoint holds a state of hook {self._hook!r}, but its hook_state now "
-                f"({type(self._state).__name__}) has no load_state_dict"
-            )
+            text = f"the checkpoint holds a state of hook {self._hook!r}, but its hook_state now ({kind}) has no "
+            text += "load_state_dict"
+            if strict:
+                raise PayloadError(f"{text}; strict=False loads the step and leaves that state out")
+            saved = None
+            problem = f"{text}: it is left out (strict=False)"
+        elif saved is None and self.saves_state:
+            problem = f"the checkpoint holds no state of hook {self._hook!r}: its hook_state ({kind}) stays as it is"
+        else:
+            problem = ""
+        if problem and self._rank == 0:
+            logger.warning(problem)
 
         def adopt() -> None:
             if saved is not None:

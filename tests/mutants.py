@@ -80,6 +80,42 @@ MUTANTS = [
         "test_resume.py::test_residuals_of_all_ranks_in_one_file",
     ),
     Mutant(
+        "another hook's state leaves a running hook as it is",
+        "commhooks/comm_hook.py",
+        "        return self._saved_state.begin_anew\n",
+        "        return lambda: None\n",
+        "test_changed_setup.py::test_another_hook",
+    ),
+    Mutant(
+        "a start step that was loaded outlives its state",
+        "commhooks/saved_state.py",
+        "        self._adopt(Memory(), self._first_start)\n",
+        "        self._adopt(Memory(), self._state.start_powerSGD_iter)\n",
+        "test_changed_setup.py::test_another_hook",
+    ),
+    Mutant(
+        "residuals of what is compressed no longer are kept",
+        "commhooks/saved_state.py",
+        "            del memory.residuals[name]\n",
+        "            pass\n",
+        "test_changed_setup.py::test_what_is_compressed_no_longer_has_no_residual",
+    ),
+    Mutant(
+        "names with the prefix of torch.compile",
+        "commhooks/attach.py",
+        'name.replace("_orig_mod.", "")',
+        "name",
+        "test_changed_setup.py::test_changes_that_a_state_does_not_know_of",
+    ),
+    Mutant(
+        "strict loading changes the hook before it raises",
+        "commhooks/payload.py",
+        "    for name in parameters:\n        if name not in target.parameters:\n",
+        "    for name in parameters:\n        target.parameters[name].data.zero_() if name in target.parameters else None\n"
+        "        if name not in target.parameters:\n",
+        "test_changed_setup.py::test_another_model",
+    ),
+    Mutant(
         "another world takes the residual of rank 0",
         "commhooks/payload.py",
         "        return lambda saved: torch.stack(saved).mean(0)\n",

@@ -149,7 +149,8 @@ def test_another_rank_of_the_approximation(run_ranks: Any, tmp_path: Path) -> No
     through = run_ranks(_train_and_save, str(tmp_path))
     resumed = run_ranks(_resume, str(tmp_path), options=WRONG | {"matrix_approximation_rank": 4})
     for run, again in zip(through, resumed, strict=True):
-        assert all(torch.equal(run["saved"][name], again["loaded"][name]) for name in run["saved"])
+        assert set(again["loaded"]) == {"3.weight", "5.weight"}  # at rank 4 the others are not worth compressing
+        assert all(torch.equal(run["saved"][name], again["loaded"][name]) for name in again["loaded"])
         assert again["stats"]["compressed_steps"] == 3
         assert torch.equal(again["weights"], resumed[0]["weights"])
 
@@ -268,10 +269,12 @@ def test_another_hook_is_an_error(run_ranks: Any, checkpoint: Path) -> None:
 
 def test_another_hook_with_strict_off_begins_anew(run_ranks: Any, checkpoint: Path) -> None:
     options = OPTIONS | {"start_powerSGD_iter": 1}
-    for result in run_ranks(_resume, str(checkpoint), options=options, hook="batched_powerSGD", strict=False):
+    results = run_ranks(_resume, str(checkpoint), options=options, hook="batched_powerSGD", strict=False)
+    for result in results:
         assert result["loaded"] == {}
         assert result["stats"]["step"] == 3 and result["stats"]["compressed_steps"] == 2
-        assert "begins with fresh memory (strict=False)" in result["warnings"][0]
+    assert "begins with fresh memory (strict=False)" in results[0]["warnings"][0]
+    assert results[1]["warnings"] == []
 
 
 @launched

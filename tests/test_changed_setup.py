@@ -1,0 +1,360 @@
+"""Something has changed between saving and loading: options, hook, wrapper, buckets, DDP, the model, its float type.
+
+Each change is either right, without a word, or one error that lists the names and says what strict=False does; and
+strict=False does that, with one warning on rank 0.
+"""
+
+import copy
+import logging
+from collections import OrderedDict
+from typing import Any
+
+import pytest
+import torch
+from ddp_steps import log_lines
+from training import ONE_BUCKET_MB, Run, make_model
+
+import commhooks
+
+OPTIONS = {"matrix_approximation_rank": 2, "start_powerSGD_iter": 1, "min_compression_rate": 1}
+STEPS = 4
+
+
+class _Sum:
+    """A state of a user's own hook: how often it was called."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"calls": self.calls}
+
+    def load_state_dict(self, saved: dict[str, Any]) -> None:
+        self.calls = saved["calls"]
+
+
+def users_hook(state: _Sum, bucket: Any) -> Any:
+    state.calls += 1
+    return commhooks.allreduce_hook(None, bucket)
+
+
+def _model(kind: str) -> torch.nn.Module:
+    """`make_model` and what may have become of it."""
+    model = make_model(torch.float64 if kind == "float64" else torch.float32)
+    if kind == "added":
+        model.append(torch.nn.Linear(10, 10))
+    elif kind == "renamed":
+        model = torch.nn.Sequential(OrderedDict(("middle" if k == "5" else k, m) for k, m in model.named_children()))
+    elif kind == "reshaped":
+        model[5], model[7] = torch.nn.Linear(24, 32), torch.nn.Linear(32, 10)
+    elif kind == "frozen":
+        model[5].requires_grad_(False)
+    elif kind == "compiled":
+        model = torch.compile(model, backend="eager")  # type: ignore[assignment]
+    elif kind == "compiled inside":
+        model[3] = torch.compile(model[3], backend="eager")  # type: ignore[assignment]
+    return model
+
+
+def _new(kind: str = "", hook: Any = "powerSGD", **changes: Any) -> Run:
+    if hook == "users":
+        return Run.new(_model(kind), hook=users_hook, hook_state=_Sum(), **changes)
+    options = OPTIONS | changes.pop("hook_options", {}) if str(hook).endswith("powerSGD") else None
+    return Run.new(_model(kind), hook=hook, hook_options=options, **changes)
+
+
+def _weights_and_optimizer(run: Run, source: Run) -> None:
+    torch.nn.utils.vector_to_parameters(source.weights().to(next(run.ddp.parameters())), run.ddp.parameters())
+    run.optimizer.load_state_dict(copy.deepcopy(source.optimizer.state_dict()))
+    run.step = source.step
+
+
+def _same(one: Any, other: Any) -> bool:
+    """Plain types and tensors, bit for bit."""
+    if isinstance(one, torch.Tensor):
+        return torch.equal(one, other)
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(_same(one[key], other[key]) for key in one)
+    if isinstance(one, list):
+        return len(one) == len(other) and all(map(_same, one, other))
+    return bool(one == other)
+
+
+def _kept(saved: dict[str, Any], run: Run) -> dict[str, bool]:
+    """Name -> whether the memory of that parameter is what was saved; those that have no memory are left out."""
+    memory = run.hook._low_rank._memory  # type: ignore[union-attr]
+    kept = {}
+    for name, entry in saved["parameters"].items():
+        residual, q = memory.residuals.get(name), memory.q.get(name)
+        if residual is None and q is None:
+            continue
+        assert residual is not None and q is not None
+        rows = min(len(q), len(entry["q"]))
+        kept[name] = torch.equal(residual, entry["residual"][0].flatten().to(residual.dtype)) and torch.equal(
+            q[:rows], entry["q"][:rows].flatten(1).to(q.dtype)
+        )
+    return kept
+
+
+MATRICES = ["0.weight", "3.weight", "5.weight", "7.weight"]
+
+# ------------------------------------------------------------------------------------------------- what is right
+
+# Those that change nothing in the sequence of steps, on two ranks and a float32 wire.
+SAME_BITS: dict[str, dict[str, Any]] = {
+    "bucket_cap_mb": {"bucket_cap_mb": ONE_BUCKET_MB},
+    "find_unused_parameters": {"ddp": {"find_unused_parameters": True}},
+    "static_graph": {"ddp": {"static_graph": True}},
+    "gradient_as_bucket_view": {"ddp": {"gradient_as_bucket_view": True}},
+    # torch.compile's DDPOptimizer (torch 2.13) wants buckets of 1 MB at least.
+    "compiled": {"kind": "compiled", "bucket_cap_mb": ONE_BUCKET_MB},
+    "compiled inside": {"kind": "compiled inside", "bucket_cap_mb": ONE_BUCKET_MB},
+}
+RIGHT: dict[str, dict[str, Any]] = SAME_BITS | {
+    "rank 1": {"hook_options": {"matrix_approximation_rank": 1}},
+    "rank 4": {"hook_options": {"matrix_approximation_rank": 4}},
+    "fp16 wrapper": {"wrapper": "fp16"},
+    "bf16 wrapper": {"wrapper": "bf16"},
+    "float64": {"kind": "float64"},
+}
+
+
+def _right(change: dict[str, Any], strict: bool) -> list[dict[str, Any]]:
+    """Saved without the change and loaded with it, and the other way round."""
+    results = []
+    for before, after in (({}, change), (change, {})):
+        run = _new(**before).train(STEPS)
+        saved = copy.deepcopy(run.hook.state_dict())
+        resumed = _new(**after)
+        _weights_and_optimizer(resumed, run)
+        with log_lines("commhooks", logging.WARNING) as lines:
+            resumed.hook.load_state_dict(saved, strict=strict)
+            kept = _kept(saved, resumed)
+            resumed.train(3)
+        results.append(
+            {
+                "kept": kept,
+                "warnings": lines,
+                "stats": resumed.hook.stats(),
+                "weights": resumed.weights(),
+                "uninterrupted": run.train(3).weights(),
+            }
+        )
+    return results
+
+
+@pytest.mark.parametrize("strict", [True, False], ids=["strict", "not strict"])
+@pytest.mark.parametrize("change", RIGHT)
+def test_changes_that_a_state_does_not_know_of(run_ranks: Any, change: str, strict: bool) -> None:
+    ranks = run_ranks(_right, RIGHT[change], strict)
+    for direction, first in enumerate(ranks[0]):
+        for rank in ranks:
+            result = rank[direction]
+            assert result["kept"] == dict.fromkeys(MATRICES, True)
+            assert result["warnings"] == []
+            assert (result["stats"]["step"], result["stats"]["compressed_steps"]) == (STEPS + 3, 3)
+            assert result["weights"].isfinite().all() and torch.equal(result["weights"], first["weights"])
+            if change in SAME_BITS:
+                assert torch.equal(result["weights"], result["uninterrupted"])
+
+
+def _compressed_no_longer() -> dict[str, Any]:
+    """At rank 2 all matrices become smaller; at rank 9 those of 12 x 9 and 10 x 24 numbers do not."""
+    run = _new().train(STEPS)
+    resumed = _new(hook_options={"matrix_approximation_rank": 9})
+    with log_lines("commhooks", logging.WARNING) as lines:
+        resumed.hook.load_state_dict(run.hook.state_dict())
+    kept = _kept(run.hook.state_dict(), resumed)
+    return {"kept": kept, "warnings": lines, "weights": resumed.train(2).weights()}
+
+
+def test_what_is_compressed_no_longer_has_no_residual(run_ranks: Any) -> None:
+    """It would be carried from save to save, and added by whoever compresses that parameter again, much later."""
+    ranks = run_ranks(_compressed_no_longer)
+    for rank in ranks:
+        assert rank["kept"] == {"3.weight": True, "5.weight": True}
+        assert torch.equal(rank["weights"], ranks[0]["weights"])
+    (warning,) = ranks[0]["warnings"]
+    assert "compresses these parameters no longer" in warning and warning.endswith(": 0.weight, 7.weight")
+    assert ranks[1]["warnings"] == []
+
+
+# ------------------------------------------------------------------------------------------------ another model
+
+SAVED, NOW = "in the saved state, not in the model", "in the model, not in the saved state"
+# Change -> (kind of model that saves, kind that loads, what the text says of each name).
+MODELS: dict[str, tuple[str, str, dict[str, str]]] = {
+    "added": ("", "added", {"8.weight": NOW, "8.bias": NOW}),
+    "removed": ("added", "", {"8.weight": SAVED, "8.bias": SAVED}),
+    "renamed": ("", "renamed", {"5.weight": SAVED, "5.bias": SAVED, "middle.weight": NOW, "middle.bias": NOW}),
+    "reshaped": (
+        "",
+        "reshaped",
+        {
+            "5.weight": "saved with shape (24, 24), now (32, 24)",
+            "5.bias": "saved with shape (24,), now (32,)",
+            "7.weight": "saved with shape (10, 24), now (10, 32)",
+        },
+    ),
+    "frozen": ("", "frozen", {name: f"{SAVED} (removed, renamed, or frozen now)" for name in ("5.weight", "5.bias")}),
+    "unfrozen": ("frozen", "", {name: f"{NOW} (added, renamed, or frozen then)" for name in ("5.weight", "5.bias")}),
+}
+
+
+def _refused(run: Run, saved: dict[str, Any]) -> dict[str, Any]:
+    """The error of loading into `run`, which has run already, and whether it is as before."""
+    before, weights = copy.deepcopy(run.hook.state_dict()), run.weights()
+    with log_lines("commhooks", logging.WARNING) as lines, pytest.raises(commhooks.PayloadError) as error:
+        run.hook.load_state_dict(saved, strict=True)
+    same = _same(before, run.hook.state_dict()) and torch.equal(weights, run.weights())
+    return {"error": str(error.value), "untouched": same and not lines, "weights": run.train(2).weights()}
+
+
+def _another_model(before: str, after: str, hook: str, running: bool) -> dict[str, Any]:
+    saved = copy.deepcopy(_new(before, hook).train(STEPS).hook.state_dict())
+    refused = _refused(_new(after, hook).train(2), saved)
+    run = _new(after, hook)
+    run.train(2 if running else 0)
+    with log_lines("commhooks", logging.WARNING) as lines:
+        run.hook.load_state_dict(saved, strict=False)
+        residuals = set(run.hook._low_rank._memory.residuals)  # type: ignore[union-attr]
+        kept = _kept(saved, run) if hook == "powerSGD" else dict.fromkeys(residuals, True)
+        compressed_before = run.hook.stats()["compressed_steps"]
+        run.step = STEPS
+        run.train(3)
+    return {
+        "refused": refused,
+        "warnings": lines,
+        "kept": kept,
+        "weights": run.weights(),
+        "step": run.hook.stats()["step"],
+        "compressed": run.hook.stats()["compressed_steps"] - compressed_before,
+    }
+
+
+@pytest.mark.parametrize("running", [False, True], ids=["new hook", "running hook"])
+@pytest.mark.parametrize("hook", ["powerSGD", "batched_powerSGD"])
+@pytest.mark.parametrize("change", MODELS)
+def test_another_model(run_ranks: Any, change: str, hook: str, running: bool) -> None:
+    before, after, problems = MODELS[change]
+    ranks = run_ranks(_another_model, before, after, hook, running)
+    for rank in ranks:
+        refused = rank["refused"]
+        assert refused["untouched"]
+        assert torch.equal(refused["weights"], ranks[0]["refused"]["weights"])
+        first, *lines, last = refused["error"].splitlines()
+        assert first == "the saved hook state is of another model:"
+        assert len(lines) == len(problems)
+        for name, problem in problems.items():
+            assert any(line.startswith(f"  {name}: {problem}") for line in lines), name
+        assert last == "strict=False gives these parameters fresh memory and loads the others"
+        # All that has a residual and is as it was keeps it.
+        fitting = ["0.weight", "3.weight", "5.weight", "7.weight"]
+        if hook == "batched_powerSGD":
+            fitting += ["0.bias", "3.bias", "5.bias", "7.bias"]
+        assert rank["kept"] == {name: True for name in fitting if name not in problems}
+        assert (rank["step"], rank["compressed"]) == (STEPS + 3, 3)
+        assert rank["weights"].isfinite().all() and torch.equal(rank["weights"], ranks[0]["weights"])
+    (warning,) = ranks[0]["warnings"]
+    assert all(f"  {name}: {problem}" in warning for name, problem in problems.items())
+    assert "These parameters start with fresh memory (strict=False)." in warning
+    assert ranks[1]["warnings"] == []
+
+
+# ------------------------------------------------------------------------------------------------- another hook
+
+HOOKS = [
+    ("powerSGD", "batched_powerSGD"),
+    ("batched_powerSGD", "powerSGD"),
+    ("powerSGD", "fp16_compress"),
+    ("fp16_compress", "powerSGD"),
+    ("powerSGD", "users"),
+    ("users", "powerSGD"),
+]
+
+
+def _another_hook(before: str, after: str) -> dict[str, Any]:
+    saver = _new(hook=before).train(STEPS)
+    saved = copy.deepcopy(saver.hook.state_dict())
+    running = _new(hook=after)
+    if after.endswith("powerSGD"):
+        # A state of its own that says to start later: to begin anew is to forget that too.
+        later = _new(hook=after, hook_options={"start_powerSGD_iter": 2}).train(3)
+        running.hook.load_state_dict(later.hook.state_dict())
+    running.train(3)
+    refused = _refused(running, saved)
+    with log_lines("commhooks", logging.WARNING) as lines:
+        running.hook.load_state_dict(saved, strict=False)
+    memory = running.hook._low_rank._memory if running.hook._low_rank is not None else None
+    forgotten = memory is None or not (memory.q or memory.residuals or memory.nonfinite_steps)
+    step, start = running.hook.stats()["step"], running.hook.options.get("start_powerSGD_iter")
+    fresh = _new(hook=after)
+    for run in (running, fresh):
+        _weights_and_optimizer(run, saver)
+        run.train(3)
+    return {
+        "refused": refused,
+        "warnings": lines,
+        "forgotten": forgotten,
+        "step": step,
+        "start": start,
+        "steps": [running.hook.stats()["step"], fresh.hook.stats()["step"]],
+        "weights": running.weights(),
+        "fresh": fresh.weights(),
+    }
+
+
+@pytest.mark.parametrize(("before", "after"), HOOKS)
+def test_another_hook(run_ranks: Any, before: str, after: str) -> None:
+    ranks = run_ranks(_another_hook, before, after)
+    old, new = (repr("users_hook" if each == "users" else each) for each in (before, after))
+    for rank in ranks:
+        refused = rank["refused"]
+        assert refused["error"] == (
+            f"the saved state is of hook {old}, this one is {new}. Attach the saved hook to continue with its memory, "
+            "or load with strict=False to begin this one with fresh memory"
+        )
+        assert refused["untouched"]
+        assert rank["forgotten"] and rank["step"] == 0
+        assert rank["start"] == (1 if after.endswith("powerSGD") else None)
+        assert rank["steps"] == [3, 3]
+        assert torch.equal(rank["weights"], ranks[0]["weights"])
+        # The batched form depends on the buckets, which a model that has run already has built anew.
+        if after != "batched_powerSGD":
+            assert torch.equal(rank["weights"], rank["fresh"])
+    (warning,) = ranks[0]["warnings"]
+    expected = f"the saved state is of hook {old}, this one is {new}: it begins with fresh memory (strict=False)"
+    assert warning == expected + ("; its hook_state (_Sum) stays as it is" if after == "users" else "")
+    assert ranks[1]["warnings"] == []
+
+
+def _lost_state(strict: bool) -> dict[str, Any]:
+    """A user's hook whose state cannot take over what was saved; and one that can, where nothing was saved."""
+    saver = _new(hook="users").train(STEPS)
+    saved = copy.deepcopy(saver.hook.state_dict())
+    result: dict[str, Any] = {"error": ""}
+    run = Run.new(hook=users_hook, hook_state=type("Mute", (), {"calls": 0})()).train(1)
+    with log_lines("commhooks", logging.WARNING) as result["warnings"]:
+        try:
+            run.hook.load_state_dict(saved, strict=strict)
+        except commhooks.PayloadError as error:
+            result["error"] = str(error)
+    result["step"] = run.hook.stats()["step"]
+    with log_lines("commhooks", logging.WARNING) as result["nothing saved"]:
+        saver.hook.load_state_dict(saved | {"hook_state": None}, strict=strict)
+    return result
+
+
+@pytest.mark.parametrize("strict", [True, False], ids=["strict", "not strict"])
+def test_a_state_of_ones_own_that_has_nowhere_to_go(run_ranks: Any, strict: bool) -> None:
+    text = "the checkpoint holds a state of hook 'users_hook', but its hook_state now (Mute) has no load_state_dict"
+    nothing = "the checkpoint holds no state of hook 'users_hook': its hook_state (_Sum) stays as it is"
+    for place, rank in enumerate(run_ranks(_lost_state, strict)):
+        said = place == 0
+        assert rank["nothing saved"] == [nothing] * said
+        if strict:
+            assert rank["error"] == f"{text}; strict=False loads the step and leaves that state out"
+            assert rank["step"] == 1 and rank["warnings"] == []
+        else:
+            assert rank["error"] == "" and rank["step"] == STEPS
+            assert rank["warnings"] == [f"{text}: it is left out (strict=False)"] * said

@@ -10,6 +10,8 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
+from commhooks import fused_codec
+from commhooks.arithmetic import compute_dtype
 from commhooks.comm_hook import CommHook
 from commhooks.config import (
     AllReduce,
@@ -128,6 +130,10 @@ def attach_spec(
     else:
         function = FUNCTIONS[config.hook_name]
         if isinstance(config, PowerSGD):
+            if config.fused:
+                for _, parameter in reduced_parameters(ddp_model):
+                    fused_codec.check_supported(parameter.device, compute_dtype(parameter.dtype))
+                fused_codec.load()
             config = resolve_start(config, total_steps)
             state = PowerSGDState.from_config(config, group, names, loss_scale)
             _warn_if_never_reached(config, total_steps, group)

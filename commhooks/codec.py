@@ -7,8 +7,11 @@ alignment of memory.
 """
 
 import hashlib
+from collections.abc import Iterator
 
 import torch
+
+from commhooks import arithmetic
 
 
 def new_factor(rank: int, length: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -51,21 +54,68 @@ def orthonormal_rows(rows: torch.Tensor, refill: torch.Tensor | None) -> tuple[t
     return basis.t(), missing
 
 
+def add_and_project(
+    delta: torch.Tensor, residual: torch.Tensor | None, factor: float, q: torch.Tensor, rank: int, out: torch.Tensor
+) -> None:
+    """delta += factor * residual in place, then P = delta Q.
+
+    `delta` and `residual` n x m, `q` r x m (transposed Q), `out` r x n (transposed P); of a padded factor `rank` rows
+    count.
+    """
+    if residual is not None:
+        delta.add_(residual, alpha=factor)
+    project_p(delta, q, out)
+
+
 def project_p(delta: torch.Tensor, q: torch.Tensor, out: torch.Tensor) -> None:
     """P = delta Q. `delta` n x m, `q` r x m (transposed Q), `out` r x n (transposed P)."""
     torch.mm(q, delta.t(), out=out)
 
 
-def project_q(delta: torch.Tensor, p: torch.Tensor, out: torch.Tensor) -> None:
+def project_q(delta: torch.Tensor, p: torch.Tensor, rank: int, out: torch.Tensor) -> None:
     """Q = delta^T P. `delta` n x m, `p` r x n (transposed P), `out` r x m (transposed Q)."""
     torch.mm(p, delta, out=out)
 
 
-def reconstruct(p: torch.Tensor, q: torch.Tensor, out: torch.Tensor) -> None:
+def split(
+    delta: torch.Tensor, p: torch.Tensor, q_local: torch.Tensor, q: torch.Tensor, rank: int, residual: torch.Tensor
+) -> None:
+    """residual = delta - P Q_local^T, then delta = P Q^T in place."""
+    remainder(delta, p, q_local, rank, out=residual)
+    reconstruct(p, q, rank, out=delta)
+
+
+def reconstruct(p: torch.Tensor, q: torch.Tensor, rank: int, out: torch.Tensor) -> None:
     """P Q^T into `out` (n x m)."""
-    torch.mm(p.t(), q, out=out)
+    if rank > _OUTER_RANK or not arithmetic.host_may_look(out.device):
+        torch.mm(p[:rank].t(), q[:rank], out=out)
+        return
+    for rows in _row_blocks(out):
+        block = out[rows]
+        torch.mul(p[0, rows, None], q[0], out=block)
+        for k in range(1, rank):
+            block.addcmul_(p[k, rows, None], q[k])
 
 
-def remainder(delta: torch.Tensor, p: torch.Tensor, q: torch.Tensor, out: torch.Tensor) -> None:
+def remainder(delta: torch.Tensor, p: torch.Tensor, q: torch.Tensor, rank: int, out: torch.Tensor) -> None:
     """delta - P Q^T into `out` (n x m), which may be `delta` itself."""
-    torch.addmm(delta, p.t(), q, alpha=-1, out=out)
+    if rank > _OUTER_RANK or not arithmetic.host_may_look(out.device):
+        torch.addmm(delta, p[:rank].t(), q[:rank], alpha=-1, out=out)
+        return
+    for rows in _row_blocks(out):
+        block = out[rows]
+        torch.addcmul(delta[rows], p[0, rows, None], q[0], value=-1, out=block)
+        for k in range(1, rank):
+            block.addcmul_(p[k, rows, None], q[k], value=-1)
+
+
+# On CPU a few outer products are faster than a matrix product over so short a sum, and need no padding: their bits
+# never depend on the alignment of memory. Block by block, so that the later ones find the block in the cache.
+_OUTER_RANK = 4
+_BLOCK_NUMEL = 2**18
+
+
+def _row_blocks(matrix: torch.Tensor) -> Iterator[slice]:
+    n, m = matrix.shape
+    height = max(1, _BLOCK_NUMEL // m)
+    return (slice(begin, min(begin + height, n)) for begin in range(0, n, height))

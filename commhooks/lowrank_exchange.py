@@ -6,11 +6,12 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from commhooks import arithmetic, codec
+from commhooks import arithmetic, codec, fused_codec
 from commhooks.collective import Pending, new_future, start_all_reduce
 from commhooks.layout import BucketLayout, Slot
 from commhooks.memory import Memory
@@ -61,8 +62,14 @@ class LowRankOptions:
 class LowRankScratch:
     """Buffers of one bucket layout, on its device."""
 
-    def __init__(self, layout: BucketLayout, matrices: list[Matrix], wire_dtype: torch.dtype) -> None:
+    def __init__(
+        self, layout: BucketLayout, matrices: list[Matrix], wire_dtype: torch.dtype, fused: bool = False
+    ) -> None:
         device, dtype = layout.device, arithmetic.compute_dtype(layout.dtype)
+        if fused:
+            fused_codec.check_supported(device, dtype)
+        self.products: Any = fused_codec.load() if fused else codec
+        """The passes over whole matrices: plain, or as a native kernel."""
         self.layout = layout
         self.matrices = matrices
         self.dtype = dtype
@@ -73,6 +80,7 @@ class LowRankScratch:
             None if layout.dtype == dtype and x.fills_bucket_span else torch.zeros(x.n, x.m, dtype=dtype, device=device)
             for x in matrices
         ]
+        self.in_place = [own is None and len(x.slots) == 1 for own, x in zip(self.delta, matrices, strict=True)]
         self.plain_spans = _complement([(x.start, x.stop) for x in matrices], layout.numel)
         p_numel = sum(x.rank * x.n for x in matrices)
         plain_numel = sum(stop - start for start, stop in self.plain_spans)
@@ -134,10 +142,10 @@ class LowRankExchange:
             gradient = self.buffer[matrix.start : matrix.stop]
             self._flag_nonzero(gradient, s.flags[i])
             put_overflow(gradient, s.flags[i])
-            delta = self._load_delta(i, gradient)
+            delta, residual = self._load_delta(i, gradient)
             s.q[i][: matrix.rank] = self._starting_q(matrix)
             s.q[i][matrix.rank :].zero_()  # the padding of rank 1: an inf in delta would have left NaN in it
-            codec.project_p(delta, s.q[i], out=s.p[i])
+            s.products.add_and_project(delta, residual, self._residual_factor, s.q[i], matrix.rank, out=s.p[i])
             put_factor(s.p[i][: matrix.rank], s.first_p[i], self._world_size)
         for (begin, end), out in zip(s.plain_spans, s.first_plain, strict=True):
             put_plain(self.buffer[begin:end], out, self._world_size)
@@ -151,7 +159,7 @@ class LowRankExchange:
         for i, matrix in enumerate(s.matrices):
             s.p[i][: matrix.rank] = self._orthonormal(s.first_p[i].to(s.dtype), matrix, "P")
             s.p[i][matrix.rank :].zero_()
-            codec.project_q(self._delta(i), s.p[i], out=s.q[i])
+            s.products.project_q(self._delta(i), s.p[i], matrix.rank, out=s.q[i])
             put_projection(s.q[i][: matrix.rank], s.second_q[i], self._world_size)
         self._second = start_all_reduce(s.second, self._group, self._stats, f"Q of {self._label}")
 
@@ -189,14 +197,21 @@ class LowRankExchange:
                     self._memory.residuals[name].mul_(self._residual_factor)
             self.buffer[matrix.start : matrix.stop].zero_()
             return
-        if good and self._options.use_error_feedback:
+        if not good:
+            q = s.q[i]
+            q[: matrix.rank] = s.second_q[i]
+            self._store_gradient(i, matrix, delta, q.add_(poison))
+            return
+        q = self._q_memory(matrix).copy_(s.second_q[i])
+        if not self._options.use_error_feedback:
+            self._store_gradient(i, matrix, delta, q)
+        elif s.in_place[i]:
+            name, slot = matrix.slots[0]
+            residual = self._residual(name, slot).view(matrix.n, matrix.m)
+            s.products.split(delta, s.p[i], s.q[i], q, matrix.rank, residual)
+        else:
             self._store_residual(i, matrix, delta)
-        q = s.q[i]
-        q[: matrix.rank] = s.second_q[i]
-        if good:
-            self._q_memory(matrix).copy_(q[: matrix.rank])
-        q.add_(poison)
-        self._store_gradient(i, matrix, delta)
+            self._store_gradient(i, matrix, delta, q)
 
     def _commit_masked(
         self, i: int, matrix: Matrix, good: torch.Tensor | bool, alive: torch.Tensor, poison: torch.Tensor
@@ -209,7 +224,7 @@ class LowRankExchange:
                 # Whether the step is good or not: the loss scale that goes with the residuals changes with them.
                 self._residual(name, slot).mul_(self._residual_factor)
             new = torch.empty_like(delta)
-            codec.remainder(delta, s.p[i], s.q[i], out=new)
+            codec.remainder(delta, s.p[i], s.q[i], matrix.rank, out=new)
             flat = new.view(-1)
             for name, slot in matrix.slots:
                 old = self._residual(name, slot)
@@ -220,7 +235,7 @@ class LowRankExchange:
         memory = self._q_memory(matrix)
         memory.copy_(torch.where(keep, q[: matrix.rank], memory))
         q.copy_(torch.where(alive, q, torch.zeros_like(q)) + poison)
-        self._store_gradient(i, matrix, delta)
+        self._store_gradient(i, matrix, delta, q)
 
     # ---- delta, residual, gradient ---------------------------------------------------------------------------------
 
@@ -228,8 +243,12 @@ class LowRankExchange:
         own, matrix = self._scratch.delta[i], self._scratch.matrices[i]
         return self.buffer[matrix.start : matrix.stop].view(matrix.n, matrix.m) if own is None else own
 
-    def _load_delta(self, i: int, gradient: torch.Tensor) -> torch.Tensor:
+    def _load_delta(self, i: int, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """The matrix delta, and its residual if that has not been added yet."""
         own, matrix = self._scratch.delta[i], self._scratch.matrices[i]
+        if self._scratch.in_place[i]:
+            known = self._memory.residuals.get(matrix.slots[0][0]) if self._options.use_error_feedback else None
+            return self._delta(i), None if known is None else known.view(matrix.n, matrix.m)
         flat = gradient
         if own is not None:
             flat = own.view(-1)
@@ -241,7 +260,7 @@ class LowRankExchange:
                 if residual is not None:
                     begin = slot.offset - matrix.start
                     flat[begin : begin + slot.numel].add_(residual, alpha=self._residual_factor)
-        return self._delta(i)
+        return self._delta(i), None
 
     def _residual(self, name: str, slot: Slot) -> torch.Tensor:
         residuals = self._memory.residuals
@@ -251,18 +270,14 @@ class LowRankExchange:
 
     def _store_residual(self, i: int, matrix: Matrix, delta: torch.Tensor) -> None:
         s = self._scratch
-        if matrix.fills_bucket_span and len(matrix.slots) == 1:
-            name, slot = matrix.slots[0]
-            codec.remainder(delta, s.p[i], s.q[i], out=self._residual(name, slot).view(matrix.n, matrix.m))
-            return
-        codec.remainder(delta, s.p[i], s.q[i], out=delta)
+        codec.remainder(delta, s.p[i], s.q[i], matrix.rank, out=delta)
         flat = delta.view(-1)
         for name, slot in matrix.slots:  # what lies behind them is padding, whose residual is dropped
             begin = slot.offset - matrix.start
             self._residual(name, slot).copy_(flat[begin : begin + slot.numel])
 
-    def _store_gradient(self, i: int, matrix: Matrix, delta: torch.Tensor) -> None:
-        codec.reconstruct(self._scratch.p[i], self._scratch.q[i], out=delta)
+    def _store_gradient(self, i: int, matrix: Matrix, delta: torch.Tensor, q: torch.Tensor) -> None:
+        codec.reconstruct(self._scratch.p[i], q, matrix.rank, out=delta)
         if self._scratch.delta[i] is not None:
             self.buffer[matrix.start : matrix.stop].copy_(delta.view(-1)[: matrix.stop - matrix.start])
 

@@ -178,7 +178,7 @@ class Registration:
             plans, matrices = (self._plan_batched if self.batched else self._plan_each)(layout, names)
             wire = wire_dtype_of(layout.dtype, self.wrapper_dtype)
             self._check_memory(layout, names, matrices)
-            scratch = LowRankScratch(layout, matrices, wire) if matrices else None
+            scratch = LowRankScratch(layout, matrices, wire, self.options.fused) if matrices else None
             known = self._buckets[key] = _Bucket(layout, names, plans, scratch)
         known.used = True
         return known

@@ -1,9 +1,12 @@
 """The codec's promises: always an orthonormal basis, rows of norm 1, numbers that depend on their key alone."""
 
+import os
+import shutil
+
 import pytest
 import torch
 
-from commhooks import codec
+from commhooks import codec, fused_codec
 
 LENGTH = 40
 RANKS = range(1, 17)
@@ -120,21 +123,56 @@ def test_draws_stay_the_same_in_later_versions():
     torch.testing.assert_close(drawn, torch.tensor(golden, dtype=torch.float64), rtol=0, atol=1e-12)
 
 
-def test_products():
+SHAPES = [(7, 9), (64, 147), (33, 1500), (300, 16)]
+
+
+@pytest.mark.parametrize("rank", [1, 2, 3, 4, 5, 9])
+@pytest.mark.parametrize("products", ["plain float32", "plain float64", "fused float32"])
+def test_products(products, rank):
+    kind, name = products.split()
+    if kind == "fused" and not shutil.which(os.environ.get("CC", "cc")):
+        pytest.skip("needs a C compiler")
+    for shape in SHAPES:
+        if rank <= min(shape):
+            _compare_products(fused_codec.load() if kind == "fused" else codec, getattr(torch, name), rank, *shape)
+
+
+def _compare_products(products, dtype, rank, n, m):
     generator = torch.Generator().manual_seed(0)
-    delta = torch.randn(7, 9, generator=generator, dtype=torch.float64)
-    p = torch.randn(2, 7, generator=generator, dtype=torch.float64)
-    q = torch.randn(2, 9, generator=generator, dtype=torch.float64)
-    out_p, out_q, out = torch.empty_like(p), torch.empty_like(q), torch.empty_like(delta)
-    codec.project_p(delta, q, out_p)
-    torch.testing.assert_close(out_p.T, delta @ q.T)
-    codec.project_q(delta, p, out_q)
-    torch.testing.assert_close(out_q.T, delta.T @ p.T)
-    codec.reconstruct(p, q, out)
-    torch.testing.assert_close(out, p.T @ q)
-    expected = delta - p.T @ q
-    codec.remainder(delta, p, q, out=delta)
-    torch.testing.assert_close(delta, expected)
+
+    def draw(*shape):
+        return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+    def factor(length):
+        padded = codec.new_factor(rank, length, dtype, torch.device("cpu"))
+        padded[:rank] = draw(rank, length)
+        return padded
+
+    delta, residual, p, q, q_local = draw(n, m).to(dtype), draw(n, m).to(dtype), factor(n), factor(m), factor(m)
+    out_p, out_q = torch.full_like(p, 7.0), torch.full_like(q, 7.0)
+    tolerance = {"rtol": 0, "atol": 2e-5 if dtype == torch.float32 else 1e-13}
+
+    def check(got, expected):
+        scale = expected.abs().max()
+        torch.testing.assert_close(got.double() / scale, expected / scale, **tolerance)
+
+    expected = delta.double() + 0.25 * residual.double()
+    products.add_and_project(delta, residual, 0.25, q, rank, out_p)
+    check(delta, expected)
+    check(out_p[:rank].t(), expected @ q[:rank].double().t())
+    products.add_and_project(delta, None, 0.25, q, rank, out_p)
+    check(delta, expected)
+    products.project_q(delta, p, rank, out_q)
+    check(out_q[:rank].t(), expected.t() @ p[:rank].double().t())
+    out = torch.empty_like(delta)
+    products.reconstruct(p, q, rank, out=out)
+    check(out, p[:rank].double().t() @ q[:rank].double())
+    left = expected - p[:rank].double().t() @ q_local[:rank].double()
+    products.remainder(delta, p, q_local, rank, out=out)
+    check(out, left)
+    products.split(delta, p, q_local, q, rank, residual)
+    check(residual, left)
+    check(delta, p[:rank].double().t() @ q[:rank].double())
 
 
 def test_rank_one_is_padded_to_two_rows():

@@ -29,7 +29,7 @@ class PowerSGDState:
 
     Arguments, their order and their defaults are torch's. What differs: `start_powerSGD_iter` may be 0 or 1 with error
     feedback or warm start; `orthogonalization_epsilon` and `batch_tensors_with_same_shape` are accepted and change
-    nothing; loading a pickled state needs no process group. See `commhooks.PowerSGD` for the meaning of each.
+    nothing; loading a pickled state needs no process group; `fused` is ours. See `commhooks.PowerSGD` for the meaning of each.
 
     Args:
         process_group: over which to average; None is the default group at the time of the backward pass.
@@ -50,6 +50,8 @@ class PowerSGDState:
         random_seed: int = 0,
         compression_stats_logging_frequency: int = 10_000,
         batch_tensors_with_same_shape: bool = False,
+        *,
+        fused: bool = False,
     ) -> None:
         self.process_group = process_group
         self._options = PowerSGD(
@@ -62,6 +64,7 @@ class PowerSGDState:
             random_seed=random_seed,
             compression_stats_logging_frequency=compression_stats_logging_frequency,
             batch_tensors_with_same_shape=batch_tensors_with_same_shape,
+            fused=fused,
         )
         if not isinstance(start_powerSGD_iter, int):
             raise HookConfigError(

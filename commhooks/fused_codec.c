@@ -1,0 +1,144 @@
+/* The passes of the low-rank codec over a matrix, each fused with what the plain form does in a pass of its own.
+ *
+ * Letters and layouts as in codec.py: delta and residual n x m; P and Q transposed, r x n and r x m; all float32 and
+ * contiguous. A factor is taken in groups of up to four rows, which fit into registers; delta is in the cache when the
+ * next group needs it. One thread. Each element of the results is summed in an order that depends on n, m and r only.
+ */
+#include <stddef.h>
+#include <string.h>
+
+#if defined(__AVX512F__)
+#define WIDTH 16
+#elif defined(__AVX2__)
+#define WIDTH 8
+#else
+#define WIDTH 4
+#endif
+#define COLUMNS 1024  /* of Q at once: a group of rows of Q fits into the first cache */
+#define ROWS(m) (65536 / (m) + 1)  /* of delta at once: they fit into the second cache */
+
+typedef float vec __attribute__((vector_size(4 * WIDTH)));
+
+static inline vec load(const float *from) { vec v; memcpy(&v, from, sizeof v); return v; }
+static inline void store(float *to, vec v) { memcpy(to, &v, sizeof v); }
+
+static inline float total(vec v) {
+    float sum = 0;
+    for (int lane = 0; lane < WIDTH; lane++) sum += v[lane];
+    return sum;
+}
+
+/* delta += factor * residual (if there is one); P = delta Q for R columns of P. */
+#define ADD_AND_PROJECT(R)                                                                                             \
+    static void add_and_project_##R(size_t rows, size_t n, size_t m, float *restrict delta,                            \
+                                    const float *restrict residual, float factor, const float *restrict q,             \
+                                    float *restrict p) {                                                               \
+        for (size_t i = 0; i < rows; i++, delta += m) {                                                                \
+            vec sums[R];                                                                                               \
+            float rest[R];                                                                                             \
+            size_t j = 0;                                                                                              \
+            for (int k = 0; k < R; k++) sums[k] = (vec){0};                                                            \
+            for (; j + WIDTH <= m; j += WIDTH) {                                                                       \
+                vec d = load(delta + j);                                                                               \
+                if (residual) store(delta + j, d += factor * load(residual + i * m + j));                              \
+                for (int k = 0; k < R; k++) sums[k] += d * load(q + k * m + j);                                        \
+            }                                                                                                          \
+            for (int k = 0; k < R; k++) rest[k] = total(sums[k]);                                                      \
+            for (; j < m; j++) {                                                                                       \
+                if (residual) delta[j] += factor * residual[i * m + j];                                                \
+                for (int k = 0; k < R; k++) rest[k] += delta[j] * q[k * m + j];                                        \
+            }                                                                                                          \
+            for (int k = 0; k < R; k++) p[k * n + i] = rest[k];                                                        \
+        }                                                                                                              \
+    }
+
+/* Q += delta^T P for R columns of Q and `columns` of its rows. */
+#define PROJECT_Q(R)                                                                                                   \
+    static void project_q_##R(size_t rows, size_t columns, size_t n, size_t m, const float *restrict delta,            \
+                              const float *restrict p, float *restrict q) {                                            \
+        size_t i = 0;                                                                                                  \
+        for (; i + 4 <= rows; i += 4) {                                                                                \
+            const float *d0 = delta + i * m, *d1 = d0 + m, *d2 = d1 + m, *d3 = d2 + m;                                 \
+            size_t j = 0;                                                                                              \
+            for (; j + WIDTH <= columns; j += WIDTH) {                                                                 \
+                vec a = load(d0 + j), b = load(d1 + j), c = load(d2 + j), d = load(d3 + j);                            \
+                for (int k = 0; k < R; k++) {                                                                          \
+                    const float *pk = p + k * n + i;                                                                   \
+                    store(q + k * m + j, load(q + k * m + j) + (a * pk[0] + b * pk[1]) + (c * pk[2] + d * pk[3]));     \
+                }                                                                                                      \
+            }                                                                                                          \
+            for (; j < columns; j++)                                                                                   \
+                for (int k = 0; k < R; k++) {                                                                          \
+                    const float *pk = p + k * n + i;                                                                   \
+                    q[k * m + j] += (d0[j] * pk[0] + d1[j] * pk[1]) + (d2[j] * pk[2] + d3[j] * pk[3]);                 \
+                }                                                                                                      \
+        }                                                                                                              \
+        for (; i < rows; i++)                                                                                          \
+            for (int k = 0; k < R; k++)                                                                                \
+                for (size_t j = 0; j < columns; j++) q[k * m + j] += delta[i * m + j] * p[k * n + i];                  \
+    }
+
+/* One row: residual = delta - P Q_local^T, delta = P Q^T; after the first group of R the same, added to what is there. */
+#define SPLIT(R)                                                                                                       \
+    static void split_##R(int first, size_t n, size_t m, float *restrict delta, float *restrict residual,              \
+                          const float *restrict p, const float *restrict q_local, const float *restrict q) {           \
+        size_t j = 0;                                                                                                  \
+        for (; j + WIDTH <= m; j += WIDTH) {                                                                           \
+            vec left = load((first ? delta : residual) + j), mean = first ? (vec){0} : load(delta + j);                \
+            for (int k = 0; k < R; k++) left -= p[k * n] * load(q_local + k * m + j);                                  \
+            for (int k = 0; k < R; k++) mean += p[k * n] * load(q + k * m + j);                                        \
+            store(residual + j, left);                                                                                 \
+            store(delta + j, mean);                                                                                    \
+        }                                                                                                              \
+        for (; j < m; j++) {                                                                                           \
+            float left = (first ? delta : residual)[j], mean = first ? 0 : delta[j];                                   \
+            for (int k = 0; k < R; k++) left -= p[k * n] * q_local[k * m + j];                                         \
+            for (int k = 0; k < R; k++) mean += p[k * n] * q[k * m + j];                                               \
+            residual[j] = left;                                                                                        \
+            delta[j] = mean;                                                                                           \
+        }                                                                                                              \
+    }
+
+#define FOR_EACH_GROUP(MAKE) MAKE(1) MAKE(2) MAKE(3) MAKE(4)
+FOR_EACH_GROUP(ADD_AND_PROJECT)
+FOR_EACH_GROUP(PROJECT_Q)
+FOR_EACH_GROUP(SPLIT)
+
+#define DISPATCH(name, rows, ...)                                                                                      \
+    switch (rows) {                                                                                                    \
+        case 1: name##_1(__VA_ARGS__); break;                                                                          \
+        case 2: name##_2(__VA_ARGS__); break;                                                                          \
+        case 3: name##_3(__VA_ARGS__); break;                                                                          \
+        default: name##_4(__VA_ARGS__);                                                                                \
+    }
+
+void commhooks_add_and_project(size_t n, size_t m, size_t r, float *delta, const float *residual, float factor,
+                               const float *q, float *p) {
+    for (size_t i = 0; i < n; i += ROWS(m)) {
+        size_t rows = n - i < ROWS(m) ? n - i : ROWS(m);
+        for (size_t k = 0; k < r; k += 4)
+            DISPATCH(add_and_project, r - k, rows, n, m, delta + i * m, residual && k == 0 ? residual + i * m : NULL,
+                     factor, q + k * m, p + k * n + i)
+    }
+}
+
+void commhooks_project_q(size_t n, size_t m, size_t r, const float *delta, const float *p, float *q) {
+    memset(q, 0, sizeof(float) * r * m);
+    for (size_t j = 0; j < m; j += COLUMNS) {
+        size_t columns = m - j < COLUMNS ? m - j : COLUMNS;
+        size_t height = 4 * (ROWS(columns) / 4 + 1);  /* a multiple of four, so that no order of sums depends on it */
+        for (size_t i = 0; i < n; i += height) {
+            size_t rows = n - i < height ? n - i : height;
+            for (size_t k = 0; k < r; k += 4)
+                DISPATCH(project_q, r - k, rows, columns, n, m, delta + i * m + j, p + k * n + i, q + k * m + j)
+        }
+    }
+}
+
+void commhooks_split(size_t n, size_t m, size_t r, float *delta, float *residual, const float *p, const float *q_local,
+                     const float *q) {
+    for (size_t i = 0; i < n; i++)
+        for (size_t k = 0; k < r; k += 4)
+            DISPATCH(split, r - k, k == 0, n, m, delta + i * m, residual + i * m, p + k * n + i, q_local + k * m,
+                     q + k * m)
+}

@@ -1,0 +1,137 @@
+"""The codec's passes over a matrix as a small native kernel (`fused_codec.c`), for float32 on the CPU.
+
+Optional (`PowerSGD(fused=True)`): the plain form in `codec` is the reference, and the results are the same to rounding.
+Each pass does in one reading of the matrix what takes the plain form several. The kernel is compiled by the C compiler
+of the machine when it is first asked for, which takes about a second, and kept in the user's cache folder.
+"""
+
+import ctypes
+import functools
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+
+import torch
+
+from commhooks import codec
+from commhooks.errors import HookConfigError
+
+SOURCE = Path(__file__).with_name("fused_codec.c")
+FLAGS = ("-O3", "-march=native", "-ffp-contract=fast", "-std=gnu11", "-shared", "-fPIC")
+
+
+class FusedCodec:
+    """The functions of `codec` that read or write whole matrices; see there for shapes."""
+
+    reconstruct = staticmethod(codec.reconstruct)
+    remainder = staticmethod(codec.remainder)
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        size, pointer = ctypes.c_size_t, ctypes.c_void_p
+        self._add_and_project = library.commhooks_add_and_project
+        self._add_and_project.argtypes = [size, size, size, pointer, pointer, ctypes.c_float, pointer, pointer]
+        self._project_q = library.commhooks_project_q
+        self._project_q.argtypes = [size, size, size, pointer, pointer, pointer]
+        self._split = library.commhooks_split
+        self._split.argtypes = [size, size, size, pointer, pointer, pointer, pointer, pointer]
+        for function in (self._add_and_project, self._project_q, self._split):
+            function.restype = None
+
+    def add_and_project(
+        self,
+        delta: torch.Tensor,
+        residual: torch.Tensor | None,
+        factor: float,
+        q: torch.Tensor,
+        rank: int,
+        out: torch.Tensor,
+    ) -> None:
+        address = None if residual is None else _address(residual)
+        self._add_and_project(*delta.shape, rank, _address(delta), address, factor, _address(q), _address(out))
+
+    def project_q(self, delta: torch.Tensor, p: torch.Tensor, rank: int, out: torch.Tensor) -> None:
+        self._project_q(*delta.shape, rank, _address(delta), _address(p), _address(out))
+
+    def split(
+        self,
+        delta: torch.Tensor,
+        p: torch.Tensor,
+        q_local: torch.Tensor,
+        q: torch.Tensor,
+        rank: int,
+        residual: torch.Tensor,
+    ) -> None:
+        addresses = [_address(each) for each in (delta, residual, p, q_local, q)]
+        self._split(*delta.shape, rank, *addresses)
+
+
+@functools.cache
+def load() -> FusedCodec:
+    """The kernel, compiled if this machine has not done so before.
+
+    Raises:
+        HookConfigError: there is no C compiler, or it fails; the text says what to do.
+    """
+    compiler = os.environ.get("CC") or next(filter(shutil.which, ("cc", "gcc", "clang")), None)
+    if compiler is None:
+        raise HookConfigError(
+            "fused=True compiles a small kernel, and no C compiler was found: install one (gcc or clang), name one in "
+            "the environment variable CC, or leave fused=False"
+        )
+    text = SOURCE.read_bytes()
+    # A home folder may be shared by machines with different processors.
+    key = hashlib.sha256(text + repr((compiler, FLAGS, platform.machine(), _processor())).encode()).hexdigest()[:16]
+    folder = _cache_folder()
+    library = folder / f"fused_codec_{key}.so"
+    if not library.exists():
+        with tempfile.TemporaryDirectory(dir=folder) as temporary:
+            made = Path(temporary, library.name)
+            command = [*compiler.split(), *FLAGS, "-o", str(made), str(SOURCE)]
+            try:
+                subprocess.run(command, check=True, capture_output=True, text=True)
+            except (OSError, subprocess.CalledProcessError) as error:
+                said = getattr(error, "stderr", "") or str(error)
+                raise HookConfigError(
+                    f"fused=True: {' '.join(command)} failed; repair the compiler, name another one in the environment "
+                    f"variable CC, or leave fused=False. It said: {said.strip()}"
+                ) from error
+            os.replace(made, library)  # several ranks may do this at once: each finds a whole file
+    return FusedCodec(ctypes.CDLL(str(library)))
+
+
+def check_supported(device: torch.device, dtype: torch.dtype) -> None:
+    """Raise HookConfigError unless the kernel can serve matrices of this (compute) dtype on this device."""
+    if device.type != "cpu" or dtype != torch.float32:
+        raise HookConfigError(
+            f"fused=True works on the CPU with float32 arithmetic (parameters in float32, bfloat16 or float16), and "
+            f"here are gradients in {str(dtype).removeprefix('torch.')} on {device}: leave fused=False"
+        )
+
+
+def _address(tensor: torch.Tensor) -> int:
+    assert tensor.is_contiguous() and tensor.dtype == torch.float32
+    return tensor.data_ptr()
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    return "".join(sorted({line for line in lines if line.startswith(("flags", "Features", "model name"))}))
+
+
+def _cache_folder() -> Path:
+    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "commhooks"
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        # Code is loaded from there: it must be nobody else's.
+        if folder.stat().st_uid == os.getuid() and os.access(folder, os.W_OK):
+            return folder
+    except (OSError, RuntimeError):  # no home
+        pass
+    return Path(tempfile.mkdtemp(prefix="commhooks-"))

@@ -122,9 +122,9 @@ def main() -> int:
         runs.append(pool.run(train, options.steps, options.wrapper, timeout_s=600 + options.steps))
         print(f"run {number}: {options.steps} steps in {time.monotonic() - started:.1f} s")
         for rank, each in enumerate(runs[-1]):
-            memory, tensors = each["memory_mb"], each["tensors"]
+            (mb, mb_after), (tensors, tensors_after) = each["memory_mb"], each["tensors"]
             print(
-                f"  rank {rank}: memory {memory[0]:.1f} -> {memory[1]:.1f} MB, live tensors {tensors[0]} -> {tensors[1]}, "
+                f"  rank {rank}: memory {mb:.1f} -> {mb_after:.1f} MB, live tensors {tensors} -> {tensors_after}, "
                 f"loss {each['first loss']:.3f} -> {each['last loss']:.4f}, weights {each['hashes'][-1][:16]}, "
                 f"{each['stats']['compressed_steps']} compressed and {each['stats']['nonfinite_steps']} skipped steps"
             )

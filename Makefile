@@ -7,7 +7,7 @@ PY := $(VENV)/bin/python
 CLEAN := $(PY) examples/clean_env.py
 READY := $(VENV)/.ready
 
-.PHONY: demo demo-accelerate test test-mutants lint venv clean
+.PHONY: demo demo-accelerate test test-mutants soak chaos lint venv clean
 .DELETE_ON_ERROR:
 
 demo: $(READY)
@@ -21,6 +21,14 @@ test: $(READY)
 
 test-mutants: $(READY)
 	@$(CLEAN) tests/mutants.py $(ARGS)
+
+# 10,000 steps on 2 ranks, twice: some minutes. make soak ARGS="--steps 1000"
+soak: $(READY)
+	@$(CLEAN) tests/soak.py $(ARGS)
+
+# Kills 30 trainings at random times; takes some minutes.
+chaos: $(READY)
+	@$(CLEAN) tests/chaos.py $(ARGS)
 
 lint: $(READY)
 	$(PY) -m ruff check .

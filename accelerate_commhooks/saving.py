@@ -48,7 +48,7 @@ class SavedHooks:
     def __init__(self, accelerator: Accelerator) -> None:
         self._accelerator = weakref.ref(accelerator)
         self._models: list[HookedModel] = []
-        self._loaded_early: dict[int, dict[str, Any]] = {}
+        self._loaded_early: dict[int, tuple[dict[str, Any], Path]] = {}
         accelerator.register_save_state_pre_hook(self._save)
         accelerator.register_load_state_pre_hook(self._load)
 
@@ -60,7 +60,7 @@ class SavedHooks:
         self._models[number : number + 1] = [model]
         early = self._loaded_early.pop(number, None)
         if early is not None and model.hook is not None:
-            model.hook.load_state_dict(early)
+            _checked(model.hook, *early)()
 
     def save(self, folder: str, *, writes_shared: bool) -> None:
         """Write this rank's files into an existing folder, and the shared ones where `writes_shared`.
@@ -93,7 +93,7 @@ class SavedHooks:
         """
         # First check everything, then take it over: an error leaves all models as they were.
         take_over: list[Callable[[], None]] = []
-        early: dict[int, dict[str, Any]] = {}
+        early: dict[int, tuple[dict[str, Any], Path]] = {}
         number = 0
         while number < len(self._models) or _path(folder, number).exists():
             hook = self._models[number].hook if number < len(self._models) else None
@@ -101,7 +101,7 @@ class SavedHooks:
             if saved is not None and hook is not None:
                 take_over.append(_checked(hook, saved, _path(folder, number)))
             if saved is not None and (number >= len(self._models) or self._freed()):
-                early[number] = saved
+                early[number] = saved, _path(folder, number)
             number += 1
         for each in take_over:
             each()

@@ -76,11 +76,23 @@ def one_rank(backend: str = "gloo") -> Iterator[None]:
             dist.destroy_process_group()
 
 
-def run_ranks(function: Callable[..., Any], *args: Any, world_size: int = 2, timeout_s: float = RANKS_LIMIT_S) -> Any:
-    """`function(*args)` in a process per rank, joined by gloo; returns what it returned (JSON types) on rank 0."""
+def run_ranks(
+    function: Callable[..., Any],
+    *args: Any,
+    world_size: int = 2,
+    start_method: str = "spawn",
+    timeout_s: float = RANKS_LIMIT_S,
+) -> Any:
+    """`function(*args)` in a process per rank, joined by gloo; returns what it returned (JSON types) on rank 0.
+
+    `start_method="fork"` takes no time, and needs a process that has not used torch's threads yet."""
     with tempfile.TemporaryDirectory() as folder:
-        ranks = torch.multiprocessing.spawn(
-            _rank_main, args=(world_size, folder, function, args), nprocs=world_size, join=False
+        ranks = torch.multiprocessing.start_processes(
+            _rank_main,
+            args=(world_size, folder, function, args),
+            nprocs=world_size,
+            join=False,
+            start_method=start_method,
         )
         deadline = datetime.datetime.now() + datetime.timedelta(seconds=timeout_s)
         try:

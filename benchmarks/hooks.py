@@ -17,7 +17,7 @@ LABELS = "noop, ddp, allreduce, fp16, bf16, powersgd-RANK, batched-RANK, torch-R
 
 
 def wrap(
-    model: torch.nn.Module, label: str, start: int = 2, bucket_cap_mb: float | None = None
+    model: torch.nn.Module, label: str, start: int = 2, bucket_cap_mb: float | None = None, **ddp: Any
 ) -> tuple[DistributedDataParallel, commhooks.CommHook | None]:
     """DDP with that hook; the CommHook where it is ours. torch's PowerSGD always gets one bucket: with more of them it
     hangs on gloo. `start` is the step at which PowerSGD begins, which torch wants to be 2 at least."""
@@ -25,7 +25,7 @@ def wrap(
     kind = kind or label
     if kind.startswith("torch"):
         bucket_cap_mb = ONE_BUCKET_MB
-    wrapped = DistributedDataParallel(model, bucket_cap_mb=bucket_cap_mb)
+    wrapped = DistributedDataParallel(model, bucket_cap_mb=bucket_cap_mb, **ddp)
     if label == "ddp":
         return wrapped, None
     if kind in ("torch", "torch-same"):

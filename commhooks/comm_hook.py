@@ -19,6 +19,7 @@ from commhooks.ddp_comm_hooks.powerSGD_hook import PowerSGDState
 from commhooks.errors import HookConfigError, HookRunError, PayloadError
 from commhooks.hook_result import checked_future
 from commhooks.names import GivenNames
+from commhooks.payload_checks import shown
 from commhooks.pipeline import forbid_uneven_division
 from commhooks.plan import ModelPlan, ParameterPlan, plan_parameter
 from commhooks.replica_check import ReplicaCheck
@@ -255,7 +256,7 @@ class CommHook:
         content = payload.check_header(saved)
         if content["hook"] == self.name:
             return self._saved_state.prepare_load(content, strict)
-        text = f"the saved state is of hook {content['hook']!r}, this one is {self.name!r}"
+        text = f"the saved state is of hook {shown(content['hook'])}, this one is {self.name!r}"
         if strict:
             raise PayloadError(
                 f"{text}. Attach the saved hook to continue with its memory, or load with strict=False to begin "

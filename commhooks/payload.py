@@ -16,7 +16,7 @@ from commhooks.arithmetic import compute_dtype
 from commhooks.errors import PayloadError
 from commhooks.layout import memory_order, to_logical, to_memory
 from commhooks.memory import Memory
-from commhooks.payload_checks import VERSION, check_header, check_low_rank
+from commhooks.payload_checks import VERSION, check_header, check_low_rank, check_range
 
 logger = logging.getLogger(__name__)
 
@@ -109,16 +109,19 @@ def read(payload: dict[str, Any], target: Target, *, strict: bool) -> Memory:
     pick = _residual_picker(payload["residual"], payload["residual_ranks"], payload["world_size"], target)
     for name in fitting:
         entry, parameter = parameters[name], target.parameters[name]
+        check_range(name, entry, compute_dtype(parameter.dtype), memory.loss_scale)
         if name in target.ranks:
             q = _fit_q(name, entry, parameter, target)
             if q is not None:
                 memory.q[name] = q.to(parameter.device, compute_dtype(parameter.dtype))
-        if entry["residual"] is not None:
+        # The gradient of a complex parameter is sent as it is: it leaves no residual.
+        if entry["residual"] is not None and not parameter.is_complex():
             picked = pick(entry["residual"])
             if picked is None:
                 memory.residual_missing = True
             else:
-                flat = to_memory(picked, parameter).to(parameter.device, compute_dtype(parameter.dtype), copy=True)
+                flat = to_memory(picked.detach(), parameter)
+                flat = flat.to(parameter.device, compute_dtype(parameter.dtype), copy=True)
                 memory.residuals[name] = flat.contiguous()
     if payload["residual"] == "none" and payload.get("exact") is False:
         memory.residual_missing = memory.missing_was_said = True
@@ -130,7 +133,7 @@ def read(payload: dict[str, Any], target: Target, *, strict: bool) -> Memory:
             )
     if memory.residual_missing:
         memory.residuals.clear()
-    memory.q.update((name, q.clone()) for name, q in payload["batched_q"].items())
+    memory.q.update((name, q.detach().clone()) for name, q in payload["batched_q"].items())
     return memory
 
 
@@ -166,7 +169,7 @@ def _residual_picker(
     if world_size == target.world_size and target.rank in ranks:
         place = ranks.index(target.rank)
         return lambda saved: saved[place]
-    if sorted(ranks) == list(range(world_size)) and world_size != target.world_size:
+    if len(ranks) == world_size != target.world_size:  # all of them: none is there twice
         # Another world: everybody takes the mean, with which the sum over the ranks is what it was.
         return lambda saved: torch.stack(saved).mean(0)
     return lambda saved: None
@@ -177,7 +180,7 @@ def _fit_q(name: str, entry: dict[str, Any], parameter: torch.Tensor, target: Ta
     if entry["q"] is None or entry["row_dim"] != memory_order(parameter)[0]:
         return None
     rows = entry["q"].shape[0]
-    q = _q_to_memory(entry["q"], parameter)
+    q = _q_to_memory(entry["q"].detach(), parameter)
     rank = target.ranks[name]
     if rows == rank:
         return q.clone()

@@ -12,6 +12,8 @@ from commhooks.errors import PayloadError
 
 VERSION = 1
 _LARGEST = 2**62  # what a counter can be; it travels as int64
+_MOST_RANKS = 2**20
+_LARGEST_LOSS_SCALE = float(2**127)  # a GradScaler's is a normal number in float32, and so is its inverse
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
@@ -30,11 +32,11 @@ def check_header(payload: object) -> dict[str, Any]:
         version = payload.get("version")
         if type(version) is int and version > VERSION:
             raise PayloadError(
-                f"the saved hook state has version {version}: it was saved by a newer commhooks, this one reads up to "
-                f"version {VERSION}. Load it with the version of commhooks that wrote it, or a newer one"
+                f"the saved hook state has version {shown(version)}: it was saved by a newer commhooks, this one reads "
+                f"up to version {VERSION}. Load it with the version of commhooks that wrote it, or a newer one"
             )
         raise PayloadError(
-            f"the saved hook state has version {version!r}, this commhooks reads version {VERSION}: "
+            f"the saved hook state has version {shown(version)}, this commhooks reads version {VERSION}: "
             "it is damaged, or was not written by commhooks"
         )
     if type(payload.get("hook")) is not str or type(payload.get("options")) is not dict:
@@ -50,13 +52,15 @@ def check_low_rank(payload: dict[str, Any]) -> None:
         PayloadError: a key is missing, or holds something else than the format says.
     """
     check_count(payload, "nonfinite_steps", 0)
-    world_size = check_count(payload, "world_size", 1)
+    world_size = check_world_size(payload)
     scale: Any = payload.get("loss_scale")
-    if type(scale) not in (int, float) or not 0 < scale < torch.finfo(torch.float64).max:
-        raise damaged(f"'loss_scale' is {scale!r}, not a positive number")
+    if type(scale) not in (int, float) or not 1 / _LARGEST_LOSS_SCALE < scale < _LARGEST_LOSS_SCALE:
+        raise damaged(f"'loss_scale' is {shown(scale)}, not a positive number that float32 holds")
+    if type(payload.get("exact")) is not bool:
+        raise damaged(f"'exact' is {shown(payload.get('exact'))}, not True or False")
     kind, ranks = payload.get("residual"), payload.get("residual_ranks")
     if type(kind) is not str or kind not in ("mean", "per_rank", "none"):
-        raise damaged(f"'residual' is {kind!r}")
+        raise damaged(f"'residual' is {shown(kind)}")
     if type(ranks) is not list or not all(type(rank) is int and 0 <= rank < world_size for rank in ranks):
         raise damaged(f"'residual_ranks' is not a list of ranks below {world_size}")
     if len(set(ranks)) != len(ranks):
@@ -68,18 +72,50 @@ def check_low_rank(payload: dict[str, Any]) -> None:
         _check_entry(name, entry, kind, len(ranks))
     for name, q in payload["batched_q"].items():
         if type(name) is not str or not name.startswith("batched."):
-            raise damaged(f"batched_q has a key {name!r}")
-        _check_tensor(q, f"batched_q[{name!r}]")
-        if q.dim() != 2 or q.shape[0] < 1:
-            raise damaged(f"batched_q[{name!r}] is not a matrix")
+            raise damaged(f"batched_q has a key {shown(name)}")
+        check_tensor(q, f"batched_q[{shown(name)}]")
+        if q.dim() != 2 or q.shape[0] < 1 or _largest(q) > torch.finfo(torch.float32).max:
+            raise damaged(f"batched_q[{shown(name)}] is not a matrix of float32 numbers")
 
 
-def check_count(content: dict[str, Any], key: str, smallest: int) -> int:
+def check_range(name: str, entry: dict[str, Any], dtype: torch.dtype, loss_scale: float) -> None:
+    """Whether a step in `dtype` can work with the numbers of a checked entry, those of other ranks too.
+
+    Finite is not enough: a sum over a row of the largest numbers, or a change of the loss scale, would make them inf,
+    and as a step that is not finite is never committed, no later one could either.
+
+    Raises:
+        PayloadError: it cannot.
+    """
+    largest = torch.finfo(dtype).max
+    where = f"parameters[{shown(name)}]"
+    if entry["q"] is not None and _largest(entry["q"]) > largest:
+        raise damaged(f"{where}['q'] holds numbers too large for {dtype}")
+    residual = entry["residual"]
+    for each in residual if isinstance(residual, list) else [] if residual is None else [residual]:
+        if _largest(each) * max(1, 1 / loss_scale) > largest / 2**24:
+            raise damaged(f"{where}['residual'] with loss_scale {loss_scale} holds numbers too large for {dtype}")
+
+
+def check_world_size(payload: dict[str, Any]) -> int:
+    return check_count(payload, "world_size", 1, _MOST_RANKS)
+
+
+def check_count(content: dict[str, Any], key: str, smallest: int, largest: int = _LARGEST) -> int:
     """An int within bounds, and no bool."""
     value = content.get(key)
-    if type(value) is not int or not smallest <= value < _LARGEST:
-        raise damaged(f"{key!r} is {value!r}, not a whole number from {smallest} on")
+    if type(value) is not int or not smallest <= value <= largest:
+        raise damaged(f"{key!r} is {shown(value)}, not a whole number from {smallest} to {largest}")
     return value
+
+
+def shown(value: object) -> str:
+    """A short `repr` for a message. Not everything has one: an int of 5,000 digits, a list 100,000 levels deep."""
+    try:
+        text = repr(value)
+    except Exception:
+        return f"a {type(value).__name__}"
+    return text if len(text) <= 100 else f"{text[:90]}... ({type(value).__name__})"
 
 
 def damaged(what: str) -> PayloadError:
@@ -92,19 +128,19 @@ def _is(value: object, expected: object) -> bool:
 
 
 def _check_entry(name: object, entry: object, kind: str, copies: int) -> None:
-    where = f"parameters[{name!r}]"
+    where = f"parameters[{shown(name)}]"
     if type(name) is not str or type(entry) is not dict:
         raise damaged(f"{where} is not a dict with a name")
     for key in ("shape", "row_dim", "q", "residual"):
         if key not in entry:
             raise damaged(f"{where} has no {key!r}")
     shape, row_dim, q, residual = entry["shape"], entry["row_dim"], entry["q"], entry["residual"]
-    if type(shape) is not list or not all(type(size) is int and size >= 0 for size in shape):
+    if type(shape) is not list or not all(type(size) is int and 0 <= size < _LARGEST for size in shape):
         raise damaged(f"{where}['shape'] is not a list of sizes")
     if type(row_dim) is not int or not 0 <= row_dim < max(len(shape), 1):
         raise damaged(f"{where}['row_dim'] is not a dimension")
     if q is not None:
-        _check_tensor(q, f"{where}['q']")
+        check_tensor(q, f"{where}['q']")
         rest = shape[:row_dim] + shape[row_dim + 1 :]
         if len(shape) < 2 or q.dim() < 2 or q.shape[0] < 1 or list(q.shape[1:]) != rest:
             raise damaged(f"{where}['q'] does not fit the shape")
@@ -115,15 +151,29 @@ def _check_entry(name: object, entry: object, kind: str, copies: int) -> None:
     if isinstance(residual, list) and len(residual) != copies:
         raise damaged(f"{where}['residual'] does not hold one tensor per rank")
     for each in residual if isinstance(residual, list) else [residual]:
-        _check_tensor(each, f"{where}['residual']")
+        check_tensor(each, f"{where}['residual']")
         if list(each.shape) != shape:
             raise damaged(f"{where}['residual'] does not fit the shape")
 
 
-def _check_tensor(value: object, where: str) -> None:
-    if not isinstance(value, torch.Tensor) or value.layout != torch.strided or value.device.type == "meta":
+def check_tensor(value: Any, where: str) -> None:
+    """A tensor of real numbers, all of them there and finite.
+
+    Not finite is refused and not passed on: a step that is not finite is never committed, so no hook has saved such a
+    number, and none could ever get rid of it.
+    """
+    plain = type(value) in (torch.Tensor, torch.nn.Parameter)
+    if not plain or value.layout != torch.strided or value.is_nested or value.device.type == "meta":
         raise damaged(f"{where} is not a tensor with numbers in it")
     if value.dtype not in _FLOATS:
         raise damaged(f"{where} has dtype {value.dtype}")
-    if value.numel() and not math.isfinite(torch.linalg.vector_norm(value.detach(), float("inf")).item()):
+    # Of one number, strides of 0 make a tensor of any size, and all that reads it run for ever.
+    if value.numel() * value.element_size() > value.untyped_storage().nbytes():
+        raise damaged(f"{where} has more elements than there are numbers in it")
+    if not math.isfinite(_largest(value)):
         raise damaged(f"{where} holds inf or NaN")
+
+
+def _largest(value: torch.Tensor) -> float:
+    """The largest absolute value; NaN if there is one."""
+    return float(torch.linalg.vector_norm(value.detach(), float("inf"))) if value.numel() else 0.0

@@ -14,7 +14,9 @@ from typing import Any
 import torch
 
 from commhooks import payload
+from commhooks.arithmetic import compute_dtype
 from commhooks.errors import PayloadError
+from commhooks.payload_checks import check_low_rank, check_range, check_tensor, check_world_size, shown
 
 PART_FORMAT = "commhooks rank part"
 
@@ -66,9 +68,13 @@ def check_shared(shared: object) -> dict[str, Any]:
         PayloadError: it is not.
     """
     checked = payload.check_header(shared)
+    if "parameters" in checked:
+        check_low_rank(checked)
+    else:
+        check_world_size(checked)
     try:
         whole = checked.get("fingerprint") == fingerprint(checked)
-    except (AttributeError, KeyError, TypeError):  # something else than `split` makes
+    except Exception:  # something else than `split` makes: options that cannot be sorted or shown
         whole = False
     if not whole:
         raise PayloadError("damaged hook state: its content and its fingerprint do not belong together")
@@ -91,15 +97,24 @@ def problem_of_part(shared: dict[str, Any], part: object, rank: int) -> str | No
     if part.get("fingerprint") != shared["fingerprint"]:
         return "is of another save than the shared file beside it"
     if part.get("rank") != rank:
-        return f"is of rank {part.get('rank')}, not of rank {rank}"
+        return f"is of rank {shown(part.get('rank'))}, not of rank {rank}"
     residuals = part.get("residuals")
     if not isinstance(residuals, dict):
         return "has no residuals"
-    shapes = {name: entry["shape"] for name, entry in shared.get("parameters", {}).items()}
+    if "hook_state" not in part:
+        return "has no hook_state"
+    entries = shared.get("parameters", {})
     for name, residual in residuals.items():
-        fits = isinstance(residual, torch.Tensor) and residual.is_floating_point()
-        if not fits or list(residual.shape) != shapes.get(name):
-            return f"has a residual for {name!r} that does not fit"
+        q = entries[name]["q"] if name in entries else None
+        try:
+            check_tensor(residual, "it")
+            if "loss_scale" in shared:
+                dtype = torch.float32 if q is None else compute_dtype(q.dtype)
+                check_range(name, {"q": None, "residual": residual}, dtype, shared["loss_scale"])
+        except PayloadError as error:
+            return f"has a residual for {shown(name)} that does not fit ({error})"
+        if name not in entries or list(residual.shape) != entries[name]["shape"]:
+            return f"has a residual for {shown(name)} that does not fit"
     return None
 
 

@@ -154,7 +154,7 @@ class Pipeline:
                 raise
             if verdict is not False:
                 self._memory.loss_scale = flight.loss_scale
-                # After a commit that failed half-way the residual began at zero; from here on it is whole again.
+                # After a commit that failed half-way the residual began at zero; now it is whole again.
                 self._memory.residual_missing = False
             count, passes = self._unsettled[:2] if self._unsettled else (torch.zeros((), dtype=torch.int64), 0)
             self._unsettled = (good + count, passes + 1, flight.compressing)

@@ -230,6 +230,16 @@ class Registration:
             q = self.memory.q.get(matrix.name)
             if q is None:
                 continue
+            if q.shape[1] != matrix.m and self.batched:
+                # Before there is a bucket, nobody knows how large its matrix is, so loading could not refuse this.
+                del self.memory.q[matrix.name]
+                logger.warning(
+                    "the saved Q of %s has %s rows, it needs %s: it starts from a fresh Q",
+                    matrix.name,
+                    q.shape[1],
+                    matrix.m,
+                )
+                continue
             if q.shape[1] != matrix.m:
                 raise HookRunError(
                     f"the saved state has a Q with {q.shape[1]} rows for {matrix.name}, which needs {matrix.m}: "

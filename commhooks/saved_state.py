@@ -11,11 +11,11 @@ import torch.distributed as dist
 
 from commhooks import codec, payload
 from commhooks.ddp_comm_hooks.powerSGD_hook import PowerSGDState
-from commhooks.errors import PayloadError
+from commhooks.errors import CommHookError, PayloadError
 from commhooks.joint_save import JointSave
 from commhooks.memory import Memory
 from commhooks.names import Names
-from commhooks.payload_checks import check_count
+from commhooks.payload_checks import check_count, check_world_size, damaged, shown
 from commhooks.plain_types import plain_types_problem
 from commhooks.plan import ParameterPlan
 from commhooks.stats import Stats
@@ -255,9 +255,24 @@ class SimpleSavedState:
         )
         return None
 
+    def _load_own_state(self, saved: Any) -> None:
+        try:
+            self._state.load_state_dict(saved)
+        except CommHookError:
+            raise
+        except Exception as error:
+            raise PayloadError(
+                f"load_state_dict of hook {self._hook!r}'s state ({type(self._state).__name__}) refused the saved "
+                f"hook_state ({type(error).__name__}: {shown(error)}). Whether it has changed anything, only its code "
+                "tells; the step is as it was"
+            ) from error
+
     def prepare_load(self, content: dict[str, Any], strict: bool) -> Callable[[], None]:
         """Check `content` as far as it is ours; the function that is returned takes it over."""
-        step, saved = content["step"], content.get("hook_state")
+        check_world_size(content)
+        if "hook_state" not in content:
+            raise damaged("there is no 'hook_state', not even None")
+        step, saved = content["step"], content["hook_state"]
         kind = type(self._state).__name__
         if saved is not None and not self.saves_state:
             text = f"the checkpoint holds a state of hook {self._hook!r}, but its hook_state now ({kind}) has no "
@@ -275,7 +290,7 @@ class SimpleSavedState:
 
         def adopt() -> None:
             if saved is not None:
-                self._state.load_state_dict(saved)
+                self._load_own_state(saved)
             self._passes_before = step - self._stats.backward_passes
 
         return adopt

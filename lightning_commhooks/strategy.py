@@ -6,6 +6,7 @@ import math
 import sys
 import weakref
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any, Literal, Optional, Union
 
 import lightning.pytorch as pl
@@ -22,6 +23,7 @@ from commhooks import (
     FP16Compress,
     HookConfigError,
     Noop,
+    PayloadError,
     PowerSGD,
 )
 from commhooks.attach import attach_spec
@@ -127,14 +129,30 @@ class CommHookDDP(DDPStrategy):
             self.model, self._resolve_start(module.trainer), loss_scale=_loss_scale(module.trainer)
         )
 
+    def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
+        # Lightning 2.6 leaves it to torch, and runs what a checkpoint from the web says. weights_only=False, for a file
+        # that is trusted, is an argument of `fit`.
+        try:
+            return super().load_checkpoint(checkpoint_path, weights_only=True if weights_only is None else weights_only)
+        except OSError:  # says which file
+            raise
+        except Exception as error:  # torch raises half a dozen kinds for a file that is cut off or foreign
+            reason = (str(error).splitlines() or [""])[0]
+            raise PayloadError(
+                f"{checkpoint_path} cannot be read ({type(error).__name__}: {reason}). Nothing in it was run; if you "
+                "trust what made it and it is whole, pass weights_only=False to the Trainer's method"
+            ) from error
+
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        super().load_optimizer_state_dict(checkpoint)
         hook = self._comm_hook
-        if hook is None:
-            return
-        if CHECKPOINT_KEY in checkpoint:
-            hook.load_state_dict(checkpoint[CHECKPOINT_KEY], strict=self._spec.strict)
-        else:
+        take_over = None
+        if hook is not None and CHECKPOINT_KEY in checkpoint:
+            # All of it is checked before the optimizers take over theirs.
+            take_over = hook._prepare_load(checkpoint[CHECKPOINT_KEY], self._spec.strict)
+        super().load_optimizer_state_dict(checkpoint)
+        if take_over is not None:
+            take_over()
+        elif hook is not None:
             rank_zero_warn(
                 f"the checkpoint holds no state of a communication hook (it was saved without CommHookDDP): hook "
                 f"{hook.name!r} begins with fresh memory"

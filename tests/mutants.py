@@ -80,6 +80,55 @@ MUTANTS = [
         "test_resume.py::test_residuals_of_all_ranks_in_one_file",
     ),
     Mutant(
+        "a newer version is not told",
+        "commhooks/payload_checks.py",
+        "        if type(version) is int and version > VERSION:\n",
+        "        if False:\n",
+        "test_golden_payloads.py::test_a_newer_version_is_refused_by_name",
+    ),
+    Mutant(
+        "the payload has another key",
+        "commhooks/payload.py",
+        '        "hook_state": None,\n',
+        '        "hook_state": None,\n        "new": 1,\n',
+        "test_golden_payloads.py::test_the_form_is_that_of_the_files",
+    ),
+    Mutant(
+        "residuals are saved in double precision",
+        "commhooks/payload.py",
+        '    return to_logical(flat.detach().to("cpu", copy=True), parameter).contiguous()\n',
+        '    return to_logical(flat.detach().to("cpu", torch.float64, copy=True), parameter).contiguous()\n',
+        "test_golden_payloads.py::test_the_form_is_that_of_the_files",
+    ),
+    Mutant(
+        "rows of Q in another order",
+        "commhooks/payload.py",
+        '    q = _q_to_memory(entry["q"], parameter)\n',
+        '    q = _q_to_memory(entry["q"], parameter).flip(0)\n',
+        "test_golden_payloads.py::test_step_start_q_and_residuals_are_those_of_the_file",
+    ),
+    Mutant(
+        "inexact for ever after a commit that failed",
+        "commhooks/pipeline.py",
+        "                self._memory.residual_missing = False\n",
+        "",
+        "test_changed_surroundings.py::test_after_a_commit_that_failed_the_next_one_is_whole_again",
+    ),
+    Mutant(
+        "every rank warns of the same inexact save",
+        "commhooks/saved_state.py",
+        "        if self._rank != speaker:\n            return\n",
+        "",
+        "test_joint_save.py::test_one_rank_warns",
+    ),
+    Mutant(
+        "a rank that saves alone is not warned",
+        "commhooks/joint_save.py",
+        "            self.speaker = int(decision)",
+        "            self.speaker = 0",
+        "test_joint_save.py::test_one_rank_warns",
+    ),
+    Mutant(
         "another hook's state leaves a running hook as it is",
         "commhooks/comm_hook.py",
         "        return self._saved_state.begin_anew\n",
@@ -111,8 +160,8 @@ MUTANTS = [
         "strict loading changes the hook before it raises",
         "commhooks/payload.py",
         "    for name in parameters:\n        if name not in target.parameters:\n",
-        "    for name in parameters:\n        target.parameters[name].data.zero_() if name in target.parameters else None\n"
-        "        if name not in target.parameters:\n",
+        "    for name in parameters:\n        if name in target.parameters:\n"
+        "            target.parameters[name].data.zero_()\n        if name not in target.parameters:\n",
         "test_changed_setup.py::test_another_model",
     ),
     Mutant(
@@ -219,6 +268,27 @@ MUTANTS = [
         " / math.sqrt(len(factor))\n",
         "\n",
         "test_hard_gradients.py::test_huge_ones_are_worked_off_or_refused",
+    ),
+    Mutant(
+        "the loss scale of a skipped step",
+        "commhooks/pipeline.py",
+        "            if verdict is not False:\n                self._memory.loss_scale",
+        "            if True:\n                self._memory.loss_scale",
+        "test_loss_scale.py::test_a_changing_scale_changes_nothing",
+    ),
+    Mutant(
+        "one memory for all states of a process",
+        "commhooks/ddp_comm_hooks/powerSGD_hook.py",
+        "        self._memory = Memory()\n",
+        '        self._memory = globals().setdefault("_shared", Memory())\n',
+        "test_two_models.py::test_two_backward_passes_in_one_graph",
+    ),
+    Mutant(
+        "the buckets of every pass are kept",
+        "commhooks/pipeline.py",
+        "        flight.done = True\n",
+        '        flight.done = True\n        self.__dict__.setdefault("kept", []).append(flight)\n',
+        "test_soak.py",
     ),
     Mutant(
         "non-finite steps are counted",
@@ -366,8 +436,8 @@ MUTANTS = [
     Mutant(
         "Lightning does not restore",
         "lightning_commhooks/strategy.py",
-        "            hook.load_state_dict(checkpoint[CHECKPOINT_KEY], strict=self._spec.strict)\n",
-        "            pass\n",
+        "        if take_over is not None:\n            take_over()\n",
+        "        if take_over is not None:\n            pass\n",
         "test_lightning_resume.py",
     ),
     Mutant(

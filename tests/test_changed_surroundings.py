@@ -1,6 +1,7 @@
 """Loading where something has changed since saving: the scaler, the float type, the kind of names, one rank's luck."""
 
 import copy
+import gc
 import pickle
 from typing import Any
 from unittest import mock
@@ -163,6 +164,43 @@ def _torn() -> tuple[str, bool, bool]:
 
 def test_a_commit_that_fails_is_not_saved_as_a_whole_one(run_ranks: Any) -> None:
     assert run_ranks(_torn) == [("none", False, True)] * 2
+
+
+def _wrapped_anew(model: torch.nn.Module, state: commhooks.PowerSGDState) -> Run:
+    ddp = DistributedDataParallel(model, bucket_cap_mb=0.001)
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.05)
+    return Run(ddp, optimizer, commhooks.attach(ddp, commhooks.powerSGD_hook, hook_state=state))
+
+
+def _after_torn() -> dict[str, Any]:
+    """DDP itself is of no use after an exception in the last bucket; wrapped anew, the same state goes on."""
+    state = commhooks.PowerSGDState(None, 2, 1)
+    run = _wrapped_anew(make_model(), state).train(3)
+    failing = mock.Mock(side_effect=MemoryError)  # an instance would keep the old wrapper alive by its traceback
+    with mock.patch.object(LowRankExchange, "commit", failing), pytest.raises(MemoryError):
+        run.train(1)
+    torn = run.hook.state_dict("per_rank")
+    module = run.ddp.module
+    del run
+    gc.collect()  # the old wrapper has hooks on the parameters
+    run = _wrapped_anew(module, state).train(2)
+    saved = copy.deepcopy(run.save())
+    run.train(3)
+    resumed = _wrapped_anew(make_model(), commhooks.PowerSGDState(None, 2, 900)).load(saved).train(3)
+    return {
+        "torn": (torn["residual"], torn["exact"], torn["step"]),
+        "later": (saved["hook"]["residual"], saved["hook"]["exact"], saved["hook"]["step"]),
+        "weights": run.weights(),
+        "resumed": resumed.weights(),
+    }
+
+
+def test_after_a_commit_that_failed_the_next_one_is_whole_again(run_ranks: Any) -> None:
+    """What was lost stays lost, but what was gathered since then is all that a resumed run needs."""
+    for result in run_ranks(_after_torn):
+        assert result["torn"] == ("none", False, 3)
+        assert result["later"] == ("per_rank", True, 5)
+        assert torch.equal(result["weights"], result["resumed"])
 
 
 def _colon() -> dict[str, torch.Tensor]:

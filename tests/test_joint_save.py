@@ -1,10 +1,13 @@
 """Saves that not every rank joins: bounded, harmless, marked; and the next joint one is exact again."""
 
+import logging
 import time
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
+from ddp_steps import log_lines
 from training import Run, residuals
 
 OPTIONS = {"matrix_approximation_rank": 2, "start_powerSGD_iter": 1}
@@ -168,3 +171,54 @@ def _saved_in_mid_commit() -> tuple[bool, str]:
 
 def test_a_save_in_mid_commit(run_ranks: Any) -> None:
     assert run_ranks(_saved_in_mid_commit) == [(False, "none")] * 2
+
+
+def _warned(case: str) -> list[str]:
+    """What is logged on this rank by a save that cannot be joint."""
+    run = _run()
+    rank = dist.get_rank()
+    if case[0].isdigit():
+        run.hook.joint_save_limit_s = 0.5
+    if case == "before the first pass":
+        run = Run.new(hook_options=OPTIONS, save_residual="mean").load(run.save())
+    with log_lines("commhooks", logging.WARNING) as lines:
+        if case == "nobody tries":
+            run.hook.state_dict(joint=False)
+        elif case == "one fails":
+            saver = run.hook._saved_state.joint_save()  # type: ignore[union-attr]
+            assert saver is not None
+            if rank == 1:
+                saver.mean = failing  # type: ignore[method-assign]
+            run.hook.state_dict()
+        elif case == "before the first pass":
+            own = run.hook._low_rank._memory  # type: ignore[union-attr]
+            own.residuals_shared = False  # as after a load of residuals per rank
+            run.hook.state_dict()
+        elif rank in map(int, case.split(",")):
+            run.hook.state_dict()
+    return lines
+
+
+def failing(tensor: torch.Tensor) -> torch.Tensor:
+    raise RuntimeError("the network is gone")
+
+
+@pytest.mark.parametrize(
+    ("case", "speakers", "reason"),
+    [
+        ("nobody tries", [0], "this rank saves on its own"),
+        ("one fails", [0], "failed: RuntimeError"),
+        ("before the first pass", [0], "no backward pass has run"),
+        ("0", [0], "not every rank took part"),
+        ("1", [1], "not every rank took part"),
+        ("0,2", [0, 2], "not every rank took part"),
+        ("1,2", [1, 2], "not every rank took part"),
+    ],
+)
+def test_one_rank_warns(run_ranks: Any, case: str, speakers: list[int], reason: str) -> None:
+    """Of the ranks that save one, rank 0 where all of them know."""
+    by_rank = run_ranks(_warned, case, world_size=3)
+    said = {rank: lines for rank, lines in enumerate(by_rank) if lines}
+    assert len(said) == 1 and next(iter(said)) in speakers
+    (warning,) = next(iter(said.values()))
+    assert reason in warning and "marked inexact" in warning

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
-from models import EVERY_PARAMETER, SHAPES, Gradients, all_finite, backward, random_gradients, worst_error, wrap
+from models import EVERY_PARAMETER, SHAPES, Gradients, all_finite, backward, bits_equal, random_gradients, wrap
 
 import commhooks
 
@@ -14,12 +14,14 @@ SCALES = [1.0, 1.0, 2.0**16, 2.0**16, 2.0**17, 2.0**17, 2.0**18, 2.0**17, 2.0**1
 OVERFLOW = 6
 
 
-def _run(scales: list[float], cap: float, quiet: int | None) -> tuple[list[Gradients], dict[str, Any]]:
+def _run(
+    scales: list[float], cap: float, quiet: int | None, wrapper: str | None
+) -> tuple[list[Gradients], dict[str, Any]]:
     """Unscaled gradients of all steps. In step `quiet` one layer has none."""
     ddp = wrap(SHAPES, cap)
     scale = [1.0]
     config = commhooks.PowerSGD(matrix_approximation_rank=2, start_powerSGD_iter=1, min_compression_rate=1)
-    hook = commhooks.attach(ddp, config, loss_scale=lambda: scale[0])
+    hook = commhooks.attach(ddp, config, wrapper=wrapper, loss_scale=lambda: scale[0])
     unscaled = []
     for step, scale[0] in enumerate(scales):
         gradients = random_gradients(SHAPES, dist.get_rank(), step)
@@ -32,14 +34,15 @@ def _run(scales: list[float], cap: float, quiet: int | None) -> tuple[list[Gradi
     return unscaled, hook.stats()
 
 
-def _with_and_without(cap: float, quiet: int | None) -> Any:
-    return _run(SCALES, cap, quiet), _run([1.0] * STEPS, cap, quiet)
+def _with_and_without(cap: float, quiet: int | None, wrapper: str | None) -> Any:
+    return _run(SCALES, cap, quiet, wrapper), _run([1.0] * STEPS, cap, quiet, wrapper)
 
 
 @pytest.mark.parametrize("quiet", [None, 4, 8])  # steps at which the scale changes
-@pytest.mark.parametrize("cap", [25, EVERY_PARAMETER])
-def test_a_changing_scale_changes_nothing(run_ranks, cap, quiet):
-    for (scaled, stats), (expected, _) in run_ranks(_with_and_without, cap, quiet):
+@pytest.mark.parametrize(("cap", "wrapper"), [(25, None), (EVERY_PARAMETER, None), (EVERY_PARAMETER, "bf16")])
+def test_a_changing_scale_changes_nothing(run_ranks, cap, quiet, wrapper):
+    """Not a bit of it, because the scales are powers of two, as a GradScaler's are by default."""
+    for (scaled, stats), (expected, _) in run_ranks(_with_and_without, cap, quiet, wrapper):
         assert stats["nonfinite_steps"] == 1 and stats["compressed_steps"] == STEPS - 2
         for step in range(STEPS):
             if step == OVERFLOW:
@@ -47,7 +50,7 @@ def test_a_changing_scale_changes_nothing(run_ranks, cap, quiet):
                 continue
             if step == quiet:
                 assert not scaled[step].pop("second").any() and not expected[step].pop("second").any()
-            assert worst_error(scaled[step], expected[step]) < 1e-6, step
+            assert bits_equal(scaled[step], expected[step]), step
 
 
 def test_the_payload_holds_the_scale_of_its_residuals(run_ranks):

@@ -1,0 +1,314 @@
+"""Step time of real DDP training over a slow link, and the bytes that travelled.
+
+    sudo python benchmarks/link.py [--rates 100mbit 1gbit] [--hooks noop ddp powersgd-1] [--models transformer]
+                                   [--compute light heavy] [--steps 5]
+
+Two ranks, each in a network namespace of its own, joined by a veth pair whose both ends `tc tbf` limits: gloo has no
+other way. The processes of a model, its data and one DDP model per hook stay for all rates; the first steps, in which
+DDP rebuilds its buckets and PowerSGD has not begun, run on the open link. Then the hooks take turns. A step is forward,
+backward and SGD on one torch thread per rank, from a common start to the end of the slower rank.
+
+  light, heavy   transformer (29.4 M parameters): 64 and 512 tokens per rank; resnet18: 8 and 64 images of 64 x 64
+  MB sent        what the interface of rank 0 sent for a step (/sys/class/net/*/statistics), headers included, and less
+                 than 1 kB with which the ranks compare their times
+
+Hooks have DDP's usual buckets (25 MB), torch's PowerSGD (torch-RANK) has one: with more it hangs on gloo. A hook that
+has used --seconds at one rate takes no further part there: plain DDP needs 94 s for a step of the transformer at
+10mbit.
+
+Needs Linux, root, `ip` and `tc`. The namespaces have names of this run's own and are removed at its end, also after
+Ctrl-C and after errors. Without network shaping of your own: a subset in about 3 minutes is
+
+    sudo python benchmarks/link.py --models transformer --rates 100mbit 1gbit --compute light --steps 5 --seconds 12
+"""
+
+import contextlib
+import datetime
+import json
+import os
+import queue
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from common import Row, machine, number, parse, parser, report, spread, steady, summary
+from hooks import LABELS, wrap
+from models import forward_loss, make, numel
+
+RATES = ["10mbit", "100mbit", "1gbit", "10gbit", "unlimited"]
+HOOKS = ["noop", "ddp", "fp16", "bf16", "powersgd-1", "powersgd-2", "powersgd-4", "torch-1", "torch-4"]
+SIZES = {
+    "transformer": {"light": 64, "heavy": 512},
+    "resnet18": {"light": 8, "heavy": 64},
+    "tiny_transformer": {"light": 64, "heavy": 128},
+}
+START, WARM_UP, PORT = 2, 4, 29500
+SUBNET = "198.18.0"  # of the block for benchmarks (RFC 2544); it exists in our namespaces only
+
+
+# ---- the link --------------------------------------------------------------------------------------------------------
+
+
+class Link:
+    """Two namespaces and the veth pair between them, removed on exit."""
+
+    def __init__(self) -> None:
+        self.namespaces = [f"commhooks-{os.getpid()}-{side}" for side in "ab"]
+        self.interfaces = [f"ch{os.getpid()}{side}" for side in "ab"]
+
+    def __enter__(self) -> "Link":
+        try:
+            for namespace in self.namespaces:
+                _run("ip", "netns", "add", namespace)
+            (a, b), (one, two) = self.namespaces, self.interfaces
+            _run("ip", "link", "add", one, "netns", a, "type", "veth", "peer", "name", two, "netns", b)
+            for host, (namespace, interface) in enumerate(self.ends(), 1):
+                _run("ip", "-n", namespace, "addr", "add", f"{SUBNET}.{host}/24", "dev", interface)
+                _run("ip", "-n", namespace, "link", "set", "lo", "up")
+                _run("ip", "-n", namespace, "link", "set", interface, "up")
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second Ctrl-C must not stop this
+        for namespace in self.namespaces:  # the veth pair goes with them
+            subprocess.run(["ip", "netns", "del", namespace], capture_output=True)
+        signal.signal(signal.SIGINT, before)
+
+    def ends(self) -> Iterator[tuple[str, str]]:
+        return zip(self.namespaces, self.interfaces, strict=True)
+
+    def limit(self, rate: str) -> None:
+        """In both directions. The bucket holds 1 ms of the rate, so that no short message goes through for free."""
+        for namespace, interface in self.ends():
+            subprocess.run(["tc", "-n", namespace, "qdisc", "del", "dev", interface, "root"], capture_output=True)
+            if rate != "unlimited":
+                burst = max(10_000, int(bits_per_second(rate) / 8 / 1000))
+                shape = ("tbf", "rate", rate, "burst", str(burst), "limit", str(max(10_000_000, 2 * burst)))
+                _run("tc", "-n", namespace, "qdisc", "add", "dev", interface, "root", *shape)
+
+
+def bits_per_second(rate: str) -> float:
+    """Of tc's way to write it: 10mbit, 1gbit."""
+    for unit, factor in (("kbit", 1e3), ("mbit", 1e6), ("gbit", 1e9)):
+        if rate.endswith(unit):
+            return float(rate.removesuffix(unit)) * factor
+    raise SystemExit(f"--rates {rate}: expected a number of kbit, mbit or gbit, for example 100mbit, or unlimited")
+
+
+def _run(*command: str) -> None:
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode != 0:
+        raise SystemExit(f"{' '.join(command)}: {done.stderr.strip() or done.returncode}")
+
+
+def missing() -> str | None:
+    """Why this machine cannot run it, in a sentence."""
+    if not sys.platform.startswith("linux"):
+        return "link.py needs Linux: network namespaces and tc"
+    if os.geteuid() != 0:
+        return "link.py needs root, to make network namespaces and to limit a link: run it with sudo"
+    tools = [tool for tool in ("ip", "tc") if shutil.which(tool) is None]
+    if tools:
+        return f"link.py needs {' and '.join(tools)} (package iproute2)"
+    return None
+
+
+# ---- a rank ----------------------------------------------------------------------------------------------------------
+
+
+def worker(rank: int, interface: str, model_name: str, hooks: list[str]) -> None:
+    """Makes the models, then does a job per line of stdin; rank 0 answers each with a line of JSON."""
+    torch.set_num_threads(1)
+    sent_bytes = Path("/sys/class/net", interface, "statistics", "tx_bytes")
+    dist.init_process_group(
+        "gloo",
+        init_method=f"tcp://{SUBNET}.1:{PORT}",
+        rank=rank,
+        world_size=2,
+        timeout=datetime.timedelta(minutes=30),
+    )
+    models = {}
+    for label in hooks:
+        model, task = make(model_name)
+        models[label] = (wrap(model, label, start=START), torch.optim.SGD(model.parameters(), lr=1e-3))
+
+    def step(label: str, batch: Any) -> tuple[float, int]:
+        """Seconds of the slower rank, bytes that this one sent."""
+        (ddp_model, _), optimizer = models[label]
+        dist.barrier()
+        before, started = int(sent_bytes.read_text()), time.perf_counter()
+        forward_loss(ddp_model, task, batch).backward()
+        optimizer.step()
+        passed = torch.tensor([time.perf_counter() - started], dtype=torch.float64)
+        optimizer.zero_grad(set_to_none=True)
+        dist.all_reduce(passed, dist.ReduceOp.MAX)
+        # Read behind that message: what a hook has sent may wait in the queue of the link until then.
+        return passed.item(), int(sent_bytes.read_text()) - before
+
+    def job(size: int, steps: int, seconds: float) -> dict[str, Any]:
+        torch.manual_seed(rank)
+        batch = task.batch(size)
+        found: dict[str, list[tuple[float, int]]] = {label: [] for label in hooks}
+        for turn in range(steps):
+            for label in hooks[turn % len(hooks) :] + hooks[: turn % len(hooks)]:
+                # Both ranks have the same seconds: those of the slower one.
+                if not found[label] or sum(passed for passed, _ in found[label]) < seconds:
+                    found[label].append(step(label, batch))
+        return {label: list(zip(*samples, strict=True)) for label, samples in found.items()}
+
+    answer = job(SIZES[model_name]["light"], WARM_UP, float("inf"))
+    while True:
+        if rank == 0:
+            compressed = {label: hook.stats()["compressed_steps"] for label, ((_, hook), _) in models.items() if hook}
+            print(json.dumps({"samples": answer, "compressed": compressed}), flush=True)
+        line = sys.stdin.readline()
+        if not line:
+            break
+        answer = job(**json.loads(line))
+    sys.stdout.flush()
+    os._exit(0)  # gloo sometimes aborts while the interpreter ends, with a hook or without
+
+
+class Ranks:
+    """The two processes of one model, each in its namespace."""
+
+    def __init__(self, link: Link, model: str, hooks: list[str], folder: str) -> None:
+        self.processes: list[subprocess.Popen[str]] = []
+        self.errors = [Path(folder, f"{model}_{rank}.txt") for rank in range(2)]
+        for rank, (namespace, interface) in enumerate(link.ends()):
+            order = json.dumps({"rank": rank, "interface": interface, "model_name": model, "hooks": hooks})
+            environment = {**os.environ, "GLOO_SOCKET_IFNAME": interface, "OMP_NUM_THREADS": "1"}
+            self.processes.append(
+                subprocess.Popen(
+                    ["ip", "netns", "exec", namespace, sys.executable, __file__, "--worker", order],
+                    env=environment,
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE if rank == 0 else subprocess.DEVNULL,
+                    stderr=open(self.errors[rank], "w"),
+                    text=True,
+                )
+            )
+        self._answers: queue.Queue[str] = queue.Queue()
+        threading.Thread(target=self._read, daemon=True).start()
+
+    def _read(self) -> None:
+        assert self.processes[0].stdout is not None
+        for line in self.processes[0].stdout:
+            self._answers.put(line)
+
+    def answer(self, timeout_s: float) -> Row:
+        deadline = time.monotonic() + timeout_s
+        while True:
+            with contextlib.suppress(queue.Empty):
+                return json.loads(self._answers.get(timeout=0.5))
+            ended = [rank for rank, process in enumerate(self.processes) if process.poll() is not None]
+            if ended or time.monotonic() > deadline:
+                what = f"rank {ended[0]} has ended" if ended else f"no answer in {timeout_s:.0f} s"
+                tail = "\n".join(self.errors[ended[0] if ended else 0].read_text().splitlines()[-15:])
+                raise RuntimeError(f"{what}; the last that it said:\n{tail}")
+
+    def job(self, timeout_s: float, **order: Any) -> Row:
+        for process in self.processes:
+            assert process.stdin is not None
+            process.stdin.write(json.dumps(order) + "\n")
+            process.stdin.flush()
+        return self.answer(timeout_s)
+
+    def end(self) -> None:
+        for process in self.processes:
+            process.kill()
+            process.wait()
+
+
+# ---- all of it -------------------------------------------------------------------------------------------------------
+
+
+def rows_of(answer: Row, hooks: list[str], **common: Any) -> list[Row]:
+    rows = []
+    for label in hooks:
+        times, sent = answer["samples"][label]
+        row = {**common, "hook": label, **summary([1000 * each for each in times], "ms"), "steps": len(times)}
+        rows.append(row | {"bytes_per_step": summary(sent, "b")["median_b"], "samples_ms": [1000 * t for t in times]})
+    medians = {row["hook"]: row["median_ms"] for row in rows}
+    for row in rows:
+        row["megabytes"] = row["bytes_per_step"] / 1e6
+        row["times_noop"] = row["median_ms"] / medians["noop"] if "noop" in medians else None
+        row["faster_than_ddp"] = medians["ddp"] / row["median_ms"] if "ddp" in medians else None
+    return rows
+
+
+def main() -> None:
+    arguments = parser(__doc__)
+    arguments.add_argument("--rates", nargs="+", default=RATES, help="as tc writes them, or unlimited")
+    arguments.add_argument("--hooks", nargs="+", default=HOOKS, metavar="HOOK", help=LABELS)
+    arguments.add_argument("--models", nargs="+", choices=list(SIZES), default=["transformer", "resnet18"])
+    arguments.add_argument("--compute", nargs="+", choices=["light", "heavy"], default=["light", "heavy"])
+    arguments.add_argument("--steps", type=int, default=7, help="per hook and rate, at most")
+    arguments.add_argument("--seconds", type=float, default=30, help="per hook and rate; one step at least")
+    arguments.add_argument("--worker", help="for the program's own use")
+    quick = {"rates": ["100mbit"], "hooks": ["noop", "ddp", "powersgd-1"], "models": ["tiny_transformer"]}
+    args = parse(arguments, **quick, compute=["light"], steps=3)
+    if args.worker is not None:
+        order = json.loads(args.worker)
+        with steady(order["rank"]):
+            worker(**order)
+    for rate in args.rates:
+        if rate != "unlimited":
+            bits_per_second(rate)
+    reason = missing()
+    if reason is not None:
+        raise SystemExit(reason)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # through the `finally`s
+    at, rows = machine(), []
+    with Link() as link, tempfile.TemporaryDirectory() as folder:
+        for model in args.models:
+            gradient = 4 * numel(make(model)[0])
+            link.limit("unlimited")
+            ranks = Ranks(link, model, args.hooks, folder)
+            try:
+                ranks.answer(timeout_s=600)
+                for compute in args.compute:
+                    for rate in args.rates:
+                        link.limit(rate)
+                        # Four times what a plain all-reduce of everything takes in each step, and an hour at most.
+                        wire_s = 0 if rate == "unlimited" else 8 * gradient / bits_per_second(rate)
+                        limit_s = min(3600, 300 + len(args.hooks) * (args.seconds + 4 * wire_s) * 2)
+                        size = SIZES[model][compute]
+                        answer = ranks.job(limit_s, size=size, steps=args.steps, seconds=args.seconds)
+                        idle = [x for x, n in answer["compressed"].items() if x.startswith("powersgd") and not n]
+                        if idle:
+                            raise RuntimeError(f"{idle} compressed no step")
+                        section = f"{model} {compute} {rate}"
+                        common = {"section": section, "model": model, "compute": compute, "batch": size, "rate": rate}
+                        rows += rows_of(answer, args.hooks, **common, gradient_mb=gradient / 1e6)
+                        print(f"{section}: done", file=sys.stderr, flush=True)
+            finally:
+                ranks.end()
+    columns = {
+        "model": number("model"),
+        "compute": number("compute"),
+        "rate": number("rate"),
+        "hook": number("hook"),
+        "step, ms: median (quartiles)": spread("ms", 0),
+        "steps": number("steps"),
+        "MB sent": number("megabytes", "{:.3f}"),
+        "x noop": number("times_noop", "{:.2f}"),
+        "x faster than ddp": number("faster_than_ddp", "{:.2f}"),
+    }
+    report("link", "link: DDP training of two ranks over a limited link", args, at, rows, columns)
+
+
+if __name__ == "__main__":
+    main()

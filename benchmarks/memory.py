@@ -1,0 +1,178 @@
+"""Memory that a hook holds and needs, over that of the same training with `noop`, and what it allocates per step.
+
+    python benchmarks/memory.py [--model blocks] [--ranks 1 4] [--buckets-mb 25]
+
+Each hook trains for some steps (forward, backward, SGD), on one rank and in a process of its own, with several buckets.
+Every step runs under torch.profiler with profile_memory, whose events hold each allocation and each release of torch's
+allocator, those of DDP's C++ code included: the figures are sums of bytes and not samples. Gloo's own buffers are not
+torch's and not in them. What a hook hands to gloo for good, gloo's threads release, which is seen only when the memory
+is given out again: fp16 and bf16 may seem to hold up to a bucket.
+
+  held        bytes that are there after the last step and were not before DDP was made
+  peak        the most that was there at any moment of all steps: the second one, in which DDP rebuilds its buckets and
+              a hook may hold the plans of both layouts, has a column of its own
+  allocations of the last step, more than `noop` makes there: their number and bytes
+
+Ours and torch's compress from the third step on (torch needs two plain ones), and `powersgd-R from 0` from the first,
+so that it compresses in both layouts. The *formula* is the residual (float32 bytes of what is compressed), 2 (P + Q)
+and the packed bytes (what is not compressed, P, Q and a flag per matrix).
+"""
+
+import gc
+import json
+import os
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+# torch 2.13's profiler has much to say, also that it does not know what was allocated before it began.
+os.environ.setdefault("KINETO_LOG_LEVEL", "99")
+os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+
+import torch
+from common import Row, machine, number, parse, parser, report, run_ranks
+from hooks import wrap
+from models import TASKS, forward_loss, make, numel
+from torch.profiler import ProfilerActivity, profile
+
+STEPS = 6
+REBUILT = 1
+"""The step, from 0, at whose beginning DDP makes its final buckets."""
+
+
+class Ledger:
+    """The tensors' memory that is there, by address, kept through every function that is run in `trace`."""
+
+    def __init__(self) -> None:
+        self._live: dict[int, int] = {}
+        self.level = 0
+        """Bytes that are there now and were not at the beginning."""
+        self.peaks: list[int] = []
+        """Of each function."""
+        self.last: list[int] = []
+        """Bytes of each allocation of the latest function."""
+
+    def trace(self, function: Callable[[], object]) -> None:
+        self.last = []
+        self.peaks.append(self.level)
+        for address, size in _changes(function):
+            # Gloo's threads release unseen what a hook handed to gloo: seen when the address is given out again.
+            self.level -= self._live.pop(address, 0)
+            if size > 0:
+                self.last.append(size)
+                self._live[address] = size
+                self.level += size
+            self.peaks[-1] = max(self.peaks[-1], self.level)
+
+
+def _changes(function: Callable[[], object]) -> list[tuple[int, int]]:
+    """(address, bytes) of each allocation and, with negative bytes, release while `function` runs, in order."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        function()
+    # The exported trace is the public form that has them one by one.
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder, "trace.json")
+        profiler.export_chrome_trace(str(file))
+        events = [event for event in json.loads(file.read_text())["traceEvents"] if event.get("name") == "[memory]"]
+    events.sort(key=lambda event: event["ts"])
+    return [(int(event["args"]["Addr"]), int(event["args"]["Bytes"])) for event in events]
+
+
+def measure(model_name: str, label: str, start: int, bucket_cap_mb: float, size: int) -> Row:
+    model, task = make(model_name)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    batches = [task.batch(size) for _ in range(STEPS)]
+    ledger = Ledger()
+    made = []
+    # Buckets are part of it. init_sync would leave to gloo's threads to release a copy of the whole model.
+    ledger.trace(lambda: made.append(wrap(model, label, start=start, bucket_cap_mb=bucket_cap_mb, init_sync=False)))
+    ddp_model, hook = made.pop()
+
+    def step(at: int) -> None:
+        forward_loss(ddp_model, task, batches[at]).backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+
+    gc.collect()
+    gc.disable()
+    for at in range(STEPS):
+        ledger.trace(lambda at=at: step(at))
+    gc.enable()
+    formula = compressed_steps = None
+    if hook is not None and label.startswith("powersgd"):
+        plans = hook.plan().compressed
+        factors = 4 * sum(plan.rank * (plan.n + plan.m) for plan in plans)
+        packed = hook.plan().bytes_after + 4 * len(plans)
+        formula = 4 * sum(plan.numel for plan in plans) + 2 * factors + packed
+        compressed_steps = hook.stats()["compressed_steps"]
+    return {
+        "held": ledger.level,
+        "peak": max(ledger.peaks),
+        "peak_rebuild": ledger.peaks[1 + REBUILT],
+        "last": ledger.last,
+        "formula": formula,
+        "compressed_steps": compressed_steps,
+    }
+
+
+def main() -> None:
+    arguments = parser(__doc__)
+    arguments.add_argument("--model", choices=list(TASKS), default="blocks")
+    arguments.add_argument("--ranks", type=int, nargs="+", default=[1, 4], help="of the factors")
+    arguments.add_argument("--buckets-mb", type=float, default=25, help="bucket_cap_mb of DDP; torch's hook gets one")
+    arguments.add_argument("--batch", type=int, default=16, help="vectors, tokens or images")
+    args = parse(arguments, model="tiny", ranks=[4], buckets_mb=0.1)
+    at = machine()
+    candidates = [("noop", "noop", 2), ("ddp", "ddp", 2), ("fp16", "fp16", 2), ("bf16", "bf16", 2)]
+    for rank in args.ranks:
+        candidates += [(f"powersgd-{rank}", f"powersgd-{rank}", 2), (f"powersgd-{rank} from 0", f"powersgd-{rank}", 0)]
+        candidates += [(f"batched-{rank}", f"batched-{rank}", 2), (f"torch-{rank}", f"torch-{rank}", 2)]
+    gradient = 4 * numel(make(args.model)[0])
+    rows: list[Row] = []
+    measured = {
+        name: run_ranks(
+            measure, args.model, label, start, args.buckets_mb, args.batch, world_size=1, start_method="fork"
+        )
+        for name, label, start in candidates
+    }
+    noop = measured["noop"]
+    for name, found in measured.items():
+        held = found["held"] - noop["held"]
+        rows.append(
+            {
+                "hook": name,
+                "model": args.model,
+                "gradient_bytes": gradient,
+                "held_bytes": held,
+                "peak_bytes": found["peak"] - noop["peak"],
+                "peak_rebuild_bytes": found["peak_rebuild"] - noop["peak_rebuild"],
+                "formula_bytes": found["formula"],
+                "held_over_formula": held / found["formula"] if found["formula"] else None,
+                "peak_over_formula": (found["peak"] - noop["peak"]) / found["formula"] if found["formula"] else None,
+                "allocations_last_step": len(found["last"]) - len(noop["last"]),
+                "allocated_bytes_last_step": sum(found["last"]) - sum(noop["last"]),
+                "compressed_steps": found["compressed_steps"],
+                "noop_peak_bytes": noop["peak"],
+            }
+        )
+    for row in rows:
+        for name in ("held", "peak", "peak_rebuild", "formula", "allocated"):
+            value = row.get(f"{name}_bytes", row.get(f"{name}_bytes_last_step"))
+            row[f"{name}_mb"] = None if value is None else value / 1e6
+    columns = {
+        "hook": number("hook"),
+        "held, MB": number("held_mb", "{:.2f}"),
+        "peak, MB": number("peak_mb", "{:.2f}"),
+        "at the rebuild, MB": number("peak_rebuild_mb", "{:.2f}"),
+        "formula, MB": number("formula_mb", "{:.2f}"),
+        "held / formula": number("held_over_formula", "{:.3f}"),
+        "peak / formula": number("peak_over_formula", "{:.3f}"),
+        "allocations, last step": number("allocations_last_step"),
+        "their MB": number("allocated_mb", "{:.3f}"),
+    }
+    title = f"memory over noop: {args.model}, {gradient / 1e6:.1f} MB of gradients"
+    report("memory", title, args, at, rows, columns)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,270 @@
+"""A training that is killed: chaos_training.py FRAMEWORK FOLDER, under torchrun with `--max-restarts`; see chaos.py.
+
+FRAMEWORK is plain, lightning or accelerate. Every one saves at each `SAVE_EVERY` steps so that only what is complete
+has the name of a checkpoint, and goes on from the newest one. The variable `CHAOS_KILLS`, a JSON list with an entry per
+attempt, says how a rank of that attempt ends itself by SIGKILL:
+
+    {"rank": 1, "after_s": 0.7}                      so long after training began, wherever it is then
+    {"rank": 0, "phase": "backward", "step": 7}      at that step; the phases are those of `PHASES`
+
+What happened is noted in FOLDER: killed-ATTEMPT.json, error-ATTEMPT-RANK.json, start-ATTEMPT-RANK.json and, at the end,
+final-RANK.pt.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import shutil
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from training import Run, batch, flat, make_model
+
+STEPS = int(os.environ.get("CHAOS_STEPS", "30"))
+SAVE_EVERY = 5
+TIMEOUT = timedelta(seconds=10)  # of the process group
+OPTIONS = {"matrix_approximation_rank": 2, "start_powerSGD_iter": 3}
+MIDDLE = "5.weight"  # the parameter whose gradient comes when some buckets are under way and others are not
+PHASES = {
+    "start": "before the ranks have met",
+    "backward": "between the hook calls of two buckets",
+    "save": "with a part of a file of the checkpoint written",
+    "between": "between two steps",
+}
+
+
+class Killer:
+    """Ends this rank as the plan says, and leaves a note of where it was."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.rank = int(os.environ["RANK"])
+        self.attempt = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+        plans = json.loads(os.environ.get("CHAOS_KILLS", "[]"))
+        mine = self.attempt < len(plans) and plans[self.attempt]["rank"] == self.rank
+        self.plan: dict[str, Any] = plans[self.attempt] if mine else {}
+        self.phase, self.step = "start", 0
+        self.hook: Callable[[], Any] = lambda: None
+
+    def at(self, phase: str, step: int | None = None) -> None:
+        """The training has come to this phase."""
+        self.phase, self.step = phase, self.step if step is None else step
+        if self.plan.get("phase") == phase and self.step >= self.plan["step"]:
+            self.kill()
+
+    def kill(self, by_timer: bool = False) -> None:
+        last = None if by_timer or self.hook() is None else self.hook().stats()["last_issued"]
+        self.note("killed", phase=self.phase, step=self.step, rank=self.rank, by_timer=by_timer, last_issued=last)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def note(self, kind: str, **what: Any) -> None:
+        name = f"{kind}-{self.attempt}" + ("" if kind == "killed" else f"-{self.rank}")
+        temporary = self.folder / f".{name}.tmp"
+        temporary.write_text(json.dumps({"time": time.time(), **what}))
+        temporary.replace(self.folder / f"{name}.json")
+
+    def training_begins(self, step: int, model: torch.nn.Module, hook: Callable[[], Any]) -> None:
+        """From here on it can be killed in mid-backward and at any time."""
+        self.note("start", step=step)
+        self.hook = hook
+        parameter = dict(model.named_parameters())[MIDDLE]
+        parameter.register_hook(lambda gradient: self.at("backward"))
+        if "after_s" in self.plan:
+            timer = threading.Timer(self.plan["after_s"], self.kill, [True])
+            timer.daemon = True
+            timer.start()
+
+    def wrap_write(self, owner: Any) -> None:
+        """Be there when a part of what `owner.write` writes is written."""
+        if self.plan.get("phase") != "save":
+            return
+        original: Callable[..., Any] = owner.write
+
+        def write(file: Any, data: bytes) -> Any:
+            half = len(data) // 2
+            first = original(file, data[:half])
+            file.flush()
+            self.at("save")
+            return (first or 0) + (original(file, data[half:]) or 0)
+
+        owner.write = write
+
+
+# ------------------------------------------------------------------------------------------------------- plain torch
+
+
+def plain(folder: Path, killer: Killer) -> tuple[torch.Tensor, Any]:
+    if not dist.is_initialized():
+        dist.init_process_group("gloo", timeout=TIMEOUT)
+    run = Run.new(hook_options=OPTIONS, save_residual="mean")
+    run.hook.joint_save_limit_s = 5.0
+    path = folder / "checkpoint.pt"
+    if path.exists():
+        run.load(torch.load(path, weights_only=True))
+    killer.training_begins(run.step, run.ddp.module, lambda: run.hook)
+    while run.step < STEPS:
+        killer.at("between", run.step)
+        killer.phase = "training"
+        run.train(1)
+        if run.step % SAVE_EVERY == 0:
+            _save(run, path, killer)
+    return run.weights(), run.hook
+
+
+def _save(run: Run, path: Path, killer: Killer) -> None:
+    killer.phase = "saving"
+    content = run.save()
+    # Marked inexact when a rank has gone: the checkpoint that is there already is worth more.
+    if dist.get_rank() == 0 and content["hook"]["exact"]:
+        buffer = io.BytesIO()
+        torch.save(content, buffer)
+        data = buffer.getvalue()
+        temporary = path.with_suffix(".tmp")
+        with open(temporary, "wb") as file:
+            file.write(data[: len(data) // 2])
+            file.flush()
+            killer.at("save", run.step)
+            file.write(data[len(data) // 2 :])
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+
+
+# --------------------------------------------------------------------------------------------------------- Lightning
+
+
+def lightning(folder: Path, killer: Killer) -> tuple[torch.Tensor, Any]:
+    import lightning.pytorch as pl
+    from fsspec.implementations.local import LocalFileOpener
+    from lightning.pytorch.callbacks import ModelCheckpoint
+    from torch.utils.data import DataLoader, TensorDataset
+
+    from commhooks import PowerSGD
+    from lightning_commhooks import CommHookDDP
+
+    killer.wrap_write(LocalFileOpener)
+
+    class Model(pl.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = make_model()
+
+        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+            killer.at("between", self.trainer.global_step)
+            killer.phase = "training"
+            return torch.nn.functional.cross_entropy(self.net(batch[0]), batch[1])
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.parameters(), lr=0.05, momentum=0.9)
+
+        def on_train_start(self) -> None:
+            killer.training_begins(self.trainer.global_step, self.net, lambda: self.trainer.strategy.comm_hook)
+
+        def on_save_checkpoint(self, checkpoint: Any) -> None:
+            killer.phase, killer.step = "saving", self.trainer.global_step
+
+    trainer = pl.Trainer(
+        accelerator="cpu",
+        devices=2,
+        max_epochs=STEPS // SAVE_EVERY,
+        strategy=CommHookDDP(PowerSGD(**OPTIONS), bucket_cap_mb=0.001, timeout=TIMEOUT),
+        callbacks=[ModelCheckpoint(folder / "checkpoints", save_last=True)],
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        default_root_dir=folder,
+    )
+    # A loader begins every epoch anew: an epoch is what is saved.
+    images, labels = zip(*(batch(step, rank) for step in range(SAVE_EVERY) for rank in range(2)), strict=True)
+    loader = DataLoader(TensorDataset(torch.cat(images), torch.cat(labels)), batch_size=8)
+    model = Model()
+    trainer.fit(model, loader, ckpt_path="last")
+    return flat(model.parameters()), trainer.strategy.comm_hook
+
+
+# -------------------------------------------------------------------------------------------------------- Accelerate
+
+
+def accelerate(folder: Path, killer: Killer) -> tuple[torch.Tensor, Any]:
+    from accelerate import Accelerator
+    from accelerate.utils import InitProcessGroupKwargs
+    from accelerators import Training, power_sgd
+
+    from accelerate_commhooks import whole_files
+
+    killer.wrap_write(whole_files._Watched)
+    handler = power_sgd(OPTIONS)
+    accelerator = Accelerator(cpu=True, kwargs_handlers=[handler, InitProcessGroupKwargs(timeout=TIMEOUT)])
+    run = Training(handler, accelerator=accelerator)
+    complete = sorted(folder.glob("step_??"))
+    if complete:
+        run.load(complete[-1], int(complete[-1].name[5:]))
+    killer.training_begins(run.step, run.model.module, lambda: run.hook)
+    while run.step < STEPS:
+        killer.at("between", run.step)
+        killer.phase = "training"
+        run.train(1)
+        if run.step % SAVE_EVERY == 0:
+            killer.phase, killer.step = "saving", run.step
+            _save_state(run, folder)
+    return run.weights(), run.hook
+
+
+def _save_state(run: Any, folder: Path) -> None:
+    """All ranks write into a folder that gets its name when the last of them is done."""
+    unfinished = folder / "unfinished"
+    main = run.accelerator.is_main_process
+    if main and unfinished.exists():
+        shutil.rmtree(unfinished)
+    run.accelerator.wait_for_everyone()
+    run.save(unfinished)
+    if main:
+        unfinished.rename(folder / f"step_{run.step:02}")
+
+
+# --------------------------------------------------------------------------------------------------------------- main
+
+FRAMEWORKS = {"plain": plain, "lightning": lightning, "accelerate": accelerate}
+
+
+def main(framework: str, folder: Path) -> None:
+    torch.set_num_threads(1)
+    killer = Killer(folder)
+    killer.at("start", 0)
+    if framework == "plain":
+        # torchrun ends the other ranks by this signal. Here they shall show that they end by themselves.
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    try:
+        weights, hook = FRAMEWORKS[framework](folder, killer)
+    except BaseException as error:
+        killer.note("error", type=type(error).__name__, text=str(error))
+        raise
+    killer.phase = "end"
+    torch.save({"weights": weights, "stats": hook.stats()}, folder / f"final-{killer.rank}.pt")
+    killer.note("end")
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    status = 1
+    try:
+        main(sys.argv[1], Path(sys.argv[2]))
+        status = 0
+    except BaseException:
+        traceback.print_exc()
+    # gloo sometimes aborts while the interpreter ends, with a hook or without: end it here.
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)

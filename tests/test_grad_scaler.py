@@ -1,0 +1,107 @@
+"""A GradScaler over many steps with overflows at random: the scale recovers, training goes on, nobody drifts."""
+
+import random
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from models import mlp
+from torch.nn.parallel import DistributedDataParallel
+from training import flat
+
+import commhooks
+
+WIDTH, STEPS, OVERFLOWS = 32, 300, 12
+SCALE, GROWTH_INTERVAL = 2.0**16, 8
+HALF_MAX = 65504.0
+
+
+class OverflowsLikeFP16(torch.autograd.Function):
+    """What float16 activations do to a gradient that the scale has made too large; CPU training here is in float32."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return torch.where(gradient.abs() > HALF_MAX, float("inf"), gradient)
+
+
+def _overflows(parameters: int) -> dict[int, tuple[int, int, float]]:
+    """Step -> (rank, which parameter, what)."""
+    draw = random.Random(0)
+    steps = draw.sample(range(STEPS - 40), OVERFLOWS)
+    return {
+        step: (draw.randrange(2), draw.randrange(parameters), draw.choice([float("inf"), float("-inf"), float("nan")]))
+        for step in steps
+    }
+
+
+def _train(wrapper: str | None, bucket_cap_mb: float) -> dict[str, Any]:
+    torch.manual_seed(0)
+    model = mlp(WIDTH, 3)
+    ddp = DistributedDataParallel(model, bucket_cap_mb=bucket_cap_mb)
+    scaler = torch.amp.GradScaler("cpu", init_scale=SCALE, growth_interval=GROWTH_INTERVAL)
+    config = commhooks.PowerSGD(matrix_approximation_rank=2, start_powerSGD_iter=5)
+    hook = commhooks.attach(ddp, config, wrapper=wrapper, loss_scale=scaler.get_scale)
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.02, momentum=0.9)
+    teacher = torch.randn(WIDTH, WIDTH, generator=torch.Generator().manual_seed(99)) / WIDTH**0.5
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    parameters = list(model.parameters())
+    overflows = _overflows(len(parameters))
+    poison: list[float | None] = [None] * len(parameters)
+    for place, parameter in enumerate(parameters):
+        parameter.register_hook(lambda g, place=place: g if poison[place] is None else g + poison[place])
+    losses, scales, steps, skipped, at_random, changed = [], [], [], 0, 0, []
+    for step in range(STEPS):
+        inputs = torch.randn(16, WIDTH, generator=generator)
+        if step in overflows and overflows[step][0] == dist.get_rank():
+            poison[overflows[step][1]] = overflows[step][2]
+        optimizer.zero_grad()
+        loss = (OverflowsLikeFP16.apply(ddp(inputs)) - torch.tanh(inputs @ teacher)).square().mean()
+        scaler.scale(loss).backward()
+        poison[:] = [None] * len(parameters)
+        before, weights = scaler.get_scale(), flat(parameters)
+        scaler.step(optimizer)
+        scaler.update()
+        losses.append(loss.item())
+        scales.append(scaler.get_scale())
+        skipped += scaler.get_scale() < before
+        at_random += step in overflows and scaler.get_scale() < before
+        if step in overflows:  # the skipped step left the weights alone
+            changed.append(not torch.equal(weights, flat(parameters)))
+        steps.append(flat(parameters))
+    return {
+        "losses": losses,
+        "scales": scales,
+        "skipped": skipped,
+        "at random": at_random,
+        "changed by a skipped step": any(changed),
+        "weights": torch.stack(steps),
+        "stats": hook.stats(),
+        "scale of the residuals": hook.state_dict()["loss_scale"],
+    }
+
+
+@pytest.mark.parametrize("wrapper", [None, "fp16", "bf16"])
+def test_overflows_at_random(run_ranks, wrapper):
+    ranks = run_ranks(_train, wrapper, 0.001)
+    for each in ranks:
+        stats, scales = each["stats"], each["scales"]
+        assert each["at random"] == OVERFLOWS
+        assert each["skipped"] >= OVERFLOWS + 5, "the growing scale itself has overflowed"
+        assert stats["nonfinite_steps"] == each["skipped"]
+        assert stats["step"] == STEPS - each["skipped"]
+        assert stats["compressed_steps"] == stats["step"] - 5
+        assert stats["collectives_last_pass"] == 6, "several buckets"
+        assert stats["bytes_sent_last_pass"] < stats["bytes_uncompressed"] / STEPS / 2
+        assert not each["changed by a skipped step"]
+        # The scale neither falls for good nor stays down: it comes back to where its own growth makes it overflow.
+        assert min(scales) > 1 and max(scales[-40:]) >= max(scales) / 4
+        assert each["scale of the residuals"] in scales[-2:]
+        assert sum(each["losses"][-20:]) < 0.6 * sum(each["losses"][:20])
+        assert torch.isfinite(each["weights"]).all()
+    assert ranks[0]["scales"] == ranks[1]["scales"]
+    assert torch.equal(ranks[0]["weights"], ranks[1]["weights"]), "at every step"

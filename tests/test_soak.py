@@ -1,0 +1,10 @@
+"""A short soak; `make soak` runs the long one."""
+
+import soak
+
+STEPS = 600
+
+
+def test_memory_replicas_and_bits(run_ranks):
+    first, second = (run_ranks(soak.train, STEPS) for _ in range(2))
+    assert soak.problems(first, second, STEPS) == []

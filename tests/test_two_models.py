@@ -1,0 +1,298 @@
+"""More than one thing that communicates in one process: two DDP models with a hook each, and a norm over all ranks.
+
+gloo and NCCL match collectives by their order alone, so every rank must issue the same ones in the same order, and the
+hooks must leave each other's memory alone: each model's gradients are, bit for bit, those that it has by itself.
+"""
+
+import copy
+import itertools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from ddp_steps import gradients, replicas_equal
+from models import EVERY_PARAMETER, Gradients, Prescribed, all_finite, bits_equal, random_gradients
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import commhooks
+
+STEPS = 6
+Sent = list[tuple[int, torch.dtype, bool]]
+
+
+@contextmanager
+def all_reduces() -> Iterator[Sent]:
+    """Elements, dtype and whether asynchronous (all of the hooks' are) of each all-reduce that this rank issues."""
+    sent: Sent = []
+    original = dist.all_reduce
+
+    def recording(tensor: torch.Tensor, *args: Any, async_op: bool = False, **kwargs: Any) -> Any:
+        sent.append((tensor.numel(), tensor.dtype, async_op))
+        return original(tensor, *args, async_op=async_op, **kwargs)
+
+    with mock.patch("torch.distributed.all_reduce", recording):
+        yield sent
+
+
+# ------------------------------------------------------------------------- two backward passes in one autograd graph
+
+
+class Chain(Prescribed):
+    """Adds to `x` half of its parameters (times the gradient to give them), what `inner` makes of that, and the rest.
+
+    The backward pass goes the other way: the second half, all of `inner`, and then the first half.
+    """
+
+    def forward(
+        self, prescribed: Gradients, x: torch.Tensor, inner: Callable[[torch.Tensor], torch.Tensor]
+    ) -> torch.Tensor:
+        pairs = [(parameter, prescribed[name]) for name, parameter in self.named_parameters()]
+        half = len(pairs) // 2
+        for parameter, gradient in pairs[:half]:
+            x = x + (parameter * gradient).sum()
+        x = inner(x)
+        for parameter, gradient in pairs[half:]:
+            x = x + (parameter * gradient).sum()
+        return x
+
+
+OUTER = {"first": (24, 16), "first_bias": (24,), "second": (10, 40), "third": (24, 16), "third_bias": (24,)}
+INNER = {"first": (24, 16), "second": (12, 30), "second_bias": (12,), "third": (10, 40)}
+CONFIGS = {
+    "outer": (OUTER, commhooks.PowerSGD(matrix_approximation_rank=1, start_powerSGD_iter=2), None),
+    "inner": (INNER, commhooks.PowerSGD(matrix_approximation_rank=3, start_powerSGD_iter=0), "bf16"),
+}
+
+
+def _hooked(name: str) -> tuple[DistributedDataParallel, commhooks.CommHook]:
+    shapes, config, wrapper = CONFIGS[name]
+    ddp = DistributedDataParallel(Chain(shapes), bucket_cap_mb=EVERY_PARAMETER)
+    return ddp, commhooks.attach(ddp, config, wrapper=wrapper)
+
+
+def _prescribed(name: str, step: int) -> Gradients:
+    return random_gradients(CONFIGS[name][0], dist.get_rank() + 10 * (name == "inner"), step)
+
+
+def _alone(name: str) -> tuple[list[Gradients], dict[str, Any], dict[str, Any]]:
+    ddp, hook = _hooked(name)
+    found = []
+    for step in range(STEPS):
+        ddp.zero_grad()
+        ddp(_prescribed(name, step), torch.zeros(()), lambda x: x).backward()
+        found.append(gradients(ddp))
+    return found, hook.state_dict("per_rank"), hook.stats()
+
+
+def _together(nested: bool) -> Any:
+    outer, outer_hook = _hooked("outer")
+    inner, inner_hook = _hooked("inner")
+    found: dict[str, list[Gradients]] = {"outer": [], "inner": []}
+    with all_reduces() as sent:
+        for step in range(STEPS):
+            outer.zero_grad(), inner.zero_grad()
+            ours, others = _prescribed("outer", step), _prescribed("inner", step)
+
+            def run_inner(x: torch.Tensor, others: Gradients = others) -> torch.Tensor:
+                return inner(others, x, lambda x: x)
+
+            if nested:
+                loss = outer(ours, torch.zeros(()), run_inner)
+            else:
+                loss = run_inner(outer(ours, torch.zeros(()), lambda x: x))
+            loss.backward()
+            found["outer"].append(gradients(outer))
+            found["inner"].append(gradients(inner))
+    return {
+        "outer": (found["outer"], outer_hook.state_dict("per_rank"), outer_hook.stats()),
+        "inner": (found["inner"], inner_hook.state_dict("per_rank"), inner_hook.stats()),
+        "sent": sent,
+    }
+
+
+def _together_and_alone(nested: bool) -> Any:
+    return _together(nested), {name: _alone(name) for name in CONFIGS}
+
+
+def _state_tensors(state: dict[str, Any]) -> Gradients:
+    tensors = {}
+    for name, entry in state["parameters"].items():
+        if entry["q"] is not None:
+            tensors |= {f"Q of {name}": entry["q"], f"residual of {name}": entry["residual"][0]}
+    return tensors
+
+
+@pytest.mark.parametrize("nested", [False, True], ids=["one after the other", "one in the middle of the other"])
+def test_two_backward_passes_in_one_graph(run_ranks, nested):
+    ranks = run_ranks(_together_and_alone, nested, timeout_s=30)
+    for together, alone in ranks:
+        for name, (shapes, config, _) in CONFIGS.items():
+            found, state, stats = together[name]
+            expected, expected_state, expected_stats = alone[name]
+            assert all(map(bits_equal, found, expected)), name
+            matrices = sum(len(shape) > 1 for shape in shapes.values())
+            assert len(_state_tensors(state)) == 2 * matrices
+            assert bits_equal(_state_tensors(state), _state_tensors(expected_state)), name
+            assert stats["compressed_steps"] == STEPS - config.start_powerSGD_iter
+            assert stats["collectives_last_pass"] == len(shapes) + matrices, "a bucket per parameter"
+            assert stats == expected_stats
+        wires = [dtype for _, dtype, asynchronous in together["sent"] if asynchronous]
+        # One run of outer, one of inner and so on; nested, outer's continues behind inner's.
+        last = [dtype for dtype, _ in itertools.groupby(wires)][-3 if nested else -2 :]
+        assert last == ([torch.float32] if nested else []) + [torch.bfloat16, torch.float32]
+    assert ranks[0][0]["sent"] == ranks[1][0]["sent"], "every rank issues the same sequence"
+    for name in CONFIGS:
+        assert all(map(bits_equal, ranks[0][0][name][0], ranks[1][0][name][0]))
+
+
+# --------------------------------------------------------------------------------------------------------------- GAN
+
+NOISE, DATA, ROUNDS = 8, 24, 12
+
+
+def _net(inputs: int, outputs: int) -> nn.Sequential:
+    return nn.Sequential(nn.Linear(inputs, 32), nn.Tanh(), nn.Linear(32, 32), nn.Tanh(), nn.Linear(32, outputs))
+
+
+def _gan(frozen: bool) -> dict[str, Any]:
+    torch.manual_seed(0)
+    generator = DistributedDataParallel(_net(NOISE, DATA), bucket_cap_mb=EVERY_PARAMETER)
+    discriminator = DistributedDataParallel(_net(DATA, 1), bucket_cap_mb=EVERY_PARAMETER)
+    g_hook = commhooks.attach(generator, commhooks.PowerSGD(matrix_approximation_rank=1, start_powerSGD_iter=3))
+    d_config = commhooks.PowerSGD(matrix_approximation_rank=3, start_powerSGD_iter=0)
+    d_hook = commhooks.attach(discriminator, d_config, wrapper="fp16")
+    g_optimizer = torch.optim.SGD(generator.parameters(), lr=0.05)
+    d_optimizer = torch.optim.SGD(discriminator.parameters(), lr=0.05)
+    own = torch.Generator().manual_seed(dist.get_rank())
+    sound = True
+    with all_reduces() as sent:
+        for step in range(ROUNDS):
+            for _ in range(1 + step % 2):  # not in lockstep
+                real, noise = torch.randn(16, DATA, generator=own) + 2, torch.randn(16, NOISE, generator=own)
+                d_optimizer.zero_grad()
+                scores = discriminator(torch.cat([real, generator.module(noise).detach()]))
+                nn.functional.softplus(torch.cat([-scores[:16], scores[16:]])).mean().backward()
+                d_optimizer.step()
+            discriminator.requires_grad_(not frozen)
+            g_optimizer.zero_grad(), d_optimizer.zero_grad()
+            nn.functional.softplus(-discriminator(generator(torch.randn(16, NOISE, generator=own)))).mean().backward()
+            g_optimizer.step()
+            discriminator.requires_grad_(True)
+            hooks_sent = list(sent)
+            sound &= replicas_equal(generator) and replicas_equal(discriminator)
+            sent[:] = hooks_sent
+    return {"sound": sound, "sent": sent, "generator": g_hook.stats(), "discriminator": d_hook.stats()}
+
+
+@pytest.mark.parametrize("frozen", [True, False], ids=["frozen in the other's step", "not frozen"])
+def test_the_two_models_of_a_gan(run_ranks, frozen):
+    ranks = run_ranks(_gan, frozen, timeout_s=30)
+    own_steps = ROUNDS + ROUNDS // 2
+    for each in ranks:
+        assert each["sound"]
+        assert each["generator"]["compressed_steps"] == ROUNDS - 3
+        # Without freezing it, DDP averages its gradients in the generator's step too, hook or not.
+        assert each["discriminator"]["compressed_steps"] == own_steps + (0 if frozen else ROUNDS)
+        for stats in (each["generator"], each["discriminator"]):
+            assert stats["nonfinite_steps"] == 0 and stats["collectives_last_pass"] >= 8, "several buckets"
+        counted = sum(each[name]["collectives"] for name in ("generator", "discriminator"))
+        assert sum(asynchronous for _, _, asynchronous in each["sent"]) == counted
+    assert ranks[0]["sent"] == ranks[1]["sent"], "every rank issues the same sequence"
+
+
+# ------------------------------------------------------------------- collectives of the model, between our hook calls
+
+
+class MeanOverRanks(torch.autograd.Function):
+    """What SyncBatchNorm (which wants CUDA) does: an all-reduce in the forward and one in the backward pass."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        total = x.clone()
+        dist.all_reduce(total)
+        return total / dist.get_world_size()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        total = gradient.clone()
+        dist.all_reduce(total)
+        return total / dist.get_world_size()
+
+
+class SyncNorm(nn.Module):
+    """Normalises over the batches of all ranks."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        mean, square = MeanOverRanks.apply(torch.stack([x.mean(0), x.square().mean(0)]))
+        return (x - mean) * torch.rsqrt(square - mean.square() + 1e-3)
+
+
+def _normed() -> nn.Sequential:
+    torch.manual_seed(0)
+    blocks: list[nn.Module] = []
+    for _ in range(4):
+        blocks += [nn.Linear(24, 24), SyncNorm(), nn.Tanh()]
+    return nn.Sequential(*blocks, nn.Linear(24, 24))
+
+
+def _prescribe(module: nn.Sequential) -> nn.Sequential:
+    """Give a module's parameters, by their own names, gradients that are handed to it."""
+
+    def forward(prescribed: Gradients) -> torch.Tensor:
+        return torch.stack([(p * prescribed[name]).sum() for name, p in module.named_parameters()]).sum()
+
+    module.forward = forward  # type: ignore[method-assign]
+    return module
+
+
+def _with_norms() -> dict[str, Any]:
+    """A model whose norms communicate, and one without norms that is handed the gradients that the first one has on
+    this rank: no collective of the model comes between the hook's there."""
+    ddp = DistributedDataParallel(_normed(), bucket_cap_mb=EVERY_PARAMETER)
+    quiet = DistributedDataParallel(_prescribe(_normed()), bucket_cap_mb=EVERY_PARAMETER)
+    config = commhooks.PowerSGD(matrix_approximation_rank=2, start_powerSGD_iter=1)
+    hook, quiet_hook = commhooks.attach(ddp, config), commhooks.attach(quiet, config)
+    equal, finite, replicas, passes = True, True, True, []
+    for step in range(STEPS):
+        inputs = torch.randn(8, 24, generator=torch.Generator().manual_seed(100 * step + dist.get_rank()))
+        alone = copy.deepcopy(ddp.module)
+        alone.zero_grad()
+        alone(inputs).square().mean().backward()
+        ddp.zero_grad(), quiet.zero_grad()
+        loss = ddp(inputs).square().mean()
+        with all_reduces() as sent:
+            loss.backward()
+        passes.append(sent)
+        quiet(gradients(alone)).backward()
+        equal &= bits_equal(gradients(ddp), gradients(quiet))
+        finite &= all_finite(gradients(ddp).values())
+        with torch.no_grad():
+            for parameter in ddp.parameters():
+                parameter.sub_(0.1 * parameter.grad)
+        replicas &= replicas_equal(ddp)
+    states = _state_tensors(hook.state_dict("per_rank")), _state_tensors(quiet_hook.state_dict("per_rank"))
+    return {
+        "equal": equal and bits_equal(*states),
+        "finite": finite,
+        "replicas": replicas,
+        "passes": passes,
+        "remembered": len(states[0]),
+        "stats": hook.stats(),
+    }
+
+
+def test_a_norm_that_communicates_between_the_hook_calls(run_ranks):
+    ranks = run_ranks(_with_norms, timeout_s=30)
+    for each in ranks:
+        assert each["equal"] and each["finite"] and each["replicas"]
+        assert each["stats"]["compressed_steps"] == STEPS - 1
+        assert each["remembered"] == 10
+        # Ours are asynchronous: the norms' lie between them, some of ours still on their way.
+        kinds = [asynchronous for _, _, asynchronous in each["passes"][-1]]
+        assert kinds.count(False) == 4 and len(list(itertools.groupby(kinds))) > 6
+    assert ranks[0]["passes"] == ranks[1]["passes"], "every rank issues the same sequence"

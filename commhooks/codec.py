@@ -13,6 +13,8 @@ import torch
 
 from commhooks import arithmetic
 
+Factors = tuple[torch.Tensor, torch.Tensor]
+
 
 def new_factor(rank: int, length: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """A zero factor of `rank` rows (two at least), `length` columns, in memory of its own."""
@@ -77,12 +79,10 @@ def project_q(delta: torch.Tensor, p: torch.Tensor, rank: int, out: torch.Tensor
     torch.mm(p, delta, out=out)
 
 
-def split(
-    delta: torch.Tensor, p: torch.Tensor, q_local: torch.Tensor, q: torch.Tensor, rank: int, residual: torch.Tensor
-) -> None:
-    """residual = delta - P Q_local^T, then delta = P Q^T in place."""
-    remainder(delta, p, q_local, rank, out=residual)
-    reconstruct(p, q, rank, out=delta)
+def split(delta: torch.Tensor, local: Factors, mean: Factors, rank: int, residual: torch.Tensor) -> None:
+    """residual = delta - P Q^T with the factors (P, Q) of this rank, then delta = P Q^T with those of all ranks."""
+    remainder(delta, *local, rank, out=residual)
+    reconstruct(*mean, rank, out=delta)
 
 
 def reconstruct(p: torch.Tensor, q: torch.Tensor, rank: int, out: torch.Tensor) -> None:

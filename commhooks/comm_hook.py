@@ -312,6 +312,7 @@ class CommHook:
                     matrix_approximation_rank=self._low_rank.matrix_approximation_rank,
                     min_compression_rate=self._low_rank.min_compression_rate,
                     sparse=id(parameter) in self._sparse,
+                    alternate=self._low_rank._options.alternate,
                 )
             )
         return plans

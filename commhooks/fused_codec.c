@@ -78,21 +78,21 @@ static inline float total(vec v) {
                 for (size_t j = 0; j < columns; j++) q[k * m + j] += delta[i * m + j] * p[k * n + i];                  \
     }
 
-/* One row: residual = delta - P Q_local^T, delta = P Q^T; after the first group of R the same, added to what is there. */
+/* One row: residual = delta - P' Q'^T, delta = P Q^T; after the first group of R the same, added to what is there. */
 #define SPLIT(R)                                                                                                       \
     static void split_##R(int first, size_t n, size_t m, float *restrict delta, float *restrict residual,              \
-                          const float *restrict p, const float *restrict q_local, const float *restrict q) {           \
+                          const float *p_local, const float *q_local, const float *p, const float *q) {                \
         size_t j = 0;                                                                                                  \
         for (; j + WIDTH <= m; j += WIDTH) {                                                                           \
             vec left = load((first ? delta : residual) + j), mean = first ? (vec){0} : load(delta + j);                \
-            for (int k = 0; k < R; k++) left -= p[k * n] * load(q_local + k * m + j);                                  \
+            for (int k = 0; k < R; k++) left -= p_local[k * n] * load(q_local + k * m + j);                            \
             for (int k = 0; k < R; k++) mean += p[k * n] * load(q + k * m + j);                                        \
             store(residual + j, left);                                                                                 \
             store(delta + j, mean);                                                                                    \
         }                                                                                                              \
         for (; j < m; j++) {                                                                                           \
             float left = (first ? delta : residual)[j], mean = first ? 0 : delta[j];                                   \
-            for (int k = 0; k < R; k++) left -= p[k * n] * q_local[k * m + j];                                         \
+            for (int k = 0; k < R; k++) left -= p_local[k * n] * q_local[k * m + j];                                   \
             for (int k = 0; k < R; k++) mean += p[k * n] * q[k * m + j];                                               \
             residual[j] = left;                                                                                        \
             delta[j] = mean;                                                                                           \
@@ -135,10 +135,10 @@ void commhooks_project_q(size_t n, size_t m, size_t r, const float *delta, const
     }
 }
 
-void commhooks_split(size_t n, size_t m, size_t r, float *delta, float *residual, const float *p, const float *q_local,
-                     const float *q) {
+void commhooks_split(size_t n, size_t m, size_t r, float *delta, float *residual, const float *p_local,
+                     const float *q_local, const float *p, const float *q) {
     for (size_t i = 0; i < n; i++)
         for (size_t k = 0; k < r; k += 4)
-            DISPATCH(split, r - k, k == 0, n, m, delta + i * m, residual + i * m, p + k * n + i, q_local + k * m,
-                     q + k * m)
+            DISPATCH(split, r - k, k == 0, n, m, delta + i * m, residual + i * m, p_local + k * n + i, q_local + k * m,
+                     p + k * n + i, q + k * m)
 }

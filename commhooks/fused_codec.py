@@ -37,7 +37,7 @@ class FusedCodec:
         self._project_q = library.commhooks_project_q
         self._project_q.argtypes = [size, size, size, pointer, pointer, pointer]
         self._split = library.commhooks_split
-        self._split.argtypes = [size, size, size, pointer, pointer, pointer, pointer, pointer]
+        self._split.argtypes = [size, size, size, *[pointer] * 6]
         for function in (self._add_and_project, self._project_q, self._split):
             function.restype = None
 
@@ -59,13 +59,12 @@ class FusedCodec:
     def split(
         self,
         delta: torch.Tensor,
-        p: torch.Tensor,
-        q_local: torch.Tensor,
-        q: torch.Tensor,
+        local: codec.Factors,
+        mean: codec.Factors,
         rank: int,
         residual: torch.Tensor,
     ) -> None:
-        addresses = [_address(each) for each in (delta, residual, p, q_local, q)]
+        addresses = [_address(each) for each in (delta, residual, *local, *mean)]
         self._split(*delta.shape, rank, *addresses)
 
 

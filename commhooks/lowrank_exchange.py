@@ -1,109 +1,19 @@
 """One bucket, compressed: delta = gradient + residual -> P -> all-reduce -> Q -> all-reduce -> gradient, residual.
 
-`LowRankScratch` is what a layout needs, allocated once: it belongs to one registration and is never saved.
-`LowRankExchange` takes one bucket of one backward pass through it. Nothing learned is written before `commit`.
+`LowRankExchange` takes one bucket of one backward pass through the buffers of `LowRankScratch`. Nothing learned is
+written before `commit`.
 """
-
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from commhooks import arithmetic, codec, fused_codec
+from commhooks import arithmetic, codec
 from commhooks.collective import Pending, new_future, start_all_reduce
-from commhooks.layout import BucketLayout, Slot
+from commhooks.layout import Slot
+from commhooks.lowrank_scratch import LowRankOptions, LowRankScratch, Matrix, Packed
 from commhooks.memory import Memory
 from commhooks.stats import Stats
 from commhooks.wire import all_finite, put_factor, put_overflow, put_plain, put_projection
-
-
-@dataclass(frozen=True, eq=False)
-class Matrix:
-    """One matrix to compress: `n x m` at `rank`, made of the gradients in `slots`.
-
-    In per-parameter PowerSGD that is one slot of n * m elements; in the batched form all slots of a bucket, padded with
-    zeros to a square.
-    """
-
-    name: str
-    slots: tuple[tuple[str, Slot], ...]
-    """Name and place of each parameter in the matrix, adjacent in the bucket."""
-    n: int
-    m: int
-    rank: int
-
-    @property
-    def start(self) -> int:
-        return self.slots[0][1].offset
-
-    @property
-    def stop(self) -> int:
-        return self.slots[-1][1].offset + self.slots[-1][1].numel
-
-    @property
-    def fills_bucket_span(self) -> bool:
-        return self.stop - self.start == self.n * self.m
-
-
-@dataclass(frozen=True)
-class LowRankOptions:
-    """What the exchange has to know of the configuration."""
-
-    use_error_feedback: bool
-    draw_q: Callable[[Matrix, int, torch.dtype], torch.Tensor]
-    """(matrix, step, dtype) -> r x m on the CPU: the Q to start from."""
-    draw_refill: Callable[[Matrix, str, torch.dtype], torch.Tensor]
-    """(matrix, "P" or "Q", dtype) -> r x n or r x m on the CPU: directions for those that are missing."""
-    warm_start: bool
-
-
-class LowRankScratch:
-    """Buffers of one bucket layout, on its device."""
-
-    def __init__(
-        self, layout: BucketLayout, matrices: list[Matrix], wire_dtype: torch.dtype, fused: bool = False
-    ) -> None:
-        device, dtype = layout.device, arithmetic.compute_dtype(layout.dtype)
-        if fused:
-            fused_codec.check_supported(device, dtype)
-        self.products: Any = fused_codec.load() if fused else codec
-        """The passes over whole matrices: plain, or as a native kernel."""
-        self.layout = layout
-        self.matrices = matrices
-        self.dtype = dtype
-        self.p = [codec.new_factor(x.rank, x.n, dtype, device) for x in matrices]
-        self.q = [codec.new_factor(x.rank, x.m, dtype, device) for x in matrices]
-        # A float32 or float64 bucket serves as delta itself; what is narrower, or padded, needs memory of its own.
-        self.delta = [
-            None if layout.dtype == dtype and x.fills_bucket_span else torch.zeros(x.n, x.m, dtype=dtype, device=device)
-            for x in matrices
-        ]
-        self.in_place = [own is None and len(x.slots) == 1 for own, x in zip(self.delta, matrices, strict=True)]
-        self.plain_spans = _complement([(x.start, x.stop) for x in matrices], layout.numel)
-        p_numel = sum(x.rank * x.n for x in matrices)
-        plain_numel = sum(stop - start for start, stop in self.plain_spans)
-        # The first all-reduce: every P, everything uncompressed, one flag per matrix: 1 if its gradient is not zero.
-        self.first = torch.zeros(p_numel + plain_numel + len(matrices), dtype=wire_dtype, device=device)
-        self.second = torch.zeros(sum(x.rank * x.m for x in matrices), dtype=wire_dtype, device=device)
-        pieces = self.first.split([x.rank * x.n for x in matrices] + [plain_numel, len(matrices)])
-        self.first_p = [piece.view(x.rank, x.n) for piece, x in zip(pieces, matrices, strict=False)]
-        self.first_plain = pieces[-2].split([stop - start for start, stop in self.plain_spans])
-        self.flags = pieces[-1]
-        split = self.second.split([x.rank * x.m for x in matrices])
-        self.second_q = [piece.view(x.rank, x.m) for piece, x in zip(split, matrices, strict=True)]
-        self._refills: dict[tuple[str, str], torch.Tensor] = {}
-
-    def refill(self, matrix: Matrix, side: str, options: LowRankOptions) -> torch.Tensor:
-        """The directions for missing ones. Kept on an accelerator, where asking whether they are needed would stall;
-        drawn anew on the CPU, where they hardly ever are."""
-        if arithmetic.host_may_look(self.layout.device):
-            return options.draw_refill(matrix, side, self.dtype)
-        key = (matrix.name, side)
-        if key not in self._refills:
-            self._refills[key] = options.draw_refill(matrix, side, self.dtype).to(self.layout.device)
-        return self._refills[key]
 
 
 class LowRankExchange:
@@ -134,22 +44,26 @@ class LowRankExchange:
         self._on_host = arithmetic.host_may_look(buffer.device)
         self._first: Pending | None = None
         self._second: Pending | None = None
+        self._with_p, self._with_q = self._packed()
+
+    def _packed(self) -> tuple[Packed, Packed]:
+        """What travels in the first all-reduce and in the second."""
+        s = self._scratch
+        return s.packed([x.n for x in s.matrices]), s.packed([x.m for x in s.matrices], alone=True)
 
     def start(self) -> None:
         """Form delta in place, P = delta Q, and send it with everything uncompressed and the flags."""
         s = self._scratch
         for i, matrix in enumerate(s.matrices):
             gradient = self.buffer[matrix.start : matrix.stop]
-            self._flag_nonzero(gradient, s.flags[i])
-            put_overflow(gradient, s.flags[i])
+            self._flag(gradient, self._with_p.flags[i])
             delta, residual = self._load_delta(i, gradient)
             s.q[i][: matrix.rank] = self._starting_q(matrix)
             s.q[i][matrix.rank :].zero_()  # the padding of rank 1: an inf in delta would have left NaN in it
             s.products.add_and_project(delta, residual, self._residual_factor, s.q[i], matrix.rank, out=s.p[i])
-            put_factor(s.p[i][: matrix.rank], s.first_p[i], self._world_size)
-        for (begin, end), out in zip(s.plain_spans, s.first_plain, strict=True):
-            put_plain(self.buffer[begin:end], out, self._world_size)
-        self._first = start_all_reduce(s.first, self._group, self._stats, f"P of {self._label}")
+            put_factor(s.p[i][: matrix.rank], self._with_p.factors[i], self._world_size)
+        self._put_plain(self._with_p)
+        self._first = start_all_reduce(self._with_p.buffer, self._group, self._stats, f"P of {self._label}")
 
     def advance(self) -> None:
         """Wait for P, orthonormalise it, Q = delta^T P, and send that."""
@@ -157,17 +71,17 @@ class LowRankExchange:
         self._first.wait()
         s = self._scratch
         for i, matrix in enumerate(s.matrices):
-            s.p[i][: matrix.rank] = self._orthonormal(s.first_p[i].to(s.dtype), matrix, "P")
+            s.p[i][: matrix.rank] = self._orthonormal(self._with_p.factors[i].to(s.dtype), matrix, "P")
             s.p[i][matrix.rank :].zero_()
             s.products.project_q(self._delta(i), s.p[i], matrix.rank, out=s.q[i])
-            put_projection(s.q[i][: matrix.rank], s.second_q[i], self._world_size)
-        self._second = start_all_reduce(s.second, self._group, self._stats, f"Q of {self._label}")
+            put_projection(s.q[i][: matrix.rank], self._with_q.factors[i], self._world_size)
+        self._second = start_all_reduce(self._with_q.buffer, self._group, self._stats, f"Q of {self._label}")
 
     def finish(self) -> torch.Tensor:
         """Wait for Q; returns whether all that arrived is finite (0-dim bool)."""
         assert self._second is not None
         self._second.wait()
-        self._good = all_finite(self._scratch.first) & all_finite(self._scratch.second)
+        self._good = all_finite(self._with_p.buffer) & all_finite(self._with_q.buffer)
         return self._good
 
     def commit(self, good: torch.Tensor | bool) -> None:
@@ -177,10 +91,9 @@ class LowRankExchange:
         that is not finite itself leaves NaN in its gradients on every rank.
         """
         s = self._scratch
-        for (begin, end), mean in zip(s.plain_spans, s.first_plain, strict=True):
-            self.buffer[begin:end].copy_(mean)
+        self._store_plain(self._with_p)
         poison = torch.where(self._good, 0.0, float("nan")).to(s.dtype)
-        alive = s.flags > 0
+        alive = self._with_p.flags > 0
         alive_on_host = alive.tolist() if self._on_host else []
         for i, matrix in enumerate(s.matrices):
             if self._on_host:
@@ -191,24 +104,20 @@ class LowRankExchange:
     def _commit_on_host(self, i: int, matrix: Matrix, good: bool, alive: bool, poison: torch.Tensor) -> None:
         s, delta = self._scratch, self._delta(i)
         if good and not alive:
-            # No rank had a gradient: keep the residual for later instead of losing it to a step that is not taken.
-            for name, _ in matrix.slots:
-                if name in self._memory.residuals and self._residual_factor != 1:
-                    self._memory.residuals[name].mul_(self._residual_factor)
-            self.buffer[matrix.start : matrix.stop].zero_()
+            self._skip(matrix)
             return
         if not good:
             q = s.q[i]
-            q[: matrix.rank] = s.second_q[i]
+            q[: matrix.rank] = self._with_q.factors[i]
             self._store_gradient(i, matrix, delta, q.add_(poison))
             return
-        q = self._q_memory(matrix).copy_(s.second_q[i])
+        q = self._q_memory(matrix).copy_(self._with_q.factors[i])
         if not self._options.use_error_feedback:
             self._store_gradient(i, matrix, delta, q)
         elif s.in_place[i]:
             name, slot = matrix.slots[0]
             residual = self._residual(name, slot).view(matrix.n, matrix.m)
-            s.products.split(delta, s.p[i], s.q[i], q, matrix.rank, residual)
+            s.products.split(delta, (s.p[i], s.q[i]), (s.p[i], q), matrix.rank, residual)
         else:
             self._store_residual(i, matrix, delta)
             self._store_gradient(i, matrix, delta, q)
@@ -231,11 +140,28 @@ class LowRankExchange:
                 begin = slot.offset - matrix.start
                 old.copy_(torch.where(keep, flat[begin : begin + slot.numel], old))
         q = s.q[i]
-        q[: matrix.rank] = s.second_q[i]
+        q[: matrix.rank] = self._with_q.factors[i]
         memory = self._q_memory(matrix)
         memory.copy_(torch.where(keep, q[: matrix.rank], memory))
         q.copy_(torch.where(alive, q, torch.zeros_like(q)) + poison)
         self._store_gradient(i, matrix, delta, q)
+
+    def _skip(self, matrix: Matrix) -> None:
+        """No rank had a gradient: keep the residual for later instead of losing it to a step that is not taken."""
+        for name, _ in matrix.slots:
+            if name in self._memory.residuals and self._residual_factor != 1:
+                self._memory.residuals[name].mul_(self._residual_factor)
+        self.buffer[matrix.start : matrix.stop].zero_()
+
+    # ---- what is not compressed ------------------------------------------------------------------------------------
+
+    def _put_plain(self, packed: Packed) -> None:
+        for (begin, end), out in zip(self._scratch.plain_spans, packed.plain, strict=True):
+            put_plain(self.buffer[begin:end], out, self._world_size)
+
+    def _store_plain(self, packed: Packed) -> None:
+        for (begin, end), mean in zip(self._scratch.plain_spans, packed.plain, strict=True):
+            self.buffer[begin:end].copy_(mean)
 
     # ---- delta, residual, gradient ---------------------------------------------------------------------------------
 
@@ -276,8 +202,10 @@ class LowRankExchange:
             begin = slot.offset - matrix.start
             self._residual(name, slot).copy_(flat[begin : begin + slot.numel])
 
-    def _store_gradient(self, i: int, matrix: Matrix, delta: torch.Tensor, q: torch.Tensor) -> None:
-        codec.reconstruct(self._scratch.p[i], q, matrix.rank, out=delta)
+    def _store_gradient(
+        self, i: int, matrix: Matrix, delta: torch.Tensor, q: torch.Tensor, p: torch.Tensor | None = None
+    ) -> None:
+        codec.reconstruct(self._scratch.p[i] if p is None else p, q, matrix.rank, out=delta)
         if self._scratch.delta[i] is not None:
             self.buffer[matrix.start : matrix.stop].copy_(delta.view(-1)[: matrix.stop - matrix.start])
 
@@ -310,19 +238,11 @@ class LowRankExchange:
                 return basis
         return codec.orthonormal_rows(rows, self._scratch.refill(matrix, side, self._options))[0]
 
-    def _flag_nonzero(self, gradient: torch.Tensor, flag: torch.Tensor) -> None:
+    def _flag(self, gradient: torch.Tensor, flag: torch.Tensor) -> None:
+        """1 if there is a gradient, 0 if it is zero; NaN if it is too large for the wire."""
         if self._on_host:
             # A look at the first few numbers nearly always settles it.
             flag.fill_(float(bool(gradient[:64].any()) or bool(gradient.any())))
         else:
             flag.copy_(gradient.any())
-
-
-def _complement(spans: list[tuple[int, int]], numel: int) -> list[tuple[int, int]]:
-    """The gaps between `spans` (sorted, disjoint) in 0..numel."""
-    gaps, at = [], 0
-    for begin, end in [*spans, (numel, numel)]:
-        if begin > at:
-            gaps.append((at, begin))
-        at = end
-    return gaps
+        put_overflow(gradient, flag)

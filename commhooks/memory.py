@@ -13,6 +13,8 @@ class Memory:
         step: committed synchronised backward passes, the same on every rank.
         nonfinite_steps: passes that were not committed.
         q: per matrix, Q transposed, `r x m` (float32 or float64); the same on every rank.
+        p: per matrix, P transposed, `r x n`; only where P and Q alternate. The same on every rank.
+        p_is_newer: matrices whose P is of the latest step, and whose Q is of the step before it.
         residuals: per parameter, flat in memory order (float32 or float64); each rank has its own. A missing entry is
             a residual of zeros.
         loss_scale: the factor by which the loss, and therefore the residuals, were multiplied.
@@ -24,11 +26,18 @@ class Memory:
     step: int = 0
     nonfinite_steps: int = 0
     q: dict[str, torch.Tensor] = field(default_factory=dict)
+    p: dict[str, torch.Tensor] = field(default_factory=dict)
+    p_is_newer: set[str] = field(default_factory=set)
     residuals: dict[str, torch.Tensor] = field(default_factory=dict)
     loss_scale: float = 1.0
     residual_missing: bool = False
     missing_was_said: bool = False
     residuals_shared: bool = True
+
+    def forget_factors(self) -> None:
+        self.q.clear()
+        self.p.clear()
+        self.p_is_newer.clear()
 
     def drop_residuals(self) -> None:
         self.residuals.clear()

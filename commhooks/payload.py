@@ -61,7 +61,7 @@ def build(
     parameters: dict[str, dict[str, Any]] = {}
     for name, parameter in target.parameters.items():
         saved = residuals.get(name)
-        q = memory.q.get(name)
+        q = memory.q.get(name) if name not in memory.p_is_newer else None
         parameters[name] = {
             "shape": list(parameter.shape),
             "row_dim": memory_order(parameter)[0] if parameter.dim() else 0,
@@ -74,6 +74,8 @@ def build(
                 else _logical_copy(saved, parameter)
             ),
         }
+        if name in memory.p_is_newer:
+            parameters[name]["p"] = memory.p[name].detach().to("cpu", copy=True)
     return {
         "format": "commhooks",
         "version": VERSION,
@@ -114,6 +116,10 @@ def read(payload: dict[str, Any], target: Target, *, strict: bool) -> Memory:
             q = _fit_q(name, entry, parameter, target)
             if q is not None:
                 memory.q[name] = q.to(parameter.device, compute_dtype(parameter.dtype))
+            p = _fit_p(entry, parameter, target.ranks[name])
+            if p is not None and target.options.get("alternate"):
+                memory.p[name] = p.to(parameter.device, compute_dtype(parameter.dtype))
+                memory.p_is_newer.add(name)
         # The gradient of a complex parameter is sent as it is: it leaves no residual.
         if entry["residual"] is not None and not parameter.is_complex():
             picked = pick(entry["residual"])
@@ -188,6 +194,17 @@ def _fit_q(name: str, entry: dict[str, Any], parameter: torch.Tensor, target: Ta
     if rows < rank:
         fresh[:rows] = q
     return fresh
+
+
+def _fit_p(entry: dict[str, Any], parameter: torch.Tensor, rank: int) -> torch.Tensor | None:
+    """The saved P (r x n), refitted to another rank: missing rows are zero, which the codec refills."""
+    saved = entry.get("p")
+    if saved is None or entry["row_dim"] != memory_order(parameter)[0]:
+        return None
+    p = torch.zeros(rank, saved.shape[1], dtype=saved.dtype)
+    rows = min(rank, saved.shape[0])
+    p[:rows] = saved[:rows]
+    return p
 
 
 def _logical_copy(flat: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:

@@ -89,8 +89,9 @@ def check_range(name: str, entry: dict[str, Any], dtype: torch.dtype, loss_scale
     """
     largest = torch.finfo(dtype).max
     where = f"parameters[{shown(name)}]"
-    if entry["q"] is not None and _largest(entry["q"]) > largest:
-        raise damaged(f"{where}['q'] holds numbers too large for {dtype}")
+    for key in ("q", "p"):
+        if entry.get(key) is not None and _largest(entry[key]) > largest:
+            raise damaged(f"{where}[{key!r}] holds numbers too large for {dtype}")
     residual = entry["residual"]
     for each in residual if isinstance(residual, list) else [] if residual is None else [residual]:
         if _largest(each) * max(1, 1 / loss_scale) > largest / 2**24:
@@ -144,6 +145,11 @@ def _check_entry(name: object, entry: object, kind: str, copies: int) -> None:
         rest = shape[:row_dim] + shape[row_dim + 1 :]
         if len(shape) < 2 or q.dim() < 2 or q.shape[0] < 1 or list(q.shape[1:]) != rest:
             raise damaged(f"{where}['q'] does not fit the shape")
+    p = entry.get("p")
+    if p is not None:
+        check_tensor(p, f"{where}['p']")
+        if len(shape) < 2 or p.dim() != 2 or p.shape[0] < 1 or p.shape[1] != shape[row_dim]:
+            raise damaged(f"{where}['p'] does not fit the shape")
     if residual is None:
         return
     if isinstance(residual, list) != (kind == "per_rank") or kind == "none":

@@ -51,7 +51,9 @@ def fingerprint(saved: dict[str, Any]) -> str:
     digest = hashlib.sha256()
     head = [saved.get(key) for key in ("hook", "step", "world_size", "loss_scale")]
     digest.update(repr((head, sorted(saved["options"].items()))).encode())
-    factors = [(name, entry["q"]) for name, entry in saved.get("parameters", {}).items()]
+    entries = saved.get("parameters", {}).items()
+    factors = [(name, entry["q"]) for name, entry in entries]
+    factors += [(f"P of {name}", entry["p"]) for name, entry in entries if "p" in entry]
     for name, q in factors + sorted(saved.get("batched_q", {}).items()):
         digest.update(repr((name, None if q is None else (q.dtype, tuple(q.shape)))).encode())
         if q is not None:

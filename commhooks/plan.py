@@ -1,5 +1,6 @@
 """What is compressed and what is not, and why: decided from shapes and options alone, the same on every rank."""
 
+import dataclasses
 import math
 from dataclasses import dataclass
 
@@ -21,11 +22,14 @@ class ParameterPlan:
     n: int = 0
     m: int = 0
     rank: int = 0
+    alternate: bool = False
+    """Only one of the two factors travels in a step, P and Q in turn."""
 
     @property
     def numel_sent(self) -> int:
-        """Elements that travel per rank and step once compression has begun."""
-        return (self.n + self.m) * self.rank if self.compressed else self.numel
+        """Elements that travel per rank and step once compression has begun (the mean of two steps that alternate)."""
+        sent = (self.n + self.m) * self.rank if self.compressed else self.numel
+        return sent // 2 if self.compressed and self.alternate else sent
 
 
 def plan_parameter(
@@ -35,6 +39,7 @@ def plan_parameter(
     matrix_approximation_rank: int,
     min_compression_rate: float,
     sparse: bool = False,
+    alternate: bool = False,
 ) -> ParameterPlan:
     """Decide for one parameter.
 
@@ -59,7 +64,7 @@ def plan_parameter(
     sent = (n + m) * rank
     if sent >= numel or sent * min_compression_rate >= numel:
         return verdict(f"saves only {numel / sent:.2g}x (min_compression_rate={min_compression_rate:g})")
-    return verdict("", True, n, m, rank)
+    return dataclasses.replace(verdict("", True, n, m, rank), alternate=alternate)
 
 
 @dataclass(frozen=True)

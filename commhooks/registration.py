@@ -9,12 +9,14 @@ import torch.distributed as dist
 
 from commhooks import codec
 from commhooks.agreement import agree, fingerprint
+from commhooks.alternating_exchange import AlternatingExchange
 from commhooks.arithmetic import compute_dtype
 from commhooks.collective import resolve_group
 from commhooks.config import BatchedPowerSGD, PowerSGD
 from commhooks.errors import HookRunError
 from commhooks.layout import BucketLayout, layout_key, read_layout
-from commhooks.lowrank_exchange import LowRankExchange, LowRankOptions, LowRankScratch, Matrix
+from commhooks.lowrank_exchange import LowRankExchange
+from commhooks.lowrank_scratch import LowRankOptions, LowRankScratch, Matrix
 from commhooks.memory import Memory
 from commhooks.names import Names
 from commhooks.pipeline import Exchange, Flight, Pipeline
@@ -136,7 +138,8 @@ class Registration:
         label = f"bucket {bucket.index()} at step {self.memory.step}"
         if known.scratch is None or not flight.compressing:
             return PlainExchange(buffer, group, wire_dtype_of(buffer.dtype, self.wrapper_dtype), self.stats, label)
-        return LowRankExchange(
+        exchange = AlternatingExchange if self.options.alternate else LowRankExchange
+        return exchange(
             buffer, known.scratch, self.memory, self._low_rank, group, self.stats, flight.residual_factor, label
         )
 
@@ -191,6 +194,7 @@ class Registration:
                 matrix_approximation_rank=self.options.matrix_approximation_rank,
                 min_compression_rate=self.options.min_compression_rate,
                 sparse=layout.sparse,
+                alternate=self.options.alternate,
             )
             for name, slot in zip(names, layout.slots, strict=True)
         ]
@@ -251,6 +255,15 @@ class Registration:
                 refitted[:rows] = q[:rows]
                 q = refitted
             self.memory.q[matrix.name] = q.to(layout.device, dtype)
+        for matrix in matrices:
+            p = self.memory.p.get(matrix.name)
+            if p is not None:  # pickled states are not checked when they are loaded
+                if p.shape != (matrix.rank, matrix.n):
+                    raise HookRunError(
+                        f"the saved state has a P of shape {tuple(p.shape)} for {matrix.name}, which needs "
+                        f"{(matrix.rank, matrix.n)}: it was saved for another model"
+                    )
+                self.memory.p[matrix.name] = p.to(layout.device, dtype)
 
     # ---- agreement and random numbers --------------------------------------------------------------------------------
 

@@ -60,6 +60,13 @@ def put_projection(factor: torch.Tensor, out: torch.Tensor, world_size: int) -> 
     factor.mul_(world_size)
 
 
+def put_only_factor(factor: torch.Tensor, out: torch.Tensor, world_size: int) -> None:
+    """As `put_projection` where nothing else shows what is not finite: inf and NaN are sent as NaN."""
+    bad = (factor * 0).sum()
+    put_projection(factor, out, world_size)
+    out.add_(bad.to(out.dtype))
+
+
 def put_plain(gradient: torch.Tensor, out: torch.Tensor, world_size: int) -> None:
     """Write an uncompressed gradient to the wire. Nothing is clamped: no error feedback would make up for it, so an
     overflow arrives as inf, as in plain fp16 compression, and the step is skipped."""

@@ -6,7 +6,8 @@ import torch
 
 from commhooks import codec
 from commhooks.layout import BucketLayout, Slot
-from commhooks.lowrank_exchange import LowRankExchange, LowRankOptions, LowRankScratch, Matrix
+from commhooks.lowrank_exchange import LowRankExchange
+from commhooks.lowrank_scratch import LowRankOptions, LowRankScratch, Matrix
 from commhooks.memory import Memory
 from commhooks.stats import Stats
 

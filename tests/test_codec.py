@@ -170,9 +170,10 @@ def _compare_products(products, dtype, rank, n, m):
     left = expected - p[:rank].double().t() @ q_local[:rank].double()
     products.remainder(delta, p, q_local, rank, out=out)
     check(out, left)
-    products.split(delta, p, q_local, q, rank, residual)
+    q_mean, p_mean = factor(m), factor(n)
+    products.split(delta, (p, q_local), (p_mean, q_mean), rank, residual)
     check(residual, left)
-    check(delta, p[:rank].double().t() @ q[:rank].double())
+    check(delta, p_mean[:rank].double().t() @ q_mean[:rank].double())
 
 
 def test_rank_one_is_padded_to_two_rows():

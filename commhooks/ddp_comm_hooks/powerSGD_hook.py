@@ -29,7 +29,8 @@ class PowerSGDState:
 
     Arguments, their order and their defaults are torch's. What differs: `start_powerSGD_iter` may be 0 or 1 with error
     feedback or warm start; `orthogonalization_epsilon` and `batch_tensors_with_same_shape` are accepted and change
-    nothing; loading a pickled state needs no process group; `fused` is ours. See `commhooks.PowerSGD` for the meaning of each.
+    nothing; loading a pickled state needs no process group; `alternate` and `fused` are ours. See `commhooks.PowerSGD`
+    for the meaning of each.
 
     Args:
         process_group: over which to average; None is the default group at the time of the backward pass.
@@ -51,6 +52,7 @@ class PowerSGDState:
         compression_stats_logging_frequency: int = 10_000,
         batch_tensors_with_same_shape: bool = False,
         *,
+        alternate: bool = False,
         fused: bool = False,
     ) -> None:
         self.process_group = process_group
@@ -64,6 +66,7 @@ class PowerSGDState:
             random_seed=random_seed,
             compression_stats_logging_frequency=compression_stats_logging_frequency,
             batch_tensors_with_same_shape=batch_tensors_with_same_shape,
+            alternate=alternate,
             fused=fused,
         )
         if not isinstance(start_powerSGD_iter, int):
@@ -187,7 +190,7 @@ class PowerSGDState:
             self._memory.residuals.clear()
         known = bool(self._memory.q or self._memory.residuals or self._memory.residual_missing)
         if known and self._saved_names is not None and self._saved_names != type(self._names).__name__:
-            self._memory.q.clear()
+            self._memory.forget_factors()
             self._memory.drop_residuals()
             if here[0] == 0:
                 logger.warning(

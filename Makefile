@@ -7,7 +7,7 @@ PY := $(VENV)/bin/python
 CLEAN := $(PY) examples/clean_env.py
 READY := $(VENV)/.ready
 
-.PHONY: demo demo-accelerate test test-mutants soak chaos lint venv clean
+.PHONY: demo demo-accelerate test test-mutants bench soak chaos lint venv clean
 .DELETE_ON_ERROR:
 
 demo: $(READY)
@@ -29,6 +29,14 @@ soak: $(READY)
 # Kills 30 trainings at random times; takes some minutes.
 chaos: $(READY)
 	@$(CLEAN) tests/chaos.py $(ARGS)
+
+# Short runs of all benchmarks that need neither root nor a GPU; `python benchmarks/NAME.py --help` has the long ones.
+bench: $(READY)
+	@$(CLEAN) benchmarks/codec.py --ranks 1 4 --rounds 7
+	@$(CLEAN) benchmarks/memory.py --ranks 4
+	@$(CLEAN) benchmarks/checkpoint.py --rounds 3
+	@$(CLEAN) benchmarks/paper.py
+	@$(CLEAN) benchmarks/convergence.py --epochs 10
 
 lint: $(READY)
 	$(PY) -m ruff check .

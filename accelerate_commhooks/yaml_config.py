@@ -24,7 +24,7 @@ from typing import Any, Optional, Union
 import yaml
 from accelerate import DistributedDataParallelKwargs
 
-from commhooks.config import CONFIGS, closest
+from commhooks.config import CONFIGS, checked_types, closest
 from commhooks.errors import HookConfigError
 from commhooks.spec import canonical_name
 
@@ -213,6 +213,7 @@ def _typed(source: str, section: str, config: type, values: dict[str, Any]) -> d
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
+    values = checked_types(config, values, f"{source}: {section}." if section else f"{source}: ")
     try:
         made = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(config), values))
     except OmegaConfBaseException as error:

@@ -11,8 +11,11 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Optional, Union
 
 from commhooks.errors import HookConfigError
+from commhooks.payload_checks import shown
 
 DEFAULT_START_STEP = 1000
+_LARGEST_STEP = 2**62  # what a checkpoint can hold
+_YAML_BOOLS = ("true", "false", "yes", "no", "on", "off", "y", "n")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,9 +31,15 @@ class HookConfig:
             value, hint = getattr(self, field.name), hints[field.name]
             if not _fits(value, hint):
                 raise HookConfigError(
-                    f"{type(self).__name__}: {field.name}={value!r} is a {type(value).__name__}; "
+                    f"{type(self).__name__}: {field.name}={shown(value)} is a {type(value).__name__}; "
                     f"expected {_describe(hint)}"
                 )
+            if hint is float and isinstance(value, int):
+                # As YAML gives it, so that the ranks' configurations compare equal wherever they come from.
+                try:
+                    object.__setattr__(self, field.name, float(value))
+                except OverflowError:
+                    raise HookConfigError(f"{type(self).__name__}: {field.name} is too large a number") from None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,6 +113,7 @@ class PowerSGD(HookConfig):
         start = self.start_powerSGD_iter
         if isinstance(start, int):
             self._require(start >= 0, "start_powerSGD_iter", "a number of steps, 0 or more")
+            self._require(start <= _LARGEST_STEP, "start_powerSGD_iter", f"a number of steps, {_LARGEST_STEP} at most")
         elif start is not None:
             self._require(
                 0 < start < 1,
@@ -124,7 +134,7 @@ class PowerSGD(HookConfig):
 
     def _require(self, holds: bool, name: str, expected: str) -> None:
         if not holds:
-            raise HookConfigError(f"{type(self).__name__}: {name}={getattr(self, name)!r}; expected {expected}")
+            raise HookConfigError(f"{type(self).__name__}: {name}={shown(getattr(self, name))}; expected {expected}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -187,13 +197,49 @@ def from_options(config: type[HookConfig], options: Mapping[str, Any]) -> HookCo
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
+    values = checked_types(config, options, f"hook {config.hook_name!r}: option ")
     try:
-        made = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(config), dict(options)))
+        made = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(config), values))
     except OmegaConfBaseException as error:
         reason = str(error).splitlines()[0]
         raise HookConfigError(f"hook {config.hook_name!r}: option {error.full_key}: {reason}") from None
     assert isinstance(made, HookConfig)
     return made
+
+
+def checked_types(config: type, options: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """`options` for OmegaConf, whose conversions go too far in one direction (4 is True) and not far enough in another
+    ("4", as an environment variable gives it, is no `int | float`). `where` begins the text of an error.
+
+    Raises:
+        HookConfigError: a bool that is none, or a number that no float can be.
+    """
+    hints, values = typing.get_type_hints(config), dict(options)
+    for name, value in options.items():
+        hint = hints[name]
+        if isinstance(value, str):
+            values[name] = _number(value) if float in typing.get_args(hint) else value
+            wrong = hint is bool and "${" not in value and value.strip().lower() not in _YAML_BOOLS
+        else:
+            wrong = hint is bool and isinstance(value, (int, float)) and not isinstance(value, bool)
+        if wrong:
+            raise HookConfigError(f"{where}{name}: Value {shown(value)} is not a valid bool; expected True or False")
+        if hint is float and isinstance(value, int) and not isinstance(value, bool):
+            try:
+                values[name] = float(value)
+            except OverflowError:
+                raise HookConfigError(f"{where}{name}: Value is too large a number") from None
+    return values
+
+
+def _number(text: str) -> Any:
+    """The int or float that `text` stands for, else `text`."""
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            pass
+    return text
 
 
 def closest(name: str, candidates: Iterable[str]) -> str:

@@ -30,7 +30,7 @@ from rich.table import Table
 SCRIPT = Path(__file__).with_name("chaos_training.py")
 FRAMEWORKS = ("plain", "lightning", "accelerate")
 SAVE_EVERY = 5  # as in the script
-GROUP_TIMEOUT_S = 10  # as in the script
+GROUP_TIMEOUT_S = 20  # as in the script
 ATTEMPT_LIMIT_S = 60  # starting Python and the framework twice on a busy machine, and the group's timeout
 KILLS_PER_RUN = 5
 

@@ -103,8 +103,8 @@ MUTANTS = [
     Mutant(
         "rows of Q in another order",
         "commhooks/payload.py",
-        '    q = _q_to_memory(entry["q"], parameter)\n',
-        '    q = _q_to_memory(entry["q"], parameter).flip(0)\n',
+        '    q = _q_to_memory(entry["q"].detach(), parameter)\n',
+        '    q = _q_to_memory(entry["q"].detach(), parameter).flip(0)\n',
         "test_golden_payloads.py::test_step_start_q_and_residuals_are_those_of_the_file",
     ),
     Mutant(

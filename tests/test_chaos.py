@@ -1,0 +1,115 @@
+"""Trainings that are killed at chosen moments resume by themselves to the same weights; see `make chaos` for more."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import signal
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import chaos
+import chaos_training
+import pytest
+import torch
+from accelerators import accelerate_launched
+
+STEPS = chaos_training.STEPS
+
+
+class _NoKiller(chaos_training.Killer):
+    """Watches a training that is left alone."""
+
+    def __init__(self) -> None:
+        with mock.patch.dict(os.environ, {"RANK": "0", "TORCHELASTIC_RESTART_COUNT": "0"}):
+            super().__init__(Path())
+
+    def note(self, kind: str, **what: Any) -> None:
+        pass
+
+
+def _left_alone(framework: str, folder: str) -> torch.Tensor:
+    # As torchrun would have it; the process group is there already.
+    handler = signal.getsignal(signal.SIGTERM)
+    try:
+        with accelerate_launched(TORCHELASTIC_RUN_ID="1", GROUP_RANK="0"):
+            return chaos_training.FRAMEWORKS[framework](Path(folder), _NoKiller())[0]
+    finally:
+        signal.signal(signal.SIGTERM, handler)
+
+
+def _killed(run_ranks: Any, framework: str, folder: Path, kills: list[dict[str, Any]]) -> list[chaos.Kill]:
+    (folder / "alone").mkdir()
+    left_alone, other = run_ranks(_left_alone, framework, str(folder / "alone"))
+    assert torch.equal(left_alone, other)
+    outcome = chaos.compare(chaos.run(framework, folder / "killed", kills, STEPS), left_alone)
+    assert outcome.failures == [], outcome.output[-4000:]
+    assert len(outcome.kills) == len(kills)
+    for kill, planned in zip(outcome.kills, kills, strict=True):
+        assert (kill.rank, kill.phase, kill.step) == (planned["rank"], planned["phase"], planned["step"])
+    return outcome.kills
+
+
+@pytest.mark.timeout(300)
+def test_plain_torch_killed_in_mid_backward_in_mid_save_and_between_steps(run_ranks: Any, tmp_path: Path) -> None:
+    kills = [
+        {"rank": 1, "phase": "backward", "step": 7},
+        {"rank": 0, "phase": "save", "step": 10},
+        {"rank": 1, "phase": "between", "step": 13},
+    ]
+    backward, save, between = _killed(run_ranks, "plain", tmp_path, kills)
+    assert backward.last_issued == "P of bucket 0 at step 7"  # and of four buckets nothing else
+    assert [kill.resumed_at for kill in (backward, save, between)] == [5, 5, 10]
+    for kill in (backward, save, between):
+        assert kill.survivor is not None and kill.survivor["type"] == "HookRunError"
+        assert kill.survivor["seconds"] < chaos.GROUP_TIMEOUT_S
+    assert "P of bucket" in backward.survivor["text"] and "at step 7" in backward.survivor["text"]
+    # Half of the file was written under another name; the run has gone on beside it.
+    torch.load(tmp_path / "killed" / "checkpoint.pt", weights_only=True)
+
+
+@pytest.mark.timeout(180)
+def test_lightning_killed_in_mid_save(run_ranks: Any, tmp_path: Path) -> None:
+    (kill,) = _killed(run_ranks, "lightning", tmp_path, [{"rank": 0, "phase": "save", "step": 10}])
+    assert kill.resumed_at == 5
+
+
+@pytest.mark.timeout(180)
+def test_accelerate_killed_in_mid_save(run_ranks: Any, tmp_path: Path) -> None:
+    (kill,) = _killed(run_ranks, "accelerate", tmp_path, [{"rank": 1, "phase": "save", "step": 10}])
+    assert kill.resumed_at == 5
+
+
+# ------------------------------------------------------------------------------------------ the campaign sees failures
+
+
+GOOD = chaos.Kill(1, "training", 12, True, None, 10, {"type": "HookRunError", "text": "", "seconds": 0.1})
+
+
+def test_a_good_kill_fails_nothing() -> None:
+    for framework in chaos.FRAMEWORKS:
+        assert chaos._wrong(GOOD, framework) == ""
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"resumed_at": None}, "never resumed"),
+        ({"resumed_at": 5}, "killed at step 12, resumed at 5: further back than the last checkpoint"),
+        ({"survivor": None}, "the other rank did not end by itself"),
+        ({"survivor": {"seconds": 26.0}}, "the other rank ended 26 s later"),
+    ],
+)
+def test_each_broken_promise_is_a_failure(changes: dict[str, Any], text: str) -> None:
+    assert chaos._wrong(dataclasses.replace(GOOD, **changes), "plain") == text
+
+
+def test_other_weights_are_a_failure() -> None:
+    weights = torch.ones(3)
+    for output, more in (("", ""), ("... marked inexact ...", " (a checkpoint was marked inexact)")):
+        outcome = chaos.Outcome("plain", 1.0, [GOOD], [], [{"weights": weights}], output=output)
+        assert chaos.compare(outcome, weights.clone()).failures == []
+        assert chaos.compare(outcome, weights + 1e-7).failures == [
+            f"other weights than the training that was left alone{more}"
+        ]

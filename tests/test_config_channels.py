@@ -1,0 +1,215 @@
+"""The same options through Python, YAML, the environment and flags: the same configuration, or refused by all."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from lightning.pytorch.cli import LightningCLI
+from lightning_support import Model
+
+from accelerate_commhooks import CommHookKwargs
+from accelerate_commhooks.handed_over import VARIABLE, HandedOver
+from accelerate_commhooks.launcher import check_settings
+from accelerate_commhooks.yaml_config import overridden, section_settings
+from commhooks import HookConfigError, PowerSGD
+from commhooks.spec import HookSpec
+from lightning_commhooks import CommHookDDP
+
+Options = dict[str, Any]
+
+FOLDER = tempfile.TemporaryDirectory(prefix="commhooks-channels-")  # for hypothesis, which takes no fixtures
+STEPS = 1000  # of the run, for Accelerate's fractions
+SETTINGS = {"hook": "powerSGD", "total_steps": STEPS}
+
+
+def _config(handler: CommHookKwargs) -> Any:
+    return handler._request().config
+
+
+def _file(options: Options, section: bool = False) -> Path:
+    content: Options = SETTINGS | {"hook_options": options}
+    path = Path(FOLDER.name, "hook.yaml")
+    path.write_text(yaml.safe_dump({"num_processes": 2, "comm_hook_config": content} if section else content))
+    return path
+
+
+def _environment(text: str) -> Any:
+    with mock.patch.dict(os.environ, {VARIABLE: text}):
+        return _config(CommHookKwargs())
+
+
+def _launch(options: Options) -> Any:
+    """As `accelerate-commhooks launch` does for the processes that it starts."""
+    given = HandedOver(_read(options), "a file")
+    check_settings(given)
+    return _environment(given.to_environment())
+
+
+def _read(options: Options) -> Options:
+    return section_settings(_file(options, section=True))
+
+
+def _flags(options: Options) -> Any:
+    """As `accelerate-commhooks config` reads its flags, and `from_config` its overrides."""
+    flags = [f"hook_options.{name}={_as_flag(value)}" for name, value in options.items()]
+    return _config(CommHookKwargs(**overridden(SETTINGS, flags, "flags")))
+
+
+def _as_flag(value: Any) -> str:
+    return yaml.safe_dump(value, default_flow_style=True, width=10**6).removesuffix("\n").removesuffix("\n...")
+
+
+CHANNELS: dict[str, Callable[[Options], Any]] = {
+    "a config object": lambda options: PowerSGD(**options),
+    "hook_options": lambda options: HookSpec.parse("powerSGD", hook_options=options).config,
+    "CommHookDDP": lambda options: CommHookDDP("powerSGD", hook_options=options)._spec.config,
+    "CommHookKwargs": lambda options: _config(CommHookKwargs(**SETTINGS, hook_options=options)),
+    "YAML": lambda options: _config(CommHookKwargs.from_config(_file(options))),
+    "a section of YAML": lambda options: _config(CommHookKwargs.from_config(_file(options, section=True))),
+    "the environment": lambda options: _environment(str(_file(options))),
+    "the launcher": _launch,
+    "flags": _flags,
+}
+
+
+def outcome(channel: Callable[[Options], Any], options: Options) -> str:
+    """The configuration, or "refused" if the error names an option."""
+    try:
+        return repr(channel(options))
+    except HookConfigError as error:
+        assert any(name in str(error) for name in options), (options, str(error))
+        return "refused"
+
+
+numbers = st.one_of(
+    st.integers(-3, 10),
+    st.integers(),
+    st.sampled_from([2**31, 2**62, 2**63, 10**30, 10**400, -(10**400)]),
+    st.floats(),
+    st.floats(0, 1),
+)
+values = st.one_of(numbers, st.booleans(), st.none(), st.lists(st.integers(), max_size=2), st.just({"a": 1}))
+likely = {
+    "matrix_approximation_rank": st.integers(1, 64),
+    "start_powerSGD_iter": st.one_of(st.none(), st.integers(0, 10**6), st.floats(0.001, 0.999)),
+    "min_compression_rate": st.floats(0.5, 100),
+    "use_error_feedback": st.booleans(),
+    "warm_start": st.booleans(),
+    "orthogonalization_epsilon": st.floats(0, 1),
+    "random_seed": st.integers(),
+    "compression_stats_logging_frequency": st.integers(1, 10**6),
+    "batch_tensors_with_same_shape": st.booleans(),
+}
+
+
+@st.composite
+def options(draw: st.DrawFn) -> Options:
+    """Mostly sensible options, at most one of which may be anything."""
+    names = draw(st.lists(st.sampled_from(sorted(likely)), min_size=1, max_size=4, unique=True))
+    chosen = {name: draw(likely[name]) for name in names}
+    if draw(st.booleans()):
+        chosen[draw(st.sampled_from(names))] = draw(values)
+    return chosen
+
+
+OUTCOMES: list[str] = []
+
+
+@settings(max_examples=60, deadline=None, derandomize=True, database=None)
+@given(options())
+def _alike(chosen: Options) -> None:
+    got = {name: outcome(channel, chosen) for name, channel in CHANNELS.items()}
+    assert len(set(got.values())) == 1, (chosen, got)
+    OUTCOMES.append(got["YAML"])
+
+
+def test_all_channels_accept_and_refuse_the_same() -> None:
+    OUTCOMES.clear()
+    _alike()
+    assert 8 < OUTCOMES.count("refused") < 0.7 * len(OUTCOMES) and len(set(OUTCOMES)) > 20
+
+
+TEXTS = ["4", "0.5", " 8 ", "1e-8", "1_000", "yes", "Off", "true", "nan", "-1", "", "four", "None", "\ud800", "[", "0x"]
+
+
+@pytest.mark.parametrize(
+    "name", ["matrix_approximation_rank", "start_powerSGD_iter", "warm_start", "min_compression_rate"]
+)
+def test_text_is_converted_as_yaml_does(name: str) -> None:
+    """`${oc.env:NAME}` and flags give text, so that text stands for a number there; a config object takes none."""
+    for text in TEXTS:
+        assert outcome(CHANNELS["a config object"], {name: text}) == "refused"
+        channels = ("hook_options", "CommHookDDP", "CommHookKwargs")
+        got = {channel: outcome(CHANNELS[channel], {name: text}) for channel in channels}
+        assert len(set(got.values())) == 1, (text, got)
+    taken = [text for text in TEXTS if outcome(CHANNELS["hook_options"], {name: text}) != "refused"]
+    assert (
+        taken
+        == {
+            "matrix_approximation_rank": ["4", " 8 ", "1_000"],
+            "start_powerSGD_iter": ["4", "0.5", " 8 ", "1e-8", "1_000"],
+            "warm_start": ["yes", "Off", "true"],
+            "min_compression_rate": ["4", "0.5", " 8 ", "1e-8", "1_000"],
+        }[name]
+    )
+
+
+def test_wrong_names_are_named_by_all() -> None:
+    for name in ("rank", "matrix_approximation_ran", "x", "hook"):
+        for channel, make in CHANNELS.items():
+            if channel != "a config object":  # there it is Python that speaks
+                with pytest.raises(HookConfigError, match=name):
+                    make({name: 1})
+
+
+# ---- LightningCLI, which is slow: by a table ----------------------------------------------------------------------
+
+
+def _cli(hook: Any, **init_args: Any) -> Any:
+    strategy = {"class_path": "lightning_commhooks.CommHookDDP", "init_args": {"hook": hook, **init_args}}
+    content = {"accelerator": "cpu", "logger": False, "enable_checkpointing": False, "strategy": strategy}
+    path = Path(FOLDER.name, "hook.yaml")
+    path.write_text(yaml.safe_dump({"trainer": content}))
+    text = io.StringIO()
+    with mock.patch.object(sys, "argv", ["program"]), contextlib.redirect_stderr(text):
+        try:
+            cli = LightningCLI(
+                Model, args=["--config", str(path)], run=False, save_config_callback=None, seed_everything_default=False
+            )
+        except (SystemExit, ValueError) as error:  # jsonargparse's own, with our sentence or its own in it
+            raise HookConfigError(text.getvalue() + str(error)) from error
+    return cli.trainer.strategy._spec.config
+
+
+@pytest.mark.parametrize(
+    "chosen",
+    [
+        {"matrix_approximation_rank": 4, "start_powerSGD_iter": 0.25, "min_compression_rate": 2, "warm_start": False},
+        {"start_powerSGD_iter": 7},
+        {"start_powerSGD_iter": None},
+        {"matrix_approximation_rank": 0},
+        {"matrix_approximation_rank": 2.5},
+        {"start_powerSGD_iter": 1.0},
+        {"min_compression_rate": -1.0},
+        {"use_error_feedback": 4},
+        {"random_seed": "x"},
+        {"orthogonalization_epsilon": None},
+    ],
+    ids=str,
+)
+def test_lightning_cli(chosen: Options) -> None:
+    expected = outcome(CHANNELS["a config object"], chosen)
+    assert outcome(lambda options: _cli({"class_path": "commhooks.PowerSGD", "init_args": options}), chosen) == expected
+    assert outcome(lambda options: _cli("powerSGD", hook_options=options), chosen) == expected

@@ -1,0 +1,168 @@
+"""Exceptions, Ctrl-C and signals on one rank or on all: Lightning's own emergency checkpoints, with a hook's state."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import lightning.pytorch as pl
+import lightning_support as support
+import pytest
+import torch
+import torch.distributed as dist
+from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
+from lightning.pytorch.strategies import DDPStrategy
+from lightning_support import Model, Watch, assert_equal, data, strategy, trainer, weights
+from test_lightning_resume import _Slurm
+
+from commhooks import PowerSGD
+from lightning_commhooks.checkpoint import CHECKPOINT_KEY
+
+HOOK = PowerSGD(start_powerSGD_iter=2, matrix_approximation_rank=2)
+STOPS_AT = 6  # of four steps per epoch: in the middle of the second
+GROUP_TIMEOUT_S = 4.0
+
+
+class _Stops(Model):
+    """At these steps, rank -> step, something happens before the backward pass; for "requeue" in the middle of it."""
+
+    def __init__(self, what: str, at: dict[int, int]) -> None:
+        super().__init__()
+        self.what, self.at = what, at
+        if what == "requeue":
+            self.net[2].weight.register_hook(self._signal)
+
+    def _signal(self, gradient: torch.Tensor) -> None:
+        if self._here():
+            os.kill(os.getpid(), signal.SIGUSR2)
+
+    def _here(self) -> bool:
+        return self.trainer.global_step == self.at.get(dist.get_rank())
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        if self._here():
+            if self.what == "exception":
+                raise RuntimeError("broken on purpose")
+            if self.what == "Ctrl-C":
+                raise KeyboardInterrupt
+            if self.what == "SIGTERM":
+                os.kill(os.getpid(), signal.SIGTERM)
+        return self.loss(batch)
+
+
+def _callback(root: str, name: str) -> pl.Callback:
+    if name == "OnExceptionCheckpoint":
+        return OnExceptionCheckpoint(root, filename="saved")
+    return ModelCheckpoint(root, filename="saved", save_on_exception=name == "ModelCheckpoint", every_n_epochs=100)
+
+
+def _interrupted(root: str, what: str, at: dict[int, int], callback: str = "none", plain: bool = False) -> Any:
+    """The error that ended the training on this rank, the seconds it took, and the hook's warnings."""
+    dist.init_process_group(
+        "gloo",
+        store=dist.FileStore(os.path.join(root, "store"), 2),
+        rank=_first_come(root),
+        world_size=2,
+        timeout=timedelta(seconds=GROUP_TIMEOUT_S),
+    )
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2)}
+    options: dict[str, Any] = {"bucket_cap_mb": support.SEVERAL_BUCKETS_MB}
+    if what == "requeue":
+        options["cluster_environment"] = _Slurm(requeue_signal=signal.SIGUSR2)
+    t = trainer(
+        root,
+        pool=what != "requeue",
+        strategy=DDPStrategy(**options) if plain else strategy(hook=HOOK, **options),
+        max_epochs=4,
+        callbacks=[_callback(root, callback)],
+    )
+    error = ""
+    # The handler ends with `scontrol requeue 1`.
+    job = {"SLURM_JOB_ID": "1"} if what == "requeue" else {}
+    with support.caught_warnings() as texts, mock.patch.dict(os.environ, job):
+        started = time.monotonic()
+        try:
+            t.fit(_Stops(what, at), data())
+        except BaseException as caught:  # also SystemExit, of which SIGTERMException is one
+            error = type(caught).__name__
+        finally:
+            seconds = time.monotonic() - started
+            for number, handler in handlers.items():
+                signal.signal(number, handler)
+            dist.destroy_process_group()  # as the end of the process would
+    return {"error": error, "seconds": seconds, "warnings": _ours(texts)}
+
+
+def _first_come(root: str) -> int:
+    """A rank for a group of our own, whose time-out is short."""
+    try:
+        os.close(os.open(os.path.join(root, "first"), os.O_CREAT | os.O_EXCL))
+        return 0
+    except FileExistsError:
+        return 1
+
+
+def _ours(texts: list[str]) -> list[str]:
+    return [text for text in texts if "hook" in text.lower() or "residual" in text]
+
+
+def _resumed(path: str) -> dict[str, Any]:
+    watch, model = Watch(), Model(seed=1)
+    t = trainer(os.path.dirname(path), strategy=strategy(hook=HOOK), max_epochs=4, callbacks=[watch])
+    with support.caught_warnings() as texts:
+        t.fit(model, data(), ckpt_path=path)
+    return {"start": watch.start_steps, "step": t.global_step, "final": weights(model), "warnings": _ours(texts)}
+
+
+def _check_saved_and_resumed(run_ranks: Any, path: Path, step: int) -> None:
+    checkpoint = torch.load(path, weights_only=True)
+    payload = checkpoint[CHECKPOINT_KEY]
+    assert checkpoint["global_step"] == payload["step"] == step
+    assert (payload["exact"], payload["residual"]) == (False, "none")
+    assert payload["parameters"]["net.2.weight"]["q"] is not None
+    ranks = run_ranks(_resumed, str(path))
+    for rank in ranks:
+        assert rank["start"] == [step] and rank["step"] == 16
+        assert_equal(rank["final"], ranks[0]["final"])
+    (warning,) = [text for rank in ranks for text in rank["warnings"]]
+    assert "residuals of zero" in warning
+
+
+EVERY = {0: STOPS_AT, 1: STOPS_AT}
+
+
+@pytest.mark.parametrize(
+    ("what", "at", "callback", "error"),
+    [
+        ("exception", EVERY, "ModelCheckpoint", "RuntimeError"),
+        ("Ctrl-C", EVERY, "OnExceptionCheckpoint", "SystemExit"),
+        ("SIGTERM", EVERY, "ModelCheckpoint", "SIGTERMException"),
+        # Lightning itself lets the ranks meet after the save. One that does not come is waited for.
+        ("exception", {1: STOPS_AT}, "ModelCheckpoint", None),
+        ("SIGTERM", {0: STOPS_AT}, "OnExceptionCheckpoint", None),
+    ],
+)
+def test_what_ends_a_training_leaves_a_checkpoint_that_resumes(
+    run_ranks: Any, tmp_path: Path, what: str, at: dict[int, int], callback: str, error: str | None
+) -> None:
+    ranks = run_ranks(_interrupted, str(tmp_path), what, at, callback, init=False)
+    for rank in ranks:
+        assert rank["error"] and error in (None, rank["error"])
+        assert rank["seconds"] < (2 * GROUP_TIMEOUT_S + 5 if error is None else GROUP_TIMEOUT_S)
+    (warning,) = [text for rank in ranks for text in rank["warnings"]]
+    assert "is marked inexact" in warning
+    # Lightning looks for SIGTERM at the end of a batch.
+    step = STOPS_AT + 1 if what == "SIGTERM" and error is not None else STOPS_AT
+    _check_saved_and_resumed(run_ranks, tmp_path / "saved.ckpt", step)
+
+
+def test_the_requeue_signal_at_different_steps_and_in_mid_backward(run_ranks: Any, tmp_path: Path) -> None:
+    at = {0: STOPS_AT, 1: STOPS_AT + 1}
+    for rank in run_ranks(_interrupted, str(tmp_path), "requeue", at, init=False):
+        assert rank["seconds"] < 2 * GROUP_TIMEOUT_S + 5
+    _check_saved_and_resumed(run_ranks, tmp_path / "hpc_ckpt_1.ckpt", STOPS_AT)

@@ -116,6 +116,11 @@ class Pipeline:
             self._flight = None
             raise
 
+    @property
+    def unsettled_passes(self) -> int:
+        """Backward passes of which the device has not been asked yet whether they were committed."""
+        return self._unsettled[1] if self._unsettled else 0
+
     def settle(self) -> None:
         """Bring `memory.step` up to date. Waits for an accelerator if it has verdicts that nobody asked for yet."""
         if self._unsettled is None:

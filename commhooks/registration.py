@@ -115,7 +115,9 @@ class Registration:
         buffer = bucket.buffer()
         if not self.checked:
             self._agree(group, buffer.device)
-        if self.memory.step < self.start_step or not self.options.warm_start:
+        # Where the host need not know the exact step, it does not wait for the device.
+        before_start = self.memory.step < self.start_step <= self.memory.step + self.pipeline.unsettled_passes
+        if before_start or not self.options.warm_start:
             self.pipeline.settle()
         compressing = self.memory.step >= self.start_step
         if compressing and self.stats.numel_before == 0:

@@ -70,3 +70,14 @@ def test_steps_that_nobody_asked_about_do_not_count_after_a_load(run_ranks: Any)
     for result in run_ranks(_rewind_with_open_verdicts):
         assert result["unsettled"] == 3
         assert result["step"] == 4 + 2
+
+
+def _warm_up() -> list[int]:
+    """How many verdicts are still with the device after each step."""
+    with mock.patch.object(arithmetic, "host_may_look", lambda device: False):
+        run = Run.new(hook_options={**OPTIONS, "start_powerSGD_iter": 4})
+        return [run.train(1).hook._low_rank._registration.pipeline.unsettled_passes for _ in range(7)]
+
+
+def test_the_host_asks_once_when_compression_may_begin(run_ranks: Any) -> None:
+    assert run_ranks(_warm_up) == [[1, 2, 3, 4, 1, 2, 3]] * 2

@@ -1,0 +1,87 @@
+"""A checkpoint that is written while training goes on holds what a checkpoint written at once would hold."""
+
+from __future__ import annotations
+
+import os
+import threading
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.plugins import AsyncCheckpointIO, TorchCheckpointIO
+from lightning_support import STEPS_PER_EPOCH, Model, data, strategy, trainer
+
+from commhooks import PowerSGD
+from lightning_commhooks.checkpoint import CHECKPOINT_KEY
+
+HOOK = PowerSGD(start_powerSGD_iter=2, matrix_approximation_rank=2)
+STEPS_LATER = 3
+
+
+class _Late(TorchCheckpointIO):
+    """Writes nothing before it is told."""
+
+    def __init__(self) -> None:
+        self.now = threading.Event()
+
+    def save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
+        assert self.now.wait(30)
+        super().save_checkpoint(*args, **kwargs)
+
+
+class _Tells(pl.Callback):
+    """When training has gone on for some steps."""
+
+    def __init__(self, late: _Late) -> None:
+        self.late = late
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        if trainer.global_step == STEPS_PER_EPOCH + STEPS_LATER:
+            self.late.now.set()
+
+
+def _saved(root: str, save_residual: str) -> None:
+    for name in ("late", "at once"):
+        folder, late = os.path.join(root, name), _Late()
+        in_background = name == "late"
+        t = trainer(
+            folder,
+            strategy=strategy(hook=HOOK, save_residual=save_residual),
+            max_epochs=2,
+            callbacks=[
+                ModelCheckpoint(folder, filename="{step}", save_top_k=-1),
+                *([_Tells(late)] if in_background else []),
+            ],
+            plugins=[AsyncCheckpointIO(late)] if in_background else [],
+        )
+        t.fit(Model(), data())
+
+
+def _different(a: Any, b: Any, where: str = "") -> list[str]:
+    """Where two nested structures of tensors and plain values differ."""
+    if isinstance(a, dict) and isinstance(b, dict) and a.keys() == b.keys():
+        return [text for key in a for text in _different(a[key], b[key], f"{where}.{key}")]
+    if isinstance(a, (list, tuple)) and isinstance(b, (list, tuple)) and len(a) == len(b):
+        return [text for i in range(len(a)) for text in _different(a[i], b[i], f"{where}.{i}")]
+    if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
+        return [] if a.dtype == b.dtype and torch.equal(a, b) else [where]
+    return [] if a == b else [where]
+
+
+def test_the_state_of_the_moment_of_saving(run_ranks: Any, tmp_path: Path) -> None:
+    for save_residual in ("mean", "per_rank"):
+        run_ranks(_saved, str(tmp_path / save_residual), save_residual)
+        checkpoints = []
+        for name in ("late", "at once"):
+            path = tmp_path / save_residual / name / f"step={STEPS_PER_EPOCH}.ckpt"
+            checkpoints.append(torch.load(path, weights_only=True))
+        late, at_once = checkpoints
+        assert late[CHECKPOINT_KEY]["step"] == late["global_step"] == STEPS_PER_EPOCH
+        residual = late[CHECKPOINT_KEY]["parameters"]["net.2.weight"]["residual"]
+        assert torch.stack(residual if save_residual == "per_rank" else [residual]).norm() > 0
+        for key in (CHECKPOINT_KEY, "state_dict", "optimizer_states"):
+            assert _different(late[key], at_once[key], key) == []
+        last = torch.load(path.with_name(f"step={2 * STEPS_PER_EPOCH}.ckpt"), weights_only=True)
+        assert _different(late[CHECKPOINT_KEY]["parameters"], last[CHECKPOINT_KEY]["parameters"])  # it does go on

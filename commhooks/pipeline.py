@@ -171,6 +171,8 @@ class Pipeline:
         flight.done = True
         for exchange in flight.exchanges:
             exchange.future.set_result(exchange.buffer)
+        # DDP may be about to rebuild its buckets: nothing here keeps the old ones alive.
+        flight.exchanges.clear()
 
     def _drain_after_backward(self, flight: Flight) -> None:
         """Where DDP skips the all-reduce of unused parameters, `is_last()` may never come: drain at the end of the

@@ -8,6 +8,7 @@ one thread; the difference to the `noop` of the same round is what counts.
 
   noop                    nothing: the baseline
   commhooks               ours
+  fused, alternate        ours with these options, and with both
   torch, torch same       torch's powerSGD_hook without and with batch_tensors_with_same_shape
   epfml                   the authors' code (github.com/epfml/powersgd, where it can be imported): no DDP hook, so its
                           aggregate() runs after the backward pass of a bare model. The residual stays in .grad, and
@@ -28,6 +29,7 @@ from hooks import ONE_BUCKET_MB, wrap
 from models import TASKS, forward_loss, make, numel
 
 WARM_UP, START, BATCHES = 4, 2, 4
+OURS = {"commhooks": "powersgd", "fused": "fused", "alternate": "alternate", "fused alternate": "fused-alternate"}
 BATCH_SIZE = {"resnet18": 2, "resnet50": 2}  # images; of the others 16 vectors or tokens
 
 try:
@@ -63,7 +65,7 @@ def measure(name: str, rank: int, rounds: int, use_epfml: bool) -> list[Row]:
     """Milliseconds of each candidate at this rank of the factors."""
     _, task = make(name)
     batches = [task.batch(BATCH_SIZE.get(name, 16)) for _ in range(BATCHES)]
-    turn = dict.fromkeys(("noop", "commhooks", "torch", "torch same", "bare", "epfml"), 0)
+    turn = dict.fromkeys(("noop", *OURS, "torch", "torch same", "bare", "epfml"), 0)
 
     def backward(candidate: str, model: torch.nn.Module, after: Callable[[], None] | None) -> float:
         loss = forward_loss(model, task, batches[turn[candidate] % BATCHES])
@@ -77,13 +79,14 @@ def measure(name: str, rank: int, rounds: int, use_epfml: bool) -> list[Row]:
             model.zero_grad(set_to_none=True)
         return 1000 * passed
 
-    labels = {"noop": "noop", "commhooks": f"powersgd-{rank}", "torch": f"torch-{rank}"}
-    labels["torch same"] = f"torch-same-{rank}"
+    labels = {"noop": "noop"} | {name: f"{label}-{rank}" for name, label in OURS.items()}
+    labels |= {"torch": f"torch-{rank}", "torch same": f"torch-same-{rank}"}
+    ours = {}
     candidates: dict[str, Callable[[], float]] = {}
     for candidate, label in labels.items():
         model, own = wrap(make(name)[0], label, start=START, bucket_cap_mb=ONE_BUCKET_MB)
-        if candidate == "commhooks":
-            ours = own
+        if own is not None and candidate in OURS:
+            ours[candidate] = own
         candidates[candidate] = lambda candidate=candidate, model=model: backward(candidate, model, None)
     if use_epfml:
         bare, aggregated = make(name)[0], make(name)[0]
@@ -94,14 +97,15 @@ def measure(name: str, rank: int, rounds: int, use_epfml: bool) -> list[Row]:
     candidates["copy"] = lambda: _milliseconds(lambda: other.copy_(flat))
     candidates["add"] = lambda: _milliseconds(lambda: other.add_(flat))
     samples = take_turns(candidates, rounds, WARM_UP)
-    done = ours.stats()
-    if done["compressed_steps"] != WARM_UP + rounds - START or done["bytes_sent_last_pass"] >= 4 * flat.numel():
-        raise SystemExit(f"commhooks did not compress: {done}")
+    for candidate, hook in ours.items():
+        done = hook.stats()
+        if done["compressed_steps"] != WARM_UP + rounds - START or done["bytes_sent_last_pass"] >= 4 * flat.numel():
+            raise SystemExit(f"{candidate} did not compress: {done}")
 
     limit = 6 * summary(samples["add"], "ms")["median_ms"] / 3
     common = {"section": f"{name} {rank}", "model": name, "rank": rank, "gradient_mb": 4 * flat.numel() / 1e6}
     rows: list[Row] = []
-    for hook in ("commhooks", "torch", "torch same", "epfml", "copy"):
+    for hook in (*OURS, "torch", "torch same", "epfml", "copy"):
         row: Row = {**common, "hook": hook, "limit_ms": limit, "median_ms": None}
         if hook in samples:
             baseline = {"epfml": "bare", "copy": None}.get(hook, "noop")
@@ -112,7 +116,7 @@ def measure(name: str, rank: int, rounds: int, use_epfml: bool) -> list[Row]:
         else:
             row["note"] = EPFML_MISSING
         rows.append(row)
-    torch_ms = rows[1]["median_ms"]
+    torch_ms = next(row["median_ms"] for row in rows if row["hook"] == "torch")
     for row in rows:
         if row["median_ms"] is not None:
             row["times_torch"] = row["median_ms"] / torch_ms

@@ -1,7 +1,8 @@
 """The candidates by the labels that the benchmarks print.
 
-`noop`, `ddp` (no hook), `allreduce`, `fp16`, `bf16`, `powersgd-4` and `batched-4` (ours, rank 4), `torch-4` (torch's
-powerSGD_hook) and `torch-same-4` (with batch_tensors_with_same_shape).
+`noop`, `ddp` (no hook), `allreduce`, `fp16`, `bf16`, `powersgd-4` and `batched-4` (ours, rank 4), `fused-4`,
+`alternate-4` and `fused-alternate-4` (ours with these options), `torch-4` (torch's powerSGD_hook) and `torch-same-4`
+(with batch_tensors_with_same_shape).
 """
 
 from typing import Any
@@ -13,7 +14,11 @@ from torch.nn.parallel import DistributedDataParallel
 import commhooks
 
 ONE_BUCKET_MB = 10_000
-LABELS = "noop, ddp, allreduce, fp16, bf16, powersgd-RANK, batched-RANK, torch-RANK, torch-same-RANK"
+LABELS = (
+    "noop, ddp, allreduce, fp16, bf16, powersgd-RANK, fused-RANK, alternate-RANK, fused-alternate-RANK, batched-RANK, "
+    "torch-RANK, torch-same-RANK"
+)
+OPTIONS = {"powersgd": (), "fused": ("fused",), "alternate": ("alternate",), "fused-alternate": ("fused", "alternate")}
 
 
 def wrap(
@@ -38,8 +43,9 @@ def wrap(
         wrapped.register_comm_hook(state, torch_hooks.powerSGD_hook)
         return wrapped, None
     config: Any = label
-    if kind == "powersgd":
-        config = commhooks.PowerSGD(matrix_approximation_rank=int(rank_text), start_powerSGD_iter=start)
+    if kind in OPTIONS:
+        options = dict.fromkeys(OPTIONS[kind], True)
+        config = commhooks.PowerSGD(matrix_approximation_rank=int(rank_text), start_powerSGD_iter=start, **options)
     elif kind == "batched":
         config = commhooks.BatchedPowerSGD(matrix_approximation_rank=int(rank_text), start_powerSGD_iter=start)
     return wrapped, commhooks.attach(wrapped, config)

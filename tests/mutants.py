@@ -38,6 +38,48 @@ class Mutant:
 
 MUTANTS = [
     Mutant(
+        "alternate: P and Q do not take turns",
+        "commhooks/alternating_exchange.py",
+        "            self._memory.p_is_newer.add(matrix.name)\n",
+        "            pass\n",
+        "test_variants.py::test_gradients_and_residuals_equal_the_oracle",
+    ),
+    Mutant(
+        "alternate: what is not finite is clamped",
+        "commhooks/wire.py",
+        "    out.add_(bad.to(out.dtype))\n",
+        "    out.add_(0 * torch.nan_to_num(bad).to(out.dtype))\n",
+        "test_variants.py::test_a_nonfinite_step_did_not_happen",
+    ),
+    Mutant(
+        "alternate: whose turn it is is not saved",
+        "commhooks/payload.py",
+        "                memory.p_is_newer.add(name)\n",
+        "                pass\n",
+        "test_variants.py::test_resume_is_exact",
+    ),
+    Mutant(
+        "fused: the end of a row is left out",
+        "commhooks/fused_codec.c",
+        "                for (int k = 0; k < R; k++) rest[k] += delta[j] * q[k * m + j];",
+        "                ;                                                             ",
+        "test_codec.py::test_products",
+    ),
+    Mutant(
+        "fused: ranks beyond four add the residual again",
+        "commhooks/fused_codec.c",
+        "residual && k == 0 ? residual",
+        "residual ? residual",
+        "test_codec.py::test_products",
+    ),
+    Mutant(
+        "the host waits in every step of the warm-up",
+        "commhooks/registration.py",
+        "before_start = self.memory.step < self.start_step <=",
+        "before_start = self.memory.step < self.start_step or 0 <",
+        "test_masked_commit.py::test_the_host_asks_once_when_compression_may_begin",
+    ),
+    Mutant(
         "replicas that differ go unseen",
         "commhooks/replica_check.py",
         "        if others:\n",
@@ -68,8 +110,8 @@ MUTANTS = [
     Mutant(
         "residual not updated",
         "commhooks/lowrank_exchange.py",
-        "            self._store_residual(i, matrix, delta)\n        q = s.q[i]",
-        "            pass\n        q = s.q[i]",
+        "            s.products.split(delta, (s.p[i], s.q[i]), (s.p[i], q), matrix.rank, residual)\n        else:",
+        "            self._store_gradient(i, matrix, delta, q)\n        else:",
         "test_resume.py::test_what_a_resume_needs",
     ),
     Mutant(
@@ -258,7 +300,7 @@ MUTANTS = [
     Mutant(
         "large numbers clamped for ever",
         "commhooks/lowrank_exchange.py",
-        "            put_overflow(gradient, s.flags[i])\n",
+        "        put_overflow(gradient, flag)\n",
         "",
         "test_hard_gradients.py::test_huge_ones_are_worked_off_or_refused",
     ),
@@ -314,10 +356,8 @@ MUTANTS = [
     Mutant(
         "residual of the averaged projection",
         "commhooks/lowrank_exchange.py",
-        "            self._store_residual(i, matrix, delta)\n        q = s.q[i]\n"
-        "        q[: matrix.rank] = s.second_q[i]\n",
-        "            s.q[i][: matrix.rank] = s.second_q[i]\n            self._store_residual(i, matrix, delta)\n"
-        "        q = s.q[i]\n        q[: matrix.rank] = s.second_q[i]\n",
+        "(delta, (s.p[i], s.q[i]), (s.p[i], q), matrix.rank, residual)\n        else:",
+        "(delta, (s.p[i], q), (s.p[i], q), matrix.rank, residual)\n        else:",
         "test_powersgd_against_oracle.py",
     ),
     Mutant(
@@ -483,17 +523,10 @@ MUTANTS = [
         "test_accelerate_handler.py::test_one_learned_state_serves_one_model",
     ),
     Mutant(
-        "Accelerate: files are written in place",
-        "accelerate_commhooks/saving.py",
-        "        torch.save(content, temporary)\n        os.replace(temporary, path)\n",
-        "        torch.save(content, path)\n",
-        "test_accelerate_saving.py::test_a_save_that_fails_leaves_the_old_files_whole",
-    ),
-    Mutant(
         "Accelerate: old files of ranks stay",
         "accelerate_commhooks/saving.py",
-        "                own_path.unlink(missing_ok=True)",
-        "                pass",
+        "                    files.remove(own_path)",
+        "                    pass",
         "test_accelerate_saving.py::test_drop_saves_no_residual",
     ),
     Mutant(
@@ -534,8 +567,8 @@ MUTANTS = [
     Mutant(
         "Accelerate: numbers shift when a model goes",
         "accelerate_commhooks/saving.py",
-        "        for number, model in enumerate(self._models):\n            hook = model.hook\n",
-        "        for number, model in enumerate(m for m in self._models if m.hook):\n            hook = model.hook\n",
+        "            for number, model in enumerate(self._models):\n",
+        "            for number, model in enumerate(m for m in self._models if m.hook):\n",
         "test_accelerate_saving.py::test_models_that_go_and_free_memory",
     ),
     Mutant(
@@ -790,6 +823,55 @@ MUTANTS = [
         "self.comm_state_option or None",
         "None",
         "test_accelerate_stock_script.py::test_case",
+    ),
+    Mutant(
+        "a file of the hook is written in place",
+        "accelerate_commhooks/whole_files.py",
+        'with _naming(path), open(temporary, "wb") as file:',
+        'with _naming(path), open(path, "wb") as file:',
+        "test_failed_writes.py::test_files_change_together_or_not_at_all",
+    ),
+    Mutant(
+        "files of the hook change one by one",
+        "accelerate_commhooks/whole_files.py",
+        "            os.fsync(file.fileno())  # or a power cut may leave the new name with nothing behind it\n",
+        "        os.replace(temporary, path)\n        del self._written[path]\n",
+        "test_failed_writes.py::test_files_change_together_or_not_at_all",
+    ),
+    Mutant(
+        "a full disk is told without the file",
+        "accelerate_commhooks/whole_files.py",
+        "with _naming(path), open(",
+        "with open(",
+        "test_failed_writes.py::test_the_error_names_the_file",
+    ),
+    Mutant(
+        "torch's error in place of the disk's",
+        "accelerate_commhooks/whole_files.py",
+        "        raise watched.error from error\n",
+        "        raise\n",
+        "test_failed_writes.py::test_files_change_together_or_not_at_all",
+    ),
+    Mutant(
+        "temporary files stay",
+        "accelerate_commhooks/whole_files.py",
+        "                    temporary.unlink(missing_ok=True)\n",
+        "                    pass\n",
+        "test_failed_writes.py::test_another_error_leaves_the_files_alone",
+    ),
+    Mutant(
+        "a joint save in an exception",
+        "lightning_commhooks/checkpoint.py",
+        "    return trainer.interrupted or in_signal_handler()\n",
+        "    return in_signal_handler()\n",
+        "test_interrupted_trainer.py::test_what_ends_a_training_leaves_a_checkpoint_that_resumes",
+    ),
+    Mutant(
+        "a joint save in the requeue signal",
+        "lightning_commhooks/checkpoint.py",
+        "    return trainer.interrupted or in_signal_handler()\n",
+        "    return trainer.interrupted\n",
+        "test_interrupted_trainer.py::test_the_requeue_signal_at_different_steps_and_in_mid_backward",
     ),
 ]
 

@@ -1,10 +1,30 @@
-"""The `commhooks` command."""
+"""The `commhooks` command. Each subcommand is a module of its own, listed in `COMMANDS`."""
 
 import argparse
+import sys
+from typing import Protocol
 
 import commhooks
-from commhooks.spec import ALIASES
-from commhooks.wire import WIRE_DTYPES
+from commhooks import hooks_command
+from commhooks.errors import CommHookError
+
+
+class Command(Protocol):
+    """What a module has to offer to be a subcommand."""
+
+    HELP: str
+    """One line for the list of commands."""
+
+    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
+        """Add the arguments; `parser.description` may be set too."""
+
+    def run(self, arguments: argparse.Namespace) -> int:
+        """Do it and return the exit status. A `CommHookError` ends as one line on stderr and status 1."""
+
+
+COMMANDS: dict[str, Command] = {
+    "hooks": hooks_command,
+}
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -13,31 +33,15 @@ def main(arguments: list[str] | None = None) -> int:
         prog="commhooks", description="Communication hooks for DistributedDataParallel: compressed gradients."
     )
     parser.add_argument("--version", action="version", version=f"commhooks {commhooks.__version__}")
-    commands = parser.add_subparsers(dest="command", metavar="COMMAND")
-    commands.add_parser("hooks", help="list the hooks and their options")
-    if parser.parse_args(arguments).command is None:
+    subparsers = parser.add_subparsers(dest="command", metavar="COMMAND")
+    for name, command in COMMANDS.items():
+        command.add_arguments(subparsers.add_parser(name, help=command.HELP, description=command.HELP))
+    parsed = parser.parse_args(arguments)
+    if parsed.command is None:
         parser.print_help()
-    else:
-        _print_hooks()
-    return 0
-
-
-def _print_hooks() -> None:
-    from rich.console import Console
-    from rich.table import Table
-
-    # One option per line: they are words to be copied.
-    table = Table(show_lines=True)
-    table.add_column("hook", no_wrap=True)
-    table.add_column("what it does, and options with their defaults")
-    short = {name: alias for alias, name in ALIASES.items()}
-    for name, hook in commhooks.available_hooks().items():
-        lines = [hook["description"], *(f"  {option}={default!r}" for option, default in hook["options"].items())]
-        table.add_row(f"{name}\n({short[name]})" if name in short else name, "\n".join(lines))
-    console = Console(markup=False, emoji=False, highlight=False)
-    console.print(table)
-    console.print(
-        "Case, _ and - in names do not matter; names in parentheses are short forms. Every hook can be had with "
-        f"wrapper={' or '.join(map(repr, WIRE_DTYPES))}, which halves what it sends. "
-        "A hook of your own is given as 'package.module:function'."
-    )
+        return 0
+    try:
+        return COMMANDS[parsed.command].run(parsed)
+    except CommHookError as error:
+        print(f"commhooks {parsed.command}: {error}", file=sys.stderr)
+        return 1

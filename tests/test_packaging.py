@@ -71,6 +71,7 @@ def test_wheel_holds_the_packages_and_nothing_else(wheel):
         path.relative_to(REPOSITORY).as_posix() for package in PACKAGES for path in (REPOSITORY / package).rglob("*.py")
     }
     assert {name for name in names if name.endswith(".py")} == in_repository
+    assert "commhooks/fused_codec.c" in names  # compiled where it is used
 
 
 def test_wheel_metadata(wheel, installed):
@@ -80,7 +81,8 @@ def test_wheel_metadata(wheel, installed):
     assert metadata["Name"] == "commhooks"
     assert metadata["License-Expression"] == "Apache-2.0"
     assert metadata["License-File"] == "LICENSE"
-    assert set(metadata.get_all("Provides-Extra")) == {"lightning", "accelerate", "transformers", "cli", "plot", "dev"}
+    for_users, for_us = {"lightning", "accelerate", "transformers", "cli", "plot"}, {"dev", "bench", "docs"}
+    assert for_users <= set(metadata.get_all("Provides-Extra")) <= for_users | for_us
     unconditional = {line for line in metadata.get_all("Requires-Dist") if "extra ==" not in line}
     assert unconditional == {"torch>=2.13.0", "omegaconf>=2.4.0", "rich"}
     done = _python(installed, "import commhooks; print(commhooks.__version__)")

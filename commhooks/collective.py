@@ -25,13 +25,16 @@ def resolve_group(process_group: dist.ProcessGroup | None) -> dist.ProcessGroup:
 class Pending:
     """An all-reduce (sum, in place) on its way."""
 
-    __slots__ = ("tensor", "_work", "_what", "_group")
+    __slots__ = ("tensor", "_work", "_what", "_group", "_stats")
 
-    def __init__(self, tensor: torch.Tensor, work: dist.Work, what: str, group: dist.ProcessGroup) -> None:
+    def __init__(
+        self, tensor: torch.Tensor, work: dist.Work, what: str, group: dist.ProcessGroup, stats: Stats
+    ) -> None:
         self.tensor = tensor
         self._work = work
         self._what = what
         self._group = group
+        self._stats = stats
 
     def wait(self) -> torch.Tensor:
         """The reduced tensor. On CUDA the current stream waits, not the host.
@@ -40,7 +43,8 @@ class Pending:
             HookRunError: another rank is gone, or did not come within the process group's timeout.
         """
         try:
-            self._work.wait()
+            with self._stats.waiting_clock():
+                self._work.wait()
         except RuntimeError as error:
             raise lost(self._what, self._group, error) from error
         return self.tensor
@@ -59,7 +63,7 @@ def start_all_reduce(tensor: torch.Tensor, group: dist.ProcessGroup, stats: Stat
         raise lost(what, group, error) from error
     numel = tensor._values().numel() if tensor.is_sparse else tensor.numel()
     stats.sent(numel, tensor.element_size())
-    return Pending(tensor, work, what, group)
+    return Pending(tensor, work, what, group, stats)
 
 
 def gather_rows(own: torch.Tensor, group: dist.ProcessGroup, stats: Stats | None, what: str) -> torch.Tensor:

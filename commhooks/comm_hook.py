@@ -1,8 +1,10 @@
 """`CommHook`: a hook that is attached to a DDP model, and the user's handle on it."""
 
+import contextlib
 import dataclasses
 import logging
 import sys
+import time
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -14,11 +16,15 @@ from torch.nn.parallel import DistributedDataParallel
 from commhooks import payload
 from commhooks.after_backward import in_backward, run_after_backward
 from commhooks.agreement import fingerprint
+from commhooks.arithmetic import host_may_look
+from commhooks.collective import gather_rows
 from commhooks.config import HookConfig
+from commhooks.cosine import CosineSampler
 from commhooks.ddp_comm_hooks.powerSGD_hook import PowerSGDState
 from commhooks.errors import HookConfigError, HookRunError, PayloadError
 from commhooks.hook_result import checked_future
 from commhooks.names import GivenNames
+from commhooks.norms import Norms, measure
 from commhooks.payload_checks import shown
 from commhooks.pipeline import forbid_uneven_division
 from commhooks.plan import ModelPlan, ParameterPlan, plan_parameter
@@ -77,6 +83,7 @@ class CommHook:
         self._replicas = (
             ReplicaCheck(ddp_model, spec.check_every, group, self._stats) if spec.check_every is not None else None
         )
+        self._cosine: CosineSampler | None = None
         self._announced = False
         # Buckets come in order: one that is not beyond the last one begins another pass.
         self._last_index = _NO_BUCKET_YET
@@ -112,15 +119,39 @@ class CommHook:
                 self._replicas.compare(self._saved_state.step, plan, taking_part=in_backward())
             if self._low_rank is None:
                 self._stats.begin_pass()
+            if self._cosine is not None:
+                self._cosine.begin_pass()
         self._last_index = bucket.index()
+        if self._cosine is not None:
+            self._cosine.keep(bucket)
         if self._low_rank is None:
             self._count(bucket)
-        future = checked_future(self._function(state, bucket), self.name)
+            future = self._run_simple(state, bucket)
+        else:
+            future = checked_future(self._function(state, bucket), self.name)
+        if self._cosine is not None:
+            self._cosine.answered(bucket, future)
         if bucket.is_last():
             self._end_pass()
         else:  # the last one may never come: DDP can be told to skip buckets that no rank uses
             run_after_backward(self._end_pass)
         return future
+
+    def _run_simple(self, state: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+        """PowerSGD has clocks of its own. The simple hooks leave the waiting to DDP: it lasts from their last call to
+        the last answer."""
+        if self._config is None or not host_may_look(bucket.buffer().device):
+            return checked_future(self._function(state, bucket), self.name)
+        this_pass = self._stats.last_pass
+        with self._stats.codec_clock():
+            future = checked_future(self._function(state, bucket), self.name)
+        this_pass.called_at = time.perf_counter()
+
+        def note(answer: torch.futures.Future[torch.Tensor]) -> torch.Tensor:
+            this_pass.answered_at = time.perf_counter()
+            return answer.value()
+
+        return future.then(note)
 
     def _settle(self) -> None:
         if self._low_rank is not None and self._low_rank._registration is not None:
@@ -128,6 +159,8 @@ class CommHook:
 
     def _end_pass(self) -> None:
         self._last_index = _NO_BUCKET_YET
+        if self._cosine is not None:
+            self._cosine.compare(self._stats.backward_passes)
         if not self._announced:
             self._announce()
 
@@ -189,11 +222,19 @@ class CommHook:
         """Counters since the hook was attached, this rank only. Bytes are those handed to all-reduce.
 
         Waits for the accelerator if it has not told yet which of the latest steps were finite. For a hook of the
-        user's own the bytes are None: only it knows.
+        user's own the bytes and seconds are None: only it knows.
+
+        `codec_s` and `waiting_s` are seconds of this host: inside the hook without waiting, and waiting for the
+        all-reduces (the other ranks' delay included). The simple hooks leave the waiting to DDP; theirs is the time
+        from the last call of the hook to the last answer. Small exchanges after a start or a load are in neither. On an
+        accelerator both are None: the host only queues the work there, and asking the device for times would stop it.
+        `cosine` is None without `sample_cosine`; `cosine_pass` is the backward pass that it belongs to.
         """
         self._settle()
         s = self._stats
         known = self._counts_bytes or self._low_rank is not None
+        timed = known and all(host_may_look(parameter.device) for parameter in self._names.known().values())
+        sample = self._cosine.latest if self._cosine is not None else None
         return {
             "hook": self.name,
             "step": self._saved_state.step,
@@ -206,9 +247,71 @@ class CommHook:
             "bytes_sent_last_pass": s.last_pass.bytes_sent if known else None,
             "bytes_uncompressed": s.bytes_uncompressed,
             "compression_rate": s.bytes_uncompressed / s.bytes_sent if known and s.bytes_sent else None,
+            "codec_s": s.codec_s if timed else None,
+            "codec_s_last_pass": s.last_pass.codec_s if timed else None,
+            "waiting_s": s.waiting_s if timed else None,
+            "waiting_s_last_pass": s.last_pass.waiting_s if timed else None,
+            "cosine": sample.cosine() if sample is not None else None,
+            "cosine_pass": sample.backward_pass if sample is not None else None,
             "handshakes": s.handshakes,
             "last_issued": s.last_issued or None,
         }
+
+    def norms(self) -> dict[str, float | None]:
+        """`residual_norm`, `gradient_norm` and `residual_over_gradient`, of the parameters that PowerSGD compresses
+        (of all of them for other hooks, which have no residual), this rank's own. Computed now: a step costs nothing.
+
+        Residuals are told in units of the unscaled loss. Gradients are read from `.grad` as they are now: ask after
+        the backward pass (with a GradScaler: after `unscale_` or the optimizer's step) and before they are set to
+        zero; without gradients the norm is None.
+        """
+        return _named(Norms.total(list(self._norms().values())))
+
+    def layers(self) -> dict[str, dict[str, float | None]]:
+        """What `norms()` tells, and the latest `cosine`, of every parameter by name."""
+        sample = self._cosine.latest if self._cosine is not None else None
+        cosines = sample.per_parameter() if sample is not None else {}
+        return {name: _named(norms) | {"cosine": cosines.get(name)} for name, norms in self._norms(every=True).items()}
+
+    def _norms(self, every: bool = False) -> dict[str, Norms]:
+        parameters = self._names.known()
+        if self._low_rank is None:
+            return measure(parameters, {}, 1.0)
+        self._settle()
+        memory = self._low_rank._memory
+        registration = self._low_rank._registration
+        if self._batched():
+            compressed = set(memory.residuals) or set(parameters)
+        else:
+            compressed = {plan.name for plan in self._plan_parameters() if plan.compressed}
+        chosen = {name: p for name, p in parameters.items() if every or name in compressed}
+        with registration.pipeline.lock if registration is not None else contextlib.nullcontext():
+            return measure(chosen, memory.residuals, memory.loss_scale)
+
+    def sample_cosine(self, every: int | None) -> None:
+        """Measure on every `every`-th backward pass from now on the cosine of the angle between the gradient that the
+        hook leaves and the true mean of the ranks' gradients; None: no more. *All ranks must call*, with the same
+        number, between two backward passes.
+
+        A sampled pass takes a copy of the gradients and one plain all-reduce of them, which is not counted in the
+        bytes, and waits for it. It does not change the training. `stats()` has the latest result, `layers()` that of
+        each parameter. With error feedback a cosine well below 1 is usual: what a step leaves out comes later.
+
+        Raises:
+            HookConfigError: not a number of steps; not the same on all ranks (on all of them); a hook of your own,
+                whose answers may come when only it knows.
+            HookRunError: another rank does not come within the process group's timeout.
+        """
+        if every is not None and (not isinstance(every, int) or isinstance(every, bool) or every < 1):
+            raise HookConfigError(f"sample_cosine({every!r}); expected a number of steps, 1 or more, or None")
+        if self._low_rank is None and self._config is None:
+            raise HookConfigError(f"sample_cosine: hook {self.name!r} is your own; only the hooks of commhooks can be")
+        device = next(iter(self._names.known().values())).device
+        own = torch.tensor([every or 0], device=device)
+        numbers = gather_rows(own, self._group, self._stats, "the number given to sample_cosine").flatten().tolist()
+        if len(set(numbers)) > 1:
+            raise HookConfigError(f"sample_cosine: the ranks ask for different numbers of steps (0: none): {numbers}")
+        self._cosine = CosineSampler(every, self._names, self._group) if every is not None else None
 
     def state_dict(self, residual: str | None = None, *, gather: bool = False, joint: bool = True) -> dict[str, Any]:
         """What a checkpoint needs to continue: step, Q, residuals, options; tensors on the CPU.
@@ -316,3 +419,11 @@ class CommHook:
                 )
             )
         return plans
+
+
+def _named(norms: Norms) -> dict[str, float | None]:
+    return {
+        "residual_norm": norms.residual,
+        "gradient_norm": norms.gradient,
+        "residual_over_gradient": norms.ratio,
+    }

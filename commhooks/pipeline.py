@@ -103,14 +103,15 @@ class Pipeline:
                     self._stats.begin_pass()
                 flight = self._flight
                 flight.last_index = bucket.index()
-                if not bucket.is_last():
-                    self._drain_after_backward(flight)
-                exchange = self._make_exchange(bucket, flight)
-                flight.exchanges.append(exchange)
-                exchange.start()
-                self._advance(flight, len(flight.exchanges) - 1)
-                if bucket.is_last():
-                    self._drain(flight)
+                with self._stats.codec_clock():
+                    if not bucket.is_last():
+                        self._drain_after_backward(flight)
+                    exchange = self._make_exchange(bucket, flight)
+                    flight.exchanges.append(exchange)
+                    exchange.start()
+                    self._advance(flight, len(flight.exchanges) - 1)
+                    if bucket.is_last():
+                        self._drain(flight)
                 return exchange.future
         except BaseException:
             self._flight = None
@@ -181,7 +182,7 @@ class Pipeline:
         def drain_if_open() -> None:
             if not flight.done and flight is self._flight:
                 buffer = flight.exchanges[-1].buffer
-                with self._codec_stream(buffer), arithmetic.exact(buffer.device):
+                with self._codec_stream(buffer), arithmetic.exact(buffer.device), self._stats.codec_clock():
                     self._drain(flight)
 
         run_after_backward(drain_if_open)

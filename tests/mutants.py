@@ -349,8 +349,8 @@ MUTANTS = [
     Mutant(
         "Q of a bucket before P of the next",
         "commhooks/pipeline.py",
-        "                exchange.start()\n                self._advance(flight, len(flight.exchanges) - 1)\n",
-        "                self._advance(flight, len(flight.exchanges) - 1)\n                exchange.start()\n",
+        "                    exchange.start()\n                    self._advance(flight, len(flight.exchanges) - 1)\n",
+        "                    self._advance(flight, len(flight.exchanges) - 1)\n                    exchange.start()\n",
         "test_collectives.py",
     ),
     Mutant(

@@ -1,0 +1,62 @@
+"""Norms of residuals and gradients, from what is there anyway: computed when somebody asks, never in a step."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class Norms:
+    """Euclidean norms. None where there is nothing to measure."""
+
+    residual: float | None
+    gradient: float | None
+
+    @property
+    def ratio(self) -> float | None:
+        """Residual over gradient: in steps, how much error feedback holds back."""
+        if self.residual is None or not self.gradient:
+            return None
+        return self.residual / self.gradient
+
+    @classmethod
+    def total(cls, parts: "list[Norms]") -> "Norms":
+        """Of all parts together."""
+        return cls(_together([part.residual for part in parts]), _together([part.gradient for part in parts]))
+
+
+@torch.no_grad()
+def measure(
+    parameters: Mapping[str, torch.Tensor], residuals: Mapping[str, torch.Tensor], loss_scale: float
+) -> dict[str, Norms]:
+    """Per parameter. `residuals`: flat, multiplied by `loss_scale`; gradients are read from `.grad` as they are.
+
+    Waits for the device once.
+    """
+    found: list[torch.Tensor] = []
+
+    def place(tensor: torch.Tensor | None) -> int | None:
+        if tensor is None:
+            return None
+        values = tensor.coalesce().values() if tensor.is_sparse else tensor
+        norm = torch.linalg.vector_norm(values).double()
+        found.append(norm.to(found[0].device) if found else norm)
+        return len(found) - 1
+
+    places = {name: (place(residuals.get(name)), place(p.grad)) for name, p in parameters.items()}
+    values = torch.stack(found).tolist() if found else []
+
+    def norms(residual: int | None, gradient: int | None) -> Norms:
+        return Norms(
+            None if residual is None else values[residual] / loss_scale,
+            None if gradient is None else values[gradient],
+        )
+
+    return {name: norms(*where) for name, where in places.items()}
+
+
+def _together(norms: list[float | None]) -> float | None:
+    known = [norm for norm in norms if norm is not None]
+    return math.hypot(*known) if known else None

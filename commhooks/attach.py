@@ -25,6 +25,7 @@ from commhooks.config import (
 from commhooks.ddp_comm_hooks.default_hooks import bf16_compress_wrapper, fp16_compress_wrapper
 from commhooks.ddp_comm_hooks.powerSGD_hook import PowerSGDState
 from commhooks.errors import AttachError, HookConfigError
+from commhooks.exclude import all_names, warn_if_unmatched
 from commhooks.names import GivenNames
 from commhooks.request_check import check_requests, describe_model, describe_request
 from commhooks.spec import FUNCTIONS, HookSpec
@@ -114,7 +115,7 @@ def attach_spec(
             "for example one of torch.distributed.new_group, or None for the model's own"
         )
     group = process_group if process_group is not None else ddp_model.process_group
-    names = GivenNames(reduced_parameters(ddp_model))
+    names = GivenNames(reduced_parameters(ddp_model), all_names(ddp_model.module))
     wire_itemsize: int | None = None
     config = spec.config
     state: Any
@@ -155,6 +156,8 @@ def attach_spec(
             "DDP takes one hook for life; wrap the model anew to change it"
         ) from error
     attached.warn_if_useless()
+    if isinstance(state, PowerSGDState) and group.rank() == 0:
+        warn_if_unmatched(state._options.exclude, ddp_model.module)
     return attached
 
 

@@ -416,6 +416,7 @@ class CommHook:
                     min_compression_rate=self._low_rank.min_compression_rate,
                     sparse=id(parameter) in self._sparse,
                     alternate=self._low_rank._options.alternate,
+                    excluded_by=self._names.excluded_by(name, self._low_rank._options.exclude),
                 )
             )
         return plans

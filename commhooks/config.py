@@ -6,8 +6,8 @@ import difflib
 import math
 import types
 import typing
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, ClassVar, Optional, Union
 
 from commhooks.errors import HookConfigError
@@ -27,19 +27,22 @@ class HookConfig:
     def __post_init__(self) -> None:
         # A plain dataclass takes any type; YAML does not. Be as strict in Python.
         hints = typing.get_type_hints(type(self))
-        for field in dataclasses.fields(self):
-            value, hint = getattr(self, field.name), hints[field.name]
+        for each in dataclasses.fields(self):
+            value, hint = getattr(self, each.name), hints[each.name]
             if not _fits(value, hint):
                 raise HookConfigError(
-                    f"{type(self).__name__}: {field.name}={shown(value)} is a {type(value).__name__}; "
+                    f"{type(self).__name__}: {each.name}={shown(value)} is a {type(value).__name__}; "
                     f"expected {_describe(hint)}"
                 )
             if hint is float and isinstance(value, int):
                 # As YAML gives it, so that the ranks' configurations compare equal wherever they come from.
                 try:
-                    object.__setattr__(self, field.name, float(value))
+                    object.__setattr__(self, each.name, float(value))
                 except OverflowError:
-                    raise HookConfigError(f"{type(self).__name__}: {field.name} is too large a number") from None
+                    raise HookConfigError(f"{type(self).__name__}: {each.name} is too large a number") from None
+            if hint == list[str]:
+                # The caller's own list may change later.
+                object.__setattr__(self, each.name, list(value))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,6 +93,8 @@ class PowerSGD(HookConfig):
             subspace that follows the gradient half as fast. Not for batched PowerSGD.
         fused: compute on the CPU with a native kernel, compiled by the machine's C compiler when first used: several
             times faster, the same results to rounding. All ranks must have it on.
+        exclude: globs on parameter names ("*embed*", "head.?.weight"; case matters) that are never compressed. Not for
+            batched PowerSGD.
     """
 
     hook_name: ClassVar[str] = "powerSGD"
@@ -106,6 +111,7 @@ class PowerSGD(HookConfig):
     batch_tensors_with_same_shape: bool = False
     alternate: bool = False
     fused: bool = False
+    exclude: list[str] = field(default_factory=list, hash=False)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -131,6 +137,7 @@ class PowerSGD(HookConfig):
             "0 or a small positive number",
         )
         self._require(self.warm_start or not self.alternate, "alternate", "False where warm_start is False")
+        self._require(all(self.exclude), "exclude", "patterns that are not empty")
 
     def _require(self, holds: bool, name: str, expected: str) -> None:
         if not holds:
@@ -142,7 +149,7 @@ class BatchedPowerSGD(PowerSGD):
     """PowerSGD on whole buckets: each is flattened and seen as one square matrix padded with zeros.
 
     Fewer and larger products than `PowerSGD` and usually a much lower accuracy; try `PowerSGD` first. The arguments are
-    the same; `min_compression_rate` is not used.
+    the same; `min_compression_rate` is not used, and `exclude` cannot be.
     """
 
     hook_name: ClassVar[str] = "batched_powerSGD"
@@ -150,6 +157,7 @@ class BatchedPowerSGD(PowerSGD):
     def __post_init__(self) -> None:
         super().__post_init__()
         self._require(not self.alternate, "alternate", "False: it is for PowerSGD")
+        self._require(not self.exclude, "exclude", "none: whole buckets are compressed here; use PowerSGD")
 
 
 CONFIGS: dict[str, type[HookConfig]] = {
@@ -212,11 +220,19 @@ def checked_types(config: type, options: Mapping[str, Any], where: str) -> dict[
     ("4", as an environment variable gives it, is no `int | float`). `where` begins the text of an error.
 
     Raises:
-        HookConfigError: a bool that is none, or a number that no float can be.
+        HookConfigError: a bool that is none, a number that no float can be, or text where a list of it should be.
     """
     hints, values = typing.get_type_hints(config), dict(options)
     for name, value in options.items():
         hint = hints[name]
+        if hint == list[str]:
+            # Whatever it is, OmegaConf would make text of what stands in a list.
+            if not _is_list_of_text(value):
+                raise HookConfigError(
+                    f"{where}{name}: Value {shown(value)} is not a list of text; write it as ['*embed*', 'head.weight']"
+                )
+            values[name] = list(value)
+            continue
         if isinstance(value, str):
             values[name] = _number(value) if float in typing.get_args(hint) else value
             wrong = hint is bool and "${" not in value and value.strip().lower() not in _YAML_BOOLS
@@ -256,6 +272,8 @@ def _fits(value: object, hint: Any) -> bool:
         return any(_fits(value, option) for option in typing.get_args(hint))
     if hint is type(None):
         return value is None
+    if hint == list[str]:
+        return _is_list_of_text(value)
     if hint is bool or isinstance(value, bool):
         return hint is bool and isinstance(value, bool)
     if hint is float:
@@ -266,4 +284,14 @@ def _fits(value: object, hint: Any) -> bool:
 def _describe(hint: Any) -> str:
     if typing.get_origin(hint) in (Union, types.UnionType):
         return " or ".join(_describe(option) for option in typing.get_args(hint))
+    if hint == list[str]:
+        return "a list of text"
     return "None" if hint is type(None) else hint.__name__
+
+
+def _is_list_of_text(value: object) -> bool:
+    return (
+        isinstance(value, Sequence)
+        and not isinstance(value, (str, bytes))
+        and all(isinstance(item, str) for item in value)
+    )

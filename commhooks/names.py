@@ -7,12 +7,14 @@ from the end, within its dtype and kind of device: that is the order that the fi
 """
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Protocol
 
 import torch
 
 from commhooks.errors import HookRunError
+from commhooks.exclude import matching
 
 
 class Names(Protocol):
@@ -24,12 +26,21 @@ class Names(Protocol):
     def known(self) -> dict[str, torch.Tensor]:
         """Name -> parameter, of all that are known so far."""
 
+    def excluded_by(self, name: str, patterns: Sequence[str]) -> str | None:
+        """The first of `patterns` (globs) that matches the parameter, None without."""
+
 
 class GivenNames:
     """The names that the model gives them. A tied parameter has the first of its names."""
 
-    def __init__(self, named_parameters: Iterable[tuple[str, torch.Tensor]]) -> None:
+    def __init__(
+        self,
+        named_parameters: Iterable[tuple[str, torch.Tensor]],
+        all_names: Mapping[int, Sequence[str]] = MappingProxyType({}),
+    ) -> None:
+        """`all_names`: of each parameter by its id; several where it is tied."""
         self._parameters = dict(named_parameters)
+        self._all_names = {name: list(all_names.get(id(p), [name])) for name, p in self._parameters.items()}
         self._names = {id(parameter): name for name, parameter in self._parameters.items()}
 
     def of_bucket(self, parameters: list[torch.Tensor], first: bool) -> list[str]:
@@ -44,6 +55,9 @@ class GivenNames:
 
     def known(self) -> dict[str, torch.Tensor]:
         return self._parameters
+
+    def excluded_by(self, name: str, patterns: Sequence[str]) -> str | None:
+        return matching(self._all_names[name], patterns)
 
 
 class PlaceNames:
@@ -67,3 +81,11 @@ class PlaceNames:
 
     def known(self) -> dict[str, torch.Tensor]:
         return {name: parameter for parameter, name in self._parameters.values()}
+
+    def excluded_by(self, name: str, patterns: Sequence[str]) -> str | None:
+        if patterns:
+            raise HookRunError(
+                f"exclude={list(patterns)} needs the names of parameters, which a bare register_comm_hook does not "
+                "know: use commhooks.attach(ddp_model, commhooks.PowerSGD(exclude=...))"
+            )
+        return None

@@ -40,8 +40,9 @@ def plan_parameter(
     min_compression_rate: float,
     sparse: bool = False,
     alternate: bool = False,
+    excluded_by: str | None = None,
 ) -> ParameterPlan:
-    """Decide for one parameter.
+    """Decide for one parameter; `excluded_by` is the pattern of `exclude` that it matches, if any.
 
     A matrix is compressed where `(n + m) * rank * min_compression_rate < n * m` (torch's `_should_compress`) and where
     that saves anything at all.
@@ -53,6 +54,8 @@ def plan_parameter(
 
     if sparse:
         return verdict("sparse gradient")
+    if excluded_by is not None:
+        return verdict(f"excluded by {excluded_by!r}")
     if parameter.is_complex():
         return verdict("complex numbers")
     if parameter.dim() < 2:

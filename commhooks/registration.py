@@ -197,6 +197,7 @@ class Registration:
                 min_compression_rate=self.options.min_compression_rate,
                 sparse=layout.sparse,
                 alternate=self.options.alternate,
+                excluded_by=self.names.excluded_by(name, self.options.exclude),
             )
             for name, slot in zip(names, layout.slots, strict=True)
         ]

@@ -28,7 +28,11 @@ def describe_request(spec: HookSpec, state: Any, loss_scale: bool) -> str:
         options = dict(spec.options)
     # Objects of the user's are told apart by their type: their text may hold an address.
     plain = (bool, int, float, str, type(None))
-    shown = [f"{k}={v!r}" if isinstance(v, plain) else f"{k}=<{type(v).__qualname__}>" for k, v in options.items()]
+
+    def is_plain(v: object) -> bool:
+        return isinstance(v, plain) or (type(v) is list and all(isinstance(item, plain) for item in v))
+
+    shown = [f"{k}={v!r}" if is_plain(v) else f"{k}=<{type(v).__qualname__}>" for k, v in options.items()]
     shown += [f"wrapper={spec.wrapper!r}", f"save_residual={spec.save_residual!r}", f"check_every={spec.check_every}"]
     shown += ["with a loss scale"] if loss_scale else []
     return f"{spec.name} ({', '.join(shown)})"

@@ -59,7 +59,7 @@ def available_hooks() -> dict[str, dict[str, Any]]:
     for name, config in CONFIGS.items():
         hooks[name] = {
             "description": (config.__doc__ or "").strip().splitlines()[0],
-            "options": {f.name: f.default for f in dataclasses.fields(config)},
+            "options": dataclasses.asdict(config()),
         }
     for name, factory in _REGISTERED.items():
         lines = (factory.__doc__ or "registered by register_hook").strip().splitlines()

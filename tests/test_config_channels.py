@@ -111,6 +111,7 @@ likely = {
     "random_seed": st.integers(),
     "compression_stats_logging_frequency": st.integers(1, 10**6),
     "batch_tensors_with_same_shape": st.booleans(),
+    "exclude": st.lists(st.sampled_from(["*embed*", "head.?", "[ab]*", "0.weight"]), max_size=2),
 }
 
 
@@ -206,6 +207,8 @@ def _cli(hook: Any, **init_args: Any) -> Any:
         {"use_error_feedback": 4},
         {"random_seed": "x"},
         {"orthogonalization_epsilon": None},
+        {"exclude": ["*embed*", "head.?.weight"]},
+        {"exclude": "*embed*"},
     ],
     ids=str,
 )

@@ -167,7 +167,8 @@ class PowerSGDState:
             "If a different group is desired, please set `self.process_group` after PowerSGD state is loaded."
         )
         self.process_group = None
-        self._options = saved["options"]
+        # One that was pickled by an earlier version lacks the options that are newer.
+        self._options = type(saved["options"])(**vars(saved["options"]))
         self._memory = saved["memory"]
         self._stats = saved["stats"]
         self._names = PlaceNames()

@@ -1,0 +1,49 @@
+"""Parameters that are never compressed, by globs on their names (`fnmatch`, case-sensitive)."""
+
+import difflib
+import fnmatch
+import logging
+from collections.abc import Iterable, Sequence
+
+import torch
+
+logger = logging.getLogger(__name__)
+
+
+def matching(names: Iterable[str], patterns: Sequence[str]) -> str | None:
+    """The first of `patterns` that matches one of a parameter's `names`: it has several where it is tied."""
+    all_names = list(names)
+    for pattern in patterns:
+        if any(fnmatch.fnmatchcase(name, pattern) for name in all_names):
+            return pattern
+    return None
+
+
+def all_names(module: torch.nn.Module) -> dict[int, list[str]]:
+    """id of each parameter -> all of its names, the first one first, without `torch.compile`'s prefix."""
+    names: dict[int, list[str]] = {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name.replace("_orig_mod.", ""))
+    return names
+
+
+def unmatched_sentence(patterns: Sequence[str], names: Sequence[str]) -> str | None:
+    """What to say of patterns that match none of a model's parameter `names`; None if each matches one."""
+    parts = []
+    for pattern in patterns:
+        if matching(names, [pattern]) is None:
+            near = difflib.get_close_matches(pattern.strip("*?"), names, n=1, cutoff=0.0)
+            parts.append(f"{pattern!r}" + (f" (the closest name is {near[0]!r})" if near else ""))
+    if not parts:
+        return None
+    return (
+        f"exclude: no parameter of the model matches {', '.join(parts)}. Patterns are compared with whole names, case "
+        "matters, and * stands for anything"
+    )
+
+
+def warn_if_unmatched(patterns: Sequence[str], module: torch.nn.Module) -> None:
+    """One warning about patterns that exclude nothing. A frozen parameter that matches is no mistake."""
+    sentence = unmatched_sentence(patterns, [name for names in all_names(module).values() for name in names])
+    if sentence is not None:
+        logger.warning("%s.", sentence)

@@ -44,6 +44,8 @@ class Flight:
     compressing: bool
     residual_factor: float
     loss_scale: float
+    step: int
+    """Committed passes before this one, as far as the host knows."""
     exchanges: list[Exchange] = field(default_factory=list)
     last_index: int = -1
     """Of the bucket that came last; buckets come in order, so that a lower one begins another pass."""

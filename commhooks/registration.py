@@ -126,7 +126,7 @@ class Registration:
             known.used = False
         # Without a scaler now, residuals that were saved with one come back to the scale of the gradients.
         loss_scale = float(self.loss_scale()) if self.loss_scale is not None else 1.0
-        return Flight(compressing, loss_scale / self.memory.loss_scale, loss_scale)
+        return Flight(compressing, loss_scale / self.memory.loss_scale, loss_scale, self.memory.step)
 
     def _make_exchange(self, bucket: dist.GradBucket, flight: Flight) -> Exchange:
         known = self._bucket(bucket, first=not flight.exchanges)
@@ -161,12 +161,12 @@ class Registration:
             for name, residual in self.memory.residuals.items():
                 if name not in in_flight:
                     residual.mul_(flight.residual_factor)
-        if flight.compressing and self.memory.step >= self._next_stats_report:
-            self._next_stats_report = self.memory.step + max(1, self.options.compression_stats_logging_frequency)
+        if flight.compressing and flight.step >= self._next_stats_report:
+            self._next_stats_report = flight.step + max(1, self.options.compression_stats_logging_frequency)
             before, after = self.stats.numel_before, self.stats.numel_after
             logger.info(
                 "Compression stats: iter %s, total before compression %s, total after compression %s, rate %s",
-                self.memory.step,
+                flight.step,
                 before,
                 after,
                 before / after if after else 0,

@@ -469,8 +469,8 @@ MUTANTS = [
     Mutant(
         "residual does not follow the loss scale",
         "commhooks/registration.py",
-        "        return Flight(compressing, loss_scale / self.memory.loss_scale, loss_scale)\n",
-        "        return Flight(compressing, 1.0, loss_scale)\n",
+        "        return Flight(compressing, loss_scale / self.memory.loss_scale, loss_scale, self.memory.step)\n",
+        "        return Flight(compressing, 1.0, loss_scale, self.memory.step)\n",
         "test_loss_scale.py",
     ),
     Mutant(

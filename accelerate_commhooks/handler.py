@@ -24,9 +24,10 @@ from accelerate_commhooks.yaml_config import (
     saying_where,
     to_arguments,
 )
-from commhooks import AttachError, CommHook, HookConfigError, PowerSGD
+from commhooks import AttachError, CommHook, HookConfigError, HookRunError, PowerSGD
 from commhooks.attach import attach_spec, check_total_steps
 from commhooks.config import closest, resolve_start
+from commhooks.metrics import PREFIX, Meter
 from commhooks.spec import HookSpec
 
 logger = logging.getLogger(__name__)
@@ -91,6 +92,7 @@ class CommHookKwargs(DistributedDataParallelKwargs):
     def __post_init__(self) -> None:
         self._given: frozenset[str]
         self._hooked: list[HookedModel] = []
+        self._meters: weakref.WeakKeyDictionary[CommHook, Meter] = weakref.WeakKeyDictionary()
         self._handed_over: HandedOver | None = None
         given = handed_over() if self.hook is None and not self._stock_requests() else None
         if given is None:
@@ -149,6 +151,40 @@ class CommHookKwargs(DistributedDataParallelKwargs):
     def is_attached(self, model: torch.nn.Module) -> bool:
         """Whether `model` has a hook of this handler. `model` is what `prepare` returned, or the module inside it."""
         return any(hooked.is_of(model) for hooked in self._hooked)
+
+    def log(self, accelerator: Accelerator, step: int | None = None, *, per_layer: bool = False) -> None:
+        """Send what the hooks do to the accelerator's trackers, as `accelerator.log` does.
+
+            if step % 50 == 0:
+                handler.log(accelerator, step=step)
+
+        The names are those of `commhooks.metrics`: `commhooks/bytes_per_pass`, `commhooks/compression_rate`,
+        `commhooks/codec_ms`, `commhooks/waiting_ms`, `commhooks/residual_over_gradient` and so on; means are since the
+        call before. With several models those of the second are `commhooks/1/bytes_per_pass` and so on. Without a hook,
+        as in one process, nothing is sent. Gradients are read where they are: call this after `optimizer.step()` and
+        before `optimizer.zero_grad()`, or the two names that need them are left out. It communicates nothing: all ranks
+        may call it, or the main process alone. A cosine is there if `handler.attached.sample_cosine(N)` was called.
+
+        Args:
+            accelerator: whose trackers: `Accelerator(log_with=...)` with `init_trackers`.
+            step: as for `accelerator.log`.
+            per_layer: norms and cosine of every parameter too.
+
+        Raises:
+            HookRunError: the accelerator has no trackers.
+        """
+        if not accelerator.trackers:
+            missing = "" if accelerator.log_with else "Accelerator(log_with=...) with a tracker that is installed, and "
+            raise HookRunError(
+                f"CommHookKwargs.log: this accelerator has no trackers; it needs {missing}a call of "
+                "accelerator.init_trackers(...) before"
+            )
+        values: dict[str, float] = {}
+        for number, hook in enumerate(self.attached_hooks):
+            meter = self._meters.setdefault(hook, Meter())
+            values |= meter.read(hook, per_layer=per_layer, prefix=f"{PREFIX}/{number}" if number else PREFIX)
+        if values:
+            accelerator.log(values, step=step)
 
     def attach(self, accelerator: Accelerator) -> "CommHookKwargs":
         """Use this handler in an accelerator that exists already, for the models that it prepares from now on.

@@ -14,9 +14,10 @@ except ModuleNotFoundError as error:
     raise ImportError('lightning_commhooks needs Lightning: pip install "commhooks[lightning]"') from error
 
 from lightning_commhooks.checkpoint import CommHookCheckpoint
+from lightning_commhooks.monitor import CommHookMonitor
 from lightning_commhooks.registry import register_strategy_names
 from lightning_commhooks.strategy import CommHookDDP
 
-__all__ = ["CommHookCheckpoint", "CommHookDDP"]
+__all__ = ["CommHookCheckpoint", "CommHookDDP", "CommHookMonitor"]
 
 register_strategy_names()

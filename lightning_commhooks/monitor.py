@@ -1,0 +1,120 @@
+"""`CommHookMonitor`: what the communication hook does, in the trainer's own loggers."""
+
+from typing import Any, Optional
+
+import lightning.pytorch as pl
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+
+from commhooks import HookConfigError
+from commhooks.config import closest
+from commhooks.metrics import NAMES, PREFIX, Meter
+
+
+class CommHookMonitor(pl.Callback):
+    """Logs every n steps what the hook of a `CommHookDDP` strategy does, through all loggers of the trainer.
+
+        Trainer(strategy=CommHookDDP(hook="powerSGD"), callbacks=[CommHookMonitor()])
+
+    The names, for rank 0 (a value that does not exist for a hook is left out):
+
+        commhooks/bytes_sent               bytes handed to all-reduce so far
+        commhooks/bytes_per_pass           the same per backward pass, mean since the last time
+        commhooks/compression_rate         bytes that plain DDP would have sent over bytes sent, since the last time
+        commhooks/compressed_steps         steps that were compressed so far
+        commhooks/nonfinite_steps          steps with an inf or NaN on some rank so far: they changed no memory
+        commhooks/codec_ms                 host time in the hook per backward pass without waiting, mean (CPU only)
+        commhooks/waiting_ms               time waiting for the network per backward pass, mean (CPU only)
+        commhooks/residual_norm            norm of what error feedback holds back
+        commhooks/gradient_norm            norm of the averaged gradient of the same parameters, before clipping
+        commhooks/residual_over_gradient   the one over the other
+        commhooks/cosine                   cosine of compressed and true mean gradient, if sampled since the last time
+        commhooks/layers/PARAMETER/...     the last four per parameter, with `per_layer=True`
+
+    Nothing is computed in other steps, and the training is the same to the last bit with and without it.
+
+    Args:
+        every_n_steps: optimizer steps from one time to the next; None (the default) is the trainer's
+            `log_every_n_steps`.
+        per_layer: log residual, gradient and cosine of every parameter too.
+        sample_cosine_every: measure the cosine on every so many backward passes; such a pass makes one plain
+            all-reduce of the gradients more. None (the default): never. A multiple of `every_n_steps` shows each sample
+            at its own step.
+        progress_bar: which of the values (by its name without "commhooks/") stands in the progress bar; None: none.
+
+    Raises:
+        commhooks.HookConfigError: at construction, for a value that is none of these.
+    """
+
+    # The unions are written the old way because it is what jsonargparse shows in `--help`.
+    def __init__(
+        self,
+        every_n_steps: Optional[int] = None,  # noqa: UP045
+        per_layer: bool = False,
+        sample_cosine_every: Optional[int] = None,  # noqa: UP045
+        progress_bar: Optional[str] = "compression_rate",  # noqa: UP045
+    ) -> None:
+        super().__init__()
+        for name, number in (("every_n_steps", every_n_steps), ("sample_cosine_every", sample_cosine_every)):
+            if number is not None and (not isinstance(number, int) or isinstance(number, bool) or number < 1):
+                raise HookConfigError(f"{name}={number!r}; expected a number of steps, 1 or more, or None")
+        if not isinstance(per_layer, bool):
+            raise HookConfigError(f"per_layer={per_layer!r}; expected True or False")
+        if progress_bar is not None and progress_bar not in NAMES:
+            offer = closest(progress_bar, NAMES) if isinstance(progress_bar, str) else ""
+            raise HookConfigError(
+                f"progress_bar={progress_bar!r}{offer}; expected None or one of {', '.join(map(repr, NAMES))}"
+            )
+        self.every_n_steps = every_n_steps
+        self.per_layer = per_layer
+        self.sample_cosine_every = sample_cosine_every
+        self.progress_bar = progress_bar
+        self._warned = False
+        self._meter = Meter()
+        self._last_step = -1
+
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        if stage != "fit" or self._warned or _has_hook(trainer):
+            return
+        self._warned = True
+        strategy = type(trainer.strategy)
+        rank_zero_warn(
+            "CommHookMonitor has nothing to log: it logs what the hook of a CommHookDDP strategy does, and the "
+            f"strategy of this Trainer is {strategy.__module__}.{strategy.__qualname__}"
+        )
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        # Every fit wraps the model anew and has a hook of its own.
+        self._meter, self._last_step = Meter(), -1
+        hook = _hook_of(trainer)
+        if hook is not None and self.sample_cosine_every is not None:
+            hook.sample_cosine(self.sample_cosine_every)
+
+    def on_before_optimizer_step(self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Any) -> None:
+        # Here the gradients are averaged and unscaled, not clipped yet. Several optimizers: at the first of a batch.
+        hook = _hook_of(trainer)
+        if hook is None or not trainer.is_global_zero:
+            return
+        every = self.every_n_steps or trainer.log_every_n_steps  # type: ignore[attr-defined]
+        # Private (lightning 2.6): the x axis of what modules log, and of Lightning's own monitors.
+        step = trainer.fit_loop.epoch_loop._batches_that_stepped
+        if not every or (step + 1) % every or step == self._last_step:
+            return
+        self._last_step = step
+        values = self._meter.read(hook, per_layer=self.per_layer)
+        for logger in trainer.loggers:
+            logger.log_metrics(values, step=step)
+        shown = f"{PREFIX}/{self.progress_bar}"
+        if shown in values:
+            pl_module.log(
+                shown, values[shown], prog_bar=True, logger=False, on_step=True, on_epoch=False, rank_zero_only=True
+            )
+
+
+def _has_hook(trainer: pl.Trainer) -> bool:
+    from lightning_commhooks.strategy import CommHookDDP
+
+    return isinstance(trainer.strategy, CommHookDDP)
+
+
+def _hook_of(trainer: pl.Trainer) -> Any:
+    return trainer.strategy.comm_hook if _has_hook(trainer) else None  # type: ignore[attr-defined]

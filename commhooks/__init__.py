@@ -18,7 +18,8 @@ from commhooks.ddp_comm_hooks.default_hooks import (
     fp16_compress_wrapper,
 )
 from commhooks.ddp_comm_hooks.powerSGD_hook import PowerSGDState, batched_powerSGD_hook, powerSGD_hook
-from commhooks.errors import AttachError, CommHookError, HookConfigError, HookRunError, PayloadError
+from commhooks.doctor_run import doctor
+from commhooks.errors import AttachError, CommHookError, DoctorError, HookConfigError, HookRunError, PayloadError
 from commhooks.spec import available_hooks, register_hook
 
 __version__ = "0.1.0"
@@ -30,6 +31,7 @@ __all__ = [
     "BatchedPowerSGD",
     "CommHook",
     "CommHookError",
+    "DoctorError",
     "FP16Compress",
     "HookConfig",
     "HookConfigError",
@@ -45,6 +47,7 @@ __all__ = [
     "bf16_compress_hook",
     "bf16_compress_wrapper",
     "ddp_comm_hooks",
+    "doctor",
     "fp16_compress_hook",
     "fp16_compress_wrapper",
     "noop_hook",

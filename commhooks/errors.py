@@ -19,3 +19,7 @@ class HookRunError(CommHookError, RuntimeError):
 
 class PayloadError(CommHookError, ValueError):
     """A checkpoint payload that does not fit; nothing was changed. The text lists the names that do not fit."""
+
+
+class DoctorError(CommHookError, RuntimeError):
+    """A measurement that `commhooks.doctor` cannot make; the text says why and what to do."""

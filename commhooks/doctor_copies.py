@@ -1,0 +1,73 @@
+"""What the doctor works on: throw-away copies of a DDP model, and random numbers that are put back afterwards."""
+
+import copy
+import random
+import sys
+from typing import Any
+
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+from commhooks.errors import DoctorError
+
+
+def copy_of(ddp_model: DistributedDataParallel, *, alone: bool = False) -> DistributedDataParallel:
+    """A DDP model around a copy of `ddp_model.module`, set up as that one is, without a hook; nothing is sent.
+
+    Args:
+        alone: leave out whatever makes DDP communicate besides the gradients, so that a rank may fail by itself.
+    """
+    try:
+        module = copy.deepcopy(ddp_model.module)
+    except Exception as error:
+        raise DoctorError(
+            f"the model cannot be copied, and only copies are measured: copy.deepcopy says {type(error).__name__}: "
+            f"{error}"
+        ) from error
+    options: dict[str, Any] = {}
+    if not alone:
+        options = {
+            name: getattr(ddp_model, name)
+            for name in (
+                "dim",
+                "find_unused_parameters",
+                "gradient_as_bucket_view",
+                "batched_grad_copy",
+                "skip_all_reduce_unused_params",
+            )
+        }
+        # Lists of limits and defaults come back as bytes; a default must stay one, its first bucket is smaller.
+        limits = ddp_model.bucket_bytes_cap_list
+        if limits:
+            options["bucket_cap_mb_list"] = [limit / 2**20 for limit in limits]
+        elif not ddp_model.bucket_bytes_cap_default:
+            options["bucket_cap_mb"] = ddp_model.bucket_bytes_cap / 2**20
+    return DistributedDataParallel(
+        module,
+        device_ids=ddp_model.device_ids,
+        output_device=ddp_model.output_device,
+        process_group=ddp_model.process_group,
+        static_graph=ddp_model.static_graph,
+        forward_sync_buffers=not alone and ddp_model.forward_sync_buffers,
+        init_sync=False,  # it would send the whole model, as often as it is copied
+        **options,
+    )
+
+
+class RandomState:
+    """The state of the global random number generators: torch's on the CPU and on `devices`, Python's, numpy's."""
+
+    def __init__(self, devices: set[torch.device]) -> None:
+        self._cpu = torch.get_rng_state()
+        self._cuda = {d: torch.cuda.get_rng_state(d) for d in devices if d.type == "cuda"}
+        self._python = random.getstate()
+        numpy = sys.modules.get("numpy")
+        self._numpy = numpy.random.get_state() if numpy is not None else None
+
+    def restore(self) -> None:
+        torch.set_rng_state(self._cpu)
+        for device, state in self._cuda.items():
+            torch.cuda.set_rng_state(state, device)
+        random.setstate(self._python)
+        if self._numpy is not None:
+            sys.modules["numpy"].random.set_state(self._numpy)

@@ -1,0 +1,142 @@
+"""What the doctor makes of its figures: use which hook, or none. Pure arithmetic, the same on every rank."""
+
+import statistics
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from commhooks.doctor_link import Link, wire_s
+from commhooks.doctor_measure import NOOP, PLAIN, Measured
+
+WORTH = 1.1
+"""A hook must make the step faster by this factor to be worth it, and so must a lossier hook over a more exact one."""
+_NOISY = 0.3
+_GRID_MBIT = [10 ** (exponent / 20) for exponent in range(0, 121)]  # 1 Mbit/s to 1 Tbit/s
+
+
+@dataclass(frozen=True)
+class Advice:
+    """What to do.
+
+    Attributes:
+        compress: whether to compress at all.
+        use: label of the candidate to use; `"allreduce"` means no hook.
+        hook, hook_options: for `commhooks.attach`; None and {} where no hook is to be used.
+        reason: in one or two sentences, with the figures.
+        headroom: plain all-reduce over noop: how many times faster the step could be at most.
+        speedup: plain all-reduce over the advised candidate.
+        pays_below_mbit_per_s: an estimate: up to this bandwidth something that was tried is worth it. None: nowhere.
+        notes: what else to know.
+    """
+
+    compress: bool
+    use: str
+    hook: str | None
+    hook_options: Mapping[str, Any]
+    reason: str
+    headroom: float
+    speedup: float
+    pays_below_mbit_per_s: float | None
+    notes: tuple[str, ...] = field(default=())
+
+
+def judge(measured: Mapping[str, Measured], link: Link, world_size: int) -> Advice:
+    """`measured` holds noop, plain all-reduce and the hooks to choose from."""
+    noop, plain = measured[NOOP], measured[PLAIN]
+    hooks = [each for label, each in measured.items() if label not in (NOOP, PLAIN)]
+    headroom = plain.median_ms / noop.median_ms
+    figures = f"{plain.median_ms:.4g} ms with plain all-reduce and {noop.median_ms:.4g} ms without any exchange"
+    # Faster by enough, and not by chance: three quarters of its steps are faster than a usual one without it.
+    worth = [
+        each for each in hooks if each.median_ms * WORTH <= plain.median_ms and each.quartiles_ms[1] < plain.median_ms
+    ]
+    notes: list[str] = []
+    chosen = plain
+    if headroom < WORTH:
+        gain = max(0.0, 100 * (headroom - 1))
+        reason = f"Do not compress. A step takes {figures}: no hook could make it faster by more than {gain:.0f} %."
+    elif not worth:
+        reason = f"Do not compress. A step takes {figures}, but no hook that was tried is faster by 10 %"
+        if hooks:
+            fastest = min(hooks, key=lambda each: each.median_ms)
+            reason += f"; the fastest, {fastest.candidate.label}, takes {fastest.median_ms:.4g} ms"
+        reason += "."
+    else:
+        chosen = _most_exact(worth)
+        reason = (
+            f"Use {chosen.candidate.label}. A step takes {chosen.median_ms:.4g} ms with it, {figures}: "
+            f"{plain.median_ms / chosen.median_ms:.2f} times faster."
+        )
+        if chosen.candidate.hook == "powerSGD":
+            notes.append(
+                "PowerSGD changes the gradients: compare the accuracy that you reach. Its first start_powerSGD_iter "
+                "steps (by default 10 % of the run, 1000 at most) are plain all-reduce."
+            )
+        if chosen.candidate.hook == "fp16_compress":
+            notes.append("Gradients beyond 65504 become inf in float16: use it with a GradScaler.")
+    for each in {id(each): each for each in (noop, plain, chosen)}.values():
+        low, high = each.quartiles_ms
+        if high - low > _NOISY * each.median_ms:
+            notes.append(
+                f"The steps of {each.candidate.label} vary a lot ({low:.4g} to {high:.4g} ms in the middle half): "
+                "run it again with more steps, when nothing else uses the machines and the network."
+            )
+    if min(len(each.step_ms) for each in measured.values()) < 5:
+        notes.append("Some figures come from fewer than 5 steps: more steps, or more seconds, make them firmer.")
+    compress = chosen is not plain
+    return Advice(
+        compress=compress,
+        use=chosen.candidate.label,
+        hook=chosen.candidate.hook if compress else None,
+        hook_options=dict(_without_start(chosen.candidate.options)) if compress else {},
+        reason=reason,
+        headroom=headroom,
+        speedup=plain.median_ms / chosen.median_ms,
+        pays_below_mbit_per_s=pays_below(measured, link, world_size),
+        notes=tuple(notes),
+    )
+
+
+def _most_exact(worth: list[Measured]) -> Measured:
+    """The one that changes the gradients least among those that are about as fast as the fastest."""
+
+    def loss(each: Measured) -> float:
+        # bfloat16 before float16: it needs no GradScaler. Then PowerSGD, the higher ranks first.
+        order = {"bf16_compress": 0.0, "fp16_compress": 1.0}
+        return order.get(each.candidate.hook, 2 + 1 / each.candidate.options.get("matrix_approximation_rank", 1))
+
+    fastest = min(each.median_ms for each in worth)
+    return min((each for each in worth if each.median_ms <= WORTH * fastest), key=loss)
+
+
+def _without_start(options: Mapping[str, Any]) -> dict[str, Any]:
+    # The doctor begins at once; a training should not.
+    return {name: value for name, value in options.items() if name != "start_powerSGD_iter"}
+
+
+def estimate_ms(measured: Measured, noop: Measured, link: Link, mbit_per_s: float, world_size: int) -> float:
+    """The step on another link, an estimate: the measured one plus or minus the time that its bytes need more or less
+    on the wire, and never below what the step takes without any exchange plus the time of the codec.
+
+    How much a faster or slower network hides behind the backward pass is not known, so the estimate is rough where
+    both take about as long. It meets the measured point.
+    """
+    here_s = wire_s(measured.bytes_sent, link.mbit_per_s, world_size)
+    there_s = wire_s(measured.bytes_sent, mbit_per_s, world_size)
+    if measured.codec_ms:
+        codec_ms = statistics.median(measured.codec_ms)
+    else:  # on an accelerator: what the wire does not explain
+        codec_ms = max(0.0, measured.median_ms - noop.median_ms - 1000 * here_s)
+    floor_ms = min(measured.median_ms, noop.median_ms + codec_ms)
+    return max(floor_ms, measured.median_ms + 1000 * (there_s - here_s))
+
+
+def pays_below(measured: Mapping[str, Measured], link: Link, world_size: int) -> float | None:
+    """The largest bandwidth in Mbit/s at which, by the estimates, some hook is worth it; None if there is none."""
+    noop, plain = measured[NOOP], measured[PLAIN]
+    for mbit_per_s in reversed(_GRID_MBIT):
+        limit_ms = estimate_ms(plain, noop, link, mbit_per_s, world_size) / WORTH
+        for label, each in measured.items():
+            if label not in (NOOP, PLAIN) and estimate_ms(each, noop, link, mbit_per_s, world_size) <= limit_ms:
+                return mbit_per_s
+    return None

@@ -7,7 +7,7 @@ PY := $(VENV)/bin/python
 CLEAN := $(PY) examples/clean_env.py
 READY := $(VENV)/.ready
 
-.PHONY: demo demo-accelerate test test-mutants bench soak chaos lint venv clean
+.PHONY: demo demo-accelerate test test-mutants bench soak chaos lint docs docs-serve venv clean
 .DELETE_ON_ERROR:
 
 demo: $(READY)
@@ -43,10 +43,17 @@ lint: $(READY)
 	$(PY) -m ruff format --check .
 	$(PY) -m mypy
 
+# The site in site/; a link that leads nowhere is an error. docs-serve shows it on http://127.0.0.1:8000 while it is edited.
+docs: $(READY)
+	@NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict --site-dir site
+
+docs-serve: $(READY)
+	@NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs serve
+
 venv: $(READY)
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) build dist site *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
 
 # Installed once, and again when what is asked for changes. An environment that works is kept and only updated.
 $(READY): pyproject.toml constraints-dev.txt

@@ -14,6 +14,7 @@ A fence that needs more than `import torch` names what it needs in a comment abo
     <!-- snippet: transformers --> `model`, `args` and `train_dataset` for a Trainer; in processes of torchrun
     <!-- snippet: continued -->   whatever the snippet above it left
     <!-- snippet: lightning -->   `model` and `train_loader`; the snippet is a script of its own, started from a shell
+    <!-- snippet: lightning ranks --> the same in processes as torchrun starts them, which is much faster
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ import contextlib
 import importlib.util
 import io
 import linecache
+import logging
 import os
 import re
 import shlex
@@ -29,7 +31,7 @@ import subprocess
 import sys
 import tempfile
 import textwrap
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -40,8 +42,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from commhooks import spec
+
 REPOSITORY = Path(__file__).parents[1]
 LANGUAGES = ("python", "diff", "yaml", "bash", "text")
+NEEDS = ("", "ddp", "attached", "accelerate", "transformers", "continued", "lightning", "lightning ranks")
 SCRIPT_LIMIT_S = 150
 
 _COMMENT = re.compile(r"^\s*<!-- snippet: (.*?) -->\s*$")
@@ -89,7 +94,7 @@ def find_snippets(page: str, markdown: str) -> list[Snippet]:
             raise WrongSnippet(f"{where}: the fence is never closed")
         if opening[3] not in LANGUAGES:
             raise WrongSnippet(f"{where}: language {opening[3]!r}; expected one of {', '.join(LANGUAGES)}")
-        if needs not in ("", "ddp", "attached", "accelerate", "transformers", "continued", "lightning"):
+        if needs not in NEEDS:
             raise WrongSnippet(f"{where}: unknown comment 'snippet: {needs}'")
         text = textwrap.dedent("\n".join(lines[number + 1 : end])) + "\n"
         above = snippets[-1] if needs == "continued" and snippets else None
@@ -221,10 +226,15 @@ def _execute(chain: list[tuple[str, str]], needs: str, folder: str) -> None:
     os.chdir(folder)
     with contextlib.ExitStack() as undo:
         undo.callback(os.chdir, before)
+        undo.enter_context(_logging_as_before())
+        undo.enter_context(mock.patch.dict(spec._REGISTERED))  # a name that a snippet gives is free again afterwards
         if needs in ("accelerate", "transformers"):
             from accelerators import accelerate_launched
 
             undo.enter_context(accelerate_launched())
+        if needs == "lightning ranks":
+            undo.enter_context(mock.patch.dict(os.environ, _torchrun()))
+            exec(_LIGHTNING, namespace)
         if needs == "transformers":
             exec(_TRANSFORMERS, namespace)
         for name, text in chain:
@@ -241,6 +251,35 @@ def _execute(chain: list[tuple[str, str]], needs: str, folder: str) -> None:
             exec(_ACCELERATE_STEPS, namespace)
         if needs == "transformers":
             exec(_TRAINER_TRAINED, namespace)
+        if needs == "lightning ranks":
+            exec(_TRAINED, namespace)
+
+
+@contextlib.contextmanager
+def _logging_as_before() -> Iterator[None]:
+    loggers = [logging.getLogger(), logging.getLogger("commhooks")]
+    before = [(logger, logger.level, list(logger.handlers)) for logger in loggers]
+    try:
+        yield
+    finally:
+        for logger, level, handlers in before:
+            logger.setLevel(level)
+            logger.handlers[:] = handlers
+
+
+def _torchrun() -> dict[str, str]:
+    """The variables by which Lightning 2.6 knows torchrun; it takes the process group that is there as its own."""
+    rank, size = str(dist.get_rank()), str(dist.get_world_size())
+    return {
+        "TORCHELASTIC_RUN_ID": "snippets",
+        "RANK": rank,
+        "LOCAL_RANK": rank,
+        "GROUP_RANK": "0",
+        "WORLD_SIZE": size,
+        "LOCAL_WORLD_SIZE": size,
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "1",  # nobody listens there
+    }
 
 
 _LIGHTNING = """
@@ -248,12 +287,13 @@ import torch
 from lightning.pytorch.demos.boring_classes import BoringModel, RandomDataset
 
 model = BoringModel()
+model.layer = torch.nn.Linear(32, 16)  # worth compressing
 train_loader = torch.utils.data.DataLoader(RandomDataset(32, 16))
 """
 _TRAINED = """
 assert trainer.global_step > 0, "nothing was trained"
 if hasattr(trainer.strategy, "comm_hook"):
-    assert trainer.strategy.comm_hook.stats()["backward_passes"] == trainer.global_step, "the hook was not called"
+    assert trainer.strategy.comm_hook.stats()["step"] == trainer.global_step, "the hook was not called"
 """
 
 
@@ -330,13 +370,19 @@ def commands(text: str) -> list[list[str]]:
 
 def check_command(words: list[str]) -> None:
     """Whether a command line would work in a clone of the repository: as far as can be told without running it."""
-    while re.fullmatch(r"[A-Z_]+=.*", words[0]):
+    if words[0] == "export":
         words = words[1:]
+    while words and re.fullmatch(r"[A-Z_]+=.*", words[0]):
+        words = words[1:]
+    if not words:
+        return
     program, *rest = words
     if program == "make":
         _check_make(rest)
     elif program in ("python", "python3"):
         _check_python(rest)
+    elif program == "srun":
+        check_command(rest)
     elif program == "torchrun":
         _check_torchrun(rest)
     elif program == "pip":
@@ -391,17 +437,12 @@ def _check_python(words: list[str]) -> None:
 
 
 def _check_accelerate_commhooks(words: list[str]) -> None:
-    from accelerate.commands.launch import launch_command_parser
-
     from accelerate_commhooks.cli import main
 
     if words == ["launch"]:  # the text speaks of the command
         return
     if words[:1] == ["launch"]:
-        try:
-            args = launch_command_parser().parse_args(words[1:])
-        except SystemExit as error:
-            raise WrongSnippet(f"accelerate {shlex.join(words)}: these are no arguments of it") from error
+        args = _launch_arguments(words)
         if args.config_file is not None:
             _check_accelerate_commhooks(["check", args.config_file])
         _check_python([args.training_script, *args.training_script_args])
@@ -419,11 +460,27 @@ def _check_accelerate_commhooks(words: list[str]) -> None:
         raise WrongSnippet(f"accelerate-commhooks {shlex.join(words)}: {errors.getvalue()}")
 
 
+def _launch_arguments(words: list[str]) -> Any:
+    """Of `accelerate launch`."""
+    from accelerate.commands.launch import launch_command_parser
+
+    try:
+        return launch_command_parser().parse_args(words[1:])
+    except SystemExit as error:
+        raise WrongSnippet(f"accelerate {shlex.join(words)}: these are no arguments of it") from error
+
+
 def _check_torchrun(words: list[str]) -> None:
     from torch.distributed.run import get_args_parser
 
+    parser = get_args_parser()
+    if not any(word.endswith(".py") for word in words):  # the text speaks of its flags
+        unknown = [word for word in words if word.partition("=")[0] not in parser._option_string_actions]
+        if unknown:
+            raise WrongSnippet(f"torchrun {shlex.join(words)}: torchrun does not take {unknown[0]}")
+        return
     try:
-        args = get_args_parser().parse_args(words)
+        args = parser.parse_args(words)
     except SystemExit as error:
         raise WrongSnippet(f"torchrun {shlex.join(words)}: torchrun does not take these arguments") from error
     _check_python([args.training_script, *args.training_script_args])

@@ -1,12 +1,21 @@
-"""Every snippet of the README and of docs/ works, and every link to a file leads somewhere."""
+"""Every snippet of the README and of docs/ works, every link leads somewhere, and every quoted error exists."""
 
 from __future__ import annotations
 
+import ast
+import importlib
+import inspect
 import re
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
+import yaml
 from doc_snippets import REPOSITORY, Snippet, WrongSnippet, check, commands, find_snippets, old_and_new
 from workers import RanksFailed
+
+import commhooks
 
 PAGES = [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").glob("*.md"))]
 SNIPPETS = [
@@ -39,6 +48,125 @@ def test_links_lead_to_files(page):
     for target in re.findall(r"\]\(([^)#]+)[^)]*\)", page.read_text(encoding="utf-8")):
         if "://" not in target:
             assert (page.parent / target).exists(), f"{page.name} links to {target}"
+
+
+# ------------------------------------------------------------------------------------------------- pages as a whole
+
+
+def _pages_of_nav() -> list[str]:
+    def leaves(entry):
+        if isinstance(entry, str):
+            return [entry]
+        children = entry.values() if isinstance(entry, dict) else entry
+        return [leaf for child in children for leaf in leaves(child)]
+
+    return leaves(yaml.safe_load((REPOSITORY / "mkdocs.yml").read_text())["nav"])
+
+
+def _without_code(markdown: str) -> str:
+    return re.sub(r"^\s*(```+|~~~+).*?^\s*\1\s*$", "", markdown, flags=re.MULTILINE | re.DOTALL)
+
+
+def _anchors(page: Path) -> list[str]:
+    """As Python-Markdown and GitHub make them of the headings."""
+    headings = re.findall(r"^#+ (.+)$", _without_code(page.read_text(encoding="utf-8")), re.MULTILINE)
+    return [re.sub(r"[-\s]+", "-", re.sub(r"[^\w\s-]", "", heading).strip().lower()) for heading in headings]
+
+
+def test_the_nav_names_every_page_once():
+    assert sorted(_pages_of_nav()) == sorted(path.name for path in (REPOSITORY / "docs").glob("*.md"))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_to_headings(page):
+    for target, anchor in re.findall(r"\]\(([^)#:]*)#([^)]+)\)", page.read_text(encoding="utf-8")):
+        there = page.parent / target if target else page
+        assert anchor in _anchors(there), f"{page.name} links to {target}#{anchor}; there are {_anchors(there)}"
+
+
+@pytest.mark.parametrize("page", PAGES[1:], ids=lambda page: page.name)
+def test_pages_link_to_pages_only(page):
+    """What is outside of docs/ is not in the site."""
+    for target in re.findall(r"\]\(([^)#]+)[^)]*\)", _without_code(page.read_text(encoding="utf-8"))):
+        assert "://" in target or (page.parent / target).suffix == ".md" and "/" not in target, target
+
+
+def test_the_strict_build(tmp_path):
+    for module in ("material", "mkdocstrings_handlers.python"):
+        pytest.importorskip(module, reason='the site needs pip install ".[docs]"')
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path)]
+    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
+    formulas = (tmp_path / "algorithm" / "index.html").read_text()
+    assert formulas.count('class="arithmatex"') > 20 and "$$" not in formulas
+
+
+def _texts_of_the_code() -> list[list[str]]:
+    """Each text in the code, as the pieces between what is put into it."""
+    texts = []
+    for package in ("commhooks", "lightning_commhooks", "accelerate_commhooks"):
+        for path in (REPOSITORY / package).rglob("*.py"):
+            for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+                if isinstance(node, ast.JoinedStr):
+                    parts = [str(x.value) if isinstance(x, ast.Constant) else "\0" for x in node.values]
+                    texts.append("".join(parts).split("\0"))
+                elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                    texts.append(re.split(r"%[srdg]", node.value))
+    return texts
+
+
+def _quotes(markdown: str) -> list[str]:
+    """The first column of the tables that begin with "it says", where it is code."""
+    tables = re.findall(r"^\| it says \|.*\n\|[-| ]+\n((?:\|.*\n)+)", markdown, re.MULTILINE)
+    return [quote for table in tables for quote in re.findall(r"^\| `([^`]+)` \|", table, re.MULTILINE)]
+
+
+def _is_said(quote: str, texts: list[list[str]]) -> bool:
+    """Whether the pieces of `quote` between "..." are in one text, in this order."""
+    wanted = [piece.strip() for piece in quote.split("...") if piece.strip()]
+
+    def found(text: list[str]) -> bool:
+        rest = "\0".join(text)
+        for piece in wanted:
+            before, there, rest = rest.partition(piece)
+            if not there:
+                return False
+        return True
+
+    return any(found(text) for text in texts)
+
+
+def test_quoted_errors_are_those_of_the_code():
+    texts = _texts_of_the_code()
+    quotes = [quote for page in PAGES for quote in _quotes(page.read_text(encoding="utf-8"))]
+    assert len(quotes) > 30
+    assert [quote for quote in quotes if not _is_said(quote, texts)] == []
+    assert not _is_said("the ranks attach different hats:", texts)
+    assert not _is_said("the replicas have drifted apart ... rank 0 alone", texts)
+
+
+def test_the_counters_are_explained():
+    rows = re.findall(r"^\| (`.+?) \|", (REPOSITORY / "docs/working.md").read_text(encoding="utf-8"), re.MULTILINE)
+    explained = {name for row in rows for name in re.findall(r"`([a-z_]+)`", row)}
+    counted = set(re.findall(r'^ +"(\w+)": ', inspect.getsource(commhooks.CommHook.stats), re.MULTILINE))
+    assert counted and counted <= explained
+
+
+def test_the_options_are_explained():
+    page = (REPOSITORY / "docs/start_and_rank.md").read_text(encoding="utf-8")
+    assert [name for name in commhooks.available_hooks()["powerSGD"]["options"] if f"`{name}`" not in page] == []
+
+
+def test_the_reference_has_every_public_name():
+    page = (REPOSITORY / "docs/reference.md").read_text(encoding="utf-8")
+    for path in re.findall(r"^::: (\S+)$", page, re.MULTILINE):
+        module, _, name = path.rpartition(".")
+        if module.endswith(".transformers"):
+            pytest.importorskip("transformers", reason="transformers needs Python 3.11 or newer")
+        assert (getattr(importlib.import_module(module), name).__doc__ or "").strip(), f"{path} has no docstring"
+    for package in ("commhooks", "lightning_commhooks", "accelerate_commhooks"):
+        for name in importlib.import_module(package).__all__:
+            assert name == "ddp_comm_hooks" or f"\n::: {package}.{name}\n" in page, f"{package}.{name}"
 
 
 def test_the_readme_shows_each_kind():
@@ -158,6 +286,9 @@ def test_wrong_accelerate_yaml_is_found(yaml, text, run_ranks, tmp_path):
         ("python -m no_such_module", "no such module"),
         ("torchrun --ranks 2 examples/transformers_trainer.py", "torchrun does not take these arguments"),
         ("torchrun --nproc-per-node 2 examples/nothing.py", "no such file"),
+        ("torchrun --max-restart", "torchrun does not take --max-restart"),
+        ("srun torchrun --nnodes 2 examples/nothing.py", "no such file"),
+        ("export NCCL_SOCKET_IFNAME=eth1 && make dmeo", "does not know '&&'"),
         ('pip install ".[lightening]"', "no extra 'lightening'"),
         ("pip install commhooks", "only this repository"),
         ("commhooks hoks", "exits with status 2"),

@@ -16,8 +16,9 @@ demo: $(READY)
 demo-accelerate: $(READY)
 	@$(CLEAN) examples/accelerate_demo.py $(ARGS)
 
+# Two files at a time: most of the tests wait for processes to start or for a time limit to pass.
 test: $(READY)
-	@$(CLEAN) -m pytest $(ARGS)
+	@$(CLEAN) -m pytest -n 2 --dist loadfile $(ARGS)
 
 test-mutants: $(READY)
 	@$(CLEAN) tests/mutants.py $(ARGS)

@@ -43,11 +43,12 @@ def _run(name: str, tmp_path: Path, *arguments: str) -> list[dict[str, Any]]:
 
 def test_codec(tmp_path):
     rows = _run("codec", tmp_path)
-    hooks = {"commhooks", "torch", "torch same", "epfml", "copy", "noop backward"}
+    ours = {"commhooks", "fused", "alternate", "fused alternate"}
+    hooks = ours | {"torch", "torch same", "epfml", "copy", "noop backward"}
     assert {row["hook"] for row in rows} == hooks and {row["rank"] for row in rows} == {1, 4}
     for row in rows:
         assert row["limit_ms"] > 0
-        if row["hook"] in ("commhooks", "torch", "torch same", "copy"):
+        if row["hook"] in ours | {"torch", "torch same", "copy"}:
             assert row.keys() >= {"median_ms", "q1_ms", "q3_ms", "times_torch", "times_limit", "gradient_mb", "model"}
         elif row["hook"] == "epfml" and row["median_ms"] is None:
             assert row["note"]

@@ -57,11 +57,12 @@ def start_all_reduce(tensor: torch.Tensor, group: dist.ProcessGroup, stats: Stat
     """
     stats.last_issued = what
     logger.debug("all-reduce: %s", what)
+    # Now: the all-reduce of a sparse tensor puts another number of values into it when it is done.
+    numel = tensor._values().numel() if tensor.is_sparse else tensor.numel()
     try:
         work = dist.all_reduce(tensor, group=group, async_op=True)
     except RuntimeError as error:
         raise lost(what, group, error) from error
-    numel = tensor._values().numel() if tensor.is_sparse else tensor.numel()
     stats.sent(numel, tensor.element_size())
     return Pending(tensor, work, what, group, stats)
 

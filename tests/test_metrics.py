@@ -1,0 +1,329 @@
+"""Seconds of the codec and of waiting, norms, and the sampled cosine: right, and without a trace in the training."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import math
+import time
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from ddp_steps import backward, descend, gradients, local_gradients, log_lines, mean_over_ranks, mlp, train, wrap
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as torch_powersgd
+
+import commhooks
+from commhooks.metrics import NAMES, Meter
+
+DELAY_S = 0.2
+POWERSGD: dict[str, Any] = {"matrix_approximation_rank": 2, "start_powerSGD_iter": 1}
+KINDS: dict[str, dict[str, Any]] = {
+    "powerSGD": {"hook": "powerSGD", "hook_options": POWERSGD},
+    "alternate": {"hook": "powerSGD", "hook_options": POWERSGD | {"alternate": True}},
+    "powerSGD on bf16": {"hook": "powerSGD", "hook_options": POWERSGD, "wrapper": "bf16"},
+    "batched": {"hook": "batched_powerSGD", "hook_options": POWERSGD},
+    "allreduce": {"hook": "allreduce"},
+    "fp16": {"hook": "fp16_compress"},
+    "bf16 wrapper": {"hook": "allreduce", "wrapper": "bf16"},
+}
+
+
+def users_hook(state: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    return dist.all_reduce(bucket.buffer(), async_op=True).get_future().then(lambda f: f.value()[0])
+
+
+# --------------------------------------------------------------------------------------------------------------- time
+
+
+def waiting_for_a_late_rank() -> dict[str, Any]:
+    """Rank 1 comes late to the last of four backward passes."""
+    out = {}
+    for kind, request in KINDS.items():
+        ddp = wrap(mlp())
+        hook = commhooks.attach(ddp, **request)
+        before = {"codec_s": 0.0, "waiting_s": 0.0}
+        sums_agree = True
+        for step in range(4):
+            dist.barrier()
+            if step == 3 and dist.get_rank() == 1:
+                time.sleep(DELAY_S)
+            began = time.perf_counter()
+            backward(ddp, step)
+            wall = time.perf_counter() - began
+            stats = hook.stats()
+            for name, value in before.items():
+                sums_agree &= math.isclose(stats[name] - value, stats[f"{name}_last_pass"], abs_tol=1e-9)
+            before = {name: stats[name] for name in before}
+        out[kind] = {**stats, "wall": wall, "sums agree": sums_agree}
+    return out
+
+
+def test_waiting_is_not_codec_time(run_ranks):
+    ranks = run_ranks(waiting_for_a_late_rank)
+    for kind in KINDS:
+        early, late = ranks[0][kind], ranks[1][kind]
+        assert early["sums agree"] and late["sums agree"], kind
+        for stats in (early, late):
+            assert 0 < stats["codec_s_last_pass"] and 0 <= stats["waiting_s_last_pass"], kind
+            assert stats["codec_s_last_pass"] + stats["waiting_s_last_pass"] <= stats["wall"], kind
+        assert early["waiting_s_last_pass"] > 0.9 * DELAY_S, kind
+        assert early["codec_s_last_pass"] < 0.5 * DELAY_S and late["waiting_s_last_pass"] < 0.5 * DELAY_S, kind
+        if "SGD" in kind or kind in ("alternate", "batched"):
+            assert early["compressed_steps"] == 3
+
+
+def times_that_nobody_knows() -> list[dict[str, Any]]:
+    of_a_user, on_an_accelerator = wrap(mlp()), wrap(mlp())
+    hooks = [commhooks.attach(of_a_user, users_hook), commhooks.attach(on_an_accelerator, "powerSGD")]
+    train(of_a_user, 2)
+    train(on_an_accelerator, 2)
+    with mock.patch("commhooks.comm_hook.host_may_look", return_value=False):
+        return [hook.stats() for hook in hooks] + [Meter().read(hook) for hook in hooks]
+
+
+def test_times_that_nobody_knows_are_none(run_ranks):
+    for *stats, of_a_user, on_an_accelerator in run_ranks(times_that_nobody_knows):
+        for each in stats:
+            assert [each[name] for name in each if "codec" in name or "waiting" in name] == [None] * 4
+        assert of_a_user.keys() == {"commhooks/gradient_norm"}
+        # No residual either: compression has not begun.
+        unknown = ("codec_ms", "waiting_ms", "cosine", "residual_norm", "residual_over_gradient")
+        missing = {f"commhooks/{name}" for name in unknown}
+        assert on_an_accelerator.keys() == {f"commhooks/{name}" for name in NAMES} - missing
+
+
+# -------------------------------------------------------------------------------------------------------------- cosine
+
+
+class Model(nn.Module):
+    """`mlp`, a sparse embedding, and a layer that is not used in every step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mlp = mlp()
+        self.sometimes = nn.Linear(24, 24)
+        self.embedding = nn.Embedding(10, 24, sparse=True)
+
+    def forward(self, step: int, x: torch.Tensor) -> torch.Tensor:
+        # Not a plain sum: its two sides share one gradient tensor, which DDP (torch 2.13) divides in place for the
+        # sparse side and thereby for the other one too.
+        y = self.mlp(x) + 2 * self.embedding(torch.arange(8) % (3 + step % 2))
+        return self.sometimes(y) if step % 2 else y
+
+
+def one_pass(model: nn.Module, step: int) -> None:
+    from ddp_steps import batch
+
+    model.zero_grad(set_to_none=True)
+    model(step, batch(step)).square().mean().backward()
+
+
+def sampled(kind: str, every: int | None, ddp_options: dict[str, Any]) -> dict[str, Any]:
+    """Six steps; the reference from gradients of this rank alone, averaged here."""
+    torch.manual_seed(3)
+    ddp = wrap(Model(), **ddp_options)
+    hook = commhooks.attach(ddp, **KINDS[kind])
+    seen: list[Any] = []
+    expected: dict[str, Any] = {}
+    if every is not None:
+        hook.sample_cosine(every)
+    for step in range(6):
+        if every is not None and (step + 1) % every == 0:
+            alone = local_gradients(ddp, lambda model, step=step: one_pass(model, step))
+            alone = {name: alone.get(name, torch.zeros_like(p)) for name, p in ddp.module.named_parameters()}
+            expected = {name: mean_over_ranks(gradient) for name, gradient in alone.items()}
+        one_pass(ddp, step)
+        if every is not None and (step + 1) % every == 0:
+            found = gradients(ddp)
+            pairs = {
+                name: (found[name].double().flatten(), true.double().flatten())
+                for name, true in expected.items()
+                if name in found and name != "embedding.weight"
+            }
+        seen.append((hook.stats()["cosine_pass"], hook.stats()["cosine"]))
+        descend(ddp)
+    out = {
+        "weights": torch.cat([p.detach().flatten() for p in ddp.parameters()]),
+        "seen": seen,
+        "stats": hook.stats(),
+        "layers": hook.layers(),
+    }
+    if every is not None:
+        a, b = (torch.cat([pair[side] for pair in pairs.values()]) for side in (0, 1))
+        out["expected"] = float(nn.functional.cosine_similarity(a, b, dim=0))
+        out["expected layers"] = {
+            name: float(nn.functional.cosine_similarity(a, b, dim=0)) if float(b.norm()) else None
+            for name, (a, b) in pairs.items()
+        }
+    return out
+
+
+UNUSED = {"find_unused_parameters": True}
+NO_LAST_BUCKET = UNUSED | {"skip_all_reduce_unused_params": True}
+
+
+@pytest.mark.parametrize(
+    ("kind", "ddp_options"),
+    [
+        ("powerSGD", UNUSED),
+        ("powerSGD", NO_LAST_BUCKET),
+        ("alternate", UNUSED),
+        ("batched", UNUSED | {"gradient_as_bucket_view": True}),
+        ("fp16", UNUSED),
+        ("powerSGD on bf16", UNUSED),
+    ],
+)
+def test_the_cosine_is_right_and_leaves_no_trace(run_ranks, kind, ddp_options):
+    without = run_ranks(sampled, kind, None, ddp_options)
+    every = 5 if ddp_options is NO_LAST_BUCKET else 2
+    for rank, plain in zip(run_ranks(sampled, kind, every, ddp_options), without, strict=True):
+        assert torch.equal(rank["weights"], plain["weights"])
+        assert plain["seen"] == [(None, None)] * 6 and plain["stats"]["cosine"] is None
+        assert [at for at, _ in rank["seen"]] == [step // every * every or None for step in range(1, 7)]
+        for name in ("bytes_sent", "collectives", "backward_passes", "compressed_steps", "nonfinite_steps"):
+            assert rank["stats"][name] == plain["stats"][name], name
+        assert rank["stats"]["cosine"] == pytest.approx(rank["expected"], abs=1e-6)
+        assert 0.1 < rank["expected"] < (1 if "fp16" in kind else 0.999)
+        assert rank["layers"]["embedding.weight"]["cosine"] is None  # sparse
+        for name, cosine in rank["expected layers"].items():
+            assert rank["layers"][name]["cosine"] == pytest.approx(cosine, abs=1e-6), name
+
+
+def wrong_sampling() -> list[str]:
+    hook = commhooks.attach(wrap(mlp()), "powerSGD")
+    of_a_user = commhooks.attach(wrap(mlp()), users_hook)
+    texts = []
+    for attached, every in ((hook, 0), (hook, True), (hook, 2.0), (of_a_user, 3), (hook, 3 + dist.get_rank())):
+        with pytest.raises(commhooks.HookConfigError) as caught:
+            attached.sample_cosine(every)
+        texts.append(str(caught.value))
+    return texts
+
+
+def test_wrong_sampling(run_ranks):
+    for texts in run_ranks(wrong_sampling):
+        for text in texts[:3]:
+            assert "expected a number of steps, 1 or more, or None" in text
+        assert "users_hook' is your own" in texts[3]
+        assert "different numbers of steps (0: none): [3, 4]" in texts[4]
+
+
+# --------------------------------------------------------------------------------------------------------------- norms
+
+
+def norms() -> dict[str, Any]:
+    out: dict[str, Any] = {}
+    scale = 1.0
+    for kind in ("powerSGD", "batched", "allreduce"):
+        scale = 8.0 if kind == "powerSGD" else 1.0
+        ddp = wrap(mlp())
+        more = {"loss_scale": lambda scale=scale: scale} if kind != "allreduce" else {}
+        hook = commhooks.attach(ddp, **KINDS[kind], **more)
+        out[kind, "before"] = hook.norms()
+        for step in range(3):
+            backward(ddp, step)
+            descend(ddp)
+        saved = hook.state_dict("per_rank")
+        parameters = saved.get("parameters", {})
+        residuals = {
+            name: float(entry["residual"][0].double().norm()) / scale
+            for name, entry in parameters.items()
+            if entry.get("residual") is not None
+        }
+        found = {name: float(g.double().norm()) for name, g in gradients(ddp).items()}
+        if kind == "batched":
+            residuals = {n: float(r.double().norm()) for n, r in hook._low_rank._memory.residuals.items()}
+        out[kind] = {"norms": hook.norms(), "layers": hook.layers(), "residuals": residuals, "gradients": found}
+        ddp.zero_grad(set_to_none=True)
+        out[kind, "after zero_grad"] = hook.norms()
+    return out
+
+
+def test_norms(run_ranks):
+    ranks = run_ranks(norms)
+    assert ranks[0]["powerSGD"]["residuals"] != ranks[1]["powerSGD"]["residuals"]  # each rank has its own
+    for rank in ranks:
+        for kind, matrices in (("powerSGD", 3), ("batched", 6), ("allreduce", 0)):
+            truth, before, after = rank[kind], rank[kind, "before"], rank[kind, "after zero_grad"]
+            compressed = set(truth["residuals"]) or set(truth["gradients"])
+            residual = math.hypot(*truth["residuals"].values()) if matrices else None
+            gradient = math.hypot(*(truth["gradients"][name] for name in compressed))
+            assert len(truth["residuals"]) == matrices
+            ratio = residual / gradient if matrices else None
+            wanted = {"residual_norm": residual, "gradient_norm": gradient, "residual_over_gradient": ratio}
+            assert truth["norms"] == {name: value and pytest.approx(value, rel=1e-5) for name, value in wanted.items()}
+            assert truth["layers"].keys() == truth["gradients"].keys()
+            for name, layer in truth["layers"].items():
+                own = truth["residuals"].get(name)
+                assert layer["gradient_norm"] == pytest.approx(truth["gradients"][name], rel=1e-5)
+                assert layer["residual_norm"] == (own and pytest.approx(own, rel=1e-5))
+            assert before == dict.fromkeys(wanted)
+            assert after == {**dict.fromkeys(wanted), "residual_norm": truth["norms"]["residual_norm"]}
+
+
+# --------------------------------------------------------------------------------------------------------------- meter
+
+
+def readings() -> list[Any]:
+    ddp = wrap(mlp())
+    hook = commhooks.attach(ddp, "powerSGD", hook_options=POWERSGD | {"start_powerSGD_iter": 2})
+    hook.sample_cosine(3)
+    meter, out = Meter(), []
+    train(ddp, 2)
+    out.append((meter.read(hook), hook.stats()))
+    train(ddp, 3, first_step=2)
+    out.append((meter.read(hook, per_layer=True, prefix="x"), hook.stats()))
+    out.append((meter.read(hook), hook.stats()))
+    return out
+
+
+def test_a_meter_tells_what_happened_since_the_last_reading(run_ranks):
+    for (first, one), (second, two), (third, _) in run_ranks(readings):
+        names = {f"commhooks/{name}" for name in NAMES}
+        # No residual yet, and no pass that was sampled.
+        assert first.keys() == names - {f"commhooks/{n}" for n in ("residual_norm", "residual_over_gradient", "cosine")}
+        assert first["commhooks/compression_rate"] == 1 and first["commhooks/compressed_steps"] == 0
+        assert first["commhooks/bytes_per_pass"] == one["bytes_sent"] / 2
+        layers = {name for name in second if name.startswith("x/layers/")}
+        assert {name.replace("x/", "commhooks/") for name in second.keys() - layers} == names
+        assert len(layers) == 3 * 4 + 3 * 2  # vectors have no residual
+        assert second["x/compressed_steps"] == 3 and second["x/bytes_sent"] == two["bytes_sent"]
+        assert second["x/bytes_per_pass"] == (two["bytes_sent"] - one["bytes_sent"]) / 3
+        assert second["x/bytes_per_pass"] < 0.5 * first["commhooks/bytes_per_pass"]
+        saved = two["bytes_uncompressed"] - one["bytes_uncompressed"]
+        assert second["x/compression_rate"] == saved / (two["bytes_sent"] - one["bytes_sent"])
+        for name in ("codec", "waiting"):
+            since = two[f"{name}_s"] - one[f"{name}_s"]
+            assert second[f"x/{name}_ms"] == pytest.approx(1000 * since / 3)
+        # Nothing has happened since: no means, no cosine.
+        means = {f"commhooks/{n}" for n in ("bytes_per_pass", "codec_ms", "waiting_ms", "compression_rate", "cosine")}
+        assert third.keys() == names - means
+
+
+# ------------------------------------------------------------------------------------------------ torch's own log lines
+
+
+def reports(module: Any, logger: str) -> list[str]:
+    ddp = wrap(mlp(), bucket_cap_mb=25)  # torch's hook hangs on gloo with more than one bucket
+    state = module.PowerSGDState(
+        None, matrix_approximation_rank=2, start_powerSGD_iter=3, compression_stats_logging_frequency=2
+    )
+    ddp.register_comm_hook(state, module.powerSGD_hook)
+    with log_lines(logger, logging.INFO) as lines:
+        train(ddp, 8)
+    return [line for line in lines if line.startswith(("Compression stats", "Start to apply"))]
+
+
+def both_reports() -> tuple[list[str], list[str]]:
+    return reports(commhooks, "commhooks"), reports(torch_powersgd, torch_powersgd.__name__)
+
+
+def test_compression_statistics_are_logged_as_torch_logs_them(run_ranks):
+    for ours, theirs in run_ranks(both_reports):
+        assert ours == theirs and len(ours) == 1 + 3
+    source = inspect.getsource(torch_powersgd._report_compression_stats)
+    assert "Compression stats: iter %s, total before compression" in source

@@ -128,7 +128,8 @@ class DoctorReport:
         below = advice.pays_below_mbit_per_s
         if below is None:
             lines.append("Estimate: nothing that was tried is worth it on a slower link either.")
-        elif advice.compress == (below >= 0.8 * self.link.mbit_per_s):  # else figures and estimates disagree
+        elif below >= 0.8 * self.link.mbit_per_s if advice.compress else below < self.link.mbit_per_s:
+            # Else estimates disagree with figures.
             lines.append(f"Estimate: compression is worth it on links of up to about {bandwidth(below)}.")
         return lines + list(advice.notes)
 
@@ -139,7 +140,8 @@ def _median(samples: list[float]) -> str:
 
 def bandwidth(mbit_per_s: float) -> str:
     """In words."""
-    return f"{mbit_per_s / 1000:.2g} Gbit/s" if mbit_per_s >= 999.5 else f"{mbit_per_s:.2g} Mbit/s"
+    rounded = float(f"{mbit_per_s:.2g}")
+    return f"{rounded / 1000:g} Gbit/s" if rounded >= 1000 else f"{rounded:g} Mbit/s"
 
 
 def check_output(json_path: Path | None, plot_path: Path | None) -> None:

@@ -5,7 +5,7 @@ import sys
 from typing import Protocol
 
 import commhooks
-from commhooks import doctor_command, hooks_command
+from commhooks import doctor_command, hooks_command, plan_command
 from commhooks.errors import CommHookError
 
 
@@ -24,6 +24,7 @@ class Command(Protocol):
 
 COMMANDS: dict[str, Command] = {
     "hooks": hooks_command,
+    "plan": plan_command,
     "doctor": doctor_command,
 }
 

@@ -27,7 +27,8 @@ from commhooks.names import GivenNames
 from commhooks.norms import Norms, measure
 from commhooks.payload_checks import shown
 from commhooks.pipeline import forbid_uneven_division
-from commhooks.plan import ModelPlan, ParameterPlan, plan_parameter
+from commhooks.plan import LATEST_PASS, ModelPlan, ParameterPlan, plan_parameter
+from commhooks.plan_model import sparse_parameters
 from commhooks.replica_check import ReplicaCheck
 from commhooks.saved_state import LowRankSavedState, SimpleSavedState
 from commhooks.spec import HookSpec
@@ -87,11 +88,7 @@ class CommHook:
         self._announced = False
         # Buckets come in order: one that is not beyond the last one begins another pass.
         self._last_index = _NO_BUCKET_YET
-        self._sparse = {
-            id(module.weight)
-            for module in ddp_model.modules()
-            if isinstance(module, (torch.nn.Embedding, torch.nn.EmbeddingBag)) and module.sparse
-        }
+        self._sparse = sparse_parameters(ddp_model)
 
     def __repr__(self) -> str:
         ddp_model = self._ddp_model()
@@ -214,9 +211,21 @@ class CommHook:
         if self._low_rank is not None and self._batched():
             registration = self._low_rank._registration
             plans = registration.plan().parameters if registration is not None else ()
-            return ModelPlan(self.name, plans, wire, start)
-        low_rank = self._low_rank is not None
-        return ModelPlan(self.name, tuple(self._plan_parameters()), wire or self._own_wire(), start, low_rank)
+            return ModelPlan(self.name, plans, wire, start, error_feedback=self._low_rank.use_error_feedback)
+        plans = tuple(self._plan_parameters())
+        if self._low_rank is None:
+            sends = None if self._config is None else self._wire_itemsize != 0
+            return ModelPlan(self.name, plans, wire or self._own_wire(), start, low_rank=False, sends=sends)
+        registration = self._low_rank._registration
+        return ModelPlan(
+            self.name,
+            plans,
+            wire,
+            start,
+            error_feedback=self._low_rank.use_error_feedback,
+            bucket_names=registration.buckets() if registration is not None else (),
+            buckets_from=LATEST_PASS if registration is not None else "",
+        )
 
     def stats(self) -> dict[str, Any]:
         """Counters since the hook was attached, this rank only. Bytes are those handed to all-reduce.

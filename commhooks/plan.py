@@ -2,11 +2,16 @@
 
 import dataclasses
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
+from commhooks.arithmetic import compute_dtype
 from commhooks.layout import matrix_shape
+
+LATEST_PASS = "as in the latest backward pass"
 
 
 @dataclass(frozen=True)
@@ -71,6 +76,32 @@ def plan_parameter(
 
 
 @dataclass(frozen=True)
+class MemoryPlan:
+    """Bytes of memory that a hook needs on each rank, once it compresses."""
+
+    residual: int = 0
+    factors: int = 0
+    """P and Q: those that are kept, and those of the running step."""
+    packed: int = 0
+    """What travels, put together."""
+    copies: int = 0
+    """Gradients in float32 where the bucket is narrower, or a matrix that is padded."""
+
+    @property
+    def total(self) -> int:
+        return self.residual + self.factors + self.packed + self.copies
+
+
+@dataclass(frozen=True)
+class BucketPlan:
+    """One bucket of DDP: its parameters in the order in which they lie there, and its bytes per step."""
+
+    parameters: tuple[str, ...]
+    bytes_before: int
+    bytes_after: int
+
+
+@dataclass(frozen=True)
 class ModelPlan:
     """The plan of a whole model. `print(plan)` shows a table with one line per parameter."""
 
@@ -81,16 +112,29 @@ class ModelPlan:
     """Compression begins after this many steps."""
     low_rank: bool = True
     """Whether the hook compresses by low rank at all."""
+    error_feedback: bool = True
+    """Whether low-rank compression keeps residuals."""
+    bucket_names: tuple[tuple[str, ...], ...] = ()
+    """The parameters of each bucket; empty where that is not known, and where the rows of the plan are buckets."""
+    buckets_from: str = ""
+    """Where `bucket_names` comes from, as a sentence."""
+    sends: bool | None = True
+    """False for a hook that sends nothing; None for one that alone knows what."""
 
     @property
     def bytes_before(self) -> int:
         """Bytes of gradient per rank and step without the hook."""
-        return sum(p.numel * _itemsize(p.dtype) for p in self.parameters)
+        return sum(self.size_bytes(p) for p in self.parameters)
 
     @property
     def bytes_after(self) -> int:
         """Bytes that the hook hands to all-reduce per rank and step once it compresses, flags not counted."""
-        return sum(p.numel_sent * self._wire_itemsize(p) for p in self.parameters)
+        return sum(self.sent_bytes(p) for p in self.parameters)
+
+    @property
+    def flag_bytes(self) -> int:
+        """Bytes of the flags beside them: one number per matrix."""
+        return sum(self._wire_itemsize(p) for p in self.compressed)
 
     @property
     def compressed(self) -> tuple[ParameterPlan, ...]:
@@ -100,12 +144,109 @@ class ModelPlan:
     def compressed_share(self) -> float:
         """Share of the gradient's bytes that is compressed, 0 to 1."""
         before = self.bytes_before
-        return sum(p.numel * _itemsize(p.dtype) for p in self.compressed) / before if before else 0.0
+        return sum(self.size_bytes(p) for p in self.compressed) / before if before else 0.0
+
+    @property
+    def buckets(self) -> tuple[BucketPlan, ...]:
+        """Totals per bucket, if it is known what DDP puts into each."""
+        plans = {p.name: p for p in self.parameters}
+        found = []
+        for names in self.bucket_names:
+            rows = [plans[name] for name in names]
+            before = sum(self.size_bytes(p) for p in rows)
+            found.append(BucketPlan(names, before, sum(self.sent_bytes(p) for p in rows)))
+        return tuple(found)
+
+    @property
+    def memory(self) -> MemoryPlan:
+        """Bytes that the hook needs on each rank. `packed` is an upper bound where the buckets are not known."""
+        if not self.low_rank:
+            lowered = filter(self.is_lowered, self.parameters)
+            return MemoryPlan(packed=sum(self.sent_bytes(p) for p in lowered))
+        residual = factors = packed = copies = 0
+        for p in self.compressed:
+            itemsize, wire = compute_dtype(p.dtype).itemsize, self._wire_itemsize(p)
+            residual += p.numel * itemsize if self.error_feedback else 0
+            kept = p.rank * (p.n + p.m if p.alternate else p.m)
+            factors += (kept + max(p.rank, 2) * (p.n + p.m)) * itemsize
+            packed += (p.rank * (p.n + p.m) + (2 if p.alternate else 1)) * wire
+            if p.n * p.m != p.numel or _itemsize(p.dtype) != itemsize:
+                copies += p.n * p.m * itemsize
+        matrices = {p.name for p in self.compressed}
+        beside = [name for names in self.bucket_names if matrices & set(names) for name in names]
+        alternate = any(p.alternate for p in self.compressed)
+        for p in self.parameters:
+            if not p.compressed and p.reason != "sparse gradient" and (p.name in beside or not self.bucket_names):
+                packed += self.sent_bytes(p) * (2 if alternate else 1) if matrices else 0
+        return MemoryPlan(residual, factors, packed, copies)
+
+    def break_even_gbit_s(self, codec_s: float, world_size: int = 2) -> float | None:
+        """The bandwidth in Gbit/s per rank below which a step sends faster with the hook: where the bytes that are not
+        sent would take as long as the codec does.
+
+        Assumes a ring all-reduce at the full bandwidth, no latency, and that neither of the two overlaps with the
+        backward pass. None where nothing is saved or it is not known what is sent.
+
+        Args:
+            codec_s: seconds that the hook computes per step.
+        """
+        saved = self.bytes_before - self.bytes_after - self.flag_bytes
+        if self.sends is None or saved <= 0 or codec_s <= 0:
+            return None
+        return saved * ring_factor(world_size) * 8 / 1e9 / codec_s
+
+    def as_dict(self) -> dict[str, Any]:
+        """Everything as plain types, for JSON. Bytes are per rank and step."""
+        sent = None if self.sends is None else self.bytes_after
+        return {
+            "hook": self.hook,
+            "start_step": self.start_step if self.low_rank else None,
+            "wire_dtype": None if self.wire_dtype is None else str(self.wire_dtype).removeprefix("torch."),
+            "known": not self._unknown,
+            "bytes_before": self.bytes_before,
+            "bytes_after": sent,
+            "flag_bytes": self.flag_bytes,
+            "compression_rate": self.bytes_before / sent if sent else None,
+            "compressed_share": self.compressed_share,
+            "memory_bytes": {**dataclasses.asdict(self.memory), "total": self.memory.total},
+            "parameters": [
+                {
+                    "name": p.name,
+                    "shape": list(p.shape),
+                    "dtype": str(p.dtype).removeprefix("torch."),
+                    "compressed": p.compressed,
+                    "reason": p.reason,
+                    "matrix": [p.n, p.m] if p.compressed else None,
+                    "rank": p.rank if p.compressed else None,
+                    "bytes_before": self.size_bytes(p),
+                    "bytes_after": None if self.sends is None else self.sent_bytes(p),
+                }
+                for p in self.parameters
+            ],
+            "buckets": [
+                dataclasses.asdict(bucket) | {"parameters": list(bucket.parameters)} for bucket in self.buckets
+            ],
+            "buckets_from": self.buckets_from,
+        }
 
     @property
     def _unknown(self) -> bool:
         """A DDP model has parameters: there is no plan for them yet."""
         return self.low_rank and not self.parameters
+
+    def is_lowered(self, parameter: ParameterPlan) -> bool:
+        """Whether a parameter travels in a narrower dtype than its own."""
+        return self._wire_itemsize(parameter) < _itemsize(parameter.dtype)
+
+    def size_bytes(self, parameter: ParameterPlan) -> int:
+        """Bytes of the gradient of one parameter."""
+        return parameter.numel * _itemsize(parameter.dtype)
+
+    def sent_bytes(self, parameter: ParameterPlan) -> int:
+        """Bytes that are sent for one parameter per step (without the hook's help where only the hook knows)."""
+        if self.sends is False:
+            return 0
+        return parameter.numel_sent * self._wire_itemsize(parameter)
 
     def _wire_itemsize(self, parameter: ParameterPlan) -> int:
         if self.wire_dtype is None or parameter.reason == "sparse gradient":
@@ -116,49 +257,39 @@ class ModelPlan:
         """One line: what is compressed and how many MB travel per step and rank."""
         if self._unknown:
             return f"{self.hook}: the plan follows DDP's buckets; it is known after the first backward pass"
+        after = "what the hook sends" if self.sends is None else f"{self.bytes_after / 1e6:.3f} MB"
+        sent = f"{self.bytes_before / 1e6:.3f} MB -> {after} per step and rank"
         if not self.low_rank:
-            return (
-                f"{len(self.parameters)} parameters, "
-                f"{self.bytes_before / 1e6:.3f} MB -> {self.bytes_after / 1e6:.3f} MB per step and rank"
-            )
+            return f"{len(self.parameters)} parameters, {sent}"
         return (
             f"{len(self.compressed)} of {len(self.parameters)} parameters compressed "
-            f"({100 * self.compressed_share:.1f} % of the bytes), "
-            f"{self.bytes_before / 1e6:.3f} MB -> {self.bytes_after / 1e6:.3f} MB per step and rank"
+            f"({100 * self.compressed_share:.1f} % of the bytes), {sent}"
         )
 
     def __str__(self) -> str:
-        from rich import box
-        from rich.console import Console
-        from rich.table import Table
-
         if self._unknown:
             return self.summary()
-        title = f"{self.hook}: compressed from step {self.start_step} on" if self.low_rank else self.hook
-        table = Table(title=title, box=box.SIMPLE)
-        # Names and reasons are folded where they do not fit, never cut; numbers stay whole.
-        table.add_column("parameter", overflow="fold")
-        table.add_column("shape", overflow="fold")
-        for column, justify in (("n x m", "left"), ("rank", "right"), ("MB", "right"), ("MB sent", "right")):
-            if self.low_rank or column.startswith("MB"):
-                table.add_column(column, justify=justify, no_wrap=True)  # type: ignore[arg-type]
-        if self.low_rank:
-            table.add_column("not compressed because", overflow="fold")
-        for p in self.parameters:
-            matrix = [f"{p.n} x {p.m}", str(p.rank)] if p.compressed else ["", ""]
-            table.add_row(
-                p.name,
-                "x".join(map(str, p.shape)) or "scalar",
-                *(matrix if self.low_rank else []),
-                f"{p.numel * _itemsize(p.dtype) / 1e6:.3f}",
-                f"{p.numel_sent * self._wire_itemsize(p) / 1e6:.3f}",
-                *([p.reason] if self.low_rank else []),
-            )
-        # A name is not markup, and ":x:" in it not an emoji.
-        console = Console(width=120, color_system=None, markup=False, emoji=False, highlight=False)
-        with console.capture() as capture:
-            console.print(table)
-        return capture.get() + self.summary()
+        from commhooks.plan_table import plan_table
+
+        return plan_table(self) + self.summary()
+
+
+def ring_factor(world_size: int) -> float:
+    """Bytes that a rank sends per byte handed to a ring all-reduce."""
+    return 2 * (world_size - 1) / world_size
+
+
+def plan_bucket(
+    names: Sequence[str], numel: int, dtype: torch.dtype, *, rank: int, sparse: bool, complex_numbers: bool
+) -> ParameterPlan:
+    """Decide for a bucket as a whole, which batched PowerSGD sees as one square matrix padded with zeros."""
+    side = square_side(numel)
+    rank = min(side, rank)
+    label = names[0] if len(names) == 1 else f"bucket {names[0]} .. {names[-1]} ({len(names)} parameters)"
+    if sparse or complex_numbers or 2 * side * rank >= numel:
+        reason = "sparse gradient" if sparse else "complex numbers" if complex_numbers else "too small"
+        return ParameterPlan(label, (numel,), numel, dtype, False, reason)
+    return ParameterPlan(label, (numel,), numel, dtype, True, "", side, side, rank)
 
 
 def square_side(numel: int) -> int:

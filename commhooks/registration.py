@@ -21,7 +21,7 @@ from commhooks.memory import Memory
 from commhooks.names import Names
 from commhooks.pipeline import Exchange, Flight, Pipeline
 from commhooks.plain_exchange import PlainExchange
-from commhooks.plan import ModelPlan, ParameterPlan, plan_parameter, square_side
+from commhooks.plan import ModelPlan, ParameterPlan, plan_bucket, plan_parameter
 from commhooks.stats import Stats
 from commhooks.wire import wire_dtype_of
 
@@ -107,6 +107,10 @@ class Registration:
         plans.sort(key=lambda plan: order.get(plan.name, 0))
         name = "batched_powerSGD" if self.batched else "powerSGD"
         return ModelPlan(name, tuple(plans), self.wrapper_dtype, self.start_step)
+
+    def buckets(self) -> tuple[tuple[str, ...], ...]:
+        """The names of the parameters in each bucket of the latest backward pass."""
+        return tuple(tuple(known.names) for known in self._buckets.values())
 
     # ---- called by the pipeline ------------------------------------------------------------------------------------
 
@@ -209,17 +213,20 @@ class Registration:
         return plans, matrices
 
     def _plan_batched(self, layout: BucketLayout, names: list[str]) -> tuple[list[ParameterPlan], list[Matrix]]:
-        side = square_side(layout.numel)
-        rank = min(side, self.options.matrix_approximation_rank)
-        label = names[0] if len(names) == 1 else f"bucket {names[0]} .. {names[-1]} ({len(names)} parameters)"
-        complex_numbers = any(parameter.is_complex() for parameter in layout.parameters)
-        if layout.sparse or complex_numbers or 2 * side * rank >= layout.numel:
-            reason = "sparse gradient" if layout.sparse else "complex numbers" if complex_numbers else "too small"
-            return [ParameterPlan(label, (layout.numel,), layout.numel, layout.dtype, False, reason)], []
-        plan = ParameterPlan(label, (layout.numel,), layout.numel, layout.dtype, True, "", side, side, rank)
+        plan = plan_bucket(
+            names,
+            layout.numel,
+            layout.dtype,
+            rank=self.options.matrix_approximation_rank,
+            sparse=layout.sparse,
+            complex_numbers=any(parameter.is_complex() for parameter in layout.parameters),
+        )
+        if not plan.compressed:
+            return [plan], []
         # The matrix is made of this very sequence of parameters: another bucket layout makes another matrix.
         name = f"batched.{fingerprint(names):016x}"
-        return [plan], [Matrix(name, tuple(zip(names, layout.slots, strict=True)), side, side, rank)]
+        slots = tuple(zip(names, layout.slots, strict=True))
+        return [plan], [Matrix(name, slots, plan.n, plan.m, plan.rank)]
 
     def _check_memory(self, layout: BucketLayout, names: list[str], matrices: list[Matrix]) -> None:
         """Memory that was loaded under these names must fit the parameters that bear them."""

@@ -173,6 +173,8 @@ class CommHookKwargs(DistributedDataParallelKwargs):
         Raises:
             HookRunError: the accelerator has no trackers.
         """
+        if not accelerator.is_main_process:
+            return  # Accelerate 1.15 makes trackers on the main process only
         if not accelerator.trackers:
             missing = "" if accelerator.log_with else "Accelerator(log_with=...) with a tracker that is installed, and "
             raise HookRunError(

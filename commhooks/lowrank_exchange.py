@@ -138,11 +138,11 @@ class LowRankExchange:
             for name, slot in matrix.slots:
                 old = self._residual(name, slot)
                 begin = slot.offset - matrix.start
-                old.copy_(torch.where(keep, flat[begin : begin + slot.numel], old))
+                torch.where(keep, flat[begin : begin + slot.numel], old, out=old)
         q = s.q[i]
         q[: matrix.rank] = self._with_q.factors[i]
         memory = self._q_memory(matrix)
-        memory.copy_(torch.where(keep, q[: matrix.rank], memory))
+        torch.where(keep, q[: matrix.rank], memory, out=memory)
         q.copy_(torch.where(alive, q, torch.zeros_like(q)) + poison)
         self._store_gradient(i, matrix, delta, q)
 

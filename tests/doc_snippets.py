@@ -19,6 +19,7 @@ A fence that needs more than `import torch` names what it needs in a comment abo
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import importlib.util
 import io
@@ -42,7 +43,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from commhooks import spec
+from commhooks import DoctorError, spec
 
 REPOSITORY = Path(__file__).parents[1]
 LANGUAGES = ("python", "diff", "yaml", "bash", "text")
@@ -390,8 +391,10 @@ def check_command(words: list[str]) -> None:
     elif program == "accelerate-commhooks":
         _check_accelerate_commhooks(rest)
     elif program == "commhooks":
-        from commhooks.cli import main
+        from commhooks.cli import COMMANDS, main
 
+        if rest[1:] == [] and rest[0] in COMMANDS and rest != ["hooks"]:  # the text speaks of the command
+            return
         try:
             status = main(rest)
         except SystemExit as error:
@@ -474,7 +477,7 @@ def _check_torchrun(words: list[str]) -> None:
     from torch.distributed.run import get_args_parser
 
     parser = get_args_parser()
-    if not any(word.endswith(".py") for word in words):  # the text speaks of its flags
+    if "-m" not in words and not any(word.endswith(".py") for word in words):  # the text speaks of its flags
         unknown = [word for word in words if word.partition("=")[0] not in parser._option_string_actions]
         if unknown:
             raise WrongSnippet(f"torchrun {shlex.join(words)}: torchrun does not take {unknown[0]}")
@@ -483,7 +486,23 @@ def _check_torchrun(words: list[str]) -> None:
         args = parser.parse_args(words)
     except SystemExit as error:
         raise WrongSnippet(f"torchrun {shlex.join(words)}: torchrun does not take these arguments") from error
-    _check_python([args.training_script, *args.training_script_args])
+    if args.module and args.training_script == "commhooks":
+        _check_doctor(args.training_script_args)
+    else:
+        _check_python([*["-m"] * args.module, args.training_script, *args.training_script_args])
+
+
+def _check_doctor(words: list[str]) -> None:
+    """The one command that only torchrun can start."""
+    from commhooks import doctor_command
+
+    parser = argparse.ArgumentParser()
+    doctor_command.add_arguments(parser)
+    try:
+        assert words[:1] == ["doctor"]
+        doctor_command.import_function(parser.parse_args(words[1:]).build)
+    except (AssertionError, DoctorError, SystemExit) as error:
+        raise WrongSnippet(f"commhooks {shlex.join(words)}: cannot be started by torchrun: {error}") from error
 
 
 def _check_pip(words: list[str]) -> None:

@@ -89,6 +89,7 @@ class Registration:
             warm_start=options.warm_start,
         )
         self._next_stats_report = 0
+        self._dead_matrices: list[str] = []
 
     def run(self, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
         return self.pipeline.run(bucket)
@@ -150,16 +151,9 @@ class Registration:
         )
 
     def _end(self, flight: Flight) -> None:
-        # A layout is dead when its parameters lie in another one: DDP rebuilds its buckets once and never goes back.
-        # One that was not used may only have been skipped.
-        used = {id(p) for known in self._buckets.values() if known.used for p in known.layout.parameters}
-        for key, known in list(self._buckets.items()):
-            if known.used or not any(id(p) in used for p in known.layout.parameters):
-                continue
-            del self._buckets[key]
-            if self.batched and known.scratch is not None:
-                for matrix in known.scratch.matrices:  # no other layout makes the same matrix
-                    self.memory.q.pop(matrix.name, None)
+        for name in self._dead_matrices:
+            self.memory.q.pop(name, None)
+        self._dead_matrices.clear()
         if flight.residual_factor != 1 and self.memory.loss_scale == flight.loss_scale:
             in_flight = {name for known in self._buckets.values() if known.used for name in known.names}
             for name, residual in self.memory.residuals.items():
@@ -183,6 +177,7 @@ class Registration:
         known = self._buckets.get(key)
         if known is None:
             layout = read_layout(bucket)
+            self._forget_dead(layout)
             names = self.names.of_bucket(layout.parameters, first)
             plans, matrices = (self._plan_batched if self.batched else self._plan_each)(layout, names)
             wire = wire_dtype_of(layout.dtype, self.wrapper_dtype)
@@ -191,6 +186,17 @@ class Registration:
             known = self._buckets[key] = _Bucket(layout, names, plans, scratch)
         known.used = True
         return known
+
+    def _forget_dead(self, new: BucketLayout) -> None:
+        """A layout is dead when its parameters lie in another one: DDP rebuilds its buckets once and never goes back.
+        Forgotten before the new one gets its memory; one that was not used may only have been skipped."""
+        parameters = {id(p) for p in new.parameters}
+        for key, known in list(self._buckets.items()):
+            if known.used or not any(id(p) in parameters for p in known.layout.parameters):
+                continue
+            del self._buckets[key]
+            if self.batched and known.scratch is not None:  # no other layout makes the same matrix
+                self._dead_matrices += [matrix.name for matrix in known.scratch.matrices]
 
     def _plan_each(self, layout: BucketLayout, names: list[str]) -> tuple[list[ParameterPlan], list[Matrix]]:
         plans = [

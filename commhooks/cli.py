@@ -5,7 +5,7 @@ import sys
 from typing import Protocol
 
 import commhooks
-from commhooks import doctor_command, hooks_command, plan_command
+from commhooks import doctor_command, hooks_command, inspect_command, plan_command
 from commhooks.errors import CommHookError
 
 
@@ -26,6 +26,7 @@ COMMANDS: dict[str, Command] = {
     "hooks": hooks_command,
     "plan": plan_command,
     "doctor": doctor_command,
+    "inspect": inspect_command,
 }
 
 

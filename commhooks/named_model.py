@@ -4,7 +4,9 @@ import contextlib
 import importlib
 import inspect
 import os
+import re
 import sys
+import warnings
 import zipfile
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -106,6 +108,13 @@ def from_checkpoint(path: Path) -> NamedModel:
     return NamedModel(str(path), parameters, names, [name for each in names.values() for name in each], set(), note)
 
 
+# How torch 2.13 names what it refuses to make. Other errors are of files that are cut off, or not torch's.
+_FOREIGN = re.compile(
+    r"(?:Unsupported global: GLOBAL|unsupported GLOBAL|but got|execute arbitrary function|"
+    r"[Tt]rying to call reduce for unrecognized function) (\S.{0,100}?)(?: was not| whose module|\.? ?Please|\n|$)"
+)
+
+
 class UnreadableFileError(CommHookError):
     """A file that is not read: not there, damaged, or with something else in it than tensors and plain types."""
 
@@ -118,24 +127,29 @@ def load_plain(path: Path) -> Any:
     """
     try:
         lazily = zipfile.is_zipfile(path)
-        return torch.load(path, map_location="cpu", weights_only=True, mmap=lazily)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of an unusual pickle; what matters comes as an error
+            return torch.load(path, map_location="cpu", weights_only=True, mmap=lazily)
     except OSError as error:
         raise UnreadableFileError(f"{path} cannot be read: {error.strerror or error}") from error
     except Exception as error:  # torch raises half a dozen kinds for files that are cut off or foreign
-        reason = " ".join(str(error).split())
-        if "Unsupported" in reason or "weights_only" in reason.lower():
-            what = next((part for part in str(error).splitlines() if "Unsupported" in part), "").strip()
+        foreign = _FOREIGN.search(str(error))
+        if foreign is not None:
             raise UnreadableFileError(
-                f"{path} holds something else than tensors and plain types, or is damaged, and is not read; nothing in "
-                f"it was executed{f' ({shown_line(what)})' if what else ''}"
+                f"{path} holds something else than tensors and plain types ({plain(foreign.group(1))}), so it is not "
+                "read; nothing in it was executed"
             ) from None
+        # Of what torch says the sentence that tells the reason, without what it proposes.
+        reason = " ".join(str(error).split()).rpartition("WeightsUnpickler error: ")[2]
+        reason = re.split(r"\. | Check the documentation", reason)[0] or "it ends too early"
         raise UnreadableFileError(
-            f"{path} is not a file of torch.save, or damaged ({type(error).__name__}: {shown_line(reason)})"
+            f"{path} is not a file of torch.save, or damaged ({type(error).__name__}: {plain(reason[:160])})"
         ) from None
 
 
-def shown_line(text: str, limit: int = 160) -> str:
-    return text if len(text) <= limit else f"{text[:limit]}..."
+def plain(text: str) -> str:
+    """Text of a stranger's file for a terminal: control characters are shown, not obeyed."""
+    return text if text.isprintable() else repr(text)
 
 
 def _state_dict(content: Any) -> dict[str, torch.Tensor] | None:

@@ -33,7 +33,7 @@ def unit_rows(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
     In two steps, because the square of 1e30 overflows and that of 1e-38 vanishes in float32.
     """
-    largest = torch.linalg.vector_norm(rows, float("inf"), dim=1, keepdim=True)
+    largest = rows.abs().amax(1, keepdim=True)  # vector_norm(inf) with a dim is seven times slower on CPU
     missing = largest == 0
     scaled = rows / torch.where(missing, torch.ones_like(largest), largest)
     norm = torch.linalg.vector_norm(scaled, dim=1, keepdim=True)
@@ -48,7 +48,7 @@ def orthonormal_rows(rows: torch.Tensor, refill: torch.Tensor | None) -> tuple[t
     taken from there instead and everything is orthonormalised again, without asking the host which they are.
     Numbers that are not finite count as zero.
     """
-    rows = torch.where(torch.isfinite(rows), rows, torch.zeros_like(rows))
+    rows = torch.nan_to_num(rows, nan=0.0, posinf=0.0, neginf=0.0)
     basis, triangle = torch.linalg.qr(unit_rows(rows)[0].t())
     missing = triangle.diagonal().abs() <= 10 * torch.finfo(rows.dtype).eps
     if refill is not None:

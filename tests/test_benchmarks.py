@@ -66,6 +66,14 @@ def test_memory(tmp_path):
         assert 0.9 < row["held_over_formula"] < 1.1
 
 
+def test_metrics(tmp_path):
+    rows = _run("metrics", tmp_path)
+    kinds = ["without", "clocks", "reading", "layers", "sampled"]
+    assert [(row["hook"], row["kind"]) for row in rows] == [(h, k) for h in ("powersgd-1", "fp16") for k in kinds]
+    assert all(row["median_us"] > 0 for row in rows if row["kind"] == "without")
+    assert all("percent" in row for row in rows if row["kind"] != "without")
+
+
 def test_checkpoint(tmp_path):
     rows = {row["state"]: row for row in _run("checkpoint", tmp_path)}
     assert list(rows) == ["model", "mean", "per_rank", "drop"]

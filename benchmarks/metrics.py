@@ -1,0 +1,115 @@
+"""What the metrics cost: steps with and without the clocks of `stats()` in turn, a reading of all values, a sample.
+
+    python benchmarks/metrics.py [--models tiny blocks] [--hooks powersgd-4 fp16 allreduce] [--rounds 41]
+
+One rank on one thread, DDP's own bucket size, one hook: in every round it makes a forward and backward pass of each
+kind on the same batch, in another order each time.
+
+  without     as if nobody had written the clocks: they are taken out
+  clocks      what every step does, asked for or not: the figure is the difference to `without`
+  reading     and all values read after the step (`commhooks.metrics.Meter`), as loggers do every so many steps
+  layers      the same with the values per parameter
+  sampled     a step of which the cosine is taken (`sample_cosine`)
+
+The difference of the medians of two kinds that differ by microseconds is noise; what is told is the median over the
+rounds of the difference within a round. `% of a step` is that of the clocks, which is in every step; of a reading, of
+which there is one in EVERY steps; of a sample likewise.
+"""
+
+import contextlib
+import time
+from collections.abc import Callable
+
+from common import Row, machine, number, one_rank, parse, parser, report, spread, steady, summary, take_turns
+from hooks import wrap
+from models import TASKS, forward_loss, make, numel
+
+from commhooks.metrics import Meter
+
+WARM_UP, START, EVERY = 6, 2, 50
+BATCH_SIZE = {"resnet18": 2, "resnet50": 2}  # images; of the others 16 vectors or tokens
+
+
+def measure(name: str, label: str, rounds: int) -> list[Row]:
+    """Microseconds by which a step of each kind is longer than one without clocks."""
+    model, task = make(name)
+    wrapped, hook = wrap(model, label, start=START)
+    assert hook is not None
+    batch = task.batch(BATCH_SIZE.get(name, 16))
+    meter, stats = Meter(), hook._stats
+    run_without = hook._function
+
+    def step(after: Callable[[], object] = lambda: None) -> float:
+        wrapped.zero_grad(set_to_none=True)
+        started = time.perf_counter()
+        forward_loss(wrapped, task, batch).backward()
+        after()
+        return 1e6 * (time.perf_counter() - started)
+
+    def without() -> float:
+        # In the way of the methods of the class, for one step.
+        vars(stats).update(codec_clock=contextlib.nullcontext, waiting_clock=contextlib.nullcontext)
+        vars(hook).update(_run_simple=run_without)
+        try:
+            return step()
+        finally:
+            del stats.codec_clock, stats.waiting_clock, hook._run_simple
+
+    def sampled() -> float:
+        hook.sample_cosine(1)
+        try:
+            return step()
+        finally:
+            hook.sample_cosine(None)
+
+    samples = take_turns(
+        {
+            "without": without,
+            "clocks": step,
+            "reading": lambda: step(lambda: meter.read(hook)),
+            "layers": lambda: step(lambda: meter.read(hook, per_layer=True)),
+            "sampled": sampled,
+        },
+        rounds,
+        WARM_UP,
+    )
+    done = hook.stats()
+    if not done["codec_s"] or (label.startswith("powersgd") and not done["compressed_steps"]):
+        raise SystemExit(f"nothing was measured: {done}")
+    usual = summary(samples["without"], "us")["median_us"]
+    common = {"section": f"{name} {label}", "model": name, "gradient_mb": 4 * numel(model) / 1e6, "hook": label}
+    rows: list[Row] = [{**common, "kind": "without", **summary(samples["without"], "us")}]
+    for kind in ("clocks", "reading", "layers", "sampled"):
+        more = [each - base for each, base in zip(samples[kind], samples["without"], strict=True)]
+        row = {**common, "kind": kind, **summary(more, "us")}
+        row["percent"] = 100 * row["median_us"] / usual / (1 if kind == "clocks" else EVERY)
+        rows.append(row)
+    return rows
+
+
+def main() -> None:
+    arguments = parser(__doc__)
+    arguments.add_argument("--models", nargs="+", choices=list(TASKS), default=["tiny", "blocks"])
+    arguments.add_argument("--hooks", nargs="+", default=["powersgd-4", "fp16", "allreduce"], metavar="HOOK")
+    arguments.add_argument("--rounds", type=int, default=41)
+    args = parse(arguments, models=["tiny"], hooks=["powersgd-1", "fp16"], rounds=5)
+    at = machine()
+    rows: list[Row] = []
+    with steady(), one_rank():
+        for name in args.models:
+            for label in args.hooks:
+                rows += measure(name, label, args.rounds)
+    columns = {
+        "model": number("model"),
+        "MB": number("gradient_mb", "{:.1f}"),
+        "hook": number("hook"),
+        "step": number("kind"),
+        "us, longer by: median (quartiles)": spread("us", 0),
+        "% of a step": number("percent", "{:.3f}"),
+    }
+    title = f"metrics: what they add to a step; readings and samples every {EVERY} steps"
+    report("metrics", title, args, at, rows, columns, ["The line `without` is the step itself."])
+
+
+if __name__ == "__main__":
+    main()

@@ -78,31 +78,34 @@ static inline float total(vec v) {
                 for (size_t j = 0; j < columns; j++) q[k * m + j] += delta[i * m + j] * p[k * n + i];                  \
     }
 
-/* One row: residual = delta - P' Q'^T, delta = P Q^T; after the first group of R the same, added to what is there. */
-#define SPLIT(R)                                                                                                       \
-    static void split_##R(int first, size_t n, size_t m, float *restrict delta, float *restrict residual,              \
-                          const float *p_local, const float *q_local, const float *p, const float *q) {                \
-        size_t j = 0;                                                                                                  \
-        for (; j + WIDTH <= m; j += WIDTH) {                                                                           \
-            vec left = load((first ? delta : residual) + j), mean = first ? (vec){0} : load(delta + j);                \
-            for (int k = 0; k < R; k++) left -= p_local[k * n] * load(q_local + k * m + j);                            \
-            for (int k = 0; k < R; k++) mean += p[k * n] * load(q + k * m + j);                                        \
-            store(residual + j, left);                                                                                 \
-            store(delta + j, mean);                                                                                    \
-        }                                                                                                              \
-        for (; j < m; j++) {                                                                                           \
-            float left = (first ? delta : residual)[j], mean = first ? 0 : delta[j];                                   \
-            for (int k = 0; k < R; k++) left -= p_local[k * n] * q_local[k * m + j];                                   \
-            for (int k = 0; k < R; k++) mean += p[k * n] * q[k * m + j];                                               \
-            residual[j] = left;                                                                                        \
-            delta[j] = mean;                                                                                           \
-        }                                                                                                              \
+/* BLOCK vectors of one row: residual = delta - P' Q'^T, delta = P Q^T; local and mean hold the row's P' and P. */
+#define SPLIT(BLOCK)                                                                                                   \
+    for (; j + BLOCK * WIDTH <= end; j += BLOCK * WIDTH) {                                                             \
+        vec left[BLOCK], sum[BLOCK];                                                                                   \
+        for (int b = 0; b < BLOCK; b++) left[b] = load(delta + j + b * WIDTH), sum[b] = (vec){0};                      \
+        for (size_t k = 0; k < r; k++)                                                                                 \
+            for (int b = 0; b < BLOCK; b++) {                                                                          \
+                left[b] -= local[k] * load(q_local + k * m + j + b * WIDTH);                                           \
+                sum[b] += mean[k] * load(q + k * m + j + b * WIDTH);                                                   \
+            }                                                                                                          \
+        for (int b = 0; b < BLOCK; b++) store(residual + j + b * WIDTH, left[b]), store(delta + j + b * WIDTH, sum[b]); \
     }
+
+static void split_row(size_t j, size_t end, size_t m, size_t r, float *restrict delta, float *restrict residual,
+                      const float *local, const float *mean, const float *q_local, const float *q) {
+    SPLIT(4)
+    SPLIT(1)
+    for (; j < end; j++) {
+        float left = delta[j], sum = 0;
+        for (size_t k = 0; k < r; k++) left -= local[k] * q_local[k * m + j], sum += mean[k] * q[k * m + j];
+        residual[j] = left;
+        delta[j] = sum;
+    }
+}
 
 #define FOR_EACH_GROUP(MAKE) MAKE(1) MAKE(2) MAKE(3) MAKE(4)
 FOR_EACH_GROUP(ADD_AND_PROJECT)
 FOR_EACH_GROUP(PROJECT_Q)
-FOR_EACH_GROUP(SPLIT)
 
 #define DISPATCH(name, rows, ...)                                                                                      \
     switch (rows) {                                                                                                    \
@@ -137,8 +140,13 @@ void commhooks_project_q(size_t n, size_t m, size_t r, const float *delta, const
 
 void commhooks_split(size_t n, size_t m, size_t r, float *delta, float *residual, const float *p_local,
                      const float *q_local, const float *p, const float *q) {
-    for (size_t i = 0; i < n; i++)
-        for (size_t k = 0; k < r; k += 4)
-            DISPATCH(split, r - k, k == 0, n, m, delta + i * m, residual + i * m, p_local + k * n + i, q_local + k * m,
-                     p + k * n + i, q + k * m)
+    float local[r], mean[r];
+    size_t columns = (3072 / r / (4 * WIDTH) + 1) * 4 * WIDTH;  /* of Q and Q' at once: they fit into the first cache */
+    for (size_t begin = 0; begin < m; begin += columns) {
+        size_t end = m - begin < columns ? m : begin + columns;
+        for (size_t i = 0; i < n; i++) {
+            for (size_t k = 0; k < r; k++) local[k] = p_local[k * n + i], mean[k] = p[k * n + i];
+            split_row(begin, end, m, r, delta + i * m, residual + i * m, local, mean, q_local, q);
+        }
+    }
 }

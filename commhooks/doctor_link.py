@@ -9,8 +9,8 @@ import torch.distributed as dist
 
 from commhooks.collective import gather_rows
 
-_ENOUGH_S = 0.1
-_LARGEST_BYTES = 64 * 2**20
+_ENOUGH_S = 0.05
+_LARGEST_BYTES = 32 * 2**20
 _SMALLEST_BYTES = 64 * 2**10
 _REPEATS = 3
 

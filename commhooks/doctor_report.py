@@ -1,6 +1,7 @@
 """What the doctor found, for people (a table), for scripts (JSON) and as a picture."""
 
 import json
+import random
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -83,6 +84,13 @@ class DoctorReport:
         draw(self, path)
 
     def __str__(self) -> str:
+        state = random.getstate()  # importing rich draws a number (rich 15)
+        try:
+            return self._table()
+        finally:
+            random.setstate(state)
+
+    def _table(self) -> str:
         from rich import box
         from rich.console import Console
         from rich.table import Table

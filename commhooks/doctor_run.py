@@ -76,7 +76,6 @@ def doctor(
     try:
         with torch.inference_mode(False), torch.enable_grad():
             check_batch_fn(ddp_model, batch_fn)
-            gc.collect()
             tell("the link between the ranks")
             link = measure_link(group, device)
             rounds = Rounds(ddp_model, batch_fn, random_state, steps, float(seconds), tell)

@@ -170,13 +170,14 @@ def _built(target: str, found: Any) -> torch.nn.Module:
         return found
     if not callable(found):
         raise HookConfigError(f"{target!r} is a {type(found).__name__}, not a function that returns an nn.Module")
-    with contextlib.suppress(ValueError):  # a builtin without a signature
-        try:
-            inspect.signature(found).bind()
-        except TypeError as error:
-            raise HookConfigError(
-                f"{target!r} cannot be called without arguments ({error}): write a function that builds the model"
-            ) from None
+    try:
+        inspect.signature(found).bind()
+    except TypeError as error:
+        raise HookConfigError(
+            f"{target!r} cannot be called without arguments ({error}): write a function that builds the model"
+        ) from None
+    except ValueError:  # a builtin without a signature
+        pass
     model = found()
     if isinstance(model, tuple) and model:  # (model, batch_fn), as for `commhooks doctor`
         model = model[0]

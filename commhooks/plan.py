@@ -163,22 +163,32 @@ class ModelPlan:
         if not self.low_rank:
             lowered = filter(self.is_lowered, self.parameters)
             return MemoryPlan(packed=sum(self.sent_bytes(p) for p in lowered))
-        residual = factors = packed = copies = 0
+        residual = factors = copies = 0
         for p in self.compressed:
-            itemsize, wire = compute_dtype(p.dtype).itemsize, self._wire_itemsize(p)
+            itemsize = compute_dtype(p.dtype).itemsize
             residual += p.numel * itemsize if self.error_feedback else 0
             kept = p.rank * (p.n + p.m if p.alternate else p.m)
             factors += (kept + max(p.rank, 2) * (p.n + p.m)) * itemsize
-            packed += (p.rank * (p.n + p.m) + (2 if p.alternate else 1)) * wire
             if p.n * p.m != p.numel or _itemsize(p.dtype) != itemsize:
                 copies += p.n * p.m * itemsize
-        matrices = {p.name for p in self.compressed}
-        beside = [name for names in self.bucket_names if matrices & set(names) for name in names]
-        alternate = any(p.alternate for p in self.compressed)
-        for p in self.parameters:
-            if not p.compressed and p.reason != "sparse gradient" and (p.name in beside or not self.bucket_names):
-                packed += self.sent_bytes(p) * (2 if alternate else 1) if matrices else 0
+        plans = {p.name: p for p in self.parameters}
+        buckets = [[plans[name] for name in names] for names in self.bucket_names] or [list(self.parameters)]
+        packed = sum(map(self._packed_bytes, buckets))
         return MemoryPlan(residual, factors, packed, copies)
+
+    def _packed_bytes(self, rows: Sequence[ParameterPlan]) -> int:
+        """Of the buffers in which a bucket travels."""
+        matrices = [p for p in rows if p.compressed]
+        if not matrices:
+            return 0
+        beside = sum(self.sent_bytes(p) for p in rows if not p.compressed and p.reason != "sparse gradient")
+        beside += sum(map(self._wire_itemsize, matrices))  # the flags
+        size_p = sum(p.rank * p.n * self._wire_itemsize(p) for p in matrices)
+        size_q = sum(p.rank * p.m * self._wire_itemsize(p) for p in matrices)
+        if not matrices[0].alternate:
+            return size_p + size_q + beside
+        # Each factor travels with all the rest, and in one buffer where both are alike.
+        return size_p + beside + (size_q + beside if any(p.n != p.m for p in matrices) else 0)
 
     def break_even_gbit_s(self, codec_s: float, world_size: int = 2) -> float | None:
         """The bandwidth in Gbit/s per rank below which a step sends faster with the hook: where the bytes that are not

@@ -3,17 +3,16 @@
     python benchmarks/metrics.py [--models tiny blocks] [--hooks powersgd-4 fp16 allreduce] [--rounds 41]
 
 One rank on one thread, DDP's own bucket size, one hook: in every round it makes a forward and backward pass of each
-kind on the same batch, in another order each time.
+kind on the same batch. The first two kinds take turns with each other, then the others.
 
   without     as if nobody had written the clocks: they are taken out
-  clocks      what every step does, asked for or not: the figure is the difference to `without`
-  reading     and all values read after the step (`commhooks.metrics.Meter`), as loggers do every so many steps
+  clocks      what every step does, asked for or not: longer than `without` by so much
+  reading     all values read after the step (`commhooks.metrics.Meter`), as loggers do every so many steps
   layers      the same with the values per parameter
   sampled     a step of which the cosine is taken (`sample_cosine`)
 
-The difference of the medians of two kinds that differ by microseconds is noise; what is told is the median over the
-rounds of the difference within a round. `% of a step` is that of the clocks, which is in every step; of a reading, of
-which there is one in EVERY steps; of a sample likewise.
+What is told is the median over the rounds of the difference within a round. `% of a step` is that of the clocks, which
+is in every step; of a reading, of which there is one in EVERY steps; of a sample likewise.
 """
 
 import contextlib
@@ -62,26 +61,27 @@ def measure(name: str, label: str, rounds: int) -> list[Row]:
         finally:
             hook.sample_cosine(None)
 
-    samples = take_turns(
+    # Two by two: what follows a sample, which turns over all memory, is slower for it.
+    pair = take_turns({"without": without, "clocks": step}, rounds, WARM_UP)
+    others = take_turns(
         {
-            "without": without,
-            "clocks": step,
+            "base": step,
             "reading": lambda: step(lambda: meter.read(hook)),
             "layers": lambda: step(lambda: meter.read(hook, per_layer=True)),
             "sampled": sampled,
         },
         rounds,
-        WARM_UP,
     )
     done = hook.stats()
     if not done["codec_s"] or (label.startswith("powersgd") and not done["compressed_steps"]):
         raise SystemExit(f"nothing was measured: {done}")
-    usual = summary(samples["without"], "us")["median_us"]
+    usual = summary(pair["without"], "us")["median_us"]
     common = {"section": f"{name} {label}", "model": name, "gradient_mb": 4 * numel(model) / 1e6, "hook": label}
-    rows: list[Row] = [{**common, "kind": "without", **summary(samples["without"], "us")}]
-    for kind in ("clocks", "reading", "layers", "sampled"):
-        more = [each - base for each, base in zip(samples[kind], samples["without"], strict=True)]
-        row = {**common, "kind": kind, **summary(more, "us")}
+    rows: list[Row] = [{**common, "kind": "without", **summary(pair["without"], "us")}]
+    compared = [("clocks", pair["clocks"], pair["without"])]
+    compared += [(kind, others[kind], others["base"]) for kind in ("reading", "layers", "sampled")]
+    for kind, times, base in compared:
+        row = {**common, "kind": kind, **summary([each - other for each, other in zip(times, base, strict=True)], "us")}
         row["percent"] = 100 * row["median_us"] / usual / (1 if kind == "clocks" else EVERY)
         rows.append(row)
     return rows

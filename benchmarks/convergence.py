@@ -14,14 +14,15 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from common import Row, machine, number, parse, parser, report, run_ranks
-from hooks import LABELS
+from hooks import LABELS, OPTIONS
 from torch import nn
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
 import commhooks
 
-HOOKS = ["allreduce", "fp16", "bf16", "powersgd-1", "powersgd-2", "powersgd-4", "batched-1", "batched-4"]
+HOOKS = ["allreduce", "fp16", "bf16", "powersgd-1", "powersgd-2", "powersgd-4", "alternate-1", "alternate-2"]
+HOOKS += ["alternate-4", "batched-1", "batched-4"]
 PER_RANK = 16
 
 
@@ -53,10 +54,12 @@ def digits() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
 
 def attach(ddp_model: DistributedDataParallel, label: str, total_steps: int) -> commhooks.CommHook:
     kind, _, rank = label.rpartition("-")
-    if kind not in ("powersgd", "batched"):
+    if kind not in (*OPTIONS, "batched"):
         return commhooks.attach(ddp_model, label)
-    config = commhooks.PowerSGD if kind == "powersgd" else commhooks.BatchedPowerSGD
-    return commhooks.attach(ddp_model, config(matrix_approximation_rank=int(rank)), total_steps=total_steps)
+    config = commhooks.BatchedPowerSGD if kind == "batched" else commhooks.PowerSGD
+    options = dict.fromkeys(OPTIONS.get(kind, ()), True)
+    request = config(matrix_approximation_rank=int(rank), **options)
+    return commhooks.attach(ddp_model, request, total_steps=total_steps)
 
 
 def train(label: str, seed: int, epochs: int) -> Row:

@@ -107,19 +107,37 @@ def plot(rows: list[Row], file: Path, epochs: int) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
+    # A colour per family, a marker per rank of the factors: `fp16` and `bf16` stand for themselves.
+    families = list(dict.fromkeys(_family(row["hook"]) for row in rows))
+    markers = {"": "s", "1": "o", "2": "^", "4": "D"}
     figure, axes = pyplot.subplots(1, 2, figsize=(11, 4.5), sharex=True)
-    for axis, what, title in ((axes[0], "losses", "test loss"), (axes[1], "accuracies", "test accuracy")):
+    for axis, what, title in ((axes[0], "losses", "test loss"), (axes[1], "accuracies", "test error, %")):
         for row in rows:
-            values = row[what]
-            axis.plot([row["megabytes"]] * len(values), values, ".", color="grey")
-            axis.plot(row["megabytes"], statistics.mean(values), "o", label=row["hook"])
-        axis.set(xscale="log", xlabel="MB sent per rank in the whole run", ylabel=title)
+            values = [100 * (1 - value) for value in row[what]] if what == "accuracies" else row[what]
+            middle, family = statistics.mean(values), _family(row["hook"])
+            axis.errorbar(
+                row["megabytes"],
+                middle,
+                yerr=[[middle - min(values)], [max(values) - middle]],
+                fmt=markers.get(row["hook"].rpartition("-")[2] if "-" in row["hook"] else "", "v"),
+                color=f"C{families.index(family)}",
+                alpha=0.8,
+                capsize=3,
+                label=row["hook"],
+            )
+        axis.set(xscale="log", yscale="log", xlabel="MB sent per rank in the whole run", ylabel=title)
+        axis.set_xticks(ticks := [25, 50, 100, 200], [str(tick) for tick in ticks])
+        axis.minorticks_off()
         axis.grid(alpha=0.3)
-    axes[1].legend(fontsize=8)
+    axes[1].legend(fontsize=8, ncols=2)
     seeds = len(rows[0]["losses"])
-    figure.suptitle(f"digits, 2 ranks, {epochs} epochs: mean of {seeds} seeds, and each of them in grey")
+    figure.suptitle(f"digits, 2 ranks, {epochs} epochs: mean of {seeds} seeds, with the lowest and the highest")
     figure.tight_layout()
-    figure.savefig(file, dpi=150)
+    figure.savefig(file, dpi=110)
+
+
+def _family(hook: str) -> str:
+    return hook.rpartition("-")[0] or hook
 
 
 def main() -> None:

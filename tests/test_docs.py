@@ -16,6 +16,7 @@ from doc_snippets import REPOSITORY, Snippet, WrongSnippet, check, commands, fin
 from workers import RanksFailed
 
 import commhooks
+from commhooks import doctor_judge
 
 PAGES = [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").glob("*.md"))]
 SNIPPETS = [
@@ -150,6 +151,11 @@ def test_the_counters_are_explained():
     explained = {name for row in rows for name in re.findall(r"`([a-z_]+)`", row)}
     counted = set(re.findall(r'^ +"(\w+)": ', inspect.getsource(commhooks.CommHook.stats), re.MULTILINE))
     assert counted and counted <= explained
+
+
+def test_the_doctors_threshold_is_the_one_on_the_page():
+    page = (REPOSITORY / "docs/commands.md").read_text(encoding="utf-8")
+    assert f"step at least {100 * (doctor_judge.WORTH - 1):.0f} % faster" in page
 
 
 def test_the_options_are_explained():

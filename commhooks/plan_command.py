@@ -145,7 +145,7 @@ def network_text(plan: ModelPlan, estimate: dict[str, Any]) -> str:
     ]
     if plan.sends is False:
         return lines[0]
-    codec = f"{1e3 * estimate['codec_s']:.3g} ms per step"
+    codec = f"{_ms(estimate['codec_s'])} ms per step"
     if estimate["codec_measured_on"] is not None:
         where = estimate["codec_measured_on"]
         where = f"{where} with {estimate['codec_threads']} threads" if where == "cpu" else where

@@ -236,6 +236,8 @@ def test_once_every_n_steps(ranks: list[dict[str, Any]], case: str, steps: list[
         assert ours == ALL - ({"commhooks/cosine"} if case != "fit twice" else set())
     if case == "fit twice":  # every fit has a hook of its own
         assert [n for _, n in values["commhooks/compressed_steps"]] == [2, 6, 2, 6]
+        per_pass = [n for _, n in values["commhooks/bytes_per_pass"]]
+        assert per_pass[:2] == per_pass[2:] and per_pass[0] > per_pass[1]
         assert steps_of(values, "commhooks/cosine") == [3, 7, 11, 15]
 
 

@@ -79,6 +79,11 @@ def judge(measured: Mapping[str, Measured], link: Link, world_size: int) -> Advi
             )
         if chosen.candidate.hook == "fp16_compress":
             notes.append("Gradients beyond 65504 become inf in float16: use it with a GradScaler.")
+    slow_codec = [each for each in hooks if each.candidate.hook == "powerSGD" and _codec_rules(each, noop)]
+    if slow_codec and headroom >= WORTH:
+        notes.append(
+            f"{slow_codec[0].candidate.label} computes longer than it waits: on a CPU the option fused=True is faster."
+        )
     for each in {id(each): each for each in (noop, plain, chosen)}.values():
         low, high = each.quartiles_ms
         if high - low > _NOISY * each.median_ms:
@@ -100,6 +105,14 @@ def judge(measured: Mapping[str, Measured], link: Link, world_size: int) -> Advi
         pays_below_mbit_per_s=pays_below(measured, link, world_size),
         notes=tuple(notes),
     )
+
+
+def _codec_rules(each: Measured, noop: Measured) -> bool:
+    """Whether the codec is most of what PowerSGD adds to the step, and a good part of the step."""
+    if not each.codec_ms or each.candidate.options.get("fused"):
+        return False
+    codec_ms = statistics.median(each.codec_ms)
+    return codec_ms > (each.median_ms - noop.median_ms) / 2 and codec_ms > (WORTH - 1) * noop.median_ms
 
 
 def _most_exact(worth: list[Measured]) -> Measured:

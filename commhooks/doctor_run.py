@@ -12,6 +12,8 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
+from commhooks.agreement import fingerprint
+from commhooks.collective import gather_rows
 from commhooks.config import PowerSGD, from_options
 from commhooks.doctor_check import BatchFn, check_batch_fn, check_model
 from commhooks.doctor_copies import RandomState
@@ -71,6 +73,7 @@ def doctor(
     group = ddp_model.process_group
     parameters = list(ddp_model.module.parameters())
     device = next(p.device for p in parameters if p.requires_grad)
+    _check_arguments(group, device, (steps, float(seconds), candidates))
     random_state = RandomState({p.device for p in parameters})
     tell = progress if progress is not None else logger.info
     try:
@@ -107,6 +110,15 @@ def _candidates(powersgd_ranks: Sequence[int], options: Mapping[str, Any]) -> li
         from_options(PowerSGD, given)
         candidates.append(Candidate(f"powerSGD rank {rank}", "powerSGD", {**given, "start_powerSGD_iter": 0}))
     return candidates
+
+
+def _check_arguments(group: dist.ProcessGroup, device: torch.device, arguments: object) -> None:
+    """Raises DoctorError on all ranks if they differ: the ranks would wait for each other in different places."""
+    own = torch.tensor([fingerprint(arguments)], dtype=torch.int64, device=device)
+    found = gather_rows(own, group, None, "the arguments of the doctor (call it on every rank)").flatten().tolist()
+    if len(set(found)) > 1:
+        others = [rank for rank, value in enumerate(found) if value != found[0]]
+        raise DoctorError(f"ranks {others} call the doctor with other arguments than rank 0: give all the same")
 
 
 def _backend(group: dist.ProcessGroup, device: torch.device) -> str:

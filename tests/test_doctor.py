@@ -186,6 +186,19 @@ def test_copies_are_wrapped_as_the_model_is(run_ranks: Callable[..., list[Any]])
         assert [name for each in rank for name, same in each if not same] == []
 
 
+def _other_arguments() -> None:
+    commhooks.doctor(wrap(mlp()), loss_of, steps=1 + dist.get_rank())
+
+
+def test_ranks_that_ask_for_different_things(run_ranks: Callable[..., list[Any]]) -> None:
+    with pytest.raises(RanksFailed) as failed:
+        run_ranks(_other_arguments, timeout_s=20)
+    for rank in range(2):
+        assert failed.value.errors[rank].message.startswith(
+            "ranks [1] call the doctor with other arguments than rank 0"
+        )
+
+
 def _slow_rank() -> Any:
     ddp = wrap(mlp())
 
@@ -283,6 +296,11 @@ def test_advice_says_why_not_and_what_is_uncertain() -> None:
     assert "the fastest, powerSGD rank 1, takes 90 ms" in advice(figures(noop=50, allreduce=100, r1=90)).reason
     steady = advice(figures(noop=50, allreduce=100, r1=60))
     assert not any("vary a lot" in note or "fewer than 5" in note for note in steady.notes)
+    busy = figures(noop=24, allreduce=156, r1=45)
+    busy["powerSGD rank 1"].codec_ms = [15.0] * 5
+    assert any("the option fused=True is faster" in note for note in advice(busy).notes)
+    busy["powerSGD rank 1"].candidate.options["fused"] = True  # type: ignore[index]
+    assert not any("fused" in note for note in advice(busy).notes + steady.notes)
     shaky = advice(figures(noop=(20, 50, 90), allreduce=(100, 100, 100)))
     assert [note[:25] for note in shaky.notes] == ["The steps of noop vary a ", "Some figures come from fe"]
 

@@ -10,9 +10,12 @@ import torch
 from commhooks import arithmetic, codec, fused_codec
 from commhooks.plan import ModelPlan, ParameterPlan
 
-SAMPLE_NUMEL = 2**24
+SAMPLE_NUMEL = 2**25
 """At most so many numbers are computed with; what a larger model takes is scaled up from them."""
 ROUNDS = 5
+
+Work = tuple[Callable[[], None], ...]
+"""The passes over one matrix."""
 
 
 @dataclass(frozen=True)
@@ -37,10 +40,14 @@ def measure_codec(plan: ModelPlan, device: torch.device, *, fused: bool = False)
         fused_codec.check_supported(device, torch.float32)
     products: Any = fused_codec.load() if fused else codec
     rows = list(plan.compressed) if plan.low_rank else [p for p in plan.parameters if plan.is_lowered(p)]
-    total, left = sum(p.numel for p in rows), SAMPLE_NUMEL
+    total = sum(p.numel for p in rows)
+    # Every so many of them, by size: small matrices take longer for each number, and have to be among them.
+    stride = -(-total // SAMPLE_NUMEL)
+    chosen = sorted(rows, key=lambda p: p.numel, reverse=True)[stride // 2 :: stride] if total else []
+    left = SAMPLE_NUMEL
     sampled = 0
-    works: list[Callable[[], None]] = []
-    for p in sorted(rows, key=lambda p: p.numel, reverse=True):
+    works: list[Work] = []
+    for p in chosen or rows[:1]:
         if left <= 0:
             break
         if plan.low_rank:
@@ -58,8 +65,10 @@ def measure_codec(plan: ModelPlan, device: torch.device, *, fused: bool = False)
 
     def once() -> float:
         began = time.perf_counter()
-        for work in works:
-            work()
+        # As in a step: one pass after the other over all of a bucket, which has left the cache by then.
+        for place in range(len(works[0])):
+            for work in works:
+                work[place]()
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         return time.perf_counter() - began
@@ -70,9 +79,7 @@ def measure_codec(plan: ModelPlan, device: torch.device, *, fused: bool = False)
     return CodecTime(seconds * total / sampled, device.type, torch.get_num_threads(), sampled / total)
 
 
-def _low_rank(
-    p: ParameterPlan, n: int, error_feedback: bool, products: Any, device: torch.device
-) -> Callable[[], None]:
+def _low_rank(p: ParameterPlan, n: int, error_feedback: bool, products: Any, device: torch.device) -> Work:
     dtype = arithmetic.compute_dtype(p.dtype)
     delta = torch.randn(n, p.m, dtype=dtype, device=device)
     residual = torch.randn(n, p.m, dtype=dtype, device=device) if error_feedback else None
@@ -80,25 +87,29 @@ def _low_rank(
     factor_q = codec.new_factor(p.rank, p.m, dtype, device)
     factor_q[: p.rank] = torch.randn(p.rank, p.m, dtype=dtype, device=device)
 
-    def work() -> None:
-        # The numbers stay of the same size over the rounds: what is added is what was left.
+    def make_p() -> None:
         products.add_and_project(delta, residual, 1.0, factor_q, p.rank, out=factor_p)
+
+    def make_q() -> None:
         factor_p[: p.rank] = codec.orthonormal_rows(factor_p[: p.rank], None)[0]
         if not p.alternate:
             products.project_q(delta, factor_p, p.rank, out=factor_q)
+
+    def split() -> None:
         if residual is not None:
+            # The numbers stay of the same size over the rounds: what is added is what was left.
             products.split(delta, (factor_p, factor_q), (factor_p, factor_q), p.rank, residual)
         else:
             codec.reconstruct(factor_p, factor_q, p.rank, out=delta)
         factor_q.div_(torch.linalg.vector_norm(factor_q, dim=1, keepdim=True).clamp_(min=1e-30))
 
-    return work
+    return make_p, make_q, split
 
 
-def _cast(numel: int, dtype: torch.dtype, wire: torch.dtype, device: torch.device) -> Callable[[], None]:
+def _cast(numel: int, dtype: torch.dtype, wire: torch.dtype, device: torch.device) -> Work:
     gradient = torch.zeros(numel, dtype=dtype, device=device)
 
     def work() -> None:
         gradient.copy_(gradient.to(wire).div_(2))
 
-    return work
+    return (work,)

@@ -43,7 +43,7 @@ class Measured:
             where the host only queues that work.
         waiting_ms: of each, time in which the host waited for all-reduces, on the rank that waits least: the others
             wait for that rank too, not only for the network. Empty on an accelerator.
-        bytes_sent: in a step, handed to all-reduce.
+        bytes_sent: in a step, handed to all-reduce (the mean).
         bytes_uncompressed: what plain DDP hands over.
         collectives: all-reduces of a step.
         compressed_steps: of the measured ones, in which PowerSGD was active.
@@ -148,7 +148,8 @@ class Rounds:
                 break
         stats = hook.stats()
         measured.compressed_steps += (stats["compressed_steps"] or 0) - before
-        measured.bytes_sent = stats["bytes_sent_last_pass"]
+        # Of all passes: with `alternate` two of them differ.
+        measured.bytes_sent = stats["bytes_sent"] // stats["backward_passes"]
         measured.collectives = stats["collectives_last_pass"]
         measured.bytes_uncompressed = stats["bytes_uncompressed"] // stats["backward_passes"]
         return weakref.ref(next(ddp_model.parameters()))

@@ -42,11 +42,15 @@ def build():
 
 
 def main() -> None:
+    import os
+
     import torch.distributed as dist
     from torch.nn.parallel import DistributedDataParallel
 
     import commhooks
 
+    if torch.cuda.is_available():
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group()
     model, batch_fn = build()
     ddp_model = DistributedDataParallel(model)

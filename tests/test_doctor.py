@@ -223,7 +223,6 @@ def test_the_slowest_rank_decides_and_options(run_ranks: Callable[..., list[Any]
         assert min(each["step_ms"]) >= 30, label  # on both ranks
         # The rank that is never waited for waits least: 30 ms of waiting for it are not the network's.
         assert min(each["waiting_ms"]) < 20, label
-    assert not report["advice"]["compress"]
     assert report["candidates"]["powerSGD rank 1"]["hook_options"]["exclude"] == ["4.*"]
     # `seconds` ends a candidate, after one measured step at least.
     assert {len(each["step_ms"]) for each in short["candidates"].values()} == {1}

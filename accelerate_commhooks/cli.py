@@ -121,11 +121,11 @@ def _check(args: argparse.Namespace) -> int:
         table.add_column(column, no_wrap=column == "setting", overflow="fold")
     for name, value, note in described(settings):
         table.add_row(name, str(value), note)
-    console = Console(highlight=False, soft_wrap=True)
+    console = Console(highlight=False, soft_wrap=True, markup=False, emoji=False)
     console.print(table)
     content = yaml.safe_load(args.file.read_text(encoding="utf-8"))
-    console.print(how_it_starts(args.file, content), markup=False)
-    console.print(f"The script needs this line: {LINE_TO_ADD}", markup=False)
+    console.print(how_it_starts(args.file, content))
+    console.print(f"The script needs this line: {LINE_TO_ADD}")
     return 0
 
 

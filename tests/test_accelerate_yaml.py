@@ -384,6 +384,17 @@ def test_config_protects_the_default_file(default_config: Path, tmp_path: Path, 
         load_config_from_file(None)
 
 
+def test_patterns_are_written_and_shown_as_they_are(tmp_path: Path, capsys: Any) -> None:
+    path = tmp_path / "hook.yaml"
+    flags = ["--hook", "powerSGD", "--hook_options", "exclude=['*embed*', '[ab]*', ':x:']"]
+    assert main(["config", str(path), *flags]) == 0
+    assert read_settings(path)["hook_options"] == {"exclude": ["*embed*", "[ab]*", ":x:"]}
+    capsys.readouterr()
+    assert main(["check", str(path)]) == 0
+    shown = "".join(line.split("│")[2].strip() for line in capsys.readouterr().out.splitlines() if line.count("│") == 4)
+    assert "['*embed*','[ab]*',':x:']" in shown.replace(" ", "")
+
+
 @pytest.mark.parametrize(
     ("text", "says"),
     [

@@ -2,7 +2,7 @@
 
 `noop`, `ddp` (no hook), `allreduce`, `fp16`, `bf16`, `powersgd-4` and `batched-4` (ours, rank 4), `fused-4`,
 `alternate-4` and `fused-alternate-4` (ours with these options), `torch-4` (torch's powerSGD_hook) and `torch-same-4`
-(with batch_tensors_with_same_shape).
+(with batch_tensors_with_same_shape). `:one` behind a label gives it one bucket: all P in one all-reduce, and all Q.
 """
 
 from typing import Any
@@ -26,9 +26,10 @@ def wrap(
 ) -> tuple[DistributedDataParallel, commhooks.CommHook | None]:
     """DDP with that hook; the CommHook where it is ours. torch's PowerSGD always gets one bucket: with more of them it
     hangs on gloo. `start` is the step at which PowerSGD begins, which torch wants to be 2 at least."""
+    label, _, buckets = label.partition(":")
     kind, _, rank_text = label.rpartition("-")
     kind = kind or label
-    if kind.startswith("torch"):
+    if kind.startswith("torch") or buckets == "one":
         bucket_cap_mb = ONE_BUCKET_MB
     wrapped = DistributedDataParallel(model, bucket_cap_mb=bucket_cap_mb, **ddp)
     if label == "ddp":

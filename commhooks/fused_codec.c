@@ -57,25 +57,25 @@ static inline float total(vec v) {
     static void project_q_##R(size_t rows, size_t columns, size_t n, size_t m, const float *restrict delta,            \
                               const float *restrict p, float *restrict q) {                                            \
         size_t i = 0;                                                                                                  \
-        for (; i + 4 <= rows; i += 4) {                                                                                \
-            const float *d0 = delta + i * m, *d1 = d0 + m, *d2 = d1 + m, *d3 = d2 + m;                                 \
+        for (; i + 8 <= rows; i += 8, delta += 8 * m) {                                                                \
             size_t j = 0;                                                                                              \
             for (; j + WIDTH <= columns; j += WIDTH) {                                                                 \
-                vec a = load(d0 + j), b = load(d1 + j), c = load(d2 + j), d = load(d3 + j);                            \
+                vec d[8];                                                                                              \
+                for (int t = 0; t < 8; t++) d[t] = load(delta + t * m + j);                                            \
                 for (int k = 0; k < R; k++) {                                                                          \
-                    const float *pk = p + k * n + i;                                                                   \
-                    store(q + k * m + j, load(q + k * m + j) + (a * pk[0] + b * pk[1]) + (c * pk[2] + d * pk[3]));     \
+                    const float *s = p + k * n + i;                                                                    \
+                    vec low = d[0] * s[0] + d[1] * s[1] + d[2] * s[2] + d[3] * s[3];                                   \
+                    vec high = d[4] * s[4] + d[5] * s[5] + d[6] * s[6] + d[7] * s[7];                                  \
+                    store(q + k * m + j, load(q + k * m + j) + (low + high));                                          \
                 }                                                                                                      \
             }                                                                                                          \
             for (; j < columns; j++)                                                                                   \
-                for (int k = 0; k < R; k++) {                                                                          \
-                    const float *pk = p + k * n + i;                                                                   \
-                    q[k * m + j] += (d0[j] * pk[0] + d1[j] * pk[1]) + (d2[j] * pk[2] + d3[j] * pk[3]);                 \
-                }                                                                                                      \
+                for (int k = 0; k < R; k++)                                                                            \
+                    for (int t = 0; t < 8; t++) q[k * m + j] += delta[t * m + j] * p[k * n + i + t];                   \
         }                                                                                                              \
-        for (; i < rows; i++)                                                                                          \
+        for (; i < rows; i++, delta += m)                                                                              \
             for (int k = 0; k < R; k++)                                                                                \
-                for (size_t j = 0; j < columns; j++) q[k * m + j] += delta[i * m + j] * p[k * n + i];                  \
+                for (size_t j = 0; j < columns; j++) q[k * m + j] += delta[j] * p[k * n + i];                          \
     }
 
 /* BLOCK vectors of one row: residual = delta - P' Q'^T, delta = P Q^T; local and mean hold the row's P' and P. */
@@ -129,7 +129,7 @@ void commhooks_project_q(size_t n, size_t m, size_t r, const float *delta, const
     memset(q, 0, sizeof(float) * r * m);
     for (size_t j = 0; j < m; j += COLUMNS) {
         size_t columns = m - j < COLUMNS ? m - j : COLUMNS;
-        size_t height = 4 * (ROWS(columns) / 4 + 1);  /* a multiple of four, so that no order of sums depends on it */
+        size_t height = 8 * (ROWS(columns) / 8 + 1);  /* a multiple of eight, so that no order of sums depends on it */
         for (size_t i = 0; i < n; i += height) {
             size_t rows = n - i < height ? n - i : height;
             for (size_t k = 0; k < r; k += 4)

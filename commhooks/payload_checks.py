@@ -182,4 +182,7 @@ def check_tensor(value: Any, where: str) -> None:
 
 def _largest(value: torch.Tensor) -> float:
     """The largest absolute value; NaN if there is one."""
-    return float(torch.linalg.vector_norm(value.detach(), float("inf"))) if value.numel() else 0.0
+    if not value.numel():
+        return 0.0
+    low, high = torch.aminmax(value.detach())
+    return float(torch.maximum(-low, high))

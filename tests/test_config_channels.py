@@ -90,6 +90,7 @@ def outcome(channel: Callable[[Options], Any], options: Options) -> str:
         return repr(channel(options))
     except HookConfigError as error:
         assert any(name in str(error) for name in options), (options, str(error))
+        print(error)  # for whoever did not expect it
         return "refused"
 
 

@@ -35,6 +35,8 @@ PACKAGES = ("commhooks", "lightning_commhooks", "accelerate_commhooks")
 # What imports by name: the hook and the state that a user's configuration names. No checkpoint reaches them.
 BY_NAME = {
     ("commhooks/spec.py", "importlib.import_module"),
+    ("commhooks/doctor_command.py", "importlib.import_module"),  # of the command line: MODULE:FUNCTION
+    ("commhooks/named_model.py", "importlib.import_module"),
     ("accelerate_commhooks/yaml_config.py", "pkgutil.resolve_name"),
 }
 RUNS_WHAT_IT_READS = {

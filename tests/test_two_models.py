@@ -127,6 +127,11 @@ def _state_tensors(state: dict[str, Any]) -> Gradients:
     return tensors
 
 
+def _counts(stats):
+    """Without the clocks."""
+    return {name: value for name, value in stats.items() if not name.startswith(("codec_s", "waiting_s"))}
+
+
 @pytest.mark.parametrize("nested", [False, True], ids=["one after the other", "one in the middle of the other"])
 def test_two_backward_passes_in_one_graph(run_ranks, nested):
     ranks = run_ranks(_together_and_alone, nested, timeout_s=30)
@@ -140,7 +145,7 @@ def test_two_backward_passes_in_one_graph(run_ranks, nested):
             assert bits_equal(_state_tensors(state), _state_tensors(expected_state)), name
             assert stats["compressed_steps"] == STEPS - config.start_powerSGD_iter
             assert stats["collectives_last_pass"] == len(shapes) + matrices, "a bucket per parameter"
-            assert stats == expected_stats
+            assert _counts(stats) == _counts(expected_stats)
         wires = [dtype for _, dtype, asynchronous in together["sent"] if asynchronous]
         # One run of outer, one of inner and so on; nested, outer's continues behind inner's.
         last = [dtype for dtype, _ in itertools.groupby(wires)][-3 if nested else -2 :]

@@ -351,6 +351,9 @@ def _call(payload: bytes, rank: int, world_size: int, store: str | None) -> tupl
         failure = RankFailure(type(error).__name__, str(error), traceback.format_exc())
         # A failed rank says goodbye at once: the ranks that wait for it in a collective get an error, not a time-out.
         if store is not None and dist.is_initialized():
+            # torch 2.13: the end of a gloo group waits, with the GIL, for threads that may need the GIL to let go of
+            # an all-reduce that is just over. A moment without the GIL lets them.
+            time.sleep(0.05)
             with contextlib.suppress(Exception):
                 dist.destroy_process_group()
         return None, failure

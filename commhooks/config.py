@@ -8,7 +8,7 @@ import types
 import typing
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Optional, Union
+from typing import Any, ClassVar, Union
 
 from commhooks.errors import HookConfigError
 from commhooks.payload_checks import shown
@@ -100,8 +100,9 @@ class PowerSGD(HookConfig):
     hook_name: ClassVar[str] = "powerSGD"
 
     matrix_approximation_rank: int = 1
-    # Written the old way: OmegaConf 2.4 does not read `int | float | None`.
-    start_powerSGD_iter: Optional[Union[int, float]] = None  # noqa: UP007, UP045
+    # Written the old way: OmegaConf 2.4 does not read `int | float | None`. And not as an Optional of a Union, which
+    # typing takes from a cache: int would come last where somebody has written the types the other way round before.
+    start_powerSGD_iter: Union[int, float, None] = None  # noqa: UP007
     min_compression_rate: float = 2
     use_error_feedback: bool = True
     warm_start: bool = True

@@ -113,7 +113,8 @@ def test_the_workers_use_what_was_handed_over(way: str, config: Path, temporary:
 @pytest.mark.timeout(LIMIT_S + 20)
 def test_a_script_that_ignores_the_section_fails(config: Path, temporary: Path, tmp_path: Path) -> None:
     script = tmp_path / "ignores.py"
-    script.write_text("import os\nprint('ran as rank', os.environ['RANK'])\n")
+    # One write: two processes share the output.
+    script.write_text("import os\nos.write(1, f\"ran as rank {os.environ['RANK']}\\n\".encode())\n")
     status, output = run([*OURS, "--config_file", str(config), str(script)], temporary)
     assert "ran as rank 0" in output and "ran as rank 1" in output
     assert status == 1 and SENTENCE in output, output

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import io
+import json
 import os
+import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
@@ -195,25 +197,46 @@ def _cli(hook: Any, **init_args: Any) -> Any:
     return cli.trainer.strategy._spec.config
 
 
-@pytest.mark.parametrize(
-    "chosen",
-    [
-        {"matrix_approximation_rank": 4, "start_powerSGD_iter": 0.25, "min_compression_rate": 2, "warm_start": False},
-        {"start_powerSGD_iter": 7},
-        {"start_powerSGD_iter": None},
-        {"matrix_approximation_rank": 0},
-        {"matrix_approximation_rank": 2.5},
-        {"start_powerSGD_iter": 1.0},
-        {"min_compression_rate": -1.0},
-        {"use_error_feedback": 4},
-        {"random_seed": "x"},
-        {"orthogonalization_epsilon": None},
-        {"exclude": ["*embed*", "head.?.weight"]},
-        {"exclude": "*embed*"},
-    ],
-    ids=str,
-)
-def test_lightning_cli(chosen: Options) -> None:
-    expected = outcome(CHANNELS["a config object"], chosen)
-    assert outcome(lambda options: _cli({"class_path": "commhooks.PowerSGD", "init_args": options}), chosen) == expected
-    assert outcome(lambda options: _cli("powerSGD", hook_options=options), chosen) == expected
+CLI_CASES: list[Options] = [
+    {"matrix_approximation_rank": 4, "start_powerSGD_iter": 0.25, "min_compression_rate": 2, "warm_start": False},
+    {"start_powerSGD_iter": 7},
+    {"start_powerSGD_iter": None},
+    {"matrix_approximation_rank": 0},
+    {"matrix_approximation_rank": 2.5},
+    {"start_powerSGD_iter": 1.0},
+    {"min_compression_rate": -1.0},
+    {"use_error_feedback": 4},
+    {"random_seed": "x"},
+    {"orthogonalization_epsilon": None},
+    {"exclude": ["*embed*", "head.?.weight"]},
+    {"exclude": "*embed*"},
+]
+
+
+def print_cli_outcomes() -> None:
+    """Per case: the options of a config class, and those of a hook by name."""
+    found = [
+        (
+            outcome(lambda options: _cli({"class_path": "commhooks.PowerSGD", "init_args": options}), chosen),
+            outcome(lambda options: _cli("powerSGD", hook_options=options), chosen),
+        )
+        for chosen in CLI_CASES
+    ]
+    print(json.dumps(found))
+
+
+@pytest.mark.timeout(150)
+def test_lightning_cli() -> None:
+    """In a process of its own, as a command line is: after many other tests of one process jsonargparse has been seen
+    to read the step 7 as 7.0, which is refused."""
+    paths = os.pathsep.join(path for path in sys.path if path)
+    done = subprocess.run(
+        [sys.executable, "-c", "import test_config_channels as t; t.print_cli_outcomes()"],
+        env={**os.environ, "PYTHONPATH": paths},
+        capture_output=True,
+        text=True,
+        timeout=140,
+    )
+    assert done.returncode == 0, done.stderr
+    for chosen, found in zip(CLI_CASES, json.loads(done.stdout.splitlines()[-1]), strict=True):
+        assert found == [outcome(CHANNELS["a config object"], chosen)] * 2, chosen

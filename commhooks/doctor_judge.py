@@ -133,25 +133,28 @@ def _without_start(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def estimate_ms(measured: Measured, noop: Measured, link: Link, mbit_per_s: float, world_size: int) -> float:
-    """The step on another link, an estimate that meets the measured point.
+    """The step on another link, an estimate that meets the measured point and falls with the bandwidth.
 
-    What the step takes longer than without an exchange and with the codec is the network's share, and shrinks and grows
-    as 1 / bandwidth. On a slower link it grows by the additional time on the wire at least: what hides behind the
-    backward pass here need not do so there.
+    On a slower link the step grows by the time that its bytes need there in addition, and by nothing else, so that of
+    two hooks the one that sends more loses there, however the measured times scatter. What the backward pass hides
+    here it hides there too, but no more of it: where it has room left the estimate is too long, by one backward pass
+    at most.
+
+    On a faster link the step becomes shorter by the time that its bytes need less, down to the step without an exchange
+    and with the codec. What the bytes do not explain (latency, other ranks that are late, chance) shrinks with the
+    bandwidth, so that it cannot let a hook look worthwhile on any link.
     """
+    here_ms = 1000 * wire_s(measured.bytes_sent, link.mbit_per_s, world_size)
+    times_slower = link.mbit_per_s / mbit_per_s
+    if times_slower >= 1:
+        return measured.median_ms + (times_slower - 1) * here_ms
     if measured.codec_ms:
         codec_ms = statistics.median(measured.codec_ms)
     else:  # on an accelerator: what the wire does not explain
-        here_ms = 1000 * wire_s(measured.bytes_sent, link.mbit_per_s, world_size)
         codec_ms = max(0.0, measured.median_ms - noop.median_ms - here_ms)
     floor_ms = min(measured.median_ms, noop.median_ms + codec_ms)
-    scaled_ms = floor_ms + (measured.median_ms - floor_ms) * link.mbit_per_s / mbit_per_s
-    if mbit_per_s >= link.mbit_per_s:
-        return scaled_ms
-    longer_s = wire_s(measured.bytes_sent, mbit_per_s, world_size) - wire_s(
-        measured.bytes_sent, link.mbit_per_s, world_size
-    )
-    return max(scaled_ms, measured.median_ms + 1000 * longer_s)
+    network_ms = max(here_ms, measured.median_ms - floor_ms)
+    return max(floor_ms, measured.median_ms - (1 - times_slower) * network_ms)
 
 
 def pays_below(measured: Mapping[str, Measured], link: Link, world_size: int) -> float | None:

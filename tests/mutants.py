@@ -1091,6 +1091,13 @@ MUTANTS = [
         "test_doctor.py::test_advice",
     ),
     Mutant(
+        "the doctor takes chance for the network on a slower link",
+        "commhooks/doctor_judge.py",
+        "return measured.median_ms + (times_slower - 1) * here_ms",
+        "return measured.median_ms + (times_slower - 1) * max(here_ms, measured.median_ms - noop.median_ms)",
+        "test_doctor.py::test_noise_does_not_let_more_bytes_win_on_a_slow_link",
+    ),
+    Mutant(
         "the doctor runs a batch_fn that calls your own model",
         "commhooks/doctor_check.py",
         '        raise DoctorError(f"batch_fn called your own model',

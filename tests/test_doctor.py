@@ -316,12 +316,29 @@ def test_estimates_meet_the_measured_point_and_fall_with_bandwidth() -> None:
     # What is hidden here is not hidden on a slower link: 100 MB at 100 Mbit/s are 8 s.
     hidden = figures(noop=500, allreduce=500)
     assert estimate_ms(hidden["allreduce"], hidden["noop"], link, 100, 2) == pytest.approx(500 + 8000 - 400)
+    # On a faster one its bytes are gone from the step before all of their time is: half of these 400 ms are hidden.
+    half = figures(noop=500, allreduce=700)
+    assert estimate_ms(half["allreduce"], half["noop"], link, 4000, 2) == pytest.approx(500.1)
     assert wire_s(100e6, 1000, 2) == pytest.approx(0.8) and wire_s(100e6, 1000, 4) == pytest.approx(1.2)
     # The codec of 10 ms pays until the network's share is about 1.2 times the gain.
     below = pays_below(found, link, 2)
     assert below is not None and below > 2000
     assert advice(found, 2000).pays_below_mbit_per_s == below
     assert pays_below(figures(noop=50, allreduce=50), link, 2) is None
+
+
+def test_noise_does_not_let_more_bytes_win_on_a_slow_link() -> None:
+    # Measured with other things going on: rank 1 and plain all-reduce came out far too slow.
+    found, link = figures(noop=50, allreduce=900, fp16=250, r1=100, r4=55), Link(2000, 0.2)
+    for mbit_per_s in (1, 10, 30):
+        curves = {label: estimate_ms(each, found["noop"], link, mbit_per_s, 2) for label, each in found.items()}
+        assert sorted(curves, key=curves.__getitem__) == sorted(curves, key=lambda label: found[label].bytes_sent)
+    # Half a megabyte at 10 Mbit/s: what took long for another reason here does not take 200 times as long there.
+    assert estimate_ms(found["powerSGD rank 1"], found["noop"], link, 10, 2) == pytest.approx(100 + 400 - 2)
+    # Nor does it make a hook look worthwhile where there is nothing to win.
+    assert estimate_ms(found["allreduce"], found["noop"], link, 1e7, 2) == pytest.approx(50, abs=0.3)
+    below = pays_below(found, link, 2)
+    assert below is not None and below < 200_000
 
 
 def test_quartiles_and_bandwidths() -> None:

@@ -15,7 +15,6 @@ The keys are the arguments of `CommHookKwargs`, but those that hold objects in P
 import contextlib
 import dataclasses
 import inspect
-import pkgutil
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,6 +24,7 @@ import yaml
 from accelerate import DistributedDataParallelKwargs
 
 from commhooks.config import CONFIGS, checked_types, closest
+from commhooks.dotted_path import import_path
 from commhooks.errors import HookConfigError
 from commhooks.spec import canonical_name
 
@@ -110,12 +110,7 @@ def to_arguments(settings: Mapping[str, Any]) -> dict[str, Any]:
     arguments = dict(settings)
     path = arguments.get("hook_state")
     if path is not None:
-        if ":" not in path:
-            raise HookConfigError(f"hook_state={path!r}; expected 'package.module:name'")
-        try:
-            found = pkgutil.resolve_name(path)
-        except (ImportError, AttributeError, ValueError) as error:
-            raise HookConfigError(f"hook_state={path!r} cannot be imported: {error}") from error
+        found = import_path(path, f"hook_state={path!r}", kind="name")
         arguments["hook_state"] = found() if inspect.isclass(found) or inspect.isfunction(found) else found
     return arguments
 

@@ -2,7 +2,6 @@
 
 import argparse
 import contextlib
-import importlib
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -13,10 +12,10 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from commhooks.config import closest
 from commhooks.doctor_check import CONTRACT, check_world_size
 from commhooks.doctor_report import check_output
 from commhooks.doctor_run import doctor
+from commhooks.dotted_path import current_folder_first, import_path
 from commhooks.errors import DoctorError
 
 HELP = "measure on your own ranks and network which hook makes training faster, if any"
@@ -66,9 +65,9 @@ def run(arguments: argparse.Namespace) -> int:
     """All ranks; the first one prints and writes."""
     check_output(arguments.json, arguments.plot)
     options = parse_options(arguments.options)
-    with _process_group(arguments.backend):
+    with current_folder_first(), _process_group(arguments.backend):
         check_world_size(None)
-        ddp_model, batch_fn = build_model(import_function(arguments.build))
+        ddp_model, batch_fn = build_model(import_build(arguments.build))
         rank = dist.get_rank()
         report = doctor(
             ddp_model,
@@ -131,22 +130,9 @@ def _process_group(backend: str | None) -> Iterator[None]:
         dist.destroy_process_group()
 
 
-def import_function(path: str) -> Callable[[], Any]:
-    """The function of a path `package.module:function`. Modules of the current folder are found."""
-    module_name, colon, attribute = path.partition(":")
-    if not (module_name and colon and attribute):
-        raise DoctorError(f"{path!r} is no path of a function; expected package.module:function")
-    if "" not in sys.path and os.getcwd() not in sys.path:  # as the `commhooks` script; `python -m` has it
-        sys.path.insert(0, os.getcwd())
-    try:
-        module = importlib.import_module(module_name)
-    except ImportError as error:
-        raise DoctorError(
-            f"cannot import {module_name!r}: {error}. Start in the folder in which `import {module_name}` works"
-        ) from error
-    found = getattr(module, attribute, None)
-    if found is None:
-        raise DoctorError(f"{module_name!r} has no {attribute!r}{closest(attribute, dir(module))}")
+def import_build(path: str) -> Callable[[], Any]:
+    """The function of a path `package.module:function`."""
+    found = import_path(path, repr(path), error_class=DoctorError)
     if not callable(found):
         raise DoctorError(f"{path!r} is a {type(found).__name__}; expected a function that returns (model, batch_fn)")
     return found

@@ -1,20 +1,17 @@
 """The parameters of a model that the user names: by a function that builds it, or by a checkpoint file."""
 
-import contextlib
-import importlib
 import inspect
 import os
 import re
-import sys
 import warnings
 import zipfile
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from commhooks.dotted_path import current_folder_first, import_path
 from commhooks.errors import CommHookError, HookConfigError
 from commhooks.exclude import all_names
 from commhooks.payload_checks import shown
@@ -46,21 +43,12 @@ def named_model(target: str) -> NamedModel:
     """
     if os.path.exists(target):
         return from_checkpoint(Path(target))
-    module_name, colon, attribute = target.partition(":")
-    if not colon:
+    if ":" not in target:
         raise HookConfigError(
             f"{target!r} is neither a file nor 'package.module:function', a function that returns an nn.Module"
         )
-    if not all((*module_name.split("."), *attribute.split("."))):
-        raise HookConfigError(f"{target!r}: expected 'package.module:function' with the full name of the module")
-    with _current_folder_first():
-        try:
-            found: Any = importlib.import_module(module_name)
-            for part in attribute.split("."):
-                found = getattr(found, part)
-        except (ImportError, AttributeError) as error:
-            raise HookConfigError(f"{target!r} cannot be imported: {error}") from error
-        return from_module(target, _built(target, found))
+    with current_folder_first():  # also while it builds, which may import more
+        return from_module(target, _built(target, import_path(target, repr(target))))
 
 
 def from_module(source: str, module: torch.nn.Module) -> NamedModel:
@@ -186,15 +174,3 @@ def _built(target: str, found: Any) -> torch.nn.Module:
     if not isinstance(model, torch.nn.Module):
         raise HookConfigError(f"{target!r} returned a {type(model).__name__}, not an nn.Module")
     return model
-
-
-@contextlib.contextmanager
-def _current_folder_first() -> Iterator[None]:
-    """As `python -m` does: a command of its own has the folder of its script among the modules, not this one."""
-    here = os.getcwd()
-    sys.path.insert(0, here)
-    try:
-        yield
-    finally:
-        with contextlib.suppress(ValueError):
-            sys.path.remove(here)

@@ -1,7 +1,5 @@
 """What the user asked for, checked when it is asked: before there is a model, a process group or a training run."""
 
-import difflib
-import importlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -10,6 +8,7 @@ import torch.distributed as dist
 
 from commhooks.config import CONFIGS, HookConfig, Noop, PowerSGD, closest, from_options
 from commhooks.ddp_comm_hooks import debugging_hooks, default_hooks, powerSGD_hook
+from commhooks.dotted_path import import_path
 from commhooks.errors import HookConfigError
 from commhooks.payload import SAVE_RESIDUAL
 from commhooks.wire import WIRE_DTYPES
@@ -144,7 +143,7 @@ class HookSpec:
             raise HookConfigError(f"hook={hook.__name__} is a class; write {hook.__name__}() with its options inside")
         if isinstance(hook, str):
             if ":" in hook:
-                return cls._from_function(_import_function(hook), hook_options, hook_state, common, name=hook)
+                return cls._from_function(_import_hook(hook), hook_options, hook_state, common, name=hook)
             name = canonical_name(hook)
             if name is None:
                 names = list(available_hooks())
@@ -205,27 +204,11 @@ class HookSpec:
         return self.hook_state, self.function
 
 
-def _import_function(path: str) -> Callable[..., Any]:
-    module_name, _, attribute = path.partition(":")
-    # A path may come from a YAML file or a flag: relative to what would nobody know.
-    if not all((*module_name.split("."), *attribute.split("."))):
-        raise HookConfigError(
-            f"hook {path!r} is not a path: expected 'package.module:function' with the full name of the module"
-        )
-    try:
-        target: Any = importlib.import_module(module_name)
-    except ImportError as error:
-        raise HookConfigError(f"hook {path!r}: cannot import {module_name!r}: {error}") from error
-    for part in attribute.split("."):
-        try:
-            target = getattr(target, part)
-        except AttributeError:
-            offer = difflib.get_close_matches(part, dir(target), n=1)
-            hint = f" (did you mean {offer[0]!r}?)" if offer else ""
-            raise HookConfigError(f"hook {path!r}: {module_name!r} has no {part!r}{hint}") from None
-    if not callable(target):
-        raise HookConfigError(f"hook {path!r} is a {type(target).__name__}, not a callable (state, bucket)")
-    return target
+def _import_hook(path: str) -> Callable[..., Any]:
+    found = import_path(path, f"hook {path!r}")
+    if not callable(found):
+        raise HookConfigError(f"hook {path!r} is a {type(found).__name__}, not a callable (state, bucket)")
+    return found
 
 
 def _check_choice(name: str, value: object, choices: tuple[object, ...]) -> None:

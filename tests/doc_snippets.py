@@ -499,12 +499,14 @@ def _check_torchrun(words: list[str]) -> None:
 def _check_doctor(words: list[str]) -> None:
     """The one command that only torchrun can start."""
     from commhooks import doctor_command
+    from commhooks.dotted_path import current_folder_first
 
     parser = argparse.ArgumentParser()
     doctor_command.add_arguments(parser)
     try:
         assert words[:1] == ["doctor"]
-        doctor_command.import_function(parser.parse_args(words[1:]).build)
+        with current_folder_first():
+            doctor_command.import_build(parser.parse_args(words[1:]).build)
     except (AssertionError, DoctorError, SystemExit) as error:
         raise WrongSnippet(f"commhooks {shlex.join(words)}: cannot be started by torchrun: {error}") from error
 

@@ -85,7 +85,10 @@ def test_hook_state_by_its_path() -> None:
     named = {"hook": "test_accelerate_yaml:State", "hook_state": "test_accelerate_yaml:SHARED_STATE"}
     assert to_arguments(named)["hook_state"] is SHARED_STATE
     assert isinstance(to_arguments({"hook_state": "test_accelerate_yaml:State"})["hook_state"], State)
-    for path, text in [("no_such_module:x", "cannot be imported"), ("test_accelerate_yaml:nothing", "nothing")]:
+    for path, text in [
+        ("no_such_module:x", "cannot import 'no_such_module'"),
+        ("test_accelerate_yaml:nothing", "has no 'nothing'"),
+    ]:
         with pytest.raises(HookConfigError, match=text):
             to_arguments({"hook_state": path})
     with pytest.raises(HookConfigError, match="expected 'package.module:name'"):

@@ -530,15 +530,15 @@ def test_what_build_returns(build: Callable[[], Any], sentence: str) -> None:
 @pytest.mark.parametrize(
     "path, sentence",
     [
-        ("test_doctor.frozen", "expected package.module:function"),
-        ("no_such_module:build", "cannot import 'no_such_module'"),
+        ("test_doctor.frozen", "expected 'package.module:function' with the full name of the module"),
+        ("no_such_module:build", "cannot import 'no_such_module': No module named 'no_such_module'; start where"),
         ("test_doctor:frozn", "'test_doctor' has no 'frozn' (did you mean 'frozen'?)"),
         ("test_doctor:REPOSITORY", "is a PosixPath; expected a function"),
     ],
 )
 def test_a_build_function_that_is_not_there(path: str, sentence: str) -> None:
     with pytest.raises(DoctorError) as raised:
-        doctor_command.import_function(path)
+        doctor_command.import_build(path)
     assert sentence in str(raised.value)
 
 

@@ -32,13 +32,8 @@ PACKAGES = ("commhooks", "lightning_commhooks", "accelerate_commhooks")
 
 # ---- the source ------------------------------------------------------------------------------------------------------
 
-# What imports by name: the hook and the state that a user's configuration names. No checkpoint reaches them.
-BY_NAME = {
-    ("commhooks/spec.py", "importlib.import_module"),
-    ("commhooks/doctor_command.py", "importlib.import_module"),  # of the command line: MODULE:FUNCTION
-    ("commhooks/named_model.py", "importlib.import_module"),
-    ("accelerate_commhooks/yaml_config.py", "pkgutil.resolve_name"),
-}
+# What imports by name: what a user's configuration or command line names. No checkpoint reaches it.
+BY_NAME = {("commhooks/dotted_path.py", "importlib.import_module")}
 RUNS_WHAT_IT_READS = {
     *("eval", "exec", "compile", "__import__", "importlib.import_module", "pkgutil.resolve_name"),
     *("pickle", "cPickle", "dill", "cloudpickle", "joblib", "shelve", "marshal", "runpy", "copyreg"),

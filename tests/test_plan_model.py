@@ -212,8 +212,8 @@ def test_from_functions() -> None:
     for target, text in {
         "test_plan_model": "is neither a file nor 'package.module:function'",
         "test_plan_model:": "expected 'package.module:function' with the full name",
-        "no_such_module:build": "cannot be imported: No module named 'no_such_module'",
-        "test_plan_model:build": "cannot be imported: module 'test_plan_model' has no attribute 'build'",
+        "no_such_module:build": "cannot import 'no_such_module': No module named 'no_such_module'; start where",
+        "test_plan_model:build": "'test_plan_model' has no 'build' .did you mean 'build_mlp'",
         "test_plan_model:not_callable": "is a int, not a function that returns an nn.Module",
         "test_plan_model:needs_an_argument": "cannot be called without arguments",
         "test_plan_model:no_model": "returned a int, not an nn.Module",

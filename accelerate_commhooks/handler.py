@@ -27,6 +27,7 @@ from accelerate_commhooks.yaml_config import (
 from commhooks import AttachError, CommHook, HookConfigError, HookRunError, PowerSGD
 from commhooks.attach import attach_spec, check_total_steps
 from commhooks.config import closest, resolve_start
+from commhooks.loss_scale import LossScale, scale_of
 from commhooks.metrics import PREFIX, Meter
 from commhooks.spec import HookSpec
 
@@ -351,14 +352,16 @@ def _calling_accelerator(handler: CommHookKwargs) -> Accelerator | None:
     return None
 
 
-def _loss_scale(accelerator: Accelerator | None) -> Callable[[], float] | None:
+def _loss_scale(accelerator: Accelerator | None) -> Callable[[], LossScale] | None:
     if accelerator is None:
         return None
     weak = weakref.ref(accelerator)
 
-    def loss_scale() -> float:
-        scaler = getattr(weak(), "scaler", None)  # asked each time: it may be set later
-        return 1.0 if scaler is None else scaler.get_scale()
+    def loss_scale() -> LossScale:
+        known: Any = weak()
+        if getattr(known, "scaler", None) is None:  # asked each time: it may be set later
+            return 1.0
+        return scale_of(known.scaler, known.device)
 
     return loss_scale
 

@@ -9,7 +9,8 @@ import torch
 
 from commhooks.collective import start_all_reduce
 from commhooks.lowrank_exchange import LowRankExchange
-from commhooks.lowrank_scratch import Matrix, Packed
+from commhooks.lowrank_scratch import Packed
+from commhooks.matrix import Matrix
 from commhooks.wire import all_finite, put_only_factor
 
 

@@ -295,7 +295,7 @@ class CommHook:
             compressed = {plan.name for plan in self._plan_parameters() if plan.compressed}
         chosen = {name: p for name, p in parameters.items() if every or name in compressed}
         with registration.pipeline.lock if registration is not None else contextlib.nullcontext():
-            return measure(chosen, memory.residuals, memory.loss_scale)
+            return measure(chosen, memory.residuals, float(memory.loss_scale))
 
     def sample_cosine(self, every: int | None) -> None:
         """Measure on every `every`-th backward pass from now on the cosine of the angle between the gradient that the

@@ -1,8 +1,10 @@
 """One bucket, compressed: delta = gradient + residual -> P -> all-reduce -> Q -> all-reduce -> gradient, residual.
 
-`LowRankExchange` takes one bucket of one backward pass through the buffers of `LowRankScratch`. Nothing learned is
-written before `commit`.
+`LowRankExchange` takes one bucket of one backward pass through the buffers of `LowRankScratch`, matrix by matrix, on
+the CPU; `MaskedExchange` does the same on an accelerator. Nothing learned is written before `commit`.
 """
+
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -10,7 +12,9 @@ import torch.distributed as dist
 from commhooks import arithmetic, codec
 from commhooks.collective import Pending, new_future, start_all_reduce
 from commhooks.layout import Slot
-from commhooks.lowrank_scratch import LowRankOptions, LowRankScratch, Matrix, Packed
+from commhooks.loss_scale import LossScale
+from commhooks.lowrank_scratch import LowRankOptions, LowRankScratch, Packed
+from commhooks.matrix import Matrix
 from commhooks.memory import Memory
 from commhooks.stats import Stats
 from commhooks.wire import all_finite, put_factor, put_overflow, put_plain, put_projection
@@ -27,7 +31,7 @@ class LowRankExchange:
         options: LowRankOptions,
         group: dist.ProcessGroup,
         stats: Stats,
-        residual_factor: float,
+        residual_factor: LossScale,
         label: str = "a bucket",
     ) -> None:
         self.buffer = buffer
@@ -40,7 +44,7 @@ class LowRankExchange:
         self._stats = stats
         self._label = label
         # The loss scale has changed by this factor since the residuals were written.
-        self._residual_factor = residual_factor
+        self._residual_factor: Any = residual_factor
         self._on_host = arithmetic.host_may_look(buffer.device)
         self._first: Pending | None = None
         self._second: Pending | None = None
@@ -87,21 +91,16 @@ class LowRankExchange:
     def commit(self, good: torch.Tensor | bool) -> None:
         """Write the gradient P Q^T into the bucket and, if `good`, the residual delta - P Q_local^T and Q.
 
-        `good` is a bool on the CPU and a 0-dim tensor elsewhere, so that an accelerator is never waited for. A bucket
-        that is not finite itself leaves NaN in its gradients on every rank.
+        A bucket that is not finite itself leaves NaN in its gradients on every rank.
         """
         s = self._scratch
         self._store_plain(self._with_p)
         poison = torch.where(self._good, 0.0, float("nan")).to(s.dtype)
-        alive = self._with_p.flags > 0
-        alive_on_host = alive.tolist() if self._on_host else []
+        alive = (self._with_p.flags > 0).tolist()
         for i, matrix in enumerate(s.matrices):
-            if self._on_host:
-                self._commit_on_host(i, matrix, bool(good), alive_on_host[i], poison)
-            else:
-                self._commit_masked(i, matrix, good, alive[i], poison)
+            self._commit_matrix(i, matrix, bool(good), alive[i], poison)
 
-    def _commit_on_host(self, i: int, matrix: Matrix, good: bool, alive: bool, poison: torch.Tensor) -> None:
+    def _commit_matrix(self, i: int, matrix: Matrix, good: bool, alive: bool, poison: torch.Tensor) -> None:
         s, delta = self._scratch, self._delta(i)
         if good and not alive:
             self._skip(matrix)
@@ -121,30 +120,6 @@ class LowRankExchange:
         else:
             self._store_residual(i, matrix, delta)
             self._store_gradient(i, matrix, delta, q)
-
-    def _commit_masked(
-        self, i: int, matrix: Matrix, good: torch.Tensor | bool, alive: torch.Tensor, poison: torch.Tensor
-    ) -> None:
-        s, delta = self._scratch, self._delta(i)
-        good = torch.as_tensor(good, device=alive.device)
-        keep = good & alive
-        if self._options.use_error_feedback:
-            for name, slot in matrix.slots:
-                # Whether the step is good or not: the loss scale that goes with the residuals changes with them.
-                self._residual(name, slot).mul_(self._residual_factor)
-            new = torch.empty_like(delta)
-            codec.remainder(delta, s.p[i], s.q[i], matrix.rank, out=new)
-            flat = new.view(-1)
-            for name, slot in matrix.slots:
-                old = self._residual(name, slot)
-                begin = slot.offset - matrix.start
-                torch.where(keep, flat[begin : begin + slot.numel], old, out=old)
-        q = s.q[i]
-        q[: matrix.rank] = self._with_q.factors[i]
-        memory = self._q_memory(matrix)
-        torch.where(keep, q[: matrix.rank], memory, out=memory)
-        q.copy_(torch.where(alive, q, torch.zeros_like(q)) + poison)
-        self._store_gradient(i, matrix, delta, q)
 
     def _skip(self, matrix: Matrix) -> None:
         """No rank had a gradient: keep the residual for later instead of losing it to a step that is not taken."""
@@ -214,19 +189,19 @@ class LowRankExchange:
     def _q_memory(self, matrix: Matrix) -> torch.Tensor:
         q = self._memory.q.get(matrix.name)
         if q is None:
-            # What the step started from: behind a mask it may be that this step does not change it.
-            q = self._options.draw_q(matrix, self._memory.step, self._scratch.dtype).to(self.buffer.device)
-            self._memory.q[matrix.name] = q
+            q = self._memory.q[matrix.name] = self._draw_q(matrix).to(self.buffer.device)
         return q
+
+    def _draw_q(self, matrix: Matrix) -> torch.Tensor:
+        """r x m, on the CPU."""
+        return self._options.draw_q(matrix, self._memory.step, self._scratch.dtype)
 
     def _starting_q(self, matrix: Matrix) -> torch.Tensor:
         """r x m, rows of norm 1: only the space that they span matters, and otherwise P would grow with the square of
         the gradient. A row of zeros is a missing direction."""
         q = self._memory.q.get(matrix.name) if self._options.warm_start else None
-        if q is None:
-            q = self._options.draw_q(matrix, self._memory.step, self._scratch.dtype).to(self.buffer.device)
-        rows, missing = codec.unit_rows(q)
-        if self._on_host and not missing.any():
+        rows, missing = codec.unit_rows(self._draw_q(matrix) if q is None else q)
+        if not missing.any():
             return rows
         refill, _ = codec.unit_rows(self._scratch.refill(matrix, "Q", self._options))
         return torch.where(missing, refill, rows)

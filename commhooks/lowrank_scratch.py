@@ -7,35 +7,9 @@ from typing import Any
 import torch
 
 from commhooks import arithmetic, codec, fused_codec
-from commhooks.layout import BucketLayout, Slot
-
-
-@dataclass(frozen=True, eq=False)
-class Matrix:
-    """One matrix to compress: `n x m` at `rank`, made of the gradients in `slots`.
-
-    In per-parameter PowerSGD that is one slot of n * m elements; in the batched form all slots of a bucket, padded with
-    zeros to a square.
-    """
-
-    name: str
-    slots: tuple[tuple[str, Slot], ...]
-    """Name and place of each parameter in the matrix, adjacent in the bucket."""
-    n: int
-    m: int
-    rank: int
-
-    @property
-    def start(self) -> int:
-        return self.slots[0][1].offset
-
-    @property
-    def stop(self) -> int:
-        return self.slots[-1][1].offset + self.slots[-1][1].numel
-
-    @property
-    def fills_bucket_span(self) -> bool:
-        return self.stop - self.start == self.n * self.m
+from commhooks.layout import BucketLayout
+from commhooks.matrix import Matrix, by_shape
+from commhooks.matrix_stack import MatrixStack
 
 
 @dataclass(frozen=True)
@@ -51,10 +25,23 @@ class LowRankOptions:
 
 
 class LowRankScratch:
-    """Buffers of one bucket layout, on its device."""
+    """Buffers of one bucket layout, on its device.
+
+    Args:
+        fused: see `fused_codec`.
+        stacked: matrices of one shape lie in one stack, for `MaskedExchange`; `p`, `q`, `delta` are empty then.
+        stack_deltas: the deltas too, which takes a copy of the gradients.
+    """
 
     def __init__(
-        self, layout: BucketLayout, matrices: list[Matrix], wire_dtype: torch.dtype, fused: bool = False
+        self,
+        layout: BucketLayout,
+        matrices: list[Matrix],
+        wire_dtype: torch.dtype,
+        *,
+        fused: bool = False,
+        stacked: bool = False,
+        stack_deltas: bool = False,
     ) -> None:
         device, dtype = layout.device, arithmetic.compute_dtype(layout.dtype)
         if fused:
@@ -62,20 +49,31 @@ class LowRankScratch:
         self.products: Any = fused_codec.load() if fused else codec
         """The passes over whole matrices: plain, or as a native kernel."""
         self.layout = layout
-        self.matrices = matrices
         self.dtype = dtype
-        self.p = [codec.new_factor(x.rank, x.n, dtype, device) for x in matrices]
-        self.q = [codec.new_factor(x.rank, x.m, dtype, device) for x in matrices]
-        # A float32 or float64 bucket serves as delta itself; what is narrower, or padded, needs memory of its own.
-        self.delta = [
-            None if layout.dtype == dtype and x.fills_bucket_span else torch.zeros(x.n, x.m, dtype=dtype, device=device)
-            for x in matrices
+        groups = by_shape(matrices) if stacked else []
+        self.stacks = [
+            MatrixStack(
+                group, dtype, device, own_delta=not self._lives_in_bucket(group[0]) or (stack_deltas and len(group) > 1)
+            )
+            for group in groups
         ]
-        self.in_place = [own is None and len(x.slots) == 1 for own, x in zip(self.delta, matrices, strict=True)]
-        self.plain_spans = _complement([(x.start, x.stop) for x in matrices], layout.numel)
+        self.matrices = [x for group in groups for x in group] if stacked else matrices
+        """In the order in which they travel."""
+        apart = [] if stacked else matrices
+        self.p = [codec.new_factor(x.rank, x.n, dtype, device) for x in apart]
+        self.q = [codec.new_factor(x.rank, x.m, dtype, device) for x in apart]
+        self.delta = [
+            None if self._lives_in_bucket(x) else torch.zeros(x.n, x.m, dtype=dtype, device=device) for x in apart
+        ]
+        self.in_place = [own is None and len(x.slots) == 1 for own, x in zip(self.delta, apart, strict=True)]
+        self.plain_spans = _complement(sorted((x.start, x.stop) for x in matrices), layout.numel)
         self.wire_dtype = wire_dtype
         self._packed: dict[tuple[int, ...], Packed] = {}
         self._refills: dict[tuple[str, str], torch.Tensor] = {}
+
+    def _lives_in_bucket(self, matrix: Matrix) -> bool:
+        """A float32 or float64 bucket serves as delta itself; what is narrower, or padded, needs memory of its own."""
+        return self.layout.dtype == self.dtype and matrix.fills_bucket_span
 
     def packed(self, lengths: Sequence[int], *, alone: bool = False) -> "Packed":
         """The buffer that travels with one factor of `rank x length` per matrix; the same one at every call.
@@ -97,6 +95,14 @@ class LowRankScratch:
             self._refills[key] = options.draw_refill(matrix, side, self.dtype).to(self.layout.device)
         return self._refills[key]
 
+    def stacked_refill(self, stack: MatrixStack, side: str, options: LowRankOptions) -> torch.Tensor:
+        """As `refill`, `k x r x length`, rows of norm 1."""
+        key = (stack.matrices[0].name, side)
+        if key not in self._refills:
+            drawn = torch.stack([options.draw_refill(x, side, self.dtype) for x in stack.matrices])
+            self._refills[key] = codec.unit_rows(drawn.to(self.layout.device))[0]
+        return self._refills[key]
+
 
 @dataclass(frozen=True)
 class Packed:
@@ -109,6 +115,10 @@ class Packed:
     """Per span of the bucket that is not compressed."""
     flags: torch.Tensor
     """Per matrix 1 if its gradient is not zero, summed over the ranks."""
+    stacked_factors: list[torch.Tensor]
+    """Per stack, `k x rank x length`: the same memory as `factors`."""
+    stacked_flags: tuple[torch.Tensor, ...]
+    """Per stack, `k`: the same memory as `flags`."""
 
     @classmethod
     def new(cls, scratch: LowRankScratch, lengths: Sequence[int], alone: bool) -> "Packed":
@@ -119,7 +129,14 @@ class Packed:
         buffer = torch.zeros(sum(numels), dtype=scratch.wire_dtype, device=scratch.layout.device)
         pieces = buffer.split(numels)
         factors = [piece.view(shape) for piece, shape in zip(pieces, shapes, strict=False)]
-        return cls(buffer, factors, list(pieces[len(shapes) : -1]), pieces[-1])
+        counts = [len(stack) for stack in scratch.stacks]
+        firsts = [sum(counts[:i]) for i in range(len(counts))]
+        stacked = [
+            buffer[sum(numels[:first]) :][: sum(numels[first : first + k])].view(k, *shapes[first])
+            for first, k in zip(firsts, counts, strict=True)
+        ]
+        flags_of = pieces[-1].split(counts) if counts and flags else ()
+        return cls(buffer, factors, list(pieces[len(shapes) : -1]), pieces[-1], stacked, flags_of)
 
 
 def _complement(spans: list[tuple[int, int]], numel: int) -> list[tuple[int, int]]:

@@ -84,7 +84,7 @@ def build(
         "step": memory.step,
         "nonfinite_steps": memory.nonfinite_steps,
         "world_size": target.world_size,
-        "loss_scale": memory.loss_scale,
+        "loss_scale": float(memory.loss_scale),
         "exact": exact,
         "residual": residual,
         "residual_ranks": list(residual_ranks),

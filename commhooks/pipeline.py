@@ -19,6 +19,7 @@ import torch.distributed as dist
 from commhooks import arithmetic
 from commhooks.after_backward import run_after_backward
 from commhooks.errors import HookRunError
+from commhooks.loss_scale import LossScale
 from commhooks.memory import Memory
 from commhooks.stats import Stats
 
@@ -42,10 +43,13 @@ class Flight:
     """The buckets of one backward pass, in order."""
 
     compressing: bool
-    residual_factor: float
-    loss_scale: float
+    residual_factor: LossScale
+    """By this the loss scale has changed since the residuals were written."""
+    loss_scale: LossScale
     step: int
     """Committed passes before this one, as far as the host knows."""
+    rescaled: bool = False
+    """The residuals have been brought to `loss_scale`."""
     exchanges: list[Exchange] = field(default_factory=list)
     last_index: int = -1
     """Of the bucket that came last; buckets come in order, so that a lower one begins another pass."""
@@ -125,7 +129,10 @@ class Pipeline:
         return self._unsettled[1] if self._unsettled else 0
 
     def settle(self) -> None:
-        """Bring `memory.step` up to date. Waits for an accelerator if it has verdicts that nobody asked for yet."""
+        """Bring `memory.step` up to date. Waits for an accelerator if it has verdicts that nobody asked for yet; what the
+        caller's stream reads of the memory from now on, it reads after the codec's stream has written it."""
+        for device, stream in self._streams.items():
+            torch.cuda.current_stream(device).wait_stream(stream)
         if self._unsettled is None:
             return
         good, passes, compressed = self._unsettled
@@ -133,6 +140,7 @@ class Pipeline:
         committed = int(good.item())
         self._memory.step += committed
         self._stats.compressed_steps += committed if compressed else 0
+        self._memory.loss_scale = float(self._memory.loss_scale)
         self._memory.nonfinite_steps += passes - committed
         self._stats.nonfinite_steps += passes - committed
 
@@ -162,6 +170,7 @@ class Pipeline:
                 raise
             if verdict is not False:
                 self._memory.loss_scale = flight.loss_scale
+                flight.rescaled = True
                 # After a commit that failed half-way the residual began at zero; now it is whole again.
                 self._memory.residual_missing = False
             count, passes = self._unsettled[:2] if self._unsettled else (torch.zeros((), dtype=torch.int64), 0)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from commhooks import codec
+from commhooks import arithmetic, codec
 from commhooks.agreement import agree, fingerprint
 from commhooks.alternating_exchange import AlternatingExchange
 from commhooks.arithmetic import compute_dtype
@@ -15,8 +15,11 @@ from commhooks.collective import resolve_group
 from commhooks.config import BatchedPowerSGD, PowerSGD
 from commhooks.errors import HookRunError
 from commhooks.layout import BucketLayout, layout_key, read_layout
+from commhooks.loss_scale import LossScale, is_one, read_scale
 from commhooks.lowrank_exchange import LowRankExchange
-from commhooks.lowrank_scratch import LowRankOptions, LowRankScratch, Matrix
+from commhooks.lowrank_scratch import LowRankOptions, LowRankScratch
+from commhooks.masked_exchange import MaskedExchange
+from commhooks.matrix import Matrix
 from commhooks.memory import Memory
 from commhooks.names import Names
 from commhooks.pipeline import Exchange, Flight, Pipeline
@@ -64,7 +67,7 @@ class Registration:
         *,
         wrapper_dtype: torch.dtype | None = None,
         batched: bool = False,
-        loss_scale: Callable[[], float | torch.Tensor] | None = None,
+        loss_scale: Callable[[], LossScale] | None = None,
     ) -> None:
         assert isinstance(options.start_powerSGD_iter, int)
         self.options = options
@@ -130,7 +133,7 @@ class Registration:
         for known in self._buckets.values():
             known.used = False
         # Without a scaler now, residuals that were saved with one come back to the scale of the gradients.
-        loss_scale = float(self.loss_scale()) if self.loss_scale is not None else 1.0
+        loss_scale = read_scale(self.loss_scale)
         return Flight(compressing, loss_scale / self.memory.loss_scale, loss_scale, self.memory.step)
 
     def _make_exchange(self, bucket: dist.GradBucket, flight: Flight) -> Exchange:
@@ -145,16 +148,19 @@ class Registration:
         label = f"bucket {bucket.index()} at step {self.memory.step}"
         if known.scratch is None or not flight.compressing:
             return PlainExchange(buffer, group, wire_dtype_of(buffer.dtype, self.wrapper_dtype), self.stats, label)
-        exchange = AlternatingExchange if self.options.alternate else LowRankExchange
-        return exchange(
-            buffer, known.scratch, self.memory, self._low_rank, group, self.stats, flight.residual_factor, label
-        )
+        factor, exchange = flight.residual_factor, LowRankExchange
+        if known.scratch.stacks:
+            exchange = MaskedExchange
+        else:
+            factor = float(factor)
+            exchange = AlternatingExchange if self.options.alternate else LowRankExchange
+        return exchange(buffer, known.scratch, self.memory, self._low_rank, group, self.stats, factor, label)
 
     def _end(self, flight: Flight) -> None:
         for name in self._dead_matrices:
             self.memory.q.pop(name, None)
         self._dead_matrices.clear()
-        if flight.residual_factor != 1 and self.memory.loss_scale == flight.loss_scale:
+        if flight.rescaled and not is_one(flight.residual_factor):
             in_flight = {name for known in self._buckets.values() if known.used for name in known.names}
             for name, residual in self.memory.residuals.items():
                 if name not in in_flight:
@@ -182,10 +188,20 @@ class Registration:
             plans, matrices = (self._plan_batched if self.batched else self._plan_each)(layout, names)
             wire = wire_dtype_of(layout.dtype, self.wrapper_dtype)
             self._check_memory(layout, names, matrices)
-            scratch = LowRankScratch(layout, matrices, wire, self.options.fused) if matrices else None
+            scratch = self._new_scratch(layout, matrices, wire) if matrices else None
             known = self._buckets[key] = _Bucket(layout, names, plans, scratch)
         known.used = True
         return known
+
+    def _new_scratch(self, layout: BucketLayout, matrices: list[Matrix], wire: torch.dtype) -> LowRankScratch:
+        return LowRankScratch(
+            layout,
+            matrices,
+            wire,
+            fused=self.options.fused,
+            stacked=not arithmetic.host_may_look(layout.device) and not self.options.alternate,
+            stack_deltas=self.options.batch_tensors_with_same_shape,
+        )
 
     def _forget_dead(self, new: BucketLayout) -> None:
         """A layout is dead when its parameters lie in another one: DDP rebuilds its buckets once and never goes back.

@@ -27,6 +27,11 @@ def largest_share(dtype: torch.dtype, world_size: int) -> float:
     return info.max / world_size * (1 - min(0.5, world_size * info.eps))
 
 
+def largest_gradient(wire_dtype: torch.dtype) -> float:
+    """A gradient beyond this is an overflow; see `CLAMPED_STEPS`."""
+    return CLAMPED_STEPS * torch.finfo(wire_dtype).max
+
+
 def put_factor(factor: torch.Tensor, out: torch.Tensor, world_size: int) -> None:
     """Write `factor / world_size` to the wire: finite numbers clamped to what the sum can hold, others as NaN.
 
@@ -41,7 +46,7 @@ def put_factor(factor: torch.Tensor, out: torch.Tensor, world_size: int) -> None
 def put_overflow(gradient: torch.Tensor, out: torch.Tensor) -> None:
     """Turn `out`, a number that is sent beside P, into NaN where the gradient is too large for clamping (see
     `CLAMPED_STEPS`): every rank learns of it, and the step is skipped."""
-    limit = CLAMPED_STEPS * torch.finfo(out.dtype).max
+    limit = largest_gradient(out.dtype)
     if limit < torch.finfo(gradient.dtype).max:
         low, high = torch.aminmax(gradient)
         out.add_(torch.where(torch.maximum(-low, high) > limit, float("nan"), 0.0).to(out.dtype))
@@ -51,10 +56,10 @@ def put_projection(factor: torch.Tensor, out: torch.Tensor, world_size: int) -> 
     """Write Q to the wire and change `factor` in place to exactly what was sent, times the world size.
 
     Rounding and clamping are fed back thereby: the residual is made from `factor` as it is then. An inf is an overflow
-    of this product (an inf in the gradient shows in P) and is clamped too. The r rows are clamped to what each may be
-    for an element of P Q^T, a sum of r products, to fit into a bucket of the wire's dtype.
+    of this product (an inf in the gradient shows in P) and is clamped too. The r rows (of `... x r x m`) are clamped to
+    what each may be for an element of P Q^T, a sum of r products, to fit into a bucket of the wire's dtype.
     """
-    limit = largest_share(out.dtype, world_size) / math.sqrt(len(factor))
+    limit = largest_share(out.dtype, world_size) / math.sqrt(factor.shape[-2])
     out.copy_((factor / world_size).clamp(-limit, limit))
     factor.copy_(out)
     factor.mul_(world_size)

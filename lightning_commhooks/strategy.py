@@ -28,6 +28,7 @@ from commhooks import (
 )
 from commhooks.attach import attach_spec
 from commhooks.config import closest, resolve_start
+from commhooks.loss_scale import LossScale, scale_of
 from commhooks.spec import HookSpec
 from lightning_commhooks.checkpoint import CHECKPOINT_KEY, DEFAULT_SAVE_RESIDUAL, CommHookCheckpoint, SaveResidual
 
@@ -126,7 +127,7 @@ class CommHookDDP(DDPStrategy):
         self._trained_at_wrap = {name: p.requires_grad for name, p in module.named_parameters()}
         self._hooked_module = weakref.ref(module)
         self._comm_hook = attach_spec(
-            self.model, self._resolve_start(module.trainer), loss_scale=_loss_scale(module.trainer)
+            self.model, self._resolve_start(module.trainer), loss_scale=_loss_scale(module.trainer, self.root_device)
         )
 
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
@@ -248,11 +249,11 @@ def _steps_left(trainer: pl.Trainer) -> int | None:
     return int(left) if 1 <= left < math.inf else None
 
 
-def _loss_scale(trainer: pl.Trainer) -> Callable[[], float | torch.Tensor] | None:
+def _loss_scale(trainer: pl.Trainer, device: torch.device) -> Callable[[], LossScale] | None:
     plugin: Any = trainer.precision_plugin
     if getattr(plugin, "scaler", None) is None:
         return None
-    return lambda: plugin.scaler.get_scale()
+    return lambda: scale_of(plugin.scaler, device)
 
 
 def _check_ddp_kwargs(given: Mapping[str, Any]) -> None:

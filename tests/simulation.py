@@ -7,7 +7,8 @@ import torch
 from commhooks import codec
 from commhooks.layout import BucketLayout, Slot
 from commhooks.lowrank_exchange import LowRankExchange
-from commhooks.lowrank_scratch import LowRankOptions, LowRankScratch, Matrix
+from commhooks.lowrank_scratch import LowRankOptions, LowRankScratch
+from commhooks.matrix import Matrix
 from commhooks.memory import Memory
 from commhooks.stats import Stats
 

@@ -154,7 +154,7 @@ class PowerSGDState:
         rank = dist.get_rank(self.process_group) if dist.is_initialized() else None
         return {
             "options": self._options,
-            "memory": self._memory,
+            "memory": self._memory.apart(),
             "stats": self._stats,
             "saved_on": None if rank is None else (rank, dist.get_world_size(self.process_group)),
             "names": type(self._names).__name__,

@@ -1,0 +1,42 @@
+"""The factor by which the loss is multiplied: asked once per backward pass, and never by waiting for an accelerator."""
+
+import math
+from collections.abc import Callable
+
+import torch
+
+from commhooks.arithmetic import host_may_look
+from commhooks.errors import HookRunError
+
+LossScale = float | torch.Tensor
+"""A number, or a 0-dim tensor on an accelerator that the host has not read."""
+
+
+def scale_of(scaler: torch.amp.GradScaler, device: torch.device) -> LossScale:
+    """What `scaler` multiplies a loss on `device` by."""
+    if host_may_look(device):
+        return scaler.get_scale()
+    return scaler.scale(torch.ones((), device=device))
+
+
+def read_scale(loss_scale: Callable[[], LossScale] | None) -> LossScale:
+    """The scale of this backward pass; 1 where there is none.
+
+    Raises:
+        HookRunError: it is zero, negative or not finite, as far as the host can see.
+    """
+    scale = 1.0 if loss_scale is None else loss_scale()
+    if isinstance(scale, torch.Tensor) and not host_may_look(scale.device):
+        return scale.detach().clone()  # a scaler may go on to change its own
+    scale = float(scale)
+    if not (math.isfinite(scale) and scale > 0):
+        raise HookRunError(
+            f"loss_scale returned {scale}; expected the factor by which the loss was multiplied, a positive number. A "
+            "GradScaler comes down to zero when every step overflows: look for the inf or NaN in the model"
+        )
+    return scale
+
+
+def is_one(factor: LossScale) -> bool:
+    """Whether the host knows that it changes nothing."""
+    return not isinstance(factor, torch.Tensor) and factor == 1

@@ -76,9 +76,9 @@ def attach(
         The registered hook: state_dict(), load_state_dict(), stats(), plan().
 
     Raises:
-        HookConfigError: the request itself is wrong.
-        AttachError: the model cannot take a hook, or the ranks attach different hooks or have different models (on
-            all ranks then).
+        HookConfigError: the request itself is wrong, or cannot be met by the machine of any rank.
+        AttachError: the model cannot take a hook, or the ranks attach different hooks or have different models, or
+            some ranks' machines cannot do what `fused=True` asks for (on all ranks then).
         HookRunError: another rank does not come within the process group's timeout.
     """
     spec = HookSpec.parse(
@@ -131,10 +131,6 @@ def attach_spec(
     else:
         function = FUNCTIONS[config.hook_name]
         if isinstance(config, PowerSGD):
-            if config.fused:
-                for _, parameter in reduced_parameters(ddp_model):
-                    fused_codec.check_supported(parameter.device, compute_dtype(parameter.dtype))
-                fused_codec.load()
             config = resolve_start(config, total_steps)
             state = PowerSGDState.from_config(config, group, names, loss_scale)
             _warn_if_never_reached(config, total_steps, group)
@@ -145,7 +141,15 @@ def attach_spec(
     if spec.wrapper is not None:
         function = _WRAPPERS[spec.wrapper](function)
     request = describe_request(spec, state, loss_scale is not None)
-    check_requests(request, describe_model(ddp_model), group, next(iter(names.known().values())).device)
+    cannot = _why_not_here(state, names)
+    # Every parameter may have been frozen after the wrap; whether on all ranks is for the exchange to find out.
+    device = next(iter([*names.known().values(), *ddp_model.module.parameters()])).device
+    check_requests(request, describe_model(ddp_model), cannot, group, device)
+    if not names.known():
+        raise AttachError(
+            "no parameter of this model is reduced by DDP (all are frozen, ignored or delayed), so a communication "
+            "hook would have nothing to do: leave out the hook, or unfreeze parameters before DDP wraps the model"
+        )
     attached = CommHook(spec, config, state, function, ddp_model, names, group, wire_itemsize)
     try:
         ddp_model.register_comm_hook(state, attached._run)
@@ -159,6 +163,20 @@ def attach_spec(
     if isinstance(state, PowerSGDState) and group.rank() == 0:
         warn_if_unmatched(state._options.exclude, ddp_model.module)
     return attached
+
+
+def _why_not_here(state: Any, names: GivenNames) -> HookConfigError | None:
+    """What keeps this machine from running what the options ask for. Other ranks may be better off: the answer goes
+    into the exchange."""
+    if not isinstance(state, PowerSGDState) or not state._options.fused:
+        return None
+    try:
+        for parameter in names.known().values():
+            fused_codec.check_supported(parameter.device, compute_dtype(parameter.dtype))
+        fused_codec.load()
+    except HookConfigError as error:
+        return error
+    return None
 
 
 def check_total_steps(total_steps: object) -> None:

@@ -42,6 +42,8 @@ def check_model(ddp_model: object) -> None:
         )
     if ddp_model._delay_all_reduce_params:
         raise DoctorError("DistributedDataParallel(delay_all_reduce_named_params=...) cannot be measured")
+    if not any(parameter.requires_grad for parameter in ddp_model.module.parameters()):
+        raise DoctorError("every parameter of this model is frozen: there are no gradients to exchange")
     check_world_size(ddp_model.process_group)
 
 

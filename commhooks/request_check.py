@@ -1,4 +1,5 @@
-"""Do the ranks attach the same hook to the same model? Asked once, at `attach`, for every kind of hook.
+"""Do the ranks attach the same hook to the same model, and can each of them run it? Asked once, at `attach`, for every
+kind of hook.
 
 Ranks that disagree would pair collectives of different sizes: gloo aborts, NCCL waits for its timeout or adds up what
 does not belong together.
@@ -14,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from commhooks.agreement import fingerprint
 from commhooks.collective import gather_rows
 from commhooks.ddp_comm_hooks.powerSGD_hook import PowerSGDState
-from commhooks.errors import AttachError
+from commhooks.errors import AttachError, HookConfigError
 from commhooks.spec import HookSpec
 
 _WHAT = "what each rank attaches (attach the hook on every rank, or on none)"
@@ -48,17 +49,27 @@ def describe_model(ddp_model: DistributedDataParallel) -> list[str]:
     ]
 
 
-def check_requests(request: str, model: list[str], group: dist.ProcessGroup, device: torch.device) -> None:
+def check_requests(
+    request: str,
+    model: list[str],
+    cannot: HookConfigError | None,
+    group: dist.ProcessGroup,
+    device: torch.device,
+) -> None:
     """Compare over the ranks of `group`; all of them must call this.
 
+    `cannot` is why this rank's machine cannot do what is asked, None where it can.
+
     Raises:
-        AttachError: on all ranks, if they ask for different hooks or have different models; it says what each has.
+        AttachError: on all ranks, if they ask for different hooks or have different models (it says what each has), or
+            if some of them cannot do it (it says which, and why).
+        HookConfigError: `cannot`, if no rank can do it.
         HookRunError: a rank does not come within the process group's timeout.
     """
-    if group.size() == 1:
-        return
-    own = torch.tensor([fingerprint(request), fingerprint(*model)], dtype=torch.int64, device=device)
-    requests, models = gather_rows(own, group, None, _WHAT).t().tolist()
+    row = [fingerprint(request), fingerprint(*model), int(cannot is not None)]
+    own = torch.tensor(row, dtype=torch.int64, device=device)
+    table = gather_rows(own, group, None, _WHAT) if group.size() > 1 else own[None]
+    requests, models, unable = table.t().tolist()
     if len(set(requests)) > 1:
         texts = _gather_texts(request, group, device)
         raise AttachError(
@@ -69,6 +80,12 @@ def check_requests(request: str, model: list[str], group: dist.ProcessGroup, dev
     if len(set(models)) > 1:
         lines = [text.split("\n") for text in _gather_texts("\n".join(model), group, device)]
         raise AttachError(f"the ranks have different models: {_first_difference(lines)}")
+    if cannot is not None and all(unable):
+        raise cannot
+    if any(unable):
+        text = _gather_texts(str(cannot or ""), group, device)[unable.index(1)]
+        ranks = [rank for rank, is_unable in enumerate(unable) if is_unable]
+        raise AttachError(f"of {group.size()} ranks these cannot do what all of them ask for: {ranks}. Why: {text}")
 
 
 def _first_difference(lines: list[list[str]]) -> str:
@@ -84,6 +101,6 @@ def _gather_texts(text: str, group: dist.ProcessGroup, device: torch.device) -> 
     encoded = text.encode()
     lengths = gather_rows(torch.tensor([len(encoded)], device=device), group, None, _WHAT).flatten().tolist()
     own = torch.zeros(max(lengths), dtype=torch.uint8, device=device)
-    own[: len(encoded)] = torch.frombuffer(bytearray(encoded), dtype=torch.uint8)
+    own[: len(encoded)] = torch.tensor(list(encoded), dtype=torch.uint8)
     rows = gather_rows(own, group, None, _WHAT).tolist()
     return [bytes(row[:length]).decode() for row, length in zip(rows, lengths, strict=True)]

@@ -103,6 +103,24 @@ def test_different_models(run_ranks: Any) -> None:
         assert "0.weight (12, 1, 3, 3) float32 on rank 0, extra (3,) float32 (frozen) on rank 1" in extra
 
 
+def _frozen_after_the_wrap() -> tuple[str, str]:
+    texts = []
+    for ranks in ([1], [0, 1]):
+        ddp = DistributedDataParallel(make_model())
+        if dist.get_rank() in ranks:
+            ddp.module.requires_grad_(False)
+        with pytest.raises(commhooks.AttachError) as caught:
+            commhooks.attach(ddp, "fp16", check_every=1)
+        texts.append(str(caught.value))
+    return texts[0], texts[1]
+
+
+def test_nothing_to_reduce(run_ranks: Any) -> None:
+    for on_one, on_all in run_ranks(_frozen_after_the_wrap):
+        assert "0.weight (12, 1, 3, 3) float32 on rank 0, 0.weight (12, 1, 3, 3) float32 (frozen) on rank 1" in on_one
+        assert on_all.startswith("no parameter of this model is reduced by DDP (all are frozen, ignored or delayed)")
+
+
 def _left_alone() -> tuple[str, float] | None:
     group = dist.new_group(timeout=timedelta(seconds=2))
     ddp = DistributedDataParallel(make_model(), process_group=group)

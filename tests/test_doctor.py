@@ -485,6 +485,10 @@ def _bad_arguments() -> None:
     half.mixed_precision = object()  # type: ignore[assignment]
     with pytest.raises(DoctorError, match="occupies the communication hook"):
         commhooks.doctor(half, loss_of)
+    frozen = wrap(mlp())
+    frozen.module.requires_grad_(False)
+    with pytest.raises(DoctorError, match="every parameter of this model is frozen"):
+        commhooks.doctor(frozen, loss_of)
     locked = wrap(mlp())
     locked.module.lock = open(os.devnull)  # noqa: SIM115
     with pytest.raises(DoctorError, match="the model cannot be copied.*TypeError"):

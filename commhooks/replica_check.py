@@ -75,6 +75,8 @@ class ReplicaCheck:
             return
         ignored = ddp_model.parameters_to_ignore
         parameters = {n: p for n, p in ddp_model.module.named_parameters() if n not in ignored and p.numel() > 0}
+        if not parameters:  # all of size zero
+            return
         device = next(iter(parameters.values())).device
         what = f"the comparison of the replicas before step {step}"
         head = torch.tensor([int(taking_part), step, plan, fingerprint(*parameters)], dtype=torch.int64, device=device)

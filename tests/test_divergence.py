@@ -81,6 +81,27 @@ def test_a_rank_without_data_is_left_out(run_ranks: Any) -> None:
     assert torch.equal(weights_0, weights_1)
 
 
+class OfNoSize(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(0, 3))
+
+    def forward(self) -> torch.Tensor:
+        return self.weight.sum()
+
+
+def _nothing_to_compare() -> int:
+    ddp = DistributedDataParallel(OfNoSize())
+    hook = commhooks.attach(ddp, "powerSGD", hook_options={"start_powerSGD_iter": 0}, check_every=1)
+    for _ in range(2):
+        ddp().backward()
+    return hook.stats()["backward_passes"]
+
+
+def test_a_model_without_a_single_number(run_ranks: Any) -> None:
+    assert run_ranks(_nothing_to_compare) == [2, 2]
+
+
 def _unfrozen() -> str:
     """DDP never averages what was frozen at the wrap: that the ranks drift apart there is found, too."""
     model = make_model()

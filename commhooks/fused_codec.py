@@ -5,6 +5,7 @@ Each pass does in one reading of the matrix what takes the plain form several. T
 of the machine when it is first asked for, which takes about a second, and kept in the user's cache folder.
 """
 
+import contextlib
 import ctypes
 import functools
 import hashlib
@@ -73,7 +74,7 @@ def load() -> FusedCodec:
     """The kernel, compiled if this machine has not done so before.
 
     Raises:
-        HookConfigError: there is no C compiler, or it fails; the text says what to do.
+        HookConfigError: there is no C compiler, it fails, or what it made cannot be loaded; the text says what to do.
     """
     compiler = os.environ.get("CC") or next(filter(shutil.which, ("cc", "gcc", "clang")), None)
     if compiler is None:
@@ -81,25 +82,47 @@ def load() -> FusedCodec:
             "fused=True compiles a small kernel, and no C compiler was found: install one (gcc or clang), name one in "
             "the environment variable CC, or leave fused=False"
         )
-    text = SOURCE.read_bytes()
-    # A home folder may be shared by machines with different processors.
-    key = hashlib.sha256(text + repr((compiler, FLAGS, platform.machine(), _processor())).encode()).hexdigest()[:16]
-    folder = _cache_folder()
-    library = folder / f"fused_codec_{key}.so"
-    if not library.exists():
-        with tempfile.TemporaryDirectory(dir=folder) as temporary:
-            made = Path(temporary, library.name)
-            command = [*compiler.split(), *FLAGS, "-o", str(made), str(SOURCE)]
-            try:
-                subprocess.run(command, check=True, capture_output=True, text=True)
-            except (OSError, subprocess.CalledProcessError) as error:
-                said = getattr(error, "stderr", "") or str(error)
-                raise HookConfigError(
-                    f"fused=True: {' '.join(command)} failed; repair the compiler, name another one in the environment "
-                    f"variable CC, or leave fused=False. It said: {said.strip()}"
-                ) from error
-            os.replace(made, library)  # several ranks may do this at once: each finds a whole file
-    return FusedCodec(ctypes.CDLL(str(library)))
+    try:
+        text = SOURCE.read_bytes()
+        # A home folder may be shared by machines with different processors.
+        key = hashlib.sha256(text + repr((compiler, FLAGS, platform.machine(), _processor())).encode()).hexdigest()[:16]
+        return _load_or_compile(compiler, _cache_folder() / f"fused_codec_{key}.so")
+    except OSError as error:  # the disk is full, or nothing can be loaded from the temporary folder either
+        raise HookConfigError(
+            "fused=True: the compiled kernel cannot be kept or loaded; name a folder in the environment variable "
+            "XDG_CACHE_HOME that takes files and from which programs may run, another compiler in CC, or leave "
+            f"fused=False. The system says: {error}"
+        ) from error
+
+
+def _load_or_compile(compiler: str, library: Path) -> FusedCodec:
+    if library.exists():
+        with contextlib.suppress(OSError):  # damaged: made anew
+            return FusedCodec(ctypes.CDLL(str(library)))
+    _compile(compiler, library)
+    with contextlib.suppress(OSError):
+        return FusedCodec(ctypes.CDLL(str(library)))
+    # Home folders are sometimes mounted so that nothing in them can be executed.
+    with tempfile.TemporaryDirectory(prefix="commhooks-", ignore_cleanup_errors=True) as temporary:
+        return FusedCodec(ctypes.CDLL(shutil.copy(library, temporary)))
+
+
+def _compile(compiler: str, library: Path) -> None:
+    with tempfile.TemporaryDirectory(dir=library.parent) as temporary:
+        made = Path(temporary, library.name)
+        command = [*compiler.split(), *FLAGS, "-o", str(made), str(SOURCE)]
+        said = ""
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, errors="replace")
+            failed, said = done.returncode != 0 or not made.exists(), done.stderr
+        except OSError as error:
+            failed, said = True, str(error)
+        if failed:
+            raise HookConfigError(
+                f"fused=True: {' '.join(command)} failed; repair the compiler, name another one in the environment "
+                f"variable CC, or leave fused=False. It said: {said.strip() or 'nothing'}"
+            )
+        os.replace(made, library)  # several ranks may do this at once: each finds a whole file
 
 
 def check_supported(device: torch.device, dtype: torch.dtype) -> None:
@@ -128,8 +151,9 @@ def _cache_folder() -> Path:
     folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "commhooks"
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        # Code is loaded from there: it must be nobody else's.
-        if folder.stat().st_uid == os.getuid() and os.access(folder, os.W_OK):
+        # Code is loaded from there: it must be nobody else's. Windows knows no user ids, and homes are private there.
+        own = not hasattr(os, "getuid") or folder.stat().st_uid == os.getuid()
+        if own and os.access(folder, os.W_OK):
             return folder
     except (OSError, RuntimeError):  # no home
         pass

@@ -108,6 +108,20 @@ MUTANTS = [
         "test_disagreement.py::test_different_requests",
     ),
     Mutant(
+        "only the rank without a compiler knows",
+        "commhooks/attach.py",
+        "    except HookConfigError as error:\n        return error\n",
+        "    except HookConfigError:\n        raise\n",
+        "test_fused_kernel.py::test_one_rank_without_a_compiler",
+    ),
+    Mutant(
+        "fused: a damaged file is not made anew",
+        "commhooks/fused_codec.py",
+        "    if library.exists():\n        with contextlib.suppress(OSError):",
+        "    if library.exists():\n        with contextlib.suppress(KeyError):",
+        "test_fused_kernel.py::test_a_kept_file_that_is_damaged_is_made_anew",
+    ),
+    Mutant(
         "residual not updated",
         "commhooks/lowrank_exchange.py",
         "            s.products.split(delta, (s.p[i], s.q[i]), (s.p[i], q), matrix.rank, residual)\n        else:",

@@ -24,7 +24,7 @@ from oracle import AlternatingOracleMatrix, OracleMatrix, plain_mean
 from training import Run
 
 import commhooks
-from commhooks import codec, fused_codec
+from commhooks import codec
 
 STEPS = 9
 COMPRESSED = ("conv", "first", "second", "wide")
@@ -215,29 +215,3 @@ def test_what_does_not_go_together(hook: str, options: dict[str, Any], text: str
 def test_no_fused_float64() -> None:
     with process_group_of_one(), pytest.raises(commhooks.HookConfigError, match="here are gradients in float64 on cpu"):
         commhooks.attach(wrap(SHAPES, dtype=torch.float64), "powerSGD", hook_options={"fused": True})
-
-
-def _fresh_load(monkeypatch: pytest.MonkeyPatch, **environment: str) -> Any:
-    for name, value in environment.items():
-        monkeypatch.setenv(name, value)
-    return fused_codec.load.__wrapped__()
-
-
-@needs_compiler
-def test_the_kernel_is_compiled_once_and_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
-    _fresh_load(monkeypatch, XDG_CACHE_HOME=str(tmp_path))
-    (library,) = (tmp_path / "commhooks").iterdir()
-    made = library.stat().st_mtime_ns
-    _fresh_load(monkeypatch, XDG_CACHE_HOME=str(tmp_path))
-    assert [each.stat().st_mtime_ns for each in (tmp_path / "commhooks").iterdir()] == [made]
-    blocked = tmp_path / "a file"
-    blocked.write_text("")
-    _fresh_load(monkeypatch, XDG_CACHE_HOME=str(blocked))  # in a temporary folder then
-
-
-def test_without_a_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
-    with pytest.raises(commhooks.HookConfigError, match="/bin/false .* failed; repair the compiler, name another one"):
-        _fresh_load(monkeypatch, XDG_CACHE_HOME=str(tmp_path), CC="/bin/false")
-    monkeypatch.delenv("CC")
-    with pytest.raises(commhooks.HookConfigError, match="no C compiler was found: install one"):
-        _fresh_load(monkeypatch, PATH=str(tmp_path))

@@ -13,15 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from commhooks import fused_codec
 from commhooks.arithmetic import compute_dtype
 from commhooks.comm_hook import CommHook
-from commhooks.config import (
-    AllReduce,
-    BF16Compress,
-    FP16Compress,
-    HookConfig,
-    Noop,
-    PowerSGD,
-    resolve_start,
-)
+from commhooks.config import HookConfig, PowerSGD, resolve_start
 from commhooks.ddp_comm_hooks.default_hooks import bf16_compress_wrapper, fp16_compress_wrapper
 from commhooks.ddp_comm_hooks.powerSGD_hook import PowerSGDState
 from commhooks.errors import AttachError, HookConfigError
@@ -33,7 +25,6 @@ from commhooks.spec import FUNCTIONS, HookSpec
 logger = logging.getLogger(__name__)
 
 _WRAPPERS = {"fp16": fp16_compress_wrapper, "bf16": bf16_compress_wrapper}
-_WIRE_BYTES: dict[type[HookConfig], int | None] = {AllReduce: None, FP16Compress: 2, BF16Compress: 2, Noop: 0}
 
 
 def attach(
@@ -116,7 +107,6 @@ def attach_spec(
         )
     group = process_group if process_group is not None else ddp_model.process_group
     names = GivenNames(reduced_parameters(ddp_model), all_names(ddp_model.module))
-    wire_itemsize: int | None = None
     config = spec.config
     state: Any
     if config is None:
@@ -135,8 +125,7 @@ def attach_spec(
             state = PowerSGDState.from_config(config, group, names, loss_scale)
             _warn_if_never_reached(config, total_steps, group)
         else:
-            state = None if isinstance(config, Noop) else group
-            wire_itemsize = _WIRE_BYTES[type(config)]
+            state = group if config.sends else None
     _check_signature(function, spec.name)
     if spec.wrapper is not None:
         function = _WRAPPERS[spec.wrapper](function)
@@ -150,7 +139,7 @@ def attach_spec(
             "no parameter of this model is reduced by DDP (all are frozen, ignored or delayed), so a communication "
             "hook would have nothing to do: leave out the hook, or unfreeze parameters before DDP wraps the model"
         )
-    attached = CommHook(spec, config, state, function, ddp_model, names, group, wire_itemsize)
+    attached = CommHook(spec, config, state, function, ddp_model, names, group)
     try:
         ddp_model.register_comm_hook(state, attached._run)
     except RuntimeError as error:

@@ -27,13 +27,13 @@ from commhooks.names import GivenNames
 from commhooks.norms import Norms, measure
 from commhooks.payload_checks import shown
 from commhooks.pipeline import forbid_uneven_division
-from commhooks.plan import LATEST_PASS, ModelPlan, ParameterPlan, plan_parameter
+from commhooks.plan import LATEST_PASS, ModelPlan, ParameterPlan
 from commhooks.plan_model import sparse_parameters
+from commhooks.plan_rows import plan_rows
 from commhooks.replica_check import ReplicaCheck
 from commhooks.saved_state import LowRankSavedState, SimpleSavedState
 from commhooks.spec import HookSpec
 from commhooks.stats import Stats
-from commhooks.wire import WIRE_DTYPES
 
 logger = logging.getLogger(__name__)
 
@@ -58,7 +58,6 @@ class CommHook:
         ddp_model: DistributedDataParallel,
         names: GivenNames,
         group: dist.ProcessGroup,
-        wire_itemsize: int | None,
     ) -> None:
         self.name = spec.name
         self.joint_save_limit_s = JOINT_SAVE_LIMIT_S
@@ -72,8 +71,6 @@ class CommHook:
         self._ddp_model = weakref.ref(ddp_model)
         self._low_rank = state if isinstance(state, PowerSGDState) else None
         self._stats = self._low_rank._stats if self._low_rank is not None else Stats()
-        self._counts_bytes = config is not None
-        self._wire_itemsize = wire_itemsize
         self._saved_state: LowRankSavedState | SimpleSavedState
         if self._low_rank is not None:
             self._saved_state = LowRankSavedState(self.name, self._low_rank, names, group, self._matrix_plans)
@@ -165,15 +162,12 @@ class CommHook:
         """PowerSGD counts for itself; the simple hooks send one all-reduce per bucket."""
         buffer = bucket.buffer()
         numel = buffer._values().numel() if buffer.is_sparse else buffer.numel()
-        self._stats.bytes_uncompressed += numel * buffer.element_size()
-        if not self._counts_bytes or self._wire_itemsize == 0:
+        itemsize, wire = buffer.element_size(), self._spec.wire_dtype
+        self._stats.bytes_uncompressed += numel * itemsize
+        if self._config is None or not self._config.sends:
             return
-        itemsize = buffer.element_size()
-        if not buffer.is_sparse:
-            widths = [itemsize, self._wire_itemsize or itemsize]
-            if self._spec.wrapper is not None:
-                widths.append(WIRE_DTYPES[self._spec.wrapper].itemsize)
-            itemsize = min(widths)
+        if wire is not None and not buffer.is_sparse:
+            itemsize = min(itemsize, wire.itemsize)
         self._stats.sent(numel, itemsize)
 
     def _announce(self) -> None:
@@ -184,7 +178,7 @@ class CommHook:
         if self._low_rank is not None:
             rank, start = self._low_rank.matrix_approximation_rank, self._low_rank.start_powerSGD_iter
             text += f" (rank {rank}, from step {start}): {self.plan().summary()}"
-        elif self._counts_bytes:
+        elif self._config is not None:
             sent, before = self._stats.last_pass.bytes_sent, self._stats.bytes_uncompressed
             text += f": {before / 1e6:.3f} MB -> {sent / 1e6:.3f} MB per step and rank"
         if self._spec.wrapper is not None:
@@ -207,15 +201,15 @@ class CommHook:
     def plan(self) -> ModelPlan:
         """What is compressed and what is not, per parameter (per bucket for batched PowerSGD, after the first pass)."""
         start = self._low_rank.start_powerSGD_iter if self._low_rank is not None else 0
-        wire = WIRE_DTYPES[self._spec.wrapper] if self._spec.wrapper is not None else None
+        wire = self._spec.wire_dtype
         if self._low_rank is not None and self._batched():
             registration = self._low_rank._registration
             plans = registration.plan().parameters if registration is not None else ()
             return ModelPlan(self.name, plans, wire, start, error_feedback=self._low_rank.use_error_feedback)
         plans = tuple(self._plan_parameters())
         if self._low_rank is None:
-            sends = None if self._config is None else self._wire_itemsize != 0
-            return ModelPlan(self.name, plans, wire or self._own_wire(), start, low_rank=False, sends=sends)
+            sends = None if self._config is None else self._config.sends
+            return ModelPlan(self.name, plans, wire, start, low_rank=False, sends=sends)
         registration = self._low_rank._registration
         return ModelPlan(
             self.name,
@@ -241,7 +235,7 @@ class CommHook:
         """
         self._settle()
         s = self._stats
-        known = self._counts_bytes or self._low_rank is not None
+        known = self._config is not None or self._low_rank is not None
         timed = known and all(host_may_look(parameter.device) for parameter in self._names.known().values())
         sample = self._cosine.latest if self._cosine is not None else None
         return {
@@ -401,34 +395,13 @@ class CommHook:
         low_rank = getattr(self._function, "_commhooks_low_rank", None)
         return low_rank is not None and bool(low_rank[0])
 
-    def _own_wire(self) -> torch.dtype | None:
-        return {"fp16_compress": torch.float16, "bf16_compress": torch.bfloat16}.get(self.name)
-
     def _matrix_plans(self) -> list[ParameterPlan]:
         """Of the parameters that have a Q of their own, if compressed: none for batched PowerSGD."""
         return [] if self._batched() else self._plan_parameters()
 
     def _plan_parameters(self) -> list[ParameterPlan]:
-        plans = []
-        for name, parameter in self._names.known().items():
-            if self._low_rank is None:
-                numel = parameter.numel() * (2 if parameter.is_complex() else 1)
-                plans.append(
-                    ParameterPlan(name, tuple(parameter.shape), numel, parameter.dtype, False, f"hook {self.name}")
-                )
-                continue
-            plans.append(
-                plan_parameter(
-                    name,
-                    parameter,
-                    matrix_approximation_rank=self._low_rank.matrix_approximation_rank,
-                    min_compression_rate=self._low_rank.min_compression_rate,
-                    sparse=id(parameter) in self._sparse,
-                    alternate=self._low_rank._options.alternate,
-                    excluded_by=self._names.excluded_by(name, self._low_rank._options.exclude),
-                )
-            )
-        return plans
+        options = self._low_rank._options if self._low_rank is not None else None
+        return plan_rows(self.name, self._names, options, self._sparse)
 
 
 def _named(norms: Norms) -> dict[str, float | None]:

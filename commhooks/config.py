@@ -23,6 +23,9 @@ class HookConfig:
     """Base of the config classes."""
 
     hook_name: ClassVar[str]
+    own_wire: ClassVar[str | None] = None
+    """What the hook narrows gradients to by itself, as `wrapper` is called: "fp16" or "bf16"."""
+    sends: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         # A plain dataclass takes any type; YAML does not. Be as strict in Python.
@@ -57,6 +60,7 @@ class FP16Compress(HookConfig):
     """Gradients travel as float16: half the bytes. Values beyond 65504 become inf, as a GradScaler expects."""
 
     hook_name: ClassVar[str] = "fp16_compress"
+    own_wire: ClassVar[str | None] = "fp16"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,6 +68,7 @@ class BF16Compress(HookConfig):
     """Gradients travel as bfloat16: half the bytes, the range of float32, 8 bits of precision."""
 
     hook_name: ClassVar[str] = "bf16_compress"
+    own_wire: ClassVar[str | None] = "bf16"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,6 +76,7 @@ class Noop(HookConfig):
     """No communication at all: shows how fast training would be without a network. Never train with it."""
 
     hook_name: ClassVar[str] = "noop"
+    sends: ClassVar[bool] = False
 
 
 @dataclass(frozen=True, kw_only=True)

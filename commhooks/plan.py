@@ -1,7 +1,6 @@
-"""What is compressed and what is not, and why: decided from shapes and options alone, the same on every rank."""
+"""The plan of a model: what is compressed and what is not, with its bytes and the memory that it takes."""
 
 import dataclasses
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -9,7 +8,6 @@ from typing import Any
 import torch
 
 from commhooks.arithmetic import compute_dtype
-from commhooks.layout import matrix_shape
 
 LATEST_PASS = "as in the latest backward pass"
 
@@ -35,44 +33,6 @@ class ParameterPlan:
         """Elements that travel per rank and step once compression has begun (the mean of two steps that alternate)."""
         sent = (self.n + self.m) * self.rank if self.compressed else self.numel
         return sent // 2 if self.compressed and self.alternate else sent
-
-
-def plan_parameter(
-    name: str,
-    parameter: torch.Tensor,
-    *,
-    matrix_approximation_rank: int,
-    min_compression_rate: float,
-    sparse: bool = False,
-    alternate: bool = False,
-    excluded_by: str | None = None,
-) -> ParameterPlan:
-    """Decide for one parameter; `excluded_by` is the pattern of `exclude` that it matches, if any.
-
-    A matrix is compressed where `(n + m) * rank * min_compression_rate < n * m` (torch's `_should_compress`) and where
-    that saves anything at all.
-    """
-    numel = parameter.numel() * (2 if parameter.is_complex() else 1)
-
-    def verdict(reason: str, compressed: bool = False, n: int = 0, m: int = 0, rank: int = 0) -> ParameterPlan:
-        return ParameterPlan(name, tuple(parameter.shape), numel, parameter.dtype, compressed, reason, n, m, rank)
-
-    if sparse:
-        return verdict("sparse gradient")
-    if excluded_by is not None:
-        return verdict(f"excluded by {excluded_by!r}")
-    if parameter.is_complex():
-        return verdict("complex numbers")
-    if parameter.dim() < 2:
-        return verdict("scalar" if parameter.dim() == 0 else "vector")
-    if numel == 0:
-        return verdict("empty")
-    n, m = matrix_shape(parameter)
-    rank = min(n, m, matrix_approximation_rank)
-    sent = (n + m) * rank
-    if sent >= numel or sent * min_compression_rate >= numel:
-        return verdict(f"saves only {numel / sent:.2g}x (min_compression_rate={min_compression_rate:g})")
-    return dataclasses.replace(verdict("", True, n, m, rank), alternate=alternate)
 
 
 @dataclass(frozen=True)
@@ -287,24 +247,6 @@ class ModelPlan:
 def ring_factor(world_size: int) -> float:
     """Bytes that a rank sends per byte handed to a ring all-reduce."""
     return 2 * (world_size - 1) / world_size
-
-
-def plan_bucket(
-    names: Sequence[str], numel: int, dtype: torch.dtype, *, rank: int, sparse: bool, complex_numbers: bool
-) -> ParameterPlan:
-    """Decide for a bucket as a whole, which batched PowerSGD sees as one square matrix padded with zeros."""
-    side = square_side(numel)
-    rank = min(side, rank)
-    label = names[0] if len(names) == 1 else f"bucket {names[0]} .. {names[-1]} ({len(names)} parameters)"
-    if sparse or complex_numbers or 2 * side * rank >= numel:
-        reason = "sparse gradient" if sparse else "complex numbers" if complex_numbers else "too small"
-        return ParameterPlan(label, (numel,), numel, dtype, False, reason)
-    return ParameterPlan(label, (numel,), numel, dtype, True, "", side, side, rank)
-
-
-def square_side(numel: int) -> int:
-    """Side of the smallest square that holds `numel` elements (batched PowerSGD)."""
-    return math.isqrt(max(numel - 1, 0)) + 1 if numel else 0
 
 
 def _itemsize(dtype: torch.dtype) -> int:

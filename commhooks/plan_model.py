@@ -5,14 +5,12 @@ from collections.abc import Collection, Mapping, Sequence
 import torch
 
 from commhooks.bucket_estimate import ESTIMATE, Reduced, estimate_buckets
-from commhooks.config import AllReduce, BatchedPowerSGD, BF16Compress, FP16Compress, Noop, PowerSGD, resolve_start
+from commhooks.config import BatchedPowerSGD, PowerSGD, resolve_start
 from commhooks.errors import HookConfigError
-from commhooks.exclude import matching
-from commhooks.plan import ModelPlan, ParameterPlan, plan_bucket, plan_parameter
+from commhooks.names import GivenNames
+from commhooks.plan import ModelPlan
+from commhooks.plan_rows import plan_bucket, plan_rows
 from commhooks.spec import HookSpec
-from commhooks.wire import WIRE_DTYPES
-
-_OWN_WIRE = {FP16Compress: torch.float16, BF16Compress: torch.bfloat16}
 
 
 def sparse_parameters(module: torch.nn.Module) -> set[int]:
@@ -55,47 +53,39 @@ def plan_model(
         for name, p in parameters.items()
     ]
     buckets = estimate_buckets(reduced, bucket_cap_mb)
-    wire = WIRE_DTYPES[spec.wrapper] if spec.wrapper is not None else _OWN_WIRE.get(type(config))
+    names = GivenNames(parameters.items(), all_names or {})
+    wire = spec.wire_dtype
     if not isinstance(config, PowerSGD):
-        assert isinstance(config, (AllReduce, FP16Compress, BF16Compress, Noop))
-        rows = tuple(
-            ParameterPlan(name, tuple(p.shape), numel[name], p.dtype, False, f"hook {spec.name}")
-            for name, p in parameters.items()
-        )
-        sends = not isinstance(config, Noop)
+        rows = plan_rows(spec.name, names, None)
         return ModelPlan(
-            spec.name, rows, wire, low_rank=False, bucket_names=buckets, buckets_from=ESTIMATE, sends=sends
+            spec.name,
+            tuple(rows),
+            wire,
+            low_rank=False,
+            bucket_names=buckets,
+            buckets_from=ESTIMATE,
+            sends=config.sends,
         )
     start = resolve_start(config, total_steps).start_powerSGD_iter
     assert isinstance(start, int)
     if isinstance(config, BatchedPowerSGD):
-        rows = tuple(
+        rows = [
             plan_bucket(
-                names,
-                sum(numel[name] for name in names),
-                parameters[names[0]].dtype,
+                bucket,
+                sum(numel[name] for name in bucket),
+                parameters[bucket[0]].dtype,
                 rank=config.matrix_approximation_rank,
-                sparse=id(parameters[names[0]]) in sparse,
-                complex_numbers=parameters[names[0]].is_complex(),
+                sparse=id(parameters[bucket[0]]) in sparse,
+                complex_numbers=parameters[bucket[0]].is_complex(),
             )
-            for names in buckets
+            for bucket in buckets
+        ]
+        return ModelPlan(
+            spec.name, tuple(rows), wire, start, error_feedback=config.use_error_feedback, buckets_from=ESTIMATE
         )
-        return ModelPlan(spec.name, rows, wire, start, error_feedback=config.use_error_feedback, buckets_from=ESTIMATE)
-    rows = tuple(
-        plan_parameter(
-            name,
-            p,
-            matrix_approximation_rank=config.matrix_approximation_rank,
-            min_compression_rate=config.min_compression_rate,
-            sparse=id(p) in sparse,
-            alternate=config.alternate,
-            excluded_by=matching((all_names or {}).get(id(p), [name]), config.exclude),
-        )
-        for name, p in parameters.items()
-    )
     return ModelPlan(
         spec.name,
-        rows,
+        tuple(plan_rows(spec.name, names, config, sparse)),
         wire,
         start,
         error_feedback=config.use_error_feedback,

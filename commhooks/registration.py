@@ -24,7 +24,8 @@ from commhooks.memory import Memory
 from commhooks.names import Names
 from commhooks.pipeline import Exchange, Flight, Pipeline
 from commhooks.plain_exchange import PlainExchange
-from commhooks.plan import ModelPlan, ParameterPlan, plan_bucket, plan_parameter
+from commhooks.plan import ModelPlan, ParameterPlan
+from commhooks.plan_rows import plan_bucket, plan_parameter
 from commhooks.stats import Stats
 from commhooks.wire import wire_dtype_of
 
@@ -219,10 +220,8 @@ class Registration:
             plan_parameter(
                 name,
                 slot.parameter,
-                matrix_approximation_rank=self.options.matrix_approximation_rank,
-                min_compression_rate=self.options.min_compression_rate,
+                self.options,
                 sparse=layout.sparse,
-                alternate=self.options.alternate,
                 excluded_by=self.names.excluded_by(name, self.options.exclude),
             )
             for name, slot in zip(names, layout.slots, strict=True)

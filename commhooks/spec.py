@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from commhooks.config import CONFIGS, HookConfig, Noop, PowerSGD, closest, from_options
@@ -190,6 +191,13 @@ class HookSpec:
                         "no state for one with the defaults of commhooks.PowerSGD"
                     )
         return cls(name, function=function, hook_state=hook_state, **common)
+
+    @property
+    def wire_dtype(self) -> torch.dtype | None:
+        """To which the hook or its wrapper narrows what it sends; None: gradients travel in their own dtype."""
+        known = CONFIGS.get(self.name)
+        wire = self.wrapper or (known.own_wire if known is not None else None)
+        return WIRE_DTYPES[wire] if wire is not None else None
 
     def build(self, process_group: dist.ProcessGroup | None) -> tuple[Any, Callable[..., Any]]:
         """State and function of a hook that is the user's own."""

@@ -1184,8 +1184,8 @@ MUTANTS = [
     Mutant(
         "plan: noop sends",
         "commhooks/plan_model.py",
-        "sends = not isinstance(config, Noop)",
-        "sends = True",
+        "sends=config.sends",
+        "sends=True",
         "test_plan_model.py::test_the_same_as_the_attached_hook",
     ),
     Mutant(

@@ -10,11 +10,13 @@ from ddp_steps import mlp, process_group_of_one, wrap
 from torch import nn
 
 import commhooks
-from commhooks.plan import ModelPlan, ParameterPlan, plan_parameter, square_side
+from commhooks.plan import ModelPlan, ParameterPlan
+from commhooks.plan_rows import plan_parameter, square_side
 
 
 def _plan(parameter: torch.Tensor, rank: int = 1, min_rate: float = 2, sparse: bool = False) -> ParameterPlan:
-    return plan_parameter("w", parameter, matrix_approximation_rank=rank, min_compression_rate=min_rate, sparse=sparse)
+    options = commhooks.PowerSGD(matrix_approximation_rank=rank, min_compression_rate=min_rate)
+    return plan_parameter("w", parameter, options, sparse=sparse)
 
 
 @pytest.mark.parametrize(
@@ -144,10 +146,7 @@ def test_the_table_shows_every_parameter():
 def test_names_are_shown_whole_and_as_they_are(low_rank):
     deep = ".".join(f"layers_{i}" for i in range(30)) + ".weight"
     names = [deep, "[bold]x", "[/bold]", ":smile:.weight"]
-    plans = tuple(
-        plan_parameter(name, torch.zeros(512, 512), matrix_approximation_rank=1, min_compression_rate=2)
-        for name in names
-    )
+    plans = tuple(plan_parameter(name, torch.zeros(512, 512), commhooks.PowerSGD()) for name in names)
     text = str(ModelPlan("powerSGD", plans, low_rank=low_rank))
     assert "…" not in text and max(map(len, text.splitlines())) <= 120
     first_column = [line.split("  ")[1] for line in text.splitlines() if line.startswith("  ")]

@@ -18,8 +18,9 @@ from commhooks.bucket_estimate import Reduced, estimate_buckets
 from commhooks.cli import main
 from commhooks.lowrank_scratch import LowRankScratch
 from commhooks.named_model import from_checkpoint, from_module, named_model
-from commhooks.plan import ModelPlan, plan_parameter
+from commhooks.plan import ModelPlan
 from commhooks.plan_model import plan_model
+from commhooks.plan_rows import plan_parameter
 from commhooks.spec import HookSpec
 
 
@@ -310,10 +311,8 @@ def test_the_codec_is_timed(capsys: Any) -> None:
 )
 def test_of_large_models_a_sample_is_timed(rows: tuple[int, ...], share: float, monkeypatch: Any) -> None:
     monkeypatch.setattr(codec_time, "SAMPLE_NUMEL", 2**20)
-    plans = (
-        plan_parameter(str(n), torch.empty(n, 512, device="meta"), matrix_approximation_rank=2, min_compression_rate=2)
-        for n in rows
-    )
+    options = commhooks.PowerSGD(matrix_approximation_rank=2)
+    plans = (plan_parameter(str(n), torch.empty(n, 512, device="meta"), options) for n in rows)
     timed = codec_time.measure_codec(ModelPlan("powerSGD", tuple(plans)), torch.device("cpu"))
     assert timed.share == pytest.approx(share) and 0 < timed.seconds < 10
 

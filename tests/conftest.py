@@ -8,6 +8,7 @@ import shutil
 import signal
 import tempfile
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import clean_env  # of examples/, where the demo has it from too
@@ -74,3 +75,17 @@ def worker_pool() -> Iterator[WorkerPool]:
 def run_ranks(worker_pool: WorkerPool) -> Callable[..., list[Any]]:
     """`run_ranks(fn, *args, world_size=2, timeout_s=60, init=True, **kwargs)`: see `workers.WorkerPool.run`."""
     return worker_pool.run
+
+
+@pytest.fixture(scope="session")
+def saved_by_two(worker_pool: WorkerPool, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, torch.Tensor]:
+    """Of the tests with Accelerate: see `accelerate_checkpoints.save_by_two`."""
+    from accelerate_checkpoints import save_by_two  # Accelerate takes a while to import
+
+    return save_by_two(worker_pool, tmp_path_factory)
+
+
+@pytest.fixture
+def checkpoint(saved_by_two: tuple[Path, torch.Tensor], tmp_path: Path) -> Path:
+    """A copy of it that a test may damage."""
+    return Path(shutil.copytree(saved_by_two[0], tmp_path / "checkpoint"))

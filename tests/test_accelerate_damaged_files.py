@@ -1,0 +1,151 @@
+"""What can be wrong with the files of a hook when `accelerator.load_state` reads them."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from accelerate_checkpoints import BOTH, assert_equal, outcome, resume, truncate
+from accelerators import OPTIONS, WRONG, Training, hook_files, launched, new_accelerator, power_sgd
+from training import flat
+
+import commhooks
+
+
+@launched
+def _fails_to_load(folder: str, **handler: Any) -> dict[str, Any]:
+    """The error on this rank, and whether anything has changed by then."""
+    run = Training(power_sgd(WRONG | {"start_powerSGD_iter": 1}, **handler)).train(3)
+    before = outcome(run)
+    with pytest.raises(commhooks.PayloadError) as caught:
+        run.load(folder, 6)
+    assert_equal(outcome(run), before)
+    assert outcome(run)["stats"]["step"] == 3
+    return {"error": str(caught.value)}
+
+
+def _rewrite(path: Path, **changes: Any) -> None:
+    torch.save(torch.load(path, weights_only=True) | changes, path)
+
+
+DAMAGE_OF_ONE_RANK = {
+    "missing": (lambda folder: (folder / BOTH[2]).unlink(), "is missing"),
+    "truncated": (lambda folder: truncate(folder / BOTH[2]), "cannot be read"),
+    "empty": (lambda folder: (folder / BOTH[2]).write_bytes(b""), "cannot be read"),
+    "of another save": (lambda folder: _rewrite(folder / BOTH[2], fingerprint="0"), "is of another save"),
+    "of another rank": (lambda folder: shutil.copy(folder / BOTH[1], folder / BOTH[2]), "is of rank 0, not of rank 1"),
+    "of another kind": (lambda folder: shutil.copy(folder / BOTH[0], folder / BOTH[2]), "is not the part of one rank"),
+    "misfit": (lambda folder: _rewrite(folder / BOTH[2], residuals={"0.weight": torch.ones(2)}), "does not fit"),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE_OF_ONE_RANK)
+def test_where_one_rank_lacks_its_residual_all_do_without(
+    run_ranks: Any, saved_by_two: Any, checkpoint: Path, damage: str
+) -> None:
+    intact = run_ranks(resume, str(checkpoint))
+    assert (intact[0]["weights"] - saved_by_two[1]).abs().max() > 1e-5
+    change, text = DAMAGE_OF_ONE_RANK[damage]
+    change(checkpoint)
+    results = run_ranks(resume, str(checkpoint))
+    for result in results:
+        assert torch.equal(result["weights"], saved_by_two[1])
+        assert result["stats"]["step"] == 9 and result["stats"]["compressed_steps"] == 3
+    # Rank 1 names its file, rank 0 says once what follows.
+    assert len(results[1]["warnings"]) == 1 and str(checkpoint / BOTH[2]) in results[1]["warnings"][0]
+    assert text in results[1]["warnings"][0]
+    assert len(results[0]["warnings"]) == 1 and "all ranks start from residuals of zero" in results[0]["warnings"][0]
+
+
+def test_another_world_size_needs_the_files_of_all(run_ranks: Any, checkpoint: Path) -> None:
+    truncate(checkpoint / BOTH[2])
+    for result in run_ranks(resume, str(checkpoint), world_size=3):
+        assert result["loaded"] == {} and result["stats"]["step"] == 9
+        assert "comm_hook_rank1.pt cannot be read" in result["warnings"][0]
+
+
+DAMAGE_OF_THE_SHARED_FILE = {
+    "truncated": (lambda folder: truncate(folder / BOTH[0]), "comm_hook.pt cannot be read"),
+    "missing": (lambda folder: (folder / BOTH[0]).unlink(), "comm_hook.pt is missing, though comm_hook_rank"),
+    "changed": (lambda folder: _rewrite(folder / BOTH[0], step=7), "fingerprint do not belong together"),
+    "newer": (lambda folder: _rewrite(folder / BOTH[0], version=99), "has version 99"),
+    "foreign": (lambda folder: torch.save([1], folder / BOTH[0]), "not the state of a commhooks hook"),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE_OF_THE_SHARED_FILE)
+def test_a_bad_shared_file_is_an_error_on_every_rank_before_anything_changes(
+    run_ranks: Any, checkpoint: Path, damage: str
+) -> None:
+    change, text = DAMAGE_OF_THE_SHARED_FILE[damage]
+    change(checkpoint)
+    for result in run_ranks(_fails_to_load, str(checkpoint)):
+        assert text in result["error"] and str(checkpoint) in result["error"]
+
+
+def test_no_code_of_a_checkpoint_is_run(run_ranks: Any, checkpoint: Path) -> None:
+    torch.save({"format": os.system}, checkpoint / BOTH[0])
+    for result in run_ranks(_fails_to_load, str(checkpoint)):
+        assert "UnpicklingError" in result["error"]
+
+
+def test_another_hook_is_an_error(run_ranks: Any, checkpoint: Path) -> None:
+    for result in run_ranks(_fails_to_load, str(checkpoint), hook="batched_powerSGD"):
+        assert "is of hook 'powerSGD', this one is 'batched_powerSGD'" in result["error"]
+
+
+def test_another_hook_with_strict_off_begins_anew(run_ranks: Any, checkpoint: Path) -> None:
+    options = OPTIONS | {"start_powerSGD_iter": 1}
+    results = run_ranks(resume, str(checkpoint), options=options, hook="batched_powerSGD", strict=False)
+    for result in results:
+        assert result["loaded"] == {}
+        assert result["stats"]["step"] == 3 and result["stats"]["compressed_steps"] == 2
+    assert "begins with fresh memory (strict=False)" in results[0]["warnings"][0]
+    assert results[1]["warnings"] == []
+
+
+@launched
+def _other_model(folder: str) -> str:
+    handler = power_sgd()
+    accelerator = new_accelerator(handler)
+    model = accelerator.prepare(torch.nn.Linear(4, 4))
+    before = flat(model.parameters())
+    with pytest.raises(commhooks.PayloadError) as caught:
+        accelerator.load_state(folder)
+    assert torch.equal(flat(model.parameters()), before)
+    return str(caught.value)
+
+
+def test_another_model_is_an_error_that_lists_the_names(run_ranks: Any, checkpoint: Path) -> None:
+    for error in run_ranks(_other_model, str(checkpoint)):
+        assert "comm_hook.pt: the saved hook state is of another model" in error
+        assert "7.weight: in the saved state, not in the model" in error
+        assert "weight: in the model, not in the saved state" in error
+
+
+@launched
+def _save_fails(folder: str) -> None:
+    run = Training().train(6).save(folder)
+    real, files = torch.save, hook_files(folder)
+    before = {name: (Path(folder) / name).read_bytes() for name in files}
+
+    def disk_full(content: Any, path: Any, **kwargs: Any) -> None:
+        real(content, path, **kwargs)
+        raise OSError("No space left on device")
+
+    run.train(1)
+    run.accelerator.wait_for_everyone()
+    with mock.patch.object(torch, "save", disk_full), pytest.raises(OSError, match="No space left"):
+        run.accelerator.save_state(folder)
+    run.accelerator.wait_for_everyone()
+    assert hook_files(folder) == files == BOTH
+    assert {name: (Path(folder) / name).read_bytes() for name in files} == before
+
+
+def test_a_save_that_fails_leaves_the_old_files_whole(run_ranks: Any, tmp_path: Path) -> None:
+    run_ranks(_save_fails, str(tmp_path))

@@ -17,8 +17,8 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 from lightning.pytorch.strategies import DDPStrategy
+from lightning_fits import Slurm
 from lightning_support import Model, Watch, assert_equal, data, strategy, trainer, weights
-from test_lightning_resume import _Slurm
 
 from commhooks import PowerSGD
 from lightning_commhooks.checkpoint import CHECKPOINT_KEY
@@ -73,7 +73,7 @@ def _interrupted(root: str, what: str, at: dict[int, int], callback: str = "none
     handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2)}
     options: dict[str, Any] = {"bucket_cap_mb": support.SEVERAL_BUCKETS_MB}
     if what == "requeue":
-        options["cluster_environment"] = _Slurm(requeue_signal=signal.SIGUSR2)
+        options["cluster_environment"] = Slurm(requeue_signal=signal.SIGUSR2)
     t = trainer(
         root,
         pool=what != "requeue",

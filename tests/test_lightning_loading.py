@@ -1,0 +1,142 @@
+"""What a Trainer with CommHookDDP loads: other checkpoints, other hooks; nothing leaks from one call into the next."""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import lightning_support as support
+import pytest
+import torch
+from lightning.pytorch.callbacks import LearningRateFinder
+from lightning.pytorch.strategies import DDPStrategy
+from lightning_fits import HOOK, SAVED_AT, fit, path_at, residuals
+from lightning_support import STEPS_PER_EPOCH, Model, Watch, assert_equal, data, strategy, trainer, weights
+from workers import RanksFailed
+
+from commhooks import PowerSGD
+
+
+def _from_plain_ddp(root: str) -> dict[str, Any]:
+    plain = functools.partial(DDPStrategy, bucket_cap_mb=support.SEVERAL_BUCKETS_MB)
+    fit(root, save=True, epochs=2, make=plain)
+    ours = fit(root, ckpt_path=path_at(root, SAVED_AT), seed=1, save=True)
+    back = fit(root, ckpt_path=path_at(root, 2 * SAVED_AT), seed=1, make=plain, epochs=5)
+    return {"ours": ours, "back": back}
+
+
+def test_a_checkpoint_of_plain_ddp_and_back(run_ranks: Any, tmp_path: Path) -> None:
+    ranks = run_ranks(_from_plain_ddp, str(tmp_path))
+    for rank in ranks:
+        assert rank["ours"]["start"] == [0]
+        assert rank["ours"]["stats"]["compressed_steps"] == STEPS_PER_EPOCH
+        assert_equal(rank["ours"]["final"], ranks[0]["ours"]["final"])
+        assert rank["back"]["warnings"] == []
+    (warning,) = ranks[0]["ours"]["warnings"]
+    assert "holds no state of a communication hook" in warning
+    assert ranks[1]["ours"]["warnings"] == []
+
+
+def _from_another(root: str, kind: str, strict: bool | None) -> dict[str, Any]:
+    saver = {"hook": "allreduce"} if kind == "hook" else {}
+    fit(root, save=True, epochs=2, **saver)
+    model = Model(seed=1, extra=kind == "model")
+    model.strict_loading = False
+    rank = 1 if kind == "rank" else 2
+    hook = PowerSGD(start_powerSGD_iter=0, matrix_approximation_rank=rank)
+    return fit(root, ckpt_path=path_at(root, SAVED_AT), model=model, hook=hook, strict=strict)
+
+
+@pytest.mark.parametrize(
+    ("kind", "text"),
+    [
+        ("hook", "the saved state is of hook 'allreduce', this one is 'powerSGD'"),
+        ("model", "(?s)the saved hook state is of another model:.*extra.weight: in the model, not in the saved state"),
+    ],
+)
+def test_another_hook_or_model(run_ranks: Any, tmp_path: Path, kind: str, text: str) -> None:
+    (tmp_path / "strict").mkdir()
+    with pytest.raises(RanksFailed, match=text) as failed:
+        run_ranks(_from_another, str(tmp_path / "strict"), kind, None)
+    assert failed.value.errors[0].type_name == "PayloadError"
+    ranks = run_ranks(_from_another, str(tmp_path), kind, False)
+    for rank in ranks:
+        assert rank["start"] == [0 if kind == "hook" else SAVED_AT]
+        assert_equal(rank["final"], ranks[0]["final"])
+    assert any("fresh memory" in warning for warning in ranks[0]["warnings"])
+
+
+def test_another_rank_keeps_step_start_and_residuals(run_ranks: Any, tmp_path: Path) -> None:
+    ranks = run_ranks(_from_another, str(tmp_path), "rank", None)
+    for rank in ranks:
+        assert rank["start"] == [SAVED_AT]
+        assert rank["hook state"]["options"]["start_powerSGD_iter"] == STEPS_PER_EPOCH  # the saved one wins
+        assert rank["hook state"]["parameters"]["net.2.weight"]["q"].shape[0] == 1
+        assert_equal(rank["final"], ranks[0]["final"])
+        assert not rank["warnings"]
+
+
+def _validate_then_fit(root: str) -> dict[str, Any]:
+    fit(root, save=True, epochs=2)
+    watch, model = Watch(), Model()
+    t = trainer(root, strategy=strategy(hook=HOOK), max_epochs=2, callbacks=[watch])
+    t.validate(Model(), data(), ckpt_path=path_at(root, SAVED_AT), verbose=False)
+    t.predict(_Predicts(), data(), ckpt_path=path_at(root, SAVED_AT), return_predictions=False)
+    t.test(_Predicts(), data(), ckpt_path=path_at(root, SAVED_AT), verbose=False)
+    t.fit(model, data())
+    return {"start": watch.start_steps, "after": weights(model), "alone": fit(root, epochs=2)["final"]}
+
+
+class _Predicts(Model):
+    def predict_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        return self.net(batch[0])
+
+    def test_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("test_loss", self.loss(batch), sync_dist=True)
+
+
+def test_nothing_leaks_from_validate_predict_and_test_into_fit(run_ranks: Any, tmp_path: Path) -> None:
+    for rank in run_ranks(_validate_then_fit, str(tmp_path)):
+        assert rank["start"] == [0]
+        assert_equal(rank["after"], rank["alone"])
+
+
+class _FinderLater(LearningRateFinder):
+    """Not before the third epoch; notes the hook's state before and after."""
+
+    def on_fit_start(self, *_: Any) -> None:
+        return
+
+    def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if trainer.current_epoch == 2 and self.optimal_lr is None:
+            hook = trainer.strategy.comm_hook
+            # The finder's own checkpoint makes the mean of all residuals; so does this, and a mean has itself as mean.
+            before = hook.state_dict("mean")
+            self.lr_find(trainer, pl_module)
+            self.states = before, hook.state_dict("per_rank")
+            self.steps = hook.stats()["backward_passes"]
+
+
+def _rewound(root: str) -> dict[str, Any]:
+    options: dict[str, Any] = {"num_training_steps": 6, "max_lr": 0.1, "update_attr": False}
+    later = _FinderLater(**options)
+    fit(root, callbacks=[later])
+    return {
+        "without": fit(root)["final"],
+        "at start": fit(root, callbacks=[LearningRateFinder(**options)])["final"],
+        "states": later.states,
+        "steps": later.steps,
+    }
+
+
+def test_the_learning_rate_finder_rewinds_the_hook(run_ranks: Any, tmp_path: Path) -> None:
+    for rank in run_ranks(_rewound, str(tmp_path)):
+        assert_equal(rank["at start"], rank["without"])
+        before, after = rank["states"]
+        assert rank["steps"] > SAVED_AT  # the finder has trained,
+        assert before["step"] == after["step"] == SAVED_AT  # and nothing is left of it
+        assert_equal(residuals(before), residuals(after))
+        for name in residuals(before):
+            assert torch.equal(before["parameters"][name]["q"], after["parameters"][name]["q"])

@@ -1,0 +1,182 @@
+"""What a Trainer with CommHookDDP saves: once, in full checkpoints, as it was told."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.plugins import AsyncCheckpointIO
+from lightning.pytorch.strategies import DDPStrategy
+from lightning_fits import HOOK, SAVED_AT, fit, keeper, path_at, residuals
+from lightning_support import STEPS_PER_EPOCH, Model, Watch, assert_equal, data, strategy, trainer
+from workers import RanksFailed
+
+from commhooks import CommHook, HookConfigError
+from lightning_commhooks import CommHookCheckpoint
+from lightning_commhooks.checkpoint import CHECKPOINT_KEY
+
+
+def _named_paths(root: str) -> dict[str, Any]:
+    out: dict[str, Any] = {}
+    best = ModelCheckpoint(root, filename="best", monitor="epoch_as_float", mode="max", save_last=True)
+
+    class Logs(Model):
+        def on_train_epoch_end(self) -> None:
+            self.log("epoch_as_float", float(self.current_epoch))
+
+    watch = Watch()
+    t = trainer(root, strategy=strategy(hook=HOOK), max_epochs=2, callbacks=[best, watch])
+    t.fit(Logs(), data())
+    t.save_checkpoint(os.path.join(root, "hpc_ckpt_1.ckpt"))
+    t.fit_loop.max_epochs = 3
+    t.fit(Logs(seed=1), data(), ckpt_path="best")
+    out["best"] = watch.start_steps[-1]
+    for name in ("last", "hpc"):
+        watch = Watch()
+        again = ModelCheckpoint(root, filename="best", monitor="epoch_as_float", mode="max", save_last=True)
+        t = trainer(root, strategy=strategy(hook=HOOK), max_epochs=4, callbacks=[again, watch])
+        t.fit(Logs(seed=1), data(), ckpt_path=name)
+        out[name] = watch.start_steps
+    return out
+
+
+def test_best_last_and_hpc(run_ranks: Any, tmp_path: Path) -> None:
+    for rank in run_ranks(_named_paths, str(tmp_path)):
+        assert rank["best"] == SAVED_AT
+        assert rank["last"] == [SAVED_AT + STEPS_PER_EPOCH]  # saved by the fit that resumed from "best"
+        assert rank["hpc"] == [SAVED_AT]
+
+
+def _count_states(root: str) -> dict[str, Any]:
+    calls: list[Any] = []
+    original = CommHook.state_dict
+
+    def counted(self: CommHook, *args: Any, **kwargs: Any) -> Any:
+        calls.append((args, kwargs))
+        return original(self, *args, **kwargs)
+
+    CommHook.state_dict = counted  # type: ignore[method-assign]
+    try:
+        explicit = CommHookCheckpoint(save_residual="per_rank")
+        t = trainer(root, strategy=strategy(hook=HOOK), max_epochs=2, callbacks=[keeper(root), explicit])
+        t.fit(Model(), data())
+        full = len(calls)
+        t.save_checkpoint(os.path.join(root, "weights.ckpt"), weights_only=True)
+        t.validate(Model(), data(), verbose=False)
+        t.save_checkpoint(os.path.join(root, "other-module.ckpt"))
+    finally:
+        CommHook.state_dict = original  # type: ignore[method-assign]
+    ours = [callback for callback in t.callbacks if isinstance(callback, CommHookCheckpoint)]
+    return {"full": full, "all": len(calls), "callbacks": len(ours), "first": ours[0] is explicit}
+
+
+def test_state_is_saved_once_and_in_full_checkpoints_only(run_ranks: Any, tmp_path: Path) -> None:
+    for rank in run_ranks(_count_states, str(tmp_path)):
+        assert rank == {"full": 1, "all": 1, "callbacks": 1, "first": True}
+    full = torch.load(path_at(tmp_path, SAVED_AT), weights_only=True)
+    payload = full.pop(CHECKPOINT_KEY)
+    assert payload["exact"] is True and payload["residual"] == "per_rank" and payload["residual_ranks"] == [0, 1]
+    entry = payload["parameters"]["net.2.weight"]
+    assert [each.shape for each in entry["residual"]] == [(32, 32), (32, 32)]
+    assert not torch.equal(*entry["residual"])
+    assert "residual" not in str(full.keys()) + str(full["callbacks"].keys()) and "CommHook" not in str(full)
+    assert CHECKPOINT_KEY not in torch.load(tmp_path / "weights.ckpt", weights_only=True)
+    # The hook's memory belongs to the module that was trained, not to one that was looked at afterwards.
+    assert CHECKPOINT_KEY not in torch.load(tmp_path / "other-module.ckpt", weights_only=True)
+
+
+def _saves(root: str, **options: Any) -> Any:
+    fit(root, save=True, epochs=2, **options)
+    return torch.load(path_at(root, SAVED_AT), weights_only=True)[CHECKPOINT_KEY]["residual"]
+
+
+@pytest.mark.parametrize(
+    ("on_strategy", "on_callback", "saved"),
+    [
+        ({}, None, "mean"),
+        ({"save_residual": "drop"}, None, "none"),
+        ({}, {"save_residual": "drop"}, "none"),
+        ({"save_residual": "per_rank"}, {}, "per_rank"),
+        ({"save_residual": "per_rank", "strict": True}, {"save_residual": "per_rank", "strict": True}, "per_rank"),
+    ],
+)
+def test_settings_on_strategy_or_callback(
+    run_ranks: Any, tmp_path: Path, on_strategy: dict[str, Any], on_callback: dict[str, Any] | None, saved: str
+) -> None:
+    callbacks = [] if on_callback is None else [CommHookCheckpoint(**on_callback)]
+    assert run_ranks(_saves, str(tmp_path), callbacks=callbacks, **on_strategy) == [saved, saved]
+
+
+@pytest.mark.parametrize(
+    ("on_strategy", "callbacks", "text"),
+    [
+        (
+            {"save_residual": "mean"},
+            [CommHookCheckpoint(save_residual="drop")],
+            r"CommHookDDP\(save_residual='mean'\) and CommHookCheckpoint\(save_residual='drop'\) contradict",
+        ),
+        (
+            {"strict": False},
+            [CommHookCheckpoint(strict=True)],
+            r"CommHookDDP\(strict=False\) and CommHookCheckpoint\(strict=True\) contradict each other; set strict in",
+        ),
+        ({}, [CommHookCheckpoint(), CommHookCheckpoint()], "2 CommHookCheckpoint callbacks in one Trainer"),
+    ],
+)
+def test_contradicting_settings(
+    run_ranks: Any, tmp_path: Path, on_strategy: dict[str, Any], callbacks: Any, text: str
+) -> None:
+    with pytest.raises(RanksFailed, match=text):
+        run_ranks(_saves, str(tmp_path), callbacks=callbacks, **on_strategy)
+
+
+def test_wrong_settings_of_the_callback() -> None:
+    with pytest.raises(HookConfigError, match="save_residual='men' .did you mean 'mean'.*; expected one of 'mean'"):
+        CommHookCheckpoint(save_residual="men")  # type: ignore[arg-type]
+    with pytest.raises(HookConfigError, match="strict='no'; expected True or False"):
+        CommHookCheckpoint(strict="no")  # type: ignore[arg-type]
+
+
+def _callback_without_our_strategy(root: str) -> Any:
+    return fit(root, epochs=1, make=DDPStrategy, callbacks=[CommHookCheckpoint()])["warnings"]
+
+
+def test_callback_with_another_strategy_says_so(run_ranks: Any, tmp_path: Path) -> None:
+    ranks = run_ranks(_callback_without_our_strategy, str(tmp_path))
+    assert len(ranks[0]) == 1 and "nothing to save" in ranks[0][0] and "DDPStrategy" in ranks[0][0]
+
+
+def _saved_in_the_background(root: str) -> dict[str, Any]:
+    for name, plugins in {"thread": [AsyncCheckpointIO()], "at once": []}.items():
+        folder = os.path.join(root, name)
+        t = trainer(folder, strategy=strategy(hook=HOOK), max_epochs=4, callbacks=[keeper(folder)], plugins=plugins)
+        t.fit(Model(), data())
+    return {}
+
+
+def test_a_save_in_the_background_holds_the_state_of_its_moment(run_ranks: Any, tmp_path: Path) -> None:
+    run_ranks(_saved_in_the_background, str(tmp_path))
+    for step in (SAVED_AT, 2 * SAVED_AT):
+        thread, at_once = (torch.load(path_at(tmp_path / n, step), weights_only=True) for n in ("thread", "at once"))
+        assert_equal(residuals(thread[CHECKPOINT_KEY]), residuals(at_once[CHECKPOINT_KEY]))
+        assert thread[CHECKPOINT_KEY]["step"] == step
+
+
+def _large(root: str) -> list[str]:
+    import lightning_commhooks.checkpoint as module
+
+    limit, module.PER_RANK_WARNING_BYTES = module.PER_RANK_WARNING_BYTES, 1000
+    try:
+        return fit(root, save=True, save_residual="per_rank")["warnings"]
+    finally:
+        module.PER_RANK_WARNING_BYTES = limit
+
+
+def test_large_per_rank_checkpoints_are_warned_about_once(run_ranks: Any, tmp_path: Path) -> None:
+    ranks = run_ranks(_large, str(tmp_path))
+    assert len(ranks[0]) == 1 and "save_residual='mean' needs one copy" in ranks[0][0]
+    assert ranks[1] == []

@@ -1,0 +1,135 @@
+"""`CommHookTrainer`'s settings: DDP's arguments, files, mistakes, and where there is no hook."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+pytest.importorskip("transformers", reason="transformers needs Python 3.11 or newer")
+
+from accelerate import Accelerator, DistributedType  # noqa: E402
+from accelerators import OPTIONS, Warnings, accelerate_launched, hook_files, launched  # noqa: E402
+from transformers import TrainingArguments  # noqa: E402
+from transformers_runs import FILES, make_trainer  # noqa: E402
+from transformers_trainer import batch, make_model, manual  # noqa: E402  # of examples/
+
+import commhooks  # noqa: E402
+from accelerate_commhooks import CommHookKwargs  # noqa: E402
+from accelerate_commhooks.transformers import CommHookTrainer  # noqa: E402
+
+
+def test_ddp_arguments_and_a_handler_of_the_users(run_ranks: Any, tmp_path: Path) -> None:
+    run_ranks(_ddp_arguments, tmp_path)
+
+
+@launched
+def _ddp_arguments(folder: Path) -> None:
+    given = {"ddp_find_unused_parameters": False, "ddp_broadcast_buffers": False}
+    handler = CommHookKwargs(hook="powerSGD", hook_options=OPTIONS, gradient_as_bucket_view=True)
+    trainer = make_trainer(folder, hook={"hook": handler}, max_steps=4, save_strategy="no", **given)
+    trainer.train()
+    ddp = trainer.model_wrapped
+    assert ddp.find_unused_parameters is False and ddp.broadcast_buffers is False
+    assert ddp.bucket_bytes_cap == int(0.005 * 2**20) and ddp.gradient_as_bucket_view is True
+    assert handler.attached is trainer.comm_hook and handler.is_attached(trainer.model)
+    assert trainer.comm_hook.stats()["compressed_steps"] == 1
+
+    # The Trainer's own default for models, which is not DDP's, and a hook that a user wrote.
+    trainer = make_trainer(folder, hook={"hook": _own_hook, "wrapper": "bf16"}, max_steps=2, save_strategy="no")
+    trainer.train()
+    assert trainer.model_wrapped.find_unused_parameters is True and trainer.model_wrapped.broadcast_buffers is True
+    assert trainer.comm_hook.name.endswith("_own_hook") and trainer.comm_hook.stats()["backward_passes"] == 2
+
+
+def test_settings_from_outside(run_ranks: Any, tmp_path: Path) -> None:
+    """A fraction in the file is one of the Trainer's steps too, where the file does not say of how many."""
+    options = "hook_options: {matrix_approximation_rank: 2, start_powerSGD_iter: 0.25}"
+    settings = ["hook: powerSGD", options, "gradient_as_bucket_view: true"]
+    for name, more, start in (("a.yaml", [], 2), ("b.yaml", ["total_steps: 16"], 4)):
+        (tmp_path / name).write_text("\n".join(settings + more))
+        assert run_ranks(_outside, tmp_path, tmp_path / name) == [(start, True)] * 2
+
+
+@launched
+def _outside(folder: Path, path: Path) -> tuple[int, bool]:
+    with mock.patch.dict(os.environ, {"ACCELERATE_COMM_HOOK_CONFIG": str(path)}):
+        trainer = make_trainer(folder, hook={"save_residual": "mean"}, save_steps=8)
+    trainer.train()
+    assert hook_files(folder / "checkpoint-8") == FILES[:1]
+    return trainer.comm_hook.options["start_powerSGD_iter"], trainer.model_wrapped.gradient_as_bucket_view
+
+
+def _own_hook(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    tensor = bucket.buffer() / dist.get_world_size()
+    return dist.all_reduce(tensor, async_op=True).get_future().then(lambda future: future.value()[0])
+
+
+def _alone(folder: Path, **hook: Any) -> CommHookTrainer:
+    args = TrainingArguments(
+        str(folder), use_cpu=True, max_steps=1, report_to="none", disable_tqdm=True, save_strategy="no",
+        dataloader_pin_memory=False, ddp_bucket_cap_mb=5,
+    )  # fmt: skip
+    return CommHookTrainer(make_model(width=16), args, batch, manual(32)[0], **hook)
+
+
+def test_one_process_trains_without_a_hook_and_says_so(tmp_path: Path) -> None:
+    with accelerate_launched(none=True), Warnings() as texts:
+        trainer = _alone(tmp_path, hook="powerSGD")
+        trainer.train()
+    assert trainer.comm_hook is None
+    [text] = texts
+    assert "nothing is communicated and hook 'powerSGD' has nothing to do" in text
+
+
+@pytest.mark.parametrize(
+    ("hook", "text"),
+    [
+        ({"hook": "powerSDG"}, "unknown hook 'powerSDG' (did you mean 'powerSGD'?)"),
+        ({"hook": "powerSGD", "hook_options": {"rank": 4}}, "no option 'rank'"),
+        ({"hook": "powerSGD", "hook_options": {"start_powerSGD_iter": 1.5}}, "start_powerSGD_iter"),
+        ({"hook": "powerSGD", "save_residual": "none"}, "save_residual='none'"),
+        ({"hook": "powerSGD", "total_steps": 0}, "total_steps=0"),
+        (
+            {"hook": CommHookKwargs(hook="powerSGD"), "wrapper": "bf16", "strict": False},
+            "wrapper and strict beside hook=CommHookKwargs(...)",
+        ),
+        (
+            {"hook": CommHookKwargs(hook="powerSGD", bucket_cap_mb=50)},
+            "bucket_cap_mb=50 in CommHookKwargs(...), but ddp_bucket_cap_mb=5 in TrainingArguments(...)",
+        ),
+    ],
+)
+def test_mistakes_are_found_at_construction(tmp_path: Path, hook: dict[str, Any], text: str) -> None:
+    with accelerate_launched(none=True), pytest.raises(commhooks.HookConfigError) as caught:
+        _alone(tmp_path, **hook)
+    assert text in str(caught.value)
+
+
+def test_where_accelerate_does_not_use_ddp_the_hook_is_refused(tmp_path: Path) -> None:
+    fsdp = mock.patch.object(Accelerator, "distributed_type", DistributedType.FSDP)
+    with accelerate_launched(none=True), fsdp, pytest.raises(commhooks.HookConfigError, match="FSDP"):
+        _alone(tmp_path, hook="powerSGD")
+
+
+def test_a_model_that_is_not_in_ddp_is_an_error(tmp_path: Path) -> None:
+    several = mock.patch.object(Accelerator, "num_processes", 2)
+    with accelerate_launched(none=True):
+        trainer = _alone(tmp_path, hook="powerSGD")
+        with several, pytest.raises(commhooks.AttachError, match="a LlamaForCausalLM that"):
+            trainer.callback_handler.on_train_begin(trainer.args, trainer.state, trainer.control)
+
+
+def test_without_transformers_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, "accelerate_commhooks.transformers")
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    sentence = 'accelerate_commhooks.transformers needs transformers: pip install "commhooks[transformers]"'
+    with pytest.raises(ImportError) as caught:
+        import accelerate_commhooks.transformers  # noqa: F401
+    assert str(caught.value) == sentence

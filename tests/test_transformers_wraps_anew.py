@@ -1,0 +1,148 @@
+"""What makes the Trainer wrap a model anew, and that the hook follows it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+pytest.importorskip("transformers", reason="transformers needs Python 3.11 or newer")
+
+from accelerators import hook_files, launched  # noqa: E402
+from transformers import Trainer  # noqa: E402
+from transformers.trainer_utils import HPSearchBackend  # noqa: E402
+from transformers_runs import EPOCH, FILES, POWER_SGD, assert_equal, make_trainer, outcome  # noqa: E402
+from transformers_trainer import make_model  # noqa: E402  # of examples/
+
+from accelerate_commhooks.transformers import CommHookTrainerMixin  # noqa: E402
+
+
+def test_a_second_train_is_fresh_unless_it_resumes(run_ranks: Any, tmp_path: Path) -> None:
+    """And a fraction of the run is one of the steps that the Trainer works out each time."""
+    for first, second, third in run_ranks(_train_three_times, tmp_path):
+        assert second["stats"]["step"] == second["stats"]["backward_passes"] == 3 * EPOCH
+        assert second["stats"]["compressed_steps"] == 18
+        fresh, fresh_too, loaded = third["seen"]
+        assert (fresh["step"], fresh_too["step"], loaded["step"]) == (0, 0, 8)
+        assert fresh["residuals"] == fresh_too["residuals"] == {} and loaded["residuals"] != {}
+        # A quarter of 2 epochs, a quarter of 3; then the saved number wins.
+        assert [each["start"] for each in third["seen"]] == [4, 6, 4]
+        assert [each["hooks"] for each in third["seen"]] == [1, 1, 1]
+        assert_equal(first, third)
+
+
+@launched
+def _train_three_times(folder: Path) -> list[dict[str, Any]]:
+    hook = {"hook": "powerSGD", "hook_options": {"matrix_approximation_rank": 2, "start_powerSGD_iter": 0.25}}
+    trainer = make_trainer(folder / "first", hook=hook, max_steps=-1, num_train_epochs=2, save_steps=8)
+    assert trainer.comm_hook is None
+    trainer.train()
+    results = [outcome(trainer)]
+    trainer.evaluate(trainer.train_dataset)
+    trainer.args.num_train_epochs, trainer.args.output_dir = 3, str(folder / "second")
+    trainer.train()
+    results.append(outcome(trainer))
+    trainer.args.num_train_epochs = 2
+    trainer.train(resume_from_checkpoint=str(folder / "first" / "checkpoint-8"))
+    return [*results, outcome(trainer)]
+
+
+def test_default_start_is_a_tenth_of_the_run_and_total_steps_goes_first(run_ranks: Any, tmp_path: Path) -> None:
+    for results in run_ranks(_starts, tmp_path):
+        assert results == [1, 5]
+
+
+@launched
+def _starts(folder: Path) -> list[int]:
+    starts = []
+    for total_steps in (None, 50):
+        trainer = make_trainer(folder, hook={"hook": "powerSGD", "total_steps": total_steps}, save_strategy="no")
+        trainer.train()
+        starts.append(trainer.comm_hook.options["start_powerSGD_iter"])
+    return starts
+
+
+def test_hyperparameter_search_keeps_the_hook(run_ranks: Any, tmp_path: Path) -> None:
+    for results in run_ranks(_two_trials, tmp_path):
+        for result in results:
+            assert result["stats"]["step"] == 4 and result["stats"]["compressed_steps"] == 1
+        assert [each["step"] for each in results[1]["seen"]] == [0, 0]
+        assert not torch.equal(results[0]["weights"], results[1]["weights"])
+    for run in ("run-0", "run-1"):
+        assert hook_files(tmp_path / run / "checkpoint-4") == FILES
+
+
+@launched
+def _two_trials(folder: Path) -> list[dict[str, Any]]:
+    """What `hyperparameter_search` does with Optuna, which is not installed."""
+    trainer = make_trainer(folder, max_steps=4)
+    first_accelerator, first_model = trainer.accelerator, trainer.model
+    start = {name: tensor.clone() for name, tensor in first_model.state_dict().items()}
+
+    def model_init() -> torch.nn.Module:
+        model = make_model(width=16)
+        model.load_state_dict(start)
+        return model
+
+    trainer.model_init = model_init
+    trainer.hp_search_backend = HPSearchBackend.OPTUNA
+    trainer.hp_space = lambda trial: trial.params
+    results = []
+    for number, learning_rate in enumerate((0.01, 0.02)):
+        trial = mock.Mock(number=number, params={"learning_rate": learning_rate})
+        trainer.model_wrapped = None
+        before = trainer.accelerator
+        with mock.patch("transformers.integrations.hp_params", lambda trial: trial.params):
+            trainer.train(trial=trial)
+        assert trainer.accelerator is not before
+        assert trainer.model_wrapped.bucket_bytes_cap == int(0.005 * 2**20)
+        results.append(outcome(trainer))
+    assert first_accelerator is not trainer.accelerator
+    return results
+
+
+def test_auto_find_batch_size_starts_fresh_in_a_users_trainer(run_ranks: Any, tmp_path: Path) -> None:
+    for result in run_ranks(_auto_find_batch_size, tmp_path):
+        assert result["attempts"] == [4, 3]
+        assert [each["step"] for each in result["seen"]] == [0, 0]
+        assert result["seen"][1]["residuals"] == {} and result["seen"][1]["hooks"] == 1
+        assert result["stats"]["step"] == result["stats"]["backward_passes"] == EPOCH
+        assert torch.equal(result["weights"], result["first"])
+
+
+class TheirTrainer(Trainer):
+    """Somebody's own: with an argument of its own, and too large a batch for the memory."""
+
+    def __init__(self, *args: Any, fits: int = 3, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.fits = fits
+
+    def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
+        if len(inputs["input_ids"]) > self.fits and self.state.global_step == 5:
+            raise RuntimeError("CUDA out of memory.")
+        return super().training_step(model, inputs, num_items_in_batch)
+
+
+class TheirsWithAHook(CommHookTrainerMixin, TheirTrainer):
+    pass
+
+
+@launched
+def _auto_find_batch_size(folder: Path) -> dict[str, Any]:
+    attempts = []
+
+    class Counting(TheirsWithAHook):
+        def set_initial_training_values(self, *args: Any) -> Any:
+            attempts.append(self._train_batch_size)
+            return super().set_initial_training_values(*args)
+
+    trainer = make_trainer(folder, Counting, auto_find_batch_size=True, hook=POWER_SGD | {"fits": 3})
+    trainer.train()
+    result = outcome(trainer) | {"attempts": attempts}
+    everywhere = [torch.empty_like(result["weights"]) for _ in range(2)]
+    dist.all_gather(everywhere, result["weights"])
+    return result | {"first": everywhere[0]}

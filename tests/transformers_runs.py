@@ -1,0 +1,92 @@
+"""A `CommHookTrainer` that really is one of two ranks, and what came of its training."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+pytest.importorskip("transformers", reason="transformers needs Python 3.11 or newer")
+
+from accelerate import DistributedType  # noqa: E402
+from accelerators import OPTIONS  # noqa: E402
+from training import flat, residuals  # noqa: E402
+from transformers import Trainer, TrainerCallback, TrainingArguments  # noqa: E402
+from transformers_trainer import batch, make_model, manual  # noqa: E402  # of examples/
+
+from accelerate_commhooks.transformers import CommHookTrainer  # noqa: E402
+
+FILES = ["comm_hook.pt", "comm_hook_rank0.pt", "comm_hook_rank1.pt"]
+EPOCH = 8  # steps, with two ranks and the default batch size
+POWER_SGD = {"hook": "powerSGD", "hook_options": OPTIONS}
+
+
+class Moments(TrainerCallback):
+    """The hook's memory at the first step of each attempt to train, and how many hooks there are."""
+
+    def __init__(self) -> None:
+        self.seen: list[dict[str, Any]] = []
+        self.trainer: Any = None
+        self._begins = False
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._begins = True
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        hook = getattr(self.trainer, "comm_hook", None)
+        if self._begins and hook is not None and hook.name == "powerSGD":
+            seen = {
+                "step": hook.stats()["step"],
+                "residuals": residuals(hook),
+                "start": hook.options["start_powerSGD_iter"],
+                "hooks": len(self.trainer._hook_handler.attached_hooks),
+            }
+            self.seen.append(seen)
+        self._begins = False
+
+
+def make_trainer(folder: Any, cls: Any = CommHookTrainer, *, seed: int = 3, hook: Any = None, **settings: Any) -> Any:
+    """A trainer that really is one of two ranks. `hook`: its arguments for the hook, of PowerSGD by default."""
+    torch.manual_seed(seed)
+    model = make_model(width=16)
+    settings = {"max_steps": EPOCH, "save_steps": 4, "ddp_bucket_cap_mb": 0.005} | settings
+    args = TrainingArguments(
+        str(folder),
+        use_cpu=True,
+        per_device_train_batch_size=4,
+        learning_rate=0.01,
+        logging_steps=1,
+        report_to="none",
+        disable_tqdm=True,
+        dataloader_pin_memory=False,
+        **settings,
+    )
+    train, _ = manual(32)
+    moments = Moments()
+    given = {} if cls is Trainer else POWER_SGD if hook is None else hook
+    few = torch.utils.data.Subset(train, range(EPOCH * 2 * 4))
+    trainer = cls(model, args, batch, few, callbacks=[moments], **given)
+    moments.trainer = trainer
+    assert trainer.accelerator.distributed_type is DistributedType.MULTI_CPU
+    assert trainer.args.world_size == dist.get_world_size() == 2
+    return trainer
+
+
+def outcome(trainer: Any) -> dict[str, Any]:
+    hook = getattr(trainer, "comm_hook", None)
+    return {
+        "weights": flat(trainer.model.parameters()),
+        "losses": [entry["loss"] for entry in trainer.state.log_history if "loss" in entry],
+        "residuals": {} if hook is None or hook.name != "powerSGD" else residuals(hook),
+        "stats": {} if hook is None else hook.stats(),
+        "seen": next(each.seen for each in trainer.callback_handler.callbacks if isinstance(each, Moments)),
+    }
+
+
+def assert_equal(one: dict[str, Any], other: dict[str, Any]) -> None:
+    assert torch.equal(one["weights"], other["weights"])
+    assert one["losses"] == other["losses"]
+    assert one["residuals"].keys() == other["residuals"].keys()
+    assert all(torch.equal(one["residuals"][name], other["residuals"][name]) for name in one["residuals"])

@@ -2,8 +2,9 @@
 
     python benchmarks/gpu.py [--models blocks] [--ranks 1 2 4 8 16] [--rounds 30]
 
-One rank (NCCL if torch has it, else gloo), one bucket, `noop`, ours and torch's powerSGD_hook with and without
-batch_tensors_with_same_shape, in turns on the same batches. Everything is over the `noop` of the same round or kind:
+One rank (NCCL if torch has it, else gloo), one bucket, `noop`, ours and torch's powerSGD_hook, both with and without
+batch_tensors_with_same_shape ("same"), in turns on the same batches. Everything is over the `noop` of the same round or
+kind:
 
   ms              backward with the hook minus backward with `noop`, from CUDA events around it
   host ms         the same on the host's clock, until backward returns without waiting for the device
@@ -98,24 +99,25 @@ def on_device(function: Callable[[], object]) -> float:
 
 
 def measure(model_name: str, rank: int, rounds: int) -> list[Row]:
-    labels = {"noop": "noop", "commhooks": f"powersgd-{rank}", "torch": f"torch-{rank}"}
-    labels["torch same"] = f"torch-same-{rank}"
+    labels = {"noop": "noop", "commhooks": f"powersgd-{rank}", "commhooks same": f"same-{rank}"}
+    labels |= {"torch": f"torch-{rank}", "torch same": f"torch-same-{rank}"}
     candidates = {name: Candidate(model_name, label) for name, label in labels.items()}
     count = numel(make(model_name)[0])
     flat, other = torch.randn(count, device="cuda"), torch.zeros(count, device="cuda")
     turns: dict[str, Callable[[], float]] = {name: each.milliseconds for name, each in candidates.items()}
     turns["add"] = lambda: on_device(lambda: other.add_(flat))
     samples = take_turns(turns, rounds, WARM_UP)
-    ours = candidates["commhooks"].hook
-    assert ours is not None
-    done = ours.stats()
-    if done["compressed_steps"] != WARM_UP + rounds - START:
-        raise SystemExit(f"commhooks did not compress: {done}")
+    for name in ("commhooks", "commhooks same"):
+        ours = candidates[name].hook
+        assert ours is not None
+        done = ours.stats()
+        if done["compressed_steps"] != WARM_UP + rounds - START:
+            raise SystemExit(f"{name} did not compress: {done}")
     waits = {name: each.waits() for name, each in candidates.items()}
     profiles = {name: each.profiled() for name, each in candidates.items()}
     limit = 6 * summary(samples["add"], "ms")["median_ms"] / 3
     rows: list[Row] = []
-    for name in ("commhooks", "torch", "torch same"):
+    for name in ("commhooks", "commhooks same", "torch", "torch same"):
         over = [a - b for a, b in zip(samples[name], samples["noop"], strict=True)]
         host = [a - b for a, b in zip(candidates[name].host_ms, candidates["noop"].host_ms, strict=True)][WARM_UP:]
         row = {"section": f"{model_name} {rank}", "model": model_name, "rank": rank, "hook": name, "limit_ms": limit}
@@ -126,7 +128,7 @@ def measure(model_name: str, rank: int, rounds: int) -> list[Row]:
         row["share_of_limit"] = limit / row["median_ms"] if row["median_ms"] > 0 else None
         rows.append(row)
     for row in rows:
-        row["times_torch"] = row["median_ms"] / rows[1]["median_ms"]
+        row["times_torch"] = row["median_ms"] / rows[2]["median_ms"]
     return rows
 
 

@@ -1,8 +1,9 @@
 """The candidates by the labels that the benchmarks print.
 
 `noop`, `ddp` (no hook), `allreduce`, `fp16`, `bf16`, `powersgd-4` and `batched-4` (ours, rank 4), `fused-4`,
-`alternate-4` and `fused-alternate-4` (ours with these options), `torch-4` (torch's powerSGD_hook) and `torch-same-4`
-(with batch_tensors_with_same_shape). `:one` behind a label gives it one bucket: all P in one all-reduce, and all Q.
+`alternate-4`, `fused-alternate-4` and `same-4` (ours with these options), `torch-4` (torch's powerSGD_hook) and
+`torch-same-4`; "same" is batch_tensors_with_same_shape. `:one` behind a label gives it one bucket: all P in one
+all-reduce, and all Q.
 """
 
 from typing import Any
@@ -15,10 +16,16 @@ import commhooks
 
 ONE_BUCKET_MB = 10_000
 LABELS = (
-    "noop, ddp, allreduce, fp16, bf16, powersgd-RANK, fused-RANK, alternate-RANK, fused-alternate-RANK, batched-RANK, "
-    "torch-RANK, torch-same-RANK"
+    "noop, ddp, allreduce, fp16, bf16, powersgd-RANK, fused-RANK, alternate-RANK, fused-alternate-RANK, same-RANK, "
+    "batched-RANK, torch-RANK, torch-same-RANK"
 )
-OPTIONS = {"powersgd": (), "fused": ("fused",), "alternate": ("alternate",), "fused-alternate": ("fused", "alternate")}
+OPTIONS = {
+    "powersgd": (),
+    "fused": ("fused",),
+    "alternate": ("alternate",),
+    "fused-alternate": ("fused", "alternate"),
+    "same": ("batch_tensors_with_same_shape",),
+}
 
 
 def wrap(

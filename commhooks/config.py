@@ -94,7 +94,9 @@ class PowerSGD(HookConfig):
         orthogonalization_epsilon: accepted for compatibility with torch and not needed: no column is divided by zero.
         random_seed: of the first Q.
         compression_stats_logging_frequency: steps between two log lines with compression statistics.
-        batch_tensors_with_same_shape: accepted for compatibility with torch; changes no result.
+        batch_tensors_with_same_shape: on an accelerator, work on all matrices of a bucket that have the same shape at
+            once: fewer and larger kernels, for one more copy of their gradients in float32. Changes results by rounding
+            only, and nothing on the CPU.
         alternate: one product and one all-reduce per step, P and Q in turn: half the bytes and less computation, and a
             subspace that follows the gradient half as fast. Not for batched PowerSGD.
         fused: compute on the CPU with a native kernel, compiled by the machine's C compiler when first used: several

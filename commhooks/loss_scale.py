@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 import torch
 
-from commhooks.arithmetic import host_may_look
+from commhooks import arithmetic
 from commhooks.errors import HookRunError
 
 LossScale = float | torch.Tensor
@@ -14,7 +14,7 @@ LossScale = float | torch.Tensor
 
 def scale_of(scaler: torch.amp.GradScaler, device: torch.device) -> LossScale:
     """What `scaler` multiplies a loss on `device` by."""
-    if host_may_look(device):
+    if arithmetic.host_may_look(device):
         return scaler.get_scale()
     return scaler.scale(torch.ones((), device=device))
 
@@ -26,7 +26,7 @@ def read_scale(loss_scale: Callable[[], LossScale] | None) -> LossScale:
         HookRunError: it is zero, negative or not finite, as far as the host can see.
     """
     scale = 1.0 if loss_scale is None else loss_scale()
-    if isinstance(scale, torch.Tensor) and not host_may_look(scale.device):
+    if isinstance(scale, torch.Tensor) and not arithmetic.host_may_look(scale.device):
         return scale.detach().clone()  # a scaler may go on to change its own
     scale = float(scale)
     if not (math.isfinite(scale) and scale > 0):

@@ -96,11 +96,11 @@ class LowRankScratch:
         return self._refills[key]
 
     def stacked_refill(self, stack: MatrixStack, side: str, options: LowRankOptions) -> torch.Tensor:
-        """As `refill`, `k x r x length`, rows of norm 1."""
+        """As `refill`, `k x r x length`, rows of norm 1, in float64."""
         key = (stack.matrices[0].name, side)
         if key not in self._refills:
             drawn = torch.stack([options.draw_refill(x, side, self.dtype) for x in stack.matrices])
-            self._refills[key] = codec.unit_rows(drawn.to(self.layout.device))[0]
+            self._refills[key] = codec.unit_stack(drawn.to(self.layout.device))[0]
         return self._refills[key]
 
 

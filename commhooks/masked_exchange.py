@@ -21,7 +21,7 @@ class MaskedExchange(LowRankExchange):
         s, packed = self._scratch, self._with_p
         for stack, flags, factors in zip(s.stacks, packed.stacked_flags, packed.stacked_factors, strict=True):
             if stack.delta is not None:
-                _gather(stack.gradients(self.buffer), stack.delta, stack.filled)
+                _gather(stack.gradients(self.buffer), stack)
             blocks = stack.blocks(self.buffer)
             self._put_flags(blocks, flags)
             self._add_residuals(stack, blocks)
@@ -61,11 +61,11 @@ class MaskedExchange(LowRankExchange):
                 self._commit_residuals(stack, blocks, keep)
             learned = stack.learned_q(self._draw_q).adopt(self._memory.q)
             torch.where(keep, arrived.to(s.dtype), learned, out=learned)
-            torch.where(alive, arrived.to(s.dtype), torch.zeros_like(stack.q), out=stack.q).add_(poison)
+            torch.mul(arrived, alive, out=stack.q).add_(poison)
             for part, delta in blocks:
                 torch.bmm(stack.p[part].transpose(1, 2), stack.q[part], out=delta)
             if stack.delta is not None:
-                _scatter(stack.delta, stack.gradients(self.buffer), stack.filled)
+                _scatter(stack, stack.gradients(self.buffer))
 
     def _commit_residuals(
         self, stack: MatrixStack, blocks: list[tuple[slice, torch.Tensor]], keep: torch.Tensor
@@ -75,21 +75,23 @@ class MaskedExchange(LowRankExchange):
             # Whether the step is good or not: the loss scale that goes with the residuals changes with them.
             residuals.mul_(self._residual_factor)
         for part, delta in blocks:
-            torch.baddbmm(delta, stack.p[part].transpose(1, 2), stack.q[part], alpha=-1, out=delta)
+            delta.baddbmm_(stack.p[part].transpose(1, 2), stack.q[part], alpha=-1)
             torch.where(keep[part], delta, residuals[part], out=residuals[part])
-        residuals.flatten(1)[:, stack.filled :].zero_()  # what the padding would carry over is dropped
+        if stack.padded:  # what the padding would carry over is dropped
+            residuals.flatten(1)[:, stack.filled :].zero_()
 
     # ---- delta, flags, Q -------------------------------------------------------------------------------------------
 
     def _put_flags(self, blocks: list[tuple[slice, torch.Tensor]], flags: torch.Tensor) -> None:
         """Per matrix 1 if there is a gradient, 0 if it is zero; NaN if it is too large for the wire."""
         extremes = [torch.aminmax(delta.flatten(1), dim=1) for _, delta in blocks]
-        low, high = torch.cat([x.min for x in extremes]), torch.cat([x.max for x in extremes])
-        alive = ((low != 0) | (high != 0)).to(flags.dtype)
+        low, high = (torch.cat(each) if len(each) > 1 else each[0] for each in zip(*extremes, strict=True))
+        alive = (low != 0) | (high != 0)
         limit = largest_gradient(flags.dtype)
         if limit < torch.finfo(self.buffer.dtype).max:
-            alive = torch.where(torch.maximum(-low, high) > limit, float("nan"), alive)
-        flags.copy_(alive)
+            flags.copy_(torch.where(torch.maximum(-low, high) > limit, float("nan"), alive.to(flags.dtype)))
+        else:
+            flags.copy_(alive)
 
     def _add_residuals(self, stack: MatrixStack, blocks: list[tuple[slice, torch.Tensor]]) -> None:
         known = self._memory.residuals
@@ -108,26 +110,29 @@ class MaskedExchange(LowRankExchange):
             q = stack.learned_q(self._draw_q).read(self._memory.q)
         else:
             q = torch.stack([self._draw_q(x) for x in stack.matrices]).to(self.buffer.device)
-        rows, missing = codec.unit_rows(q)
-        torch.where(missing, self._scratch.stacked_refill(stack, "Q", self._options), rows, out=stack.q)
+        rows, missing = codec.unit_stack(q)
+        stack.q.copy_(torch.where(missing, self._scratch.stacked_refill(stack, "Q", self._options), rows))
 
 
-def _gather(pieces: list[torch.Tensor], whole: torch.Tensor, filled: int) -> None:
-    """Copy the pieces into `whole` (k x n x m), one behind the other; what is not filled becomes zero."""
-    flat = whole.flatten(1)
+def _gather(pieces: list[torch.Tensor], stack: MatrixStack) -> None:
+    """Copy the gradients into the deltas; what they do not fill becomes zero."""
+    assert stack.delta is not None
+    flat = stack.delta.view(-1)
+    if stack.padded:
+        flat[stack.filled :].zero_()
     if len(pieces) == 1:
-        flat[0, :filled].copy_(pieces[0])
-    elif pieces[0].dtype == whole.dtype:
-        torch.cat(pieces, out=whole.view(-1))
-    else:  # one kernel to put together, one to convert: a mixture would be a kernel for each piece
-        whole.view(-1).copy_(torch.cat(pieces))
-    flat[:, filled:].zero_()
+        flat[: stack.filled].copy_(pieces[0])
+    elif pieces[0].dtype == flat.dtype:
+        torch.cat(pieces, out=flat)
+    else:  # one kernel to put together, one to convert: at once it would be a kernel for each piece
+        flat.copy_(torch.cat(pieces))
 
 
-def _scatter(whole: torch.Tensor, pieces: list[torch.Tensor], filled: int) -> None:
+def _scatter(stack: MatrixStack, pieces: list[torch.Tensor]) -> None:
     """The way back."""
+    assert stack.delta is not None
+    flat = stack.delta.view(-1)
     if len(pieces) == 1:
-        pieces[0].copy_(whole.flatten(1)[0, :filled])
-        return
-    flat = whole.view(-1).to(pieces[0].dtype)
-    torch.split_with_sizes_copy(flat, [len(piece) for piece in pieces], out=pieces)
+        pieces[0].copy_(flat[: stack.filled])
+    else:
+        torch.split_with_sizes_copy(flat.to(pieces[0].dtype), [len(piece) for piece in pieces], out=pieces)

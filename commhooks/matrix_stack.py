@@ -82,6 +82,11 @@ class MatrixStack:
         """How many numbers of each matrix are of the bucket; what is left is padding."""
         return self.matrices[0].stop - self.matrices[0].start
 
+    @property
+    def padded(self) -> bool:
+        """Only a whole bucket as one matrix is: there is one per bucket, so that it is alone in its stack."""
+        return not self.matrices[0].fills_bucket_span
+
     def gradients(self, buffer: torch.Tensor) -> list[torch.Tensor]:
         """Where the matrices lie in the bucket, each 1-D."""
         return [buffer[x.start : x.stop] for x in self.matrices]

@@ -38,8 +38,8 @@ class Memory:
     residuals_shared: bool = True
 
     def apart(self) -> "Memory":
-        """The same in tensors that own their memory: pickled, the slice of a stack would bring the whole stack along."""
-        return replace(self, **{name: _apart(getattr(self, name)) for name in ("q", "p", "residuals")})
+        """The same in tensors that own their memory: pickled, the slice of a stack would bring all of it along."""
+        return replace(self, q=_apart(self.q), residuals=_apart(self.residuals))
 
     def forget_factors(self) -> None:
         self.q.clear()

@@ -129,8 +129,8 @@ class Pipeline:
         return self._unsettled[1] if self._unsettled else 0
 
     def settle(self) -> None:
-        """Bring `memory.step` up to date. Waits for an accelerator if it has verdicts that nobody asked for yet; what the
-        caller's stream reads of the memory from now on, it reads after the codec's stream has written it."""
+        """Bring `memory.step` up to date. Waits for an accelerator if it has verdicts that nobody asked for yet. What
+        the caller's stream reads of the memory from now on, it reads after the codec's stream has written it."""
         for device, stream in self._streams.items():
             torch.cuda.current_stream(device).wait_stream(stream)
         if self._unsettled is None:

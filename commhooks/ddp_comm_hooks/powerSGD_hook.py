@@ -28,9 +28,8 @@ class PowerSGDState:
     """Configuration and memory of PowerSGD for one DDP model; replaces torch's `PowerSGDState`.
 
     Arguments, their order and their defaults are torch's. What differs: `start_powerSGD_iter` may be 0 or 1 with error
-    feedback or warm start; `orthogonalization_epsilon` and `batch_tensors_with_same_shape` are accepted and change
-    nothing; loading a pickled state needs no process group; `alternate` and `fused` are ours. See `commhooks.PowerSGD`
-    for the meaning of each.
+    feedback or warm start; `orthogonalization_epsilon` is accepted and changes nothing; loading a pickled state needs
+    no process group; `alternate` and `fused` are ours. See `commhooks.PowerSGD` for the meaning of each.
 
     Args:
         process_group: over which to average; None is the default group at the time of the backward pass.

@@ -1,0 +1,296 @@
+"""The exchange for accelerators, which works on stacks of matrices and never asks the device, run on CPU tensors."""
+
+import copy
+import io
+import itertools
+import pickle
+import traceback
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from ddp_steps import process_group_of_one
+from models import (
+    EVERY_PARAMETER,
+    SHAPES,
+    Gradients,
+    backward,
+    bits_equal,
+    mlp,
+    random_gradients,
+    relative_error,
+    wrap,
+)
+from oracle import OracleMatrix, plain_mean
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import commhooks
+from commhooks import arithmetic, codec
+from commhooks.matrix_stack import Slices
+
+COMPRESSED = ("conv", "first", "second", "wide")
+STEPS, IDLE_AT = 7, 4
+TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-10}
+
+
+def on_accelerator() -> Any:
+    return mock.patch.object(arithmetic, "host_may_look", lambda device: False)
+
+
+def _options(rank: int, batch: bool, **more: Any) -> dict[str, Any]:
+    common = {"start_powerSGD_iter": 0, "min_compression_rate": 1.0, "random_seed": 11}
+    return {"matrix_approximation_rank": rank, "batch_tensors_with_same_shape": batch, **common, **more}
+
+
+def _gradients(rank: int, step: int, dtype: torch.dtype) -> Gradients:
+    gradients = random_gradients(SHAPES, rank, step, dtype)
+    if step == IDLE_AT:
+        gradients["first"].zero_()
+    return gradients
+
+
+def _run_all(cases: list[tuple[int, float, torch.dtype, bool]]) -> list[dict[str, Any]]:
+    results = []
+    for rank, cap, dtype, batch in cases:
+        with on_accelerator():
+            ddp = wrap(SHAPES, cap, dtype)
+            hook = commhooks.attach(ddp, "powerSGD", hook_options=_options(rank, batch))
+            got = [backward(ddp, _gradients(dist.get_rank(), step, dtype)) for step in range(STEPS)]
+            saved = hook.state_dict(residual="per_rank")["parameters"]
+            residuals = {name: saved[name]["residual"][0] for name in COMPRESSED}
+            results.append({"gradients": got, "residuals": residuals, "stats": hook.stats()})
+    return results
+
+
+def test_gradients_and_residuals_equal_the_oracle(run_ranks: Any) -> None:
+    """`first` and `second` share a stack, and `first` has no gradient in one step."""
+    dtypes = [torch.float32, torch.float64]
+    cases = list(itertools.product([1, 2, 5], [25, EVERY_PARAMETER], dtypes, [False, True]))
+    results = run_ranks(_run_all, cases)
+    for index, (rank, _, dtype, _) in enumerate(cases):
+        oracles = {}
+        for name in COMPRESSED:
+            m = torch.Size(SHAPES[name]).numel() // SHAPES[name][0]
+            oracles[name] = OracleMatrix(codec.draw(11, name, "Q", rank, m, dtype).T, 2)
+        for step in range(STEPS):
+            ranks = [_gradients(r, step, dtype) for r in range(2)]
+            for name, shape in SHAPES.items():
+                each = [gradients[name] for gradients in ranks]
+                oracle = oracles.get(name)
+                wanted = plain_mean(each) if oracle is None else oracle.step([g.flatten(1) for g in each]).view(shape)
+                for result in (r[index] for r in results):
+                    got = result["gradients"][step][name]
+                    if not wanted.any():
+                        assert step == IDLE_AT and not got.any()
+                    else:
+                        assert relative_error(got, wanted) < TOLERANCE[dtype], (cases[index], step, name)
+        for r, result in enumerate(each[index] for each in results):
+            assert result["stats"]["compressed_steps"] == STEPS
+            for name, residual in result["residuals"].items():
+                assert relative_error(residual.flatten(1), oracles[name].residuals[r]) < TOLERANCE[dtype], name
+        assert all(map(bits_equal, results[0][index]["gradients"], results[1][index]["gradients"]))
+
+
+def _variants(masked: bool, cases: list[Any]) -> list[list[Gradients]]:
+    found = []
+    for hook, dtype, wrapper, options in cases:
+        with mock.patch.object(arithmetic, "host_may_look", lambda device: not masked):
+            ddp = wrap(SHAPES, 0.001, dtype)
+            attached = commhooks.attach(ddp, hook, hook_options=options, wrapper=wrapper)
+            found.append([])
+            for step in range(6):
+                gradients = random_gradients(SHAPES, dist.get_rank(), step, dtype)
+                if step == 3 and dist.get_rank() == 1:
+                    gradients["wide"][0, 0] = float("inf")
+                found[-1].append(backward(ddp, gradients))
+            assert attached.stats()["nonfinite_steps"] == 1 and attached.stats()["compressed_steps"] == 5
+    return found
+
+
+def test_every_dtype_and_wire_gives_what_the_host_form_gives(run_ranks: Any) -> None:
+    common = {"start_powerSGD_iter": 0, "min_compression_rate": 1.0}
+    batched = {**common, "matrix_approximation_rank": 2}
+    cases = [
+        ("powerSGD", dtype, wrapper, _options(2, batch, use_error_feedback=feedback, warm_start=warm))
+        for dtype, wrapper in [(torch.float32, "fp16"), (torch.float32, "bf16"), (torch.bfloat16, None)]
+        for batch, feedback, warm in [(False, True, True), (True, True, False), (True, False, True)]
+    ]
+    cases += [("batched_powerSGD", dtype, None, batched) for dtype in (torch.float32, torch.bfloat16)]
+    host, masked = run_ranks(_variants, False, cases)[0], run_ranks(_variants, True, cases)
+    for case, expected, *both in zip(cases, host, *masked, strict=True):
+        assert all(map(bits_equal, *both))
+        for step, (wanted, got) in enumerate(zip(expected, both[0], strict=True)):
+            coarse = case[1] == torch.bfloat16 or case[2] == "bf16"
+            for name in SHAPES:
+                assert torch.equal(wanted[name].isfinite().all(), got[name].isfinite().all()), (case, step, name)
+                if wanted[name].isfinite().all():
+                    assert relative_error(got[name], wanted[name]) < (0.05 if coarse else 5e-3), (case, step, name)
+
+
+class _Counter(TorchDispatchMode):
+    """Operations that the host asks for; one that reads a number of a tensor would wait for an accelerator."""
+
+    WAITING = ("_local_scalar_dense", "nonzero", "is_nonzero", "masked_select", "equal")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kernels = 0
+        self.waits: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func._schema.name.split("::")[1]
+        views = any(result.alias_info is not None and not result.alias_info.is_write for result in func._schema.returns)
+        self.kernels += not views
+        if name in self.WAITING:
+            self.waits.append("".join(traceback.format_stack(limit=6)))
+        return func(*args, **kwargs or {})
+
+
+@pytest.mark.parametrize("loss_scale", [None, lambda: torch.tensor(2.0)])
+@pytest.mark.parametrize("batch", [True, False])
+def test_kernels_per_shape_and_no_wait(batch: bool, loss_scale: Any) -> None:
+    counts = {}
+    for layers in (4, 12):
+        with process_group_of_one(), on_accelerator():
+            model = mlp(16, layers, bias=False)
+            ddp = torch.nn.parallel.DistributedDataParallel(model)
+            hook = commhooks.attach(ddp, "powerSGD", hook_options=_options(2, batch), loss_scale=loss_scale)
+            counter = _count_one_step(ddp)
+            assert hook.stats()["compressed_steps"] == 4
+        assert counter.waits == []
+        counts[layers] = counter.kernels
+    if batch:
+        assert counts[4] == counts[12] <= 85
+    else:  # each matrix: flag, residual, P, Q, new residual, mask, gradient
+        assert (counts[12] - counts[4]) / 8 <= 7
+
+
+def _count_one_step(ddp: torch.nn.parallel.DistributedDataParallel) -> _Counter:
+    from commhooks.pipeline import Pipeline
+
+    counter = _Counter()
+    whole = Pipeline.run
+
+    def counted(self: Pipeline, bucket: dist.GradBucket) -> Any:
+        with counter:
+            return whole(self, bucket)
+
+    for step in range(4):
+        with mock.patch.object(Pipeline, "run", counted if step == 3 else whole):
+            ddp.zero_grad()
+            ddp(torch.randn(3, 16)).sum().backward()
+    return counter
+
+
+HARD = {
+    "random": torch.randn(3, 4, 50, generator=torch.Generator().manual_seed(0)),
+    "zero": torch.zeros(3, 4, 50),
+    "constant": torch.ones(3, 4, 50),
+    "tiny": torch.full((3, 4, 50), 1e-38),
+    "huge": 1e30 * torch.randn(3, 4, 50, generator=torch.Generator().manual_seed(1)),
+    "not finite": torch.full((3, 4, 50), float("nan")),
+    "square": torch.ones(3, 4, 4),
+    "nearly parallel": torch.ones(3, 4, 50)
+    + torch.tensor([0, 1e-7, 1e-6, 1e-4])[:, None] * torch.randn(4, 50, generator=torch.Generator().manual_seed(2)),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("name", HARD)
+def test_orthonormal_for_hard_inputs(name: str, dtype: torch.dtype) -> None:
+    rows = HARD[name].to(dtype)
+    refill = torch.nn.functional.normalize(torch.randn(rows.shape, generator=torch.Generator().manual_seed(3)), dim=-1)
+    basis = codec.orthonormal_stack(rows, refill).to(dtype)
+    gram = torch.bmm(basis.double(), basis.double().transpose(1, 2))
+    assert (gram - torch.eye(4)).abs().max() < (1e-6 if dtype == torch.float32 else 1e-12)
+
+
+def test_the_stack_spans_what_householder_spans() -> None:
+    rows = HARD["random"].clone()
+    rows[1, 2] = rows[1, 0]  # a direction that is missing in one matrix of the stack only
+    stacked = codec.orthonormal_stack(rows, torch.nn.functional.normalize(torch.randn(3, 4, 50), dim=-1))
+    stacked = stacked.float()
+    for i in (0, 2):
+        alone, missing = codec.orthonormal_rows(rows[i], None)
+        assert not missing.any()
+        assert (stacked[i].T @ stacked[i] - alone.T @ alone).abs().max() < 1e-6
+    assert (rows - rows @ stacked.transpose(1, 2) @ stacked).abs().max() < 1e-5
+
+
+def test_slices_follow_a_dict() -> None:
+    slices = Slices([("a", 0, (2,)), ("b", 2, (2,))], (2, 2), torch.float32, torch.device("cpu"))
+    entries = {"a": torch.tensor([1.0, 2.0]), "other": torch.zeros(3)}
+    own = entries["a"]
+    assert slices.read(entries).tolist() == [[1, 2], [0, 0]] and entries["a"] is own
+    whole = slices.adopt(entries)
+    assert sorted(entries) == ["a", "b", "other"] and entries["a"] is not own
+    whole[1] = 7
+    assert entries["b"].tolist() == [7, 7]
+    entries["b"] = torch.tensor([8.0, 9.0])  # as a load does
+    del entries["a"]  # as losing it does
+    assert slices.read(entries).tolist() == [[0, 0], [8, 9]]
+
+
+def _resumed(batch: bool, residual: str) -> bool:
+    """Straight on, and from what was saved after 4 steps, in another model: bit-equal?"""
+    with on_accelerator():
+        ddp = wrap(SHAPES, 0.001)
+        hook = commhooks.attach(ddp, "powerSGD", hook_options=_options(2, batch))
+        for step in range(4):
+            backward(ddp, _gradients(dist.get_rank(), step, torch.float32))
+        file = io.BytesIO()
+        torch.save(hook.state_dict(residual=residual), file)
+        straight = [backward(ddp, _gradients(dist.get_rank(), step, torch.float32)) for step in range(5, 8)]
+        ddp = wrap(SHAPES, 0.001)
+        hook = commhooks.attach(ddp, "powerSGD", hook_options=_options(2, not batch))
+        backward(ddp, _gradients(dist.get_rank(), 0, torch.float32))
+        file.seek(0)
+        hook.load_state_dict(torch.load(file, weights_only=True))
+        again = [backward(ddp, _gradients(dist.get_rank(), step, torch.float32)) for step in range(5, 8)]
+    errors = [relative_error(a[n], b[n]) for a, b in zip(straight, again, strict=True) for n in SHAPES]
+    return max(errors) < 1e-5
+
+
+@pytest.mark.parametrize("residual", ["mean", "per_rank"])
+@pytest.mark.parametrize("batch", [True, False])
+def test_resume(run_ranks: Any, batch: bool, residual: str) -> None:
+    assert run_ranks(_resumed, batch, residual) == [True, True]
+
+
+def test_a_pickled_state_holds_each_residual_once() -> None:
+    with process_group_of_one(), on_accelerator():
+        ddp = torch.nn.parallel.DistributedDataParallel(mlp(64, 6, bias=False))
+        state = commhooks.PowerSGDState(None, start_powerSGD_iter=2)
+        ddp.register_comm_hook(state, commhooks.powerSGD_hook)
+        for _ in range(4):
+            ddp(torch.randn(3, 64)).sum().backward()
+        residuals = state._memory.residuals
+        assert len(residuals) == 6
+        assert len(pickle.dumps(state)) < 1.2 * sum(r.nbytes for r in residuals.values())
+        copied = copy.deepcopy(state)
+        assert all(torch.equal(residuals[n], copied._memory.residuals[n]) for n in residuals)
+
+
+def _scaled(batch: bool) -> list[Gradients]:
+    scale = [torch.ones(())]
+    with on_accelerator():
+        ddp = wrap(SHAPES, 0.001)
+        hook = commhooks.attach(ddp, "powerSGD", hook_options=_options(2, batch), loss_scale=lambda: scale[0])
+        found = []
+        for step, factor in enumerate([1.0, 4.0, 4.0, 0.5, 8.0]):
+            scale[0].fill_(factor)  # in place, as a GradScaler changes its own
+            gradients = _gradients(dist.get_rank(), step, torch.float32)
+            got = backward(ddp, {n: g * factor for n, g in gradients.items()})
+            found.append({n: g / factor for n, g in got.items()})
+        assert hook.state_dict()["loss_scale"] == 8.0
+        return found
+
+
+def test_a_scale_on_the_device_changes_nothing(run_ranks: Any) -> None:
+    """Not a bit of it: the scales are powers of two."""
+    for batch in (True, False):
+        cases = [(2, 0.001, torch.float32, batch)]
+        for scaled, (plain,) in zip(run_ranks(_scaled, batch), run_ranks(_run_all, cases), strict=True):
+            assert all(map(bits_equal, scaled, plain["gradients"]))

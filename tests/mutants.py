@@ -513,14 +513,14 @@ MUTANTS = [
         "accelerate_commhooks/handler.py",
         "return 1.0 if scaler is None else scaler.get_scale()",
         "return 1.0",
-        "test_accelerate_handler.py::test_the_residual_follows_the_loss_scale",
+        "test_accelerate_two_ranks.py::test_the_residual_follows_the_loss_scale",
     ),
     Mutant(
         "Accelerate: hooks outlive their models",
         "accelerate_commhooks/hooked_models.py",
         "        self._hook = weakref.ref(hook)\n",
         "        self._hook = lambda: hook\n",
-        "test_accelerate_handler.py::test_state_dies_with_its_model",
+        "test_accelerate_attached.py::test_state_dies_with_its_model",
     ),
     Mutant(
         "Accelerate: equal to the stock handler",
@@ -534,7 +534,7 @@ MUTANTS = [
         "accelerate_commhooks/handler.py",
         "        if learns and self.attached_hooks:\n",
         "        if False:\n",
-        "test_accelerate_handler.py::test_one_learned_state_serves_one_model",
+        "test_accelerate_attached.py::test_one_learned_state_serves_one_model",
     ),
     Mutant(
         "Accelerate: old files of ranks stay",
@@ -681,7 +681,7 @@ MUTANTS = [
         "accelerate_commhooks/handler.py",
         'if name == "hook" or name not in self._given:',
         "if True:",
-        "test_accelerate_yaml.py::test_argument_over_environment_over_default",
+        "test_accelerate_environment.py::test_argument_over_environment_over_default",
     ),
     Mutant(
         "YAML: unknown keys pass",
@@ -702,14 +702,14 @@ MUTANTS = [
         "accelerate_commhooks/handler.py",
         "            refuse_to_ignore_the_launcher(self.hook)\n",
         "            pass\n",
-        "test_accelerate_yaml.py::test_the_first_prepare_refuses_a_hook_of_the_scripts_own",
+        "test_accelerate_environment.py::test_the_first_prepare_refuses_a_hook_of_the_scripts_own",
     ),
     Mutant(
         "YAML: config writes over the default file",
         "accelerate_commhooks/cli.py",
         "    if not args.force and path",
         "    if False and path",
-        "test_accelerate_yaml.py::test_config_protects_the_default_file",
+        "test_accelerate_config_command.py::test_config_protects_the_default_file",
     ),
     Mutant(
         "launcher: the section stays in the file",

@@ -1,0 +1,176 @@
+"""To what `CommHookKwargs` attaches: several models and accelerators, models that go, compiled ones."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import pickle
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from accelerate import DistributedDataParallelKwargs, DistributedType
+from accelerate.utils import TorchDynamoPlugin
+from accelerators import Training, Warnings, launched, new_accelerator, power_sgd
+from training import make_model, residuals
+
+import commhooks
+from accelerate_commhooks import CommHookKwargs
+from commhooks import AttachError, HookConfigError
+
+
+@launched
+def _attach_later() -> dict[str, Any]:
+    accelerator = new_accelerator()
+    handler = power_sgd()
+    assert handler.attach(accelerator) is handler
+    run = Training(handler, accelerator=accelerator).train(4)
+    with pytest.raises(HookConfigError, match="has a DistributedDataParallelKwargs already"):
+        power_sgd().attach(new_accelerator(DistributedDataParallelKwargs()))
+    sharded = new_accelerator()
+    sharded.state.distributed_type = DistributedType.FSDP
+    with pytest.raises(HookConfigError, match="FSDP, where models are not wrapped in DistributedDataParallel"):
+        power_sgd().attach(sharded)
+    return run.hook.stats()
+
+
+def test_attach_to_an_existing_accelerator(run_ranks: Any) -> None:
+    for stats in run_ranks(_attach_later):
+        assert stats["compressed_steps"] == 1
+
+
+@launched
+def _several_of_everything() -> None:
+    """Two models of one accelerator, a second accelerator, a model in evaluation mode: a state for each DDP model."""
+    handler = power_sgd()
+    run = Training(handler).train(4)
+    evaluated = run.accelerator.prepare_model(make_model(), evaluation_mode=True)
+    assert not handler.is_attached(evaluated) and handler.attached_hooks == [run.hook]
+    first = run.hook
+    second = Training(handler, accelerator=run.accelerator).train(5)
+    elsewhere = Training(handler, accelerator=new_accelerator(handler)).train(6)
+    hooks = handler.attached_hooks
+    assert hooks[0] is first and hooks[-1] is handler.attached
+    assert [hook.stats()["step"] for hook in hooks] == [4, 5, 6]
+    assert all(handler.is_attached(each.model) for each in (run, second, elsewhere))
+    assert len({id(hook._low_rank) for hook in hooks}) == 3
+    assert not torch.equal(residuals(hooks[0])["5.weight"], residuals(hooks[1])["5.weight"])
+
+
+def test_a_state_for_each_model_and_accelerator(run_ranks: Any) -> None:
+    run_ranks(_several_of_everything)
+
+
+@launched
+def _nothing_is_kept_alive() -> None:
+    handler = power_sgd()
+    run = Training(handler).train(4)
+    gone = [weakref.ref(each) for each in (run.model, run.hook, run.hook._low_rank, run.accelerator)]
+    kept_stats = run.hook.stats()
+    run.model, run.optimizer = run.accelerator.free_memory(run.model, run.optimizer)
+    gc.collect()
+    assert [ref() is None for ref in gone] == [True, True, True, False]
+    assert handler.attached is None and handler.attached_hooks == []
+    again = Training(handler, accelerator=run.accelerator)
+    assert again.hook.stats()["step"] == 0 and kept_stats["step"] == 4
+    assert handler.attached_hooks == [again.hook]
+    again.train(4)
+    del run, again
+    gc.collect()
+    assert gone[3]() is None
+
+
+def test_state_dies_with_its_model(run_ranks: Any) -> None:
+    run_ranks(_nothing_is_kept_alive)
+
+
+@launched
+def _copies_carry_no_hook() -> None:
+    run = Training().train(4)
+    for other in (copy.deepcopy(run.handler), pickle.loads(pickle.dumps(run.handler))):
+        assert other == run.handler and other.attached is None
+
+
+def test_a_copy_of_a_used_handler_is_configuration_only(run_ranks: Any) -> None:
+    run_ranks(_copies_carry_no_hook)
+
+
+class Blocks(torch.nn.Module):
+    """Repeated blocks, which Accelerate can compile one by one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.blocks = torch.nn.ModuleList(torch.nn.Sequential(torch.nn.Linear(16, 16)) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = torch.tanh(block(x))
+        return x
+
+
+@launched
+def _compiled(regional: bool) -> tuple[list[bool], list[str], int]:
+    # In one bucket: torch 2.13 cannot compile DDP models whose first bucket is the only small one.
+    handler = power_sgd({"start_powerSGD_iter": 0}, bucket_cap_mb=25)
+    plugin = TorchDynamoPlugin(backend="eager", use_regional_compilation=regional)
+    accelerator = new_accelerator(handler, dynamo_plugin=plugin)
+    module = Blocks()
+    model = accelerator.prepare(module)
+    assert model is not module and hasattr(model, "_orig_mod")
+    gc.collect()
+    for _ in range(2):
+        accelerator.backward(model(torch.ones(2, 16)).sum())
+    attached = [handler.is_attached(each) for each in (model, module)]
+    return attached, list(handler.attached.state_dict()["parameters"]), handler.attached.stats()["compressed_steps"]
+
+
+@pytest.mark.parametrize("regional", [False, True], ids=["whole", "by regions"])
+def test_compiled_models(run_ranks: Any, regional: bool) -> None:
+    for attached, names, steps in run_ranks(_compiled, regional):
+        assert attached == [True, True]
+        assert names == ["blocks.0.0.weight", "blocks.0.0.bias", "blocks.1.0.weight", "blocks.1.0.bias"]
+        assert steps == 2
+
+
+@launched
+def _shared_state() -> None:
+    state = commhooks.PowerSGDState(None, start_powerSGD_iter=0)
+    handler = CommHookKwargs(hook=commhooks.powerSGD_hook, hook_state=state)
+    Training(handler).train(1)
+    other = Learned()
+    twice = CommHookKwargs(hook=_own_hook, hook_state=other)
+    first = Training(twice).train(1)
+    with pytest.raises(AttachError, match=r"hook_state \(Learned\) is one object, and serves another model already"):
+        Training(twice)
+    assert twice.attached_hooks == [first.hook]
+
+
+class Learned:
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        pass
+
+
+def _own_hook(state: Any, bucket: Any) -> Any:
+    return commhooks.allreduce_hook(None, bucket)
+
+
+def test_one_learned_state_serves_one_model(run_ranks: Any) -> None:
+    run_ranks(_shared_state)
+
+
+@launched
+def _by_hand() -> list[str]:
+    with Warnings() as texts:
+        handler = power_sgd()
+        handler.register_comm_hook(torch.nn.parallel.DistributedDataParallel(make_model()))
+    return texts
+
+
+def test_without_an_accelerator_nobody_saves(run_ranks: Any) -> None:
+    for (text,) in run_ranks(_by_hand):
+        assert "was not attached by an accelerator: no save_state saves its state" in text

@@ -1,0 +1,146 @@
+"""`accelerate-commhooks config` and `check`, on files."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+from accelerate_yaml import ACCELERATE
+
+from accelerate_commhooks import CommHookKwargs
+from accelerate_commhooks.cli import main
+from accelerate_commhooks.section_file import write_section
+from accelerate_commhooks.yaml_config import read_settings
+from commhooks import HookConfigError
+
+COMMENTED = """\
+# mine
+compute_environment: LOCAL_MACHINE
+comm_hook_config:   # old
+  hook: fp16
+  # inside
+
+# about the port
+main_process_port: 0
+distributed_type: MULTI_GPU
+num_processes: 2"""
+
+
+def test_config_keeps_the_rest_of_the_file(tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
+    monkeypatch.setenv("COLUMNS", "160")  # of rich
+    path = tmp_path / "accelerate.yaml"
+    path.write_text(COMMENTED)
+    path.chmod(0o640)
+    flags = ["--hook", "powerSGD", "--hook_options", "matrix_approximation_rank=4", "start_powerSGD_iter=0.1"]
+    flags += ["--total-steps", "50", "--strict", "false", "--bucket_cap_mb", "0.5"]
+    assert main(["config", str(path), *flags]) == 0
+    rest = COMMENTED.replace("comm_hook_config:   # old\n  hook: fp16\n  # inside\n", "")
+    assert path.read_text().startswith(f"{rest}\ncomm_hook_config:\n  hook: powerSGD\n")
+    settings = {"hook": "powerSGD", "total_steps": 50, "strict": False, "bucket_cap_mb": 0.5}
+    settings["hook_options"] = {"matrix_approximation_rank": 4, "start_powerSGD_iter": 0.1}
+    assert read_settings(path) == settings
+    assert path.stat().st_mode & 0o777 == 0o640
+    assert [each.name for each in tmp_path.iterdir()] == ["accelerate.yaml"]
+
+    assert main(["check", str(path)]) == 0
+    printed = capsys.readouterr().out
+    for text in ("plain all-reduce for the first 5 steps", "starts 2 processes", "CommHookKwargs()"):
+        assert text in printed
+
+
+def test_config_of_new_and_json_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "new.yaml"
+    assert main(["config", str(path), "--hook", "fp16"]) == 0
+    assert "accelerate config --config_file" in capsys.readouterr().out
+    assert CommHookKwargs.from_config(path) == CommHookKwargs(hook="fp16")
+    path = tmp_path / "accelerate.json"
+    path.write_text(json.dumps({"distributed_type": "NO", "comm_hook_config": {"hook": "fp16"}}))
+    assert main(["config", str(path), "--hook", "bf16"]) == 0
+    assert json.loads(path.read_text()) == {"distributed_type": "NO", "comm_hook_config": {"hook": "bf16"}}
+    assert main(["check", str(path)]) == 0
+    assert "starts one process" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        (["--hook", "powerSDG"], "did you mean 'powerSGD'"),
+        (["--hook", "powerSGD", "--hook_options", "rank=2"], "hook_options.rank"),
+        (["--hook", "powerSGD", "--wrapper", "fp8"], "wrapper='fp8'"),
+        (["--hook", "powerSGD", "--total_steps", "many"], "total_steps"),
+    ],
+)
+def test_wrong_flags_change_nothing(flags: list[str], says: str, tmp_path: Path, capsys: Any) -> None:
+    path = tmp_path / "accelerate.yaml"
+    path.write_text(COMMENTED)
+    assert main(["config", str(path), *flags]) == 2
+    assert says in capsys.readouterr().err
+    assert path.read_text() == COMMENTED
+
+
+@pytest.fixture
+def default_config() -> Any:
+    from accelerate.commands.config.config_args import default_config_file
+
+    path = Path(default_config_file)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(ACCELERATE)
+    yield path
+    path.unlink()
+
+
+def test_config_protects_the_default_file(default_config: Path, tmp_path: Path, capsys: Any) -> None:
+    link = tmp_path / "link.yaml"
+    link.symlink_to(default_config)
+    for path in (default_config, link):
+        assert main(["config", str(path), "--hook", "fp16"]) == 2
+        assert "Accelerate refuses keys that it does not know" in capsys.readouterr().err
+        assert default_config.read_text() == ACCELERATE
+    # The reason: Accelerate itself cannot read it any more.
+    assert main(["config", str(link), "--hook", "fp16", "--force"]) == 0
+    assert link.is_symlink() and read_settings(default_config) == {"hook": "fp16"}
+    from accelerate.commands.config.config_args import load_config_from_file
+
+    with pytest.raises(ValueError, match="unknown keys.*comm_hook_config"):
+        load_config_from_file(None)
+
+
+def test_patterns_are_written_and_shown_as_they_are(tmp_path: Path, capsys: Any) -> None:
+    path = tmp_path / "hook.yaml"
+    flags = ["--hook", "powerSGD", "--hook_options", "exclude=['*embed*', '[ab]*', ':x:']"]
+    assert main(["config", str(path), *flags]) == 0
+    assert read_settings(path)["hook_options"] == {"exclude": ["*embed*", "[ab]*", ":x:"]}
+    capsys.readouterr()
+    assert main(["check", str(path)]) == 0
+    shown = "".join(line.split("│")[2].strip() for line in capsys.readouterr().out.splitlines() if line.count("│") == 4)
+    assert "['*embed*','[ab]*',':x:']" in shown.replace(" ", "")
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("distributed_type: FSDP\nnum_processes: 2\ncomm_hook_config: {hook: fp16}\n", "use_fsdp"),
+        ("comm_hook_config: {hook: fp17}\n", "unknown hook 'fp17'"),
+    ],
+)
+def test_check_refuses(text: str, says: str, tmp_path: Path, capsys: Any) -> None:
+    path = tmp_path / "accelerate.yaml"
+    path.write_text(text)
+    assert main(["check", str(path)]) == 2
+    assert says in capsys.readouterr().err
+
+
+def test_a_file_that_cannot_be_written_stays(tmp_path: Path) -> None:
+    path = tmp_path / "accelerate.yaml"
+    for text in ("- a\n", "a: [\n"):
+        path.write_text(text)
+        with pytest.raises(HookConfigError):
+            write_section(path, {"hook": "fp16"})
+        assert path.read_text() == text
+    path.write_text(ACCELERATE)
+    with mock.patch("os.replace", side_effect=KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
+        write_section(path, {"hook": "fp16"})
+    assert path.read_text() == ACCELERATE and len(list(tmp_path.iterdir())) == 1

@@ -1,0 +1,133 @@
+"""Settings handed over in the environment: what wins over what, and that they must be used."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import os
+import pickle
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+from accelerators import launched, new_accelerator
+from training import make_model
+
+from accelerate_commhooks import CommHookKwargs
+from accelerate_commhooks.handed_over import VARIABLE, HandedOver, handed_over, unused
+from commhooks import HookConfigError, PowerSGD
+
+
+@pytest.fixture
+def named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    path = tmp_path / "hook.yaml"
+    path.write_text("hook: powerSGD\nhook_options: {matrix_approximation_rank: 4}\nwrapper: bf16\nstrict: false\n")
+    monkeypatch.setenv(VARIABLE, str(path))
+    return path
+
+
+def test_the_variable_names_a_file(named: Path) -> None:
+    expected = CommHookKwargs(
+        hook="powerSGD", hook_options={"matrix_approximation_rank": 4}, wrapper="bf16", strict=False
+    )
+    assert CommHookKwargs() == CommHookKwargs.from_config() == expected
+    overridden = CommHookKwargs.from_config(overrides=["hook_options.matrix_approximation_rank=8", "strict=true"])
+    assert overridden.hook_options == {"matrix_approximation_rank": 8} and overridden.strict
+
+
+def test_argument_over_environment_over_default(named: Path) -> None:
+    handler = CommHookKwargs(wrapper=None, strict=True, bucket_cap_mb=7)
+    assert (handler.wrapper, handler.strict, handler.bucket_cap_mb) == (None, True, 7)  # argument
+    assert (handler.hook, handler.hook_options) == ("powerSGD", {"matrix_approximation_rank": 4})  # environment
+    assert handler.save_residual == "per_rank"  # default
+    # A hook given as an argument leaves nothing of the environment, which describes another hook.
+    for kwargs in ({"hook": "allreduce"}, {"hook": PowerSGD()}, {"comm_hook": "fp16"}):
+        handler = CommHookKwargs(**kwargs)
+        assert (handler.wrapper, handler.strict, handler.hook_options) == (None, True, None)
+    other = named.with_name("other.yaml")
+    other.write_text("hook: allreduce\n")
+    assert CommHookKwargs.from_config(other) == CommHookKwargs(hook="allreduce")
+
+
+@pytest.mark.parametrize("way", [copy.copy, copy.deepcopy, lambda handler: pickle.loads(pickle.dumps(handler))])
+def test_copies_do_not_ask_the_environment_again(named: Path, way: Any) -> None:
+    handler = CommHookKwargs(strict=True)
+    with mock.patch.dict(os.environ, {VARIABLE: "/nothing.yaml"}):
+        assert way(handler) == handler
+        assert way(handler)._handed_over == handler._handed_over
+
+
+def test_wrong_content_of_the_variable(named: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for text in ("/no/such/file.yaml", "{", "{}", '{"settings": 3, "source": "x", "used": null}'):
+        monkeypatch.setenv(VARIABLE, text)
+        with pytest.raises(HookConfigError, match=VARIABLE):
+            CommHookKwargs()
+    named.write_text("hook: powerSDG")
+    monkeypatch.setenv(VARIABLE, str(named))
+    with pytest.raises(HookConfigError, match="hook.yaml: unknown hook 'powerSDG'"):
+        CommHookKwargs()
+
+
+def test_nothing_was_handed_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    for value in (None, "", "  "):
+        if value is not None:
+            monkeypatch.setenv(VARIABLE, value)
+        with pytest.raises(HookConfigError, match=f"needs hook=.*{VARIABLE}"):
+            CommHookKwargs()
+        with pytest.raises(HookConfigError, match=f"nothing was handed over.*{VARIABLE}"):
+            CommHookKwargs.from_config()
+
+
+# ---- what the launcher hands over must be used -----------------------------------------------------------------------
+
+
+def given_by_launcher(folder: Path) -> HandedOver:
+    return HandedOver({"hook": "powerSGD", "bucket_cap_mb": 3}, "my.yaml, section comm_hook_config", folder)
+
+
+@launched
+def _prepare(variable: str, ways: list[str]) -> list[str]:
+    outcomes = []
+    with mock.patch.dict(os.environ, {VARIABLE: variable}):
+        for way in ways:
+            try:
+                handler = CommHookKwargs(hook="fp16") if way == "own" else CommHookKwargs()
+                accelerator = new_accelerator(handler)
+                model = accelerator.prepare(make_model())
+                assert handler.is_attached(model)
+                outcomes.append(f"{handler.attached.name} {handler.bucket_cap_mb}")
+            except HookConfigError as error:
+                outcomes.append(str(error))
+    return outcomes
+
+
+def test_the_first_prepare_refuses_a_hook_of_the_scripts_own(run_ranks: Any, tmp_path: Path) -> None:
+    given = given_by_launcher(tmp_path)
+    for refused, used, also_used in run_ranks(_prepare, given.to_environment(), ["own", "theirs", "own"]):
+        assert "my.yaml, section comm_hook_config asks for the hook 'powerSGD'" in refused
+        assert (
+            "hook='fp16' of its own. Write `accelerator = Accelerator(kwargs_handlers=[CommHookKwargs()])`" in refused
+        )
+        assert used == "powerSGD 3"
+        assert also_used == "fp16_compress 25"  # of a second model, say
+    assert given.noted("read") and given.noted("attached")
+    assert unused("train.py", given, several_processes=True) is None
+
+
+def test_a_file_in_the_variable_is_only_a_default(run_ranks: Any, named: Path) -> None:
+    assert run_ranks(_prepare, str(named), ["own"]) == [["fp16_compress 25"]] * 2
+
+
+def test_what_counts_as_use(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    given = given_by_launcher(tmp_path)
+    monkeypatch.setenv(VARIABLE, given.to_environment())
+    assert handed_over() == given
+    for several in (True, False):
+        assert "train.py has not used the hook 'powerSGD'" in str(unused("train.py", given, several))
+    CommHookKwargs()  # given to no accelerator: enough where nothing is wrapped in DDP
+    assert unused("train.py", given, several_processes=False) is None
+    assert "attached the hook 'powerSGD'" in str(unused("train.py", given, several_processes=True))
+    # On another machine there is no such folder: that is no error.
+    monkeypatch.setenv(VARIABLE, dataclasses.replace(given, used=tmp_path / "elsewhere").to_environment())
+    CommHookKwargs()

@@ -1,0 +1,160 @@
+"""`CommHookKwargs` in the stock `Accelerator` on two ranks: what it attaches acts, with every setting."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from accelerate import DistributedDataParallelKwargs, DistributedType
+from accelerate.state import PartialState
+from accelerate.utils import DDPCommunicationHookType
+from accelerators import OPTIONS, Training, hook_files, launched, new_accelerator, power_sgd
+from training import batch, make_model, residuals
+
+from accelerate_commhooks import CommHookKwargs
+from commhooks import PowerSGD
+
+
+@launched
+def _compresses() -> dict[str, Any]:
+    run = Training(power_sgd(gradient_as_bucket_view=True)).train(6)
+    return {
+        "weights": run.weights(),
+        "stats": run.hook.stats(),
+        "attached": [run.handler.is_attached(model) for model in (run.model, run.model.module, make_model())],
+        "kept": [run.model.bucket_bytes_cap, run.model.gradient_as_bucket_view],
+    }
+
+
+def test_the_hook_acts_in_the_stock_accelerator(run_ranks: Any) -> None:
+    results = run_ranks(_compresses)
+    plain = run_ranks(_plain)
+    for result in results:
+        assert torch.equal(result["weights"], results[0]["weights"])
+        assert not torch.equal(result["weights"], plain[0])
+        assert result["attached"] == [True, True, False]
+        assert result["kept"] == [int(0.001 * 1024 * 1024), True]
+        stats = result["stats"]
+        assert stats["step"] == 6 and stats["compressed_steps"] == 3
+        assert stats["collectives_last_pass"] >= 6  # several buckets
+        assert stats["bytes_sent_last_pass"] < stats["bytes_uncompressed"] / 6 / 4
+
+
+@launched
+def _plain() -> torch.Tensor:
+    return Training(DistributedDataParallelKwargs()).train(6).weights()
+
+
+@launched
+def _several_gpus(folder: str) -> dict[str, Any]:
+    """The path that Accelerate takes with several GPUs, on CPU tensors: it wraps and calls the handler elsewhere."""
+    with mock.patch.dict(os.environ, {"ACCELERATE_BYPASS_DEVICE_MAP": "true"}):  # or DDP is given the number of a GPU
+        handler = power_sgd()
+        accelerator = new_accelerator(handler)
+        accelerator.state.distributed_type = PartialState().distributed_type = DistributedType.MULTI_GPU
+        run = Training(handler, accelerator=accelerator).train(5).save(folder)
+        frozen = accelerator.prepare(make_model().requires_grad_(False))
+        weights = run.train(2).weights()
+        accelerator._models.pop()
+        assert accelerator.distributed_type == DistributedType.MULTI_GPU
+        # Accelerate loads weights to the device "cpu:0", which safetensors does not know.
+        accelerator.state.distributed_type = PartialState().distributed_type = DistributedType.MULTI_CPU
+        again = run.load(folder, 5).train(2).weights()
+    return {
+        "stats": run.hook.stats(),
+        "attached": [handler.is_attached(model) for model in (run.model, frozen)],
+        "equal": torch.equal(weights, again),
+        "files": hook_files(folder),
+    }
+
+
+def test_the_path_of_several_gpus(run_ranks: Any, tmp_path: Path) -> None:
+    for result in run_ranks(_several_gpus, str(tmp_path)):
+        assert result["stats"]["step"] == 7 and result["stats"]["compressed_steps"] == 6
+        assert result["attached"] == [True, False]
+        assert result["equal"]
+        assert result["files"] == ["comm_hook.pt", "comm_hook_rank0.pt", "comm_hook_rank1.pt"]
+
+
+STOCK = {
+    "fp16": ("fp16_compress", {}),
+    "bf16": ("bf16_compress", {}),
+    "power_sgd": ("powerSGD", OPTIONS),
+    "batched_power_sgd": ("batched_powerSGD", OPTIONS),
+}
+
+
+@launched
+def _migrated(enum: bool) -> dict[str, Any]:
+    found = {}
+    for name, (_, options) in STOCK.items():
+        kind = DDPCommunicationHookType
+        stock = {"comm_hook": kind(name) if enum else name, "comm_state_option": options}
+        if options:
+            stock["comm_wrapper"] = kind.FP16 if enum else "fp16"
+        run = Training(CommHookKwargs(**stock, bucket_cap_mb=0.001)).train(4)
+        found[name] = (run.hook.name, run.hook.options, run.hook._spec.wrapper, run.hook.stats())
+    return found
+
+
+@pytest.mark.parametrize("enum", [True, False], ids=["enum", "string"])
+def test_only_the_name_of_the_class_changes(run_ranks: Any, enum: bool) -> None:
+    for found in run_ranks(_migrated, enum):
+        for name, (ours, options) in STOCK.items():
+            hook, attached, wrapper, stats = found[name]
+            assert hook == ours and wrapper == ("fp16" if options else None)
+            assert attached.items() >= options.items()
+            assert stats["compression_rate"] > (1.9 if options else 1.99)
+            assert stats["compressed_steps"] == (1 if options else None)
+
+
+@launched
+def _total_steps() -> list[Any]:
+    starts = []
+    for start in (None, 0.5):
+        hook = PowerSGD(start_powerSGD_iter=start)
+        starts.append(Training(CommHookKwargs(hook=hook, total_steps=40)).hook.options["start_powerSGD_iter"])
+    return starts
+
+
+def test_total_steps_resolves_the_start(run_ranks: Any) -> None:
+    assert run_ranks(_total_steps) == [[4, 20]] * 2
+
+
+@launched
+def _scaled() -> dict[str, Any]:
+    options = {"matrix_approximation_rank": 2, "start_powerSGD_iter": 1}
+    run = Training(power_sgd(options)).train(3)
+    scaled = Training(power_sgd(options), scale=1024.0).train(2)
+    assert scaled.hook._low_rank._memory.loss_scale == 1024
+    scaled.accelerator.scaler.update(256.0)
+    scaled.train(1)
+    memory, unscaled = scaled.hook._low_rank._memory, residuals(run.hook)["5.weight"]
+    apart = (memory.residuals["5.weight"] / 256 - unscaled).norm() / unscaled.norm()
+    return {"scale": memory.loss_scale, "apart": apart, "norm": unscaled.norm()}
+
+
+def test_the_residual_follows_the_loss_scale(run_ranks: Any) -> None:
+    for result in run_ranks(_scaled):
+        assert result["scale"] == 256 and result["norm"] > 0
+        assert result["apart"] < 1e-3
+
+
+def test_accumulation(run_ranks: Any) -> None:
+    for step, count in run_ranks(_accumulates):
+        assert step == 3 and count == 6
+
+
+@launched
+def _accumulates() -> tuple[int, int]:
+    handler = power_sgd()
+    run = Training(handler, gradient_accumulation_steps=2)
+    for step in range(6):
+        with run.accelerator.accumulate(run.model):
+            images, labels = batch(step, 0)
+            run.accelerator.backward(torch.nn.functional.cross_entropy(run.model(images), labels))
+    return run.hook.stats()["step"], step + 1

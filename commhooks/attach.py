@@ -20,6 +20,7 @@ from commhooks.errors import AttachError, HookConfigError
 from commhooks.exclude import all_names, warn_if_unmatched
 from commhooks.names import GivenNames
 from commhooks.request_check import check_requests, describe_model, describe_request
+from commhooks.saved_state import SimpleSavedState
 from commhooks.spec import FUNCTIONS, HookSpec
 
 logger = logging.getLogger(__name__)
@@ -148,9 +149,10 @@ def attach_spec(
             f"this DistributedDataParallel model has a communication hook already, so {spec.name!r} cannot be: "
             "DDP takes one hook for life; wrap the model anew to change it"
         ) from error
-    attached.warn_if_useless()
-    if isinstance(state, PowerSGDState) and group.rank() == 0:
-        warn_if_unmatched(state._options.exclude, ddp_model.module)
+    if group.rank() == 0:
+        _warn_if_useless(attached)
+        if isinstance(state, PowerSGDState):
+            warn_if_unmatched(state._options.exclude, ddp_model.module)
     return attached
 
 
@@ -237,4 +239,21 @@ def _warn_if_never_reached(config: PowerSGD, total_steps: int | None, group: dis
             "start_powerSGD_iter to a smaller number, or to a fraction of the run.",
             start,
             total_steps,
+        )
+
+
+def _warn_if_useless(hook: CommHook) -> None:
+    """Say once what the user would otherwise find out from the network's counters, or from a checkpoint."""
+    if hook._low_rank is not None and not hook._batched and not hook.plan().compressed:
+        logger.warning(
+            "PowerSGD at rank %s compresses no parameter of this model: print(hook.plan()) says why for each.",
+            hook._low_rank.matrix_approximation_rank,
+        )
+    if hook._config is not None or hook._state is None or isinstance(hook._state, dist.ProcessGroup):
+        return
+    if isinstance(hook._saved_state, SimpleSavedState) and not hook._saved_state.saves_state:
+        logger.warning(
+            "the state of hook %s (%s) has no state_dict and load_state_dict: checkpoints do not hold it.",
+            hook.name,
+            type(hook._state).__name__,
         )

@@ -4,7 +4,6 @@ import contextlib
 import dataclasses
 import logging
 import sys
-import time
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -16,22 +15,23 @@ from torch.nn.parallel import DistributedDataParallel
 from commhooks import payload
 from commhooks.after_backward import in_backward, run_after_backward
 from commhooks.agreement import fingerprint
+from commhooks.announce import announce
 from commhooks.arithmetic import host_may_look
-from commhooks.collective import gather_rows
 from commhooks.config import HookConfig
 from commhooks.cosine import CosineSampler
 from commhooks.ddp_comm_hooks.powerSGD_hook import PowerSGDState
 from commhooks.errors import HookConfigError, HookRunError, PayloadError
+from commhooks.hook_plan import HookPlan
 from commhooks.hook_result import checked_future
 from commhooks.names import GivenNames
 from commhooks.norms import Norms, measure
 from commhooks.payload_checks import shown
 from commhooks.pipeline import forbid_uneven_division
-from commhooks.plan import LATEST_PASS, ModelPlan, ParameterPlan
+from commhooks.plan import ModelPlan
 from commhooks.plan_model import sparse_parameters
-from commhooks.plan_rows import plan_rows
 from commhooks.replica_check import ReplicaCheck
 from commhooks.saved_state import LowRankSavedState, SimpleSavedState
+from commhooks.simple_hooks import count_bytes, run_with_clocks
 from commhooks.spec import HookSpec
 from commhooks.stats import Stats
 
@@ -71,9 +71,12 @@ class CommHook:
         self._ddp_model = weakref.ref(ddp_model)
         self._low_rank = state if isinstance(state, PowerSGDState) else None
         self._stats = self._low_rank._stats if self._low_rank is not None else Stats()
+        low_rank_kind = getattr(function, "_commhooks_low_rank", None)
+        self._batched = low_rank_kind is not None and bool(low_rank_kind[0])
+        self._plan = HookPlan(spec, config, self._low_rank, self._batched, names, sparse_parameters(ddp_model))
         self._saved_state: LowRankSavedState | SimpleSavedState
         if self._low_rank is not None:
-            self._saved_state = LowRankSavedState(self.name, self._low_rank, names, group, self._matrix_plans)
+            self._saved_state = LowRankSavedState(self.name, self._low_rank, names, group, self._plan.own_q)
         else:
             self._saved_state = SimpleSavedState(
                 self.name, self.options, state, self._stats, self._rank, self._world_size
@@ -85,7 +88,6 @@ class CommHook:
         self._announced = False
         # Buckets come in order: one that is not beyond the last one begins another pass.
         self._last_index = _NO_BUCKET_YET
-        self._sparse = sparse_parameters(ddp_model)
 
     def __repr__(self) -> str:
         ddp_model = self._ddp_model()
@@ -119,7 +121,7 @@ class CommHook:
         if self._cosine is not None:
             self._cosine.keep(bucket)
         if self._low_rank is None:
-            self._count(bucket)
+            count_bytes(bucket, self._config, self._spec.wire_dtype, self._stats)
             future = self._run_simple(state, bucket)
         else:
             future = checked_future(self._function(state, bucket), self.name)
@@ -132,20 +134,11 @@ class CommHook:
         return future
 
     def _run_simple(self, state: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-        """PowerSGD has clocks of its own. The simple hooks leave the waiting to DDP: it lasts from their last call to
-        the last answer."""
-        if self._config is None or not host_may_look(bucket.buffer().device):
+        def run() -> torch.futures.Future[torch.Tensor]:
             return checked_future(self._function(state, bucket), self.name)
-        this_pass = self._stats.last_pass
-        with self._stats.codec_clock():
-            future = checked_future(self._function(state, bucket), self.name)
-        this_pass.called_at = time.perf_counter()
 
-        def note(answer: torch.futures.Future[torch.Tensor]) -> torch.Tensor:
-            this_pass.answered_at = time.perf_counter()
-            return answer.value()
-
-        return future.then(note)
+        timed = self._config is not None and host_may_look(bucket.buffer().device)
+        return run_with_clocks(run, self._stats) if timed else run()
 
     def _settle(self) -> None:
         if self._low_rank is not None and self._low_rank._registration is not None:
@@ -156,38 +149,9 @@ class CommHook:
         if self._cosine is not None:
             self._cosine.compare(self._stats.backward_passes)
         if not self._announced:
-            self._announce()
-
-    def _count(self, bucket: dist.GradBucket) -> None:
-        """PowerSGD counts for itself; the simple hooks send one all-reduce per bucket."""
-        buffer = bucket.buffer()
-        numel = buffer._values().numel() if buffer.is_sparse else buffer.numel()
-        itemsize, wire = buffer.element_size(), self._spec.wire_dtype
-        self._stats.bytes_uncompressed += numel * itemsize
-        if self._config is None or not self._config.sends:
-            return
-        if wire is not None and not buffer.is_sparse:
-            itemsize = min(itemsize, wire.itemsize)
-        self._stats.sent(numel, itemsize)
-
-    def _announce(self) -> None:
-        self._announced = True
-        if self._rank != 0:
-            return
-        text = f"commhooks: {self.name}"
-        if self._low_rank is not None:
-            rank, start = self._low_rank.matrix_approximation_rank, self._low_rank.start_powerSGD_iter
-            text += f" (rank {rank}, from step {start}): {self.plan().summary()}"
-        elif self._config is not None:
-            sent, before = self._stats.last_pass.bytes_sent, self._stats.bytes_uncompressed
-            text += f": {before / 1e6:.3f} MB -> {sent / 1e6:.3f} MB per step and rank"
-        if self._spec.wrapper is not None:
-            text += f", {self._spec.wrapper} on the wire"
-        if logger.isEnabledFor(logging.INFO) and logger.hasHandlers():
-            logger.info(text)
-        else:
-            # Nobody has set up logging, and whether compression acts must not be a secret.
-            print(text, file=sys.stderr, flush=True)
+            self._announced = True
+            if self._rank == 0:
+                announce(self._spec, self._low_rank, self.plan(), self._stats)
 
     # ---- what users call ---------------------------------------------------------------------------------------------
 
@@ -200,26 +164,7 @@ class CommHook:
 
     def plan(self) -> ModelPlan:
         """What is compressed and what is not, per parameter (per bucket for batched PowerSGD, after the first pass)."""
-        start = self._low_rank.start_powerSGD_iter if self._low_rank is not None else 0
-        wire = self._spec.wire_dtype
-        if self._low_rank is not None and self._batched():
-            registration = self._low_rank._registration
-            plans = registration.plan().parameters if registration is not None else ()
-            return ModelPlan(self.name, plans, wire, start, error_feedback=self._low_rank.use_error_feedback)
-        plans = tuple(self._plan_parameters())
-        if self._low_rank is None:
-            sends = None if self._config is None else self._config.sends
-            return ModelPlan(self.name, plans, wire, start, low_rank=False, sends=sends)
-        registration = self._low_rank._registration
-        return ModelPlan(
-            self.name,
-            plans,
-            wire,
-            start,
-            error_feedback=self._low_rank.use_error_feedback,
-            bucket_names=registration.buckets() if registration is not None else (),
-            buckets_from=LATEST_PASS if registration is not None else "",
-        )
+        return self._plan.model()
 
     def stats(self) -> dict[str, Any]:
         """Counters since the hook was attached, this rank only. Bytes are those handed to all-reduce.
@@ -268,13 +213,14 @@ class CommHook:
         the backward pass (with a GradScaler: after `unscale_` or the optimizer's step) and before they are set to
         zero; without gradients the norm is None.
         """
-        return _named(Norms.total(list(self._norms().values())))
+        return Norms.total(list(self._norms().values())).as_dict()
 
     def layers(self) -> dict[str, dict[str, float | None]]:
         """What `norms()` tells, and the latest `cosine`, of every parameter by name."""
         sample = self._cosine.latest if self._cosine is not None else None
         cosines = sample.per_parameter() if sample is not None else {}
-        return {name: _named(norms) | {"cosine": cosines.get(name)} for name, norms in self._norms(every=True).items()}
+        norms = self._norms(every=True)
+        return {name: each.as_dict() | {"cosine": cosines.get(name)} for name, each in norms.items()}
 
     def _norms(self, every: bool = False) -> dict[str, Norms]:
         parameters = self._names.known()
@@ -283,10 +229,10 @@ class CommHook:
         self._settle()
         memory = self._low_rank._memory
         registration = self._low_rank._registration
-        if self._batched():
+        if self._batched:
             compressed = set(memory.residuals) or set(parameters)
         else:
-            compressed = {plan.name for plan in self._plan_parameters() if plan.compressed}
+            compressed = {plan.name for plan in self._plan.own_q() if plan.compressed}
         chosen = {name: p for name, p in parameters.items() if every or name in compressed}
         with registration.pipeline.lock if registration is not None else contextlib.nullcontext():
             return measure(chosen, memory.residuals, float(memory.loss_scale))
@@ -305,16 +251,9 @@ class CommHook:
                 whose answers may come when only it knows.
             HookRunError: another rank does not come within the process group's timeout.
         """
-        if every is not None and (not isinstance(every, int) or isinstance(every, bool) or every < 1):
-            raise HookConfigError(f"sample_cosine({every!r}); expected a number of steps, 1 or more, or None")
         if self._low_rank is None and self._config is None:
             raise HookConfigError(f"sample_cosine: hook {self.name!r} is your own; only the hooks of commhooks can be")
-        device = next(iter(self._names.known().values())).device
-        own = torch.tensor([every or 0], device=device)
-        numbers = gather_rows(own, self._group, self._stats, "the number given to sample_cosine").flatten().tolist()
-        if len(set(numbers)) > 1:
-            raise HookConfigError(f"sample_cosine: the ranks ask for different numbers of steps (0: none): {numbers}")
-        self._cosine = CosineSampler(every, self._names, self._group) if every is not None else None
+        self._cosine = CosineSampler.agreed(every, self._names, self._group, self._stats)
 
     def state_dict(self, residual: str | None = None, *, gather: bool = False, joint: bool = True) -> dict[str, Any]:
         """What a checkpoint needs to continue: step, Q, residuals, options; tensors on the CPU.
@@ -371,42 +310,3 @@ class CommHook:
         if self._rank == 0:
             logger.warning("%s: it begins with fresh memory (strict=False)%s", text, self._saved_state.not_begun_anew)
         return self._saved_state.begin_anew
-
-    # ---- plan --------------------------------------------------------------------------------------------------------
-
-    def warn_if_useless(self) -> None:
-        """Say once what the user would otherwise find out from the network's counters."""
-        if self._rank != 0:
-            return
-        if self._low_rank is not None and not self._batched() and not self.plan().compressed:
-            logger.warning(
-                "PowerSGD at rank %s compresses no parameter of this model: print(hook.plan()) says why for each.",
-                self._low_rank.matrix_approximation_rank,
-            )
-        if isinstance(self._saved_state, SimpleSavedState) and self._config is None and self._state is not None:
-            if not isinstance(self._state, dist.ProcessGroup) and not self._saved_state.saves_state:
-                logger.warning(
-                    "the state of hook %s (%s) has no state_dict and load_state_dict: checkpoints do not hold it.",
-                    self.name,
-                    type(self._state).__name__,
-                )
-
-    def _batched(self) -> bool:
-        low_rank = getattr(self._function, "_commhooks_low_rank", None)
-        return low_rank is not None and bool(low_rank[0])
-
-    def _matrix_plans(self) -> list[ParameterPlan]:
-        """Of the parameters that have a Q of their own, if compressed: none for batched PowerSGD."""
-        return [] if self._batched() else self._plan_parameters()
-
-    def _plan_parameters(self) -> list[ParameterPlan]:
-        options = self._low_rank._options if self._low_rank is not None else None
-        return plan_rows(self.name, self._names, options, self._sparse)
-
-
-def _named(norms: Norms) -> dict[str, float | None]:
-    return {
-        "residual_norm": norms.residual,
-        "gradient_norm": norms.gradient,
-        "residual_over_gradient": norms.ratio,
-    }

@@ -13,9 +13,11 @@ import torch
 import torch.distributed as dist
 
 from commhooks.arithmetic import compute_dtype
-from commhooks.collective import lost
+from commhooks.collective import gather_rows, lost
+from commhooks.errors import HookConfigError
 from commhooks.layout import BucketLayout, read_layout
 from commhooks.names import Names
+from commhooks.stats import Stats
 
 
 @dataclass
@@ -59,6 +61,17 @@ class CosineSampler:
         self._passes = 0
         self._sampling = False
         self._kept: list[_Kept] = []
+
+    @classmethod
+    def agreed(cls, every: int | None, names: Names, group: dist.ProcessGroup, stats: Stats) -> "CosineSampler | None":
+        """A sampler of what all ranks ask for, None where they ask for none; see `CommHook.sample_cosine`."""
+        if every is not None and (not isinstance(every, int) or isinstance(every, bool) or every < 1):
+            raise HookConfigError(f"sample_cosine({every!r}); expected a number of steps, 1 or more, or None")
+        own = torch.tensor([every or 0], device=next(iter(names.known().values())).device)
+        numbers = gather_rows(own, group, stats, "the number given to sample_cosine").flatten().tolist()
+        if len(set(numbers)) > 1:
+            raise HookConfigError(f"sample_cosine: the ranks ask for different numbers of steps (0: none): {numbers}")
+        return cls(every, names, group) if every is not None else None
 
     def begin_pass(self) -> None:
         self._passes += 1

@@ -26,6 +26,14 @@ class Norms:
         """Of all parts together."""
         return cls(_together([part.residual for part in parts]), _together([part.gradient for part in parts]))
 
+    def as_dict(self) -> dict[str, float | None]:
+        """By the names under which users see them."""
+        return {
+            "residual_norm": self.residual,
+            "gradient_norm": self.gradient,
+            "residual_over_gradient": self.ratio,
+        }
+
 
 @torch.no_grad()
 def measure(

@@ -1,0 +1,17 @@
+"""The seeded faults of `tests/mutants.py`, a module for each area. A new one goes into the list of its area."""
+
+from seeded_faults import (
+    accelerate,
+    accelerate_settings,
+    attaching,
+    compression,
+    doctor,
+    lightning,
+    metrics,
+    plan,
+    saving,
+    trainer,
+)
+
+AREAS = (attaching, compression, saving, lightning, accelerate, accelerate_settings, trainer, metrics, doctor, plan)
+MUTANTS = [mutant for area in AREAS for mutant in area.MUTANTS]

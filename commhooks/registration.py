@@ -268,12 +268,13 @@ class Registration:
             if q.shape[1] != matrix.m and self.batched:
                 # Before there is a bucket, nobody knows how large its matrix is, so loading could not refuse this.
                 del self.memory.q[matrix.name]
-                logger.warning(
-                    "the saved Q of %s has %s rows, it needs %s: it starts from a fresh Q",
-                    matrix.name,
-                    q.shape[1],
-                    matrix.m,
-                )
+                if dist.get_rank(resolve_group(self._group())) == 0:
+                    logger.warning(
+                        "the saved Q of %s has %s rows, it needs %s: it starts from a fresh Q",
+                        matrix.name,
+                        q.shape[1],
+                        matrix.m,
+                    )
                 continue
             if q.shape[1] != matrix.m:
                 raise HookRunError(

@@ -14,6 +14,7 @@ from ddp_steps import (
     descend,
     gradients,
     local_gradients,
+    log_lines,
     mean_over_ranks,
     mlp,
     relative,
@@ -158,3 +159,27 @@ def too_small() -> None:
 
 def test_a_bucket_too_small_is_averaged(run_ranks):
     run_ranks(too_small)
+
+
+def another_width() -> tuple[list[str], int]:
+    """What is logged when a state of a smaller model with the same names is loaded, and the compressed steps."""
+    found = []
+    for width in (24, 48):
+        ddp = wrap(nn.Linear(24, width), bucket_cap_mb=25)
+        hook = commhooks.attach(ddp, "batched_powerSGD", hook_options={"start_powerSGD_iter": 0})
+        found.append((ddp, hook))
+    (small, hook_of_small), (large, hook) = found
+    for step in range(3):
+        backward(small, step)
+    hook.load_state_dict(hook_of_small.state_dict("drop"), strict=False)
+    with log_lines() as lines:
+        for step in range(3):
+            backward(large, step)
+    assert replicas_equal(large)
+    return [line for line in lines if "fresh Q" in line], hook.stats()["compressed_steps"]
+
+
+def test_a_saved_q_of_another_width_is_not_used(run_ranks):
+    (on_0, compressed), (on_1, _) = run_ranks(another_width)
+    assert [line.partition(" has ")[2] for line in on_0] == ["25 rows, it needs 35: it starts from a fresh Q"]
+    assert on_1 == [] and compressed == 3

@@ -1,0 +1,27 @@
+"""A model and a loss in which everything could be changed by accident, for the tests of the doctor."""
+
+from __future__ import annotations
+
+import random
+
+import torch
+from ddp_steps import mlp
+from torch import nn
+
+
+class Net(nn.Module):
+    """Something of all that could be changed by accident: weights, buffers, random numbers in forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = mlp()
+        self.norm = nn.BatchNorm1d(24)
+        self.dropout = nn.Dropout(0.3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.dropout(self.norm(self.body(x)))
+
+
+def loss_of(model: nn.Module) -> torch.Tensor:
+    """Draws from every global generator."""
+    return (model(torch.randn(8, 24)) * random.random()).square().mean()

@@ -6,8 +6,8 @@ MUTANTS = [
     Mutant(
         "Accelerate: no loss scale",
         "accelerate_commhooks/handler.py",
-        "return 1.0 if scaler is None else scaler.get_scale()",
-        "return 1.0",
+        "        return scale_of(known.scaler, known.device)\n",
+        "        return 1.0\n",
         "test_accelerate_two_ranks.py::test_the_residual_follows_the_loss_scale",
     ),
     Mutant(

@@ -90,7 +90,7 @@ MUTANTS = [
     Mutant(
         "P Q^T overflows a bucket of float16",
         "commhooks/wire.py",
-        " / math.sqrt(len(factor))\n",
+        " / math.sqrt(factor.shape[-2])\n",
         "\n",
         "test_hard_gradients.py::test_huge_ones_are_worked_off_or_refused",
     ),
@@ -153,8 +153,8 @@ MUTANTS = [
     Mutant(
         "Q not scaled",
         "commhooks/lowrank_exchange.py",
-        "        if self._on_host and not missing.any():\n            return rows\n",
-        "        if self._on_host and not missing.any():\n            return q\n",
+        "        if not missing.any():\n            return rows\n",
+        "        if not missing.any():\n            return self._draw_q(matrix) if q is None else q\n",
         "test_fp16_wire.py",
     ),
     Mutant(
@@ -195,8 +195,8 @@ MUTANTS = [
     Mutant(
         "a scaler that is gone still counts",
         "commhooks/registration.py",
-        "if self.loss_scale is not None else 1.0\n",
-        "if self.loss_scale is not None else self.memory.loss_scale\n",
+        "        loss_scale = read_scale(self.loss_scale)\n",
+        "        loss_scale = read_scale(self.loss_scale or (lambda: self.memory.loss_scale))\n",
         "test_changed_surroundings.py::test_residuals_of_a_scaler_that_is_gone",
     ),
     Mutant(
@@ -208,10 +208,9 @@ MUTANTS = [
     ),
     Mutant(
         "Q of zeros behind a mask",
-        "commhooks/lowrank_exchange.py",
-        "            q = self._options.draw_q(matrix, self._memory.step, self._scratch.dtype).to(self.buffer.device)\n"
-        "            self._memory",
-        "            q = torch.zeros(matrix.rank, matrix.m, dtype=self._scratch.dtype)\n            self._memory",
+        "commhooks/matrix_stack.py",
+        "self._device, lambda i: draw_q(self.matrices[i])\n",
+        "self._device, None\n",
         "test_changed_surroundings.py::test_a_bad_first_step_leaves_nothing_behind_a_mask",
     ),
     Mutant(

@@ -43,7 +43,7 @@ class Pending:
             HookRunError: another rank is gone, or did not come within the process group's timeout.
         """
         try:
-            with self._stats.waiting_clock():
+            with self._stats.clocks.waiting(self.tensor.device):
                 self._work.wait()
         except RuntimeError as error:
             raise lost(self._what, self._group, error) from error

@@ -16,7 +16,7 @@ from commhooks import payload
 from commhooks.after_backward import in_backward, run_after_backward
 from commhooks.agreement import fingerprint
 from commhooks.announce import announce
-from commhooks.arithmetic import host_may_look
+from commhooks.clocks import has_clock
 from commhooks.config import HookConfig
 from commhooks.cosine import CosineSampler
 from commhooks.ddp_comm_hooks.powerSGD_hook import PowerSGDState
@@ -137,8 +137,10 @@ class CommHook:
         def run() -> torch.futures.Future[torch.Tensor]:
             return checked_future(self._function(state, bucket), self.name)
 
-        timed = self._config is not None and host_may_look(bucket.buffer().device)
-        return run_with_clocks(run, self._stats) if timed else run()
+        device = bucket.buffer().device
+        if self._config is None or not has_clock(device):
+            return run()
+        return run_with_clocks(run, device, self._stats.clocks)
 
     def _settle(self) -> None:
         if self._low_rank is not None and self._low_rank._registration is not None:
@@ -172,16 +174,17 @@ class CommHook:
         Waits for the accelerator if it has not told yet which of the latest steps were finite. For a hook of the
         user's own the bytes and seconds are None: only it knows.
 
-        `codec_s` and `waiting_s` are seconds of this host: inside the hook without waiting, and waiting for the
-        all-reduces (the other ranks' delay included). The simple hooks leave the waiting to DDP; theirs is the time
-        from the last call of the hook to the last answer. Small exchanges after a start or a load are in neither. On an
-        accelerator both are None: the host only queues the work there, and asking the device for times would stop it.
+        `codec_s` and `waiting_s` are seconds inside the hook without waiting, and waiting for the all-reduces (the
+        other ranks' delay included): of this host, or on CUDA of the device, measured by events. The simple hooks leave
+        the waiting to DDP; theirs is the time from the last call of the hook to the last answer. Small exchanges after
+        a start or a load are in neither. On other accelerators both are None.
         `cosine` is None without `sample_cosine`; `cosine_pass` is the backward pass that it belongs to.
         """
         self._settle()
         s = self._stats
         known = self._config is not None or self._low_rank is not None
-        timed = known and all(host_may_look(parameter.device) for parameter in self._names.known().values())
+        clocks, timed = s.clocks, known and all(has_clock(p.device) for p in self._names.known().values())
+        clocks.collect(wait=True)
         sample = self._cosine.latest if self._cosine is not None else None
         return {
             "hook": self.name,
@@ -195,10 +198,10 @@ class CommHook:
             "bytes_sent_last_pass": s.last_pass.bytes_sent if known else None,
             "bytes_uncompressed": s.bytes_uncompressed,
             "compression_rate": s.bytes_uncompressed / s.bytes_sent if known and s.bytes_sent else None,
-            "codec_s": s.codec_s if timed else None,
-            "codec_s_last_pass": s.last_pass.codec_s if timed else None,
-            "waiting_s": s.waiting_s if timed else None,
-            "waiting_s_last_pass": s.last_pass.waiting_s if timed else None,
+            "codec_s": clocks.total.codec_s if timed else None,
+            "codec_s_last_pass": clocks.last_pass.codec_s if timed else None,
+            "waiting_s": clocks.total.waiting_s if timed else None,
+            "waiting_s_last_pass": clocks.last_pass.waiting_s if timed else None,
             "cosine": sample.cosine() if sample is not None else None,
             "cosine_pass": sample.backward_pass if sample is not None else None,
             "handshakes": s.handshakes,

@@ -150,7 +150,7 @@ def estimate_ms(measured: Measured, noop: Measured, link: Link, mbit_per_s: floa
         return measured.median_ms + (times_slower - 1) * here_ms
     if measured.codec_ms:
         codec_ms = statistics.median(measured.codec_ms)
-    else:  # on an accelerator: what the wire does not explain
+    else:  # on an accelerator without a clock: what the wire does not explain
         codec_ms = max(0.0, measured.median_ms - noop.median_ms - here_ms)
     floor_ms = min(measured.median_ms, noop.median_ms + codec_ms)
     network_ms = max(here_ms, measured.median_ms - floor_ms)

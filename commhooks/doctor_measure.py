@@ -39,10 +39,10 @@ class Measured:
 
     Attributes:
         step_ms: of each measured step (forward, backward, exchange), from a common start to the end of the last rank.
-        codec_ms: of each, time of the host inside the hook, on the rank that needs most; empty on an accelerator,
+        codec_ms: of each, time inside the hook, on the rank that needs most; empty on an accelerator other than CUDA,
             where the host only queues that work.
         waiting_ms: of each, time in which the host waited for all-reduces, on the rank that waits least: the others
-            wait for that rank too, not only for the network. Empty on an accelerator.
+            wait for that rank too, not only for the network. Empty where `codec_ms` is.
         bytes_sent: in a step, handed to all-reduce (the mean).
         bytes_uncompressed: what plain DDP hands over.
         collectives: all-reduces of a step.

@@ -109,7 +109,7 @@ class Pipeline:
                     self._stats.begin_pass()
                 flight = self._flight
                 flight.last_index = bucket.index()
-                with self._stats.codec_clock():
+                with self._stats.clocks.codec(buffer.device):
                     if not bucket.is_last():
                         self._drain_after_backward(flight)
                     exchange = self._make_exchange(bucket, flight)
@@ -193,7 +193,8 @@ class Pipeline:
         def drain_if_open() -> None:
             if not flight.done and flight is self._flight:
                 buffer = flight.exchanges[-1].buffer
-                with self._codec_stream(buffer), arithmetic.exact(buffer.device), self._stats.codec_clock():
+                device, clocks = buffer.device, self._stats.clocks
+                with self._codec_stream(buffer), arithmetic.exact(device), clocks.codec(device):
                     self._drain(flight)
 
         run_after_backward(drain_if_open)

@@ -1,11 +1,11 @@
 """The bytes and the clocks of every hook but PowerSGD, which counts for itself."""
 
-import time
 from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
 
+from commhooks.clocks import Clocks
 from commhooks.config import HookConfig
 from commhooks.stats import Stats
 
@@ -30,16 +30,15 @@ def count_bytes(
 
 
 def run_with_clocks(
-    run: Callable[[], torch.futures.Future[torch.Tensor]], stats: Stats
+    run: Callable[[], torch.futures.Future[torch.Tensor]], device: torch.device, clocks: Clocks
 ) -> torch.futures.Future[torch.Tensor]:
-    """Call a hook that leaves the waiting to DDP: it lasts from its last call in a pass to the last answer."""
-    this_pass = stats.last_pass
-    with stats.codec_clock():
+    """Call a hook that leaves the waiting to DDP."""
+    with clocks.codec(device):
         future = run()
-    this_pass.called_at = time.perf_counter()
+    answered = clocks.left_to_ddp(device)
 
     def note(answer: torch.futures.Future[torch.Tensor]) -> torch.Tensor:
-        this_pass.answered_at = time.perf_counter()
+        answered()
         return answer.value()
 
     return future.then(note)

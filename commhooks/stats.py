@@ -1,9 +1,8 @@
 """What a hook has done so far: counted as it happens, read by `CommHook.stats()`."""
 
-import contextlib
-import time
-from collections.abc import Iterator
 from dataclasses import dataclass, field
+
+from commhooks.clocks import Clocks
 
 
 @dataclass
@@ -28,11 +27,8 @@ class Stats:
     """Gradient elements before and after compression in compressed passes only (torch's `compression_stats`)."""
     last_issued: str = ""
     """The all-reduce that was issued last: what, of which bucket, at which step. Where a run hangs, look here."""
-    codec_s: float = 0.0
-    """Seconds of the host inside the hook, waiting left out. Means nothing on an accelerator, which works later."""
-    waiting_s_before: float = 0.0
-    """As `waiting_s`, without the latest pass."""
     last_pass: "PassStats" = field(default_factory=lambda: PassStats())
+    clocks: Clocks = field(default_factory=Clocks)
 
     def sent(self, numel: int, itemsize: int) -> None:
         """One all-reduce of `numel` elements was issued."""
@@ -43,29 +39,8 @@ class Stats:
 
     def begin_pass(self) -> None:
         self.backward_passes += 1
-        self.waiting_s_before += self.last_pass.waiting_s
+        self.clocks.begin_pass()
         self.last_pass = PassStats()
-
-    @property
-    def waiting_s(self) -> float:
-        """Seconds that the host waited for the network."""
-        return self.waiting_s_before + self.last_pass.waiting_s
-
-    @contextlib.contextmanager
-    def codec_clock(self) -> Iterator[None]:
-        """The time of the body counts as the codec's, less what it spends in `waiting_clock`."""
-        began, waited = time.perf_counter(), self.last_pass.blocked_s
-        yield
-        spent = time.perf_counter() - began - (self.last_pass.blocked_s - waited)
-        self.codec_s += spent
-        self.last_pass.codec_s += spent
-
-    @contextlib.contextmanager
-    def waiting_clock(self) -> Iterator[None]:
-        """The time of the body is spent waiting for the network."""
-        began = time.perf_counter()
-        yield
-        self.last_pass.blocked_s += time.perf_counter() - began
 
 
 @dataclass
@@ -74,14 +49,3 @@ class PassStats:
 
     collectives: int = 0
     bytes_sent: int = 0
-    codec_s: float = 0.0
-    blocked_s: float = 0.0
-    """Spent in waits of the hook's own."""
-    called_at: float = 0.0
-    answered_at: float = 0.0
-    """Of a hook that leaves the waiting to DDP: when its last call returned, and when the last answer was there
-    (`time.perf_counter`)."""
-
-    @property
-    def waiting_s(self) -> float:
-        return self.blocked_s + max(0.0, self.answered_at - self.called_at)

@@ -1,9 +1,13 @@
 """Small models for tests on several ranks, and gradients to give them."""
 
+import contextlib
 from collections.abc import Iterable, Mapping
+from unittest import mock
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
+
+from commhooks import arithmetic
 
 Shapes = Mapping[str, tuple[int, ...]]
 Gradients = dict[str, torch.Tensor]
@@ -68,6 +72,11 @@ def wrap(shapes: Shapes, bucket_cap_mb: float = 25, dtype: torch.dtype = torch.f
 
 
 EVERY_PARAMETER = 1e-6
+
+
+def masks(pretend: bool = True) -> contextlib.AbstractContextManager[object]:
+    """In the body tensors on the CPU are treated as if they were on an accelerator, which the host must not ask."""
+    return mock.patch.object(arithmetic, "host_may_look", lambda device: not pretend)
 
 
 def bits_equal(a: Mapping[str, torch.Tensor], b: Mapping[str, torch.Tensor]) -> bool:

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from models import SHAPES, Gradients, all_finite, backward, mlp, random_gradients, worst_error, wrap
+from models import SHAPES, Gradients, all_finite, backward, masks, mlp, random_gradients, worst_error, wrap
 from torch.nn.parallel import DistributedDataParallel
 
 import commhooks
@@ -58,13 +58,15 @@ def _prescribed(scale: float, wrapper: str | None) -> list[Gradients]:
     return gradients
 
 
-def _two_scales(scale: float) -> tuple[list[Gradients], list[Gradients]]:
-    return _prescribed(scale, "fp16"), _prescribed(1.0, None)
+def _two_scales(scale: float, masked: bool) -> tuple[list[Gradients], list[Gradients]]:
+    with masks(masked):
+        return _prescribed(scale, "fp16"), _prescribed(1.0, None)
 
 
+@pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("scale", [1e-3, 300.0])
-def test_what_travels_grows_with_the_gradient_not_with_its_square(run_ranks, scale):
+def test_what_travels_grows_with_the_gradient_not_with_its_square(run_ranks, scale, masked):
     """P and Q of gradients of this size fit into fp16; their squares would be clamped, or rounded to zero."""
-    for fp16, float32 in run_ranks(_two_scales, scale):
+    for fp16, float32 in run_ranks(_two_scales, scale, masked):
         for got, expected in zip(fp16, float32, strict=True):
             assert worst_error(got, expected) < 0.02

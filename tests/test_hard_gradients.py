@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from models import Gradients, all_finite, backward, relative_error, wrap
+from models import Gradients, all_finite, backward, masks, relative_error, wrap
 from simulation import SimulatedRanks
 
 import commhooks
@@ -66,7 +66,7 @@ FLOAT32, FLOAT64, BFLOAT16, FLOAT16 = torch.float32, torch.float64, torch.bfloat
 CASES = list(itertools.product([FLOAT32, FLOAT64, BFLOAT16, FLOAT16], [None, "fp16", "bf16"]))
 ONE_OF_EACH = CASES[:6] + [(BFLOAT16, None), (FLOAT16, None)]  # 16 bits travel as they are, whatever the wrapper
 FEW_CASES = [(FLOAT32, "fp16"), (BFLOAT16, None)]
-BY_WORLD_SIZE = [(1, CASES), (2, ONE_OF_EACH), (4, FEW_CASES)]
+WORLDS = [(1, CASES, False), (2, ONE_OF_EACH, False), (4, FEW_CASES, False), (2, ONE_OF_EACH, True)]
 
 
 def _ordinary(rank: int, step: int) -> torch.Tensor:
@@ -118,8 +118,11 @@ def _run(kinds: dict[str, Kind], dtype: torch.dtype, wrapper: str | None, settle
     }
 
 
-def _run_all(huge: bool, cases: list[tuple[torch.dtype, str | None]], settle: int) -> list[dict[str, Any]]:
-    return [_run(HUGE if huge else ORDINARY, dtype, wrapper, settle) for dtype, wrapper in cases]
+def _run_all(
+    huge: bool, cases: list[tuple[torch.dtype, str | None]], settle: int, masked: bool
+) -> list[dict[str, Any]]:
+    with masks(masked):
+        return [_run(HUGE if huge else ORDINARY, dtype, wrapper, settle) for dtype, wrapper in cases]
 
 
 def _check(ranks: list[list[dict[str, Any]]], cases: list[tuple[torch.dtype, str | None]], huge: bool) -> None:
@@ -145,16 +148,16 @@ def _check(ranks: list[list[dict[str, Any]]], cases: list[tuple[torch.dtype, str
             assert relative_error(total, expected) < (0.02 if vector else 0.3), (case, name)
 
 
-@pytest.mark.parametrize(("world_size", "cases"), BY_WORLD_SIZE)
-def test_finite_and_as_before_afterwards(run_ranks, world_size, cases):
-    _check(run_ranks(_run_all, False, cases, 4, world_size=world_size), cases, huge=False)
+@pytest.mark.parametrize(("world_size", "cases", "masked"), WORLDS)
+def test_finite_and_as_before_afterwards(run_ranks, world_size, cases, masked):
+    _check(run_ranks(_run_all, False, cases, 4, masked, world_size=world_size), cases, huge=False)
 
 
-@pytest.mark.parametrize(("world_size", "cases"), BY_WORLD_SIZE)
-def test_huge_ones_are_worked_off_or_refused(run_ranks, world_size, cases):
+@pytest.mark.parametrize(("world_size", "cases", "masked"), WORLDS)
+def test_huge_ones_are_worked_off_or_refused(run_ranks, world_size, cases, masked):
     """A residual of 1e30 shrinks to what rounding leaves of it with every N / RANK steps: 6e-8 in float32, 4e-3 on a
     wire of bf16."""
-    _check(run_ranks(_run_all, True, cases, 56, world_size=world_size), cases, huge=True)
+    _check(run_ranks(_run_all, True, cases, 56, masked, world_size=world_size), cases, huge=True)
 
 
 def test_what_the_ranks_differ_by_is_worked_off_too():

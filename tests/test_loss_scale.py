@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
+from ddp_steps import process_group_of_one
 from models import EVERY_PARAMETER, SHAPES, Gradients, all_finite, backward, bits_equal, random_gradients, wrap
 
 import commhooks
@@ -62,3 +63,14 @@ def _saved_scale() -> float:
     hook = commhooks.attach(ddp, "powerSGD", hook_options={"start_powerSGD_iter": 0}, loss_scale=lambda: 2.0**17)
     backward(ddp, random_gradients(SHAPES, dist.get_rank(), 0))
     return hook.state_dict()["loss_scale"]
+
+
+@pytest.mark.parametrize("scale", [0.0, -1.0, float("inf"), float("nan")])
+def test_a_scale_that_is_none(scale: float) -> None:
+    with process_group_of_one():
+        ddp = wrap(SHAPES)
+        commhooks.attach(ddp, "powerSGD", hook_options={"start_powerSGD_iter": 0}, loss_scale=lambda: scale)
+        with pytest.raises(
+            commhooks.HookRunError, match="a positive number. A GradScaler comes down to zero when every"
+        ):
+            backward(ddp, random_gradients(SHAPES, 0, 0))

@@ -18,6 +18,7 @@ from models import (
     Gradients,
     backward,
     bits_equal,
+    masks,
     mlp,
     random_gradients,
     relative_error,
@@ -27,16 +28,13 @@ from oracle import OracleMatrix, plain_mean
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import commhooks
-from commhooks import arithmetic, codec
+from commhooks import codec
 from commhooks.matrix_stack import Slices
+from commhooks.pipeline import Pipeline
 
 COMPRESSED = ("conv", "first", "second", "wide")
 STEPS, IDLE_AT = 7, 4
 TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-10}
-
-
-def on_accelerator() -> Any:
-    return mock.patch.object(arithmetic, "host_may_look", lambda device: False)
 
 
 def _options(rank: int, batch: bool, **more: Any) -> dict[str, Any]:
@@ -54,7 +52,7 @@ def _gradients(rank: int, step: int, dtype: torch.dtype) -> Gradients:
 def _run_all(cases: list[tuple[int, float, torch.dtype, bool]]) -> list[dict[str, Any]]:
     results = []
     for rank, cap, dtype, batch in cases:
-        with on_accelerator():
+        with masks():
             ddp = wrap(SHAPES, cap, dtype)
             hook = commhooks.attach(ddp, "powerSGD", hook_options=_options(rank, batch))
             got = [backward(ddp, _gradients(dist.get_rank(), step, dtype)) for step in range(STEPS)]
@@ -96,7 +94,7 @@ def test_gradients_and_residuals_equal_the_oracle(run_ranks: Any) -> None:
 def _variants(masked: bool, cases: list[Any]) -> list[list[Gradients]]:
     found = []
     for hook, dtype, wrapper, options in cases:
-        with mock.patch.object(arithmetic, "host_may_look", lambda device: not masked):
+        with masks(masked):
             ddp = wrap(SHAPES, 0.001, dtype)
             attached = commhooks.attach(ddp, hook, hook_options=options, wrapper=wrapper)
             found.append([])
@@ -153,7 +151,7 @@ class _Counter(TorchDispatchMode):
 def test_kernels_per_shape_and_no_wait(batch: bool, loss_scale: Any) -> None:
     counts = {}
     for layers in (4, 12):
-        with process_group_of_one(), on_accelerator():
+        with process_group_of_one(), masks():
             model = mlp(16, layers, bias=False)
             ddp = torch.nn.parallel.DistributedDataParallel(model)
             hook = commhooks.attach(ddp, "powerSGD", hook_options=_options(2, batch), loss_scale=loss_scale)
@@ -168,8 +166,6 @@ def test_kernels_per_shape_and_no_wait(batch: bool, loss_scale: Any) -> None:
 
 
 def _count_one_step(ddp: torch.nn.parallel.DistributedDataParallel) -> _Counter:
-    from commhooks.pipeline import Pipeline
-
     counter = _Counter()
     whole = Pipeline.run
 
@@ -235,7 +231,7 @@ def test_slices_follow_a_dict() -> None:
 
 def _resumed(batch: bool, residual: str) -> bool:
     """Straight on, and from what was saved after 4 steps, in another model: bit-equal?"""
-    with on_accelerator():
+    with masks():
         ddp = wrap(SHAPES, 0.001)
         hook = commhooks.attach(ddp, "powerSGD", hook_options=_options(2, batch))
         for step in range(4):
@@ -260,7 +256,7 @@ def test_resume(run_ranks: Any, batch: bool, residual: str) -> None:
 
 
 def test_a_pickled_state_holds_each_residual_once() -> None:
-    with process_group_of_one(), on_accelerator():
+    with process_group_of_one(), masks():
         ddp = torch.nn.parallel.DistributedDataParallel(mlp(64, 6, bias=False))
         state = commhooks.PowerSGDState(None, start_powerSGD_iter=2)
         ddp.register_comm_hook(state, commhooks.powerSGD_hook)
@@ -275,7 +271,7 @@ def test_a_pickled_state_holds_each_residual_once() -> None:
 
 def _scaled(batch: bool) -> list[Gradients]:
     scale = [torch.ones(())]
-    with on_accelerator():
+    with masks():
         ddp = wrap(SHAPES, 0.001)
         hook = commhooks.attach(ddp, "powerSGD", hook_options=_options(2, batch), loss_scale=lambda: scale[0])
         found = []
@@ -294,3 +290,17 @@ def test_a_scale_on_the_device_changes_nothing(run_ranks: Any) -> None:
         cases = [(2, 0.001, torch.float32, batch)]
         for scaled, (plain,) in zip(run_ranks(_scaled, batch), run_ranks(_run_all, cases), strict=True):
             assert all(map(bits_equal, scaled, plain["gradients"]))
+
+
+def test_padding_remembers_nothing() -> None:
+    """Batched PowerSGD pads its bucket to a square: 35 numbers to 36."""
+    with process_group_of_one(), masks():
+        ddp = wrap({"w": (5, 7)})
+        hook = commhooks.attach(ddp, commhooks.BatchedPowerSGD(matrix_approximation_rank=1, start_powerSGD_iter=0))
+        for step in range(4):
+            backward(ddp, random_gradients({"w": (5, 7)}, 0, step))
+        (bucket,) = hook._low_rank._registration._buckets.values()
+        (stack,) = bucket.scratch.stacks
+        whole = stack.residuals.read(hook._low_rank._memory.residuals).flatten()
+        assert len(whole) == 36 and whole[:35].all() and whole[35] == 0
+        assert hook.stats()["compressed_steps"] == 4

@@ -3,6 +3,7 @@
 from seeded_faults import (
     accelerate,
     accelerate_settings,
+    accelerators,
     attaching,
     compression,
     doctor,
@@ -13,5 +14,17 @@ from seeded_faults import (
     trainer,
 )
 
-AREAS = (attaching, compression, saving, lightning, accelerate, accelerate_settings, trainer, metrics, doctor, plan)
+AREAS = (
+    attaching,
+    compression,
+    accelerators,
+    saving,
+    lightning,
+    accelerate,
+    accelerate_settings,
+    trainer,
+    metrics,
+    doctor,
+    plan,
+)
 MUTANTS = [mutant for area in AREAS for mutant in area.MUTANTS]

@@ -1,0 +1,110 @@
+"""Times on an accelerator come from events that nobody waits for; here the events are made of the host's clock."""
+
+import contextlib
+import pickle
+import time
+from collections.abc import Iterator
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from training import Run
+
+from commhooks import arithmetic, clocks
+from commhooks.clocks import Clocks
+
+CPU = torch.device("cpu")
+
+
+class _Event:
+    """Passes when the device has come that far: `device_at`, or at once."""
+
+    device_at: float | None = None
+    waits = 0
+
+    def __init__(self, at: float) -> None:
+        self.at = at
+
+    def query(self) -> bool:
+        return _Event.device_at is None or self.at <= _Event.device_at
+
+    def synchronize(self) -> None:
+        _Event.waits += 1
+        assert _Event.device_at is not None or self.at <= time.perf_counter()
+
+    def elapsed_time(self, end: "_Event") -> float:
+        return 1000 * (end.at - self.at)
+
+
+@contextlib.contextmanager
+def events(now: Any = time.perf_counter, device_at: float | None = None) -> Iterator[type[_Event]]:
+    _Event.waits, _Event.device_at = 0, device_at
+    with (
+        mock.patch.object(arithmetic, "host_may_look", lambda device: False),
+        mock.patch.object(clocks, "has_clock", lambda device: True),
+        mock.patch("commhooks.comm_hook.has_clock", lambda device: True),
+        mock.patch.object(clocks, "event_on", lambda device: _Event(now())),
+    ):
+        yield _Event
+
+
+def test_what_the_device_has_not_done_is_counted_later() -> None:
+    times = iter([0.0, 1.0, 3.0, 7.0, 10.0, 14.0])
+    measured = Clocks()
+    with events(lambda: next(times), device_at=8.0) as event:
+        measured.begin_pass()
+        first = measured.last_pass
+        with measured.codec(CPU), measured.waiting(CPU):  # 0 to 7, waiting from 1 to 3
+            pass
+        with measured.codec(CPU):  # 10 to 14: the device is not there yet
+            pass
+        assert measured.total.codec_s == 0
+        measured.begin_pass()
+        assert event.waits == 0
+        assert (measured.total.codec_s, measured.total.waiting_s) == (5, 2)
+        measured.collect(wait=True)
+        assert event.waits == 1
+        assert (measured.total.codec_s, measured.total.waiting_s) == (9, 2)
+        assert (first.codec_s, first.waiting_s) == (9, 2)
+        assert measured.last_pass.codec_s == 0
+
+
+def test_the_last_answer_counts_from_the_last_call() -> None:
+    times = iter([1.0, 2.0, 5.0, 6.0])
+    measured = Clocks()
+    with events(lambda: next(times)):
+        measured.begin_pass()
+        answers = [measured.left_to_ddp(CPU), measured.left_to_ddp(CPU)]  # 1, 2
+        answers[0]()  # 5
+        answers[1]()  # 6
+        measured.begin_pass()
+        assert measured.total.waiting_s == 4
+
+
+def test_unread_times_are_pickled_too() -> None:
+    times = iter([0.0, 4.0])
+    measured = Clocks()
+    with events(lambda: next(times), device_at=0.0), measured.codec(CPU):
+        pass
+    assert pickle.loads(pickle.dumps(measured)).total.codec_s == 4
+
+
+def _train(hook: str, options: dict[str, Any]) -> dict[str, Any]:
+    with events() as event:
+        run = Run.new(hook=hook, hook_options=options)
+        began = time.perf_counter()
+        run.train(5)
+        wall, waits = time.perf_counter() - began, event.waits
+        return {**run.hook.stats(), "wall": wall, "waits": waits}
+
+
+@pytest.mark.parametrize(
+    ("hook", "options"), [("powerSGD", {"start_powerSGD_iter": 1}), ("fp16", {}), ("batched_powerSGD", {})]
+)
+def test_training_waits_for_no_event(run_ranks: Any, hook: str, options: dict[str, Any]) -> None:
+    for stats in run_ranks(_train, hook, options):
+        assert stats["waits"] == 0
+        assert 0 < stats["codec_s_last_pass"] < stats["codec_s"]
+        assert 0 < stats["waiting_s"]
+        assert stats["codec_s"] + stats["waiting_s"] < stats["wall"]

@@ -34,7 +34,7 @@ MUTANTS = [
         _EXCHANGE,
         "out=stack.q).add_(poison)",
         "out=stack.q)",
-        _MASKS,
+        _HOST,
     ),
     Mutant(
         "behind a mask: the residual with the mean Q",

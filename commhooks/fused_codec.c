@@ -5,6 +5,7 @@
  * next group needs it. One thread. Each element of the results is summed in an order that depends on n, m and r only.
  */
 #include <stddef.h>
+#include <stdlib.h>
 #include <string.h>
 
 #if defined(__AVX512F__)
@@ -18,6 +19,7 @@
 #define ROWS(m) (65536 / (m) + 1)  /* of delta at once: they fit into the second cache */
 
 typedef float vec __attribute__((vector_size(4 * WIDTH)));
+typedef double dvec __attribute__((vector_size(4 * WIDTH)));
 
 static inline vec load(const float *from) { vec v; memcpy(&v, from, sizeof v); return v; }
 static inline void store(float *to, vec v) { memcpy(to, &v, sizeof v); }
@@ -149,4 +151,50 @@ void commhooks_split(size_t n, size_t m, size_t r, float *delta, float *residual
             split_row(begin, end, m, r, delta + i * m, residual + i * m, local, mean, q_local, q);
         }
     }
+}
+
+static double dot(const double *a, const double *b, size_t k) {
+    dvec sums[2] = {0}, x, y;
+    size_t j = 0;
+    for (; j + WIDTH <= k; j += WIDTH)
+        for (int half = 0; half < 2; half++) {
+            memcpy(&x, a + j + half * WIDTH / 2, sizeof x);
+            memcpy(&y, b + j + half * WIDTH / 2, sizeof y);
+            sums[half] += x * y;
+        }
+    double sum = 0;
+    for (int lane = 0; lane < WIDTH / 2; lane++) sum += sums[0][lane] + sums[1][lane];
+    for (; j < k; j++) sum += a[j] * b[j];
+    return sum;
+}
+
+/* Norm of v before it is scaled to 1; a v of zeros stays so. In double, in which no square of a float overflows. */
+static double normalise(double *v, size_t k) {
+    double norm = __builtin_sqrt(dot(v, v, k));
+    double scale = norm > 0 ? 1 / norm : 0;
+    for (size_t j = 0; j < k; j++) v[j] *= scale;
+    return norm;
+}
+
+/* Rows of `from` (r x k) scaled to norm 1; each row orthogonal to those before it, if that is asked for, by Gram-Schmidt
+ * done twice. Returns how many rows add nothing to those before them (less than `least` of their norm), -1 without
+ * memory. What is not finite counts as zero. */
+int commhooks_unit_rows(size_t r, size_t k, int orthogonal, double least, const float *from, float *to) {
+    double *rows = malloc(sizeof(double) * r * k);
+    int missing = rows ? 0 : -1;
+    for (size_t i = 0; rows && i < r; i++) {
+        double *v = rows + i * k;
+        for (size_t j = 0; j < k; j++) v[j] = __builtin_isfinite(from[i * k + j]) ? from[i * k + j] : 0;
+        double norm = normalise(v, k);
+        for (int again = 0; orthogonal && again < 2; again++)
+            for (size_t e = 0; e < i; e++) {
+                double share = dot(v, rows + e * k, k);
+                for (size_t j = 0; j < k; j++) v[j] -= share * rows[e * k + j];
+            }
+        if (orthogonal && norm > 0) norm = normalise(v, k);
+        missing += norm <= (orthogonal ? least : 0);
+        for (size_t j = 0; j < k; j++) to[i * k + j] = v[j];
+    }
+    free(rows);
+    return missing;
 }

@@ -22,7 +22,7 @@ from commhooks import codec
 from commhooks.errors import HookConfigError
 
 SOURCE = Path(__file__).with_name("fused_codec.c")
-FLAGS = ("-O3", "-march=native", "-ffp-contract=fast", "-std=gnu11", "-shared", "-fPIC")
+FLAGS = ("-O3", "-march=native", "-ffp-contract=fast", "-fno-math-errno", "-std=gnu11", "-shared", "-fPIC")
 
 
 class FusedCodec:
@@ -41,6 +41,9 @@ class FusedCodec:
         self._split.argtypes = [size, size, size, *[pointer] * 6]
         for function in (self._add_and_project, self._project_q, self._split):
             function.restype = None
+        self._unit_rows = library.commhooks_unit_rows
+        self._unit_rows.argtypes = [size, size, ctypes.c_int, ctypes.c_double, pointer, pointer]
+        self._unit_rows.restype = ctypes.c_int
 
     def add_and_project(
         self,
@@ -67,6 +70,27 @@ class FusedCodec:
     ) -> None:
         addresses = [_address(each) for each in (delta, residual, *local, *mean)]
         self._split(*delta.shape, rank, *addresses)
+
+    def unit_rows(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        return self._few_rows(rows, False) or codec.unit_rows(rows)
+
+    def orthonormal_rows(
+        self, rows: torch.Tensor, refill: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        return (refill is None and self._few_rows(rows, True)) or codec.orthonormal_rows(rows, refill)
+
+    def _few_rows(self, rows: torch.Tensor, orthogonal: bool) -> tuple[torch.Tensor, None] | None:
+        """None if directions are missing, which is a case for the plain form, or where that is as fast."""
+        if len(rows) > _FEW_ROWS:
+            return None
+        rows = rows.contiguous()
+        out = torch.empty_like(rows)
+        least = 10 * torch.finfo(rows.dtype).eps
+        missing = self._unit_rows(*rows.shape, orthogonal, least, _address(rows), _address(out))
+        return None if missing else (out, None)
+
+
+_FEW_ROWS = 4
 
 
 @functools.cache

@@ -200,16 +200,16 @@ class LowRankExchange:
         """r x m, rows of norm 1: only the space that they span matters, and otherwise P would grow with the square of
         the gradient. A row of zeros is a missing direction."""
         q = self._memory.q.get(matrix.name) if self._options.warm_start else None
-        rows, missing = codec.unit_rows(self._draw_q(matrix) if q is None else q)
-        if not missing.any():
+        rows, missing = self._scratch.products.unit_rows(self._draw_q(matrix) if q is None else q)
+        if missing is None or not missing.any():
             return rows
         refill, _ = codec.unit_rows(self._scratch.refill(matrix, "Q", self._options))
         return torch.where(missing, refill, rows)
 
     def _orthonormal(self, rows: torch.Tensor, matrix: Matrix, side: str) -> torch.Tensor:
         if self._on_host:
-            basis, missing = codec.orthonormal_rows(rows, None)
-            if not missing.any():
+            basis, missing = self._scratch.products.orthonormal_rows(rows, None)
+            if missing is None or not missing.any():
                 return basis
         return codec.orthonormal_rows(rows, self._scratch.refill(matrix, side, self._options))[0]
 

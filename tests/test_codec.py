@@ -45,13 +45,25 @@ def _deviation(basis: torch.Tensor) -> float:
     return float((basis @ basis.T - torch.eye(len(basis))).abs().max())
 
 
+@pytest.fixture(params=["plain", "fused"])
+def products(request):
+    """What works on factors and matrices: the plain form or the native kernel."""
+    if request.param == "plain":
+        return codec
+    if not shutil.which(os.environ.get("CC", "cc")):
+        pytest.skip("needs a C compiler")
+    return fused_codec.load()
+
+
 @pytest.mark.parametrize("name", INPUTS)
-def test_orthonormal_whatever_comes_in(name):
+def test_orthonormal_whatever_comes_in(name, products):
     for rank in RANKS:
         rows = INPUTS[name](rank)
         for refill in (None, codec.draw(0, "w", "refill P", rank, LENGTH, torch.float32)):
-            basis, missing = codec.orthonormal_rows(rows, refill)
-            assert basis.shape == (rank, LENGTH) and missing.shape == (rank,)
+            basis, missing = products.orthonormal_rows(rows, refill)
+            assert basis.shape == (rank, LENGTH) and (missing is None or missing.shape == (rank,))
+            if missing is None:
+                assert products is not codec and not codec.orthonormal_rows(rows, None)[1].any()
             assert _deviation(basis) <= 1e-5
 
 
@@ -61,11 +73,12 @@ def test_orthonormal_where_as_many_rows_as_columns():
         assert _deviation(basis) <= 1e-5
 
 
+@pytest.mark.parametrize("refill", [None, codec.draw(0, "w", "refill P", 4, LENGTH, torch.float32)])
 @pytest.mark.parametrize("scale", [1e-38, 1.0, 1e30])
-def test_basis_spans_the_rows(scale):
+def test_basis_spans_the_rows(scale, refill, products):
     rows = scale * _random(4)
-    basis, missing = codec.orthonormal_rows(rows, codec.draw(0, "w", "refill P", 4, LENGTH, torch.float32))
-    assert not missing.any()
+    basis, missing = products.orthonormal_rows(rows, refill)
+    assert missing is None or not missing.any()
     rows = rows.double() / scale
     basis = basis.double()
     # 1e-38 is below the smallest normal number of float32 and has lost some of its digits.
@@ -90,12 +103,15 @@ def test_missing_directions_are_found_and_refilled():
     assert (together @ basis.T @ basis - together).norm() / together.norm() < 1e-5
 
 
-def test_unit_rows():
+def test_unit_rows(products):
     rows = torch.stack([_random(1)[0], 1e-38 * _random(1)[0], 1e30 * _random(1)[0], torch.zeros(LENGTH)])
-    scaled, missing = codec.unit_rows(rows)
+    scaled, missing = products.unit_rows(rows)
     assert missing[:, 0].tolist() == [False, False, False, True]
     torch.testing.assert_close(scaled.norm(dim=1), torch.tensor([1.0, 1.0, 1.0, 0.0]))
     torch.testing.assert_close(scaled[2], scaled[0])
+    scaled, missing = products.unit_rows(rows[:3])
+    assert missing is None or not missing.any()
+    torch.testing.assert_close(scaled.norm(dim=1), torch.ones(3))
 
 
 def test_draws_depend_on_seed_name_and_purpose_only():

@@ -18,6 +18,20 @@ MUTANTS = [
         "test_variants.py::test_a_nonfinite_step_did_not_happen",
     ),
     Mutant(
+        "fused: nothing is orthogonal",
+        "commhooks/fused_codec.c",
+        "orthogonal && again < 2",
+        "orthogonal && again < 0",
+        "test_codec.py::test_orthonormal_whatever_comes_in",
+    ),
+    Mutant(
+        "fused: missing directions are not told",
+        "commhooks/fused_codec.c",
+        "        missing += norm <= (orthogonal ? least : 0);\n",
+        "",
+        "test_codec.py::test_orthonormal_whatever_comes_in",
+    ),
+    Mutant(
         "fused: the end of a row is left out",
         "commhooks/fused_codec.c",
         "                for (int k = 0; k < R; k++) rest[k] += delta[j] * q[k * m + j];",

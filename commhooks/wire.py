@@ -38,9 +38,8 @@ def put_factor(factor: torch.Tensor, out: torch.Tensor, world_size: int) -> None
     Clamping P only tilts the basis that it spans.
     """
     limit = largest_share(out.dtype, world_size)
-    share = factor / world_size
     # x * 0 is 0 for every finite x and NaN for inf and NaN.
-    out.copy_(share.clamp(-limit, limit) + factor * 0)
+    _put(_share(factor, out, world_size).clamp_(-limit, limit).add_(factor * 0), out)
 
 
 def put_overflow(gradient: torch.Tensor, out: torch.Tensor) -> None:
@@ -60,7 +59,7 @@ def put_projection(factor: torch.Tensor, out: torch.Tensor, world_size: int) -> 
     what each may be for an element of P Q^T, a sum of r products, to fit into a bucket of the wire's dtype.
     """
     limit = largest_share(out.dtype, world_size) / math.sqrt(factor.shape[-2])
-    out.copy_((factor / world_size).clamp(-limit, limit))
+    _put(_share(factor, out, world_size).clamp_(-limit, limit), out)
     factor.copy_(out)
     factor.mul_(world_size)
 
@@ -75,10 +74,17 @@ def put_only_factor(factor: torch.Tensor, out: torch.Tensor, world_size: int) ->
 def put_plain(gradient: torch.Tensor, out: torch.Tensor, world_size: int) -> None:
     """Write an uncompressed gradient to the wire. Nothing is clamped: no error feedback would make up for it, so an
     overflow arrives as inf, as in plain fp16 compression, and the step is skipped."""
-    if out.dtype == gradient.dtype:
-        torch.div(gradient, world_size, out=out)
-    else:
-        out.copy_(gradient / world_size)
+    _put(_share(gradient, out, world_size), out)
+
+
+def _share(numbers: torch.Tensor, out: torch.Tensor, world_size: int) -> torch.Tensor:
+    """`numbers / world_size`, in `out` if that has the same dtype and in memory of its own otherwise."""
+    return torch.div(numbers, world_size, out=out if out.dtype == numbers.dtype else None)
+
+
+def _put(share: torch.Tensor, out: torch.Tensor) -> None:
+    if share is not out:
+        out.copy_(share)
 
 
 def all_finite(reduced: torch.Tensor) -> torch.Tensor:

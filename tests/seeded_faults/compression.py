@@ -167,8 +167,8 @@ MUTANTS = [
     Mutant(
         "Q not scaled",
         "commhooks/lowrank_exchange.py",
-        "        if not missing.any():\n            return rows\n",
-        "        if not missing.any():\n            return self._draw_q(matrix) if q is None else q\n",
+        "        if missing is None or not missing.any():\n            return rows\n",
+        "        if missing is None or not missing.any():\n            return self._draw_q(matrix) if q is None else q\n",
         "test_fp16_wire.py",
     ),
     Mutant(
@@ -195,8 +195,8 @@ MUTANTS = [
     Mutant(
         "uncompressed tensors summed, not averaged",
         "commhooks/wire.py",
-        "        torch.div(gradient, world_size, out=out)\n",
-        "        out.copy_(gradient)\n",
+        "    _put(_share(gradient, out, world_size), out)\n",
+        "    out.copy_(gradient)\n",
         "test_powersgd_against_oracle.py",
     ),
     Mutant(

@@ -168,7 +168,8 @@ MUTANTS = [
         "Q not scaled",
         "commhooks/lowrank_exchange.py",
         "        if missing is None or not missing.any():\n            return rows\n",
-        "        if missing is None or not missing.any():\n            return self._draw_q(matrix) if q is None else q\n",
+        "        if missing is None or not missing.any():\n"
+        "            return self._draw_q(matrix) if q is None else q\n",
         "test_fp16_wire.py",
     ),
     Mutant(

@@ -3,7 +3,7 @@
 import inspect
 import logging
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -140,6 +140,8 @@ def attach_spec(
             "no parameter of this model is reduced by DDP (all are frozen, ignored or delayed), so a communication "
             "hook would have nothing to do: leave out the hook, or unfreeze parameters before DDP wraps the model"
         )
+    if isinstance(state, PowerSGDState):
+        check_one_device(parameter.device for parameter in names.known().values())
     attached = CommHook(spec, config, state, function, ddp_model, names, group)
     try:
         ddp_model.register_comm_hook(state, attached._run)
@@ -217,6 +219,16 @@ def _check_unshared(state: PowerSGDState, ddp_model: DistributedDataParallel) ->
             "PowerSGDState for each model"
         )
     state._attached_to = weakref.ref(ddp_model)
+
+
+def check_one_device(devices: Iterable[torch.device]) -> None:
+    """Buckets of several devices would have to wait for each other: a step is committed as a whole, or not at all."""
+    found = sorted({str(device) for device in devices})
+    if len(found) > 1:
+        raise AttachError(
+            f"the parameters of this model are on {', '.join(found)}; PowerSGD works where those of one process are on "
+            "one device. Use one device per process, or the hook 'fp16_compress' or 'bf16_compress'"
+        )
 
 
 def _check_signature(function: Callable[..., Any], name: str) -> None:

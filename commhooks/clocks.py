@@ -5,6 +5,7 @@ passed, or when somebody asks.
 """
 
 import contextlib
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -39,6 +40,7 @@ class Clocks:
         self.last_pass = Times()
         self._called: Mark = None
         self._open: deque[tuple[Mark, Mark, Callable[[float], None]]] = deque()
+        self._collecting = threading.Lock()
 
     def begin_pass(self) -> None:
         self.collect(wait=False)
@@ -90,14 +92,16 @@ class Clocks:
 
     def collect(self, *, wait: bool) -> None:
         """Count what the device has come past; with `wait` everything that it was given, and the host waits for it."""
-        while self._open:
-            begin, end, count = self._open[0]
-            if wait:
-                end.synchronize()
-            elif not end.query():
-                return
-            self._open.popleft()
-            count(max(0.0, begin.elapsed_time(end) / 1000))
+        with self._collecting:
+            while self._open:
+                begin, end, count = self._open[0]
+                if wait:
+                    begin.synchronize()  # they may be of two streams
+                    end.synchronize()
+                elif not (begin.query() and end.query()):
+                    return
+                self._open.popleft()
+                count(max(0.0, begin.elapsed_time(end) / 1000))
 
     def _between(self, begin: Mark, end: Mark, count: Callable[[float], None]) -> None:
         if isinstance(end, float):
@@ -107,7 +111,11 @@ class Clocks:
 
     def __getstate__(self) -> dict[str, Any]:
         self.collect(wait=True)
-        return {"total": self.total, "last_pass": self.last_pass, "_called": None, "_open": deque()}
+        return {"total": self.total, "last_pass": self.last_pass}
+
+    def __setstate__(self, saved: dict[str, Any]) -> None:
+        self.__init__()  # type: ignore[misc]
+        vars(self).update(saved)
 
 
 def has_clock(device: torch.device) -> bool:

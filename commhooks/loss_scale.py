@@ -37,6 +37,14 @@ def read_scale(loss_scale: Callable[[], LossScale] | None) -> LossScale:
     return scale
 
 
+def usable(scale: LossScale, otherwise: LossScale) -> LossScale:
+    """`scale`; on a device `otherwise` where it is zero, negative or not finite. The gradients of such a step are all
+    zero or not finite: it commits nothing, and residuals keep the scale that they have."""
+    if not isinstance(scale, torch.Tensor):
+        return scale
+    return torch.where(scale.isfinite() & (scale > 0), scale, otherwise)
+
+
 def is_one(factor: LossScale) -> bool:
     """Whether the host knows that it changes nothing."""
     return not isinstance(factor, torch.Tensor) and factor == 1

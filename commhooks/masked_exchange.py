@@ -3,6 +3,8 @@
 The host queues a few kernels per shape and never asks the device for a number: what it would decide is a mask here.
 """
 
+from collections.abc import Callable
+
 import torch
 
 from commhooks import codec
@@ -59,7 +61,7 @@ class MaskedExchange(LowRankExchange):
             blocks = stack.blocks(self.buffer)
             if self._options.use_error_feedback:
                 self._commit_residuals(stack, blocks, keep)
-            learned = stack.learned_q(self._draw_q).adopt(self._memory.q)
+            learned = stack.learned_q.adopt(self._memory.q, self._draw_for(stack))
             torch.where(keep, arrived.to(s.dtype), learned, out=learned)
             torch.mul(arrived, alive, out=stack.q).add_(poison)
             for part, delta in blocks:
@@ -107,11 +109,14 @@ class MaskedExchange(LowRankExchange):
     def _set_starting_q(self, stack: MatrixStack) -> None:
         """`k x r x m`, rows of norm 1; see `LowRankExchange._starting_q`."""
         if self._options.warm_start:
-            q = stack.learned_q(self._draw_q).read(self._memory.q)
+            q = stack.learned_q.read(self._memory.q, self._draw_for(stack))
         else:
             q = torch.stack([self._draw_q(x) for x in stack.matrices]).to(self.buffer.device)
         rows, missing = codec.unit_stack(q)
         stack.q.copy_(torch.where(missing, self._scratch.stacked_refill(stack, "Q", self._options), rows))
+
+    def _draw_for(self, stack: MatrixStack) -> Callable[[int], torch.Tensor]:
+        return lambda i: self._draw_q(stack.matrices[i])
 
 
 def _gather(pieces: list[torch.Tensor], stack: MatrixStack) -> None:

@@ -9,13 +9,14 @@ import torch
 
 from commhooks.matrix import Matrix
 
+Fill = Callable[[int], torch.Tensor]
+
 
 class Slices:
     """A tensor of which the entries of a dict are slices, so that what is kept by name can be worked on as a whole.
 
     Args:
         names: one per entry, with where it lies in the flattened tensor and its shape.
-        fill: (number in `names`) -> what an entry begins with that the dict does not have; None: zeros.
     """
 
     def __init__(
@@ -24,28 +25,31 @@ class Slices:
         shape: tuple[int, ...],
         dtype: torch.dtype,
         device: torch.device,
-        fill: Callable[[int], torch.Tensor] | None = None,
     ) -> None:
         self._whole = torch.zeros(shape, dtype=dtype, device=device)
-        self._fill = fill
         flat = self._whole.view(-1)
         self._views = {name: flat[begin : begin + torch.Size(own).numel()].view(own) for name, begin, own in names}
 
-    def read(self, entries: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """The whole, equal to `entries` now. The dict stays as it is."""
+    def read(self, entries: Mapping[str, torch.Tensor], fill: Fill | None = None) -> torch.Tensor:
+        """The whole, equal to `entries` now; what is not there is `fill(its number)`, or zeros. The dict stays as it
+        is."""
         for i, (name, view) in enumerate(self._views.items()):
             known = entries.get(name)
-            if known is not None and known is not view:
+            if known is view:
+                continue
+            if known is not None:
+                if known.is_cuda:  # made on another stream, and perhaps dropped before this one has copied it
+                    known.record_stream(torch.cuda.current_stream(known.device))
                 view.copy_(known)
-            elif known is None and self._fill is not None:
-                view.copy_(self._fill(i))
-            elif known is None:
+            elif fill is not None:
+                view.copy_(fill(i))
+            else:
                 view.zero_()
         return self._whole
 
-    def adopt(self, entries: dict[str, torch.Tensor]) -> torch.Tensor:
+    def adopt(self, entries: dict[str, torch.Tensor], fill: Fill | None = None) -> torch.Tensor:
         """The whole, after `read`, and from now on each entry is a slice of it."""
-        whole = self.read(entries)
+        whole = self.read(entries, fill)
         entries.update(self._views)
         return whole
 
@@ -109,13 +113,11 @@ class MatrixStack:
             self._residuals = Slices(names, (len(self), self.n, self.m), self._dtype, self._device)
         return self._residuals
 
-    def learned_q(self, draw_q: Callable[[Matrix], torch.Tensor]) -> Slices:
-        """`k x r x m`: the Q of each matrix, kept by the matrix's name. `draw_q`: (matrix) -> `r x m`, on any device:
-        what to start from where none is kept."""
+    @property
+    def learned_q(self) -> Slices:
+        """`k x r x m`: the Q of each matrix, kept by the matrix's name. Made when it is first needed."""
         if self._learned_q is None:
             shape = (self.rank, self.m)
             names = [(x.name, i * self.rank * self.m, shape) for i, x in enumerate(self.matrices)]
-            self._learned_q = Slices(
-                names, (len(self), *shape), self._dtype, self._device, lambda i: draw_q(self.matrices[i])
-            )
+            self._learned_q = Slices(names, (len(self), *shape), self._dtype, self._device)
         return self._learned_q

@@ -133,16 +133,17 @@ class Pipeline:
         the caller's stream reads of the memory from now on, it reads after the codec's stream has written it."""
         for device, stream in self._streams.items():
             torch.cuda.current_stream(device).wait_stream(stream)
-        if self._unsettled is None:
-            return
-        good, passes, compressed = self._unsettled
-        self._unsettled = None
-        committed = int(good.item())
-        self._memory.step += committed
-        self._stats.compressed_steps += committed if compressed else 0
-        self._memory.loss_scale = float(self._memory.loss_scale)
-        self._memory.nonfinite_steps += passes - committed
-        self._stats.nonfinite_steps += passes - committed
+        with self.lock:
+            if self._unsettled is None:
+                return
+            good, passes, compressed = self._unsettled
+            self._unsettled = None
+            committed = int(good.item())
+            self._memory.step += committed
+            self._stats.compressed_steps += committed if compressed else 0
+            self._memory.loss_scale = float(self._memory.loss_scale)
+            self._memory.nonfinite_steps += passes - committed
+            self._stats.nonfinite_steps += passes - committed
 
     def _advance(self, flight: Flight, upto: int) -> None:
         while flight.advanced < upto:

@@ -15,7 +15,7 @@ from commhooks.collective import resolve_group
 from commhooks.config import BatchedPowerSGD, PowerSGD
 from commhooks.errors import HookRunError
 from commhooks.layout import BucketLayout, layout_key, read_layout
-from commhooks.loss_scale import LossScale, is_one, read_scale
+from commhooks.loss_scale import LossScale, is_one, read_scale, usable
 from commhooks.lowrank_exchange import LowRankExchange
 from commhooks.lowrank_scratch import LowRankOptions, LowRankScratch
 from commhooks.masked_exchange import MaskedExchange
@@ -134,7 +134,7 @@ class Registration:
         for known in self._buckets.values():
             known.used = False
         # Without a scaler now, residuals that were saved with one come back to the scale of the gradients.
-        loss_scale = read_scale(self.loss_scale)
+        loss_scale = usable(read_scale(self.loss_scale), self.memory.loss_scale)
         return Flight(compressing, loss_scale / self.memory.loss_scale, loss_scale, self.memory.step)
 
     def _make_exchange(self, bucket: dist.GradBucket, flight: Flight) -> Exchange:

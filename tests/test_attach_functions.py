@@ -4,12 +4,15 @@ import logging
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from training import Run, batch, make_model, residuals
 
 import commhooks
+from commhooks import AttachError
+from commhooks.attach import check_one_device
 
 
 def _functions() -> dict[str, Any]:
@@ -137,3 +140,9 @@ def test_a_state_that_would_spoil_the_checkpoint_is_left_out(run_ranks: Any) -> 
     for saved, records in run_ranks(_unsaveable_state):
         assert saved is None
         assert "folder" in records[0] and "Path" in records[0]
+
+
+def test_parameters_on_several_devices_are_refused() -> None:
+    check_one_device(torch.device("cpu") for _ in range(3))
+    with pytest.raises(AttachError, match="this model are on cpu, meta; PowerSGD works where those of one process"):
+        check_one_device(map(torch.device, ("meta", "cpu", "cpu")))

@@ -210,8 +210,8 @@ MUTANTS = [
     Mutant(
         "a scaler that is gone still counts",
         "commhooks/registration.py",
-        "        loss_scale = read_scale(self.loss_scale)\n",
-        "        loss_scale = read_scale(self.loss_scale or (lambda: self.memory.loss_scale))\n",
+        "usable(read_scale(self.loss_scale), ",
+        "usable(read_scale(self.loss_scale or (lambda: self.memory.loss_scale)), ",
         "test_changed_surroundings.py::test_residuals_of_a_scaler_that_is_gone",
     ),
     Mutant(
@@ -224,8 +224,8 @@ MUTANTS = [
     Mutant(
         "Q of zeros behind a mask",
         "commhooks/matrix_stack.py",
-        "self._device, lambda i: draw_q(self.matrices[i])\n",
-        "self._device, None\n",
+        "                view.copy_(fill(i))\n",
+        "                view.zero_()\n",
         "test_changed_surroundings.py::test_a_bad_first_step_leaves_nothing_behind_a_mask",
     ),
     Mutant(

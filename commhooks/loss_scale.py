@@ -27,7 +27,7 @@ def read_scale(loss_scale: Callable[[], LossScale] | None) -> LossScale:
     """
     scale = 1.0 if loss_scale is None else loss_scale()
     if isinstance(scale, torch.Tensor) and not arithmetic.host_may_look(scale.device):
-        return scale.detach().clone()  # a scaler may go on to change its own
+        return scale.detach()
     scale = float(scale)
     if not (math.isfinite(scale) and scale > 0):
         raise HookRunError(
@@ -38,8 +38,8 @@ def read_scale(loss_scale: Callable[[], LossScale] | None) -> LossScale:
 
 
 def usable(scale: LossScale, otherwise: LossScale) -> LossScale:
-    """`scale`; on a device `otherwise` where it is zero, negative or not finite. The gradients of such a step are all
-    zero or not finite: it commits nothing, and residuals keep the scale that they have."""
+    """`scale`; on a device a copy of it, since a scaler goes on to change its own, and `otherwise` where it is zero,
+    negative or not finite: the gradients of such a step are all zero or not finite, and residuals stay as they are."""
     if not isinstance(scale, torch.Tensor):
         return scale
     return torch.where(scale.isfinite() & (scale > 0), scale, otherwise)

@@ -65,13 +65,6 @@ MUTANTS = [
         "test_hard_gradients.py::test_huge_ones_are_worked_off_or_refused",
     ),
     Mutant(
-        "behind a mask: the scaler's own tensor is kept",
-        "commhooks/loss_scale.py",
-        "scale.detach().clone()",
-        "scale.detach()",
-        "test_masked_exchange.py::test_a_scale_on_the_device_changes_nothing",
-    ),
-    Mutant(
         "behind a mask: the host waits for the scale",
         "commhooks/loss_scale.py",
         "    if isinstance(scale, torch.Tensor) and not arithmetic.host_may_look(scale.device):\n",

@@ -1,6 +1,7 @@
 """Matrices of one shape in one 3-D tensor: on an accelerator one kernel then serves all of them.
 
-On the CPU every matrix has memory of its own instead (see DESIGN: bits, and nothing to gain).
+On the CPU every matrix has memory of its own instead, aligned, because the bits of a product can depend on where it
+lies; there is nothing to gain there.
 """
 
 from collections.abc import Callable, Mapping, Sequence

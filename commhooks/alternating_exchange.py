@@ -33,13 +33,13 @@ class AlternatingExchange(LowRankExchange):
             delta, residual = self._load_delta(i, gradient)
             p, q = s.p[i], s.q[i]
             if self._makes_q[i]:
-                self._set_basis(p, self._memory.p[matrix.name], matrix, "P")
+                self._set_factor(p, matrix, self._orthonormal(self._memory.p[matrix.name], matrix, "P"))
                 if residual is not None:
                     delta.add_(residual, alpha=self._residual_factor)
                 s.products.project_q(delta, p, matrix.rank, out=q)
                 put_only_factor(q[: matrix.rank], packed.factors[i], self._world_size)
             else:
-                self._set_basis(q, self._q_memory(matrix), matrix, "Q")
+                self._set_factor(q, matrix, self._orthonormal(self._q_memory(matrix), matrix, "Q"))
                 s.products.add_and_project(delta, residual, self._residual_factor, q, matrix.rank, out=p)
                 put_only_factor(p[: matrix.rank], packed.factors[i], self._world_size)
         self._put_plain(packed)
@@ -66,7 +66,7 @@ class AlternatingExchange(LowRankExchange):
                 self._commit(i, matrix, bool(good))
 
     def _commit(self, i: int, matrix: Matrix, good: bool) -> None:
-        s, delta, arrived = self._scratch, self._delta(i), self._with_p.factors[i]
+        s, delta, arrived = self._scratch, self._delta[i], self._with_p.factors[i]
         p, q, makes_q = s.p[i], s.q[i], self._makes_q[i]
         if not good:
             # A bucket that is not finite itself leaves NaN in all of its gradients.
@@ -87,10 +87,6 @@ class AlternatingExchange(LowRankExchange):
         if self._options.use_error_feedback:
             self._store_residual(i, matrix, delta)
         self._store_gradient(i, matrix, delta, mean_q, mean_p)
-
-    def _set_basis(self, factor: torch.Tensor, rows: torch.Tensor, matrix: Matrix, side: str) -> None:
-        factor[: matrix.rank] = self._orthonormal(rows, matrix, side)
-        factor[matrix.rank :].zero_()  # the padding of rank 1
 
     def _p_memory(self, matrix: Matrix) -> torch.Tensor:
         memory = self._memory.p

@@ -49,6 +49,10 @@ class LowRankExchange:
         self._first: Pending | None = None
         self._second: Pending | None = None
         self._with_p, self._with_q = self._packed()
+        self._delta = [
+            buffer[x.start : x.stop].view(x.n, x.m) if own is None else own
+            for own, x in zip(scratch.delta, scratch.matrices, strict=False)  # a stack has its own
+        ]
 
     def _packed(self) -> tuple[Packed, Packed]:
         """What travels in the first all-reduce and in the second."""
@@ -62,8 +66,7 @@ class LowRankExchange:
             gradient = self.buffer[matrix.start : matrix.stop]
             self._flag(gradient, self._with_p.flags[i])
             delta, residual = self._load_delta(i, gradient)
-            s.q[i][: matrix.rank] = self._starting_q(matrix)
-            s.q[i][matrix.rank :].zero_()  # the padding of rank 1: an inf in delta would have left NaN in it
+            self._set_factor(s.q[i], matrix, self._starting_q(matrix))
             s.products.add_and_project(delta, residual, self._residual_factor, s.q[i], matrix.rank, out=s.p[i])
             put_factor(s.p[i][: matrix.rank], self._with_p.factors[i], self._world_size)
         self._put_plain(self._with_p)
@@ -75,9 +78,8 @@ class LowRankExchange:
         self._first.wait()
         s = self._scratch
         for i, matrix in enumerate(s.matrices):
-            s.p[i][: matrix.rank] = self._orthonormal(self._with_p.factors[i].to(s.dtype), matrix, "P")
-            s.p[i][matrix.rank :].zero_()
-            s.products.project_q(self._delta(i), s.p[i], matrix.rank, out=s.q[i])
+            self._set_factor(s.p[i], matrix, self._orthonormal(self._with_p.factors[i].to(s.dtype), matrix, "P"))
+            s.products.project_q(self._delta[i], s.p[i], matrix.rank, out=s.q[i])
             put_projection(s.q[i][: matrix.rank], self._with_q.factors[i], self._world_size)
         self._second = start_all_reduce(self._with_q.buffer, self._group, self._stats, f"Q of {self._label}")
 
@@ -101,7 +103,7 @@ class LowRankExchange:
             self._commit_matrix(i, matrix, bool(good), alive[i], poison)
 
     def _commit_matrix(self, i: int, matrix: Matrix, good: bool, alive: bool, poison: torch.Tensor) -> None:
-        s, delta = self._scratch, self._delta(i)
+        s, delta = self._scratch, self._delta[i]
         if good and not alive:
             self._skip(matrix)
             return
@@ -140,16 +142,12 @@ class LowRankExchange:
 
     # ---- delta, residual, gradient ---------------------------------------------------------------------------------
 
-    def _delta(self, i: int) -> torch.Tensor:
-        own, matrix = self._scratch.delta[i], self._scratch.matrices[i]
-        return self.buffer[matrix.start : matrix.stop].view(matrix.n, matrix.m) if own is None else own
-
     def _load_delta(self, i: int, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         """The matrix delta, and its residual if that has not been added yet."""
         own, matrix = self._scratch.delta[i], self._scratch.matrices[i]
         if self._scratch.in_place[i]:
             known = self._memory.residuals.get(matrix.slots[0][0]) if self._options.use_error_feedback else None
-            return self._delta(i), None if known is None else known.view(matrix.n, matrix.m)
+            return self._delta[i], None if known is None else known.view(matrix.n, matrix.m)
         flat = gradient
         if own is not None:
             flat = own.view(-1)
@@ -161,7 +159,7 @@ class LowRankExchange:
                 if residual is not None:
                     begin = slot.offset - matrix.start
                     flat[begin : begin + slot.numel].add_(residual, alpha=self._residual_factor)
-        return self._delta(i), None
+        return self._delta[i], None
 
     def _residual(self, name: str, slot: Slot) -> torch.Tensor:
         residuals = self._memory.residuals
@@ -205,6 +203,11 @@ class LowRankExchange:
             return rows
         refill, _ = codec.unit_rows(self._scratch.refill(matrix, "Q", self._options))
         return torch.where(missing, refill, rows)
+
+    def _set_factor(self, factor: torch.Tensor, matrix: Matrix, rows: torch.Tensor) -> None:
+        factor[: matrix.rank] = rows
+        if matrix.rank < len(factor):  # the padding of rank 1: an inf in delta would have left NaN in it
+            factor[matrix.rank :].zero_()
 
     def _orthonormal(self, rows: torch.Tensor, matrix: Matrix, side: str) -> torch.Tensor:
         if self._on_host:

@@ -6,11 +6,13 @@ residual is meant to keep.
 """
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import torch
 import torch.backends.cuda
 import torch.backends.mkldnn
+
+from commhooks.errors import HookConfigError
 
 # One switch per library that multiplies float32 matrices: oneDNN on CPU, cuBLAS on CUDA. Read and restored one by one;
 # the older `torch.set_float32_matmul_precision` raises once a user has mixed it with these.
@@ -29,6 +31,20 @@ def host_may_look(device: torch.device) -> bool:
     """Whether Python may read a number of a tensor on `device` without waiting for an accelerator. Where it may not,
     decisions are taken by masks on the device."""
     return device.type == "cpu"
+
+
+def check_one_device(devices: Iterable[torch.device]) -> None:
+    """Buckets of several devices would have to wait for each other: a step is committed as a whole, or not at all.
+
+    Raises:
+        HookConfigError: there are several.
+    """
+    found = sorted({str(device) for device in devices})
+    if len(found) > 1:
+        raise HookConfigError(
+            f"the parameters of this model are on {', '.join(found)}; PowerSGD works where those of one process are on "
+            "one device. Use one device per process, or the hook 'fp16_compress' or 'bf16_compress'"
+        )
 
 
 @contextlib.contextmanager

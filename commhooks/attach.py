@@ -3,7 +3,7 @@
 import inspect
 import logging
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from commhooks import fused_codec
-from commhooks.arithmetic import compute_dtype
+from commhooks.arithmetic import check_one_device, compute_dtype
 from commhooks.comm_hook import CommHook
 from commhooks.config import HookConfig, PowerSGD, resolve_start
 from commhooks.ddp_comm_hooks.default_hooks import bf16_compress_wrapper, fp16_compress_wrapper
@@ -140,8 +140,6 @@ def attach_spec(
             "no parameter of this model is reduced by DDP (all are frozen, ignored or delayed), so a communication "
             "hook would have nothing to do: leave out the hook, or unfreeze parameters before DDP wraps the model"
         )
-    if isinstance(state, PowerSGDState):
-        check_one_device(parameter.device for parameter in names.known().values())
     attached = CommHook(spec, config, state, function, ddp_model, names, group)
     try:
         ddp_model.register_comm_hook(state, attached._run)
@@ -161,12 +159,14 @@ def attach_spec(
 def _why_not_here(state: Any, names: GivenNames) -> HookConfigError | None:
     """What keeps this machine from running what the options ask for. Other ranks may be better off: the answer goes
     into the exchange."""
-    if not isinstance(state, PowerSGDState) or not state._options.fused:
+    if not isinstance(state, PowerSGDState):
         return None
     try:
-        for parameter in names.known().values():
-            fused_codec.check_supported(parameter.device, compute_dtype(parameter.dtype))
-        fused_codec.load()
+        check_one_device(parameter.device for parameter in names.known().values())
+        if state._options.fused:
+            for parameter in names.known().values():
+                fused_codec.check_supported(parameter.device, compute_dtype(parameter.dtype))
+            fused_codec.load()
     except HookConfigError as error:
         return error
     return None
@@ -219,16 +219,6 @@ def _check_unshared(state: PowerSGDState, ddp_model: DistributedDataParallel) ->
             "PowerSGDState for each model"
         )
     state._attached_to = weakref.ref(ddp_model)
-
-
-def check_one_device(devices: Iterable[torch.device]) -> None:
-    """Buckets of several devices would have to wait for each other: a step is committed as a whole, or not at all."""
-    found = sorted({str(device) for device in devices})
-    if len(found) > 1:
-        raise AttachError(
-            f"the parameters of this model are on {', '.join(found)}; PowerSGD works where those of one process are on "
-            "one device. Use one device per process, or the hook 'fp16_compress' or 'bf16_compress'"
-        )
 
 
 def _check_signature(function: Callable[..., Any], name: str) -> None:

@@ -40,7 +40,7 @@ class Clocks:
         self.last_pass = Times()
         self._called: Mark = None
         self._open: deque[tuple[Mark, Mark, Callable[[float], None]]] = deque()
-        self._collecting = threading.Lock()
+        self._collecting = threading.RLock()
 
     def begin_pass(self) -> None:
         self.collect(wait=False)
@@ -94,12 +94,14 @@ class Clocks:
         """Count what the device has come past; with `wait` everything that it was given, and the host waits for it."""
         with self._collecting:
             while self._open:
-                begin, end, count = self._open[0]
+                head = begin, end, count = self._open[0]
                 if wait:
                     begin.synchronize()  # they may be of two streams
                     end.synchronize()
                 elif not (begin.query() and end.query()):
                     return
+                if not self._open or self._open[0] is not head:
+                    continue  # a signal handler has asked while this thread waited
                 self._open.popleft()
                 count(max(0.0, begin.elapsed_time(end) / 1000))
 

@@ -61,14 +61,15 @@ _WEAK, _NUDGE = 1e-4, 1e-6
 def orthonormal_stack(rows: torch.Tensor, refill: torch.Tensor) -> torch.Tensor:
     """`orthonormal_rows` for a stack, on an accelerator: some 30 kernels whatever k and r are.
 
-    Shifted Cholesky QR in float64, three times (Fukaya, Kannan, Nakatsukasa, Yamamoto, Yanagisawa: Shifted Cholesky QR
+    Shifted Cholesky QR in float64, four times (Fukaya, Kannan, Nakatsukasa, Yamamoto, Yanagisawa: Shifted Cholesky QR
     for computing the QR factorization of ill-conditioned matrices, SIAM J. Sci. Comput. 2020). Rows that are dependent
     are not found reliably from their Gram matrix, and need not be: whatever may be is nudged towards `refill`, which
-    makes it independent and turns a row that is not by 1e-6 at most.
+    makes it independent. A row turns by 1e-6 at most; what a weak one adds to the others, a direction of length e, by
+    1e-6 / e.
 
     Args:
         rows: k x r x n; numbers that are not finite count as zero.
-        refill: k x r x n, rows of norm 1.
+        refill: k x r x n, rows of norm 1, drawn at random: none of them is by chance a combination of `rows`.
 
     Returns:
         k x r x n in float64.
@@ -77,7 +78,7 @@ def orthonormal_stack(rows: torch.Tensor, refill: torch.Tensor) -> torch.Tensor:
     triangle, failed = _triangle(rows)
     weak = (triangle.diagonal(dim1=1, dim2=2).square() < _WEAK) | (failed != 0).unsqueeze(-1)
     rows, _ = unit_stack(torch.where(weak.unsqueeze(-1), torch.add(rows, refill, alpha=_NUDGE), rows))
-    for _ in range(3):
+    for _ in range(4):
         rows = torch.linalg.solve_triangular(_triangle(rows)[0], rows, upper=False)
     return rows
 

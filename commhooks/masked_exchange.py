@@ -16,7 +16,8 @@ from commhooks.wire import largest_gradient, put_factor, put_projection
 
 
 class MaskedExchange(LowRankExchange):
-    """One bucket on its way. Works on any device; results are those of `LowRankExchange` to rounding."""
+    """One bucket on its way. Works on any device. Results are those of `LowRankExchange` to rounding where the rows of
+    P are independent (see `codec.orthonormal_stack`)."""
 
     def start(self) -> None:
         """Form delta, P = delta Q, and send it with everything uncompressed and the flags."""

@@ -8,16 +8,16 @@ them. Computed when asked for: `CommHookMonitor` and `CommHookKwargs.log` ask ev
 | `commhooks/compression_rate` | bytes that plain DDP would have sent over bytes sent, since the last reading |
 | `commhooks/compressed_steps` | steps that were compressed and committed so far |
 | `commhooks/nonfinite_steps` | steps that were not committed, because a number was inf or NaN on some rank, so far |
-| `commhooks/codec_ms` | milliseconds of this host in the hook per backward pass, waiting left out; mean, as above |
-| `commhooks/waiting_ms` | milliseconds that it waited for the network per backward pass; mean, as above |
+| `commhooks/codec_ms` | milliseconds (on CUDA of the device) in the hook per backward pass without waiting; mean |
+| `commhooks/waiting_ms` | milliseconds of waiting for the network per backward pass, likewise |
 | `commhooks/residual_norm` | norm of this rank's residual, in units of the unscaled loss |
 | `commhooks/gradient_norm` | norm of the averaged gradient of the same parameters, as it is when asked |
 | `commhooks/residual_over_gradient` | the one over the other: about how many steps of gradient are held back |
 | `commhooks/cosine` | cosine of compressed and true mean gradient, where a pass was sampled since the last reading |
 | `commhooks/layers/PARAMETER/NAME` | per parameter: the last four |
 
-A value that does not exist is left out: the bytes and times of a hook of the user's own, times on an accelerator (the
-host only queues the work there), residuals of hooks that have none, the gradient after `zero_grad`.
+A value that does not exist is left out: the bytes and times of a hook of the user's own, times on accelerators other
+than CUDA (the host only queues the work there), residuals of hooks that have none, the gradient after `zero_grad`.
 """
 
 from typing import Any

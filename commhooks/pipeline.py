@@ -134,16 +134,23 @@ class Pipeline:
         for device, stream in self._streams.items():
             torch.cuda.current_stream(device).wait_stream(stream)
         with self.lock:
-            if self._unsettled is None:
-                return
-            good, passes, compressed = self._unsettled
+            while (verdicts := self._unsettled) is not None:
+                committed, loss_scale = int(verdicts[0].item()), float(self._memory.loss_scale)
+                # While this thread waited for the device, a signal handler may have come and done all of it.
+                if self._unsettled is verdicts:
+                    self._count_settled(committed, loss_scale, *verdicts[1:])
+
+    def _count_settled(self, committed: int, loss_scale: float, passes: int, compressed: bool) -> None:
+        was, self.committing = self.committing, True
+        try:
             self._unsettled = None
-            committed = int(good.item())
             self._memory.step += committed
-            self._stats.compressed_steps += committed if compressed else 0
-            self._memory.loss_scale = float(self._memory.loss_scale)
             self._memory.nonfinite_steps += passes - committed
+            self._memory.loss_scale = loss_scale
+            self._stats.compressed_steps += committed if compressed else 0
             self._stats.nonfinite_steps += passes - committed
+        finally:
+            self.committing = was
 
     def _advance(self, flight: Flight, upto: int) -> None:
         while flight.advanced < upto:

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from commhooks import arithmetic, codec
 from commhooks.agreement import agree, fingerprint
 from commhooks.alternating_exchange import AlternatingExchange
-from commhooks.arithmetic import compute_dtype
+from commhooks.arithmetic import check_one_device, compute_dtype
 from commhooks.collective import resolve_group
 from commhooks.config import BatchedPowerSGD, PowerSGD
 from commhooks.errors import HookRunError
@@ -124,23 +124,27 @@ class Registration:
         buffer = bucket.buffer()
         if not self.checked:
             self._agree(group, buffer.device)
-        # Where the host need not know the exact step, it does not wait for the device.
-        before_start = self.memory.step < self.start_step <= self.memory.step + self.pipeline.unsettled_passes
-        if before_start or not self.options.warm_start:
-            self.pipeline.settle()
-        compressing = self.memory.step >= self.start_step
+        with self.pipeline.lock:  # another thread that saves may be about to count the steps that it has asked for
+            # Where the host need not know the exact step, it does not wait for the device.
+            before_start = self.memory.step < self.start_step <= self.memory.step + self.pipeline.unsettled_passes
+            if before_start or not self.options.warm_start:
+                self.pipeline.settle()
+            step = self.memory.step
+        compressing = step >= self.start_step
         if compressing and self.stats.numel_before == 0:
             logger.info("Start to apply PowerSGD after %s iterations.", self.memory.step)
         for known in self._buckets.values():
             known.used = False
         # Without a scaler now, residuals that were saved with one come back to the scale of the gradients.
         loss_scale = usable(read_scale(self.loss_scale), self.memory.loss_scale)
-        return Flight(compressing, loss_scale / self.memory.loss_scale, loss_scale, self.memory.step)
+        return Flight(compressing, loss_scale / self.memory.loss_scale, loss_scale, step)
 
     def _make_exchange(self, bucket: dist.GradBucket, flight: Flight) -> Exchange:
         known = self._bucket(bucket, first=not flight.exchanges)
         buffer = bucket.buffer()
         group = resolve_group(self._group())
+        if flight.exchanges and buffer.device != flight.exchanges[0].buffer.device:
+            check_one_device([flight.exchanges[0].buffer.device, buffer.device])
         numel = buffer._values().numel() if buffer.is_sparse else buffer.numel()
         self.stats.bytes_uncompressed += buffer.element_size() * numel
         if flight.compressing:

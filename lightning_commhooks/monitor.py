@@ -22,8 +22,8 @@ class CommHookMonitor(pl.Callback):
         commhooks/compression_rate         bytes that plain DDP would have sent over bytes sent, since the last time
         commhooks/compressed_steps         steps that were compressed so far
         commhooks/nonfinite_steps          steps with an inf or NaN on some rank so far: they changed no memory
-        commhooks/codec_ms                 host time in the hook per backward pass without waiting, mean (CPU only)
-        commhooks/waiting_ms               time waiting for the network per backward pass, mean (CPU only)
+        commhooks/codec_ms                 time in the hook per backward pass without waiting, mean (CPU and CUDA)
+        commhooks/waiting_ms               time waiting for the network per backward pass, mean (CPU and CUDA)
         commhooks/residual_norm            norm of what error feedback holds back
         commhooks/gradient_norm            norm of the averaged gradient of the same parameters, before clipping
         commhooks/residual_over_gradient   the one over the other

@@ -11,8 +11,8 @@ from torch.nn.parallel import DistributedDataParallel
 from training import Run, batch, make_model, residuals
 
 import commhooks
-from commhooks import AttachError
-from commhooks.attach import check_one_device
+from commhooks import HookConfigError
+from commhooks.arithmetic import check_one_device
 
 
 def _functions() -> dict[str, Any]:
@@ -144,5 +144,5 @@ def test_a_state_that_would_spoil_the_checkpoint_is_left_out(run_ranks: Any) -> 
 
 def test_parameters_on_several_devices_are_refused() -> None:
     check_one_device(torch.device("cpu") for _ in range(3))
-    with pytest.raises(AttachError, match="this model are on cpu, meta; PowerSGD works where those of one process"):
+    with pytest.raises(HookConfigError, match="this model are on cpu, meta; PowerSGD works where those of one process"):
         check_one_device(map(torch.device, ("meta", "cpu", "cpu")))

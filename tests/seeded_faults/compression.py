@@ -189,8 +189,8 @@ MUTANTS = [
     Mutant(
         "starts one step late",
         "commhooks/registration.py",
-        "        compressing = self.memory.step >= self.start_step\n",
-        "        compressing = self.memory.step > self.start_step\n",
+        "        compressing = step >= self.start_step\n",
+        "        compressing = step > self.start_step\n",
         "test_powersgd_cases.py",
     ),
     Mutant(
@@ -238,8 +238,8 @@ MUTANTS = [
     Mutant(
         "residual does not follow the loss scale",
         "commhooks/registration.py",
-        "        return Flight(compressing, loss_scale / self.memory.loss_scale, loss_scale, self.memory.step)\n",
-        "        return Flight(compressing, 1.0, loss_scale, self.memory.step)\n",
+        "        return Flight(compressing, loss_scale / self.memory.loss_scale, loss_scale, step)\n",
+        "        return Flight(compressing, 1.0, loss_scale, step)\n",
         "test_loss_scale.py",
     ),
 ]

@@ -1,0 +1,136 @@
+"""While the host waits for an accelerator to tell of its steps, a signal, an interrupt or another thread may come."""
+
+import contextlib
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from ddp_steps import batch, mlp, process_group_of_one
+from models import masks
+from torch.nn.parallel import DistributedDataParallel
+
+import commhooks
+from commhooks.clocks import Clocks
+
+pytestmark = pytest.mark.timeout(60)
+
+
+class Training:
+    """Single steps of a small model, on what is taken for an accelerator."""
+
+    def __init__(self, start: int = 0) -> None:
+        self.ddp = DistributedDataParallel(mlp())
+        options = {"matrix_approximation_rank": 2, "start_powerSGD_iter": start}
+        self.hook = commhooks.attach(self.ddp, "powerSGD", hook_options=options)
+
+    def step(self, steps: int = 1) -> None:
+        for number in range(steps):
+            self.ddp.zero_grad()
+            self.ddp(batch(number)).square().mean().backward()
+
+    def while_waiting(self, event: Callable[[], Any]) -> None:
+        """`event` happens when the host has the device's answer, before it does anything with it."""
+        pipeline = self.hook._low_rank._registration.pipeline
+        good, *rest = pipeline._unsettled
+        pipeline._unsettled = (_Verdict(good, event), *rest)
+
+
+class _Verdict:
+    def __init__(self, good: torch.Tensor, event: Callable[[], Any]) -> None:
+        self._good = good
+        self._event = event
+
+    def item(self) -> int:
+        self._event()
+        return int(self._good.item())
+
+    def __radd__(self, other: torch.Tensor) -> torch.Tensor:
+        return self._good + other
+
+    __add__ = __radd__
+
+
+@contextlib.contextmanager
+def handler(function: Callable[..., None]) -> Iterator[None]:
+    before = signal.signal(signal.SIGUSR1, function)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+
+
+@pytest.fixture(autouse=True)
+def accelerator() -> Iterator[None]:
+    with process_group_of_one(), masks():
+        yield
+
+
+def test_a_handler_that_saves_while_the_host_waits() -> None:
+    training, saved = Training(), []
+    training.step(5)
+    training.while_waiting(lambda: signal.raise_signal(signal.SIGUSR1))
+
+    def save(*_: Any) -> None:
+        pipeline = training.hook._low_rank._registration.pipeline
+        pipeline._unsettled = (pipeline._unsettled[0]._good, *pipeline._unsettled[1:])
+        saved.append(training.hook.state_dict(joint=False))
+
+    with handler(save):
+        assert training.hook.stats()["step"] == 5
+    assert saved[0]["step"] == 5 and saved[0]["exact"]
+    assert training.hook.stats()["compressed_steps"] == 5
+
+
+def test_an_interrupt_while_the_host_waits_loses_no_step() -> None:
+    training, came = Training(), []
+    training.step(5)
+
+    def interrupt() -> None:
+        if not came:
+            came.append(True)
+            raise KeyboardInterrupt
+
+    training.while_waiting(interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        training.hook.stats()
+    training.step(2)
+    assert training.hook.stats()["step"] == 7 and training.hook.state_dict()["exact"]
+
+
+def test_a_pass_waits_for_a_thread_that_counts_steps() -> None:
+    """Otherwise this rank would not know that compression begins with this pass, and send something else."""
+    training, waiting = Training(start=5), threading.Event()
+    training.step(5)
+    go_on = threading.Event()
+    training.while_waiting(lambda: (waiting.set(), go_on.wait(1)))
+    saver = threading.Thread(target=training.hook.state_dict, kwargs={"joint": False})
+    saver.start()
+    waiting.wait()
+    training.step()
+    go_on.set()
+    saver.join()
+    assert training.hook.stats()["compressed_steps"] == 1
+
+
+def test_a_handler_that_asks_for_times() -> None:
+    class Event:
+        def __init__(self, at: float, ask: bool = False) -> None:
+            self.at, self.ask = at, ask
+
+        def synchronize(self) -> None:
+            if self.ask:
+                self.ask = False
+                signal.raise_signal(signal.SIGUSR1)
+
+        def elapsed_time(self, end: "Event") -> float:
+            return 1000 * (end.at - self.at)
+
+    clocks, counted = Clocks(), []
+    for begin in (0.0, 10.0):
+        clocks._open.append((Event(begin), Event(begin + 1 + begin, ask=begin == 0), counted.append))
+    with handler(lambda *_: clocks.collect(wait=True)):
+        clocks.collect(wait=True)
+    assert counted == [1, 11]

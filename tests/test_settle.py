@@ -131,6 +131,11 @@ def test_a_handler_that_asks_for_times() -> None:
     clocks, counted = Clocks(), []
     for begin in (0.0, 10.0):
         clocks._open.append((Event(begin), Event(begin + 1 + begin, ask=begin == 0), counted.append))
-    with handler(lambda *_: clocks.collect(wait=True)):
+
+    def ask(*_: Any) -> None:
         clocks.collect(wait=True)
-    assert counted == [1, 11]
+        clocks._open.append((Event(0), Event(3), counted.append))
+
+    with handler(ask):
+        clocks.collect(wait=True)
+    assert counted == [1, 11, 3]

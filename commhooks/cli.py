@@ -1,6 +1,7 @@
 """The `commhooks` command. Each subcommand is a module of its own, listed in `COMMANDS`."""
 
 import argparse
+import os
 import sys
 from typing import Protocol
 
@@ -44,7 +45,12 @@ def main(arguments: list[str] | None = None) -> int:
         parser.print_help()
         return 0
     try:
-        return COMMANDS[parsed.command].run(parsed)
+        status = COMMANDS[parsed.command].run(parsed)
+        sys.stdout.flush()
+        return status
     except CommHookError as error:
         print(f"commhooks {parsed.command}: {error}", file=sys.stderr)
+        return 1
+    except BrokenPipeError:  # `commhooks plan ... | head`: the reader has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python complains once more at its end
         return 1

@@ -64,3 +64,14 @@ def test_the_representation_of_a_hook():
         del ddp
         gc.collect()
         assert "its model is gone" in repr(hook)
+
+
+def test_a_reader_that_has_seen_enough() -> None:
+    """As in `commhooks hooks | head -1`."""
+    reading, writing = os.pipe()
+    os.close(reading)
+    done = subprocess.run(
+        [sys.executable, "-m", "commhooks", "hooks"], stdout=writing, stderr=subprocess.PIPE, timeout=60
+    )
+    os.close(writing)
+    assert done.returncode == 1 and done.stderr == b""

@@ -125,8 +125,8 @@ MUTANTS = [
     Mutant(
         "the buckets of every pass are kept",
         "commhooks/pipeline.py",
-        "        flight.done = True\n",
-        '        flight.done = True\n        self.__dict__.setdefault("kept", []).append(flight)\n',
+        "        flight.exchanges.clear()\n",
+        '        self.__dict__.setdefault("kept", []).append([(x, x.buffer.clone()) for x in flight.exchanges])\n',
         "test_soak.py",
     ),
     Mutant(

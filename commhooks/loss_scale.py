@@ -1,6 +1,7 @@
 """The factor by which the loss is multiplied: asked once per backward pass, and never by waiting for an accelerator."""
 
 import math
+import numbers
 from collections.abc import Callable
 
 import torch
@@ -23,9 +24,14 @@ def read_scale(loss_scale: Callable[[], LossScale] | None) -> LossScale:
     """The scale of this backward pass; 1 where there is none.
 
     Raises:
-        HookRunError: it is zero, negative or not finite, as far as the host can see.
+        HookRunError: it is no number, or, as far as the host can see, zero, negative or not finite.
     """
     scale = 1.0 if loss_scale is None else loss_scale()
+    if not isinstance(scale, numbers.Real) and not (isinstance(scale, torch.Tensor) and scale.numel() == 1):
+        raise HookRunError(
+            f"loss_scale returned a {type(scale).__name__}; expected the factor by which the loss was multiplied: a "
+            "number, or a tensor that holds one"
+        )
     if isinstance(scale, torch.Tensor) and not arithmetic.host_may_look(scale.device):
         return scale.detach()
     scale = float(scale)

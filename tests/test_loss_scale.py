@@ -3,6 +3,7 @@
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 from ddp_steps import process_group_of_one
 from models import EVERY_PARAMETER, SHAPES, Gradients, all_finite, backward, bits_equal, random_gradients, wrap
@@ -73,4 +74,13 @@ def test_a_scale_that_is_none(scale: float) -> None:
         with pytest.raises(
             commhooks.HookRunError, match="a positive number. A GradScaler comes down to zero when every"
         ):
+            backward(ddp, random_gradients(SHAPES, 0, 0))
+
+
+@pytest.mark.parametrize("scale", [None, "2", torch.ones(2)])
+def test_what_is_no_number(scale: Any) -> None:
+    with process_group_of_one():
+        ddp = wrap(SHAPES)
+        commhooks.attach(ddp, "powerSGD", hook_options={"start_powerSGD_iter": 0}, loss_scale=lambda: scale)
+        with pytest.raises(commhooks.HookRunError, match="the factor by which the loss was multiplied: a number"):
             backward(ddp, random_gradients(SHAPES, 0, 0))

@@ -5,6 +5,7 @@ import signal
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import commhooks
 from commhooks.clocks import Clocks
+from commhooks.pipeline import Pipeline
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -22,7 +24,7 @@ class Training:
     """Single steps of a small model, on what is taken for an accelerator."""
 
     def __init__(self, start: int = 0) -> None:
-        self.ddp = DistributedDataParallel(mlp())
+        self.ddp = DistributedDataParallel(mlp(), bucket_cap_mb=0.001)
         options = {"matrix_approximation_rank": 2, "start_powerSGD_iter": start}
         self.hook = commhooks.attach(self.ddp, "powerSGD", hook_options=options)
 
@@ -102,17 +104,24 @@ def test_an_interrupt_while_the_host_waits_loses_no_step() -> None:
 
 def test_a_pass_waits_for_a_thread_that_counts_steps() -> None:
     """Otherwise this rank would not know that compression begins with this pass, and send something else."""
-    training, waiting = Training(start=5), threading.Event()
+    training, waiting, go_on = Training(start=5), threading.Event(), threading.Event()
     training.step(5)
-    go_on = threading.Event()
-    training.while_waiting(lambda: (waiting.set(), go_on.wait(1)))
-    saver = threading.Thread(target=training.hook.state_dict, kwargs={"joint": False})
-    saver.start()
-    waiting.wait()
-    training.step()
-    go_on.set()
-    saver.join()
-    assert training.hook.stats()["compressed_steps"] == 1
+    count = Pipeline._count_settled
+
+    def slowly(self: Pipeline, *arguments: Any) -> None:
+        self._unsettled = None
+        waiting.set()
+        go_on.wait(1)
+        count(self, *arguments)
+
+    with mock.patch.object(Pipeline, "_count_settled", slowly):
+        saver = threading.Thread(target=training.hook.state_dict, kwargs={"joint": False})
+        saver.start()
+        waiting.wait()
+        training.step()
+        go_on.set()
+        saver.join()
+        assert training.hook.stats()["compressed_steps"] == 1
 
 
 def test_a_handler_that_asks_for_times() -> None:

@@ -170,6 +170,13 @@ MUTANTS = [
         "test_settle.py::test_an_interrupt_while_the_host_waits_loses_no_step",
     ),
     Mutant(
+        "a pass begins while another thread counts steps",
+        "commhooks/registration.py",
+        "        with self.pipeline.lock:  # another",
+        "        if True:  # another",
+        "test_settle.py::test_a_pass_waits_for_a_thread_that_counts_steps",
+    ),
+    Mutant(
         "a handler that asks for times waits for itself",
         "commhooks/clocks.py",
         "threading.RLock()",

@@ -46,30 +46,22 @@ class Clocks:
         self.collect(wait=False)
         self.last_pass = Times()
 
-    @contextlib.contextmanager
-    def codec(self, device: torch.device) -> Iterator[None]:
+    def codec(self, device: torch.device) -> contextlib.AbstractContextManager[None]:
         """The time of the body counts as the codec's, less what it spends in `waiting`."""
-        both = (self.total, self.last_pass)
+        return self._measure(device, codec=1, waiting=0)
 
-        def count(seconds: float) -> None:
-            for times in both:
-                times.codec_s += seconds
-
-        begin = _mark(device)
-        try:
-            yield
-        finally:
-            self._between(begin, _mark(device), count)
+    def waiting(self, device: torch.device) -> contextlib.AbstractContextManager[None]:
+        """The time of the body, which lies within that of `codec`, is spent waiting for the network."""
+        return self._measure(device, codec=-1, waiting=1)
 
     @contextlib.contextmanager
-    def waiting(self, device: torch.device) -> Iterator[None]:
-        """The time of the body, which lies within that of `codec`, is spent waiting for the network."""
+    def _measure(self, device: torch.device, codec: int, waiting: int) -> Iterator[None]:
         both = (self.total, self.last_pass)
 
         def count(seconds: float) -> None:
             for times in both:
-                times.codec_s -= seconds
-                times.waiting_s += seconds
+                times.codec_s += codec * seconds
+                times.waiting_s += waiting * seconds
 
         begin = _mark(device)
         try:

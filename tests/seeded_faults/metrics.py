@@ -6,8 +6,8 @@ MUTANTS = [
     Mutant(
         "waiting is codec time",
         "commhooks/clocks.py",
-        "                times.codec_s -= seconds\n",
-        "",
+        "codec=-1, waiting=1",
+        "codec=0, waiting=1",
         "test_metrics.py::test_waiting_is_not_codec_time",
     ),
     Mutant(

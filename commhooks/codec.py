@@ -59,7 +59,7 @@ _WEAK, _NUDGE = 1e-4, 1e-6
 
 
 def orthonormal_stack(rows: torch.Tensor, refill: torch.Tensor) -> torch.Tensor:
-    """`orthonormal_rows` for a stack, on an accelerator: some 30 kernels whatever k and r are.
+    """`orthonormal_rows` for a stack, on an accelerator: some 40 kernels whatever k and r are.
 
     Shifted Cholesky QR in float64, four times (Fukaya, Kannan, Nakatsukasa, Yamamoto, Yanagisawa: Shifted Cholesky QR
     for computing the QR factorization of ill-conditioned matrices, SIAM J. Sci. Comput. 2020). Rows that are dependent

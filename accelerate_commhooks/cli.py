@@ -131,8 +131,8 @@ def _check(args: argparse.Namespace) -> int:
 
 def described(settings: dict[str, Any]) -> list[tuple[str, Any, str]]:
     """Setting, value and whether it is written in the file or a default; what is worked out is said too."""
-    from commhooks.config import CONFIGS, PowerSGD, resolve_start
-    from commhooks.spec import canonical_name
+    from commhooks.compressors.config import CONFIGS, PowerSGD, resolve_start
+    from commhooks.hook.request import canonical_name
 
     rows: list[tuple[str, Any, str]] = []
     known = CONFIGS.get(canonical_name(settings["hook"]) or "")

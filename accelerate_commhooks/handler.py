@@ -25,11 +25,11 @@ from accelerate_commhooks.yaml_config import (
     to_arguments,
 )
 from commhooks import AttachError, CommHook, HookConfigError, HookRunError, PowerSGD
-from commhooks.attach import attach_spec, check_total_steps
-from commhooks.config import closest, resolve_start
-from commhooks.loss_scale import LossScale, scale_of
-from commhooks.metrics import PREFIX, Meter
-from commhooks.spec import HookSpec
+from commhooks.compressors.config import closest, resolve_start
+from commhooks.gradients.loss_scale import LossScale, scale_of
+from commhooks.hook.attach import attach_spec, check_total_steps
+from commhooks.hook.metrics import PREFIX, Meter
+from commhooks.hook.request import HookSpec
 
 logger = logging.getLogger(__name__)
 
@@ -159,7 +159,7 @@ class CommHookKwargs(DistributedDataParallelKwargs):
             if step % 50 == 0:
                 handler.log(accelerator, step=step)
 
-        The names are those of `commhooks.metrics`: `commhooks/bytes_per_pass`, `commhooks/compression_rate`,
+        The names are those of `commhooks.hook.metrics`: `commhooks/bytes_per_pass`, `commhooks/compression_rate`,
         `commhooks/codec_ms`, `commhooks/waiting_ms`, `commhooks/residual_over_gradient` and so on; means are since the
         call before. With several models those of the second are `commhooks/1/bytes_per_pass` and so on. Without a hook,
         as in one process, nothing is sent. Gradients are read where they are: call this after `optimizer.step()` and

@@ -22,7 +22,8 @@ from accelerate import Accelerator
 
 from accelerate_commhooks.hooked_models import HookedModel
 from accelerate_commhooks.whole_files import WholeFiles
-from commhooks import CommHook, PayloadError, payload_parts
+from commhooks import CommHook, PayloadError
+from commhooks.checkpoint import parts as payload_parts
 
 logger = logging.getLogger(__name__)
 

@@ -23,10 +23,10 @@ from typing import Any, Optional, Union
 import yaml
 from accelerate import DistributedDataParallelKwargs
 
-from commhooks.config import CONFIGS, checked_types, closest
-from commhooks.dotted_path import import_path
+from commhooks.compressors.config import CONFIGS, checked_types, closest
+from commhooks.compressors.dotted_path import import_path
 from commhooks.errors import HookConfigError
-from commhooks.spec import canonical_name
+from commhooks.hook.request import canonical_name
 
 SECTION = "comm_hook_config"
 """The key of the section in Accelerate's configuration file."""

@@ -7,7 +7,7 @@ kind on the same batch. The first two kinds take turns with each other, then the
 
   without     as if nobody had written the clocks: they are taken out
   clocks      what every step does, asked for or not: longer than `without` by so much
-  reading     all values read after the step (`commhooks.metrics.Meter`), as loggers do every so many steps
+  reading     all values read after the step (`commhooks.hook.metrics.Meter`), as loggers do every so many steps
   layers      the same with the values per parameter
   sampled     a step of which the cosine is taken (`sample_cosine`)
 
@@ -23,7 +23,7 @@ from common import Row, machine, number, one_rank, parse, parser, report, spread
 from hooks import wrap
 from models import TASKS, forward_loss, make, numel
 
-from commhooks.metrics import Meter
+from commhooks.hook.metrics import Meter
 
 WARM_UP, START, EVERY = 6, 2, 50
 BATCH_SIZE = {"resnet18": 2, "resnet50": 2}  # images; of the others 16 vectors or tokens

@@ -6,9 +6,15 @@ The hooks are also drop-in replacements for `torch.distributed.algorithms.ddp_co
 """
 
 from commhooks import ddp_comm_hooks
-from commhooks.attach import attach
-from commhooks.comm_hook import CommHook
-from commhooks.config import AllReduce, BatchedPowerSGD, BF16Compress, FP16Compress, HookConfig, Noop, PowerSGD
+from commhooks.compressors.config import (
+    AllReduce,
+    BatchedPowerSGD,
+    BF16Compress,
+    FP16Compress,
+    HookConfig,
+    Noop,
+    PowerSGD,
+)
 from commhooks.ddp_comm_hooks.debugging_hooks import noop_hook
 from commhooks.ddp_comm_hooks.default_hooks import (
     allreduce_hook,
@@ -18,9 +24,11 @@ from commhooks.ddp_comm_hooks.default_hooks import (
     fp16_compress_wrapper,
 )
 from commhooks.ddp_comm_hooks.powerSGD_hook import PowerSGDState, batched_powerSGD_hook, powerSGD_hook
-from commhooks.doctor_run import doctor
 from commhooks.errors import AttachError, CommHookError, DoctorError, HookConfigError, HookRunError, PayloadError
-from commhooks.spec import available_hooks, register_hook
+from commhooks.hook.attach import attach
+from commhooks.hook.comm_hook import CommHook
+from commhooks.hook.request import available_hooks, register_hook
+from commhooks.tools.doctor.run import doctor
 
 __version__ = "0.1.0"
 

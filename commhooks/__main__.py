@@ -2,7 +2,7 @@
 
 import sys
 
-from commhooks.cli import main
+from commhooks.tools.cli import main
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -14,7 +14,7 @@ import lightning.pytorch as pl
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from commhooks import CommHook
-from commhooks.spec import HookSpec
+from commhooks.hook.request import HookSpec
 
 if TYPE_CHECKING:
     from lightning_commhooks.strategy import CommHookDDP

@@ -6,8 +6,8 @@ import lightning.pytorch as pl
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from commhooks import HookConfigError
-from commhooks.config import closest
-from commhooks.metrics import NAMES, PREFIX, Meter
+from commhooks.compressors.config import closest
+from commhooks.hook.metrics import NAMES, PREFIX, Meter
 
 
 class CommHookMonitor(pl.Callback):

@@ -26,10 +26,10 @@ from commhooks import (
     PayloadError,
     PowerSGD,
 )
-from commhooks.attach import attach_spec
-from commhooks.config import closest, resolve_start
-from commhooks.loss_scale import LossScale, scale_of
-from commhooks.spec import HookSpec
+from commhooks.compressors.config import closest, resolve_start
+from commhooks.gradients.loss_scale import LossScale, scale_of
+from commhooks.hook.attach import attach_spec
+from commhooks.hook.request import HookSpec
 from lightning_commhooks.checkpoint import CHECKPOINT_KEY, DEFAULT_SAVE_RESIDUAL, CommHookCheckpoint, SaveResidual
 
 

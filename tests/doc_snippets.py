@@ -44,7 +44,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from commhooks import DoctorError, spec
+from commhooks import DoctorError
+from commhooks.hook import request
 
 REPOSITORY = Path(__file__).parents[1]
 LANGUAGES = ("python", "diff", "yaml", "bash", "text")
@@ -230,7 +231,7 @@ def _execute(chain: list[tuple[str, str]], needs: str, folder: str) -> None:
     with contextlib.ExitStack() as undo:
         undo.callback(os.chdir, before)
         undo.enter_context(_logging_as_before())
-        undo.enter_context(mock.patch.dict(spec._REGISTERED))  # a name that a snippet gives is free again afterwards
+        undo.enter_context(mock.patch.dict(request._REGISTERED))  # a name that a snippet gives is free again afterwards
         if needs in ("accelerate", "transformers"):
             from accelerators import accelerate_launched
 
@@ -393,7 +394,7 @@ def check_command(words: list[str]) -> None:
     elif program == "accelerate-commhooks":
         _check_accelerate_commhooks(rest)
     elif program == "commhooks":
-        from commhooks.cli import COMMANDS, main
+        from commhooks.tools.cli import COMMANDS, main
 
         if rest[1:] == [] and rest[0] in COMMANDS and rest != ["hooks"]:  # the text speaks of the command
             return
@@ -498,15 +499,15 @@ def _check_torchrun(words: list[str]) -> None:
 
 def _check_doctor(words: list[str]) -> None:
     """The one command that only torchrun can start."""
-    from commhooks import doctor_command
-    from commhooks.dotted_path import current_folder_first
+    from commhooks.compressors.dotted_path import current_folder_first
+    from commhooks.tools.doctor import command
 
     parser = argparse.ArgumentParser()
-    doctor_command.add_arguments(parser)
+    command.add_arguments(parser)
     try:
         assert words[:1] == ["doctor"]
         with current_folder_first():
-            doctor_command.import_build(parser.parse_args(words[1:]).build)
+            command.import_build(parser.parse_args(words[1:]).build)
     except (AssertionError, DoctorError, SystemExit) as error:
         raise WrongSnippet(f"commhooks {shlex.join(words)}: cannot be started by torchrun: {error}") from error
 

@@ -15,7 +15,7 @@ from models import EVERY_PARAMETER, Prescribed, backward
 from torch.nn.parallel import DistributedDataParallel
 
 import commhooks
-from commhooks import payload_parts
+from commhooks.checkpoint import parts as payload_parts
 
 FOLDER = Path(__file__).parent / "golden"
 SHAPES = {"conv": (6, 2, 3, 3), "bias": (6,), "wide": (8, 10)}

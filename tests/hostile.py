@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from commhooks.payload_checks import shown
+from commhooks.checkpoint.checks import shown
 
 Path = tuple[Any, ...]
 """The keys and places that lead to a value."""

@@ -4,13 +4,13 @@ from unittest import mock
 
 import torch
 
-from commhooks import codec
-from commhooks.layout import BucketLayout, Slot
-from commhooks.lowrank_exchange import LowRankExchange
-from commhooks.lowrank_scratch import LowRankOptions, LowRankScratch
-from commhooks.matrix import Matrix
-from commhooks.memory import Memory
-from commhooks.stats import Stats
+from commhooks.comm.counters import Stats
+from commhooks.compressors.powersgd import codec
+from commhooks.compressors.powersgd.host_exchange import LowRankExchange
+from commhooks.compressors.powersgd.matrix import Matrix
+from commhooks.compressors.powersgd.workspace import LowRankOptions, LowRankScratch
+from commhooks.engine.state import Memory
+from commhooks.gradients.layout import BucketLayout, Slot
 
 
 class _Group:
@@ -72,7 +72,7 @@ class SimulatedRanks:
                 each.tensor.copy_(total)
             sums.clear()
 
-        with mock.patch("commhooks.lowrank_exchange.start_all_reduce", start_all_reduce):
+        with mock.patch("commhooks.compressors.powersgd.host_exchange.start_all_reduce", start_all_reduce):
             exchanges = [
                 LowRankExchange(buffer, scratch, memory, self._options, self._group, Stats(), 1.0)  # type: ignore[arg-type]
                 for buffer, scratch, memory in zip(buffers, self._scratches, self.memories, strict=True)

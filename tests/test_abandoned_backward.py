@@ -96,7 +96,7 @@ def _fail_in_mid_backward(model: torch.nn.Sequential, loss: Callable[[], torch.T
         raise UserError("in the middle of the backward pass")
 
     handle = model[4].register_full_backward_hook(explode)
-    with mock.patch("commhooks.collective.dist.all_reduce", recording), pytest.raises(UserError):
+    with mock.patch("commhooks.comm.collective.dist.all_reduce", recording), pytest.raises(UserError):
         loss().backward()
     handle.remove()
     return begun
@@ -116,7 +116,9 @@ def _finish_late(begun: list[torch.Tensor]) -> Any:
             begun.clear()
 
     all_reduce = dist.all_reduce
-    return mock.patch("commhooks.collective.dist.all_reduce", lambda *args, **kwargs: Late(all_reduce(*args, **kwargs)))
+    return mock.patch(
+        "commhooks.comm.collective.dist.all_reduce", lambda *args, **kwargs: Late(all_reduce(*args, **kwargs))
+    )
 
 
 def _with_and_without(way: str) -> tuple[Any, Any]:

@@ -15,7 +15,7 @@ from training import make_model
 
 from accelerate_commhooks import CommHookKwargs
 from commhooks import HookRunError
-from commhooks.metrics import NAMES
+from commhooks.hook.metrics import NAMES
 
 ALL = {f"commhooks/{name}" for name in NAMES}
 

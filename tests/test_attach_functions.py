@@ -12,7 +12,7 @@ from training import Run, batch, make_model, residuals
 
 import commhooks
 from commhooks import HookConfigError
-from commhooks.arithmetic import check_one_device
+from commhooks.gradients.precision import check_one_device
 
 
 def _functions() -> dict[str, Any]:

@@ -13,8 +13,8 @@ from torch.nn.parallel import DistributedDataParallel
 from training import Run, make_model, residuals
 
 import commhooks
-from commhooks import arithmetic
-from commhooks.lowrank_exchange import LowRankExchange
+from commhooks.compressors.powersgd.host_exchange import LowRankExchange
+from commhooks.gradients import precision
 
 OPTIONS = {"matrix_approximation_rank": 2, "start_powerSGD_iter": 1}
 
@@ -125,7 +125,7 @@ def test_a_pickled_residual_is_not_that_of_another_world(run_ranks: Any) -> None
 
 def _first_step_bad(masked: bool) -> tuple[torch.Tensor, int]:
     """The first compressed step overflows, as a GradScaler's first steps do."""
-    with mock.patch.object(arithmetic, "host_may_look", lambda device: not masked):
+    with mock.patch.object(precision, "host_may_look", lambda device: not masked):
         run = Run.new(hook_options=OPTIONS | {"start_powerSGD_iter": 0})
         handle = run.ddp.module[3].weight.register_hook(lambda gradient: gradient * float("inf"))
         weights = run.weights()

@@ -12,7 +12,7 @@ import pytest
 from ddp_steps import mlp, process_group_of_one, wrap
 
 import commhooks
-from commhooks.cli import main
+from commhooks.tools.cli import main
 
 
 def test_alone_it_prints_its_help(capsys):

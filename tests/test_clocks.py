@@ -11,8 +11,9 @@ import pytest
 import torch
 from training import Run
 
-from commhooks import arithmetic, clocks
-from commhooks.clocks import Clocks
+from commhooks.comm import clocks
+from commhooks.comm.clocks import Clocks
+from commhooks.gradients import precision
 
 CPU = torch.device("cpu")
 
@@ -41,9 +42,9 @@ class _Event:
 def events(now: Any = time.perf_counter, device_at: float | None = None) -> Iterator[type[_Event]]:
     _Event.waits, _Event.device_at = 0, device_at
     with (
-        mock.patch.object(arithmetic, "host_may_look", lambda device: False),
+        mock.patch.object(precision, "host_may_look", lambda device: False),
         mock.patch.object(clocks, "has_clock", lambda device: True),
-        mock.patch("commhooks.comm_hook.has_clock", lambda device: True),
+        mock.patch("commhooks.hook.comm_hook.has_clock", lambda device: True),
         mock.patch.object(clocks, "event_on", lambda device: _Event(now())),
     ):
         yield _Event

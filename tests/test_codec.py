@@ -6,7 +6,7 @@ import shutil
 import pytest
 import torch
 
-from commhooks import codec, fused_codec
+from commhooks.compressors.powersgd import codec, fused_codec
 
 LENGTH = 40
 RANKS = range(1, 17)

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from models import EVERY_PARAMETER, backward, bits_equal, random_gradients, wrap
 
 import commhooks
-from commhooks.pipeline import Pipeline
+from commhooks.engine.driver import Pipeline
 
 RANK = 2
 SHAPES = {
@@ -72,7 +72,7 @@ class Recorder:
             return future
 
         self._patches = [
-            mock.patch("commhooks.collective.dist.all_reduce", recording_all_reduce),
+            mock.patch("commhooks.comm.collective.dist.all_reduce", recording_all_reduce),
             mock.patch.object(Pipeline, "run", recording_run),
         ]
         for patch in self._patches:

@@ -26,7 +26,7 @@ from accelerate_commhooks.handed_over import VARIABLE, HandedOver
 from accelerate_commhooks.launcher import check_settings
 from accelerate_commhooks.yaml_config import overridden, section_settings
 from commhooks import HookConfigError, PowerSGD
-from commhooks.spec import HookSpec
+from commhooks.hook.request import HookSpec
 from lightning_commhooks import CommHookDDP
 
 Options = dict[str, Any]

@@ -14,7 +14,8 @@ from omegaconf import OmegaConf
 from torch import nn
 
 import commhooks
-from commhooks import AttachError, HookConfigError, HookRunError, spec
+from commhooks import AttachError, HookConfigError, HookRunError
+from commhooks.hook import request
 
 
 def callable_hook(state: Any, bucket: Any) -> Any:
@@ -186,7 +187,7 @@ CASES = [
 
 @pytest.fixture(autouse=True)
 def no_registered_hooks_left(monkeypatch) -> None:
-    monkeypatch.setattr(spec, "_REGISTERED", {})
+    monkeypatch.setattr(request, "_REGISTERED", {})
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
@@ -225,7 +226,7 @@ NAMES = {
 @pytest.mark.parametrize("canonical", NAMES)
 def test_names_ignore_case_underscores_and_dashes(canonical):
     for given in NAMES[canonical]:
-        parsed = spec.HookSpec.parse(given)
+        parsed = request.HookSpec.parse(given)
         assert parsed.name == canonical and type(parsed.config).hook_name == canonical
     assert NAMES.keys() == commhooks.available_hooks().keys()
 
@@ -265,7 +266,7 @@ def test_a_config_is_an_omegaconf_structured_config(config):
     given = config(**values)
     through_yaml = OmegaConf.create(OmegaConf.to_yaml(OmegaConf.structured(given)))
     assert OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(config), through_yaml)) == given
-    assert spec.HookSpec.parse(config.hook_name, hook_options=values).config == given
+    assert request.HookSpec.parse(config.hook_name, hook_options=values).config == given
     with pytest.raises(dataclasses.FrozenInstanceError):
         given.anything = 1
     if values:
@@ -323,7 +324,7 @@ def test_python_and_yaml_refuse_the_same_values(name, value):
         with pytest.raises(HookConfigError, match=name):
             config(**{name: value})
         with pytest.raises(HookConfigError, match=name):
-            spec.HookSpec.parse(config.hook_name, hook_options={name: value})
+            request.HookSpec.parse(config.hook_name, hook_options={name: value})
     if name != "exclude":  # a bare register_comm_hook has no names
         with pytest.raises(HookConfigError, match=name):
             commhooks.PowerSGDState(None, **{name: value})

@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 from training import SEVERAL_BUCKETS_MB, Run, make_model
 
 import commhooks
-from commhooks.replica_check import fingerprint_of
+from commhooks.hook.replica_check import fingerprint_of
 
 OPTIONS = {"matrix_approximation_rank": 2, "start_powerSGD_iter": 1}
 

@@ -16,7 +16,7 @@ from doc_snippets import REPOSITORY, Snippet, WrongSnippet, check, commands, fin
 from workers import RanksFailed
 
 import commhooks
-from commhooks import doctor_judge
+from commhooks.tools.doctor import judge
 
 PAGES = [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").glob("*.md"))]
 SNIPPETS = [
@@ -156,7 +156,7 @@ def test_the_counters_are_explained():
 
 def test_the_doctors_threshold_is_the_one_on_the_page():
     page = (REPOSITORY / "docs/commands.md").read_text(encoding="utf-8")
-    assert f"step at least {100 * (doctor_judge.WORTH - 1):.0f} % faster" in page
+    assert f"step at least {100 * (judge.WORTH - 1):.0f} % faster" in page
 
 
 def test_the_options_are_explained():

@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 from workers import RanksFailed
 
 import commhooks
-from commhooks.doctor_copies import copy_of
+from commhooks.tools.doctor.copies import copy_of
 
 
 def _everything(ddp: DistributedDataParallel, optimizer: torch.optim.Optimizer, hook: Any) -> dict[str, Any]:

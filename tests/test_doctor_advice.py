@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 from commhooks import DoctorError
-from commhooks.doctor_judge import Advice, estimate_ms, judge, pays_below
-from commhooks.doctor_link import Link, wire_s
-from commhooks.doctor_measure import Candidate, Measured, quartiles
-from commhooks.doctor_report import DoctorReport, bandwidth
+from commhooks.tools.doctor.judge import Advice, estimate_ms, judge, pays_below
+from commhooks.tools.doctor.link import Link, wire_s
+from commhooks.tools.doctor.measure import Candidate, Measured, quartiles
+from commhooks.tools.doctor.report import DoctorReport, bandwidth
 
 
 def measured(label: str, *step_ms: float, mb: float = 0.0, codec_ms: float = 0.1) -> Measured:

@@ -16,9 +16,10 @@ from ddp_steps import mlp, process_group_of_one
 from doctor_models import loss_of
 from torch import nn
 
-from commhooks import DoctorError, doctor_command
-from commhooks.cli import main
-from commhooks.doctor_report import check_output
+from commhooks import DoctorError
+from commhooks.tools.cli import main
+from commhooks.tools.doctor import command
+from commhooks.tools.doctor.report import check_output
 
 REPOSITORY = Path(__file__).parents[1]
 
@@ -30,14 +31,14 @@ def test_what_cannot_be_written_is_said_before_measuring(tmp_path: Path, monkeyp
         check_output(tmp_path / "nowhere" / "a.json", None)
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(DoctorError, match=r'the plot needs matplotlib .*pip install matplotlib, or .* "plot" extra'):
-        doctor_command.run(_arguments("a:b", "--plot", str(tmp_path / "a.png")))
+        command.run(_arguments("a:b", "--plot", str(tmp_path / "a.png")))
 
 
 def _arguments(*words: str) -> Any:
     import argparse
 
     parser = argparse.ArgumentParser()
-    doctor_command.add_arguments(parser)
+    command.add_arguments(parser)
     return parser.parse_args(words)
 
 
@@ -57,7 +58,7 @@ def frozen() -> Any:
 )
 def test_what_build_returns(build: Callable[[], Any], sentence: str) -> None:
     with process_group_of_one(), pytest.raises(DoctorError) as raised:
-        doctor_command.build_model(build)
+        command.build_model(build)
     assert sentence in str(raised.value)
 
 
@@ -72,18 +73,18 @@ def test_what_build_returns(build: Callable[[], Any], sentence: str) -> None:
 )
 def test_a_build_function_that_is_not_there(path: str, sentence: str) -> None:
     with pytest.raises(DoctorError) as raised:
-        doctor_command.import_build(path)
+        command.import_build(path)
     assert sentence in str(raised.value)
 
 
 def test_options_on_the_command_line() -> None:
-    assert doctor_command.parse_options([]) == {}
-    assert doctor_command.parse_options(["fused=true", "exclude=['*embed*']"]) == {
+    assert command.parse_options([]) == {}
+    assert command.parse_options(["fused=true", "exclude=['*embed*']"]) == {
         "fused": True,
         "exclude": ["*embed*"],
     }
     with pytest.raises(DoctorError, match="--options fused: expected NAME=VALUE"):
-        doctor_command.parse_options(["fused"])
+        command.parse_options(["fused"])
 
 
 def test_without_torchrun(capsys: pytest.CaptureFixture[str]) -> None:

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from training import Run, residuals
 
-from commhooks import payload_parts
+from commhooks.checkpoint import parts as payload_parts
 
 OPTIONS = {"matrix_approximation_rank": 2, "start_powerSGD_iter": 4}
 WORLDS = (1, 2, 3, 4)

@@ -13,7 +13,7 @@ from torch import nn
 
 import commhooks
 from commhooks import HookRunError, PowerSGD
-from commhooks.exclude import matching, unmatched_sentence
+from commhooks.gradients.exclude import matching, unmatched_sentence
 
 
 class Net(nn.Module):

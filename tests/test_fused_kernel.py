@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from training import SEVERAL_BUCKETS_MB, make_model
 
 import commhooks
-from commhooks import fused_codec
+from commhooks.compressors.powersgd import fused_codec
 from commhooks.ddp_comm_hooks import powerSGD_hook
 
 needs_compiler = pytest.mark.skipif(not shutil.which(os.environ.get("CC", "cc")), reason="needs a C compiler")
@@ -72,7 +72,7 @@ def _refuses(folder: Path) -> Any:
 
 @needs_compiler
 def test_a_cache_folder_where_nothing_may_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr("commhooks.fused_codec.ctypes.CDLL", _refuses(tmp_path))
+    monkeypatch.setattr("commhooks.compressors.powersgd.fused_codec.ctypes.CDLL", _refuses(tmp_path))
     delta, q, out = torch.ones(3, 4), torch.ones(1, 4), torch.zeros(1, 3)
     _fresh_load(monkeypatch, XDG_CACHE_HOME=str(tmp_path)).add_and_project(delta, None, 1.0, q, 1, out)
     assert out.tolist() == [[4.0, 4.0, 4.0]]
@@ -80,7 +80,7 @@ def test_a_cache_folder_where_nothing_may_run(monkeypatch: pytest.MonkeyPatch, t
 
 @needs_compiler
 def test_what_cannot_be_loaded_at_all(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr("commhooks.fused_codec.ctypes.CDLL", _refuses(Path("/")))
+    monkeypatch.setattr("commhooks.compressors.powersgd.fused_codec.ctypes.CDLL", _refuses(Path("/")))
     text = "cannot be kept or loaded; name a folder in .* XDG_CACHE_HOME .*: failed to map segment from shared object"
     with pytest.raises(commhooks.HookConfigError, match=text):
         _fresh_load(monkeypatch, XDG_CACHE_HOME=str(tmp_path))

@@ -15,8 +15,8 @@ from golden_runs import KINDS, OF_EACH_RANK, SAVED_AT
 from models import all_finite, relative_error
 
 import commhooks
-from commhooks import payload_parts
-from commhooks.payload import VERSION
+from commhooks.checkpoint import parts as payload_parts
+from commhooks.checkpoint.payload import VERSION
 
 VERSIONS = sorted(int(folder.name[1:]) for folder in golden_runs.FOLDER.glob("v*"))
 LOADED = [kind for kind in KINDS if kind != "shared"]  # which is loaded with the parts

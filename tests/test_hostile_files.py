@@ -33,7 +33,7 @@ PACKAGES = ("commhooks", "lightning_commhooks", "accelerate_commhooks")
 # ---- the source ------------------------------------------------------------------------------------------------------
 
 # What imports by name: what a user's configuration or command line names. No checkpoint reaches it.
-BY_NAME = {("commhooks/dotted_path.py", "importlib.import_module")}
+BY_NAME = {("commhooks/compressors/dotted_path.py", "importlib.import_module")}
 RUNS_WHAT_IT_READS = {
     *("eval", "exec", "compile", "__import__", "importlib.import_module", "pkgutil.resolve_name"),
     *("pickle", "cPickle", "dill", "cloudpickle", "joblib", "shelve", "marshal", "runpy", "copyreg"),
@@ -255,7 +255,7 @@ def _damaged_files(folder: str, count: int) -> list[int]:
 
 def _with_its_fingerprint(shared: dict[str, Any]) -> None:
     """Malice can compute it, damage cannot."""
-    from commhooks.payload_parts import fingerprint
+    from commhooks.checkpoint.parts import fingerprint
 
     try:
         shared["fingerprint"] = fingerprint(shared)

@@ -18,7 +18,7 @@ from models import (
 from oracle import OracleMatrix
 
 import commhooks
-from commhooks import codec
+from commhooks.compressors.powersgd import codec
 
 LAYER = "second"
 QUIET = range(3, 6)

@@ -20,11 +20,11 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from commhooks import PayloadError
-from commhooks.cli import main
-from commhooks.inspect_command import report_text
-from commhooks.inspect_payload import _inspect, inspect_path
-from commhooks.named_model import UnreadableFileError
-from commhooks.payload_checks import check_header, check_low_rank
+from commhooks.checkpoint.checks import check_header, check_low_rank
+from commhooks.tools.cli import main
+from commhooks.tools.inspect.command import report_text
+from commhooks.tools.inspect.payload import _inspect, inspect_path
+from commhooks.tools.named_model import UnreadableFileError
 
 
 def golden(kind: str, rank: int = 0) -> Path:

@@ -7,7 +7,7 @@ import torch
 from ddp_steps import mlp, process_group_of_one, wrap
 
 import commhooks
-from commhooks.layout import matrix_shape, memory_order, read_layout, to_logical, to_memory
+from commhooks.gradients.layout import matrix_shape, memory_order, read_layout, to_logical, to_memory
 
 
 def _tensor(*shape: int) -> torch.Tensor:

@@ -11,7 +11,7 @@ from models import bits_equal, mlp
 from torch.nn.parallel import DistributedDataParallel
 
 import commhooks
-from commhooks.pipeline import Pipeline
+from commhooks.engine.driver import Pipeline
 
 STEPS = 6
 # 2.6 MB in ten matrices: 10 or 11 buckets at 0.05 MB, 3 at 1 MB, 1 at 25 MB.

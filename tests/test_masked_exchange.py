@@ -30,10 +30,10 @@ from oracle import OracleMatrix, plain_mean
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import commhooks
-from commhooks import codec
-from commhooks.masked_exchange import MaskedExchange
-from commhooks.matrix_stack import Slices
-from commhooks.pipeline import Pipeline
+from commhooks.compressors.powersgd import codec
+from commhooks.compressors.powersgd.device_exchange import MaskedExchange
+from commhooks.compressors.powersgd.matrix_stack import Slices
+from commhooks.engine.driver import Pipeline
 
 COMPRESSED = ("conv", "first", "second", "wide")
 STEPS, IDLE_AT = 7, 4

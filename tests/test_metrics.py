@@ -17,8 +17,8 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as torch_powersgd
 
 import commhooks
-from commhooks import arithmetic
-from commhooks.metrics import NAMES, Meter
+from commhooks.gradients import precision
+from commhooks.hook.metrics import NAMES, Meter
 
 DELAY_S = 0.3  # far more than a step takes on a busy machine
 POWERSGD: dict[str, Any] = {"matrix_approximation_rank": 2, "start_powerSGD_iter": 1}
@@ -82,7 +82,7 @@ def times_that_nobody_knows() -> list[dict[str, Any]]:
     hooks = [commhooks.attach(of_a_user, users_hook), commhooks.attach(on_an_accelerator, "powerSGD")]
     train(of_a_user, 2)
     train(on_an_accelerator, 2)
-    with mock.patch.object(arithmetic, "host_may_look", return_value=False):
+    with mock.patch.object(precision, "host_may_look", return_value=False):
         return [hook.stats() for hook in hooks] + [Meter().read(hook) for hook in hooks]
 
 

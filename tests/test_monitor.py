@@ -19,7 +19,7 @@ from lightning_support import Model, assert_equal, data, strategy, trainer, weig
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from commhooks import HookConfigError
-from commhooks.metrics import NAMES
+from commhooks.hook.metrics import NAMES
 from lightning_commhooks import CommHookMonitor
 
 ALL = {f"commhooks/{name}" for name in NAMES}

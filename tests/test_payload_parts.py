@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from commhooks import PayloadError, payload_parts
-from commhooks.payload_parts import check_shared, fingerprint, merge, problem_of_part, ranks_needed, split
+from commhooks import PayloadError
+from commhooks.checkpoint import parts as payload_parts
+from commhooks.checkpoint.parts import check_shared, fingerprint, merge, problem_of_part, ranks_needed, split
 
 
 def made(rank: int, world_size: int = 2, **changes: Any) -> dict[str, Any]:

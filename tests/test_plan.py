@@ -10,8 +10,8 @@ from ddp_steps import mlp, process_group_of_one, wrap
 from torch import nn
 
 import commhooks
-from commhooks.plan import ModelPlan, ParameterPlan
-from commhooks.plan_rows import plan_parameter, square_side
+from commhooks.compressors.powersgd.plan_rows import plan_parameter, square_side
+from commhooks.hook.plan import ModelPlan, ParameterPlan
 
 
 def _plan(parameter: torch.Tensor, rank: int = 1, min_rate: float = 2, sparse: bool = False) -> ParameterPlan:

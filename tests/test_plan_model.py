@@ -13,15 +13,16 @@ from ddp_steps import backward, mlp, process_group_of_one, wrap
 from torch import nn
 
 import commhooks
-from commhooks import HookConfigError, codec_time
-from commhooks.bucket_estimate import Reduced, estimate_buckets
-from commhooks.cli import main
-from commhooks.lowrank_scratch import LowRankScratch
-from commhooks.named_model import from_checkpoint, from_module, named_model
-from commhooks.plan import ModelPlan
-from commhooks.plan_model import plan_model
-from commhooks.plan_rows import plan_parameter
-from commhooks.spec import HookSpec
+from commhooks import HookConfigError
+from commhooks.compressors.powersgd.plan_rows import plan_parameter
+from commhooks.compressors.powersgd.workspace import LowRankScratch
+from commhooks.gradients.bucket_estimate import Reduced, estimate_buckets
+from commhooks.hook.plan import ModelPlan
+from commhooks.hook.plan_model import plan_model
+from commhooks.hook.request import HookSpec
+from commhooks.tools import codec_time
+from commhooks.tools.cli import main
+from commhooks.tools.named_model import from_checkpoint, from_module, named_model
 
 
 class Net(nn.Module):

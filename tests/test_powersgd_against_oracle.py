@@ -10,7 +10,7 @@ from models import EVERY_PARAMETER, SHAPES, Gradients, backward, random_gradient
 from oracle import OracleMatrix, plain_mean
 
 import commhooks
-from commhooks import codec
+from commhooks.compressors.powersgd import codec
 
 STEPS = 8
 COMPRESSED = ("conv", "first", "second", "wide")

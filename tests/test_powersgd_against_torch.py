@@ -107,7 +107,7 @@ def _compare(options: dict[str, Any]) -> tuple[float, list[str], int]:
         assert q.shape == (rank, length) and q.dtype == dtype
         return q.clone()
 
-    with mock.patch("commhooks.codec.draw", drawn_by_torch):
+    with mock.patch("commhooks.compressors.powersgd.codec.draw", drawn_by_torch):
         got, hook = _train(
             lambda ddp: commhooks.attach(ddp, "powerSGD", hook_options=dict(options, start_powerSGD_iter=2))
         )

@@ -14,8 +14,8 @@ from models import masks
 from torch.nn.parallel import DistributedDataParallel
 
 import commhooks
-from commhooks.clocks import Clocks
-from commhooks.pipeline import Pipeline
+from commhooks.comm.clocks import Clocks
+from commhooks.engine.driver import Pipeline
 
 pytestmark = pytest.mark.timeout(60)
 

@@ -10,7 +10,7 @@ from ddp_steps import backward, log_lines, mlp, process_group_of_one, train, wra
 from torch import nn
 
 import commhooks
-from commhooks.config import resolve_start
+from commhooks.compressors.config import resolve_start
 
 # start_powerSGD_iter, total_steps -> the step
 STARTS = [
@@ -99,7 +99,7 @@ def announced(hook: str, wrapper: str | None, with_logging: bool) -> tuple[list[
     options = {"matrix_approximation_rank": 2, "start_powerSGD_iter": 2} if "powerSGD" in hook else None
     printed = io.StringIO()
     with contextlib.redirect_stderr(printed), contextlib.ExitStack() as stack:
-        lines = stack.enter_context(log_lines("commhooks.announce")) if with_logging else []
+        lines = stack.enter_context(log_lines("commhooks.hook.announce")) if with_logging else []
         ddp = wrap(mlp())
         commhooks.attach(ddp, hook, hook_options=options, wrapper=wrapper)
         assert not lines and not printed.getvalue()
@@ -134,7 +134,7 @@ def test_one_line_at_the_first_backward_on_rank_0(run_ranks, hook, wrapper):
 
 
 def test_batched_is_announced_with_its_buckets():
-    with process_group_of_one(), log_lines("commhooks.announce") as lines:
+    with process_group_of_one(), log_lines("commhooks.hook.announce") as lines:
         ddp = wrap(mlp(), bucket_cap_mb=25)
         commhooks.attach(ddp, "batched_powerSGD", hook_options={"start_powerSGD_iter": 0})
         backward(ddp, 0)

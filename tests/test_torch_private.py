@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 import commhooks
-from commhooks.after_backward import run_after_backward
+from commhooks.gradients.after_backward import run_after_backward
 
 
 @pytest.fixture
@@ -78,15 +78,15 @@ def test_torch_refuses_bf16_hooks_by_their_name(alone, name):
 
 
 def test_switches_of_float32_products_exist_and_are_honoured():
-    from commhooks import arithmetic
+    from commhooks.gradients import precision
 
-    with arithmetic.exact(torch.device("cpu")):
+    with precision.exact(torch.device("cpu")):
         pass
-    for switch in arithmetic._PRECISION_SWITCHES:
+    for switch in precision._PRECISION_SWITCHES:
         before = switch.fp32_precision
         try:
             switch.fp32_precision = "tf32"
-            with arithmetic.exact(torch.device("cpu")):
+            with precision.exact(torch.device("cpu")):
                 assert switch.fp32_precision == "ieee"
             assert switch.fp32_precision == "tf32"
         finally:

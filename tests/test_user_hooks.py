@@ -26,12 +26,12 @@ from ddp_steps import (
 )
 
 import commhooks
-from commhooks import spec
+from commhooks.hook import request
 
 
 @pytest.fixture(autouse=True)
 def no_registered_hooks_left(monkeypatch):
-    monkeypatch.setattr(spec, "_REGISTERED", {})
+    monkeypatch.setattr(request, "_REGISTERED", {})
 
 
 # ------------------------------------------------------------------------------------------------------------ hooks
@@ -97,7 +97,7 @@ WAYS: dict[str, tuple[Any, dict[str, Any], float, str]] = {
 
 def attached_in_some_way(hook: Any, arguments: dict[str, Any], factor: float, name: str) -> None:
     if name == "scaled":
-        spec._REGISTERED.clear()
+        request._REGISTERED.clear()
         commhooks.register_hook("scaled", scaled_factory)
     try:
         ddp = wrap(mlp())
@@ -115,7 +115,7 @@ def attached_in_some_way(hook: Any, arguments: dict[str, Any], factor: float, na
         assert stats["backward_passes"] == 2 and stats["bytes_sent"] is None  # only the hook itself knows
         assert given == arguments  # the factory has taken its option out of a copy
     finally:
-        spec._REGISTERED.clear()
+        request._REGISTERED.clear()
 
 
 @pytest.mark.parametrize("way", WAYS)

@@ -24,7 +24,7 @@ from oracle import AlternatingOracleMatrix, OracleMatrix, plain_mean
 from training import Run
 
 import commhooks
-from commhooks import codec
+from commhooks.compressors.powersgd import codec
 
 STEPS = 9
 COMPRESSED = ("conv", "first", "second", "wide")

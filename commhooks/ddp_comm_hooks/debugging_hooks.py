@@ -14,7 +14,7 @@ def noop_hook(_: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Ten
     For measuring only: if training is not much faster with this hook, the network is not what it waits for, and no
     compression will help. Replaces torch's `noop_hook`.
     """
-    from commhooks.collective import new_future
+    from commhooks.comm.collective import new_future
 
     future = new_future(bucket.buffer().device)
     future.set_result(bucket.buffer())

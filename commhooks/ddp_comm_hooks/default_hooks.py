@@ -9,8 +9,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from commhooks.collective import resolve_group
-from commhooks.hook_result import checked_future, checked_value
+from commhooks.comm.collective import resolve_group
+from commhooks.comm.hook_result import checked_future, checked_value
 
 __all__ = [
     "allreduce_hook",

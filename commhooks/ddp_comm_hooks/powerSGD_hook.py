@@ -12,12 +12,12 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from commhooks.config import BatchedPowerSGD, PowerSGD
+from commhooks.comm.counters import Stats
+from commhooks.compressors.config import BatchedPowerSGD, PowerSGD
+from commhooks.engine.session import Registration
+from commhooks.engine.state import Memory
 from commhooks.errors import HookConfigError, HookRunError
-from commhooks.memory import Memory
-from commhooks.names import Names, PlaceNames
-from commhooks.registration import Registration
-from commhooks.stats import Stats
+from commhooks.gradients.names import Names, PlaceNames
 
 __all__ = ["PowerSGDState", "batched_powerSGD_hook", "powerSGD_hook"]
 

@@ -2,7 +2,11 @@
 
 from seeded_faults.mutant import Mutant
 
-_EXCHANGE, _STACK, _CODEC = "commhooks/masked_exchange.py", "commhooks/matrix_stack.py", "commhooks/codec.py"
+_EXCHANGE, _STACK, _CODEC = (
+    "commhooks/compressors/powersgd/device_exchange.py",
+    "commhooks/compressors/powersgd/matrix_stack.py",
+    "commhooks/compressors/powersgd/codec.py",
+)
 _ORACLE = "test_masked_exchange.py::test_gradients_and_residuals_equal_the_oracle"
 _HOST = "test_masked_exchange.py::test_every_dtype_and_wire_gives_what_the_host_form_gives"
 _MASKS = "test_masked_commit.py::test_masks_decide_as_the_host_does"
@@ -66,8 +70,8 @@ MUTANTS = [
     ),
     Mutant(
         "behind a mask: the host waits for the scale",
-        "commhooks/loss_scale.py",
-        "    if isinstance(scale, torch.Tensor) and not arithmetic.host_may_look(scale.device):\n",
+        "commhooks/gradients/loss_scale.py",
+        "    if isinstance(scale, torch.Tensor) and not precision.host_may_look(scale.device):\n",
         "    if False:\n",
         "test_masked_exchange.py::test_kernels_per_shape_and_no_wait",
     ),
@@ -87,21 +91,21 @@ MUTANTS = [
     ),
     Mutant(
         "stacks: a pickle of each whole",
-        "commhooks/memory.py",
+        "commhooks/engine/state.py",
         "t.clone() if t.untyped_storage().nbytes() > t.nbytes else t",
         "t",
         "test_masked_exchange.py::test_a_pickled_state_holds_each_residual_once",
     ),
     Mutant(
         "stacks: gradients one by one",
-        "commhooks/lowrank_scratch.py",
+        "commhooks/compressors/powersgd/workspace.py",
         "(stack_deltas and len(group) > 1)",
         "False",
         "test_masked_exchange.py::test_kernels_per_shape_and_no_wait",
     ),
     Mutant(
         "stacks: no shape is shared",
-        "commhooks/matrix.py",
+        "commhooks/compressors/powersgd/matrix.py",
         "        return matrix.n, matrix.m, matrix.rank\n",
         "        return matrix.n, matrix.m, id(matrix)\n",
         "test_masked_exchange.py::test_kernels_per_shape_and_no_wait",
@@ -136,7 +140,7 @@ MUTANTS = [
     ),
     Mutant(
         "behind a mask: a scale of zero counts",
-        "commhooks/loss_scale.py",
+        "commhooks/gradients/loss_scale.py",
         "    return torch.where(scale.isfinite() & (scale > 0), scale, otherwise)\n",
         "    return scale\n",
         "test_masked_exchange.py::test_a_scale_of_zero_leaves_nothing_behind",
@@ -150,56 +154,56 @@ MUTANTS = [
     ),
     Mutant(
         "loss scale zero",
-        "commhooks/loss_scale.py",
+        "commhooks/gradients/loss_scale.py",
         "    if not (math.isfinite(scale) and scale > 0):\n",
         "    if math.isnan(scale):\n",
         "test_loss_scale.py::test_a_scale_that_is_none",
     ),
     Mutant(
         "steps are counted twice or never when a signal comes",
-        "commhooks/pipeline.py",
+        "commhooks/engine/driver.py",
         "                if self._unsettled is verdicts:\n",
         "                if True:\n",
         "test_settle.py::test_a_handler_that_saves_while_the_host_waits",
     ),
     Mutant(
         "steps are forgotten before they are counted",
-        "commhooks/pipeline.py",
+        "commhooks/engine/driver.py",
         "                committed, loss_scale = int(verdicts[0].item()), ",
         "                self._unsettled = None\n                committed, loss_scale = int(verdicts[0].item()), ",
         "test_settle.py::test_an_interrupt_while_the_host_waits_loses_no_step",
     ),
     Mutant(
         "a pass begins while another thread counts steps",
-        "commhooks/registration.py",
+        "commhooks/engine/session.py",
         "        with self.pipeline.lock:  # another",
         "        if True:  # another",
         "test_settle.py::test_a_pass_waits_for_a_thread_that_counts_steps",
     ),
     Mutant(
         "a handler that asks for times waits for itself",
-        "commhooks/clocks.py",
+        "commhooks/comm/clocks.py",
         "threading.RLock()",
         "threading.Lock()",
         "test_settle.py::test_a_handler_that_asks_for_times",
     ),
     Mutant(
         "times are counted twice when a signal comes",
-        "commhooks/clocks.py",
+        "commhooks/comm/clocks.py",
         "                if not self._open or self._open[0] is not head:\n                    continue",
         "                if not self._open:\n                    continue",
         "test_settle.py::test_a_handler_that_asks_for_times",
     ),
     Mutant(
         "the host waits for events",
-        "commhooks/clocks.py",
+        "commhooks/comm/clocks.py",
         "        self.collect(wait=False)\n",
         "        self.collect(wait=True)\n",
         "test_clocks.py::test_training_waits_for_no_event",
     ),
     Mutant(
         "events that have not passed are read",
-        "commhooks/clocks.py",
+        "commhooks/comm/clocks.py",
         "                elif not (begin.query() and end.query()):\n                    return\n",
         "",
         "test_clocks.py::test_what_the_device_has_not_done_is_counted_later",

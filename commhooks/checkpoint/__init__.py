@@ -1,0 +1,1 @@
+"""A hook's state in a checkpoint."""

@@ -1,0 +1,160 @@
+"""A payload in parts, for hosts in which every rank writes a file of its own: one part for all ranks, one per rank.
+
+The shared part is the payload with empty lists in the place of the residuals, and a fingerprint. A part of one rank
+holds its residuals by parameter name, or its state of a user's own hook, and the same fingerprint: a hash over what is
+the same on every rank anyway (hook, options, step, Q), so that nothing has to be communicated to find out whether the
+parts belong to one save. Documented in docs/checkpoint_format.md. Pure functions; no files, no collectives.
+"""
+
+import ctypes
+import hashlib
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from commhooks.checkpoint import payload
+from commhooks.checkpoint.checks import check_low_rank, check_range, check_tensor, check_world_size, shown
+from commhooks.errors import PayloadError
+from commhooks.gradients.precision import compute_dtype
+
+PART_FORMAT = "commhooks rank part"
+
+
+def split(saved: dict[str, Any], rank: int) -> tuple[dict[str, Any], dict[str, Any] | None]:
+    """The shared part of what `state_dict()` returned, and the part of this rank (None if there is nothing in it)."""
+    shared = {**saved, "fingerprint": fingerprint(saved)}
+    own: dict[str, torch.Tensor] = {}
+    if saved.get("residual") == "per_rank":
+        if saved["residual_ranks"] != [rank]:
+            raise ValueError(f"split: expected the residuals of rank {rank} only, not {saved['residual_ranks']}")
+        entries = saved["parameters"]
+        own = {name: entry["residual"][0] for name, entry in entries.items() if entry["residual"] is not None}
+        without = {name: entry | {"residual": [] if name in own else None} for name, entry in entries.items()}
+        shared |= {"parameters": without, "residual_ranks": []}
+    if not own and saved.get("hook_state") is None:
+        return shared, None
+    part = {
+        "format": PART_FORMAT,
+        "version": payload.VERSION,
+        "fingerprint": shared["fingerprint"],
+        "rank": rank,
+        "world_size": saved["world_size"],
+        "residuals": own,
+        "hook_state": saved.get("hook_state"),
+    }
+    return shared, part
+
+
+def fingerprint(saved: dict[str, Any]) -> str:
+    """A hash over the parts of a payload that are the same on every rank: hook, options, step, loss scale, Q."""
+    digest = hashlib.sha256()
+    head = [saved.get(key) for key in ("hook", "step", "world_size", "loss_scale")]
+    digest.update(repr((head, sorted(saved["options"].items()))).encode())
+    entries = saved.get("parameters", {}).items()
+    factors = [(name, entry["q"]) for name, entry in entries]
+    factors += [(f"P of {name}", entry["p"]) for name, entry in entries if "p" in entry]
+    for name, q in factors + sorted(saved.get("batched_q", {}).items()):
+        digest.update(repr((name, None if q is None else (q.dtype, tuple(q.shape)))).encode())
+        if q is not None:
+            flat = q.detach().cpu().contiguous()
+            # The bytes of a tensor without numpy, which torch does not require.
+            digest.update(ctypes.string_at(flat.data_ptr(), flat.numel() * flat.element_size()))
+    return digest.hexdigest()
+
+
+def check_shared(shared: object) -> dict[str, Any]:
+    """A shared part that is complete and undamaged.
+
+    Raises:
+        PayloadError: it is not.
+    """
+    checked = payload.check_header(shared)
+    if "parameters" in checked:
+        check_low_rank(checked)
+    else:
+        check_world_size(checked)
+    try:
+        whole = checked.get("fingerprint") == fingerprint(checked)
+    except Exception:  # something else than `split` makes: options that cannot be sorted or shown
+        whole = False
+    if not whole:
+        raise PayloadError("damaged hook state: its content and its fingerprint do not belong together")
+    return checked
+
+
+def ranks_needed(shared: dict[str, Any], rank: int, world_size: int) -> list[int]:
+    """Whose parts `rank` of now `world_size` ranks must read to load: none, its own, or those of all that saved."""
+    if shared.get("hook_state") is not None:
+        return [rank] if shared["world_size"] == world_size else []
+    if not any(isinstance(entry["residual"], list) for entry in shared.get("parameters", {}).values()):
+        return []
+    return [rank] if shared["world_size"] == world_size else list(range(shared["world_size"]))
+
+
+def problem_of_part(shared: dict[str, Any], part: object, rank: int) -> str | None:
+    """Why `part` cannot be used as the part of `rank` beside `shared`; None if it can."""
+    if not isinstance(part, dict) or part.get("format") != PART_FORMAT or part.get("version") != payload.VERSION:
+        return "is not the part of one rank of a hook state of this version"
+    if part.get("fingerprint") != shared["fingerprint"]:
+        return "is of another save than the shared file beside it"
+    if part.get("rank") != rank:
+        return f"is of rank {shown(part.get('rank'))}, not of rank {rank}"
+    residuals = part.get("residuals")
+    if not isinstance(residuals, dict):
+        return "has no residuals"
+    if "hook_state" not in part:
+        return "has no hook_state"
+    entries = shared.get("parameters", {})
+    for name, residual in residuals.items():
+        q = entries[name]["q"] if name in entries else None
+        try:
+            check_tensor(residual, "it")
+            if "loss_scale" in shared:
+                dtype = torch.float32 if q is None else compute_dtype(q.dtype)
+                check_range(name, {"q": None, "residual": residual}, dtype, shared["loss_scale"])
+        except PayloadError as error:
+            return f"has a residual for {shown(name)} that does not fit ({error})"
+        if name not in entries or list(residual.shape) != entries[name]["shape"]:
+            return f"has a residual for {shown(name)} that does not fit"
+    return None
+
+
+def merge(shared: dict[str, Any], parts: Iterable[dict[str, Any] | None], rank: int, world_size: int) -> dict[str, Any]:
+    """The payload that `rank` of now `world_size` ranks loads.
+
+    Args:
+        parts: in the order of `ranks_needed`, checked by `problem_of_part`; None for one that is missing. Read one at a
+            time, so that one model-sized copy at a time is in memory.
+
+    Returns:
+        With the rank's own residuals for the same world size, the mean of all for another. Where a part is missing the
+        payload says that there should be residuals and has none: after loading it all ranks agree to do without.
+    """
+    merged = {key: value for key, value in shared.items() if key != "fingerprint"}
+    if shared.get("hook_state") is not None:
+        for part in parts:
+            merged["hook_state"] = shared["hook_state"] if part is None else part["hook_state"]
+        return merged
+    needed = ranks_needed(shared, rank, world_size)
+    if not needed:
+        return merged
+    total: dict[str, torch.Tensor] | None = {}
+    for part in parts:
+        if part is None or total is None:
+            total = None
+            break
+        for name, residual in part["residuals"].items():
+            total[name] = residual if name not in total else total[name] + residual
+    if total is None:
+        return merged
+    entries = shared["parameters"]
+    if shared["world_size"] == world_size:
+        residuals: dict[str, Any] = {name: [residual] for name, residual in total.items()}
+        merged |= {"residual": "per_rank", "residual_ranks": [rank]}
+    else:
+        residuals = {name: residual / shared["world_size"] for name, residual in total.items()}
+        merged |= {"residual": "mean", "residual_ranks": needed}
+    # A rank without an entry has a residual of zeros there.
+    merged["parameters"] = {name: entry | {"residual": residuals.get(name)} for name, entry in entries.items()}
+    return merged

@@ -1,0 +1,1 @@
+"""What travels between the ranks, and how it is counted and timed."""

@@ -1,0 +1,1 @@
+"""PowerSGD: low-rank gradients with error feedback."""

@@ -1,0 +1,184 @@
+"""The codec's passes over a matrix as a small native kernel (`fused_codec.c`), for float32 on the CPU.
+
+Optional (`PowerSGD(fused=True)`): the plain form in `codec` is the reference, and the results are the same to rounding.
+Each pass does in one reading of the matrix what takes the plain form several. The kernel is compiled by the C compiler
+of the machine when it is first asked for, which takes about a second, and kept in the user's cache folder.
+"""
+
+import contextlib
+import ctypes
+import functools
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+
+import torch
+
+from commhooks.compressors.powersgd import codec
+from commhooks.errors import HookConfigError
+
+SOURCE = Path(__file__).with_name("fused_codec.c")
+FLAGS = ("-O3", "-march=native", "-ffp-contract=fast", "-fno-math-errno", "-std=gnu11", "-shared", "-fPIC")
+
+
+class FusedCodec:
+    """The functions of `codec` that read or write whole matrices; see there for shapes."""
+
+    reconstruct = staticmethod(codec.reconstruct)
+    remainder = staticmethod(codec.remainder)
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        size, pointer = ctypes.c_size_t, ctypes.c_void_p
+        self._add_and_project = library.commhooks_add_and_project
+        self._add_and_project.argtypes = [size, size, size, pointer, pointer, ctypes.c_float, pointer, pointer]
+        self._project_q = library.commhooks_project_q
+        self._project_q.argtypes = [size, size, size, pointer, pointer, pointer]
+        self._split = library.commhooks_split
+        self._split.argtypes = [size, size, size, *[pointer] * 6]
+        for function in (self._add_and_project, self._project_q, self._split):
+            function.restype = None
+        self._unit_rows = library.commhooks_unit_rows
+        self._unit_rows.argtypes = [size, size, ctypes.c_int, ctypes.c_double, pointer, pointer]
+        self._unit_rows.restype = ctypes.c_int
+
+    def add_and_project(
+        self,
+        delta: torch.Tensor,
+        residual: torch.Tensor | None,
+        factor: float,
+        q: torch.Tensor,
+        rank: int,
+        out: torch.Tensor,
+    ) -> None:
+        address = None if residual is None else _address(residual)
+        self._add_and_project(*delta.shape, rank, _address(delta), address, factor, _address(q), _address(out))
+
+    def project_q(self, delta: torch.Tensor, p: torch.Tensor, rank: int, out: torch.Tensor) -> None:
+        self._project_q(*delta.shape, rank, _address(delta), _address(p), _address(out))
+
+    def split(
+        self,
+        delta: torch.Tensor,
+        local: codec.Factors,
+        mean: codec.Factors,
+        rank: int,
+        residual: torch.Tensor,
+    ) -> None:
+        addresses = [_address(each) for each in (delta, residual, *local, *mean)]
+        self._split(*delta.shape, rank, *addresses)
+
+    def unit_rows(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        return self._few_rows(rows, False) or codec.unit_rows(rows)
+
+    def orthonormal_rows(
+        self, rows: torch.Tensor, refill: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        return (refill is None and self._few_rows(rows, True)) or codec.orthonormal_rows(rows, refill)
+
+    def _few_rows(self, rows: torch.Tensor, orthogonal: bool) -> tuple[torch.Tensor, None] | None:
+        """None if directions are missing, which is a case for the plain form, or where that is as fast."""
+        if len(rows) > _FEW_ROWS:
+            return None
+        rows = rows.contiguous()
+        out = torch.empty_like(rows)
+        least = 10 * torch.finfo(rows.dtype).eps
+        missing = self._unit_rows(*rows.shape, orthogonal, least, _address(rows), _address(out))
+        return None if missing else (out, None)
+
+
+_FEW_ROWS = 4
+
+
+@functools.cache
+def load() -> FusedCodec:
+    """The kernel, compiled if this machine has not done so before.
+
+    Raises:
+        HookConfigError: there is no C compiler, it fails, or what it made cannot be loaded; the text says what to do.
+    """
+    compiler = os.environ.get("CC") or next(filter(shutil.which, ("cc", "gcc", "clang")), None)
+    if compiler is None:
+        raise HookConfigError(
+            "fused=True compiles a small kernel, and no C compiler was found: install one (gcc or clang), name one in "
+            "the environment variable CC, or leave fused=False"
+        )
+    try:
+        text = SOURCE.read_bytes()
+        # A home folder may be shared by machines with different processors.
+        key = hashlib.sha256(text + repr((compiler, FLAGS, platform.machine(), _processor())).encode()).hexdigest()[:16]
+        return _load_or_compile(compiler, _cache_folder() / f"fused_codec_{key}.so")
+    except OSError as error:  # the disk is full, or nothing can be loaded from the temporary folder either
+        raise HookConfigError(
+            "fused=True: the compiled kernel cannot be kept or loaded; name a folder in the environment variable "
+            "XDG_CACHE_HOME that takes files and from which programs may run, another compiler in CC, or leave "
+            f"fused=False. The system says: {error}"
+        ) from error
+
+
+def _load_or_compile(compiler: str, library: Path) -> FusedCodec:
+    if library.exists():
+        with contextlib.suppress(OSError):  # damaged: made anew
+            return FusedCodec(ctypes.CDLL(str(library)))
+    _compile(compiler, library)
+    with contextlib.suppress(OSError):
+        return FusedCodec(ctypes.CDLL(str(library)))
+    # Home folders are sometimes mounted so that nothing in them can be executed.
+    with tempfile.TemporaryDirectory(prefix="commhooks-", ignore_cleanup_errors=True) as temporary:
+        return FusedCodec(ctypes.CDLL(shutil.copy(library, temporary)))
+
+
+def _compile(compiler: str, library: Path) -> None:
+    with tempfile.TemporaryDirectory(dir=library.parent) as temporary:
+        made = Path(temporary, library.name)
+        command = [*compiler.split(), *FLAGS, "-o", str(made), str(SOURCE)]
+        said = ""
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, errors="replace")
+            failed, said = done.returncode != 0 or not made.exists(), done.stderr
+        except OSError as error:
+            failed, said = True, str(error)
+        if failed:
+            raise HookConfigError(
+                f"fused=True: {' '.join(command)} failed; repair the compiler, name another one in the environment "
+                f"variable CC, or leave fused=False. It said: {said.strip() or 'nothing'}"
+            )
+        os.replace(made, library)  # several ranks may do this at once: each finds a whole file
+
+
+def check_supported(device: torch.device, dtype: torch.dtype) -> None:
+    """Raise HookConfigError unless the kernel can serve matrices of this (compute) dtype on this device."""
+    if device.type != "cpu" or dtype != torch.float32:
+        raise HookConfigError(
+            f"fused=True works on the CPU with float32 arithmetic (parameters in float32, bfloat16 or float16), and "
+            f"here are gradients in {str(dtype).removeprefix('torch.')} on {device}: leave fused=False"
+        )
+
+
+def _address(tensor: torch.Tensor) -> int:
+    assert tensor.is_contiguous() and tensor.dtype == torch.float32
+    return tensor.data_ptr()
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    return "".join(sorted({line for line in lines if line.startswith(("flags", "Features", "model name"))}))
+
+
+def _cache_folder() -> Path:
+    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "commhooks"
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        # Code is loaded from there: it must be nobody else's. Windows knows no user ids, and homes are private there.
+        own = not hasattr(os, "getuid") or folder.stat().st_uid == os.getuid()
+        if own and os.access(folder, os.W_OK):
+            return folder
+    except (OSError, RuntimeError):  # no home
+        pass
+    return Path(tempfile.mkdtemp(prefix="commhooks-"))

@@ -1,0 +1,48 @@
+"""What PowerSGD compresses: gradients of a bucket, seen as matrices."""
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from commhooks.gradients.layout import Slot
+
+
+@dataclass(frozen=True, eq=False)
+class Matrix:
+    """One matrix to compress: `n x m` at `rank`, made of the gradients in `slots`.
+
+    In per-parameter PowerSGD that is one slot of n * m elements; in the batched form all slots of a bucket, padded with
+    zeros to a square.
+    """
+
+    name: str
+    slots: tuple[tuple[str, Slot], ...]
+    """Name and place of each parameter in the matrix, adjacent in the bucket."""
+    n: int
+    m: int
+    rank: int
+
+    @property
+    def start(self) -> int:
+        return self.slots[0][1].offset
+
+    @property
+    def stop(self) -> int:
+        return self.slots[-1][1].offset + self.slots[-1][1].numel
+
+    @property
+    def fills_bucket_span(self) -> bool:
+        return self.stop - self.start == self.n * self.m
+
+
+def by_shape(matrices: Sequence[Matrix]) -> list[list[Matrix]]:
+    """Groups of one shape and rank; their order is that of their first matrices."""
+
+    def shape(matrix: Matrix) -> tuple[int, int, int]:
+        return matrix.n, matrix.m, matrix.rank
+
+    first: dict[tuple[int, int, int], int] = {}
+    for i, matrix in enumerate(matrices):
+        first.setdefault(shape(matrix), i)
+    ordered = sorted(matrices, key=lambda matrix: first[shape(matrix)])
+    return [list(group) for _, group in itertools.groupby(ordered, key=shape)]

@@ -1,0 +1,1 @@
+"""One backward pass as a transaction over all buckets."""

@@ -1,0 +1,56 @@
+"""The factor by which the loss is multiplied: asked once per backward pass, and never by waiting for an accelerator."""
+
+import math
+import numbers
+from collections.abc import Callable
+
+import torch
+
+from commhooks.errors import HookRunError
+from commhooks.gradients import precision
+
+LossScale = float | torch.Tensor
+"""A number, or a 0-dim tensor on an accelerator that the host has not read."""
+
+
+def scale_of(scaler: torch.amp.GradScaler, device: torch.device) -> LossScale:
+    """What `scaler` multiplies a loss on `device` by."""
+    if precision.host_may_look(device):
+        return scaler.get_scale()
+    return scaler.scale(torch.ones((), device=device))
+
+
+def read_scale(loss_scale: Callable[[], LossScale] | None) -> LossScale:
+    """The scale of this backward pass; 1 where there is none.
+
+    Raises:
+        HookRunError: it is no number, or, as far as the host can see, zero, negative or not finite.
+    """
+    scale = 1.0 if loss_scale is None else loss_scale()
+    if not isinstance(scale, numbers.Real) and not (isinstance(scale, torch.Tensor) and scale.numel() == 1):
+        raise HookRunError(
+            f"loss_scale returned a {type(scale).__name__}; expected the factor by which the loss was multiplied: a "
+            "number, or a tensor that holds one"
+        )
+    if isinstance(scale, torch.Tensor) and not precision.host_may_look(scale.device):
+        return scale.detach()
+    scale = float(scale)
+    if not (math.isfinite(scale) and scale > 0):
+        raise HookRunError(
+            f"loss_scale returned {scale}; expected the factor by which the loss was multiplied, a positive number. A "
+            "GradScaler comes down to zero when every step overflows: look for the inf or NaN in the model"
+        )
+    return scale
+
+
+def usable(scale: LossScale, otherwise: LossScale) -> LossScale:
+    """`scale`; on a device a copy of it, since a scaler goes on to change its own, and `otherwise` where it is zero,
+    negative or not finite: the gradients of such a step are all zero or not finite, and residuals stay as they are."""
+    if not isinstance(scale, torch.Tensor):
+        return scale
+    return torch.where(scale.isfinite() & (scale > 0), scale, otherwise)
+
+
+def is_one(factor: LossScale) -> bool:
+    """Whether the host knows that it changes nothing."""
+    return not isinstance(factor, torch.Tensor) and factor == 1

@@ -1,0 +1,91 @@
+"""By which name the memory of a parameter is kept.
+
+A GradBucket carries no names. Where a hook is attached by us the model's own names are known; with a bare
+`register_comm_hook(state, hook)` a parameter is known by its place in the order in which it was registered, counted
+from the end, within its dtype and kind of device: that is the order that the first backward pass shows, whatever
+`bucket_cap_mb` is, and it is the same after a restart.
+"""
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from types import MappingProxyType
+from typing import Protocol
+
+import torch
+
+from commhooks.errors import HookRunError
+from commhooks.gradients.exclude import matching
+
+
+class Names(Protocol):
+    """Names of parameters."""
+
+    def of_bucket(self, parameters: list[torch.Tensor], first: bool) -> list[str]:
+        """The names of a bucket's parameters; `first`: this is the first bucket of a backward pass."""
+
+    def known(self) -> dict[str, torch.Tensor]:
+        """Name -> parameter, of all that are known so far."""
+
+    def excluded_by(self, name: str, patterns: Sequence[str]) -> str | None:
+        """The first of `patterns` (globs) that matches the parameter, None without."""
+
+
+class GivenNames:
+    """The names that the model gives them. A tied parameter has the first of its names."""
+
+    def __init__(
+        self,
+        named_parameters: Iterable[tuple[str, torch.Tensor]],
+        all_names: Mapping[int, Sequence[str]] = MappingProxyType({}),
+    ) -> None:
+        """`all_names`: of each parameter by its id; several where it is tied."""
+        self._parameters = dict(named_parameters)
+        self._all_names = {name: list(all_names.get(id(p), [name])) for name, p in self._parameters.items()}
+        self._names = {id(parameter): name for name, parameter in self._parameters.items()}
+
+    def of_bucket(self, parameters: list[torch.Tensor], first: bool) -> list[str]:
+        try:
+            return [self._names[id(parameter)] for parameter in parameters]
+        except KeyError:
+            shapes = [tuple(p.shape) for p in parameters if id(p) not in self._names]
+            raise HookRunError(
+                f"DDP reduces parameters of shapes {shapes} that the model did not have when the hook was attached: "
+                "wrap the model in DistributedDataParallel again after adding parameters, and attach again"
+            ) from None
+
+    def known(self) -> dict[str, torch.Tensor]:
+        return self._parameters
+
+    def excluded_by(self, name: str, patterns: Sequence[str]) -> str | None:
+        return matching(self._all_names[name], patterns)
+
+
+class PlaceNames:
+    """`float32.cpu.0` is the last registered float32 parameter on the CPU, `float32.cpu.1` the one before it."""
+
+    def __init__(self) -> None:
+        self._parameters: dict[int, tuple[torch.Tensor, str]] = {}
+        self._counts: Counter[str] = Counter()
+
+    def of_bucket(self, parameters: list[torch.Tensor], first: bool) -> list[str]:
+        if first and not any(id(parameter) in self._parameters for parameter in parameters):
+            # Another model: start anew. Its first bucket holds the parameters registered last.
+            self._parameters.clear()
+            self._counts.clear()
+        for parameter in reversed(parameters):
+            if id(parameter) not in self._parameters:
+                kind = f"{str(parameter.dtype).removeprefix('torch.')}.{parameter.device.type}"
+                self._parameters[id(parameter)] = (parameter, f"{kind}.{self._counts[kind]}")
+                self._counts[kind] += 1
+        return [self._parameters[id(parameter)][1] for parameter in parameters]
+
+    def known(self) -> dict[str, torch.Tensor]:
+        return {name: parameter for parameter, name in self._parameters.values()}
+
+    def excluded_by(self, name: str, patterns: Sequence[str]) -> str | None:
+        if patterns:
+            raise HookRunError(
+                f"exclude={list(patterns)} needs the names of parameters, which a bare register_comm_hook does not "
+                "know: use commhooks.attach(ddp_model, commhooks.PowerSGD(exclude=...))"
+            )
+        return None

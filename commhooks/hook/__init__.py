@@ -1,0 +1,1 @@
+"""The user's handle on an attached hook."""

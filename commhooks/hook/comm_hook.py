@@ -1,0 +1,315 @@
+"""`CommHook`: a hook that is attached to a DDP model, and the user's handle on it."""
+
+import contextlib
+import dataclasses
+import logging
+import sys
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from commhooks.checkpoint import payload
+from commhooks.checkpoint.checks import shown
+from commhooks.checkpoint.saved_state import LowRankSavedState, SimpleSavedState
+from commhooks.comm.clocks import has_clock
+from commhooks.comm.counters import Stats
+from commhooks.comm.hook_result import checked_future
+from commhooks.compressors.config import HookConfig
+from commhooks.ddp_comm_hooks.powerSGD_hook import PowerSGDState
+from commhooks.engine.agreement import fingerprint
+from commhooks.engine.driver import forbid_uneven_division
+from commhooks.errors import HookConfigError, HookRunError, PayloadError
+from commhooks.gradients.after_backward import in_backward, run_after_backward
+from commhooks.gradients.names import GivenNames
+from commhooks.hook.announce import announce
+from commhooks.hook.cosine import CosineSampler
+from commhooks.hook.hook_plan import HookPlan
+from commhooks.hook.norms import Norms, measure
+from commhooks.hook.plan import ModelPlan
+from commhooks.hook.plan_model import sparse_parameters
+from commhooks.hook.replica_check import ReplicaCheck
+from commhooks.hook.request import HookSpec
+from commhooks.hook.simple_hooks import count_bytes, run_with_clocks
+
+logger = logging.getLogger(__name__)
+
+JOINT_SAVE_LIMIT_S = 60.0
+_NO_BUCKET_YET = sys.maxsize
+
+
+class CommHook:
+    """A registered communication hook, made by `commhooks.attach`. `stats()` and `plan()` outlive the model.
+
+    Attributes:
+        name: of the hook.
+        joint_save_limit_s: seconds that a save waits for the other ranks before it goes on without residuals.
+    """
+
+    def __init__(
+        self,
+        spec: HookSpec,
+        config: HookConfig | None,
+        state: Any,
+        function: Callable[..., Any],
+        ddp_model: DistributedDataParallel,
+        names: GivenNames,
+        group: dist.ProcessGroup,
+    ) -> None:
+        self.name = spec.name
+        self.joint_save_limit_s = JOINT_SAVE_LIMIT_S
+        self._spec = spec
+        self._config = config
+        self._state = state
+        self._function = function
+        self._names = names
+        self._group = group
+        self._rank, self._world_size = dist.get_rank(group), dist.get_world_size(group)
+        self._ddp_model = weakref.ref(ddp_model)
+        self._low_rank = state if isinstance(state, PowerSGDState) else None
+        self._stats = self._low_rank._stats if self._low_rank is not None else Stats()
+        low_rank_kind = getattr(function, "_commhooks_low_rank", None)
+        self._batched = low_rank_kind is not None and bool(low_rank_kind[0])
+        self._plan = HookPlan(spec, config, self._low_rank, self._batched, names, sparse_parameters(ddp_model))
+        self._saved_state: LowRankSavedState | SimpleSavedState
+        if self._low_rank is not None:
+            self._saved_state = LowRankSavedState(self.name, self._low_rank, names, group, self._plan.own_q)
+        else:
+            self._saved_state = SimpleSavedState(
+                self.name, self.options, state, self._stats, self._rank, self._world_size
+            )
+        self._replicas = (
+            ReplicaCheck(ddp_model, spec.check_every, group, self._stats) if spec.check_every is not None else None
+        )
+        self._cosine: CosineSampler | None = None
+        self._announced = False
+        # Buckets come in order: one that is not beyond the last one begins another pass.
+        self._last_index = _NO_BUCKET_YET
+
+    def __repr__(self) -> str:
+        ddp_model = self._ddp_model()
+        model = f"attached to {type(ddp_model.module).__name__}" if ddp_model is not None else "its model is gone"
+        options = "".join(f", {name}={value!r}" for name, value in self.options.items())
+        wrapper = f", wrapper={self._spec.wrapper!r}" if self._spec.wrapper is not None else ""
+        place = f"rank {self._rank} of {self._world_size}"
+        return f"<CommHook({self.name!r}{options}{wrapper}), {model}, {place}>"
+
+    # ---- what DDP calls ----------------------------------------------------------------------------------------------
+
+    def _run(self, state: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+        if not isinstance(bucket, dist.GradBucket):
+            raise HookRunError(
+                "this hook was called without a GradBucket: compiled DDP with optimize_ddp='python_reducer' is not "
+                "supported; set torch._dynamo.config.optimize_ddp = 'ddp_optimizer'"
+            )
+        if bucket.index() <= self._last_index:
+            ddp_model = self._ddp_model()
+            if ddp_model is not None:
+                forbid_uneven_division(ddp_model)
+            if self._replicas is not None and self._replicas.due():
+                self._settle()
+                plan = fingerprint(*(repr(row) for row in self.plan().parameters))
+                self._replicas.compare(self._saved_state.step, plan, taking_part=in_backward())
+            if self._low_rank is None:
+                self._stats.begin_pass()
+            if self._cosine is not None:
+                self._cosine.begin_pass()
+        self._last_index = bucket.index()
+        if self._cosine is not None:
+            self._cosine.keep(bucket)
+        if self._low_rank is None:
+            count_bytes(bucket, self._config, self._spec.wire_dtype, self._stats)
+            future = self._run_simple(state, bucket)
+        else:
+            future = checked_future(self._function(state, bucket), self.name)
+        if self._cosine is not None:
+            self._cosine.answered(bucket, future)
+        if bucket.is_last():
+            self._end_pass()
+        else:  # the last one may never come: DDP can be told to skip buckets that no rank uses
+            run_after_backward(self._end_pass)
+        return future
+
+    def _run_simple(self, state: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+        def run() -> torch.futures.Future[torch.Tensor]:
+            return checked_future(self._function(state, bucket), self.name)
+
+        device = bucket.buffer().device
+        if self._config is None or not has_clock(device):
+            return run()
+        return run_with_clocks(run, device, self._stats.clocks)
+
+    def _settle(self) -> None:
+        if self._low_rank is not None and self._low_rank._registration is not None:
+            self._low_rank._registration.pipeline.settle()
+
+    def _end_pass(self) -> None:
+        self._last_index = _NO_BUCKET_YET
+        if self._cosine is not None:
+            self._cosine.compare(self._stats.backward_passes)
+        if not self._announced:
+            self._announced = True
+            if self._rank == 0:
+                announce(self._spec, self._low_rank, self.plan(), self._stats)
+
+    # ---- what users call ---------------------------------------------------------------------------------------------
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The hook's options, with `start_powerSGD_iter` as a number of steps."""
+        if self._low_rank is not None:
+            return dataclasses.asdict(self._low_rank._options)
+        return dataclasses.asdict(self._config) if self._config is not None else dict(self._spec.options)
+
+    def plan(self) -> ModelPlan:
+        """What is compressed and what is not, per parameter (per bucket for batched PowerSGD, after the first pass)."""
+        return self._plan.model()
+
+    def stats(self) -> dict[str, Any]:
+        """Counters since the hook was attached, this rank only. Bytes are those handed to all-reduce.
+
+        Waits for the accelerator if it has not told yet which of the latest steps were finite. For a hook of the
+        user's own the bytes and seconds are None: only it knows.
+
+        `codec_s` and `waiting_s` are seconds inside the hook without waiting, and waiting for the all-reduces (the
+        other ranks' delay included): of this host, or on CUDA of the device, measured by events. The simple hooks leave
+        the waiting to DDP; theirs is the time from the last call of the hook to the last answer. Small exchanges after
+        a start or a load are in neither. On other accelerators both are None.
+        `cosine` is None without `sample_cosine`; `cosine_pass` is the backward pass that it belongs to.
+        """
+        self._settle()
+        s = self._stats
+        known = self._config is not None or self._low_rank is not None
+        clocks, timed = s.clocks, known and all(has_clock(p.device) for p in self._names.known().values())
+        clocks.collect(wait=True)
+        sample = self._cosine.latest if self._cosine is not None else None
+        return {
+            "hook": self.name,
+            "step": self._saved_state.step,
+            "backward_passes": s.backward_passes,
+            "compressed_steps": s.compressed_steps if self._low_rank is not None else None,
+            "nonfinite_steps": s.nonfinite_steps if self._low_rank is not None else None,
+            "collectives": s.collectives if known else None,
+            "collectives_last_pass": s.last_pass.collectives if known else None,
+            "bytes_sent": s.bytes_sent if known else None,
+            "bytes_sent_last_pass": s.last_pass.bytes_sent if known else None,
+            "bytes_uncompressed": s.bytes_uncompressed,
+            "compression_rate": s.bytes_uncompressed / s.bytes_sent if known and s.bytes_sent else None,
+            "codec_s": clocks.total.codec_s if timed else None,
+            "codec_s_last_pass": clocks.last_pass.codec_s if timed else None,
+            "waiting_s": clocks.total.waiting_s if timed else None,
+            "waiting_s_last_pass": clocks.last_pass.waiting_s if timed else None,
+            "cosine": sample.cosine() if sample is not None else None,
+            "cosine_pass": sample.backward_pass if sample is not None else None,
+            "handshakes": s.handshakes,
+            "last_issued": s.last_issued or None,
+        }
+
+    def norms(self) -> dict[str, float | None]:
+        """`residual_norm`, `gradient_norm` and `residual_over_gradient`, of the parameters that PowerSGD compresses
+        (of all of them for other hooks, which have no residual), this rank's own. Computed now: a step costs nothing.
+
+        Residuals are told in units of the unscaled loss. Gradients are read from `.grad` as they are now: ask after
+        the backward pass (with a GradScaler: after `unscale_` or the optimizer's step) and before they are set to
+        zero; without gradients the norm is None.
+        """
+        return Norms.total(list(self._norms().values())).as_dict()
+
+    def layers(self) -> dict[str, dict[str, float | None]]:
+        """What `norms()` tells, and the latest `cosine`, of every parameter by name."""
+        sample = self._cosine.latest if self._cosine is not None else None
+        cosines = sample.per_parameter() if sample is not None else {}
+        norms = self._norms(every=True)
+        return {name: each.as_dict() | {"cosine": cosines.get(name)} for name, each in norms.items()}
+
+    def _norms(self, every: bool = False) -> dict[str, Norms]:
+        parameters = self._names.known()
+        if self._low_rank is None:
+            return measure(parameters, {}, 1.0)
+        self._settle()
+        memory = self._low_rank._memory
+        registration = self._low_rank._registration
+        if self._batched:
+            compressed = set(memory.residuals) or set(parameters)
+        else:
+            compressed = {plan.name for plan in self._plan.own_q() if plan.compressed}
+        chosen = {name: p for name, p in parameters.items() if every or name in compressed}
+        with registration.pipeline.lock if registration is not None else contextlib.nullcontext():
+            return measure(chosen, memory.residuals, float(memory.loss_scale))
+
+    def sample_cosine(self, every: int | None) -> None:
+        """Measure on every `every`-th backward pass from now on the cosine of the angle between the gradient that the
+        hook leaves and the true mean of the ranks' gradients; None: no more. *All ranks must call*, with the same
+        number, between two backward passes.
+
+        A sampled pass takes a copy of the gradients and one plain all-reduce of them, which is not counted in the
+        bytes, and waits for it. It does not change the training. `stats()` has the latest result, `layers()` that of
+        each parameter. With error feedback a cosine well below 1 is usual: what a step leaves out comes later.
+
+        Raises:
+            HookConfigError: not a number of steps; not the same on all ranks (on all of them); a hook of your own,
+                whose answers may come when only it knows.
+            HookRunError: another rank does not come within the process group's timeout.
+        """
+        if self._low_rank is None and self._config is None:
+            raise HookConfigError(f"sample_cosine: hook {self.name!r} is your own; only the hooks of commhooks can be")
+        self._cosine = CosineSampler.agreed(every, self._names, self._group, self._stats)
+
+    def state_dict(self, residual: str | None = None, *, gather: bool = False, joint: bool = True) -> dict[str, Any]:
+        """What a checkpoint needs to continue: step, Q, residuals, options; tensors on the CPU.
+
+        Args:
+            residual: "per_rank", "mean" or "drop"; None is the `save_residual` of `attach`.
+                "per_rank": this rank's own residuals, no communication: save one file per rank.
+                "mean": the mean over the ranks; *all ranks must call*. It also sets every rank's residuals to that
+                mean, so that the run that saved and a run that resumes from it stay equal bit for bit.
+                "drop": no residuals.
+            gather: with "per_rank", the residuals of all ranks in one payload; *all ranks must call*.
+            joint: False where other ranks may not take part (signal handlers, exceptions): nothing is communicated.
+
+        Returns:
+            Plain types and tensors, for `torch.save`. Where a joint save was not possible it is marked
+            `"exact": False`, holds no residuals, and one warning says so; it waits `joint_save_limit_s` at most.
+            From another thread than the training's it waits for a commit that is under way: it never mixes two steps.
+        """
+        residual = residual if residual is not None else self._spec.save_residual
+        if residual not in payload.SAVE_RESIDUAL:
+            raise HookConfigError(
+                f"residual={residual!r}; expected one of {', '.join(map(repr, payload.SAVE_RESIDUAL))}"
+            )
+        return self._saved_state.save(residual, gather, joint, self.joint_save_limit_s)
+
+    def load_state_dict(self, saved: dict[str, Any], strict: bool | None = None) -> None:
+        """Take over what `state_dict` returned. *All ranks must call*, before the next backward pass.
+
+        All or nothing: everything is checked before anything changes. The saved `start_powerSGD_iter` wins. A changed
+        rank keeps the residuals and refits Q. Another world size takes the mean of the residuals. If the residual of
+        any rank is missing, all ranks start from residuals of zero, with one warning.
+
+        Args:
+            strict: whether a state of another hook or model is an error (default: the `strict` of `attach`); if not,
+                what does not fit starts with fresh memory, and one warning lists it.
+
+        Raises:
+            PayloadError: nothing was changed; the text lists what does not fit.
+        """
+        self._prepare_load(saved, strict)()
+
+    def _prepare_load(self, saved: object, strict: bool | None = None) -> Callable[[], None]:
+        """Check all of `saved` and change nothing; the function that is returned takes it over."""
+        strict = self._spec.strict if strict is None else strict
+        content = payload.check_header(saved)
+        if content["hook"] == self.name:
+            return self._saved_state.prepare_load(content, strict)
+        text = f"the saved state is of hook {shown(content['hook'])}, this one is {self.name!r}"
+        if strict:
+            raise PayloadError(
+                f"{text}. Attach the saved hook to continue with its memory, or load with strict=False to begin "
+                "this one with fresh memory"
+            )
+        if self._rank == 0:
+            logger.warning("%s: it begins with fresh memory (strict=False)%s", text, self._saved_state.not_begun_anew)
+        return self._saved_state.begin_anew

@@ -1,0 +1,125 @@
+"""How far the compressed gradient points away from the true one, on a few passes that are asked for.
+
+On such a pass every bucket is copied before the hook sees it, and the copies are averaged over the ranks after the hook
+has sent all of its own. Nothing of that reaches the training; it costs one copy of the gradients and one plain
+all-reduce of them.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from commhooks.comm.collective import gather_rows, lost
+from commhooks.comm.counters import Stats
+from commhooks.errors import HookConfigError
+from commhooks.gradients.layout import BucketLayout, read_layout
+from commhooks.gradients.names import Names
+from commhooks.gradients.precision import compute_dtype
+
+
+@dataclass
+class _Kept:
+    """A bucket of the pass that is being sampled."""
+
+    layout: BucketLayout
+    names: Sequence[str]
+    gradient: torch.Tensor
+    """A copy of this rank's own, flat, float32 or float64."""
+    future: "torch.futures.Future[torch.Tensor] | None" = None
+
+
+@dataclass(frozen=True)
+class Sample:
+    """The latest sample. `products`: per parameter `[a b, a a, b b]`, a the compressed gradient, b the true mean."""
+
+    backward_pass: int
+    names: list[str]
+    products: torch.Tensor
+
+    def cosine(self) -> float | None:
+        """Over all parameters. Waits for the device."""
+        return _cosine(self.products.sum(0).tolist())
+
+    def per_parameter(self) -> dict[str, float | None]:
+        return {name: _cosine(row) for name, row in zip(self.names, self.products.tolist(), strict=True)}
+
+
+class CosineSampler:
+    """Samples every `every`-th backward pass that it is told of. All ranks must be told of the same.
+
+    `begin_pass`, then for each bucket `keep` before the hook and `answered` after it, then `compare`.
+    """
+
+    def __init__(self, every: int, names: Names, group: dist.ProcessGroup) -> None:
+        self.every = every
+        self.latest: Sample | None = None
+        self._names = names
+        self._group = group
+        self._passes = 0
+        self._sampling = False
+        self._kept: list[_Kept] = []
+
+    @classmethod
+    def agreed(cls, every: int | None, names: Names, group: dist.ProcessGroup, stats: Stats) -> "CosineSampler | None":
+        """A sampler of what all ranks ask for, None where they ask for none; see `CommHook.sample_cosine`."""
+        if every is not None and (not isinstance(every, int) or isinstance(every, bool) or every < 1):
+            raise HookConfigError(f"sample_cosine({every!r}); expected a number of steps, 1 or more, or None")
+        own = torch.tensor([every or 0], device=next(iter(names.known().values())).device)
+        numbers = gather_rows(own, group, stats, "the number given to sample_cosine").flatten().tolist()
+        if len(set(numbers)) > 1:
+            raise HookConfigError(f"sample_cosine: the ranks ask for different numbers of steps (0: none): {numbers}")
+        return cls(every, names, group) if every is not None else None
+
+    def begin_pass(self) -> None:
+        self._passes += 1
+        self._sampling = self._passes % self.every == 0
+        self._kept.clear()  # of a pass that never came to its end
+
+    @torch.no_grad()
+    def keep(self, bucket: dist.GradBucket) -> None:
+        """Copy the bucket, if this pass is sampled. Sparse ones are left out."""
+        buffer = bucket.buffer()
+        if not self._sampling or buffer.is_sparse:
+            return
+        layout = read_layout(bucket)
+        copied = buffer.to(compute_dtype(buffer.dtype), copy=True)
+        self._kept.append(_Kept(layout, self._names.of_bucket(layout.parameters, first=False), copied))
+
+    def answered(self, bucket: dist.GradBucket, future: "torch.futures.Future[torch.Tensor]") -> None:
+        """`future` is what the hook returned for the bucket that was kept last."""
+        if self._sampling and self._kept and not bucket.buffer().is_sparse:
+            self._kept[-1].future = future
+
+    @torch.no_grad()
+    def compare(self, backward_pass: int) -> None:
+        """After the hook's last call: average the copies and compare. Waits for the hook's answers; all ranks."""
+        kept, self._kept = self._kept, []
+        if not kept:
+            return
+        names: list[str] = []
+        products: list[torch.Tensor] = []
+        for each in kept:
+            assert each.future is not None
+            try:
+                dist.all_reduce(each.gradient, group=self._group)
+            except RuntimeError as error:
+                raise lost("the true gradient (sample_cosine)", self._group, error) from error
+            reduced = each.future.wait()
+            for name, slot in zip(each.names, each.layout.slots, strict=True):
+                a = reduced[slot.offset : slot.offset + slot.numel].double()
+                b = each.gradient[slot.offset : slot.offset + slot.numel].double()
+                names.append(name)
+                products.append(
+                    torch.stack([a.dot(b), a.dot(a), b.dot(b)]).to(products[0].device if products else a.device)
+                )
+        self.latest = Sample(backward_pass, names, torch.stack(products))
+
+
+def _cosine(products: list[float]) -> float | None:
+    """None where one of the gradients is zero or not finite."""
+    ab, aa, bb = products
+    length = math.sqrt(aa) * math.sqrt(bb) if aa > 0 and bb > 0 else 0.0
+    return ab / length if 0 < length < math.inf else None

@@ -1,0 +1,78 @@
+"""The numbers of a hook as a flat dict of floats, by the names under which Lightning's and Accelerate's loggers show
+them. Computed when asked for: `CommHookMonitor` and `CommHookKwargs.log` ask every so many steps.
+
+| name | meaning |
+|---|---|
+| `commhooks/bytes_sent` | bytes handed to all-reduce so far, this rank |
+| `commhooks/bytes_per_pass` | the same per backward pass, mean since the last reading |
+| `commhooks/compression_rate` | bytes that plain DDP would have sent over bytes sent, since the last reading |
+| `commhooks/compressed_steps` | steps that were compressed and committed so far |
+| `commhooks/nonfinite_steps` | steps that were not committed, because a number was inf or NaN on some rank, so far |
+| `commhooks/codec_ms` | milliseconds (on CUDA of the device) in the hook per backward pass without waiting; mean |
+| `commhooks/waiting_ms` | milliseconds of waiting for the network per backward pass, likewise |
+| `commhooks/residual_norm` | norm of this rank's residual, in units of the unscaled loss |
+| `commhooks/gradient_norm` | norm of the averaged gradient of the same parameters, as it is when asked |
+| `commhooks/residual_over_gradient` | the one over the other: about how many steps of gradient are held back |
+| `commhooks/cosine` | cosine of compressed and true mean gradient, where a pass was sampled since the last reading |
+| `commhooks/layers/PARAMETER/NAME` | per parameter: the last four |
+
+A value that does not exist is left out: the bytes and times of a hook of the user's own, times on accelerators other
+than CUDA (the host only queues the work there), residuals of hooks that have none, the gradient after `zero_grad`.
+"""
+
+from typing import Any
+
+from commhooks.hook.comm_hook import CommHook
+
+PREFIX = "commhooks"
+
+NAMES = (
+    "bytes_sent",
+    "bytes_per_pass",
+    "compression_rate",
+    "compressed_steps",
+    "nonfinite_steps",
+    "codec_ms",
+    "waiting_ms",
+    "residual_norm",
+    "gradient_norm",
+    "residual_over_gradient",
+    "cosine",
+)
+"""All but those per parameter."""
+
+
+class Meter:
+    """Reads one hook again and again."""
+
+    def __init__(self) -> None:
+        self._before: dict[str, Any] = {}
+
+    def read(self, hook: CommHook, *, per_layer: bool = False, prefix: str = PREFIX) -> dict[str, float]:
+        """The values above. Waits for the accelerator; sends nothing, so that one rank may ask alone."""
+        now, before = hook.stats(), self._before
+        self._before = now
+        sampled = now["cosine"] is not None and now["cosine_pass"] != before.get("cosine_pass")
+        values: dict[str, float | None] = {
+            "bytes_sent": now["bytes_sent"],
+            "compressed_steps": now["compressed_steps"],
+            "nonfinite_steps": now["nonfinite_steps"],
+            **hook.norms(),
+            "cosine": now["cosine"] if sampled else None,
+        }
+        passes = now["backward_passes"] - before.get("backward_passes", 0)
+        for name, of, unit in (
+            ("bytes_per_pass", "bytes_sent", 1),
+            ("codec_ms", "codec_s", 1000),
+            ("waiting_ms", "waiting_s", 1000),
+        ):
+            if now[of] is not None and passes:
+                values[name] = unit * (now[of] - (before.get(of) or 0)) / passes
+        sent = (now["bytes_sent"] or 0) - (before.get("bytes_sent") or 0)
+        if sent:
+            values["compression_rate"] = (now["bytes_uncompressed"] - before.get("bytes_uncompressed", 0)) / sent
+        for parameter, layer in hook.layers().items() if per_layer else ():
+            for name, value in layer.items():
+                if name != "cosine" or sampled:
+                    values[f"layers/{parameter}/{name}"] = value
+        return {f"{prefix}/{name}": float(value) for name, value in values.items() if value is not None}

@@ -1,0 +1,80 @@
+"""A `ModelPlan` as text."""
+
+from typing import Any
+
+from commhooks.hook.plan import ModelPlan
+
+
+def plan_table(plan: ModelPlan, width: int = 120) -> str:
+    """Tables of the parameters and buckets, and a line about memory; ends with a line break."""
+    from rich.console import Console
+
+    # A name is not markup, and ":x:" in it not an emoji.
+    console = Console(width=width, color_system=None, markup=False, emoji=False, highlight=False)
+    with console.capture() as capture:
+        console.print(_parameters(plan))
+        if plan.bucket_names:
+            console.print(_buckets(plan))
+    return capture.get() + memory_line(plan)
+
+
+def memory_line(plan: ModelPlan) -> str:
+    """What the hook needs on each rank; empty where that is nothing."""
+    memory = plan.memory
+    if plan.sends is None or not memory.total:
+        return ""
+    parts = {"residuals": memory.residual, "P and Q": memory.factors, "packed to send": memory.packed}
+    parts |= {"copies of gradients": memory.copies}
+    shown = ", ".join(f"{_mb(size)} {name}" for name, size in parts.items() if size)
+    return f"Memory per rank: {_mb(memory.total)} MB ({shown})\n"
+
+
+def _parameters(plan: ModelPlan) -> Any:
+    title = f"{plan.hook}: compressed from step {plan.start_step} on" if plan.low_rank else plan.hook
+    table = _new_table(title)
+    # Names and reasons are folded where they do not fit, never cut; numbers stay whole.
+    table.add_column("parameter", overflow="fold")
+    table.add_column("shape", overflow="fold")
+    if plan.low_rank:
+        table.add_column("n x m", no_wrap=True)
+        table.add_column("rank", justify="right", no_wrap=True)
+    table.add_column("MB", justify="right", no_wrap=True)
+    table.add_column("MB sent", justify="right", no_wrap=True)
+    if plan.low_rank:
+        table.add_column("not compressed because", overflow="fold")
+    for p in plan.parameters:
+        matrix = [f"{p.n} x {p.m}", str(p.rank)] if p.compressed else ["", ""]
+        table.add_row(
+            p.name,
+            "x".join(map(str, p.shape)) or "scalar",
+            *(matrix if plan.low_rank else []),
+            _mb(plan.size_bytes(p)),
+            "?" if plan.sends is None else _mb(plan.sent_bytes(p)),
+            *([p.reason] if plan.low_rank else []),
+        )
+    return table
+
+
+def _buckets(plan: ModelPlan) -> Any:
+    table = _new_table(f"Buckets, {plan.buckets_from}")
+    table.add_column("bucket", justify="right", no_wrap=True)
+    table.add_column("parameters", overflow="fold")
+    table.add_column("MB", justify="right", no_wrap=True)
+    table.add_column("MB sent", justify="right", no_wrap=True)
+    for place, bucket in enumerate(plan.buckets):
+        names = bucket.parameters
+        shown = names[0] if len(names) == 1 else f"{names[0]} .. {names[-1]} ({len(names)})"
+        sent = "?" if plan.sends is None else _mb(bucket.bytes_after)
+        table.add_row(str(place), shown, _mb(bucket.bytes_before), sent)
+    return table
+
+
+def _new_table(title: str) -> Any:
+    from rich import box
+    from rich.table import Table
+
+    return Table(title=title, box=box.SIMPLE)
+
+
+def _mb(size: float) -> str:
+    return f"{size / 1e6:.3f}"

@@ -1,0 +1,110 @@
+"""Are the replicas still the same model? Divergence is found when it happens, not weeks later in the loss.
+
+Every rank makes one number per parameter from the bits of its weights; the numbers are compared over the ranks. The
+cost is one reading of the weights and one small exchange, every so many steps.
+"""
+
+import weakref
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from commhooks.comm.collective import gather_rows
+from commhooks.comm.counters import Stats
+from commhooks.engine.agreement import fingerprint
+from commhooks.errors import HookRunError
+
+_COLUMNS = 1021
+
+
+def fingerprint_of(tensor: torch.Tensor) -> torch.Tensor:
+    """A number (0-dim int64, on the tensor's device) made of the bits of `tensor` and of their order.
+
+    Integer arithmetic modulo 2**64: exact, the same in every process, and different whenever one element differs.
+    """
+    if tensor.is_complex():
+        tensor = torch.view_as_real(tensor)
+    by_width = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    bits = tensor.detach().contiguous().view(-1).view(by_width[tensor.element_size()])
+    whole = bits.numel() // _COLUMNS * _COLUMNS
+    columns = bits[:whole].view(-1, _COLUMNS).sum(0, dtype=torch.int64)
+    rest = bits[whole:]
+    columns[: rest.numel()] += rest
+    # Odd factors have an inverse modulo 2**64: no difference in one column is lost.
+    factors = torch.arange(_COLUMNS, dtype=torch.int64, device=tensor.device) * 0x9E3779B97F4A7C2 + 1
+    return (columns * (factors | 1)).sum()
+
+
+class ReplicaCheck:
+    """Compares the replicas of one DDP model before every `every`-th synchronised backward pass, the first included.
+
+    Args:
+        ddp_model: whose parameters are compared, frozen ones too, but not those that DDP was told to ignore.
+        every: backward passes from one comparison to the next.
+        group: all its ranks run the same check.
+        stats: counts the exchanges as handshakes.
+    """
+
+    def __init__(self, ddp_model: DistributedDataParallel, every: int, group: dist.ProcessGroup, stats: Stats) -> None:
+        self._ddp_model = weakref.ref(ddp_model)
+        self._every = every
+        self._group = group
+        self._stats = stats
+        self._passes = 0
+
+    def due(self) -> bool:
+        """Count one backward pass; whether its replicas are to be compared."""
+        self._passes += 1
+        return (self._passes - 1) % self._every == 0
+
+    @torch.no_grad()
+    def compare(self, step: int, plan: int, taking_part: bool = True) -> None:
+        """Compare step, plan and weights over the ranks. All ranks must call this at the same backward pass.
+
+        Args:
+            step: of the hook.
+            plan: a number made of what is compressed and how.
+            taking_part: False on a rank that has run out of data (`Join`), whose weights are of an earlier step.
+
+        Raises:
+            HookRunError: on all ranks, if any of it differs; it names the parameters and the ranks.
+        """
+        ddp_model = self._ddp_model()
+        if ddp_model is None or self._group.size() == 1:
+            return
+        ignored = ddp_model.parameters_to_ignore
+        parameters = {n: p for n, p in ddp_model.module.named_parameters() if n not in ignored and p.numel() > 0}
+        if not parameters:  # all of size zero
+            return
+        device = next(iter(parameters.values())).device
+        what = f"the comparison of the replicas before step {step}"
+        head = torch.tensor([int(taking_part), step, plan, fingerprint(*parameters)], dtype=torch.int64, device=device)
+        heads = gather_rows(head, self._group, self._stats, what).tolist()
+        present = [rank for rank, row in enumerate(heads) if row[0]]
+        subjects = ["the step of the hook", "the plan of what is compressed", "the names of the parameters"]
+        _raise_where_different(step, subjects, {rank: heads[rank][1:] for rank in present})
+        own = torch.stack([fingerprint_of(p).to(device) for p in parameters.values()])
+        rows = gather_rows(own, self._group, self._stats, what).tolist()
+        subjects = [f"parameter {name}" for name in parameters]
+        _raise_where_different(step, subjects, {rank: rows[rank] for rank in present})
+
+
+def _raise_where_different(step: int, subjects: list[str], rows: dict[int, list[int]]) -> None:
+    """`rows`: rank -> one number per subject."""
+    if not rows:
+        return
+    first = min(rows)
+    differing = []
+    for place, subject in enumerate(subjects):
+        others = [rank for rank, row in rows.items() if row[place] != rows[first][place]]
+        if others:
+            differing.append(f"{subject} (ranks {others} against rank {first})")
+    if differing:
+        listed = ", ".join(differing[:5]) + (f" and {len(differing) - 5} more" if len(differing) > 5 else "")
+        raise HookRunError(
+            f"the replicas have drifted apart before step {step}: different are {listed}. Something changes the model "
+            "on some ranks only: weights set or loaded on one rank, parameters that DDP does not reduce (unfrozen "
+            "after the wrap), or another optimizer or learning rate. Go back to the last checkpoint in which they "
+            "were equal"
+        )

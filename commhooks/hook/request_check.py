@@ -1,0 +1,106 @@
+"""Do the ranks attach the same hook to the same model, and can each of them run it? Asked once, at `attach`, for every
+kind of hook.
+
+Ranks that disagree would pair collectives of different sizes: gloo aborts, NCCL waits for its timeout or adds up what
+does not belong together.
+"""
+
+import dataclasses
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from commhooks.comm.collective import gather_rows
+from commhooks.ddp_comm_hooks.powerSGD_hook import PowerSGDState
+from commhooks.engine.agreement import fingerprint
+from commhooks.errors import AttachError, HookConfigError
+from commhooks.hook.request import HookSpec
+
+_WHAT = "what each rank attaches (attach the hook on every rank, or on none)"
+
+
+def describe_request(spec: HookSpec, state: Any, loss_scale: bool) -> str:
+    """One line that is the same on two ranks if they ask for the same."""
+    if isinstance(state, PowerSGDState):
+        options = dataclasses.asdict(state._options)
+    else:
+        options = dict(spec.options)
+    # Objects of the user's are told apart by their type: their text may hold an address.
+    plain = (bool, int, float, str, type(None))
+
+    def is_plain(v: object) -> bool:
+        return isinstance(v, plain) or (type(v) is list and all(isinstance(item, plain) for item in v))
+
+    shown = [f"{k}={v!r}" if is_plain(v) else f"{k}=<{type(v).__qualname__}>" for k, v in options.items()]
+    shown += [f"wrapper={spec.wrapper!r}", f"save_residual={spec.save_residual!r}", f"check_every={spec.check_every}"]
+    shown += ["with a loss scale"] if loss_scale else []
+    return f"{spec.name} ({', '.join(shown)})"
+
+
+def describe_model(ddp_model: DistributedDataParallel) -> list[str]:
+    """One line per parameter that is not ignored, in order."""
+    return [
+        f"{name.replace('_orig_mod.', '')} {tuple(p.shape)} {str(p.dtype).removeprefix('torch.')}"
+        + ("" if p.requires_grad else " (frozen)")
+        for name, p in ddp_model.module.named_parameters()
+        if name not in ddp_model.parameters_to_ignore
+    ]
+
+
+def check_requests(
+    request: str,
+    model: list[str],
+    cannot: HookConfigError | None,
+    group: dist.ProcessGroup,
+    device: torch.device,
+) -> None:
+    """Compare over the ranks of `group`; all of them must call this.
+
+    `cannot` is why this rank's machine cannot do what is asked, None where it can.
+
+    Raises:
+        AttachError: on all ranks, if they ask for different hooks or have different models (it says what each has), or
+            if some of them cannot do it (it says which, and why).
+        HookConfigError: `cannot`, if no rank can do it.
+        HookRunError: a rank does not come within the process group's timeout.
+    """
+    row = [fingerprint(request), fingerprint(*model), int(cannot is not None)]
+    own = torch.tensor(row, dtype=torch.int64, device=device)
+    table = gather_rows(own, group, None, _WHAT) if group.size() > 1 else own[None]
+    requests, models, unable = table.t().tolist()
+    if len(set(requests)) > 1:
+        texts = _gather_texts(request, group, device)
+        raise AttachError(
+            "the ranks attach different hooks: "
+            + "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(texts))
+            + ". Give every rank the same hook, options and wrapper"
+        )
+    if len(set(models)) > 1:
+        lines = [text.split("\n") for text in _gather_texts("\n".join(model), group, device)]
+        raise AttachError(f"the ranks have different models: {_first_difference(lines)}")
+    if cannot is not None and all(unable):
+        raise cannot
+    if any(unable):
+        text = _gather_texts(str(cannot or ""), group, device)[unable.index(1)]
+        ranks = [rank for rank, is_unable in enumerate(unable) if is_unable]
+        raise AttachError(f"of {group.size()} ranks these cannot do what all of them ask for: {ranks}. Why: {text}")
+
+
+def _first_difference(lines: list[list[str]]) -> str:
+    longest = max(map(len, lines))
+    for place in range(longest):
+        found = [each[place] if place < len(each) else "no parameter" for each in lines]
+        if len(set(found)) > 1:
+            return f"parameter {place} is " + ", ".join(f"{x} on rank {r}" for r, x in enumerate(found))
+    raise AssertionError("no difference")
+
+
+def _gather_texts(text: str, group: dist.ProcessGroup, device: torch.device) -> list[str]:
+    encoded = text.encode()
+    lengths = gather_rows(torch.tensor([len(encoded)], device=device), group, None, _WHAT).flatten().tolist()
+    own = torch.zeros(max(lengths), dtype=torch.uint8, device=device)
+    own[: len(encoded)] = torch.tensor(list(encoded), dtype=torch.uint8)
+    rows = gather_rows(own, group, None, _WHAT).tolist()
+    return [bytes(row[:length]).decode() for row, length in zip(rows, lengths, strict=True)]

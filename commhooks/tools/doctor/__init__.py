@@ -1,0 +1,1 @@
+"""`commhooks doctor`: measures hooks and advises."""

@@ -1,0 +1,128 @@
+"""What the doctor asks before it measures: can this model and this `batch_fn` be measured at all, on every rank?"""
+
+import inspect
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from commhooks.comm.collective import gather_rows
+from commhooks.compressors.config import Noop
+from commhooks.errors import DoctorError
+from commhooks.hook.attach import attach
+from commhooks.tools.doctor.copies import copy_of
+
+BatchFn = Callable[[DistributedDataParallel], torch.Tensor]
+
+CONTRACT = (
+    "batch_fn(model) makes a batch, calls the model that it is given (a copy of yours) and returns the loss, a tensor "
+    "with one number"
+)
+
+
+def check_model(ddp_model: object) -> None:
+    """Raise DoctorError unless it is a DDP model that copies can stand for, in a group of several ranks."""
+    if not dist.is_initialized():
+        raise DoctorError(
+            "no process group: the doctor measures on the ranks and the network of a training; start it with torchrun, "
+            "and from Python call torch.distributed.init_process_group first"
+        )
+    if not isinstance(ddp_model, DistributedDataParallel):
+        raise DoctorError(
+            f"expected a torch.nn.parallel.DistributedDataParallel model, got a {type(ddp_model).__module__}."
+            f"{type(ddp_model).__qualname__}; wrap the model first (and torch.compile it afterwards)"
+        )
+    if ddp_model.mixed_precision is not None:
+        raise DoctorError(
+            "DistributedDataParallel(mixed_precision=...) occupies the communication hook, so no other hook can be "
+            "tried; use autocast for mixed precision"
+        )
+    if ddp_model._delay_all_reduce_params:
+        raise DoctorError("DistributedDataParallel(delay_all_reduce_named_params=...) cannot be measured")
+    if not any(parameter.requires_grad for parameter in ddp_model.module.parameters()):
+        raise DoctorError("every parameter of this model is frozen: there are no gradients to exchange")
+    check_world_size(ddp_model.process_group)
+
+
+def check_world_size(group: dist.ProcessGroup | None) -> None:
+    """Raise DoctorError where there is one rank only."""
+    if dist.get_world_size(group) == 1:
+        raise DoctorError(
+            "one rank only: there is nothing to exchange, and nothing to compress. Start as many ranks as the training "
+            "will have, on its machines"
+        )
+
+
+def check_batch_fn(ddp_model: DistributedDataParallel, batch_fn: BatchFn) -> None:
+    """Try `batch_fn` once on a copy, without any network. All ranks must call this.
+
+    Raises:
+        DoctorError: on all ranks, if it does not work on one of them.
+    """
+    group = ddp_model.process_group
+    device = next(p.device for p in ddp_model.module.parameters() if p.requires_grad)
+    trial = copy_of(ddp_model, alone=True)
+    attach(trial, Noop(), process_group=group)._announced = True
+    problem: DoctorError | None = None
+    try:
+        _try(ddp_model, trial, batch_fn)
+    except DoctorError as error:
+        problem = error
+    own = torch.tensor([problem is not None], dtype=torch.int64, device=device)
+    failed = gather_rows(own, group, None, "whether batch_fn works").flatten().tolist()
+    if not any(failed):
+        return
+    texts: list[Any] = [None] * len(failed)
+    dist.all_gather_object(texts, str(problem), group=group)
+    if problem is not None:
+        raise problem
+    first = failed.index(1)
+    raise DoctorError(f"rank {first} cannot go on: {texts[first]}")
+
+
+def _try(ddp_model: DistributedDataParallel, trial: DistributedDataParallel, batch_fn: BatchFn) -> None:
+    try:
+        inspect.signature(batch_fn).bind(trial)
+    except TypeError as error:
+        raise DoctorError(f"batch_fn cannot be called with one argument ({error}). {CONTRACT}") from None
+    except ValueError:  # a builtin without a signature
+        pass
+
+    def not_this_one(module: torch.nn.Module, arguments: Any) -> None:
+        raise DoctorError(f"batch_fn called your own model instead of the copy that it was given. {CONTRACT}")
+
+    guards = [module.register_forward_pre_hook(not_this_one) for module in (ddp_model, ddp_model.module)]
+    try:
+        loss = batch_fn(trial)
+        _check_loss(loss)
+        loss.backward()
+    except DoctorError:
+        raise
+    except Exception as error:
+        place = traceback.extract_tb(error.__traceback__)[-1]
+        raise DoctorError(
+            f"batch_fn or the backward pass of its loss raised {type(error).__name__}: {error} "
+            f"({place.filename}, line {place.lineno}). {CONTRACT}"
+        ) from error
+    finally:
+        for guard in guards:
+            guard.remove()
+    if all(p.grad is None for p in trial.module.parameters()):
+        raise DoctorError(
+            f"the loss of batch_fn does not depend on the parameters of the model that it was given. {CONTRACT}"
+        )
+
+
+def _check_loss(loss: object) -> None:
+    wrong = ""
+    if not isinstance(loss, torch.Tensor):
+        wrong = f"a {type(loss).__name__}"
+    elif loss.numel() != 1:
+        wrong = f"a tensor of shape {tuple(loss.shape)}"
+    elif not loss.requires_grad:
+        wrong = "a tensor without a gradient (was it detached, or computed under no_grad?)"
+    if wrong:
+        raise DoctorError(f"batch_fn returned {wrong}. {CONTRACT}")

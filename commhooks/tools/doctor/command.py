@@ -1,0 +1,161 @@
+"""`commhooks doctor`: the doctor under torchrun, on a model that a function of the user's builds."""
+
+import argparse
+import contextlib
+import os
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from commhooks.compressors.dotted_path import current_folder_first, import_path
+from commhooks.errors import DoctorError
+from commhooks.tools.doctor.check import CONTRACT, check_world_size
+from commhooks.tools.doctor.report import check_output
+from commhooks.tools.doctor.run import doctor
+
+HELP = "measure on your own ranks and network which hook makes training faster, if any"
+DESCRIPTION = """\
+Measures on your own ranks and network which hook makes training faster, and says when none does. Start it as you
+start the training:
+
+  torchrun --nproc-per-node 2 -m commhooks doctor package.module:build
+
+The function build takes no argument and returns (model, batch_fn): the model on its device, wrapped in
+DistributedDataParallel or not, and a function batch_fn(model) that makes a batch, calls the model that it is given and
+returns the loss:
+
+  def build():
+      model = Net().to(device)
+      def batch_fn(model):
+          inputs, targets = next(batches)
+          return cross_entropy(model(inputs), targets)
+      return model, batch_fn
+
+The process group is there when build is called, and on a GPU the device of LOCAL_RANK is set. Nothing is trained:
+copies of the model are measured. examples/doctor_transformer.py is a whole one."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.description = DESCRIPTION
+    parser.add_argument("build", metavar="MODULE:FUNCTION", help="returns (model, batch_fn), see above")
+    parser.add_argument("--steps", type=int, default=10, help="measured steps per candidate (10)")
+    parser.add_argument(
+        "--powersgd-ranks", type=int, nargs="*", default=[1, 2, 4], metavar="RANK", help="to be tried (1 2 4)"
+    )
+    parser.add_argument(
+        "--options", nargs="+", default=[], metavar="NAME=VALUE", help="further options of PowerSGD, e.g. fused=true"
+    )
+    parser.add_argument(
+        "--seconds", type=float, default=60, help="a candidate that has used as many takes no further part (60)"
+    )
+    parser.add_argument("--backend", help="of the process group: nccl, gloo (default: torch's choice)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures and the advice here")
+    parser.add_argument(
+        "--plot", type=Path, metavar="FILE", help="write a picture of step time against bandwidth here (PNG)"
+    )
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """All ranks; the first one prints and writes."""
+    check_output(arguments.json, arguments.plot)
+    options = parse_options(arguments.options)
+    with current_folder_first(), _process_group(arguments.backend):
+        check_world_size(None)
+        ddp_model, batch_fn = build_model(import_build(arguments.build))
+        rank = dist.get_rank()
+        report = doctor(
+            ddp_model,
+            batch_fn,
+            steps=arguments.steps,
+            powersgd_ranks=arguments.powersgd_ranks,
+            powersgd_options=options,
+            seconds=arguments.seconds,
+            progress=_say if rank == 0 else None,
+        )
+        if rank == 0:
+            print(report, flush=True)
+            if arguments.json is not None:
+                report.save_json(arguments.json)
+            if arguments.plot is not None:
+                report.plot(arguments.plot)
+        dist.barrier()
+    return 0
+
+
+def _say(text: str) -> None:
+    print(f"commhooks doctor: {text}", file=sys.stderr, flush=True)
+
+
+def parse_options(texts: list[str]) -> dict[str, Any]:
+    """`["fused=true", "exclude=['*embed*']"]` as a dict; values are YAML."""
+    if not texts:
+        return {}
+    from omegaconf import OmegaConf
+
+    for text in texts:
+        name, equals, _ = text.partition("=")
+        if not name or not equals:
+            raise DoctorError(f"--options {text}: expected NAME=VALUE, for example fused=true")
+    try:
+        values = OmegaConf.to_container(OmegaConf.from_dotlist(texts))
+    except Exception as error:
+        raise DoctorError(f"--options {' '.join(texts)}: {error}") from None
+    assert isinstance(values, dict)
+    return {str(name): value for name, value in values.items()}
+
+
+@contextlib.contextmanager
+def _process_group(backend: str | None) -> Iterator[None]:
+    """The one that is there, or one of the ranks that torchrun has started."""
+    if dist.is_initialized():
+        yield
+        return
+    if not {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys():
+        raise DoctorError(
+            "no process group: the doctor measures on the ranks and the network of a training. Start it as you start "
+            "that: torchrun --nproc-per-node 2 -m commhooks doctor package.module:build"
+        )
+    if torch.cuda.is_available():
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)) % torch.cuda.device_count())
+    dist.init_process_group(backend)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def import_build(path: str) -> Callable[[], Any]:
+    """The function of a path `package.module:function`."""
+    found = import_path(path, repr(path), error_class=DoctorError)
+    if not callable(found):
+        raise DoctorError(f"{path!r} is a {type(found).__name__}; expected a function that returns (model, batch_fn)")
+    return found
+
+
+def build_model(build: Callable[[], Any]) -> tuple[DistributedDataParallel, Any]:
+    """Call `build` and wrap the model it returns."""
+    built = build()
+    if not isinstance(built, tuple) or len(built) != 2:
+        raise DoctorError(
+            f"build returned a {type(built).__name__}; expected (model, batch_fn), an nn.Module and a function: "
+            f"{CONTRACT}"
+        )
+    model, batch_fn = built
+    if not isinstance(model, torch.nn.Module):
+        raise DoctorError(f"build returned (a {type(model).__name__}, ...); expected an nn.Module as the first")
+    if not callable(batch_fn):
+        raise DoctorError(f"build returned (model, a {type(batch_fn).__name__}); expected a function: {CONTRACT}")
+    if isinstance(model, DistributedDataParallel):
+        return model, batch_fn
+    trained = [p for p in model.parameters() if p.requires_grad]
+    if not trained:
+        raise DoctorError("the model has no parameter that requires a gradient: there is nothing to exchange")
+    devices = {p.device for p in model.parameters()}
+    on_one_gpu = len(devices) == 1 and trained[0].device.type == "cuda"
+    return DistributedDataParallel(model, device_ids=[trained[0].device] if on_one_gpu else None), batch_fn

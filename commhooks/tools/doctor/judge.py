@@ -1,0 +1,168 @@
+"""What the doctor makes of its figures: use which hook, or none. Pure arithmetic, the same on every rank."""
+
+import statistics
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from commhooks.tools.doctor.link import Link, wire_s
+from commhooks.tools.doctor.measure import NOOP, PLAIN, Measured
+
+WORTH = 1.2
+"""A hook must make the step faster by this factor to be worth it: it changes the gradients, and figures vary."""
+ABOUT_AS_FAST = 1.1
+"""Of hooks whose steps differ by less than this factor, the one that changes the gradients least is the best."""
+_NOISY = 0.3
+_GRID_MBIT = [10 ** (exponent / 20) for exponent in range(0, 121)]  # 1 Mbit/s to 1 Tbit/s
+
+
+@dataclass(frozen=True)
+class Advice:
+    """What to do.
+
+    Attributes:
+        compress: whether to compress at all.
+        use: label of the candidate to use; `"allreduce"` means no hook.
+        hook, hook_options: for `commhooks.attach`; None and {} where no hook is to be used.
+        reason: in one or two sentences, with the figures.
+        headroom: plain all-reduce over noop: how many times faster the step could be at most.
+        speedup: plain all-reduce over the advised candidate.
+        pays_below_mbit_per_s: an estimate: up to this bandwidth something that was tried is worth it. None: nowhere.
+        notes: what else to know.
+    """
+
+    compress: bool
+    use: str
+    hook: str | None
+    hook_options: Mapping[str, Any]
+    reason: str
+    headroom: float
+    speedup: float
+    pays_below_mbit_per_s: float | None
+    notes: tuple[str, ...] = field(default=())
+
+
+def judge(measured: Mapping[str, Measured], link: Link, world_size: int) -> Advice:
+    """`measured` holds noop, plain all-reduce and the hooks to choose from."""
+    noop, plain = measured[NOOP], measured[PLAIN]
+    hooks = [each for label, each in measured.items() if label not in (NOOP, PLAIN)]
+    headroom = plain.median_ms / noop.median_ms
+    figures = f"{plain.median_ms:.4g} ms with plain all-reduce and {noop.median_ms:.4g} ms without any exchange"
+    # Faster by enough, and not by chance: three quarters of its steps are faster than three quarters of those without.
+    worth = [
+        each
+        for each in hooks
+        if each.median_ms * WORTH <= plain.median_ms and each.quartiles_ms[1] < plain.quartiles_ms[0]
+    ]
+    notes: list[str] = []
+    chosen = plain
+    if headroom < WORTH:
+        gain = max(0.0, 100 * (headroom - 1))
+        reason = f"Do not compress. A step takes {figures}: no hook could make it faster by more than {gain:.0f} %."
+    elif not worth:
+        much = f"{100 * (WORTH - 1):.0f} %"
+        reason = f"Do not compress. A step takes {figures}, but no hook that was tried is clearly faster, by {much}"
+        if hooks:
+            fastest = min(hooks, key=lambda each: each.median_ms)
+            reason += f"; the fastest, {fastest.candidate.label}, takes {fastest.median_ms:.4g} ms"
+        reason += "."
+    else:
+        chosen = _most_exact(worth)
+        reason = (
+            f"Use {chosen.candidate.label}. A step takes {chosen.median_ms:.4g} ms with it, {figures}: "
+            f"{plain.median_ms / chosen.median_ms:.2f} times faster."
+        )
+        if chosen.candidate.hook == "powerSGD":
+            notes.append(
+                "PowerSGD changes the gradients: compare the accuracy that you reach. Its first start_powerSGD_iter "
+                "steps (by default 10 % of the run, 1000 at most) are plain all-reduce."
+            )
+        if chosen.candidate.hook == "fp16_compress":
+            notes.append("Gradients beyond 65504 become inf in float16: use it with a GradScaler.")
+    slow_codec = [each for each in hooks if each.candidate.hook == "powerSGD" and _codec_rules(each, noop)]
+    if slow_codec and headroom >= WORTH:
+        notes.append(
+            f"{slow_codec[0].candidate.label} computes longer than it waits: on a CPU the option fused=True is faster."
+        )
+    for each in {id(each): each for each in (noop, plain, chosen)}.values():
+        low, high = each.quartiles_ms
+        if high - low > _NOISY * each.median_ms:
+            notes.append(
+                f"The steps of {each.candidate.label} vary a lot ({low:.4g} to {high:.4g} ms in the middle half): "
+                "run it again with more steps, when nothing else uses the machines and the network."
+            )
+    if min(len(each.step_ms) for each in measured.values()) < 5:
+        notes.append("Some figures come from fewer than 5 steps: more steps, or more seconds, make them firmer.")
+    compress = chosen is not plain
+    return Advice(
+        compress=compress,
+        use=chosen.candidate.label,
+        hook=chosen.candidate.hook if compress else None,
+        hook_options=dict(_without_start(chosen.candidate.options)) if compress else {},
+        reason=reason,
+        headroom=headroom,
+        speedup=plain.median_ms / chosen.median_ms,
+        pays_below_mbit_per_s=pays_below(measured, link, world_size),
+        notes=tuple(notes),
+    )
+
+
+def _codec_rules(each: Measured, noop: Measured) -> bool:
+    """Whether the codec is most of what PowerSGD adds to the step, and a good part of the step."""
+    if not each.codec_ms or each.candidate.options.get("fused"):
+        return False
+    codec_ms = statistics.median(each.codec_ms)
+    return codec_ms > (each.median_ms - noop.median_ms) / 2 and codec_ms > (WORTH - 1) * noop.median_ms
+
+
+def _most_exact(worth: list[Measured]) -> Measured:
+    """The one that changes the gradients least among those that are about as fast as the fastest."""
+
+    def loss(each: Measured) -> float:
+        # bfloat16 before float16: it needs no GradScaler. Then PowerSGD, the higher ranks first.
+        order = {"bf16_compress": 0.0, "fp16_compress": 1.0}
+        return order.get(each.candidate.hook, 2 + 1 / each.candidate.options.get("matrix_approximation_rank", 1))
+
+    fastest = min(each.median_ms for each in worth)
+    return min((each for each in worth if each.median_ms <= ABOUT_AS_FAST * fastest), key=loss)
+
+
+def _without_start(options: Mapping[str, Any]) -> dict[str, Any]:
+    # The doctor begins at once; a training should not.
+    return {name: value for name, value in options.items() if name != "start_powerSGD_iter"}
+
+
+def estimate_ms(measured: Measured, noop: Measured, link: Link, mbit_per_s: float, world_size: int) -> float:
+    """The step on another link, an estimate that meets the measured point and falls with the bandwidth.
+
+    On a slower link the step grows by the time that its bytes need there in addition, and by nothing else, so that of
+    two hooks the one that sends more loses there, however the measured times scatter. What the backward pass hides
+    here it hides there too, but no more of it: where it has room left the estimate is too long, by one backward pass
+    at most.
+
+    On a faster link the step becomes shorter by the time that its bytes need less, down to the step without an exchange
+    and with the codec. What the bytes do not explain (latency, other ranks that are late, chance) shrinks with the
+    bandwidth, so that it cannot let a hook look worthwhile on any link.
+    """
+    here_ms = 1000 * wire_s(measured.bytes_sent, link.mbit_per_s, world_size)
+    times_slower = link.mbit_per_s / mbit_per_s
+    if times_slower >= 1:
+        return measured.median_ms + (times_slower - 1) * here_ms
+    if measured.codec_ms:
+        codec_ms = statistics.median(measured.codec_ms)
+    else:  # on an accelerator without a clock: what the wire does not explain
+        codec_ms = max(0.0, measured.median_ms - noop.median_ms - here_ms)
+    floor_ms = min(measured.median_ms, noop.median_ms + codec_ms)
+    network_ms = max(here_ms, measured.median_ms - floor_ms)
+    return max(floor_ms, measured.median_ms - (1 - times_slower) * network_ms)
+
+
+def pays_below(measured: Mapping[str, Measured], link: Link, world_size: int) -> float | None:
+    """The largest bandwidth in Mbit/s at which, by the estimates, some hook is worth it; None if there is none."""
+    noop, plain = measured[NOOP], measured[PLAIN]
+    for mbit_per_s in reversed(_GRID_MBIT):
+        limit_ms = estimate_ms(plain, noop, link, mbit_per_s, world_size) / WORTH
+        for label, each in measured.items():
+            if label not in (NOOP, PLAIN) and estimate_ms(each, noop, link, mbit_per_s, world_size) <= limit_ms:
+                return mbit_per_s
+    return None

@@ -1,0 +1,163 @@
+"""What the doctor found, for people (a table), for scripts (JSON) and as a picture."""
+
+import json
+import random
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from commhooks.errors import DoctorError
+from commhooks.tools.doctor.judge import Advice, estimate_ms
+from commhooks.tools.doctor.link import Link
+from commhooks.tools.doctor.measure import NOOP, PLAIN, Measured
+
+LEGEND = (
+    "step: forward, backward and exchange, without the optimizer, from a common start to the end of the last rank. "
+    "codec: inside the hook. waiting: for all-reduces, of the rank that waits least. MB sent: handed to all-reduce."
+)
+
+
+@dataclass(frozen=True)
+class DoctorReport:
+    """Returned by `commhooks.doctor`, the same on every rank. `print(report)` shows a table.
+
+    Attributes:
+        measured: label -> figures, in the order in which they are shown.
+        link: the network between the ranks.
+        advice: what to do.
+        world_size: number of ranks.
+        backend: of the process group.
+        not_measured: labels of PowerSGD at ranks that compress no parameter of this model.
+    """
+
+    measured: dict[str, Measured]
+    link: Link
+    advice: Advice
+    world_size: int
+    backend: str
+    not_measured: tuple[str, ...] = ()
+
+    @property
+    def gradient_mb(self) -> float:
+        """Of gradients per step and rank."""
+        return self.measured[PLAIN].bytes_uncompressed / 1e6
+
+    def estimate_ms(self, label: str, mbit_per_s: float) -> float:
+        """An estimate of that candidate's step on a link of another bandwidth."""
+        return estimate_ms(self.measured[label], self.measured[NOOP], self.link, mbit_per_s, self.world_size)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain types, for JSON. Times are lists with one number per measured step, in milliseconds."""
+        candidates = {}
+        for label, each in self.measured.items():
+            low, high = each.quartiles_ms
+            candidates[label] = {
+                "hook": each.candidate.hook,
+                "hook_options": dict(each.candidate.options),
+                "median_ms": each.median_ms,
+                "quartiles_ms": [low, high],
+                "step_ms": each.step_ms,
+                "codec_ms": each.codec_ms or None,
+                "waiting_ms": each.waiting_ms or None,
+                "bytes_sent": each.bytes_sent,
+                "collectives": each.collectives,
+                "compressed_steps": each.compressed_steps,
+            }
+        return {
+            "world_size": self.world_size,
+            "backend": self.backend,
+            "gradient_bytes": self.measured[PLAIN].bytes_uncompressed,
+            "link": asdict(self.link),
+            "candidates": candidates,
+            "not_measured": list(self.not_measured),
+            "advice": {**asdict(self.advice), "notes": list(self.advice.notes)},
+        }
+
+    def save_json(self, path: str | Path) -> None:
+        Path(path).write_text(json.dumps(self.as_dict(), indent=1) + "\n")
+
+    def plot(self, path: str | Path) -> None:
+        """Write a picture (PNG, or what the name's ending says) of the step time against the bandwidth of the link:
+        curves are estimates, points are measured. Needs matplotlib."""
+        from commhooks.tools.doctor.plot import draw
+
+        draw(self, path)
+
+    def __str__(self) -> str:
+        state = random.getstate()  # importing rich draws a number (rich 15)
+        try:
+            return self._table()
+        finally:
+            random.setstate(state)
+
+    def _table(self) -> str:
+        from rich import box
+        from rich.console import Console
+        from rich.table import Table
+
+        table = Table(
+            title=f"{self.world_size} ranks, {self.backend}, {self.gradient_mb:.3f} MB of gradients",
+            box=box.SIMPLE,
+        )
+        table.add_column("hook", no_wrap=True)
+        for column in ("step, ms: median (quartiles)", "x faster", "MB sent", "codec, ms", "waiting, ms"):
+            table.add_column(column, justify="right", no_wrap=True)
+        plain_ms = self.measured[PLAIN].median_ms
+        for label, each in self.measured.items():
+            low, high = each.quartiles_ms
+            table.add_row(
+                f"{label} <-" if label == self.advice.use else label,
+                f"{each.median_ms:.1f} ({low:.1f} .. {high:.1f})",
+                f"{plain_ms / each.median_ms:.2f}",
+                f"{each.bytes_sent / 1e6:.3f}",
+                _median(each.codec_ms),
+                _median(each.waiting_ms),
+            )
+        console = Console(width=120, color_system=None, markup=False, emoji=False, highlight=False)
+        with console.capture() as capture:
+            console.print(table)
+            for line in self._lines():
+                console.print(line)
+        return capture.get().rstrip("\n")
+
+    def _lines(self) -> list[str]:
+        advice = self.advice
+        lines = [
+            f"The link: {bandwidth(self.link.mbit_per_s)} in all-reduces of one large buffer, "
+            f"{self.link.latency_ms:.2f} ms for one number.",
+            LEGEND,
+            *(f"{label} compresses no parameter of this model: not measured." for label in self.not_measured),
+            "",
+            advice.reason,
+        ]
+        if advice.compress:
+            options = f", hook_options={dict(advice.hook_options)!r}" if advice.hook_options else ""
+            lines.append(f"    commhooks.attach(ddp_model, {advice.hook!r}{options})")
+        below = advice.pays_below_mbit_per_s
+        if below is None:
+            lines.append("Estimate: nothing that was tried is worth it on a slower link either.")
+        elif below >= 0.8 * self.link.mbit_per_s if advice.compress else below < self.link.mbit_per_s:
+            # Else estimates disagree with figures.
+            lines.append(f"Estimate: compression is worth it on links of up to about {bandwidth(below)}.")
+        return lines + list(advice.notes)
+
+
+def _median(samples: list[float]) -> str:
+    return f"{sorted(samples)[len(samples) // 2]:.1f}" if samples else "-"
+
+
+def bandwidth(mbit_per_s: float) -> str:
+    """In words."""
+    rounded = float(f"{mbit_per_s:.2g}")
+    return f"{rounded / 1000:g} Gbit/s" if rounded >= 1000 else f"{rounded:g} Mbit/s"
+
+
+def check_output(json_path: Path | None, plot_path: Path | None) -> None:
+    """Raise DoctorError now if a file cannot be written later: measuring takes a while."""
+    for path in (json_path, plot_path):
+        if path is not None and not path.resolve().parent.is_dir():
+            raise DoctorError(f"{path}: there is no folder {path.resolve().parent}")
+    if plot_path is not None:
+        from commhooks.tools.doctor.plot import require_matplotlib
+
+        require_matplotlib()

@@ -1,0 +1,127 @@
+"""`commhooks.doctor`: would a hook make this training faster, and which one? Measured, on its own ranks and network.
+
+Not in a module named `doctor`: importing that would put the module in the place of the function.
+"""
+
+import gc
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from commhooks.comm.collective import gather_rows
+from commhooks.compressors.config import PowerSGD, from_options
+from commhooks.engine.agreement import fingerprint
+from commhooks.errors import DoctorError
+from commhooks.tools.doctor.check import BatchFn, check_batch_fn, check_model
+from commhooks.tools.doctor.copies import RandomState
+from commhooks.tools.doctor.judge import judge
+from commhooks.tools.doctor.link import measure_link
+from commhooks.tools.doctor.measure import NOOP, PLAIN, Candidate, Rounds
+from commhooks.tools.doctor.report import DoctorReport
+
+logger = logging.getLogger(__name__)
+
+
+def doctor(
+    ddp_model: DistributedDataParallel,
+    batch_fn: BatchFn,
+    *,
+    steps: int = 10,
+    powersgd_ranks: Sequence[int] = (1, 2, 4),
+    powersgd_options: Mapping[str, Any] | None = None,
+    seconds: float = 60.0,
+    progress: Callable[[str], None] | None = None,
+) -> DoctorReport:
+    """Measure what each hook would do for this training, and say which to use, or that none should be. Every rank of
+    the model's process group must call this, with the same arguments; all get the same report.
+
+    Tried are `noop` (no exchange: what could be won at most), plain all-reduce, fp16, bf16 and PowerSGD. They take
+    turns, in rounds, on throw-away copies of `ddp_model.module`, one copy at a time, wrapped with the same DDP
+    arguments. Your model's weights, gradients, buffers and hook, its optimizer and the random state of torch (CPU and
+    the model's devices), Python and numpy are afterwards what they were before. What `batch_fn` itself changes stays
+    changed: an iterator that it holds has moved on.
+
+    Args:
+        ddp_model: a `DistributedDataParallel` model; a hook that is attached to it is neither run nor touched.
+        batch_fn: `batch_fn(model)` makes a batch, calls `model`, which is a copy in place of `ddp_model`, and returns
+            the loss: a tensor with one number. The doctor calls backward. Batches should be as large as in training.
+        steps: measured steps per candidate, after two that are not counted in each of three rounds.
+        powersgd_ranks: values of `matrix_approximation_rank` to try.
+        powersgd_options: further options of PowerSGD to try it with, e.g. `{"fused": True}`.
+        seconds: a candidate that has used as many takes no further part; it makes one measured step at least.
+        progress: is told now and then what is being measured.
+
+    Returns:
+        `print(report)` shows a table and the advice; `report.advice`, `report.measured`, `report.as_dict()`,
+        `report.save_json(path)`, `report.plot(path)`.
+
+    Raises:
+        DoctorError: it cannot be measured: no process group, one rank, not a DDP model, a `batch_fn` that does not
+            work (on all ranks then).
+        HookConfigError: an option that PowerSGD does not have or take.
+    """
+    check_model(ddp_model)
+    if not isinstance(steps, int) or isinstance(steps, bool) or steps < 1:
+        raise DoctorError(f"steps={steps!r}; expected a number of steps, 1 or more")
+    if not isinstance(seconds, (int, float)) or not seconds > 0:
+        raise DoctorError(f"seconds={seconds!r}; expected a positive number")
+    candidates = _candidates(powersgd_ranks, powersgd_options or {})
+    group = ddp_model.process_group
+    parameters = list(ddp_model.module.parameters())
+    device = next(p.device for p in parameters if p.requires_grad)
+    _check_arguments(group, device, (steps, float(seconds), candidates))
+    random_state = RandomState({p.device for p in parameters})
+    tell = progress if progress is not None else logger.info
+    try:
+        with torch.inference_mode(False), torch.enable_grad():
+            check_batch_fn(ddp_model, batch_fn)
+            tell("the link between the ranks")
+            link = measure_link(group, device)
+            rounds = Rounds(ddp_model, batch_fn, random_state, steps, float(seconds), tell)
+            measured = rounds.measure(candidates)
+    finally:
+        random_state.restore()
+        gc.collect()
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+    world_size = group.size()
+    advice = judge(measured, link, world_size)
+    not_measured = tuple(each.label for each in candidates if each.label not in measured)
+    return DoctorReport(measured, link, advice, world_size, _backend(group, device), not_measured)
+
+
+def _candidates(powersgd_ranks: Sequence[int], options: Mapping[str, Any]) -> list[Candidate]:
+    """Raises HookConfigError for options that PowerSGD would not take: now, not in the middle."""
+    for name in ("matrix_approximation_rank", "start_powerSGD_iter"):
+        if name in options:
+            raise DoctorError(f"powersgd_options={dict(options)!r}: {name} is the doctor's own; see powersgd_ranks")
+    candidates = [
+        Candidate(NOOP, "noop"),
+        Candidate(PLAIN, "allreduce"),
+        Candidate("fp16", "fp16_compress"),
+        Candidate("bf16", "bf16_compress"),
+    ]
+    for rank in dict.fromkeys(powersgd_ranks):
+        given = {"matrix_approximation_rank": rank, **options}
+        from_options(PowerSGD, given)
+        candidates.append(Candidate(f"powerSGD rank {rank}", "powerSGD", {**given, "start_powerSGD_iter": 0}))
+    return candidates
+
+
+def _check_arguments(group: dist.ProcessGroup, device: torch.device, arguments: object) -> None:
+    """Raises DoctorError on all ranks if they differ: the ranks would wait for each other in different places."""
+    own = torch.tensor([fingerprint(arguments)], dtype=torch.int64, device=device)
+    found = gather_rows(own, group, None, "the arguments of the doctor (call it on every rank)").flatten().tolist()
+    if len(set(found)) > 1:
+        others = [rank for rank, value in enumerate(found) if value != found[0]]
+        raise DoctorError(f"ranks {others} call the doctor with other arguments than rank 0: give all the same")
+
+
+def _backend(group: dist.ProcessGroup, device: torch.device) -> str:
+    """The backend's name: a group may have one for each kind of device, told as "cpu:gloo,cuda:nccl"."""
+    kinds = dict(part.split(":", 1) for part in dist.get_backend_config(group).split(",") if ":" in part)
+    return kinds.get(device.type, dist.get_backend(group))

@@ -1,0 +1,35 @@
+"""`commhooks hooks`: every hook with its options."""
+
+import argparse
+
+from commhooks.comm.wire import WIRE_DTYPES
+from commhooks.hook.request import ALIASES, available_hooks
+
+HELP = "list the hooks and their options"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """It has none."""
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Print the table."""
+    from rich.console import Console
+    from rich.table import Table
+
+    # One option per line: they are words to be copied.
+    table = Table(show_lines=True)
+    table.add_column("hook", no_wrap=True)
+    table.add_column("what it does, and options with their defaults")
+    short = {name: alias for alias, name in ALIASES.items()}
+    for name, hook in available_hooks().items():
+        lines = [hook["description"], *(f"  {option}={default!r}" for option, default in hook["options"].items())]
+        table.add_row(f"{name}\n({short[name]})" if name in short else name, "\n".join(lines))
+    console = Console(markup=False, emoji=False, highlight=False)
+    console.print(table)
+    console.print(
+        "Case, _ and - in names do not matter; names in parentheses are short forms. Every hook can be had with "
+        f"wrapper={' or '.join(map(repr, WIRE_DTYPES))}, which halves what it sends. "
+        "A hook of your own is given as 'package.module:function'."
+    )
+    return 0

@@ -1,0 +1,1 @@
+"""`commhooks inspect`: what a checkpoint holds of a hook."""

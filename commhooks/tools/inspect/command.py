@@ -1,0 +1,112 @@
+"""`commhooks inspect`: what is in the hook state of a checkpoint."""
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from commhooks.checkpoint.checks import shown
+from commhooks.tools.inspect.payload import inspect_path
+from commhooks.tools.named_model import plain
+
+HELP = "show the hook's state in a checkpoint"
+DESCRIPTION = """\
+Shows what a communication hook has saved: hook, options, step, and per parameter the shapes of Q and P, the norm of the
+residual and the size. PATH is a checkpoint of Lightning, a folder of Accelerate's save_state or of the transformers
+Trainer (checkpoint-N), or any file of torch.save with what hook.state_dict() returned in it. Nothing in the file is
+executed. The exit status is 1 if the state is damaged or incomplete."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.description = DESCRIPTION
+    parser.add_argument("path", metavar="PATH", type=Path, help="a file or a folder")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Print what is there; 1 if something is wrong with it."""
+    reports = inspect_path(arguments.path)
+    if arguments.json:
+        print(json.dumps({"payloads": reports}, indent=2))
+    else:
+        for report in reports:
+            if "hook" in report:
+                print(report_text(report))
+            for problem in report["problems"]:
+                print(f"commhooks inspect: {report['where']}: {problem}", file=sys.stderr)
+    return 1 if any(report["problems"] for report in reports) else 0
+
+
+def report_text(report: dict[str, Any], width: int = 120) -> str:
+    """Header and table of one payload."""
+    lines = [f"{plain(report['where'])}", f"  hook        {plain(report['hook'])}"]
+    options = ", ".join(f"{plain(str(name))}={shown(value)}" for name, value in report["options"].items())
+    lines.append(f"  options     {options or 'none'}")
+    lines.append(f"  step        {report['step']}")
+    lines.append(f"  world size  {report['world_size']}")
+    if "parameters" in report:
+        lines.append(f"  non-finite  {report['nonfinite_steps']} steps")
+        lines.append(f"  loss scale  {report['loss_scale']:g}")
+        lines.append(f"  residuals   {_residual_text(report)}")
+        lines.append(f"  size        {report['size_bytes'] / 1e6:.3f} MB")
+    if report["hook_state"] is not None:
+        lines.append(f"  hook_state  {report['hook_state']}")
+    return "\n".join(lines) + "\n" + _tables(report, width)
+
+
+def _residual_text(report: dict[str, Any]) -> str:
+    if not report["exact"]:
+        return "missing, because not all ranks took part in saving: a run that resumes starts from residuals of zero"
+    if report["residual"] == "mean":
+        return f"the mean over {report['world_size']} ranks"
+    if report["residual"] == "none":
+        return "not saved"
+    ranks = report["residual_ranks"]
+    every = len(ranks) == report["world_size"]
+    if not ranks:
+        return "in files of the ranks, none of which is here, or none yet"
+    return f"of each of {len(ranks)} ranks" if every else f"of rank {', '.join(map(str, ranks)) or 'none'} only"
+
+
+def _tables(report: dict[str, Any], width: int) -> str:
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(box=box.SIMPLE)
+    table.add_column("parameter", overflow="fold")
+    for column in ("shape", "Q", "P"):
+        table.add_column(column, overflow="fold")
+    table.add_column("residual norm", overflow="fold", justify="right")
+    table.add_column("MB", justify="right", no_wrap=True)
+    for each in report.get("parameters", ()):
+        table.add_row(
+            plain(each["name"]),
+            _shape(each["shape"]) or "scalar",
+            _shape(each["q"]),
+            _shape(each["p"]),
+            _norms(each),
+            f"{each['size_bytes'] / 1e6:.3f}",
+        )
+    for each in report.get("batched_q", ()):
+        table.add_row(plain(each["name"]), "", _shape(each["shape"]), "", "", f"{each['size_bytes'] / 1e6:.3f}")
+    if not table.row_count:
+        return ""
+    console = Console(width=width, color_system=None, markup=False, emoji=False, highlight=False)
+    with console.capture() as capture:
+        console.print(table)
+    return capture.get()
+
+
+def _norms(entry: dict[str, Any]) -> str:
+    """One, or the smallest and the largest of all ranks."""
+    if entry["residual_norm_per_rank"] is None:
+        return "" if entry["residual_norm"] is None else f"{entry['residual_norm']:.3g}"
+    norms = list(entry["residual_norm_per_rank"].values())
+    return f"{norms[0]:.3g}" if len(norms) == 1 else f"{min(norms):.3g} .. {max(norms):.3g}"
+
+
+def _shape(sizes: list[int] | None) -> str:
+    return "" if sizes is None else "x".join(map(str, sizes))

@@ -1,0 +1,176 @@
+"""The parameters of a model that the user names: by a function that builds it, or by a checkpoint file."""
+
+import inspect
+import os
+import re
+import warnings
+import zipfile
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from commhooks.checkpoint.checks import shown
+from commhooks.compressors.dotted_path import current_folder_first, import_path
+from commhooks.errors import CommHookError, HookConfigError
+from commhooks.gradients.exclude import all_names
+from commhooks.hook.plan_model import sparse_parameters
+
+_STATE_KEYS = ("state_dict", "model", "model_state_dict", "module")
+"""Where programs put a model's state dict: Lightning, and the usual names."""
+
+
+@dataclass(frozen=True)
+class NamedModel:
+    """Parameters that DDP would reduce, by name, in the order of registration."""
+
+    source: str
+    parameters: dict[str, torch.Tensor]
+    all_names: dict[int, list[str]] = field(default_factory=dict)
+    every_name: list[str] = field(default_factory=list)
+    """Names of frozen parameters too."""
+    sparse: set[int] = field(default_factory=set)
+    note: str = ""
+    """What has to be said of it, as a sentence."""
+
+
+def named_model(target: str) -> NamedModel:
+    """`package.module:function`, a function (or class) that returns an `nn.Module`, or the path of a checkpoint.
+
+    Raises:
+        HookConfigError: there is no such thing, or it is no model; the text says what to do.
+    """
+    if os.path.exists(target):
+        return from_checkpoint(Path(target))
+    if ":" not in target:
+        raise HookConfigError(
+            f"{target!r} is neither a file nor 'package.module:function', a function that returns an nn.Module"
+        )
+    with current_folder_first():  # also while it builds, which may import more
+        return from_module(target, _built(target, import_path(target, repr(target))))
+
+
+def from_module(source: str, module: torch.nn.Module) -> NamedModel:
+    names = all_names(module)
+    reduced: dict[str, torch.Tensor] = {names[id(p)][0]: p for p in module.parameters() if p.requires_grad}
+    frozen = sum(not p.requires_grad for p in module.parameters())
+    if not reduced:
+        raise HookConfigError(f"{source}: the model has no parameter that requires a gradient")
+    note = f"{frozen} frozen parameters are left out." if frozen else ""
+    every = [name for each in names.values() for name in each]
+    return NamedModel(source, reduced, names, every, sparse_parameters(module), note)
+
+
+def from_checkpoint(path: Path) -> NamedModel:
+    """The floating-point tensors of a state dict. Nothing in the file is executed."""
+    if path.is_dir():
+        raise HookConfigError(f"{path} is a folder; give the file in it that holds the model's state dict")
+    content = load_plain(path)
+    state = _state_dict(content)
+    if state is None:
+        keys = ", ".join(map(shown, list(content)[:8])) if isinstance(content, dict) else type(content).__name__
+        raise HookConfigError(
+            f"{path} holds no state dict of a model: looked for tensors, and under "
+            f"{', '.join(map(repr, _STATE_KEYS))}; it has {keys or 'nothing'}"
+        )
+    while state and all(name.startswith("module.") for name in state):  # saved from a DDP model
+        state = {name.removeprefix("module."): tensor for name, tensor in state.items()}
+    parameters: dict[str, torch.Tensor] = {}
+    names: dict[int, list[str]] = {}
+    seen: dict[tuple[object, ...], int] = {}
+    for raw, tensor in state.items():
+        name = raw.replace("_orig_mod.", "")
+        if not (tensor.is_floating_point() or tensor.is_complex()):
+            continue
+        place = (tensor.untyped_storage().data_ptr(), tensor.storage_offset(), tuple(tensor.shape), tensor.stride())
+        if tensor.numel() and place in seen:  # tied
+            names[seen[place]].append(name)
+            continue
+        parameters[name] = tensor
+        seen[place] = id(tensor)
+        names[id(tensor)] = [name]
+    if not parameters:
+        raise HookConfigError(f"{path}: the state dict holds no floating-point tensor")
+    note = "A checkpoint does not tell buffers and frozen parameters from the others: all of its tensors are shown."
+    return NamedModel(str(path), parameters, names, [name for each in names.values() for name in each], set(), note)
+
+
+# How torch 2.13 names what it refuses to make. Other errors are of files that are cut off, or not torch's.
+_FOREIGN = re.compile(
+    r"(?:Unsupported global: GLOBAL|unsupported GLOBAL|but got|execute arbitrary function|"
+    r"[Tt]rying to call reduce for unrecognized function) (\S.{0,100}?)(?: was not| whose module|\.? ?Please|\n|$)"
+)
+
+
+class UnreadableFileError(CommHookError):
+    """A file that is not read: not there, damaged, or with something else in it than tensors and plain types."""
+
+
+def load_plain(path: Path) -> Any:
+    """`torch.load(weights_only=True)`, tensors on the CPU and read only when they are used.
+
+    Raises:
+        UnreadableFileError: the text says what is wrong; nothing in the file was executed.
+    """
+    try:
+        lazily = zipfile.is_zipfile(path)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of an unusual pickle; what matters comes as an error
+            return torch.load(path, map_location="cpu", weights_only=True, mmap=lazily)
+    except OSError as error:
+        raise UnreadableFileError(f"{path} cannot be read: {error.strerror or error}") from error
+    except Exception as error:  # torch raises half a dozen kinds for files that are cut off or foreign
+        foreign = _FOREIGN.search(str(error))
+        if foreign is not None:
+            raise UnreadableFileError(
+                f"{path} holds something else than tensors and plain types ({plain(foreign.group(1))}), so it is not "
+                "read; nothing in it was executed"
+            ) from None
+        # Of what torch says the sentence that tells the reason, without what it proposes.
+        reason = " ".join(str(error).split()).rpartition("WeightsUnpickler error: ")[2]
+        reason = re.split(r"\. | Check the documentation", reason)[0] or "it ends too early"
+        raise UnreadableFileError(
+            f"{path} is not a file of torch.save, or damaged ({type(error).__name__}: {plain(reason[:160])})"
+        ) from None
+
+
+def plain(text: str) -> str:
+    """Text of a stranger's file for a terminal: control characters are shown, not obeyed."""
+    return text if text.isprintable() else repr(text)
+
+
+def _state_dict(content: Any) -> dict[str, torch.Tensor] | None:
+    if not isinstance(content, dict):
+        return None
+    tensors = {k: v for k, v in content.items() if isinstance(k, str) and isinstance(v, torch.Tensor)}
+    if tensors:
+        return tensors
+    for key in _STATE_KEYS:
+        inner = content.get(key)
+        if isinstance(inner, dict) and (found := _state_dict(inner)):
+            return found
+    return None
+
+
+def _built(target: str, found: Any) -> torch.nn.Module:
+    if isinstance(found, torch.nn.Module):
+        return found
+    if not callable(found):
+        raise HookConfigError(f"{target!r} is a {type(found).__name__}, not a function that returns an nn.Module")
+    try:
+        inspect.signature(found).bind()
+    except TypeError as error:
+        raise HookConfigError(
+            f"{target!r} cannot be called without arguments ({error}): write a function that builds the model"
+        ) from None
+    except ValueError:  # a builtin without a signature
+        pass
+    model = found()
+    if isinstance(model, tuple) and model:  # (model, batch_fn), as for `commhooks doctor`
+        model = model[0]
+    if isinstance(model, torch.nn.parallel.DistributedDataParallel):
+        model = model.module
+    if not isinstance(model, torch.nn.Module):
+        raise HookConfigError(f"{target!r} returned a {type(model).__name__}, not an nn.Module")
+    return model

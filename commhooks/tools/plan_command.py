@@ -1,0 +1,174 @@
+"""`commhooks plan`: what a hook will do to a model, before there is a training."""
+
+import argparse
+import json
+from typing import Any
+
+import torch
+
+from commhooks.compressors.config import PowerSGD
+from commhooks.errors import HookConfigError
+from commhooks.gradients.exclude import unmatched_sentence
+from commhooks.hook.plan import ModelPlan, ring_factor
+from commhooks.hook.plan_model import plan_model
+from commhooks.hook.request import HookSpec
+from commhooks.tools.codec_time import CodecTime, measure_codec
+from commhooks.tools.named_model import named_model
+
+HELP = "show what a hook will compress in your model, and from which bandwidth on it matters"
+DESCRIPTION = """\
+Shows what a hook will do to a model before there is a training: per parameter, per bucket of DDP and for all of it,
+what is compressed or why not, MB per step and rank, the memory that is needed, and below which bandwidth a step sends
+faster with the hook. The same for a training that runs: print(hook.plan()).
+
+  commhooks plan package.module:build_model --hook powerSGD --options matrix_approximation_rank=4
+  commhooks plan checkpoint.ckpt --hook powerSGD --exclude '*embed*' '*head*'
+"""
+GBIT_S = (0.1, 1.0, 10.0, 100.0)
+ASSUMED = (
+    "Assumed: a ring all-reduce at the full bandwidth, no latency, nothing overlaps with the backward pass. Where the "
+    "backward pass hides all of plain all-reduce, nothing is won at any bandwidth. `commhooks doctor` measures it."
+)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.description = DESCRIPTION
+    parser.add_argument(
+        "model",
+        metavar="MODULE:FUNCTION|FILE",
+        help="a function without arguments that returns an nn.Module, or a file of torch.save with a state dict",
+    )
+    parser.add_argument("--hook", default="powerSGD", help="its name (powerSGD)")
+    parser.add_argument(
+        "--options", nargs="+", default=[], metavar="NAME=VALUE", help="options of the hook; values are YAML"
+    )
+    parser.add_argument("--exclude", nargs="+", metavar="GLOB", help="the same as --options \"exclude=['GLOB', ...]\"")
+    parser.add_argument("--wrapper", choices=("fp16", "bf16"), help="the dtype on the wire")
+    parser.add_argument("--bucket-cap-mb", type=float, metavar="MB", help="as DDP's argument (25)")
+    parser.add_argument("--total-steps", type=int, metavar="N", help="of the run, for a start that is a fraction")
+    parser.add_argument("--world-size", type=int, default=2, metavar="N", help="ranks, for the estimate (2)")
+    parser.add_argument("--device", choices=("cpu", "cuda"), help="where the codec is timed (cuda if there is one)")
+    parser.add_argument("--codec-ms", type=float, metavar="MS", help="the codec's time per step, instead of timing it")
+    parser.add_argument("--json", action="store_true", help="print JSON, bytes and seconds")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Print the plan."""
+    plan, note, codec = make_plan(arguments)
+    estimate = estimated(plan, codec, arguments.world_size)
+    if arguments.json:
+        print(json.dumps(plan.as_dict() | {"model": arguments.model, "note": note, "estimate": estimate}, indent=2))
+        return 0
+    print(plan)
+    print("\n".join(part for part in (note, network_text(plan, estimate)) if part))
+    return 0
+
+
+def make_plan(arguments: argparse.Namespace) -> tuple[ModelPlan, str, CodecTime]:
+    """The plan, what has to be said of the model, and the codec's time."""
+    for name, least in (("bucket_cap_mb", 0), ("codec_ms", 0), ("world_size", 2), ("total_steps", 1)):
+        value = getattr(arguments, name)
+        if value is not None and not (value > least if isinstance(value, float) else value >= least):
+            flag = "--" + name.replace("_", "-")
+            raise HookConfigError(f"{flag} {value}: expected a number {'above' if least == 0 else 'from'} {least}")
+    options = parse_options(arguments.options)
+    if arguments.exclude:
+        if "exclude" in options:
+            raise HookConfigError("--exclude and --options exclude=...: give the patterns in one of them")
+        options["exclude"] = arguments.exclude
+    spec = HookSpec.parse(arguments.hook, hook_options=options, wrapper=arguments.wrapper)
+    model = named_model(arguments.model)
+    plan = plan_model(
+        model.parameters,
+        spec,
+        all_names=model.all_names,
+        sparse=model.sparse,
+        bucket_cap_mb=arguments.bucket_cap_mb,
+        total_steps=arguments.total_steps,
+    )
+    config = spec.config
+    unmatched = unmatched_sentence(config.exclude, model.every_name) if isinstance(config, PowerSGD) else None
+    note = " ".join(part for part in (model.note, f"{unmatched}." if unmatched else "") if part)
+    if arguments.codec_ms is not None:
+        return plan, note, CodecTime(arguments.codec_ms / 1e3, "", 0, 1.0)
+    device = torch.device(arguments.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise HookConfigError("--device cuda: this machine has none that torch can use")
+    return plan, note, measure_codec(plan, device, fused=isinstance(config, PowerSGD) and config.fused)
+
+
+def parse_options(texts: list[str]) -> dict[str, Any]:
+    """`["fused=true", "exclude=['*embed*']"]` as a dict; values are YAML."""
+    from omegaconf import OmegaConf
+
+    for text in texts:
+        if not text.partition("=")[0].strip() or "=" not in text:
+            raise HookConfigError(f"--options {text}: expected NAME=VALUE, for example matrix_approximation_rank=4")
+    try:
+        values = OmegaConf.to_container(OmegaConf.from_dotlist(texts), resolve=True)
+    except Exception as error:  # OmegaConf's own and YAML's
+        raise HookConfigError(f"--options {' '.join(texts)}: {' '.join(str(error).split())}") from None
+    assert isinstance(values, dict)
+    return {str(name): value for name, value in values.items()}
+
+
+def estimated(plan: ModelPlan, codec: CodecTime, world_size: int) -> dict[str, Any]:
+    """Figures for JSON and text; seconds, and Gbit/s per rank."""
+    before, after = plan.bytes_before, plan.bytes_after + plan.flag_bytes
+    bits = {name: 8 * size * ring_factor(world_size) for name, size in (("without", before), ("with", after))}
+    return {
+        "world_size": world_size,
+        "wire_bytes_before": int(before * ring_factor(world_size)),
+        "wire_bytes_after": int(after * ring_factor(world_size)),
+        "codec_s": codec.seconds,
+        "codec_measured_on": codec.device or None,
+        "codec_threads": codec.threads or None,
+        "codec_sample_share": codec.share,
+        "break_even_gbit_s": plan.break_even_gbit_s(codec.seconds, world_size),
+        "at_gbit_s": {
+            str(speed): {
+                "without_s": bits["without"] / speed / 1e9,
+                "with_s": bits["with"] / speed / 1e9 + codec.seconds,
+            }
+            for speed in GBIT_S
+        },
+        "assumed": ASSUMED,
+    }
+
+
+def network_text(plan: ModelPlan, estimate: dict[str, Any]) -> str:
+    """The estimate in words."""
+    lines = [
+        f"On the wire each of {estimate['world_size']} ranks sends {estimate['wire_bytes_before'] / 1e6:.3f} MB per "
+        f"step without and {estimate['wire_bytes_after'] / 1e6:.3f} MB with the hook (ring all-reduce)."
+    ]
+    if plan.sends is False:
+        return lines[0]
+    codec = f"{_ms(estimate['codec_s'])} ms per step"
+    if estimate["codec_measured_on"] is not None:
+        where = estimate["codec_measured_on"]
+        where = f"{where} with {estimate['codec_threads']} threads" if where == "cpu" else where
+        part = "" if estimate["codec_sample_share"] > 0.999 else ", on a sample of the matrices"
+        codec = f"about {codec} (measured here on {where}{part})"
+    limit = estimate["break_even_gbit_s"]
+    if estimate["wire_bytes_after"] >= estimate["wire_bytes_before"]:
+        lines.append("The hook saves no bytes: it is faster at no bandwidth.")
+    elif limit is None:
+        lines.append(f"The codec takes {codec}.")
+    else:
+        lines.append(
+            f"Below about {limit:.2g} Gbit/s per rank a step sends faster with the hook: its codec takes {codec}, as "
+            "long as the bytes that are saved take at that speed."
+        )
+    shown = (
+        f"{speed} Gbit/s {_ms(times['without_s'])} -> {_ms(times['with_s'])}"
+        for speed, times in estimate["at_gbit_s"].items()
+    )
+    lines.append(f"Codec and sending, ms per step: {', '.join(shown)}.")
+    lines.append(ASSUMED)
+    return "\n".join(lines)
+
+
+def _ms(seconds: float) -> str:
+    return f"{1e3 * seconds:.4g}" if seconds < 10 else f"{1e3 * seconds:.0f}"

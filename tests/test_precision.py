@@ -1,0 +1,148 @@
+"""The hook computes in full float32 or float64, whatever the user's switches say, and leaves the switches alone."""
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from models import EVERY_PARAMETER, Gradients, bits_equal, random_gradients, wrap
+
+import commhooks
+from commhooks.compressors.powersgd import codec
+
+SHAPES = {"wide": (64, 300), "tall": (300, 64), "conv": (32, 16, 3, 3), "bias": (300,)}
+STEPS = 4
+
+
+@contextlib.contextmanager
+def _restored() -> Iterator[None]:
+    """Puts every switch back that a case sets."""
+    legacy = torch.get_float32_matmul_precision()
+    new = [(switch, switch.fp32_precision) for switch in (torch.backends.mkldnn.matmul, torch.backends.cuda.matmul)]
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(legacy)
+        for switch, precision in new:
+            switch.fp32_precision = precision
+
+
+def _backend(switch: Any, precision: str) -> Callable[[], None]:
+    return lambda: setattr(switch, "fp32_precision", precision)
+
+
+CASES: dict[str, Callable[[], Any]] = {
+    "nothing": lambda: None,
+    "precision high": lambda: torch.set_float32_matmul_precision("high"),
+    "precision medium": lambda: torch.set_float32_matmul_precision("medium"),
+    "mkldnn bf16": _backend(torch.backends.mkldnn.matmul, "bf16"),
+    "mkldnn tf32": _backend(torch.backends.mkldnn.matmul, "tf32"),
+    "cuda tf32": _backend(torch.backends.cuda.matmul, "tf32"),
+    "allow_tf32": lambda: setattr(torch.backends.cuda.matmul, "allow_tf32", True),
+    "autocast": lambda: None,
+    "create_graph": lambda: None,
+}
+
+
+def _switches() -> tuple[Any, ...]:
+    return (
+        torch.backends.mkldnn.matmul.fp32_precision,
+        torch.backends.cuda.matmul.fp32_precision,
+        torch.is_autocast_enabled("cpu"),
+        torch.is_grad_enabled(),
+    )
+
+
+def _run(case: str) -> dict[str, Any]:
+    """Gradients, state, and the switches as user code sees them before, within a product of the hook, and after."""
+    torch.set_num_threads(1)
+    ddp = wrap(SHAPES, EVERY_PARAMETER)
+    options = {"matrix_approximation_rank": 4, "start_powerSGD_iter": 0}
+    hook = commhooks.attach(ddp, "powerSGD", hook_options=options)
+    inside: set[tuple[Any, ...]] = set()
+    project_p = codec.project_p
+
+    def observed(delta: torch.Tensor, q: torch.Tensor, out: torch.Tensor) -> None:
+        inside.add(_switches())
+        project_p(delta, q, out)
+
+    with _restored(), mock.patch("commhooks.compressors.powersgd.codec.project_p", observed):
+        CASES[case]()
+        legacy = torch.get_float32_matmul_precision() if case.startswith("precision") else None
+        before = _switches()
+        got = [_backward(ddp, random_gradients(SHAPES, dist.get_rank(), step), case) for step in range(STEPS)]
+        after = _switches()
+        if legacy is not None:
+            assert torch.get_float32_matmul_precision() == legacy
+    saved = hook.state_dict(residual="per_rank")["parameters"]
+    state = {name: entry["residual"][0] for name, entry in saved.items() if entry["residual"] is not None}
+    return {"gradients": got, "state": state, "before": before, "inside": inside, "after": after}
+
+
+def _backward(ddp: torch.nn.Module, gradients: Gradients, case: str) -> Gradients:
+    ddp.zero_grad()
+    # Around the whole pass: no operation of this model is one that autocast changes, those of the hook are.
+    with torch.autocast("cpu", torch.bfloat16, enabled=case == "autocast"):
+        ddp(gradients).backward(create_graph=case == "create_graph")
+    got = {name: p.grad.detach().clone() for name, p in ddp.module.named_parameters()}
+    for p in ddp.parameters():
+        p.grad = None  # with create_graph, gradient and parameter hold each other
+    return got
+
+
+def _run_all() -> dict[str, Any]:
+    return {case: _run(case) for case in CASES}
+
+
+@pytest.mark.filterwarnings("ignore:Using backward.. with create_graph")
+def test_the_users_switches_change_no_bit_and_come_back(run_ranks):
+    for results in run_ranks(_run_all):
+        expected = results["nothing"]
+        for case, got in results.items():
+            assert all(map(bits_equal, got["gradients"], expected["gradients"])), case
+            assert bits_equal(got["state"], expected["state"]), case
+            assert got["before"] == got["after"], case
+            assert len(got["inside"]) == 1
+            mkldnn, cuda, autocast, grad_mode = got["inside"].pop()
+            assert mkldnn in ("none", "ieee") and cuda in ("none", "ieee"), case
+            assert not autocast and not grad_mode, case
+        for case in ("precision high", "precision medium", "mkldnn bf16", "mkldnn tf32", "cuda tf32", "allow_tf32"):
+            assert results[case]["before"] != expected["before"], f"{case} switches nothing"
+
+
+def _raise_inside() -> list[tuple[Any, ...]]:
+    """The switches before and after a pass that ends in an error inside the hook."""
+    ddp = wrap(SHAPES)
+    commhooks.attach(ddp, "powerSGD", hook_options={"start_powerSGD_iter": 0})
+    with (
+        _restored(),
+        mock.patch("commhooks.compressors.powersgd.codec.project_p", side_effect=ValueError("inside the hook")),
+    ):
+        CASES["mkldnn bf16"]()
+        CASES["cuda tf32"]()
+        before = _switches()
+        with pytest.raises(ValueError, match="inside the hook"):
+            ddp(random_gradients(SHAPES, 0, 0)).backward()
+        return [before, _switches()]
+
+
+def test_the_switches_come_back_after_an_error(run_ranks):
+    for before, after in run_ranks(_raise_inside):
+        assert before == after
+
+
+@pytest.mark.parametrize(("dtype", "inner"), [(torch.float32, torch.float32), (torch.bfloat16, torch.float32)])
+def test_residuals_and_q_are_float32_at_least(run_ranks, dtype, inner):
+    assert run_ranks(_dtypes, dtype) == [{inner}] * 2
+    assert run_ranks(_dtypes, torch.float64) == [{torch.float64}] * 2
+
+
+def _dtypes(dtype: torch.dtype) -> set[torch.dtype]:
+    ddp = wrap(SHAPES, dtype=dtype)
+    hook = commhooks.attach(ddp, "powerSGD", hook_options={"start_powerSGD_iter": 0}, wrapper="bf16")
+    ddp(random_gradients(SHAPES, dist.get_rank(), 0, dtype)).backward()
+    entries = hook.state_dict(residual="per_rank")["parameters"].values()
+    return {tensor.dtype for entry in entries if entry["q"] is not None for tensor in (entry["q"], *entry["residual"])}

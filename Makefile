@@ -21,15 +21,15 @@ test: $(READY)
 	@$(CLEAN) -m pytest -n 2 --dist loadfile $(ARGS)
 
 test-mutants: $(READY)
-	@$(CLEAN) tests/mutants.py $(ARGS)
+	@$(CLEAN) tests/stress/mutants.py $(ARGS)
 
 # 10,000 steps on 2 ranks, twice: some minutes. make soak ARGS="--steps 1000"
 soak: $(READY)
-	@$(CLEAN) tests/soak.py $(ARGS)
+	@$(CLEAN) tests/stress/soak.py $(ARGS)
 
 # Kills 30 trainings at random times; takes some minutes.
 chaos: $(READY)
-	@$(CLEAN) tests/chaos.py $(ARGS)
+	@$(CLEAN) tests/stress/chaos.py $(ARGS)
 
 # Short runs of all benchmarks that need neither root nor a GPU; `python benchmarks/NAME.py --help` has the long ones.
 bench: $(READY)

@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 TESTS = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(TESTS), str(TESTS.parent)]
+sys.path[:0] = [str(TESTS / "support"), str(TESTS.parent)]
 
 import golden_runs  # noqa: E402
 import torch  # noqa: E402

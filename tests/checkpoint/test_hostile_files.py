@@ -1,0 +1,340 @@
+"""Files as damage or malice would make them: nothing in a checkpoint is run, and what cannot be read is named."""
+
+from __future__ import annotations
+
+import ast
+import io
+import os
+import pickle
+import random
+import time
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import hostile
+import pytest
+import torch
+import torch.distributed as dist
+from accelerators import Training, Warnings, launched
+from ddp_steps import process_group_of_one
+from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
+from lightning_support import Model, data, trainer
+from repository import REPOSITORY
+from test_hostile_payloads import Subject, power_sgd, same, silent, try_to_load
+from training import Run
+
+from accelerate_commhooks.saving import saved_hooks
+from commhooks import CommHookError, HookRunError, PayloadError
+from lightning_commhooks import CommHookDDP
+
+PACKAGES = ("commhooks", "lightning_commhooks", "accelerate_commhooks")
+
+# ---- the source ------------------------------------------------------------------------------------------------------
+
+# What imports by name: what a user's configuration or command line names. No checkpoint reaches it.
+BY_NAME = {("commhooks/compressors/dotted_path.py", "importlib.import_module")}
+RUNS_WHAT_IT_READS = {
+    *("eval", "exec", "compile", "__import__", "importlib.import_module", "pkgutil.resolve_name"),
+    *("pickle", "cPickle", "dill", "cloudpickle", "joblib", "shelve", "marshal", "runpy", "copyreg"),
+    *("yaml.load", "yaml.load_all", "yaml.unsafe_load", "yaml.full_load", "yaml.Loader", "yaml.UnsafeLoader"),
+    *("torch.hub", "torch.package", "torch.jit.load", "torch.serialization", "os.system", "os.popen"),
+}
+
+
+def dangerous(source: str) -> list[str]:
+    """The names by which a Python source could run a file, and each `torch.load` that is not weights_only=True."""
+    found = []
+    tree = ast.parse(source)
+    for node in ast.walk(tree):
+        names: list[str] = []
+        if isinstance(node, (ast.Name, ast.Attribute)):
+            names = [ast.unparse(node)]
+        elif isinstance(node, ast.Import):
+            names = [each.name for each in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            names = [str(node.module), *(f"{node.module}.{each.name}" for each in node.names)]
+        found += [name for name in names if name in RUNS_WHAT_IT_READS]
+        if isinstance(node, ast.ImportFrom) and f"{node.module}" == "torch":
+            found += ["torch.load" for each in node.names if each.name == "load"]
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == "torch.load":
+            safe = [k for k in node.keywords if k.arg == "weights_only" and ast.unparse(k.value) == "True"]
+            found += [] if safe else ["torch.load"]
+    calls = [ast.unparse(node.func) for node in ast.walk(tree) if isinstance(node, ast.Call)]
+    # Under another name (`load = torch.load`) it would not be seen above.
+    mentioned = sum(isinstance(node, ast.Attribute) and ast.unparse(node) == "torch.load" for node in ast.walk(tree))
+    return found + ["torch.load"] * (mentioned - calls.count("torch.load"))
+
+
+def test_no_source_can_run_what_a_file_holds() -> None:
+    files = [file for package in PACKAGES for file in sorted((REPOSITORY / package).rglob("*.py"))]
+    assert len(files) > 40
+    found = {(str(file.relative_to(REPOSITORY)), name) for file in files for name in dangerous(file.read_text())}
+    assert found == BY_NAME
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "torch.load(f)",
+        "torch.load(f, weights_only=False)",
+        "torch.load(f, weights_only=flag)",
+        "read = torch.load",
+        "from torch import load",
+        "import pickle",
+        "from pickle import loads",
+        "eval('1')",
+        "yaml.load(f, Loader=yaml.Loader)",
+        "__import__(name)",
+    ],
+)
+def test_the_look_at_the_source_sees(source: str) -> None:
+    assert dangerous(source)
+    assert not dangerous("torch.load(f, map_location='cpu', weights_only=True)")
+
+
+# ---- malice ----------------------------------------------------------------------------------------------------------
+
+
+class MakesFolder:
+    """Unpickling it makes a folder: that is how to see that code of a file has run."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = str(folder)
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (self.folder,)
+
+
+def write_malicious(path: Path, how: str, trap: Path) -> None:
+    if how == "pickle":
+        path.write_bytes(pickle.dumps(MakesFolder(trap)))
+    else:
+        torch.save(
+            {"format": "commhooks", "state_dict": MakesFolder(trap)}, path, _use_new_zipfile_serialization=how == "zip"
+        )
+
+
+HOW = ["pickle", "zip", "old format"]
+
+
+@pytest.mark.parametrize("how", HOW)
+def test_the_trap_works(tmp_path: Path, how: str) -> None:
+    path, trap = tmp_path / "file.pt", tmp_path / "trap"
+    write_malicious(path, how, trap)
+    if how == "pickle":
+        pickle.loads(path.read_bytes())
+    else:
+        torch.load(path, weights_only=False)
+    assert trap.is_dir()
+
+
+@launched
+def _accelerate_load(folder: str) -> list[str]:
+    run, outcomes = Training().train(4), []
+    for name in sorted(os.listdir(folder)):
+        before = run.hook.state_dict()
+        with Warnings() as warned:
+            try:
+                saved_hooks(run.accelerator).load(f"{folder}/{name}")
+                outcomes.append("".join(warned))
+            except PayloadError as error:
+                outcomes.append(str(error))
+                assert same(run.hook.state_dict(), before)
+    return outcomes
+
+
+def test_accelerate_runs_nothing_of_a_file(run_ranks: Any, tmp_path: Path) -> None:
+    folders, trap = tmp_path / "all", tmp_path / "trap"
+    run_ranks(_accelerate_save, str(tmp_path / "good"), world_size=2)
+    expected = []
+    for how in HOW:
+        for bad in ("comm_hook.pt", "comm_hook_rank1.pt"):
+            folder = folders / f"{how} {bad}"
+            folder.mkdir(parents=True)
+            for each in (tmp_path / "good").glob("comm_hook*.pt"):
+                (folder / each.name).write_bytes(each.read_bytes())
+            write_malicious(folder / bad, how, trap)
+            expected.append(folder / bad)
+    ranks = run_ranks(_accelerate_load, str(folders), world_size=2)
+    for place, path in enumerate(sorted(expected, key=lambda path: path.parent.name)):
+        readers = ranks if path.name == "comm_hook.pt" else ranks[1:]
+        assert all(str(path) in outcomes[place] and "cannot be read" in outcomes[place] for outcomes in readers)
+    assert not trap.exists()
+
+
+@launched
+def _accelerate_save(folder: str) -> None:
+    Training().train(5).save(folder)
+
+
+def _lightning_fit(path: str, root: str) -> str:
+    try:
+        trainer(root, max_epochs=1).fit(Model(), data(), ckpt_path=path)
+    except PayloadError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("how", HOW)
+def test_lightning_runs_nothing_of_a_file(run_ranks: Any, tmp_path: Path, how: str) -> None:
+    path, trap = tmp_path / "file.ckpt", tmp_path / "trap"
+    write_malicious(path, how, trap)
+    (text,) = run_ranks(_lightning_fit, str(path), str(tmp_path), world_size=1)
+    assert str(path) in text and "cannot be read" in text
+    assert not trap.exists()
+
+
+def test_lightning_reads_checkpoints_of_the_web_with_weights_only_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def load(self: Any, path: Any, **options: Any) -> dict[str, Any]:
+        asked.append(options["weights_only"])
+        return {}
+
+    monkeypatch.setattr(TorchCheckpointIO, "load_checkpoint", load)
+    strategy = CommHookDDP("powerSGD")
+    for given in (None, True, False):
+        strategy.load_checkpoint("http://localhost/file.ckpt", weights_only=given)
+    assert asked == [True, True, False]
+    monkeypatch.undo()
+    with pytest.raises(FileNotFoundError, match="nothing.ckpt"):
+        strategy.load_checkpoint("nothing.ckpt")
+
+
+# ---- damage ----------------------------------------------------------------------------------------------------------
+
+
+@launched
+def _damaged_files(folder: str, count: int) -> list[int]:
+    """[refused, loaded] of files with changed bytes or content; the ranks must agree on each, and train on after it."""
+    run, rank = Training().train(5).save(folder), dist.get_rank()
+    rng, outcomes = random.Random(4), [0, 0]
+    paths = sorted(Path(folder).glob("comm_hook*.pt"))
+    good = {path: path.read_bytes() for path in paths}
+    saved = saved_hooks(run.accelerator)
+    with silent():
+        for _ in range(count):
+            path = rng.choice(paths)
+            if rng.random() < 0.5:
+                content, what = hostile.damaged_bytes(good[path], rng)
+            else:
+                kept = torch.load(io.BytesIO(good[path]), weights_only=True)
+                changed, what = hostile.changed(kept, kept, rng)
+                if rng.random() < 0.5 and path == paths[0] and isinstance(changed, dict):
+                    _with_its_fingerprint(changed)
+                content = _as_file(changed)
+            saved.load(folder)
+            before = run.hook.state_dict()
+            dist.barrier()
+            if rank == 0:
+                path.write_bytes(content)
+            dist.barrier()
+            refused = False
+            try:
+                saved.load(folder)
+            except PayloadError as error:
+                refused = True
+                assert str(paths[0]) in str(error), what
+                assert same(run.hook.state_dict(), before), f"half-loaded: {path.name} {what}"
+            except BaseException as error:
+                raise AssertionError(f"{path.name}: {what}") from error
+            everywhere = torch.tensor([int(refused)])
+            dist.all_reduce(everywhere)
+            assert everywhere.item() in (0, 2), f"one rank refuses, the other does not: {path.name} {what}"
+            outcomes[0 if refused else 1] += 1
+            if not refused:
+                run.train(1)
+                assert all(bool(p.grad.isfinite().all()) for p in run.model.parameters()), f"{path.name} {what}"
+            dist.barrier()
+            if rank == 0:
+                path.write_bytes(good[path])
+            dist.barrier()
+    return outcomes
+
+
+def _with_its_fingerprint(shared: dict[str, Any]) -> None:
+    """Malice can compute it, damage cannot."""
+    from commhooks.checkpoint.parts import fingerprint
+
+    try:
+        shared["fingerprint"] = fingerprint(shared)
+    except Exception:
+        pass
+
+
+def _as_file(content: Any) -> bytes:
+    file = io.BytesIO()
+    try:
+        torch.save(content, file)
+    except Exception:  # not everything can be written
+        return b""
+    return file.getvalue()
+
+
+def test_damaged_files_of_accelerate(run_ranks: Any, tmp_path: Path) -> None:
+    first, second = run_ranks(_damaged_files, str(tmp_path), 200, timeout_s=100)
+    assert first == second and min(first) > 20
+
+
+def test_changed_payloads_through_lightning() -> None:
+    with process_group_of_one(), silent():
+        subject, rng = power_sgd(), random.Random(8)
+        loaded = sum(not try_to_load(subject, *_through_a_checkpoint(subject, rng)) for _ in range(100))
+        assert 5 < loaded < 70
+
+
+def _through_a_checkpoint(subject: Subject, rng: random.Random) -> tuple[Any, bool, str, Any]:
+    payload, what = hostile.changed(rng.choice(subject.good), rng.choice(subject.good), rng)
+
+    def load(content: Any, strict: bool) -> None:
+        strategy = CommHookDDP("powerSGD", strict=strict)
+        strategy._comm_hook = subject.hook
+        strategy.load_optimizer_state_dict({"optimizer_states": [], "commhooks": content})
+
+    return payload, rng.random() < 0.5, what, load
+
+
+def test_the_optimizers_wait_until_the_payload_has_been_checked() -> None:
+    with process_group_of_one():
+        subject = power_sgd()
+        optimizer = torch.optim.SGD(subject.ddp.parameters(), lr=0.5)
+        strategy = CommHookDDP("powerSGD")
+        strategy._comm_hook, strategy.optimizers = subject.hook, [optimizer]
+        states = torch.optim.SGD(subject.ddp.parameters(), lr=0.1).state_dict()
+        checkpoint = {"optimizer_states": [states], "commhooks": subject.good[0] | {"step": -1}}
+        with pytest.raises(PayloadError, match="'step' is -1"):
+            strategy.load_optimizer_state_dict(checkpoint)
+        assert optimizer.param_groups[0]["lr"] == 0.5
+
+
+# ---- one rank only ---------------------------------------------------------------------------------------------------
+
+
+def _one_rank_refuses(goes_on: bool) -> tuple[str, float]:
+    """What this rank's training ends in when rank 0 could not load, and after how many seconds."""
+    group = dist.new_group(timeout=timedelta(seconds=3))
+    run = Run.new(ddp={"process_group": group}, hook_options={"start_powerSGD_iter": 1}).train(3)
+    saved = run.hook.state_dict()
+    if dist.get_rank() == 0:
+        saved["parameters"]["5.weight"]["q"].fill_(float("nan"))
+    fresh = Run.new(ddp={"process_group": group}, hook_options={"start_powerSGD_iter": 1})
+    refused = ""
+    try:
+        fresh.hook.load_state_dict(saved)
+    except CommHookError as error:
+        refused = str(error)
+    assert bool(refused) == (dist.get_rank() == 0)
+    begin = time.monotonic()
+    if refused and not goes_on:
+        return refused, 0.0
+    with pytest.raises(HookRunError) as caught:
+        fresh.train(1)
+    return str(caught.value), time.monotonic() - begin
+
+
+def test_the_other_rank_does_not_wait_for_ever(run_ranks: Any) -> None:
+    (refused, _), (lost, seconds) = run_ranks(_one_rank_refuses, False)
+    assert "holds inf or NaN" in refused and "load on every rank, or on none" in lost and seconds < 20
+    for text, _ in run_ranks(_one_rank_refuses, True):
+        assert "the ranks are at different steps of the hook: rank 0: 0, rank 1: 3" in text

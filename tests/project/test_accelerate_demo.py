@@ -1,0 +1,141 @@
+"""`make demo-accelerate`: what it calls a failure, whom it kills, and the whole of it once in short form."""
+
+from __future__ import annotations
+
+import copy
+import os
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+from typing import Any
+
+import accelerate_demo
+import accelerate_digits
+import psutil
+import pytest
+from accelerate_demo import AccelerateTraining, failures
+from repository import REPOSITORY
+
+WHOLE = {"global_step": 345, "stats": {"compressed_steps": 325, "backward_passes": 345}}
+RESUMED = {"global_step": 345, "stats": {"compressed_steps": 184, "backward_passes": 184}}
+
+
+def test_a_good_run_fails_nothing() -> None:
+    assert failures(WHOLE, RESUMED, saved_steps=161, differ=[]) == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"compressed_steps": 0}, "the resumed training: no step was compressed"),
+        ({"backward_passes": 345}, "it did not resume: after the kill it trained 345 steps, where 184 were missing"),
+        ({"differ": ["0.weight"]}, "the weights differ after the kill: 0.weight"),
+    ],
+)
+def test_each_broken_promise_is_a_failure(changes: dict[str, Any], sentence: str) -> None:
+    resumed = copy.deepcopy(RESUMED)
+    differ = changes.pop("differ", [])
+    resumed["stats"] |= changes
+    assert failures(WHOLE, resumed, saved_steps=161, differ=differ) == [sentence]
+
+
+def test_unfinished_checkpoints_are_not_taken(tmp_path: Path) -> None:
+    assert accelerate_digits.newest_checkpoint(tmp_path / "nothing") is None
+    for name in ("epoch_2", "epoch_10", "epoch_9", "unfinished", "epoch_", "epoch_11.tmp"):
+        (tmp_path / name).mkdir()
+    assert accelerate_digits.newest_checkpoint(tmp_path) == tmp_path / "epoch_10"
+
+
+class Killed(Exception):
+    pass
+
+
+class FakeAccelerator:
+    """Of the main process; `save_state` or the renaming after it is as far as the process gets."""
+
+    is_main_process = True
+
+    def __init__(self, killed_while_saving: bool) -> None:
+        self.killed_while_saving = killed_while_saving
+
+    def wait_for_everyone(self) -> None: ...
+
+    def save_state(self, folder: str) -> None:
+        Path(folder).mkdir()
+        (Path(folder) / "model.safetensors").touch()
+        if self.killed_while_saving:
+            raise Killed
+        (Path(folder) / "optimizer.bin").touch()
+
+
+def test_a_kill_while_saving_leaves_the_checkpoint_before(tmp_path: Path) -> None:
+    accelerate_digits.save(FakeAccelerator(False), tmp_path, 1)
+    with pytest.raises(Killed):
+        accelerate_digits.save(FakeAccelerator(True), tmp_path, 2)
+    assert accelerate_digits.newest_checkpoint(tmp_path) == tmp_path / "epoch_1"
+    accelerate_digits.save(FakeAccelerator(False), tmp_path, 2)
+    assert [path.name for path in tmp_path.iterdir()] == ["epoch_2"]
+    assert sorted(path.name for path in (tmp_path / "epoch_2").iterdir()) == ["model.safetensors", "optimizer.bin"]
+
+
+WORKER_IN_ITS_OWN_SESSION = """
+    import pathlib, subprocess, sys, time
+    folder = pathlib.Path(sys.argv[1])
+    code = "import time; time.sleep(100)"
+    child = subprocess.Popen([sys.executable, "-c", code], start_new_session=True)
+    (folder / "child").write_text(str(child.pid))
+    with open(folder / "log.csv", "w", buffering=1) as log:
+        for step in range(30):
+            log.write(f"{step // 10},{step},0.5\\n")
+            time.sleep(0.02)
+    time.sleep(100)
+"""
+
+
+def test_workers_in_sessions_of_their_own_are_killed_too(tmp_path: Path) -> None:
+    script = tmp_path / "fake.py"
+    script.write_text(textwrap.dedent(WORKER_IN_ITS_OWN_SESSION))
+    folder = tmp_path / "folder"
+    training = AccelerateTraining(
+        "fake", folder, [sys.executable, str(script), str(folder)], dict(os.environ), epochs=3
+    )
+    done = training.run_and_kill(13, steps_per_epoch=10)
+    assert 13 <= done < 30 and 0 < done % 10 < 9
+    child = int((folder / "child").read_text())
+    deadline = time.monotonic() + 5
+    while psutil.pid_exists(child) and psutil.Process(child).status() != psutil.STATUS_ZOMBIE:
+        assert time.monotonic() < deadline, "a process of the training outlived it"
+        time.sleep(0.05)
+
+
+@pytest.mark.timeout(300)
+def test_short_demo(tmp_path: Path) -> None:
+    """Two epochs of 23 steps, of which the first 20 are not compressed; killed in the second epoch."""
+    command = [sys.executable, "examples/clean_env.py", "examples/accelerate_demo.py", "--epochs=2"]
+    env = os.environ | {"PYTHONPATH": str(REPOSITORY), "TMPDIR": str(tmp_path), "ACCELERATE_USE_CPU": "maybe"}
+    process = subprocess.Popen(
+        command, cwd=REPOSITORY, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+    try:
+        output, _ = process.communicate(timeout=270)
+    except BaseException:
+        process.terminate()  # the demo ends its trainings then
+        process.communicate()
+        raise
+    assert process.returncode == 0, output
+    assert "in 26 compressed steps of 46" in output
+    assert "in epoch 2." in output
+    assert "It trained the last 23 of 46 steps." in output
+    assert "bit-equal to those of the uninterrupted run: yes" in output
+    assert [path.name for path in tmp_path.glob("commhooks-*")] == []
+
+
+def test_a_failure_is_the_exit_status(monkeypatch: Any, capsys: Any, tmp_path: Path) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    monkeypatch.setattr("signal.signal", lambda *args: None)
+    for found, status in (([], 0), (["no step was compressed"], 1)):
+        monkeypatch.setattr(accelerate_demo, "run_demo", lambda args, folder, env, found=found: found)
+        assert accelerate_demo.main([]) == status
+        assert ("FAILED: no step was compressed" in capsys.readouterr().out) == bool(found)

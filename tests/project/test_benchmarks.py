@@ -1,0 +1,129 @@
+"""Each benchmark runs, in its shortest form, and writes the figures that it promises. No figure is judged here, except
+those that do not depend on the machine."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from repository import REPOSITORY
+
+MACHINE = {"cpu", "cores", "gpu", "system", "python", "torch", "date"}
+
+
+def _can_limit_a_link() -> bool:
+    if not sys.platform.startswith("linux") or os.geteuid() != 0 or not all(map(shutil.which, ("ip", "tc"))):
+        return False
+    # A container's root may not be allowed to.
+    name = f"commhooks-test-{os.getpid()}"
+    made = subprocess.run(["ip", "netns", "add", name], capture_output=True).returncode == 0
+    subprocess.run(["ip", "netns", "del", name], capture_output=True)
+    return made
+
+
+def _run(name: str, tmp_path: Path, *arguments: str) -> list[dict[str, Any]]:
+    """The rows of `benchmarks/name.py --quick`."""
+    file = tmp_path / "figures.json"
+    command = [sys.executable, f"benchmarks/{name}.py", "--quick", "--json", str(file), *arguments]
+    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
+    done = subprocess.run(command, cwd=REPOSITORY, env=environment, capture_output=True, text=True, timeout=90)
+    assert done.returncode == 0, done.stdout + done.stderr
+    content = json.loads(file.read_text())
+    assert content["benchmark"] == name and content["machine"].keys() >= MACHINE
+    assert content["arguments"]["quick"] is True
+    assert content["machine"]["torch"] in done.stdout  # under the table, so that nobody quotes figures without it
+    return content["rows"]
+
+
+def test_codec(tmp_path):
+    rows = _run("codec", tmp_path)
+    ours = {"commhooks", "fused", "alternate", "fused alternate"}
+    hooks = ours | {"torch", "torch same", "epfml", "copy", "noop backward"}
+    assert {row["hook"] for row in rows} == hooks and {row["rank"] for row in rows} == {1, 4}
+    for row in rows:
+        assert row["limit_ms"] > 0
+        if row["hook"] in ours | {"torch", "torch same", "copy"}:
+            assert row.keys() >= {"median_ms", "q1_ms", "q3_ms", "times_torch", "times_limit", "gradient_mb", "model"}
+        elif row["hook"] == "epfml" and row["median_ms"] is None:
+            assert row["note"]
+
+
+def test_memory(tmp_path):
+    rows = {row["hook"]: row for row in _run("memory", tmp_path)}
+    assert rows.keys() == {"noop", "powersgd-4", "powersgd-4 from 0"}
+    for name, steps in (("powersgd-4", 4), ("powersgd-4 from 0", 6)):
+        row = rows[name]
+        assert row["compressed_steps"] == steps
+        assert row["peak_bytes"] >= row["held_bytes"] and row["peak_bytes"] >= row["peak_rebuild_bytes"]
+        assert row["allocations_last_step"] >= 0 and row["allocated_bytes_last_step"] >= 0
+        # The residual is nearly all of it: less would mean that releases are counted that were none.
+        assert 0.9 < row["held_over_formula"] < 1.1
+
+
+def test_metrics(tmp_path):
+    rows = _run("metrics", tmp_path)
+    kinds = ["without", "clocks", "reading", "layers", "sampled"]
+    assert [(row["hook"], row["kind"]) for row in rows] == [(h, k) for h in ("powersgd-1", "fp16") for k in kinds]
+    assert all(row["median_us"] > 0 for row in rows if row["kind"] == "without")
+    assert all("percent" in row for row in rows if row["kind"] != "without")
+
+
+def test_checkpoint(tmp_path):
+    rows = {row["state"]: row for row in _run("checkpoint", tmp_path)}
+    assert list(rows) == ["model", "mean", "per_rank", "drop"]
+    for row in rows.values():
+        assert row["median_save_s"] > 0 and row["median_load_s"] > 0
+    gradient = rows["model"]["gradient_bytes"]
+    assert rows["mean"]["bytes"] > 0.9 * gradient and rows["per_rank"]["bytes"] > 0.9 * gradient
+    assert rows["drop"]["bytes"] < 0.2 * gradient
+
+
+def test_paper(tmp_path):
+    rows = _run("paper", tmp_path)  # it compares with the paper itself: its exit status is looked at
+    assert [(row["model"], round(row["ratio_less_flags"], 1)) for row in rows] == [
+        ("resnet18_cifar", 243.3),
+        ("lstm", 309.7),
+    ]
+    assert all(row["stats_agree"] and row["recorded_bytes"] < row["gradient_bytes"] for row in rows)
+
+
+def test_convergence(tmp_path):
+    picture = tmp_path / "figures.png"
+    rows = {row["hook"]: row for row in _run("convergence", tmp_path, "--plot", str(picture))}
+    assert rows.keys() == {"allreduce", "powersgd-2"}
+    assert all(len(row["losses"]) == len(row["accuracies"]) == 2 for row in rows.values())
+    assert rows["powersgd-2"]["compressed_steps"] > 30 and rows["powersgd-2"]["fewer_bytes"] > 5
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_gpu_without_a_gpu(tmp_path):
+    """The suite hides the devices."""
+    if "CUDA_VISIBLE_DEVICES" not in os.environ:
+        pytest.skip("this run keeps its CUDA devices")
+    assert _run("gpu", tmp_path) == []
+
+
+@pytest.mark.skipif(not _can_limit_a_link(), reason="needs root, ip and tc")
+def test_link(tmp_path):
+    before = _namespaces()
+    rows = {row["hook"]: row for row in _run("link", tmp_path)}
+    assert rows.keys() == {"noop", "ddp", "powersgd-1"}
+    # What travelled: each of two ranks sends the gradients once, compressed or not.
+    gradient = 1e6 * rows["ddp"]["gradient_mb"]
+    assert rows["noop"]["bytes_per_step"] < 5_000
+    assert gradient < rows["ddp"]["bytes_per_step"] < 1.3 * gradient
+    assert rows["powersgd-1"]["bytes_per_step"] < 0.1 * gradient
+    # And the link is as slow as was asked for: 100 Mbit, of which the bucket gives one millisecond away.
+    assert rows["ddp"]["median_ms"] > 1000 * (8 * gradient / 100e6) - 5
+    assert _namespaces() <= before
+
+
+def _namespaces() -> set[str]:
+    listed = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=True).stdout
+    return {line.split()[0] for line in listed.splitlines() if line.startswith("commhooks-")}

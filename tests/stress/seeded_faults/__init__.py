@@ -1,0 +1,30 @@
+"""The seeded faults of `mutants.py`, a module for each area. A new one goes into the list of its area."""
+
+from seeded_faults import (
+    accelerate,
+    accelerate_settings,
+    accelerators,
+    attaching,
+    compression,
+    doctor,
+    lightning,
+    metrics,
+    plan,
+    saving,
+    trainer,
+)
+
+AREAS = (
+    attaching,
+    compression,
+    accelerators,
+    saving,
+    lightning,
+    accelerate,
+    accelerate_settings,
+    trainer,
+    metrics,
+    doctor,
+    plan,
+)
+MUTANTS = [mutant for area in AREAS for mutant in area.MUTANTS]

@@ -1,0 +1,111 @@
+"""Seeded faults. `accelerate_commhooks`: YAML, the launcher, the commands, the demo."""
+
+from seeded_faults.mutant import Mutant
+
+MUTANTS = [
+    Mutant(
+        "YAML: the environment wins over an argument",
+        "accelerate_commhooks/handler.py",
+        'if name == "hook" or name not in self._given:',
+        "if True:",
+        "with_accelerate/test_accelerate_environment.py::test_argument_over_environment_over_default",
+    ),
+    Mutant(
+        "YAML: unknown keys pass",
+        "accelerate_commhooks/yaml_config.py",
+        "        if name not in allowed:\n",
+        "        if False:\n",
+        "with_accelerate/test_accelerate_yaml.py::test_errors_say_where_and_why",
+    ),
+    Mutant(
+        "YAML: interpolations do not see the file",
+        "accelerate_commhooks/yaml_config.py",
+        "        node = loaded[section] if section else loaded\n",
+        "        node = OmegaConf.create(dict(loaded)[section] if section else loaded)\n",
+        "with_accelerate/test_accelerate_yaml.py::test_interpolations_see_the_whole_file",
+    ),
+    Mutant(
+        "YAML: a hook of the script's own in silence",
+        "accelerate_commhooks/handler.py",
+        "            refuse_to_ignore_the_launcher(self.hook)\n",
+        "            pass\n",
+        "with_accelerate/test_accelerate_environment.py::test_the_first_prepare_refuses_a_hook_of_the_scripts_own",
+    ),
+    Mutant(
+        "YAML: config writes over the default file",
+        "accelerate_commhooks/cli.py",
+        "    if not args.force and path",
+        "    if False and path",
+        "with_accelerate/test_accelerate_config_command.py::test_config_protects_the_default_file",
+    ),
+    Mutant(
+        "launcher: the section stays in the file",
+        "accelerate_commhooks/launcher.py",
+        "content.pop(SECTION, None) is not None",
+        "content.get(SECTION) is not None",
+        "with_accelerate/test_accelerate_launcher.py::test_the_workers_use_what_was_handed_over",
+    ),
+    Mutant(
+        "launcher: an ignored section is success",
+        "accelerate_commhooks/launcher.py",
+        "        if status == 0 and watched:\n",
+        "        if False:\n",
+        "with_accelerate/test_accelerate_launcher.py::test_a_script_that_ignores_the_section_fails",
+    ),
+    Mutant(
+        "launcher: the exit status gets lost",
+        "accelerate_commhooks/launcher.py",
+        "        return _as_shell(error.returncode)\n",
+        "        return 1\n",
+        "with_accelerate/test_accelerate_launcher.py::test_one_process",
+    ),
+    Mutant(
+        "launcher: the exit status of several gets lost",
+        "accelerate_commhooks/launcher.py",
+        "        return _as_shell(error.get_first_failure()[1].exitcode)\n",
+        "        return 0\n",
+        "with_accelerate/test_accelerate_launcher.py::test_the_status_of_several_processes",
+    ),
+    Mutant(
+        "launcher: a single process outlives a signal",
+        "accelerate_commhooks/launcher.py",
+        "    children = psutil.Process().children()\n",
+        "    children = []\n",
+        "with_accelerate/test_accelerate_launcher.py::test_interrupted",
+    ),
+    Mutant(
+        "launcher: temporary files stay after SIGTERM",
+        "accelerate_commhooks/launcher.py",
+        "    before = signal.signal(signal.SIGTERM, ended)\n",
+        "    before = signal.SIG_DFL\n",
+        "with_accelerate/test_accelerate_launcher.py::test_interrupted",
+    ),
+    Mutant(
+        "launcher: attaching is not noted",
+        "accelerate_commhooks/handler.py",
+        '            self._handed_over.note("attached")\n',
+        "            pass\n",
+        "with_accelerate/test_accelerate_launcher.py::test_the_workers_use_what_was_handed_over",
+    ),
+    Mutant(
+        "Accelerate demo: checkpoints under their name from the start",
+        "examples/accelerate_digits.py",
+        '    unfinished = folder / "unfinished"\n',
+        '    unfinished = folder / f"epoch_{epoch}"\n',
+        "project/test_accelerate_demo.py::test_a_kill_while_saving_leaves_the_checkpoint_before",
+    ),
+    Mutant(
+        "Accelerate demo: it does not resume",
+        "examples/accelerate_digits.py",
+        "    if checkpoint is not None:\n",
+        "    if False:\n",
+        "project/test_accelerate_demo.py::test_short_demo",
+    ),
+    Mutant(
+        "Accelerate demo: workers outlive the kill",
+        "examples/accelerate_demo.py",
+        "[launcher, *launcher.children(recursive=True)]",
+        "[launcher]",
+        "project/test_accelerate_demo.py::test_workers_in_sessions_of_their_own_are_killed_too",
+    ),
+]

@@ -1,0 +1,42 @@
+"""Seeded faults. `lightning_commhooks`: strategy and checkpoints."""
+
+from seeded_faults.mutant import Mutant
+
+MUTANTS = [
+    Mutant(
+        "Lightning does not restore",
+        "lightning_commhooks/strategy.py",
+        "        if take_over is not None:\n            take_over()\n",
+        "        if take_over is not None:\n            pass\n",
+        "with_lightning/test_lightning_resume.py",
+    ),
+    Mutant(
+        "Lightning: checkpoints of the web are run",
+        "lightning_commhooks/strategy.py",
+        "weights_only=True if weights_only is None else weights_only",
+        "weights_only=weights_only",
+        "checkpoint/test_hostile_files.py::test_lightning_reads_checkpoints_of_the_web_with_weights_only_too",
+    ),
+    Mutant(
+        "Lightning: the optimizers load before the payload is checked",
+        "lightning_commhooks/strategy.py",
+        "        hook = self._comm_hook\n        take_over = None\n",
+        "        super().load_optimizer_state_dict(checkpoint)\n"
+        "        hook = self._comm_hook\n        take_over = None\n",
+        "checkpoint/test_hostile_files.py::test_the_optimizers_wait_until_the_payload_has_been_checked",
+    ),
+    Mutant(
+        "a joint save in an exception",
+        "lightning_commhooks/checkpoint.py",
+        "    return trainer.interrupted or in_signal_handler()\n",
+        "    return in_signal_handler()\n",
+        "with_lightning/test_interrupted_trainer.py::test_what_ends_a_training_leaves_a_checkpoint_that_resumes",
+    ),
+    Mutant(
+        "a joint save in the requeue signal",
+        "lightning_commhooks/checkpoint.py",
+        "    return trainer.interrupted or in_signal_handler()\n",
+        "    return trainer.interrupted\n",
+        "with_lightning/test_interrupted_trainer.py::test_the_requeue_signal_at_different_steps_and_in_mid_backward",
+    ),
+]

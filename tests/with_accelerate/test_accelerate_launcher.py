@@ -1,0 +1,282 @@
+"""`accelerate-commhooks launch`, and `accelerate launch` with the environment variable, as users start them."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from repository import PYTHONPATH, SUPPORT
+
+from accelerate_commhooks import launcher
+from accelerate_commhooks.cli import main
+from accelerate_commhooks.handed_over import VARIABLE
+
+LIMIT_S = 90
+OURS = [sys.executable, "-m", "accelerate_commhooks", "launch"]
+STOCK = [sys.executable, "-m", "accelerate.commands.launch"]
+ACCELERATE = """\
+compute_environment: LOCAL_MACHINE
+distributed_type: MULTI_GPU
+num_machines: 1
+num_processes: 2
+main_process_port: 0
+mixed_precision: "no"
+"""
+HOOK = "hook: powerSGD\nhook_options: {matrix_approximation_rank: 1, start_powerSGD_iter: 1}\nbucket_cap_mb: 9\n"
+SECTION = "comm_hook_config:\n" + "".join(f"  {line}\n" for line in HOOK.splitlines())
+SENTENCE = "Write `accelerator = Accelerator(kwargs_handlers=[CommHookKwargs()])`"
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Path:
+    path = tmp_path / "accelerate.yaml"
+    path.write_text(ACCELERATE + SECTION)
+    return path
+
+
+@pytest.fixture
+def temporary(tmp_path: Path) -> Path:
+    folder = tmp_path / "tmp"
+    folder.mkdir()
+    return folder
+
+
+def left_behind(temporary: Path) -> list[str]:
+    return [path.name for path in temporary.glob("commhooks-launch-*")]
+
+
+@contextmanager
+def started(command: list[str], temporary: Path, **environ: str) -> Iterator[subprocess.Popen[str]]:
+    """The process; with it ends whatever it has started, also in sessions of its own."""
+    env = os.environ | {"PYTHONPATH": PYTHONPATH, "TMPDIR": str(temporary)} | environ
+    process = subprocess.Popen(
+        command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+    )
+    try:
+        yield process
+    finally:
+        if process.poll() is None:
+            for each in [*psutil.Process(process.pid).children(recursive=True), process]:
+                each.kill()
+        process.communicate()
+
+
+def run(command: list[str], temporary: Path, **environ: str) -> tuple[int, str]:
+    with started(command, temporary, **environ) as process:
+        output, _ = process.communicate(timeout=LIMIT_S)
+    return process.returncode, output
+
+
+# ---- it works --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.timeout(LIMIT_S + 20)
+@pytest.mark.parametrize("way", ["section", "variable"])
+def test_the_workers_use_what_was_handed_over(way: str, config: Path, temporary: Path, tmp_path: Path) -> None:
+    arguments = ["--config_file", "other.yaml", "-m", "--lr=0.1", "two words", "--", "-x"]  # all of them the script's
+    if way == "section":
+        command = [*OURS, f"--config_file={config}", "-m", "launched_script", str(tmp_path), *arguments]
+        status, output = run(command, temporary)
+    else:
+        config.write_text(ACCELERATE)
+        (tmp_path / "hook.yaml").write_text(HOOK)
+        command = [*STOCK, f"--config_file={config}", str(SUPPORT / "launched_script.py"), str(tmp_path), *arguments]
+        status, output = run(command, temporary, **{VARIABLE: str(tmp_path / "hook.yaml")})
+    assert status == 0, output
+    for rank in range(2):
+        found = json.loads((tmp_path / f"rank{rank}.json").read_text())
+        assert found["arguments"] == arguments and found["main"] == "__main__"
+        assert found["processes"] == 2 and found["rank_variable"] == str(rank)
+        options = "{'matrix_approximation_rank': 1, 'start_powerSGD_iter': 1}"
+        # The script's own bucket_cap_mb=3 wins over the 9 of the file.
+        assert found["handler"] == f"CommHookKwargs(bucket_cap_mb=3, hook='powerSGD', hook_options={options})"
+        assert found["stats"]["compressed_steps"] == 2
+    assert left_behind(temporary) == []
+    assert config.read_text() == (ACCELERATE + SECTION if way == "section" else ACCELERATE)
+
+
+# ---- it is not used --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.timeout(LIMIT_S + 20)
+def test_a_script_that_ignores_the_section_fails(config: Path, temporary: Path, tmp_path: Path) -> None:
+    script = tmp_path / "ignores.py"
+    # One write: two processes share the output.
+    script.write_text("import os\nos.write(1, f\"ran as rank {os.environ['RANK']}\\n\".encode())\n")
+    status, output = run([*OURS, "--config_file", str(config), str(script)], temporary)
+    assert "ran as rank 0" in output and "ran as rank 1" in output
+    assert status == 1 and SENTENCE in output, output
+    assert f"{config}, section comm_hook_config" in output
+    assert left_behind(temporary) == []
+
+
+@pytest.mark.timeout(LIMIT_S + 20)
+def test_the_status_of_several_processes(config: Path, temporary: Path, tmp_path: Path) -> None:
+    script = tmp_path / "fails.py"
+    script.write_text("import sys\nsys.exit(7)\n")
+    status, output = run([*OURS, "--config_file", str(config), str(script)], temporary)
+    assert status == 7 and "exitcode  : 7" in output and SENTENCE not in output, output
+    assert left_behind(temporary) == []
+
+
+@pytest.fixture
+def in_this_process(temporary: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """For launches of one process by `main`: much faster than a launcher in a process of its own."""
+    monkeypatch.setattr("tempfile.tempdir", str(temporary))
+    monkeypatch.setenv("PYTHONPATH", PYTHONPATH)
+    return temporary
+
+
+def launch_one(config: Path | None, code: str, *flags: str) -> int:
+    file = [] if config is None else ["--config_file", str(config)]
+    script = Path(os.environ["TMP_OF_TEST"]) / "script.py"
+    script.write_text(code)
+    return main(["launch", *file, "--cpu", *flags, str(script), "3"])
+
+
+@pytest.fixture(autouse=True)
+def _script_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TMP_OF_TEST", str(tmp_path))
+
+
+READS = "from accelerate_commhooks import CommHookKwargs\nassert CommHookKwargs().hook == 'powerSGD'\n"
+
+
+def test_one_process(config: Path, in_this_process: Path, capfd: Any) -> None:
+    before = dict(os.environ)
+    assert launch_one(config, "") == 1
+    assert SENTENCE in capfd.readouterr().err
+    # In one process nothing is wrapped in DDP: to take the settings is enough, and a line says that there is no hook.
+    assert launch_one(config, READS) == 0
+    assert "starts one process here" in capfd.readouterr().err
+    # The status of the script goes through, and says nothing about the section.
+    assert launch_one(config, "import sys\nsys.exit(int(sys.argv[1]))") == 3
+    assert launch_one(config, "import os\nos.kill(os.getpid(), 9)") == 128 + 9
+    assert SENTENCE not in capfd.readouterr().err
+    assert os.environ == before and left_behind(in_this_process) == []
+
+
+def test_a_reminder_while_it_runs(config: Path, in_this_process: Path, monkeypatch: Any, capfd: Any) -> None:
+    monkeypatch.setattr(launcher, "REMINDER_S", 0.1)
+    assert launch_one(config, "import time\ntime.sleep(0.5)\nraise SystemExit(4)") == 4
+    assert "until now, " in capfd.readouterr().err
+    monkeypatch.setattr(launcher, "REMINDER_S", 60)
+    launch_one(config, "raise SystemExit(4)")
+    time.sleep(0.2)
+    assert "until now, " not in capfd.readouterr().err
+    assert not [thread for thread in threading.enumerate() if isinstance(thread, threading.Timer) and thread.is_alive()]
+
+
+# ---- before anything is started --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "flags", "says"),
+    [
+        (ACCELERATE + "comm_hook_config: {hook: powerSDG}\n", [], "did you mean 'powerSGD'"),
+        (ACCELERATE + "comm_hook_config: {hook: fp16, wraper: bf16}\n", [], "comm_hook_config.wraper: no such setting"),
+        (ACCELERATE + "comm_hook_config: {hook: powerSGD, hook_options: {start_powerSGD_iter: 0.5}}\n", [], "fraction"),
+        (ACCELERATE, [], "has no section 'comm_hook_config'"),
+        (ACCELERATE + SECTION, ["--use_fsdp"], "use_fsdp: Accelerate does not wrap"),
+        (ACCELERATE.replace("MULTI_GPU", "DEEPSPEED") + SECTION, [], "use_deepspeed: Accelerate does not wrap"),
+        (ACCELERATE.replace("LOCAL_MACHINE", "AMAZON_SAGEMAKER") + SECTION, [], "AMAZON_SAGEMAKER"),
+    ],
+)
+def test_refused(text: str, flags: list[str], says: str, tmp_path: Path, in_this_process: Path, capfd: Any) -> None:
+    config = tmp_path / "accelerate.yaml"
+    config.write_text(text)
+    assert main(["launch", "--config_file", str(config), *flags, "no_such_script.py"]) == 2
+    err = capfd.readouterr().err
+    assert says in err and "accelerate-commhooks launch: error: " in err
+    assert left_behind(in_this_process) == []
+
+
+def test_hooks_of_the_script_are_left_to_it(tmp_path: Path, in_this_process: Path, capfd: Any) -> None:
+    """The launcher cannot import what lies beside the script; everything else is checked."""
+    config = tmp_path / "accelerate.yaml"
+    config.write_text(ACCELERATE + "comm_hook_config: {hook: 'beside:hook', hook_state: 'beside:STATE'}\n")
+    (tmp_path / "beside.py").write_text("STATE = {}\ndef hook(state, bucket): ...\n")
+    code = "from accelerate_commhooks import CommHookKwargs\nassert CommHookKwargs().hook_state == {}\n"
+    assert launch_one(config, code) == 0
+    config.write_text(config.read_text().replace("}", ", wrapper: fp8}"))
+    assert launch_one(config, code) == 2
+    assert "wrapper='fp8'" in capfd.readouterr().err
+
+
+def test_two_places_and_none(config: Path, in_this_process: Path, monkeypatch: Any, capfd: Any) -> None:
+    assert launch_one(None, READS) == 2
+    assert "there is no configuration file" in capfd.readouterr().err
+    own = config.with_name("hook.yaml")
+    own.write_text(HOOK)
+    monkeypatch.setenv(VARIABLE, str(own))
+    assert launch_one(config, READS) == 2
+    assert "both ask for a communication hook" in capfd.readouterr().err
+    # The variable alone will do, and must be used as well.
+    assert launch_one(None, READS) == 0
+    assert launch_one(None, "") == 1
+    config.write_text(ACCELERATE)
+    assert launch_one(config, READS) == 0
+    assert os.environ[VARIABLE] == str(own)
+
+
+def test_the_default_configuration_file(in_this_process: Path, capfd: Any) -> None:
+    from accelerate.commands.config.config_args import default_config_file
+
+    path = Path(default_config_file)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("distributed_type: 'NO'\nnum_processes: 1\n" + SECTION)
+    try:
+        script = Path(os.environ["TMP_OF_TEST"]) / "script.py"
+        script.write_text(READS)
+        assert main(["launch", str(script)]) == 0, capfd.readouterr().err
+    finally:
+        path.unlink()
+
+
+# ---- it is interrupted -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.timeout(LIMIT_S + 20)
+@pytest.mark.parametrize(
+    ("signum", "to_all", "flags"),
+    [
+        (signal.SIGINT, True, []),
+        (signal.SIGINT, True, ["--cpu"]),
+        (signal.SIGTERM, False, []),
+        (signal.SIGTERM, False, ["--cpu"]),
+    ],
+    ids=["Ctrl-C, two processes", "Ctrl-C, one process", "SIGTERM, two processes", "SIGTERM, one process"],
+)
+def test_interrupted(
+    signum: signal.Signals, to_all: bool, flags: list[str], config: Path, temporary: Path, tmp_path: Path
+) -> None:
+    script = tmp_path / "sleeps.py"
+    script.write_text(
+        "import os, pathlib, sys, time\n"
+        "pathlib.Path(sys.argv[1], 'pid' + os.environ.get('RANK', '0')).write_text(str(os.getpid()))\n"
+        "time.sleep(25)\n"
+    )
+    with started([*OURS, "--config_file", str(config), *flags, str(script), str(tmp_path)], temporary) as process:
+        files = [tmp_path / f"pid{rank}" for rank in range(1 if flags else 2)]
+        deadline = time.monotonic() + LIMIT_S / 2
+        while not all(file.exists() and file.read_text() for file in files):
+            assert process.poll() is None and time.monotonic() < deadline
+            time.sleep(0.02)
+        assert len(left_behind(temporary)) == 1
+        workers = [psutil.Process(int(file.read_text())) for file in files]
+        (os.killpg if to_all else os.kill)(process.pid, signum)
+        output, _ = process.communicate(timeout=LIMIT_S / 2)
+    assert process.returncode == 128 + signum, output
+    assert left_behind(temporary) == []
+    assert not [worker for worker in workers if worker.is_running() and worker.status() != psutil.STATUS_ZOMBIE]

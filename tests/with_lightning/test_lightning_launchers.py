@@ -1,0 +1,62 @@
+"""Lightning's own launchers, each really used: a script with two processes, and a resume in new ones."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from repository import SUPPORT
+
+SCRIPT = SUPPORT / "lightning_script.py"
+TIMEOUT_S = 90
+
+
+def _launch(start_method: str, folder: Path, *more: str) -> list[dict[str, Any]]:
+    """What the two ranks reported. The environment is that of the test, which the fixtures have cleaned."""
+    folder.mkdir()
+    env = os.environ | {"PYTHONPATH": str(SCRIPT.parents[1])}
+    process = subprocess.Popen(
+        [sys.executable, str(SCRIPT), start_method, str(folder), *more],
+        env=env,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,  # a group of its own, so that its children can be ended with it
+    )
+    try:
+        output, _ = process.communicate(timeout=TIMEOUT_S)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        output, _ = process.communicate()
+        pytest.fail(f"the {start_method} launcher did not end within {TIMEOUT_S} s:\n{output}")
+    assert process.returncode == 0, output
+    assert "2 of 4 parameters compressed" in output
+    reports = sorted(folder.glob("rank-*.json"))
+    assert [report.name for report in reports] == ["rank-0.json", "rank-1.json"], output
+    ranks = [json.loads(report.read_text()) for report in reports]
+    assert ranks[0]["weights"] == ranks[1]["weights"]
+    assert ranks[0]["pid"] != ranks[1]["pid"]
+    for rank in ranks:
+        assert rank["world_size"] == 2
+        assert rank["stats"]["step"] == 16
+        assert rank["stats"]["collectives_last_pass"] == 4  # two buckets
+    return ranks
+
+
+@pytest.mark.timeout(3 * TIMEOUT_S)
+def test_popen_spawn_fork_and_a_resume_in_new_processes(tmp_path: Path) -> None:
+    results = {method: _launch(method, tmp_path / method) for method in ("popen", "spawn", "fork")}
+    for ranks in results.values():
+        assert [rank["stats"]["compressed_steps"] for rank in ranks] == [14, 14]
+        assert ranks[0]["weights"] == results["popen"][0]["weights"]  # the launcher does not matter
+    resumed = _launch("popen", tmp_path / "resumed", str(tmp_path / "spawn" / "epoch=1.ckpt"))
+    for rank in resumed:
+        assert rank["start"] == 8
+        assert rank["stats"]["compressed_steps"] == rank["stats"]["backward_passes"] == 8
+        assert rank["weights"] == results["popen"][0]["weights"]

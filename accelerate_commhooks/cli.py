@@ -131,11 +131,11 @@ def _check(args: argparse.Namespace) -> int:
 
 def described(settings: dict[str, Any]) -> list[tuple[str, Any, str]]:
     """Setting, value and whether it is written in the file or a default; what is worked out is said too."""
-    from commhooks.compressors.config import CONFIGS, PowerSGD, resolve_start
-    from commhooks.hook.request import canonical_name
+    from commhooks.hook.for_plugins import COMPRESSORS, canonical_name
 
     rows: list[tuple[str, Any, str]] = []
-    known = CONFIGS.get(canonical_name(settings["hook"]) or "")
+    compressor = COMPRESSORS.get(canonical_name(settings["hook"]) or "")
+    known = None if compressor is None else compressor.Config
     for field in dataclasses.fields(CommHookConfig):
         value = settings.get(field.name, field.default)
         note = "" if field.name in settings else "default"
@@ -147,8 +147,8 @@ def described(settings: dict[str, Any]) -> list[tuple[str, Any, str]]:
             made = known(**(value or {}))
             for option in dataclasses.fields(known):
                 shown, about = getattr(made, option.name), "" if option.name in (value or {}) else "default"
-                if option.name == "start_powerSGD_iter" and isinstance(made, PowerSGD):
-                    start = resolve_start(made, settings.get("total_steps")).start_powerSGD_iter
+                if option.name == known.start_option:
+                    start = made.resolved(settings.get("total_steps")).configured_start
                     if start != shown:
                         about = f"plain all-reduce for the first {start} steps"
                 rows.append((f"hook_options.{option.name}", shown, about))

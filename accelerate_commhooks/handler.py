@@ -24,12 +24,17 @@ from accelerate_commhooks.yaml_config import (
     saying_where,
     to_arguments,
 )
-from commhooks import AttachError, CommHook, HookConfigError, HookRunError, PowerSGD
-from commhooks.compressors.config import closest, resolve_start
-from commhooks.gradients.loss_scale import LossScale, scale_of
-from commhooks.hook.attach import attach_spec, check_total_steps
-from commhooks.hook.metrics import PREFIX, Meter
-from commhooks.hook.request import HookSpec
+from commhooks import AttachError, CommHook, HookConfigError, HookRunError
+from commhooks.hook.for_plugins import (
+    PREFIX,
+    HookRequest,
+    LossScale,
+    Meter,
+    attach_request,
+    check_total_steps,
+    closest,
+    scale_of,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -97,13 +102,13 @@ class CommHookKwargs(DistributedDataParallelKwargs):
         self._handed_over: HandedOver | None = None
         given = handed_over() if self.hook is None and not self._stock_requests() else None
         if given is None:
-            self._request()
+            self._checked_request()
             return
         with saying_where(given.source):
             for name, value in to_arguments(given.settings).items():
                 if name == "hook" or name not in self._given:
                     setattr(self, name, value)
-            self._request()
+            self._checked_request()
         self._use(given)
 
     # ---- what users call ---------------------------------------------------------------------------------------------
@@ -228,12 +233,12 @@ class CommHookKwargs(DistributedDataParallelKwargs):
     def register_comm_hook(self, model: DistributedDataParallel) -> None:
         """Attach a hook to a model that has just been wrapped. Every rank must do the same."""
         self._hooked = alive(self._hooked)
-        spec = self._request()
+        request = self._checked_request()
         if self._handed_over is None:
             refuse_to_ignore_the_launcher(self.hook)
-        self._refuse_shared_state(spec)
+        self._refuse_shared_state(request)
         accelerator = _calling_accelerator(self)
-        hook = attach_spec(model, spec, total_steps=self.total_steps, loss_scale=_loss_scale(accelerator))
+        hook = attach_request(model, request, total_steps=self.total_steps, loss_scale=_loss_scale(accelerator))
         hooked = HookedModel(model, hook)
         self._hooked.append(hooked)
         if self._handed_over is not None:
@@ -261,7 +266,7 @@ class CommHookKwargs(DistributedDataParallelKwargs):
 
     # ---- helpers -----------------------------------------------------------------------------------------------------
 
-    def _request(self) -> HookSpec:
+    def _checked_request(self) -> HookRequest:
         """What is asked for, checked. Made anew each time: the fields of Accelerate's handlers may be changed."""
         if not isinstance(self.dim, int):
             raise HookConfigError(
@@ -284,7 +289,7 @@ class CommHookKwargs(DistributedDataParallelKwargs):
                 f"`accelerate-commhooks launch` or a YAML file named in {VARIABLE}. For DDP without a hook use "
                 "accelerate's DistributedDataParallelKwargs"
             )
-        spec = HookSpec.parse(
+        request = HookRequest.parse(
             hook,
             hook_options=options,
             hook_state=self.hook_state,
@@ -294,9 +299,9 @@ class CommHookKwargs(DistributedDataParallelKwargs):
             check_every=self.check_every,
         )
         check_total_steps(self.total_steps)
-        if isinstance(spec.config, PowerSGD):
-            resolve_start(spec.config, self.total_steps)  # a fraction needs total_steps
-        return spec
+        if request.config is not None:
+            request.config.resolved(self.total_steps)  # a fraction needs total_steps
+        return request
 
     def _stock_requests(self) -> list[str]:
         """The fields of Accelerate's own handler that ask for a hook."""
@@ -321,12 +326,12 @@ class CommHookKwargs(DistributedDataParallelKwargs):
         names = [f.name for f in dataclasses.fields(DistributedDataParallelKwargs) if f.name not in STOCK_HOOK_FIELDS]
         return DistributedDataParallelKwargs(**{name: getattr(self, name) for name in names})
 
-    def _refuse_shared_state(self, spec: HookSpec) -> None:
-        learns = callable(getattr(spec.hook_state, "state_dict", None))
+    def _refuse_shared_state(self, request: HookRequest) -> None:
+        learns = callable(getattr(request.hook_state, "state_dict", None))
         if learns and self.attached_hooks:
             raise AttachError(
-                f"hook_state ({type(spec.hook_state).__name__}) is one object, and serves another model already. Give "
-                "each model a handler of its own, or make states by a factory: commhooks.register_hook(name, factory)"
+                f"hook_state ({type(request.hook_state).__name__}) is one object, and serves another model already. "
+                "Give each model a handler of its own, or make states by a factory: commhooks.register_hook(name, factory)"
             )
 
 

@@ -23,7 +23,7 @@ from accelerate import Accelerator
 from accelerate_commhooks.hooked_models import HookedModel
 from accelerate_commhooks.whole_files import WholeFiles
 from commhooks import CommHook, PayloadError
-from commhooks.checkpoint import parts as payload_parts
+from commhooks.hook.for_plugins import payload_parts
 
 logger = logging.getLogger(__name__)
 
@@ -207,7 +207,7 @@ def _path(folder: str, number: int, rank: int | None = None) -> Path:
 
 def _checked(hook: CommHook, saved: dict[str, Any], path: Path) -> Callable[[], None]:
     try:
-        return hook._prepare_load(saved)
+        return hook.prepare_load(saved)
     except PayloadError as error:
         raise PayloadError(f"{path}: {error}") from error
 

@@ -23,10 +23,8 @@ from typing import Any, Optional, Union
 import yaml
 from accelerate import DistributedDataParallelKwargs
 
-from commhooks.compressors.config import CONFIGS, checked_types, closest
-from commhooks.compressors.dotted_path import import_path
 from commhooks.errors import HookConfigError
-from commhooks.hook.request import canonical_name
+from commhooks.hook.for_plugins import COMPRESSORS, canonical_name, checked_types, closest, import_path
 
 SECTION = "comm_hook_config"
 """The key of the section in Accelerate's configuration file."""
@@ -183,8 +181,9 @@ def _checked(source: str, section: str, values: Any) -> dict[str, Any]:
         raise HookConfigError(f"{source}: {_full(section, 'hook')} is missing; it says which hook, e.g. 'powerSGD'")
     settings = _typed(source, section, CommHookConfig, values)
     options = settings.get("hook_options")
-    known = CONFIGS.get(canonical_name(settings["hook"]) or "")
-    if options and known is not None:
+    compressor = COMPRESSORS.get(canonical_name(settings["hook"]) or "")
+    if options and compressor is not None:
+        known = compressor.Config
         path = _full(section, "hook_options")
         names = [each.name for each in dataclasses.fields(known)]
         _check_keys(source, path, options, names, f"hook {known.hook_name!r} has no such option")

@@ -35,7 +35,7 @@ def measure(name: str, label: str, rounds: int) -> list[Row]:
     wrapped, hook = wrap(model, label, start=START)
     assert hook is not None
     batch = task.batch(BATCH_SIZE.get(name, 16))
-    meter, stats = Meter(), hook._stats
+    meter, stats = Meter(), hook._runner.counters
     run_without = hook._function
 
     def step(after: Callable[[], object] = lambda: None) -> float:

@@ -6,15 +6,23 @@ The hooks are also drop-in replacements for `torch.distributed.algorithms.ddp_co
 """
 
 from commhooks import ddp_comm_hooks
-from commhooks.compressors.config import (
-    AllReduce,
-    BatchedPowerSGD,
-    BF16Compress,
-    FP16Compress,
-    HookConfig,
-    Noop,
-    PowerSGD,
+from commhooks.compressors.base import (
+    RESIDUAL,
+    Compressor,
+    Exchange,
+    Send,
+    State,
+    StateField,
+    StepInfo,
+    Trial,
+    Verdict,
 )
+from commhooks.compressors.cast import AllReduce, BF16Compress, FP16Compress
+from commhooks.compressors.config import HookConfig
+from commhooks.compressors.noop import Noop
+from commhooks.compressors.plan import ParameterInfo, UnitPlan
+from commhooks.compressors.powersgd.config import BatchedPowerSGD, PowerSGD
+from commhooks.compressors.registry import register_compressor
 from commhooks.ddp_comm_hooks.debugging_hooks import noop_hook
 from commhooks.ddp_comm_hooks.default_hooks import (
     allreduce_hook,
@@ -25,6 +33,7 @@ from commhooks.ddp_comm_hooks.default_hooks import (
 )
 from commhooks.ddp_comm_hooks.powerSGD_hook import PowerSGDState, batched_powerSGD_hook, powerSGD_hook
 from commhooks.errors import AttachError, CommHookError, DoctorError, HookConfigError, HookRunError, PayloadError
+from commhooks.gradients.layout import BucketLayout
 from commhooks.hook.attach import attach
 from commhooks.hook.comm_hook import CommHook
 from commhooks.hook.request import available_hooks, register_hook
@@ -33,21 +42,33 @@ from commhooks.tools.doctor.run import doctor
 __version__ = "0.1.0"
 
 __all__ = [
+    "RESIDUAL",
     "AllReduce",
     "AttachError",
     "BF16Compress",
     "BatchedPowerSGD",
+    "BucketLayout",
     "CommHook",
     "CommHookError",
+    "Compressor",
     "DoctorError",
+    "Exchange",
     "FP16Compress",
     "HookConfig",
     "HookConfigError",
     "HookRunError",
     "Noop",
+    "ParameterInfo",
     "PayloadError",
     "PowerSGD",
     "PowerSGDState",
+    "Send",
+    "State",
+    "StateField",
+    "StepInfo",
+    "Trial",
+    "UnitPlan",
+    "Verdict",
     "allreduce_hook",
     "attach",
     "available_hooks",
@@ -60,5 +81,6 @@ __all__ = [
     "fp16_compress_wrapper",
     "noop_hook",
     "powerSGD_hook",
+    "register_compressor",
     "register_hook",
 ]

@@ -14,7 +14,7 @@ import lightning.pytorch as pl
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from commhooks import CommHook
-from commhooks.hook.request import HookSpec
+from commhooks.hook.for_plugins import HookRequest
 
 if TYPE_CHECKING:
     from lightning_commhooks.strategy import CommHookDDP
@@ -49,7 +49,7 @@ class CommHookCheckpoint(pl.Callback):
     def __init__(self, save_residual: Optional[SaveResidual] = None, strict: Optional[bool] = None) -> None:  # noqa: UP045
         super().__init__()
         # For the checks, which are those of CommHookDDP.
-        HookSpec.parse(
+        HookRequest.parse(
             "allreduce",
             save_residual=DEFAULT_SAVE_RESIDUAL if save_residual is None else save_residual,
             strict=True if strict is None else strict,

@@ -6,8 +6,7 @@ import lightning.pytorch as pl
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from commhooks import HookConfigError
-from commhooks.compressors.config import closest
-from commhooks.hook.metrics import NAMES, PREFIX, Meter
+from commhooks.hook.for_plugins import NAMES, PREFIX, Meter, closest
 
 
 class CommHookMonitor(pl.Callback):

@@ -26,10 +26,7 @@ from commhooks import (
     PayloadError,
     PowerSGD,
 )
-from commhooks.compressors.config import closest, resolve_start
-from commhooks.gradients.loss_scale import LossScale, scale_of
-from commhooks.hook.attach import attach_spec
-from commhooks.hook.request import HookSpec
+from commhooks.hook.for_plugins import HookConfig, HookRequest, LossScale, attach_request, closest, scale_of
 from lightning_commhooks.checkpoint import CHECKPOINT_KEY, DEFAULT_SAVE_RESIDUAL, CommHookCheckpoint, SaveResidual
 
 
@@ -58,7 +55,7 @@ class CommHookDDP(DDPStrategy):
     # `str` stands last in the union: before Callable, jsonargparse would deliver the path of a function as text.
     def __init__(
         self,
-        hook: Union[AllReduce, FP16Compress, BF16Compress, PowerSGD, BatchedPowerSGD, Noop, Callable, str],  # noqa: UP007
+        hook: Union[AllReduce, FP16Compress, BF16Compress, PowerSGD, BatchedPowerSGD, Noop, HookConfig, Callable, str],  # noqa: UP007
         *,
         hook_options: Optional[dict[str, Any]] = None,  # noqa: UP045
         hook_state: Any = None,
@@ -70,7 +67,7 @@ class CommHookDDP(DDPStrategy):
     ) -> None:
         _check_ddp_kwargs(ddp_kwargs)
         super().__init__(**ddp_kwargs)
-        self._spec = HookSpec.parse(
+        self._request = HookRequest.parse(
             hook,
             hook_options=hook_options,
             hook_state=hook_state,
@@ -98,10 +95,10 @@ class CommHookDDP(DDPStrategy):
     @property
     def save_residual(self) -> str:
         """What checkpoints hold of the residuals."""
-        return self._spec.save_residual
+        return self._request.save_residual
 
     def __repr__(self) -> str:
-        text = f"{type(self).__name__}(hook={self._spec.name!r})"
+        text = f"{type(self).__name__}(hook={self._request.name!r})"
         if "pytorch_lightning" in sys.modules:
             # Its Trainer cannot take this strategy and says so with nothing but this representation in the text.
             text += (
@@ -126,7 +123,7 @@ class CommHookDDP(DDPStrategy):
         assert isinstance(self.model, DistributedDataParallel)
         self._trained_at_wrap = {name: p.requires_grad for name, p in module.named_parameters()}
         self._hooked_module = weakref.ref(module)
-        self._comm_hook = attach_spec(
+        self._comm_hook = attach_request(
             self.model, self._resolve_start(module.trainer), loss_scale=_loss_scale(module.trainer, self.root_device)
         )
 
@@ -149,7 +146,7 @@ class CommHookDDP(DDPStrategy):
         take_over = None
         if hook is not None and CHECKPOINT_KEY in checkpoint:
             # All of it is checked before the optimizers take over theirs.
-            take_over = hook._prepare_load(checkpoint[CHECKPOINT_KEY], self._spec.strict)
+            take_over = hook.prepare_load(checkpoint[CHECKPOINT_KEY], self._request.strict)
         super().load_optimizer_state_dict(checkpoint)
         if take_over is not None:
             take_over()
@@ -182,17 +179,17 @@ class CommHookDDP(DDPStrategy):
         ]
 
     def warn_if_never_reached(self, trainer: pl.Trainer) -> None:
-        """Say that this run ends before PowerSGD begins to compress."""
-        hook, left = self._comm_hook, _steps_left(trainer)
-        if hook is None or not isinstance(self._spec.config, PowerSGD) or left is None:
+        """Say that this run ends before the hook begins to compress."""
+        hook, left, config = self._comm_hook, _steps_left(trainer), self._request.config
+        if hook is None or config is None or config.start_option is None or left is None:
             return
-        start, step = hook.options["start_powerSGD_iter"], hook.stats()["step"]
+        start, step = hook.options[config.start_option], hook.stats()["step"]
         if start < step + left:
             return
         about = "" if trainer.lightning_module.automatic_optimization else "about "
         rank_zero_warn(
             f"{hook.name} begins to compress after {start} steps, but this run ends after {about}{step + left}: "
-            "nothing will be compressed. Set start_powerSGD_iter to a smaller number, or to a fraction of the run."
+            f"nothing will be compressed. Set {config.start_option} to a smaller number, or to a fraction of the run."
         )
 
     # ---- helpers -----------------------------------------------------------------------------------------------------
@@ -215,20 +212,20 @@ class CommHookDDP(DDPStrategy):
                     f"set {name} in one place"
                 )
             if theirs is not None:
-                self._spec = dataclasses.replace(self._spec, **{name: theirs})
+                self._request = dataclasses.replace(self._request, **{name: theirs})
 
-    def _resolve_start(self, trainer: pl.Trainer) -> HookSpec:
-        config = self._spec.config
-        if not isinstance(config, PowerSGD) or isinstance(config.start_powerSGD_iter, int):
-            return self._spec
-        steps = _steps_left(trainer)
-        if steps is None and config.start_powerSGD_iter is not None:
+    def _resolve_start(self, trainer: pl.Trainer) -> HookRequest:
+        config = self._request.config
+        if config is None or isinstance(config.configured_start, int):
+            return self._request
+        steps, option = _steps_left(trainer), config.start_option
+        if steps is None and config.configured_start is not None:
             raise HookConfigError(
-                f"start_powerSGD_iter={config.start_powerSGD_iter!r} is a fraction of the run, whose length the "
+                f"{option}={config.configured_start!r} is a fraction of the run, whose length the "
                 "Trainer does not know (max_epochs=-1, or a data set without length): set max_steps in the Trainer, or "
-                "give start_powerSGD_iter as an int, a number of steps"
+                f"give {option} as an int, a number of steps"
             )
-        return dataclasses.replace(self._spec, config=resolve_start(config, steps))
+        return dataclasses.replace(self._request, config=config.resolved(steps))
 
 
 def _steps_left(trainer: pl.Trainer) -> int | None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from commhooks.errors import PayloadError
+from commhooks.errors import PayloadError, shown
 
 VERSION = 1
 _LARGEST = 2**62  # what a counter can be; it travels as int64
@@ -45,8 +45,8 @@ def check_header(payload: object) -> dict[str, Any]:
     return payload
 
 
-def check_low_rank(payload: dict[str, Any]) -> None:
-    """All that the payload of a PowerSGD hook has besides.
+def check_learned(payload: dict[str, Any]) -> None:
+    """All that the payload of a hook with learned state has besides.
 
     Raises:
         PayloadError: a key is missing, or holds something else than the format says.
@@ -89,13 +89,18 @@ def check_range(name: str, entry: dict[str, Any], dtype: torch.dtype, loss_scale
     """
     largest = torch.finfo(dtype).max
     where = f"parameters[{shown(name)}]"
-    for key in ("q", "p"):
-        if entry.get(key) is not None and _largest(entry[key]) > largest:
+    for key in factor_keys(entry):
+        if _largest(entry[key]) > largest:
             raise damaged(f"{where}[{key!r}] holds numbers too large for {dtype}")
     residual = entry["residual"]
     for each in residual if isinstance(residual, list) else [] if residual is None else [residual]:
         if _largest(each) * max(1, 1 / loss_scale) > largest / 2**24:
             raise damaged(f"{where}['residual'] with loss_scale {loss_scale} holds numbers too large for {dtype}")
+
+
+def factor_keys(entry: dict[str, Any]) -> list[str]:
+    """The keys of an entry under which tensors are that every rank has: "q", "p", and those of other compressors."""
+    return [key for key, value in entry.items() if key not in ("shape", "row_dim", "residual") and value is not None]
 
 
 def check_world_size(payload: dict[str, Any]) -> int:
@@ -108,15 +113,6 @@ def check_count(content: dict[str, Any], key: str, smallest: int, largest: int =
     if type(value) is not int or not smallest <= value <= largest:
         raise damaged(f"{key!r} is {shown(value)}, not a whole number from {smallest} to {largest}")
     return value
-
-
-def shown(value: object) -> str:
-    """A short `repr` for a message. Not everything has one: an int of 5,000 digits, a list 100,000 levels deep."""
-    try:
-        text = repr(value)
-    except Exception:
-        return f"a {type(value).__name__}"
-    return text if len(text) <= 100 else f"{text[:90]}... ({type(value).__name__})"
 
 
 def damaged(what: str) -> PayloadError:
@@ -150,6 +146,11 @@ def _check_entry(name: object, entry: object, kind: str, copies: int) -> None:
         check_tensor(p, f"{where}['p']")
         if len(shape) < 2 or p.dim() != 2 or p.shape[0] < 1 or p.shape[1] != shape[row_dim]:
             raise damaged(f"{where}['p'] does not fit the shape")
+    for key in factor_keys(entry):
+        if type(key) is not str:
+            raise damaged(f"{where} has a key {shown(key)}")
+        if key not in ("q", "p"):
+            check_tensor(entry[key], f"{where}[{shown(key)}]")
     if residual is None:
         return
     if isinstance(residual, list) != (kind == "per_rank") or kind == "none":

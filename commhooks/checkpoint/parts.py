@@ -14,8 +14,8 @@ from typing import Any
 import torch
 
 from commhooks.checkpoint import payload
-from commhooks.checkpoint.checks import check_low_rank, check_range, check_tensor, check_world_size, shown
-from commhooks.errors import PayloadError
+from commhooks.checkpoint.checks import check_learned, check_range, check_tensor, check_world_size, factor_keys
+from commhooks.errors import PayloadError, shown
 from commhooks.gradients.precision import compute_dtype
 
 PART_FORMAT = "commhooks rank part"
@@ -23,7 +23,7 @@ PART_FORMAT = "commhooks rank part"
 
 def split(saved: dict[str, Any], rank: int) -> tuple[dict[str, Any], dict[str, Any] | None]:
     """The shared part of what `state_dict()` returned, and the part of this rank (None if there is nothing in it)."""
-    shared = {**saved, "fingerprint": fingerprint(saved)}
+    shared = {**saved, "fingerprint": save_id(saved)}
     own: dict[str, torch.Tensor] = {}
     if saved.get("residual") == "per_rank":
         if saved["residual_ranks"] != [rank]:
@@ -46,7 +46,7 @@ def split(saved: dict[str, Any], rank: int) -> tuple[dict[str, Any], dict[str, A
     return shared, part
 
 
-def fingerprint(saved: dict[str, Any]) -> str:
+def save_id(saved: dict[str, Any]) -> str:
     """A hash over the parts of a payload that are the same on every rank: hook, options, step, loss scale, Q."""
     digest = hashlib.sha256()
     head = [saved.get(key) for key in ("hook", "step", "world_size", "loss_scale")]
@@ -54,6 +54,8 @@ def fingerprint(saved: dict[str, Any]) -> str:
     entries = saved.get("parameters", {}).items()
     factors = [(name, entry["q"]) for name, entry in entries]
     factors += [(f"P of {name}", entry["p"]) for name, entry in entries if "p" in entry]
+    others = [(name, entry, key) for name, entry in entries for key in factor_keys(entry) if key not in ("q", "p")]
+    factors += [(f"{key} of {name}", entry[key]) for name, entry, key in others]
     for name, q in factors + sorted(saved.get("batched_q", {}).items()):
         digest.update(repr((name, None if q is None else (q.dtype, tuple(q.shape)))).encode())
         if q is not None:
@@ -71,11 +73,11 @@ def check_shared(shared: object) -> dict[str, Any]:
     """
     checked = payload.check_header(shared)
     if "parameters" in checked:
-        check_low_rank(checked)
+        check_learned(checked)
     else:
         check_world_size(checked)
     try:
-        whole = checked.get("fingerprint") == fingerprint(checked)
+        whole = checked.get("fingerprint") == save_id(checked)
     except Exception:  # something else than `split` makes: options that cannot be sorted or shown
         whole = False
     if not whole:

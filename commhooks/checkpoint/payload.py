@@ -5,22 +5,26 @@ and in the parameter's logical order, whatever its memory format is. Loading is 
 and returns new memory; only then does the caller take it over.
 """
 
+import dataclasses
 import logging
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
 
-from commhooks.checkpoint.checks import VERSION, check_header, check_low_rank, check_range
-from commhooks.engine.state import Memory
+from commhooks.checkpoint.checks import VERSION, check_header, check_learned, check_range
+from commhooks.compressors.base import Compressor
+from commhooks.compressors.plan import UnitPlan
+from commhooks.compressors.state_field import StateField
+from commhooks.engine.state import LearnedState
 from commhooks.errors import PayloadError
-from commhooks.gradients.layout import memory_order, to_logical, to_memory
+from commhooks.gradients.layout import memory_order
 from commhooks.gradients.precision import compute_dtype
 
 logger = logging.getLogger(__name__)
 
-__all__ = ["SAVE_RESIDUAL", "VERSION", "SaveResidual", "Target", "build", "check_header", "read"]
+__all__ = ["SAVE_RESIDUAL", "VERSION", "Contribution", "SaveResidual", "Target", "build", "check_header", "read"]
 
 SaveResidual = Literal["mean", "per_rank", "drop"]
 SAVE_RESIDUAL: tuple[str, ...] = ("mean", "per_rank", "drop")
@@ -32,115 +36,147 @@ class Target:
 
     Attributes:
         hook: its name.
-        options: its options, plain types.
+        compressor: with the options of now.
         parameters: name -> parameter, as the model has them now.
-        ranks: name -> rank of the compressed ones.
+        plans: name -> plan of each parameter that is compressed by itself; empty for a compressor of whole buckets.
         rank, world_size: of this process in the hook's group.
-        refit: name -> fresh Q of `rank x m`, whose first rows are replaced by saved ones.
     """
 
     hook: str
-    options: dict[str, Any]
+    compressor: Compressor[Any]
     parameters: Mapping[str, torch.Tensor]
-    ranks: Mapping[str, int]
+    plans: Mapping[str, UnitPlan]
     rank: int
     world_size: int
-    refit: Callable[[str], torch.Tensor] | None = None
 
 
-def build(
-    target: Target,
-    memory: Memory,
-    residual: str,
-    residual_ranks: list[int],
-    residuals: Mapping[str, torch.Tensor | list[torch.Tensor]],
-    *,
-    exact: bool,
-) -> dict[str, Any]:
-    """Put a payload together. `residuals`: per parameter, flat in memory order, one tensor or one per rank."""
+@dataclass(frozen=True)
+class Contribution:
+    """What goes into a payload of the tensors that each rank has for itself.
+
+    Attributes:
+        kind: "mean", "per_rank" or "none".
+        ranks: whose tensors are in it.
+        tensors: per field and parameter one tensor, or one per rank, as they are in the learned state.
+        exact: a run that resumes from it continues as this one would.
+    """
+
+    kind: str = "none"
+    ranks: list[int] = field(default_factory=list)
+    tensors: Mapping[str, Mapping[str, torch.Tensor | list[torch.Tensor]]] = field(default_factory=dict)
+    exact: bool = True
+
+
+def build(target: Target, state: LearnedState, local: Contribution) -> dict[str, Any]:
+    """Put a payload together."""
     parameters: dict[str, dict[str, Any]] = {}
+    fields = [each for each in target.compressor.state_fields if each.per == "parameter"]
     for name, parameter in target.parameters.items():
-        saved = residuals.get(name)
-        q = memory.q.get(name) if name not in memory.p_is_newer else None
-        parameters[name] = {
+        entry: dict[str, Any] = {
             "shape": list(parameter.shape),
             "row_dim": memory_order(parameter)[0] if parameter.dim() else 0,
-            "q": None if q is None else _q_to_logical(q.detach().to("cpu", copy=True), parameter),
-            "residual": (
-                [_logical_copy(each, parameter) for each in saved]
-                if isinstance(saved, list)
-                else None
-                if saved is None
-                else _logical_copy(saved, parameter)
-            ),
+            # Version 1 has these two for every hook.
+            "q": None,
+            "residual": None,
         }
-        if name in memory.p_is_newer:
-            parameters[name]["p"] = memory.p[name].detach().to("cpu", copy=True)
+        for each in fields:
+            value = (state[each.key] if each.replicated else local.tensors.get(each.key, {})).get(name)
+            if isinstance(value, list):
+                entry[each.key] = [each.to_saved(one, parameter) for one in value]
+            elif value is not None:
+                entry[each.key] = each.to_saved(value, parameter)
+        parameters[name] = entry
+    of_buckets = {f"batched_{each.key}": each for each in target.compressor.state_fields if each.per == "bucket"}
     return {
         "format": "commhooks",
         "version": VERSION,
         "hook": target.hook,
-        "options": dict(target.options),
-        "step": memory.step,
-        "nonfinite_steps": memory.nonfinite_steps,
+        "options": dataclasses.asdict(target.compressor.config),
+        "step": state.step,
+        "nonfinite_steps": state.nonfinite_steps,
         "world_size": target.world_size,
-        "loss_scale": float(memory.loss_scale),
-        "exact": exact,
-        "residual": residual,
-        "residual_ranks": list(residual_ranks),
+        "loss_scale": float(state.loss_scale),
+        "exact": local.exact,
+        "residual": local.kind,
+        "residual_ranks": list(local.ranks),
         "parameters": parameters,
-        "batched_q": {
-            name: q.detach().to("cpu", copy=True) for name, q in memory.q.items() if name.startswith("batched.")
+        "batched_q": {},
+        **{
+            key: {name: tensor.detach().to("cpu", copy=True) for name, tensor in state[each.key].items()}
+            for key, each in of_buckets.items()
         },
         "hook_state": None,
     }
 
 
-def read(payload: dict[str, Any], target: Target, *, strict: bool) -> Memory:
-    """Make new memory of a payload whose header has been checked. Changes nothing but the new memory.
+def read(payload: dict[str, Any], target: Target, *, strict: bool) -> LearnedState:
+    """Make new learned state of a payload whose header has been checked. Changes nothing but the new state.
 
     Raises:
         PayloadError: another model (names and shapes are listed) and `strict`, or a damaged payload.
     """
-    check_low_rank(payload)
+    check_learned(payload)
     parameters = payload["parameters"]
     fitting = _compare(parameters, target, strict)
-    memory = Memory(step=payload["step"], nonfinite_steps=payload["nonfinite_steps"])
-    memory.residuals_shared = payload["residual"] != "per_rank"
-    memory.loss_scale = float(payload["loss_scale"])
-    pick = _residual_picker(payload["residual"], payload["residual_ranks"], payload["world_size"], target)
+    state = LearnedState.of(target.compressor.state_fields)
+    state.step, state.nonfinite_steps = payload["step"], payload["nonfinite_steps"]
+    state.local_shared = payload["residual"] != "per_rank"
+    state.loss_scale = float(payload["loss_scale"])
+    pick = _local_picker(payload["residual"], payload["residual_ranks"], payload["world_size"], target)
+    fields = [each for each in target.compressor.state_fields if each.per == "parameter"]
     for name in fitting:
         entry, parameter = parameters[name], target.parameters[name]
-        check_range(name, entry, compute_dtype(parameter.dtype), memory.loss_scale)
-        if name in target.ranks:
-            q = _fit_q(name, entry, parameter, target)
-            if q is not None:
-                memory.q[name] = q.to(parameter.device, compute_dtype(parameter.dtype))
-            p = _fit_p(entry, parameter, target.ranks[name])
-            if p is not None and target.options.get("alternate"):
-                memory.p[name] = p.to(parameter.device, compute_dtype(parameter.dtype))
-                memory.p_is_newer.add(name)
-        # The gradient of a complex parameter is sent as it is: it leaves no residual.
-        if entry["residual"] is not None and not parameter.is_complex():
-            picked = pick(entry["residual"])
-            if picked is None:
-                memory.residual_missing = True
+        check_range(name, entry, compute_dtype(parameter.dtype), payload["loss_scale"])
+        for each in fields:
+            saved = entry.get(each.key)
+            if saved is None:
+                continue
+            if each.replicated:
+                value = _fitted(each, saved, entry["row_dim"], parameter, target.plans.get(name), target.compressor)
             else:
-                flat = to_memory(picked.detach(), parameter)
-                flat = flat.to(parameter.device, compute_dtype(parameter.dtype), copy=True)
-                memory.residuals[name] = flat.contiguous()
-    if payload["residual"] == "none" and payload.get("exact") is False:
-        memory.residual_missing = memory.missing_was_said = True
+                # The gradient of a complex parameter is sent as it is: it leaves no residual.
+                if parameter.is_complex():
+                    continue
+                saved = pick(saved)
+                state.local_missing |= saved is None
+                value = None if saved is None else each.from_saved(saved, parameter, entry["row_dim"])
+            if value is not None:
+                dtype = compute_dtype(parameter.dtype)
+                state[each.key][name] = value.to(parameter.device, dtype, copy=not each.replicated).contiguous()
+    if payload["residual"] == "none" and payload["exact"] is False and state.local:
+        state.local_missing = state.missing_was_said = True
         if target.rank == 0:
             logger.warning(
                 "the saved state of hook %s is marked inexact: it was saved where not all ranks could take part, "
                 "without residuals. Training resumes from residuals of zero; step and Q are kept.",
                 payload["hook"],
             )
-    if memory.residual_missing:
-        memory.residuals.clear()
-    memory.q.update((name, q.detach().clone()) for name, q in payload["batched_q"].items())
-    return memory
+    if state.local_missing:
+        state.forget_local()
+    if not state.local:
+        state.drop_local()
+    for each in target.compressor.state_fields:
+        if each.per == "bucket":
+            saved = payload.get(f"batched_{each.key}", {})
+            state[each.key].update((name, tensor.detach().clone()) for name, tensor in saved.items())
+    return state
+
+
+def _fitted(
+    field: StateField,
+    saved: torch.Tensor,
+    row_dim: int,
+    parameter: torch.Tensor,
+    plan: UnitPlan | None,
+    compressor: Compressor[Any],
+) -> torch.Tensor | None:
+    """What every rank has, for the plan of now; None where the parameter is not compressed or nothing fits."""
+    if plan is None:
+        return None
+    value = field.from_saved(saved, parameter, row_dim)
+    if value is None:
+        return None
+    return field.refit(value, plan, compressor.fresh(field, plan, torch.float64))
 
 
 def _compare(parameters: dict[str, Any], target: Target, strict: bool) -> list[str]:
@@ -166,10 +202,8 @@ def _compare(parameters: dict[str, Any], target: Target, strict: bool) -> list[s
     return [name for name in parameters if name not in problems]
 
 
-def _residual_picker(
-    kind: str, ranks: list[int], world_size: int, target: Target
-) -> Callable[[Any], torch.Tensor | None]:
-    """How to get this rank's residual from what is saved per parameter; None where it is not there."""
+def _local_picker(kind: str, ranks: list[int], world_size: int, target: Target) -> Callable[[Any], torch.Tensor | None]:
+    """How to get this rank's own from what is saved per parameter; None where it is not there."""
     if kind == "mean":
         return lambda saved: saved
     if world_size == target.world_size and target.rank in ranks:
@@ -179,47 +213,3 @@ def _residual_picker(
         # Another world: everybody takes the mean, with which the sum over the ranks is what it was.
         return lambda saved: torch.stack(saved).mean(0)
     return lambda saved: None
-
-
-def _fit_q(name: str, entry: dict[str, Any], parameter: torch.Tensor, target: Target) -> torch.Tensor | None:
-    """The saved Q (r x m, memory order), refitted to another rank; None where the matrix has other rows now."""
-    if entry["q"] is None or entry["row_dim"] != memory_order(parameter)[0]:
-        return None
-    rows = entry["q"].shape[0]
-    q = _q_to_memory(entry["q"].detach(), parameter)
-    rank = target.ranks[name]
-    if rows == rank:
-        return q.clone()
-    fresh = q[:rank].clone() if rows > rank or target.refit is None else target.refit(name).to(q)
-    if rows < rank:
-        fresh[:rows] = q
-    return fresh
-
-
-def _fit_p(entry: dict[str, Any], parameter: torch.Tensor, rank: int) -> torch.Tensor | None:
-    """The saved P (r x n), refitted to another rank: missing rows are zero, which the codec refills."""
-    saved = entry.get("p")
-    if saved is None or entry["row_dim"] != memory_order(parameter)[0]:
-        return None
-    p = torch.zeros(rank, saved.shape[1], dtype=saved.dtype)
-    rows = min(rank, saved.shape[0])
-    p[:rows] = saved[:rows]
-    return p
-
-
-def _logical_copy(flat: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
-    """On the CPU: a clone on an accelerator would take memory that the model was given."""
-    return to_logical(flat.detach().to("cpu", copy=True), parameter).contiguous()
-
-
-def _q_to_logical(q: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
-    """`r x m` in memory order -> `r x (the other dimensions in logical order)`."""
-    rest = memory_order(parameter)[1:]
-    view = q.view(q.shape[0], *(parameter.size(dim) for dim in rest))
-    return view.permute(0, *(1 + rest.index(dim) for dim in sorted(rest))).contiguous()
-
-
-def _q_to_memory(q: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
-    rest = memory_order(parameter)[1:]
-    ordered = sorted(rest)
-    return q.permute(0, *(1 + ordered.index(dim) for dim in rest)).reshape(q.shape[0], -1)

@@ -29,7 +29,7 @@ class Times:
     waiting_s: float = 0.0
     """For the all-reduces, the other ranks' delay included."""
     left_to_ddp_s: float = 0.0
-    """As much of `waiting_s` as DDP waits for a hook that does not: from its last call to the last answer."""
+    """Part of `waiting_s` that DDP spends on futures of hooks that return at once: last call to last answer."""
 
 
 class Clocks:
@@ -114,11 +114,11 @@ class Clocks:
 
 def has_clock(device: torch.device) -> bool:
     """Whether times on `device` are known."""
-    return precision.host_may_look(device) or device.type == "cuda"
+    return precision.is_host_readable(device) or device.type == "cuda"
 
 
 def _mark(device: torch.device) -> Mark:
-    if precision.host_may_look(device):
+    if precision.is_host_readable(device):
         return time.perf_counter()
     return event_on(device) if has_clock(device) else None
 

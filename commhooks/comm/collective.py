@@ -1,14 +1,40 @@
-"""Collectives of PowerSGD: every all-reduce starts here, is counted here and is waited for here."""
+"""Every collective of a hook starts here, is counted here and is waited for here."""
 
+import contextlib
+import hashlib
 import logging
+from dataclasses import dataclass
+from typing import Literal
 
 import torch
 import torch.distributed as dist
 
-from commhooks.comm.counters import Stats
+from commhooks.comm.counters import Counters
 from commhooks.errors import HookRunError
 
 logger = logging.getLogger(__name__)
+
+Op = Literal["sum", "max", "gather"]
+
+
+@dataclass(frozen=True, eq=False)
+class Send:
+    """One collective over the ranks. All ranks send tensors of one shape and dtype.
+
+    The answer to "sum" and "max" is `tensor` itself, reduced in place; to "gather" a new tensor, `world_size x shape`,
+    one row per rank.
+    """
+
+    tensor: torch.Tensor
+    what: str = ""
+    """For messages, e.g. "P"; the bucket and the step are added."""
+    op: Op = "sum"
+    last: bool = False
+    """This exchange sends nothing after it: nobody waits for the answer before all buckets have been sent."""
+
+    @property
+    def numel_here(self) -> int:
+        return self.tensor._values().numel() if self.tensor.is_sparse else self.tensor.numel()
 
 
 def resolve_group(process_group: dist.ProcessGroup | None) -> dist.ProcessGroup:
@@ -23,51 +49,66 @@ def resolve_group(process_group: dist.ProcessGroup | None) -> dist.ProcessGroup:
 
 
 class Pending:
-    """An all-reduce (sum, in place) on its way."""
+    """A collective that was issued."""
 
-    __slots__ = ("tensor", "_work", "_what", "_group", "_stats")
+    __slots__ = ("_answer", "_work", "_what", "_group", "_counters")
 
     def __init__(
-        self, tensor: torch.Tensor, work: dist.Work, what: str, group: dist.ProcessGroup, stats: Stats
+        self, answer: torch.Tensor, work: dist.Work, what: str, group: dist.ProcessGroup, counters: Counters | None
     ) -> None:
-        self.tensor = tensor
+        self._answer = answer
         self._work = work
         self._what = what
         self._group = group
-        self._stats = stats
+        self._counters = counters
 
     def wait(self) -> torch.Tensor:
-        """The reduced tensor. On CUDA the current stream waits, not the host.
+        """The answer; see `Send`. On CUDA the current stream waits, not the host.
 
         Raises:
             HookRunError: another rank is gone, or did not come within the process group's timeout.
         """
         try:
-            with self._stats.clocks.waiting(self.tensor.device):
+            clocks = None if self._counters is None else self._counters.clocks
+            with contextlib.nullcontext() if clocks is None else clocks.waiting(self._answer.device):
                 self._work.wait()
         except RuntimeError as error:
             raise lost(self._what, self._group, error) from error
-        return self.tensor
+        return self._answer
+
+    def future(self) -> torch.futures.Future[list[torch.Tensor]]:
+        """The backend's own future, for whoever does not wait here."""
+        return self._work.get_future()
 
 
-def start_all_reduce(tensor: torch.Tensor, group: dist.ProcessGroup, stats: Stats, what: str) -> Pending:
-    """Begin to sum `tensor` over the ranks of `group` in place. All ranks must call this in the same order.
+def start(send: Send, group: dist.ProcessGroup, counters: Counters | None, where: str = "") -> Pending:
+    """Issue `send`. All ranks of `group` must call this in the same order.
 
-    `what` says in messages and in `stats.last_issued` what is being sent.
+    Args:
+        where: the bucket and the step, for messages and `counters.last_issued`.
     """
-    stats.last_issued = what
-    logger.debug("all-reduce: %s", what)
-    # Now: the all-reduce of a sparse tensor puts another number of values into it when it is done.
-    numel = tensor._values().numel() if tensor.is_sparse else tensor.numel()
+    what = f"{send.what} of {where}" if send.what and where else send.what or where
+    if counters is not None:
+        counters.last_issued = what
+    logger.debug("%s: %s", "all-gather" if send.op == "gather" else "all-reduce", what)
+    # Count before the call: the all-reduce may change a sparse tensor's number of values.
+    numel = send.numel_here
+    answer = send.tensor
     try:
-        work = dist.all_reduce(tensor, group=group, async_op=True)
+        if send.op == "gather":
+            answer = torch.empty((group.size(), *send.tensor.shape), dtype=answer.dtype, device=answer.device)
+            work = dist.all_gather(list(answer.unbind(0)), send.tensor.contiguous(), group=group, async_op=True)
+        else:
+            op = dist.ReduceOp.MAX if send.op == "max" else dist.ReduceOp.SUM
+            work = dist.all_reduce(send.tensor, op=op, group=group, async_op=True)
     except RuntimeError as error:
         raise lost(what, group, error) from error
-    stats.sent(numel, tensor.element_size())
-    return Pending(tensor, work, what, group, stats)
+    if counters is not None:
+        counters.sent(numel, send.tensor.element_size())
+    return Pending(answer, work, what, group, counters)
 
 
-def gather_rows(own: torch.Tensor, group: dist.ProcessGroup, stats: Stats | None, what: str) -> torch.Tensor:
+def gather_rows(own: torch.Tensor, group: dist.ProcessGroup, counters: Counters | None, what: str) -> torch.Tensor:
     """The `own` of every rank, one row each. A small exchange; all ranks of `group` must call this with equal shapes.
 
     Raises:
@@ -78,9 +119,15 @@ def gather_rows(own: torch.Tensor, group: dist.ProcessGroup, stats: Stats | None
         dist.all_gather(rows, own, group=group)
     except RuntimeError as error:
         raise lost(what, group, error) from error
-    if stats is not None:
-        stats.handshakes += 1
+    if counters is not None:
+        counters.handshakes += 1
     return torch.stack(rows)
+
+
+def agreement_key(*parts: object) -> int:
+    """A number below 2**62 made of the `repr` of `parts`, the same in every process: ranks compare it."""
+    digest = hashlib.sha256("\0".join(map(repr, parts)).encode()).digest()
+    return int.from_bytes(digest[:8], "little") >> 2
 
 
 def lost(what: str, group: dist.ProcessGroup, error: RuntimeError) -> HookRunError:

@@ -6,8 +6,16 @@ from commhooks.comm.clocks import Clocks
 
 
 @dataclass
-class Stats:
-    """Counters of one registration, this rank only. Bytes are those handed to all-reduce.
+class PassCounters:
+    """Of the latest backward pass."""
+
+    collectives: int = 0
+    bytes_sent: int = 0
+
+
+@dataclass
+class Counters:
+    """Counters of one session, this rank only. Bytes are those handed to collectives.
 
     `backward_passes` counts every synchronised backward pass; `nonfinite_steps` those of them that were not committed
     because a number was inf or NaN on some rank; `compressed_steps` those that were compressed and committed.
@@ -21,17 +29,17 @@ class Stats:
     bytes_uncompressed: int = 0
     """What plain DDP would have handed to all-reduce in the same passes."""
     handshakes: int = 0
-    """Small exchanges with which ranks compare their state after a start or a load; not counted in the bytes."""
+    """Small exchanges in which ranks compare their state after a start or a load; not counted in the bytes."""
     numel_before: int = 0
     numel_after: int = 0
     """Gradient elements before and after compression in compressed passes only (torch's `compression_stats`)."""
     last_issued: str = ""
-    """The all-reduce that was issued last: what, of which bucket, at which step. Where a run hangs, look here."""
-    last_pass: "PassStats" = field(default_factory=lambda: PassStats())
+    """The latest collective: what, of which bucket, at which step. Where a run hangs, look here."""
+    last_pass: PassCounters = field(default_factory=PassCounters)
     clocks: Clocks = field(default_factory=Clocks)
 
     def sent(self, numel: int, itemsize: int) -> None:
-        """One all-reduce of `numel` elements was issued."""
+        """One collective of `numel` elements was issued."""
         self.collectives += 1
         self.bytes_sent += numel * itemsize
         self.last_pass.collectives += 1
@@ -40,12 +48,4 @@ class Stats:
     def begin_pass(self) -> None:
         self.backward_passes += 1
         self.clocks.begin_pass()
-        self.last_pass = PassStats()
-
-
-@dataclass
-class PassStats:
-    """The latest backward pass."""
-
-    collectives: int = 0
-    bytes_sent: int = 0
+        self.last_pass = PassCounters()

@@ -5,6 +5,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from commhooks.comm.collective import new_future
+
 __all__ = ["noop_hook"]
 
 
@@ -14,8 +16,6 @@ def noop_hook(_: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Ten
     For measuring only: if training is not much faster with this hook, the network is not what it waits for, and no
     compression will help. Replaces torch's `noop_hook`.
     """
-    from commhooks.comm.collective import new_future
-
     future = new_future(bucket.buffer().device)
     future.set_result(bucket.buffer())
     return future

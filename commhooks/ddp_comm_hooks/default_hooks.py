@@ -11,6 +11,17 @@ import torch.distributed as dist
 
 from commhooks.comm.collective import resolve_group
 from commhooks.comm.hook_result import checked_future, checked_value
+from commhooks.compressors.cast import (
+    AllReduce,
+    AllReduceCompressor,
+    BF16Compress,
+    BF16Compressor,
+    FP16Compress,
+    FP16Compressor,
+)
+from commhooks.ddp_comm_hooks.powerSGD_hook import lowered
+from commhooks.engine.at_once import reduce_at_once
+from commhooks.gradients.ddp import bucket_of
 
 __all__ = [
     "allreduce_hook",
@@ -21,6 +32,11 @@ __all__ = [
 ]
 
 Hook = Callable[[Any, dist.GradBucket], torch.futures.Future[torch.Tensor]]
+_ALLREDUCE, _FP16, _BF16 = (
+    AllReduceCompressor(AllReduce()),
+    FP16Compressor(FP16Compress()),
+    BF16Compressor(BF16Compress()),
+)
 
 
 def allreduce_hook(
@@ -30,7 +46,7 @@ def allreduce_hook(
 
     Replaces torch's `allreduce_hook`.
     """
-    return _average(process_group, bucket, None)
+    return reduce_at_once(_ALLREDUCE, bucket_of(bucket), resolve_group(process_group))
 
 
 def fp16_compress_hook(
@@ -40,7 +56,7 @@ def fp16_compress_hook(
 
     Values beyond 65504 become inf. Replaces torch's `fp16_compress_hook`.
     """
-    return _average(process_group, bucket, torch.float16)
+    return reduce_at_once(_FP16, bucket_of(bucket), resolve_group(process_group))
 
 
 def bf16_compress_hook(
@@ -50,7 +66,7 @@ def bf16_compress_hook(
 
     Works on gloo and NCCL. Replaces torch's `bf16_compress_hook`.
     """
-    return _average(process_group, bucket, torch.bfloat16)
+    return reduce_at_once(_BF16, bucket_of(bucket), resolve_group(process_group))
 
 
 def fp16_compress_wrapper(hook: Hook) -> Hook:
@@ -68,30 +84,10 @@ def bf16_compress_wrapper(hook: Hook) -> Hook:
     return _wrap(hook, torch.bfloat16, "bf16_compress_wrapper")
 
 
-def _average(
-    process_group: dist.ProcessGroup | None, bucket: dist.GradBucket, wire_dtype: torch.dtype | None
-) -> torch.futures.Future[torch.Tensor]:
-    group = resolve_group(process_group)
-    buffer = bucket.buffer()
-    # Cast before dividing, as torch does.
-    low = buffer if wire_dtype is None or buffer.is_sparse else buffer.to(wire_dtype)
-    low.div_(group.size())
-    sent = dist.all_reduce(low, group=group, async_op=True).get_future()
-
-    def decompress(future: torch.futures.Future[list[torch.Tensor]]) -> torch.Tensor:
-        reduced = future.value()[0]
-        return reduced if low is buffer else buffer.copy_(reduced)
-
-    return sent.then(decompress)
-
-
 def _wrap(hook: Hook, wire_dtype: torch.dtype, name: str) -> Hook:
-    from commhooks.ddp_comm_hooks import powerSGD_hook as power_sgd
-
-    low_rank = getattr(hook, "_commhooks_low_rank", None)
-    if low_rank is not None:
-        batched, inner_dtype = low_rank
-        return power_sgd.low_rank_hook(batched, inner_dtype or wire_dtype)
+    narrowed = lowered(hook, wire_dtype)
+    if narrowed is not None:
+        return narrowed
     hook_name = str(getattr(hook, "__name__", type(hook).__name__))
 
     def wrapped(hook_state: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:

@@ -3,6 +3,7 @@
 Annotations must be real objects here (no `from __future__ import annotations`): `register_comm_hook` compares them.
 """
 
+import dataclasses
 import logging
 import weakref
 from collections.abc import Callable
@@ -10,22 +11,24 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.nn.parallel import DistributedDataParallel
 
-from commhooks.comm.counters import Stats
-from commhooks.compressors.config import BatchedPowerSGD, PowerSGD
-from commhooks.engine.session import Registration
-from commhooks.engine.state import Memory
-from commhooks.errors import HookConfigError, HookRunError
-from commhooks.gradients.names import Names, PlaceNames
+from commhooks.comm.counters import Counters
+from commhooks.compressors.powersgd.compressor import BatchedPowerSGDCompressor, PowerSGDCompressor
+from commhooks.compressors.powersgd.config import PowerSGD
+from commhooks.ddp_comm_hooks.old_pickles import converted
+from commhooks.engine.session import Binding, Session, SessionState
+from commhooks.engine.state import LearnedState
+from commhooks.errors import AttachError, HookConfigError, HookRunError
+from commhooks.gradients.ddp import bucket_of
+from commhooks.gradients.names import PositionalNames
 
 __all__ = ["PowerSGDState", "batched_powerSGD_hook", "powerSGD_hook"]
 
 logger = logging.getLogger(__name__)
 
 
-class PowerSGDState:
-    """Configuration and memory of PowerSGD for one DDP model; replaces torch's `PowerSGDState`.
+class PowerSGDState(SessionState):
+    """Configuration and learned state of PowerSGD for one DDP model; replaces torch's `PowerSGDState`.
 
     Arguments, their order and their defaults are torch's. What differs: `start_powerSGD_iter` may be 0 or 1 with error
     feedback or warm start; `orthogonalization_epsilon` is accepted and changes nothing; loading a pickled state needs
@@ -55,7 +58,7 @@ class PowerSGDState:
         fused: bool = False,
     ) -> None:
         self.process_group = process_group
-        self._options = PowerSGD(
+        options = PowerSGD(
             matrix_approximation_rank=matrix_approximation_rank,
             start_powerSGD_iter=start_powerSGD_iter,
             min_compression_rate=min_compression_rate,
@@ -73,34 +76,44 @@ class PowerSGDState:
                 f"PowerSGDState: start_powerSGD_iter={start_powerSGD_iter!r}; expected a number of steps (int). "
                 "A fraction of the run can be given to commhooks.attach, which is told the length of the run"
             )
-        self._memory = Memory()
-        self._stats = Stats()
-        self._names: Names = PlaceNames()
-        self._loss_scale: Callable[[], float | torch.Tensor] | None = None
-        self._registration: Registration | None = None
-        logger.info("PowerSGD config: %s", self._options)
+        self._new_session(options, LearnedState(), Counters())
+        logger.info("PowerSGD config: %s", options)
 
-    @classmethod
-    def from_config(
-        cls,
-        config: PowerSGD | BatchedPowerSGD,
-        process_group: dist.ProcessGroup | None,
-        names: Names,
-        loss_scale: Callable[[], float | torch.Tensor] | None = None,
-    ) -> "PowerSGDState":
-        """A state for `config`, whose start step must be a number, with parameters known by `names`."""
-        state = cls(process_group)
-        state._options = config
-        state._names = names
-        state._loss_scale = loss_scale
-        return state
+    def _new_session(self, options: PowerSGD, state: LearnedState, counters: Counters) -> None:
+        compressor = PowerSGDCompressor(options)
+        self.session = Session(compressor, Binding(PositionalNames(), lambda: self.process_group), state, counters)
+
+    def bind(self, binding: Binding, model: torch.nn.Module, function: Callable[..., Any]) -> None:
+        """Called by `commhooks.attach` on every rank; `model` is the module that DDP wraps, `function` the hook.
+
+        Raises:
+            AttachError: it serves another model already.
+        """
+        other = self._serves() if self._serves is not None else None
+        if other is not None and other is not model:
+            raise AttachError(
+                "this PowerSGDState already serves another model: its memory is that of one model's gradients; make a "
+                "PowerSGDState for each model"
+            )
+        self._serves = weakref.ref(model)
+        if not self.session.has_run:
+            if self.process_group is None:
+                self.process_group = binding.group()
+            self.session.bind(dataclasses.replace(binding, group=lambda: self.process_group))
+            form = form_of(function)
+            if form is not None:
+                self.use(form)
+
+    @property
+    def _options(self) -> PowerSGD:
+        options: PowerSGD = self.session.compressor.config
+        return options
 
     @property
     def iter(self) -> int:
         """Synchronised backward passes that were committed: all that were finite on every rank."""
-        if self._registration is not None:
-            self._registration.pipeline.settle()
-        return self._memory.step
+        self.session.settle()
+        return self.session.state.step
 
     @property
     def matrix_approximation_rank(self) -> int:
@@ -142,37 +155,37 @@ class PowerSGDState:
 
     def compression_stats(self) -> tuple[float, int, int]:
         """(compression rate, elements before, elements after), summed over the compressed backward passes so far."""
-        before, after = self._stats.numel_before, self._stats.numel_after
+        counters = self.session.counters
+        before, after = counters.numel_before, counters.numel_after
         return (before / after if after else 0, before, after)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Everything but the process group and what belongs to a running registration."""
+        """Everything but the process group and what belongs to a running session: plain types and tensors."""
         logger.warning("NOTE: Process group is not serializable and excluded from a saved state.")
-        if self._registration is not None:
-            self._registration.pipeline.settle()
+        session = self.session
+        session.settle()
         rank = dist.get_rank(self.process_group) if dist.is_initialized() else None
+        counters = {f.name: getattr(session.counters, f.name) for f in dataclasses.fields(Counters)}
         return {
-            "options": self._options,
-            "memory": self._memory.apart(),
-            "stats": self._stats,
+            "format": 2,
+            "options": dataclasses.asdict(self._options),
+            "learned": vars(session.state.apart()),
+            "counters": {name: value for name, value in counters.items() if isinstance(value, (int, str))},
             "saved_on": None if rank is None else (rank, dist.get_world_size(self.process_group)),
-            "names": type(self._names).__name__,
+            "names": type(session.binding.names).__name__,
         }
 
     def __setstate__(self, saved: dict[str, Any]) -> None:
-        """The process group becomes the default group, which need not exist yet."""
+        """The process group becomes the default group, which need not exist yet. Reads what version 0.1 wrote, too."""
         logger.warning(
             "NOTE: Process group will be set to a default group (i.e. the world size). "
             "If a different group is desired, please set `self.process_group` after PowerSGD state is loaded."
         )
         self.process_group = None
-        # One that was pickled by an earlier version lacks the options that are newer.
-        self._options = type(saved["options"])(**vars(saved["options"]))
-        self._memory = saved["memory"]
-        self._stats = saved["stats"]
-        self._names = PlaceNames()
-        self._loss_scale = None
-        self._registration = None
+        saved = converted(saved)
+        counters = Counters()
+        vars(counters).update(saved["counters"])
+        self._new_session(PowerSGD(**saved["options"]), LearnedState(**saved["learned"]), counters)
         self._saved_on = saved["saved_on"]
         self._saved_names = saved["names"]
 
@@ -180,18 +193,18 @@ class PowerSGDState:
     # memory is keyed by the names that the model gave or by places.
     _saved_on: tuple[int, int] | None = None
     _saved_names: str | None = None
-    # Set by `commhooks.attach`.
-    _attached_to: "weakref.ref[DistributedDataParallel] | None" = None
+    # Set by `bind`.
+    _serves: "weakref.ref[torch.nn.Module] | None" = None
 
-    def _adapt_pickled_memory(self) -> None:
-        here = (dist.get_rank(self.process_group), dist.get_world_size(self.process_group))
+    def _adapt_pickled_state(self) -> None:
+        state, here = self.session.state, (dist.get_rank(self.process_group), dist.get_world_size(self.process_group))
         if self._saved_on is not None and self._saved_on != here:
-            self._memory.residual_missing = bool(self._memory.residuals)
-            self._memory.residuals.clear()
-        known = bool(self._memory.q or self._memory.residuals or self._memory.residual_missing)
-        if known and self._saved_names is not None and self._saved_names != type(self._names).__name__:
-            self._memory.forget_factors()
-            self._memory.drop_residuals()
+            state.local_missing = state.has_local()
+            state.forget_local()
+        known = state.local_missing or any(state.entries.values())
+        if known and self._saved_names not in (None, type(self.session.binding.names).__name__):
+            state.forget_replicated()
+            state.drop_local()
             if here[0] == 0:
                 logger.warning(
                     "PowerSGD: the pickled state knows parameters by other names than this use of it (commhooks.attach "
@@ -200,42 +213,78 @@ class PowerSGDState:
                 )
         self._saved_on = self._saved_names = None
 
-    def _run(
-        self, bucket: dist.GradBucket, batched: bool, wrapper_dtype: torch.dtype | None
-    ) -> torch.futures.Future[torch.Tensor]:
-        registration = self._registration
-        if registration is None:
-            self._adapt_pickled_memory()
-            registration = self._registration = Registration(
-                self._options,
-                self._memory,
-                self._stats,
-                self._names,
-                lambda: self.process_group,
-                wrapper_dtype=wrapper_dtype,
-                batched=batched,
-                loss_scale=self._loss_scale,
-            )
-        if (registration.batched, registration.wrapper_dtype) != (batched, wrapper_dtype):
+    def run(self, bucket: dist.GradBucket, form: "Form") -> torch.futures.Future[torch.Tensor]:
+        """Reduce one bucket in this form; all ranks, in the same order. Called by the hook functions."""
+        session = self.session
+        if not session.has_run:
+            self.use(form)
+            self._adapt_pickled_state()
+        if not form.fits(session):
             raise HookRunError(
                 "this PowerSGDState already serves another hook (powerSGD_hook, batched_powerSGD_hook, or one of them "
                 "in another wrapper): make a PowerSGDState of its own for each hook"
             )
-        return registration.run(bucket)
+        return session.run(bucket_of(bucket))
+
+    def use(self, form: "Form") -> None:
+        """Take this form; before the first backward pass only."""
+        if not form.fits(self.session):
+            self.session.replaced(form.compressor(self._options))
 
 
-def low_rank_hook(
-    batched: bool, wrapper_dtype: torch.dtype | None
-) -> Callable[[Any, dist.GradBucket], torch.futures.Future[torch.Tensor]]:
-    """The hook function for one form of PowerSGD and one wire dtype (None: the bucket's)."""
+@dataclasses.dataclass(frozen=True)
+class Form:
+    """Which PowerSGD a function stands for: per parameter or per bucket, and the dtype on the wire (None: the
+    bucket's)."""
+
+    batched: bool
+    wire_dtype: torch.dtype | None = None
+
+    @property
+    def name(self) -> str:
+        return "batched_powerSGD_hook" if self.batched else "powerSGD_hook"
+
+    def fits(self, session: Session) -> bool:
+        """Whether the session runs this form."""
+        return (session.compressor.per_bucket, session.compressor.wire_dtype) == (self.batched, self.wire_dtype)
+
+    def compressor(self, options: PowerSGD) -> PowerSGDCompressor | BatchedPowerSGDCompressor:
+        # torch has one state for both forms, so that its options serve both.
+        kind: Any = BatchedPowerSGDCompressor if self.batched else PowerSGDCompressor
+        made: PowerSGDCompressor | BatchedPowerSGDCompressor = kind(options, self.wire_dtype)
+        return made
+
+
+FORMS: "weakref.WeakKeyDictionary[Callable[..., Any], Form]" = weakref.WeakKeyDictionary()
+"""Of each hook function that is PowerSGD; the wrappers make more of them."""
+
+
+def form_of(hook: Callable[..., Any]) -> Form | None:
+    """Which PowerSGD a hook function stands for; None for any other hook."""
+    try:
+        return FORMS.get(hook)
+    except TypeError:  # callable objects need not be hashable
+        return None
+
+
+def lowered(
+    hook: Callable[..., Any], wire_dtype: torch.dtype
+) -> Callable[[Any, dist.GradBucket], torch.futures.Future[torch.Tensor]] | None:
+    """`hook` with another dtype on the wire, if it is a PowerSGD hook; of two wrappers the inner one decides."""
+    form = form_of(hook)
+    if form is None:
+        return None
+    narrowed = Form(form.batched, form.wire_dtype or wire_dtype)
 
     def low_rank(state: PowerSGDState, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-        return _checked(state)._run(bucket, batched, wrapper_dtype)
+        return _checked(state).run(bucket, narrowed)
 
-    name = "batched_powerSGD_hook" if batched else "powerSGD_hook"
-    low_rank.__name__ = low_rank.__qualname__ = f"{str(wrapper_dtype).removeprefix('torch.')}_wire_{name}"
-    low_rank._commhooks_low_rank = (batched, wrapper_dtype)  # type: ignore[attr-defined]
+    low_rank.__name__ = low_rank.__qualname__ = f"{str(narrowed.wire_dtype).removeprefix('torch.')}_wire_{form.name}"
+    FORMS[low_rank] = narrowed
     return low_rank
+
+
+_EACH, _WHOLE = Form(batched=False), Form(batched=True)
 
 
 def powerSGD_hook(state: PowerSGDState, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
@@ -247,7 +296,7 @@ def powerSGD_hook(state: PowerSGDState, bucket: dist.GradBucket) -> torch.future
 
     Source: Vogels, Karimireddy, Jaggi, "PowerSGD", NeurIPS 2019, Algorithms 1 and 2. Replaces torch's `powerSGD_hook`.
     """
-    return _checked(state)._run(bucket, False, None)
+    return _checked(state).run(bucket, _EACH)
 
 
 def batched_powerSGD_hook(state: PowerSGDState, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
@@ -256,11 +305,11 @@ def batched_powerSGD_hook(state: PowerSGDState, bucket: dist.GradBucket) -> torc
     What each bucket holds decides the matrix, so results depend on `bucket_cap_mb`, and a rebuilt bucket starts from a
     fresh Q; the residual belongs to the parameters and is kept. Replaces torch's `batched_powerSGD_hook`.
     """
-    return _checked(state)._run(bucket, True, None)
+    return _checked(state).run(bucket, _WHOLE)
 
 
-powerSGD_hook._commhooks_low_rank = (False, None)  # type: ignore[attr-defined]
-batched_powerSGD_hook._commhooks_low_rank = (True, None)  # type: ignore[attr-defined]
+FORMS[powerSGD_hook] = _EACH
+FORMS[batched_powerSGD_hook] = _WHOLE
 
 
 def _checked(state: object) -> PowerSGDState:

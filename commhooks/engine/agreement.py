@@ -4,7 +4,6 @@ Which collectives a step runs follows from the step number and the options. Rank
 collectives of different sizes: gloo aborts, NCCL hangs. And error feedback needs every rank's residual or none.
 """
 
-import hashlib
 import secrets
 from dataclasses import dataclass
 
@@ -12,15 +11,9 @@ import torch
 import torch.distributed as dist
 
 from commhooks.comm.collective import gather_rows
-from commhooks.comm.counters import Stats
-from commhooks.engine.state import Memory
+from commhooks.comm.counters import Counters
+from commhooks.engine.state import LearnedState
 from commhooks.errors import HookRunError
-
-
-def fingerprint(*parts: object) -> int:
-    """A number below 2**62 made of the `repr` of `parts`, the same in every process."""
-    digest = hashlib.sha256("\0".join(map(repr, parts)).encode()).digest()
-    return int.from_bytes(digest[:8], "little") >> 2
 
 
 @dataclass(frozen=True)
@@ -28,26 +21,26 @@ class Agreement:
     """What the ranks found out.
 
     Attributes:
-        residuals_complete: every rank has its residual; where one has not, all have dropped theirs.
+        local_complete: every rank has its local tensors; where one has not, all have dropped theirs.
         nonce: a random number, the same on all ranks, that no other agreement has.
     """
 
-    residuals_complete: bool
+    local_complete: bool
     nonce: int
 
 
 def agree(
-    memory: Memory, configuration: int, group: dist.ProcessGroup, device: torch.device, stats: Stats
+    state: LearnedState, configuration: int, group: dist.ProcessGroup, device: torch.device, counters: Counters
 ) -> Agreement:
     """Compare step and configuration over the ranks of `group`; all of them must call this.
 
     Raises:
         HookRunError: on all ranks, if the steps or the configurations differ; it names the ranks.
     """
-    row = [memory.step, configuration, int(memory.residual_missing), secrets.randbits(62)]
+    row = [state.step, configuration, int(state.local_missing), secrets.randbits(62)]
     own = torch.tensor(row, dtype=torch.int64, device=device)
     table = gather_rows(
-        own, group, stats, "the comparison of the ranks' state (load on every rank, or on none)"
+        own, group, counters, "the comparison of the ranks' state (load on every rank, or on none)"
     ).tolist()
     steps = [row[0] for row in table]
     if len(set(steps)) > 1:
@@ -65,7 +58,7 @@ def agree(
         )
     complete = not any(row[2] for row in table)
     if not complete:
-        memory.drop_residuals()
+        state.drop_local()
     return Agreement(complete, table[0][3])
 
 

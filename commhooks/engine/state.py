@@ -1,56 +1,72 @@
-"""Learned state: what a hook remembers from step to step, and all that a checkpoint has to hold."""
+"""Learned state: what a compressor remembers from step to step, and all that a checkpoint has to hold."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
 import torch
 
+from commhooks.compressors.state_field import StateField
 from commhooks.gradients.loss_scale import LossScale
+
+Entries = dict[str, dict[str, torch.Tensor]]
 
 
 @dataclass
-class Memory:
-    """Keyed by names, never by places in a bucket.
+class LearnedState:
+    """Keyed by names, never by places in a bucket. `state["residual"]["layer.weight"]` is one tensor.
 
     Attributes:
         step: committed synchronised backward passes, the same on every rank.
         nonfinite_steps: passes that were not committed.
-        q: per matrix, Q transposed, `r x m` (float32 or float64); the same on every rank.
-        p: per matrix, P transposed, `r x n`; only where P and Q alternate. The same on every rank.
-        p_is_newer: matrices whose P is of the latest step, and whose Q is of the step before it.
-        residuals: per parameter, flat in memory order (float32 or float64); each rank has its own. A missing entry is
-            a residual of zeros.
-        loss_scale: the factor by which the loss, and therefore the residuals, were multiplied; on an accelerator a
-            tensor until somebody asks.
-        residual_missing: this rank should have a residual and has none, so that all ranks must do without.
+        entries: per field (see `StateField`) a tensor per parameter or bucket. A missing tensor is one of zeros, or
+            what the compressor begins with.
+        local: keys of the fields that each rank has for itself, such as residuals.
+        loss_scale: the factor by which the loss, and therefore what scales with it, was multiplied; on an accelerator
+            a tensor until somebody asks.
+        local_missing: this rank should have local tensors and has none, so that all ranks must do without.
         missing_was_said: a warning has told of it.
-        residuals_shared: every rank has the same residuals: the mean that was just saved or loaded, or none at all.
+        local_shared: every rank has the same local tensors: the mean that was just saved or loaded, or none at all.
     """
 
     step: int = 0
     nonfinite_steps: int = 0
-    q: dict[str, torch.Tensor] = field(default_factory=dict)
-    p: dict[str, torch.Tensor] = field(default_factory=dict)
-    p_is_newer: set[str] = field(default_factory=set)
-    residuals: dict[str, torch.Tensor] = field(default_factory=dict)
+    entries: Entries = field(default_factory=dict)
+    local: frozenset[str] = frozenset({"residual"})
     loss_scale: LossScale = 1.0
-    residual_missing: bool = False
+    local_missing: bool = False
     missing_was_said: bool = False
-    residuals_shared: bool = True
+    local_shared: bool = True
 
-    def apart(self) -> "Memory":
+    @classmethod
+    def of(cls, fields: Iterable[StateField]) -> "LearnedState":
+        """Empty state of a compressor with these fields."""
+        return cls(local=frozenset(each.key for each in fields if not each.replicated))
+
+    def __getitem__(self, key: str) -> dict[str, torch.Tensor]:
+        return self.entries.setdefault(key, {})
+
+    def apart(self) -> "LearnedState":
         """The same in tensors that own their memory: pickled, the slice of a stack would bring all of it along."""
-        return replace(self, q=_apart(self.q), residuals=_apart(self.residuals))
+        return replace(self, entries={key: _apart(tensors) for key, tensors in self.entries.items()})
 
-    def forget_factors(self) -> None:
-        self.q.clear()
-        self.p.clear()
-        self.p_is_newer.clear()
+    def forget_replicated(self) -> None:
+        for key in self.entries.keys() - self.local:
+            self.entries[key].clear()
 
-    def drop_residuals(self) -> None:
-        self.residuals.clear()
-        self.residual_missing = False
-        self.residuals_shared = True
+    def forget_local(self) -> None:
+        """Without a word about why; see `drop_local`."""
+        for key in self.local:
+            self[key].clear()
+
+    def drop_local(self) -> None:
+        """All ranks do without local tensors from here on."""
+        self.forget_local()
+        self.local_missing = False
+        self.local_shared = True
+
+    def has_local(self) -> bool:
+        return any(self[key] for key in self.local)
 
 
-def _apart(entries: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    return {n: t.clone() if t.untyped_storage().nbytes() > t.nbytes else t for n, t in entries.items()}
+def _apart(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {n: t.clone() if t.untyped_storage().nbytes() > t.nbytes else t for n, t in tensors.items()}

@@ -1,25 +1,35 @@
 """Where the gradient of each parameter lies in a bucket.
 
 DDP packs gradients into flat buffers in the *memory* order of the parameters: a channels_last weight or a transposed
-parameter is not in its logical order there, and `bucket.gradients()` then shows it scrambled. A `Slot` keeps what is
-needed to read it right. Layouts know parameters by identity, never by bucket index: DDP rebuilds its buckets after the
-first step.
+parameter is not in its logical order there, and `GradBucket.gradients()` then shows it scrambled. A `Slot` keeps what
+is needed to read it correctly. Layouts identify parameters by identity, never by bucket index: DDP rebuilds its buckets
+after the first step.
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 
 
 @dataclass(frozen=True, eq=False)
 class Slot:
     """The elements `offset : offset + numel` of a bucket's buffer belong to `parameter`."""
 
+    name: str
+    """Stable name of the parameter: the key of its saved state."""
     parameter: torch.Tensor
     offset: int
     numel: int
+
+    @property
+    def stop(self) -> int:
+        return self.offset + self.numel
+
+    def of(self, flat: torch.Tensor) -> torch.Tensor:
+        """The parameter's part of a buffer: a 1-D view of `numel` elements in memory order."""
+        return flat[self.offset : self.stop]
 
 
 @dataclass(frozen=True, eq=False)
@@ -30,11 +40,15 @@ class BucketLayout:
     numel: int
     dtype: torch.dtype
     device: torch.device
-    sparse: bool
+    sparse: bool = False
 
     @property
     def parameters(self) -> list[torch.Tensor]:
         return [slot.parameter for slot in self.slots]
+
+    @property
+    def names(self) -> list[str]:
+        return [slot.name for slot in self.slots]
 
 
 def memory_order(parameter: torch.Tensor) -> tuple[int, ...]:
@@ -65,31 +79,30 @@ def to_memory(logical: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
     return logical.permute(memory_order(parameter)).reshape(-1)
 
 
-def layout_key(bucket: dist.GradBucket) -> tuple[int, ...]:
-    """Which parameters, in which order. Valid as long as the layout that it finds keeps them alive."""
-    return tuple(id(parameter) for parameter in bucket.parameters())
+def read_layout(flat: torch.Tensor, parameters: Sequence[torch.Tensor], names: Sequence[str]) -> BucketLayout:
+    """Find where each parameter lies in the buffer `flat`. Called once per layout, not per step.
 
-
-def read_layout(bucket: dist.GradBucket) -> BucketLayout:
-    """Read where each parameter lies in `bucket`. Called once per layout, not per step."""
-    buffer = bucket.buffer()
-    parameters = bucket.parameters()
-    if buffer.is_sparse:
-        sparse = tuple(Slot(parameter, 0, parameter.numel()) for parameter in parameters)
-        return BucketLayout(sparse, sum(slot.numel for slot in sparse), buffer.dtype, buffer.device, True)
+    Raises:
+        RuntimeError: the buffer does not have as many elements as the parameters.
+    """
     slots = []
     offset = 0
-    for parameter in parameters:
+    for name, parameter in zip(names, parameters, strict=True):
         # A complex parameter arrives as pairs of real numbers.
         numel = parameter.numel() * (2 if parameter.is_complex() else 1)
-        slots.append(Slot(parameter, offset, numel))
+        if flat.is_sparse:
+            slots.append(Slot(name, parameter, 0, parameter.numel()))
+            continue
+        slots.append(Slot(name, parameter, offset, numel))
         offset += numel
-    if offset != buffer.numel():
+    if flat.is_sparse:
+        return BucketLayout(tuple(slots), sum(slot.numel for slot in slots), flat.dtype, flat.device, sparse=True)
+    if offset != flat.numel():
         raise RuntimeError(
-            f"the parameters of bucket {bucket.index()} have {offset} elements, its buffer has {buffer.numel()}: "
+            f"the parameters of a bucket have {offset} elements, its buffer has {flat.numel()}: "
             f"this version of torch ({torch.__version__}) packs buckets in a way that commhooks does not know"
         )
-    return BucketLayout(tuple(slots), offset, buffer.dtype, buffer.device, False)
+    return BucketLayout(tuple(slots), offset, flat.dtype, flat.device)
 
 
 def matrix_shape(parameter: torch.Tensor) -> tuple[int, int]:

@@ -15,7 +15,7 @@ LossScale = float | torch.Tensor
 
 def scale_of(scaler: torch.amp.GradScaler, device: torch.device) -> LossScale:
     """What `scaler` multiplies a loss on `device` by."""
-    if precision.host_may_look(device):
+    if precision.is_host_readable(device):
         return scaler.get_scale()
     return scaler.scale(torch.ones((), device=device))
 
@@ -32,7 +32,7 @@ def read_scale(loss_scale: Callable[[], LossScale] | None) -> LossScale:
             f"loss_scale returned a {type(scale).__name__}; expected the factor by which the loss was multiplied: a "
             "number, or a tensor that holds one"
         )
-    if isinstance(scale, torch.Tensor) and not precision.host_may_look(scale.device):
+    if isinstance(scale, torch.Tensor) and not precision.is_host_readable(scale.device):
         return scale.detach()
     scale = float(scale)
     if not (math.isfinite(scale) and scale > 0):

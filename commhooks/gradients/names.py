@@ -1,4 +1,4 @@
-"""By which name the memory of a parameter is kept.
+"""Stable parameter names: the keys of a hook's learned and saved state.
 
 A GradBucket carries no names. Where a hook is attached by us the model's own names are known; with a bare
 `register_comm_hook(state, hook)` a parameter is known by its place in the order in which it was registered, counted
@@ -17,7 +17,7 @@ from commhooks.errors import HookRunError
 from commhooks.gradients.exclude import matching
 
 
-class Names(Protocol):
+class ParameterNames(Protocol):
     """Names of parameters."""
 
     def of_bucket(self, parameters: list[torch.Tensor], first: bool) -> list[str]:
@@ -30,7 +30,7 @@ class Names(Protocol):
         """The first of `patterns` (globs) that matches the parameter, None without."""
 
 
-class GivenNames:
+class ModelNames:
     """The names that the model gives them. A tied parameter has the first of its names."""
 
     def __init__(
@@ -60,7 +60,7 @@ class GivenNames:
         return matching(self._all_names[name], patterns)
 
 
-class PlaceNames:
+class PositionalNames:
     """`float32.cpu.0` is the last registered float32 parameter on the CPU, `float32.cpu.1` the one before it."""
 
     def __init__(self) -> None:

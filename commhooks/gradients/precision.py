@@ -27,14 +27,17 @@ def compute_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-def host_may_look(device: torch.device) -> bool:
-    """Whether Python may read a number of a tensor on `device` without waiting for an accelerator. Where it may not,
-    decisions are taken by masks on the device."""
+def is_host_readable(device: torch.device) -> bool:
+    """Whether Python can read a number of a tensor on `device` without waiting for an accelerator. Where it cannot,
+    masks on the device decide."""
     return device.type == "cpu"
 
 
-def check_one_device(devices: Iterable[torch.device]) -> None:
+def check_one_device(devices: Iterable[torch.device], what: str) -> None:
     """Buckets of several devices would have to wait for each other: a step is committed as a whole, or not at all.
+
+    Args:
+        what: the compression that needs it, for the message.
 
     Raises:
         HookConfigError: there are several.
@@ -42,13 +45,13 @@ def check_one_device(devices: Iterable[torch.device]) -> None:
     found = sorted({str(device) for device in devices})
     if len(found) > 1:
         raise HookConfigError(
-            f"the parameters of this model are on {', '.join(found)}; PowerSGD works where those of one process are on "
+            f"the parameters of this model are on {', '.join(found)}; {what} works where those of one process are on "
             "one device. Use one device per process, or the hook 'fp16_compress' or 'bf16_compress'"
         )
 
 
 @contextlib.contextmanager
-def exact(device: torch.device) -> Iterator[None]:
+def full_precision(device: torch.device) -> Iterator[None]:
     """Run the body without grad mode and autocast, float32 products in full float32."""
     saved = []
     for switch in _PRECISION_SWITCHES:

@@ -2,7 +2,6 @@
 
 import inspect
 import logging
-import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -10,18 +9,24 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from commhooks.checkpoint.saved_state import SimpleSavedState
-from commhooks.compressors.config import HookConfig, PowerSGD, resolve_start
-from commhooks.compressors.powersgd import fused_codec
+from commhooks.comm.counters import Counters
+from commhooks.comm.hook_result import checked_future
+from commhooks.compressors.base import Compressor
+from commhooks.compressors.config import HookConfig
 from commhooks.ddp_comm_hooks.default_hooks import bf16_compress_wrapper, fp16_compress_wrapper
-from commhooks.ddp_comm_hooks.powerSGD_hook import PowerSGDState
+from commhooks.engine.session import Binding, Session, SessionState
+from commhooks.engine.state import LearnedState
 from commhooks.errors import AttachError, HookConfigError
+from commhooks.gradients.ddp import reduced_parameters, sparse_parameters
 from commhooks.gradients.exclude import all_names, warn_if_unmatched
-from commhooks.gradients.names import GivenNames
-from commhooks.gradients.precision import check_one_device, compute_dtype
+from commhooks.gradients.names import ModelNames
 from commhooks.hook.comm_hook import CommHook
-from commhooks.hook.request import FUNCTIONS, HookSpec
+from commhooks.hook.learning_hook import LearningHook
+from commhooks.hook.request import HookRequest
 from commhooks.hook.request_check import check_requests, describe_model, describe_request
+from commhooks.hook.runner import Runner
+from commhooks.hook.stateless_hook import StatelessHook
+from commhooks.hook.user_hook import UserHook
 
 logger = logging.getLogger(__name__)
 
@@ -73,7 +78,7 @@ def attach(
             some ranks' machines cannot do what `fused=True` asks for (on all ranks then).
         HookRunError: another rank does not come within the process group's timeout.
     """
-    spec = HookSpec.parse(
+    request = HookRequest.parse(
         hook,
         hook_options=hook_options,
         hook_state=hook_state,
@@ -82,12 +87,14 @@ def attach(
         strict=strict,
         check_every=check_every,
     )
-    return attach_spec(ddp_model, spec, total_steps=total_steps, process_group=process_group, loss_scale=loss_scale)
+    return attach_request(
+        ddp_model, request, total_steps=total_steps, process_group=process_group, loss_scale=loss_scale
+    )
 
 
-def attach_spec(
+def attach_request(
     ddp_model: DistributedDataParallel,
-    spec: HookSpec,
+    request: HookRequest,
     *,
     total_steps: int | None = None,
     process_group: dist.ProcessGroup | None = None,
@@ -107,69 +114,77 @@ def attach_spec(
             "for example one of torch.distributed.new_group, or None for the model's own"
         )
     group = process_group if process_group is not None else ddp_model.process_group
-    names = GivenNames(reduced_parameters(ddp_model), all_names(ddp_model.module))
-    config = spec.config
+    names = ModelNames(reduced_parameters(ddp_model), all_names(ddp_model.module))
+    binding = Binding(names, lambda: group, loss_scale)
+    compressor = request.new_compressor(total_steps)
+    runner: Runner
     state: Any
-    if config is None:
-        state, function = spec.build(group)
-        if isinstance(state, PowerSGDState):
-            _check_unshared(state, ddp_model)
-        if isinstance(state, PowerSGDState) and state._registration is None:
-            state._names = names
-            state._loss_scale = loss_scale
-            if state.process_group is None:
-                state.process_group = group
+    if compressor is None:
+        runner, state = _runner_of_function(ddp_model, request, binding, group)
     else:
-        function = FUNCTIONS[config.hook_name]
-        if isinstance(config, PowerSGD):
-            config = resolve_start(config, total_steps)
-            state = PowerSGDState.from_config(config, group, names, loss_scale)
-            _warn_if_never_reached(config, total_steps, group)
-        else:
-            state = group if config.sends else None
-    _check_signature(function, spec.name)
-    if spec.wrapper is not None:
-        function = _WRAPPERS[spec.wrapper](function)
-    request = describe_request(spec, state, loss_scale is not None)
-    cannot = _why_not_here(state, names)
+        _warn_if_never_reached(compressor, total_steps, group)
+        runner, state = _runner_of_compressor(ddp_model, request, compressor, binding, group), None
+    try:
+        runner.check_here(names.known())
+        cannot = None
+    except HookConfigError as error:  # other ranks may be better off: the answer goes into the exchange
+        cannot = error
     # Every parameter may have been frozen after the wrap; whether on all ranks is for the exchange to find out.
     device = next(iter([*names.known().values(), *ddp_model.module.parameters()])).device
-    check_requests(request, describe_model(ddp_model), cannot, group, device)
+    described = describe_request(request, runner.options, loss_scale is not None)
+    check_requests(described, describe_model(ddp_model), cannot, group, device)
     if not names.known():
         raise AttachError(
             "no parameter of this model is reduced by DDP (all are frozen, ignored or delayed), so a communication "
             "hook would have nothing to do: leave out the hook, or unfreeze parameters before DDP wraps the model"
         )
-    attached = CommHook(spec, config, state, function, ddp_model, names, group)
+    attached = CommHook(request, runner, ddp_model, names, group)
     try:
         ddp_model.register_comm_hook(state, attached._run)
     except RuntimeError as error:
         # torch 2.13: "register_comm_hook or register_builtin_comm_hook can only be called once."
         raise AttachError(
-            f"this DistributedDataParallel model has a communication hook already, so {spec.name!r} cannot be: "
+            f"this DistributedDataParallel model has a communication hook already, so {request.name!r} cannot be: "
             "DDP takes one hook for life; wrap the model anew to change it"
         ) from error
     if group.rank() == 0:
-        _warn_if_useless(attached)
-        if isinstance(state, PowerSGDState):
-            warn_if_unmatched(state._options.exclude, ddp_model.module)
+        for problem in runner.problems():
+            logger.warning("%s", problem)
+        if request.config is not None:
+            warn_if_unmatched(request.config.excluded_globs, ddp_model.module)
     return attached
 
 
-def _why_not_here(state: Any, names: GivenNames) -> HookConfigError | None:
-    """What keeps this machine from running what the options ask for. Other ranks may be better off: the answer goes
-    into the exchange."""
-    if not isinstance(state, PowerSGDState):
-        return None
-    try:
-        check_one_device(parameter.device for parameter in names.known().values())
-        if state._options.fused:
-            for parameter in names.known().values():
-                fused_codec.check_supported(parameter.device, compute_dtype(parameter.dtype))
-            fused_codec.load()
-    except HookConfigError as error:
-        return error
-    return None
+def _runner_of_compressor(
+    ddp_model: DistributedDataParallel,
+    request: HookRequest,
+    compressor: Compressor[Any],
+    binding: Binding,
+    group: dist.ProcessGroup,
+) -> Runner:
+    sparse = sparse_parameters(ddp_model.module)
+    if not compressor.transactional:
+        return StatelessHook(request.name, compressor, binding.names, group, sparse)
+    session = Session(compressor, binding, LearnedState.of(compressor.state_fields), Counters())
+    return LearningHook(request.name, session, group, sparse)
+
+
+def _runner_of_function(
+    ddp_model: DistributedDataParallel, request: HookRequest, binding: Binding, group: dist.ProcessGroup
+) -> tuple[Runner, Any]:
+    """The runner of a hook `(state, bucket)`, and its state."""
+    state, function = request.build(group)
+    _check_signature(function, request.name)
+    if request.wrapper is not None:
+        function = _WRAPPERS[request.wrapper](function)
+    if not isinstance(state, SessionState):
+        return UserHook(request, state, function, binding.names, group), state
+    state.bind(binding, ddp_model.module, function)
+
+    def run(grad_bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+        return checked_future(function(state, grad_bucket), request.name)
+
+    return LearningHook(request.name, state.session, group, sparse_parameters(ddp_model.module), run), state
 
 
 def check_total_steps(total_steps: object) -> None:
@@ -178,16 +193,6 @@ def check_total_steps(total_steps: object) -> None:
         return
     if not isinstance(total_steps, int) or isinstance(total_steps, bool) or total_steps < 1:
         raise HookConfigError(f"total_steps={total_steps!r}; expected a number of steps, 1 or more, or None")
-
-
-def reduced_parameters(ddp_model: DistributedDataParallel) -> list[tuple[str, torch.Tensor]]:
-    """Names and parameters that DDP reduces, in registration order. `torch.compile`'s prefix is left out of the names,
-    so that a checkpoint fits with and without it."""
-    return [
-        (name.replace("_orig_mod.", ""), parameter)
-        for name, parameter in ddp_model.module.named_parameters()
-        if parameter.requires_grad and name not in ddp_model.parameters_to_ignore
-    ]
 
 
 def _check_model(ddp_model: object) -> None:
@@ -211,16 +216,6 @@ def _check_model(ddp_model: object) -> None:
         )
 
 
-def _check_unshared(state: PowerSGDState, ddp_model: DistributedDataParallel) -> None:
-    other = state._attached_to() if state._attached_to is not None else None
-    if other is not None and other.module is not ddp_model.module:
-        raise AttachError(
-            "this PowerSGDState already serves another model: its memory is that of one model's gradients; make a "
-            "PowerSGDState for each model"
-        )
-    state._attached_to = weakref.ref(ddp_model)
-
-
 def _check_signature(function: Callable[..., Any], name: str) -> None:
     try:
         inspect.signature(function).bind(None, None)
@@ -232,30 +227,14 @@ def _check_signature(function: Callable[..., Any], name: str) -> None:
         return
 
 
-def _warn_if_never_reached(config: PowerSGD, total_steps: int | None, group: dist.ProcessGroup) -> None:
-    start = config.start_powerSGD_iter
-    assert isinstance(start, int)
-    if total_steps is not None and start >= total_steps and dist.get_rank(group) == 0:
+def _warn_if_never_reached(compressor: Compressor[Any], total_steps: int | None, group: dist.ProcessGroup) -> None:
+    start, option = compressor.start_step, compressor.config.start_option
+    if total_steps is not None and option is not None and start >= total_steps and dist.get_rank(group) == 0:
         logger.warning(
-            "PowerSGD begins after %s steps, but this run has only %s: nothing will be compressed. Set "
-            "start_powerSGD_iter to a smaller number, or to a fraction of the run.",
+            "%s begins after %s steps, but this run has only %s: nothing will be compressed. Set "
+            "%s to a smaller number, or to a fraction of the run.",
+            compressor.title or compressor.name,
             start,
             total_steps,
-        )
-
-
-def _warn_if_useless(hook: CommHook) -> None:
-    """Say once what the user would otherwise find out from the network's counters, or from a checkpoint."""
-    if hook._low_rank is not None and not hook._batched and not hook.plan().compressed:
-        logger.warning(
-            "PowerSGD at rank %s compresses no parameter of this model: print(hook.plan()) says why for each.",
-            hook._low_rank.matrix_approximation_rank,
-        )
-    if hook._config is not None or hook._state is None or isinstance(hook._state, dist.ProcessGroup):
-        return
-    if isinstance(hook._saved_state, SimpleSavedState) and not hook._saved_state.saves_state:
-        logger.warning(
-            "the state of hook %s (%s) has no state_dict and load_state_dict: checkpoints do not hold it.",
-            hook.name,
-            type(hook._state).__name__,
+            option,
         )

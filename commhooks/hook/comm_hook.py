@@ -1,39 +1,29 @@
 """`CommHook`: a hook that is attached to a DDP model, and the user's handle on it."""
 
-import contextlib
-import dataclasses
 import logging
 import sys
 import weakref
 from collections.abc import Callable
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from commhooks.checkpoint import payload
-from commhooks.checkpoint.checks import shown
-from commhooks.checkpoint.saved_state import LowRankSavedState, SimpleSavedState
+from commhooks.checkpoint.learned_state import SaveRequest
 from commhooks.comm.clocks import has_clock
-from commhooks.comm.counters import Stats
-from commhooks.comm.hook_result import checked_future
-from commhooks.compressors.config import HookConfig
-from commhooks.ddp_comm_hooks.powerSGD_hook import PowerSGDState
-from commhooks.engine.agreement import fingerprint
-from commhooks.engine.driver import forbid_uneven_division
-from commhooks.errors import HookConfigError, HookRunError, PayloadError
+from commhooks.comm.collective import agreement_key
+from commhooks.errors import HookConfigError, PayloadError, shown
 from commhooks.gradients.after_backward import in_backward, run_after_backward
-from commhooks.gradients.names import GivenNames
+from commhooks.gradients.ddp import bucket_of, forbid_uneven_division
+from commhooks.gradients.names import ModelNames
 from commhooks.hook.announce import announce
 from commhooks.hook.cosine import CosineSampler
-from commhooks.hook.hook_plan import HookPlan
 from commhooks.hook.norms import Norms, measure
 from commhooks.hook.plan import ModelPlan
-from commhooks.hook.plan_model import sparse_parameters
 from commhooks.hook.replica_check import ReplicaCheck
-from commhooks.hook.request import HookSpec
-from commhooks.hook.simple_hooks import count_bytes, run_with_clocks
+from commhooks.hook.request import HookRequest
+from commhooks.hook.runner import Future, Runner
 
 logger = logging.getLogger(__name__)
 
@@ -51,39 +41,22 @@ class CommHook:
 
     def __init__(
         self,
-        spec: HookSpec,
-        config: HookConfig | None,
-        state: Any,
-        function: Callable[..., Any],
+        request: HookRequest,
+        runner: Runner,
         ddp_model: DistributedDataParallel,
-        names: GivenNames,
+        names: ModelNames,
         group: dist.ProcessGroup,
     ) -> None:
-        self.name = spec.name
+        self.name = request.name
         self.joint_save_limit_s = JOINT_SAVE_LIMIT_S
-        self._spec = spec
-        self._config = config
-        self._state = state
-        self._function = function
+        self._request = request
+        self._runner = runner
         self._names = names
         self._group = group
         self._rank, self._world_size = dist.get_rank(group), dist.get_world_size(group)
         self._ddp_model = weakref.ref(ddp_model)
-        self._low_rank = state if isinstance(state, PowerSGDState) else None
-        self._stats = self._low_rank._stats if self._low_rank is not None else Stats()
-        low_rank_kind = getattr(function, "_commhooks_low_rank", None)
-        self._batched = low_rank_kind is not None and bool(low_rank_kind[0])
-        self._plan = HookPlan(spec, config, self._low_rank, self._batched, names, sparse_parameters(ddp_model))
-        self._saved_state: LowRankSavedState | SimpleSavedState
-        if self._low_rank is not None:
-            self._saved_state = LowRankSavedState(self.name, self._low_rank, names, group, self._plan.own_q)
-        else:
-            self._saved_state = SimpleSavedState(
-                self.name, self.options, state, self._stats, self._rank, self._world_size
-            )
-        self._replicas = (
-            ReplicaCheck(ddp_model, spec.check_every, group, self._stats) if spec.check_every is not None else None
-        )
+        every = request.check_every
+        self._replicas = ReplicaCheck(ddp_model, every, group, runner.counters) if every is not None else None
         self._cosine: CosineSampler | None = None
         self._announced = False
         # Buckets come in order: one that is not beyond the last one begins another pass.
@@ -93,80 +66,63 @@ class CommHook:
         ddp_model = self._ddp_model()
         model = f"attached to {type(ddp_model.module).__name__}" if ddp_model is not None else "its model is gone"
         options = "".join(f", {name}={value!r}" for name, value in self.options.items())
-        wrapper = f", wrapper={self._spec.wrapper!r}" if self._spec.wrapper is not None else ""
+        wrapper = f", wrapper={self._request.wrapper!r}" if self._request.wrapper is not None else ""
         place = f"rank {self._rank} of {self._world_size}"
         return f"<CommHook({self.name!r}{options}{wrapper}), {model}, {place}>"
 
+    def quiet(self) -> None:
+        """Leave out the line at the first backward pass: it is for the user of a training."""
+        self._announced = True
+
     # ---- what DDP calls ----------------------------------------------------------------------------------------------
 
-    def _run(self, state: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-        if not isinstance(bucket, dist.GradBucket):
-            raise HookRunError(
-                "this hook was called without a GradBucket: compiled DDP with optimize_ddp='python_reducer' is not "
-                "supported; set torch._dynamo.config.optimize_ddp = 'ddp_optimizer'"
-            )
-        if bucket.index() <= self._last_index:
-            ddp_model = self._ddp_model()
-            if ddp_model is not None:
-                forbid_uneven_division(ddp_model)
-            if self._replicas is not None and self._replicas.due():
-                self._settle()
-                plan = fingerprint(*(repr(row) for row in self.plan().parameters))
-                self._replicas.compare(self._saved_state.step, plan, taking_part=in_backward())
-            if self._low_rank is None:
-                self._stats.begin_pass()
-            if self._cosine is not None:
-                self._cosine.begin_pass()
-        self._last_index = bucket.index()
+    def _run(self, state: Any, bucket: dist.GradBucket) -> Future:
+        own = bucket_of(bucket)
+        if own.index <= self._last_index:
+            self._begin_pass()
+        self._last_index = own.index
         if self._cosine is not None:
-            self._cosine.keep(bucket)
-        if self._low_rank is None:
-            count_bytes(bucket, self._config, self._spec.wire_dtype, self._stats)
-            future = self._run_simple(state, bucket)
-        else:
-            future = checked_future(self._function(state, bucket), self.name)
+            self._cosine.keep(own)
+        future = self._runner.run(own, bucket)
         if self._cosine is not None:
-            self._cosine.answered(bucket, future)
-        if bucket.is_last():
+            self._cosine.answered(own, future)
+        if own.is_last:
             self._end_pass()
         else:  # the last one may never come: DDP can be told to skip buckets that no rank uses
             run_after_backward(self._end_pass)
         return future
 
-    def _run_simple(self, state: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-        def run() -> torch.futures.Future[torch.Tensor]:
-            return checked_future(self._function(state, bucket), self.name)
-
-        device = bucket.buffer().device
-        if self._config is None or not has_clock(device):
-            return run()
-        return run_with_clocks(run, device, self._stats.clocks)
-
-    def _settle(self) -> None:
-        if self._low_rank is not None and self._low_rank._registration is not None:
-            self._low_rank._registration.pipeline.settle()
+    def _begin_pass(self) -> None:
+        ddp_model = self._ddp_model()
+        if ddp_model is not None:
+            forbid_uneven_division(ddp_model)
+        if self._replicas is not None and self._replicas.due():
+            self._runner.settle()
+            plan = agreement_key(*(repr(row) for row in self.plan().parameters))
+            self._replicas.compare(self._runner.saved_state.step, plan, taking_part=in_backward())
+        self._runner.begin_pass()
+        if self._cosine is not None:
+            self._cosine.begin_pass()
 
     def _end_pass(self) -> None:
         self._last_index = _NO_BUCKET_YET
         if self._cosine is not None:
-            self._cosine.compare(self._stats.backward_passes)
+            self._cosine.compare(self._runner.counters.backward_passes)
         if not self._announced:
             self._announced = True
             if self._rank == 0:
-                announce(self._spec, self._low_rank, self.plan(), self._stats)
+                announce(self._request, self._runner.announcement(self.plan()))
 
     # ---- what users call ---------------------------------------------------------------------------------------------
 
     @property
     def options(self) -> dict[str, Any]:
         """The hook's options, with `start_powerSGD_iter` as a number of steps."""
-        if self._low_rank is not None:
-            return dataclasses.asdict(self._low_rank._options)
-        return dataclasses.asdict(self._config) if self._config is not None else dict(self._spec.options)
+        return self._runner.options
 
     def plan(self) -> ModelPlan:
         """What is compressed and what is not, per parameter (per bucket for batched PowerSGD, after the first pass)."""
-        return self._plan.model()
+        return self._runner.plan()
 
     def stats(self) -> dict[str, Any]:
         """Counters since the hook was attached, this rank only. Bytes are those handed to all-reduce.
@@ -180,18 +136,18 @@ class CommHook:
         a start or a load are in neither. On other accelerators both are None.
         `cosine` is None without `sample_cosine`; `cosine_pass` is the backward pass that it belongs to.
         """
-        self._settle()
-        s = self._stats
-        known = self._config is not None or self._low_rank is not None
+        runner = self._runner
+        runner.settle()
+        s, known, outcomes = runner.counters, runner.counts_bytes, runner.counts_outcomes
         clocks, timed = s.clocks, known and all(has_clock(p.device) for p in self._names.known().values())
         clocks.collect(wait=True)
         sample = self._cosine.latest if self._cosine is not None else None
         return {
             "hook": self.name,
-            "step": self._saved_state.step,
+            "step": runner.saved_state.step,
             "backward_passes": s.backward_passes,
-            "compressed_steps": s.compressed_steps if self._low_rank is not None else None,
-            "nonfinite_steps": s.nonfinite_steps if self._low_rank is not None else None,
+            "compressed_steps": s.compressed_steps if outcomes else None,
+            "nonfinite_steps": s.nonfinite_steps if outcomes else None,
             "collectives": s.collectives if known else None,
             "collectives_last_pass": s.last_pass.collectives if known else None,
             "bytes_sent": s.bytes_sent if known else None,
@@ -209,8 +165,9 @@ class CommHook:
         }
 
     def norms(self) -> dict[str, float | None]:
-        """`residual_norm`, `gradient_norm` and `residual_over_gradient`, of the parameters that PowerSGD compresses
-        (of all of them for other hooks, which have no residual), this rank's own. Computed now: a step costs nothing.
+        """`residual_norm`, `gradient_norm` and `residual_over_gradient`, of the parameters that the hook compresses
+        (of all of them for hooks that learn nothing, which have no residual), this rank's own. Computed now: a step
+        costs nothing.
 
         Residuals are told in units of the unscaled loss. Gradients are read from `.grad` as they are now: ask after
         the backward pass (with a GradScaler: after `unscale_` or the optimizer's step) and before they are set to
@@ -227,18 +184,9 @@ class CommHook:
 
     def _norms(self, every: bool = False) -> dict[str, Norms]:
         parameters = self._names.known()
-        if self._low_rank is None:
-            return measure(parameters, {}, 1.0)
-        self._settle()
-        memory = self._low_rank._memory
-        registration = self._low_rank._registration
-        if self._batched:
-            compressed = set(memory.residuals) or set(parameters)
-        else:
-            compressed = {plan.name for plan in self._plan.own_q() if plan.compressed}
-        chosen = {name: p for name, p in parameters.items() if every or name in compressed}
-        with registration.pipeline.lock if registration is not None else contextlib.nullcontext():
-            return measure(chosen, memory.residuals, float(memory.loss_scale))
+        chosen = set(parameters) if every else self._runner.measured(set(parameters))
+        with self._runner.residuals() as (residuals, loss_scale):
+            return measure({n: p for n, p in parameters.items() if n in chosen}, residuals, loss_scale)
 
     def sample_cosine(self, every: int | None) -> None:
         """Measure on every `every`-th backward pass from now on the cosine of the angle between the gradient that the
@@ -254,9 +202,9 @@ class CommHook:
                 whose answers may come when only it knows.
             HookRunError: another rank does not come within the process group's timeout.
         """
-        if self._low_rank is None and self._config is None:
+        if not self._runner.counts_bytes:
             raise HookConfigError(f"sample_cosine: hook {self.name!r} is your own; only the hooks of commhooks can be")
-        self._cosine = CosineSampler.agreed(every, self._names, self._group, self._stats)
+        self._cosine = CosineSampler.agreed(every, self._names, self._group, self._runner.counters)
 
     def state_dict(self, residual: str | None = None, *, gather: bool = False, joint: bool = True) -> dict[str, Any]:
         """What a checkpoint needs to continue: step, Q, residuals, options; tensors on the CPU.
@@ -275,12 +223,12 @@ class CommHook:
             `"exact": False`, holds no residuals, and one warning says so; it waits `joint_save_limit_s` at most.
             From another thread than the training's it waits for a commit that is under way: it never mixes two steps.
         """
-        residual = residual if residual is not None else self._spec.save_residual
+        residual = residual if residual is not None else self._request.save_residual
         if residual not in payload.SAVE_RESIDUAL:
             raise HookConfigError(
                 f"residual={residual!r}; expected one of {', '.join(map(repr, payload.SAVE_RESIDUAL))}"
             )
-        return self._saved_state.save(residual, gather, joint, self.joint_save_limit_s)
+        return self._runner.saved_state.save(SaveRequest(residual, gather, joint, self.joint_save_limit_s))
 
     def load_state_dict(self, saved: dict[str, Any], strict: bool | None = None) -> None:
         """Take over what `state_dict` returned. *All ranks must call*, before the next backward pass.
@@ -296,14 +244,14 @@ class CommHook:
         Raises:
             PayloadError: nothing was changed; the text lists what does not fit.
         """
-        self._prepare_load(saved, strict)()
+        self.prepare_load(saved, strict)()
 
-    def _prepare_load(self, saved: object, strict: bool | None = None) -> Callable[[], None]:
+    def prepare_load(self, saved: object, strict: bool | None = None) -> Callable[[], None]:
         """Check all of `saved` and change nothing; the function that is returned takes it over."""
-        strict = self._spec.strict if strict is None else strict
+        strict = self._request.strict if strict is None else strict
         content = payload.check_header(saved)
         if content["hook"] == self.name:
-            return self._saved_state.prepare_load(content, strict)
+            return self._runner.saved_state.prepare_load(content, strict)
         text = f"the saved state is of hook {shown(content['hook'])}, this one is {self.name!r}"
         if strict:
             raise PayloadError(
@@ -311,5 +259,7 @@ class CommHook:
                 "this one with fresh memory"
             )
         if self._rank == 0:
-            logger.warning("%s: it begins with fresh memory (strict=False)%s", text, self._saved_state.not_begun_anew)
-        return self._saved_state.begin_anew
+            logger.warning(
+                "%s: it begins with fresh memory (strict=False)%s", text, self._runner.saved_state.not_begun_anew
+            )
+        return self._runner.saved_state.begin_anew

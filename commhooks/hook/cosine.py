@@ -6,17 +6,17 @@ all-reduce of them.
 """
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 
 from commhooks.comm.collective import gather_rows, lost
-from commhooks.comm.counters import Stats
+from commhooks.comm.counters import Counters
 from commhooks.errors import HookConfigError
+from commhooks.gradients.bucket import Bucket
 from commhooks.gradients.layout import BucketLayout, read_layout
-from commhooks.gradients.names import Names
+from commhooks.gradients.names import ParameterNames
 from commhooks.gradients.precision import compute_dtype
 
 
@@ -25,7 +25,6 @@ class _Kept:
     """A bucket of the pass that is being sampled."""
 
     layout: BucketLayout
-    names: Sequence[str]
     gradient: torch.Tensor
     """A copy of this rank's own, flat, float32 or float64."""
     future: "torch.futures.Future[torch.Tensor] | None" = None
@@ -53,7 +52,7 @@ class CosineSampler:
     `begin_pass`, then for each bucket `keep` before the hook and `answered` after it, then `compare`.
     """
 
-    def __init__(self, every: int, names: Names, group: dist.ProcessGroup) -> None:
+    def __init__(self, every: int, names: ParameterNames, group: dist.ProcessGroup) -> None:
         self.every = every
         self.latest: Sample | None = None
         self._names = names
@@ -63,12 +62,14 @@ class CosineSampler:
         self._kept: list[_Kept] = []
 
     @classmethod
-    def agreed(cls, every: int | None, names: Names, group: dist.ProcessGroup, stats: Stats) -> "CosineSampler | None":
+    def agreed(
+        cls, every: int | None, names: ParameterNames, group: dist.ProcessGroup, counters: Counters
+    ) -> "CosineSampler | None":
         """A sampler of what all ranks ask for, None where they ask for none; see `CommHook.sample_cosine`."""
         if every is not None and (not isinstance(every, int) or isinstance(every, bool) or every < 1):
             raise HookConfigError(f"sample_cosine({every!r}); expected a number of steps, 1 or more, or None")
         own = torch.tensor([every or 0], device=next(iter(names.known().values())).device)
-        numbers = gather_rows(own, group, stats, "the number given to sample_cosine").flatten().tolist()
+        numbers = gather_rows(own, group, counters, "the number given to sample_cosine").flatten().tolist()
         if len(set(numbers)) > 1:
             raise HookConfigError(f"sample_cosine: the ranks ask for different numbers of steps (0: none): {numbers}")
         return cls(every, names, group) if every is not None else None
@@ -79,18 +80,18 @@ class CosineSampler:
         self._kept.clear()  # of a pass that never came to its end
 
     @torch.no_grad()
-    def keep(self, bucket: dist.GradBucket) -> None:
+    def keep(self, bucket: Bucket) -> None:
         """Copy the bucket, if this pass is sampled. Sparse ones are left out."""
-        buffer = bucket.buffer()
+        buffer = bucket.flat
         if not self._sampling or buffer.is_sparse:
             return
-        layout = read_layout(bucket)
-        copied = buffer.to(compute_dtype(buffer.dtype), copy=True)
-        self._kept.append(_Kept(layout, self._names.of_bucket(layout.parameters, first=False), copied))
+        parameters = list(bucket.parameters)
+        layout = read_layout(buffer, parameters, self._names.of_bucket(parameters, first=False))
+        self._kept.append(_Kept(layout, buffer.to(compute_dtype(buffer.dtype), copy=True)))
 
-    def answered(self, bucket: dist.GradBucket, future: "torch.futures.Future[torch.Tensor]") -> None:
+    def answered(self, bucket: Bucket, future: "torch.futures.Future[torch.Tensor]") -> None:
         """`future` is what the hook returned for the bucket that was kept last."""
-        if self._sampling and self._kept and not bucket.buffer().is_sparse:
+        if self._sampling and self._kept and not bucket.flat.is_sparse:
             self._kept[-1].future = future
 
     @torch.no_grad()
@@ -108,10 +109,9 @@ class CosineSampler:
             except RuntimeError as error:
                 raise lost("the true gradient (sample_cosine)", self._group, error) from error
             reduced = each.future.wait()
-            for name, slot in zip(each.names, each.layout.slots, strict=True):
-                a = reduced[slot.offset : slot.offset + slot.numel].double()
-                b = each.gradient[slot.offset : slot.offset + slot.numel].double()
-                names.append(name)
+            for slot in each.layout.slots:
+                a, b = slot.of(reduced).double(), slot.of(each.gradient).double()
+                names.append(slot.name)
                 products.append(
                     torch.stack([a.dot(b), a.dot(a), b.dot(b)]).to(products[0].device if products else a.device)
                 )

@@ -1,30 +1,54 @@
-"""The plan of a model that is not wrapped in DDP: what `commhooks plan` shows before there is a run."""
+"""The plan of a model: of one that is not wrapped in DDP, as `commhooks plan` shows it, and of one that trains."""
 
 from collections.abc import Collection, Mapping, Sequence
+from typing import Any
 
 import torch
 
-from commhooks.compressors.config import BatchedPowerSGD, PowerSGD, resolve_start
-from commhooks.compressors.powersgd.plan_rows import plan_bucket, plan_rows
+from commhooks.compressors.base import Compressor
+from commhooks.compressors.plan import ParameterInfo, UnitPlan, real_itemsize
 from commhooks.errors import HookConfigError
 from commhooks.gradients.bucket_estimate import ESTIMATE, Reduced, estimate_buckets
-from commhooks.gradients.names import GivenNames
+from commhooks.gradients.names import ModelNames, ParameterNames
 from commhooks.hook.plan import ModelPlan
-from commhooks.hook.request import HookSpec
+from commhooks.hook.request import HookRequest
+
+BucketNames = Sequence[Sequence[str]]
 
 
-def sparse_parameters(module: torch.nn.Module) -> set[int]:
-    """ids of the parameters whose gradients will be sparse."""
+def parameter_infos(
+    names: ParameterNames, globs: Sequence[str], sparse: Collection[int] = ()
+) -> dict[str, ParameterInfo]:
+    """What a compressor may know of each parameter, by name. `sparse`: ids of those whose gradients are sparse."""
     return {
-        id(each.weight)
-        for each in module.modules()
-        if isinstance(each, (torch.nn.Embedding, torch.nn.EmbeddingBag)) and each.sparse
+        name: ParameterInfo(name, parameter, id(parameter) in sparse, names.excluded_by(name, globs))
+        for name, parameter in names.known().items()
     }
+
+
+def whole_plan(
+    hook: str, compressor: Compressor[Any], rows: Sequence[UnitPlan], buckets: BucketNames = (), buckets_from: str = ""
+) -> ModelPlan:
+    """A `ModelPlan` of these rows. `buckets`: the names in each bucket; empty where they are not known, and where rows
+    are buckets."""
+    by_name = {row.name: row for row in rows}
+    known = [[by_name[name] for name in bucket] for bucket in buckets]
+    return ModelPlan(
+        hook,
+        tuple(rows),
+        compressor.wire_dtype,
+        compressor.start_step,
+        selective=compressor.selective,
+        memory=compressor.memory_plan(rows, known or [rows]),
+        bucket_names=tuple(map(tuple, buckets)),
+        buckets_from=buckets_from,
+        sends=compressor.config.sends,
+    )
 
 
 def plan_model(
     parameters: Mapping[str, torch.Tensor],
-    spec: HookSpec,
+    request: HookRequest,
     *,
     all_names: Mapping[int, Sequence[str]] | None = None,
     sparse: Collection[int] = (),
@@ -44,55 +68,17 @@ def plan_model(
     Raises:
         HookConfigError: a hook of the user's own, or a fraction of a run of unknown length.
     """
-    config = spec.config
-    if config is None:
-        raise HookConfigError(f"hook {spec.name!r} is not one of ours: only its own code knows what it sends")
-    numel = {name: p.numel() * (2 if p.is_complex() else 1) for name, p in parameters.items()}
+    compressor = request.new_compressor(total_steps)
+    if compressor is None:
+        raise HookConfigError(f"hook {request.name!r} is not one of ours: only its own code knows what it sends")
+    infos = parameter_infos(ModelNames(parameters.items(), all_names or {}), compressor.config.excluded_globs, sparse)
     reduced = [
-        Reduced(name, numel[name] * _real_itemsize(p.dtype), p.dtype, p.device, id(p) in sparse)
-        for name, p in parameters.items()
+        Reduced(name, info.numel * real_itemsize(p.dtype), p.dtype, p.device, info.sparse)
+        for name, info in infos.items()
+        for p in [info.parameter]
     ]
     buckets = estimate_buckets(reduced, bucket_cap_mb)
-    names = GivenNames(parameters.items(), all_names or {})
-    wire = spec.wire_dtype
-    if not isinstance(config, PowerSGD):
-        rows = plan_rows(spec.name, names, None)
-        return ModelPlan(
-            spec.name,
-            tuple(rows),
-            wire,
-            low_rank=False,
-            bucket_names=buckets,
-            buckets_from=ESTIMATE,
-            sends=config.sends,
-        )
-    start = resolve_start(config, total_steps).start_powerSGD_iter
-    assert isinstance(start, int)
-    if isinstance(config, BatchedPowerSGD):
-        rows = [
-            plan_bucket(
-                bucket,
-                sum(numel[name] for name in bucket),
-                parameters[bucket[0]].dtype,
-                rank=config.matrix_approximation_rank,
-                sparse=id(parameters[bucket[0]]) in sparse,
-                complex_numbers=parameters[bucket[0]].is_complex(),
-            )
-            for bucket in buckets
-        ]
-        return ModelPlan(
-            spec.name, tuple(rows), wire, start, error_feedback=config.use_error_feedback, buckets_from=ESTIMATE
-        )
-    return ModelPlan(
-        spec.name,
-        tuple(plan_rows(spec.name, names, config, sparse)),
-        wire,
-        start,
-        error_feedback=config.use_error_feedback,
-        bucket_names=buckets,
-        buckets_from=ESTIMATE,
-    )
-
-
-def _real_itemsize(dtype: torch.dtype) -> int:
-    return dtype.itemsize // 2 if dtype.is_complex else dtype.itemsize
+    if compressor.per_bucket:
+        rows = [row for bucket in buckets for row in compressor.plan([infos[name] for name in bucket])]
+        return whole_plan(request.name, compressor, rows, buckets_from=ESTIMATE)
+    return whole_plan(request.name, compressor, compressor.plan(list(infos.values())), buckets, ESTIMATE)

@@ -23,34 +23,34 @@ def memory_line(plan: ModelPlan) -> str:
     memory = plan.memory
     if plan.sends is None or not memory.total:
         return ""
-    parts = {"residuals": memory.residual, "P and Q": memory.factors, "packed to send": memory.packed}
+    parts = {"residuals": memory.residual, memory.factors_are: memory.factors, "packed to send": memory.packed}
     parts |= {"copies of gradients": memory.copies}
     shown = ", ".join(f"{_mb(size)} {name}" for name, size in parts.items() if size)
     return f"Memory per rank: {_mb(memory.total)} MB ({shown})\n"
 
 
 def _parameters(plan: ModelPlan) -> Any:
-    title = f"{plan.hook}: compressed from step {plan.start_step} on" if plan.low_rank else plan.hook
+    title = f"{plan.hook}: compressed from step {plan.start_step} on" if plan.selective else plan.hook
     table = _new_table(title)
     # Names and reasons are folded where they do not fit, never cut; numbers stay whole.
     table.add_column("parameter", overflow="fold")
     table.add_column("shape", overflow="fold")
-    if plan.low_rank:
-        table.add_column("n x m", no_wrap=True)
-        table.add_column("rank", justify="right", no_wrap=True)
+    columns = max((type(p).columns for p in plan.parameters), key=len, default=())
+    for name in columns:
+        table.add_column(name, justify="left" if " x " in name else "right", no_wrap=True)
     table.add_column("MB", justify="right", no_wrap=True)
     table.add_column("MB sent", justify="right", no_wrap=True)
-    if plan.low_rank:
+    if plan.selective:
         table.add_column("not compressed because", overflow="fold")
     for p in plan.parameters:
-        matrix = [f"{p.n} x {p.m}", str(p.rank)] if p.compressed else ["", ""]
+        cells = p.cells if p.compressed else ("",) * len(columns)
         table.add_row(
             p.name,
             "x".join(map(str, p.shape)) or "scalar",
-            *(matrix if plan.low_rank else []),
-            _mb(plan.size_bytes(p)),
+            *cells,
+            _mb(p.size_bytes()),
             "?" if plan.sends is None else _mb(plan.sent_bytes(p)),
-            *([p.reason] if plan.low_rank else []),
+            *([p.reason] if plan.selective else []),
         )
     return table
 

@@ -10,15 +10,14 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from commhooks.comm.collective import gather_rows
-from commhooks.comm.counters import Stats
-from commhooks.engine.agreement import fingerprint
+from commhooks.comm.collective import agreement_key, gather_rows
+from commhooks.comm.counters import Counters
 from commhooks.errors import HookRunError
 
 _COLUMNS = 1021
 
 
-def fingerprint_of(tensor: torch.Tensor) -> torch.Tensor:
+def weights_checksum(tensor: torch.Tensor) -> torch.Tensor:
     """A number (0-dim int64, on the tensor's device) made of the bits of `tensor` and of their order.
 
     Integer arithmetic modulo 2**64: exact, the same in every process, and different whenever one element differs.
@@ -43,14 +42,16 @@ class ReplicaCheck:
         ddp_model: whose parameters are compared, frozen ones too, but not those that DDP was told to ignore.
         every: backward passes from one comparison to the next.
         group: all its ranks run the same check.
-        stats: counts the exchanges as handshakes.
+        counters: counts the exchanges as handshakes.
     """
 
-    def __init__(self, ddp_model: DistributedDataParallel, every: int, group: dist.ProcessGroup, stats: Stats) -> None:
+    def __init__(
+        self, ddp_model: DistributedDataParallel, every: int, group: dist.ProcessGroup, counters: Counters
+    ) -> None:
         self._ddp_model = weakref.ref(ddp_model)
         self._every = every
         self._group = group
-        self._stats = stats
+        self._counters = counters
         self._passes = 0
 
     def due(self) -> bool:
@@ -79,13 +80,15 @@ class ReplicaCheck:
             return
         device = next(iter(parameters.values())).device
         what = f"the comparison of the replicas before step {step}"
-        head = torch.tensor([int(taking_part), step, plan, fingerprint(*parameters)], dtype=torch.int64, device=device)
-        heads = gather_rows(head, self._group, self._stats, what).tolist()
+        head = torch.tensor(
+            [int(taking_part), step, plan, agreement_key(*parameters)], dtype=torch.int64, device=device
+        )
+        heads = gather_rows(head, self._group, self._counters, what).tolist()
         present = [rank for rank, row in enumerate(heads) if row[0]]
         subjects = ["the step of the hook", "the plan of what is compressed", "the names of the parameters"]
         _raise_where_different(step, subjects, {rank: heads[rank][1:] for rank in present})
-        own = torch.stack([fingerprint_of(p).to(device) for p in parameters.values()])
-        rows = gather_rows(own, self._group, self._stats, what).tolist()
+        own = torch.stack([weights_checksum(p).to(device) for p in parameters.values()])
+        rows = gather_rows(own, self._group, self._counters, what).tolist()
         subjects = [f"parameter {name}" for name in parameters]
         _raise_where_different(step, subjects, {rank: rows[rank] for rank in present})
 

@@ -1,5 +1,6 @@
 """What the user asked for, checked when it is asked: before there is a model, a process group or a training run."""
 
+import dataclasses
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -9,29 +10,30 @@ import torch.distributed as dist
 
 from commhooks.checkpoint.payload import SAVE_RESIDUAL
 from commhooks.comm.wire import WIRE_DTYPES
-from commhooks.compressors.config import CONFIGS, HookConfig, Noop, PowerSGD, closest, from_options
+from commhooks.compressors.base import Compressor
+from commhooks.compressors.config import HookConfig, from_options
 from commhooks.compressors.dotted_path import import_path
-from commhooks.ddp_comm_hooks import debugging_hooks, default_hooks, powerSGD_hook
-from commhooks.errors import HookConfigError
+from commhooks.compressors.registry import (
+    COMPRESSORS,
+    FACTORIES,
+    canonical_name,
+    check_free,
+    check_name,
+    compressor_of,
+    hook_names,
+    register_compressor,
+)
+from commhooks.ddp_comm_hooks.drop_ins import DROP_INS
+from commhooks.errors import HookConfigError, closest
 
 Factory = Callable[[dict[str, Any], dist.ProcessGroup | None], tuple[Any, Callable[..., Any]]]
-
-ALIASES = {"fp16": "fp16_compress", "bf16": "bf16_compress"}
-# The function behind each config class: a request for the function without a state means the config.
-FUNCTIONS: dict[str, Callable[..., Any]] = {
-    "allreduce": default_hooks.allreduce_hook,
-    "fp16_compress": default_hooks.fp16_compress_hook,
-    "bf16_compress": default_hooks.bf16_compress_hook,
-    "noop": debugging_hooks.noop_hook,
-    "powerSGD": powerSGD_hook.powerSGD_hook,
-    "batched_powerSGD": powerSGD_hook.batched_powerSGD_hook,
-}
-# Users' own hooks by name. The one table of this package that outlives a call: `register_hook` is there to fill it.
-_REGISTERED: dict[str, Factory] = {}
 
 
 def register_hook(name: str, factory: Factory) -> None:
     """Make a hook of your own available by name, in Python, YAML and on the command line.
+
+    For a hook that should be planned, counted, saved and resumed like the built-in ones, write a compressor and use
+    `register_compressor`.
 
     Args:
         name: must not be taken.
@@ -42,44 +44,29 @@ def register_hook(name: str, factory: Factory) -> None:
     Raises:
         HookConfigError: the name is taken or not a name, or the factory is not callable.
     """
-    if not isinstance(name, str) or not name or ":" in name or any(letter.isspace() for letter in name):
-        raise HookConfigError(f"register_hook: name={name!r}; expected a word without ':' and spaces")
+    check_name("register_hook", name)
     if not callable(factory):
         raise HookConfigError(f"register_hook({name!r}): the factory is a {type(factory).__name__}, not callable")
-    if canonical_name(name) is not None:
-        raise HookConfigError(f"register_hook: the name {name!r} is taken by {canonical_name(name)!r}")
-    _REGISTERED[name] = factory
+    check_free("register_hook", name)
+    FACTORIES[name] = factory
 
 
 def available_hooks() -> dict[str, dict[str, Any]]:
     """Name -> {"description": one line, "options": {option: default}} of every hook that can be had by name."""
-    import dataclasses
-
     hooks: dict[str, dict[str, Any]] = {}
-    for name, config in CONFIGS.items():
+    for name, compressor in COMPRESSORS.items():
         hooks[name] = {
-            "description": (config.__doc__ or "").strip().splitlines()[0],
-            "options": dataclasses.asdict(config()),
+            "description": (compressor.Config.__doc__ or "").strip().splitlines()[0],
+            "options": dataclasses.asdict(compressor.Config()),
         }
-    for name, factory in _REGISTERED.items():
+    for name, factory in FACTORIES.items():
         lines = (factory.__doc__ or "registered by register_hook").strip().splitlines()
         hooks[name] = {"description": lines[0], "options": {}}
     return hooks
 
 
-def canonical_name(name: str) -> str | None:
-    """The name under which a hook is known, or None. Case, `_` and `-` do not matter."""
-
-    def plain(text: str) -> str:
-        return text.lower().replace("_", "").replace("-", "")
-
-    names = {plain(known): known for known in (*CONFIGS, *_REGISTERED)}
-    names |= {plain(alias): known for alias, known in ALIASES.items()}
-    return names.get(plain(name))
-
-
 @dataclass(frozen=True)
-class HookSpec:
+class HookRequest:
     """A checked request for a hook. Picklable if what it holds is.
 
     Exactly one of `config`, `factory` and `function` says what to run.
@@ -107,7 +94,7 @@ class HookSpec:
         save_residual: str = "per_rank",
         strict: bool = True,
         check_every: int | None = None,
-    ) -> "HookSpec":
+    ) -> "HookRequest":
         """Check what the user gave.
 
         Raises:
@@ -123,8 +110,6 @@ class HookSpec:
             not isinstance(check_every, int) or isinstance(check_every, bool) or check_every < 1
         ):
             raise HookConfigError(f"check_every={check_every!r}; expected a number of steps, 1 or more, or None")
-        if check_every is not None and (isinstance(hook, Noop) or hook == "noop"):
-            raise HookConfigError("check_every with hook 'noop': without communication the replicas drift apart")
         common: dict[str, Any] = {
             "wrapper": wrapper,
             "save_residual": save_residual,
@@ -132,31 +117,40 @@ class HookSpec:
             "check_every": check_every,
         }
 
+        if isinstance(hook, type) and issubclass(hook, Compressor):
+            hook = register_compressor(hook).Config.hook_name
         if isinstance(hook, HookConfig):
             if hook_options:
                 raise HookConfigError(
                     f"hook_options={dict(hook_options)!r} beside {type(hook).__name__}(...): hook_options is for hooks "
                     f"given by name; write the options into {type(hook).__name__}(...)"
                 )
-            _no_state(hook.hook_name, hook_state)
-            return cls(hook.hook_name, config=hook, **common)
+            compressor_of(hook)
+            return cls._from_config(hook, hook_state, common)
         if isinstance(hook, type) and issubclass(hook, HookConfig):
             raise HookConfigError(f"hook={hook.__name__} is a class; write {hook.__name__}() with its options inside")
         if isinstance(hook, str):
             if ":" in hook:
-                return cls._from_function(_import_hook(hook), hook_options, hook_state, common, name=hook)
+                found = _import_hook(hook)
+                if isinstance(found, type) and issubclass(found, (Compressor, HookConfig)):
+                    config = found if issubclass(found, HookConfig) else register_compressor(found).Config
+                    made = from_options(config, hook_options or {})
+                    compressor_of(made)
+                    return cls._from_config(made, hook_state, common)
+                return cls._from_function(found, hook_options, hook_state, common, name=hook)
             name = canonical_name(hook)
             if name is None:
-                names = list(available_hooks())
+                names = hook_names()
                 package, dot, function = hook.rpartition(".")
                 hint = f" (for a function of your own write '{package}:{function}')" if dot and package else ""
                 raise HookConfigError(
                     f"unknown hook {hook!r}{hint or closest(hook, names)}; known are {', '.join(names)}, and "
                     "'package.module:function' for one of your own"
                 )
+            if name in COMPRESSORS:
+                made = from_options(COMPRESSORS[name].Config, hook_options or {})
+                return cls._from_config(made, hook_state, common)
             _no_state(name, hook_state)
-            if name in CONFIGS:
-                return cls(name, config=from_options(CONFIGS[name], hook_options or {}), **common)
             return cls(name, factory=name, options=dict(hook_options or {}), **common)
         if callable(hook):
             return cls._from_function(hook, hook_options, hook_state, common)
@@ -166,6 +160,15 @@ class HookSpec:
         )
 
     @classmethod
+    def _from_config(cls, config: HookConfig, hook_state: Any, common: dict[str, Any]) -> "HookRequest":
+        _no_state(config.hook_name, hook_state)
+        if common["check_every"] is not None and not config.sends:
+            raise HookConfigError(
+                f"check_every with hook {config.hook_name!r}: without communication the replicas drift apart"
+            )
+        return cls(config.hook_name, config=config, **common)
+
+    @classmethod
     def _from_function(
         cls,
         function: Callable[..., Any],
@@ -173,36 +176,51 @@ class HookSpec:
         hook_state: Any,
         common: dict[str, Any],
         name: str | None = None,
-    ) -> "HookSpec":
+    ) -> "HookRequest":
         name = name or str(getattr(function, "__qualname__", type(function).__qualname__))
         if hook_options:
             raise HookConfigError(
                 f"hook_options={dict(hook_options)!r} with the callable {name}: hook_options is for hooks given by "
                 "name; put the options of a callable into its hook_state, or register a factory with register_hook"
             )
-        for known, ours in FUNCTIONS.items():
-            if function is ours:
-                name = known
-                if hook_state is None:
-                    return cls(known, config=CONFIGS[known](), **common)
-                if issubclass(CONFIGS[known], PowerSGD) and not isinstance(hook_state, powerSGD_hook.PowerSGDState):
-                    raise HookConfigError(
-                        f"hook_state={hook_state!r} with {function.__name__}; expected a commhooks.PowerSGDState, or "
-                        "no state for one with the defaults of commhooks.PowerSGD"
-                    )
+        drop_in = next((each for ours, each in DROP_INS.items() if ours is function), None)
+        if drop_in is not None:
+            name = drop_in.hook_name
+            if hook_state is None:
+                return cls._from_config(COMPRESSORS[name].Config(), None, common)
+            if drop_in.state_class is not None and not isinstance(hook_state, drop_in.state_class):
+                raise HookConfigError(
+                    f"hook_state={hook_state!r} with {function.__name__}; expected a "
+                    f"commhooks.{drop_in.state_class.__name__}, or no state for one with the defaults of "
+                    f"commhooks.{COMPRESSORS[name].title}"
+                )
         return cls(name, function=function, hook_state=hook_state, **common)
 
     @property
     def wire_dtype(self) -> torch.dtype | None:
         """To which the hook or its wrapper narrows what it sends; None: gradients travel in their own dtype."""
-        known = CONFIGS.get(self.name)
-        wire = self.wrapper or (known.own_wire if known is not None else None)
-        return WIRE_DTYPES[wire] if wire is not None else None
+        known = COMPRESSORS.get(self.name)
+        wire = self.wrapper or (known.Config.own_wire if known is not None else None)
+        return None if wire is None else WIRE_DTYPES[wire]
+
+    def new_compressor(self, total_steps: int | None = None) -> Compressor[Any] | None:
+        """The compressor that is asked for, with a start that is a number of steps; None for a hook of the user's own.
+
+        Args:
+            total_steps: synchronised backward passes in the whole run, if known.
+
+        Raises:
+            HookConfigError: the start is a fraction of a run of unknown length.
+        """
+        if self.config is None:
+            return None
+        made = compressor_of(self.config)(self.config.resolved(total_steps))
+        return made if self.wrapper is None else made.lowered(WIRE_DTYPES[self.wrapper])
 
     def build(self, process_group: dist.ProcessGroup | None) -> tuple[Any, Callable[..., Any]]:
         """State and function of a hook that is the user's own."""
         if self.factory is not None:
-            made = _REGISTERED[self.factory](dict(self.options), process_group)
+            made = FACTORIES[self.factory](dict(self.options), process_group)
             if not isinstance(made, tuple) or len(made) != 2 or not callable(made[1]):
                 raise HookConfigError(
                     f"the factory of hook {self.name!r} returned {made!r}; expected a pair (state, callable hook)"

@@ -5,28 +5,22 @@ Ranks that disagree would pair collectives of different sizes: gloo aborts, NCCL
 does not belong together.
 """
 
-import dataclasses
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from commhooks.comm.collective import gather_rows
-from commhooks.ddp_comm_hooks.powerSGD_hook import PowerSGDState
-from commhooks.engine.agreement import fingerprint
+from commhooks.comm.collective import agreement_key, gather_rows
 from commhooks.errors import AttachError, HookConfigError
-from commhooks.hook.request import HookSpec
+from commhooks.hook.request import HookRequest
 
 _WHAT = "what each rank attaches (attach the hook on every rank, or on none)"
 
 
-def describe_request(spec: HookSpec, state: Any, loss_scale: bool) -> str:
-    """One line that is the same on two ranks if they ask for the same."""
-    if isinstance(state, PowerSGDState):
-        options = dataclasses.asdict(state._options)
-    else:
-        options = dict(spec.options)
+def describe_request(request: HookRequest, options: Mapping[str, Any], loss_scale: bool) -> str:
+    """One line that is the same on two ranks if they ask for the same. `options`: those in force."""
     # Objects of the user's are told apart by their type: their text may hold an address.
     plain = (bool, int, float, str, type(None))
 
@@ -34,9 +28,9 @@ def describe_request(spec: HookSpec, state: Any, loss_scale: bool) -> str:
         return isinstance(v, plain) or (type(v) is list and all(isinstance(item, plain) for item in v))
 
     shown = [f"{k}={v!r}" if is_plain(v) else f"{k}=<{type(v).__qualname__}>" for k, v in options.items()]
-    shown += [f"wrapper={spec.wrapper!r}", f"save_residual={spec.save_residual!r}", f"check_every={spec.check_every}"]
-    shown += ["with a loss scale"] if loss_scale else []
-    return f"{spec.name} ({', '.join(shown)})"
+    shown += [f"wrapper={request.wrapper!r}", f"save_residual={request.save_residual!r}"]
+    shown += [f"check_every={request.check_every}"] + (["with a loss scale"] if loss_scale else [])
+    return f"{request.name} ({', '.join(shown)})"
 
 
 def describe_model(ddp_model: DistributedDataParallel) -> list[str]:
@@ -66,7 +60,7 @@ def check_requests(
         HookConfigError: `cannot`, if no rank can do it.
         HookRunError: a rank does not come within the process group's timeout.
     """
-    row = [fingerprint(request), fingerprint(*model), int(cannot is not None)]
+    row = [agreement_key(request), agreement_key(*model), int(cannot is not None)]
     own = torch.tensor(row, dtype=torch.int64, device=device)
     table = gather_rows(own, group, None, _WHAT) if group.size() > 1 else own[None]
     requests, models, unable = table.t().tolist()

@@ -1,27 +1,27 @@
-"""How long the codec of a plan takes for one step on this machine: measured on random numbers, by one process."""
+"""How long the codec of a plan takes for one step on this machine: the exchange itself, on random numbers, in one
+process and without a network."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from commhooks.compressors.powersgd import codec, fused_codec
-from commhooks.gradients import precision
-from commhooks.hook.plan import ModelPlan, ParameterPlan
+from commhooks.compressors.base import Compressor
+from commhooks.compressors.plan import UnitPlan
+from commhooks.engine.loopback import Loopback
 
 SAMPLE_NUMEL = 2**25
 """At most so many numbers are computed with; what a larger model takes is scaled up from them."""
+BUCKET_NUMEL = 2**23
+"""Numbers in a bucket, about as in DDP."""
 ROUNDS = 5
-
-Work = tuple[Callable[[], None], ...]
-"""The passes over one matrix."""
 
 
 @dataclass(frozen=True)
 class CodecTime:
-    """Seconds per step, and how they were found out."""
+    """Seconds per step, and how they were measured."""
 
     seconds: float
     device: str
@@ -31,86 +31,57 @@ class CodecTime:
     """Part of the numbers that was computed with, 0 to 1."""
 
 
-def measure_codec(plan: ModelPlan, device: torch.device, *, fused: bool = False) -> CodecTime:
-    """Compute what one step of `plan` computes, on sample matrices of its shapes.
+def measure_codec(compressor: Compressor[Any], plans: Sequence[UnitPlan], device: torch.device) -> CodecTime:
+    """Run what one step of `plans` computes, on parameters of their shapes.
 
     Raises:
-        HookConfigError: `fused` on a machine without a C compiler, or not on the CPU.
+        HookConfigError: this machine cannot run the compressor on `device`.
     """
-    if fused:
-        fused_codec.check_supported(device, torch.float32)
-    products: Any = fused_codec.load() if fused else codec
-    rows = list(plan.compressed) if plan.low_rank else [p for p in plan.parameters if plan.is_lowered(p)]
-    total = sum(p.numel for p in rows)
+    for dtype in {plan.dtype for plan in plans}:
+        compressor.check_here(device, dtype)
+    rows = [plan for plan in plans if compressor.computes(plan)]
+    total = sum(plan.numel for plan in rows)
     # Every so many of them, by size: small matrices take longer for each number, and have to be among them.
     stride = -(-total // SAMPLE_NUMEL)
-    chosen = sorted(rows, key=lambda p: p.numel, reverse=True)[stride // 2 :: stride] if total else []
-    left = SAMPLE_NUMEL
-    sampled = 0
-    works: list[Work] = []
-    for p in chosen or rows[:1]:
+    chosen = sorted(rows, key=lambda plan: plan.numel, reverse=True)[stride // 2 :: stride] if total else []
+    left, sampled = SAMPLE_NUMEL, 0
+    buckets: list[list[torch.Tensor]] = [[]]
+    for plan in chosen or rows[:1]:
         if left <= 0:
             break
-        if plan.low_rank:
-            n = max(p.rank, min(p.n, left // p.m))
-            works.append(_low_rank(p, n, plan.error_feedback, products, device))
-            numel = min(n * p.m, p.numel)
-        else:
-            numel = min(p.numel, left)
-            assert plan.wire_dtype is not None
-            works.append(_cast(numel, p.dtype, plan.wire_dtype, device))
-        left -= numel
-        sampled += numel
-    if not works:
+        shape = _shortened(plan.shape, left)
+        # Only shape and dtype are read of it. A complex gradient travels as pairs of real numbers.
+        dtype = plan.dtype.to_real() if plan.dtype.is_complex else plan.dtype
+        sample = torch.empty(shape, dtype=dtype, device="meta")
+        if sum(each.numel() for each in buckets[-1]) + sample.numel() > BUCKET_NUMEL and buckets[-1]:
+            buckets.append([])
+        if buckets[-1] and buckets[-1][-1].dtype != sample.dtype:
+            buckets.append([])
+        buckets[-1].append(sample)
+        left -= sample.numel()
+        sampled += sample.numel()
+    if not sampled:
         return CodecTime(0.0, device.type, torch.get_num_threads(), 1.0)
+    loopback = Loopback(compressor, buckets, device)
 
     def once() -> float:
+        loopback.fill()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
         began = time.perf_counter()
-        # As in a step: one pass after the other over all of a bucket, which has left the cache by then.
-        for place in range(len(works[0])):
-            for work in works:
-                work[place]()
+        loopback.step()
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         return time.perf_counter() - began
 
-    with precision.exact(device):
-        once()
-        seconds = min(once() for _ in range(ROUNDS))  # the others say what else the machine was doing
-    return CodecTime(seconds * total / sampled, device.type, torch.get_num_threads(), sampled / total)
+    once()
+    seconds = min(once() for _ in range(ROUNDS))  # the others say what else the machine was doing
+    return CodecTime(seconds * total / sampled, device.type, torch.get_num_threads(), min(1.0, sampled / total))
 
 
-def _low_rank(p: ParameterPlan, n: int, error_feedback: bool, products: Any, device: torch.device) -> Work:
-    dtype = precision.compute_dtype(p.dtype)
-    delta = torch.randn(n, p.m, dtype=dtype, device=device)
-    residual = torch.randn(n, p.m, dtype=dtype, device=device) if error_feedback else None
-    factor_p = codec.new_factor(p.rank, n, dtype, device)
-    factor_q = codec.new_factor(p.rank, p.m, dtype, device)
-    factor_q[: p.rank] = torch.randn(p.rank, p.m, dtype=dtype, device=device)
-
-    def make_p() -> None:
-        products.add_and_project(delta, residual, 1.0, factor_q, p.rank, out=factor_p)
-
-    def make_q() -> None:
-        factor_p[: p.rank] = codec.orthonormal_rows(factor_p[: p.rank], None)[0]
-        if not p.alternate:
-            products.project_q(delta, factor_p, p.rank, out=factor_q)
-
-    def split() -> None:
-        if residual is not None:
-            # The numbers stay of the same size over the rounds: what is added is what was left.
-            products.split(delta, (factor_p, factor_q), (factor_p, factor_q), p.rank, residual)
-        else:
-            codec.reconstruct(factor_p, factor_q, p.rank, out=delta)
-        factor_q.div_(torch.linalg.vector_norm(factor_q, dim=1, keepdim=True).clamp_(min=1e-30))
-
-    return make_p, make_q, split
-
-
-def _cast(numel: int, dtype: torch.dtype, wire: torch.dtype, device: torch.device) -> Work:
-    gradient = torch.zeros(numel, dtype=dtype, device=device)
-
-    def work() -> None:
-        gradient.copy_(gradient.to(wire).div_(2))
-
-    return (work,)
+def _shortened(shape: tuple[int, ...], numel: int) -> tuple[int, ...]:
+    """`shape` with fewer rows where it has more than `numel` elements."""
+    if not shape:
+        return shape
+    row = max(1, torch.Size(shape[1:]).numel())
+    return (max(1, min(shape[0], numel // row)), *shape[1:])

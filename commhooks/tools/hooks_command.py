@@ -3,7 +3,8 @@
 import argparse
 
 from commhooks.comm.wire import WIRE_DTYPES
-from commhooks.hook.request import ALIASES, available_hooks
+from commhooks.compressors.registry import aliases
+from commhooks.hook.request import available_hooks
 
 HELP = "list the hooks and their options"
 
@@ -21,7 +22,7 @@ def run(arguments: argparse.Namespace) -> int:
     table = Table(show_lines=True)
     table.add_column("hook", no_wrap=True)
     table.add_column("what it does, and options with their defaults")
-    short = {name: alias for alias, name in ALIASES.items()}
+    short = {name: alias for alias, name in aliases().items()}
     for name, hook in available_hooks().items():
         lines = [hook["description"], *(f"  {option}={default!r}" for option, default in hook["options"].items())]
         table.add_row(f"{name}\n({short[name]})" if name in short else name, "\n".join(lines))

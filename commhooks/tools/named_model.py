@@ -14,8 +14,8 @@ import torch
 from commhooks.checkpoint.checks import shown
 from commhooks.compressors.dotted_path import current_folder_first, import_path
 from commhooks.errors import CommHookError, HookConfigError
+from commhooks.gradients.ddp import sparse_parameters
 from commhooks.gradients.exclude import all_names
-from commhooks.hook.plan_model import sparse_parameters
 
 _STATE_KEYS = ("state_dict", "model", "model_state_dict", "module")
 """Where programs put a model's state dict: Lightning, and the usual names."""

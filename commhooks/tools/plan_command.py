@@ -6,12 +6,11 @@ from typing import Any
 
 import torch
 
-from commhooks.compressors.config import PowerSGD
 from commhooks.errors import HookConfigError
 from commhooks.gradients.exclude import unmatched_sentence
 from commhooks.hook.plan import ModelPlan, ring_factor
 from commhooks.hook.plan_model import plan_model
-from commhooks.hook.request import HookSpec
+from commhooks.hook.request import HookRequest
 from commhooks.tools.codec_time import CodecTime, measure_codec
 from commhooks.tools.named_model import named_model
 
@@ -77,25 +76,26 @@ def make_plan(arguments: argparse.Namespace) -> tuple[ModelPlan, str, CodecTime]
         if "exclude" in options:
             raise HookConfigError("--exclude and --options exclude=...: give the patterns in one of them")
         options["exclude"] = arguments.exclude
-    spec = HookSpec.parse(arguments.hook, hook_options=options, wrapper=arguments.wrapper)
+    request = HookRequest.parse(arguments.hook, hook_options=options, wrapper=arguments.wrapper)
     model = named_model(arguments.model)
     plan = plan_model(
         model.parameters,
-        spec,
+        request,
         all_names=model.all_names,
         sparse=model.sparse,
         bucket_cap_mb=arguments.bucket_cap_mb,
         total_steps=arguments.total_steps,
     )
-    config = spec.config
-    unmatched = unmatched_sentence(config.exclude, model.every_name) if isinstance(config, PowerSGD) else None
+    compressor = request.new_compressor(arguments.total_steps)
+    assert compressor is not None  # or there would be no plan
+    unmatched = unmatched_sentence(compressor.config.excluded_globs, model.every_name)
     note = " ".join(part for part in (model.note, f"{unmatched}." if unmatched else "") if part)
     if arguments.codec_ms is not None:
         return plan, note, CodecTime(arguments.codec_ms / 1e3, "", 0, 1.0)
     device = torch.device(arguments.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     if device.type == "cuda" and not torch.cuda.is_available():
         raise HookConfigError("--device cuda: this machine has none that torch can use")
-    return plan, note, measure_codec(plan, device, fused=isinstance(config, PowerSGD) and config.fused)
+    return plan, note, measure_codec(compressor, plan.parameters, device)
 
 
 def parse_options(texts: list[str]) -> dict[str, Any]:

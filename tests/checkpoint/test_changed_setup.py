@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from ddp_steps import log_lines
+from inside import learns, session_of
 from training import ONE_BUCKET_MB, Run, make_model
 
 import commhooks
@@ -82,10 +83,10 @@ def _same(one: Any, other: Any) -> bool:
 
 def _kept(saved: dict[str, Any], run: Run) -> dict[str, bool]:
     """Name -> whether the memory of that parameter is what was saved; those that have no memory are left out."""
-    memory = run.hook._low_rank._memory  # type: ignore[union-attr]
+    memory = session_of(run.hook).state  # type: ignore[union-attr]
     kept = {}
     for name, entry in saved["parameters"].items():
-        residual, q = memory.residuals.get(name), memory.q.get(name)
+        residual, q = memory["residual"].get(name), memory["q"].get(name)
         if residual is None and q is None:
             continue
         assert residual is not None and q is not None
@@ -217,7 +218,7 @@ def _another_model(before: str, after: str, hook: str, running: bool) -> dict[st
     run.train(2 if running else 0)
     with log_lines("commhooks", logging.WARNING) as lines:
         run.hook.load_state_dict(saved, strict=False)
-        residuals = set(run.hook._low_rank._memory.residuals)  # type: ignore[union-attr]
+        residuals = set(session_of(run.hook).state["residual"])  # type: ignore[union-attr]
         kept = _kept(saved, run) if hook == "powerSGD" else dict.fromkeys(residuals, True)
         compressed_before = run.hook.stats()["compressed_steps"]
         run.step = STEPS
@@ -285,8 +286,8 @@ def _another_hook(before: str, after: str) -> dict[str, Any]:
     refused = _refused(running, saved)
     with log_lines("commhooks", logging.WARNING) as lines:
         running.hook.load_state_dict(saved, strict=False)
-    memory = running.hook._low_rank._memory if running.hook._low_rank is not None else None
-    forgotten = memory is None or not (memory.q or memory.residuals or memory.nonfinite_steps)
+    memory = session_of(running.hook).state if learns(running.hook) else None
+    forgotten = memory is None or not (memory["q"] or memory["residual"] or memory.nonfinite_steps)
     step, start = running.hook.stats()["step"], running.hook.options.get("start_powerSGD_iter")
     fresh = _new(hook=after)
     for run in (running, fresh):

@@ -9,11 +9,12 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from inside import session_of
 from torch.nn.parallel import DistributedDataParallel
 from training import Run, make_model, residuals
 
 import commhooks
-from commhooks.compressors.powersgd.host_exchange import LowRankExchange
+from commhooks.compressors.powersgd.host_exchange import HostExchange
 from commhooks.gradients import precision
 
 OPTIONS = {"matrix_approximation_rank": 2, "start_powerSGD_iter": 1}
@@ -90,8 +91,8 @@ def _other_names(attached_first: bool) -> tuple[int, int, bool]:
     use(state, attached_first)
     loaded = pickle.loads(pickle.dumps(state))
     use(loaded, not attached_first)
-    kinds = {name.startswith("float32.cpu.") for name in loaded._memory.q}
-    return loaded.iter, len(loaded._memory.q), kinds == {attached_first}
+    kinds = {name.startswith("float32.cpu.") for name in loaded.session.state["q"]}
+    return loaded.iter, len(loaded.session.state["q"]), kinds == {attached_first}
 
 
 @pytest.mark.parametrize("attached_first", [True, False])
@@ -112,9 +113,9 @@ def _pickled() -> bytes:
 
 def _unpickled(saved: bytes) -> tuple[bool, bool]:
     state = pickle.loads(saved)
-    had = bool(state._memory.residuals)
-    state._adapt_pickled_memory()
-    return had, bool(state._memory.residuals)
+    had = bool(state.session.state["residual"])
+    state._adapt_pickled_state()
+    return had, bool(state.session.state["residual"])
 
 
 def test_a_pickled_residual_is_not_that_of_another_world(run_ranks: Any) -> None:
@@ -125,7 +126,7 @@ def test_a_pickled_residual_is_not_that_of_another_world(run_ranks: Any) -> None
 
 def _first_step_bad(masked: bool) -> tuple[torch.Tensor, int]:
     """The first compressed step overflows, as a GradScaler's first steps do."""
-    with mock.patch.object(precision, "host_may_look", lambda device: not masked):
+    with mock.patch.object(precision, "is_host_readable", lambda device: not masked):
         run = Run.new(hook_options=OPTIONS | {"start_powerSGD_iter": 0})
         handle = run.ddp.module[3].weight.register_hook(lambda gradient: gradient * float("inf"))
         weights = run.weights()
@@ -146,17 +147,17 @@ def test_a_bad_first_step_leaves_nothing_behind_a_mask(run_ranks: Any) -> None:
 def _torn() -> tuple[str, bool, bool]:
     """An exception in the middle of a commit: what is saved then says that it has no residuals."""
     run = Run.new(hook_options=OPTIONS).train(3)
-    commit = LowRankExchange.commit
+    commit = HostExchange.commit
     calls = 0
 
-    def failing(self: LowRankExchange, good: Any) -> None:
+    def failing(self: HostExchange, good: Any) -> None:
         nonlocal calls
         calls += 1
         if calls == 3:
             raise MemoryError("no memory left")
         commit(self, good)
 
-    with mock.patch.object(LowRankExchange, "commit", failing), pytest.raises(MemoryError):
+    with mock.patch.object(HostExchange, "commit", failing), pytest.raises(MemoryError):
         run.train(1)
     saved = run.hook.state_dict()
     return saved["residual"], saved["exact"], saved["step"] == 3
@@ -177,7 +178,7 @@ def _after_torn() -> dict[str, Any]:
     state = commhooks.PowerSGDState(None, 2, 1)
     run = _wrapped_anew(make_model(), state).train(3)
     failing = mock.Mock(side_effect=MemoryError)  # an instance would keep the old wrapper alive by its traceback
-    with mock.patch.object(LowRankExchange, "commit", failing), pytest.raises(MemoryError):
+    with mock.patch.object(HostExchange, "commit", failing), pytest.raises(MemoryError):
         run.train(1)
     torn = run.hook.state_dict("per_rank")
     module = run.ddp.module
@@ -222,7 +223,7 @@ def _colon() -> dict[str, torch.Tensor]:
     ddp, hook = trained(32)
     hook.load_state_dict(saved.state_dict(), strict=False)
     ddp(torch.randn(4, 40)).square().mean().backward()
-    return {name: residual.clone() for name, residual in hook._low_rank._memory.residuals.items()}
+    return {name: residual.clone() for name, residual in session_of(hook).state["residual"].items()}
 
 
 def test_names_with_a_colon(run_ranks: Any) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from inside import session_of
 from training import Run, residuals
 
 from commhooks.checkpoint import parts as payload_parts
@@ -131,7 +132,7 @@ def _link(saved: list[Any] | None, how: str, drop: bool) -> dict[str, Any]:
     if saved is not None:
         _load(run, saved, how)
         if drop:
-            run.hook._low_rank._memory.drop_residuals()  # type: ignore[union-attr]
+            session_of(run.hook).state.drop_local()  # type: ignore[union-attr]
     loaded = residuals(run.hook)
     _train(run, STEPS_PER_LINK)
     own = residuals(run.hook)

@@ -255,10 +255,10 @@ def _damaged_files(folder: str, count: int) -> list[int]:
 
 def _with_its_fingerprint(shared: dict[str, Any]) -> None:
     """Malice can compute it, damage cannot."""
-    from commhooks.checkpoint.parts import fingerprint
+    from commhooks.checkpoint.parts import save_id
 
     try:
-        shared["fingerprint"] = fingerprint(shared)
+        shared["fingerprint"] = save_id(shared)
     except Exception:
         pass
 

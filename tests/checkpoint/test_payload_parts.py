@@ -12,7 +12,7 @@ import torch
 
 from commhooks import PayloadError
 from commhooks.checkpoint import parts as payload_parts
-from commhooks.checkpoint.parts import check_shared, fingerprint, merge, problem_of_part, ranks_needed, split
+from commhooks.checkpoint.parts import check_shared, merge, problem_of_part, ranks_needed, save_id, split
 
 
 def made(rank: int, world_size: int = 2, **changes: Any) -> dict[str, Any]:
@@ -139,23 +139,23 @@ def test_only_the_residuals_of_one_rank_can_be_split() -> None:
     ],
 )
 def test_the_fingerprint_is_of_what_all_ranks_share(changes: dict[str, Any]) -> None:
-    assert fingerprint(made(0)) == fingerprint(made(1))
-    assert fingerprint(made(0)) != fingerprint(made(0) | changes)
+    assert save_id(made(0)) == save_id(made(1))
+    assert save_id(made(0)) != save_id(made(0) | changes)
 
 
 def test_the_fingerprint_sees_every_number_of_q() -> None:
     saved = made(0)
     saved["parameters"]["weight"]["q"] = saved["parameters"]["weight"]["q"].clone()
     saved["parameters"]["weight"]["q"][1, 2] += 1e-6
-    assert fingerprint(saved) != fingerprint(made(0))
+    assert save_id(saved) != save_id(made(0))
     # Where the numbers lie in memory does not matter.
     saved["parameters"]["weight"]["q"] = made(0)["parameters"]["weight"]["q"].t().contiguous().t()
-    assert fingerprint(saved) == fingerprint(made(0))
+    assert save_id(saved) == save_id(made(0))
 
 
 def test_the_fingerprint_stays_what_it_is() -> None:
     """Written into checkpoints: another value would make every older residual count as stale."""
-    assert fingerprint(made(0)) == "08e1922381047925b340a051686ac234641b710402fc5fd96e66474d8992d2f3"
+    assert save_id(made(0)) == "08e1922381047925b340a051686ac234641b710402fc5fd96e66474d8992d2f3"
 
 
 @pytest.mark.parametrize(
@@ -215,4 +215,4 @@ def test_the_state_of_a_hook_of_ones_own_is_of_each_rank() -> None:
 
 def test_no_numpy_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.Tensor, "numpy", None)
-    assert payload_parts.fingerprint(made(0))
+    assert payload_parts.save_id(made(0))

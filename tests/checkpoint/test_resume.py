@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from inside import session_of
 from training import ONE_BUCKET_MB, SEVERAL_BUCKETS_MB, Run, flat, make_model, residuals
 
 OPTIONS = {"matrix_approximation_rank": 2, "start_powerSGD_iter": 4}
@@ -96,7 +97,7 @@ def _other_rank(rank: int) -> dict[str, Any]:
     saved = Run.new(hook_options=OPTIONS).train(7).save()
     options = OPTIONS | {"matrix_approximation_rank": rank}
     run = Run.new(hook_options=options).load(saved)
-    q = run.hook._low_rank._memory.q["5.weight"].clone()
+    q = session_of(run.hook).state["q"]["5.weight"].clone()
     kept = residuals(run.hook)["5.weight"]
     run.train(3)
     return {"q": q, "residual": kept, "saved": saved["hook"]["parameters"]["5.weight"], "weights": run.weights()}

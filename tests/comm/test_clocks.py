@@ -42,9 +42,10 @@ class _Event:
 def events(now: Any = time.perf_counter, device_at: float | None = None) -> Iterator[type[_Event]]:
     _Event.waits, _Event.device_at = 0, device_at
     with (
-        mock.patch.object(precision, "host_may_look", lambda device: False),
+        mock.patch.object(precision, "is_host_readable", lambda device: False),
         mock.patch.object(clocks, "has_clock", lambda device: True),
         mock.patch("commhooks.hook.comm_hook.has_clock", lambda device: True),
+        mock.patch("commhooks.engine.at_once.has_clock", lambda device: True),
         mock.patch.object(clocks, "event_on", lambda device: _Event(now())),
     ):
         yield _Event

@@ -11,7 +11,8 @@ import torch.distributed as dist
 from models import EVERY_PARAMETER, backward, bits_equal, random_gradients, wrap
 
 import commhooks
-from commhooks.engine.driver import Pipeline
+from commhooks.engine.session import Session
+from commhooks.gradients.bucket import Bucket
 
 RANK = 2
 SHAPES = {
@@ -46,7 +47,7 @@ class Recorder:
 
     def __enter__(self) -> "Recorder":
         recorder = self
-        all_reduce, run = dist.all_reduce, Pipeline.run
+        all_reduce, run = dist.all_reduce, Session.run
 
         class LateWork:
             def __init__(self, tensor: torch.Tensor, group: dist.ProcessGroup, number: int) -> None:
@@ -57,23 +58,23 @@ class Recorder:
                 all_reduce(self._tensor, group=self._group)
                 recorder.complete.add(self._number)
 
-        def recording_all_reduce(tensor: torch.Tensor, *, group: dist.ProcessGroup, async_op: bool) -> Any:
-            assert async_op
+        def recording_all_reduce(tensor: torch.Tensor, *, op: Any, group: dist.ProcessGroup, async_op: bool) -> Any:
+            assert async_op and op == dist.ReduceOp.SUM
             recorder.calls[-1][1].append((tensor.dtype, tensor.numel() * tensor.element_size()))
             recorder.issued_by.append(len(recorder.calls) - 1)
             if recorder.late:
                 return LateWork(tensor, group, len(recorder.issued_by) - 1)
             return all_reduce(tensor, group=group, async_op=True)
 
-        def recording_run(self: Pipeline, bucket: dist.GradBucket) -> Any:
-            recorder.calls.append(([p.shape for p in bucket.parameters()], []))
+        def recording_run(self: Session, bucket: Bucket) -> Any:
+            recorder.calls.append(([p.shape for p in bucket.parameters], []))
             future = run(self, bucket)
             recorder.open_at_return.append(set(range(len(recorder.issued_by))) - recorder.complete)
             return future
 
         self._patches = [
             mock.patch("commhooks.comm.collective.dist.all_reduce", recording_all_reduce),
-            mock.patch.object(Pipeline, "run", recording_run),
+            mock.patch.object(Session, "run", recording_run),
         ]
         for patch in self._patches:
             patch.start()

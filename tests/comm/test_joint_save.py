@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from ddp_steps import log_lines
+from inside import session_of
 from training import Run, residuals
 
 OPTIONS = {"matrix_approximation_rank": 2, "start_powerSGD_iter": 1}
@@ -94,7 +95,7 @@ def _fails_in_the_middle() -> tuple[Any, Any, bool]:
     run.hook.state_dict(residual="mean")
     run.train(1)
     before = residuals(run.hook)
-    saver = run.hook._saved_state.joint_save()  # type: ignore[union-attr]
+    saver = run.hook._runner.saved_state.joint_save()  # type: ignore[union-attr]
     assert saver is not None
     if dist.get_rank() == 1:
         calls = 0
@@ -163,8 +164,7 @@ def test_a_second_save_at_the_same_step(run_ranks: Any) -> None:
 def _saved_in_mid_commit() -> tuple[bool, str]:
     """A signal handler may save while the state is being written: then the residuals are not to be trusted."""
     run = _run()
-    assert run.hook._low_rank is not None and run.hook._low_rank._registration is not None
-    run.hook._low_rank._registration.pipeline.committing = True
+    session_of(run.hook).outcomes.committing = True
     saved = run.hook.state_dict(residual="per_rank")
     return saved["exact"], saved["residual"]
 
@@ -185,14 +185,14 @@ def _warned(case: str) -> list[str]:
         if case == "nobody tries":
             run.hook.state_dict(joint=False)
         elif case == "one fails":
-            saver = run.hook._saved_state.joint_save()  # type: ignore[union-attr]
+            saver = run.hook._runner.saved_state.joint_save()  # type: ignore[union-attr]
             assert saver is not None
             if rank == 1:
                 saver.mean = failing  # type: ignore[method-assign]
             run.hook.state_dict()
         elif case == "before the first pass":
-            own = run.hook._low_rank._memory  # type: ignore[union-attr]
-            own.residuals_shared = False  # as after a load of residuals per rank
+            own = session_of(run.hook).state  # type: ignore[union-attr]
+            own.local_shared = False  # as after a load of residuals per rank
             run.hook.state_dict()
         elif rank in map(int, case.split(",")):
             run.hook.state_dict()

@@ -26,7 +26,7 @@ from accelerate_commhooks.handed_over import VARIABLE, HandedOver
 from accelerate_commhooks.launcher import check_settings
 from accelerate_commhooks.yaml_config import overridden, section_settings
 from commhooks import HookConfigError, PowerSGD
-from commhooks.hook.request import HookSpec
+from commhooks.hook.request import HookRequest
 from lightning_commhooks import CommHookDDP
 
 Options = dict[str, Any]
@@ -37,7 +37,7 @@ SETTINGS = {"hook": "powerSGD", "total_steps": STEPS}
 
 
 def _config(handler: CommHookKwargs) -> Any:
-    return handler._request().config
+    return handler._checked_request().config
 
 
 def _file(options: Options, section: bool = False) -> Path:
@@ -75,8 +75,8 @@ def _as_flag(value: Any) -> str:
 
 CHANNELS: dict[str, Callable[[Options], Any]] = {
     "a config object": lambda options: PowerSGD(**options),
-    "hook_options": lambda options: HookSpec.parse("powerSGD", hook_options=options).config,
-    "CommHookDDP": lambda options: CommHookDDP("powerSGD", hook_options=options)._spec.config,
+    "hook_options": lambda options: HookRequest.parse("powerSGD", hook_options=options).config,
+    "CommHookDDP": lambda options: CommHookDDP("powerSGD", hook_options=options)._request.config,
     "CommHookKwargs": lambda options: _config(CommHookKwargs(**SETTINGS, hook_options=options)),
     "YAML": lambda options: _config(CommHookKwargs.from_config(_file(options))),
     "a section of YAML": lambda options: _config(CommHookKwargs.from_config(_file(options, section=True))),
@@ -194,7 +194,7 @@ def _cli(hook: Any, **init_args: Any) -> Any:
             )
         except (SystemExit, ValueError) as error:  # jsonargparse's own, with our sentence or its own in it
             raise HookConfigError(text.getvalue() + str(error)) from error
-    return cli.trainer.strategy._spec.config
+    return cli.trainer.strategy._request.config
 
 
 CLI_CASES: list[Options] = [

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
+from unittest import mock
 
 import pytest
 from ddp_steps import backward, mlp, process_group_of_one, wrap
@@ -15,6 +16,7 @@ from torch import nn
 
 import commhooks
 from commhooks import AttachError, HookConfigError, HookRunError
+from commhooks.compressors import registry
 from commhooks.hook import request
 
 
@@ -186,8 +188,9 @@ CASES = [
 
 
 @pytest.fixture(autouse=True)
-def no_registered_hooks_left(monkeypatch) -> None:
-    monkeypatch.setattr(request, "_REGISTERED", {})
+def no_registered_hooks_left() -> Iterator[None]:
+    with mock.patch.dict(registry.FACTORIES, clear=True):
+        yield
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
@@ -226,7 +229,7 @@ NAMES = {
 @pytest.mark.parametrize("canonical", NAMES)
 def test_names_ignore_case_underscores_and_dashes(canonical):
     for given in NAMES[canonical]:
-        parsed = request.HookSpec.parse(given)
+        parsed = request.HookRequest.parse(given)
         assert parsed.name == canonical and type(parsed.config).hook_name == canonical
     assert NAMES.keys() == commhooks.available_hooks().keys()
 
@@ -266,7 +269,7 @@ def test_a_config_is_an_omegaconf_structured_config(config):
     given = config(**values)
     through_yaml = OmegaConf.create(OmegaConf.to_yaml(OmegaConf.structured(given)))
     assert OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(config), through_yaml)) == given
-    assert request.HookSpec.parse(config.hook_name, hook_options=values).config == given
+    assert request.HookRequest.parse(config.hook_name, hook_options=values).config == given
     with pytest.raises(dataclasses.FrozenInstanceError):
         given.anything = 1
     if values:
@@ -324,7 +327,7 @@ def test_python_and_yaml_refuse_the_same_values(name, value):
         with pytest.raises(HookConfigError, match=name):
             config(**{name: value})
         with pytest.raises(HookConfigError, match=name):
-            request.HookSpec.parse(config.hook_name, hook_options={name: value})
+            request.HookRequest.parse(config.hook_name, hook_options={name: value})
     if name != "exclude":  # a bare register_comm_hook has no names
         with pytest.raises(HookConfigError, match=name):
             commhooks.PowerSGDState(None, **{name: value})

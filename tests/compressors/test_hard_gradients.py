@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from models import Gradients, all_finite, backward, masks, relative_error, wrap
-from simulation import SimulatedRanks
+from simulation import SimulatedPowerSGD
 
 import commhooks
 
@@ -164,7 +164,7 @@ def test_what_the_ranks_differ_by_is_worked_off_too():
     """1e30 on every rank, of full rank and different everywhere. Once the mean of the residuals is gone, P points
     wherever rounding makes it, and takes only RANK of N directions of the difference with it at each step."""
     generator = torch.Generator().manual_seed(0)
-    ranks = SimulatedRanks(2, N, M, RANK)
+    ranks = SimulatedPowerSGD(2, N, M, RANK)
     fixed = torch.randn(N, M, generator=generator)
     errors = {}
     total, expected = torch.zeros(N, M, dtype=torch.float64), torch.zeros(N, M, dtype=torch.float64)

@@ -101,9 +101,9 @@ def test_each_rank_with_its_own_state_resumes_bit_equal(run_ranks, start, before
 
 def one_state_for_all(saved: bytes, then: Weights, without_residual: bool) -> tuple[list[str], Weights]:
     state = _unpickled(saved)
-    assert state._memory.residuals
+    assert state.session.state["residual"]
     if without_residual:
-        state._memory.residuals.clear()
+        state.session.state["residual"].clear()
     module = mlp(seed=99)
     module.load_state_dict(then)
     ddp = wrap(module)

@@ -184,7 +184,7 @@ def skipped_buckets(attached: bool, ddp_options: dict[str, Any], uses: list[str]
         descend(ddp)
         assert replicas_equal(ddp), step
     if hook_name == "powerSGD":
-        compressed = hook.stats()["compressed_steps"] if hook else state._stats.compressed_steps
+        compressed = hook.stats()["compressed_steps"] if hook else state.session.counters.compressed_steps
         assert compressed == len(uses) - 1
 
 

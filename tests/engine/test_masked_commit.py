@@ -5,6 +5,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+from inside import session_of
 from training import Run, residuals
 
 from commhooks.gradients import precision
@@ -13,7 +14,7 @@ OPTIONS = {"matrix_approximation_rank": 2, "start_powerSGD_iter": 2}
 
 
 def _train(masked: bool) -> dict[str, Any]:
-    with mock.patch.object(precision, "host_may_look", lambda device: not masked):
+    with mock.patch.object(precision, "is_host_readable", lambda device: not masked):
         run = Run.new(hook_options=OPTIONS).train(5)
         # One step with an inf on rank 1, skipped as a GradScaler would.
         weights = run.weights()
@@ -57,13 +58,12 @@ def test_masks_decide_as_the_host_does(run_ranks: Any) -> None:
 
 
 def _rewind_with_open_verdicts() -> dict[str, Any]:
-    with mock.patch.object(precision, "host_may_look", lambda device: False):
+    with mock.patch.object(precision, "is_host_readable", lambda device: False):
         run = Run.new(hook_options=OPTIONS).train(4)
         saved = run.save()
         run.train(3)
-        registration = run.hook._low_rank._registration
-        unsettled = registration.pipeline._unsettled
-        return {"unsettled": unsettled[1], "step": run.load(saved).train(2).hook.stats()["step"]}
+        unread = session_of(run.hook).outcomes.unread_passes
+        return {"unsettled": unread, "step": run.load(saved).train(2).hook.stats()["step"]}
 
 
 def test_steps_that_nobody_asked_about_do_not_count_after_a_load(run_ranks: Any) -> None:
@@ -74,9 +74,9 @@ def test_steps_that_nobody_asked_about_do_not_count_after_a_load(run_ranks: Any)
 
 def _warm_up() -> list[int]:
     """How many verdicts are still with the device after each step."""
-    with mock.patch.object(precision, "host_may_look", lambda device: False):
+    with mock.patch.object(precision, "is_host_readable", lambda device: False):
         run = Run.new(hook_options={**OPTIONS, "start_powerSGD_iter": 4})
-        return [run.train(1).hook._low_rank._registration.pipeline.unsettled_passes for _ in range(7)]
+        return [session_of(run.train(1).hook).outcomes.unread_passes for _ in range(7)]
 
 
 def test_the_host_asks_once_when_compression_may_begin(run_ranks: Any) -> None:

@@ -10,12 +10,13 @@ from unittest import mock
 import pytest
 import torch
 from ddp_steps import batch, mlp, process_group_of_one
+from inside import session_of
 from models import masks
 from torch.nn.parallel import DistributedDataParallel
 
 import commhooks
 from commhooks.comm.clocks import Clocks
-from commhooks.engine.driver import Pipeline
+from commhooks.engine.outcomes import Outcomes
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -35,9 +36,9 @@ class Training:
 
     def while_waiting(self, event: Callable[[], Any]) -> None:
         """`event` happens when the host has the device's answer, before it does anything with it."""
-        pipeline = self.hook._low_rank._registration.pipeline
-        good, *rest = pipeline._unsettled
-        pipeline._unsettled = (_Verdict(good, event), *rest)
+        outcomes = session_of(self.hook).outcomes
+        good, *rest = outcomes._unread
+        outcomes._unread = (_Verdict(good, event), *rest)
 
 
 class _Verdict:
@@ -76,8 +77,8 @@ def test_a_handler_that_saves_while_the_host_waits() -> None:
     training.while_waiting(lambda: signal.raise_signal(signal.SIGUSR1))
 
     def save(*_: Any) -> None:
-        pipeline = training.hook._low_rank._registration.pipeline
-        pipeline._unsettled = (pipeline._unsettled[0]._good, *pipeline._unsettled[1:])
+        outcomes = session_of(training.hook).outcomes
+        outcomes._unread = (outcomes._unread[0]._good, *outcomes._unread[1:])
         saved.append(training.hook.state_dict(joint=False))
 
     with handler(save):
@@ -106,15 +107,15 @@ def test_a_pass_waits_for_a_thread_that_counts_steps() -> None:
     """Otherwise this rank would not know that compression begins with this pass, and send something else."""
     training, waiting, go_on = Training(start=5), threading.Event(), threading.Event()
     training.step(5)
-    count = Pipeline._count_settled
+    count = Outcomes._count
 
-    def slowly(self: Pipeline, *arguments: Any) -> None:
-        self._unsettled = None
+    def slowly(self: Outcomes, *arguments: Any) -> None:
+        self._unread = None
         waiting.set()
         go_on.wait(1)
         count(self, *arguments)
 
-    with mock.patch.object(Pipeline, "_count_settled", slowly):
+    with mock.patch.object(Outcomes, "_count", slowly):
         saver = threading.Thread(target=training.hook.state_dict, kwargs={"joint": False})
         saver.start()
         waiting.wait()

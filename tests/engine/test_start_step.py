@@ -10,7 +10,6 @@ from ddp_steps import backward, log_lines, mlp, process_group_of_one, train, wra
 from torch import nn
 
 import commhooks
-from commhooks.compressors.config import resolve_start
 
 # start_powerSGD_iter, total_steps -> the step
 STARTS = [
@@ -36,14 +35,14 @@ STARTS = [
 @pytest.mark.parametrize("start, total_steps, expected", STARTS)
 def test_resolve_start(start, total_steps, expected):
     for config in (commhooks.PowerSGD, commhooks.BatchedPowerSGD):
-        resolved = resolve_start(config(start_powerSGD_iter=start, matrix_approximation_rank=3), total_steps)
+        resolved = config(start_powerSGD_iter=start, matrix_approximation_rank=3).resolved(total_steps)
         assert resolved == config(start_powerSGD_iter=expected, matrix_approximation_rank=3)
         assert type(resolved.start_powerSGD_iter) is int
 
 
 def test_a_fraction_of_an_unknown_length():
     with pytest.raises(commhooks.HookConfigError, match="pass total_steps="):
-        resolve_start(commhooks.PowerSGD(start_powerSGD_iter=0.5), None)
+        commhooks.PowerSGD(start_powerSGD_iter=0.5).resolved(None)
 
 
 def started(config: commhooks.PowerSGD, total_steps: int | None) -> tuple[int, int, list[str]]:

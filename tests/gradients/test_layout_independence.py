@@ -11,7 +11,8 @@ from models import bits_equal, mlp
 from torch.nn.parallel import DistributedDataParallel
 
 import commhooks
-from commhooks.engine.driver import Pipeline
+from commhooks.engine.session import Session
+from commhooks.gradients.bucket import Bucket
 
 STEPS = 6
 # 2.6 MB in ten matrices: 10 or 11 buckets at 0.05 MB, 3 at 1 MB, 1 at 25 MB.
@@ -25,15 +26,15 @@ def _train(options: dict[str, Any], ddp_options: dict[str, Any]) -> tuple[dict[s
     hook = commhooks.attach(ddp, "powerSGD", hook_options=options)
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1, momentum=0.9)
     buckets = []
-    original = Pipeline.run
+    original = Session.run
 
-    def counting(self: Pipeline, bucket: dist.GradBucket) -> Any:
-        if bucket.index() == 0:
+    def counting(self: Session, bucket: Bucket) -> Any:
+        if bucket.index == 0:
             buckets.append(0)
         buckets[-1] += 1
         return original(self, bucket)
 
-    with mock.patch.object(Pipeline, "run", counting):
+    with mock.patch.object(Session, "run", counting):
         for step in range(STEPS):
             generator = torch.Generator().manual_seed(100 * step + dist.get_rank())
             inputs, targets = torch.randn(2, 4, WIDTH, generator=generator)

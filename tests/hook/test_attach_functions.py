@@ -143,6 +143,6 @@ def test_a_state_that_would_spoil_the_checkpoint_is_left_out(run_ranks: Any) -> 
 
 
 def test_parameters_on_several_devices_are_refused() -> None:
-    check_one_device(torch.device("cpu") for _ in range(3))
+    check_one_device((torch.device("cpu") for _ in range(3)), "PowerSGD")
     with pytest.raises(HookConfigError, match="this model are on cpu, meta; PowerSGD works where those of one process"):
-        check_one_device(map(torch.device, ("meta", "cpu", "cpu")))
+        check_one_device(map(torch.device, ("meta", "cpu", "cpu")), "PowerSGD")

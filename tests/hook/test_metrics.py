@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from ddp_steps import backward, descend, gradients, local_gradients, log_lines, mean_over_ranks, mlp, train, wrap
+from inside import session_of
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as torch_powersgd
 
@@ -82,7 +83,7 @@ def times_that_nobody_knows() -> list[dict[str, Any]]:
     hooks = [commhooks.attach(of_a_user, users_hook), commhooks.attach(on_an_accelerator, "powerSGD")]
     train(of_a_user, 2)
     train(on_an_accelerator, 2)
-    with mock.patch.object(precision, "host_may_look", return_value=False):
+    with mock.patch.object(precision, "is_host_readable", return_value=False):
         return [hook.stats() for hook in hooks] + [Meter().read(hook) for hook in hooks]
 
 
@@ -237,7 +238,7 @@ def norms() -> dict[str, Any]:
         }
         found = {name: float(g.double().norm()) for name, g in gradients(ddp).items()}
         if kind == "batched":
-            residuals = {n: float(r.double().norm()) for n, r in hook._low_rank._memory.residuals.items()}
+            residuals = {n: float(r.double().norm()) for n, r in session_of(hook).state["residual"].items()}
         out[kind] = {"norms": hook.norms(), "layers": hook.layers(), "residuals": residuals, "gradients": found}
         ddp.zero_grad(set_to_none=True)
         out[kind, "after zero_grad"] = hook.norms()

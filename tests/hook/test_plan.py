@@ -10,13 +10,18 @@ from ddp_steps import mlp, process_group_of_one, wrap
 from torch import nn
 
 import commhooks
-from commhooks.compressors.powersgd.plan_rows import plan_parameter, square_side
-from commhooks.hook.plan import ModelPlan, ParameterPlan
+from commhooks.compressors.cast import AllReduceCompressor
+from commhooks.compressors.plan import ParameterInfo
+from commhooks.compressors.powersgd.compressor import PowerSGDCompressor
+from commhooks.compressors.powersgd.plan import MatrixPlan, square_side
+from commhooks.hook.plan import ModelPlan
 
 
-def _plan(parameter: torch.Tensor, rank: int = 1, min_rate: float = 2, sparse: bool = False) -> ParameterPlan:
+def _plan(parameter: torch.Tensor, rank: int = 1, min_rate: float = 2, sparse: bool = False) -> MatrixPlan:
     options = commhooks.PowerSGD(matrix_approximation_rank=rank, min_compression_rate=min_rate)
-    return plan_parameter("w", parameter, options, sparse=sparse)
+    (plan,) = PowerSGDCompressor(options).plan([ParameterInfo("w", parameter, sparse)])
+    assert isinstance(plan, MatrixPlan)
+    return plan
 
 
 @pytest.mark.parametrize(
@@ -142,19 +147,21 @@ def test_the_table_shows_every_parameter():
     assert text.splitlines()[-1].startswith("2 of 4 parameters compressed (")
 
 
-@pytest.mark.parametrize("low_rank", [True, False])
-def test_names_are_shown_whole_and_as_they_are(low_rank):
+@pytest.mark.parametrize(
+    "compressor", [PowerSGDCompressor(commhooks.PowerSGD()), AllReduceCompressor(commhooks.AllReduce())]
+)
+def test_names_are_shown_whole_and_as_they_are(compressor):
     deep = ".".join(f"layers_{i}" for i in range(30)) + ".weight"
     names = [deep, "[bold]x", "[/bold]", ":smile:.weight"]
-    plans = tuple(plan_parameter(name, torch.zeros(512, 512), commhooks.PowerSGD()) for name in names)
-    text = str(ModelPlan("powerSGD", plans, low_rank=low_rank))
+    plans = compressor.plan([ParameterInfo(name, torch.zeros(512, 512)) for name in names])
+    text = str(ModelPlan("powerSGD", tuple(plans), selective=compressor.selective))
     assert "…" not in text and max(map(len, text.splitlines())) <= 120
     first_column = [line.split("  ")[1] for line in text.splitlines() if line.startswith("  ")]
     assert deep in "".join(first_column)
     for name in names[1:]:
         assert any(line.split()[0] == name for line in text.splitlines() if line.strip()), name
     row = next(line.split() for line in text.splitlines() if line.split()[:1] == ["[bold]x"])
-    assert row == ["[bold]x", "512x512", *(["512", "x", "512", "1"] if low_rank else []), "1.049", row[-1]]
+    assert row == ["[bold]x", "512x512", *(["512", "x", "512", "1"] if compressor.selective else []), "1.049", row[-1]]
 
 
 def test_a_hook_of_another_kind_claims_no_compression_by_low_rank():

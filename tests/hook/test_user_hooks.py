@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import io
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -26,12 +28,13 @@ from ddp_steps import (
 )
 
 import commhooks
-from commhooks.hook import request
+from commhooks.compressors import registry
 
 
 @pytest.fixture(autouse=True)
-def no_registered_hooks_left(monkeypatch):
-    monkeypatch.setattr(request, "_REGISTERED", {})
+def no_registered_hooks_left() -> Iterator[None]:
+    with mock.patch.dict(registry.FACTORIES, clear=True):
+        yield
 
 
 # ------------------------------------------------------------------------------------------------------------ hooks
@@ -97,7 +100,7 @@ WAYS: dict[str, tuple[Any, dict[str, Any], float, str]] = {
 
 def attached_in_some_way(hook: Any, arguments: dict[str, Any], factor: float, name: str) -> None:
     if name == "scaled":
-        request._REGISTERED.clear()
+        registry.FACTORIES.clear()
         commhooks.register_hook("scaled", scaled_factory)
     try:
         ddp = wrap(mlp())
@@ -115,7 +118,7 @@ def attached_in_some_way(hook: Any, arguments: dict[str, Any], factor: float, na
         assert stats["backward_passes"] == 2 and stats["bytes_sent"] is None  # only the hook itself knows
         assert given == arguments  # the factory has taken its option out of a copy
     finally:
-        request._REGISTERED.clear()
+        registry.FACTORIES.clear()
 
 
 @pytest.mark.parametrize("way", WAYS)

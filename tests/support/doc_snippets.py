@@ -46,7 +46,7 @@ import torch.distributed as dist
 from repository import REPOSITORY
 
 from commhooks import DoctorError
-from commhooks.hook import request
+from commhooks.compressors import registry
 
 LANGUAGES = ("python", "diff", "yaml", "bash", "text")
 NEEDS = ("", "ddp", "attached", "accelerate", "transformers", "continued", "lightning", "lightning ranks")
@@ -231,7 +231,8 @@ def _execute(chain: list[tuple[str, str]], needs: str, folder: str) -> None:
     with contextlib.ExitStack() as undo:
         undo.callback(os.chdir, before)
         undo.enter_context(_logging_as_before())
-        undo.enter_context(mock.patch.dict(request._REGISTERED))  # a name that a snippet gives is free again afterwards
+        undo.enter_context(mock.patch.dict(registry.COMPRESSORS))
+        undo.enter_context(mock.patch.dict(registry.FACTORIES))  # a name that a snippet gives is free again afterwards
         if needs in ("accelerate", "transformers"):
             from accelerators import accelerate_launched
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from inside import learns, session_of, user_state
 from models import EVERY_PARAMETER, Prescribed, backward
 from repository import TESTS
 from torch.nn.parallel import DistributedDataParallel
@@ -132,15 +133,14 @@ def resume(kind: str, version: int) -> dict[str, Any]:
     """Load it into a hook that was told to start much later, look at its memory, and train two steps."""
     ddp, attached = new(KINDS[kind][0], start=900)
     attached.load_state_dict(payload_of(kind, version))
-    low_rank = attached._low_rank
-    memory = low_rank._memory if low_rank is not None else None
+    memory = session_of(attached).state if learns(attached) else None
     found: dict[str, Any] = {
         "step": attached.stats()["step"],
         "start": attached.options.get("start_powerSGD_iter"),
-        "q": {name: q.clone() for name, q in memory.q.items()} if memory is not None else {},
-        "residuals": {name: r.clone() for name, r in memory.residuals.items()} if memory is not None else {},
-        "missing": memory is not None and memory.residual_missing,
-        "calls": attached._state.calls if KINDS[kind][0] == "users" else None,
+        "q": {name: q.clone() for name, q in memory["q"].items()} if memory is not None else {},
+        "residuals": {name: r.clone() for name, r in memory["residual"].items()} if memory is not None else {},
+        "missing": memory is not None and memory.local_missing,
+        "calls": user_state(attached).calls if KINDS[kind][0] == "users" else None,
     }
     steps = range(SAVED_AT, SAVED_AT + 2)
     found["gradients"] = [backward(ddp, gradients(dist.get_rank(), step)) for step in steps]

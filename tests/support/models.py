@@ -76,7 +76,7 @@ EVERY_PARAMETER = 1e-6
 
 def masks(pretend: bool = True) -> contextlib.AbstractContextManager[object]:
     """In the body tensors on the CPU are treated as if they were on an accelerator, which the host must not ask."""
-    return mock.patch.object(precision, "host_may_look", lambda device: not pretend)
+    return mock.patch.object(precision, "is_host_readable", lambda device: not pretend)
 
 
 def bits_equal(a: Mapping[str, torch.Tensor], b: Mapping[str, torch.Tensor]) -> bool:

@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from inside import session_of
 from torch.nn.parallel import DistributedDataParallel
 
 import commhooks
@@ -99,5 +100,5 @@ def flat(tensors: Any) -> torch.Tensor:
 
 def residuals(hook: commhooks.CommHook) -> dict[str, torch.Tensor]:
     """This rank's residuals by parameter name, flat."""
-    assert hook._low_rank is not None
-    return {name: residual.clone() for name, residual in hook._low_rank._memory.residuals.items()}
+    assert session_of(hook) is not None
+    return {name: residual.clone() for name, residual in session_of(hook).state["residual"].items()}

@@ -9,16 +9,15 @@ import pytest
 from commhooks import DoctorError
 from commhooks.tools.doctor.judge import Advice, estimate_ms, judge, pays_below
 from commhooks.tools.doctor.link import Link, wire_s
-from commhooks.tools.doctor.measure import Candidate, Measured, quartiles
+from commhooks.tools.doctor.measure import Measured, quartiles
 from commhooks.tools.doctor.report import DoctorReport, bandwidth
+from commhooks.tools.doctor.run import _candidates
 
 
 def measured(label: str, *step_ms: float, mb: float = 0.0, codec_ms: float = 0.1) -> Measured:
-    hook, _, rank = label.partition(" rank ")
-    options = {"matrix_approximation_rank": int(rank), "start_powerSGD_iter": 0} if rank else {}
-    hook = {"fp16": "fp16_compress", "bf16": "bf16_compress"}.get(hook, hook)
+    (candidate,) = [each for each in _candidates((1, 2, 4), {}) if each.label == label]
     samples = list(step_ms) * (1 if len(step_ms) > 1 else 5)
-    return Measured(Candidate(label, hook, options), samples, [codec_ms] * len(samples), bytes_sent=int(mb * 1e6))
+    return Measured(candidate, samples, [codec_ms] * len(samples), bytes_sent=int(mb * 1e6))
 
 
 def figures(**ms: float | tuple[float, ...]) -> dict[str, Measured]:
@@ -77,7 +76,8 @@ def test_advice_says_why_not_and_what_is_uncertain() -> None:
     busy = figures(noop=24, allreduce=156, r1=45)
     busy["powerSGD rank 1"].codec_ms = [15.0] * 5
     assert any("the option fused=True is faster" in note for note in advice(busy).notes)
-    busy["powerSGD rank 1"].candidate.options["fused"] = True  # type: ignore[index]
+    (fused,) = [each for each in _candidates((1,), {"fused": True}) if each.hook == "powerSGD"]
+    busy["powerSGD rank 1"].candidate = fused
     assert not any("fused" in note for note in advice(busy).notes + steady.notes)
     shaky = advice(figures(noop=(20, 50, 90), allreduce=(100, 100, 100)))
     assert [note[:25] for note in shaky.notes] == ["The steps of noop vary a ", "Some figures come from fe"]

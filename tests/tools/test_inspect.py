@@ -20,7 +20,7 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from commhooks import PayloadError
-from commhooks.checkpoint.checks import check_header, check_low_rank
+from commhooks.checkpoint.checks import check_header, check_learned
 from commhooks.tools.cli import main
 from commhooks.tools.inspect.command import report_text
 from commhooks.tools.inspect.payload import _inspect, inspect_path
@@ -289,7 +289,7 @@ def test_whatever_is_in_it() -> None:
         try:
             check_header(payload)
             if "parameters" in payload:
-                check_low_rank(payload)
+                check_learned(payload)
         except PayloadError:
             refused += 1
             assert report["problems"] and "hook" not in report, what

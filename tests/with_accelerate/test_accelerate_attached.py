@@ -13,6 +13,7 @@ import torch
 from accelerate import DistributedDataParallelKwargs, DistributedType
 from accelerate.utils import TorchDynamoPlugin
 from accelerators import Training, Warnings, launched, new_accelerator, power_sgd
+from inside import session_of
 from training import make_model, residuals
 
 import commhooks
@@ -54,7 +55,7 @@ def _several_of_everything() -> None:
     assert hooks[0] is first and hooks[-1] is handler.attached
     assert [hook.stats()["step"] for hook in hooks] == [4, 5, 6]
     assert all(handler.is_attached(each.model) for each in (run, second, elsewhere))
-    assert len({id(hook._low_rank) for hook in hooks}) == 3
+    assert len({id(session_of(hook)) for hook in hooks}) == 3
     assert not torch.equal(residuals(hooks[0])["5.weight"], residuals(hooks[1])["5.weight"])
 
 
@@ -66,7 +67,7 @@ def test_a_state_for_each_model_and_accelerator(run_ranks: Any) -> None:
 def _nothing_is_kept_alive() -> None:
     handler = power_sgd()
     run = Training(handler).train(4)
-    gone = [weakref.ref(each) for each in (run.model, run.hook, run.hook._low_rank, run.accelerator)]
+    gone = [weakref.ref(each) for each in (run.model, run.hook, session_of(run.hook), run.accelerator)]
     kept_stats = run.hook.stats()
     run.model, run.optimizer = run.accelerator.free_memory(run.model, run.optimizer)
     gc.collect()

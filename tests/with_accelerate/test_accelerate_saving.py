@@ -11,6 +11,7 @@ import torch.distributed as dist
 from accelerate.utils import ProjectConfiguration
 from accelerate_checkpoints import BOTH, assert_equal, outcome, resume, train_and_save
 from accelerators import OPTIONS, WRONG, Training, Warnings, accelerate_launched, hook_files, launched, power_sgd
+from inside import session_of
 
 from accelerate_commhooks import CommHookKwargs
 
@@ -102,7 +103,7 @@ def _scaled(folder: str) -> dict[str, Any]:
     run = Training(scale=64.0).train(6).save(folder).train(3)
     resumed = Training.resumed(folder, 6, scale=2.0)
     # The scale has grown at the end of the step whose residual was saved.
-    assert resumed.accelerator.scaler.get_scale() == resumed.hook._low_rank._memory.loss_scale * 2 == 256
+    assert resumed.accelerator.scaler.get_scale() == session_of(resumed.hook).state.loss_scale * 2 == 256
     return {"run": outcome(run), "resumed": outcome(resumed.train(3))}
 
 

@@ -13,6 +13,7 @@ from accelerate import DistributedDataParallelKwargs, DistributedType
 from accelerate.state import PartialState
 from accelerate.utils import DDPCommunicationHookType
 from accelerators import OPTIONS, Training, hook_files, launched, new_accelerator, power_sgd
+from inside import session_of
 from training import batch, make_model, residuals
 
 from accelerate_commhooks import CommHookKwargs
@@ -97,7 +98,7 @@ def _migrated(enum: bool) -> dict[str, Any]:
         if options:
             stock["comm_wrapper"] = kind.FP16 if enum else "fp16"
         run = Training(CommHookKwargs(**stock, bucket_cap_mb=0.001)).train(4)
-        found[name] = (run.hook.name, run.hook.options, run.hook._spec.wrapper, run.hook.stats())
+        found[name] = (run.hook.name, run.hook.options, run.hook._request.wrapper, run.hook.stats())
     return found
 
 
@@ -130,11 +131,11 @@ def _scaled() -> dict[str, Any]:
     options = {"matrix_approximation_rank": 2, "start_powerSGD_iter": 1}
     run = Training(power_sgd(options)).train(3)
     scaled = Training(power_sgd(options), scale=1024.0).train(2)
-    assert scaled.hook._low_rank._memory.loss_scale == 1024
+    assert session_of(scaled.hook).state.loss_scale == 1024
     scaled.accelerator.scaler.update(256.0)
     scaled.train(1)
-    memory, unscaled = scaled.hook._low_rank._memory, residuals(run.hook)["5.weight"]
-    apart = (memory.residuals["5.weight"] / 256 - unscaled).norm() / unscaled.norm()
+    memory, unscaled = session_of(scaled.hook).state, residuals(run.hook)["5.weight"]
+    apart = (memory["residual"]["5.weight"] / 256 - unscaled).norm() / unscaled.norm()
     return {"scale": memory.loss_scale, "apart": apart, "norm": unscaled.norm()}
 
 

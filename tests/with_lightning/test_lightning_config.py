@@ -226,7 +226,7 @@ def test_cli_trains_with_a_callable_or_a_name(run_ranks: Any, tmp_path: Path, ho
 def test_cli_options_of_a_hook_by_name(tmp_path: Path) -> None:
     config = _config(tmp_path / "c.yaml", "powerSGD", hook_options={"matrix_approximation_rank": 3})
     strategy = _cli(["--config", str(config)], run=False).trainer.strategy
-    assert strategy._spec.config == PowerSGD(matrix_approximation_rank=3)
+    assert strategy._request.config == PowerSGD(matrix_approximation_rank=3)
     config = _config(tmp_path / "c.yaml", "powerSGD", hook_options={"matrix_rank": 3})
     # jsonargparse wraps what is raised at construction; the sentence is in it.
     with pytest.raises(ValueError, match="did you mean 'matrix_approximation_rank'"):

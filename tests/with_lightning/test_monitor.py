@@ -12,6 +12,7 @@ import lightning_support as support
 import pytest
 import torch
 import torch.distributed as dist
+from inside import session_of
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from lightning.pytorch.plugins.precision import MixedPrecision
 from lightning.pytorch.strategies import DDPStrategy
@@ -44,8 +45,8 @@ class Truth(pl.Callback):
     def on_before_optimizer_step(self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Any) -> None:
         hook = trainer.strategy.comm_hook
         matrices = {name: p for name, p in pl_module.named_parameters() if p.dim() == 2}
-        residuals = hook._low_rank._memory.residuals
-        scale = hook._low_rank._memory.loss_scale
+        residuals = session_of(hook).state["residual"]
+        scale = session_of(hook).state.loss_scale
         self.rows.append(
             {
                 **hook.stats(),

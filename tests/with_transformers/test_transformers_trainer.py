@@ -101,7 +101,7 @@ def _resume_from_another_model(folder: Path) -> str:
         saved = torch.load(folder / "checkpoint-4" / FILES[0], weights_only=True)
         name = next(name for name in saved["parameters"] if name.endswith("layers.1.mlp.up_proj.weight"))
         saved["parameters"] = {("other" if key == name else key): each for key, each in saved["parameters"].items()}
-        saved["fingerprint"] = commhooks.checkpoint.parts.fingerprint(saved)
+        saved["fingerprint"] = commhooks.checkpoint.parts.save_id(saved)
         torch.save(saved, folder / "checkpoint-4" / FILES[0])
     dist.barrier()
     with pytest.raises(commhooks.PayloadError) as caught:

@@ -1,28 +1,26 @@
-"""One bucket on an accelerator: the steps of `LowRankExchange`, for all matrices of one shape at once.
+"""One bucket on an accelerator: the steps of `HostExchange`, for all matrices of one shape at once.
 
-The host queues a few kernels per shape and never asks the device for a number: what it would decide is a mask here.
+The host queues a few kernels per shape and never asks the device for a number: masks decide instead.
 """
 
 from collections.abc import Callable
 
 import torch
 
-from commhooks.comm.collective import start_all_reduce
 from commhooks.comm.wire import largest_gradient, put_factor, put_projection
 from commhooks.compressors.powersgd import codec
-from commhooks.compressors.powersgd.host_exchange import LowRankExchange
+from commhooks.compressors.powersgd.host_exchange import HostExchange
 from commhooks.compressors.powersgd.matrix_stack import MatrixStack
 from commhooks.gradients.loss_scale import is_one
 
 
-class MaskedExchange(LowRankExchange):
-    """One bucket on its way. Works on any device. Results are those of `LowRankExchange` to rounding where the rows of
-    P are independent (see `codec.orthonormal_stack`)."""
+class DeviceExchange(HostExchange):
+    """One bucket of one backward pass. Works on any device. Results are those of `HostExchange` to rounding where the
+    rows of P are independent (see `codec.orthonormal_stack`)."""
 
-    def start(self) -> None:
-        """Form delta, P = delta Q, and send it with everything uncompressed and the flags."""
-        s, packed = self._scratch, self._with_p
-        for stack, flags, factors in zip(s.stacks, packed.stacked_flags, packed.stacked_factors, strict=True):
+    def form_p(self) -> None:
+        s, message = self._work, self._with_p
+        for stack, flags, factors in zip(s.stacks, message.stacked_flags, message.stacked_factors, strict=True):
             if stack.delta is not None:
                 _gather(stack.gradients(self.buffer), stack)
             blocks = stack.blocks(self.buffer)
@@ -32,39 +30,34 @@ class MaskedExchange(LowRankExchange):
             for part, delta in blocks:
                 torch.bmm(stack.q[part], delta.transpose(1, 2), out=stack.p[part])
             put_factor(stack.p, factors, self._world_size)
-        self._put_plain(packed)
-        self._first = start_all_reduce(packed.buffer, self._group, self._stats, f"P of {self._label}")
+        self._put_plain(message)
 
-    def advance(self) -> None:
-        """Wait for P, orthonormalise it, Q = delta^T P, and send that."""
-        assert self._first is not None
-        self._first.wait()
-        s = self._scratch
+    def form_q(self) -> None:
+        s = self._work
         with_p, with_q = self._with_p.stacked_factors, self._with_q.stacked_factors
         for stack, arrived, factors in zip(s.stacks, with_p, with_q, strict=True):
-            refill = s.stacked_refill(stack, "P", self._options)
+            refill = s.stacked_refill(stack, "P")
             stack.p.copy_(codec.orthonormal_stack(arrived.to(s.dtype), refill))
             for part, delta in stack.blocks(self.buffer):
                 torch.bmm(stack.p[part], delta, out=stack.q[part])
             put_projection(stack.q, factors, self._world_size)
-        self._second = start_all_reduce(self._with_q.buffer, self._group, self._stats, f"Q of {self._label}")
 
     def commit(self, good: torch.Tensor | bool) -> None:
         """Write the gradient P Q^T into the bucket and, where `good`, the residual delta - P Q_local^T and Q."""
-        s = self._scratch
+        s = self._work
         self._store_plain(self._with_p)
-        poison = torch.where(self._good, 0.0, float("nan")).to(s.dtype)
+        nan_if_bad = torch.where(self.good_here, 0.0, float("nan")).to(s.dtype)
         good = torch.as_tensor(good, device=self.buffer.device)
         flags, with_q = self._with_p.stacked_flags, self._with_q.stacked_factors
         for stack, flag, arrived in zip(s.stacks, flags, with_q, strict=True):
-            alive = (flag > 0).view(-1, 1, 1)
-            keep = good & alive
+            has_gradient = (flag > 0).view(-1, 1, 1)
+            keep = good & has_gradient
             blocks = stack.blocks(self.buffer)
-            if self._options.use_error_feedback:
+            if self._error_feedback:
                 self._commit_residuals(stack, blocks, keep)
-            learned = stack.learned_q.adopt(self._memory.q, self._draw_for(stack))
+            learned = stack.learned_q.bind(self._learned_q, self._draw_for(stack))
             torch.where(keep, arrived.to(s.dtype), learned, out=learned)
-            torch.mul(arrived, alive, out=stack.q).add_(poison)
+            torch.mul(arrived, has_gradient, out=stack.q).add_(nan_if_bad)
             for part, delta in blocks:
                 torch.bmm(stack.p[part].transpose(1, 2), stack.q[part], out=delta)
             if stack.delta is not None:
@@ -73,7 +66,7 @@ class MaskedExchange(LowRankExchange):
     def _commit_residuals(
         self, stack: MatrixStack, blocks: list[tuple[slice, torch.Tensor]], keep: torch.Tensor
     ) -> None:
-        residuals = stack.residuals.adopt(self._memory.residuals)
+        residuals = stack.residuals.bind(self._residuals)
         if not is_one(self._residual_factor):
             # Whether the step is good or not: the loss scale that goes with the residuals changes with them.
             residuals.mul_(self._residual_factor)
@@ -89,18 +82,18 @@ class MaskedExchange(LowRankExchange):
         """Per matrix 1 if there is a gradient, 0 if it is zero; NaN if it is too large for the wire."""
         extremes = [torch.aminmax(delta.flatten(1), dim=1) for _, delta in blocks]
         low, high = (torch.cat(each) if len(each) > 1 else each[0] for each in zip(*extremes, strict=True))
-        alive = (low != 0) | (high != 0)
+        has_gradient = (low != 0) | (high != 0)
         limit = largest_gradient(flags.dtype)
         if limit < torch.finfo(self.buffer.dtype).max:
-            flags.copy_(torch.where(torch.maximum(-low, high) > limit, float("nan"), alive.to(flags.dtype)))
+            flags.copy_(torch.where(torch.maximum(-low, high) > limit, float("nan"), has_gradient.to(flags.dtype)))
         else:
-            flags.copy_(alive)
+            flags.copy_(has_gradient)
 
     def _add_residuals(self, stack: MatrixStack, blocks: list[tuple[slice, torch.Tensor]]) -> None:
-        known = self._memory.residuals
-        if not self._options.use_error_feedback or not any(n in known for x in stack.matrices for n, _ in x.slots):
+        known = self._residuals
+        if not self._error_feedback or not any(slot.name in known for x in stack.matrices for slot in x.slots):
             return
-        residuals = stack.residuals.read(known)
+        residuals = stack.residuals.gather(known)
         for part, delta in blocks:
             if isinstance(self._residual_factor, float):
                 delta.add_(residuals[part], alpha=self._residual_factor)
@@ -108,13 +101,13 @@ class MaskedExchange(LowRankExchange):
                 delta.addcmul_(residuals[part], self._residual_factor)
 
     def _set_starting_q(self, stack: MatrixStack) -> None:
-        """`k x r x m`, rows of norm 1; see `LowRankExchange._starting_q`."""
-        if self._options.warm_start:
-            q = stack.learned_q.read(self._memory.q, self._draw_for(stack))
+        """`k x r x m`, rows of norm 1; see `HostExchange._starting_q`."""
+        if self._work.draws.warm_start:
+            q = stack.learned_q.gather(self._learned_q, self._draw_for(stack))
         else:
             q = torch.stack([self._draw_q(x) for x in stack.matrices]).to(self.buffer.device)
         rows, missing = codec.unit_stack(q)
-        stack.q.copy_(torch.where(missing, self._scratch.stacked_refill(stack, "Q", self._options), rows))
+        stack.q.copy_(torch.where(missing, self._work.stacked_refill(stack, "Q"), rows))
 
     def _draw_for(self, stack: MatrixStack) -> Callable[[int], torch.Tensor]:
         return lambda i: self._draw_q(stack.matrices[i])

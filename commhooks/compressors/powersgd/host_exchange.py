@@ -1,208 +1,200 @@
 """One bucket, compressed: delta = gradient + residual -> P -> all-reduce -> Q -> all-reduce -> gradient, residual.
 
-`LowRankExchange` takes one bucket of one backward pass through the buffers of `LowRankScratch`, matrix by matrix, on
-the CPU; `MaskedExchange` does the same on an accelerator. Nothing learned is written before `commit`.
+`HostExchange` takes one bucket of one backward pass through the buffers of a `Workspace`, matrix by matrix, on the CPU;
+`DeviceExchange` does the same on an accelerator. Nothing learned is written before the verdict.
 """
 
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
-from commhooks.comm.collective import Pending, new_future, start_all_reduce
-from commhooks.comm.counters import Stats
 from commhooks.comm.wire import all_finite, put_factor, put_overflow, put_plain, put_projection
+from commhooks.compressors.base import Exchange, Send, State, StepInfo, Verdict
 from commhooks.compressors.powersgd import codec
 from commhooks.compressors.powersgd.matrix import Matrix
-from commhooks.compressors.powersgd.workspace import LowRankOptions, LowRankScratch, Packed
-from commhooks.engine.state import Memory
+from commhooks.compressors.powersgd.workspace import Message, Workspace
 from commhooks.gradients import precision
 from commhooks.gradients.layout import Slot
-from commhooks.gradients.loss_scale import LossScale
 
 
-class LowRankExchange:
-    """One bucket on its way. `start`, `advance`, `finish`, `commit`: in this order, on all ranks."""
+class HostExchange:
+    """One bucket of one backward pass.
+
+    Args:
+        flat: the bucket's buffer, changed in place.
+        work: of the bucket's layout.
+        state: "q" per matrix, `r x m`; "residual" per parameter, flat in memory order; with `alternate` "p", `r x n`.
+        step: of this backward pass.
+        error_feedback: keep residuals.
+    """
 
     def __init__(
-        self,
-        buffer: torch.Tensor,
-        scratch: LowRankScratch,
-        memory: Memory,
-        options: LowRankOptions,
-        group: dist.ProcessGroup,
-        stats: Stats,
-        residual_factor: LossScale,
-        label: str = "a bucket",
+        self, flat: torch.Tensor, work: Workspace, state: State, step: StepInfo, *, error_feedback: bool
     ) -> None:
-        self.buffer = buffer
-        self.future = new_future(buffer.device)
-        self._scratch = scratch
-        self._memory = memory
-        self._options = options
-        self._group = group
-        self._world_size = group.size()
-        self._stats = stats
-        self._label = label
-        # The loss scale has changed by this factor since the residuals were written.
-        self._residual_factor: Any = residual_factor
-        self._on_host = precision.host_may_look(buffer.device)
-        self._first: Pending | None = None
-        self._second: Pending | None = None
-        self._with_p, self._with_q = self._packed()
+        self.buffer = flat
+        self._work = work
+        self._residuals = state["residual"]
+        self._learned_q = state["q"]
+        self._learned_p = state["p"]
+        self._error_feedback = error_feedback
+        self._world_size = step.world_size
+        self._step = step.number
+        # Without stacks the host computes with it, so that it is asked for.
+        self._residual_factor: Any = step.residual_factor if work.stacks else float(step.residual_factor)
+        self._on_host = precision.is_host_readable(flat.device)
+        self._with_p, self._with_q = self._new_messages()
         self._delta = [
-            buffer[x.start : x.stop].view(x.n, x.m) if own is None else own
-            for own, x in zip(scratch.delta, scratch.matrices, strict=False)  # a stack has its own
+            flat[x.start : x.stop].view(x.n, x.m) if own is None else own
+            for own, x in zip(work.delta, work.matrices, strict=False)  # a stack has its own
         ]
 
-    def _packed(self) -> tuple[Packed, Packed]:
-        """What travels in the first all-reduce and in the second."""
-        s = self._scratch
-        return s.packed([x.n for x in s.matrices]), s.packed([x.m for x in s.matrices], alone=True)
+    def run(self) -> Exchange:
+        """The exchange, for the engine."""
+        self.form_p()
+        yield Send(self._with_p.buffer, "P")
+        self.form_q()
+        yield Send(self._with_q.buffer, "Q", last=True)
+        self.good_here = all_finite(self._with_p.buffer) & all_finite(self._with_q.buffer)
+        good = yield Verdict(self.good_here)
+        self.commit(good)
+        return None
 
-    def start(self) -> None:
-        """Form delta in place, P = delta Q, and send it with everything uncompressed and the flags."""
-        s = self._scratch
+    def _new_messages(self) -> tuple[Message, Message]:
+        """What travels in the first all-reduce and in the second."""
+        s = self._work
+        return s.message([x.n for x in s.matrices]), s.message([x.m for x in s.matrices], alone=True)
+
+    def form_p(self) -> None:
+        """Form delta in place and P = delta Q; write P, what is not compressed and the flags into the first message."""
+        s = self._work
         for i, matrix in enumerate(s.matrices):
             gradient = self.buffer[matrix.start : matrix.stop]
             self._flag(gradient, self._with_p.flags[i])
             delta, residual = self._load_delta(i, gradient)
             self._set_factor(s.q[i], matrix, self._starting_q(matrix))
-            s.products.add_and_project(delta, residual, self._residual_factor, s.q[i], matrix.rank, out=s.p[i])
+            s.kernels.add_and_project(delta, residual, self._residual_factor, s.q[i], matrix.rank, out=s.p[i])
             put_factor(s.p[i][: matrix.rank], self._with_p.factors[i], self._world_size)
         self._put_plain(self._with_p)
-        self._first = start_all_reduce(self._with_p.buffer, self._group, self._stats, f"P of {self._label}")
 
-    def advance(self) -> None:
-        """Wait for P, orthonormalise it, Q = delta^T P, and send that."""
-        assert self._first is not None
-        self._first.wait()
-        s = self._scratch
+    def form_q(self) -> None:
+        """Orthonormalise the P that arrived, form Q = delta^T P and write it into the second message."""
+        s = self._work
         for i, matrix in enumerate(s.matrices):
             self._set_factor(s.p[i], matrix, self._orthonormal(self._with_p.factors[i].to(s.dtype), matrix, "P"))
-            s.products.project_q(self._delta[i], s.p[i], matrix.rank, out=s.q[i])
+            s.kernels.project_q(self._delta[i], s.p[i], matrix.rank, out=s.q[i])
             put_projection(s.q[i][: matrix.rank], self._with_q.factors[i], self._world_size)
-        self._second = start_all_reduce(self._with_q.buffer, self._group, self._stats, f"Q of {self._label}")
-
-    def finish(self) -> torch.Tensor:
-        """Wait for Q; returns whether all that arrived is finite (0-dim bool)."""
-        assert self._second is not None
-        self._second.wait()
-        self._good = all_finite(self._with_p.buffer) & all_finite(self._with_q.buffer)
-        return self._good
 
     def commit(self, good: torch.Tensor | bool) -> None:
         """Write the gradient P Q^T into the bucket and, if `good`, the residual delta - P Q_local^T and Q.
 
         A bucket that is not finite itself leaves NaN in its gradients on every rank.
         """
-        s = self._scratch
+        s = self._work
         self._store_plain(self._with_p)
-        poison = torch.where(self._good, 0.0, float("nan")).to(s.dtype)
-        alive = (self._with_p.flags > 0).tolist()
+        nan_if_bad = torch.where(self.good_here, 0.0, float("nan")).to(s.dtype)
+        has_gradient = (self._with_p.flags > 0).tolist()
         for i, matrix in enumerate(s.matrices):
-            self._commit_matrix(i, matrix, bool(good), alive[i], poison)
+            self._commit_matrix(i, matrix, bool(good), has_gradient[i], nan_if_bad)
 
-    def _commit_matrix(self, i: int, matrix: Matrix, good: bool, alive: bool, poison: torch.Tensor) -> None:
-        s, delta = self._scratch, self._delta[i]
-        if good and not alive:
+    def _commit_matrix(self, i: int, matrix: Matrix, good: bool, has_gradient: bool, nan_if_bad: torch.Tensor) -> None:
+        s, delta = self._work, self._delta[i]
+        if good and not has_gradient:
             self._skip(matrix)
             return
         if not good:
             q = s.q[i]
             q[: matrix.rank] = self._with_q.factors[i]
-            self._store_gradient(i, matrix, delta, q.add_(poison))
+            self._store_gradient(i, matrix, delta, q.add_(nan_if_bad))
             return
         q = self._q_memory(matrix).copy_(self._with_q.factors[i])
-        if not self._options.use_error_feedback:
+        if not self._error_feedback:
             self._store_gradient(i, matrix, delta, q)
         elif s.in_place[i]:
-            name, slot = matrix.slots[0]
-            residual = self._residual(name, slot).view(matrix.n, matrix.m)
-            s.products.split(delta, (s.p[i], s.q[i]), (s.p[i], q), matrix.rank, residual)
+            residual = self._residual(matrix.slots[0]).view(matrix.n, matrix.m)
+            s.kernels.split(delta, (s.p[i], s.q[i]), (s.p[i], q), matrix.rank, residual)
         else:
             self._store_residual(i, matrix, delta)
             self._store_gradient(i, matrix, delta, q)
 
     def _skip(self, matrix: Matrix) -> None:
         """No rank had a gradient: keep the residual for later instead of losing it to a step that is not taken."""
-        for name, _ in matrix.slots:
-            if name in self._memory.residuals and self._residual_factor != 1:
-                self._memory.residuals[name].mul_(self._residual_factor)
+        for slot in matrix.slots:
+            if slot.name in self._residuals and self._residual_factor != 1:
+                self._residuals[slot.name].mul_(self._residual_factor)
         self.buffer[matrix.start : matrix.stop].zero_()
 
     # ---- what is not compressed ------------------------------------------------------------------------------------
 
-    def _put_plain(self, packed: Packed) -> None:
-        for (begin, end), out in zip(self._scratch.plain_spans, packed.plain, strict=True):
+    def _put_plain(self, message: Message) -> None:
+        for (begin, end), out in zip(self._work.plain_spans, message.plain, strict=True):
             put_plain(self.buffer[begin:end], out, self._world_size)
 
-    def _store_plain(self, packed: Packed) -> None:
-        for (begin, end), mean in zip(self._scratch.plain_spans, packed.plain, strict=True):
+    def _store_plain(self, message: Message) -> None:
+        for (begin, end), mean in zip(self._work.plain_spans, message.plain, strict=True):
             self.buffer[begin:end].copy_(mean)
 
     # ---- delta, residual, gradient ---------------------------------------------------------------------------------
 
     def _load_delta(self, i: int, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         """The matrix delta, and its residual if that has not been added yet."""
-        own, matrix = self._scratch.delta[i], self._scratch.matrices[i]
-        if self._scratch.in_place[i]:
-            known = self._memory.residuals.get(matrix.slots[0][0]) if self._options.use_error_feedback else None
+        own, matrix = self._work.delta[i], self._work.matrices[i]
+        if self._work.in_place[i]:
+            known = self._residuals.get(matrix.slots[0].name) if self._error_feedback else None
             return self._delta[i], None if known is None else known.view(matrix.n, matrix.m)
         flat = gradient
         if own is not None:
             flat = own.view(-1)
             flat[: gradient.numel()].copy_(gradient)
             flat[gradient.numel() :].zero_()
-        if self._options.use_error_feedback:
-            for name, slot in matrix.slots:
-                residual = self._memory.residuals.get(name)
+        if self._error_feedback:
+            for slot in matrix.slots:
+                residual = self._residuals.get(slot.name)
                 if residual is not None:
                     begin = slot.offset - matrix.start
                     flat[begin : begin + slot.numel].add_(residual, alpha=self._residual_factor)
         return self._delta[i], None
 
-    def _residual(self, name: str, slot: Slot) -> torch.Tensor:
-        residuals = self._memory.residuals
-        if name not in residuals:
-            residuals[name] = torch.zeros(slot.numel, dtype=self._scratch.dtype, device=self.buffer.device)
-        return residuals[name]
+    def _residual(self, slot: Slot) -> torch.Tensor:
+        residuals = self._residuals
+        if slot.name not in residuals:
+            residuals[slot.name] = torch.zeros(slot.numel, dtype=self._work.dtype, device=self.buffer.device)
+        return residuals[slot.name]
 
     def _store_residual(self, i: int, matrix: Matrix, delta: torch.Tensor) -> None:
-        s = self._scratch
+        s = self._work
         codec.remainder(delta, s.p[i], s.q[i], matrix.rank, out=delta)
         flat = delta.view(-1)
-        for name, slot in matrix.slots:  # what lies behind them is padding, whose residual is dropped
+        for slot in matrix.slots:  # what lies behind them is padding, whose residual is dropped
             begin = slot.offset - matrix.start
-            self._residual(name, slot).copy_(flat[begin : begin + slot.numel])
+            self._residual(slot).copy_(flat[begin : begin + slot.numel])
 
     def _store_gradient(
         self, i: int, matrix: Matrix, delta: torch.Tensor, q: torch.Tensor, p: torch.Tensor | None = None
     ) -> None:
-        codec.reconstruct(self._scratch.p[i] if p is None else p, q, matrix.rank, out=delta)
-        if self._scratch.delta[i] is not None:
+        codec.reconstruct(self._work.p[i] if p is None else p, q, matrix.rank, out=delta)
+        if self._work.delta[i] is not None:
             self.buffer[matrix.start : matrix.stop].copy_(delta.view(-1)[: matrix.stop - matrix.start])
 
     # ---- Q, directions, flags --------------------------------------------------------------------------------------
 
     def _q_memory(self, matrix: Matrix) -> torch.Tensor:
-        q = self._memory.q.get(matrix.name)
+        q = self._learned_q.get(matrix.name)
         if q is None:
-            q = self._memory.q[matrix.name] = self._draw_q(matrix).to(self.buffer.device)
+            q = self._learned_q[matrix.name] = self._draw_q(matrix).to(self.buffer.device)
         return q
 
     def _draw_q(self, matrix: Matrix) -> torch.Tensor:
         """r x m, on the CPU."""
-        return self._options.draw_q(matrix, self._memory.step, self._scratch.dtype)
+        return self._work.draws.q(matrix, self._step, self._work.dtype)
 
     def _starting_q(self, matrix: Matrix) -> torch.Tensor:
         """r x m, rows of norm 1: only the space that they span matters, and otherwise P would grow with the square of
         the gradient. A row of zeros is a missing direction."""
-        q = self._memory.q.get(matrix.name) if self._options.warm_start else None
-        rows, missing = self._scratch.products.unit_rows(self._draw_q(matrix) if q is None else q)
+        q = self._learned_q.get(matrix.name) if self._work.draws.warm_start else None
+        rows, missing = self._work.kernels.unit_rows(self._draw_q(matrix) if q is None else q)
         if missing is None or not missing.any():
             return rows
-        refill, _ = codec.unit_rows(self._scratch.refill(matrix, "Q", self._options))
+        refill, _ = codec.unit_rows(self._work.refill(matrix, "Q"))
         return torch.where(missing, refill, rows)
 
     def _set_factor(self, factor: torch.Tensor, matrix: Matrix, rows: torch.Tensor) -> None:
@@ -212,10 +204,10 @@ class LowRankExchange:
 
     def _orthonormal(self, rows: torch.Tensor, matrix: Matrix, side: str) -> torch.Tensor:
         if self._on_host:
-            basis, missing = self._scratch.products.orthonormal_rows(rows, None)
+            basis, missing = self._work.kernels.orthonormal_rows(rows, None)
             if missing is None or not missing.any():
                 return basis
-        return codec.orthonormal_rows(rows, self._scratch.refill(matrix, side, self._options))[0]
+        return codec.orthonormal_rows(rows, self._work.refill(matrix, side))[0]
 
     def _flag(self, gradient: torch.Tensor, flag: torch.Tensor) -> None:
         """1 if there is a gradient, 0 if it is zero; NaN if it is too large for the wire."""

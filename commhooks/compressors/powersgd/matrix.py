@@ -16,19 +16,19 @@ class Matrix:
     """
 
     name: str
-    slots: tuple[tuple[str, Slot], ...]
-    """Name and place of each parameter in the matrix, adjacent in the bucket."""
+    slots: tuple[Slot, ...]
+    """The parameters in the matrix, adjacent in the bucket."""
     n: int
     m: int
     rank: int
 
     @property
     def start(self) -> int:
-        return self.slots[0][1].offset
+        return self.slots[0].offset
 
     @property
     def stop(self) -> int:
-        return self.slots[-1][1].offset + self.slots[-1][1].numel
+        return self.slots[-1].stop
 
     @property
     def fills_bucket_span(self) -> bool:

@@ -13,7 +13,7 @@ from commhooks.compressors.powersgd.matrix import Matrix
 Fill = Callable[[int], torch.Tensor]
 
 
-class Slices:
+class NamedViews:
     """A tensor of which the entries of a dict are slices, so that what is kept by name can be worked on as a whole.
 
     Args:
@@ -31,7 +31,7 @@ class Slices:
         flat = self._whole.view(-1)
         self._views = {name: flat[begin : begin + torch.Size(own).numel()].view(own) for name, begin, own in names}
 
-    def read(self, entries: Mapping[str, torch.Tensor], fill: Fill | None = None) -> torch.Tensor:
+    def gather(self, entries: Mapping[str, torch.Tensor], fill: Fill | None = None) -> torch.Tensor:
         """The whole, equal to `entries` now; what is not there is `fill(its number)`, or zeros. The dict stays as it
         is."""
         for i, (name, view) in enumerate(self._views.items()):
@@ -48,9 +48,9 @@ class Slices:
                 view.zero_()
         return self._whole
 
-    def adopt(self, entries: dict[str, torch.Tensor], fill: Fill | None = None) -> torch.Tensor:
-        """The whole, after `read`, and from now on each entry is a slice of it."""
-        whole = self.read(entries, fill)
+    def bind(self, entries: dict[str, torch.Tensor], fill: Fill | None = None) -> torch.Tensor:
+        """The whole, after `gather`, and from now on each entry is a slice of it."""
+        whole = self.gather(entries, fill)
         entries.update(self._views)
         return whole
 
@@ -76,8 +76,8 @@ class MatrixStack:
         self.delta = torch.zeros(k, self.n, self.m, dtype=dtype, device=device) if own_delta else None
         self._dtype = dtype
         self._device = device
-        self._residuals: Slices | None = None
-        self._learned_q: Slices | None = None
+        self._residuals: NamedViews | None = None
+        self._learned_q: NamedViews | None = None
 
     def __len__(self) -> int:
         return len(self.matrices)
@@ -89,7 +89,7 @@ class MatrixStack:
 
     @property
     def padded(self) -> bool:
-        """Only a whole bucket as one matrix is: there is one per bucket, so that it is alone in its stack."""
+        """True for batched PowerSGD only: one padded matrix, alone in its stack."""
         return not self.matrices[0].fills_bucket_span
 
     def gradients(self, buffer: torch.Tensor) -> list[torch.Tensor]:
@@ -103,22 +103,22 @@ class MatrixStack:
         return [(slice(i, i + 1), g.view(1, self.n, self.m)) for i, g in enumerate(self.gradients(buffer))]
 
     @property
-    def residuals(self) -> Slices:
+    def residuals(self) -> NamedViews:
         """`k x n x m`; the entries are the parameters' own, flat. Made when it is first needed."""
         if self._residuals is None:
             names = [
-                (name, i * self.n * self.m + slot.offset - matrix.start, (slot.numel,))
+                (slot.name, i * self.n * self.m + slot.offset - matrix.start, (slot.numel,))
                 for i, matrix in enumerate(self.matrices)
-                for name, slot in matrix.slots
+                for slot in matrix.slots
             ]
-            self._residuals = Slices(names, (len(self), self.n, self.m), self._dtype, self._device)
+            self._residuals = NamedViews(names, (len(self), self.n, self.m), self._dtype, self._device)
         return self._residuals
 
     @property
-    def learned_q(self) -> Slices:
+    def learned_q(self) -> NamedViews:
         """`k x r x m`: the Q of each matrix, kept by the matrix's name. Made when it is first needed."""
         if self._learned_q is None:
             shape = (self.rank, self.m)
             names = [(x.name, i * self.rank * self.m, shape) for i, x in enumerate(self.matrices)]
-            self._learned_q = Slices(names, (len(self), *shape), self._dtype, self._device)
+            self._learned_q = NamedViews(names, (len(self), *shape), self._dtype, self._device)
         return self._learned_q

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from commhooks.comm.collective import gather_rows
-from commhooks.compressors.config import Noop
+from commhooks.compressors.noop import Noop
 from commhooks.errors import DoctorError
 from commhooks.hook.attach import attach
 from commhooks.tools.doctor.copies import copy_of
@@ -65,7 +65,7 @@ def check_batch_fn(ddp_model: DistributedDataParallel, batch_fn: BatchFn) -> Non
     group = ddp_model.process_group
     device = next(p.device for p in ddp_model.module.parameters() if p.requires_grad)
     trial = copy_of(ddp_model, alone=True)
-    attach(trial, Noop(), process_group=group)._announced = True
+    attach(trial, Noop(), process_group=group).quiet()
     problem: DoctorError | None = None
     try:
         _try(ddp_model, trial, batch_fn)

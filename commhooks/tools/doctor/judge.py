@@ -5,8 +5,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from commhooks.compressors.registry import COMPRESSORS
 from commhooks.tools.doctor.link import Link, wire_s
-from commhooks.tools.doctor.measure import NOOP, PLAIN, Measured
+from commhooks.tools.doctor.measure import NOOP, PLAIN, Candidate, Measured
 
 WORTH = 1.2
 """A hook must make the step faster by this factor to be worth it: it changes the gradients, and figures vary."""
@@ -72,18 +73,11 @@ def judge(measured: Mapping[str, Measured], link: Link, world_size: int) -> Advi
             f"Use {chosen.candidate.label}. A step takes {chosen.median_ms:.4g} ms with it, {figures}: "
             f"{plain.median_ms / chosen.median_ms:.2f} times faster."
         )
-        if chosen.candidate.hook == "powerSGD":
-            notes.append(
-                "PowerSGD changes the gradients: compare the accuracy that you reach. Its first start_powerSGD_iter "
-                "steps (by default 10 % of the run, 1000 at most) are plain all-reduce."
-            )
-        if chosen.candidate.hook == "fp16_compress":
-            notes.append("Gradients beyond 65504 become inf in float16: use it with a GradScaler.")
-    slow_codec = [each for each in hooks if each.candidate.hook == "powerSGD" and _codec_rules(each, noop)]
+        if chosen.candidate.note:
+            notes.append(chosen.candidate.note)
+    slow_codec = [each for each in hooks if each.candidate.slow_note and _codec_rules(each, noop)]
     if slow_codec and headroom >= WORTH:
-        notes.append(
-            f"{slow_codec[0].candidate.label} computes longer than it waits: on a CPU the option fused=True is faster."
-        )
+        notes.append(slow_codec[0].candidate.slow_note)
     for each in {id(each): each for each in (noop, plain, chosen)}.values():
         low, high = each.quartiles_ms
         if high - low > _NOISY * each.median_ms:
@@ -98,7 +92,7 @@ def judge(measured: Mapping[str, Measured], link: Link, world_size: int) -> Advi
         compress=compress,
         use=chosen.candidate.label,
         hook=chosen.candidate.hook if compress else None,
-        hook_options=dict(_without_start(chosen.candidate.options)) if compress else {},
+        hook_options=_without_start(chosen.candidate) if compress else {},
         reason=reason,
         headroom=headroom,
         speedup=plain.median_ms / chosen.median_ms,
@@ -108,8 +102,8 @@ def judge(measured: Mapping[str, Measured], link: Link, world_size: int) -> Advi
 
 
 def _codec_rules(each: Measured, noop: Measured) -> bool:
-    """Whether the codec is most of what PowerSGD adds to the step, and a good part of the step."""
-    if not each.codec_ms or each.candidate.options.get("fused"):
+    """Whether the codec is most of what the hook adds to the step, and a good part of the step."""
+    if not each.codec_ms:
         return False
     codec_ms = statistics.median(each.codec_ms)
     return codec_ms > (each.median_ms - noop.median_ms) / 2 and codec_ms > (WORTH - 1) * noop.median_ms
@@ -118,18 +112,15 @@ def _codec_rules(each: Measured, noop: Measured) -> bool:
 def _most_exact(worth: list[Measured]) -> Measured:
     """The one that changes the gradients least among those that are about as fast as the fastest."""
 
-    def loss(each: Measured) -> float:
-        # bfloat16 before float16: it needs no GradScaler. Then PowerSGD, the higher ranks first.
-        order = {"bf16_compress": 0.0, "fp16_compress": 1.0}
-        return order.get(each.candidate.hook, 2 + 1 / each.candidate.options.get("matrix_approximation_rank", 1))
-
     fastest = min(each.median_ms for each in worth)
-    return min((each for each in worth if each.median_ms <= ABOUT_AS_FAST * fastest), key=loss)
+    about = [each for each in worth if each.median_ms <= ABOUT_AS_FAST * fastest]
+    return min(about, key=lambda each: each.candidate.changes)
 
 
-def _without_start(options: Mapping[str, Any]) -> dict[str, Any]:
-    # The doctor begins at once; a training should not.
-    return {name: value for name, value in options.items() if name != "start_powerSGD_iter"}
+def _without_start(candidate: Candidate) -> dict[str, Any]:
+    """The doctor begins at once; a training should not."""
+    start = COMPRESSORS[candidate.hook].Config.start_option
+    return {name: value for name, value in candidate.options.items() if name != start}
 
 
 def estimate_ms(measured: Measured, noop: Measured, link: Link, mbit_per_s: float, world_size: int) -> float:

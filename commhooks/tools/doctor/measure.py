@@ -26,11 +26,15 @@ _WARM_UP = 2
 
 @dataclass(frozen=True)
 class Candidate:
-    """A hook to try: what `attach` takes."""
+    """A hook to try: what `attach` takes, and what its compressor says of the trial."""
 
     label: str
     hook: str
     options: Mapping[str, Any] = field(default_factory=dict)
+    changes: float = 0.0
+    """How much it changes the gradients; see `commhooks.Trial`."""
+    note: str = ""
+    slow_note: str = ""
 
 
 @dataclass
@@ -46,7 +50,7 @@ class Measured:
         bytes_sent: in a step, handed to all-reduce (the mean).
         bytes_uncompressed: what plain DDP hands over.
         collectives: all-reduces of a step.
-        compressed_steps: of the measured ones, in which PowerSGD was active.
+        compressed_steps: of the measured ones, in which the hook compressed.
     """
 
     candidate: Candidate
@@ -58,7 +62,7 @@ class Measured:
     collectives: int = 0
     compressed_steps: int = 0
     useless: bool = False
-    """PowerSGD that compresses nothing of this model: not measured."""
+    """Compresses nothing of this model: not measured."""
     spent_s: float = 0.0
     """Warm-up included."""
 
@@ -119,7 +123,7 @@ class Rounds:
                 if not each.useless and (not each.step_ms or each.spent_s < self._seconds):
                     self._progress(f"round {turn + 1} of {rounds}: {each.candidate.label}")
                     freed = self._visit(each, upto)
-                    # A PowerSGD state refers to itself, and to the parameters. It is young: the oldest generation,
+                    # A hook refers to itself, and to the parameters. It is young: the oldest generation,
                     # which takes a while in a large program, is looked at only where that was not enough.
                     for generation in range(1, 3):
                         if freed() is not None:
@@ -133,10 +137,11 @@ class Rounds:
         ddp_model = copy_of(self._ddp_model)
         candidate = measured.candidate
         hook = attach(ddp_model, candidate.hook, hook_options=candidate.options or None, process_group=self._group)
-        if candidate.hook == "powerSGD" and not hook.plan().compressed:
+        plan = hook.plan()
+        if plan.selective and plan.parameters and not plan.compressed:
             measured.useless = True
             return weakref.ref(next(ddp_model.parameters()))
-        hook._announced = True  # that line is for the user of a training
+        hook.quiet()
         warm_up = _WARM_UP
         while warm_up and measured.spent_s < self._seconds / 5:
             self._step(ddp_model, hook, measured, counts=False)

@@ -12,15 +12,14 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from commhooks.comm.collective import gather_rows
-from commhooks.compressors.config import PowerSGD, from_options
-from commhooks.engine.agreement import fingerprint
+from commhooks.comm.collective import agreement_key, gather_rows
+from commhooks.compressors.registry import COMPRESSORS
 from commhooks.errors import DoctorError
 from commhooks.tools.doctor.check import BatchFn, check_batch_fn, check_model
 from commhooks.tools.doctor.copies import RandomState
 from commhooks.tools.doctor.judge import judge
 from commhooks.tools.doctor.link import measure_link
-from commhooks.tools.doctor.measure import NOOP, PLAIN, Candidate, Rounds
+from commhooks.tools.doctor.measure import NOOP, Candidate, Rounds
 from commhooks.tools.doctor.report import DoctorReport
 
 logger = logging.getLogger(__name__)
@@ -95,26 +94,21 @@ def doctor(
 
 
 def _candidates(powersgd_ranks: Sequence[int], options: Mapping[str, Any]) -> list[Candidate]:
-    """Raises HookConfigError for options that PowerSGD would not take: now, not in the middle."""
+    """Raises HookConfigError for options that PowerSGD would not take."""
     for name in ("matrix_approximation_rank", "start_powerSGD_iter"):
         if name in options:
             raise DoctorError(f"powersgd_options={dict(options)!r}: {name} is the doctor's own; see powersgd_ranks")
     candidates = [
-        Candidate(NOOP, "noop"),
-        Candidate(PLAIN, "allreduce"),
-        Candidate("fp16", "fp16_compress"),
-        Candidate("bf16", "bf16_compress"),
+        Candidate(trial.label, name, trial.options, trial.changes, trial.note, trial.slow_note)
+        for name, compressor in COMPRESSORS.items()
+        for trial in compressor.trials(powersgd_ranks, options)
     ]
-    for rank in dict.fromkeys(powersgd_ranks):
-        given = {"matrix_approximation_rank": rank, **options}
-        from_options(PowerSGD, given)
-        candidates.append(Candidate(f"powerSGD rank {rank}", "powerSGD", {**given, "start_powerSGD_iter": 0}))
-    return candidates
+    return sorted(candidates, key=lambda each: each.label != NOOP)  # what could be won at most comes first
 
 
 def _check_arguments(group: dist.ProcessGroup, device: torch.device, arguments: object) -> None:
     """Raises DoctorError on all ranks if they differ: the ranks would wait for each other in different places."""
-    own = torch.tensor([fingerprint(arguments)], dtype=torch.int64, device=device)
+    own = torch.tensor([agreement_key(arguments)], dtype=torch.int64, device=device)
     found = gather_rows(own, group, None, "the arguments of the doctor (call it on every rank)").flatten().tolist()
     if len(set(found)) > 1:
         others = [rank for rank, value in enumerate(found) if value != found[0]]

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from commhooks.checkpoint import parts as payload_parts
-from commhooks.checkpoint.checks import check_header, check_low_rank, check_range, check_world_size, shown
+from commhooks.checkpoint.checks import check_header, check_learned, check_range, check_world_size, shown
 from commhooks.errors import PayloadError
 from commhooks.tools.named_model import UnreadableFileError, load_plain
 
@@ -82,7 +82,7 @@ def _inspect(path: Path, keys: tuple[str, ...], payload: dict[str, Any]) -> dict
             header = payload_parts.check_shared(header)
             parts = _read_parts(path, header, report)
         elif "parameters" in header:
-            check_low_rank(header)
+            check_learned(header)
         else:
             check_world_size(header)
         if "parameters" in header:

@@ -114,7 +114,7 @@ def rebuilt_buckets(attached: bool) -> None:
 
     def kept() -> torch.Tensor:
         """The sum of all residuals is enough to see whether one was lost."""
-        return torch.cat([r.flatten().double() for _, r in sorted(state._memory.residuals.items())])
+        return torch.cat([r.flatten().double() for _, r in sorted(state.session.state["residual"].items())])
 
     flows = []
     for step in range(4):
@@ -123,7 +123,7 @@ def rebuilt_buckets(attached: bool) -> None:
         backward(ddp, step)
         flow_in = before.sum() + sum(g.double().sum() for g in local.values())
         flow_out = kept().sum() + sum(g.double().sum() for g in gradients(ddp).values())
-        flows.append((mean_over_ranks(flow_in), mean_over_ranks(flow_out), len(state._memory.q)))
+        flows.append((mean_over_ranks(flow_in), mean_over_ranks(flow_out), len(state.session.state["q"])))
         assert abs(flows[-1][0] - flows[-1][1]) <= 1e-5, (step, flows)
         descend(ddp)
         assert replicas_equal(ddp)
@@ -176,10 +176,10 @@ def another_width() -> tuple[list[str], int]:
         for step in range(3):
             backward(large, step)
     assert replicas_equal(large)
-    return [line for line in lines if "fresh Q" in line], hook.stats()["compressed_steps"]
+    return [line for line in lines if "it starts afresh" in line], hook.stats()["compressed_steps"]
 
 
 def test_a_saved_q_of_another_width_is_not_used(run_ranks):
     (on_0, compressed), (on_1, _) = run_ranks(another_width)
-    assert [line.partition(" has ")[2] for line in on_0] == ["25 rows, it needs 35: it starts from a fresh Q"]
+    assert [line.partition(" has ")[2] for line in on_0] == ["shape (1, 25), it needs (1, 35): it starts afresh"]
     assert on_1 == [] and compressed == 3

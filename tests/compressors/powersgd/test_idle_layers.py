@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from inside import session_of
 from models import (
     EVERY_PARAMETER,
     SHAPES,
@@ -92,8 +93,8 @@ def _recover_from_a_zero_direction(zero_rows: list[int]) -> tuple[float, bool]:
     )
     hook = commhooks.attach(ddp, config)
     backward(ddp, random_gradients({LAYER: SHAPES[LAYER]}, dist.get_rank(), 0))
-    assert hook._low_rank is not None
-    q = hook._low_rank._memory.q[LAYER]
+    assert session_of(hook) is not None
+    q = session_of(hook).state["q"][LAYER]
     for row in zero_rows:
         q[row].zero_()
     generator = torch.Generator().manual_seed(0)

@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from ddp_steps import process_group_of_one
+from inside import session_of
 from models import (
     EVERY_PARAMETER,
     SHAPES,
@@ -31,9 +32,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import commhooks
 from commhooks.compressors.powersgd import codec
-from commhooks.compressors.powersgd.device_exchange import MaskedExchange
-from commhooks.compressors.powersgd.matrix_stack import Slices
-from commhooks.engine.driver import Pipeline
+from commhooks.compressors.powersgd.device_exchange import DeviceExchange
+from commhooks.compressors.powersgd.matrix_stack import NamedViews
+from commhooks.engine.session import Session
+from commhooks.gradients.bucket import Bucket
 
 COMPRESSED = ("conv", "first", "second", "wide")
 STEPS, IDLE_AT = 7, 4
@@ -170,14 +172,14 @@ def test_kernels_per_shape_and_no_wait(batch: bool, loss_scale: Any) -> None:
 
 def _count_one_step(ddp: torch.nn.parallel.DistributedDataParallel) -> _Counter:
     counter = _Counter()
-    whole = Pipeline.run
+    whole = Session.run
 
-    def counted(self: Pipeline, bucket: dist.GradBucket) -> Any:
+    def counted(self: Session, bucket: Bucket) -> Any:
         with counter:
             return whole(self, bucket)
 
     for step in range(4):
-        with mock.patch.object(Pipeline, "run", counted if step == 3 else whole):
+        with mock.patch.object(Session, "run", counted if step == 3 else whole):
             ddp.zero_grad()
             ddp(torch.randn(3, 16)).sum().backward()
     return counter
@@ -256,17 +258,17 @@ def test_the_stack_spans_what_householder_spans() -> None:
 
 
 def test_slices_follow_a_dict() -> None:
-    slices = Slices([("a", 0, (2,)), ("b", 2, (2,))], (2, 2), torch.float32, torch.device("cpu"))
+    slices = NamedViews([("a", 0, (2,)), ("b", 2, (2,))], (2, 2), torch.float32, torch.device("cpu"))
     entries = {"a": torch.tensor([1.0, 2.0]), "other": torch.zeros(3)}
     own = entries["a"]
-    assert slices.read(entries).tolist() == [[1, 2], [0, 0]] and entries["a"] is own
-    whole = slices.adopt(entries)
+    assert slices.gather(entries).tolist() == [[1, 2], [0, 0]] and entries["a"] is own
+    whole = slices.bind(entries)
     assert sorted(entries) == ["a", "b", "other"] and entries["a"] is not own
     whole[1] = 7
     assert entries["b"].tolist() == [7, 7]
     entries["b"] = torch.tensor([8.0, 9.0])  # as a load does
     del entries["a"]  # as losing it does
-    assert slices.read(entries).tolist() == [[0, 0], [8, 9]]
+    assert slices.gather(entries).tolist() == [[0, 0], [8, 9]]
 
 
 def _resumed(batch: bool, residual: str) -> bool:
@@ -302,11 +304,11 @@ def test_a_pickled_state_holds_each_residual_once() -> None:
         ddp.register_comm_hook(state, commhooks.powerSGD_hook)
         for _ in range(4):
             ddp(torch.randn(3, 64)).sum().backward()
-        residuals = state._memory.residuals
+        residuals = state.session.state["residual"]
         assert len(residuals) == 6
         assert len(pickle.dumps(state)) < 1.2 * sum(r.nbytes for r in residuals.values())
         copied = copy.deepcopy(state)
-        assert all(torch.equal(residuals[n], copied._memory.residuals[n]) for n in residuals)
+        assert all(torch.equal(residuals[n], copied.session.state["residual"][n]) for n in residuals)
 
 
 def _scaled(batch: bool) -> list[Gradients]:
@@ -339,9 +341,9 @@ def test_padding_remembers_nothing() -> None:
         hook = commhooks.attach(ddp, commhooks.BatchedPowerSGD(matrix_approximation_rank=1, start_powerSGD_iter=0))
         for step in range(4):
             backward(ddp, random_gradients({"w": (5, 7)}, 0, step))
-        (bucket,) = hook._low_rank._registration._buckets.values()
-        (stack,) = bucket.scratch.stacks
-        whole = stack.residuals.read(hook._low_rank._memory.residuals).flatten()
+        (bucket,) = session_of(hook)._buckets
+        (stack,) = bucket.work.stacks
+        whole = stack.residuals.gather(session_of(hook).state["residual"]).flatten()
         assert len(whole) == 36 and whole[:35].all() and whole[35] == 0
         assert hook.stats()["compressed_steps"] == 4
 
@@ -349,13 +351,13 @@ def test_padding_remembers_nothing() -> None:
 def test_no_exchange_outlives_its_pass() -> None:
     """It would keep a bucket that DDP has replaced."""
     alive = []
-    start = MaskedExchange.start
+    form_p = DeviceExchange.form_p
 
-    def watched(self: MaskedExchange) -> None:
+    def watched(self: DeviceExchange) -> None:
         alive.append(weakref.ref(self))
-        start(self)
+        form_p(self)
 
-    with process_group_of_one(), masks(), mock.patch.object(MaskedExchange, "start", watched):
+    with process_group_of_one(), masks(), mock.patch.object(DeviceExchange, "form_p", watched):
         ddp = wrap(SHAPES)
         commhooks.attach(ddp, "powerSGD", hook_options=_options(2, True))
         for step in range(3):

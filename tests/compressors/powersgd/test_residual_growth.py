@@ -6,7 +6,7 @@ of P is taken out of it at each step by the local projection and never by torch'
 
 import torch
 from oracle import OracleMatrix
-from simulation import SimulatedRanks
+from simulation import SimulatedPowerSGD
 
 SIDE, RANK, WORLD_SIZE = 64, 4, 8
 EARLY, LATE = 200, 2000
@@ -24,7 +24,7 @@ def _norm(residuals: list[torch.Tensor]) -> float:
 
 def test_the_norm_of_the_residual_stays_where_torchs_grows():
     generator = torch.Generator().manual_seed(0)
-    ranks = SimulatedRanks(WORLD_SIZE, SIDE, SIDE, RANK)
+    ranks = SimulatedPowerSGD(WORLD_SIZE, SIDE, SIDE, RANK)
     torchs_form = OracleMatrix(ranks.start_q, WORLD_SIZE, torch_residual=True)
     ours, torchs = {}, {}
     for step in range(1, LATE + 1):
@@ -32,7 +32,7 @@ def test_the_norm_of_the_residual_stays_where_torchs_grows():
         ranks.step(gradients)
         torchs_form.step(gradients)
         if step in (EARLY, LATE):
-            ours[step] = _norm([memory.residuals["w"] for memory in ranks.memories])
+            ours[step] = _norm([memory["residual"]["w"] for memory in ranks.states])
             assert torchs_form.residuals is not None
             torchs[step] = _norm(torchs_form.residuals)
     assert ours[LATE] <= 1.1 * ours[EARLY]
@@ -42,7 +42,7 @@ def test_the_norm_of_the_residual_stays_where_torchs_grows():
 def test_simulated_ranks_do_what_the_oracle_does():
     """The simulation is only worth something if it simulates: gradients of every rank, and every rank's residual."""
     generator = torch.Generator().manual_seed(1)
-    ranks = SimulatedRanks(3, 24, 16, 2, torch.float64)
+    ranks = SimulatedPowerSGD(3, 24, 16, 2, torch.float64)
     oracle = OracleMatrix(ranks.start_q, 3)
     for _ in range(10):
         gradients = [torch.randn(24, 16, generator=generator, dtype=torch.float64) for _ in range(3)]
@@ -50,5 +50,5 @@ def test_simulated_ranks_do_what_the_oracle_does():
         for got in ranks.step(gradients):
             torch.testing.assert_close(got, expected)
         assert oracle.residuals is not None
-        for memory, residual in zip(ranks.memories, oracle.residuals, strict=True):
-            torch.testing.assert_close(memory.residuals["w"].view(24, 16), residual)
+        for memory, residual in zip(ranks.states, oracle.residuals, strict=True):
+            torch.testing.assert_close(memory["residual"]["w"].view(24, 16), residual)

@@ -1,0 +1,192 @@
+"""From the learned state of a session to a checkpoint payload and back."""
+
+import dataclasses
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from commhooks.checkpoint import payload
+from commhooks.checkpoint.checks import check_count
+from commhooks.checkpoint.payload import Contribution
+from commhooks.comm.joint_save import JointSave
+from commhooks.compressors.plan import UnitPlan
+from commhooks.engine.session import Session
+from commhooks.engine.state import LearnedState
+
+logger = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass(frozen=True)
+class SaveRequest:
+    """What `CommHook.state_dict` was asked for; see there.
+
+    Attributes:
+        residual: "per_rank", "mean" or "drop".
+        gather: with "per_rank", those of all ranks.
+        joint: all ranks take part.
+        limit_s: seconds to wait for the other ranks.
+    """
+
+    residual: str
+    gather: bool = False
+    joint: bool = True
+    limit_s: float = 60.0
+
+
+class SavedLearnedState:
+    """Saves and loads what a session has learned on this rank.
+
+    Args:
+        hook: its name in the payload.
+        plans: the plan of every parameter; none for a compressor of whole buckets.
+    """
+
+    not_begun_anew = ""
+    """What `begin_anew` leaves alone, as the end of a sentence."""
+
+    def __init__(
+        self, hook: str, session: Session, group: dist.ProcessGroup, plans: Callable[[], list[UnitPlan]]
+    ) -> None:
+        self._hook = hook
+        self._session = session
+        self._group = group
+        self._plans = plans
+        self._rank, self._world_size = dist.get_rank(group), dist.get_world_size(group)
+        self._joint_save: tuple[int, JointSave] | None = None
+        self._first_start = session.compressor.start_step
+
+    def begin_anew(self) -> None:
+        """Forget everything, a start step that was loaded included."""
+        self._take_over(LearnedState.of(self._session.compressor.state_fields), self._first_start)
+
+    @property
+    def step(self) -> int:
+        return self._session.state.step
+
+    def save(self, request: SaveRequest) -> dict[str, Any]:
+        """See `CommHook.state_dict`."""
+        session = self._session
+        with session.outcomes.lock:
+            # A signal handler may come here in the middle of a commit of its own thread.
+            torn = session.outcomes.committing
+            if not torn:
+                session.settle()
+            if request.residual == "drop":
+                local = Contribution(exact=not torn)
+            elif torn:
+                self._warn_inexact("it was being written at that moment", self._rank)
+                local = Contribution(exact=False)
+            else:
+                local = self._collect(request)
+            return payload.build(self._target(), session.state, local)
+
+    def prepare_load(self, content: dict[str, Any], strict: bool) -> Callable[[], None]:
+        """Check all of `content` and change nothing; the function that is returned takes it over."""
+        state = payload.read(content, self._target(), strict=strict)
+        start, option = self._session.compressor.start_step, self._session.compressor.config.start_option
+        if option is not None:
+            start = content["options"].get(option, start)
+            check_count({option: start}, option, 0)
+        self._drop_uncompressed(state)
+        return lambda: self._take_over(state, start)
+
+    def joint_save(self) -> JointSave | None:
+        """None before the first backward pass, in which the ranks agree on a place in the store."""
+        nonce = self._session.nonce
+        if nonce is None:
+            return None
+        if self._joint_save is None or self._joint_save[0] != nonce:
+            self._joint_save = (nonce, JointSave(self._group, nonce))
+        return self._joint_save[1]
+
+    def _drop_uncompressed(self, state: LearnedState) -> None:
+        """A residual that no step takes up again would be saved on and on, and added much later by another run."""
+        plans = self._plans()  # none for whole buckets, in which every parameter may have a residual
+        dropped = [plan.name for plan in plans if not plan.compressed for key in state.local if plan.name in state[key]]
+        for name in dropped:
+            for key in state.local:
+                state[key].pop(name, None)
+        if dropped and self._rank == 0:
+            logger.warning(
+                "hook %s compresses these parameters no longer, so that the residuals saved for them are dropped: %s",
+                self._hook,
+                ", ".join(dropped),
+            )
+
+    def _collect(self, request: SaveRequest) -> Contribution:
+        """What each rank has for itself, for the payload."""
+        state, everyone = self._session.state, list(range(self._world_size))
+        if request.residual == "per_rank" and not request.gather:
+            if state.local_missing:
+                # What was loaded without residuals is so on all ranks; what a commit left behind, on this one.
+                self._warn_inexact("this rank has lost its own", 0 if state.missing_was_said else self._rank)
+                return Contribution(exact=False)
+            own = {key: {name: [tensor] for name, tensor in state[key].items()} for key in state.local}
+            return Contribution("per_rank", [self._rank], own)
+        known = self._session.binding.names.known()
+        entries = [(key, name) for key in sorted(state.local) for name in known if name in state[key]]
+        if self._world_size == 1 or (state.local_shared and not state.local_missing):
+            # Nothing to exchange: each rank's residual is the mean.
+            return Contribution("mean", everyone, _by_field((key, name, state[key][name]) for key, name in entries))
+        kind = "mean" if request.residual == "mean" else "per_rank"
+        collected: list[Any] = []
+
+        def collect(group: JointSave) -> None:
+            for key, name in entries:
+                mine = state[key][name]
+                collected.append((key, name, group.mean(mine) if kind == "mean" else group.gather(mine)))
+
+        saver = self.joint_save()
+        if not request.joint:
+            reason = "this rank saves on its own"
+        elif saver is None:
+            reason = "no backward pass has run since the hook was attached"
+        else:
+            reason = saver.run(state.step, collect, request.limit_s)
+        if reason:
+            self._warn_inexact(reason, saver.speaker if request.joint and saver is not None else 0)
+            return Contribution(exact=False)
+        if kind == "mean":
+            for key, name, mean in collected:
+                state[key][name].copy_(mean)
+            state.local_shared = True
+        return Contribution(kind, everyone, _by_field(collected))
+
+    def _warn_inexact(self, reason: str, speaker: int) -> None:
+        """One warning, not one per rank: `speaker` is rank 0 where all ranks know, else a rank that does."""
+        if self._rank != speaker:
+            return
+        logger.warning(
+            "commhooks: hook %s was saved at step %s without residuals, because %s. The saved state is marked inexact: "
+            "a run that resumes from it starts from residuals of zero.",
+            self._hook,
+            self.step,
+            reason,
+        )
+
+    def _take_over(self, state: LearnedState, start: int) -> None:
+        session = self._session
+        with session.outcomes.lock:
+            # Steps that an accelerator has not told of yet belong to the state that ends here.
+            session.settle()
+            for each in dataclasses.fields(LearnedState):
+                setattr(session.state, each.name, getattr(state, each.name))
+            session.replaced(session.compressor.with_start(start))
+
+    def _target(self) -> payload.Target:
+        compressed = {plan.name: plan for plan in self._plans() if plan.compressed}
+        names = self._session.binding.names
+        return payload.Target(
+            self._hook, self._session.compressor, names.known(), compressed, self._rank, self._world_size
+        )
+
+
+def _by_field(entries: Any) -> dict[str, dict[str, torch.Tensor]]:
+    """(field, name, tensor) -> field -> name -> tensor."""
+    found: dict[str, dict[str, torch.Tensor]] = {}
+    for key, name, tensor in entries:
+        found.setdefault(key, {})[name] = tensor
+    return found

@@ -1,0 +1,116 @@
+"""The checkpoint payload of hooks without learned state of ours: the step, and the state of a user's own hook."""
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import torch.distributed as dist
+
+from commhooks.checkpoint import payload
+from commhooks.checkpoint.checks import check_world_size, damaged
+from commhooks.checkpoint.learned_state import SaveRequest
+from commhooks.checkpoint.plain_types import plain_types_problem
+from commhooks.comm.counters import Counters
+from commhooks.errors import CommHookError, PayloadError, shown
+
+logger = logging.getLogger(__name__)
+
+
+class SavedUserState:
+    """Saves and loads the step of a hook, and the user's state if that has `state_dict` and `load_state_dict`."""
+
+    def __init__(
+        self, hook: str, options: dict[str, Any], counters: Counters, group: dist.ProcessGroup, state: Any = None
+    ) -> None:
+        self._hook = hook
+        self._options = options
+        self._state = state
+        self._counters = counters
+        self._rank, self._world_size = dist.get_rank(group), dist.get_world_size(group)
+        self._passes_before = 0
+
+    def begin_anew(self) -> None:
+        """Count from 0 again. A state of the user's own stays as it is: nobody but its owner could reset it."""
+        self._passes_before = -self._counters.backward_passes
+
+    @property
+    def not_begun_anew(self) -> str:
+        """What `begin_anew` leaves alone, as the end of a sentence."""
+        return f"; its hook_state ({type(self._state).__name__}) stays as it is" if self.saves_state else ""
+
+    @property
+    def step(self) -> int:
+        """All synchronised backward passes, those before a resume included."""
+        return self._passes_before + self._counters.backward_passes
+
+    @property
+    def saves_state(self) -> bool:
+        return all(callable(getattr(self._state, name, None)) for name in ("state_dict", "load_state_dict"))
+
+    def save(self, request: SaveRequest) -> dict[str, Any]:
+        """See `CommHook.state_dict`; there are no residuals."""
+        return {
+            "format": "commhooks",
+            "version": payload.VERSION,
+            "hook": self._hook,
+            "options": dict(self._options),
+            "step": self.step,
+            "world_size": self._world_size,
+            "hook_state": self._own_state(),
+        }
+
+    def _own_state(self) -> Any:
+        """What the user's state gives to save; None, with a warning, if a checkpoint could not give it back."""
+        if not self.saves_state:
+            return None
+        saved = self._state.state_dict()
+        problem = plain_types_problem(saved)
+        if problem is None:
+            return saved
+        logger.warning(
+            "the state_dict of hook %s's state is not saved: %s. torch.load(weights_only=True) would refuse the whole "
+            "checkpoint; give it tensors and plain types only.",
+            self._hook,
+            problem,
+        )
+        return None
+
+    def _load_own_state(self, saved: Any) -> None:
+        try:
+            self._state.load_state_dict(saved)
+        except CommHookError:
+            raise
+        except Exception as error:
+            raise PayloadError(
+                f"load_state_dict of hook {self._hook!r}'s state ({type(self._state).__name__}) refused the saved "
+                f"hook_state ({type(error).__name__}: {shown(error)}). Whether it has changed anything, only its code "
+                "tells; the step is as it was"
+            ) from error
+
+    def prepare_load(self, content: dict[str, Any], strict: bool) -> Callable[[], None]:
+        """Check `content` as far as it is ours; the function that is returned takes it over."""
+        check_world_size(content)
+        if "hook_state" not in content:
+            raise damaged("there is no 'hook_state', not even None")
+        step, saved = content["step"], content["hook_state"]
+        kind = type(self._state).__name__
+        if saved is not None and not self.saves_state:
+            text = f"the checkpoint holds a state of hook {self._hook!r}, but its hook_state now ({kind}) has no "
+            text += "load_state_dict"
+            if strict:
+                raise PayloadError(f"{text}; strict=False loads the step and leaves that state out")
+            saved = None
+            problem = f"{text}: it is left out (strict=False)"
+        elif saved is None and self.saves_state:
+            problem = f"the checkpoint holds no state of hook {self._hook!r}: its hook_state ({kind}) stays as it is"
+        else:
+            problem = ""
+        if problem and self._rank == 0:
+            logger.warning(problem)
+
+        def adopt() -> None:
+            if saved is not None:
+                self._load_own_state(saved)
+            self._passes_before = step - self._counters.backward_passes
+
+        return adopt

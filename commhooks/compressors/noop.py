@@ -1,0 +1,34 @@
+"""No communication at all, to measure what the network costs."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+
+from commhooks.compressors.base import Exchange, State, StepInfo, Trial
+from commhooks.compressors.cast import Stateless
+from commhooks.compressors.config import HookConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class Noop(HookConfig):
+    """No communication at all: shows how fast training would be without a network. Never train with it."""
+
+    hook_name: ClassVar[str] = "noop"
+    sends: ClassVar[bool] = False
+
+
+class NoopCompressor(Stateless[Noop]):
+    """Every rank keeps its own gradients."""
+
+    Config = Noop
+    title = "no communication"
+
+    def exchange(self, flat: torch.Tensor, work: Any, state: State, step: StepInfo) -> Exchange:
+        return flat
+        yield  # a generator that sends nothing
+
+    @classmethod
+    def trials(cls, ranks: Sequence[int], options: Mapping[str, Any]) -> Sequence[Trial]:
+        return (Trial("noop"),)

@@ -1,0 +1,156 @@
+"""PowerSGD as compressors: per parameter, and per bucket.
+
+Source: Vogels, Karimireddy, Jaggi, "PowerSGD", NeurIPS 2019, Algorithms 1 and 2.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeVar
+
+import torch
+
+from commhooks.compressors.base import RESIDUAL, Compressor, Exchange, State, StateField, StepInfo, Trial
+from commhooks.compressors.config import from_options
+from commhooks.compressors.plan import MemoryPlan, ParameterInfo, UnitPlan
+from commhooks.compressors.powersgd import codec, fields, fused_codec
+from commhooks.compressors.powersgd.alternating_exchange import AlternatingExchange
+from commhooks.compressors.powersgd.config import BatchedPowerSGD, PowerSGD
+from commhooks.compressors.powersgd.device_exchange import DeviceExchange
+from commhooks.compressors.powersgd.host_exchange import HostExchange
+from commhooks.compressors.powersgd.matrix import Matrix
+from commhooks.compressors.powersgd.plan import MatrixPlan, memory_plan, plan_bucket, plan_parameter
+from commhooks.compressors.powersgd.workspace import Draws, Workspace
+from commhooks.gradients import precision
+from commhooks.gradients.layout import BucketLayout
+
+AnyPowerSGD = TypeVar("AnyPowerSGD", bound=PowerSGD)
+
+
+class _LowRank(Compressor[AnyPowerSGD]):
+    """What the two forms share."""
+
+    title = "PowerSGD"
+
+    @property
+    def needs_exact_step(self) -> bool:
+        return not self.config.warm_start
+
+    @property
+    def stats_every(self) -> int:  # type: ignore[override]
+        return max(1, self.config.compression_stats_logging_frequency)
+
+    @property
+    def words(self) -> str:
+        return f"rank {self.config.matrix_approximation_rank}, from step {self.start_step}"
+
+    @property
+    def phrase(self) -> str:
+        return f"{self.title} at rank {self.config.matrix_approximation_rank}"
+
+    def _fields(self, q: StateField) -> tuple[StateField, ...]:
+        """The factors, and residuals where they are wanted."""
+        kept = (q, fields.P) if self.config.alternate else (q,)
+        return (*kept, RESIDUAL) if self.config.use_error_feedback else kept
+
+    def fresh(self, field: StateField, plan: UnitPlan, dtype: torch.dtype) -> torch.Tensor | None:
+        if field.key != "q" or not isinstance(plan, MatrixPlan):
+            return None
+        # As `Draws.q` at the first step.
+        purpose = "Q" if self.config.warm_start else "Q at step 0"
+        return codec.draw(self.config.random_seed, plan.key, purpose, plan.rank, plan.m, dtype)
+
+    def check_here(self, device: torch.device, dtype: torch.dtype) -> None:
+        if self.config.fused:
+            fused_codec.check_supported(device, precision.compute_dtype(dtype))
+            fused_codec.load()
+
+    def memory_plan(self, plans: Sequence[UnitPlan], buckets: Sequence[Sequence[UnitPlan]]) -> MemoryPlan:
+        return memory_plan(
+            plans,  # type: ignore[arg-type]  # made by `plan`
+            buckets,  # type: ignore[arg-type]
+            self.wire_dtype,
+            error_feedback=self.config.use_error_feedback,
+        )
+
+    def exchange(self, flat: torch.Tensor, work: Workspace, state: State, step: StepInfo) -> Exchange:
+        kind: type[HostExchange]
+        if work.stacks:
+            kind = DeviceExchange
+        else:
+            kind = AlternatingExchange if self.config.alternate else HostExchange
+        return kind(flat, work, state, step, error_feedback=self.config.use_error_feedback).run()
+
+    def _new_workspace(self, layout: BucketLayout, matrices: list[Matrix]) -> Workspace:
+        return Workspace(
+            layout,
+            matrices,
+            self.wire_dtype_for(layout.dtype),
+            Draws(self.config.random_seed, self.config.warm_start),
+            fused=self.config.fused,
+            stacked=not precision.is_host_readable(layout.device) and not self.config.alternate,
+            stack_deltas=self.config.batch_tensors_with_same_shape,
+        )
+
+
+class PowerSGDCompressor(_LowRank[PowerSGD]):
+    """Low-rank factors P and Q of each matrix, with error feedback and warm start: two all-reduces per bucket."""
+
+    Config = PowerSGD
+
+    @property
+    def state_fields(self) -> tuple[StateField, ...]:  # type: ignore[override]
+        return self._fields(fields.Q)
+
+    def plan_one(self, info: ParameterInfo) -> UnitPlan:
+        made = super().plan_one(info)
+        return made if isinstance(made, MatrixPlan) else MatrixPlan.left_alone(info, made.reason)
+
+    def plan_parameter(self, info: ParameterInfo) -> UnitPlan:
+        return plan_parameter(info, self.config)
+
+    def workspace(self, layout: BucketLayout, plans: Sequence[UnitPlan]) -> Workspace:
+        matrices = [
+            Matrix(plan.name, (slot,), plan.n, plan.m, plan.rank)
+            for plan, slot in zip(plans, layout.slots, strict=True)
+            if isinstance(plan, MatrixPlan) and plan.compressed
+        ]
+        return self._new_workspace(layout, matrices)
+
+    @classmethod
+    def trials(cls, ranks: Sequence[int], options: Mapping[str, Any]) -> Sequence[Trial]:
+        made = []
+        for rank in dict.fromkeys(ranks):
+            given = {"matrix_approximation_rank": rank, **options}
+            from_options(PowerSGD, given)  # raises for options that it would not take: now, not in the middle
+            label = f"powerSGD rank {rank}"
+            made.append(
+                Trial(
+                    label,
+                    {**given, "start_powerSGD_iter": 0},
+                    changes=2 + 1 / rank,  # the higher ranks first
+                    note="PowerSGD changes the gradients: compare the accuracy that you reach. Its first "
+                    "start_powerSGD_iter steps (by default 10 % of the run, 1000 at most) are plain all-reduce.",
+                    slow_note=""
+                    if options.get("fused")
+                    else f"{label} computes longer than it waits: on a CPU the option fused=True is faster.",
+                )
+            )
+        return made
+
+
+class BatchedPowerSGDCompressor(_LowRank[BatchedPowerSGD]):
+    """Each bucket as one square matrix, padded with zeros."""
+
+    Config = BatchedPowerSGD
+    per_bucket = True
+
+    @property
+    def state_fields(self) -> tuple[StateField, ...]:  # type: ignore[override]
+        return self._fields(fields.BUCKET_Q)
+
+    def plan(self, parameters: Sequence[ParameterInfo]) -> list[UnitPlan]:
+        return [plan_bucket(parameters, self.config.matrix_approximation_rank)]
+
+    def workspace(self, layout: BucketLayout, plans: Sequence[UnitPlan]) -> Workspace:
+        (plan,) = plans
+        assert isinstance(plan, MatrixPlan)
+        return self._new_workspace(layout, [Matrix(plan.key, layout.slots, plan.n, plan.m, plan.rank)])

@@ -1,0 +1,84 @@
+"""The options of PowerSGD."""
+
+import math
+from dataclasses import dataclass, field
+from typing import ClassVar, Union
+
+from commhooks.compressors.config import HookConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class PowerSGD(HookConfig):
+    """Low-rank gradients with error feedback, per parameter.
+
+    Args:
+        matrix_approximation_rank: rank of the factors; 1 to 4 is usual, more is closer to all-reduce and sends more.
+        start_powerSGD_iter: plain all-reduce for so many steps first. An int is a number of steps, a float strictly
+            between 0 and 1 a fraction of the run; None is 10 % of the run, at most 1000 steps, and 1000 where the
+            length of the run is unknown.
+        min_compression_rate: parameters that would shrink by less than this factor are not compressed.
+        use_error_feedback: add what compression lost to the next gradient. Leave it on.
+        warm_start: start from the Q of the step before. Leave it on.
+        orthogonalization_epsilon: accepted for compatibility with torch and not needed: no column is divided by zero.
+        random_seed: of the first Q.
+        compression_stats_logging_frequency: steps between two log lines with compression statistics.
+        batch_tensors_with_same_shape: on an accelerator, work on all matrices of a bucket that have the same shape at
+            once: fewer and larger kernels, for one more copy of their gradients in float32. Changes results by rounding
+            only, and nothing on the CPU.
+        alternate: one product and one all-reduce per step, P and Q in turn: half the bytes and less computation, and a
+            subspace that follows the gradient half as fast. Not for batched PowerSGD.
+        fused: compute on the CPU with a native kernel, compiled by the machine's C compiler when first used: several
+            times faster, the same results to rounding. All ranks must have it on.
+        exclude: globs on parameter names ("*embed*", "head.?.weight"; case matters) that are never compressed. Not for
+            batched PowerSGD.
+    """
+
+    hook_name: ClassVar[str] = "powerSGD"
+    start_option: ClassVar[str | None] = "start_powerSGD_iter"
+
+    matrix_approximation_rank: int = 1
+    # Written the old way: OmegaConf 2.4 does not read `int | float | None`. And not as an Optional of a Union, which
+    # typing takes from a cache: int would come last where somebody has written the types the other way round before.
+    start_powerSGD_iter: Union[int, float, None] = None  # noqa: UP007
+    min_compression_rate: float = 2
+    use_error_feedback: bool = True
+    warm_start: bool = True
+    orthogonalization_epsilon: float = 0
+    random_seed: int = 0
+    compression_stats_logging_frequency: int = 10_000
+    batch_tensors_with_same_shape: bool = False
+    alternate: bool = False
+    fused: bool = False
+    exclude: list[str] = field(default_factory=list, hash=False)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._require(self.matrix_approximation_rank >= 1, "matrix_approximation_rank", "at least 1")
+        self._require(
+            math.isfinite(self.min_compression_rate) and self.min_compression_rate > 0,
+            "min_compression_rate",
+            "a positive number",
+        )
+        self._require(
+            math.isfinite(self.orthogonalization_epsilon) and self.orthogonalization_epsilon >= 0,
+            "orthogonalization_epsilon",
+            "0 or a small positive number",
+        )
+        self._require(self.warm_start or not self.alternate, "alternate", "False where warm_start is False")
+        self._require(all(self.exclude), "exclude", "patterns that are not empty")
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchedPowerSGD(PowerSGD):
+    """PowerSGD on whole buckets: each is flattened and seen as one square matrix padded with zeros.
+
+    Fewer and larger products than `PowerSGD` and usually a much lower accuracy; try `PowerSGD` first. The arguments are
+    the same; `min_compression_rate` is not used, and `exclude` cannot be.
+    """
+
+    hook_name: ClassVar[str] = "batched_powerSGD"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._require(not self.alternate, "alternate", "False: it is for PowerSGD")
+        self._require(not self.exclude, "exclude", "none: whole buckets are compressed here; use PowerSGD")

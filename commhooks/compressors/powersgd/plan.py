@@ -1,0 +1,129 @@
+"""Which gradients PowerSGD compresses, at which rank, and why not the others."""
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from commhooks.comm.collective import agreement_key
+from commhooks.compressors.plan import MemoryPlan, ParameterInfo, UnitPlan, real_itemsize
+from commhooks.compressors.powersgd.config import PowerSGD
+from commhooks.gradients.layout import matrix_shape
+from commhooks.gradients.precision import compute_dtype
+
+
+@dataclass(frozen=True)
+class MatrixPlan(UnitPlan):
+    """A gradient seen as an `n x m` matrix, compressed at `rank`, or left alone for a reason."""
+
+    n: int = 0
+    m: int = 0
+    rank: int = 0
+    alternate: bool = False
+    """Only one of the two factors travels in a step, P and Q in turn."""
+
+    columns: ClassVar[tuple[str, ...]] = ("n x m", "rank")
+
+    @property
+    def numel_sent(self) -> int:
+        """Both factors; the mean of two steps that alternate."""
+        if not self.compressed:
+            return self.numel
+        sent = (self.n + self.m) * self.rank
+        return sent // 2 if self.alternate else sent
+
+    @property
+    def cells(self) -> tuple[str, ...]:
+        return (f"{self.n} x {self.m}", str(self.rank)) if self.compressed else ("", "")
+
+    @property
+    def details(self) -> dict[str, Any]:
+        return {
+            "matrix": [self.n, self.m] if self.compressed else None,
+            "rank": self.rank if self.compressed else None,
+        }
+
+
+def plan_parameter(info: ParameterInfo, options: PowerSGD) -> MatrixPlan:
+    """Decide for one dense, real parameter.
+
+    A matrix is compressed where `(n + m) * rank * min_compression_rate < n * m` (torch's `_should_compress`) and where
+    that saves anything at all.
+    """
+    parameter = info.parameter
+    if parameter.dim() < 2:
+        return _left_alone(info, "scalar" if parameter.dim() == 0 else "vector")
+    n, m = matrix_shape(parameter)
+    rank = min(n, m, options.matrix_approximation_rank)
+    sent, min_rate = (n + m) * rank, options.min_compression_rate
+    if sent >= parameter.numel() or sent * min_rate >= parameter.numel():
+        reason = f"saves only {parameter.numel() / sent:.2g}x (min_compression_rate={min_rate:g})"
+        return _left_alone(info, reason)
+    return dataclasses.replace(
+        _left_alone(info, ""), compressed=True, flags=1, n=n, m=m, rank=rank, alternate=options.alternate
+    )
+
+
+def plan_bucket(parameters: Sequence[ParameterInfo], rank: int) -> MatrixPlan:
+    """Decide for a bucket as a whole, which batched PowerSGD sees as one square matrix padded with zeros."""
+    numel = sum(info.numel for info in parameters)
+    dtype = parameters[0].parameter.dtype
+    side = square_side(numel)
+    rank = min(side, rank)
+    first, last = parameters[0].name, parameters[-1].name
+    label = first if len(parameters) == 1 else f"bucket {first} .. {last} ({len(parameters)} parameters)"
+    sparse = any(info.sparse for info in parameters)
+    complex_numbers = any(info.parameter.is_complex() for info in parameters)
+    if sparse or complex_numbers or 2 * side * rank >= numel:
+        reason = "sparse gradient" if sparse else "complex numbers" if complex_numbers else "too small"
+        return MatrixPlan(label, (numel,), numel, dtype, reason=reason, lowered=not sparse)
+    # The matrix is made of this very sequence of parameters: another bucket layout makes another matrix.
+    key = f"batched.{agreement_key([info.name for info in parameters]):016x}"
+    return MatrixPlan(
+        label, (numel,), numel, dtype, compressed=True, flags=1, state_name=key, n=side, m=side, rank=rank
+    )
+
+
+def square_side(numel: int) -> int:
+    """Side of the smallest square that holds `numel` elements."""
+    return math.isqrt(max(numel - 1, 0)) + 1 if numel else 0
+
+
+def memory_plan(
+    plans: Sequence[MatrixPlan], buckets: Sequence[Sequence[MatrixPlan]], wire: Any, *, error_feedback: bool
+) -> MemoryPlan:
+    """Bytes on each rank. `packed` is an upper bound where the buckets are not known."""
+    residual = factors = copies = 0
+    for p in plans:
+        if not p.compressed:
+            continue
+        itemsize = compute_dtype(p.dtype).itemsize
+        residual += p.numel * itemsize if error_feedback else 0
+        kept = p.rank * (p.n + p.m if p.alternate else p.m)
+        factors += (kept + max(p.rank, 2) * (p.n + p.m)) * itemsize
+        if p.n * p.m != p.numel or real_itemsize(p.dtype) != itemsize:
+            copies += p.n * p.m * itemsize
+    packed = sum(_packed_bytes(rows, wire) for rows in buckets)
+    return MemoryPlan(residual, factors, packed, "P and Q", copies)
+
+
+def _packed_bytes(rows: Sequence[MatrixPlan], wire: Any) -> int:
+    """Of the buffers in which a bucket travels."""
+    matrices = [p for p in rows if p.compressed]
+    if not matrices:
+        return 0
+    beside = sum(p.numel_sent * p.wire_itemsize(wire) for p in rows if not p.compressed and p.lowered)
+    beside += sum(p.flags * p.wire_itemsize(wire) for p in matrices)
+    size_p = sum(p.rank * p.n * p.wire_itemsize(wire) for p in matrices)
+    size_q = sum(p.rank * p.m * p.wire_itemsize(wire) for p in matrices)
+    if not matrices[0].alternate:
+        return size_p + size_q + beside
+    # Each factor travels with all the rest, and in one buffer where both are alike.
+    return size_p + beside + (size_q + beside if any(p.n != p.m for p in matrices) else 0)
+
+
+def _left_alone(info: ParameterInfo, reason: str) -> MatrixPlan:
+    made = MatrixPlan.left_alone(info, reason)
+    assert isinstance(made, MatrixPlan)
+    return made

@@ -1,0 +1,21 @@
+"""One bucket, uncompressed: before compression begins, and buckets in which nothing is worth it."""
+
+import torch
+
+from commhooks.comm.wire import all_finite, put_plain
+from commhooks.compressors.base import Exchange, Send, Verdict
+
+
+def average(flat: torch.Tensor, wire_dtype: torch.dtype, world_size: int) -> Exchange:
+    """The mean of `flat` over the ranks, in place; on a 16-bit wire through a buffer of that dtype."""
+    # Gradients of sparse embeddings keep their dtype: few rows travel, and gloo sums them as values by index.
+    if flat.is_sparse or wire_dtype == flat.dtype:
+        wire = flat.div_(world_size)
+    else:
+        wire = torch.empty_like(flat, dtype=wire_dtype)
+        put_plain(flat, wire, world_size)
+    reduced: torch.Tensor = yield Send(wire, last=True)
+    if reduced is not flat:
+        flat.copy_(reduced)
+    yield Verdict(all_finite(reduced._values() if reduced.is_sparse else reduced))
+    return None

@@ -1,0 +1,139 @@
+"""The bucket layouts that a session has seen, each with its plan and its workspace."""
+
+import logging
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from commhooks.compressors.base import Compressor
+from commhooks.compressors.plan import ParameterInfo, UnitPlan
+from commhooks.compressors.state_field import StateField
+from commhooks.engine.state import LearnedState
+from commhooks.errors import HookRunError
+from commhooks.gradients.bucket import Bucket
+from commhooks.gradients.layout import BucketLayout, read_layout
+from commhooks.gradients.names import ParameterNames
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class KnownBucket:
+    """What is kept per bucket layout."""
+
+    layout: BucketLayout
+    plans: list[UnitPlan]
+    work: Any
+    """The compressor's workspace; None where nothing in the bucket is compressed."""
+    used: bool = True
+    """In the backward pass that is running, or in the latest one."""
+
+    @property
+    def compresses(self) -> bool:
+        return any(plan.compressed for plan in self.plans)
+
+
+class KnownBuckets:
+    """Derived from the buckets of the backward pass and from the options; never saved.
+
+    Args:
+        speaker: this rank is the one that warns of what all ranks know.
+    """
+
+    def __init__(self, compressor: Compressor[Any], state: LearnedState, names: ParameterNames) -> None:
+        self.compressor = compressor
+        self.speaker = True
+        self._state = state
+        self._names = names
+        self._buckets: dict[tuple[int, ...], KnownBucket] = {}
+        self._dead_units: list[str] = []
+
+    def __iter__(self) -> Any:
+        return iter(self._buckets.values())
+
+    def clear(self) -> None:
+        self._buckets.clear()
+
+    def begin_pass(self) -> None:
+        for known in self._buckets.values():
+            known.used = False
+
+    def find(self, bucket: Bucket, *, first: bool) -> KnownBucket:
+        """What is known of this bucket, found out when it comes for the first time.
+
+        Args:
+            first: it is the first one of its backward pass.
+
+        Raises:
+            HookRunError: the learned state belongs to another model.
+        """
+        key = bucket.layout_key
+        known = self._buckets.get(key)
+        if known is None:
+            self._forget_dead(bucket)
+            names = self._names.of_bucket(list(bucket.parameters), first)
+            layout = read_layout(bucket.flat, bucket.parameters, names)
+            globs = self.compressor.config.excluded_globs
+            infos = [
+                ParameterInfo(slot.name, slot.parameter, layout.sparse, self._names.excluded_by(slot.name, globs))
+                for slot in layout.slots
+            ]
+            known = KnownBucket(layout, self.compressor.plan(infos), None)
+            self._fit_state(known, infos)
+            if known.compresses:
+                known.work = self.compressor.workspace(layout, known.plans)
+            self._buckets[key] = known
+        known.used = True
+        return known
+
+    def names_in_use(self) -> set[str]:
+        return {name for known in self._buckets.values() if known.used for name in known.layout.names}
+
+    def forget_dead_state(self) -> None:
+        """Call in a commit: state of units that no layout makes any more."""
+        for key in self._dead_units:
+            for each in self.compressor.state_fields:
+                if each.per == "bucket":
+                    self._state[each.key].pop(key, None)
+        self._dead_units.clear()
+
+    def _forget_dead(self, new: Bucket) -> None:
+        """A layout is dead when its parameters lie in another one: DDP rebuilds its buckets once and never goes back.
+        Forgotten before the new one gets its memory; one that was not used may only have been skipped."""
+        parameters = {id(p) for p in new.parameters}
+        for key, known in list(self._buckets.items()):
+            if known.used or not any(id(p) in parameters for p in known.layout.parameters):
+                continue
+            del self._buckets[key]
+            if self.compressor.per_bucket:  # no other layout makes the same unit
+                self._dead_units += [plan.key for plan in known.plans if plan.compressed]
+
+    def _fit_state(self, known: KnownBucket, infos: list[ParameterInfo]) -> None:
+        """State that was loaded under these names must fit the parameters that bear them, and comes to their device."""
+        of_parameters = [UnitPlan.left_alone(info, "") for info in infos] if self.compressor.per_bucket else known.plans
+        for each in self.compressor.state_fields:
+            for plan in known.plans if each.per == "bucket" else of_parameters:
+                value = self._state[each.key].get(plan.key)
+                if value is not None and (plan.compressed or not each.replicated):
+                    self._fit(each, plan, value, known.layout.device)
+
+    def _fit(self, field: StateField, plan: UnitPlan, value: torch.Tensor, device: torch.device) -> None:
+        problem = field.problem(value, plan)
+        if problem is not None:
+            raise HookRunError(f"the saved state has {problem}: it was saved for another model")
+        fitted: torch.Tensor | None = value
+        if plan.compressed and tuple(value.shape) != field.shape(plan):
+            fitted = field.refit(value, plan, self.compressor.fresh(field, plan, value.dtype))
+        if fitted is not None:
+            self._state[field.key][plan.key] = fitted.to(device, field.dtype(plan))
+            return
+        del self._state[field.key][plan.key]
+        if self.speaker:
+            logger.warning(
+                "the saved %s of %s has shape %s, it needs %s: it starts afresh",
+                field.key.capitalize(),
+                plan.key,
+                tuple(value.shape),
+                field.shape(plan),
+            )

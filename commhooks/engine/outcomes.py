@@ -1,0 +1,57 @@
+"""Which of the latest backward passes were committed: on an accelerator the device knows, and nobody waits for it until
+somebody has to know."""
+
+import threading
+
+import torch
+
+from commhooks.comm.counters import Counters
+from commhooks.engine.state import LearnedState
+
+
+class Outcomes:
+    """Keeps `state.step` and the counters of committed steps.
+
+    Attributes:
+        lock: held while the learned state is written, and by whoever reads it from another thread.
+        committing: true while a commit writes: a save from a signal handler now would mix two steps.
+    """
+
+    def __init__(self, state: LearnedState, counters: Counters) -> None:
+        self.lock = threading.RLock()
+        self.committing = False
+        self._state = state
+        self._counters = counters
+        # Passes whose outcome the host has not read: committed count (on the device), passes, compressed?
+        self._unread: tuple[torch.Tensor, int, bool] | None = None
+
+    @property
+    def unread_passes(self) -> int:
+        """Backward passes of which the host does not know whether they were committed."""
+        return self._unread[1] if self._unread else 0
+
+    def add(self, good: torch.Tensor, compressed: bool) -> None:
+        """One more pass, committed where `good` (0-dim bool) is true."""
+        count, passes = self._unread[:2] if self._unread else (torch.zeros((), dtype=torch.int64), 0)
+        self._unread = (good + count, passes + 1, compressed)
+
+    def read(self) -> None:
+        """Bring `state.step` up to date. Waits for an accelerator if there are passes that were not read yet."""
+        with self.lock:
+            while (unread := self._unread) is not None:
+                committed, loss_scale = int(unread[0].item()), float(self._state.loss_scale)
+                # While this thread waited for the device, a signal handler may have come and done all of it.
+                if self._unread is unread:
+                    self._count(committed, loss_scale, *unread[1:])
+
+    def _count(self, committed: int, loss_scale: float, passes: int, compressed: bool) -> None:
+        was, self.committing = self.committing, True
+        try:
+            self._unread = None
+            self._state.step += committed
+            self._state.nonfinite_steps += passes - committed
+            self._state.loss_scale = loss_scale
+            self._counters.compressed_steps += committed if compressed else 0
+            self._counters.nonfinite_steps += passes - committed
+        finally:
+            self.committing = was

@@ -1,0 +1,85 @@
+"""Any number of ranks in one process: the exchanges of a compressor with collectives as plain sums.
+
+For tests, scaling studies, and to time a codec without a network. No process group, no DDP.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from commhooks.comm.collective import Send
+from commhooks.compressors.base import Compressor, Exchange, StepInfo, Verdict
+from commhooks.compressors.plan import ParameterInfo, UnitPlan
+from commhooks.engine.state import LearnedState
+from commhooks.gradients import precision
+from commhooks.gradients.layout import BucketLayout, read_layout
+
+
+class SimulatedRanks:
+    """`world_size` ranks that reduce one bucket, each with learned state of its own.
+
+    Args:
+        new_compressor: called once per rank; all of them get the same options.
+        world_size: number of ranks.
+        parameters: name -> parameter, in the order of the bucket. Only shapes, strides, dtype and device are read.
+
+    Attributes:
+        states: per rank, what it has learned.
+        bytes_sent: by each rank so far.
+    """
+
+    def __init__(
+        self, new_compressor: Callable[[], Compressor[Any]], world_size: int, parameters: Mapping[str, torch.Tensor]
+    ) -> None:
+        self._compressors = [new_compressor() for _ in range(world_size)]
+        first = next(iter(parameters.values()))
+        numel = sum(p.numel() for p in parameters.values())
+        empty = torch.empty(numel, dtype=first.dtype, device=first.device)
+        self.layout: BucketLayout = read_layout(empty, list(parameters.values()), list(parameters))
+        infos = [ParameterInfo(name, parameter) for name, parameter in parameters.items()]
+        self.plans: list[UnitPlan] = self._compressors[0].plan(infos)
+        self._works = [each.workspace(self.layout, self.plans) for each in self._compressors]
+        self.states = [LearnedState.of(each.state_fields) for each in self._compressors]
+        self.bytes_sent = 0
+
+    def step(self, buckets: Sequence[torch.Tensor]) -> bool:
+        """Reduce one flat bucket per rank in place. Whether the step was committed on all ranks."""
+        with precision.full_precision(self.layout.device):
+            exchanges = [
+                compressor.exchange(flat, work, state, StepInfo(state.step, len(buckets)))
+                for compressor, flat, work, state in zip(
+                    self._compressors, buckets, self._works, self.states, strict=True
+                )
+            ]
+            yielded = [next(each) for each in exchanges]
+            while isinstance(yielded[0], Send):
+                sends = [each for each in yielded if isinstance(each, Send)]
+                self.bytes_sent += sends[0].tensor.numel() * sends[0].tensor.element_size()
+                answers = _reduce(sends)
+                yielded = [each.send(answer) for each, answer in zip(exchanges, answers, strict=True)]
+            good = all(bool(each.finite) for each in yielded if isinstance(each, Verdict))
+            for each, state in zip(exchanges, self.states, strict=True):
+                _finish(each, good)
+                state.step += good
+                state.nonfinite_steps += not good
+        return good
+
+
+def _reduce(sends: Sequence[Send]) -> list[torch.Tensor]:
+    """The answers to one collective, one per rank."""
+    stacked = torch.stack([each.tensor for each in sends])
+    if sends[0].op == "gather":
+        return [stacked for _ in sends]
+    total = stacked.amax(0) if sends[0].op == "max" else stacked.sum(0)
+    for each in sends:
+        each.tensor.copy_(total)
+    return [each.tensor for each in sends]
+
+
+def _finish(exchange: Exchange, good: bool) -> None:
+    try:
+        exchange.send(good)
+    except StopIteration:
+        return
+    raise AssertionError("an exchange goes on after the verdict")

@@ -1,0 +1,71 @@
+"""`DistributedDataParallel` as a source of gradients: its buckets, its parameters, and where it limits a hook."""
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from commhooks.errors import HookRunError
+from commhooks.gradients.bucket import Bucket
+
+
+class DDPBucket(Bucket):
+    """What DDP passes to a hook. Its parameters are asked for only when somebody needs them: torch makes a list of
+    them each time."""
+
+    def __init__(self, grad_bucket: dist.GradBucket) -> None:
+        super().__init__(grad_bucket.buffer(), (), grad_bucket.index(), grad_bucket.is_last())
+        self._grad_bucket = grad_bucket
+
+    @property
+    def parameters(self) -> Sequence[torch.Tensor]:
+        return self._grad_bucket.parameters()
+
+
+def bucket_of(grad_bucket: object) -> DDPBucket:
+    """The bucket that DDP passes to a hook.
+
+    Raises:
+        HookRunError: it is no GradBucket: compiled DDP calls hooks with something else.
+    """
+    if not isinstance(grad_bucket, dist.GradBucket):
+        raise HookRunError(
+            "this hook was called without a GradBucket: compiled DDP with optimize_ddp='python_reducer' is not "
+            "supported; set torch._dynamo.config.optimize_ddp = 'ddp_optimizer'"
+        )
+    return DDPBucket(grad_bucket)
+
+
+def reduced_parameters(ddp_model: DistributedDataParallel) -> list[tuple[str, torch.Tensor]]:
+    """Names and parameters that DDP reduces, in registration order. `torch.compile`'s prefix is left out of the names,
+    so that a checkpoint fits with and without it."""
+    return [
+        (name.replace("_orig_mod.", ""), parameter)
+        for name, parameter in ddp_model.module.named_parameters()
+        if parameter.requires_grad and name not in ddp_model.parameters_to_ignore
+    ]
+
+
+def sparse_parameters(module: torch.nn.Module) -> set[int]:
+    """ids of the parameters whose gradients will be sparse."""
+    return {
+        id(each.weight)
+        for each in module.modules()
+        if isinstance(each, (torch.nn.Embedding, torch.nn.EmbeddingBag)) and each.sparse
+    }
+
+
+def forbid_uneven_division(ddp_model: DistributedDataParallel) -> None:
+    """`Join(divide_by_initial_world_size=False)` asks for the mean over the ranks that are still active, and DDP tells
+    no hook.
+
+    Raises:
+        HookRunError: it is active.
+    """
+    # Private (torch 2.13): set by DDP's join hook and told to nobody else.
+    if getattr(ddp_model, "_divide_by_initial_world_size", True) is False:
+        raise HookRunError(
+            "a communication hook divides gradients by the world size; Join(divide_by_initial_world_size=False) asks "
+            "for the number of active ranks instead. Use divide_by_initial_world_size=True, or no hook"
+        )

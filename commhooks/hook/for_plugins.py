@@ -1,0 +1,29 @@
+"""What the Lightning and Accelerate plugins need beyond the public API. Change it together with them."""
+
+from commhooks.checkpoint import parts as payload_parts
+from commhooks.compressors.config import HookConfig, checked_types
+from commhooks.compressors.dotted_path import import_path
+from commhooks.compressors.registry import COMPRESSORS, canonical_name
+from commhooks.errors import closest
+from commhooks.gradients.loss_scale import LossScale, scale_of
+from commhooks.hook.attach import attach_request, check_total_steps
+from commhooks.hook.metrics import NAMES, PREFIX, Meter
+from commhooks.hook.request import HookRequest
+
+__all__ = [
+    "COMPRESSORS",
+    "NAMES",
+    "PREFIX",
+    "HookConfig",
+    "HookRequest",
+    "LossScale",
+    "Meter",
+    "attach_request",
+    "canonical_name",
+    "check_total_steps",
+    "checked_types",
+    "closest",
+    "import_path",
+    "payload_parts",
+    "scale_of",
+]

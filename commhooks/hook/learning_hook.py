@@ -1,0 +1,101 @@
+"""A compressor with learned state behind `CommHook`: every backward pass is a transaction of the engine."""
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Collection, Iterator, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from commhooks.checkpoint.learned_state import SavedLearnedState
+from commhooks.compressors.plan import UnitPlan
+from commhooks.engine.session import Session
+from commhooks.gradients import precision
+from commhooks.gradients.bucket import Bucket
+from commhooks.hook.plan import LATEST_PASS, ModelPlan
+from commhooks.hook.plan_model import parameter_infos, whole_plan
+from commhooks.hook.runner import Future, Runner
+
+
+class LearningHook(Runner):
+    """
+    Args:
+        name: of the hook.
+        session: bound to the model.
+        group: of the ranks.
+        sparse: ids of the parameters whose gradients are sparse.
+        function: called in place of the session where the user gave a function of theirs that leads to it.
+    """
+
+    counts_outcomes = True
+
+    def __init__(
+        self,
+        name: str,
+        session: Session,
+        group: dist.ProcessGroup,
+        sparse: Collection[int],
+        function: Callable[[dist.GradBucket], Future] | None = None,
+    ) -> None:
+        self.counters = session.counters
+        self.saved_state = SavedLearnedState(name, session, group, self._own_plans)
+        self._name = name
+        self._session = session
+        self._sparse = sparse
+        self._function = function
+
+    def run(self, bucket: Bucket, grad_bucket: dist.GradBucket) -> Future:
+        return self._session.run(bucket) if self._function is None else self._function(grad_bucket)
+
+    def settle(self) -> None:
+        self._session.settle()
+
+    @property
+    def options(self) -> dict[str, Any]:
+        return dataclasses.asdict(self._session.compressor.config)
+
+    def plan(self) -> ModelPlan:
+        session = self._session
+        if session.compressor.per_bucket:  # each row is a bucket
+            return whole_plan(self._name, session.compressor, session.plans())
+        buckets = session.buckets() if session.has_run else ()
+        return whole_plan(
+            self._name, session.compressor, self._own_plans(), buckets, LATEST_PASS if session.has_run else ""
+        )
+
+    def announcement(self, plan: ModelPlan) -> str:
+        return f" ({self._session.compressor.words}): {plan.summary()}"
+
+    @contextlib.contextmanager
+    def residuals(self) -> Iterator[tuple[Mapping[str, torch.Tensor], float]]:
+        self.settle()
+        state = self._session.state
+        with self._session.outcomes.lock:
+            yield {n: t for key in state.local for n, t in state[key].items()}, float(state.loss_scale)
+
+    def measured(self, names: set[str]) -> set[str]:
+        if self._session.compressor.per_bucket:
+            state = self._session.state
+            return {name for key in state.local for name in state[key]} or names
+        return {plan.name for plan in self._own_plans() if plan.compressed}
+
+    def check_here(self, parameters: Mapping[str, torch.Tensor]) -> None:
+        compressor = self._session.compressor
+        precision.check_one_device((p.device for p in parameters.values()), compressor.title or compressor.name)
+        for device, dtype in {(p.device, p.dtype) for p in parameters.values()}:
+            compressor.check_here(device, dtype)
+
+    def problems(self) -> list[str]:
+        compressor = self._session.compressor
+        if compressor.per_bucket or any(plan.compressed for plan in self._own_plans()):
+            return []
+        return [f"{compressor.phrase} compresses no parameter of this model: print(hook.plan()) says why for each."]
+
+    def _own_plans(self) -> list[UnitPlan]:
+        """Of the parameters; none for a compressor of whole buckets. Made anew: loading a state may change options."""
+        session = self._session
+        if session.compressor.per_bucket:
+            return []
+        infos = parameter_infos(session.binding.names, session.compressor.config.excluded_globs, self._sparse)
+        return session.compressor.plan(list(infos.values()))

@@ -1,0 +1,72 @@
+"""A user's own function `(state, bucket) -> Future` behind `CommHook`: only its code knows what it sends."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch.distributed as dist
+
+from commhooks.checkpoint.user_state import SavedUserState
+from commhooks.comm.counters import Counters
+from commhooks.comm.hook_result import checked_future
+from commhooks.compressors.plan import ParameterInfo, UnitPlan
+from commhooks.gradients.bucket import Bucket
+from commhooks.gradients.names import ParameterNames
+from commhooks.hook.plan import ModelPlan
+from commhooks.hook.request import HookRequest
+from commhooks.hook.runner import Future, Runner
+
+
+class UserHook(Runner):
+    """
+    Args:
+        request: what was asked for.
+        state, function: called as `function(state, grad_bucket)`.
+        names: of the model's parameters.
+        group: of the ranks.
+    """
+
+    counts_bytes = False
+
+    def __init__(
+        self,
+        request: HookRequest,
+        state: Any,
+        function: Callable[..., Any],
+        names: ParameterNames,
+        group: dist.ProcessGroup,
+    ) -> None:
+        self.counters = Counters()
+        options = dict(request.options)
+        self.saved_state: SavedUserState = SavedUserState(request.name, options, self.counters, group, state)
+        self._request = request
+        self._state = state
+        self._function = function
+        self._names = names
+
+    def begin_pass(self) -> None:
+        self.counters.begin_pass()
+
+    def run(self, bucket: Bucket, grad_bucket: dist.GradBucket) -> Future:
+        self.counters.bytes_uncompressed += bucket.numel_here * bucket.flat.element_size()
+        return checked_future(self._function(self._state, grad_bucket), self._request.name)
+
+    @property
+    def options(self) -> dict[str, Any]:
+        return dict(self._request.options)
+
+    def plan(self) -> ModelPlan:
+        name = self._request.name
+        infos = [ParameterInfo(each, parameter) for each, parameter in self._names.known().items()]
+        rows = tuple(UnitPlan.left_alone(info, f"hook {name}") for info in infos)
+        return ModelPlan(name, rows, self._request.wire_dtype, selective=False, sends=None)
+
+    def announcement(self, plan: ModelPlan) -> str:
+        return ""
+
+    def problems(self) -> list[str]:
+        if self._state is None or isinstance(self._state, dist.ProcessGroup) or self.saved_state.saves_state:
+            return []
+        return [
+            f"the state of hook {self._request.name} ({type(self._state).__name__}) has no state_dict and "
+            "load_state_dict: checkpoints do not hold it."
+        ]

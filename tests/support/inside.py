@@ -1,0 +1,23 @@
+"""What tests look at behind `CommHook`: the engine's session and what it has learned."""
+
+from typing import Any
+
+from commhooks import CommHook
+from commhooks.engine.session import Session
+from commhooks.hook.learning_hook import LearningHook
+
+
+def session_of(hook: CommHook | None) -> Session:
+    """The session of a hook with learned state."""
+    assert hook is not None and learns(hook)
+    return hook._runner._session  # type: ignore[attr-defined, no-any-return]
+
+
+def learns(hook: CommHook) -> bool:
+    """Whether the engine runs it with learned state."""
+    return isinstance(hook._runner, LearningHook)
+
+
+def user_state(hook: CommHook) -> Any:
+    """The state of a user's own hook."""
+    return hook._runner._state  # type: ignore[attr-defined]

@@ -16,9 +16,10 @@ demo: $(READY)
 demo-accelerate: $(READY)
 	@$(CLEAN) examples/accelerate_demo.py $(ARGS)
 
-# Two files at a time: most of the tests wait for processes to start or for a time limit to pass.
+# Two at a time: most of the tests wait for processes to start or for a time limit to pass. tests/conftest.py says which
+# of them stay together.
 test: $(READY)
-	@$(CLEAN) -m pytest -n 2 --dist loadfile $(ARGS)
+	@$(CLEAN) -m pytest -n 2 --dist loadgroup $(ARGS)
 
 test-mutants: $(READY)
 	@$(CLEAN) tests/stress/mutants.py $(ARGS)
@@ -43,6 +44,7 @@ lint: $(READY)
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
 	$(PY) -m mypy
+	$(VENV)/bin/lint-imports --no-logo
 
 # The site in site/; a link that leads nowhere is an error. docs-serve shows it on http://127.0.0.1:8000 while it is edited.
 docs: $(READY)

@@ -37,8 +37,22 @@ import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 from workers import WorkerPool  # noqa: E402
 
+FRAMEWORKS = {
+    "with_lightning": ["lightning.pytorch"],
+    "with_accelerate": ["accelerate"],
+    "with_transformers": ["accelerate", "transformers.trainer"],
+}
 
+
+@pytest.hookimpl(tryfirst=True)  # before xdist reads its marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        for framework in FRAMEWORKS.get(item.path.parent.name, []):
+            item.add_marker(pytest.mark.frameworks(framework))
+        # A file at a time, and all that need a framework in one process and its workers, which import it once.
+        frameworks = item.get_closest_marker("frameworks")
+        item.add_marker(pytest.mark.xdist_group("frameworks" if frameworks else item.nodeid.partition("::")[0]))
+    items.sort(key=lambda item: item.get_closest_marker("frameworks") is None)  # the long group first
     if not (KEEP_CUDA and torch.cuda.is_available()):
         skip = pytest.mark.skip(reason="needs a CUDA device and COMMHOOKS_TEST_CUDA=1")
         for item in items:
@@ -72,8 +86,9 @@ def worker_pool() -> Iterator[WorkerPool]:
 
 
 @pytest.fixture
-def run_ranks(worker_pool: WorkerPool) -> Callable[..., list[Any]]:
+def run_ranks(request: pytest.FixtureRequest, worker_pool: WorkerPool) -> Callable[..., list[Any]]:
     """`run_ranks(fn, *args, world_size=2, timeout_s=60, init=True, **kwargs)`: see `workers.WorkerPool.run`."""
+    worker_pool.import_first(*(name for mark in request.node.iter_markers("frameworks") for name in mark.args))
     return worker_pool.run
 
 

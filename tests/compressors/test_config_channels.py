@@ -15,6 +15,7 @@ from typing import Any
 from unittest import mock
 
 import pytest
+import warm
 import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -28,6 +29,8 @@ from accelerate_commhooks.yaml_config import overridden, section_settings
 from commhooks import HookConfigError, PowerSGD
 from commhooks.hook.request import HookRequest
 from lightning_commhooks import CommHookDDP
+
+pytestmark = pytest.mark.frameworks("lightning.pytorch.cli")
 
 Options = dict[str, Any]
 
@@ -231,7 +234,7 @@ def test_lightning_cli() -> None:
     to read the step 7 as 7.0, which is refused."""
     paths = os.pathsep.join(path for path in sys.path if path)
     done = subprocess.run(
-        [sys.executable, "-c", "import test_config_channels as t; t.print_cli_outcomes()"],
+        [warm.python("lightning.pytorch.cli"), __file__],
         env={**os.environ, "PYTHONPATH": paths},
         capture_output=True,
         text=True,
@@ -240,3 +243,7 @@ def test_lightning_cli() -> None:
     assert done.returncode == 0, done.stderr
     for chosen, found in zip(CLI_CASES, json.loads(done.stdout.splitlines()[-1]), strict=True):
         assert found == [outcome(CHANNELS["a config object"], chosen)] * 2, chosen
+
+
+if __name__ == "__main__":
+    print_cli_outcomes()

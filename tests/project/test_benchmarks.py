@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import warm
 from repository import REPOSITORY
 
 MACHINE = {"cpu", "cores", "gpu", "system", "python", "torch", "date"}
@@ -27,10 +28,10 @@ def _can_limit_a_link() -> bool:
     return made
 
 
-def _run(name: str, tmp_path: Path, *arguments: str) -> list[dict[str, Any]]:
+def _run(name: str, tmp_path: Path, *arguments: str, python: str | None = None) -> list[dict[str, Any]]:
     """The rows of `benchmarks/name.py --quick`."""
     file = tmp_path / "figures.json"
-    command = [sys.executable, f"benchmarks/{name}.py", "--quick", "--json", str(file), *arguments]
+    command = [python or warm.python(), f"benchmarks/{name}.py", "--quick", "--json", str(file), *arguments]
     environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
     done = subprocess.run(command, cwd=REPOSITORY, env=environment, capture_output=True, text=True, timeout=90)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -112,7 +113,7 @@ def test_gpu_without_a_gpu(tmp_path):
 @pytest.mark.skipif(not _can_limit_a_link(), reason="needs root, ip and tc")
 def test_link(tmp_path):
     before = _namespaces()
-    rows = {row["hook"]: row for row in _run("link", tmp_path)}
+    rows = {row["hook"]: row for row in _run("link", tmp_path, python=sys.executable)}
     assert rows.keys() == {"noop", "ddp", "powersgd-1"}
     # What travelled: each of two ranks sends the gradients once, compressed or not.
     gradient = 1e6 * rows["ddp"]["gradient_mb"]

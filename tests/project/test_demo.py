@@ -16,6 +16,7 @@ from pathlib import Path
 import demo
 import pytest
 import torch
+import warm
 from repository import REPOSITORY
 
 
@@ -202,9 +203,15 @@ def test_short_demo_in_a_hostile_environment(hostile_environment):
     assert "bit-equal to those of the uninterrupted run: yes" in done.stdout
 
 
+@pytest.mark.frameworks("lightning.pytorch")
 def test_that_environment_is_hostile(hostile_environment, tmp_path):
     """Without the cleaning the same script does not train: the test above sees something."""
-    command = [sys.executable, "examples/lightning_digits.py", "--epochs=1", f"--folder={tmp_path / 'digits'}"]
+    command = [
+        warm.python("lightning.pytorch"),
+        "examples/lightning_digits.py",
+        "--epochs=1",
+        f"--folder={tmp_path / 'digits'}",
+    ]
     done = _run(command, {**hostile_environment, "CUDA_VISIBLE_DEVICES": ""}, timeout_s=60)
     assert done.returncode != 0
     assert "--ntasks" in done.stderr

@@ -18,6 +18,8 @@ from workers import RanksFailed
 import commhooks
 from commhooks.tools.doctor import judge
 
+pytestmark = pytest.mark.frameworks("lightning.pytorch", "accelerate", "transformers.trainer")
+
 PAGES = [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").glob("*.md"))]
 SNIPPETS = [
     snippet

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import subprocess
@@ -10,6 +11,7 @@ import textwrap
 import zipfile
 from email.parser import Parser
 from pathlib import Path
+from typing import Any
 
 import pytest
 from repository import REPOSITORY
@@ -56,9 +58,42 @@ def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return site
 
 
-def _python(site: Path, code: str) -> subprocess.CompletedProcess[str]:
-    """Runs `code` outside of the repository with the installed wheel in front of everything else."""
-    return _run([sys.executable, "-c", textwrap.dedent(code)], cwd=site.parent, PYTHONPATH=str(site))
+def _python(site: Path, code: str) -> Any:
+    """What `code`, which prints JSON, finds outside of the repository with the installed wheel before everything."""
+    done = _run([sys.executable, "-c", textwrap.dedent(code)], cwd=site.parent, PYTHONPATH=str(site))
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+@pytest.fixture(scope="module")
+def imported(installed: Path) -> list[Any]:
+    """What a bare `import commhooks` is and imports."""
+    return _python(
+        installed,
+        """
+        import commhooks, json, sys
+        print(json.dumps([commhooks.__version__, commhooks.__file__, sorted(sys.modules)]))
+        """,
+    )
+
+
+@pytest.fixture(scope="module")
+def without_frameworks(installed: Path) -> dict[str, str | None]:
+    """Imports, one after another, where no framework is installed: None, or the error."""
+    return _python(
+        installed,
+        BLOCK_FRAMEWORKS
+        + """
+import importlib, json
+found = {}
+for name in ("commhooks", "commhooks.tools.cli", "lightning_commhooks", "accelerate_commhooks"):
+    try:
+        found[name] = importlib.import_module(name) and None
+    except BaseException as error:
+        found[name] = f"{type(error).__name__}: {error}"
+print(json.dumps(found))
+""",
+    )
 
 
 def test_wheel_holds_the_packages_and_nothing_else(wheel):
@@ -74,7 +109,7 @@ def test_wheel_holds_the_packages_and_nothing_else(wheel):
     assert "commhooks/compressors/powersgd/fused_codec.c" in names  # compiled where it is used
 
 
-def test_wheel_metadata(wheel, installed):
+def test_wheel_metadata(wheel, imported):
     archive = zipfile.ZipFile(wheel)
     (name,) = (name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
     metadata = Parser().parsestr(archive.read(name).decode())
@@ -85,13 +120,11 @@ def test_wheel_metadata(wheel, installed):
     assert for_users <= set(metadata.get_all("Provides-Extra")) <= for_users | for_us
     unconditional = {line for line in metadata.get_all("Requires-Dist") if "extra ==" not in line}
     assert unconditional == {"torch>=2.13.0", "omegaconf>=2.4.0", "rich"}
-    done = _python(installed, "import commhooks; print(commhooks.__version__)")
-    assert done.stdout.strip() == metadata["Version"], done.stderr
+    assert imported[0] == metadata["Version"]
 
 
-def test_installed_wheel_is_what_gets_imported(installed):
-    done = _python(installed, "import commhooks; print(commhooks.__file__)")
-    assert done.stdout.strip() == str(installed / "commhooks" / "__init__.py"), done.stderr
+def test_installed_wheel_is_what_gets_imported(installed, imported):
+    assert imported[1] == str(installed / "commhooks" / "__init__.py")
 
 
 @pytest.mark.parametrize("command", ["commhooks", "accelerate-commhooks"])
@@ -101,9 +134,8 @@ def test_installed_command(installed, command):
     assert f"usage: {command} " in done.stdout.lower()
 
 
-def test_core_imports_without_the_frameworks(installed):
-    done = _python(installed, BLOCK_FRAMEWORKS + "import commhooks, commhooks.tools.cli")
-    assert done.returncode == 0, done.stderr
+def test_core_imports_without_the_frameworks(without_frameworks):
+    assert [without_frameworks[name] for name in ("commhooks", "commhooks.tools.cli")] == [None, None]
 
 
 @pytest.mark.parametrize(
@@ -113,19 +145,12 @@ def test_core_imports_without_the_frameworks(installed):
         ("accelerate_commhooks", 'accelerate_commhooks needs Accelerate: pip install "commhooks[accelerate]"'),
     ],
 )
-def test_plugin_without_its_framework_says_what_to_install(installed, plugin, sentence):
+def test_plugin_without_its_framework_says_what_to_install(without_frameworks, plugin, sentence):
     """Proves too that the test above can fail: under the same blocker an import that needs a framework does."""
-    done = _python(installed, BLOCK_FRAMEWORKS + f"import {plugin}")
-    assert done.returncode == 1
-    assert done.stderr.strip().splitlines()[-1] == f"ImportError: {sentence}"
+    assert without_frameworks[plugin] == f"ImportError: {sentence}"
 
 
-def test_core_import_is_light(installed):
+def test_core_import_is_light(imported):
     """The configuration and the tables are for those who use them: a bare import pays for neither."""
-    code = """
-        import commhooks, sys
-        heavy = {"omegaconf", "rich", "lightning", "pytorch_lightning", "accelerate", "transformers", "jsonargparse"}
-        print(sorted(heavy & set(sys.modules)))
-    """
-    done = _python(installed, code)
-    assert done.stdout.strip() == "[]", done.stdout + done.stderr
+    heavy = {"omegaconf", "rich", "lightning", "pytorch_lightning", "accelerate", "transformers", "jsonargparse"}
+    assert sorted(heavy & set(imported[2])) == []

@@ -69,7 +69,7 @@ class Outcome:
     output: str = field(default="", repr=False)
 
 
-def run(framework: str, folder: Path, kills: list[dict[str, Any]], steps: int) -> Outcome:
+def run(framework: str, folder: Path, kills: list[dict[str, Any]], steps: int, python: str = sys.executable) -> Outcome:
     """A training with the kills that are planned, to its end."""
     folder.mkdir(parents=True, exist_ok=True)
     env = os.environ | {
@@ -82,7 +82,7 @@ def run(framework: str, folder: Path, kills: list[dict[str, Any]], steps: int) -
         # ("connectFullMesh failed ... Connection refused"), with a hook or without.
         "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
     }
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    command = [python, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     command += [f"--max-restarts={len(kills)}", "--monitor-interval=0.1", str(SCRIPT), framework, str(folder)]
     started = time.monotonic()
     failures = []

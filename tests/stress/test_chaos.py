@@ -13,9 +13,13 @@ import chaos
 import chaos_training
 import pytest
 import torch
+import warm
 from accelerators import accelerate_launched
 
+pytestmark = pytest.mark.frameworks("lightning.pytorch", "accelerate")
+
 STEPS = chaos_training.STEPS
+PRELOADED = {"plain": [], "lightning": ["lightning.pytorch"], "accelerate": ["accelerate"]}
 
 
 class _NoKiller(chaos_training.Killer):
@@ -43,7 +47,8 @@ def _killed(run_ranks: Any, framework: str, folder: Path, kills: list[dict[str, 
     (folder / "alone").mkdir()
     left_alone, other = run_ranks(_left_alone, framework, str(folder / "alone"))
     assert torch.equal(left_alone, other)
-    outcome = chaos.compare(chaos.run(framework, folder / "killed", kills, STEPS), left_alone)
+    python = warm.python(*PRELOADED[framework])
+    outcome = chaos.compare(chaos.run(framework, folder / "killed", kills, STEPS, python), left_alone)
     assert outcome.failures == [], outcome.output[-4000:]
     assert len(outcome.kills) == len(kills)
     for kill, planned in zip(outcome.kills, kills, strict=True):

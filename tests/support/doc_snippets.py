@@ -43,6 +43,7 @@ import clean_env
 import pytest
 import torch
 import torch.distributed as dist
+import warm
 from repository import REPOSITORY
 
 from commhooks import DoctorError
@@ -307,7 +308,7 @@ def _run_script(text: str, folder: Path) -> None:
     script = folder / "snippet.py"
     script.write_text(_LIGHTNING + text + _TRAINED)
     env = clean_env.cleaned(os.environ, str(folder)) | {"PYTHONPATH": str(REPOSITORY)}
-    command = [sys.executable, str(script)]
+    command = [warm.python("lightning.pytorch"), str(script)]
     done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=SCRIPT_LIMIT_S)
     if done.returncode != 0:
         raise WrongSnippet(f"{text}\n{done.stdout}{done.stderr}")

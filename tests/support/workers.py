@@ -2,8 +2,9 @@
 
     results = run_ranks(fn, *args, world_size=2, timeout_s=60, init=True, **kwargs)     # a fixture of conftest.py
 
-Worker `i` is rank `i`. It is started with the spawn method when the first test asks for it, imports torch, uses one
-thread, and is kept for the tests that follow. For one task every worker takes part in
+Worker `i` is rank `i`. It is started when the first test asks for it, forked from a process that has imported torch
+(`warm.py`), uses one thread, and is kept for the tests that follow. `worker_pool.import_first("lightning.pytorch")`
+has the same done for other modules, in new workers. For one task every worker takes part in
 
     parent                             worker
     ("task", rank, ..., payload)  ->
@@ -27,11 +28,12 @@ import dataclasses
 import faulthandler
 import io
 import logging
-import multiprocessing
 import multiprocessing.connection
 import os
 import random
 import signal
+import socket
+import subprocess
 import sys
 import tempfile
 import threading
@@ -45,6 +47,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import warm
 
 MAX_WORLD_SIZE = 4
 START_TIMEOUT_S = 120.0  # importing torch on a busy machine, not part of a task's limit
@@ -79,17 +82,24 @@ class WorkerPool:
     """The workers of one pytest session. Not thread-safe: one task at a time."""
 
     def __init__(self) -> None:
-        self._processes: list[Any] = []  # of the spawn context; index = rank
+        self._processes: list[subprocess.Popen[bytes]] = []  # index = rank; see `warm.py` for what they are
+        self._pids: list[int] = []
+        self._modules: tuple[str, ...] = ()
         self._connections: list[multiprocessing.connection.Connection] = []
         self._scratch: tempfile.TemporaryDirectory[str] | None = None
         self._task_count = 0
-        # multiprocessing joins its children when the interpreter ends; registered later than that, this runs before.
         atexit.register(self.close)
 
     @property
     def pids(self) -> list[int]:
         """The process ids of the workers that are there, by rank."""
-        return [process.pid for process in self._processes]
+        return list(self._pids)
+
+    def import_first(self, *modules: str) -> None:
+        """From now on, workers have imported these already, without the cost of doing it in each."""
+        if not set(modules) <= set(self._modules):
+            self.close()
+            self._modules += modules
 
     def run(
         self,
@@ -126,18 +136,21 @@ class WorkerPool:
             connection.close()
         deadline = time.monotonic() + 2.0
         for process in self._processes:
-            process.join(max(0.0, deadline - time.monotonic()))
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(max(0.0, deadline - time.monotonic()))
         self.kill()
 
     def kill(self) -> None:
         """Kills every worker; the next task starts new ones."""
+        for rank, process in enumerate(self._processes):
+            if process.poll() is None:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(self._pids[rank] if rank < len(self._pids) else process.pid, signal.SIGKILL)
         for process in self._processes:
-            process.kill()
-        for process in self._processes:
-            process.join()
+            process.wait()
         for connection in self._connections:
             connection.close()
-        self._processes, self._connections = [], []
+        self._processes, self._connections, self._pids = [], [], []
         if self._scratch is not None:
             self._scratch.cleanup()
             self._scratch = None
@@ -145,22 +158,21 @@ class WorkerPool:
     def _grow(self, world_size: int) -> None:
         if self._scratch is None:
             self._scratch = tempfile.TemporaryDirectory(prefix="commhooks-tests-", ignore_cleanup_errors=True)
-        context = multiprocessing.get_context("spawn")
         new = range(len(self._processes), world_size)
         for index in new:
-            ours, theirs = context.Pipe()
-            process = context.Process(
-                target=_worker_main, args=(theirs, str(self._stack_file(index))), name=f"commhooks-worker-{index}"
-            )
-            process.start()
+            ours, theirs = socket.socketpair()
+            # Strings have other hashes in every second worker: an order that depends on them must not go unnoticed.
+            python = warm.python(*self._modules, server=index % 2)
+            command = [python, str(Path(__file__).with_name("one_worker.py")), str(self._stack_file(index))]
+            self._processes.append(subprocess.Popen(command, stdin=theirs))
             theirs.close()  # so that reading from a dead worker ends with EOFError
-            self._processes.append(process)
-            self._connections.append(ours)
+            self._connections.append(multiprocessing.connection.Connection(ours.detach()))
         answers = self._collect(list(new), START_TIMEOUT_S)
         if len(answers) < len(new):
             missing = sorted(set(new) - set(answers))
             self.kill()
             raise RanksFailed(f"workers {missing} did not start within {START_TIMEOUT_S:g} s", {})
+        self._pids += [answers[index][1] for index in new]
 
     def _run_task(
         self,
@@ -249,11 +261,12 @@ class WorkerPool:
         done = answers if cleaned is None else cleaned
         silent = [rank for rank in ranks if rank not in done]
         for rank in silent:
-            self._processes[rank].join(0.2)
-        alive = [rank for rank in silent if self._processes[rank].is_alive()]
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._processes[rank].wait(0.2)
+        alive = [rank for rank in silent if self._processes[rank].poll() is None]
         for rank in alive:  # faulthandler in the worker writes the stacks of all its threads
             with contextlib.suppress(OSError, AttributeError):
-                os.kill(self._processes[rank].pid, signal.SIGUSR1)
+                os.kill(self._pids[rank], signal.SIGUSR1)
         sizes: list[int] = []
         deadline = time.monotonic() + (STACK_TIMEOUT_S if alive else 0)
         while time.monotonic() < deadline:  # until all of them are written and grow no more
@@ -265,7 +278,7 @@ class WorkerPool:
             complaint = "had not answered when another rank died"
         problems = []
         for rank in silent:
-            end = complaint if rank in alive else f"died (exit code {self._processes[rank].exitcode})"
+            end = complaint if rank in alive else f"died (exit code {self._processes[rank].returncode})"
             stack = self._stack_file(rank).read_text(errors="replace")
             problems.append(f"rank {rank} {end}" + (f"; it was here:\n{stack}" if stack else ""))
         errors = _errors(answers)
@@ -289,13 +302,17 @@ def _describe(rank: int, failure: RankFailure) -> str:
 # ----------------------------------------------------------------------------------------------------- in the worker
 
 
-def _worker_main(connection: multiprocessing.connection.Connection, stack_path: str) -> None:
+def worker_main(stack_path: str) -> None:
+    """What `one_worker.py` does; standard input is the connection to the parent."""
+    connection = multiprocessing.connection.Connection(os.dup(0))
+    with open(os.devnull) as nothing:
+        os.dup2(nothing.fileno(), 0)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which ends the workers
     stack_file = open(stack_path, "w")  # noqa: SIM115 - stays open as long as the worker lives
     faulthandler.enable(file=stack_file)
     threading.Thread(target=_leave_with_parent, daemon=True).start()
     torch.set_num_threads(1)
-    connection.send(("ready",))
+    connection.send(("ready", os.getpid()))
     while True:
         try:
             message = connection.recv()
@@ -325,9 +342,9 @@ def _worker_main(connection: multiprocessing.connection.Connection, stack_path: 
 
 
 def _leave_with_parent() -> None:
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-    parent.join()  # a killed parent cannot end its workers, and one in the middle of a task does not read its pipe
+    parent = os.getppid()  # it ends when the tests end
+    while os.getppid() == parent:  # a killed parent cannot end its workers, and in the middle of a task none listens
+        time.sleep(1)
     os._exit(1)
 
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import warm
 from accelerate_script import ACCUMULATED, SAVE_AT, START, STEPS
 from repository import PYTHONPATH, SUPPORT
 
@@ -19,7 +19,7 @@ LIMIT_S = 90
 
 def launch(*arguments: str) -> None:
     """`accelerate launch` of the script on two CPU ranks."""
-    command = [sys.executable, "-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", "2"]
+    command = [warm.python("accelerate"), "-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", "2"]
     # Port 0: a free one. `--multi_gpu` starts the processes; with `--cpu` Accelerate 1.15 would start one only.
     command += ["--main_process_port", "0", "--mixed_precision", "no", "--num_machines", "1", "--dynamo_backend", "no"]
     env = os.environ | {"ACCELERATE_USE_CPU": "true", "PYTHONPATH": PYTHONPATH}

@@ -16,6 +16,7 @@ from typing import Any
 
 import psutil
 import pytest
+import warm
 from repository import PYTHONPATH, SUPPORT
 
 from accelerate_commhooks import launcher
@@ -23,8 +24,8 @@ from accelerate_commhooks.cli import main
 from accelerate_commhooks.handed_over import VARIABLE
 
 LIMIT_S = 90
-OURS = [sys.executable, "-m", "accelerate_commhooks", "launch"]
-STOCK = [sys.executable, "-m", "accelerate.commands.launch"]
+OURS = ["-m", "accelerate_commhooks", "launch"]
+STOCK = ["-m", "accelerate.commands.launch"]
 ACCELERATE = """\
 compute_environment: LOCAL_MACHINE
 distributed_type: MULTI_GPU
@@ -73,7 +74,7 @@ def started(command: list[str], temporary: Path, **environ: str) -> Iterator[sub
 
 
 def run(command: list[str], temporary: Path, **environ: str) -> tuple[int, str]:
-    with started(command, temporary, **environ) as process:
+    with started([warm.python("accelerate"), *command], temporary, **environ) as process:
         output, _ = process.communicate(timeout=LIMIT_S)
     return process.returncode, output
 
@@ -134,6 +135,7 @@ def test_the_status_of_several_processes(config: Path, temporary: Path, tmp_path
 def in_this_process(temporary: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """For launches of one process by `main`: much faster than a launcher in a process of its own."""
     monkeypatch.setattr("tempfile.tempdir", str(temporary))
+    monkeypatch.setattr(sys, "executable", warm.python("accelerate"))
     monkeypatch.setenv("PYTHONPATH", PYTHONPATH)
     return temporary
 
@@ -267,7 +269,8 @@ def test_interrupted(
         "pathlib.Path(sys.argv[1], 'pid' + os.environ.get('RANK', '0')).write_text(str(os.getpid()))\n"
         "time.sleep(25)\n"
     )
-    with started([*OURS, "--config_file", str(config), *flags, str(script), str(tmp_path)], temporary) as process:
+    command = [sys.executable, *OURS, "--config_file", str(config), *flags, str(script), str(tmp_path)]
+    with started(command, temporary) as process:
         files = [tmp_path / f"pid{rank}" for rank in range(1 if flags else 2)]
         deadline = time.monotonic() + LIMIT_S / 2
         while not all(file.exists() and file.read_text() for file in files):

@@ -6,12 +6,12 @@ import json
 import os
 import signal
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-from repository import SUPPORT
+import warm
+from repository import REPOSITORY, SUPPORT
 
 SCRIPT = SUPPORT / "lightning_script.py"
 TIMEOUT_S = 90
@@ -20,9 +20,9 @@ TIMEOUT_S = 90
 def _launch(start_method: str, folder: Path, *more: str) -> list[dict[str, Any]]:
     """What the two ranks reported. The environment is that of the test, which the fixtures have cleaned."""
     folder.mkdir()
-    env = os.environ | {"PYTHONPATH": str(SCRIPT.parents[1])}
+    env = os.environ | {"PYTHONPATH": str(REPOSITORY)}
     process = subprocess.Popen(
-        [sys.executable, str(SCRIPT), start_method, str(folder), *more],
+        [warm.python("lightning.pytorch"), str(SCRIPT), start_method, str(folder), *more],
         env=env,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,

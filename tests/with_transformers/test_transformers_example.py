@@ -7,7 +7,6 @@ import os
 import signal
 import socket
 import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -18,6 +17,7 @@ from repository import REPOSITORY
 pytest.importorskip("transformers", reason="transformers needs Python 3.11 or newer")
 
 import clean_env  # noqa: E402
+import warm  # noqa: E402
 from transformers_runs import FILES  # noqa: E402
 
 LAUNCH_LIMIT_S = 150
@@ -36,7 +36,7 @@ def _two_ranks(folder: Path) -> list[subprocess.Popen[bytes]]:
     common = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     return [
         subprocess.Popen(
-            [sys.executable, *EXAMPLE, "--folder", str(folder)],
+            [warm.python("transformers.trainer"), *EXAMPLE, "--folder", str(folder)],
             env=_environ(folder.parent) | common | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
         )
         for rank in range(2)
@@ -47,7 +47,8 @@ def _two_ranks(folder: Path) -> list[subprocess.Popen[bytes]]:
 def test_example_goes_on_bit_equal_after_a_kill(tmp_path: Path) -> None:
     """From the README's command; what is killed and started again is compared with what was not."""
     through, killed = tmp_path / "through", tmp_path / "killed"
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    python = warm.python("transformers.trainer")
+    torchrun = [python, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     uninterrupted = subprocess.Popen([*torchrun, *EXAMPLE, "--folder", str(through)], env=_environ(tmp_path))
     ranks = _two_ranks(killed)
     try:

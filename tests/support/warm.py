@@ -1,0 +1,259 @@
+"""Python processes that have imported torch, Lightning and the like already.
+
+    command = [warm.python("lightning.pytorch"), "script.py", "an argument"]     # instead of sys.executable
+
+Half of what a short training in a process of its own costs is the import of the framework. `warm.python` is a program
+that takes Python's command line, asks a server for a process, and stands for it: it passes signals on and ends as that
+process ends. The server has imported the frameworks once and forks. The process has its own environment variables,
+folder, `sys.path`, `__main__` and session; nothing of commhooks is imported in it. Python started with `-c`, as by
+multiprocessing, is the ordinary one. Do not use this where the start itself is tested, or Ctrl-C for a whole process
+group.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import gc
+import importlib
+import json
+import os
+import runpy
+import selectors
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import types
+from pathlib import Path
+from typing import Any
+
+# ------------------------------------------------------------------------------------------------------- in the tests
+
+_servers: dict[int, tuple[subprocess.Popen[bytes], Path]] = {}
+
+
+def python(*modules: str, server: int = 0) -> str:
+    """To be used in the place of `sys.executable`. `modules` are imported in the server, of several, first."""
+    if not hasattr(os, "pidfd_open"):
+        return sys.executable
+    if server not in _servers or _servers[server][0].poll() is not None:
+        _servers[server] = _start()
+    folder = _servers[server][1]
+    with socket.socket(socket.AF_UNIX) as connection:
+        connection.connect(str(folder / "socket"))
+        data = json.dumps({"modules": ["torch", "torch._dynamo", *modules]}).encode()
+        connection.sendall(len(data).to_bytes(8, "big") + data)
+        answer = connection.makefile().read()
+    assert answer == "ready", answer
+    return str(folder / "python")
+
+
+def _start() -> tuple[subprocess.Popen[bytes], Path]:
+    folder = Path(tempfile.mkdtemp(prefix="commhooks-warm-"))
+    stub = folder / "python"
+    stub.write_text(f"#!{sys.executable} -IS\nSOCKET = {str(folder / 'socket')!r}\nREAL = {sys.executable!r}\n{_STUB}")
+    stub.chmod(0o755)
+    env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    read, write = os.pipe()
+    process = subprocess.Popen(
+        [sys.executable, __file__, str(folder), str(write), str(stub)], env=env, pass_fds=[write], cwd=folder
+    )
+    os.close(write)
+    os.read(read, 1)  # it listens
+    os.close(read)
+    atexit.register(_stop, process, folder)
+    return process, folder
+
+
+def _stop(process: subprocess.Popen[bytes], folder: Path) -> None:
+    process.kill()
+    process.wait()
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+# What `python(...)` leads to: started often, so it imports little.
+_STUB = """
+import os, signal, sys
+
+words = sys.argv[1:]
+unbuffered = words[:1] == ["-u"]
+words = words[unbuffered:]
+if not words or words[0].startswith("-") and words[0] != "-m":
+    os.execv(REAL, [REAL, *sys.argv[1:]])
+import array, json, socket
+
+connection = socket.socket(socket.AF_UNIX)
+connection.connect(SOCKET)
+request = {"words": words, "unbuffered": unbuffered, "environ": dict(os.environ), "folder": os.getcwd()}
+data = json.dumps(request).encode()
+data = len(data).to_bytes(8, "big") + data
+rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [0, 1, 2]))]
+sent = connection.sendmsg([data], rights)
+connection.sendall(data[sent:])
+answers = connection.makefile()
+pid = int(answers.readline())
+
+
+def pass_on(signum, frame):
+    try:
+        os.kill(pid, signum)
+    except ProcessLookupError:
+        pass
+
+
+for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2"):
+    if signal.getsignal(getattr(signal, name)) != signal.SIG_IGN:
+        signal.signal(getattr(signal, name), pass_on)
+status = int(answers.readline() or -9)  # without an answer: the server is gone, and the process with it
+if status >= 0:
+    os._exit(status)
+signal.signal(-status, signal.SIG_DFL) if -status != signal.SIGKILL else None
+os.kill(os.getpid(), -status)
+"""
+
+# ------------------------------------------------------------------------------------------------------ in the server
+
+
+def _serve(folder: Path, ready: int) -> dict[str, Any]:
+    """Returns in the processes that it forks only, with what they are to do."""
+    listener = socket.socket(socket.AF_UNIX)
+    listener.bind(str(folder / "socket"))
+    listener.listen(64)
+    os.write(ready, b"1")
+    os.close(ready)
+    selector = selectors.DefaultSelector()
+    selector.register(listener, selectors.EVENT_READ, "asked")
+    selector.register(os.pidfd_open(os.getppid()), selectors.EVENT_READ, "alone")
+    running: dict[int, socket.socket] = {}  # process id -> connection to the program that stands for it
+    while True:
+        for key, _ in selector.select():
+            if key.data == "alone":  # the tests are over
+                for pid in running:
+                    _kill(pid)
+                os._exit(0)
+            elif key.data == "asked":
+                connection, _ = listener.accept()
+                request = _receive(connection)
+                if "modules" in request:
+                    connection.sendall(_import(request["modules"]))
+                    connection.close()
+                    continue
+                pid = os.fork()
+                if pid == 0:
+                    for each in list(selector.get_map().values()):
+                        os.close(each.fd)
+                    selector.close()
+                    return request
+                for descriptor in request["descriptors"]:
+                    os.close(descriptor)
+                running[pid] = connection
+                selector.register(os.pidfd_open(pid), selectors.EVENT_READ, ("ended", pid))
+                selector.register(connection, selectors.EVENT_READ, ("left", pid))
+                connection.sendall(f"{pid}\n".encode())
+            elif key.data[1] in running:
+                kind, pid = key.data
+                if kind == "left":  # somebody has killed the program that stands for it; "ended" comes next
+                    selector.unregister(running[pid])
+                    _kill(pid)
+                    continue
+                selector.unregister(key.fd)
+                os.close(key.fd)
+                connection = running.pop(pid)
+                status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+                if connection.fileno() in selector.get_map():
+                    selector.unregister(connection)
+                    connection.sendall(f"{status}\n".encode())
+                connection.close()
+
+
+def _kill(pid: int) -> None:
+    """And with it what it has started in its session."""
+    try:
+        os.killpg(pid, signal.SIGKILL)
+    except ProcessLookupError:  # it has not come to `setsid` yet
+        os.kill(pid, signal.SIGKILL)
+
+
+def _receive(connection: socket.socket) -> dict[str, Any]:
+    data, descriptors, _, _ = socket.recv_fds(connection, 65536, 3)
+    while len(data) < 8 or len(data) < 8 + int.from_bytes(data[:8], "big"):
+        data += connection.recv(65536)
+    return json.loads(data[8:]) | {"descriptors": descriptors}
+
+
+def _import(modules: list[str]) -> bytes:
+    for module in modules:
+        if module not in sys.modules:
+            with contextlib.suppress(ImportError):  # who needs it will say so
+                importlib.import_module(module)
+    gc.collect()
+    gc.freeze()  # so that a collection in a forked process does not touch, and thereby copy, all of this
+    return b"ready"
+
+
+# -------------------------------------------------------------------------------------------- in the forked processes
+
+
+def _become(request: dict[str, Any], stub: str) -> None:
+    """What Python does between its start and the first line of a program."""
+    os.setsid()
+    for number, descriptor in enumerate(request["descriptors"]):
+        os.dup2(descriptor, number)
+        os.close(descriptor)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    os.chdir(request["folder"])
+    os.environ.clear()
+    os.environ.update(request["environ"])
+    for stream in (sys.stdout, sys.stderr):
+        stream.reconfigure(line_buffering=stream is sys.stderr or os.isatty(1), write_through=request["unbuffered"])
+    sys.executable = stub
+    path = [each for each in os.environ.get("PYTHONPATH", "").split(os.pathsep) if each]
+    sys.path[:1] = path  # the first was the folder of this file
+    sys.argv[:] = request["words"]
+    if sys.argv[0] == "-m":
+        sys.path.insert(0, os.getcwd())
+        del sys.argv[0]
+        runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+    else:
+        script = os.path.abspath(sys.argv[0])
+        sys.path.insert(0, os.path.dirname(script))
+        main = sys.modules["__main__"] = types.ModuleType("__main__")
+        main.__file__ = script
+        code = compile(Path(script).read_bytes(), script, "exec")
+        exec(code, main.__dict__)
+
+
+def _status_of(request: dict[str, Any], stub: str) -> int:
+    try:
+        _become(request, stub)
+        return 0
+    except SystemExit as end:
+        if end.code is None or isinstance(end.code, int):
+            return end.code or 0
+        print(end.code, file=sys.stderr)
+        return 1
+    except BaseException as error:
+        sys.excepthook(type(error), error, error.__traceback__)
+        return -signal.SIGINT if isinstance(error, KeyboardInterrupt) else 1
+
+
+def _end(status: int) -> None:
+    """As Python ends, except that it takes no modules apart: with those of torch, that alone takes half a second."""
+    threading._shutdown()  # type: ignore[attr-defined]  # waits for threads
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):
+            stream.flush()
+    if status < 0:
+        signal.signal(-status, signal.SIG_DFL)
+        os.kill(os.getpid(), -status)
+    os._exit(status & 0xFF)
+
+
+if __name__ == "__main__":
+    task = _serve(Path(sys.argv[1]), int(sys.argv[2]))
+    _end(_status_of(task, sys.argv[3]))

@@ -331,7 +331,8 @@ class CommHookKwargs(DistributedDataParallelKwargs):
         if learns and self.attached_hooks:
             raise AttachError(
                 f"hook_state ({type(request.hook_state).__name__}) is one object, and serves another model already. "
-                "Give each model a handler of its own, or make states by a factory: commhooks.register_hook(name, factory)"
+                "Give each model a handler of its own, or make states by a factory: "
+                "commhooks.register_hook(name, factory)"
             )
 
 

@@ -19,6 +19,7 @@ from commhooks.compressors.base import (
 )
 from commhooks.compressors.cast import AllReduce, BF16Compress, FP16Compress
 from commhooks.compressors.config import HookConfig
+from commhooks.compressors.error_feedback import keep_residual, with_residual
 from commhooks.compressors.noop import Noop
 from commhooks.compressors.plan import ParameterInfo, UnitPlan
 from commhooks.compressors.powersgd.config import BatchedPowerSGD, PowerSGD
@@ -79,8 +80,10 @@ __all__ = [
     "doctor",
     "fp16_compress_hook",
     "fp16_compress_wrapper",
+    "keep_residual",
     "noop_hook",
     "powerSGD_hook",
     "register_compressor",
     "register_hook",
+    "with_residual",
 ]

@@ -8,16 +8,14 @@ and the learning-rate finder, which rewinds by a checkpoint of its own, rewinds 
 
 import inspect
 import signal
-from typing import TYPE_CHECKING, Any, Literal, Optional
+from typing import Any, Literal, Optional
 
 import lightning.pytorch as pl
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from commhooks import CommHook
 from commhooks.hook.for_plugins import HookRequest
-
-if TYPE_CHECKING:
-    from lightning_commhooks.strategy import CommHookDDP
+from lightning_commhooks.hooked_strategy import HookedStrategy, hooked_strategy_of
 
 CHECKPOINT_KEY = "commhooks"
 """Where the hook's state is in Lightning's checkpoint dict."""
@@ -60,7 +58,7 @@ class CommHookCheckpoint(pl.Callback):
         self._warned_about_late = False
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        if _strategy_of(trainer) is None:
+        if hooked_strategy_of(trainer) is None:
             strategy = type(trainer.strategy)
             rank_zero_warn(
                 "CommHookCheckpoint has nothing to save: it saves the hook of a CommHookDDP strategy, and the strategy "
@@ -70,7 +68,7 @@ class CommHookCheckpoint(pl.Callback):
     def on_save_checkpoint(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
     ) -> None:
-        strategy = _strategy_of(trainer)
+        strategy = hooked_strategy_of(trainer)
         hook = strategy.comm_hook if strategy is not None else None
         if strategy is None or hook is None or not strategy.hook_belongs_to(pl_module):
             return
@@ -81,7 +79,7 @@ class CommHookCheckpoint(pl.Callback):
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         # Not called in the learning-rate finder, which puts the callbacks aside while it runs.
-        strategy = _strategy_of(trainer)
+        strategy = hooked_strategy_of(trainer)
         if strategy is not None and not trainer.fast_dev_run:  # type: ignore[attr-defined]
             strategy.warn_if_never_reached(trainer)
 
@@ -90,7 +88,7 @@ class CommHookCheckpoint(pl.Callback):
     ) -> None:
         if batch_idx != 0 or self._warned_about_late:
             return
-        strategy = _strategy_of(trainer)
+        strategy = hooked_strategy_of(trainer)
         late = strategy.parameters_unfrozen_after_wrap() if strategy is not None else []
         if late:
             self._warned_about_late = True
@@ -101,7 +99,7 @@ class CommHookCheckpoint(pl.Callback):
                 "fit again, which wraps the model anew."
             )
 
-    def _warn_about_size(self, strategy: "CommHookDDP", hook: CommHook, world_size: int) -> None:
+    def _warn_about_size(self, strategy: HookedStrategy, hook: CommHook, world_size: int) -> None:
         if strategy.save_residual != "per_rank" or self._warned_about_size:
             return
         numel = sum(plan.numel for plan in hook.plan().parameters if plan.compressed)
@@ -112,12 +110,6 @@ class CommHookCheckpoint(pl.Callback):
                 f"save_residual='per_rank' puts about {size / 1e9:.1f} GB of residuals ({world_size} ranks) into every "
                 "checkpoint, gathered on every rank; save_residual='mean' needs one copy of the model only"
             )
-
-
-def _strategy_of(trainer: pl.Trainer) -> "CommHookDDP | None":
-    from lightning_commhooks.strategy import CommHookDDP
-
-    return trainer.strategy if isinstance(trainer.strategy, CommHookDDP) else None
 
 
 def _saves_alone(trainer: pl.Trainer) -> bool:

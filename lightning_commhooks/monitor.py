@@ -5,8 +5,9 @@ from typing import Any, Optional
 import lightning.pytorch as pl
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
-from commhooks import HookConfigError
+from commhooks import CommHook, HookConfigError
 from commhooks.hook.for_plugins import NAMES, PREFIX, Meter, closest
+from lightning_commhooks.hooked_strategy import hooked_strategy_of
 
 
 class CommHookMonitor(pl.Callback):
@@ -72,7 +73,7 @@ class CommHookMonitor(pl.Callback):
         self._last_step = -1
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        if stage != "fit" or self._warned or _has_hook(trainer):
+        if stage != "fit" or self._warned or hooked_strategy_of(trainer) is not None:
             return
         self._warned = True
         strategy = type(trainer.strategy)
@@ -109,11 +110,6 @@ class CommHookMonitor(pl.Callback):
             )
 
 
-def _has_hook(trainer: pl.Trainer) -> bool:
-    from lightning_commhooks.strategy import CommHookDDP
-
-    return isinstance(trainer.strategy, CommHookDDP)
-
-
-def _hook_of(trainer: pl.Trainer) -> Any:
-    return trainer.strategy.comm_hook if _has_hook(trainer) else None  # type: ignore[attr-defined]
+def _hook_of(trainer: pl.Trainer) -> CommHook | None:
+    strategy = hooked_strategy_of(trainer)
+    return None if strategy is None else strategy.comm_hook

@@ -28,9 +28,10 @@ from commhooks import (
 )
 from commhooks.hook.for_plugins import HookConfig, HookRequest, LossScale, attach_request, closest, scale_of
 from lightning_commhooks.checkpoint import CHECKPOINT_KEY, DEFAULT_SAVE_RESIDUAL, CommHookCheckpoint, SaveResidual
+from lightning_commhooks.hooked_strategy import HookedStrategy
 
 
-class CommHookDDP(DDPStrategy):
+class CommHookDDP(DDPStrategy, HookedStrategy):
     """`DDPStrategy` with a communication hook, on every device, saved and resumed with the trainer's checkpoints.
 
     Args:

@@ -1,11 +1,12 @@
 """A `ModelPlan` as text."""
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from commhooks.hook.plan import ModelPlan
+if TYPE_CHECKING:
+    from commhooks.hook.plan import ModelPlan
 
 
-def plan_table(plan: ModelPlan, width: int = 120) -> str:
+def plan_table(plan: "ModelPlan", width: int = 120) -> str:
     """Tables of the parameters and buckets, and a line about memory; ends with a line break."""
     from rich.console import Console
 
@@ -18,7 +19,7 @@ def plan_table(plan: ModelPlan, width: int = 120) -> str:
     return capture.get() + memory_line(plan)
 
 
-def memory_line(plan: ModelPlan) -> str:
+def memory_line(plan: "ModelPlan") -> str:
     """What the hook needs on each rank; empty where that is nothing."""
     memory = plan.memory
     if plan.sends is None or not memory.total:
@@ -29,7 +30,7 @@ def memory_line(plan: ModelPlan) -> str:
     return f"Memory per rank: {_mb(memory.total)} MB ({shown})\n"
 
 
-def _parameters(plan: ModelPlan) -> Any:
+def _parameters(plan: "ModelPlan") -> Any:
     title = f"{plan.hook}: compressed from step {plan.start_step} on" if plan.selective else plan.hook
     table = _new_table(title)
     # Names and reasons are folded where they do not fit, never cut; numbers stay whole.
@@ -55,7 +56,7 @@ def _parameters(plan: ModelPlan) -> Any:
     return table
 
 
-def _buckets(plan: ModelPlan) -> Any:
+def _buckets(plan: "ModelPlan") -> Any:
     table = _new_table(f"Buckets, {plan.buckets_from}")
     table.add_column("bucket", justify="right", no_wrap=True)
     table.add_column("parameters", overflow="fold")

@@ -15,7 +15,6 @@ from typing import Any
 from unittest import mock
 
 import pytest
-import warm
 import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -29,8 +28,6 @@ from accelerate_commhooks.yaml_config import overridden, section_settings
 from commhooks import HookConfigError, PowerSGD
 from commhooks.hook.request import HookRequest
 from lightning_commhooks import CommHookDDP
-
-pytestmark = pytest.mark.frameworks("lightning.pytorch.cli")
 
 Options = dict[str, Any]
 
@@ -234,7 +231,7 @@ def test_lightning_cli() -> None:
     to read the step 7 as 7.0, which is refused."""
     paths = os.pathsep.join(path for path in sys.path if path)
     done = subprocess.run(
-        [warm.python("lightning.pytorch.cli"), __file__],
+        [sys.executable, __file__],
         env={**os.environ, "PYTHONPATH": paths},
         capture_output=True,
         text=True,

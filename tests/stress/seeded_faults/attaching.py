@@ -27,15 +27,15 @@ MUTANTS = [
     Mutant(
         "nobody asks what the others attach",
         "commhooks/hook/attach.py",
-        "    check_requests(request, ",
-        "    _ = (check_requests, request, ",
+        "    check_requests(described, ",
+        "    _ = (check_requests, described, ",
         "engine/test_disagreement.py::test_different_requests",
     ),
     Mutant(
         "only the rank without a compiler knows",
         "commhooks/hook/attach.py",
-        "    except HookConfigError as error:\n        return error\n",
-        "    except HookConfigError:\n        raise\n",
+        "        cannot = error\n",
+        "        raise\n",
         "compressors/powersgd/test_fused_kernel.py::test_one_rank_without_a_compiler",
     ),
     Mutant(
@@ -54,9 +54,9 @@ MUTANTS = [
     ),
     Mutant(
         "exclude: what is excluded is compressed all the same",
-        "commhooks/engine/session.py",
-        "excluded_by=self.names.excluded_by(name, self.options.exclude)",
-        "excluded_by=None",
+        "commhooks/engine/known_buckets.py",
+        "self._names.excluded_by(slot.name, globs)",
+        "None",
         "gradients/test_exclude.py::test_what_is_excluded_is_averaged_exactly",
     ),
     Mutant(

@@ -2,12 +2,18 @@
 
 from seeded_faults.mutant import Mutant
 
+_EARLIER = (
+    "        for earlier in self.running[:-1]:\n"
+    "            if earlier.has_round_left:\n"
+    "                earlier.step()\n"
+)
+
 MUTANTS = [
     Mutant(
         "alternate: P and Q do not take turns",
         "commhooks/compressors/powersgd/alternating_exchange.py",
-        "            self._memory.p_is_newer.add(matrix.name)\n",
-        "            pass\n",
+        "        self._makes_q = [x.name in self._learned_p for x in s.matrices]\n",
+        "        self._makes_q = [False for x in s.matrices]\n",
         "compressors/powersgd/test_variants.py::test_gradients_and_residuals_equal_the_oracle",
     ),
     Mutant(
@@ -48,8 +54,8 @@ MUTANTS = [
     Mutant(
         "the host waits in every step of the warm-up",
         "commhooks/engine/session.py",
-        "before_start = self.memory.step < self.start_step <=",
-        "before_start = self.memory.step < self.start_step or 0 <",
+        "before_start = state.step < start <=",
+        "before_start = state.step < start or 0 <",
         "engine/test_masked_commit.py::test_the_host_asks_once_when_compression_may_begin",
     ),
     Mutant(
@@ -61,30 +67,31 @@ MUTANTS = [
     ),
     Mutant(
         "inexact for ever after a commit that failed",
-        "commhooks/engine/driver.py",
-        "                self._memory.residual_missing = False\n",
+        "commhooks/engine/session.py",
+        "                state.local_missing = False\n",
         "",
         "checkpoint/test_changed_surroundings.py::test_after_a_commit_that_failed_the_next_one_is_whole_again",
     ),
     Mutant(
         "residuals reset at the rebuild",
-        "commhooks/engine/session.py",
-        "            layout = read_layout(bucket)\n",
-        "            layout = read_layout(bucket)\n            self.memory.residuals.clear()\n",
+        "commhooks/engine/known_buckets.py",
+        "            layout = read_layout(bucket.flat, bucket.parameters, names)\n",
+        "            layout = read_layout(bucket.flat, bucket.parameters, names)\n"
+        '            self._state["residual"].clear()\n',
         "gradients/test_layout_independence.py",
     ),
     Mutant(
-        "bucket index as key",
-        "commhooks/engine/session.py",
-        "            names = self.names.of_bucket(layout.parameters, first)\n",
-        '            names = [f"{bucket.index()}.{place}" for place in range(len(layout.slots))]\n',
+        "place in the bucket as key of Q",
+        "commhooks/compressors/powersgd/compressor.py",
+        "            Matrix(plan.name, (slot,), plan.n, plan.m, plan.rank)\n",
+        '            Matrix(f"{layout.numel}.{slot.offset}", (slot,), plan.n, plan.m, plan.rank)\n',
         "gradients/test_layout_independence.py",
     ),
     Mutant(
-        "commit before the last P",
-        "commhooks/engine/driver.py",
-        "            exchange.commit(verdict)\n",
-        "            exchange.commit(bool(exchange.finish()))\n",
+        "each bucket is committed by its own verdict",
+        "commhooks/engine/backward_pass.py",
+        "            each.commit(good)\n",
+        "            each.commit(bool(each.finite()))\n",
         "engine/test_nonfinite.py",
     ),
     Mutant(
@@ -110,44 +117,45 @@ MUTANTS = [
     ),
     Mutant(
         "the loss scale of a skipped step",
-        "commhooks/engine/driver.py",
-        "            if verdict is not False:\n                self._memory.loss_scale",
-        "            if True:\n                self._memory.loss_scale",
+        "commhooks/engine/session.py",
+        "            if verdict is not False:\n                state.loss_scale",
+        "            if True:\n                state.loss_scale",
         "gradients/test_loss_scale.py::test_a_changing_scale_changes_nothing",
     ),
     Mutant(
         "one memory for all states of a process",
         "commhooks/ddp_comm_hooks/powerSGD_hook.py",
-        "        self._memory = Memory()\n",
-        '        self._memory = globals().setdefault("_shared", Memory())\n',
+        "        self._new_session(options, LearnedState(), Counters())\n",
+        '        self._new_session(options, globals().setdefault("_shared", LearnedState()), Counters())\n',
         "engine/test_two_models.py::test_two_backward_passes_in_one_graph",
     ),
     Mutant(
         "the buckets of every pass are kept",
-        "commhooks/engine/driver.py",
-        "        flight.exchanges.clear()\n",
-        '        self.__dict__.setdefault("kept", []).append([(x, x.buffer.clone()) for x in flight.exchanges])\n',
+        "commhooks/engine/session.py",
+        "        current.fulfil()\n",
+        '        self.__dict__.setdefault("kept", []).append([(x, x.flat.clone()) for x in current.running])\n'
+        "        current.fulfil()\n",
         "stress/test_soak.py",
     ),
     Mutant(
         "non-finite steps are counted",
-        "commhooks/engine/driver.py",
-        "        self._memory.step += committed\n",
-        "        self._memory.step += passes\n",
+        "commhooks/engine/outcomes.py",
+        "            self._state.step += committed\n",
+        "            self._state.step += passes\n",
         "engine/test_nonfinite.py",
     ),
     Mutant(
         "wait inside the hook",
-        "commhooks/engine/driver.py",
-        "                self._advance(flight, len(flight.exchanges) - 1)\n",
-        "                self._advance(flight, len(flight.exchanges))\n",
+        "commhooks/engine/backward_pass.py",
+        "        for earlier in self.running[:-1]:\n",
+        "        for earlier in self.running:\n",
         "comm/test_collectives.py",
     ),
     Mutant(
         "Q of a bucket before P of the next",
-        "commhooks/engine/driver.py",
-        "                    exchange.start()\n                    self._advance(flight, len(flight.exchanges) - 1)\n",
-        "                    self._advance(flight, len(flight.exchanges) - 1)\n                    exchange.start()\n",
+        "commhooks/engine/backward_pass.py",
+        f"        exchange.start()\n{_EARLIER}",
+        f"{_EARLIER}        exchange.start()\n",
         "comm/test_collectives.py",
     ),
     Mutant(
@@ -182,15 +190,15 @@ MUTANTS = [
     Mutant(
         "idle parameters lose their residual",
         "commhooks/compressors/powersgd/host_exchange.py",
-        "        if good and not alive:\n",
+        "        if good and not has_gradient:\n",
         "        if False:\n",
         "compressors/powersgd/test_idle_layers.py",
     ),
     Mutant(
         "starts one step late",
         "commhooks/engine/session.py",
-        "        compressing = step >= self.start_step\n",
-        "        compressing = step > self.start_step\n",
+        "        compressing = step >= start\n",
+        "        compressing = step > start\n",
         "compressors/powersgd/test_powersgd_cases.py",
     ),
     Mutant(
@@ -210,14 +218,14 @@ MUTANTS = [
     Mutant(
         "a scaler that is gone still counts",
         "commhooks/engine/session.py",
-        "usable(read_scale(self.loss_scale), ",
-        "usable(read_scale(self.loss_scale or (lambda: self.memory.loss_scale)), ",
+        "usable(read_scale(self.binding.loss_scale), ",
+        "usable(read_scale(self.binding.loss_scale or (lambda: state.loss_scale)), ",
         "checkpoint/test_changed_surroundings.py::test_residuals_of_a_scaler_that_is_gone",
     ),
     Mutant(
         "a torn commit goes unmarked",
-        "commhooks/engine/driver.py",
-        "                self._memory.residuals.clear()\n                self._memory.residual_missing = True\n",
+        "commhooks/engine/session.py",
+        "                state.forget_local()\n                state.local_missing = True\n",
         "",
         "checkpoint/test_changed_surroundings.py::test_a_commit_that_fails_is_not_saved_as_a_whole_one",
     ),
@@ -238,8 +246,8 @@ MUTANTS = [
     Mutant(
         "residual does not follow the loss scale",
         "commhooks/engine/session.py",
-        "        return Flight(compressing, loss_scale / self.memory.loss_scale, loss_scale, step)\n",
-        "        return Flight(compressing, 1.0, loss_scale, step)\n",
+        "        return BackwardPass(compressing, loss_scale / state.loss_scale, loss_scale, step)\n",
+        "        return BackwardPass(compressing, 1.0, loss_scale, step)\n",
         "gradients/test_loss_scale.py",
     ),
 ]

@@ -19,7 +19,7 @@ MUTANTS = [
     ),
     Mutant(
         "the simple hooks never wait",
-        "commhooks/hook/simple_hooks.py",
+        "commhooks/engine/at_once.py",
         "        answered()\n",
         "        pass\n",
         "hook/test_metrics.py::test_waiting_is_not_codec_time",
@@ -83,8 +83,8 @@ MUTANTS = [
     Mutant(
         "statistics are logged under the next step",
         "commhooks/engine/session.py",
-        "                flight.step,\n",
-        "                self.memory.step,\n",
+        "                current.step,\n",
+        "                self.state.step,\n",
         "hook/test_metrics.py::test_compression_statistics_are_logged_as_torch_logs_them",
     ),
     Mutant(

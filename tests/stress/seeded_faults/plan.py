@@ -12,7 +12,7 @@ MUTANTS = [
     ),
     Mutant(
         "plan: the learned P of alternate is forgotten in the memory",
-        "commhooks/hook/plan.py",
+        "commhooks/compressors/powersgd/plan.py",
         "kept = p.rank * (p.n + p.m if p.alternate else p.m)",
         "kept = p.rank * p.m",
         "hook/test_plan_model.py::test_the_memory_that_is_planned_is_taken",
@@ -20,7 +20,7 @@ MUTANTS = [
     Mutant(
         "plan: noop sends",
         "commhooks/hook/plan_model.py",
-        "sends=config.sends",
+        "sends=compressor.config.sends",
         "sends=True",
         "hook/test_plan_model.py::test_the_same_as_the_attached_hook",
     ),

@@ -53,7 +53,7 @@ class Stateless(Compressor[ConfigT]):
         return plan.wire_itemsize(self.wire_dtype) < plan.wire_itemsize(None)
 
     def memory_plan(self, plans: Sequence[UnitPlan], buckets: Sequence[Sequence[UnitPlan]]) -> MemoryPlan:
-        narrowed = filter(self.computes, plans)
+        narrowed = filter(self.computes, plans if self.config.sends else ())
         return MemoryPlan(packed=sum(p.numel_sent * p.wire_itemsize(self.wire_dtype) for p in narrowed))
 
 

@@ -1,7 +1,7 @@
-"""Pickles of `PowerSGDState` that commhooks 0.1 made before its modules moved into packages.
+"""Pickles that commhooks 0.1 made before its modules moved into packages: of `PowerSGDState` and of config objects.
 
-They name classes by the modules in which these were defined then. The classes here stand in for them while such a
-pickle is read, and `converted` makes what is written today of what was read.
+They name classes by the modules in which these were defined then. Config classes are found there as they are today.
+Classes that are gone have a stand-in while such a pickle is read, and `converted` makes what is written today of it.
 """
 
 import dataclasses
@@ -9,30 +9,29 @@ import sys
 import types
 from typing import Any
 
+from commhooks.comm.counters import Counters
+from commhooks.compressors.cast import AllReduce, BF16Compress, FP16Compress
+from commhooks.compressors.config import HookConfig
+from commhooks.compressors.noop import Noop
+from commhooks.compressors.powersgd.config import BatchedPowerSGD, PowerSGD
+
 
 class _OldObject:
     """Takes whatever attributes were pickled."""
 
 
-def _old(name: str) -> type[_OldObject]:
-    return type(name, (_OldObject,), {})
-
-
-_CLASSES = {
-    "config": ("PowerSGD", "BatchedPowerSGD"),
-    "memory": ("Memory",),
-    "stats": ("Stats", "PassStats"),
-    "clocks": ("Clocks", "Times"),
-}
+_GONE = {"memory": ("Memory",), "stats": ("Stats", "PassStats"), "clocks": ("Clocks", "Times")}
+_CONFIGS = (HookConfig, AllReduce, FP16Compress, BF16Compress, Noop, PowerSGD, BatchedPowerSGD)
 _NAMES = {"GivenNames": "ModelNames", "PlaceNames": "PositionalNames"}
 
 
 def let_old_modules_be_found() -> None:
     """Let `pickle` import the modules of then. Nothing else finds anything in them."""
-    for module, classes in _CLASSES.items():
+    found: dict[str, dict[str, type]] = {"config": {each.__name__: each for each in _CONFIGS}}
+    found |= {module: {name: type(name, (_OldObject,), {}) for name in names} for module, names in _GONE.items()}
+    for module, classes in found.items():
         stand_in = types.ModuleType(f"commhooks.{module}", "Stands in for a module of commhooks 0.1 in old pickles.")
-        for name in classes:
-            setattr(stand_in, name, _old(name))
+        vars(stand_in).update(classes)
         sys.modules.setdefault(stand_in.__name__, stand_in)
 
 
@@ -40,9 +39,6 @@ def converted(saved: dict[str, Any]) -> dict[str, Any]:
     """`saved`, the state of a pickled `PowerSGDState`, as it is written today."""
     if "memory" not in saved:
         return saved
-    from commhooks.comm.counters import Counters
-    from commhooks.compressors.powersgd.config import PowerSGD
-
     memory, options = vars(saved["memory"]), vars(saved["options"])
     p_is_newer = memory.get("p_is_newer", set())
     counted = {f.name for f in dataclasses.fields(Counters)}

@@ -53,7 +53,7 @@ def reduce_at_once(
         assert isinstance(result, torch.Tensor)
         return result
 
-    return collective.start(step, group, counters).future().then(finish)
+    return collective.start(step, group, counters, f"bucket {bucket.index}").future().then(finish)
 
 
 def run_with_clocks(run: Callable[[], Future], device: torch.device, counters: Counters) -> Future:

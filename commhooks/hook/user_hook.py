@@ -8,7 +8,7 @@ import torch.distributed as dist
 from commhooks.checkpoint.user_state import SavedUserState
 from commhooks.comm.counters import Counters
 from commhooks.comm.hook_result import checked_future
-from commhooks.compressors.plan import ParameterInfo, UnitPlan
+from commhooks.compressors.plan import MemoryPlan, ParameterInfo, UnitPlan
 from commhooks.gradients.bucket import Bucket
 from commhooks.gradients.names import ParameterNames
 from commhooks.hook.plan import ModelPlan
@@ -58,7 +58,10 @@ class UserHook(Runner):
         name = self._request.name
         infos = [ParameterInfo(each, parameter) for each, parameter in self._names.known().items()]
         rows = tuple(UnitPlan.left_alone(info, f"hook {name}") for info in infos)
-        return ModelPlan(name, rows, self._request.wire_dtype, selective=False, sends=None)
+        wire = self._request.wire_dtype
+        narrowed = [row for row in rows if row.wire_itemsize(wire) < row.wire_itemsize(None)]
+        memory = MemoryPlan(packed=sum(row.numel_sent * row.wire_itemsize(wire) for row in narrowed))
+        return ModelPlan(name, rows, wire, selective=False, memory=memory, sends=None)
 
     def announcement(self, plan: ModelPlan) -> str:
         return ""

@@ -69,6 +69,7 @@ def plan_bucket(parameters: Sequence[ParameterInfo], rank: int) -> MatrixPlan:
     """Decide for a bucket as a whole, which batched PowerSGD sees as one square matrix padded with zeros."""
     numel = sum(info.numel for info in parameters)
     dtype = parameters[0].parameter.dtype
+    dtype = dtype.to_real() if dtype.is_complex else dtype  # as such a bucket arrives
     side = square_side(numel)
     rank = min(side, rank)
     first, last = parameters[0].name, parameters[-1].name

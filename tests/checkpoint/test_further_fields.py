@@ -1,0 +1,106 @@
+"""What a compressor of one's own learns besides residuals is saved, told apart, resumed and refitted like a Q."""
+
+from collections.abc import Iterator
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from ddp_steps import process_group_of_one
+from inside import session_of
+from models import SHAPES, backward, bits_equal, random_gradients, wrap
+from scaled import Scaled, ScaledCompressor
+
+import commhooks
+from commhooks.checkpoint import parts
+from commhooks.compressors import registry
+
+STEPS = 3
+
+
+@pytest.fixture(autouse=True)
+def one_rank() -> Iterator[None]:
+    with mock.patch.dict(registry.COMPRESSORS), process_group_of_one():
+        yield
+
+
+def _hooked(**options: Any) -> tuple[Any, commhooks.CommHook]:
+    commhooks.register_compressor(ScaledCompressor)
+    ddp = wrap(SHAPES)
+    return ddp, commhooks.attach(ddp, Scaled(**options))
+
+
+def _train(ddp: Any, steps: range) -> list[dict[str, torch.Tensor]]:
+    # Every gradient is twice as large as the one before, so that it is clipped by what was remembered of that.
+    return [backward(ddp, {n: g * 4.0**step for n, g in random_gradients(SHAPES, 0, step).items()}) for step in steps]
+
+
+def _saved(**options: Any) -> tuple[dict[str, Any], list[dict[str, torch.Tensor]]]:
+    """The state after some steps, and the gradients of those that follow."""
+    ddp, hook = _hooked(**options)
+    _train(ddp, range(STEPS))
+    saved = hook.state_dict("per_rank")
+    return saved, _train(ddp, range(STEPS, 2 * STEPS))
+
+
+def test_a_resume_is_bit_equal() -> None:
+    saved, after = _saved()
+    assert {tuple(entry["largest"].shape) for entry in saved["parameters"].values()} == {(3,)}
+    ddp, hook = _hooked()
+    hook.load_state_dict(saved)
+    assert all(map(bits_equal, _train(ddp, range(STEPS, 2 * STEPS)), after))
+    for entry in saved["parameters"].values():
+        del entry["largest"]
+    ddp, hook = _hooked()
+    hook.load_state_dict(saved)
+    assert not bits_equal(_train(ddp, range(STEPS, STEPS + 1))[0], after[0]), "the field matters in this test"
+
+
+def test_the_parts_of_two_saves_are_told_apart() -> None:
+    saved, after = _saved()
+    shared, part = parts.split(saved, 0)
+    assert part is not None and parts.problem_of_part(parts.check_shared(shared), part, 0) is None
+    merged = parts.merge(shared, [part], 0, 1)
+    ddp, hook = _hooked()
+    hook.load_state_dict(merged)
+    assert all(map(bits_equal, _train(ddp, range(STEPS, 2 * STEPS)), after))
+    # Nothing but the further field is another one.
+    entry = saved["parameters"]["wide"]
+    saved["parameters"]["wide"] = entry | {"largest": entry["largest"] * 2}
+    assert (
+        parts.problem_of_part(parts.split(saved, 0)[0], part, 0) == "is of another save than the shared file beside it"
+    )
+    shared["parameters"]["wide"]["largest"] *= 2
+    with pytest.raises(commhooks.PayloadError, match="fingerprint"):
+        parts.check_shared(shared)
+
+
+@pytest.mark.parametrize("remembered", [1, 2, 5])
+def test_it_is_refitted_where_an_option_has_changed(remembered: int) -> None:
+    saved, _ = _saved()
+    ddp, hook = _hooked(remembered=remembered)
+    hook.load_state_dict(saved)
+    for name, largest in session_of(hook).state["largest"].items():
+        old = saved["parameters"][name]["largest"]
+        assert torch.equal(largest, torch.cat([old, old[-1:], old[-1:]])[:remembered])
+    _train(ddp, range(STEPS, STEPS + 1))
+    assert {tuple(each.shape) for each in session_of(hook).state["largest"].values()} == {(remembered,)}
+
+
+@pytest.mark.parametrize("damage", [torch.full((3,), float("nan")), "text", torch.ones(3, dtype=torch.int64), [1.0]])
+def test_a_damaged_one_is_refused_by_name(damage: Any) -> None:
+    saved, _ = _saved()
+    saved["parameters"]["wide"]["largest"] = damage
+    _, hook = _hooked()
+    with pytest.raises(commhooks.PayloadError, match=r"parameters\['wide'\]\['largest'\]"):
+        hook.load_state_dict(saved)
+    assert not session_of(hook).state["largest"], "nothing has changed"
+
+
+def test_its_memory_is_planned() -> None:
+    ddp, hook = _hooked(remembered=5)
+    _train(ddp, range(1))
+    state = session_of(hook).state
+    memory = hook.plan().memory
+    assert memory.factors == sum(each.nbytes for each in state["largest"].values()) > 0
+    assert memory.residual == sum(each.nbytes for each in state["residual"].values()) > 0

@@ -1,0 +1,63 @@
+"""States that version 0.1 pickled before the modules of commhooks moved into packages.
+
+`golden/pickles_0.1.pt` holds, for each kind, the pickle of each of two ranks after `SAVED_AT` steps (three of them
+compressed), and the gradients of the three steps that followed. That program cannot be run again.
+"""
+
+import io
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from golden_runs import FOLDER, SAVED_AT, SHAPES, gradients
+from models import EVERY_PARAMETER, Prescribed, backward, same_bits, worst_error
+from torch.nn.parallel import DistributedDataParallel
+
+import commhooks
+
+FILE = FOLDER / "pickles_0.1.pt"
+
+
+def _unpickled(kind: str, rank: int) -> commhooks.PowerSGDState:
+    saved = torch.load(FILE, weights_only=True)[kind]["pickles"][rank]
+    return torch.load(io.BytesIO(saved), weights_only=False)
+
+
+def _resumed(kind: str) -> list[dict[str, torch.Tensor]]:
+    state = _unpickled(kind, dist.get_rank())
+    assert state.iter == SAVED_AT and state.start_powerSGD_iter == 1 and state.matrix_approximation_rank == 2
+    ddp = DistributedDataParallel(Prescribed(SHAPES), bucket_cap_mb=EVERY_PARAMETER)
+    ddp.register_comm_hook(state, commhooks.powerSGD_hook)
+    found = [backward(ddp, gradients(dist.get_rank(), step)) for step in range(SAVED_AT, SAVED_AT + 3)]
+    assert state.iter == SAVED_AT + 3 and state.compression_stats()[0] > 1
+    return found
+
+
+@pytest.mark.parametrize("kind", ["plain", "alternate"])
+def test_training_goes_on_as_it_did(run_ranks: Any, kind: str) -> None:
+    expected = torch.load(FILE, weights_only=True)[kind]["gradients"]
+    for found in run_ranks(_resumed, kind):
+        for got, wanted in zip(found, expected, strict=True):
+            assert worst_error(got, wanted) < 1e-5
+
+
+def test_of_two_factors_the_newer_one_is_taken() -> None:
+    """`alternate` kept the older factor too; which of them was newer stood in a set of names."""
+    for kind, newer, older in (("plain", "q", "p"), ("alternate", "p", "q")):
+        state = _unpickled(kind, 0).session.state
+        assert len(state[newer]) == 2 and not state[older], kind
+        assert len(state["residual"]) == 2
+
+
+def test_an_old_pickle_is_written_as_a_new_one() -> None:
+    state = _unpickled("alternate", 1)
+    buffer = io.BytesIO()
+    torch.save(state, buffer)
+    assert b"commhooks.memory" not in buffer.getvalue()
+    again = torch.load(io.BytesIO(buffer.getvalue()), weights_only=False)
+    before, after = state.session.state, again.session.state
+    assert (before.step, before.loss_scale, before.local_missing) == (after.step, after.loss_scale, after.local_missing)
+    for key in ("q", "p", "residual"):
+        assert before[key].keys() == after[key].keys()
+        assert all(same_bits(before[key][name], after[key][name]) for name in before[key])

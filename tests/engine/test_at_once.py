@@ -1,0 +1,62 @@
+"""Compressors that learn nothing run at once, with one collective per bucket; what else they ask for is an error."""
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from ddp_steps import process_group_of_one
+
+from commhooks.comm.collective import resolve_group
+from commhooks.comm.counters import Counters
+from commhooks.compressors.base import Exchange, Send, State, StepInfo, Verdict
+from commhooks.compressors.cast import Stateless
+from commhooks.compressors.config import HookConfig
+from commhooks.engine.at_once import reduce_at_once
+from commhooks.errors import HookRunError
+from commhooks.gradients.bucket import Bucket
+
+
+@dataclass(frozen=True, kw_only=True)
+class Steps(HookConfig):
+    hook_name: ClassVar[str] = "steps"
+
+
+class Greedy(Stateless[Steps]):
+    """Sends and asks what it is told to."""
+
+    Config = Steps
+
+    def __init__(self, script: list[str]) -> None:
+        super().__init__(Steps())
+        self._script = script
+
+    def exchange(self, flat: torch.Tensor, work: Any, state: State, step: StepInfo) -> Exchange:
+        for each in self._script:
+            yield Verdict(torch.tensor(True)) if each == "verdict" else Send(flat, each, last=each == "last")
+        return flat * 2
+
+
+def _run(*script: str) -> tuple[torch.Tensor, int]:
+    """The result, and the number of collectives."""
+    counters = Counters()
+    with process_group_of_one():
+        flat = torch.arange(4.0)
+        future = reduce_at_once(Greedy(list(script)), Bucket(flat, [flat]), resolve_group(None), counters)
+        return future.wait(), counters.collectives
+
+
+@pytest.mark.parametrize(("script", "collectives"), [([], 0), (["last"], 1)])
+def test_what_the_exchange_returns_is_the_result(script: list[str], collectives: int) -> None:
+    result, sent = _run(*script)
+    assert torch.equal(result, 2 * torch.arange(4.0)) and sent == collectives
+
+
+def test_more_than_one_collective_is_refused() -> None:
+    with pytest.raises(HookRunError, match="the exchange of steps sends more than once"):
+        _run("first", "last")
+
+
+def test_a_verdict_is_refused() -> None:
+    with pytest.raises(HookRunError, match="the exchange of steps asks for a verdict"):
+        _run("verdict")

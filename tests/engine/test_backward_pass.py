@@ -1,0 +1,131 @@
+"""The order in which the buckets of a backward pass take turns, with exchanges of any number of rounds, on no ranks.
+
+A collective is issued by being written down, and answered when it is waited for.
+"""
+
+from collections.abc import Iterator
+from contextlib import closing
+from typing import Any
+
+import pytest
+import torch
+
+from commhooks.compressors.base import Exchange, Send, Verdict
+from commhooks.engine.backward_pass import BackwardPass, RunningExchange
+from commhooks.errors import HookRunError
+
+TRUE, FALSE = torch.tensor(True), torch.tensor(False)
+
+
+class Log:
+    """What happened, in order: ("sent", "P0"), ("waited", "P0"), ("committed 0", True), ("closed", "0")."""
+
+    def __init__(self) -> None:
+        self.lines: list[tuple[str, Any]] = []
+
+    def issue(self, send: Send) -> Any:
+        self.lines.append(("sent", send.what))
+        log = self
+
+        class Pending:
+            def wait(self) -> torch.Tensor:
+                log.lines.append(("waited", send.what))
+                return send.tensor
+
+        return Pending()
+
+    def exchange(self, bucket: int, rounds: str, finite: torch.Tensor = TRUE) -> Exchange:
+        """One that sends as often as `rounds` has letters."""
+        try:
+            for i, letter in enumerate(rounds):
+                yield Send(torch.zeros(1), f"{letter}{bucket}", last=i == len(rounds) - 1)
+            good = yield Verdict(finite)
+            self.lines.append((f"committed {bucket}", good))
+        finally:
+            self.lines.append(("closed", str(bucket)))
+        return None
+
+    def words(self, kind: str) -> list[Any]:
+        return [what for each, what in self.lines if each == kind]
+
+
+def _add(current: BackwardPass, log: Log, exchange: Exchange) -> None:
+    current.add(RunningExchange(exchange, torch.zeros(1), log.issue))
+
+
+@pytest.fixture
+def log() -> Iterator[Log]:
+    yield Log()
+
+
+def test_a_bucket_starts_and_each_earlier_one_takes_a_step(log: Log) -> None:
+    current, after = BackwardPass(True, 1.0, 1.0, 0), []
+    for bucket, rounds in enumerate(["PQR", "PQ", "A", "PQR"]):
+        _add(current, log, log.exchange(bucket, rounds))
+        after.append(log.words("sent"))
+    assert after == [
+        ["P0"],
+        ["P0", "P1", "Q0"],
+        ["P0", "P1", "Q0", "A2", "R0", "Q1"],
+        ["P0", "P1", "Q0", "A2", "R0", "Q1", "P3"],
+    ]
+    # Nobody waits for what an exchange sends last before all buckets have sent theirs.
+    assert log.words("waited") == ["P0", "Q0", "P1"]
+    assert bool(current.drain())
+    assert log.words("sent")[7:] == ["Q3", "R3"]
+    assert log.words("waited") == ["P0", "Q0", "P1", "P3", "Q3", "R0", "Q1", "A2", "R3"]
+    assert not log.words("closed")
+    current.commit(True)
+    assert log.words("closed") == ["0", "1", "2", "3"]
+
+
+def test_nothing_is_committed_before_all_have_told_whether_they_are_finite(log: Log) -> None:
+    current = BackwardPass(True, 1.0, 1.0, 0)
+    for bucket, finite in enumerate([TRUE, FALSE, TRUE]):
+        _add(current, log, log.exchange(bucket, "PQ", finite))
+    good = current.drain()
+    assert not any(kind.startswith("committed") for kind, _ in log.lines)
+    assert not bool(good)
+    current.commit(bool(good))
+    assert [line for line in log.lines if line[0].startswith("committed")] == [
+        (f"committed {bucket}", False) for bucket in range(3)
+    ]
+    futures = [each.future for each in current.running]
+    current.fulfil()
+    assert current.done and not current.running and all(future.done() for future in futures)
+
+
+def test_an_abandoned_pass_closes_its_exchanges(log: Log) -> None:
+    current = BackwardPass(True, 1.0, 1.0, 0)
+    kept = [log.exchange(bucket, "PQ") for bucket in range(3)]
+    for exchange in kept:
+        _add(current, log, exchange)
+    current.abandon()
+    assert log.words("closed") == ["0", "1", "2"] and not current.running
+    assert not any(kind.startswith("committed") for kind, _ in log.lines)
+
+
+def test_an_exchange_without_a_verdict_is_told(log: Log) -> None:
+    def silent() -> Exchange:
+        yield Send(torch.zeros(1), "A", last=True)
+        return None
+
+    current = BackwardPass(True, 1.0, 1.0, 0)
+    _add(current, log, silent())
+    with pytest.raises(HookRunError, match="ended before its verdict"):
+        current.drain()
+
+
+def test_an_exchange_that_goes_on_after_its_verdict_is_told(log: Log) -> None:
+    def talkative() -> Exchange:
+        yield Send(torch.zeros(1), "A", last=True)
+        yield Verdict(TRUE)
+        yield Verdict(TRUE)
+        return None
+
+    current = BackwardPass(True, 1.0, 1.0, 0)
+    with closing(talkative()) as exchange:
+        _add(current, log, exchange)
+        assert bool(current.drain())
+        with pytest.raises(HookRunError, match="goes on after the verdict"):
+            current.commit(True)

@@ -1,0 +1,105 @@
+"""Simulated ranks and the loopback compute what real ranks compute, bit for bit, with every kind of collective."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from models import same_bits
+from scaled import Scaled, ScaledCompressor
+
+from commhooks.comm.counters import Counters
+from commhooks.compressors.base import Compressor
+from commhooks.compressors.powersgd.compressor import PowerSGDCompressor
+from commhooks.compressors.powersgd.config import PowerSGD
+from commhooks.engine.loopback import Loopback
+from commhooks.engine.session import Binding, Session
+from commhooks.engine.simulation import SimulatedRanks
+from commhooks.engine.state import LearnedState
+from commhooks.gradients.bucket import Bucket
+from commhooks.gradients.names import ModelNames
+
+STEPS = 4
+SHAPES = {"0.0": (12, 8), "0.1": (10,), "0.2": (6, 20)}
+
+
+def _compressor(name: str) -> Compressor[Any]:
+    if name == "scaled":
+        return ScaledCompressor(Scaled())
+    return PowerSGDCompressor(PowerSGD(matrix_approximation_rank=2, start_powerSGD_iter=0, min_compression_rate=1))
+
+
+def _parameters() -> dict[str, torch.Tensor]:
+    return {name: torch.zeros(shape) for name, shape in SHAPES.items()}
+
+
+def _gradient(step: int, rank: int) -> torch.Tensor:
+    numel = sum(torch.Size(shape).numel() for shape in SHAPES.values())
+    return torch.randn(numel, generator=torch.Generator().manual_seed(10 * step + rank))
+
+
+def _learned(state: LearnedState) -> list[torch.Tensor]:
+    return [each for key in sorted(state.entries) for _, each in sorted(state[key].items())]
+
+
+def _real(name: str) -> list[torch.Tensor]:
+    parameters, compressor = _parameters(), _compressor(name)
+    state = LearnedState.of(compressor.state_fields)
+    session = Session(compressor, Binding(ModelNames(parameters.items()), lambda: None), state, Counters())
+    found = []
+    for step in range(STEPS):
+        flat = _gradient(step, dist.get_rank())
+        session.run(Bucket(flat, list(parameters.values()))).wait()
+        found.append(flat)
+    assert state.step == STEPS
+    return [*found, *_learned(state)]
+
+
+def _simulated(name: str, world_size: int) -> list[list[torch.Tensor]]:
+    ranks = SimulatedRanks(lambda: _compressor(name), world_size, _parameters())
+    found: list[list[torch.Tensor]] = [[] for _ in range(world_size)]
+    with torch.no_grad():
+        for step in range(STEPS):
+            buckets = [_gradient(step, rank) for rank in range(world_size)]
+            assert ranks.step(buckets)
+            for rank, bucket in enumerate(buckets):
+                found[rank].append(bucket)
+    return [[*each, *_learned(state)] for each, state in zip(found, ranks.states, strict=True)]
+
+
+@pytest.mark.parametrize("name", ["scaled", "powerSGD"])
+def test_simulated_ranks_are_real_ones(run_ranks: Any, name: str) -> None:
+    """On two ranks, where a sum has one order only."""
+    for real, same in zip(run_ranks(_real, name), _simulated(name, 2), strict=True):
+        assert len(real) > STEPS + 3 and len(real) == len(same)
+        assert all(map(same_bits, real, same))
+
+
+@pytest.mark.parametrize("name", ["scaled", "powerSGD"])
+def test_the_loopback_is_a_simulated_rank_alone(name: str) -> None:
+    """With two buckets, whose exchanges take turns."""
+    alone = _simulated(name, 1)[0]
+    parameters = list(_parameters().values())
+    loopback = Loopback(_compressor(name), [parameters, [torch.zeros(9, 7)]], torch.device("cpu"))
+    (flat, _), (other, _) = loopback._buckets
+    found = []
+    for step in range(STEPS):
+        loopback.fill()
+        assert bool(other.any())
+        flat.copy_(_gradient(step, 0))
+        loopback.step()
+        found.append(flat.clone())
+    state = loopback._state
+    assert state.step == STEPS and any("1.0" in state[key] for key in state.entries)
+    for key in state.entries:
+        state[key].pop("1.0", None)
+    assert all(map(same_bits, [*found, *_learned(state)], alone))
+
+
+def test_a_step_that_is_not_finite_is_told() -> None:
+    ranks = SimulatedRanks(lambda: _compressor("scaled"), 2, _parameters())
+    buckets = [_gradient(0, rank) for rank in range(2)]
+    buckets[1][3] = float("inf")
+    assert not ranks.step(buckets)
+    assert [(state.step, state.nonfinite_steps) for state in ranks.states] == [(0, 1), (0, 1)]
+    assert not any(_learned(state) for state in ranks.states)

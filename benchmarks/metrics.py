@@ -18,6 +18,7 @@ is in every step; of a reading, of which there is one in EVERY steps; of a sampl
 import contextlib
 import time
 from collections.abc import Callable
+from unittest import mock
 
 from common import Row, machine, number, one_rank, parse, parser, report, spread, steady, summary, take_turns
 from hooks import wrap
@@ -35,8 +36,7 @@ def measure(name: str, label: str, rounds: int) -> list[Row]:
     wrapped, hook = wrap(model, label, start=START)
     assert hook is not None
     batch = task.batch(BATCH_SIZE.get(name, 16))
-    meter, stats = Meter(), hook._runner.counters
-    run_without = hook._function
+    meter, clocks = Meter(), hook._runner.counters.clocks
 
     def step(after: Callable[[], object] = lambda: None) -> float:
         wrapped.zero_grad(set_to_none=True)
@@ -46,13 +46,12 @@ def measure(name: str, label: str, rounds: int) -> list[Row]:
         return 1e6 * (time.perf_counter() - started)
 
     def without() -> float:
-        # In the way of the methods of the class, for one step.
-        vars(stats).update(codec_clock=contextlib.nullcontext, waiting_clock=contextlib.nullcontext)
-        vars(hook).update(_run_simple=run_without)
-        try:
+        nothing = {"codec": lambda device: contextlib.nullcontext(), "waiting": lambda device: contextlib.nullcontext()}
+        with (
+            mock.patch.multiple(clocks, **nothing),
+            mock.patch("commhooks.hook.stateless_hook.run_with_clocks", lambda run, device, counters: run()),
+        ):
             return step()
-        finally:
-            del stats.codec_clock, stats.waiting_clock, hook._run_simple
 
     def sampled() -> float:
         hook.sample_cosine(1)

@@ -7,7 +7,7 @@ import sys
 import weakref
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Literal, Optional, Union
+from typing import TYPE_CHECKING, Any, Literal, Optional, Union
 
 import lightning.pytorch as pl
 import torch
@@ -15,20 +15,25 @@ from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch.nn.parallel import DistributedDataParallel
 
-from commhooks import (
-    AllReduce,
-    BatchedPowerSGD,
-    BF16Compress,
-    CommHook,
-    FP16Compress,
-    HookConfigError,
-    Noop,
-    PayloadError,
-    PowerSGD,
+from commhooks import CommHook, HookConfigError, PayloadError
+from commhooks.hook.for_plugins import (
+    COMPRESSORS,
+    HookConfig,
+    HookRequest,
+    LossScale,
+    attach_request,
+    closest,
+    scale_of,
 )
-from commhooks.hook.for_plugins import HookConfig, HookRequest, LossScale, attach_request, closest, scale_of
 from lightning_commhooks.checkpoint import CHECKPOINT_KEY, DEFAULT_SAVE_RESIDUAL, CommHookCheckpoint, SaveResidual
 from lightning_commhooks.hooked_strategy import HookedStrategy
+
+if TYPE_CHECKING:
+    HookType = HookConfig | Callable[..., Any] | str
+else:
+    # Each config class by itself, so that LightningCLI accepts and explains it: those that are registered by now.
+    # `str` stands last: before Callable, jsonargparse would deliver the path of a function as text.
+    HookType = Union[(*(each.Config for each in COMPRESSORS.values()), Callable, str)]
 
 
 class CommHookDDP(DDPStrategy, HookedStrategy):
@@ -53,10 +58,9 @@ class CommHookDDP(DDPStrategy, HookedStrategy):
             offered), a value of the wrong type, or an impossible combination.
     """
 
-    # `str` stands last in the union: before Callable, jsonargparse would deliver the path of a function as text.
     def __init__(
         self,
-        hook: Union[AllReduce, FP16Compress, BF16Compress, PowerSGD, BatchedPowerSGD, Noop, HookConfig, Callable, str],  # noqa: UP007
+        hook: HookType,
         *,
         hook_options: Optional[dict[str, Any]] = None,  # noqa: UP045
         hook_state: Any = None,

@@ -267,7 +267,7 @@ def test_interrupted(
     script.write_text(
         "import os, pathlib, sys, time\n"
         "pathlib.Path(sys.argv[1], 'pid' + os.environ.get('RANK', '0')).write_text(str(os.getpid()))\n"
-        "time.sleep(25)\n"
+        "time.sleep(60)\n"  # longer than anybody waits here
     )
     command = [sys.executable, *OURS, "--config_file", str(config), *flags, str(script), str(tmp_path)]
     with started(command, temporary) as process:

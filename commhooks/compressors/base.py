@@ -146,7 +146,8 @@ class Compressor(ABC, Generic[ConfigT]):
     @classmethod
     def trials(cls, ranks: Sequence[int], options: Mapping[str, Any]) -> Sequence[Trial]:
         """What the doctor tries. `ranks`, `options`: what its user asked for, of PowerSGD."""
-        return ()
+        start = cls.Config.start_option
+        return (Trial(cls.Config.hook_name, {} if start is None else {start: 0}),)
 
     # ---- what follows from it ----------------------------------------------------------------------------------------
 

@@ -150,6 +150,10 @@ class BatchedPowerSGDCompressor(_LowRank[BatchedPowerSGD]):
     def plan(self, parameters: Sequence[ParameterInfo]) -> list[UnitPlan]:
         return [plan_bucket(parameters, self.config.matrix_approximation_rank)]
 
+    @classmethod
+    def trials(cls, ranks: Sequence[int], options: Mapping[str, Any]) -> Sequence[Trial]:
+        return ()  # usually less accurate than PowerSGD per parameter, and not faster
+
     def workspace(self, layout: BucketLayout, plans: Sequence[UnitPlan]) -> Workspace:
         (plan,) = plans
         assert isinstance(plan, MatrixPlan)

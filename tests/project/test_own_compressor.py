@@ -1,0 +1,202 @@
+"""A compressor of a user's own in every front end: the example works everywhere without any other change."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import yaml
+from accelerators import Training, launched
+from ddp_steps import mlp, wrap
+from doctor_models import Net, loss_of
+from inside import session_of
+from jsonargparse import ArgumentParser
+from lightning_fits import fit, path_at, residuals
+from lightning_support import assert_equal
+from repository import REPOSITORY
+from training import Run
+
+import commhooks
+from accelerate_commhooks import CommHookKwargs
+from commhooks import HookConfigError
+from commhooks.compressors import registry
+from commhooks.tools.cli import main
+from lightning_commhooks import CommHookDDP
+
+PATH = "examples.random_k:RandomKCompressor"
+OPTIONS = {"share": 0.2, "start_iter": 2}
+EVERYWHERE = {"hook": PATH, "hook_options": OPTIONS}
+
+
+def test_it_is_small() -> None:
+    lines = Path(__file__).parents[2].joinpath("examples/random_k.py").read_text().splitlines()
+    assert len(lines) <= 80
+
+
+# ---- Lightning -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("save_residual", ["mean", "per_rank"])
+def test_lightning_resumes_bit_equal(run_ranks: Any, tmp_path: Path, save_residual: str) -> None:
+    through = run_ranks(fit, str(tmp_path), save=True, save_residual=save_residual, **EVERYWHERE)
+    resumed = run_ranks(
+        fit, str(tmp_path), ckpt_path=path_at(tmp_path, 8), seed=9, save_residual=save_residual, **EVERYWHERE
+    )
+    for run, again in zip(through, resumed, strict=True):
+        assert_equal(run["final"], again["final"])
+        assert again["warnings"] == [] and again["stats"]["compressed_steps"] == 8
+        assert any(each.any() for each in residuals(again["hook state"]).values())
+
+
+def test_lightning_cli_reads_it() -> None:
+    """By its path or name in a YAML file."""
+    parser = ArgumentParser()
+    parser.add_subclass_arguments(CommHookDDP, "strategy")
+    for hook in (PATH, "random_k"):
+        init_args = {"hook": hook, "hook_options": OPTIONS}
+        content = {"strategy": {"class_path": "lightning_commhooks.CommHookDDP", "init_args": init_args}}
+        made = parser.instantiate(parser.parse_string(yaml.safe_dump(content)))
+        request = made.strategy._request
+        assert request.name == "random_k" and request.config.share == 0.2
+    with pytest.raises(HookConfigError, match=r"hook 'random_k' has no option 'shares' \(did you mean 'share'\?\)"):
+        CommHookDDP(hook="random_k", hook_options={"shares": 0.2})
+
+
+HELP = """
+import examples.random_k
+from jsonargparse import ArgumentParser
+from lightning_commhooks import CommHookDDP
+
+parser = ArgumentParser()
+parser.add_subclass_arguments(CommHookDDP, "strategy")
+config = {"class_path": "examples.random_k.RandomK", "init_args": {"share": 0.3}}
+strategy = {"class_path": "lightning_commhooks.CommHookDDP", "init_args": {"hook": config}}
+made = parser.parse_object({"strategy": strategy})
+assert parser.instantiate(made).strategy._request.config.share == 0.3
+parser.parse_args(["--strategy=lightning_commhooks.CommHookDDP", "--strategy.hook.help=examples.random_k.RandomK"])
+"""
+
+
+def test_help_explains_it_once_it_is_registered() -> None:
+    """LightningCLI takes its config class where the module was imported before `lightning_commhooks`."""
+    said = subprocess.run([sys.executable, "-c", HELP], capture_output=True, text=True, timeout=100, cwd=REPOSITORY)
+    assert said.returncode == 0, said.stderr
+    assert "--strategy.hook.init_args.share" in said.stdout or "share" in said.stdout
+    assert "of the elements of each parameter that travel in a step" in " ".join(said.stdout.split())
+
+
+# ---- Accelerate and transformers -------------------------------------------------------------------------------------
+
+
+@launched
+def _accelerate(folder: Path, yaml_file: Path | None) -> dict[str, Any]:
+    def handler() -> CommHookKwargs:
+        if yaml_file is None:
+            return CommHookKwargs(bucket_cap_mb=0.001, **EVERYWHERE)
+        return CommHookKwargs.from_config(yaml_file)
+
+    run = Training(handler()).train(4).save(folder)
+    again = Training.resumed(folder, 4, handler())
+    return {
+        "whole": run.train(4).weights(),
+        "resumed": again.train(4).weights(),
+        "stats": again.hook.stats(),
+        "residuals": sum(float(each.norm()) for each in session_of(again.hook).state["residual"].values()),
+    }
+
+
+@pytest.mark.parametrize("from_yaml", [False, True])
+def test_accelerate_resumes_bit_equal(run_ranks: Any, tmp_path: Path, from_yaml: bool) -> None:
+    file = tmp_path / "hook.yaml"
+    file.write_text(yaml.safe_dump(EVERYWHERE | {"bucket_cap_mb": 0.001}))
+    for rank in run_ranks(_accelerate, tmp_path / "state", file if from_yaml else None):
+        assert torch.equal(rank["whole"], rank["resumed"])
+        assert rank["stats"]["hook"] == "random_k" and rank["stats"]["compressed_steps"] == 4 and rank["residuals"] > 0
+
+
+@launched
+def _trainer(folder: Path, resume: str | None) -> dict[str, Any]:
+    from transformers_runs import make_trainer
+
+    trainer = make_trainer(folder, seed=3 if resume is None else 99, hook=EVERYWHERE)
+    trainer.train(resume_from_checkpoint=resume)
+    weights = torch.cat([p.detach().flatten() for p in trainer.model.parameters()])
+    return {"weights": weights, "stats": trainer.comm_hook.stats()}
+
+
+def test_the_trainer_resumes_bit_equal(run_ranks: Any, tmp_path: Path) -> None:
+    pytest.importorskip("transformers", reason="transformers needs Python 3.11 or newer")
+    through = run_ranks(_trainer, tmp_path, None)
+    resumed = run_ranks(_trainer, tmp_path / "resumed", str(tmp_path / "checkpoint-4"))
+    for run, again in zip(through, resumed, strict=True):
+        assert torch.equal(run["weights"], again["weights"])
+        assert again["stats"]["step"] == 8 and again["stats"]["compressed_steps"] == 4
+
+
+# ---- doctor, commands, checks ----------------------------------------------------------------------------------------
+
+
+def _consult() -> dict[str, Any]:
+    registry.register_compressor(registry.compressor_of(commhooks.attach(wrap(mlp()), **_given())._request.config))
+    return commhooks.doctor(wrap(Net()), loss_of, steps=1, powersgd_ranks=(1,)).as_dict()
+
+
+def _given() -> dict[str, Any]:
+    return {"hook": PATH, "hook_options": OPTIONS}
+
+
+def test_the_doctor_tries_it(run_ranks: Any) -> None:
+    for report in run_ranks(_consult):
+        found = report["candidates"]["random_k"]
+        assert found["hook_options"] == {"start_iter": 0}
+        assert 0 < found["bytes_sent"] < report["gradient_bytes"] / 5 and found["compressed_steps"] > 0
+
+
+def _checked(spoil: bool) -> dict[str, Any]:
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    run = Run.new(hook=PATH, hook_options=OPTIONS, check_every=1, loss_scale=scaler.get_scale).train(3)
+    if spoil and dist.get_rank() == 1:
+        with torch.no_grad():
+            next(run.ddp.parameters()).view(-1)[0] += 1
+    error = ""
+    try:
+        run.train(1)
+    except commhooks.HookRunError as raised:
+        error = str(raised)
+    return {
+        "error": error,
+        "scale": session_of(run.hook).state.loss_scale,
+        "saved": run.hook.state_dict("mean", joint=False),
+    }
+
+
+def test_replicas_are_compared_and_the_loss_scale_is_saved(run_ranks: Any) -> None:
+    for rank in run_ranks(_checked, True):
+        assert "different are parameter 0.weight" in rank["error"]
+    for rank in run_ranks(_checked, False):
+        assert rank["error"] == "" and rank["scale"] == 1024.0 == rank["saved"]["loss_scale"]
+
+
+def _saved() -> dict[str, Any]:
+    return Run.new(hook=PATH, hook_options=OPTIONS).train(4).hook.state_dict("mean")
+
+
+def test_the_commands_know_it(run_ranks: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "hook.pt"
+    torch.save(run_ranks(_saved)[0], file)
+    assert main(["inspect", str(file), "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert "random_k" in json.dumps(report) and "residual_norm" in json.dumps(report)
+    assert main(["inspect", str(file)]) == 0 and "random_k" in capsys.readouterr().out
+    plan = ["plan", "doctor_models:Net", "--hook", PATH, "--options", "share=0.05", "start_iter=0"]
+    assert main([*plan, "--codec-ms", "0.1", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["hook"] == "random_k" and found["bytes_after"] < found["bytes_before"] / 10
+    assert main(plan) == 0 and "Memory per rank" in capsys.readouterr().out
+    assert main(["hooks"]) == 0 and "random_k" in capsys.readouterr().out

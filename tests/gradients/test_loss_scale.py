@@ -6,7 +6,18 @@ import pytest
 import torch
 import torch.distributed as dist
 from ddp_steps import process_group_of_one
-from models import EVERY_PARAMETER, SHAPES, Gradients, all_finite, backward, bits_equal, random_gradients, wrap
+from models import (
+    EVERY_PARAMETER,
+    SHAPES,
+    Gradients,
+    Prescribed,
+    all_finite,
+    backward,
+    bits_equal,
+    random_gradients,
+    wrap,
+)
+from torch.nn.parallel import DistributedDataParallel
 
 import commhooks
 
@@ -53,6 +64,45 @@ def test_a_changing_scale_changes_nothing(run_ranks, cap, quiet, wrapper):
             if step == quiet:
                 assert not scaled[step].pop("second").any() and not expected[step].pop("second").any()
             assert bits_equal(scaled[step], expected[step]), step
+
+
+class Partly(Prescribed):
+    """Uses the parameters only whose gradients it is called with."""
+
+    def forward(self, gradients: Gradients) -> torch.Tensor:
+        return torch.stack([(p * gradients[n]).sum() for n, p in self.named_parameters() if n in gradients]).sum()
+
+
+@pytest.mark.parametrize("batched", [False, True])
+def test_buckets_that_ddp_leaves_out_follow_the_scale(batched: bool) -> None:
+    """The scale changes while a bucket does not come at all, in a step that is finite and in one that is not."""
+
+    def run(scales: list[float]) -> list[Gradients]:
+        ddp = DistributedDataParallel(
+            Partly(SHAPES),
+            bucket_cap_mb=EVERY_PARAMETER,
+            find_unused_parameters=True,
+            skip_all_reduce_unused_params=True,
+        )
+        config = commhooks.BatchedPowerSGD if batched else commhooks.PowerSGD
+        scale = [1.0]
+        hook = commhooks.attach(ddp, config(start_powerSGD_iter=1), loss_scale=lambda: scale[0])
+        unscaled = []
+        for step, scale[0] in enumerate(scales):
+            left_out = {"wide", "wide_bias"} if step in (4, 5, OVERFLOW, 9) else set()
+            gradients = {n: g for n, g in random_gradients(SHAPES, 0, step).items() if n not in left_out}
+            if step == OVERFLOW:
+                gradients["first"][0, 0] = float("inf")
+            ddp.zero_grad(set_to_none=True)
+            ddp({name: g * scale[0] for name, g in gradients.items()}).backward()
+            unscaled.append({n: p.grad / scale[0] for n, p in ddp.module.named_parameters() if p.grad is not None})
+            assert unscaled[-1].keys() == gradients.keys()
+        assert hook.stats()["nonfinite_steps"] == 1 and hook.stats()["compressed_steps"] == STEPS - 2
+        return unscaled
+
+    with process_group_of_one():
+        for step, (scaled, expected) in enumerate(zip(run(SCALES), run([1.0] * STEPS), strict=True)):
+            assert step == OVERFLOW or bits_equal(scaled, expected), step
 
 
 def test_the_payload_holds_the_scale_of_its_residuals(run_ranks):

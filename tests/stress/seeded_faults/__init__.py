@@ -7,6 +7,7 @@ from seeded_faults import (
     attaching,
     compression,
     doctor,
+    engine,
     lightning,
     metrics,
     plan,
@@ -17,6 +18,7 @@ from seeded_faults import (
 AREAS = (
     attaching,
     compression,
+    engine,
     accelerators,
     saving,
     lightning,

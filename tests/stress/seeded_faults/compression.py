@@ -123,11 +123,18 @@ MUTANTS = [
         "gradients/test_loss_scale.py::test_a_changing_scale_changes_nothing",
     ),
     Mutant(
+        "one memory for all models of a process",
+        "commhooks/hook/attach.py",
+        "LearnedState.of(compressor.state_fields), Counters())",
+        'globals().setdefault("_shared", LearnedState.of(compressor.state_fields)), Counters())',
+        "engine/test_two_models.py::test_two_backward_passes_in_one_graph",
+    ),
+    Mutant(
         "one memory for all states of a process",
         "commhooks/ddp_comm_hooks/powerSGD_hook.py",
         "        self._new_session(options, LearnedState(), Counters())\n",
         '        self._new_session(options, globals().setdefault("_shared", LearnedState()), Counters())\n',
-        "engine/test_two_models.py::test_two_backward_passes_in_one_graph",
+        "ddp_comm_hooks/test_dropin_state.py::test_compression_begins_after_that_many_steps",
     ),
     Mutant(
         "the buckets of every pass are kept",

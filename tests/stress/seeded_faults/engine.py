@@ -229,7 +229,7 @@ MUTANTS = [
         "compressors/test_every_compressor.py::test_replicas_are_equal_and_send_what_is_planned_in_one_order",
     ),
     Mutant(
-        "what is sent is the maximum of nothing",
+        "a maximum over the ranks is their sum",
         "commhooks/comm/collective.py",
         'dist.ReduceOp.MAX if send.op == "max" else dist.ReduceOp.SUM',
         "dist.ReduceOp.SUM",

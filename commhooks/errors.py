@@ -6,31 +6,32 @@ from collections.abc import Iterable
 
 
 class CommHookError(Exception):
-    """Base class of every error that this package raises on purpose."""
+    """Base class of every error that this package defines."""
 
 
 class HookConfigError(CommHookError, ValueError):
-    """A hook, an option or a combination of options that cannot work; the text names the offender."""
+    """An invalid hook, option or combination of options; the message names it."""
 
 
 class AttachError(CommHookError, RuntimeError):
-    """A model to which no hook can be attached; the text says why and what to do."""
+    """No hook can be attached to this model; the message gives the reason and the remedy."""
 
 
 class HookRunError(CommHookError, RuntimeError):
-    """A hook that misbehaved, or ranks that disagree, during a backward pass."""
+    """During a backward pass a hook failed, or the ranks disagreed."""
 
 
 class PayloadError(CommHookError, ValueError):
-    """A checkpoint payload that does not fit; nothing was changed. The text lists the names that do not fit."""
+    """A checkpoint payload does not fit the model; nothing was changed. The message lists the mismatched names."""
 
 
 class DoctorError(CommHookError, RuntimeError):
-    """A measurement that `commhooks.doctor` cannot make; the text says why and what to do."""
+    """`commhooks.doctor` cannot make a measurement; the message gives the reason and the remedy."""
 
 
 def shown(value: object) -> str:
-    """A short `repr` for a message. Not everything has one: an int of 5,000 digits, a list 100,000 levels deep."""
+    """A `repr` of at most about 100 characters for a message; the type's name where `repr` raises (an int of 5,000
+    digits, a list 100,000 levels deep)."""
     try:
         text = repr(value)
     except Exception:
@@ -39,7 +40,7 @@ def shown(value: object) -> str:
 
 
 def closest(name: str, candidates: Iterable[str]) -> str:
-    """`" (did you mean 'x'?)"`, or nothing where no candidate is similar."""
+    """`" (did you mean 'x'?)"`, or an empty string if no candidate is similar."""
     by_lower = {candidate.lower(): candidate for candidate in candidates}
     matches = difflib.get_close_matches(name.lower(), by_lower, n=1, cutoff=0.5)
     if not matches and len(name) > 2:  # "rank" for "matrix_approximation_rank"

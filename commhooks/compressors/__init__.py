@@ -1,1 +1,1 @@
-"""What is done to a bucket of gradients."""
+"""Compressors: how a bucket of gradients is averaged over the ranks."""

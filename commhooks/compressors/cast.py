@@ -1,4 +1,5 @@
-"""Averaging as it is, or in 16 bits: one all-reduce per bucket, nothing learned. The hook call returns at once."""
+"""Averaging in the bucket's dtype or in 16 bits: one all-reduce per bucket, no learned state. The hook call returns at
+once."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -38,7 +39,7 @@ class BF16Compress(HookConfig):
 
 
 class Stateless(Compressor[ConfigT]):
-    """Base of the compressors that learn nothing and treat all of a bucket alike."""
+    """Base of the compressors without learned state that treat all parameters of a bucket alike."""
 
     transactional = False
     selective = False
@@ -97,12 +98,12 @@ class BF16Compressor(Cast[BF16Compress]):
 
     @classmethod
     def trials(cls, ranks: Sequence[int], options: Mapping[str, Any]) -> Sequence[Trial]:
-        # Before float16: it needs no GradScaler.
+        # A smaller value than fp16's, so that it is preferred: it needs no GradScaler.
         return (Trial("bf16", changes=0.5),)
 
 
 class Lowered(Stateless[Any]):
-    """A compressor that learns nothing, on a bucket that was converted to a narrower dtype."""
+    """A compressor without learned state behind a wrapper that casts the bucket to a narrower dtype."""
 
     def __init__(self, inner: Compressor[Any], dtype: torch.dtype) -> None:
         super().__init__(inner.config, dtype)

@@ -1,5 +1,5 @@
-"""Configuration: one frozen dataclass per hook. The same definition serves Python, YAML (each is an OmegaConf
-structured config), `--help` and checkpoints. Fields are named as the arguments of torch's own hooks."""
+"""Configuration: one frozen dataclass per hook. The same definition serves Python, YAML (as an OmegaConf structured
+config), `--help` and checkpoints. Fields have the names of the arguments of torch's hooks."""
 
 import dataclasses
 import math
@@ -13,7 +13,7 @@ from commhooks.errors import HookConfigError, closest, shown
 
 DEFAULT_START_STEP = 1000
 LARGEST_STEP = 2**62
-"""What a checkpoint can hold."""
+"""The largest step number that a checkpoint can hold."""
 ConfigT = TypeVar("ConfigT", bound="HookConfig")
 _YAML_BOOLS = ("true", "false", "yes", "no", "on", "off", "y", "n")
 
@@ -27,17 +27,17 @@ class HookConfig:
 
     hook_name: ClassVar[str]
     aliases: ClassVar[tuple[str, ...]] = ()
-    """Further names under which the hook can be had."""
+    """Alternative names of the hook."""
     own_wire: ClassVar[str | None] = None
-    """What the hook narrows gradients to by itself, as `wrapper` is called: "fp16" or "bf16"."""
+    """The dtype to which the hook itself casts gradients, spelled as the option `wrapper`: "fp16" or "bf16"."""
     sends: ClassVar[bool] = True
     """False for a hook that communicates nothing, so that replicas drift apart."""
     start_option: ClassVar[str | None] = None
-    """The field that says after how many steps compression begins: an int is a number of steps, a float a fraction of
-    the run, None 10 % of it (at most 1000 steps). Before that step gradients are averaged as they are."""
+    """Name of the field with the step at which compression begins: an int is a number of steps, a float a fraction of
+    the run, None 10 % of it (at most 1000 steps). Before that step gradients are averaged uncompressed."""
 
     def __post_init__(self) -> None:
-        # A plain dataclass takes any type; YAML does not. Be as strict in Python.
+        # Check types as strictly as YAML does: a dataclass accepts any type.
         hints = typing.get_type_hints(type(self))
         for each in dataclasses.fields(self):
             value, hint = getattr(self, each.name), hints[each.name]
@@ -47,40 +47,40 @@ class HookConfig:
                     f"expected {_describe(hint)}"
                 )
             if hint is float and isinstance(value, int):
-                # As YAML gives it, so that the ranks' configurations compare equal wherever they come from.
+                # Convert as YAML does, so that configurations from Python and YAML compare equal across ranks.
                 try:
                     object.__setattr__(self, each.name, float(value))
                 except OverflowError:
                     raise HookConfigError(f"{type(self).__name__}: {each.name} is too large a number") from None
             if hint == list[str]:
-                # The caller's own list may change later.
+                # Copy: the caller may change its list later.
                 object.__setattr__(self, each.name, list(value))
         if self.start_option is not None:
             self._check_start(self.start_option)
 
     @property
     def excluded_globs(self) -> Sequence[str]:
-        """Globs on the names of parameters that are never compressed."""
+        """Globs on parameter names; matching parameters are never compressed."""
         patterns: Sequence[str] = getattr(self, "exclude", ())
         return patterns
 
     @property
     def configured_start(self) -> int | float | None:
-        """When compression begins, as `start_option` has it; 0 for a hook without that option."""
+        """The value of the field named by `start_option`; 0 for a hook without that option."""
         return 0 if self.start_option is None else getattr(self, self.start_option)
 
     def with_start(self: ConfigT, start: int) -> ConfigT:
-        """The same with a start that is a number of steps; itself where there is no such option."""
+        """A copy that starts after `start` steps; `self` for a hook without a start option."""
         return self if self.start_option is None else dataclasses.replace(self, **{self.start_option: start})
 
     def resolved(self: ConfigT, total_steps: int | None) -> ConfigT:
-        """The same with a start that is a number of steps.
+        """A copy whose start is a number of steps.
 
         Args:
-            total_steps: synchronised backward passes in the whole run; None where unknown.
+            total_steps: synchronised backward passes in the whole run; None if unknown.
 
         Raises:
-            HookConfigError: a fraction was asked for and the length of the run is unknown.
+            HookConfigError: the start is a fraction and `total_steps` is None.
         """
         start = self.configured_start
         if self.start_option is None or isinstance(start, int):
@@ -113,10 +113,10 @@ class HookConfig:
 
 
 def from_options(config: type[HookConfig], options: Mapping[str, Any]) -> HookConfig:
-    """Make a config from `hook_options`: values as YAML gives them, checked by OmegaConf against the dataclass.
+    """Make a config from `hook_options`: values as parsed from YAML, checked by OmegaConf against the dataclass.
 
     Raises:
-        HookConfigError: unknown name (the closest match is offered) or a value that does not fit.
+        HookConfigError: an unknown name (the message suggests the closest one) or a value of the wrong type or range.
     """
     fields = [field.name for field in dataclasses.fields(config)]
     for name in options:
@@ -141,17 +141,18 @@ def from_options(config: type[HookConfig], options: Mapping[str, Any]) -> HookCo
 
 
 def checked_types(config: type, options: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """`options` for OmegaConf, whose conversions go too far in one direction (4 is True) and not far enough in another
-    ("4", as an environment variable gives it, is no `int | float`). `where` begins the text of an error.
+    """Prepare `options` for OmegaConf, whose conversions are too lenient in one case (4 becomes True) and too strict
+    in another ("4" from an environment variable is not accepted as `int | float`). `where` begins error messages.
 
     Raises:
-        HookConfigError: a bool that is none, a number that no float can be, or text where a list of it should be.
+        HookConfigError: an invalid bool, a number too large for a float, or a string where a list of strings is
+            expected.
     """
     hints, values = typing.get_type_hints(config), dict(options)
     for name, value in options.items():
         hint = hints[name]
         if hint == list[str]:
-            # Whatever it is, OmegaConf would make text of what stands in a list.
+            # OmegaConf would convert list items of any type to strings.
             if not _is_list_of_text(value):
                 raise HookConfigError(
                     f"{where}{name}: Value {shown(value)} is not a list of text; write it as ['*embed*', 'head.weight']"
@@ -174,7 +175,7 @@ def checked_types(config: type, options: Mapping[str, Any], where: str) -> dict[
 
 
 def _number(text: str) -> Any:
-    """The int or float that `text` stands for, else `text`."""
+    """`text` parsed as an int or a float; `text` itself if it is neither."""
     for kind in (int, float):
         try:
             return kind(text)

@@ -1,4 +1,4 @@
-"""What a user names as `package.module:name`: a hook, its state, a function that builds a model."""
+"""Import objects that a user names as `package.module:name`: a hook, its state, a function that builds a model."""
 
 import contextlib
 import importlib
@@ -14,19 +14,20 @@ from commhooks.errors import CommHookError, HookConfigError
 def import_path(
     path: str, said: str, *, kind: str = "function", error_class: type[CommHookError] = HookConfigError
 ) -> Any:
-    """The object that `path` names; behind the colon there may be dots (`package.module:Class.method`).
+    """Import the object that `path` names; the part after the colon may contain dots (`package.module:Class.method`).
 
-    A path is of the user's own arguments, configuration or command line. What a checkpoint holds never comes here.
+    Security: pass only paths from the user's arguments, configuration or command line, never from a checkpoint.
 
     Args:
-        said: how messages call the path, for example "hook 'package.module:name'".
-        kind: of thing that is expected, for messages.
+        said: description of the path for messages, for example "hook 'package.module:name'".
+        kind: the expected kind of object, for messages.
 
     Raises:
-        error_class: it is no path, or there is no such module or name; other errors of that module are its own.
+        error_class: the path is malformed, or the module or name does not exist. Other errors that the module raises
+            while it is imported pass through.
     """
     module_name, _, name = path.partition(":")
-    # It may come from a YAML file or a flag: relative to what would nobody know.
+    # Reject relative paths: a path from a YAML file or a flag has no base package.
     if not all((*module_name.split("."), *name.split("."))):
         raise error_class(f"{said} is not a path: expected 'package.module:{kind}' with the full name of the module")
     try:
@@ -46,7 +47,8 @@ def import_path(
 
 @contextlib.contextmanager
 def current_folder_first() -> Iterator[None]:
-    """As `python -m` does: a command of its own has the folder of its script among the modules, not this one."""
+    """Put the current directory first in `sys.path`, as `python -m` does. A console script has its own directory there
+    instead."""
     here = os.getcwd()
     sys.path.insert(0, here)
     try:

@@ -1,7 +1,7 @@
-"""Error feedback for one parameter of a bucket: right with a loss scale, and without a wait on accelerators.
+"""Error feedback for one parameter of a bucket; follows the loss scale and does not synchronise with accelerators.
 
-What a compressor does not send of `delta = gradient + residual` becomes the residual of the next step (Karimireddy,
-Rebjock, Stich, Jaggi: Error Feedback Fixes SignSGD, ICML 2019).
+The part of `delta = gradient + residual` that a compressor does not send becomes the residual of the next step
+(Karimireddy, Rebjock, Stich, Jaggi: Error Feedback Fixes SignSGD, ICML 2019).
 """
 
 import torch
@@ -13,24 +13,26 @@ from commhooks.gradients.precision import compute_dtype
 
 
 def with_residual(slot: Slot, flat: torch.Tensor, state: State, step: StepInfo) -> torch.Tensor:
-    """Gradient plus residual of one parameter: a new 1-D tensor in float32 (float64 stays float64), in memory order."""
+    """Gradient plus residual of one parameter: a new 1-D float32 tensor (float64 for float64 gradients) in memory
+    order."""
     delta = slot.of(flat).to(compute_dtype(flat.dtype), copy=True)
     residual = state["residual"].get(slot.name)
     return delta if residual is None else delta.add_(residual * step.residual_factor)
 
 
 def keep_residual(slot: Slot, left: torch.Tensor, good: torch.Tensor | bool, state: State, step: StepInfo) -> None:
-    """Make `left` the residual of one parameter where the verdict is `good`; otherwise the old one stays.
+    """Store `left` as the residual of one parameter if `good`, the answer to `Verdict`, is true; else keep the old one.
 
-    `left` has the shape and dtype of what `with_residual` gave. Call it after the `Verdict`, for every parameter that
-    is compressed.
+    `left` has the shape and dtype of the result of `with_residual`. Call it after the `Verdict`, for every compressed
+    parameter.
     """
     old = state["residual"].get(slot.name)
     if isinstance(good, bool):
         if good:
             state["residual"][slot.name] = left
         return
-    # Whether the step is good or not: the loss scale that goes with the residuals changes with them.
+    # Rescale even if the step is not committed: the host does not know the outcome and always updates the loss scale
+    # that is stored with the residuals.
     if old is None:
         old = torch.zeros_like(left)
     before = old if is_one(step.residual_factor) else old * step.residual_factor

@@ -1,4 +1,4 @@
-"""No communication at all, to measure what the network costs."""
+"""A hook without communication, to measure the cost of the network."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

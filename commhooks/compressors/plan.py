@@ -1,4 +1,4 @@
-"""What a compressor decides about each parameter: plain data, made from shapes and options alone."""
+"""A compressor's decision for each parameter: plain data, computed from shapes and options alone."""
 
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -8,26 +8,26 @@ import torch
 
 @dataclass(frozen=True)
 class ParameterInfo:
-    """What a compressor may know of a parameter when it plans. The parameter may be on the meta device."""
+    """A parameter as a compressor sees it when it plans. The parameter may be on the meta device."""
 
     name: str
     parameter: torch.Tensor
     sparse: bool = False
     """Its gradient is sparse."""
     excluded_by: str | None = None
-    """The glob of the option `exclude` that it matches, if any."""
+    """The glob of the option `exclude` that it matches; None if there is none."""
 
     @property
     def numel(self) -> int:
-        """A complex number counts as two."""
+        """Number of elements; a complex number counts as two."""
         return self.parameter.numel() * (2 if self.parameter.is_complex() else 1)
 
 
 @dataclass(frozen=True)
 class UnitPlan:
-    """The fate of one parameter (of one bucket, for a compressor of whole buckets).
+    """The decision for one unit: a parameter, or a bucket for a compressor of whole buckets.
 
-    A compressor with more to remember than this derives from it.
+    A compressor whose plan holds more data derives a class from it.
     """
 
     name: str
@@ -36,18 +36,18 @@ class UnitPlan:
     dtype: torch.dtype
     compressed: bool = False
     reason: str = ""
-    """Why it is not compressed."""
+    """The reason why it is not compressed."""
     numel_compressed: int = 0
-    """Elements that travel per rank and step for it once compression has begun."""
+    """Elements sent per rank and step for it once compression has begun."""
     flags: int = 0
-    """Elements beside them, such as a flag or a check; counted apart."""
+    """Further elements sent, such as a flag or a checksum; not included in `numel_compressed`."""
     state_name: str = ""
-    """Of a bucket compressed as a whole: the key of its learned state. A parameter's key is its name."""
+    """The key of the learned state of a bucket compressed as a whole. The key of a parameter is its name."""
     lowered: bool = True
-    """Travels in the dtype of a wrapper where that is narrower. False for sparse gradients."""
+    """Sent in the dtype of a wrapper if that is narrower. False for sparse gradients."""
 
     columns: ClassVar[tuple[str, ...]] = ()
-    """Headings of what `cells` shows in the table of a plan."""
+    """Headings of the columns that `cells` adds to the table of a plan."""
 
     @property
     def key(self) -> str:
@@ -56,17 +56,17 @@ class UnitPlan:
 
     @property
     def numel_sent(self) -> int:
-        """Elements that travel per rank and step, flags left out."""
+        """Elements sent per rank and step, without flags."""
         return self.numel_compressed if self.compressed else self.numel
 
     @property
     def cells(self) -> tuple[str, ...]:
-        """One text per column; empty texts where the parameter is not compressed."""
+        """One string per column; empty strings if the parameter is not compressed."""
         return ("",) * len(self.columns)
 
     @property
     def details(self) -> dict[str, Any]:
-        """What JSON shows besides: plain types."""
+        """Further entries for the plan as JSON: plain types only."""
         return {}
 
     @classmethod
@@ -76,10 +76,10 @@ class UnitPlan:
         return cls(info.name, tuple(p.shape), info.numel, p.dtype, reason=reason, lowered=not info.sparse)
 
     def wire_itemsize(self, wire_dtype: torch.dtype | None) -> int:
-        """Bytes of an element that travels.
+        """Bytes of one element as it is sent.
 
         Args:
-            wire_dtype: to which a hook or its wrapper narrows what it sends; None: nothing is narrowed.
+            wire_dtype: the dtype to which the hook or its wrapper casts what it sends; None: no cast.
         """
         own = real_itemsize(self.dtype)
         return own if wire_dtype is None or not self.lowered else min(own, wire_dtype.itemsize)
@@ -95,13 +95,13 @@ class MemoryPlan:
 
     residual: int = 0
     factors: int = 0
-    """Other learned state, and what the running step works with."""
+    """Other learned state, and the working buffers of the current step."""
     packed: int = 0
-    """The buffers that travel."""
+    """The message buffers of the collectives."""
     factors_are: str = "other state"
-    """What `factors` is called in a sentence."""
+    """Display name of `factors` in messages."""
     copies: int = 0
-    """Copies of gradients, in float32 where the bucket is narrower, or padded."""
+    """Copies of gradients: in float32 if the bucket's dtype is narrower, or padded."""
 
     @property
     def total(self) -> int:

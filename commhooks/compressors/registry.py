@@ -1,4 +1,5 @@
-"""The compressors by name. A new hook is one module and one line in `BUILT_IN`, or a call of `register_compressor`."""
+"""The registry of compressors by name. To add a hook, write one module and add its class to `BUILT_IN`, or call
+`register_compressor`."""
 
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -19,7 +20,7 @@ BUILT_IN: tuple[type[Compressor[Any]], ...] = (
     NoopCompressor,
 )
 COMPRESSORS: dict[str, type[Compressor[Any]]] = {each.Config.hook_name: each for each in BUILT_IN}
-"""By name. This table and `FACTORIES` outlive a call: the two functions that register are there to fill them."""
+"""Compressors by name. Global state: `register_compressor` adds to this table, `register_hook` to `FACTORIES`."""
 FACTORIES: dict[str, Callable[..., Any]] = {}
 """Factories of users' own hooks by name; see `commhooks.register_hook`."""
 
@@ -27,19 +28,19 @@ CompressorClass = TypeVar("CompressorClass", bound=type[Compressor[Any]])
 
 
 def register_compressor(compressor: CompressorClass) -> CompressorClass:
-    """Make a compressor of your own a hook like the built-in ones: by its name and its config class, in Python, YAML
-    and on the command line, saved, resumed, planned, counted and measured. Usable as a decorator of the class.
+    """Register a compressor class as a hook. It then works as the built-in ones do: by name or by config class, in
+    Python, YAML and on the command line, in checkpoints, plans, statistics and the doctor. Usable as a class decorator.
 
-    Every process that uses it must import the module that calls this. A path `"package.module:Class"` given as `hook`
-    imports and registers by itself. Registering the same class again, or the class of a module that was loaded anew,
-    replaces it.
+    Every process that uses the hook must import the module that calls this. Alternatively pass the path
+    `"package.module:Class"` as `hook`, which imports the module and registers the class. Registering the same class
+    again, or the same class of a reloaded module, replaces it.
 
     Args:
         compressor: a subclass of `commhooks.Compressor` with a `Config`, a frozen keyword-only dataclass derived from
             `commhooks.HookConfig` that has a `hook_name`.
 
     Raises:
-        HookConfigError: it is no such class, or the name is taken.
+        HookConfigError: `compressor` is not such a class, or its name is taken.
     """
     if not (isinstance(compressor, type) and issubclass(compressor, Compressor)):
         raise HookConfigError(f"register_compressor({compressor!r}): expected a subclass of commhooks.Compressor")
@@ -72,19 +73,19 @@ def register_compressor(compressor: CompressorClass) -> CompressorClass:
 
 
 def check_name(caller: str, name: object) -> None:
-    """Raise HookConfigError unless `name` can be the name of a hook."""
+    """Raise HookConfigError unless `name` is a valid hook name: a non-empty string without ":" and whitespace."""
     if not isinstance(name, str) or not name or ":" in name or any(letter.isspace() for letter in name):
         raise HookConfigError(f"{caller}: name={name!r}; expected a word without ':' and spaces")
 
 
 def check_free(caller: str, name: str) -> None:
-    """Raise HookConfigError if a hook is known by that name."""
+    """Raise HookConfigError if a hook of that name is registered."""
     if canonical_name(name) is not None:
         raise HookConfigError(f"{caller}: the name {name!r} is taken by {canonical_name(name)!r}")
 
 
 def canonical_name(name: str) -> str | None:
-    """The name under which a hook is known, or None. Case, `_` and `-` do not matter."""
+    """The registered name that `name` (a name or an alias) refers to, or None. Case, `_` and `-` are ignored."""
 
     def plain(text: str) -> str:
         return text.lower().replace("_", "").replace("-", "")
@@ -95,15 +96,15 @@ def canonical_name(name: str) -> str | None:
 
 
 def aliases() -> dict[str, str]:
-    """Short name -> name."""
+    """Alias -> registered name."""
     return {alias: name for name, each in COMPRESSORS.items() for alias in each.Config.aliases}
 
 
 def compressor_of(config: HookConfig) -> type[Compressor[Any]]:
-    """The compressor whose options `config` holds.
+    """The compressor class that `config` configures.
 
     Raises:
-        HookConfigError: nobody has registered one.
+        HookConfigError: that compressor is not registered.
     """
     found = COMPRESSORS.get(config.hook_name)
     if found is None or not isinstance(config, found.Config):
@@ -115,5 +116,5 @@ def compressor_of(config: HookConfig) -> type[Compressor[Any]]:
 
 
 def hook_names() -> list[str]:
-    """Every name by which a hook can be had, aliases left out."""
+    """All registered hook names, without aliases."""
     return [*COMPRESSORS, *FACTORIES]

@@ -1,8 +1,8 @@
-"""One bucket, compressed with one product and one all-reduce per step: P and Q in turn.
+"""One bucket, compressed with one matrix product and one all-reduce per step: P and Q in turn.
 
-A step that knows Q makes P = delta Q^ (Q^: an orthonormal basis of Q) and continues with P Q^^T; the next one makes
-Q = delta^T P^ of that P, and so on. Two steps of this do the power iteration of one step of `HostExchange`. The scheme
-is that of epfml/powersgd, the code of PowerSGD's authors.
+A step that has Q computes P = delta basis(Q), with an orthonormal basis of Q, and uses the gradient P basis(Q)^T. The
+next step computes Q = delta^T basis(P) with that P, and so on. Two such steps perform the power iteration of one step
+of `HostExchange`. The scheme is that of epfml/powersgd, the code of PowerSGD's authors.
 """
 
 import torch
@@ -15,10 +15,11 @@ from commhooks.compressors.powersgd.workspace import Message
 
 
 class AlternatingExchange(HostExchange):
-    """One bucket of one backward pass. As `HostExchange`, but what a matrix sends depends on what it has learned, so
-    the host must know at each commit which steps were finite and which matrices had a gradient: it waits for a device.
+    """One bucket of one backward pass. Unlike in `HostExchange`, the learned state of a matrix determines which factor
+    it sends. The host therefore must know at each commit whether the step was finite and which matrices had a gradient,
+    and synchronises with an accelerator.
 
-    The learned state of a matrix holds the factor that arrived last: "q", or "p" in its place.
+    The learned state of a matrix holds the factor received last: either "q" or "p".
     """
 
     def run(self) -> Exchange:
@@ -36,8 +37,8 @@ class AlternatingExchange(HostExchange):
         return message, message
 
     def form_factor(self) -> None:
-        """Form delta in place and one of the two factors; write it, everything uncompressed and the flags into the
-        message."""
+        """Form delta in place, compute one of the two factors, and write that factor, all uncompressed gradients and
+        the flags into the message."""
         s, message = self._work, self._with_p
         for i, matrix in enumerate(s.matrices):
             gradient = self.buffer[matrix.start : matrix.stop]
@@ -57,7 +58,7 @@ class AlternatingExchange(HostExchange):
         self._put_plain(message)
 
     def commit(self, good: torch.Tensor | bool) -> None:
-        """Write the gradient into the bucket and, if `good`, the residual and the factor that arrived."""
+        """Write the gradient into the bucket and, if `good`, the residual and the received factor."""
         self._store_plain(self._with_p)
         has_gradient = (self._with_p.flags > 0).tolist()
         for i, matrix in enumerate(self._work.matrices):
@@ -70,7 +71,7 @@ class AlternatingExchange(HostExchange):
         s, delta, arrived = self._work, self._delta[i], self._with_p.factors[i]
         p, q, makes_q = s.p[i], s.q[i], self._makes_q[i]
         if not good:
-            # A bucket that is not finite itself leaves NaN in all of its gradients.
+            # If this bucket is not finite, set all of its gradients to NaN.
             nan_if_bad = 0.0 if bool(self.good_here) else float("nan")
             (q if makes_q else p)[: matrix.rank] = arrived + nan_if_bad
             self._store_gradient(i, matrix, delta, q)
@@ -90,7 +91,7 @@ class AlternatingExchange(HostExchange):
         self._store_gradient(i, matrix, delta, mean_q, mean_p)
 
     def _factor(self, learned: dict[str, torch.Tensor], matrix: Matrix, length: int) -> torch.Tensor:
-        """What `learned` holds of the matrix, `r x length`; new memory where it holds nothing."""
+        """The entry of `learned` for the matrix, `r x length`; an uninitialised one is added if there is none."""
         if matrix.name not in learned:
             learned[matrix.name] = torch.empty(matrix.rank, length, dtype=self._work.dtype, device=self.buffer.device)
         return learned[matrix.name]

@@ -1,9 +1,9 @@
 """The low-rank codec: pure tensor mathematics, no communication.
 
-Letters as in the paper (Vogels, Karimireddy, Jaggi: PowerSGD, NeurIPS 2019, Algorithm 1). Factors are kept transposed,
+Notation as in the paper (Vogels, Karimireddy, Jaggi: PowerSGD, NeurIPS 2019, Algorithm 1). Factors are kept transposed,
 `P` as r x n and `Q` as r x m: the thin products are then several times faster on CPU. A factor of rank 1 is padded to
-two rows with a row of zeros, because products with a single row take another path in the BLAS whose bits depend on the
-alignment of memory.
+two rows with a row of zeros: the BLAS computes products with a single row in another way, and their bits depend on the
+alignment of the memory.
 """
 
 import hashlib
@@ -15,21 +15,22 @@ Factors = tuple[torch.Tensor, torch.Tensor]
 
 
 def new_factor(rank: int, length: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """A zero factor of `rank` rows (two at least), `length` columns, in memory of its own."""
+    """A newly allocated zero factor with `rank` rows (at least two) and `length` columns."""
     return torch.zeros(max(rank, 2), length, dtype=dtype, device=device)
 
 
 def draw(seed: int, name: str, purpose: str, rank: int, length: int, dtype: torch.dtype) -> torch.Tensor:
-    """Standard normal numbers, `rank x length`, on the CPU; the same on every rank and for every bucket layout."""
+    """Standard normal numbers, `rank x length`, on the CPU; equal on every rank and for every bucket layout."""
     digest = hashlib.sha256(f"{seed}\0{name}\0{purpose}".encode()).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
     return torch.randn(rank, length, generator=generator, dtype=dtype)
 
 
 def unit_rows(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Scale each row of `rows` (r x k) to norm 1 and tell which rows are zero (r x 1, bool); they stay zero.
+    """Scale each row of `rows` (r x k) to norm 1. Returns the result and which rows are zero (r x 1, bool); zero rows
+    stay zero.
 
-    In two steps, because the square of 1e30 overflows and that of 1e-38 vanishes in float32.
+    Divides by the largest element first, because in float32 the square of 1e30 overflows and that of 1e-38 is 0.
     """
     largest = rows.abs().amax(1, keepdim=True)  # vector_norm(inf) with a dim is seven times slower on CPU
     missing = largest == 0
@@ -39,12 +40,12 @@ def unit_rows(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def orthonormal_rows(rows: torch.Tensor, refill: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-    """Orthonormalise `rows` (r x k, r <= k): returns the basis (r x k) and which directions were missing (r, bool).
+    """Orthonormalise `rows` (r x k, r <= k). Returns the basis (r x k) and which rows were dependent (r, bool).
 
-    A direction is missing where it adds nothing to the ones before it. Householder QR gives an orthonormal column there
-    too, but an arbitrary one made of rounding errors; with `refill` (r x k, any independent rows) the missing ones are
-    taken from there instead and everything is orthonormalised again, without asking the host which they are.
-    Numbers that are not finite count as zero.
+    A row is dependent if it is a combination of the rows before it. Householder QR then yields an orthonormal column
+    too, but an arbitrary one made of rounding errors. With `refill` (r x k, any independent rows) dependent rows are
+    replaced by rows of `refill` and all are orthonormalised again, without synchronising with an accelerator.
+    Non-finite numbers count as zero.
     """
     rows = torch.nan_to_num(rows, nan=0.0, posinf=0.0, neginf=0.0)
     basis, triangle = torch.linalg.qr(unit_rows(rows)[0].t())
@@ -54,22 +55,23 @@ def orthonormal_rows(rows: torch.Tensor, refill: torch.Tensor | None) -> tuple[t
     return basis.t(), missing
 
 
-# A row that adds less than a hundredth of its length to those before it gets this much of another direction.
+# A row is weak if less than 1/100 of its norm (1e-4 of the square) is independent of the rows before it. `_NUDGE` times
+# a random row is added to it.
 _WEAK, _NUDGE = 1e-4, 1e-6
 
 
 def orthonormal_stack(rows: torch.Tensor, refill: torch.Tensor) -> torch.Tensor:
-    """`orthonormal_rows` for a stack, on an accelerator: some 40 kernels whatever k and r are.
+    """`orthonormal_rows` for a stack on an accelerator: about 40 kernels, independent of k and r.
 
     Shifted Cholesky QR in float64, four times (Fukaya, Kannan, Nakatsukasa, Yamamoto, Yanagisawa: Shifted Cholesky QR
-    for computing the QR factorization of ill-conditioned matrices, SIAM J. Sci. Comput. 2020). Rows that are dependent
-    are not found reliably from their Gram matrix, and need not be: whatever may be is nudged towards `refill`, which
-    makes it independent. A row turns by 1e-6 at most; what a weak one adds to the others, a direction of length e, by
-    1e-6 / e.
+    for computing the QR factorization of ill-conditioned matrices, SIAM J. Sci. Comput. 2020). The Gram matrix does not
+    show dependent rows reliably. Therefore every row that may be dependent gets 1e-6 times a row of `refill` added,
+    which makes it independent. This turns a row by an angle of 1e-6 at most; it turns the component that a weak row
+    adds to the others, of norm e, by about 1e-6 / e.
 
     Args:
-        rows: k x r x n; numbers that are not finite count as zero.
-        refill: k x r x n, rows of norm 1, drawn at random: none of them is by chance a combination of `rows`.
+        rows: k x r x n; non-finite numbers count as zero.
+        refill: k x r x n, random rows of norm 1, independent of `rows` with probability 1.
 
     Returns:
         k x r x n in float64.
@@ -84,15 +86,16 @@ def orthonormal_stack(rows: torch.Tensor, refill: torch.Tensor) -> torch.Tensor:
 
 
 def _triangle(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """L (k x r x r, lower) with L L^T = rows rows^T, and where there is none (k, not 0). The shift keeps rounding from
-    making it indefinite. `cholesky` instead of `cholesky_ex` would make the host wait to see whether it is."""
+    """The Cholesky factor L (k x r x r, lower triangular) of rows rows^T, and LAPACK's info (k; 0 means success). The
+    shift keeps rounding from making the Gram matrix indefinite. `cholesky_ex` is used because `cholesky` synchronises
+    with the device to check for failure."""
     gram = torch.bmm(rows, rows.transpose(1, 2))
     gram.diagonal(dim1=1, dim2=2).add_(1e-13 * rows.shape[1])
     return torch.linalg.cholesky_ex(gram)
 
 
 def unit_stack(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """`unit_rows` for a stack (k x r x n) with fewer kernels: in float64 no square of a float32 overflows."""
+    """`unit_rows` for a stack (k x r x n) with fewer kernels, in float64, where no square of a float32 overflows."""
     rows = rows.double()
     norm = torch.linalg.vector_norm(rows, dim=-1, keepdim=True)
     return rows / norm.clamp_min(1e-300), norm == 0
@@ -103,8 +106,8 @@ def add_and_project(
 ) -> None:
     """delta += factor * residual in place, then P = delta Q.
 
-    `delta` and `residual` n x m, `q` r x m (transposed Q), `out` r x n (transposed P); of a padded factor `rank` rows
-    count.
+    Shapes: `delta` and `residual` n x m, `q` r x m (transposed Q), `out` r x n (transposed P). Of padded factors only
+    the first `rank` rows count.
     """
     if residual is not None:
         delta.add_(residual, alpha=factor)
@@ -122,13 +125,14 @@ def project_q(delta: torch.Tensor, p: torch.Tensor, rank: int, out: torch.Tensor
 
 
 def split(delta: torch.Tensor, local: Factors, mean: Factors, rank: int, residual: torch.Tensor) -> None:
-    """residual = delta - P Q^T with the factors (P, Q) of this rank, then delta = P Q^T with those of all ranks."""
+    """residual = delta - P Q^T with the factors (P, Q) in `local`, then delta = P Q^T with the averaged ones in
+    `mean`."""
     remainder(delta, *local, rank, out=residual)
     reconstruct(*mean, rank, out=delta)
 
 
 def reconstruct(p: torch.Tensor, q: torch.Tensor, rank: int, out: torch.Tensor) -> None:
-    """P Q^T into `out` (n x m)."""
+    """Write P Q^T into `out` (n x m). `p` r x n, `q` r x m."""
     if rank > _OUTER_RANK or out.device.type != "cpu":
         torch.mm(p[:rank].t(), q[:rank], out=out)
         return
@@ -140,7 +144,7 @@ def reconstruct(p: torch.Tensor, q: torch.Tensor, rank: int, out: torch.Tensor) 
 
 
 def remainder(delta: torch.Tensor, p: torch.Tensor, q: torch.Tensor, rank: int, out: torch.Tensor) -> None:
-    """delta - P Q^T into `out` (n x m), which may be `delta` itself."""
+    """Write delta - P Q^T into `out` (n x m), which may be `delta` itself."""
     if rank > _OUTER_RANK or out.device.type != "cpu":
         torch.addmm(delta, p[:rank].t(), q[:rank], alpha=-1, out=out)
         return
@@ -151,8 +155,8 @@ def remainder(delta: torch.Tensor, p: torch.Tensor, q: torch.Tensor, rank: int, 
             block.addcmul_(p[k, rows, None], q[k], value=-1)
 
 
-# On CPU a few outer products are faster than a matrix product over so short a sum, and need no padding: their bits
-# never depend on the alignment of memory. Block by block, so that the later ones find the block in the cache.
+# On CPU, up to this rank, r outer products are faster than a matrix product and need no padding: their bits do not
+# depend on the alignment of memory. They run block by block, so that each block stays in the cache.
 _OUTER_RANK = 4
 _BLOCK_NUMEL = 2**18
 

@@ -26,7 +26,7 @@ AnyPowerSGD = TypeVar("AnyPowerSGD", bound=PowerSGD)
 
 
 class _LowRank(Compressor[AnyPowerSGD]):
-    """What the two forms share."""
+    """Common base of the per-parameter and the per-bucket form."""
 
     title = "PowerSGD"
 
@@ -47,14 +47,14 @@ class _LowRank(Compressor[AnyPowerSGD]):
         return f"{self.title} at rank {self.config.matrix_approximation_rank}"
 
     def _fields(self, q: StateField) -> tuple[StateField, ...]:
-        """The factors, and residuals where they are wanted."""
+        """Q, P with `alternate`, and the residual with error feedback."""
         kept = (q, fields.P) if self.config.alternate else (q,)
         return (*kept, RESIDUAL) if self.config.use_error_feedback else kept
 
     def fresh(self, field: StateField, plan: UnitPlan, dtype: torch.dtype) -> torch.Tensor | None:
         if field.key != "q" or not isinstance(plan, MatrixPlan):
             return None
-        # As `Draws.q` at the first step.
+        # The same numbers as `Draws.q` at the first step.
         purpose = "Q" if self.config.warm_start else "Q at step 0"
         return codec.draw(self.config.random_seed, plan.key, purpose, plan.rank, plan.m, dtype)
 

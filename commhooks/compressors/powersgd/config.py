@@ -37,8 +37,8 @@ class PowerSGD(HookConfig):
     start_option: ClassVar[str | None] = "start_powerSGD_iter"
 
     matrix_approximation_rank: int = 1
-    # Written the old way: OmegaConf 2.4 does not read `int | float | None`. And not as an Optional of a Union, which
-    # typing takes from a cache: int would come last where somebody has written the types the other way round before.
+    # `Union` because OmegaConf 2.4 does not read `int | float | None`. Not Optional[Union[int, float]]: typing caches
+    # unions regardless of order, so the order of int and float could be that of another module's annotation.
     start_powerSGD_iter: Union[int, float, None] = None  # noqa: UP007
     min_compression_rate: float = 2
     use_error_feedback: bool = True

@@ -1,6 +1,6 @@
 """One bucket on an accelerator: the steps of `HostExchange`, for all matrices of one shape at once.
 
-The host queues a few kernels per shape and never asks the device for a number: masks decide instead.
+The host queues a few kernels per shape and never synchronises with the device; masks replace branches.
 """
 
 from collections.abc import Callable
@@ -15,7 +15,7 @@ from commhooks.gradients.loss_scale import is_one
 
 
 class DeviceExchange(HostExchange):
-    """One bucket of one backward pass. Works on any device. Results are those of `HostExchange` to rounding where the
+    """One bucket of one backward pass. Works on any device. Results equal those of `HostExchange` up to rounding if the
     rows of P are independent (see `codec.orthonormal_stack`)."""
 
     def form_p(self) -> None:
@@ -68,18 +68,20 @@ class DeviceExchange(HostExchange):
     ) -> None:
         residuals = stack.residuals.bind(self._residuals)
         if not is_one(self._residual_factor):
-            # Whether the step is good or not: the loss scale that goes with the residuals changes with them.
+            # Rescale even if the step is not committed: the host does not know the outcome and always updates the loss
+            # scale that is stored with the residuals.
             residuals.mul_(self._residual_factor)
         for part, delta in blocks:
             delta.baddbmm_(stack.p[part].transpose(1, 2), stack.q[part], alpha=-1)
             torch.where(keep[part], delta, residuals[part], out=residuals[part])
-        if stack.padded:  # what the padding would carry over is dropped
+        if stack.padded:  # drop the residual of the padding
             residuals.flatten(1)[:, stack.filled :].zero_()
 
     # ---- delta, flags, Q -------------------------------------------------------------------------------------------
 
     def _put_flags(self, blocks: list[tuple[slice, torch.Tensor]], flags: torch.Tensor) -> None:
-        """Per matrix 1 if there is a gradient, 0 if it is zero; NaN if it is too large for the wire."""
+        """Set the flag of each matrix: 1 if its gradient is not zero, 0 if it is zero, NaN if it is too large for the
+        wire dtype."""
         extremes = [torch.aminmax(delta.flatten(1), dim=1) for _, delta in blocks]
         low, high = (torch.cat(each) if len(each) > 1 else each[0] for each in zip(*extremes, strict=True))
         has_gradient = (low != 0) | (high != 0)
@@ -114,7 +116,7 @@ class DeviceExchange(HostExchange):
 
 
 def _gather(pieces: list[torch.Tensor], stack: MatrixStack) -> None:
-    """Copy the gradients into the deltas; what they do not fill becomes zero."""
+    """Copy the gradients into the deltas and zero the padding."""
     assert stack.delta is not None
     flat = stack.delta.view(-1)
     if stack.padded:
@@ -123,12 +125,12 @@ def _gather(pieces: list[torch.Tensor], stack: MatrixStack) -> None:
         flat[: stack.filled].copy_(pieces[0])
     elif pieces[0].dtype == flat.dtype:
         torch.cat(pieces, out=flat)
-    else:  # one kernel to put together, one to convert: at once it would be a kernel for each piece
+    else:  # one kernel to concatenate and one to convert; converting each piece would take one kernel per piece
         flat.copy_(torch.cat(pieces))
 
 
 def _scatter(stack: MatrixStack, pieces: list[torch.Tensor]) -> None:
-    """The way back."""
+    """Copy the deltas back into the gradients: the inverse of `_gather`."""
     assert stack.delta is not None
     flat = stack.delta.view(-1)
     if len(pieces) == 1:

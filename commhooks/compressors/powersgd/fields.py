@@ -1,4 +1,5 @@
-"""What PowerSGD remembers besides residuals: the factors, and how they are saved and refitted to another rank."""
+"""PowerSGD's learned state besides residuals: the factors, how they are saved, and how they are fitted to another
+rank."""
 
 import torch
 
@@ -23,14 +24,14 @@ class FactorQ(StateField):
 
     def from_saved(self, saved: torch.Tensor, parameter: torch.Tensor, row_dim: int) -> torch.Tensor | None:
         order = memory_order(parameter)
-        if row_dim != order[0]:  # the matrix has other rows now
+        if row_dim != order[0]:  # the memory format has changed: other elements form a row now
             return None
         rest = order[1:]
         ordered = sorted(rest)
         return saved.detach().permute(0, *(1 + ordered.index(dim) for dim in rest)).reshape(saved.shape[0], -1)
 
     def refit(self, value: torch.Tensor, plan: UnitPlan, fresh: torch.Tensor | None) -> torch.Tensor | None:
-        """Rows beyond the saved ones are those of `fresh`."""
+        """Truncate to the new rank; additional rows are taken from `fresh`."""
         assert isinstance(plan, MatrixPlan)
         rows, rank = value.shape[0], plan.rank
         if rows >= rank or fresh is None:
@@ -47,7 +48,7 @@ class FactorQ(StateField):
 
 
 class FactorP(StateField):
-    """P of a parameter, transposed: `r x n`; there only while it is newer than Q (`alternate`)."""
+    """P of a parameter, transposed: `r x n`. With `alternate`, present only while it is newer than Q."""
 
     def shape(self, plan: UnitPlan) -> tuple[int, ...]:
         assert isinstance(plan, MatrixPlan)
@@ -60,7 +61,7 @@ class FactorP(StateField):
         return saved.detach() if row_dim == memory_order(parameter)[0] else None
 
     def refit(self, value: torch.Tensor, plan: UnitPlan, fresh: torch.Tensor | None) -> torch.Tensor | None:
-        """Missing rows are zero, which the codec replaces."""
+        """Truncate to the new rank; additional rows are zero, and the codec replaces zero rows."""
         assert isinstance(plan, MatrixPlan)
         p = torch.zeros(plan.rank, value.shape[1], dtype=value.dtype)
         rows = min(plan.rank, value.shape[0])
@@ -75,7 +76,7 @@ class FactorP(StateField):
 
 
 class BucketQ(StateField):
-    """Q of a bucket as one matrix, `r x m`, saved as it is."""
+    """Q of a bucket that is compressed as one matrix, `r x m`, saved without conversion."""
 
     def shape(self, plan: UnitPlan) -> tuple[int, ...]:
         assert isinstance(plan, MatrixPlan)
@@ -88,7 +89,7 @@ class BucketQ(StateField):
         return FactorQ.refit(self, value, plan, fresh)  # type: ignore[arg-type]
 
     def problem(self, value: torch.Tensor, plan: UnitPlan) -> str | None:
-        # Before there is a bucket, nobody knows how large its matrix is: one of another size is replaced, not refused.
+        # The size of the matrix is unknown before DDP has built its buckets: a Q of another size is replaced later.
         return None
 
 

@@ -1,8 +1,8 @@
 """The codec's passes over a matrix as a small native kernel (`fused_codec.c`), for float32 on the CPU.
 
-Optional (`PowerSGD(fused=True)`): the plain form in `codec` is the reference, and the results are the same to rounding.
-Each pass does in one reading of the matrix what takes the plain form several. The kernel is compiled by the C compiler
-of the machine when it is first asked for, which takes about a second, and kept in the user's cache folder.
+Optional (`PowerSGD(fused=True)`). `codec` is the reference; the results are equal up to rounding. Each pass reads the
+matrix once, where `codec` reads it several times. The machine's C compiler compiles the kernel at its first use, which
+takes about a second; the library is kept in the user's cache folder.
 """
 
 import contextlib
@@ -26,7 +26,7 @@ FLAGS = ("-O3", "-march=native", "-ffp-contract=fast", "-fno-math-errno", "-std=
 
 
 class FusedCodec:
-    """The functions of `codec` that read or write whole matrices; see there for shapes."""
+    """The functions of `codec` that read or write whole matrices; see `codec` for shapes."""
 
     reconstruct = staticmethod(codec.reconstruct)
     remainder = staticmethod(codec.remainder)
@@ -80,7 +80,8 @@ class FusedCodec:
         return (refill is None and self._few_rows(rows, True)) or codec.orthonormal_rows(rows, refill)
 
     def _few_rows(self, rows: torch.Tensor, orthogonal: bool) -> tuple[torch.Tensor, None] | None:
-        """None if directions are missing, which is a case for the plain form, or where that is as fast."""
+        """The rows scaled to norm 1, orthonormalised if `orthogonal`. None if rows are dependent or if there are more
+        than `_FEW_ROWS`: the caller then uses `codec`."""
         if len(rows) > _FEW_ROWS:
             return None
         rows = rows.contiguous()
@@ -95,10 +96,11 @@ _FEW_ROWS = 4
 
 @functools.cache
 def load() -> FusedCodec:
-    """The kernel, compiled if this machine has not done so before.
+    """Load the kernel; compile it first if the cache does not hold it.
 
     Raises:
-        HookConfigError: there is no C compiler, it fails, or what it made cannot be loaded; the text says what to do.
+        HookConfigError: there is no C compiler, it fails, or the library cannot be loaded; the message gives the
+            remedy.
     """
     compiler = os.environ.get("CC") or next(filter(shutil.which, ("cc", "gcc", "clang")), None)
     if compiler is None:
@@ -108,10 +110,10 @@ def load() -> FusedCodec:
         )
     try:
         text = SOURCE.read_bytes()
-        # A home folder may be shared by machines with different processors.
+        # The key includes the processor: machines with different processors may share a home folder.
         key = hashlib.sha256(text + repr((compiler, FLAGS, platform.machine(), _processor())).encode()).hexdigest()[:16]
         return _load_or_compile(compiler, _cache_folder() / f"fused_codec_{key}.so")
-    except OSError as error:  # the disk is full, or nothing can be loaded from the temporary folder either
+    except OSError as error:  # the disk is full, or libraries cannot be loaded from the temporary folder either
         raise HookConfigError(
             "fused=True: the compiled kernel cannot be kept or loaded; name a folder in the environment variable "
             "XDG_CACHE_HOME that takes files and from which programs may run, another compiler in CC, or leave "
@@ -121,12 +123,12 @@ def load() -> FusedCodec:
 
 def _load_or_compile(compiler: str, library: Path) -> FusedCodec:
     if library.exists():
-        with contextlib.suppress(OSError):  # damaged: made anew
+        with contextlib.suppress(OSError):  # a damaged library is compiled again
             return FusedCodec(ctypes.CDLL(str(library)))
     _compile(compiler, library)
     with contextlib.suppress(OSError):
         return FusedCodec(ctypes.CDLL(str(library)))
-    # Home folders are sometimes mounted so that nothing in them can be executed.
+    # The home folder may be mounted noexec: load a copy from the temporary folder.
     with tempfile.TemporaryDirectory(prefix="commhooks-", ignore_cleanup_errors=True) as temporary:
         return FusedCodec(ctypes.CDLL(shutil.copy(library, temporary)))
 
@@ -146,11 +148,11 @@ def _compile(compiler: str, library: Path) -> None:
                 f"fused=True: {' '.join(command)} failed; repair the compiler, name another one in the environment "
                 f"variable CC, or leave fused=False. It said: {said.strip() or 'nothing'}"
             )
-        os.replace(made, library)  # several ranks may do this at once: each finds a whole file
+        os.replace(made, library)  # atomic: several ranks may do this at once
 
 
 def check_supported(device: torch.device, dtype: torch.dtype) -> None:
-    """Raise HookConfigError unless the kernel can serve matrices of this (compute) dtype on this device."""
+    """Raise HookConfigError unless the kernel supports this compute dtype (float32) and this device (CPU)."""
     if device.type != "cpu" or dtype != torch.float32:
         raise HookConfigError(
             f"fused=True works on the CPU with float32 arithmetic (parameters in float32, bfloat16 or float16), and "
@@ -175,10 +177,11 @@ def _cache_folder() -> Path:
     folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "commhooks"
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        # Code is loaded from there: it must be nobody else's. Windows knows no user ids, and homes are private there.
+        # Security: code is loaded from this folder, so the user must own it. Windows has no user ids; home folders are
+        # private there.
         own = not hasattr(os, "getuid") or folder.stat().st_uid == os.getuid()
         if own and os.access(folder, os.W_OK):
             return folder
-    except (OSError, RuntimeError):  # no home
+    except (OSError, RuntimeError):  # RuntimeError: there is no home folder
         pass
     return Path(tempfile.mkdtemp(prefix="commhooks-"))

@@ -1,7 +1,7 @@
 """One bucket, compressed: delta = gradient + residual -> P -> all-reduce -> Q -> all-reduce -> gradient, residual.
 
-`HostExchange` takes one bucket of one backward pass through the buffers of a `Workspace`, matrix by matrix, on the CPU;
-`DeviceExchange` does the same on an accelerator. Nothing learned is written before the verdict.
+`HostExchange` processes one bucket of one backward pass in the buffers of a `Workspace`, matrix by matrix, on the CPU;
+`DeviceExchange` does the same on an accelerator. Learned state is written only after the verdict.
 """
 
 from typing import Any
@@ -21,10 +21,10 @@ class HostExchange:
     """One bucket of one backward pass.
 
     Args:
-        flat: the bucket's buffer, changed in place.
-        work: of the bucket's layout.
+        flat: the bucket's buffer, 1-D, changed in place.
+        work: the workspace of the bucket's layout.
         state: "q" per matrix, `r x m`; "residual" per parameter, flat in memory order; with `alternate` "p", `r x n`.
-        step: of this backward pass.
+        step: the step of this backward pass.
         error_feedback: keep residuals.
     """
 
@@ -39,17 +39,17 @@ class HostExchange:
         self._error_feedback = error_feedback
         self._world_size = step.world_size
         self._step = step.number
-        # Without stacks the host computes with it, so that it is asked for.
+        # Without stacks the host needs the number, so read it from the device.
         self._residual_factor: Any = step.residual_factor if work.stacks else float(step.residual_factor)
         self._on_host = precision.is_host_readable(flat.device)
         self._with_p, self._with_q = self._new_messages()
         self._delta = [
             flat[x.start : x.stop].view(x.n, x.m) if own is None else own
-            for own, x in zip(work.delta, work.matrices, strict=False)  # a stack has its own
+            for own, x in zip(work.delta, work.matrices, strict=False)  # `work.delta` is empty with stacks
         ]
 
     def run(self) -> Exchange:
-        """The exchange, for the engine."""
+        """The exchange that the engine runs."""
         self.form_p()
         yield Send(self._with_p.buffer, "P")
         self.form_q()
@@ -60,12 +60,13 @@ class HostExchange:
         return None
 
     def _new_messages(self) -> tuple[Message, Message]:
-        """What travels in the first all-reduce and in the second."""
+        """The messages of the first and of the second all-reduce."""
         s = self._work
         return s.message([x.n for x in s.matrices]), s.message([x.m for x in s.matrices], alone=True)
 
     def form_p(self) -> None:
-        """Form delta in place and P = delta Q; write P, what is not compressed and the flags into the first message."""
+        """Form delta in place and P = delta Q; write P, all uncompressed gradients and the flags into the first
+        message."""
         s = self._work
         for i, matrix in enumerate(s.matrices):
             gradient = self.buffer[matrix.start : matrix.stop]
@@ -77,7 +78,7 @@ class HostExchange:
         self._put_plain(self._with_p)
 
     def form_q(self) -> None:
-        """Orthonormalise the P that arrived, form Q = delta^T P and write it into the second message."""
+        """Orthonormalise the received P, form Q = delta^T P and write it into the second message."""
         s = self._work
         for i, matrix in enumerate(s.matrices):
             self._set_factor(s.p[i], matrix, self._orthonormal(self._with_p.factors[i].to(s.dtype), matrix, "P"))
@@ -87,7 +88,7 @@ class HostExchange:
     def commit(self, good: torch.Tensor | bool) -> None:
         """Write the gradient P Q^T into the bucket and, if `good`, the residual delta - P Q_local^T and Q.
 
-        A bucket that is not finite itself leaves NaN in its gradients on every rank.
+        If this bucket is not finite, its gradients become NaN on every rank.
         """
         s = self._work
         self._store_plain(self._with_p)
@@ -117,13 +118,14 @@ class HostExchange:
             self._store_gradient(i, matrix, delta, q)
 
     def _skip(self, matrix: Matrix) -> None:
-        """No rank had a gradient: keep the residual for later instead of losing it to a step that is not taken."""
+        """No rank had a gradient: keep the residual. DDP may drop the result for a parameter that no rank used, and a
+        residual sent in it would be lost."""
         for slot in matrix.slots:
             if slot.name in self._residuals and self._residual_factor != 1:
                 self._residuals[slot.name].mul_(self._residual_factor)
         self.buffer[matrix.start : matrix.stop].zero_()
 
-    # ---- what is not compressed ------------------------------------------------------------------------------------
+    # ---- uncompressed gradients ------------------------------------------------------------------------------------
 
     def _put_plain(self, message: Message) -> None:
         for (begin, end), out in zip(self._work.plain_spans, message.plain, strict=True):
@@ -136,7 +138,7 @@ class HostExchange:
     # ---- delta, residual, gradient ---------------------------------------------------------------------------------
 
     def _load_delta(self, i: int, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """The matrix delta, and its residual if that has not been added yet."""
+        """The matrix delta (n x m), and its residual (n x m) if that has not been added to it yet."""
         own, matrix = self._work.delta[i], self._work.matrices[i]
         if self._work.in_place[i]:
             known = self._residuals.get(matrix.slots[0].name) if self._error_feedback else None
@@ -164,7 +166,7 @@ class HostExchange:
         s = self._work
         codec.remainder(delta, s.p[i], s.q[i], matrix.rank, out=delta)
         flat = delta.view(-1)
-        for slot in matrix.slots:  # what lies behind them is padding, whose residual is dropped
+        for slot in matrix.slots:  # the padding after the last slot keeps no residual
             begin = slot.offset - matrix.start
             self._residual(slot).copy_(flat[begin : begin + slot.numel])
 
@@ -175,7 +177,7 @@ class HostExchange:
         if self._work.delta[i] is not None:
             self.buffer[matrix.start : matrix.stop].copy_(delta.view(-1)[: matrix.stop - matrix.start])
 
-    # ---- Q, directions, flags --------------------------------------------------------------------------------------
+    # ---- Q, orthonormal bases, flags -------------------------------------------------------------------------------
 
     def _q_memory(self, matrix: Matrix) -> torch.Tensor:
         q = self._learned_q.get(matrix.name)
@@ -184,12 +186,12 @@ class HostExchange:
         return q
 
     def _draw_q(self, matrix: Matrix) -> torch.Tensor:
-        """r x m, on the CPU."""
+        """A random Q, r x m, on the CPU."""
         return self._work.draws.q(matrix, self._step, self._work.dtype)
 
     def _starting_q(self, matrix: Matrix) -> torch.Tensor:
-        """r x m, rows of norm 1: only the space that they span matters, and otherwise P would grow with the square of
-        the gradient. A row of zeros is a missing direction."""
+        """The Q to start from, r x m, rows scaled to norm 1: only the space that they span matters, and without scaling
+        P would grow with the square of the gradient. Zero rows are replaced by random ones."""
         q = self._learned_q.get(matrix.name) if self._work.draws.warm_start else None
         rows, missing = self._work.kernels.unit_rows(self._draw_q(matrix) if q is None else q)
         if missing is None or not missing.any():
@@ -199,7 +201,7 @@ class HostExchange:
 
     def _set_factor(self, factor: torch.Tensor, matrix: Matrix, rows: torch.Tensor) -> None:
         factor[: matrix.rank] = rows
-        if matrix.rank < len(factor):  # the padding of rank 1: an inf in delta would have left NaN in it
+        if matrix.rank < len(factor):  # the padding row of rank 1: an inf in delta turns it into NaN
             factor[matrix.rank :].zero_()
 
     def _orthonormal(self, rows: torch.Tensor, matrix: Matrix, side: str) -> torch.Tensor:
@@ -210,9 +212,9 @@ class HostExchange:
         return codec.orthonormal_rows(rows, self._work.refill(matrix, side))[0]
 
     def _flag(self, gradient: torch.Tensor, flag: torch.Tensor) -> None:
-        """1 if there is a gradient, 0 if it is zero; NaN if it is too large for the wire."""
+        """Set `flag`: 1 if the gradient is not zero, 0 if it is zero, NaN if it is too large for the wire dtype."""
         if self._on_host:
-            # A look at the first few numbers nearly always settles it.
+            # The first 64 elements nearly always contain a nonzero one.
             flag.fill_(float(bool(gradient[:64].any()) or bool(gradient.any())))
         else:
             flag.copy_(gradient.any())

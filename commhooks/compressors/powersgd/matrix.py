@@ -1,4 +1,4 @@
-"""What PowerSGD compresses: gradients of a bucket, seen as matrices."""
+"""The gradients of a bucket as matrices, which PowerSGD compresses."""
 
 import itertools
 from collections.abc import Sequence
@@ -11,8 +11,8 @@ from commhooks.gradients.layout import Slot
 class Matrix:
     """One matrix to compress: `n x m` at `rank`, made of the gradients in `slots`.
 
-    In per-parameter PowerSGD that is one slot of n * m elements; in the batched form all slots of a bucket, padded with
-    zeros to a square.
+    Per-parameter PowerSGD: one slot of n * m elements. Batched PowerSGD: all slots of a bucket, padded with zeros to a
+    square.
     """
 
     name: str
@@ -36,7 +36,7 @@ class Matrix:
 
 
 def by_shape(matrices: Sequence[Matrix]) -> list[list[Matrix]]:
-    """Groups of one shape and rank; their order is that of their first matrices."""
+    """Group matrices by shape and rank; groups are in the order of their first matrices."""
 
     def shape(matrix: Matrix) -> tuple[int, int, int]:
         return matrix.n, matrix.m, matrix.rank

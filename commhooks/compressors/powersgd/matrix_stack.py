@@ -1,7 +1,7 @@
-"""Matrices of one shape in one 3-D tensor: on an accelerator one kernel then serves all of them.
+"""Matrices of one shape in one 3-D tensor, so that one kernel on an accelerator processes all of them.
 
-On the CPU every matrix has memory of its own instead, aligned, because the bits of a product can depend on where it
-lies; there is nothing to gain there.
+Not used on the CPU: it brings no speed there, and the bits of a product can depend on alignment, so every matrix is
+allocated separately.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -14,10 +14,11 @@ Fill = Callable[[int], torch.Tensor]
 
 
 class NamedViews:
-    """A tensor of which the entries of a dict are slices, so that what is kept by name can be worked on as a whole.
+    """One tensor whose slices are the entries of a dict, so that entries kept by name can be processed together.
 
     Args:
-        names: one per entry, with where it lies in the flattened tensor and its shape.
+        names: per entry its name, its offset in the flattened tensor and its shape.
+        shape: shape of the whole tensor.
     """
 
     def __init__(
@@ -32,14 +33,14 @@ class NamedViews:
         self._views = {name: flat[begin : begin + torch.Size(own).numel()].view(own) for name, begin, own in names}
 
     def gather(self, entries: Mapping[str, torch.Tensor], fill: Fill | None = None) -> torch.Tensor:
-        """The whole, equal to `entries` now; what is not there is `fill(its number)`, or zeros. The dict stays as it
-        is."""
+        """Copy `entries` into the whole tensor and return it. A missing entry i becomes `fill(i)`, or zeros. Does not
+        change the dict."""
         for i, (name, view) in enumerate(self._views.items()):
             known = entries.get(name)
             if known is view:
                 continue
             if known is not None:
-                if known.is_cuda:  # made on another stream, and perhaps dropped before this one has copied it
+                if known.is_cuda:  # allocated on another stream, and may be freed before this stream has copied it
                     known.record_stream(torch.cuda.current_stream(known.device))
                 view.copy_(known)
             elif fill is not None:
@@ -49,18 +50,18 @@ class NamedViews:
         return self._whole
 
     def bind(self, entries: dict[str, torch.Tensor], fill: Fill | None = None) -> torch.Tensor:
-        """The whole, after `gather`, and from now on each entry is a slice of it."""
+        """As `gather`, and replace each entry of the dict by its slice of the whole tensor."""
         whole = self.gather(entries, fill)
         entries.update(self._views)
         return whole
 
 
 class MatrixStack:
-    """`k` matrices `n x m` of one rank: their factors, and their deltas where these do not live in the bucket.
+    """`k` matrices `n x m` of one rank: their factors, and their deltas unless these are views of the bucket.
 
     Args:
-        matrices: of equal shape and rank, in their order in the packed buffer.
-        own_delta: give the deltas memory of their own, `k x n x m`.
+        matrices: of equal shape and rank, in the order in which they are sent.
+        own_delta: allocate a tensor `k x n x m` for the deltas.
     """
 
     def __init__(
@@ -70,9 +71,9 @@ class MatrixStack:
         first = self.matrices[0]
         k, self.n, self.m, self.rank = len(self.matrices), first.n, first.m, first.rank
         self.p = torch.zeros(k, self.rank, self.n, dtype=dtype, device=device)
-        """Transposed P."""
+        """Transposed P, `k x r x n`."""
         self.q = torch.zeros(k, self.rank, self.m, dtype=dtype, device=device)
-        """Transposed Q."""
+        """Transposed Q, `k x r x m`."""
         self.delta = torch.zeros(k, self.n, self.m, dtype=dtype, device=device) if own_delta else None
         self._dtype = dtype
         self._device = device
@@ -84,7 +85,7 @@ class MatrixStack:
 
     @property
     def filled(self) -> int:
-        """How many numbers of each matrix are of the bucket; what is left is padding."""
+        """Number of elements of each matrix that come from the bucket; the rest is padding."""
         return self.matrices[0].stop - self.matrices[0].start
 
     @property
@@ -93,18 +94,19 @@ class MatrixStack:
         return not self.matrices[0].fills_bucket_span
 
     def gradients(self, buffer: torch.Tensor) -> list[torch.Tensor]:
-        """Where the matrices lie in the bucket, each 1-D."""
+        """The gradients of the matrices: 1-D views of the bucket."""
         return [buffer[x.start : x.stop] for x in self.matrices]
 
     def blocks(self, buffer: torch.Tensor) -> list[tuple[slice, torch.Tensor]]:
-        """The deltas as 3-D tensors, each with its place in the stack: all in one, or one by one in the bucket."""
+        """The deltas as 3-D tensors, each with its slice of the stack: one tensor for all matrices, or one view of the
+        bucket per matrix."""
         if self.delta is not None:
             return [(slice(0, len(self)), self.delta)]
         return [(slice(i, i + 1), g.view(1, self.n, self.m)) for i, g in enumerate(self.gradients(buffer))]
 
     @property
     def residuals(self) -> NamedViews:
-        """`k x n x m`; the entries are the parameters' own, flat. Made when it is first needed."""
+        """The residuals, `k x n x m`; one flat entry per parameter. Allocated at first use."""
         if self._residuals is None:
             names = [
                 (slot.name, i * self.n * self.m + slot.offset - matrix.start, (slot.numel,))
@@ -116,7 +118,7 @@ class MatrixStack:
 
     @property
     def learned_q(self) -> NamedViews:
-        """`k x r x m`: the Q of each matrix, kept by the matrix's name. Made when it is first needed."""
+        """The Q of each matrix, `k x r x m`; one entry per matrix name. Allocated at first use."""
         if self._learned_q is None:
             shape = (self.rank, self.m)
             names = [(x.name, i * self.rank * self.m, shape) for i, x in enumerate(self.matrices)]

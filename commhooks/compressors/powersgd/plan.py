@@ -1,4 +1,4 @@
-"""Which gradients PowerSGD compresses, at which rank, and why not the others."""
+"""Which gradients PowerSGD compresses, at which rank, and the reasons for the others."""
 
 import dataclasses
 import math
@@ -15,19 +15,19 @@ from commhooks.gradients.precision import compute_dtype
 
 @dataclass(frozen=True)
 class MatrixPlan(UnitPlan):
-    """A gradient seen as an `n x m` matrix, compressed at `rank`, or left alone for a reason."""
+    """A gradient as an `n x m` matrix compressed at `rank`, or uncompressed with a reason."""
 
     n: int = 0
     m: int = 0
     rank: int = 0
     alternate: bool = False
-    """Only one of the two factors travels in a step, P and Q in turn."""
+    """Each step sends one of the two factors, P and Q in turn."""
 
     columns: ClassVar[tuple[str, ...]] = ("n x m", "rank")
 
     @property
     def numel_sent(self) -> int:
-        """Both factors; the mean of two steps that alternate."""
+        """Elements of both factors; with `alternate` the mean of two steps."""
         if not self.compressed:
             return self.numel
         sent = (self.n + self.m) * self.rank
@@ -48,8 +48,8 @@ class MatrixPlan(UnitPlan):
 def plan_parameter(info: ParameterInfo, options: PowerSGD) -> MatrixPlan:
     """Decide for one dense, real parameter.
 
-    A matrix is compressed where `(n + m) * rank * min_compression_rate < n * m` (torch's `_should_compress`) and where
-    that saves anything at all.
+    A matrix is compressed if `(n + m) * rank * min_compression_rate < n * m` (torch's `_should_compress`) and
+    `(n + m) * rank < n * m`.
     """
     parameter = info.parameter
     if parameter.dim() < 2:
@@ -66,10 +66,10 @@ def plan_parameter(info: ParameterInfo, options: PowerSGD) -> MatrixPlan:
 
 
 def plan_bucket(parameters: Sequence[ParameterInfo], rank: int) -> MatrixPlan:
-    """Decide for a bucket as a whole, which batched PowerSGD sees as one square matrix padded with zeros."""
+    """Decide for a whole bucket, which batched PowerSGD treats as one square matrix padded with zeros."""
     numel = sum(info.numel for info in parameters)
     dtype = parameters[0].parameter.dtype
-    dtype = dtype.to_real() if dtype.is_complex else dtype  # as such a bucket arrives
+    dtype = dtype.to_real() if dtype.is_complex else dtype  # DDP passes a complex bucket as real numbers
     side = square_side(numel)
     rank = min(side, rank)
     first, last = parameters[0].name, parameters[-1].name
@@ -79,7 +79,7 @@ def plan_bucket(parameters: Sequence[ParameterInfo], rank: int) -> MatrixPlan:
     if sparse or complex_numbers or 2 * side * rank >= numel:
         reason = "sparse gradient" if sparse else "complex numbers" if complex_numbers else "too small"
         return MatrixPlan(label, (numel,), numel, dtype, reason=reason, lowered=not sparse)
-    # The matrix is made of this very sequence of parameters: another bucket layout makes another matrix.
+    # The key identifies the sequence of parameters: another bucket layout has another matrix.
     key = f"batched.{agreement_key([info.name for info in parameters]):016x}"
     return MatrixPlan(
         label, (numel,), numel, dtype, compressed=True, flags=1, state_name=key, n=side, m=side, rank=rank
@@ -94,7 +94,7 @@ def square_side(numel: int) -> int:
 def memory_plan(
     plans: Sequence[MatrixPlan], buckets: Sequence[Sequence[MatrixPlan]], wire: Any, *, error_feedback: bool
 ) -> MemoryPlan:
-    """Bytes on each rank. `packed` is an upper bound where the buckets are not known."""
+    """Bytes on each rank. `packed` is an upper bound if the buckets are unknown."""
     residual = factors = copies = 0
     for p in plans:
         if not p.compressed:
@@ -110,7 +110,7 @@ def memory_plan(
 
 
 def _packed_bytes(rows: Sequence[MatrixPlan], wire: Any) -> int:
-    """Of the buffers in which a bucket travels."""
+    """Bytes of the message buffers of one bucket."""
     matrices = [p for p in rows if p.compressed]
     if not matrices:
         return 0
@@ -120,7 +120,7 @@ def _packed_bytes(rows: Sequence[MatrixPlan], wire: Any) -> int:
     size_q = sum(p.rank * p.m * p.wire_itemsize(wire) for p in matrices)
     if not matrices[0].alternate:
         return size_p + size_q + beside
-    # Each factor travels with all the rest, and in one buffer where both are alike.
+    # Each factor is sent together with everything else; both use one buffer if all matrices are square.
     return size_p + beside + (size_q + beside if any(p.n != p.m for p in matrices) else 0)
 
 

@@ -1,4 +1,4 @@
-"""What PowerSGD needs for the matrices of one bucket layout, allocated once. It belongs to one session and is never
+"""PowerSGD's buffers for the matrices of one bucket layout, allocated once. They belong to one session and are never
 saved."""
 
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ from commhooks.gradients.layout import BucketLayout
 
 
 class Kernels(Protocol):
-    """The passes over whole matrices: `codec`, or the native kernel in `fused_codec`. See `codec` for shapes."""
+    """The operations on whole matrices: `codec`, or the native kernel in `fused_codec`. See `codec` for shapes."""
 
     def unit_rows(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]: ...
     def orthonormal_rows(
@@ -38,7 +38,7 @@ class Kernels(Protocol):
 
 @dataclass(frozen=True)
 class Draws:
-    """Random numbers of PowerSGD: the same on every rank, for every bucket layout and after a restart."""
+    """PowerSGD's random numbers: equal on every rank, for every bucket layout and after a restart."""
 
     seed: int
     warm_start: bool
@@ -58,10 +58,10 @@ class Workspace:
     """Buffers of one bucket layout, on its device.
 
     Args:
-        draws: for starting factors and missing directions.
-        fused: see `fused_codec`.
-        stacked: matrices of one shape lie in one stack, for `DeviceExchange`; `p`, `q`, `delta` are empty then.
-        stack_deltas: the deltas too, which takes a copy of the gradients.
+        draws: random numbers for the first Q and for rows that replace dependent ones.
+        fused: use `fused_codec`.
+        stacked: put matrices of one shape into one stack, for `DeviceExchange`; `p`, `q`, `delta` are then empty.
+        stack_deltas: stack the deltas too, which needs a copy of the gradients.
     """
 
     def __init__(
@@ -90,7 +90,7 @@ class Workspace:
             for group in groups
         ]
         self.matrices = [x for group in groups for x in group] if stacked else matrices
-        """In the order in which they travel."""
+        """In the order in which they are sent."""
         apart = [] if stacked else matrices
         self.p = [codec.new_factor(x.rank, x.n, dtype, device) for x in apart]
         self.q = [codec.new_factor(x.rank, x.m, dtype, device) for x in apart]
@@ -104,13 +104,13 @@ class Workspace:
         self._refills: dict[tuple[str, str], torch.Tensor] = {}
 
     def _lives_in_bucket(self, matrix: Matrix) -> bool:
-        """A float32 or float64 bucket serves as delta itself; what is narrower, or padded, needs memory of its own."""
+        """Whether delta is a view of the bucket: true for float32 and float64 without padding."""
         return self.layout.dtype == self.dtype and matrix.fills_bucket_span
 
     def message(self, lengths: Sequence[int], *, alone: bool = False) -> "Message":
-        """The buffer that travels with one factor of `rank x length` per matrix; the same one at every call.
+        """The message with one factor of `rank x length` per matrix; every call returns the same one.
 
-        `alone`: without what is not compressed and without the flags.
+        `alone`: the factors only, without uncompressed gradients and flags.
         """
         key = (*lengths, -1) if alone else tuple(lengths)
         if key not in self._messages:
@@ -118,8 +118,8 @@ class Workspace:
         return self._messages[key]
 
     def refill(self, matrix: Matrix, side: str) -> torch.Tensor:
-        """Random rows (r x n or r x m) that replace dependent ones; cached on accelerators, where testing for need
-        would synchronise, and drawn anew on the CPU, where they are hardly ever needed."""
+        """Random rows (r x n or r x m) that replace dependent ones. Cached on accelerators, where testing for need
+        would synchronise; drawn at each call on the CPU, where they are rarely needed."""
         if precision.is_host_readable(self.layout.device):
             return self.draws.refill(matrix, side, self.dtype)
         key = (matrix.name, side)
@@ -138,19 +138,20 @@ class Workspace:
 
 @dataclass(frozen=True)
 class Message:
-    """One all-reduce: factors, everything uncompressed, and one flag per matrix, in one buffer of the wire's dtype."""
+    """The message of one all-reduce: factors, all uncompressed gradients, and one flag per matrix, in one 1-D buffer of
+    the wire dtype."""
 
     buffer: torch.Tensor
     factors: list[torch.Tensor]
     """Per matrix, `rank x length`."""
     plain: list[torch.Tensor]
-    """Per span of the bucket that is not compressed."""
+    """Per uncompressed span of the bucket, 1-D."""
     flags: torch.Tensor
-    """Per matrix 1 if its gradient is not zero, summed over the ranks."""
+    """Per matrix: 1 if its gradient is not zero, 0 otherwise; after the all-reduce the sum over the ranks."""
     stacked_factors: list[torch.Tensor]
-    """Per stack, `k x rank x length`: the same memory as `factors`."""
+    """Per stack, `k x rank x length`: views of the memory of `factors`."""
     stacked_flags: tuple[torch.Tensor, ...]
-    """Per stack, `k`: the same memory as `flags`."""
+    """Per stack, `k`: views of the memory of `flags`."""
 
     @classmethod
     def new(cls, work: Workspace, lengths: Sequence[int], alone: bool) -> "Message":

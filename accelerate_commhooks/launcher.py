@@ -100,7 +100,9 @@ def check_settings(given: HandedOver) -> None:
     settings = {name: value for name, value in given.settings.items() if name != "hook_state"}
     with saying_where(given.source):
         if ":" in settings["hook"]:
+            # Nothing is imported here, so that the options of a compressor given by its path are checked by the script.
             settings["hook"] = _stand_in_for(settings["hook"])
+            settings.pop("hook_options", None)
         try:
             CommHookKwargs(**settings)
         except HookConfigError as error:

@@ -65,7 +65,7 @@ def check_learned(payload: dict[str, Any]) -> None:
         raise damaged(f"'residual_ranks' is not a list of ranks below {world_size}")
     if len(set(ranks)) != len(ranks):
         raise damaged("'residual_ranks' holds a rank twice")
-    for key in ("parameters", "batched_q"):
+    for key in ("parameters", "batched_q", *bucket_keys(payload)):
         if type(payload.get(key)) is not dict:
             raise damaged(f"{key!r} is not a dict")
     for name, entry in payload["parameters"].items():
@@ -76,6 +76,11 @@ def check_learned(payload: dict[str, Any]) -> None:
         check_tensor(q, f"batched_q[{shown(name)}]")
         if q.dim() != 2 or q.shape[0] < 1 or _largest(q) > torch.finfo(torch.float32).max:
             raise damaged(f"batched_q[{shown(name)}] is not a matrix of float32 numbers")
+    for key in bucket_keys(payload):
+        for name, tensor in payload[key].items():
+            if type(name) is not str:
+                raise damaged(f"{key} has a key {shown(name)}")
+            check_tensor(tensor, f"{key}[{shown(name)}]")
 
 
 def check_range(name: str, entry: dict[str, Any], dtype: torch.dtype, loss_scale: float) -> None:
@@ -101,6 +106,11 @@ def check_range(name: str, entry: dict[str, Any], dtype: torch.dtype, loss_scale
 def factor_keys(entry: dict[str, Any]) -> list[str]:
     """The keys of an entry under which tensors are that every rank has: "q", "p", and those of other compressors."""
     return [key for key, value in entry.items() if key not in ("shape", "row_dim", "residual") and value is not None]
+
+
+def bucket_keys(payload: dict[str, Any]) -> list[str]:
+    """The keys beside "batched_q" under which compressors of whole buckets keep tensors."""
+    return sorted(key for key in payload if type(key) is str and key.startswith("batched_") and key != "batched_q")
 
 
 def check_world_size(payload: dict[str, Any]) -> int:

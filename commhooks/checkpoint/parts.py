@@ -14,7 +14,14 @@ from typing import Any
 import torch
 
 from commhooks.checkpoint import payload
-from commhooks.checkpoint.checks import check_learned, check_range, check_tensor, check_world_size, factor_keys
+from commhooks.checkpoint.checks import (
+    bucket_keys,
+    check_learned,
+    check_range,
+    check_tensor,
+    check_world_size,
+    factor_keys,
+)
 from commhooks.errors import PayloadError, shown
 from commhooks.gradients.precision import compute_dtype
 
@@ -56,7 +63,9 @@ def save_id(saved: dict[str, Any]) -> str:
     factors += [(f"P of {name}", entry["p"]) for name, entry in entries if "p" in entry]
     others = [(name, entry, key) for name, entry in entries for key in factor_keys(entry) if key not in ("q", "p")]
     factors += [(f"{key} of {name}", entry[key]) for name, entry, key in others]
-    for name, q in factors + sorted(saved.get("batched_q", {}).items()):
+    factors += sorted(saved.get("batched_q", {}).items())
+    factors += [(f"{key} of {name}", each) for key in bucket_keys(saved) for name, each in sorted(saved[key].items())]
+    for name, q in factors:
         digest.update(repr((name, None if q is None else (q.dtype, tuple(q.shape)))).encode())
         if q is not None:
             flat = q.detach().cpu().contiguous()

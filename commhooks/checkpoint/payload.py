@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 import torch
 
-from commhooks.checkpoint.checks import VERSION, check_header, check_learned, check_range
+from commhooks.checkpoint.checks import VERSION, check_header, check_learned, check_range, damaged
 from commhooks.compressors.base import Compressor
 from commhooks.compressors.plan import UnitPlan
 from commhooks.compressors.state_field import StateField
@@ -176,6 +176,9 @@ def _fitted(
     value = field.from_saved(saved, parameter, row_dim)
     if value is None:
         return None
+    problem = field.problem(value, plan)
+    if problem is not None:
+        raise damaged(f"it has {problem}")
     return field.refit(value, plan, compressor.fresh(field, plan, torch.float64))
 
 

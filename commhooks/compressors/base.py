@@ -1,9 +1,9 @@
-"""The extension point: a compressor says what is done to a bucket; the engine does everything else.
+"""The extension point: a compressor defines how one bucket is reduced; the engine does everything else.
 
 A compressor is one class: its options, its plan of a model, the fields of its learned state, and its exchange. The
-exchange is a generator that reads like the algorithm: it yields each collective (`Send`) and goes on with the answer,
-and before it writes anything learned it asks for the `Verdict`. The engine runs the exchanges of all buckets, decides
-the order of collectives, waits, counts, times, follows a loss scale, commits and abandons.
+exchange is a generator that reads like the algorithm: it yields each collective (`Send`) and receives the result, and
+it yields a `Verdict` before it writes learned state. The engine runs the exchanges of all buckets, orders the
+collectives, waits for them, counts bytes, measures times, follows the loss scale, and commits or abandons the pass.
 """
 
 from abc import ABC, abstractmethod
@@ -26,12 +26,13 @@ __all__ = ["RESIDUAL", "Compressor", "Exchange", "Send", "State", "StateField", 
 
 @dataclass(frozen=True, eq=False)
 class Verdict:
-    """Answered by: is every bucket of this backward pass finite on every rank? A bool on the CPU; a 0-dim bool tensor
-    on an accelerator, where nobody waits for it. Learned state is written after it, and only where it is true."""
+    """Asks whether every bucket of this backward pass is finite on every rank. The answer is a bool on the CPU and a
+    0-dim bool tensor on an accelerator, without synchronisation. Learned state is written after the answer, and only
+    where it is true."""
 
     finite: torch.Tensor
-    """0-dim bool on the bucket's device: all that this exchange received is finite. It must be the same on all ranks,
-    so it is read from what was reduced."""
+    """0-dim bool tensor on the bucket's device: everything that this exchange received is finite. It must be equal on
+    all ranks, so compute it from reduced tensors."""
 
 
 Answer = torch.Tensor | bool | None
@@ -48,26 +49,27 @@ class State(Protocol):
 
 @dataclass(frozen=True)
 class StepInfo:
-    """What an exchange may know of the step."""
+    """The current step, as passed to an exchange."""
 
     number: int
     """Committed steps before this one. On an accelerator a lower bound, unless `needs_exact_step`."""
     world_size: int
     residual_factor: LossScale = 1.0
-    """The loss scale has changed by this factor since state that scales with the loss was written."""
+    """Current loss scale / loss scale at the time when fields with `scales_with_loss` were written. A float, or a
+    0-dim tensor on an accelerator."""
 
 
 @dataclass(frozen=True)
 class Trial:
-    """One way to use a hook that the doctor measures.
+    """One configuration of a hook that the doctor measures.
 
     Attributes:
-        label: in its table.
-        options: of the hook; compression begins at once.
-        changes: how much it changes the gradients, to choose the most exact one of those that are equally fast: 0 not
-            at all, up to 1 for another dtype, more beyond.
-        note: said when it is recommended.
-        slow_note: said where its codec takes longer than it waits.
+        label: row label in the doctor's table.
+        options: hook options; compression begins at step 0.
+        changes: how much the gradients change, to choose the most exact of equally fast trials: 0 not at all, up to 1
+            for another dtype, above 1 for lossy compression.
+        note: printed when this trial is recommended.
+        slow_note: printed when the codec takes longer than the communication.
     """
 
     label: str
@@ -81,14 +83,14 @@ class Compressor(ABC, Generic[ConfigT]):
     """How a bucket of gradients is averaged over the ranks. One object serves one model.
 
     Attributes:
-        Config: its options; `Config.hook_name` is the name of the hook.
-        title: what it is called in sentences.
-        state_fields: what it learns; overridden by a property where that depends on the options.
-        transactional: the engine waits for the answers and commits all buckets of a backward pass together, or none.
-            False for a compressor that learns nothing: its hook calls return at once, and DDP waits.
-        selective: decides for each parameter whether to compress it, so that plans give reasons.
-        per_bucket: compresses whole buckets: its plan is not known before DDP has shown its buckets.
-        stats_every: steps between two log lines with compression statistics; None: there are none.
+        Config: the class of its options; `Config.hook_name` is the name of the hook.
+        title: display name in messages.
+        state_fields: the fields of its learned state; a property where they depend on the options.
+        transactional: True: the engine waits for all collectives and commits all buckets of a backward pass together,
+            or none. False for a compressor without learned state: its hook calls return at once, and DDP waits.
+        selective: it decides per parameter whether to compress; plans then show the reasons.
+        per_bucket: it compresses whole buckets, so its plan is unknown until DDP has built its buckets.
+        stats_every: steps between two log lines with compression statistics; None: no such lines.
     """
 
     Config: ClassVar[type[Any]]
@@ -102,8 +104,8 @@ class Compressor(ABC, Generic[ConfigT]):
     def __init__(self, config: ConfigT, wire_dtype: torch.dtype | None = None) -> None:
         """
         Args:
-            config: with a start that is a number of steps (`config.resolved`).
-            wire_dtype: to which a wrapper narrows what travels; None: nothing is narrowed.
+            config: options whose start is a number of steps (see `config.resolved`).
+            wire_dtype: the dtype to which a wrapper casts what is sent; None: no wrapper.
         """
         self.config = config
         self.wire_dtype = wire_dtype
@@ -112,44 +114,45 @@ class Compressor(ABC, Generic[ConfigT]):
 
     @abstractmethod
     def exchange(self, flat: torch.Tensor, work: Any, state: State, step: StepInfo) -> Exchange:
-        """Average one bucket over the ranks. Runs on all ranks with equal plans.
+        """Average one bucket over the ranks. All ranks run it, with equal plans.
 
         Args:
-            flat: the bucket's buffer, 1-D; the result replaces it. It is this rank's own gradient until then, and may
-                serve as scratch.
-            work: what `workspace` made for the layout of this bucket.
-            state: written only after `Verdict`.
+            flat: the bucket's buffer, 1-D: this rank's gradient on entry, the result on exit. It may serve as scratch
+                memory in between.
+            work: the result of `workspace` for the layout of this bucket.
+            state: the learned state; write it only after `Verdict`.
             step: see `StepInfo`.
         """
 
     def plan_parameter(self, info: ParameterInfo) -> UnitPlan:
-        """Decide for one parameter with a dense, real gradient. From shapes alone: it may be on the meta device."""
+        """Decide for one parameter with a dense, real gradient. Only its shape, strides and dtype may be read: it may
+        be on the meta device."""
         return UnitPlan.left_alone(info, f"hook {self.name}")
 
     def workspace(self, layout: BucketLayout, plans: Sequence[UnitPlan]) -> Any:
-        """What the exchange of such a bucket needs, allocated once and never saved. Not called where no unit is
-        compressed: such a bucket is averaged as it is."""
+        """Buffers for the exchange of buckets with this layout, allocated once and never saved. Not called if no unit
+        of the bucket is compressed: the engine averages such a bucket itself."""
         return layout, plans
 
     @property
     def needs_exact_step(self) -> bool:
-        """`step.number` decides what is computed: an accelerator is asked for it, which makes the host wait."""
+        """True if the exchange depends on the exact `step.number`: reading it synchronises with an accelerator."""
         return False
 
     def fresh(self, field: StateField, plan: UnitPlan, dtype: torch.dtype) -> torch.Tensor | None:
-        """What a field begins with, on the CPU, for `StateField.refit`; None if that is nothing."""
+        """The initial value of a field, on the CPU, for `StateField.refit`; None if it starts empty."""
         return None
 
     def check_here(self, device: torch.device, dtype: torch.dtype) -> None:
-        """Raise HookConfigError where this machine cannot compress gradients of `dtype` on `device`."""
+        """Raise HookConfigError if this machine cannot compress gradients of `dtype` on `device`."""
 
     @classmethod
     def trials(cls, ranks: Sequence[int], options: Mapping[str, Any]) -> Sequence[Trial]:
-        """What the doctor tries. `ranks`, `options`: what its user asked for, of PowerSGD."""
+        """The configurations that the doctor measures. `ranks`, `options`: the doctor's arguments for PowerSGD."""
         start = cls.Config.start_option
         return (Trial(cls.Config.hook_name, {} if start is None else {start: 0}),)
 
-    # ---- what follows from it ----------------------------------------------------------------------------------------
+    # ---- derived from the definitions above --------------------------------------------------------------------------
 
     @property
     def name(self) -> str:
@@ -158,27 +161,27 @@ class Compressor(ABC, Generic[ConfigT]):
 
     @property
     def start_step(self) -> int:
-        """Compression begins after so many committed steps; before that the engine averages buckets as they are."""
+        """Number of committed steps before compression begins; until then the engine averages buckets uncompressed."""
         start = self.config.configured_start
         assert isinstance(start, int)
         return start
 
     @property
     def words(self) -> str:
-        """What it does, in a few words, for the line at the first backward pass."""
+        """Short summary of the options for the log line at the first backward pass."""
         return f"from step {self.start_step}"
 
     @property
     def phrase(self) -> str:
-        """What it is called in a sentence about this model."""
+        """Display name with its main option, for messages about a model."""
         return self.title or self.name
 
     def plan(self, parameters: Sequence[ParameterInfo]) -> list[UnitPlan]:
-        """Decide for the parameters of a bucket, or of a model: one plan each, in order."""
+        """Decide for the parameters of a bucket or of a model: one plan each, in order."""
         return [self.plan_one(info) for info in parameters]
 
     def plan_one(self, info: ParameterInfo) -> UnitPlan:
-        """What no compressor of single parameters takes is left alone; `plan_parameter` decides about the others."""
+        """Leave sparse, excluded, complex and empty parameters uncompressed; call `plan_parameter` for the others."""
         because = None
         if info.sparse:
             because = "sparse gradient"
@@ -191,23 +194,23 @@ class Compressor(ABC, Generic[ConfigT]):
         return self.plan_parameter(info) if because is None else UnitPlan.left_alone(info, because)
 
     def lowered(self, dtype: torch.dtype) -> "Compressor[Any]":
-        """The same behind a wrapper that narrows what travels to `dtype`."""
+        """A copy that sends `dtype` where that is narrower, for the fp16 and bf16 wrappers."""
         return type(self)(self.config, dtype)
 
     def with_start(self, start: int) -> "Compressor[Any]":
-        """The same with another start step."""
+        """A copy with another start step."""
         return type(self)(self.config.with_start(start), self.wire_dtype)
 
     def computes(self, plan: UnitPlan) -> bool:
-        """Whether there is work to do for a unit before it is sent."""
+        """Whether the codec has work to do for this unit before it is sent."""
         return plan.compressed
 
     def wire_dtype_for(self, dtype: torch.dtype) -> torch.dtype:
-        """The dtype that travels for a bucket of `dtype`."""
+        """The dtype that is sent for a bucket of `dtype`."""
         return wire_dtype_of(dtype, self.wire_dtype)
 
     def memory_plan(self, plans: Sequence[UnitPlan], buckets: Sequence[Sequence[UnitPlan]]) -> MemoryPlan:
-        """Bytes needed on each rank. `buckets`: the plans again, per bucket; one of all where buckets are not known."""
+        """Bytes needed on each rank. `buckets`: the same plans grouped by bucket; one group if buckets are unknown."""
         residual = others = 0
         for plan in plans:
             for each in self.state_fields if plan.compressed else ():

@@ -1,7 +1,7 @@
-"""Do the ranks hold the same state? Asked once after a start or a load, before anything depends on the answer.
+"""Check that all ranks hold the same state: once after a start or a load, before the first bucket is reduced.
 
-Which collectives a step runs follows from the step number and the options. Ranks that disagree on them would pair
-collectives of different sizes: gloo aborts, NCCL hangs. And error feedback needs every rank's residual or none.
+The step number and the options determine which collectives a step runs. Ranks that disagree on them would pair
+collectives of different sizes: gloo aborts, NCCL hangs. Error feedback needs the residuals of all ranks, or none.
 """
 
 import secrets
@@ -18,11 +18,11 @@ from commhooks.errors import HookRunError
 
 @dataclass(frozen=True)
 class Agreement:
-    """What the ranks found out.
+    """The result of `agree`, equal on all ranks.
 
     Attributes:
-        local_complete: every rank has its local tensors; where one has not, all have dropped theirs.
-        nonce: a random number, the same on all ranks, that no other agreement has.
+        local_complete: every rank has its local tensors. If one lacks them, all ranks have dropped theirs.
+        nonce: a random number, unique to this agreement.
     """
 
     local_complete: bool
@@ -32,10 +32,10 @@ class Agreement:
 def agree(
     state: LearnedState, configuration: int, group: dist.ProcessGroup, device: torch.device, counters: Counters
 ) -> Agreement:
-    """Compare step and configuration over the ranks of `group`; all of them must call this.
+    """Compare step and configuration over the ranks of `group`. All of its ranks must call this.
 
     Raises:
-        HookRunError: on all ranks, if the steps or the configurations differ; it names the ranks.
+        HookRunError: on all ranks, if the steps or the configurations differ; the message names the ranks.
     """
     row = [state.step, configuration, int(state.local_missing), secrets.randbits(62)]
     own = torch.tensor(row, dtype=torch.int64, device=device)

@@ -1,4 +1,4 @@
-"""Compressors that learn nothing: each hook call returns at once, and DDP waits for the futures of all of them."""
+"""Run compressors without learned state: each hook call returns at once, and DDP waits for the futures."""
 
 from collections.abc import Callable
 from typing import Any
@@ -17,21 +17,25 @@ from commhooks.gradients.bucket import Bucket
 
 Future = torch.futures.Future[torch.Tensor]
 _NOTHING = LearnedState()
-"""Is learned, and stays as it is."""
+"""The empty state that these compressors receive."""
 
 
 def reduce_at_once(
     compressor: Compressor[Any], bucket: Bucket, group: dist.ProcessGroup, counters: Counters | None = None
 ) -> Future:
-    """Start the exchange of one bucket; all ranks, in the same order. The future holds the reduced gradient.
+    """Start the exchange of one bucket. All ranks must call this, in the same order. The future holds the reduced
+    gradient.
 
-    What follows a collective runs in a callback of its future. Nothing is learned, and no bucket waits for another.
+    The part of the exchange after the collective runs in a callback of the future; no bucket waits for another.
+
+    Raises:
+        HookRunError: the exchange yields a `Verdict`, or sends more than once.
     """
     flat = bucket.flat
     exchange = compressor.exchange(flat, None, _NOTHING, StepInfo(0, group.size()))
 
     def go_on(answer: torch.Tensor | None) -> Send | torch.Tensor:
-        """The next collective, or the result."""
+        """Resume the exchange; returns its next collective or its result."""
         try:
             yielded = exchange.send(answer)
         except StopIteration as end:
@@ -57,7 +61,7 @@ def reduce_at_once(
 
 
 def run_with_clocks(run: Callable[[], Future], device: torch.device, counters: Counters) -> Future:
-    """Call a hook that leaves the waiting to DDP, and time both."""
+    """Call a hook whose future DDP waits for; time the call and the wait."""
     if not has_clock(device):
         return run()
     with counters.clocks.codec(device):

@@ -1,4 +1,4 @@
-"""One bucket, uncompressed: before compression begins, and buckets in which nothing is worth it."""
+"""Average one bucket uncompressed: before compression begins, and if no unit of the bucket is compressed."""
 
 import torch
 
@@ -7,8 +7,8 @@ from commhooks.compressors.base import Exchange, Send, Verdict
 
 
 def average(flat: torch.Tensor, wire_dtype: torch.dtype, world_size: int) -> Exchange:
-    """The mean of `flat` over the ranks, in place; on a 16-bit wire through a buffer of that dtype."""
-    # Gradients of sparse embeddings keep their dtype: few rows travel, and gloo sums them as values by index.
+    """Replace `flat` by its mean over the ranks; for a narrower `wire_dtype` through a buffer of that dtype."""
+    # Gradients of sparse embeddings keep their dtype: they send few rows, and gloo sums their values by index.
     if flat.is_sparse or wire_dtype == flat.dtype:
         wire = flat.div_(world_size)
     else:

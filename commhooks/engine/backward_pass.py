@@ -1,9 +1,9 @@
-"""The order of things in a backward pass: which exchange when, over all buckets.
+"""The order in which the exchanges of all buckets run in one backward pass.
 
-Collectives are issued from inside the hook call only, in bucket order, so that every rank issues the same sequence. A
-new bucket starts its exchange; then each earlier one that has a round left takes one step: with two rounds, P of bucket
-k, then Q of bucket k - 1. At the last bucket what is left is driven to its end. The call for bucket k returns while
-what it has sent travels.
+Collectives are issued only from inside hook calls, in bucket order, so that every rank issues the same sequence. A new
+bucket starts its exchange; then each earlier one with a round left takes one step: with two rounds, P of bucket k, then
+Q of bucket k - 1. The last bucket runs all remaining rounds. The call for bucket k returns while its collective is in
+flight.
 """
 
 from collections.abc import Callable
@@ -19,7 +19,7 @@ Issue = Callable[[Send], Pending]
 
 
 class RunningExchange:
-    """One bucket on its way: an exchange, and what it waits for.
+    """The exchange of one bucket, with its pending collective.
 
     Args:
         exchange: not started yet.
@@ -29,6 +29,8 @@ class RunningExchange:
 
     def __init__(self, exchange: Exchange, flat: torch.Tensor, issue: Issue) -> None:
         self.flat = flat
+        self.result = flat
+        """Holds the averaged gradient after the commit: the bucket, unless the exchange returns another tensor."""
         self.future = new_future(flat.device)
         self._exchange = exchange
         self._issue = issue
@@ -37,37 +39,39 @@ class RunningExchange:
         self._finite: torch.Tensor | None = None
 
     def start(self) -> None:
-        """Run up to the first collective, and issue it."""
+        """Run the exchange up to its first collective and issue that."""
         self._resume(None)
 
     @property
     def has_round_left(self) -> bool:
-        """It has sent something, and will send more when it has the answer."""
+        """A collective is pending, and the exchange will issue another one after it."""
         return self._pending is not None and not self._last_sent
 
     def step(self) -> None:
-        """Wait for what was sent last, and run on."""
+        """Wait for the pending collective, then run up to the next one or to the verdict."""
         assert self._pending is not None
         pending, self._pending = self._pending, None
         self._resume(pending.wait())
 
     def finite(self) -> torch.Tensor:
-        """Run to the verdict; whether all that arrived is finite (0-dim bool)."""
+        """Run up to the verdict. Returns whether everything received is finite (0-dim bool tensor)."""
         while self._pending is not None:
             self.step()
         assert self._finite is not None
         return self._finite
 
     def commit(self, good: torch.Tensor | bool) -> None:
-        """Give the verdict on the whole pass, and run to the end."""
+        """Pass the verdict on the whole pass to the exchange, and run it to its end."""
         try:
             self._exchange.send(good)
-        except StopIteration:
+        except StopIteration as end:
+            if end.value is not None:
+                self.result = end.value
             return
         raise HookRunError("an exchange goes on after the verdict: it must yield one Verdict, and nothing after it")
 
     def close(self) -> None:
-        """The pass was abandoned."""
+        """Close the exchange of an abandoned pass."""
         self._exchange.close()
 
     def _resume(self, answer: torch.Tensor | None) -> None:
@@ -84,15 +88,15 @@ class RunningExchange:
 
 
 class BackwardPass:
-    """The buckets of one backward pass, in order. All ranks do the same in the same order.
+    """The buckets of one backward pass, in order. All ranks run the same sequence.
 
     Attributes:
         compressing: whether compression has begun.
-        loss_scale: of this pass.
-        residual_factor: by this it has changed since state that scales with it was written.
+        loss_scale: the loss scale of this pass.
+        residual_factor: this loss scale / the one with which fields with `scales_with_loss` were written.
         step: committed passes before this one; on an accelerator a lower bound.
-        last_index: of the bucket that came last.
-        done: committed, or found not to be finite.
+        last_index: index of the latest bucket.
+        done: the pass was committed, or skipped because a number was not finite.
     """
 
     def __init__(self, compressing: bool, residual_factor: LossScale, loss_scale: LossScale, step: int) -> None:
@@ -105,7 +109,7 @@ class BackwardPass:
         self.running: list[RunningExchange] = []
 
     def add(self, exchange: RunningExchange) -> None:
-        """Start the exchange of the next bucket, then let the earlier ones take a step."""
+        """Start the exchange of the next bucket, then advance each earlier one with a round left by one step."""
         self.running.append(exchange)
         exchange.start()
         for earlier in self.running[:-1]:
@@ -113,7 +117,8 @@ class BackwardPass:
                 earlier.step()
 
     def drain(self) -> torch.Tensor:
-        """After the last bucket: send what is left, wait for everything; whether all of it is finite (0-dim bool)."""
+        """After the last bucket: run all remaining rounds and wait for them. Returns whether everything received is
+        finite (0-dim bool tensor)."""
         while any(each.has_round_left for each in self.running):
             for each in self.running:
                 if each.has_round_left:
@@ -125,15 +130,15 @@ class BackwardPass:
             each.commit(good)
 
     def fulfil(self) -> None:
-        """Tell DDP that the gradients are there."""
+        """Complete the futures that DDP waits for."""
         self.done = True
         for each in self.running:
-            each.future.set_result(each.flat)
-        # DDP may be about to rebuild its buckets: nothing here keeps the old ones alive.
+            each.future.set_result(each.result)
+        # Release the buckets: DDP may rebuild them now.
         self.running.clear()
 
     def abandon(self) -> None:
-        """The pass ended in an exception: nothing of it is committed."""
+        """Close all exchanges after an exception: nothing of this pass is committed."""
         for each in self.running:
             each.close()
         self.running.clear()

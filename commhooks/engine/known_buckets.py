@@ -20,14 +20,14 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class KnownBucket:
-    """What is kept per bucket layout."""
+    """One bucket layout with its plan and its workspace."""
 
     layout: BucketLayout
     plans: list[UnitPlan]
     work: Any
-    """The compressor's workspace; None where nothing in the bucket is compressed."""
+    """The compressor's workspace; None if nothing in the bucket is compressed."""
     used: bool = True
-    """In the backward pass that is running, or in the latest one."""
+    """The layout occurs in the current backward pass, or in the latest one."""
 
     @property
     def compresses(self) -> bool:
@@ -35,10 +35,10 @@ class KnownBucket:
 
 
 class KnownBuckets:
-    """Derived from the buckets of the backward pass and from the options; never saved.
+    """The known bucket layouts; derived from the buckets and the options, never saved.
 
-    Args:
-        speaker: this rank is the one that warns of what all ranks know.
+    Attributes:
+        speaker: this rank logs the warnings that concern all ranks.
     """
 
     def __init__(self, compressor: Compressor[Any], state: LearnedState, names: ParameterNames) -> None:
@@ -60,10 +60,10 @@ class KnownBuckets:
             known.used = False
 
     def find(self, bucket: Bucket, *, first: bool) -> KnownBucket:
-        """What is known of this bucket, found out when it comes for the first time.
+        """Look up the layout of `bucket`; plan it and allocate its workspace at its first occurrence.
 
         Args:
-            first: it is the first one of its backward pass.
+            first: this is the first bucket of its backward pass.
 
         Raises:
             HookRunError: the learned state belongs to another model.
@@ -91,7 +91,7 @@ class KnownBuckets:
         return {name for known in self._buckets.values() if known.used for name in known.layout.names}
 
     def forget_dead_state(self) -> None:
-        """Call in a commit: state of units that no layout makes any more."""
+        """Delete the per-bucket state of layouts that no longer exist. Call in a commit."""
         for key in self._dead_units:
             for each in self.compressor.state_fields:
                 if each.per == "bucket":
@@ -99,18 +99,23 @@ class KnownBuckets:
         self._dead_units.clear()
 
     def _forget_dead(self, new: Bucket) -> None:
-        """A layout is dead when its parameters lie in another one: DDP rebuilds its buckets once and never goes back.
-        Forgotten before the new one gets its memory; one that was not used may only have been skipped."""
+        """Delete layouts that share parameters with `new` and do not occur in this pass: DDP rebuilds its buckets once
+        and never returns to the old ones. This frees their workspaces before the new one is allocated. Other unused
+        layouts stay, because their buckets may merely have been skipped."""
         parameters = {id(p) for p in new.parameters}
         for key, known in list(self._buckets.items()):
             if known.used or not any(id(p) in parameters for p in known.layout.parameters):
                 continue
             del self._buckets[key]
-            if self.compressor.per_bucket:  # no other layout makes the same unit
+            if self.compressor.per_bucket:  # no other layout has the same unit
                 self._dead_units += [plan.key for plan in known.plans if plan.compressed]
 
     def _fit_state(self, known: KnownBucket, infos: list[ParameterInfo]) -> None:
-        """State that was loaded under these names must fit the parameters that bear them, and comes to their device."""
+        """Check loaded state against the parameters of those names; move it to their device and refit it.
+
+        Raises:
+            HookRunError: an entry cannot belong to its parameter.
+        """
         of_parameters = [UnitPlan.left_alone(info, "") for info in infos] if self.compressor.per_bucket else known.plans
         for each in self.compressor.state_fields:
             for plan in known.plans if each.per == "bucket" else of_parameters:

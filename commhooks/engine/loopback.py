@@ -1,6 +1,6 @@
-"""The exchange of a compressor without other ranks: every collective is answered by what was sent.
+"""The exchange of a compressor without other ranks: every collective returns its own input.
 
-For timing a codec on this machine. Nothing is sent, and no process group is needed.
+Used to time a codec on this machine. Nothing is sent, and no process group is needed.
 """
 
 from collections.abc import Sequence
@@ -17,11 +17,11 @@ from commhooks.gradients.layout import read_layout
 
 
 class Loopback:
-    """Buckets of random gradients, with learned state of their own.
+    """Buckets of random gradients, with their own learned state.
 
     Args:
-        buckets: the parameters of each; only their shapes and dtypes are read.
-        device: on which to compute.
+        buckets: the parameters of each bucket; only their shapes, strides and dtypes are read.
+        device: the device on which to compute.
     """
 
     def __init__(
@@ -39,12 +39,12 @@ class Loopback:
             self._buckets.append((flat, compressor.workspace(layout, plans)))
 
     def fill(self) -> None:
-        """New random gradients."""
+        """Fill the buckets with new random gradients."""
         for flat, _ in self._buckets:
             flat.normal_()
 
     def step(self) -> None:
-        """One step over all buckets, each round of them in turn, as in a backward pass."""
+        """Run one step over all buckets, one round of all buckets after the other."""
         info = StepInfo(self._state.step, world_size=1)
         device = self._buckets[0][0].device
         with precision.full_precision(device):

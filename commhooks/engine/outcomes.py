@@ -1,5 +1,5 @@
-"""Which of the latest backward passes were committed: on an accelerator the device knows, and nobody waits for it until
-somebody has to know."""
+"""Which of the latest backward passes were committed. On an accelerator the outcome stays on the device, and the host
+reads it only when it is needed."""
 
 import threading
 
@@ -10,11 +10,11 @@ from commhooks.engine.state import LearnedState
 
 
 class Outcomes:
-    """Keeps `state.step` and the counters of committed steps.
+    """Maintains `state.step` and the counters of committed steps.
 
     Attributes:
-        lock: held while the learned state is written, and by whoever reads it from another thread.
-        committing: true while a commit writes: a save from a signal handler now would mix two steps.
+        lock: hold it while writing the learned state, and while reading it from another thread.
+        committing: True while a commit writes: a save from a signal handler now would mix two steps.
     """
 
     def __init__(self, state: LearnedState, counters: Counters) -> None:
@@ -27,20 +27,20 @@ class Outcomes:
 
     @property
     def unread_passes(self) -> int:
-        """Backward passes of which the host does not know whether they were committed."""
+        """Number of backward passes whose outcome the host has not read."""
         return self._unread[1] if self._unread else 0
 
     def add(self, good: torch.Tensor, compressed: bool) -> None:
-        """One more pass, committed where `good` (0-dim bool) is true."""
+        """Record one more pass, committed if `good` (0-dim bool tensor) is true."""
         count, passes = self._unread[:2] if self._unread else (torch.zeros((), dtype=torch.int64), 0)
         self._unread = (good + count, passes + 1, compressed)
 
     def read(self) -> None:
-        """Bring `state.step` up to date. Waits for an accelerator if there are passes that were not read yet."""
+        """Bring `state.step` up to date. Synchronises with an accelerator if the outcome of a pass is unread."""
         with self.lock:
             while (unread := self._unread) is not None:
                 committed, loss_scale = int(unread[0].item()), float(self._state.loss_scale)
-                # While this thread waited for the device, a signal handler may have come and done all of it.
+                # While this thread waited for the device, a signal handler may have read and counted the passes.
                 if self._unread is unread:
                     self._count(committed, loss_scale, *unread[1:])
 

@@ -1,7 +1,7 @@
 """One use of a compressor on one model: every backward pass is a transaction over all of its buckets.
 
-The learned state is written at the end of a pass, once all that arrived is known to be finite, so an abandoned backward
-pass leaves the last committed step behind.
+The learned state is written at the end of a pass, after everything received was found finite. An abandoned backward
+pass therefore leaves the state of the last committed step.
 """
 
 import logging
@@ -39,8 +39,8 @@ class Binding:
 
     Attributes:
         names: stable names of the parameters.
-        group: asked for at each backward pass; what it returns is the process group, None: the default group.
-        loss_scale: the factor by which the loss is multiplied now, if there is a GradScaler.
+        group: called at each backward pass; returns the process group, or None for the default group.
+        loss_scale: returns the current scale of the GradScaler; None without one.
     """
 
     names: ParameterNames
@@ -52,13 +52,13 @@ class Session:
     """Runs a compressor for one model.
 
     Args:
-        compressor: its options may change by a load (`replaced`).
-        binding: see there.
+        compressor: a load may replace it by one with other options (`replaced`).
+        binding: see `Binding`.
         state: the learned state, changed at commits only.
-        counters: to add to.
+        counters: the counters to update; None: new ones.
 
     Attributes:
-        outcomes: with the lock of the learned state.
+        outcomes: the outcomes of the passes, and the lock of the learned state.
         nonce: a number that the ranks agreed on in the first backward pass; None before it.
     """
 
@@ -78,23 +78,28 @@ class Session:
         self._next_stats_report = 0
 
     def bind(self, binding: Binding) -> None:
-        """Serve another model; before the first backward pass only."""
+        """Use another model. Allowed only before the first backward pass."""
         self.binding = binding
         self._buckets = KnownBuckets(self.compressor, self.state, binding.names)
 
     @property
     def has_run(self) -> bool:
-        """The ranks have met in a backward pass."""
+        """Whether the ranks have agreed on their state in a first backward pass."""
         return self.nonce is not None
 
     def run(self, bucket: Bucket) -> torch.futures.Future[torch.Tensor]:
-        """Reduce one bucket in place; all ranks, in the same order. The future is fulfilled when all buckets of the
-        backward pass have been committed, or found not to be finite."""
+        """Reduce one bucket in place. All ranks must call this, in the same order. The futures of all buckets complete
+        together, when the backward pass was committed or skipped because a number was not finite.
+
+        Raises:
+            HookRunError: the ranks disagree, a collective failed, or the learned state belongs to another model.
+            HookConfigError: the buckets are on several devices.
+        """
         device = bucket.flat.device
         try:
             with self._streams.computing_on(bucket.flat), precision.full_precision(device):
                 current = self._pass
-                # Whatever is left of a pass that ended in an exception was never committed: forget it.
+                # An unfinished pass ended in an exception and was never committed: drop it.
                 if current is None or current.done or bucket.index <= current.last_index:
                     current = self._pass = self._begin(bucket)
                 current.last_index = bucket.index
@@ -111,40 +116,40 @@ class Session:
             raise
 
     def settle(self) -> None:
-        """Bring `state.step` up to date; may wait for an accelerator. What the caller's stream reads of the learned
-        state from now on, it reads after the codec's stream has written it."""
+        """Bring `state.step` up to date, which may synchronise with an accelerator. The caller's current stream waits
+        for the codec's stream, so that it reads the learned state as written by the latest commit."""
         self._streams.join()
         self.outcomes.read()
 
     def replaced(self, compressor: Compressor[Any]) -> None:
-        """Call after a load: the learned state is looked at anew, with the options of `compressor`, and the ranks
-        compare theirs at the next backward pass."""
+        """Use `compressor` from now on. Call it after a load: at the next backward pass the ranks compare their states
+        again, and the loaded state is checked and refitted."""
         self.compressor = self._buckets.compressor = compressor
         self._agreed = False
         self._buckets.clear()
 
     def plans(self) -> list[UnitPlan]:
-        """What is compressed, from the buckets of the latest backward pass, in the order of registration."""
+        """The plans of all known buckets, in the order in which the parameters were registered."""
         plans = [plan for known in self._buckets for plan in known.plans]
         order = {name: place for place, name in enumerate(self.binding.names.known())}
         return sorted(plans, key=lambda plan: order.get(plan.name, 0))
 
     def buckets(self) -> tuple[tuple[str, ...], ...]:
-        """The names of the parameters in each bucket of the latest backward pass."""
+        """The names of the parameters in each known bucket."""
         return tuple(tuple(known.layout.names) for known in self._buckets)
 
     # ---- a backward pass ---------------------------------------------------------------------------------------------
 
     def _begin(self, bucket: Bucket) -> BackwardPass:
         if self._pass is not None and not self._pass.done:
-            # All-reduces may still write into its buffers: the new pass gets others.
+            # Pending all-reduces may still write into the workspaces of the old pass: drop them, too.
             self._give_up()
         group = resolve_group(self.binding.group())
         if not self._agreed:
             self._agree(group, bucket.flat.device)
         state, start = self.state, self.compressor.start_step
-        with self.outcomes.lock:  # another thread that saves may be about to count the steps that it has asked for
-            # Where the host need not know the exact step, it does not wait for the device.
+        with self.outcomes.lock:  # another thread that saves may be updating `state.step` and the unread passes
+            # Synchronise only if the exact step matters.
             before_start = state.step < start <= state.step + self.outcomes.unread_passes
             if before_start or self.compressor.needs_exact_step:
                 self.settle()
@@ -153,7 +158,7 @@ class Session:
         if compressing and self.counters.numel_before == 0:
             logger.info("Start to apply %s after %s iterations.", self.compressor.title, state.step)
         self._buckets.begin_pass()
-        # Without a scaler now, residuals that were saved with one come back to the scale of the gradients.
+        # Without a scaler the scale is 1; residuals saved with one are rescaled to it.
         loss_scale = usable(read_scale(self.binding.loss_scale), state.loss_scale)
         self.counters.begin_pass()
         return BackwardPass(compressing, loss_scale / state.loss_scale, loss_scale, step)
@@ -183,7 +188,7 @@ class Session:
         return RunningExchange(exchange, flat, issue)
 
     def _drain(self, current: BackwardPass) -> None:
-        """The end of a pass: send what is left, and commit."""
+        """End a pass: run all remaining rounds, then commit."""
         good = current.drain()
         on_host = precision.is_host_readable(good.device)
         verdict: torch.Tensor | bool = bool(good) if on_host else good
@@ -195,14 +200,14 @@ class Session:
             try:
                 current.commit(verdict)
             except BaseException:
-                # Some tensors are of this step and some of the one before: none of them may be saved.
+                # The tensors are a mix of this step and the one before: none of them may be saved.
                 state.forget_local()
                 state.local_missing = True
                 outcomes.committing = False
                 raise
             if verdict is not False:
                 state.loss_scale = current.loss_scale
-                # After a commit that failed half-way the residual began at zero; now it is whole again.
+                # After a failed commit the residual started at zero; from this commit on it is valid again.
                 state.local_missing = False
             outcomes.add(good, current.compressing)
             if on_host:
@@ -232,8 +237,8 @@ class Session:
             )
 
     def _drain_after_backward(self, current: BackwardPass) -> None:
-        """Where DDP skips the all-reduce of unused parameters, the last bucket may never come: drain at the end of the
-        backward pass then. DDP waits for the futures in a callback of the same kind, queued later."""
+        """Drain at the end of the backward pass if the last bucket never arrives, which happens when DDP skips the
+        all-reduce of unused parameters. DDP waits for the futures in a callback of the same kind, queued later."""
 
         def drain_if_open() -> None:
             if not current.done and current is self._pass:
@@ -248,7 +253,7 @@ class Session:
         run_after_backward(drain_if_open)
 
     def _give_up(self) -> None:
-        """Forget a pass that did not come to its end, and the buffers into which its collectives may still write."""
+        """Drop an unfinished pass and all workspaces, into which its collectives may still write."""
         if self._pass is not None and not self._pass.done:
             self._pass.abandon()
             self._buckets.clear()
@@ -273,15 +278,15 @@ class Session:
 
 
 class SessionState:
-    """Base of hook states that run through a session of their own, such as `PowerSGDState`: `attach` binds it to the
-    model that the state is used for."""
+    """Base of hook states that own a session, such as `PowerSGDState`. `attach` binds them to the model."""
 
     session: Session
 
     def bind(self, binding: Binding, model: torch.nn.Module, function: Callable[..., Any]) -> None:
-        """Called by `attach` on every rank. `model`: the module that DDP wraps; `function`: the hook.
+        """Bind the state to a model; `attach` calls this on every rank. `model`: the module that DDP wraps; `function`:
+        the hook.
 
         Raises:
-            AttachError: it serves another model already.
+            AttachError: the state is bound to another model already.
         """
         raise NotImplementedError

@@ -1,6 +1,6 @@
-"""Any number of ranks in one process: the exchanges of a compressor with collectives as plain sums.
+"""Simulate any number of ranks in one process: collectives are computed as local sums.
 
-For tests, scaling studies, and to time a codec without a network. No process group, no DDP.
+For tests, scaling studies, and to time a codec without a network. Needs neither a process group nor DDP.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -17,16 +17,16 @@ from commhooks.gradients.layout import BucketLayout, read_layout
 
 
 class SimulatedRanks:
-    """`world_size` ranks that reduce one bucket, each with learned state of its own.
+    """`world_size` ranks that reduce one bucket, each with its own learned state.
 
     Args:
-        new_compressor: called once per rank; all of them get the same options.
+        new_compressor: makes a compressor; called once per rank, and must use equal options.
         world_size: number of ranks.
         parameters: name -> parameter, in the order of the bucket. Only shapes, strides, dtype and device are read.
 
     Attributes:
-        states: per rank, what it has learned.
-        bytes_sent: by each rank so far.
+        states: the learned state of each rank.
+        bytes_sent: bytes that each rank has sent so far.
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class SimulatedRanks:
         self.bytes_sent = 0
 
     def step(self, buckets: Sequence[torch.Tensor]) -> bool:
-        """Reduce one flat bucket per rank in place. Whether the step was committed on all ranks."""
+        """Reduce one flat bucket (1-D) per rank in place. Returns whether the step was committed."""
         with precision.full_precision(self.layout.device):
             exchanges = [
                 compressor.exchange(flat, work, state, StepInfo(state.step, len(buckets)))
@@ -67,7 +67,7 @@ class SimulatedRanks:
 
 
 def _reduce(sends: Sequence[Send]) -> list[torch.Tensor]:
-    """The answers to one collective, one per rank."""
+    """The results of one collective, one per rank."""
     stacked = torch.stack([each.tensor for each in sends])
     if sends[0].op == "gather":
         return [stacked for _ in sends]

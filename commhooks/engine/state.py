@@ -1,4 +1,4 @@
-"""Learned state: what a compressor remembers from step to step, and all that a checkpoint has to hold."""
+"""Learned state: the tensors and counters that a compressor keeps from step to step and that a checkpoint holds."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
@@ -13,19 +13,19 @@ Entries = dict[str, dict[str, torch.Tensor]]
 
 @dataclass
 class LearnedState:
-    """Keyed by names, never by places in a bucket. `state["residual"]["layer.weight"]` is one tensor.
+    """Tensors by field and by name, independent of the bucket layout. `state["residual"]["layer.weight"]` is one.
 
     Attributes:
         step: committed synchronised backward passes, the same on every rank.
         nonfinite_steps: passes that were not committed.
-        entries: per field (see `StateField`) a tensor per parameter or bucket. A missing tensor is one of zeros, or
-            what the compressor begins with.
-        local: keys of the fields that each rank has for itself, such as residuals.
-        loss_scale: the factor by which the loss, and therefore what scales with it, was multiplied; on an accelerator
-            a tensor until somebody asks.
-        local_missing: this rank should have local tensors and has none, so that all ranks must do without.
-        missing_was_said: a warning has told of it.
-        local_shared: every rank has the same local tensors: the mean that was just saved or loaded, or none at all.
+        entries: per field (see `StateField`) a dict with a tensor per parameter or bucket. A missing entry stands for
+            zeros, or for the initial value that the compressor draws.
+        local: keys of the fields that differ between ranks, such as residuals.
+        loss_scale: the loss scale with which fields with `scales_with_loss` were written. On an accelerator a 0-dim
+            tensor until the host reads it.
+        local_missing: this rank has lost its local tensors; at the next agreement all ranks drop theirs.
+        missing_was_said: a warning about `local_missing` was logged.
+        local_shared: the local tensors are equal on every rank: the mean that was just saved or loaded, or none.
     """
 
     step: int = 0
@@ -46,7 +46,7 @@ class LearnedState:
         return self.entries.setdefault(key, {})
 
     def apart(self) -> "LearnedState":
-        """The same in tensors that own their memory: pickled, the slice of a stack would bring all of it along."""
+        """A copy in which no tensor is a slice of a larger storage: pickling a slice would save the whole storage."""
         return replace(self, entries={key: _apart(tensors) for key, tensors in self.entries.items()})
 
     def forget_replicated(self) -> None:
@@ -54,12 +54,12 @@ class LearnedState:
             self.entries[key].clear()
 
     def forget_local(self) -> None:
-        """Without a word about why; see `drop_local`."""
+        """Delete the local tensors without changing the flags; compare `drop_local`."""
         for key in self.local:
             self[key].clear()
 
     def drop_local(self) -> None:
-        """All ranks do without local tensors from here on."""
+        """Delete the local tensors on agreement of all ranks: they continue as from zeros."""
         self.forget_local()
         self.local_missing = False
         self.local_shared = True

@@ -1,4 +1,4 @@
-"""The stream on which a hook computes."""
+"""The CUDA streams on which hooks compute."""
 
 import contextlib
 from collections.abc import Iterator
@@ -7,14 +7,15 @@ import torch
 
 
 class CodecStreams:
-    """On CUDA a stream of our own per device, so that waiting for the network does not stop the backward pass."""
+    """A separate CUDA stream per device, so that waiting for the network does not block the backward pass. No effect on
+    other devices."""
 
     def __init__(self) -> None:
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
 
     @contextlib.contextmanager
     def computing_on(self, buffer: torch.Tensor) -> Iterator[None]:
-        """Run the body on the stream of the buffer's device, after what was queued for the buffer so far."""
+        """Run the body on the codec stream of the buffer's device, after the work queued on the current stream."""
         if buffer.device.type != "cuda":
             yield
             return
@@ -28,6 +29,6 @@ class CodecStreams:
             yield
 
     def join(self) -> None:
-        """What the caller's stream reads from now on, it reads after these streams have written it."""
+        """Make the caller's current streams wait for the codec streams."""
         for device, stream in self._streams.items():
             torch.cuda.current_stream(device).wait_stream(stream)

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from commhooks.compressors.dotted_path import current_folder_first
 from commhooks.errors import HookConfigError
 from commhooks.gradients.exclude import unmatched_sentence
 from commhooks.hook.plan import ModelPlan, ring_factor
@@ -76,7 +77,8 @@ def make_plan(arguments: argparse.Namespace) -> tuple[ModelPlan, str, CodecTime]
         if "exclude" in options:
             raise HookConfigError("--exclude and --options exclude=...: give the patterns in one of them")
         options["exclude"] = arguments.exclude
-    request = HookRequest.parse(arguments.hook, hook_options=options, wrapper=arguments.wrapper)
+    with current_folder_first():  # the hook may be 'package.module:Class'
+        request = HookRequest.parse(arguments.hook, hook_options=options, wrapper=arguments.wrapper)
     model = named_model(arguments.model)
     plan = plan_model(
         model.parameters,

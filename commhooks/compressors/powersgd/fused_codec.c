@@ -1,8 +1,8 @@
-/* The passes of the low-rank codec over a matrix, each fused with what the plain form does in a pass of its own.
+/* The passes of the low-rank codec over a matrix, fused: each reads delta once, where codec.py reads it several times.
  *
- * Letters and layouts as in codec.py: delta and residual n x m; P and Q transposed, r x n and r x m; all float32 and
- * contiguous. A factor is taken in groups of up to four rows, which fit into registers; delta is in the cache when the
- * next group needs it. One thread. Each element of the results is summed in an order that depends on n, m and r only.
+ * Notation and layouts as in codec.py: delta and residual n x m; P and Q transposed, r x n and r x m; all float32 and
+ * contiguous. A factor is processed in groups of up to four rows, which fit into registers; delta is still in the cache
+ * when the next group needs it. One thread. The order of each sum depends on n, m and r only.
  */
 #include <stddef.h>
 #include <stdlib.h>
@@ -15,8 +15,8 @@
 #else
 #define WIDTH 4
 #endif
-#define COLUMNS 1024  /* of Q at once: a group of rows of Q fits into the first cache */
-#define ROWS(m) (65536 / (m) + 1)  /* of delta at once: they fit into the second cache */
+#define COLUMNS 1024  /* of Q per block: a group of rows of Q fits into the L1 cache */
+#define ROWS(m) (65536 / (m) + 1)  /* of delta per block: they fit into the L2 cache */
 
 typedef float vec __attribute__((vector_size(4 * WIDTH)));
 typedef double dvec __attribute__((vector_size(4 * WIDTH)));
@@ -168,7 +168,7 @@ static double dot(const double *a, const double *b, size_t k) {
     return sum;
 }
 
-/* Norm of v before it is scaled to 1; a v of zeros stays so. In double, in which no square of a float overflows. */
+/* Scale v to norm 1 and return its previous norm; a zero v stays zero. In double, where no square of a float overflows. */
 static double normalise(double *v, size_t k) {
     double norm = __builtin_sqrt(dot(v, v, k));
     double scale = norm > 0 ? 1 / norm : 0;
@@ -176,9 +176,9 @@ static double normalise(double *v, size_t k) {
     return norm;
 }
 
-/* Rows of `from` (r x k) scaled to norm 1; each row orthogonal to those before it, if that is asked for, by Gram-Schmidt
- * done twice. Returns how many rows add nothing to those before them (less than `least` of their norm), -1 without
- * memory. What is not finite counts as zero. */
+/* Scale the rows of `from` (r x k) to norm 1; with `orthogonal`, also orthogonalise them by Gram-Schmidt done twice.
+ * Returns the number of dependent rows (less than `least` of their norm is independent of the rows before), or -1 if no
+ * memory could be allocated. Non-finite numbers count as zero. */
 int commhooks_unit_rows(size_t r, size_t k, int orthogonal, double least, const float *from, float *to) {
     double *rows = malloc(sizeof(double) * r * k);
     int missing = rows ? 0 : -1;

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from commhooks.checkpoint import parts as payload_parts
-from commhooks.checkpoint.checks import check_header, check_learned, check_range, check_world_size, shown
+from commhooks.checkpoint.checks import check_header, check_learned, check_range, check_world_size, factor_keys, shown
 from commhooks.errors import PayloadError
 from commhooks.tools.named_model import UnreadableFileError, load_plain
 
@@ -176,9 +176,11 @@ def _entry(
         "rank": next((factor.shape[0] for factor in (q, p) if factor is not None), None),
         "q": None if q is None else list(q.shape),
         "p": None if p is None else list(p.shape),
+        # Of other compressors: shapes by key.
+        **{key: list(entry[key].shape) for key in factor_keys(entry) if key not in ("q", "p")},
         "residual_norm": None if not norms or per_rank else norms[0],
         "residual_norm_per_rank": dict(zip(map(str, ranks), norms, strict=True)) if norms and per_rank else None,
-        "size_bytes": sum(_size(each) for each in (q, p, *residuals) if each is not None),
+        "size_bytes": sum(_size(each) for each in (*(entry[key] for key in factor_keys(entry)), *residuals)),
     }
 
 

@@ -168,7 +168,7 @@ static double dot(const double *a, const double *b, size_t k) {
     return sum;
 }
 
-/* Scale v to norm 1 and return its previous norm; a zero v stays zero. In double, where no square of a float overflows. */
+/* Scale v to norm 1 and return its previous norm; a zero v stays zero. In double: squares of floats do not overflow. */
 static double normalise(double *v, size_t k) {
     double norm = __builtin_sqrt(dot(v, v, k));
     double scale = norm > 0 ? 1 / norm : 0;

@@ -1,1 +1,1 @@
-"""What travels between the ranks, and how it is counted and timed."""
+"""Communication between the ranks, with its counters and times."""

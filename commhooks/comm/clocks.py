@@ -1,7 +1,7 @@
-"""How long the hook computes and how long it waits for the network, without ever making anybody wait.
+"""Measure how long the hook computes and how long it waits for the network, without synchronising.
 
-On the CPU times are the host's. On CUDA they are the device's: events mark the stream, and are read when they have
-passed, or when somebody asks.
+On the CPU times are measured on the host. On CUDA they are measured by events on the stream, which are read once they
+have completed, or when `collect(wait=True)` is called.
 """
 
 import contextlib
@@ -17,23 +17,24 @@ import torch
 from commhooks.gradients import precision
 
 Mark = Any
-"""A point in time: `time.perf_counter()`, or a CUDA event; None where nobody can tell."""
+"""A point in time: `time.perf_counter()` on the CPU, an event on CUDA, None on other devices."""
 
 
 @dataclass
 class Times:
-    """Seconds."""
+    """Times in seconds."""
 
     codec_s: float = 0.0
-    """Inside the hook, waiting left out."""
+    """Time inside the hook without waiting."""
     waiting_s: float = 0.0
-    """For the all-reduces, the other ranks' delay included."""
+    """Time spent waiting for collectives, including the delay of other ranks."""
     left_to_ddp_s: float = 0.0
-    """Part of `waiting_s` that DDP spends on futures of hooks that return at once: last call to last answer."""
+    """Part of `waiting_s` that DDP spends on futures of hooks that return at once: from the last hook call to the
+    completion of the last future."""
 
 
 class Clocks:
-    """The times of one registration: `total` since it was made, and those of the `last_pass`."""
+    """The times of one session: `total` since its start, and those of the `last_pass`."""
 
     def __init__(self) -> None:
         self.total = Times()
@@ -47,11 +48,11 @@ class Clocks:
         self.last_pass = Times()
 
     def codec(self, device: torch.device) -> contextlib.AbstractContextManager[None]:
-        """The time of the body counts as the codec's, less what it spends in `waiting`."""
+        """Count the time of the body, without that spent in `waiting`, as codec time."""
         return self._measure(device, codec=1, waiting=0)
 
     def waiting(self, device: torch.device) -> contextlib.AbstractContextManager[None]:
-        """The time of the body, which lies within that of `codec`, is spent waiting for the network."""
+        """Count the time of the body as waiting time. Use only within the body of `codec`."""
         return self._measure(device, codec=-1, waiting=1)
 
     @contextlib.contextmanager
@@ -70,10 +71,11 @@ class Clocks:
             self._between(begin, _mark(device), count)
 
     def left_to_ddp(self, device: torch.device) -> Callable[[], None]:
-        """Call it when a hook returns whose answer DDP waits for, and what it returns when the answer is there."""
+        """Call this when a hook has returned a future that DDP waits for. Call the returned function when that future
+        completes."""
         this_pass = self.last_pass
 
-        def count(seconds: float) -> None:  # the last answer counts
+        def count(seconds: float) -> None:  # replaces the value of the previous future
             longer = seconds - this_pass.left_to_ddp_s
             this_pass.left_to_ddp_s = seconds
             for times in (self.total, this_pass):
@@ -83,17 +85,17 @@ class Clocks:
         return lambda: self._between(self._called, _mark(device), count)
 
     def collect(self, *, wait: bool) -> None:
-        """Count what the device has come past; with `wait` everything that it was given, and the host waits for it."""
+        """Count the intervals whose events have completed; with `wait`, synchronise and count all of them."""
         with self._collecting:
             while self._open:
                 head = begin, end, count = self._open[0]
                 if wait:
-                    begin.synchronize()  # they may be of two streams
+                    begin.synchronize()  # the two events may be on different streams
                     end.synchronize()
                 elif not (begin.query() and end.query()):
                     return
                 if not self._open or self._open[0] is not head:
-                    continue  # a signal handler has asked while this thread waited
+                    continue  # a signal handler called `collect` while this thread waited
                 self._open.popleft()
                 count(max(0.0, begin.elapsed_time(end) / 1000))
 
@@ -113,7 +115,7 @@ class Clocks:
 
 
 def has_clock(device: torch.device) -> bool:
-    """Whether times on `device` are known."""
+    """Whether times on `device` can be measured: on the CPU and on CUDA."""
     return precision.is_host_readable(device) or device.type == "cuda"
 
 
@@ -124,7 +126,7 @@ def _mark(device: torch.device) -> Mark:
 
 
 def event_on(device: torch.device) -> Any:
-    """An event that passes when `device` gets to this point of the current stream."""
+    """A timing event recorded on the current stream of `device`."""
     event = torch.cuda.Event(enable_timing=True)
     event.record(torch.cuda.current_stream(device))
     return event

@@ -1,4 +1,4 @@
-"""Every collective of a hook starts here, is counted here and is waited for here."""
+"""Issue, count and wait for the collectives of hooks."""
 
 import contextlib
 import hashlib
@@ -19,18 +19,18 @@ Op = Literal["sum", "max", "gather"]
 
 @dataclass(frozen=True, eq=False)
 class Send:
-    """One collective over the ranks. All ranks send tensors of one shape and dtype.
+    """One collective over the ranks. All ranks must send tensors of equal shape and dtype.
 
-    The answer to "sum" and "max" is `tensor` itself, reduced in place; to "gather" a new tensor, `world_size x shape`,
-    one row per rank.
+    The result of "sum" and "max" is `tensor` itself, reduced in place; that of "gather" is a new tensor of shape
+    `(world_size, *shape)`.
     """
 
     tensor: torch.Tensor
     what: str = ""
-    """For messages, e.g. "P"; the bucket and the step are added."""
+    """Description for messages, e.g. "P"; the bucket and the step are added."""
     op: Op = "sum"
     last: bool = False
-    """This exchange sends nothing after it: nobody waits for the answer before all buckets have been sent."""
+    """The last collective of its exchange: the engine waits for it only after all buckets have been sent."""
 
     @property
     def numel_here(self) -> int:
@@ -38,7 +38,7 @@ class Send:
 
 
 def resolve_group(process_group: dist.ProcessGroup | None) -> dist.ProcessGroup:
-    """The group to use: the one given, else the default group."""
+    """`process_group`, or the default group if that is None."""
     if process_group is not None:
         return process_group
     if not dist.is_initialized():
@@ -49,7 +49,7 @@ def resolve_group(process_group: dist.ProcessGroup | None) -> dist.ProcessGroup:
 
 
 class Pending:
-    """A collective that was issued."""
+    """A collective in flight."""
 
     __slots__ = ("_answer", "_work", "_what", "_group", "_counters")
 
@@ -63,10 +63,10 @@ class Pending:
         self._counters = counters
 
     def wait(self) -> torch.Tensor:
-        """The answer; see `Send`. On CUDA the current stream waits, not the host.
+        """Wait for the collective and return its result; see `Send`. On CUDA the current stream waits, not the host.
 
         Raises:
-            HookRunError: another rank is gone, or did not come within the process group's timeout.
+            HookRunError: another rank has failed, or did not take part within the process group's timeout.
         """
         try:
             clocks = None if self._counters is None else self._counters.clocks
@@ -77,12 +77,12 @@ class Pending:
         return self._answer
 
     def future(self) -> torch.futures.Future[list[torch.Tensor]]:
-        """The backend's own future, for whoever does not wait here."""
+        """The backend's future, for callers that do not `wait`."""
         return self._work.get_future()
 
 
 def start(send: Send, group: dist.ProcessGroup, counters: Counters | None, where: str = "") -> Pending:
-    """Issue `send`. All ranks of `group` must call this in the same order.
+    """Issue the collective `send`. All ranks of `group` must call this in the same order.
 
     Args:
         where: the bucket and the step, for messages and `counters.last_issued`.
@@ -109,10 +109,11 @@ def start(send: Send, group: dist.ProcessGroup, counters: Counters | None, where
 
 
 def gather_rows(own: torch.Tensor, group: dist.ProcessGroup, counters: Counters | None, what: str) -> torch.Tensor:
-    """The `own` of every rank, one row each. A small exchange; all ranks of `group` must call this with equal shapes.
+    """Gather the tensor `own` of every rank, one row per rank. For small tensors. All ranks of `group` must call this,
+    with equal shapes and dtypes.
 
     Raises:
-        HookRunError: another rank does not come within the process group's timeout.
+        HookRunError: another rank has failed, or did not take part within the process group's timeout.
     """
     rows = [torch.empty_like(own) for _ in range(group.size())]
     try:
@@ -125,13 +126,13 @@ def gather_rows(own: torch.Tensor, group: dist.ProcessGroup, counters: Counters 
 
 
 def agreement_key(*parts: object) -> int:
-    """A number below 2**62 made of the `repr` of `parts`, the same in every process: ranks compare it."""
+    """A hash of the `repr` of `parts` below 2**62, equal in all processes, by which ranks compare `parts`."""
     digest = hashlib.sha256("\0".join(map(repr, parts)).encode()).digest()
     return int.from_bytes(digest[:8], "little") >> 2
 
 
 def lost(what: str, group: dist.ProcessGroup, error: RuntimeError) -> HookRunError:
-    """The error to raise where a collective has failed on this rank."""
+    """The error to raise when a collective has failed on this rank."""
     return HookRunError(
         f"rank {group.rank()} of {group.size()}: the exchange of {what} failed. Another rank has probably ended, "
         f"hangs, or sends something else; look at the output of the other ranks. The backend says: {error}"
@@ -139,8 +140,8 @@ def lost(what: str, group: dist.ProcessGroup, error: RuntimeError) -> HookRunErr
 
 
 def new_future(device: torch.device) -> torch.futures.Future[torch.Tensor]:
-    """A future for a tensor on `device`. On CUDA it must name the device: a plain one takes the tensor without
-    complaint, and whoever waits for it reads too early."""
+    """A future for a tensor on `device`. On CUDA it must be created with the device: otherwise it accepts the tensor,
+    but its waiters do not synchronise with the stream and read too early."""
     if device.type == "cpu":
         return torch.futures.Future()
     return torch.futures.Future(devices=[device])

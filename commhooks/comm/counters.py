@@ -1,4 +1,4 @@
-"""What a hook has done so far: counted as it happens, read by `CommHook.stats()`."""
+"""Counters of a hook's work, read by `CommHook.stats()`."""
 
 from dataclasses import dataclass, field
 
@@ -7,7 +7,7 @@ from commhooks.comm.clocks import Clocks
 
 @dataclass
 class PassCounters:
-    """Of the latest backward pass."""
+    """Counters of the latest backward pass."""
 
     collectives: int = 0
     bytes_sent: int = 0
@@ -15,10 +15,10 @@ class PassCounters:
 
 @dataclass
 class Counters:
-    """Counters of one session, this rank only. Bytes are those handed to collectives.
+    """Counters of one session on this rank. Bytes are those of the tensors passed to collectives.
 
-    `backward_passes` counts every synchronised backward pass; `nonfinite_steps` those of them that were not committed
-    because a number was inf or NaN on some rank; `compressed_steps` those that were compressed and committed.
+    `backward_passes` counts every synchronised backward pass; `nonfinite_steps` those that were not committed because a
+    number was inf or NaN on some rank; `compressed_steps` those that were compressed and committed.
     """
 
     backward_passes: int = 0
@@ -27,19 +27,20 @@ class Counters:
     collectives: int = 0
     bytes_sent: int = 0
     bytes_uncompressed: int = 0
-    """What plain DDP would have handed to all-reduce in the same passes."""
+    """Bytes that DDP without a hook would have passed to all-reduce in the same passes."""
     handshakes: int = 0
-    """Small exchanges in which ranks compare their state after a start or a load; not counted in the bytes."""
+    """Number of small collectives in which the ranks compare their state after a start or a load; not counted in the
+    bytes."""
     numel_before: int = 0
     numel_after: int = 0
     """Gradient elements before and after compression in compressed passes only (torch's `compression_stats`)."""
     last_issued: str = ""
-    """The latest collective: what, of which bucket, at which step. Where a run hangs, look here."""
+    """Description, bucket and step of the latest collective, to find out where a run hangs."""
     last_pass: PassCounters = field(default_factory=PassCounters)
     clocks: Clocks = field(default_factory=Clocks)
 
     def sent(self, numel: int, itemsize: int) -> None:
-        """One collective of `numel` elements was issued."""
+        """Count one collective of `numel` elements of `itemsize` bytes."""
         self.collectives += 1
         self.bytes_sent += numel * itemsize
         self.last_pass.collectives += 1

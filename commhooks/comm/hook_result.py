@@ -1,4 +1,4 @@
-"""What a hook has to give back, checked where a user's hook comes in: DDP's own errors do not say whose fault it is."""
+"""Check what a user's hook returns: DDP's own errors do not name the hook."""
 
 from typing import Any
 
@@ -13,7 +13,7 @@ _EXPECTED = (
 
 
 def checked_future(returned: Any, hook_name: str) -> torch.futures.Future[torch.Tensor]:
-    """`returned`, if it is a future. Raises `HookRunError` if not."""
+    """Return `returned` if it is a future; raise HookRunError otherwise."""
     # `Work.get_future()` gives the base class, which has no public name (torch 2.13).
     if not isinstance(returned, torch._C.Future):
         raise HookRunError(f"hook {hook_name!r} returned a {type(returned).__name__}; {_EXPECTED}")
@@ -21,13 +21,14 @@ def checked_future(returned: Any, hook_name: str) -> torch.futures.Future[torch.
 
 
 def checked_value(value: Any, hook_name: str, numel: int) -> torch.Tensor:
-    """`value`, what a hook's future held, if it is a tensor of `numel` elements. Raises `HookRunError` if not.
+    """Return `value`, the content of a hook's future, if it is a tensor of `numel` elements; raise HookRunError
+    otherwise.
 
-    Raised in a callback of the future, it leaves backward as a RuntimeError with the same text.
+    If it is raised in a callback of the future, backward raises a RuntimeError with the same text.
     """
     if not isinstance(value, torch.Tensor):
         raise HookRunError(f"the future of hook {hook_name!r} holds a {type(value).__name__}; {_EXPECTED}")
-    if value.numel() != numel:  # `copy_` would repeat a single number all over the bucket
+    if value.numel() != numel:  # `copy_` would broadcast a single number over the bucket
         raise HookRunError(
             f"the future of hook {hook_name!r} holds {value.numel()} numbers for a bucket of {numel}; {_EXPECTED}"
         )

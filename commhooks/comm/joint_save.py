@@ -1,10 +1,10 @@
-"""Collectives while saving, that can neither hang nor disturb the training's own.
+"""Collectives for saving that can neither hang nor interfere with those of the training.
 
-They run on a gloo group of our own, on CPU copies, in pieces with a time limit each. Before the first one the ranks
-announce themselves in the store of the process group. Whether to go ahead is decided once, by the first to write the
-decision (an atomic compare-and-set): rank 0 when all have announced themselves, or whoever has waited too long. A save
-that not every rank joins is thus found out where it harms nothing. The same vote, taken again after the last piece,
-tells whether every rank has got everything.
+They run on a separate gloo group, on CPU copies, in pieces with a time limit each. Before the first piece each rank
+writes a vote to the store of the process group. The decision whether to start is made once, by the first rank to write
+it (an atomic compare-and-set): rank 0 when all votes are there, or any rank whose time limit has passed. A save that
+not every rank joins is therefore detected before any collective starts. A second vote after the last piece tells every
+rank whether all of them succeeded.
 """
 
 from collections import Counter
@@ -16,14 +16,14 @@ import torch
 import torch.distributed as dist
 
 PIECE_NUMEL = 1 << 22
-"""Numbers per collective: 16 MB in float32, some seconds on a link of 100 Mbit."""
+"""Elements per collective: 16 MiB in float32, a few seconds at 100 Mbit/s."""
 
 
 class JointSave:
-    """Saves of one registration. Every rank of `group` has one, made with the same `nonce`.
+    """Joint saves of one session. Every rank of `group` makes one, with the same `nonce`.
 
     Args:
-        nonce: tells this registration's keys in the store from those of any other.
+        nonce: distinguishes the keys of this session in the store from those of others.
     """
 
     def __init__(self, group: dist.ProcessGroup, nonce: int) -> None:
@@ -32,21 +32,23 @@ class JointSave:
         self._limit = timedelta(0)
         self._voted: list[str] = []
         self._saves: Counter[int] = Counter()
-        self._group: Any = None  # a ProcessGroupGloo, whose collectives torch's stubs leave out
+        self._group: Any = None  # a ProcessGroupGloo; torch's type stubs lack its collectives
         self._generation = 0
-        self._broken = True  # there is no group yet
+        self._broken = True  # no group was made yet
         self.speaker = 0
-        """The rank that may warn of the latest failure: of those that know of it, one."""
+        """The one rank that logs a warning about the latest failure; it is a rank that knows of it."""
 
     def run(self, step: int, collect: Callable[["JointSave"], None], limit_s: float) -> str:
-        """Run `collect`, which calls `mean` and `gather` on this object, jointly on all ranks.
+        """Run `collect`, which calls `mean` and `gather` on this object, jointly on all ranks. All ranks should call
+        this; if one does not, the others return a failure after the time limit.
 
         Args:
+            step: the step that is saved, equal on all ranks; part of the keys in the store.
             limit_s: seconds to wait for the other ranks, and for each piece.
 
         Returns:
-            "" if it succeeded on every rank, else why not; a failure is one on every rank. Never waits longer than the
-            limits and never raises for what another rank did or did not do.
+            "" if it succeeded on every rank, else the reason of the failure; all ranks succeed or all fail. Never waits
+            longer than the limits and never raises because of another rank.
         """
         self._limit = timedelta(seconds=limit_s)
         self.speaker = 0
@@ -61,7 +63,7 @@ class JointSave:
         try:
             self._use_generation(max(map(int, decision)))
             collect(self)
-        except Exception as error:  # a dead rank, a time-out: torch has no narrower class for them
+        except Exception as error:  # a dead rank or a timeout: torch has no narrower class for these
             failure = f"rank {self._rank} failed: {type(error).__name__}: {error}"
         outcome = self._try_vote(f"{place}/end", failure)
         failures = [late] if outcome is None else [each for each in outcome if each]
@@ -74,13 +76,13 @@ class JointSave:
     def _try_vote(self, place: str, vote: str) -> list[str] | None:
         try:
             return self._vote(place, vote)
-        except RuntimeError:  # the store itself is gone, with the process that kept it
+        except RuntimeError:  # the process that hosts the store has ended
             self.speaker = self._rank
             return None
 
     def _forget_votes(self, place: str) -> None:
-        """Take out of the store what nobody reads any more: all ranks have voted at the end of `place`, so they are
-        beyond its beginning, and beyond every save before it."""
+        """Delete the votes that no rank reads any more. All ranks have voted at the end of `place`, so they have
+        finished its first vote and all earlier saves."""
         if self._rank == 0:
             for old in (*self._voted, f"{place}/begin"):
                 for key in ("decision", *(f"vote{rank}" for rank in range(self._size))):
@@ -88,14 +90,14 @@ class JointSave:
             self._voted = [f"{place}/end"]
 
     def mean(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The mean of `tensor` over the ranks, on the CPU."""
+        """The mean of `tensor` over the ranks, on the CPU. All ranks must call this with equal shapes and dtypes."""
         total = tensor.detach().to("cpu", copy=True).contiguous()
         for piece in total.view(-1).split(PIECE_NUMEL):
             self._live_group().allreduce([piece]).wait(self._limit)
         return total.div_(self._size)
 
     def gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
-        """`tensor` of every rank, on the CPU."""
+        """The tensors of all ranks in rank order, on the CPU. All ranks must call this with equal shapes and dtypes."""
         own = tensor.detach().cpu().contiguous()
         gathered = [torch.empty_like(own) for _ in range(self._size)]
         pieces = [own.view(-1).split(PIECE_NUMEL)] + [each.view(-1).split(PIECE_NUMEL) for each in gathered]
@@ -108,27 +110,28 @@ class JointSave:
         return self._group
 
     def _use_generation(self, generation: int) -> None:
-        """A group in which a collective has failed stays broken for all its members: make another one."""
+        """Make a new gloo group if there is none, or after a failure: a group in which a collective has failed cannot
+        be used again."""
         if self._group is None or self._broken or generation != self._generation:
             store = dist.PrefixStore(f"gloo{generation}", self._store)
             self._group = dist.ProcessGroupGloo(store, self._rank, self._size, self._limit)
             self._generation, self._broken = generation, False
 
     def _vote(self, place: str, vote: str) -> list[str] | None:
-        """The votes of all ranks, or None where they did not all vote in time; the same on every rank."""
+        """The votes of all ranks, or None if not all of them voted in time. All ranks get the same result."""
         store = dist.PrefixStore(place, self._store)
         store.set(f"vote{self._rank}", vote)
         ballots = [f"vote{rank}" for rank in range(self._size)]
         verdict = "all"
         try:
             store.wait(ballots if self._rank == 0 else ["decision"], self._limit)
-        except RuntimeError:  # a time-out: DistStoreError from a TCPStore, a plain RuntimeError from a FileStore
+        except RuntimeError:  # a timeout: DistStoreError from a TCPStore, RuntimeError from a FileStore
             verdict = str(self._rank)
         if self._rank == 0 or verdict != "all":
             decision = store.compare_set("decision", "", verdict)
         else:
             decision = store.get("decision")
         if decision != b"all":
-            self.speaker = int(decision)  # who gave up: rank 0 may never learn of a save that it did not join
+            self.speaker = int(decision)  # the rank whose time limit passed: rank 0 may not have joined this save
             return None
         return [store.get(ballot).decode() for ballot in ballots]

@@ -1,7 +1,8 @@
-"""From the compute dtype to the dtype that travels, divided by the world size so that the sum is the mean.
+"""Convert from the compute dtype to the wire dtype (the dtype that is sent), divided by the world size, so that the sum
+over the ranks is the mean.
 
-A wire of fewer bits must not turn a large number into inf, nor an inf into a large number: what is finite stays finite
-where error feedback makes up for the loss, and what is not becomes NaN, which no reduction hides.
+A narrower wire dtype must not turn a large number into inf, nor an inf into a large number. Finite numbers are clamped
+where error feedback compensates for the loss; non-finite ones become NaN, which survives every reduction.
 """
 
 import math
@@ -10,32 +11,33 @@ import torch
 
 WIRE_DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 CLAMPED_STEPS = 64
-"""A gradient beyond this many times what the wire can hold is an overflow: error feedback, which sends so much per step
-and no more, would be busy with it for the rest of the run."""
+"""A gradient larger than this many times the largest number of the wire dtype counts as an overflow. Error feedback
+would need more than this many steps to send it."""
 
 
 def wire_dtype_of(bucket_dtype: torch.dtype, wrapper_dtype: torch.dtype | None) -> torch.dtype:
-    """The bucket's own dtype unless a wrapper lowers it; a 16-bit bucket is not converted to the other 16-bit type."""
+    """The wrapper's dtype if it is narrower than the bucket's, else the bucket's. A 16-bit bucket is therefore never
+    converted to the other 16-bit dtype."""
     if wrapper_dtype is None or bucket_dtype.itemsize <= wrapper_dtype.itemsize:
         return bucket_dtype
     return wrapper_dtype
 
 
 def largest_share(dtype: torch.dtype, world_size: int) -> float:
-    """The largest number that `world_size` ranks can each send without the sum overflowing `dtype`."""
+    """The largest number that each of `world_size` ranks can send without an overflow of the sum in `dtype`."""
     info = torch.finfo(dtype)
     return info.max / world_size * (1 - min(0.5, world_size * info.eps))
 
 
 def largest_gradient(wire_dtype: torch.dtype) -> float:
-    """A gradient beyond this is an overflow; see `CLAMPED_STEPS`."""
+    """A gradient larger than this counts as an overflow; see `CLAMPED_STEPS`."""
     return CLAMPED_STEPS * torch.finfo(wire_dtype).max
 
 
 def put_factor(factor: torch.Tensor, out: torch.Tensor, world_size: int) -> None:
-    """Write `factor / world_size` to the wire: finite numbers clamped to what the sum can hold, others as NaN.
+    """Write `factor / world_size` to `out`: finite numbers clamped so that the sum cannot overflow, others as NaN.
 
-    Clamping P only tilts the basis that it spans.
+    Clamping P only changes the basis slightly.
     """
     limit = largest_share(out.dtype, world_size)
     # x * 0 is 0 for every finite x and NaN for inf and NaN.
@@ -43,8 +45,8 @@ def put_factor(factor: torch.Tensor, out: torch.Tensor, world_size: int) -> None
 
 
 def put_overflow(gradient: torch.Tensor, out: torch.Tensor) -> None:
-    """Turn `out`, a number that is sent beside P, into NaN where the gradient is too large for clamping (see
-    `CLAMPED_STEPS`): every rank learns of it, and the step is skipped."""
+    """Set `out`, a number that is sent together with P, to NaN if the gradient is too large for clamping (see
+    `CLAMPED_STEPS`). All ranks then receive NaN and skip the step."""
     limit = largest_gradient(out.dtype)
     if limit < torch.finfo(gradient.dtype).max:
         low, high = torch.aminmax(gradient)
@@ -52,11 +54,12 @@ def put_overflow(gradient: torch.Tensor, out: torch.Tensor) -> None:
 
 
 def put_projection(factor: torch.Tensor, out: torch.Tensor, world_size: int) -> None:
-    """Write Q to the wire and change `factor` in place to exactly what was sent, times the world size.
+    """Write Q (`... x r x m`) divided by the world size to `out`, and replace `factor` by the sent values times the
+    world size.
 
-    Rounding and clamping are fed back thereby: the residual is made from `factor` as it is then. An inf is an overflow
-    of this product (an inf in the gradient shows in P) and is clamped too. The r rows (of `... x r x m`) are clamped to
-    what each may be for an element of P Q^T, a sum of r products, to fit into a bucket of the wire's dtype.
+    The residual is computed from the new `factor`, so error feedback includes rounding and clamping. An inf is an
+    overflow of this product, because an inf in the gradient shows in P; it is clamped, too. The limit is the largest
+    share divided by sqrt(r), so that an element of P Q^T, a sum of r products, fits into a bucket of the wire dtype.
     """
     limit = largest_share(out.dtype, world_size) / math.sqrt(factor.shape[-2])
     _put(_share(factor, out, world_size).clamp_(-limit, limit), out)
@@ -65,20 +68,21 @@ def put_projection(factor: torch.Tensor, out: torch.Tensor, world_size: int) -> 
 
 
 def put_only_factor(factor: torch.Tensor, out: torch.Tensor, world_size: int) -> None:
-    """As `put_projection` where nothing else shows what is not finite: inf and NaN are sent as NaN."""
+    """As `put_projection`, but for the only message of a step: if `factor` holds inf or NaN, all of `out` becomes
+    NaN."""
     bad = (factor * 0).sum()
     put_projection(factor, out, world_size)
     out.add_(bad.to(out.dtype))
 
 
 def put_plain(gradient: torch.Tensor, out: torch.Tensor, world_size: int) -> None:
-    """Write an uncompressed gradient to the wire. Nothing is clamped: no error feedback would make up for it, so an
-    overflow arrives as inf, as in plain fp16 compression, and the step is skipped."""
+    """Write an uncompressed gradient divided by the world size to `out`, without clamping, for which no error feedback
+    would compensate. An overflow becomes inf, as in plain fp16 compression, and the step is skipped."""
     _put(_share(gradient, out, world_size), out)
 
 
 def _share(numbers: torch.Tensor, out: torch.Tensor, world_size: int) -> torch.Tensor:
-    """`numbers / world_size`, in `out` if that has the same dtype and in memory of its own otherwise."""
+    """`numbers / world_size`, in `out` if that has the same dtype, else in a new tensor."""
     return torch.div(numbers, world_size, out=out if out.dtype == numbers.dtype else None)
 
 
@@ -88,8 +92,8 @@ def _put(share: torch.Tensor, out: torch.Tensor) -> None:
 
 
 def all_finite(reduced: torch.Tensor) -> torch.Tensor:
-    """0-dim bool tensor on the same device. On CPU aminmax is nine times faster than isfinite().all() and 17 times
-    faster than vector_norm(inf); where there is a NaN, both of its answers are NaN."""
+    """Whether all numbers are finite: a 0-dim bool tensor on the same device. On CPU aminmax is nine times faster than
+    isfinite().all() and 17 times faster than vector_norm(inf); with a NaN in the input both of its results are NaN."""
     if reduced.numel() == 0:
         return torch.ones((), dtype=torch.bool, device=reduced.device)
     low, high = torch.aminmax(reduced)

@@ -1,1 +1,1 @@
-"""Where gradients come from and lie."""
+"""Gradients: their buckets and layouts, the names of parameters, and DDP as their source."""

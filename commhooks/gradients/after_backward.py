@@ -1,4 +1,4 @@
-"""Something to do at the end of the backward pass that is running now."""
+"""Run a function at the end of the current backward pass."""
 
 import contextlib
 from collections.abc import Callable
@@ -7,26 +7,26 @@ import torch
 
 
 def in_backward() -> bool:
-    """Whether a backward pass is running in this thread. Where `Join` shadows the other ranks' collectives none is."""
-    # Private (torch 2.13): the pass that is running; set also where DDP calls hooks at its very end (static_graph).
+    """Whether a backward pass is running in this thread. False when `Join` shadows the collectives of other ranks."""
+    # Private (torch 2.13): the id of the running pass; also set when DDP calls hooks at its end (static_graph).
     return torch._C._current_graph_task_id() != -1
 
 
 def run_after_backward(callback: Callable[[], None]) -> None:
-    """Call `callback` once the running backward pass has come to its end without an exception.
+    """Call `callback` at the end of the current backward pass unless that ends in an exception.
 
-    Ask again at every bucket: reentrant checkpointing runs backward passes within the backward pass, and what is asked
-    for in an inner one is dropped at its end. Outside of a backward pass (where `Join` shadows the others' collectives)
-    nothing happens.
+    Call this at every bucket: reentrant checkpointing runs backward passes inside the backward pass, and a callback
+    queued in an inner pass is dropped at the end of that pass. Outside of a backward pass (when `Join` shadows the
+    collectives of other ranks) it does nothing.
     """
 
     def at_the_end() -> None:
-        # Private (torch 2.13): the node that the pass around this one is at, if there is one.
+        # Private (torch 2.13): the current node of the enclosing backward pass; None in the outermost one.
         if torch._C._current_autograd_node() is None:
             callback()
 
-    # Private, and the only way to run something at the end of a backward pass from within it (torch 2.13; torch's own
-    # optimizer_overlap_hooks.py does the same). Outside of one it raises a RuntimeError.
+    # Private (torch 2.13), and the only way to queue a callback for the end of a backward pass from within it; torch's
+    # optimizer_overlap_hooks.py does the same. Raises RuntimeError outside of a backward pass.
     engine = torch.autograd.Variable._execution_engine
     with contextlib.suppress(RuntimeError):
         engine.queue_callback(at_the_end)

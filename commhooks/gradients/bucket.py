@@ -1,6 +1,6 @@
 """One bucket of gradients as the engine sees it: a flat buffer and the parameters in it.
 
-Whoever reduces gradients makes it: DDP (`gradients.ddp`), or a plain call with tensors.
+Made from DDP's buckets (`gradients.ddp`), or directly from tensors.
 """
 
 from collections.abc import Sequence
@@ -13,14 +13,15 @@ class Bucket:
 
     Attributes:
         flat: 1-D, this rank's gradients, replaced in place by the result. A sparse tensor for a sparse gradient.
-        index: buckets of a backward pass come with rising numbers; a number that does not rise begins another pass.
-        is_last: the last one of its backward pass.
+        index: increases within a backward pass; a bucket whose index is not larger than the previous one begins a new
+            pass.
+        is_last: this is the last bucket of its backward pass.
     """
 
     def __init__(
         self, flat: torch.Tensor, parameters: Sequence[torch.Tensor], index: int = 0, is_last: bool = True
     ) -> None:
-        """`parameters`: in the order of the buffer."""
+        """`parameters`: in their order in the buffer."""
         self.flat = flat
         self.index = index
         self.is_last = is_last
@@ -28,15 +29,16 @@ class Bucket:
 
     @property
     def parameters(self) -> Sequence[torch.Tensor]:
-        """In the order of the buffer."""
+        """The parameters in their order in the buffer."""
         return self._parameters
 
     @property
     def numel_here(self) -> int:
-        """Numbers in the buffer now: of a sparse gradient its values."""
+        """Number of elements in the buffer; for a sparse gradient that of its values."""
         return self.flat._values().numel() if self.flat.is_sparse else self.flat.numel()
 
     @property
     def layout_key(self) -> tuple[int, ...]:
-        """Which parameters, in which order. Valid as long as the layout that it finds keeps them alive."""
+        """Identifies the parameters and their order by `id`. Valid while the parameters are alive; a stored layout
+        keeps them alive."""
         return tuple(id(parameter) for parameter in self.parameters)

@@ -1,8 +1,8 @@
-"""How DDP will cut a model into buckets: an estimate, made without DDP.
+"""Estimate how DDP will divide a model into buckets, without DDP.
 
-After the first step DDP orders the buckets by the time at which gradients were ready, which is about the reverse of the
-order in which the parameters were registered (torch, reducer.cpp, `compute_bucket_assignment_by_size` and
-`rebuild_buckets`). A model that runs its layers in another order gets other buckets.
+After the first step DDP orders the buckets by the time at which gradients were ready, which is roughly the reverse of
+the order in which the parameters were registered (torch, reducer.cpp, `compute_bucket_assignment_by_size` and
+`rebuild_buckets`). The estimate is wrong for a model that runs its layers in another order.
 """
 
 from collections.abc import Iterable
@@ -12,13 +12,13 @@ import torch
 
 DEFAULT_CAP_MB = 25
 FIRST_CAP_BYTES = 2**20
-"""Of the first bucket, unless a cap was asked for: torch wants it to be sent early."""
+"""Size of the first bucket unless `bucket_cap_mb` is given: DDP keeps it small to send it early."""
 ESTIMATE = "estimated: how DDP cuts them after the first step if gradients are ready in reverse order of registration"
 
 
 @dataclass(frozen=True)
 class Reduced:
-    """What DDP has to know of a parameter."""
+    """The properties of a parameter that determine its bucket."""
 
     name: str
     size_bytes: int
@@ -38,7 +38,7 @@ def estimate_buckets(parameters: Iterable[Reduced], bucket_cap_mb: float | None 
     if bucket_cap_mb is None:
         caps.insert(0, FIRST_CAP_BYTES)
     done: list[tuple[str, ...]] = []
-    # Parameters share a bucket with those of their dtype and device only, and each kind begins with the first cap.
+    # A bucket holds parameters of one dtype and device, and the first cap applies to each such combination.
     open_buckets: dict[tuple[torch.dtype, torch.device], tuple[list[str], int]] = {}
     closed: dict[tuple[torch.dtype, torch.device], int] = {}
     for parameter in reversed(list(parameters)):

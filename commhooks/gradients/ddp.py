@@ -1,4 +1,4 @@
-"""`DistributedDataParallel` as a source of gradients: its buckets, its parameters, and where it limits a hook."""
+"""`DistributedDataParallel` as a source of gradients: its buckets, its parameters, and its limits for hooks."""
 
 from collections.abc import Sequence
 
@@ -11,8 +11,7 @@ from commhooks.gradients.bucket import Bucket
 
 
 class DDPBucket(Bucket):
-    """What DDP passes to a hook. Its parameters are asked for only when somebody needs them: torch makes a list of
-    them each time."""
+    """The bucket that DDP passes to a hook. Its parameters are read on demand: torch makes a new list at each call."""
 
     def __init__(self, grad_bucket: dist.GradBucket) -> None:
         super().__init__(grad_bucket.buffer(), (), grad_bucket.index(), grad_bucket.is_last())
@@ -24,10 +23,10 @@ class DDPBucket(Bucket):
 
 
 def bucket_of(grad_bucket: object) -> DDPBucket:
-    """The bucket that DDP passes to a hook.
+    """Convert the `GradBucket` that DDP passes to a hook.
 
     Raises:
-        HookRunError: it is no GradBucket: compiled DDP calls hooks with something else.
+        HookRunError: it is not a GradBucket, which happens with compiled DDP.
     """
     if not isinstance(grad_bucket, dist.GradBucket):
         raise HookRunError(
@@ -38,8 +37,8 @@ def bucket_of(grad_bucket: object) -> DDPBucket:
 
 
 def reduced_parameters(ddp_model: DistributedDataParallel) -> list[tuple[str, torch.Tensor]]:
-    """Names and parameters that DDP reduces, in registration order. `torch.compile`'s prefix is left out of the names,
-    so that a checkpoint fits with and without it."""
+    """Names and parameters that DDP reduces, in registration order. The prefix that `torch.compile` adds to names is
+    removed, so that checkpoints fit with and without it."""
     return [
         (name.replace("_orig_mod.", ""), parameter)
         for name, parameter in ddp_model.module.named_parameters()
@@ -57,13 +56,13 @@ def sparse_parameters(module: torch.nn.Module) -> set[int]:
 
 
 def forbid_uneven_division(ddp_model: DistributedDataParallel) -> None:
-    """`Join(divide_by_initial_world_size=False)` asks for the mean over the ranks that are still active, and DDP tells
-    no hook.
+    """Reject `Join(divide_by_initial_world_size=False)`, which requests the mean over the active ranks: DDP does not
+    pass their number to hooks.
 
     Raises:
-        HookRunError: it is active.
+        HookRunError: that option is active.
     """
-    # Private (torch 2.13): set by DDP's join hook and told to nobody else.
+    # Private (torch 2.13): set by DDP's join hook; there is no public access.
     if getattr(ddp_model, "_divide_by_initial_world_size", True) is False:
         raise HookRunError(
             "a communication hook divides gradients by the world size; Join(divide_by_initial_world_size=False) asks "

@@ -11,7 +11,7 @@ logger = logging.getLogger(__name__)
 
 
 def matching(names: Iterable[str], patterns: Sequence[str]) -> str | None:
-    """The first of `patterns` that matches one of a parameter's `names`: it has several where it is tied."""
+    """The first of `patterns` that matches one of a parameter's `names` (a tied parameter has several); else None."""
     all_names = list(names)
     for pattern in patterns:
         if any(fnmatch.fnmatchcase(name, pattern) for name in all_names):
@@ -20,7 +20,7 @@ def matching(names: Iterable[str], patterns: Sequence[str]) -> str | None:
 
 
 def all_names(module: torch.nn.Module) -> dict[int, list[str]]:
-    """id of each parameter -> all of its names, the first one first, without `torch.compile`'s prefix."""
+    """id of each parameter -> all of its names in registration order, without `torch.compile`'s prefix."""
     names: dict[int, list[str]] = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name.replace("_orig_mod.", ""))
@@ -28,7 +28,7 @@ def all_names(module: torch.nn.Module) -> dict[int, list[str]]:
 
 
 def unmatched_sentence(patterns: Sequence[str], names: Sequence[str]) -> str | None:
-    """What to say of patterns that match none of a model's parameter `names`; None if each matches one."""
+    """A warning about patterns that match none of the parameter `names`; None if every pattern matches one."""
     parts = []
     for pattern in patterns:
         if matching(names, [pattern]) is None:
@@ -43,7 +43,7 @@ def unmatched_sentence(patterns: Sequence[str], names: Sequence[str]) -> str | N
 
 
 def warn_if_unmatched(patterns: Sequence[str], module: torch.nn.Module) -> None:
-    """One warning about patterns that exclude nothing. A frozen parameter that matches is no mistake."""
+    """Log one warning about patterns that match no parameter of `module`, frozen ones included."""
     sentence = unmatched_sentence(patterns, [name for names in all_names(module).values() for name in names])
     if sentence is not None:
         logger.warning("%s.", sentence)

@@ -1,9 +1,9 @@
-"""Where the gradient of each parameter lies in a bucket.
+"""The position of each parameter's gradient in a bucket.
 
-DDP packs gradients into flat buffers in the *memory* order of the parameters: a channels_last weight or a transposed
-parameter is not in its logical order there, and `GradBucket.gradients()` then shows it scrambled. A `Slot` keeps what
-is needed to read it correctly. Layouts identify parameters by identity, never by bucket index: DDP rebuilds its buckets
-after the first step.
+DDP packs gradients into flat buffers in the *memory* order of the parameters. The gradient of a channels_last weight or
+a transposed parameter is therefore not in logical order, and `GradBucket.gradients()` returns its elements permuted. A
+`Slot` holds the information to read it correctly. Layouts identify parameters by identity, not by bucket index, because
+DDP rebuilds its buckets after the first step.
 """
 
 import math
@@ -54,8 +54,8 @@ class BucketLayout:
 def memory_order(parameter: torch.Tensor) -> tuple[int, ...]:
     """The dimensions of `parameter`, slowest in memory first: (0, 1, ..) if contiguous, (1, 0) if transposed.
 
-    DDP keeps the strides of a parameter in its buckets where the parameter fills its memory without gaps, and packs it
-    contiguously otherwise (torch, reducer.cpp, `initialize_bucket_views`).
+    DDP uses the strides of a parameter in its buckets if the parameter is dense in memory, and packs it contiguously
+    otherwise (torch, reducer.cpp, `initialize_bucket_views`).
     """
     order = sorted(range(parameter.dim()), key=parameter.stride, reverse=True)
     expected = 1
@@ -80,7 +80,7 @@ def to_memory(logical: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
 
 
 def read_layout(flat: torch.Tensor, parameters: Sequence[torch.Tensor], names: Sequence[str]) -> BucketLayout:
-    """Find where each parameter lies in the buffer `flat`. Called once per layout, not per step.
+    """Compute the position of each parameter in the buffer `flat`. Called once per layout, not per step.
 
     Raises:
         RuntimeError: the buffer does not have as many elements as the parameters.
@@ -88,7 +88,7 @@ def read_layout(flat: torch.Tensor, parameters: Sequence[torch.Tensor], names: S
     slots = []
     offset = 0
     for name, parameter in zip(names, parameters, strict=True):
-        # A complex parameter arrives as pairs of real numbers.
+        # DDP passes the gradient of a complex parameter as pairs of real numbers.
         numel = parameter.numel() * (2 if parameter.is_complex() else 1)
         if flat.is_sparse:
             slots.append(Slot(name, parameter, 0, parameter.numel()))
@@ -106,6 +106,7 @@ def read_layout(flat: torch.Tensor, parameters: Sequence[torch.Tensor], names: S
 
 
 def matrix_shape(parameter: torch.Tensor) -> tuple[int, int]:
-    """n x m of a parameter of two or more dimensions in memory order: its slowest dimension against all others."""
+    """(n, m) of a parameter with two or more dimensions as a matrix: n is the size of its slowest dimension in memory,
+    m the product of the others."""
     n = parameter.size(memory_order(parameter)[0])
     return n, math.prod(parameter.shape) // n if n else 0

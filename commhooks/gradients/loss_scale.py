@@ -1,4 +1,5 @@
-"""The factor by which the loss is multiplied: asked once per backward pass, and never by waiting for an accelerator."""
+"""The loss scale: the factor by which a GradScaler multiplies the loss. Read once per backward pass without
+synchronising with an accelerator."""
 
 import math
 import numbers
@@ -10,21 +11,21 @@ from commhooks.errors import HookRunError
 from commhooks.gradients import precision
 
 LossScale = float | torch.Tensor
-"""A number, or a 0-dim tensor on an accelerator that the host has not read."""
+"""A float, or a 0-dim tensor on an accelerator that the host has not read."""
 
 
 def scale_of(scaler: torch.amp.GradScaler, device: torch.device) -> LossScale:
-    """What `scaler` multiplies a loss on `device` by."""
+    """The current scale of `scaler` for a loss on `device`."""
     if precision.is_host_readable(device):
         return scaler.get_scale()
     return scaler.scale(torch.ones((), device=device))
 
 
 def read_scale(loss_scale: Callable[[], LossScale] | None) -> LossScale:
-    """The scale of this backward pass; 1 where there is none.
+    """The loss scale of this backward pass; 1 if `loss_scale` is None.
 
     Raises:
-        HookRunError: it is no number, or, as far as the host can see, zero, negative or not finite.
+        HookRunError: it is not a number; or its value is on the host and is zero, negative or not finite.
     """
     scale = 1.0 if loss_scale is None else loss_scale()
     if not isinstance(scale, numbers.Real) and not (isinstance(scale, torch.Tensor) and scale.numel() == 1):
@@ -44,13 +45,14 @@ def read_scale(loss_scale: Callable[[], LossScale] | None) -> LossScale:
 
 
 def usable(scale: LossScale, otherwise: LossScale) -> LossScale:
-    """`scale`; on a device a copy of it, since a scaler goes on to change its own, and `otherwise` where it is zero,
-    negative or not finite: the gradients of such a step are all zero or not finite, and residuals stay as they are."""
+    """`scale` if it is a float. For a tensor a copy, because the scaler changes its tensor in place, with `otherwise`
+    in place of a zero, negative or non-finite value: the gradients of such a step are all zero or not finite, and the
+    residuals must not change."""
     if not isinstance(scale, torch.Tensor):
         return scale
     return torch.where(scale.isfinite() & (scale > 0), scale, otherwise)
 
 
 def is_one(factor: LossScale) -> bool:
-    """Whether the host knows that it changes nothing."""
+    """Whether `factor` is the float 1; False for a tensor, which is not read."""
     return not isinstance(factor, torch.Tensor) and factor == 1

@@ -1,9 +1,9 @@
 """Stable parameter names: the keys of a hook's learned and saved state.
 
-A GradBucket carries no names. Where a hook is attached by us the model's own names are known; with a bare
-`register_comm_hook(state, hook)` a parameter is known by its place in the order in which it was registered, counted
-from the end, within its dtype and kind of device: that is the order that the first backward pass shows, whatever
-`bucket_cap_mb` is, and it is the same after a restart.
+A GradBucket carries no names. `attach` uses the names of the model. With a plain `register_comm_hook(state, hook)` a
+parameter is identified by its position among the parameters of its dtype and device type, counted from the one
+registered last. The first backward pass shows the parameters in this order for every `bucket_cap_mb`, also after a
+restart.
 """
 
 from collections import Counter
@@ -18,27 +18,27 @@ from commhooks.gradients.exclude import matching
 
 
 class ParameterNames(Protocol):
-    """Names of parameters."""
+    """Maps parameters to stable names."""
 
     def of_bucket(self, parameters: list[torch.Tensor], first: bool) -> list[str]:
-        """The names of a bucket's parameters; `first`: this is the first bucket of a backward pass."""
+        """The names of a bucket's parameters, in order. `first`: this is the first bucket of a backward pass."""
 
     def known(self) -> dict[str, torch.Tensor]:
-        """Name -> parameter, of all that are known so far."""
+        """Name -> parameter, for all parameters known so far."""
 
     def excluded_by(self, name: str, patterns: Sequence[str]) -> str | None:
-        """The first of `patterns` (globs) that matches the parameter, None without."""
+        """The first of `patterns` (globs) that matches the parameter, else None."""
 
 
 class ModelNames:
-    """The names that the model gives them. A tied parameter has the first of its names."""
+    """Names from the model. A tied parameter has the first of its names."""
 
     def __init__(
         self,
         named_parameters: Iterable[tuple[str, torch.Tensor]],
         all_names: Mapping[int, Sequence[str]] = MappingProxyType({}),
     ) -> None:
-        """`all_names`: of each parameter by its id; several where it is tied."""
+        """`all_names`: id of a parameter -> all of its names, for tied parameters."""
         self._parameters = dict(named_parameters)
         self._all_names = {name: list(all_names.get(id(p), [name])) for name, p in self._parameters.items()}
         self._names = {id(parameter): name for name, parameter in self._parameters.items()}
@@ -69,7 +69,7 @@ class PositionalNames:
 
     def of_bucket(self, parameters: list[torch.Tensor], first: bool) -> list[str]:
         if first and not any(id(parameter) in self._parameters for parameter in parameters):
-            # Another model: start anew. Its first bucket holds the parameters registered last.
+            # Another model: clear the names. Its first bucket holds the parameters registered last.
             self._parameters.clear()
             self._counts.clear()
         for parameter in reversed(parameters):

@@ -1,8 +1,8 @@
-"""The arithmetic in which hooks compute, whatever the user's switches say.
+"""Hooks compute in full precision, independent of the user's settings.
 
 A hook runs inside `backward`: grad mode may be on (`create_graph=True`), autocast may be active, and TF32 or bf16
-products may be allowed for the model. Error feedback needs none of that: a product rounded to 10 bits loses what the
-residual is meant to keep.
+products may be allowed for the model. Hooks must avoid all of these: rounding a product to 10 bits loses the part that
+error feedback stores in the residual.
 """
 
 import contextlib
@@ -14,8 +14,8 @@ import torch.backends.mkldnn
 
 from commhooks.errors import HookConfigError
 
-# One switch per library that multiplies float32 matrices: oneDNN on CPU, cuBLAS on CUDA. Read and restored one by one;
-# the older `torch.set_float32_matmul_precision` raises once a user has mixed it with these.
+# One switch per library that multiplies float32 matrices: oneDNN on CPU, cuBLAS on CUDA. Each is read and restored
+# separately; the older `torch.set_float32_matmul_precision` raises if a user has set these switches, too.
 _PRECISION_SWITCHES = (
     torch.backends.mkldnn.matmul,  # type: ignore[attr-defined]
     torch.backends.cuda.matmul,
@@ -23,24 +23,25 @@ _PRECISION_SWITCHES = (
 
 
 def compute_dtype(dtype: torch.dtype) -> torch.dtype:
-    """float64 stays float64; everything else is computed in float32."""
+    """The dtype in which hooks compute: float64 for float64, float32 for everything else."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def is_host_readable(device: torch.device) -> bool:
-    """Whether Python can read a number of a tensor on `device` without waiting for an accelerator. Where it cannot,
-    masks on the device decide."""
+    """Whether Python can read a tensor on `device` without synchronising with an accelerator. If not, hooks use masks
+    on the device instead of branches."""
     return device.type == "cpu"
 
 
 def check_one_device(devices: Iterable[torch.device], what: str) -> None:
-    """Buckets of several devices would have to wait for each other: a step is committed as a whole, or not at all.
+    """Check that all buckets are on one device: a step is committed for all buckets together, and buckets on several
+    devices would have to wait for each other.
 
     Args:
-        what: the compression that needs it, for the message.
+        what: name of the compression, for the message.
 
     Raises:
-        HookConfigError: there are several.
+        HookConfigError: there are several devices.
     """
     found = sorted({str(device) for device in devices})
     if len(found) > 1:
@@ -52,7 +53,7 @@ def check_one_device(devices: Iterable[torch.device], what: str) -> None:
 
 @contextlib.contextmanager
 def full_precision(device: torch.device) -> Iterator[None]:
-    """Run the body without grad mode and autocast, float32 products in full float32."""
+    """Run the body without grad mode and autocast, with float32 products in full float32 precision."""
     saved = []
     for switch in _PRECISION_SWITCHES:
         precision = switch.fp32_precision
@@ -64,7 +65,7 @@ def full_precision(device: torch.device) -> Iterator[None]:
             yield
     finally:
         for switch, precision in saved:
-            # "none" takes the value of the switch above it; write one of its own only where there was one.
+            # "none" inherits from the parent switch; set an explicit value only if there was one before.
             switch.fp32_precision = "none"
             if switch.fp32_precision != precision:
                 switch.fp32_precision = precision

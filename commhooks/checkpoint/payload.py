@@ -132,7 +132,7 @@ def read(payload: dict[str, Any], target: Target, *, strict: bool) -> LearnedSta
             if saved is None:
                 continue
             if each.replicated:
-                value = _fitted(each, saved, entry["row_dim"], parameter, target.plans.get(name), target.compressor)
+                value = _fitted(each, saved, entry["row_dim"], name, target)
             else:
                 # The gradient of a complex parameter is sent as it is: it leaves no residual.
                 if parameter.is_complex():
@@ -162,24 +162,18 @@ def read(payload: dict[str, Any], target: Target, *, strict: bool) -> LearnedSta
     return state
 
 
-def _fitted(
-    field: StateField,
-    saved: torch.Tensor,
-    row_dim: int,
-    parameter: torch.Tensor,
-    plan: UnitPlan | None,
-    compressor: Compressor[Any],
-) -> torch.Tensor | None:
+def _fitted(field: StateField, saved: torch.Tensor, row_dim: int, name: str, target: Target) -> torch.Tensor | None:
     """What every rank has, for the plan of now; None where the parameter is not compressed or nothing fits."""
+    plan = target.plans.get(name)
     if plan is None:
         return None
-    value = field.from_saved(saved, parameter, row_dim)
+    value = field.from_saved(saved, target.parameters[name], row_dim)
     if value is None:
         return None
     problem = field.problem(value, plan)
     if problem is not None:
         raise damaged(f"it has {problem}")
-    return field.refit(value, plan, compressor.fresh(field, plan, torch.float64))
+    return field.refit(value, plan, target.compressor.fresh(field, plan, torch.float64))
 
 
 def _compare(parameters: dict[str, Any], target: Target, strict: bool) -> list[str]:

@@ -78,10 +78,10 @@ class AlternatingExchange(HostExchange):
             return
         if makes_q:
             mean_p, mean_q = p, self._factor(self._learned_q, matrix, matrix.m).copy_(arrived)
-            del self._learned_p[matrix.name]
+            self._drop(self._learned_p, matrix)
         else:
             mean_p, mean_q = self._factor(self._learned_p, matrix, matrix.n).copy_(arrived), q
-            self._learned_q.pop(matrix.name, None)
+            self._drop(self._learned_q, matrix)
         if self._error_feedback and s.in_place[i]:
             residual = self._residual(matrix.slots[0]).view(matrix.n, matrix.m)
             s.kernels.split(delta, (p, q), (mean_p, mean_q), matrix.rank, residual)
@@ -91,7 +91,16 @@ class AlternatingExchange(HostExchange):
         self._store_gradient(i, matrix, delta, mean_q, mean_p)
 
     def _factor(self, learned: dict[str, torch.Tensor], matrix: Matrix, length: int) -> torch.Tensor:
-        """The entry of `learned` for the matrix, `r x length`; an uninitialised one is added if there is none."""
+        """The tensor of `matrix` in `learned`, `r x length`; a new one takes the memory of a dropped factor."""
         if matrix.name not in learned:
-            learned[matrix.name] = torch.empty(matrix.rank, length, dtype=self._work.dtype, device=self.buffer.device)
+            spare = self._work.spare.pop((matrix.name, length), None)
+            if spare is None:
+                spare = torch.empty(matrix.rank, length, dtype=self._work.dtype, device=self.buffer.device)
+            learned[matrix.name] = spare
         return learned[matrix.name]
+
+    def _drop(self, learned: dict[str, torch.Tensor], matrix: Matrix) -> None:
+        """Forget a factor that the other one replaces, and keep its memory."""
+        old = learned.pop(matrix.name, None)
+        if old is not None:
+            self._work.spare[matrix.name, old.shape[1]] = old

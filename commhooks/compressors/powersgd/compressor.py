@@ -18,7 +18,7 @@ from commhooks.compressors.powersgd.device_exchange import DeviceExchange
 from commhooks.compressors.powersgd.host_exchange import HostExchange
 from commhooks.compressors.powersgd.matrix import Matrix
 from commhooks.compressors.powersgd.plan import MatrixPlan, memory_plan, plan_bucket, plan_parameter
-from commhooks.compressors.powersgd.workspace import Draws, Workspace
+from commhooks.compressors.powersgd.workspace import Draws, Workspace, WorkspaceSetup
 from commhooks.gradients import precision
 from commhooks.gradients.layout import BucketLayout
 
@@ -80,15 +80,14 @@ class _LowRank(Compressor[AnyPowerSGD]):
         return kind(flat, work, state, step, error_feedback=self.config.use_error_feedback).run()
 
     def _new_workspace(self, layout: BucketLayout, matrices: list[Matrix]) -> Workspace:
-        return Workspace(
-            layout,
-            matrices,
+        setup = WorkspaceSetup(
             self.wire_dtype_for(layout.dtype),
             Draws(self.config.random_seed, self.config.warm_start),
             fused=self.config.fused,
             stacked=not precision.is_host_readable(layout.device) and not self.config.alternate,
             stack_deltas=self.config.batch_tensors_with_same_shape,
         )
+        return Workspace(layout, matrices, setup)
 
 
 class PowerSGDCompressor(_LowRank[PowerSGD]):

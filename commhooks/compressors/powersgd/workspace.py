@@ -54,38 +54,48 @@ class Draws:
         return codec.draw(self.seed, matrix.name, f"refill {side}", matrix.rank, length, dtype)
 
 
+@dataclass(frozen=True)
+class WorkspaceSetup:
+    """How a `Workspace` is made.
+
+    Attributes:
+        wire_dtype: the dtype that is sent.
+        draws: random numbers for the first Q and for rows that replace dependent ones.
+        fused: use `fused_codec`.
+        stacked: put matrices of one shape into one stack, for `DeviceExchange`.
+        stack_deltas: stack the deltas too, which needs a copy of the gradients.
+    """
+
+    wire_dtype: torch.dtype
+    draws: Draws
+    fused: bool = False
+    stacked: bool = False
+    stack_deltas: bool = False
+
+
 class Workspace:
     """Buffers of one bucket layout, on its device.
 
     Args:
-        draws: random numbers for the first Q and for rows that replace dependent ones.
-        fused: use `fused_codec`.
-        stacked: put matrices of one shape into one stack, for `DeviceExchange`; `p`, `q`, `delta` are then empty.
-        stack_deltas: stack the deltas too, which needs a copy of the gradients.
+        matrices: what is compressed in the bucket.
+        setup: see `WorkspaceSetup`. With stacks `p`, `q` and `delta` are empty.
     """
 
-    def __init__(
-        self,
-        layout: BucketLayout,
-        matrices: list[Matrix],
-        wire_dtype: torch.dtype,
-        draws: Draws,
-        *,
-        fused: bool = False,
-        stacked: bool = False,
-        stack_deltas: bool = False,
-    ) -> None:
-        device, dtype = layout.device, precision.compute_dtype(layout.dtype)
-        if fused:
+    def __init__(self, layout: BucketLayout, matrices: list[Matrix], setup: WorkspaceSetup) -> None:
+        device, dtype, stacked = layout.device, precision.compute_dtype(layout.dtype), setup.stacked
+        if setup.fused:
             fused_codec.check_supported(device, dtype)
-        self.kernels: Kernels = fused_codec.load() if fused else codec
-        self.draws = draws
+        self.kernels: Kernels = fused_codec.load() if setup.fused else codec
+        self.draws = setup.draws
         self.layout = layout
         self.dtype = dtype
         groups = by_shape(matrices) if stacked else []
         self.stacks = [
             MatrixStack(
-                group, dtype, device, own_delta=not self._lives_in_bucket(group[0]) or (stack_deltas and len(group) > 1)
+                group,
+                dtype,
+                device,
+                own_delta=not self._lives_in_bucket(group[0]) or (setup.stack_deltas and len(group) > 1),
             )
             for group in groups
         ]
@@ -99,7 +109,9 @@ class Workspace:
         ]
         self.in_place = [own is None and len(x.slots) == 1 for own, x in zip(self.delta, apart, strict=True)]
         self.plain_spans = _complement(sorted((x.start, x.stop) for x in matrices), layout.numel)
-        self.wire_dtype = wire_dtype
+        self.wire_dtype = setup.wire_dtype
+        self.spare: dict[tuple[str, int], torch.Tensor] = {}
+        """Memory of factors that are not learned state just now (`alternate`), by matrix and length."""
         self._messages: dict[tuple[int, ...], Message] = {}
         self._refills: dict[tuple[str, str], torch.Tensor] = {}
 

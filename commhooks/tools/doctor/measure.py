@@ -83,30 +83,31 @@ def quartiles(samples: Sequence[float]) -> tuple[float, float]:
     return low, high
 
 
-class Rounds:
-    """Measures the candidates in turn. One copy of the model exists at a time.
+@dataclass(frozen=True)
+class Effort:
+    """How much is measured.
 
-    Args:
+    Attributes:
         steps: measured per candidate.
         seconds: a candidate that has used as many takes no further part; it makes one measured step at least.
         progress: told what comes next.
     """
 
+    steps: int
+    seconds: float
+    progress: Callable[[str], None]
+
+
+class Rounds:
+    """Measures the candidates in turn. One copy of the model exists at a time."""
+
     def __init__(
-        self,
-        ddp_model: DistributedDataParallel,
-        batch_fn: BatchFn,
-        random_state: RandomState,
-        steps: int,
-        seconds: float,
-        progress: Callable[[str], None],
+        self, ddp_model: DistributedDataParallel, batch_fn: BatchFn, random_state: RandomState, effort: Effort
     ) -> None:
         self._ddp_model = ddp_model
         self._batch_fn = batch_fn
         self._random_state = random_state
-        self._steps = steps
-        self._seconds = seconds
-        self._progress = progress
+        self._steps, self._seconds, self._progress = effort.steps, effort.seconds, effort.progress
         self._group = ddp_model.process_group
         self._device = next(p.device for p in ddp_model.module.parameters() if p.requires_grad)
 

@@ -19,7 +19,7 @@ from commhooks.tools.doctor.check import BatchFn, check_batch_fn, check_model
 from commhooks.tools.doctor.copies import RandomState
 from commhooks.tools.doctor.judge import judge
 from commhooks.tools.doctor.link import measure_link
-from commhooks.tools.doctor.measure import NOOP, Candidate, Rounds
+from commhooks.tools.doctor.measure import NOOP, Candidate, Effort, Rounds
 from commhooks.tools.doctor.report import DoctorReport
 
 logger = logging.getLogger(__name__)
@@ -80,7 +80,7 @@ def doctor(
             check_batch_fn(ddp_model, batch_fn)
             tell("the link between the ranks")
             link = measure_link(group, device)
-            rounds = Rounds(ddp_model, batch_fn, random_state, steps, float(seconds), tell)
+            rounds = Rounds(ddp_model, batch_fn, random_state, Effort(steps, float(seconds), tell))
             measured = rounds.measure(candidates)
     finally:
         random_state.restore()

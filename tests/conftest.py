@@ -44,8 +44,8 @@ FRAMEWORKS = {
 }
 
 
-@pytest.hookimpl(tryfirst=True)  # before xdist reads its marks
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+@pytest.hookimpl(wrapper=True)  # so that this is done before xdist reads its marks
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> Iterator[None]:
     for item in items:
         for framework in FRAMEWORKS.get(item.path.parent.name, []):
             item.add_marker(pytest.mark.frameworks(framework))
@@ -58,6 +58,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for item in items:
             if "cuda" in item.keywords:
                 item.add_marker(skip)
+    return (yield)
 
 
 @pytest.fixture(autouse=True)

@@ -1,1 +1,1 @@
-"""A hook's state in a checkpoint."""
+"""Save and load the state of a hook."""

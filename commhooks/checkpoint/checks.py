@@ -1,6 +1,6 @@
-"""Is a payload whole? Everything is looked at before anything is used: a checkpoint may be damaged, or made by others.
+"""Validate a payload completely before any of it is used: a checkpoint may be damaged or come from an untrusted source.
 
-Whatever is wrong ends in a `PayloadError` that names the key.
+Every defect raises a `PayloadError` that names the key.
 """
 
 import math
@@ -11,17 +11,17 @@ import torch
 from commhooks.errors import PayloadError, shown
 
 VERSION = 1
-_LARGEST = 2**62  # what a counter can be; it travels as int64
+_LARGEST = 2**62  # the largest counter; ranks exchange counters as int64
 _MOST_RANKS = 2**20
-_LARGEST_LOSS_SCALE = float(2**127)  # a GradScaler's is a normal number in float32, and so is its inverse
+_LARGEST_LOSS_SCALE = float(2**127)  # a GradScaler's scale and its inverse are normal float32 numbers
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 def check_header(payload: object) -> dict[str, Any]:
-    """The parts that every payload has, whatever the hook.
+    """Check the keys that the payloads of all hooks have. Returns the payload.
 
     Raises:
-        PayloadError: not a payload, or of a version that this one does not know.
+        PayloadError: not a payload, or a version that this release cannot read.
     """
     if not isinstance(payload, dict) or not _is(payload.get("format"), "commhooks"):
         raise PayloadError(
@@ -46,10 +46,10 @@ def check_header(payload: object) -> dict[str, Any]:
 
 
 def check_learned(payload: dict[str, Any]) -> None:
-    """All that the payload of a hook with learned state has besides.
+    """Check the further keys of a payload with learned state.
 
     Raises:
-        PayloadError: a key is missing, or holds something else than the format says.
+        PayloadError: a key is missing, or its value does not conform to the format.
     """
     check_count(payload, "nonfinite_steps", 0)
     world_size = check_world_size(payload)
@@ -84,13 +84,13 @@ def check_learned(payload: dict[str, Any]) -> None:
 
 
 def check_range(name: str, entry: dict[str, Any], dtype: torch.dtype, loss_scale: float) -> None:
-    """Whether a step in `dtype` can work with the numbers of a checked entry, those of other ranks too.
+    """Check that the numbers of a checked entry, of all ranks, are small enough for a step in `dtype`.
 
-    Finite is not enough: a sum over a row of the largest numbers, or a change of the loss scale, would make them inf,
-    and as a step that is not finite is never committed, no later one could either.
+    Finite is not enough: the sum of a row of the largest numbers, or a change of the loss scale, would yield inf. A
+    non-finite step is never committed, so no later step could be committed either.
 
     Raises:
-        PayloadError: it cannot.
+        PayloadError: a number is too large.
     """
     largest = torch.finfo(dtype).max
     where = f"parameters[{shown(name)}]"
@@ -104,12 +104,12 @@ def check_range(name: str, entry: dict[str, Any], dtype: torch.dtype, loss_scale
 
 
 def factor_keys(entry: dict[str, Any]) -> list[str]:
-    """The keys of an entry under which tensors are that every rank has: "q", "p", and those of other compressors."""
+    """The keys of an entry's replicated tensors: "q", "p", and those of other compressors."""
     return [key for key, value in entry.items() if key not in ("shape", "row_dim", "residual") and value is not None]
 
 
 def bucket_keys(payload: dict[str, Any]) -> list[str]:
-    """The keys beside "batched_q" under which compressors of whole buckets keep tensors."""
+    """The keys other than "batched_q" under which compressors of whole buckets save tensors."""
     return sorted(key for key in payload if type(key) is str and key.startswith("batched_") and key != "batched_q")
 
 
@@ -118,7 +118,7 @@ def check_world_size(payload: dict[str, Any]) -> int:
 
 
 def check_count(content: dict[str, Any], key: str, smallest: int, largest: int = _LARGEST) -> int:
-    """An int within bounds, and no bool."""
+    """Check that `content[key]` is an int (not a bool) between `smallest` and `largest`; returns it."""
     value = content.get(key)
     if type(value) is not int or not smallest <= value <= largest:
         raise damaged(f"{key!r} is {shown(value)}, not a whole number from {smallest} to {largest}")
@@ -130,7 +130,7 @@ def damaged(what: str) -> PayloadError:
 
 
 def _is(value: object, expected: object) -> bool:
-    """Equality that no tensor and no bool can confuse."""
+    """Equality that also requires equal types, so that tensors and bools cannot pass."""
     return type(value) is type(expected) and value == expected
 
 
@@ -174,17 +174,20 @@ def _check_entry(name: object, entry: object, kind: str, copies: int) -> None:
 
 
 def check_tensor(value: Any, where: str) -> None:
-    """A tensor of real numbers, all of them there and finite.
+    """Check that `value` is a tensor of real, finite numbers with enough storage. `where`: its key, for messages.
 
-    Not finite is refused and not passed on: a step that is not finite is never committed, so no hook has saved such a
-    number, and none could ever get rid of it.
+    Non-finite numbers are rejected: a non-finite step is never committed, so no hook saves such numbers, and a hook
+    that loaded one could never commit a step.
+
+    Raises:
+        PayloadError: it is not such a tensor.
     """
     plain = type(value) in (torch.Tensor, torch.nn.Parameter)
     if not plain or value.layout != torch.strided or value.is_nested or value.device.type == "meta":
         raise damaged(f"{where} is not a tensor with numbers in it")
     if value.dtype not in _FLOATS:
         raise damaged(f"{where} has dtype {value.dtype}")
-    # Of one number, strides of 0 make a tensor of any size, and all that reads it run for ever.
+    # Strides of 0 make a tensor of any size from one number: reading it would take forever.
     if value.numel() * value.element_size() > value.untyped_storage().nbytes():
         raise damaged(f"{where} has more elements than there are numbers in it")
     if not math.isfinite(_largest(value)):
@@ -192,7 +195,7 @@ def check_tensor(value: Any, where: str) -> None:
 
 
 def _largest(value: torch.Tensor) -> float:
-    """The largest absolute value; NaN if there is one."""
+    """The largest absolute value; NaN if `value` contains one."""
     if not value.numel():
         return 0.0
     low, high = torch.aminmax(value.detach())

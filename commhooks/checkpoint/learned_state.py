@@ -1,4 +1,4 @@
-"""From the learned state of a session to a checkpoint payload and back."""
+"""Convert the learned state of a session to a checkpoint payload and back."""
 
 import dataclasses
 import logging
@@ -21,12 +21,12 @@ logger = logging.getLogger(__name__)
 
 @dataclasses.dataclass(frozen=True)
 class SaveRequest:
-    """What `CommHook.state_dict` was asked for; see there.
+    """The arguments of `CommHook.state_dict`.
 
     Attributes:
         residual: "per_rank", "mean" or "drop".
-        gather: with "per_rank", those of all ranks.
-        joint: all ranks take part.
+        gather: with "per_rank", save the residuals of all ranks.
+        joint: all ranks take part in the save.
         limit_s: seconds to wait for the other ranks.
     """
 
@@ -37,15 +37,15 @@ class SaveRequest:
 
 
 class SavedLearnedState:
-    """Saves and loads what a session has learned on this rank.
+    """Saves and loads the learned state of a session on this rank.
 
     Args:
-        hook: its name in the payload.
-        plans: the plan of every parameter; none for a compressor of whole buckets.
+        hook: name of the hook in the payload.
+        plans: returns the plan of every parameter; an empty list for a compressor of whole buckets.
     """
 
     not_begun_anew = ""
-    """What `begin_anew` leaves alone, as the end of a sentence."""
+    """What `begin_anew` does not reset, as the end of a sentence for messages."""
 
     def __init__(
         self, hook: str, session: Session, group: dist.ProcessGroup, plans: Callable[[], list[UnitPlan]]
@@ -59,7 +59,7 @@ class SavedLearnedState:
         self._first_start = session.compressor.start_step
 
     def begin_anew(self) -> None:
-        """Forget everything, a start step that was loaded included."""
+        """Reset all learned state and the start step, if that was changed by a load."""
         self._take_over(LearnedState.of(self._session.compressor.state_fields), self._first_start)
 
     @property
@@ -70,7 +70,7 @@ class SavedLearnedState:
         """See `CommHook.state_dict`."""
         session = self._session
         with session.outcomes.lock:
-            # A signal handler may come here in the middle of a commit of its own thread.
+            # A signal handler may run in the middle of a commit of the same thread, which holds this reentrant lock.
             torn = session.outcomes.committing
             if not torn:
                 session.settle()
@@ -84,7 +84,11 @@ class SavedLearnedState:
             return payload.build(self._target(), session.state, local)
 
     def prepare_load(self, content: dict[str, Any], strict: bool) -> Callable[[], None]:
-        """Check all of `content` and change nothing; the function that is returned takes it over."""
+        """Check all of `content` without changing anything. Returns a function that applies it.
+
+        Raises:
+            PayloadError: `content` is damaged, or, with `strict`, of another model.
+        """
         state = payload.read(content, self._target(), strict=strict)
         start, option = self._session.compressor.start_step, self._session.compressor.config.start_option
         if option is not None:
@@ -94,7 +98,7 @@ class SavedLearnedState:
         return lambda: self._take_over(state, start)
 
     def joint_save(self) -> JointSave | None:
-        """None before the first backward pass, in which the ranks agree on a place in the store."""
+        """The joint saves of this session; None before the first backward pass, in which the ranks agree on a nonce."""
         nonce = self._session.nonce
         if nonce is None:
             return None
@@ -103,8 +107,9 @@ class SavedLearnedState:
         return self._joint_save[1]
 
     def _drop_uncompressed(self, state: LearnedState) -> None:
-        """A residual that no step takes up again would be saved on and on, and added much later by another run."""
-        plans = self._plans()  # none for whole buckets, in which every parameter may have a residual
+        """Drop residuals of parameters that are no longer compressed: no step would use them, but they would be saved
+        again, and a later run that compresses these parameters would add them."""
+        plans = self._plans()  # empty for compressors of whole buckets, where every parameter may have a residual
         dropped = [plan.name for plan in plans if not plan.compressed for key in state.local if plan.name in state[key]]
         for name in dropped:
             for key in state.local:
@@ -117,11 +122,13 @@ class SavedLearnedState:
             )
 
     def _collect(self, request: SaveRequest) -> Contribution:
-        """What each rank has for itself, for the payload."""
+        """The tensors that differ between ranks, for the payload. All ranks must call this unless `request` needs no
+        communication."""
         state, everyone = self._session.state, list(range(self._world_size))
         if request.residual == "per_rank" and not request.gather:
             if state.local_missing:
-                # What was loaded without residuals is so on all ranks; what a commit left behind, on this one.
+                # Rank 0 warns if residuals were missing in a loaded payload, which concerns all ranks; this rank warns
+                # if a commit failed on it.
                 self._warn_inexact("this rank has lost its own", 0 if state.missing_was_said else self._rank)
                 return Contribution(exact=False)
             own = {key: {name: [tensor] for name, tensor in state[key].items()} for key in state.local}
@@ -129,7 +136,7 @@ class SavedLearnedState:
         known = self._session.binding.names.known()
         entries = [(key, name) for key in sorted(state.local) for name in known if name in state[key]]
         if self._world_size == 1 or (state.local_shared and not state.local_missing):
-            # Nothing to exchange: each rank's residual is the mean.
+            # No communication needed: the residual of each rank is the mean.
             return Contribution("mean", everyone, _by_field((key, name, state[key][name]) for key, name in entries))
         kind = "mean" if request.residual == "mean" else "per_rank"
         collected: list[Any] = []
@@ -156,7 +163,7 @@ class SavedLearnedState:
         return Contribution(kind, everyone, _by_field(collected))
 
     def _warn_inexact(self, reason: str, speaker: int) -> None:
-        """One warning, not one per rank: `speaker` is rank 0 where all ranks know, else a rank that does."""
+        """Log one warning on rank `speaker`: rank 0 if all ranks know of the failure, else a rank that does."""
         if self._rank != speaker:
             return
         logger.warning(
@@ -170,7 +177,7 @@ class SavedLearnedState:
     def _take_over(self, state: LearnedState, start: int) -> None:
         session = self._session
         with session.outcomes.lock:
-            # Steps that an accelerator has not told of yet belong to the state that ends here.
+            # Unread outcomes of earlier steps belong to the state that is replaced now.
             session.settle()
             for each in dataclasses.fields(LearnedState):
                 setattr(session.state, each.name, getattr(state, each.name))

@@ -1,9 +1,9 @@
-"""A payload in parts, for hosts in which every rank writes a file of its own: one part for all ranks, one per rank.
+"""Divide a payload into parts for frameworks in which every rank writes its own file: one shared part, one per rank.
 
-The shared part is the payload with empty lists in the place of the residuals, and a fingerprint. A part of one rank
-holds its residuals by parameter name, or its state of a user's own hook, and the same fingerprint: a hash over what is
-the same on every rank anyway (hook, options, step, Q), so that nothing has to be communicated to find out whether the
-parts belong to one save. Documented in docs/checkpoint_format.md. Pure functions; no files, no collectives.
+The shared part is the payload with empty lists in place of the residuals, and a fingerprint. The part of a rank holds
+its residuals by parameter name, or its state of a user's hook, and the same fingerprint: a hash of the data that are
+equal on every rank (hook, options, step, Q), so that parts of one save can be recognised without communication.
+Documented in docs/checkpoint_format.md. Pure functions; no files, no collectives.
 """
 
 import ctypes
@@ -29,7 +29,7 @@ PART_FORMAT = "commhooks rank part"
 
 
 def split(saved: dict[str, Any], rank: int) -> tuple[dict[str, Any], dict[str, Any] | None]:
-    """The shared part of what `state_dict()` returned, and the part of this rank (None if there is nothing in it)."""
+    """Divide the result of `state_dict()` into the shared part and the part of this rank (None if that is empty)."""
     shared = {**saved, "fingerprint": save_id(saved)}
     own: dict[str, torch.Tensor] = {}
     if saved.get("residual") == "per_rank":
@@ -54,7 +54,7 @@ def split(saved: dict[str, Any], rank: int) -> tuple[dict[str, Any], dict[str, A
 
 
 def save_id(saved: dict[str, Any]) -> str:
-    """A hash over the parts of a payload that are the same on every rank: hook, options, step, loss scale, Q."""
+    """A hash of the data of a payload that are equal on every rank: hook, options, step, loss scale, factors."""
     digest = hashlib.sha256()
     head = [saved.get(key) for key in ("hook", "step", "world_size", "loss_scale")]
     digest.update(repr((head, sorted(saved["options"].items()))).encode())
@@ -69,16 +69,16 @@ def save_id(saved: dict[str, Any]) -> str:
         digest.update(repr((name, None if q is None else (q.dtype, tuple(q.shape)))).encode())
         if q is not None:
             flat = q.detach().cpu().contiguous()
-            # The bytes of a tensor without numpy, which torch does not require.
+            # Read the bytes of the tensor without numpy, which torch does not require.
             digest.update(ctypes.string_at(flat.data_ptr(), flat.numel() * flat.element_size()))
     return digest.hexdigest()
 
 
 def check_shared(shared: object) -> dict[str, Any]:
-    """A shared part that is complete and undamaged.
+    """Check that a shared part is complete and undamaged; returns it.
 
     Raises:
-        PayloadError: it is not.
+        PayloadError: it is incomplete or damaged.
     """
     checked = payload.check_header(shared)
     if "parameters" in checked:
@@ -87,7 +87,7 @@ def check_shared(shared: object) -> dict[str, Any]:
         check_world_size(checked)
     try:
         whole = checked.get("fingerprint") == save_id(checked)
-    except Exception:  # something else than `split` makes: options that cannot be sorted or shown
+    except Exception:  # not made by `split`, for example options that cannot be sorted or have no repr
         whole = False
     if not whole:
         raise PayloadError("damaged hook state: its content and its fingerprint do not belong together")
@@ -95,7 +95,7 @@ def check_shared(shared: object) -> dict[str, Any]:
 
 
 def ranks_needed(shared: dict[str, Any], rank: int, world_size: int) -> list[int]:
-    """Whose parts `rank` of now `world_size` ranks must read to load: none, its own, or those of all that saved."""
+    """The ranks whose parts `rank` (of `world_size` ranks now) must read to load: none, its own, or all that saved."""
     if shared.get("hook_state") is not None:
         return [rank] if shared["world_size"] == world_size else []
     if not any(isinstance(entry["residual"], list) for entry in shared.get("parameters", {}).values()):
@@ -104,7 +104,7 @@ def ranks_needed(shared: dict[str, Any], rank: int, world_size: int) -> list[int
 
 
 def problem_of_part(shared: dict[str, Any], part: object, rank: int) -> str | None:
-    """Why `part` cannot be used as the part of `rank` beside `shared`; None if it can."""
+    """The reason why `part` cannot be used with `shared` as the part of `rank`; None if it can."""
     if not isinstance(part, dict) or part.get("format") != PART_FORMAT or part.get("version") != payload.VERSION:
         return "is not the part of one rank of a hook state of this version"
     if part.get("fingerprint") != shared["fingerprint"]:
@@ -132,15 +132,15 @@ def problem_of_part(shared: dict[str, Any], part: object, rank: int) -> str | No
 
 
 def merge(shared: dict[str, Any], parts: Iterable[dict[str, Any] | None], rank: int, world_size: int) -> dict[str, Any]:
-    """The payload that `rank` of now `world_size` ranks loads.
+    """The payload that `rank` (of `world_size` ranks now) loads.
 
     Args:
-        parts: in the order of `ranks_needed`, checked by `problem_of_part`; None for one that is missing. Read one at a
-            time, so that one model-sized copy at a time is in memory.
+        parts: in the order of `ranks_needed`, checked by `problem_of_part`; None for a missing one. An iterator is read
+            one part at a time, so that only one model-sized copy is in memory.
 
     Returns:
-        With the rank's own residuals for the same world size, the mean of all for another. Where a part is missing the
-        payload says that there should be residuals and has none: after loading it all ranks agree to do without.
+        The payload with the rank's own residuals if the world size is unchanged, else with their mean. If a part is
+        missing, the payload states that residuals exist but contains none: after loading it, all ranks drop theirs.
     """
     merged = {key: value for key, value in shared.items() if key != "fingerprint"}
     if shared.get("hook_state") is not None:
@@ -166,6 +166,6 @@ def merge(shared: dict[str, Any], parts: Iterable[dict[str, Any] | None], rank: 
     else:
         residuals = {name: residual / shared["world_size"] for name, residual in total.items()}
         merged |= {"residual": "mean", "residual_ranks": needed}
-    # A rank without an entry has a residual of zeros there.
+    # A missing entry stands for a residual of zeros.
     merged["parameters"] = {name: entry | {"residual": residuals.get(name)} for name, entry in entries.items()}
     return merged

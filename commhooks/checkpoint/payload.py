@@ -1,8 +1,8 @@
 """The checkpoint payload: what `CommHook.state_dict()` returns. Documented in docs/checkpoint_format.md.
 
-Plain types and tensors only, so that `torch.load(weights_only=True)` reads it. Everything is keyed by parameter name
-and in the parameter's logical order, whatever its memory format is. Loading is all or nothing: `read` checks everything
-and returns new memory; only then does the caller take it over.
+Plain types and tensors only, so that `torch.load(weights_only=True)` reads it. Tensors are keyed by parameter name and
+stored in the parameter's logical order, independent of its memory format. Loading is all or nothing: `read` checks
+everything and returns new learned state, which the caller then applies.
 """
 
 import dataclasses
@@ -32,14 +32,14 @@ SAVE_RESIDUAL: tuple[str, ...] = ("mean", "per_rank", "drop")
 
 @dataclass(frozen=True)
 class Target:
-    """What a payload is loaded into or made from.
+    """The hook and the model for which a payload is made or loaded.
 
     Attributes:
-        hook: its name.
-        compressor: with the options of now.
-        parameters: name -> parameter, as the model has them now.
-        plans: name -> plan of each parameter that is compressed by itself; empty for a compressor of whole buckets.
-        rank, world_size: of this process in the hook's group.
+        hook: name of the hook.
+        compressor: the compressor with its current options.
+        parameters: name -> parameter of the current model.
+        plans: name -> plan of each compressed parameter; empty for a compressor of whole buckets.
+        rank, world_size: those of this process in the hook's group.
     """
 
     hook: str
@@ -52,13 +52,13 @@ class Target:
 
 @dataclass(frozen=True)
 class Contribution:
-    """What goes into a payload of the tensors that each rank has for itself.
+    """The tensors of a payload that differ between ranks.
 
     Attributes:
         kind: "mean", "per_rank" or "none".
-        ranks: whose tensors are in it.
-        tensors: per field and parameter one tensor, or one per rank, as they are in the learned state.
-        exact: a run that resumes from it continues as this one would.
+        ranks: the ranks whose tensors are included.
+        tensors: per field and parameter a tensor, or a list with one per rank, in the form of the learned state.
+        exact: a run that resumes from the payload continues exactly as this one.
     """
 
     kind: str = "none"
@@ -68,14 +68,14 @@ class Contribution:
 
 
 def build(target: Target, state: LearnedState, local: Contribution) -> dict[str, Any]:
-    """Put a payload together."""
+    """Make a payload."""
     parameters: dict[str, dict[str, Any]] = {}
     fields = [each for each in target.compressor.state_fields if each.per == "parameter"]
     for name, parameter in target.parameters.items():
         entry: dict[str, Any] = {
             "shape": list(parameter.shape),
             "row_dim": memory_order(parameter)[0] if parameter.dim() else 0,
-            # Version 1 has these two for every hook.
+            # Version 1 of the format has these two keys for every hook.
             "q": None,
             "residual": None,
         }
@@ -110,10 +110,10 @@ def build(target: Target, state: LearnedState, local: Contribution) -> dict[str,
 
 
 def read(payload: dict[str, Any], target: Target, *, strict: bool) -> LearnedState:
-    """Make new learned state of a payload whose header has been checked. Changes nothing but the new state.
+    """Make new learned state from a payload whose header has been checked. Has no side effects except warnings.
 
     Raises:
-        PayloadError: another model (names and shapes are listed) and `strict`, or a damaged payload.
+        PayloadError: the payload is damaged, or, with `strict`, of another model (names and shapes are listed).
     """
     check_learned(payload)
     parameters = payload["parameters"]
@@ -134,7 +134,7 @@ def read(payload: dict[str, Any], target: Target, *, strict: bool) -> LearnedSta
             if each.replicated:
                 value = _fitted(each, saved, entry["row_dim"], name, target)
             else:
-                # The gradient of a complex parameter is sent as it is: it leaves no residual.
+                # The gradient of a complex parameter is sent uncompressed and leaves no residual.
                 if parameter.is_complex():
                     continue
                 saved = pick(saved)
@@ -163,7 +163,12 @@ def read(payload: dict[str, Any], target: Target, *, strict: bool) -> LearnedSta
 
 
 def _fitted(field: StateField, saved: torch.Tensor, row_dim: int, name: str, target: Target) -> torch.Tensor | None:
-    """What every rank has, for the plan of now; None where the parameter is not compressed or nothing fits."""
+    """A replicated tensor fitted to the current plan; None if the parameter is not compressed now, or if the tensor
+    cannot be used.
+
+    Raises:
+        PayloadError: the tensor cannot belong to this parameter.
+    """
     plan = target.plans.get(name)
     if plan is None:
         return None
@@ -177,7 +182,8 @@ def _fitted(field: StateField, saved: torch.Tensor, row_dim: int, name: str, tar
 
 
 def _compare(parameters: dict[str, Any], target: Target, strict: bool) -> list[str]:
-    """The names that fit. Raises or warns where some do not."""
+    """The saved names whose shapes match the model. If some do not match, raises PayloadError with `strict`, else logs
+    a warning."""
     problems = {}
     for name in parameters:
         if name not in target.parameters:
@@ -200,13 +206,14 @@ def _compare(parameters: dict[str, Any], target: Target, strict: bool) -> list[s
 
 
 def _local_picker(kind: str, ranks: list[int], world_size: int, target: Target) -> Callable[[Any], torch.Tensor | None]:
-    """How to get this rank's own from what is saved per parameter; None where it is not there."""
+    """A function that selects this rank's tensor from the saved ones of a parameter; it returns None if that tensor was
+    not saved."""
     if kind == "mean":
         return lambda saved: saved
     if world_size == target.world_size and target.rank in ranks:
         place = ranks.index(target.rank)
         return lambda saved: saved[place]
-    if len(ranks) == world_size != target.world_size:  # all of them: none is there twice
-        # Another world: everybody takes the mean, with which the sum over the ranks is what it was.
+    if len(ranks) == world_size != target.world_size:  # all ranks are included: `check_learned` excludes duplicates
+        # Another world size: every rank uses the mean, which preserves the mean over the ranks.
         return lambda saved: torch.stack(saved).mean(0)
     return lambda saved: None

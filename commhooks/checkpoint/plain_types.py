@@ -1,4 +1,4 @@
-"""What `torch.load(..., weights_only=True)` takes back: one value beyond that, and the whole checkpoint is refused."""
+"""Find values that `torch.load(..., weights_only=True)` rejects: a single one makes the whole checkpoint unreadable."""
 
 import collections
 from typing import Any
@@ -12,9 +12,9 @@ _MAPPINGS = (dict, collections.OrderedDict)
 
 
 def plain_types_problem(value: Any) -> str | None:
-    """Path and type of the first value in `value` that `weights_only=True` would refuse, None if there is none.
+    """Path and type of the first value in `value` that `weights_only=True` would reject; None if there is none.
 
-    Types have to be these exactly: `numpy.float64` is a float by its class, and refused by its pickle.
+    Types must match exactly: `numpy.float64` is a subclass of float, but its pickle is rejected.
     """
     return _problem(value, "", set())
 

@@ -1,4 +1,4 @@
-"""The checkpoint payload of hooks without learned state of ours: the step, and the state of a user's own hook."""
+"""The checkpoint payload of hooks without a compressor's learned state: the step, and the state of a user's hook."""
 
 import logging
 from collections.abc import Callable
@@ -17,7 +17,7 @@ logger = logging.getLogger(__name__)
 
 
 class SavedUserState:
-    """Saves and loads the step of a hook, and the user's state if that has `state_dict` and `load_state_dict`."""
+    """Saves and loads the step of a hook, and the user's state if it has `state_dict` and `load_state_dict`."""
 
     def __init__(
         self, hook: str, options: dict[str, Any], counters: Counters, group: dist.ProcessGroup, state: Any = None
@@ -30,17 +30,17 @@ class SavedUserState:
         self._passes_before = 0
 
     def begin_anew(self) -> None:
-        """Count from 0 again. A state of the user's own stays as it is: nobody but its owner could reset it."""
+        """Reset the step to 0. The state of a user's hook is not reset: there is no general way to do that."""
         self._passes_before = -self._counters.backward_passes
 
     @property
     def not_begun_anew(self) -> str:
-        """What `begin_anew` leaves alone, as the end of a sentence."""
+        """What `begin_anew` does not reset, as the end of a sentence for messages."""
         return f"; its hook_state ({type(self._state).__name__}) stays as it is" if self.saves_state else ""
 
     @property
     def step(self) -> int:
-        """All synchronised backward passes, those before a resume included."""
+        """Number of synchronised backward passes, including those before a resume."""
         return self._passes_before + self._counters.backward_passes
 
     @property
@@ -60,7 +60,7 @@ class SavedUserState:
         }
 
     def _own_state(self) -> Any:
-        """What the user's state gives to save; None, with a warning, if a checkpoint could not give it back."""
+        """The result of the user's `state_dict`; None, with a warning, if it contains types that cannot be loaded."""
         if not self.saves_state:
             return None
         saved = self._state.state_dict()
@@ -88,7 +88,11 @@ class SavedUserState:
             ) from error
 
     def prepare_load(self, content: dict[str, Any], strict: bool) -> Callable[[], None]:
-        """Check `content` as far as it is ours; the function that is returned takes it over."""
+        """Check the keys of `content` that commhooks defines. Returns a function that applies it.
+
+        Raises:
+            PayloadError: `content` does not fit this hook.
+        """
         check_world_size(content)
         if "hook_state" not in content:
             raise damaged("there is no 'hook_state', not even None")

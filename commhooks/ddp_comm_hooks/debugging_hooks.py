@@ -13,7 +13,7 @@ __all__ = ["noop_hook"]
 def noop_hook(_: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
     """Communicate nothing: every rank keeps its own gradients, so replicas drift apart.
 
-    For measuring only: if training is not much faster with this hook, the network is not what it waits for, and no
+    For measurements only: if training is not much faster with this hook, the network is not the bottleneck, and no
     compression will help. Replaces torch's `noop_hook`.
     """
     future = new_future(bucket.buffer().device)

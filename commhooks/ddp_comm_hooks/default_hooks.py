@@ -1,6 +1,6 @@
 """Replaces `torch.distributed.algorithms.ddp_comm_hooks.default_hooks`: averaging, 16-bit averaging, 16-bit wrappers.
 
-Annotations must be real objects here (no `from __future__ import annotations`): `register_comm_hook` compares them.
+Annotations must be real objects here (no `from __future__ import annotations`): `register_comm_hook` checks them.
 """
 
 from collections.abc import Callable
@@ -42,7 +42,7 @@ _ALLREDUCE, _FP16, _BF16 = (
 def allreduce_hook(
     process_group: dist.ProcessGroup | None, bucket: dist.GradBucket
 ) -> torch.futures.Future[torch.Tensor]:
-    """Average the bucket over `process_group` (None: the default group), in place. As DDP does without a hook.
+    """Average the bucket over `process_group` (None: the default group) in place, as DDP does without a hook.
 
     Replaces torch's `allreduce_hook`.
     """
@@ -70,10 +70,10 @@ def bf16_compress_hook(
 
 
 def fp16_compress_wrapper(hook: Hook) -> Hook:
-    """Let `hook` communicate in float16 and give the result back in the bucket's dtype.
+    """Make `hook` communicate in float16; the result has the bucket's dtype.
 
-    Around `powerSGD_hook` and `batched_powerSGD_hook` only what travels is float16: arithmetic and residual stay
-    float32, and what rounding loses is fed back. Any other hook is called with a float16 bucket. Replaces torch's
+    With `powerSGD_hook` and `batched_powerSGD_hook` only the messages are float16: arithmetic and residual stay
+    float32, and error feedback includes the rounding. Any other hook is called with a float16 bucket. Replaces torch's
     `fp16_compress_wrapper`.
     """
     return _wrap(hook, torch.float16, "fp16_compress_wrapper")
@@ -101,11 +101,11 @@ def _wrap(hook: Hook, wire_dtype: torch.dtype, name: str) -> Hook:
 
         return checked_future(hook(hook_state, bucket), hook_name).then(decompress)
 
-    # torch 2.13 refuses functions *named* "bf16_compress_wrapper_hook" or "bf16_compress_hook" off NCCL
-    # (`_check_comm_hook` looks at __name__), whatever they do.
+    # torch 2.13 rejects functions *named* "bf16_compress_wrapper_hook" or "bf16_compress_hook" on backends other than
+    # NCCL (`_check_comm_hook` compares __name__).
     wrapped.__name__ = f"{name}_around_{getattr(hook, '__name__', 'hook')}"
     wrapped.__qualname__ = wrapped.__name__
     return wrapped
 
 
-bf16_compress_hook.__name__ = "bf16_compress"  # see the end of `_wrap`; pickle goes by __qualname__
+bf16_compress_hook.__name__ = "bf16_compress"  # see the end of `_wrap`; pickle uses __qualname__

@@ -1,4 +1,4 @@
-"""Which hook each drop-in function stands for: a request for the function without a state means the hook."""
+"""Map each drop-in function to its hook: `attach` with such a function and no state attaches the hook of that name."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ from commhooks.ddp_comm_hooks import debugging_hooks, default_hooks, powerSGD_ho
 
 @dataclass(frozen=True)
 class DropIn:
-    """A function that has a hook name, and what its state must be (None: a process group)."""
+    """A drop-in function with its hook name and the required type of its state (None: a process group)."""
 
     hook_name: str
     state_class: type | None = None

@@ -1,7 +1,7 @@
-"""Pickles that commhooks 0.1 made before its modules moved into packages: of `PowerSGDState` and of config objects.
+"""Read pickles of `PowerSGDState` and config objects that commhooks 0.1 wrote before its modules moved into packages.
 
-They name classes by the modules in which these were defined then. Config classes are found there as they are today.
-Classes that are gone have a stand-in while such a pickle is read, and `converted` makes what is written today of it.
+Such pickles refer to classes by their old modules. There, config classes are the current ones; removed classes are
+placeholders, which hold the pickled attributes until `converted` turns them into the current form.
 """
 
 import dataclasses
@@ -17,7 +17,7 @@ from commhooks.compressors.powersgd.config import BatchedPowerSGD, PowerSGD
 
 
 class _OldObject:
-    """Takes whatever attributes were pickled."""
+    """Placeholder for a removed class: holds the pickled attributes."""
 
 
 _GONE = {"memory": ("Memory",), "stats": ("Stats", "PassStats"), "clocks": ("Clocks", "Times")}
@@ -26,7 +26,7 @@ _NAMES = {"GivenNames": "ModelNames", "PlaceNames": "PositionalNames"}
 
 
 def let_old_modules_be_found() -> None:
-    """Let `pickle` import the modules of then. Nothing else finds anything in them."""
+    """Register the old modules so that `pickle` can import them. They contain only the classes that pickles name."""
     found: dict[str, dict[str, type]] = {"config": {each.__name__: each for each in _CONFIGS}}
     found |= {module: {name: type(name, (_OldObject,), {}) for name in names} for module, names in _GONE.items()}
     for module, classes in found.items():
@@ -36,20 +36,20 @@ def let_old_modules_be_found() -> None:
 
 
 def converted(saved: dict[str, Any]) -> dict[str, Any]:
-    """`saved`, the state of a pickled `PowerSGDState`, as it is written today."""
+    """Convert `saved`, the pickled state of an old `PowerSGDState`, to the current form."""
     if "memory" not in saved:
         return saved
     memory, options = vars(saved["memory"]), vars(saved["options"])
     p_is_newer = memory.get("p_is_newer", set())
     counted = {f.name for f in dataclasses.fields(Counters)}
     return {
-        # One that was pickled by an even earlier version lacks the options that are newer.
+        # Pickles of even earlier versions lack newer options.
         "options": {f.name: options[f.name] for f in dataclasses.fields(PowerSGD) if f.name in options},
         "learned": {
             "step": memory["step"],
             "nonfinite_steps": memory.get("nonfinite_steps", 0),
             "entries": {
-                # Of two factors that alternate, the newer one is kept.
+                # With `alternate`, keep the newer of the two factors.
                 "q": {name: q for name, q in memory["q"].items() if name not in p_is_newer},
                 "p": {name: p for name, p in memory.get("p", {}).items() if name in p_is_newer},
                 "residual": memory["residuals"],

@@ -1,6 +1,6 @@
 """Replaces `torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook`.
 
-Annotations must be real objects here (no `from __future__ import annotations`): `register_comm_hook` compares them.
+Annotations must be real objects here (no `from __future__ import annotations`): `register_comm_hook` checks them.
 """
 
 import dataclasses
@@ -30,12 +30,12 @@ logger = logging.getLogger(__name__)
 class PowerSGDState(SessionState):
     """Configuration and learned state of PowerSGD for one DDP model; replaces torch's `PowerSGDState`.
 
-    Arguments, their order and their defaults are torch's. What differs: `start_powerSGD_iter` may be 0 or 1 with error
-    feedback or warm start; `orthogonalization_epsilon` is accepted and changes nothing; loading a pickled state needs
-    no process group; `alternate` and `fused` are ours. See `commhooks.PowerSGD` for the meaning of each.
+    Arguments, their order and their defaults are torch's, with these differences: `start_powerSGD_iter` may be 0 or 1
+    with error feedback or warm start; `orthogonalization_epsilon` is accepted and ignored; loading a pickled state
+    needs no process group; `alternate` and `fused` are additional. See `commhooks.PowerSGD` for the other arguments.
 
     Args:
-        process_group: over which to average; None is the default group at the time of the backward pass.
+        process_group: the group over which to average; None: the default group at the time of the backward pass.
 
     Raises:
         HookConfigError: an argument of the wrong type or out of range.
@@ -84,10 +84,11 @@ class PowerSGDState(SessionState):
         self.session = Session(compressor, Binding(PositionalNames(), lambda: self.process_group), state, counters)
 
     def bind(self, binding: Binding, model: torch.nn.Module, function: Callable[..., Any]) -> None:
-        """Called by `commhooks.attach` on every rank; `model` is the module that DDP wraps, `function` the hook.
+        """Bind the state to a model; `commhooks.attach` calls this on every rank. `model`: the module that DDP wraps;
+        `function`: the hook.
 
         Raises:
-            AttachError: it serves another model already.
+            AttachError: the state is bound to another model already.
         """
         other = self._serves() if self._serves is not None else None
         if other is not None and other is not model:
@@ -111,7 +112,7 @@ class PowerSGDState(SessionState):
 
     @property
     def iter(self) -> int:
-        """Synchronised backward passes that were committed: all that were finite on every rank."""
+        """Number of committed synchronised backward passes, that is, those that were finite on every rank."""
         self.session.settle()
         return self.session.state.step
 
@@ -154,13 +155,13 @@ class PowerSGDState(SessionState):
         return self._options.batch_tensors_with_same_shape
 
     def compression_stats(self) -> tuple[float, int, int]:
-        """(compression rate, elements before, elements after), summed over the compressed backward passes so far."""
+        """(compression rate, elements before, elements after) over all compressed backward passes so far."""
         counters = self.session.counters
         before, after = counters.numel_before, counters.numel_after
         return (before / after if after else 0, before, after)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Everything but the process group and what belongs to a running session: plain types and tensors."""
+        """The options and the learned state as plain types and tensors, without the process group and buffers."""
         logger.warning("NOTE: Process group is not serializable and excluded from a saved state.")
         session = self.session
         session.settle()
@@ -176,7 +177,8 @@ class PowerSGDState(SessionState):
         }
 
     def __setstate__(self, saved: dict[str, Any]) -> None:
-        """The process group becomes the default group, which need not exist yet. Reads what version 0.1 wrote, too."""
+        """Restore a pickled state, also one of version 0.1. The process group becomes the default group, which need not
+        exist yet."""
         logger.warning(
             "NOTE: Process group will be set to a default group (i.e. the world size). "
             "If a different group is desired, please set `self.process_group` after PowerSGD state is loaded."
@@ -189,8 +191,8 @@ class PowerSGDState(SessionState):
         self._saved_on = saved["saved_on"]
         self._saved_names = saved["names"]
 
-    # Set by __setstate__ only: the residual of a pickled state belongs to the (rank, world size) that saved it, and its
-    # memory is keyed by the names that the model gave or by places.
+    # Set by __setstate__ only: the (rank, world size) that saved the residual of a pickled state, and whether its
+    # learned state is keyed by names of the model or by positions.
     _saved_on: tuple[int, int] | None = None
     _saved_names: str | None = None
     # Set by `bind`.
@@ -214,7 +216,7 @@ class PowerSGDState(SessionState):
         self._saved_on = self._saved_names = None
 
     def run(self, bucket: dist.GradBucket, form: "Form") -> torch.futures.Future[torch.Tensor]:
-        """Reduce one bucket in this form; all ranks, in the same order. Called by the hook functions."""
+        """Reduce one bucket in this form. Called by the hook functions on all ranks, in the same order."""
         session = self.session
         if not session.has_run:
             self.use(form)
@@ -227,15 +229,15 @@ class PowerSGDState(SessionState):
         return session.run(bucket_of(bucket))
 
     def use(self, form: "Form") -> None:
-        """Take this form; before the first backward pass only."""
+        """Switch to this form. Allowed only before the first backward pass."""
         if not form.fits(self.session):
             self.session.replaced(form.compressor(self._options))
 
 
 @dataclasses.dataclass(frozen=True)
 class Form:
-    """Which PowerSGD a function stands for: per parameter or per bucket, and the dtype on the wire (None: the
-    bucket's)."""
+    """The form of PowerSGD that a hook function runs: per parameter or per bucket, and the wire dtype (None: that of
+    the bucket)."""
 
     batched: bool
     wire_dtype: torch.dtype | None = None
@@ -249,18 +251,18 @@ class Form:
         return (session.compressor.per_bucket, session.compressor.wire_dtype) == (self.batched, self.wire_dtype)
 
     def compressor(self, options: PowerSGD) -> PowerSGDCompressor | BatchedPowerSGDCompressor:
-        # torch has one state for both forms, so that its options serve both.
+        # As in torch, one state serves both forms, so both compressors use the same options.
         kind: Any = BatchedPowerSGDCompressor if self.batched else PowerSGDCompressor
         made: PowerSGDCompressor | BatchedPowerSGDCompressor = kind(options, self.wire_dtype)
         return made
 
 
 FORMS: "weakref.WeakKeyDictionary[Callable[..., Any], Form]" = weakref.WeakKeyDictionary()
-"""Of each hook function that is PowerSGD; the wrappers make more of them."""
+"""The form of each PowerSGD hook function; the wrappers add entries."""
 
 
 def form_of(hook: Callable[..., Any]) -> Form | None:
-    """Which PowerSGD a hook function stands for; None for any other hook."""
+    """The form of PowerSGD that a hook function runs; None for any other hook."""
     try:
         return FORMS.get(hook)
     except TypeError:  # callable objects need not be hashable
@@ -270,7 +272,8 @@ def form_of(hook: Callable[..., Any]) -> Form | None:
 def lowered(
     hook: Callable[..., Any], wire_dtype: torch.dtype
 ) -> Callable[[Any, dist.GradBucket], torch.futures.Future[torch.Tensor]] | None:
-    """`hook` with another dtype on the wire, if it is a PowerSGD hook; of two wrappers the inner one decides."""
+    """`hook` with another wire dtype if it is a PowerSGD hook, else None. Of two nested wrappers the inner one
+    decides."""
     form = form_of(hook)
     if form is None:
         return None
@@ -290,9 +293,9 @@ _EACH, _WHOLE = Form(batched=False), Form(batched=True)
 def powerSGD_hook(state: PowerSGDState, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
     """Average a bucket by PowerSGD, parameter by parameter: low-rank factors, warm start, error feedback.
 
-    Two all-reduces per bucket, any number of buckets, on gloo and NCCL. For the first `state.start_powerSGD_iter` steps
-    a plain average. All ranks of the group must run the same hook with equal options. The bucket is changed in place;
-    the state is written once per backward pass, and only if every number that arrived is finite.
+    Two all-reduces per bucket, any number of buckets, on gloo and NCCL; a plain average for the first
+    `state.start_powerSGD_iter` steps. All ranks of the group must run the same hook with equal options. The bucket is
+    changed in place; the state is written once per backward pass, and only if every received number is finite.
 
     Source: Vogels, Karimireddy, Jaggi, "PowerSGD", NeurIPS 2019, Algorithms 1 and 2. Replaces torch's `powerSGD_hook`.
     """
@@ -302,8 +305,8 @@ def powerSGD_hook(state: PowerSGDState, bucket: dist.GradBucket) -> torch.future
 def batched_powerSGD_hook(state: PowerSGDState, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
     """Average a bucket by PowerSGD as one square matrix, padded with zeros; otherwise as `powerSGD_hook`.
 
-    What each bucket holds decides the matrix, so results depend on `bucket_cap_mb`, and a rebuilt bucket starts from a
-    fresh Q; the residual belongs to the parameters and is kept. Replaces torch's `batched_powerSGD_hook`.
+    The content of a bucket determines the matrix. Results therefore depend on `bucket_cap_mb`, and a rebuilt bucket
+    starts from a new Q; residuals are kept per parameter and survive. Replaces torch's `batched_powerSGD_hook`.
     """
     return _checked(state).run(bucket, _WHOLE)
 

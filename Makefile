@@ -19,7 +19,7 @@ demo-accelerate: $(READY)
 # Two at a time: most of the tests wait for processes to start or for a time limit to pass. tests/conftest.py says which
 # of them stay together.
 test: $(READY)
-	@$(CLEAN) -m pytest -n 2 --dist loadgroup $(ARGS)
+	@$(CLEAN) -m pytest -n 2 --dist loadfile $(ARGS)
 
 test-mutants: $(READY)
 	@$(CLEAN) tests/stress/mutants.py $(ARGS)

@@ -36,29 +36,48 @@ _set_environ(clean_env.cleaned(os.environ, _hf_home, keep_cuda=KEEP_CUDA))
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 from workers import WorkerPool  # noqa: E402
+from xdist.scheduler import LoadFileScheduling  # noqa: E402
 
+# What takes long to import: where it is needed, by folder or file. With `pytest -n`, all of these tests run in one
+# process with the same workers (see `warm.py`), so that it is imported once; all others stay together by file.
+LIGHTNING, ACCELERATE, TRANSFORMERS = "lightning.pytorch", "accelerate", "transformers.trainer"
 FRAMEWORKS = {
-    "with_lightning": ["lightning.pytorch"],
-    "with_accelerate": ["accelerate"],
-    "with_transformers": ["accelerate", "transformers.trainer"],
+    "with_lightning": [LIGHTNING],
+    "with_accelerate": [ACCELERATE],
+    "with_transformers": [ACCELERATE, TRANSFORMERS],
+    "test_background_save.py": [LIGHTNING],
+    "test_chaos.py": [LIGHTNING, ACCELERATE],
+    "test_demo.py": [LIGHTNING],
+    "test_docs.py": [LIGHTNING, ACCELERATE, TRANSFORMERS],
+    "test_failed_writes.py": [LIGHTNING, ACCELERATE],
+    "test_hostile_files.py": [LIGHTNING, ACCELERATE],
+    "test_inspect.py": [LIGHTNING, ACCELERATE],
 }
 
 
-@pytest.hookimpl(wrapper=True)  # so that this is done before xdist reads its marks
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> Iterator[None]:
-    for item in items:
-        for framework in FRAMEWORKS.get(item.path.parent.name, []):
-            item.add_marker(pytest.mark.frameworks(framework))
-        # A file at a time, and all that need a framework in one process and its workers, which import it once.
-        frameworks = item.get_closest_marker("frameworks")
-        item.add_marker(pytest.mark.xdist_group("frameworks" if frameworks else item.nodeid.partition("::")[0]))
-    items.sort(key=lambda item: item.get_closest_marker("frameworks") is None)  # the long group first
+def _frameworks(nodeid: str) -> list[str]:
+    path = Path(nodeid.partition("::")[0])
+    return FRAMEWORKS.get(path.parent.name) or FRAMEWORKS.get(path.name) or []
+
+
+class Together(LoadFileScheduling):
+    """`--dist loadgroup` could be told by marks, but pytest-xdist 3.8 overlooks them with pytest 9.2."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        return "frameworks" if _frameworks(nodeid) else super()._split_scope(nodeid)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadFileScheduling | None:
+    return Together(config, log) if config.getoption("dist") == "loadfile" else None
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if not (KEEP_CUDA and torch.cuda.is_available()):
         skip = pytest.mark.skip(reason="needs a CUDA device and COMMHOOKS_TEST_CUDA=1")
         for item in items:
             if "cuda" in item.keywords:
                 item.add_marker(skip)
-    return (yield)
 
 
 @pytest.fixture(autouse=True)
@@ -89,7 +108,7 @@ def worker_pool() -> Iterator[WorkerPool]:
 @pytest.fixture
 def run_ranks(request: pytest.FixtureRequest, worker_pool: WorkerPool) -> Callable[..., list[Any]]:
     """`run_ranks(fn, *args, world_size=2, timeout_s=60, init=True, **kwargs)`: see `workers.WorkerPool.run`."""
-    worker_pool.import_first(*(name for mark in request.node.iter_markers("frameworks") for name in mark.args))
+    worker_pool.import_first(*_frameworks(request.node.nodeid))
     return worker_pool.run
 
 

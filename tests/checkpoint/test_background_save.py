@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
-import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins import AsyncCheckpointIO, TorchCheckpointIO
@@ -16,8 +15,6 @@ from lightning_support import STEPS_PER_EPOCH, Model, data, strategy, trainer
 
 from commhooks import PowerSGD
 from lightning_commhooks.checkpoint import CHECKPOINT_KEY
-
-pytestmark = pytest.mark.frameworks("lightning.pytorch")
 
 HOOK = PowerSGD(start_powerSGD_iter=2, matrix_approximation_rank=2)
 STEPS_LATER = 3

@@ -24,8 +24,6 @@ from training import residuals
 from accelerate_commhooks.whole_files import WholeFiles
 from lightning_commhooks.checkpoint import CHECKPOINT_KEY
 
-pytestmark = pytest.mark.frameworks("lightning.pytorch", "accelerate")
-
 LARGE = {"large": torch.arange(50_000.0)}
 
 

@@ -28,8 +28,6 @@ from accelerate_commhooks.saving import saved_hooks
 from commhooks import CommHookError, HookRunError, PayloadError
 from lightning_commhooks import CommHookDDP
 
-pytestmark = pytest.mark.frameworks("lightning.pytorch", "accelerate")
-
 PACKAGES = ("commhooks", "lightning_commhooks", "accelerate_commhooks")
 
 # ---- the source ------------------------------------------------------------------------------------------------------

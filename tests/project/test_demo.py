@@ -203,7 +203,6 @@ def test_short_demo_in_a_hostile_environment(hostile_environment):
     assert "bit-equal to those of the uninterrupted run: yes" in done.stdout
 
 
-@pytest.mark.frameworks("lightning.pytorch")
 def test_that_environment_is_hostile(hostile_environment, tmp_path):
     """Without the cleaning the same script does not train: the test above sees something."""
     command = [

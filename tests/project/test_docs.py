@@ -19,8 +19,6 @@ from workers import RanksFailed
 import commhooks
 from commhooks.tools.doctor import judge
 
-pytestmark = pytest.mark.frameworks("lightning.pytorch", "accelerate", "transformers.trainer")
-
 DOCS = sorted((REPOSITORY / "docs").glob("*.md"))
 PAGES = [REPOSITORY / "README.md", REPOSITORY / "CONTRIBUTING.md", *DOCS]
 SNIPPETS = [

@@ -16,8 +16,6 @@ import torch
 import warm
 from accelerators import accelerate_launched
 
-pytestmark = pytest.mark.frameworks("lightning.pytorch", "accelerate")
-
 STEPS = chaos_training.STEPS
 PRELOADED = {"plain": [], "lightning": ["lightning.pytorch"], "accelerate": ["accelerate"]}
 

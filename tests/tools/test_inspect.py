@@ -26,8 +26,6 @@ from commhooks.tools.inspect.command import report_text
 from commhooks.tools.inspect.payload import _inspect, inspect_path
 from commhooks.tools.named_model import UnreadableFileError
 
-pytestmark = pytest.mark.frameworks("lightning.pytorch", "accelerate")
-
 
 def golden(kind: str, rank: int = 0) -> Path:
     return golden_runs.path(kind, rank, 1)

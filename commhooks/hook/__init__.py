@@ -1,1 +1,1 @@
-"""The user's handle on an attached hook."""
+"""Attach hooks to DDP models, and `CommHook`, the user's handle on an attached hook."""

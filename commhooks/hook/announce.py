@@ -1,4 +1,4 @@
-"""The line that rank 0 prints of a hook at the first backward pass."""
+"""The line about the hook that rank 0 logs at the first backward pass."""
 
 import logging
 import sys
@@ -9,7 +9,7 @@ logger = logging.getLogger(__name__)
 
 
 def announce(request: HookRequest, what_it_does: str) -> None:
-    """Log the line, or print it where nobody has set up logging: users must see that the hook acts."""
+    """Log the line, or print it if logging is not configured, so that users see that the hook is active."""
     text = f"commhooks: {request.name}{what_it_does}"
     if request.wrapper is not None:
         text += f", {request.wrapper} on the wire"

@@ -1,4 +1,4 @@
-"""Attaching a hook to a DDP model: from a checked request to a registered hook."""
+"""Attach a hook to a DDP model: from a checked request to a registered hook."""
 
 import inspect
 import logging
@@ -47,36 +47,35 @@ def attach(
     process_group: dist.ProcessGroup | None = None,
     loss_scale: Callable[[], float | torch.Tensor] | None = None,
 ) -> CommHook:
-    """Register a communication hook on a DDP model. Every rank of the model's group must do the same: the ranks compare
-    what they ask for, and their models, in one small exchange.
+    """Register a communication hook on a DDP model. Every rank of the model's process group must call this with equal
+    arguments: the ranks compare their requests and their models in one small collective.
 
     Args:
         ddp_model: a `DistributedDataParallel` model that has no hook yet.
         hook: a config object (`PowerSGD(matrix_approximation_rank=4)`), a name (see `available_hooks()`), a path
             `"package.module:function"`, or a callable `(state, bucket) -> torch.futures.Future[torch.Tensor]`.
         hook_options: options of a hook given by name.
-        hook_state: the state of a callable. One with `state_dict` and `load_state_dict` is saved and restored.
-        wrapper: "fp16" or "bf16": let the hook communicate in that dtype.
-        save_residual: what `state_dict` saves of the residuals unless it is told otherwise: "per_rank" (this rank's
-            own, without communication), "mean" (over the ranks; all of them must save), "drop".
+        hook_state: the state of a callable. It is saved and restored if it has `state_dict` and `load_state_dict`.
+        wrapper: "fp16" or "bf16": make the hook communicate in that dtype.
+        save_residual: default of `state_dict(residual=)`: "per_rank" (this rank's own residuals, without
+            communication), "mean" (over the ranks; all of them must save), "drop" (no residuals).
         strict: whether loading a state of another model is an error.
-        total_steps: synchronised backward passes in the whole run, if known; decides `start_powerSGD_iter` where that
+        total_steps: synchronised backward passes in the whole run, if known; determines `start_powerSGD_iter` if that
             is None or a fraction.
-        check_every: compare the weights of all ranks before every so many backward passes, the first included, and
-            raise on all of them as soon as they differ, with the names of the parameters; None: never. It costs one
-            reading of the weights each time.
-        process_group: over which to average; None is the model's own group.
-        loss_scale: returns the factor by which the loss is multiplied now, e.g. `scaler.get_scale`; the residuals
-            follow it.
+        check_every: compare the weights of all ranks before every `check_every`-th backward pass, the first included.
+            If they differ, all ranks raise HookRunError with the names of the parameters. None: never. Each check reads
+            all weights once.
+        process_group: the group over which to average; None: the model's group.
+        loss_scale: returns the current loss scale, e.g. `scaler.get_scale`; the residuals are rescaled when it changes.
 
     Returns:
         The registered hook: state_dict(), load_state_dict(), stats(), plan().
 
     Raises:
-        HookConfigError: the request itself is wrong, or cannot be met by the machine of any rank.
-        AttachError: the model cannot take a hook, or the ranks attach different hooks or have different models, or
-            some ranks' machines cannot do what `fused=True` asks for (on all ranks then).
-        HookRunError: another rank does not come within the process group's timeout.
+        HookConfigError: the arguments are invalid, or no rank's machine supports them.
+        AttachError: the model cannot take a hook. Or, on all ranks: the ranks attach different hooks or have different
+            models, or the machines of some ranks do not support `fused=True`.
+        HookRunError: another rank has failed, or did not take part within the process group's timeout.
     """
     request = HookRequest.parse(
         hook,
@@ -100,7 +99,7 @@ def attach_request(
     process_group: dist.ProcessGroup | None = None,
     loss_scale: Callable[[], float | torch.Tensor] | None = None,
 ) -> CommHook:
-    """`attach` for a request that has been checked before; see there."""
+    """`attach` for a request that was checked before; see `attach`."""
     _check_model(ddp_model)
     check_total_steps(total_steps)
     if loss_scale is not None and not callable(loss_scale):
@@ -127,9 +126,9 @@ def attach_request(
     try:
         runner.check_here(names.known())
         cannot = None
-    except HookConfigError as error:  # other ranks may be better off: the answer goes into the exchange
+    except HookConfigError as error:  # other ranks may support it: `check_requests` compares the results
         cannot = error
-    # Every parameter may have been frozen after the wrap; whether on all ranks is for the exchange to find out.
+    # All parameters may have been frozen after wrapping; `check_requests` finds out whether on all ranks.
     device = next(iter([*names.known().values(), *ddp_model.module.parameters()])).device
     described = describe_request(request, runner.options, loss_scale is not None)
     check_requests(described, describe_model(ddp_model), cannot, group, device)
@@ -188,7 +187,7 @@ def _runner_of_function(
 
 
 def check_total_steps(total_steps: object) -> None:
-    """Raise HookConfigError unless it is None or a positive number of steps."""
+    """Raise HookConfigError unless `total_steps` is None or a positive int."""
     if total_steps is None:
         return
     if not isinstance(total_steps, int) or isinstance(total_steps, bool) or total_steps < 1:

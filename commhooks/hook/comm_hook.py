@@ -32,11 +32,12 @@ _NO_BUCKET_YET = sys.maxsize
 
 
 class CommHook:
-    """A registered communication hook, made by `commhooks.attach`. `stats()` and `plan()` outlive the model.
+    """A registered communication hook, made by `commhooks.attach`. `stats()` and `plan()` remain usable after the model
+    was deleted.
 
     Attributes:
-        name: of the hook.
-        joint_save_limit_s: seconds that a save waits for the other ranks before it goes on without residuals.
+        name: name of the hook.
+        joint_save_limit_s: seconds that a joint save waits for the other ranks before it continues without residuals.
     """
 
     def __init__(
@@ -59,7 +60,7 @@ class CommHook:
         self._replicas = ReplicaCheck(ddp_model, every, group, runner.counters) if every is not None else None
         self._cosine: CosineSampler | None = None
         self._announced = False
-        # Buckets come in order: one that is not beyond the last one begins another pass.
+        # Bucket indices increase within a pass: an index that does not increase begins another pass.
         self._last_index = _NO_BUCKET_YET
 
     def __repr__(self) -> str:
@@ -71,7 +72,7 @@ class CommHook:
         return f"<CommHook({self.name!r}{options}{wrapper}), {model}, {place}>"
 
     def quiet(self) -> None:
-        """Leave out the line at the first backward pass: it is for the user of a training."""
+        """Do not log the line at the first backward pass, for callers such as the doctor."""
         self._announced = True
 
     # ---- what DDP calls ----------------------------------------------------------------------------------------------
@@ -88,7 +89,7 @@ class CommHook:
             self._cosine.answered(own, future)
         if own.is_last:
             self._end_pass()
-        else:  # the last one may never come: DDP can be told to skip buckets that no rank uses
+        else:  # the last bucket may never arrive: DDP can skip buckets that no rank uses
             run_after_backward(self._end_pass)
         return future
 
@@ -121,20 +122,21 @@ class CommHook:
         return self._runner.options
 
     def plan(self) -> ModelPlan:
-        """What is compressed and what is not, per parameter (per bucket for batched PowerSGD, after the first pass)."""
+        """What is compressed and what is not: one row per parameter (for batched PowerSGD one per bucket, available
+        after the first backward pass)."""
         return self._runner.plan()
 
     def stats(self) -> dict[str, Any]:
-        """Counters since the hook was attached, this rank only. Bytes are those handed to all-reduce.
+        """Counters of this rank since the hook was attached. Bytes are those of the tensors passed to collectives.
 
-        Waits for the accelerator if it has not told yet which of the latest steps were finite. For a hook of the
-        user's own the bytes and seconds are None: only it knows.
+        Synchronises with the accelerator if the outcome of recent steps is unread. For a user's hook bytes and seconds
+        are None, because they are unknown.
 
-        `codec_s` and `waiting_s` are seconds inside the hook without waiting, and waiting for the all-reduces (the
-        other ranks' delay included): of this host, or on CUDA of the device, measured by events. The simple hooks leave
-        the waiting to DDP; theirs is the time from the last call of the hook to the last answer. Small exchanges after
-        a start or a load are in neither. On other accelerators both are None.
-        `cosine` is None without `sample_cosine`; `cosine_pass` is the backward pass that it belongs to.
+        `codec_s`: seconds inside the hook without waiting. `waiting_s`: seconds of waiting for collectives, including
+        the delay of other ranks. Both are measured on the host, on CUDA by events on the device, and are None on other
+        accelerators. Simple hooks return at once and DDP waits: their waiting time is that from the last hook call to
+        the completion of the last future. The small collectives after a start or a load are not included.
+        `cosine` is None without `sample_cosine`; `cosine_pass` is the backward pass that it was measured on.
         """
         runner = self._runner
         runner.settle()
@@ -165,18 +167,18 @@ class CommHook:
         }
 
     def norms(self) -> dict[str, float | None]:
-        """`residual_norm`, `gradient_norm` and `residual_over_gradient`, of the parameters that the hook compresses
-        (of all of them for hooks that learn nothing, which have no residual), this rank's own. Computed now: a step
-        costs nothing.
+        """`residual_norm`, `gradient_norm` and `residual_over_gradient` of this rank, over the parameters that the hook
+        compresses (over all parameters for hooks without learned state, which have no residual). Computed by this call;
+        steps have no extra cost.
 
-        Residuals are told in units of the unscaled loss. Gradients are read from `.grad` as they are now: ask after
-        the backward pass (with a GradScaler: after `unscale_` or the optimizer's step) and before they are set to
-        zero; without gradients the norm is None.
+        Residuals are in units of the unscaled loss. Gradients are read from `.grad`: call this after the backward pass
+        (with a GradScaler: after `unscale_` or the optimizer's step) and before the gradients are zeroed. A norm is
+        None if there is nothing to measure.
         """
         return Norms.total(list(self._norms().values())).as_dict()
 
     def layers(self) -> dict[str, dict[str, float | None]]:
-        """What `norms()` tells, and the latest `cosine`, of every parameter by name."""
+        """The values of `norms()` and the latest `cosine` per parameter, by name."""
         sample = self._cosine.latest if self._cosine is not None else None
         cosines = sample.per_parameter() if sample is not None else {}
         norms = self._norms(every=True)
@@ -189,39 +191,40 @@ class CommHook:
             return measure({n: p for n, p in parameters.items() if n in chosen}, residuals, loss_scale)
 
     def sample_cosine(self, every: int | None) -> None:
-        """Measure on every `every`-th backward pass from now on the cosine of the angle between the gradient that the
-        hook leaves and the true mean of the ranks' gradients; None: no more. *All ranks must call*, with the same
+        """Measure, on every `every`-th backward pass, the cosine of the angle between the gradient that the hook
+        produces and the true mean of the ranks' gradients. None: stop. *All ranks must call* this with the same
         number, between two backward passes.
 
-        A sampled pass takes a copy of the gradients and one plain all-reduce of them, which is not counted in the
-        bytes, and waits for it. It does not change the training. `stats()` has the latest result, `layers()` that of
-        each parameter. With error feedback a cosine well below 1 is usual: what a step leaves out comes later.
+        A sampled pass copies the gradients, averages the copies by one plain all-reduce, which is not counted in the
+        bytes, and waits for it. Training results do not change. `stats()` returns the latest result, `layers()` that of
+        each parameter. With error feedback a cosine well below 1 is usual: later steps send what this step omits.
 
         Raises:
-            HookConfigError: not a number of steps; not the same on all ranks (on all of them); a hook of your own,
-                whose answers may come when only it knows.
-            HookRunError: another rank does not come within the process group's timeout.
+            HookConfigError: `every` is not a positive int; or, on all ranks, it differs between ranks; or the hook is a
+                user's hook, whose futures may complete at any time.
+            HookRunError: another rank has failed, or did not take part within the process group's timeout.
         """
         if not self._runner.counts_bytes:
             raise HookConfigError(f"sample_cosine: hook {self.name!r} is your own; only the hooks of commhooks can be")
         self._cosine = CosineSampler.agreed(every, self._names, self._group, self._runner.counters)
 
     def state_dict(self, residual: str | None = None, *, gather: bool = False, joint: bool = True) -> dict[str, Any]:
-        """What a checkpoint needs to continue: step, Q, residuals, options; tensors on the CPU.
+        """The state of the hook for a checkpoint: step, Q, residuals, options; tensors are on the CPU.
 
         Args:
             residual: "per_rank", "mean" or "drop"; None is the `save_residual` of `attach`.
-                "per_rank": this rank's own residuals, no communication: save one file per rank.
+                "per_rank": this rank's own residuals, without communication: save one file per rank.
                 "mean": the mean over the ranks; *all ranks must call*. It also sets every rank's residuals to that
-                mean, so that the run that saved and a run that resumes from it stay equal bit for bit.
+                mean, so that this run and a run that resumes from the checkpoint stay bitwise equal.
                 "drop": no residuals.
             gather: with "per_rank", the residuals of all ranks in one payload; *all ranks must call*.
-            joint: False where other ranks may not take part (signal handlers, exceptions): nothing is communicated.
+            joint: False if other ranks may not take part (signal handlers, exceptions): nothing is communicated.
 
         Returns:
-            Plain types and tensors, for `torch.save`. Where a joint save was not possible it is marked
-            `"exact": False`, holds no residuals, and one warning says so; it waits `joint_save_limit_s` at most.
-            From another thread than the training's it waits for a commit that is under way: it never mixes two steps.
+            Plain types and tensors, for `torch.save`. A joint save waits at most `joint_save_limit_s` seconds for the
+            other ranks. If it fails, the payload has `"exact": False` and no residuals, and one warning is logged.
+            Called from another thread than the training's, it waits for a running commit, so that it never mixes two
+            steps.
         """
         residual = residual if residual is not None else self._request.save_residual
         if residual not in payload.SAVE_RESIDUAL:
@@ -231,23 +234,28 @@ class CommHook:
         return self._runner.saved_state.save(SaveRequest(residual, gather, joint, self.joint_save_limit_s))
 
     def load_state_dict(self, saved: dict[str, Any], strict: bool | None = None) -> None:
-        """Take over what `state_dict` returned. *All ranks must call*, before the next backward pass.
+        """Load the result of `state_dict`. *All ranks must call* this, before the next backward pass.
 
-        All or nothing: everything is checked before anything changes. The saved `start_powerSGD_iter` wins. A changed
-        rank keeps the residuals and refits Q. Another world size takes the mean of the residuals. If the residual of
-        any rank is missing, all ranks start from residuals of zero, with one warning.
+        All or nothing: everything is checked before anything changes. The saved `start_powerSGD_iter` replaces the
+        current one. After a change of `matrix_approximation_rank` the residuals are kept and Q is refitted. After a
+        change of the world size every rank gets the mean of the residuals. If the residual of any rank is missing, all
+        ranks start from residuals of zero, with one warning.
 
         Args:
-            strict: whether a state of another hook or model is an error (default: the `strict` of `attach`); if not,
-                what does not fit starts with fresh memory, and one warning lists it.
+            strict: whether a state of another hook or model is an error (default: the `strict` of `attach`). If not,
+                mismatched parameters start with empty learned state, and one warning lists them.
 
         Raises:
-            PayloadError: nothing was changed; the text lists what does not fit.
+            PayloadError: `saved` is damaged or does not fit; nothing was changed. The message lists the mismatches.
         """
         self.prepare_load(saved, strict)()
 
     def prepare_load(self, saved: object, strict: bool | None = None) -> Callable[[], None]:
-        """Check all of `saved` and change nothing; the function that is returned takes it over."""
+        """Check all of `saved` without changing anything. Returns a function that applies it. See `load_state_dict`.
+
+        Raises:
+            PayloadError: `saved` is damaged or does not fit.
+        """
         strict = self._request.strict if strict is None else strict
         content = payload.check_header(saved)
         if content["hook"] == self.name:

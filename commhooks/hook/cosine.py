@@ -1,8 +1,8 @@
-"""How far the compressed gradient points away from the true one, on a few passes that are asked for.
+"""Measure the cosine between the compressed gradient and the true mean gradient on sampled backward passes.
 
-On such a pass every bucket is copied before the hook sees it, and the copies are averaged over the ranks after the hook
-has sent all of its own. Nothing of that reaches the training; it costs one copy of the gradients and one plain
-all-reduce of them.
+On a sampled pass every bucket is copied before the hook runs, and the copies are averaged over the ranks after the hook
+has issued all of its collectives. Training results do not change; the cost is one copy of the gradients and one plain
+all-reduce.
 """
 
 import math
@@ -22,24 +22,25 @@ from commhooks.gradients.precision import compute_dtype
 
 @dataclass
 class _Kept:
-    """A bucket of the pass that is being sampled."""
+    """A bucket of a sampled pass."""
 
     layout: BucketLayout
     gradient: torch.Tensor
-    """A copy of this rank's own, flat, float32 or float64."""
+    """A copy of this rank's gradient, 1-D, float32 or float64."""
     future: "torch.futures.Future[torch.Tensor] | None" = None
 
 
 @dataclass(frozen=True)
 class Sample:
-    """The latest sample. `products`: per parameter `[a b, a a, b b]`, a the compressed gradient, b the true mean."""
+    """One sample. `products`: per parameter the inner products `[a b, a a, b b]` of the compressed gradient a and the
+    true mean b."""
 
     backward_pass: int
     names: list[str]
     products: torch.Tensor
 
     def cosine(self) -> float | None:
-        """Over all parameters. Waits for the device."""
+        """The cosine over all parameters. Synchronises with the device."""
         return _cosine(self.products.sum(0).tolist())
 
     def per_parameter(self) -> dict[str, float | None]:
@@ -47,9 +48,9 @@ class Sample:
 
 
 class CosineSampler:
-    """Samples every `every`-th backward pass that it is told of. All ranks must be told of the same.
+    """Samples every `every`-th backward pass. All ranks must make the same calls.
 
-    `begin_pass`, then for each bucket `keep` before the hook and `answered` after it, then `compare`.
+    Per pass call `begin_pass`, then for each bucket `keep` before the hook and `answered` after it, then `compare`.
     """
 
     def __init__(self, every: int, names: ParameterNames, group: dist.ProcessGroup) -> None:
@@ -65,7 +66,8 @@ class CosineSampler:
     def agreed(
         cls, every: int | None, names: ParameterNames, group: dist.ProcessGroup, counters: Counters
     ) -> "CosineSampler | None":
-        """A sampler of what all ranks ask for, None where they ask for none; see `CommHook.sample_cosine`."""
+        """Make a sampler after checking that all ranks pass the same `every`; None if that is None. All ranks must call
+        this. See `CommHook.sample_cosine` for the exceptions."""
         if every is not None and (not isinstance(every, int) or isinstance(every, bool) or every < 1):
             raise HookConfigError(f"sample_cosine({every!r}); expected a number of steps, 1 or more, or None")
         own = torch.tensor([every or 0], device=next(iter(names.known().values())).device)
@@ -77,11 +79,11 @@ class CosineSampler:
     def begin_pass(self) -> None:
         self._passes += 1
         self._sampling = self._passes % self.every == 0
-        self._kept.clear()  # of a pass that never came to its end
+        self._kept.clear()  # left over from a pass that was abandoned
 
     @torch.no_grad()
     def keep(self, bucket: Bucket) -> None:
-        """Copy the bucket, if this pass is sampled. Sparse ones are left out."""
+        """Copy the bucket if this pass is sampled and the bucket is not sparse."""
         buffer = bucket.flat
         if not self._sampling or buffer.is_sparse:
             return
@@ -90,13 +92,14 @@ class CosineSampler:
         self._kept.append(_Kept(layout, buffer.to(compute_dtype(buffer.dtype), copy=True)))
 
     def answered(self, bucket: Bucket, future: "torch.futures.Future[torch.Tensor]") -> None:
-        """`future` is what the hook returned for the bucket that was kept last."""
+        """Record `future`, which the hook returned for `bucket`, the one passed to `keep` last."""
         if self._sampling and self._kept and not bucket.flat.is_sparse:
             self._kept[-1].future = future
 
     @torch.no_grad()
     def compare(self, backward_pass: int) -> None:
-        """After the hook's last call: average the copies and compare. Waits for the hook's answers; all ranks."""
+        """Average the copies and compare them with the hook's results. Call it on all ranks after the last hook call of
+        the pass. Waits for the hook's futures."""
         kept, self._kept = self._kept, []
         if not kept:
             return
@@ -119,7 +122,7 @@ class CosineSampler:
 
 
 def _cosine(products: list[float]) -> float | None:
-    """None where one of the gradients is zero or not finite."""
+    """The cosine from `[a b, a a, b b]`; None if a gradient is zero or not finite."""
     ab, aa, bb = products
     length = math.sqrt(aa) * math.sqrt(bb) if aa > 0 and bb > 0 else 0.0
     return ab / length if 0 < length < math.inf else None

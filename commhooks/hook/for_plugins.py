@@ -1,4 +1,4 @@
-"""What the Lightning and Accelerate plugins need beyond the public API. Change it together with them."""
+"""Internal names that the Lightning and Accelerate plugins use. Change them together with the plugins."""
 
 from commhooks.checkpoint import parts as payload_parts
 from commhooks.compressors.config import HookConfig, checked_types

@@ -21,11 +21,11 @@ from commhooks.hook.runner import Future, Runner
 class LearningHook(Runner):
     """
     Args:
-        name: of the hook.
-        session: bound to the model.
-        group: of the ranks.
+        name: name of the hook.
+        session: the session, bound to the model.
+        group: the process group of the hook.
         sparse: ids of the parameters whose gradients are sparse.
-        function: called in place of the session where the user gave a function of theirs that leads to it.
+        function: a hook function that runs the session, called instead of it; None: call the session itself.
     """
 
     counts_outcomes = True
@@ -93,7 +93,8 @@ class LearningHook(Runner):
         return [f"{compressor.phrase} compresses no parameter of this model: print(hook.plan()) says why for each."]
 
     def _own_plans(self) -> list[UnitPlan]:
-        """Of the parameters; none for a compressor of whole buckets. Made anew: loading a state may change options."""
+        """The plans of all parameters; empty for a compressor of whole buckets. Computed at each call, because loading
+        a state may change options."""
         session = self._session
         if session.compressor.per_bucket:
             return []

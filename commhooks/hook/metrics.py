@@ -1,23 +1,23 @@
-"""The numbers of a hook as a flat dict of floats, by the names under which Lightning's and Accelerate's loggers show
-them. Computed when asked for: `CommHookMonitor` and `CommHookKwargs.log` ask every so many steps.
+"""The metrics of a hook as a flat dict of floats, with the names that Lightning's and Accelerate's loggers show.
+Computed only on request, which `CommHookMonitor` and `CommHookKwargs.log` make every so many steps.
 
 | name | meaning |
 |---|---|
-| `commhooks/bytes_sent` | bytes handed to all-reduce so far, this rank |
+| `commhooks/bytes_sent` | bytes passed to collectives so far by this rank |
 | `commhooks/bytes_per_pass` | the same per backward pass, mean since the last reading |
-| `commhooks/compression_rate` | bytes that plain DDP would have sent over bytes sent, since the last reading |
+| `commhooks/compression_rate` | bytes that plain DDP would have sent / bytes sent, since the last reading |
 | `commhooks/compressed_steps` | steps that were compressed and committed so far |
 | `commhooks/nonfinite_steps` | steps that were not committed, because a number was inf or NaN on some rank, so far |
-| `commhooks/codec_ms` | milliseconds (on CUDA of the device) in the hook per backward pass without waiting; mean |
-| `commhooks/waiting_ms` | milliseconds of waiting for the network per backward pass, likewise |
+| `commhooks/codec_ms` | mean milliseconds in the hook per backward pass without waiting (on CUDA: device time) |
+| `commhooks/waiting_ms` | mean milliseconds of waiting for the network per backward pass |
 | `commhooks/residual_norm` | norm of this rank's residual, in units of the unscaled loss |
-| `commhooks/gradient_norm` | norm of the averaged gradient of the same parameters, as it is when asked |
-| `commhooks/residual_over_gradient` | the one over the other: about how many steps of gradient are held back |
-| `commhooks/cosine` | cosine of compressed and true mean gradient, where a pass was sampled since the last reading |
-| `commhooks/layers/PARAMETER/NAME` | per parameter: the last four |
+| `commhooks/gradient_norm` | norm of the averaged gradient of the same parameters at the time of the reading |
+| `commhooks/residual_over_gradient` | residual norm / gradient norm: about how many steps of gradient are held back |
+| `commhooks/cosine` | cosine of compressed and true mean gradient, if a pass was sampled since the last reading |
+| `commhooks/layers/PARAMETER/NAME` | the last four per parameter |
 
-A value that does not exist is left out: the bytes and times of a hook of the user's own, times on accelerators other
-than CUDA (the host only queues the work there), residuals of hooks that have none, the gradient after `zero_grad`.
+Values that do not exist are omitted: bytes and times of a user's hook, times on accelerators other than CUDA (where the
+host only queues the work), residuals of hooks that have none, gradient norms after `zero_grad`.
 """
 
 from typing import Any
@@ -39,17 +39,18 @@ NAMES = (
     "residual_over_gradient",
     "cosine",
 )
-"""All but those per parameter."""
+"""All metrics except those per parameter."""
 
 
 class Meter:
-    """Reads one hook again and again."""
+    """Reads the metrics of one hook repeatedly and computes means since the last reading."""
 
     def __init__(self) -> None:
         self._before: dict[str, Any] = {}
 
     def read(self, hook: CommHook, *, per_layer: bool = False, prefix: str = PREFIX) -> dict[str, float]:
-        """The values above. Waits for the accelerator; sends nothing, so that one rank may ask alone."""
+        """The metrics listed above. Synchronises with the accelerator, but does not communicate: a single rank may call
+        it."""
         now, before = hook.stats(), self._before
         self._before = now
         sampled = now["cosine"] is not None and now["cosine_pass"] != before.get("cosine_pass")

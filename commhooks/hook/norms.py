@@ -1,4 +1,4 @@
-"""Norms of residuals and gradients, from what is there anyway: computed when somebody asks, never in a step."""
+"""Norms of residuals and gradients, computed on request from existing tensors, never in a step."""
 
 import math
 from collections.abc import Mapping
@@ -9,25 +9,25 @@ import torch
 
 @dataclass(frozen=True)
 class Norms:
-    """Euclidean norms. None where there is nothing to measure."""
+    """Euclidean norms; None if there is nothing to measure."""
 
     residual: float | None
     gradient: float | None
 
     @property
     def ratio(self) -> float | None:
-        """Residual over gradient: in steps, how much error feedback holds back."""
+        """Residual norm / gradient norm: about how many steps of gradient error feedback holds back."""
         if self.residual is None or not self.gradient:
             return None
         return self.residual / self.gradient
 
     @classmethod
     def total(cls, parts: "list[Norms]") -> "Norms":
-        """Of all parts together."""
+        """The norms over all parts together."""
         return cls(_together([part.residual for part in parts]), _together([part.gradient for part in parts]))
 
     def as_dict(self) -> dict[str, float | None]:
-        """By the names under which users see them."""
+        """The norms by their public names."""
         return {
             "residual_norm": self.residual,
             "gradient_norm": self.gradient,
@@ -39,9 +39,9 @@ class Norms:
 def measure(
     parameters: Mapping[str, torch.Tensor], residuals: Mapping[str, torch.Tensor], loss_scale: float
 ) -> dict[str, Norms]:
-    """Per parameter. `residuals`: flat, multiplied by `loss_scale`; gradients are read from `.grad` as they are.
+    """The norms per parameter. `residuals`: 1-D, multiplied by `loss_scale`. Gradients are read from `.grad`.
 
-    Waits for the device once.
+    Synchronises with the device once.
     """
     found: list[torch.Tensor] = []
 

@@ -1,4 +1,4 @@
-"""The plan of a model: what is compressed and what is not, with its bytes and the memory that it takes."""
+"""The plan of a model: what is compressed and what is not, the bytes sent, and the memory needed."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -12,7 +12,7 @@ LATEST_PASS = "as in the latest backward pass"
 
 @dataclass(frozen=True)
 class BucketPlan:
-    """One bucket of DDP: its parameters in the order in which they lie there, and its bytes per step."""
+    """One bucket of DDP: its parameters in their order in the buffer, and its bytes per step."""
 
     parameters: tuple[str, ...]
     bytes_before: int
@@ -31,13 +31,13 @@ class ModelPlan:
     selective: bool = True
     """Whether the hook decides for each parameter whether to compress it."""
     memory: MemoryPlan = MemoryPlan()
-    """Bytes that the hook needs on each rank. `packed` is an upper bound where the buckets are not known."""
+    """Bytes that the hook needs on each rank. `packed` is an upper bound if the buckets are unknown."""
     bucket_names: tuple[tuple[str, ...], ...] = ()
-    """The parameters of each bucket; empty where that is not known, and where the rows of the plan are buckets."""
+    """The parameters of each bucket; empty if they are unknown or if the rows of the plan are buckets."""
     buckets_from: str = ""
-    """Where `bucket_names` comes from, as a sentence."""
+    """Source of `bucket_names`, for the table."""
     sends: bool | None = True
-    """False for a hook that sends nothing; None for one that alone knows what."""
+    """False for a hook that sends nothing; None for a user's hook, whose traffic is unknown."""
 
     @property
     def bytes_before(self) -> int:
@@ -46,12 +46,12 @@ class ModelPlan:
 
     @property
     def bytes_after(self) -> int:
-        """Bytes that the hook hands to all-reduce per rank and step once it compresses, flags not counted."""
+        """Bytes that the hook passes to collectives per rank and step once it compresses, without flags."""
         return sum(self.sent_bytes(p) for p in self.parameters)
 
     @property
     def flag_bytes(self) -> int:
-        """Bytes of what travels beside them, such as a flag per matrix."""
+        """Further bytes sent per rank and step, such as a flag per matrix."""
         return sum(p.flags * p.wire_itemsize(self.wire_dtype) for p in self.compressed)
 
     @property
@@ -66,7 +66,7 @@ class ModelPlan:
 
     @property
     def buckets(self) -> tuple[BucketPlan, ...]:
-        """Totals per bucket, if it is known what DDP puts into each."""
+        """Totals per bucket; empty if the buckets are unknown."""
         plans = {p.name: p for p in self.parameters}
         found = []
         for names in self.bucket_names:
@@ -76,11 +76,11 @@ class ModelPlan:
         return tuple(found)
 
     def break_even_gbit_s(self, codec_s: float, world_size: int = 2) -> float | None:
-        """The bandwidth in Gbit/s per rank below which a step sends faster with the hook: where the bytes that are not
-        sent would take as long as the codec does.
+        """The bandwidth in Gbit/s per rank below which the hook makes a step faster: at this bandwidth, sending the
+        saved bytes takes as long as the codec.
 
-        Assumes a ring all-reduce at the full bandwidth, no latency, and that neither of the two overlaps with the
-        backward pass. None where nothing is saved or it is not known what is sent.
+        Assumes a ring all-reduce at the full bandwidth, no latency, and no overlap of codec or communication with the
+        backward pass. None if the hook saves nothing or its traffic is unknown.
 
         Args:
             codec_s: seconds that the hook computes per step.
@@ -117,7 +117,7 @@ class ModelPlan:
                     "dtype": str(p.dtype).removeprefix("torch."),
                     "compressed": p.compressed,
                     "reason": p.reason,
-                    "matrix": None,  # these two are there for every hook
+                    "matrix": None,  # every hook has the keys "matrix" and "rank"
                     "rank": None,
                     **p.details,
                     "bytes_before": p.size_bytes(),
@@ -138,7 +138,7 @@ class ModelPlan:
 
     @property
     def _unknown(self) -> bool:
-        """A DDP model has parameters: there is no plan for them yet."""
+        """There are no rows, so the plan is not known yet: every DDP model has parameters."""
         return self.selective and not self.parameters
 
     def sent_bytes(self, parameter: UnitPlan) -> int:
@@ -147,7 +147,7 @@ class ModelPlan:
         return 0 if self.sends is False else parameter.numel_sent * parameter.wire_itemsize(self.wire_dtype)
 
     def summary(self) -> str:
-        """One line: what is compressed and how many MB travel per step and rank."""
+        """One line: what is compressed, and the MB sent per step and rank."""
         if self._unknown:
             return f"{self.hook}: the plan follows DDP's buckets; it is known after the first backward pass"
         after = "what the hook sends" if self.sends is None else f"{self.bytes_after / 1e6:.3f} MB"
@@ -168,5 +168,5 @@ class ModelPlan:
 
 
 def ring_factor(world_size: int) -> float:
-    """Bytes that a rank sends per byte handed to a ring all-reduce."""
+    """Bytes that a rank sends per byte passed to a ring all-reduce."""
     return 2 * (world_size - 1) / world_size

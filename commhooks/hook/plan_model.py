@@ -1,4 +1,4 @@
-"""The plan of a model: of one that is not wrapped in DDP, as `commhooks plan` shows it, and of one that trains."""
+"""Make the plan of a model: with attached hook, or without DDP as for `commhooks plan`."""
 
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
@@ -19,7 +19,7 @@ BucketNames = Sequence[Sequence[str]]
 def parameter_infos(
     names: ParameterNames, globs: Sequence[str], sparse: Collection[int] = ()
 ) -> dict[str, ParameterInfo]:
-    """What a compressor may know of each parameter, by name. `sparse`: ids of those whose gradients are sparse."""
+    """The `ParameterInfo` of each parameter, by name. `sparse`: ids of those whose gradients are sparse."""
     return {
         name: ParameterInfo(name, parameter, id(parameter) in sparse, names.excluded_by(name, globs))
         for name, parameter in names.known().items()
@@ -29,7 +29,7 @@ def parameter_infos(
 def whole_plan(
     hook: str, compressor: Compressor[Any], rows: Sequence[UnitPlan], buckets: BucketNames = (), buckets_from: str = ""
 ) -> ModelPlan:
-    """A `ModelPlan` of these rows. `buckets`: the names in each bucket; empty where they are not known, and where rows
+    """Make a `ModelPlan` from these rows. `buckets`: the names in each bucket; empty if they are unknown or if the rows
     are buckets."""
     by_name = {row.name: row for row in rows}
     known = [[by_name[name] for name in bucket] for bucket in buckets]
@@ -55,18 +55,18 @@ def plan_model(
     bucket_cap_mb: float | None = None,
     total_steps: int | None = None,
 ) -> ModelPlan:
-    """What `hook.plan()` will say of a model with these parameters, and an estimate of DDP's buckets.
+    """Predict the result of `hook.plan()` for a model with these parameters, and estimate DDP's buckets.
 
     Args:
-        parameters: those that DDP will reduce, by name, in the order of registration. Numbers are not read, so that
-            they may be on the meta device.
-        all_names: all names of each parameter by its id, for `exclude`.
+        parameters: those that DDP will reduce, by name, in the order of registration. Their values are not read: they
+            may be on the meta device.
+        all_names: id of a parameter -> all of its names, for `exclude`.
         sparse: ids of those whose gradients are sparse.
         bucket_cap_mb: as DDP's argument, MiB.
         total_steps: as in `attach`.
 
     Raises:
-        HookConfigError: a hook of the user's own, or a fraction of a run of unknown length.
+        HookConfigError: the request is for a user's hook, or its start is a fraction and `total_steps` is None.
     """
     compressor = request.new_compressor(total_steps)
     if compressor is None:

@@ -10,7 +10,7 @@ def plan_table(plan: "ModelPlan", width: int = 120) -> str:
     """Tables of the parameters and buckets, and a line about memory; ends with a line break."""
     from rich.console import Console
 
-    # A name is not markup, and ":x:" in it not an emoji.
+    # Print names literally: no markup, no emoji for ":x:".
     console = Console(width=width, color_system=None, markup=False, emoji=False, highlight=False)
     with console.capture() as capture:
         console.print(_parameters(plan))
@@ -20,7 +20,7 @@ def plan_table(plan: "ModelPlan", width: int = 120) -> str:
 
 
 def memory_line(plan: "ModelPlan") -> str:
-    """What the hook needs on each rank; empty where that is nothing."""
+    """A line about the memory that the hook needs on each rank; empty if it needs none."""
     memory = plan.memory
     if plan.sends is None or not memory.total:
         return ""
@@ -33,7 +33,7 @@ def memory_line(plan: "ModelPlan") -> str:
 def _parameters(plan: "ModelPlan") -> Any:
     title = f"{plan.hook}: compressed from step {plan.start_step} on" if plan.selective else plan.hook
     table = _new_table(title)
-    # Names and reasons are folded where they do not fit, never cut; numbers stay whole.
+    # Long names and reasons are wrapped, never truncated; numbers are not wrapped.
     table.add_column("parameter", overflow="fold")
     table.add_column("shape", overflow="fold")
     columns = max((type(p).columns for p in plan.parameters), key=len, default=())

@@ -1,7 +1,7 @@
-"""Are the replicas still the same model? Divergence is found when it happens, not weeks later in the loss.
+"""Check that the replicas still have equal weights, so that divergence is detected early.
 
-Every rank makes one number per parameter from the bits of its weights; the numbers are compared over the ranks. The
-cost is one reading of the weights and one small exchange, every so many steps.
+Every rank computes a checksum of each parameter; the ranks compare the checksums. The cost is one read of all weights
+and one small collective every `every` steps.
 """
 
 import weakref
@@ -18,9 +18,9 @@ _COLUMNS = 1021
 
 
 def weights_checksum(tensor: torch.Tensor) -> torch.Tensor:
-    """A number (0-dim int64, on the tensor's device) made of the bits of `tensor` and of their order.
+    """A checksum (0-dim int64 tensor on the same device) of the bits of `tensor` and their order.
 
-    Integer arithmetic modulo 2**64: exact, the same in every process, and different whenever one element differs.
+    Integer arithmetic modulo 2**64: exact, equal in all processes, and different if exactly one element differs.
     """
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor)
@@ -30,7 +30,7 @@ def weights_checksum(tensor: torch.Tensor) -> torch.Tensor:
     columns = bits[:whole].view(-1, _COLUMNS).sum(0, dtype=torch.int64)
     rest = bits[whole:]
     columns[: rest.numel()] += rest
-    # Odd factors have an inverse modulo 2**64: no difference in one column is lost.
+    # Odd factors are invertible modulo 2**64, so that a difference in one column always changes the result.
     factors = torch.arange(_COLUMNS, dtype=torch.int64, device=tensor.device) * 0x9E3779B97F4A7C2 + 1
     return (columns * (factors | 1)).sum()
 
@@ -39,10 +39,10 @@ class ReplicaCheck:
     """Compares the replicas of one DDP model before every `every`-th synchronised backward pass, the first included.
 
     Args:
-        ddp_model: whose parameters are compared, frozen ones too, but not those that DDP was told to ignore.
-        every: backward passes from one comparison to the next.
-        group: all its ranks run the same check.
-        counters: counts the exchanges as handshakes.
+        ddp_model: its parameters are compared, including frozen ones, without those that DDP ignores.
+        every: number of backward passes from one comparison to the next.
+        group: the process group; all of its ranks must run the same check.
+        counters: counts the collectives as handshakes.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class ReplicaCheck:
         self._passes = 0
 
     def due(self) -> bool:
-        """Count one backward pass; whether its replicas are to be compared."""
+        """Count one backward pass. Returns whether to compare the replicas before it."""
         self._passes += 1
         return (self._passes - 1) % self._every == 0
 
@@ -64,19 +64,19 @@ class ReplicaCheck:
         """Compare step, plan and weights over the ranks. All ranks must call this at the same backward pass.
 
         Args:
-            step: of the hook.
-            plan: a number made of what is compressed and how.
-            taking_part: False on a rank that has run out of data (`Join`), whose weights are of an earlier step.
+            step: the step of the hook.
+            plan: a hash of the plan.
+            taking_part: False on a rank that has run out of data (`Join`): its weights are those of an earlier step.
 
         Raises:
-            HookRunError: on all ranks, if any of it differs; it names the parameters and the ranks.
+            HookRunError: on all ranks, if anything differs; the message names the parameters and the ranks.
         """
         ddp_model = self._ddp_model()
         if ddp_model is None or self._group.size() == 1:
             return
         ignored = ddp_model.parameters_to_ignore
         parameters = {n: p for n, p in ddp_model.module.named_parameters() if n not in ignored and p.numel() > 0}
-        if not parameters:  # all of size zero
+        if not parameters:  # all are empty
             return
         device = next(iter(parameters.values())).device
         what = f"the comparison of the replicas before step {step}"
@@ -94,7 +94,7 @@ class ReplicaCheck:
 
 
 def _raise_where_different(step: int, subjects: list[str], rows: dict[int, list[int]]) -> None:
-    """`rows`: rank -> one number per subject."""
+    """Raise HookRunError if the ranks differ in a subject. `rows`: rank -> one number per subject."""
     if not rows:
         return
     first = min(rows)

@@ -1,4 +1,4 @@
-"""What the user asked for, checked when it is asked: before there is a model, a process group or a training run."""
+"""A user's request for a hook, checked at once: no model and no process group are needed."""
 
 import dataclasses
 from collections.abc import Callable, Mapping
@@ -30,19 +30,19 @@ Factory = Callable[[dict[str, Any], dist.ProcessGroup | None], tuple[Any, Callab
 
 
 def register_hook(name: str, factory: Factory) -> None:
-    """Make a hook of your own available by name, in Python, YAML and on the command line.
+    """Register a user's hook by name, for Python, YAML and the command line.
 
-    For a hook that should be planned, counted, saved and resumed like the built-in ones, write a compressor and use
-    `register_compressor`.
+    If plans, statistics and checkpoints should cover the hook as they do the built-in ones, write a compressor and use
+    `register_compressor` instead.
 
     Args:
-        name: must not be taken.
-        factory: `factory(options: dict, process_group) -> (state, hook)`, called when a model is wrapped, on every
-            rank. `hook` has the signature `(state, bucket) -> torch.futures.Future[torch.Tensor]`; a state with
-            `state_dict` and `load_state_dict` (plain types and tensors) is saved and restored.
+        name: the name of the hook; must not be taken.
+        factory: `factory(options: dict, process_group) -> (state, hook)`, called on every rank when the hook is
+            attached. `hook` has the signature `(state, bucket) -> torch.futures.Future[torch.Tensor]`. `state` is saved
+            and restored if it has `state_dict` and `load_state_dict` (plain types and tensors).
 
     Raises:
-        HookConfigError: the name is taken or not a name, or the factory is not callable.
+        HookConfigError: the name is taken or invalid, or the factory is not callable.
     """
     check_name("register_hook", name)
     if not callable(factory):
@@ -52,7 +52,7 @@ def register_hook(name: str, factory: Factory) -> None:
 
 
 def available_hooks() -> dict[str, dict[str, Any]]:
-    """Name -> {"description": one line, "options": {option: default}} of every hook that can be had by name."""
+    """Name -> {"description": one line, "options": {option: default}} of every registered hook."""
     hooks: dict[str, dict[str, Any]] = {}
     for name, compressor in COMPRESSORS.items():
         hooks[name] = {
@@ -67,9 +67,9 @@ def available_hooks() -> dict[str, dict[str, Any]]:
 
 @dataclass(frozen=True)
 class HookRequest:
-    """A checked request for a hook. Picklable if what it holds is.
+    """A checked request for a hook. Picklable if its contents are.
 
-    Exactly one of `config`, `factory` and `function` says what to run.
+    Exactly one of `config`, `factory` and `function` is set.
     """
 
     name: str
@@ -95,10 +95,10 @@ class HookRequest:
         strict: bool = True,
         check_every: int | None = None,
     ) -> "HookRequest":
-        """Check what the user gave.
+        """Make a request from the user's arguments; see `attach` for them.
 
         Raises:
-            HookConfigError: unknown hook or option, wrong type, impossible combination; the text names the offender.
+            HookConfigError: unknown hook or option, wrong type, or invalid combination; the message names it.
         """
         _check_choice("wrapper", wrapper, (None, *WIRE_DTYPES))
         _check_choice("save_residual", save_residual, SAVE_RESIDUAL)
@@ -198,19 +198,20 @@ class HookRequest:
 
     @property
     def wire_dtype(self) -> torch.dtype | None:
-        """To which the hook or its wrapper narrows what it sends; None: gradients travel in their own dtype."""
+        """The dtype to which the hook or its wrapper casts what it sends; None: gradients are sent in their own
+        dtype."""
         known = COMPRESSORS.get(self.name)
         wire = self.wrapper or (known.Config.own_wire if known is not None else None)
         return None if wire is None else WIRE_DTYPES[wire]
 
     def new_compressor(self, total_steps: int | None = None) -> Compressor[Any] | None:
-        """The compressor that is asked for, with a start that is a number of steps; None for a hook of the user's own.
+        """The requested compressor, with its start as a number of steps; None for a user's hook.
 
         Args:
             total_steps: synchronised backward passes in the whole run, if known.
 
         Raises:
-            HookConfigError: the start is a fraction of a run of unknown length.
+            HookConfigError: the start is a fraction and `total_steps` is None.
         """
         if self.config is None:
             return None
@@ -218,7 +219,7 @@ class HookRequest:
         return made if self.wrapper is None else made.lowered(WIRE_DTYPES[self.wrapper])
 
     def build(self, process_group: dist.ProcessGroup | None) -> tuple[Any, Callable[..., Any]]:
-        """State and function of a hook that is the user's own."""
+        """The state and the function of a user's hook."""
         if self.factory is not None:
             made = FACTORIES[self.factory](dict(self.options), process_group)
             if not isinstance(made, tuple) or len(made) != 2 or not callable(made[1]):

@@ -1,8 +1,7 @@
-"""Do the ranks attach the same hook to the same model, and can each of them run it? Asked once, at `attach`, for every
-kind of hook.
+"""Check in `attach` that all ranks attach the same hook to the same model, and that each of them can run it.
 
-Ranks that disagree would pair collectives of different sizes: gloo aborts, NCCL waits for its timeout or adds up what
-does not belong together.
+Ranks that disagree would pair collectives of different sizes: gloo aborts, NCCL waits for its timeout or adds unrelated
+numbers.
 """
 
 from collections.abc import Mapping
@@ -20,8 +19,8 @@ _WHAT = "what each rank attaches (attach the hook on every rank, or on none)"
 
 
 def describe_request(request: HookRequest, options: Mapping[str, Any], loss_scale: bool) -> str:
-    """One line that is the same on two ranks if they ask for the same. `options`: those in force."""
-    # Objects of the user's are told apart by their type: their text may hold an address.
+    """A line that is equal on two ranks if their requests are. `options`: the options in force."""
+    # Compare a user's objects by their type only: their repr may contain an address.
     plain = (bool, int, float, str, type(None))
 
     def is_plain(v: object) -> bool:
@@ -50,15 +49,15 @@ def check_requests(
     group: dist.ProcessGroup,
     device: torch.device,
 ) -> None:
-    """Compare over the ranks of `group`; all of them must call this.
+    """Compare requests and models over the ranks of `group`. All of its ranks must call this.
 
-    `cannot` is why this rank's machine cannot do what is asked, None where it can.
+    `cannot`: the reason why this rank's machine cannot run the hook; None if it can.
 
     Raises:
-        AttachError: on all ranks, if they ask for different hooks or have different models (it says what each has), or
-            if some of them cannot do it (it says which, and why).
-        HookConfigError: `cannot`, if no rank can do it.
-        HookRunError: a rank does not come within the process group's timeout.
+        AttachError: on all ranks, if the requests or the models differ, or if some ranks cannot run the hook; the
+            message names the ranks and the differences or reasons.
+        HookConfigError: `cannot`, if no rank can run the hook.
+        HookRunError: another rank has failed, or did not take part within the process group's timeout.
     """
     row = [agreement_key(request), agreement_key(*model), int(cannot is not None)]
     own = torch.tensor(row, dtype=torch.int64, device=device)

@@ -1,4 +1,4 @@
-"""What runs a hook behind `CommHook`: the engine, or a user's own function."""
+"""The interface between `CommHook` and the kinds of hooks: those of the engine, and users' functions."""
 
 import contextlib
 from abc import ABC, abstractmethod
@@ -17,7 +17,7 @@ Future = torch.futures.Future[torch.Tensor]
 
 
 class SavedState(Protocol):
-    """A hook's state on its way to a checkpoint and back."""
+    """Saves and loads the state of a hook."""
 
     @property
     def step(self) -> int: ...
@@ -29,13 +29,13 @@ class SavedState(Protocol):
 
 
 class Runner(ABC):
-    """One kind of hook. `CommHook` asks it everything that depends on the kind.
+    """Base of the kinds of hooks; `CommHook` delegates to it.
 
     Attributes:
-        counters: of this rank.
-        saved_state: see there.
-        counts_bytes: whether it is known what is sent.
-        counts_outcomes: whether it is known which steps were committed and which compressed.
+        counters: the counters of this rank.
+        saved_state: saves and loads the state of the hook.
+        counts_bytes: whether the sent bytes are known.
+        counts_outcomes: whether it is known which steps were committed and which were compressed.
     """
 
     counters: Counters
@@ -45,20 +45,21 @@ class Runner(ABC):
 
     @abstractmethod
     def run(self, bucket: Bucket, grad_bucket: dist.GradBucket) -> Future:
-        """Reduce one bucket; `grad_bucket` is the same as DDP passed it. All ranks, in the same order."""
+        """Reduce one bucket; `grad_bucket` is the same bucket as DDP passed it. All ranks must call this, in the same
+        order."""
 
     def begin_pass(self) -> None:
         """Called before the first bucket of a backward pass."""
         return None
 
     def settle(self) -> None:
-        """Bring counters and step up to date; may wait for an accelerator."""
+        """Bring counters and step up to date; may synchronise with an accelerator."""
         return None
 
     @property
     @abstractmethod
     def options(self) -> dict[str, Any]:
-        """The options in force, plain types."""
+        """The options in force, as plain types."""
 
     @abstractmethod
     def plan(self) -> ModelPlan:
@@ -66,21 +67,22 @@ class Runner(ABC):
 
     @abstractmethod
     def announcement(self, plan: ModelPlan) -> str:
-        """What the line at the end of the first backward pass says after the hook's name."""
+        """The text after the hook's name in the log line at the end of the first backward pass."""
 
     @contextlib.contextmanager
     def residuals(self) -> Iterator[tuple[Mapping[str, torch.Tensor], float]]:
-        """Residuals by parameter name, flat, and the loss scale by which they are multiplied; valid in the body."""
+        """Context manager: the residuals (1-D) by parameter name, and the loss scale by which they are multiplied. They
+        may be read only in its body."""
         yield {}, 1.0
 
     def measured(self, names: set[str]) -> set[str]:
-        """Those of the parameters `names` that `CommHook.norms` is about."""
+        """The subset of `names` that `CommHook.norms` covers."""
         return names
 
     def check_here(self, parameters: Mapping[str, torch.Tensor]) -> None:
-        """Raise HookConfigError where this machine cannot do what is asked for. Other ranks may be able to."""
+        """Raise HookConfigError if this machine cannot run the hook. The result may differ between ranks."""
         return None
 
     def problems(self) -> list[str]:
-        """What rank 0 warns of when the hook is attached."""
+        """Warnings that rank 0 logs when the hook is attached."""
         return []

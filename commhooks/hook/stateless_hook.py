@@ -1,4 +1,4 @@
-"""A compressor that learns nothing behind `CommHook`: its hook calls return at once."""
+"""A compressor without learned state behind `CommHook`: its hook calls return at once."""
 
 import dataclasses
 from typing import Any
@@ -19,10 +19,10 @@ from commhooks.hook.runner import Future, Runner
 class StatelessHook(Runner):
     """
     Args:
-        name: of the hook.
-        compressor: one that is not transactional.
-        names: of the model's parameters.
-        group: of the ranks.
+        name: name of the hook.
+        compressor: a compressor that is not transactional.
+        names: names of the model's parameters.
+        group: the process group of the hook.
         sparse: ids of the parameters whose gradients are sparse.
     """
 

@@ -1,4 +1,4 @@
-"""A user's own function `(state, bucket) -> Future` behind `CommHook`: only its code knows what it sends."""
+"""A user's function `(state, bucket) -> Future` behind `CommHook`; its traffic is unknown."""
 
 from collections.abc import Callable
 from typing import Any
@@ -19,10 +19,10 @@ from commhooks.hook.runner import Future, Runner
 class UserHook(Runner):
     """
     Args:
-        request: what was asked for.
-        state, function: called as `function(state, grad_bucket)`.
-        names: of the model's parameters.
-        group: of the ranks.
+        request: the request for the hook.
+        state, function: the hook is called as `function(state, grad_bucket)`.
+        names: names of the model's parameters.
+        group: the process group of the hook.
     """
 
     counts_bytes = False

@@ -1,15 +1,17 @@
 """What a compressor of one's own learns besides residuals is saved, told apart, resumed and refitted like a Q."""
 
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
 from unittest import mock
 
 import pytest
 import torch
 from ddp_steps import process_group_of_one
 from inside import session_of
-from models import SHAPES, backward, bits_equal, random_gradients, wrap
+from models import EVERY_PARAMETER, SHAPES, Prescribed, backward, bits_equal, random_gradients, wrap
 from scaled import Scaled, ScaledCompressor
+from torch.nn.parallel import DistributedDataParallel
 
 import commhooks
 from commhooks.checkpoint import parts
@@ -97,6 +99,15 @@ def test_a_damaged_one_is_refused_by_name(damage: Any) -> None:
     assert not session_of(hook).state["largest"], "nothing has changed"
 
 
+def test_one_that_cannot_belong_to_its_parameter_is_refused() -> None:
+    saved, _ = _saved()
+    saved["parameters"]["wide"]["largest"] = torch.ones(3, 1)
+    _, hook = _hooked()
+    with pytest.raises(commhooks.PayloadError, match=r"a largest of shape \(3, 1\)"):
+        hook.load_state_dict(saved)
+    assert not session_of(hook).state["largest"], "nothing has changed"
+
+
 def test_its_memory_is_planned() -> None:
     ddp, hook = _hooked(remembered=5)
     _train(ddp, range(1))
@@ -104,3 +115,70 @@ def test_its_memory_is_planned() -> None:
     memory = hook.plan().memory
     assert memory.factors == sum(each.nbytes for each in state["largest"].values()) > 0
     assert memory.residual == sum(each.nbytes for each in state["residual"].values()) > 0
+
+
+# ------------------------------------------------------------------------------------------------------- whole buckets
+
+
+@dataclass(frozen=True, kw_only=True)
+class Averaged(commhooks.HookConfig):
+    """Adds to each bucket what was there before."""
+
+    hook_name: ClassVar[str] = "averaged"
+
+
+class AveragedCompressor(commhooks.Compressor[Averaged]):
+    Config = Averaged
+    per_bucket = True
+    state_fields = (commhooks.StateField("average", per="bucket"),)
+
+    def plan(self, parameters: Sequence[commhooks.ParameterInfo]) -> list[commhooks.UnitPlan]:
+        # The key is that of this very sequence of parameters: another bucket has another average.
+        numel, name = sum(info.numel for info in parameters), "bucket of " + ", ".join(p.name for p in parameters)
+        dtype = parameters[0].parameter.dtype
+        return [commhooks.UnitPlan(name, (numel,), numel, dtype, True, numel_compressed=numel, state_name=name)]
+
+    def exchange(self, flat: torch.Tensor, work: Any, state: Any, step: commhooks.StepInfo) -> commhooks.Exchange:
+        _, (plan,) = work
+        mean = yield commhooks.Send(flat / step.world_size, last=True)
+        good = yield commhooks.Verdict(mean.isfinite().all())
+        before = state["average"].get(plan.key, torch.zeros_like(mean))
+        flat.copy_(mean + before)
+        if bool(good):
+            state["average"][plan.key] = (mean + before) / 2
+        return None
+
+
+def _averaged() -> tuple[Any, commhooks.CommHook]:
+    commhooks.register_compressor(AveragedCompressor)
+    # With find_unused_parameters each parameter has its bucket from the first pass on.
+    ddp = DistributedDataParallel(Prescribed(SHAPES), bucket_cap_mb=EVERY_PARAMETER, find_unused_parameters=True)
+    return ddp, commhooks.attach(ddp, Averaged())
+
+
+def test_those_of_whole_buckets_are_saved_and_told_apart() -> None:
+    ddp, hook = _averaged()
+    _train(ddp, range(STEPS))
+    saved = hook.state_dict("per_rank")
+    after = _train(ddp, range(STEPS, 2 * STEPS))
+    assert saved["batched_average"].keys() == {f"bucket of {name}" for name in SHAPES}
+    shared, part = parts.split(saved, 0)
+    assert part is None
+    ddp, hook = _averaged()
+    hook.load_state_dict(parts.merge(parts.check_shared(shared), [], 0, 1))
+    assert all(map(bits_equal, _train(ddp, range(STEPS, 2 * STEPS)), after))
+    shared["batched_average"]["bucket of wide"] *= 2
+    with pytest.raises(commhooks.PayloadError, match="fingerprint"):
+        parts.check_shared(shared)
+
+
+@pytest.mark.parametrize("damage", [torch.full((400,), float("inf")), "text", None])
+def test_a_damaged_one_of_a_bucket_is_refused_by_name(damage: Any) -> None:
+    ddp, hook = _averaged()
+    _train(ddp, range(STEPS))
+    saved = hook.state_dict("per_rank")
+    before = {name: each.clone() for name, each in session_of(hook).state["average"].items()}
+    saved["batched_average"]["bucket of wide"] = damage
+    with pytest.raises(commhooks.PayloadError, match=r"batched_average\['bucket of wide'\]"):
+        hook.load_state_dict(saved)
+    assert bits_equal(session_of(hook).state["average"], before), "nothing has changed"

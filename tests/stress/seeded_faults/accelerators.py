@@ -99,7 +99,7 @@ MUTANTS = [
     Mutant(
         "stacks: gradients one by one",
         "commhooks/compressors/powersgd/workspace.py",
-        "(stack_deltas and len(group) > 1)",
+        "(setup.stack_deltas and len(group) > 1)",
         "False",
         "compressors/powersgd/test_masked_exchange.py::test_kernels_per_shape_and_no_wait",
     ),
@@ -176,8 +176,8 @@ MUTANTS = [
     Mutant(
         "a pass begins while another thread counts steps",
         "commhooks/engine/session.py",
-        "        with self.outcomes.lock:  # another",
-        "        if True:  # another",
+        "        with self.outcomes.lock:",
+        "        if True:",
         "engine/test_settle.py::test_a_pass_waits_for_a_thread_that_counts_steps",
     ),
     Mutant(

@@ -119,8 +119,8 @@ MUTANTS = [
     Mutant(
         "the Q of a bucket that is no more is kept",
         f"{_ENGINE}/known_buckets.py",
-        "            if self.compressor.per_bucket:  # no other",
-        "            if False:  # no other",
+        "            if self.compressor.per_bucket:",
+        "            if False:",
         "compressors/powersgd/test_batched_powersgd.py",
     ),
     Mutant(
@@ -196,9 +196,37 @@ MUTANTS = [
     Mutant(
         "what was learned at another rank is not refitted",
         "commhooks/checkpoint/payload.py",
-        "    return field.refit(value, plan, compressor.fresh(field, plan, torch.float64))\n",
+        "    return field.refit(value, plan, target.compressor.fresh(field, plan, torch.float64))\n",
         "    return value\n",
         "checkpoint/test_further_fields.py::test_it_is_refitted_where_an_option_has_changed",
+    ),
+    Mutant(
+        "a further field that cannot belong is loaded",
+        "commhooks/checkpoint/payload.py",
+        "    problem = field.problem(value, plan)\n",
+        "    problem = None\n",
+        "checkpoint/test_further_fields.py::test_one_that_cannot_belong_to_its_parameter_is_refused",
+    ),
+    Mutant(
+        "a further field of a bucket is not looked at before it is loaded",
+        "commhooks/checkpoint/checks.py",
+        '            check_tensor(tensor, f"{key}[{shown(name)}]")\n',
+        "",
+        "checkpoint/test_further_fields.py::test_a_damaged_one_of_a_bucket_is_refused_by_name",
+    ),
+    Mutant(
+        "two saves that differ in a further field of a bucket look alike",
+        "commhooks/checkpoint/parts.py",
+        "for key in bucket_keys(saved) for name, each",
+        "for key in bucket_keys({}) for name, each",
+        "checkpoint/test_further_fields.py::test_those_of_whole_buckets_are_saved_and_told_apart",
+    ),
+    Mutant(
+        "a further field of a bucket is not loaded",
+        "commhooks/checkpoint/payload.py",
+        'saved = payload.get(f"batched_{each.key}", {})',
+        'saved = payload.get(f"batched_{each.key}", {}) if each.key == "q" else {}',
+        "checkpoint/test_further_fields.py::test_those_of_whole_buckets_are_saved_and_told_apart",
     ),
     Mutant(
         "a Q of a bucket is not refitted to another rank",

@@ -1,4 +1,4 @@
-"""The `commhooks` command. Each subcommand is a module of its own, listed in `COMMANDS`."""
+"""The `commhooks` command. Each subcommand is a separate module, listed in `COMMANDS`."""
 
 import argparse
 import os
@@ -13,7 +13,7 @@ from commhooks.tools.inspect import command as inspect_command
 
 
 class Command(Protocol):
-    """What a module has to offer to be a subcommand."""
+    """The interface of a module that implements a subcommand."""
 
     HELP: str
     """One line for the list of commands."""
@@ -22,7 +22,7 @@ class Command(Protocol):
         """Add the arguments; `parser.description` may be set too."""
 
     def run(self, arguments: argparse.Namespace) -> int:
-        """Do it and return the exit status. A `CommHookError` ends as one line on stderr and status 1."""
+        """Run the subcommand and return the exit status. A `CommHookError` becomes one line on stderr and status 1."""
 
 
 COMMANDS: dict[str, Command] = {
@@ -53,6 +53,6 @@ def main(arguments: list[str] | None = None) -> int:
     except CommHookError as error:
         print(f"commhooks {parsed.command}: {error}", file=sys.stderr)
         return 1
-    except BrokenPipeError:  # `commhooks plan ... | head`: the reader has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python complains once more at its end
+    except BrokenPipeError:  # the reader has closed the pipe, as in `commhooks plan ... | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # otherwise Python reports it again at exit
         return 1

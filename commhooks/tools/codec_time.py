@@ -1,4 +1,4 @@
-"""How long the codec of a plan takes for one step on this machine: the exchange itself, on random numbers, in one
+"""Measure how long the codec of a plan takes for one step on this machine: runs the exchange on random numbers, in one
 process and without a network."""
 
 import time
@@ -13,26 +13,26 @@ from commhooks.compressors.plan import UnitPlan
 from commhooks.engine.loopback import Loopback
 
 SAMPLE_NUMEL = 2**25
-"""At most so many numbers are computed with; what a larger model takes is scaled up from them."""
+"""The largest number of elements to measure with; the time of a larger model is extrapolated."""
 BUCKET_NUMEL = 2**23
-"""Numbers in a bucket, about as in DDP."""
+"""Elements per bucket, about as in DDP."""
 ROUNDS = 5
 
 
 @dataclass(frozen=True)
 class CodecTime:
-    """Seconds per step, and how they were measured."""
+    """Seconds per step, and the conditions of the measurement."""
 
     seconds: float
     device: str
     threads: int
-    """Of the CPU."""
+    """Number of CPU threads."""
     share: float
-    """Part of the numbers that was computed with, 0 to 1."""
+    """Share of the elements that was measured, 0 to 1."""
 
 
 def measure_codec(compressor: Compressor[Any], plans: Sequence[UnitPlan], device: torch.device) -> CodecTime:
-    """Run what one step of `plans` computes, on parameters of their shapes.
+    """Time the computation of one step on parameters with the shapes of `plans`.
 
     Raises:
         HookConfigError: this machine cannot run the compressor on `device`.
@@ -41,7 +41,7 @@ def measure_codec(compressor: Compressor[Any], plans: Sequence[UnitPlan], device
         compressor.check_here(device, dtype)
     rows = [plan for plan in plans if compressor.computes(plan)]
     total = sum(plan.numel for plan in rows)
-    # Every so many of them, by size: small matrices take longer for each number, and have to be among them.
+    # Sample the parameters evenly by size: small matrices take longer per element and must be represented.
     stride = -(-total // SAMPLE_NUMEL)
     chosen = sorted(rows, key=lambda plan: plan.numel, reverse=True)[stride // 2 :: stride] if total else []
     left, sampled = SAMPLE_NUMEL, 0
@@ -50,7 +50,7 @@ def measure_codec(compressor: Compressor[Any], plans: Sequence[UnitPlan], device
         if left <= 0:
             break
         shape = _shortened(plan.shape, left)
-        # Only shape and dtype are read of it. A complex gradient travels as pairs of real numbers.
+        # Only its shape and dtype are read. A complex gradient is sent as pairs of real numbers.
         dtype = plan.dtype.to_real() if plan.dtype.is_complex else plan.dtype
         sample = torch.empty(shape, dtype=dtype, device="meta")
         if sum(each.numel() for each in buckets[-1]) + sample.numel() > BUCKET_NUMEL and buckets[-1]:
@@ -75,12 +75,12 @@ def measure_codec(compressor: Compressor[Any], plans: Sequence[UnitPlan], device
         return time.perf_counter() - began
 
     once()
-    seconds = min(once() for _ in range(ROUNDS))  # the others say what else the machine was doing
+    seconds = min(once() for _ in range(ROUNDS))  # the minimum is disturbed least by other load
     return CodecTime(seconds * total / sampled, device.type, torch.get_num_threads(), min(1.0, sampled / total))
 
 
 def _shortened(shape: tuple[int, ...], numel: int) -> tuple[int, ...]:
-    """`shape` with fewer rows where it has more than `numel` elements."""
+    """`shape`, with fewer rows if it has more than `numel` elements."""
     if not shape:
         return shape
     row = max(1, torch.Size(shape[1:]).numel())

@@ -1,4 +1,4 @@
-"""`commhooks hooks`: every hook with its options."""
+"""`commhooks hooks`: list all hooks with their options."""
 
 import argparse
 
@@ -10,7 +10,7 @@ HELP = "list the hooks and their options"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """It has none."""
+    """This subcommand has no arguments."""
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -18,7 +18,7 @@ def run(arguments: argparse.Namespace) -> int:
     from rich.console import Console
     from rich.table import Table
 
-    # One option per line: they are words to be copied.
+    # One option per line, so that each can be copied.
     table = Table(show_lines=True)
     table.add_column("hook", no_wrap=True)
     table.add_column("what it does, and options with their defaults")

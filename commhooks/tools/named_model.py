@@ -1,4 +1,4 @@
-"""The parameters of a model that the user names: by a function that builds it, or by a checkpoint file."""
+"""The parameters of a model that the user names, either by a function that builds it or by a checkpoint file."""
 
 import inspect
 import os
@@ -18,7 +18,7 @@ from commhooks.gradients.ddp import sparse_parameters
 from commhooks.gradients.exclude import all_names
 
 _STATE_KEYS = ("state_dict", "model", "model_state_dict", "module")
-"""Where programs put a model's state dict: Lightning, and the usual names."""
+"""Keys under which programs save a model's state dict: Lightning's, and other usual ones."""
 
 
 @dataclass(frozen=True)
@@ -29,17 +29,18 @@ class NamedModel:
     parameters: dict[str, torch.Tensor]
     all_names: dict[int, list[str]] = field(default_factory=dict)
     every_name: list[str] = field(default_factory=list)
-    """Names of frozen parameters too."""
+    """Names of all parameters, including frozen ones."""
     sparse: set[int] = field(default_factory=set)
     note: str = ""
-    """What has to be said of it, as a sentence."""
+    """A remark about the model for the output, as a sentence."""
 
 
 def named_model(target: str) -> NamedModel:
-    """`package.module:function`, a function (or class) that returns an `nn.Module`, or the path of a checkpoint.
+    """Load the model that `target` names: `package.module:function`, a function (or class) that returns an `nn.Module`,
+    or the path of a checkpoint.
 
     Raises:
-        HookConfigError: there is no such thing, or it is no model; the text says what to do.
+        HookConfigError: `target` does not exist or is not a model; the message gives the remedy.
     """
     if os.path.exists(target):
         return from_checkpoint(Path(target))
@@ -47,7 +48,7 @@ def named_model(target: str) -> NamedModel:
         raise HookConfigError(
             f"{target!r} is neither a file nor 'package.module:function', a function that returns an nn.Module"
         )
-    with current_folder_first():  # also while it builds, which may import more
+    with current_folder_first():  # also for imports while the model is built
         return from_module(target, _built(target, import_path(target, repr(target))))
 
 
@@ -63,7 +64,7 @@ def from_module(source: str, module: torch.nn.Module) -> NamedModel:
 
 
 def from_checkpoint(path: Path) -> NamedModel:
-    """The floating-point tensors of a state dict. Nothing in the file is executed."""
+    """The floating-point tensors of a state dict. No code in the file is executed."""
     if path.is_dir():
         raise HookConfigError(f"{path} is a folder; give the file in it that holds the model's state dict")
     content = load_plain(path)
@@ -96,7 +97,7 @@ def from_checkpoint(path: Path) -> NamedModel:
     return NamedModel(str(path), parameters, names, [name for each in names.values() for name in each], set(), note)
 
 
-# How torch 2.13 names what it refuses to make. Other errors are of files that are cut off, or not torch's.
+# Messages of torch 2.13 about objects that weights_only=True rejects. Other errors mean truncated or foreign files.
 _FOREIGN = re.compile(
     r"(?:Unsupported global: GLOBAL|unsupported GLOBAL|but got|execute arbitrary function|"
     r"[Tt]rying to call reduce for unrecognized function) (\S.{0,100}?)(?: was not| whose module|\.? ?Please|\n|$)"
@@ -104,30 +105,30 @@ _FOREIGN = re.compile(
 
 
 class UnreadableFileError(CommHookError):
-    """A file that is not read: not there, damaged, or with something else in it than tensors and plain types."""
+    """A file that cannot be read: missing, damaged, or with other content than tensors and plain types."""
 
 
 def load_plain(path: Path) -> Any:
-    """`torch.load(weights_only=True)`, tensors on the CPU and read only when they are used.
+    """`torch.load(weights_only=True)` with tensors on the CPU, memory-mapped if possible.
 
     Raises:
-        UnreadableFileError: the text says what is wrong; nothing in the file was executed.
+        UnreadableFileError: the message gives the reason. No code in the file was executed.
     """
     try:
         lazily = zipfile.is_zipfile(path)
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of an unusual pickle; what matters comes as an error
+            warnings.simplefilter("ignore")  # warnings about unusual pickles; real problems raise errors
             return torch.load(path, map_location="cpu", weights_only=True, mmap=lazily)
     except OSError as error:
         raise UnreadableFileError(f"{path} cannot be read: {error.strerror or error}") from error
-    except Exception as error:  # torch raises half a dozen kinds for files that are cut off or foreign
+    except Exception as error:  # torch raises many kinds of exceptions for truncated or foreign files
         foreign = _FOREIGN.search(str(error))
         if foreign is not None:
             raise UnreadableFileError(
                 f"{path} holds something else than tensors and plain types ({plain(foreign.group(1))}), so it is not "
                 "read; nothing in it was executed"
             ) from None
-        # Of what torch says the sentence that tells the reason, without what it proposes.
+        # Extract the reason from torch's message, without its suggestions.
         reason = " ".join(str(error).split()).rpartition("WeightsUnpickler error: ")[2]
         reason = re.split(r"\. | Check the documentation", reason)[0] or "it ends too early"
         raise UnreadableFileError(
@@ -136,7 +137,7 @@ def load_plain(path: Path) -> Any:
 
 
 def plain(text: str) -> str:
-    """Text of a stranger's file for a terminal: control characters are shown, not obeyed."""
+    """Escape control characters in text from an untrusted file, so that a terminal does not interpret them."""
     return text if text.isprintable() else repr(text)
 
 

@@ -1,4 +1,4 @@
-"""`commhooks plan`: what a hook will do to a model, before there is a training."""
+"""`commhooks plan`: show what a hook would compress in a model, without a training."""
 
 import argparse
 import json
@@ -66,7 +66,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def make_plan(arguments: argparse.Namespace) -> tuple[ModelPlan, str, CodecTime]:
-    """The plan, what has to be said of the model, and the codec's time."""
+    """The plan, a remark about the model, and the codec's time."""
     for name, least in (("bucket_cap_mb", 0), ("codec_ms", 0), ("world_size", 2), ("total_steps", 1)):
         value = getattr(arguments, name)
         if value is not None and not (value > least if isinstance(value, float) else value >= least):
@@ -77,7 +77,7 @@ def make_plan(arguments: argparse.Namespace) -> tuple[ModelPlan, str, CodecTime]
         if "exclude" in options:
             raise HookConfigError("--exclude and --options exclude=...: give the patterns in one of them")
         options["exclude"] = arguments.exclude
-    with current_folder_first():  # the hook may be 'package.module:Class'
+    with current_folder_first():  # the hook may be a path 'package.module:Class'
         request = HookRequest.parse(arguments.hook, hook_options=options, wrapper=arguments.wrapper)
     model = named_model(arguments.model)
     plan = plan_model(
@@ -89,7 +89,7 @@ def make_plan(arguments: argparse.Namespace) -> tuple[ModelPlan, str, CodecTime]
         total_steps=arguments.total_steps,
     )
     compressor = request.new_compressor(arguments.total_steps)
-    assert compressor is not None  # or there would be no plan
+    assert compressor is not None  # `plan_model` has raised for a user's hook
     unmatched = unmatched_sentence(compressor.config.excluded_globs, model.every_name)
     note = " ".join(part for part in (model.note, f"{unmatched}." if unmatched else "") if part)
     if arguments.codec_ms is not None:
@@ -109,14 +109,14 @@ def parse_options(texts: list[str]) -> dict[str, Any]:
             raise HookConfigError(f"--options {text}: expected NAME=VALUE, for example matrix_approximation_rank=4")
     try:
         values = OmegaConf.to_container(OmegaConf.from_dotlist(texts), resolve=True)
-    except Exception as error:  # OmegaConf's own and YAML's
+    except Exception as error:  # exceptions of OmegaConf and of YAML
         raise HookConfigError(f"--options {' '.join(texts)}: {' '.join(str(error).split())}") from None
     assert isinstance(values, dict)
     return {str(name): value for name, value in values.items()}
 
 
 def estimated(plan: ModelPlan, codec: CodecTime, world_size: int) -> dict[str, Any]:
-    """Figures for JSON and text; seconds, and Gbit/s per rank."""
+    """Estimates for JSON and text: times in seconds, bandwidths in Gbit/s per rank."""
     before, after = plan.bytes_before, plan.bytes_after + plan.flag_bytes
     bits = {name: 8 * size * ring_factor(world_size) for name, size in (("without", before), ("with", after))}
     return {
@@ -140,7 +140,7 @@ def estimated(plan: ModelPlan, codec: CodecTime, world_size: int) -> dict[str, A
 
 
 def network_text(plan: ModelPlan, estimate: dict[str, Any]) -> str:
-    """The estimate in words."""
+    """The estimates as text."""
     lines = [
         f"On the wire each of {estimate['world_size']} ranks sends {estimate['wire_bytes_before'] / 1e6:.3f} MB per "
         f"step without and {estimate['wire_bytes_after'] / 1e6:.3f} MB with the hook (ring all-reduce)."

@@ -1,1 +1,1 @@
-"""`commhooks doctor`: measures hooks and advises."""
+"""`commhooks doctor`: measures hooks and recommends one, or none."""

@@ -1,4 +1,4 @@
-"""What the doctor asks before it measures: can this model and this `batch_fn` be measured at all, on every rank?"""
+"""Check, before the doctor measures, that the model and `batch_fn` can be measured on every rank."""
 
 import inspect
 import traceback
@@ -24,7 +24,7 @@ CONTRACT = (
 
 
 def check_model(ddp_model: object) -> None:
-    """Raise DoctorError unless it is a DDP model that copies can stand for, in a group of several ranks."""
+    """Raise DoctorError unless `ddp_model` is a DDP model that can be copied, in a group of several ranks."""
     if not dist.is_initialized():
         raise DoctorError(
             "no process group: the doctor measures on the ranks and the network of a training; start it with torchrun, "
@@ -48,7 +48,7 @@ def check_model(ddp_model: object) -> None:
 
 
 def check_world_size(group: dist.ProcessGroup | None) -> None:
-    """Raise DoctorError where there is one rank only."""
+    """Raise DoctorError if the group has only one rank."""
     if dist.get_world_size(group) == 1:
         raise DoctorError(
             "one rank only: there is nothing to exchange, and nothing to compress. Start as many ranks as the training "
@@ -57,10 +57,10 @@ def check_world_size(group: dist.ProcessGroup | None) -> None:
 
 
 def check_batch_fn(ddp_model: DistributedDataParallel, batch_fn: BatchFn) -> None:
-    """Try `batch_fn` once on a copy, without any network. All ranks must call this.
+    """Run `batch_fn` once on a copy of the model, without communication in it. All ranks must call this.
 
     Raises:
-        DoctorError: on all ranks, if it does not work on one of them.
+        DoctorError: on all ranks, if `batch_fn` fails on any of them.
     """
     group = ddp_model.process_group
     device = next(p.device for p in ddp_model.module.parameters() if p.requires_grad)

@@ -1,4 +1,4 @@
-"""`commhooks doctor`: the doctor under torchrun, on a model that a function of the user's builds."""
+"""`commhooks doctor`: run the doctor under torchrun on a model that a user's function builds."""
 
 import argparse
 import contextlib
@@ -62,7 +62,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """All ranks; the first one prints and writes."""
+    """Run the command. All ranks must call this; rank 0 prints and writes files."""
     check_output(arguments.json, arguments.plot)
     options = parse_options(arguments.options)
     with current_folder_first(), _process_group(arguments.backend):
@@ -112,7 +112,7 @@ def parse_options(texts: list[str]) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def _process_group(backend: str | None) -> Iterator[None]:
-    """The one that is there, or one of the ranks that torchrun has started."""
+    """Use the existing process group, or make one of the ranks that torchrun has started."""
     if dist.is_initialized():
         yield
         return
@@ -131,7 +131,7 @@ def _process_group(backend: str | None) -> Iterator[None]:
 
 
 def import_build(path: str) -> Callable[[], Any]:
-    """The function of a path `package.module:function`."""
+    """Import the function at a path `package.module:function`."""
     found = import_path(path, repr(path), error_class=DoctorError)
     if not callable(found):
         raise DoctorError(f"{path!r} is a {type(found).__name__}; expected a function that returns (model, batch_fn)")

@@ -1,4 +1,4 @@
-"""What the doctor works on: throw-away copies of a DDP model, and random numbers that are put back afterwards."""
+"""Temporary copies of a DDP model for the doctor, and the state of the random number generators to restore."""
 
 import copy
 import random
@@ -12,10 +12,11 @@ from commhooks.errors import DoctorError
 
 
 def copy_of(ddp_model: DistributedDataParallel, *, alone: bool = False) -> DistributedDataParallel:
-    """A DDP model around a copy of `ddp_model.module`, set up as that one is, without a hook; nothing is sent.
+    """A DDP model around a copy of `ddp_model.module` with the same DDP arguments, without a hook. Sends nothing.
 
     Args:
-        alone: leave out whatever makes DDP communicate besides the gradients, so that a rank may fail by itself.
+        alone: disable everything except gradients that DDP communicates, so that one rank can fail without blocking the
+            others.
     """
     try:
         module = copy.deepcopy(ddp_model.module)
@@ -36,7 +37,7 @@ def copy_of(ddp_model: DistributedDataParallel, *, alone: bool = False) -> Distr
                 "skip_all_reduce_unused_params",
             )
         }
-        # Lists of limits and defaults come back as bytes; a default must stay one, its first bucket is smaller.
+        # DDP stores limits in bytes. A default limit must be passed on as default: its first bucket is smaller.
         limits = ddp_model.bucket_bytes_cap_list
         if limits:
             options["bucket_cap_mb_list"] = [limit / 2**20 for limit in limits]
@@ -49,7 +50,7 @@ def copy_of(ddp_model: DistributedDataParallel, *, alone: bool = False) -> Distr
         process_group=ddp_model.process_group,
         static_graph=ddp_model.static_graph,
         forward_sync_buffers=not alone and ddp_model.forward_sync_buffers,
-        init_sync=False,  # it would send the whole model, as often as it is copied
+        init_sync=False,  # otherwise each copy would broadcast the whole model
         **options,
     )
 

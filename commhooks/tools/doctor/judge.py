@@ -1,4 +1,4 @@
-"""What the doctor makes of its figures: use which hook, or none. Pure arithmetic, the same on every rank."""
+"""Decide from the doctor's measurements which hook to use, or none. Pure arithmetic, equal on every rank."""
 
 import statistics
 from collections.abc import Mapping
@@ -10,26 +10,27 @@ from commhooks.tools.doctor.link import Link, wire_s
 from commhooks.tools.doctor.measure import NOOP, PLAIN, Candidate, Measured
 
 WORTH = 1.2
-"""A hook must make the step faster by this factor to be worth it: it changes the gradients, and figures vary."""
+"""A hook must speed up the step by this factor to be recommended: it changes the gradients, and measurements vary."""
 ABOUT_AS_FAST = 1.1
-"""Of hooks whose steps differ by less than this factor, the one that changes the gradients least is the best."""
+"""Among hooks whose step times differ by less than this factor, the one that changes the gradients least is best."""
 _NOISY = 0.3
 _GRID_MBIT = [10 ** (exponent / 20) for exponent in range(0, 121)]  # 1 Mbit/s to 1 Tbit/s
 
 
 @dataclass(frozen=True)
 class Advice:
-    """What to do.
+    """The doctor's recommendation.
 
     Attributes:
-        compress: whether to compress at all.
-        use: label of the candidate to use; `"allreduce"` means no hook.
-        hook, hook_options: for `commhooks.attach`; None and {} where no hook is to be used.
-        reason: in one or two sentences, with the figures.
-        headroom: plain all-reduce over noop: how many times faster the step could be at most.
-        speedup: plain all-reduce over the advised candidate.
-        pays_below_mbit_per_s: an estimate: up to this bandwidth something that was tried is worth it. None: nowhere.
-        notes: what else to know.
+        compress: whether to compress.
+        use: label of the recommended candidate; `"allreduce"` means no hook.
+        hook, hook_options: arguments for `commhooks.attach`; None and {} if no hook is recommended.
+        reason: one or two sentences with the measurements.
+        headroom: step time with plain all-reduce / that with noop: the largest possible speedup.
+        speedup: step time with plain all-reduce / that with the recommended candidate.
+        pays_below_mbit_per_s: estimated bandwidth up to which one of the candidates is worth using; None: at no
+            bandwidth.
+        notes: further remarks.
     """
 
     compress: bool
@@ -44,12 +45,12 @@ class Advice:
 
 
 def judge(measured: Mapping[str, Measured], link: Link, world_size: int) -> Advice:
-    """`measured` holds noop, plain all-reduce and the hooks to choose from."""
+    """Make the recommendation. `measured` holds noop, plain all-reduce and the candidates."""
     noop, plain = measured[NOOP], measured[PLAIN]
     hooks = [each for label, each in measured.items() if label not in (NOOP, PLAIN)]
     headroom = plain.median_ms / noop.median_ms
     figures = f"{plain.median_ms:.4g} ms with plain all-reduce and {noop.median_ms:.4g} ms without any exchange"
-    # Faster by enough, and not by chance: three quarters of its steps are faster than three quarters of those without.
+    # Fast enough, and not by chance: its third quartile must lie below the first quartile of plain all-reduce.
     worth = [
         each
         for each in hooks
@@ -102,7 +103,7 @@ def judge(measured: Mapping[str, Measured], link: Link, world_size: int) -> Advi
 
 
 def _codec_rules(each: Measured, noop: Measured) -> bool:
-    """Whether the codec is most of what the hook adds to the step, and a good part of the step."""
+    """Whether the codec causes most of the time that the hook adds to the step, and a large part of the step."""
     if not each.codec_ms:
         return False
     codec_ms = statistics.median(each.codec_ms)
@@ -110,7 +111,7 @@ def _codec_rules(each: Measured, noop: Measured) -> bool:
 
 
 def _most_exact(worth: list[Measured]) -> Measured:
-    """The one that changes the gradients least among those that are about as fast as the fastest."""
+    """The candidate that changes the gradients least, among those that are about as fast as the fastest."""
 
     fastest = min(each.median_ms for each in worth)
     about = [each for each in worth if each.median_ms <= ABOUT_AS_FAST * fastest]
@@ -118,22 +119,22 @@ def _most_exact(worth: list[Measured]) -> Measured:
 
 
 def _without_start(candidate: Candidate) -> dict[str, Any]:
-    """The doctor begins at once; a training should not."""
+    """The candidate's options without a start step: the doctor compresses at once, a training should not."""
     start = COMPRESSORS[candidate.hook].Config.start_option
     return {name: value for name, value in candidate.options.items() if name != start}
 
 
 def estimate_ms(measured: Measured, noop: Measured, link: Link, mbit_per_s: float, world_size: int) -> float:
-    """The step on another link, an estimate that meets the measured point and falls with the bandwidth.
+    """Estimate the step time in ms on a link of another bandwidth. The estimate equals the measured time at the
+    measured bandwidth and falls with increasing bandwidth.
 
-    On a slower link the step grows by the time that its bytes need there in addition, and by nothing else, so that of
-    two hooks the one that sends more loses there, however the measured times scatter. What the backward pass hides
-    here it hides there too, but no more of it: where it has room left the estimate is too long, by one backward pass
-    at most.
+    Slower link: the step time grows by the additional time to send its bytes. The order of two hooks is therefore
+    determined by their bytes, independent of the scatter of the measurements. The overlap with the backward pass is
+    assumed constant in seconds; if more could overlap, the estimate is too long by at most one backward pass.
 
-    On a faster link the step becomes shorter by the time that its bytes need less, down to the step without an exchange
-    and with the codec. What the bytes do not explain (latency, other ranks that are late, chance) shrinks with the
-    bandwidth, so that it cannot let a hook look worthwhile on any link.
+    Faster link: the step time falls by the time saved in sending its bytes, down to the step time without communication
+    plus the codec time. The rest of the waiting time (latency, delays of other ranks, noise) is assumed to fall in
+    proportion to the bandwidth, so that it cannot make a hook look worthwhile at every bandwidth.
     """
     here_ms = 1000 * wire_s(measured.bytes_sent, link.mbit_per_s, world_size)
     times_slower = link.mbit_per_s / mbit_per_s
@@ -141,7 +142,7 @@ def estimate_ms(measured: Measured, noop: Measured, link: Link, mbit_per_s: floa
         return measured.median_ms + (times_slower - 1) * here_ms
     if measured.codec_ms:
         codec_ms = statistics.median(measured.codec_ms)
-    else:  # on an accelerator without a clock: what the wire does not explain
+    else:  # on an accelerator without clocks: the time that sending the bytes does not explain
         codec_ms = max(0.0, measured.median_ms - noop.median_ms - here_ms)
     floor_ms = min(measured.median_ms, noop.median_ms + codec_ms)
     network_ms = max(here_ms, measured.median_ms - floor_ms)
@@ -149,7 +150,8 @@ def estimate_ms(measured: Measured, noop: Measured, link: Link, mbit_per_s: floa
 
 
 def pays_below(measured: Mapping[str, Measured], link: Link, world_size: int) -> float | None:
-    """The largest bandwidth in Mbit/s at which, by the estimates, some hook is worth it; None if there is none."""
+    """The largest bandwidth in Mbit/s at which a hook is worth using according to the estimates; None if there is
+    none."""
     noop, plain = measured[NOOP], measured[PLAIN]
     for mbit_per_s in reversed(_GRID_MBIT):
         limit_ms = estimate_ms(plain, noop, link, mbit_per_s, world_size) / WORTH

@@ -1,4 +1,4 @@
-"""What the doctor measures: steps of throw-away copies, one hook each, that take turns."""
+"""The doctor's measurements: training steps of temporary copies of the model with one hook each, in turns."""
 
 import gc
 import statistics
@@ -20,37 +20,38 @@ from commhooks.tools.doctor.link import synchronize
 
 NOOP, PLAIN = "noop", "allreduce"
 ROUNDS = 3
-# In the first backward pass DDP has other buckets than later; in the second one the hook makes buffers for these.
+# After the first backward pass DDP rebuilds its buckets; in the second pass the hook allocates buffers for these.
 _WARM_UP = 2
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A hook to try: what `attach` takes, and what its compressor says of the trial."""
+    """A hook to measure: arguments of `attach`, and the data of its `Trial`."""
 
     label: str
     hook: str
     options: Mapping[str, Any] = field(default_factory=dict)
     changes: float = 0.0
-    """How much it changes the gradients; see `commhooks.Trial`."""
+    """How much the hook changes the gradients; see `commhooks.Trial`."""
     note: str = ""
     slow_note: str = ""
 
 
 @dataclass
 class Measured:
-    """What came out for one candidate: the same numbers on every rank.
+    """The measurements of one candidate, equal on every rank.
 
     Attributes:
-        step_ms: of each measured step (forward, backward, exchange), from a common start to the end of the last rank.
-        codec_ms: of each, time inside the hook, on the rank that needs most; empty on an accelerator other than CUDA,
-            where the host only queues that work.
-        waiting_ms: of each, time in which the host waited for all-reduces, on the rank that waits least: the others
-            wait for that rank too, not only for the network. Empty where `codec_ms` is.
-        bytes_sent: in a step, handed to all-reduce (the mean).
-        bytes_uncompressed: what plain DDP hands over.
-        collectives: all-reduces of a step.
-        compressed_steps: of the measured ones, in which the hook compressed.
+        step_ms: per measured step: time of forward, backward and communication, from a common start to the end of the
+            slowest rank.
+        codec_ms: per step: time inside the hook on the slowest rank; empty on accelerators other than CUDA, where the
+            host only queues the work.
+        waiting_ms: per step: waiting time for collectives on the rank that waits least, because the other ranks also
+            wait for that rank and not only for the network. Empty if `codec_ms` is.
+        bytes_sent: mean bytes per step passed to collectives.
+        bytes_uncompressed: bytes per step that DDP without a hook passes to all-reduce.
+        collectives: number of collectives per step.
+        compressed_steps: number of measured steps in which the hook compressed.
     """
 
     candidate: Candidate
@@ -62,9 +63,9 @@ class Measured:
     collectives: int = 0
     compressed_steps: int = 0
     useless: bool = False
-    """Compresses nothing of this model: not measured."""
+    """The hook compresses no parameter of this model and was not measured."""
     spent_s: float = 0.0
-    """Warm-up included."""
+    """Time used so far, including warm-up."""
 
     @property
     def median_ms(self) -> float:
@@ -76,7 +77,7 @@ class Measured:
 
 
 def quartiles(samples: Sequence[float]) -> tuple[float, float]:
-    """The first and the third."""
+    """The first and the third quartile."""
     if len(samples) == 1:
         return samples[0], samples[0]
     low, _, high = statistics.quantiles(samples, n=4, method="inclusive")
@@ -85,12 +86,12 @@ def quartiles(samples: Sequence[float]) -> tuple[float, float]:
 
 @dataclass(frozen=True)
 class Effort:
-    """How much is measured.
+    """The extent of the measurements.
 
     Attributes:
-        steps: measured per candidate.
-        seconds: a candidate that has used as many takes no further part; it makes one measured step at least.
-        progress: told what comes next.
+        steps: number of measured steps per candidate.
+        seconds: a candidate that has used this time is not measured further; it gets at least one measured step.
+        progress: called with a text before each part of the measurements.
     """
 
     steps: int
@@ -112,29 +113,29 @@ class Rounds:
         self._device = next(p.device for p in ddp_model.module.parameters() if p.requires_grad)
 
     def measure(self, candidates: Sequence[Candidate]) -> dict[str, Measured]:
-        """All ranks must call this; all get the same answer."""
+        """Measure all candidates. All ranks must call this; all get the same result."""
         measured = {candidate.label: Measured(candidate) for candidate in candidates}
         order = list(measured.values())
         rounds = min(ROUNDS, self._steps)
         for turn in range(rounds):
-            # Each round begins with another one, so that a change of the machine does not count for one of them alone.
+            # Each round begins with another candidate, so that a change of the machine's load affects all of them.
             first = turn * len(order) // rounds
             upto = self._steps * (turn + 1) // rounds
             for each in order[first:] + order[:first]:
                 if not each.useless and (not each.step_ms or each.spent_s < self._seconds):
                     self._progress(f"round {turn + 1} of {rounds}: {each.candidate.label}")
                     freed = self._visit(each, upto)
-                    # A hook refers to itself, and to the parameters. It is young: the oldest generation,
-                    # which takes a while in a large program, is looked at only where that was not enough.
+                    # Hooks are part of reference cycles that also hold the parameters. They are young objects:
+                    # collect the oldest generation, which is slow in a large program, only if that is not enough.
                     for generation in range(1, 3):
                         if freed() is not None:
                             gc.collect(generation)
         return {label: each for label, each in measured.items() if not each.useless}
 
     def _visit(self, measured: Measured, upto: int) -> Callable[[], torch.Tensor | None]:
-        """One copy of the model with one hook, until it has `upto` measured steps in all. Returns a weak reference
-        that tells whether it is gone."""
-        self._random_state.restore()  # so that every candidate gets the same batches
+        """Run one copy of the model with one hook until it has `upto` measured steps in total. Returns a weak reference
+        that shows whether the copy was freed."""
+        self._random_state.restore()  # every candidate gets the same batches
         ddp_model = copy_of(self._ddp_model)
         candidate = measured.candidate
         hook = attach(ddp_model, candidate.hook, hook_options=candidate.options or None, process_group=self._group)
@@ -154,7 +155,7 @@ class Rounds:
                 break
         stats = hook.stats()
         measured.compressed_steps += (stats["compressed_steps"] or 0) - before
-        # Of all passes: with `alternate` two of them differ.
+        # The mean over all passes: with `alternate` consecutive passes differ.
         measured.bytes_sent = stats["bytes_sent"] // stats["backward_passes"]
         measured.collectives = stats["collectives_last_pass"]
         measured.bytes_uncompressed = stats["bytes_uncompressed"] // stats["backward_passes"]

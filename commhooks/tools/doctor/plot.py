@@ -1,4 +1,4 @@
-"""The doctor's picture: step time against bandwidth. Curves are estimates, points are measured."""
+"""The doctor's plot: step time against bandwidth. Curves are estimates, points are measured."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
 
 def require_matplotlib() -> Any:
-    """`matplotlib.figure.Figure`. Raises DoctorError where matplotlib is missing."""
+    """Import and return `matplotlib.figure.Figure`. Raises DoctorError if matplotlib is missing."""
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
@@ -21,7 +21,7 @@ def require_matplotlib() -> Any:
 
 
 def draw(report: "DoctorReport", path: str | Path) -> None:
-    """Write the picture of `report` to `path`."""
+    """Write the plot of `report` to `path`."""
     figure = require_matplotlib()(figsize=(8, 5), layout="constrained")
     axes = figure.add_subplot()
     here = report.link.mbit_per_s

@@ -1,4 +1,4 @@
-"""What the doctor found, for people (a table), for scripts (JSON) and as a picture."""
+"""The doctor's results as a table, as JSON and as a plot."""
 
 import json
 import random
@@ -22,11 +22,11 @@ class DoctorReport:
     """Returned by `commhooks.doctor`, the same on every rank. `print(report)` shows a table.
 
     Attributes:
-        measured: label -> figures, in the order in which they are shown.
+        measured: label -> measurements, in display order.
         link: the network between the ranks.
-        advice: what to do.
+        advice: the recommendation.
         world_size: number of ranks.
-        backend: of the process group.
+        backend: backend of the process group.
         not_measured: labels of PowerSGD at ranks that compress no parameter of this model.
     """
 
@@ -39,15 +39,15 @@ class DoctorReport:
 
     @property
     def gradient_mb(self) -> float:
-        """Of gradients per step and rank."""
+        """MB of gradients per step and rank."""
         return self.measured[PLAIN].bytes_uncompressed / 1e6
 
     def estimate_ms(self, label: str, mbit_per_s: float) -> float:
-        """An estimate of that candidate's step on a link of another bandwidth."""
+        """Estimated step time of a candidate in ms on a link of another bandwidth."""
         return estimate_ms(self.measured[label], self.measured[NOOP], self.link, mbit_per_s, self.world_size)
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain types, for JSON. Times are lists with one number per measured step, in milliseconds."""
+        """The report as plain types, for JSON. Times are lists with one number per measured step, in milliseconds."""
         candidates = {}
         for label, each in self.measured.items():
             low, high = each.quartiles_ms
@@ -77,8 +77,12 @@ class DoctorReport:
         Path(path).write_text(json.dumps(self.as_dict(), indent=1) + "\n")
 
     def plot(self, path: str | Path) -> None:
-        """Write a picture (PNG, or what the name's ending says) of the step time against the bandwidth of the link:
-        curves are estimates, points are measured. Needs matplotlib."""
+        """Write a plot of the step time against the bandwidth of the link: curves are estimates, points are measured.
+        The file name's suffix determines the format (default PNG). Needs matplotlib.
+
+        Raises:
+            DoctorError: matplotlib is missing.
+        """
         from commhooks.tools.doctor.plot import draw
 
         draw(self, path)
@@ -137,7 +141,7 @@ class DoctorReport:
         if below is None:
             lines.append("Estimate: nothing that was tried is worth it on a slower link either.")
         elif below >= 0.8 * self.link.mbit_per_s if advice.compress else below < self.link.mbit_per_s:
-            # Else estimates disagree with figures.
+            # Show the estimate only where it agrees with the measured advice.
             lines.append(f"Estimate: compression is worth it on links of up to about {bandwidth(below)}.")
         return lines + list(advice.notes)
 
@@ -147,13 +151,13 @@ def _median(samples: list[float]) -> str:
 
 
 def bandwidth(mbit_per_s: float) -> str:
-    """In words."""
+    """The bandwidth as text with a unit."""
     rounded = float(f"{mbit_per_s:.2g}")
     return f"{rounded / 1000:g} Gbit/s" if rounded >= 1000 else f"{rounded:g} Mbit/s"
 
 
 def check_output(json_path: Path | None, plot_path: Path | None) -> None:
-    """Raise DoctorError now if a file cannot be written later: measuring takes a while."""
+    """Raise DoctorError, before the measurements, if an output file cannot be written."""
     for path in (json_path, plot_path):
         if path is not None and not path.resolve().parent.is_dir():
             raise DoctorError(f"{path}: there is no folder {path.resolve().parent}")

@@ -1,6 +1,6 @@
-"""`commhooks.doctor`: would a hook make this training faster, and which one? Measured, on its own ranks and network.
+"""`commhooks.doctor`: measure on the ranks and the network of a training whether a hook makes it faster, and which one.
 
-Not in a module named `doctor`: importing that would put the module in the place of the function.
+This module must not be named `doctor`: importing it would replace the function `commhooks.doctor` by the module.
 """
 
 import gc
@@ -35,33 +35,33 @@ def doctor(
     seconds: float = 60.0,
     progress: Callable[[str], None] | None = None,
 ) -> DoctorReport:
-    """Measure what each hook would do for this training, and say which to use, or that none should be. Every rank of
-    the model's process group must call this, with the same arguments; all get the same report.
+    """Measure the training step with each hook and recommend one, or none. Every rank of the model's process group must
+    call this with the same arguments; all get the same report.
 
-    Tried are `noop` (no exchange: what could be won at most), plain all-reduce, fp16, bf16 and PowerSGD. They take
-    turns, in rounds, on throw-away copies of `ddp_model.module`, one copy at a time, wrapped with the same DDP
-    arguments. Your model's weights, gradients, buffers and hook, its optimizer and the random state of torch (CPU and
-    the model's devices), Python and numpy are afterwards what they were before. What `batch_fn` itself changes stays
-    changed: an iterator that it holds has moved on.
+    The candidates are `noop` (no communication: the largest possible gain), plain all-reduce, fp16, bf16 and PowerSGD.
+    They take turns, in rounds, on temporary copies of `ddp_model.module`, one copy at a time, wrapped with the same DDP
+    arguments. The model's weights, gradients, buffers and hook, its optimizer and the random state of torch (CPU and
+    the model's devices), Python and numpy are unchanged afterwards. Side effects of `batch_fn` remain: an iterator that
+    it reads has advanced.
 
     Args:
-        ddp_model: a `DistributedDataParallel` model; a hook that is attached to it is neither run nor touched.
-        batch_fn: `batch_fn(model)` makes a batch, calls `model`, which is a copy in place of `ddp_model`, and returns
-            the loss: a tensor with one number. The doctor calls backward. Batches should be as large as in training.
-        steps: measured steps per candidate, after two that are not counted in each of three rounds.
-        powersgd_ranks: values of `matrix_approximation_rank` to try.
-        powersgd_options: further options of PowerSGD to try it with, e.g. `{"fused": True}`.
-        seconds: a candidate that has used as many takes no further part; it makes one measured step at least.
-        progress: is told now and then what is being measured.
+        ddp_model: a `DistributedDataParallel` model; a hook attached to it is neither run nor changed.
+        batch_fn: `batch_fn(model)` makes a batch, calls `model`, which is a copy of `ddp_model`, and returns the loss:
+            a tensor with one number. The doctor calls backward. Batches should be as large as in training.
+        steps: measured steps per candidate. Each of three rounds begins with two steps that are not counted.
+        powersgd_ranks: values of `matrix_approximation_rank` to measure.
+        powersgd_options: further options for PowerSGD, e.g. `{"fused": True}`.
+        seconds: a candidate that has used this time is not measured further; it gets at least one measured step.
+        progress: called from time to time with a text about what is measured.
 
     Returns:
-        `print(report)` shows a table and the advice; `report.advice`, `report.measured`, `report.as_dict()`,
-        `report.save_json(path)`, `report.plot(path)`.
+        The report. `print(report)` shows a table and the recommendation. See also `report.advice`, `report.measured`,
+        `report.as_dict()`, `report.save_json(path)`, `report.plot(path)`.
 
     Raises:
-        DoctorError: it cannot be measured: no process group, one rank, not a DDP model, a `batch_fn` that does not
-            work (on all ranks then).
-        HookConfigError: an option that PowerSGD does not have or take.
+        DoctorError: no process group, only one rank, not a DDP model; or, on all ranks, `batch_fn` fails on one of
+            them.
+        HookConfigError: an unknown or invalid PowerSGD option.
     """
     check_model(ddp_model)
     if not isinstance(steps, int) or isinstance(steps, bool) or steps < 1:
@@ -94,7 +94,7 @@ def doctor(
 
 
 def _candidates(powersgd_ranks: Sequence[int], options: Mapping[str, Any]) -> list[Candidate]:
-    """Raises HookConfigError for options that PowerSGD would not take."""
+    """The hooks to measure. Raises HookConfigError for invalid PowerSGD options."""
     for name in ("matrix_approximation_rank", "start_powerSGD_iter"):
         if name in options:
             raise DoctorError(f"powersgd_options={dict(options)!r}: {name} is the doctor's own; see powersgd_ranks")
@@ -103,11 +103,12 @@ def _candidates(powersgd_ranks: Sequence[int], options: Mapping[str, Any]) -> li
         for name, compressor in COMPRESSORS.items()
         for trial in compressor.trials(powersgd_ranks, options)
     ]
-    return sorted(candidates, key=lambda each: each.label != NOOP)  # what could be won at most comes first
+    return sorted(candidates, key=lambda each: each.label != NOOP)  # noop, the largest possible gain, comes first
 
 
 def _check_arguments(group: dist.ProcessGroup, device: torch.device, arguments: object) -> None:
-    """Raises DoctorError on all ranks if they differ: the ranks would wait for each other in different places."""
+    """Raise DoctorError on all ranks if the arguments differ between ranks, which would otherwise deadlock. All ranks
+    must call this."""
     own = torch.tensor([agreement_key(arguments)], dtype=torch.int64, device=device)
     found = gather_rows(own, group, None, "the arguments of the doctor (call it on every rank)").flatten().tolist()
     if len(set(found)) > 1:
@@ -116,6 +117,6 @@ def _check_arguments(group: dist.ProcessGroup, device: torch.device, arguments: 
 
 
 def _backend(group: dist.ProcessGroup, device: torch.device) -> str:
-    """The backend's name: a group may have one for each kind of device, told as "cpu:gloo,cuda:nccl"."""
+    """The name of the backend for `device`: a group may have one per device type ("cpu:gloo,cuda:nccl")."""
     kinds = dict(part.split(":", 1) for part in dist.get_backend_config(group).split(",") if ":" in part)
     return kinds.get(device.type, dist.get_backend(group))

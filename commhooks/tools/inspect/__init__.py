@@ -1,1 +1,1 @@
-"""`commhooks inspect`: what a checkpoint holds of a hook."""
+"""`commhooks inspect`: show the hook state in a checkpoint."""

@@ -1,4 +1,4 @@
-"""`commhooks inspect`: what is in the hook state of a checkpoint."""
+"""`commhooks inspect`: show the hook state in a checkpoint."""
 
 import argparse
 import json
@@ -26,7 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print what is there; 1 if something is wrong with it."""
+    """Print the reports; returns 1 if a payload has a defect."""
     reports = inspect_path(arguments.path)
     if arguments.json:
         print(json.dumps({"payloads": reports}, indent=2))
@@ -40,7 +40,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def report_text(report: dict[str, Any], width: int = 120) -> str:
-    """Header and table of one payload."""
+    """The report of one payload as text: header and tables."""
     lines = [f"{plain(report['where'])}", f"  hook        {plain(report['hook'])}"]
     options = ", ".join(f"{plain(str(name))}={shown(value)}" for name, value in report["options"].items())
     lines.append(f"  options     {options or 'none'}")
@@ -101,7 +101,7 @@ def _tables(report: dict[str, Any], width: int) -> str:
 
 
 def _norms(entry: dict[str, Any]) -> str:
-    """One, or the smallest and the largest of all ranks."""
+    """The residual norm, or the smallest and the largest norm of all ranks."""
     if entry["residual_norm_per_rank"] is None:
         return "" if entry["residual_norm"] is None else f"{entry['residual_norm']:.3g}"
     norms = list(entry["residual_norm_per_rank"].values())

@@ -1,4 +1,4 @@
-"""What is in a saved payload: found in a file or folder, checked, told as plain types. Nothing in it is executed."""
+"""Find payloads in a file or folder, check them and describe them as plain types. No code in the files is executed."""
 
 import math
 import re
@@ -15,19 +15,19 @@ from commhooks.tools.named_model import UnreadableFileError, load_plain
 
 _DEPTH = 6
 _PLACES = 10_000
-"""How deep a checkpoint is searched, and in how many places: a hostile one has no end."""
+"""Largest number of dicts that are searched: a malicious checkpoint can be endless."""
 _SHARED = re.compile(r"comm_hook(_[1-9]\d*)?\.pt")
 
 
 def inspect_path(path: Path) -> list[dict[str, Any]]:
-    """One report for each payload in `path`: a checkpoint file, or a folder of Accelerate or the Trainer.
+    """Report on each payload in `path`: a checkpoint file, or a folder of Accelerate or the Trainer.
 
     Returns:
-        Plain types. "where" is the file and the keys that lead to the payload, "problems" what is wrong with it, as
-        sentences; the other keys are those of docs/checkpoint_format.md, and missing where the payload is damaged.
+        Plain types. "where" is the file and the keys that lead to the payload, "problems" a list of sentences about its
+        defects. The other keys are those of docs/checkpoint_format.md; they are missing if the payload is damaged.
 
     Raises:
-        UnreadableFileError: nothing could be read, or there is no payload in it.
+        UnreadableFileError: no file could be read, or there is no payload.
     """
     if not path.is_dir():
         return _inspect_file(path)
@@ -59,7 +59,7 @@ def _inspect_file(path: Path) -> list[dict[str, Any]]:
 
 
 def _find(content: Any) -> Iterator[tuple[tuple[str, ...], dict[str, Any]]]:
-    """Payloads, with the keys that lead to them; the nearest first."""
+    """Yield the payloads with the keys that lead to them; the least nested first."""
     left: list[tuple[tuple[str, ...], Any]] = [((), content)]
     seen: set[int] = set()
     while left and len(seen) < _PLACES:
@@ -118,7 +118,7 @@ def _check_ranges(header: dict[str, Any]) -> None:
 
 
 def _read_parts(path: Path, shared: dict[str, Any], report: dict[str, Any]) -> dict[int, dict[str, Any]]:
-    """The parts of the ranks beside a shared file. Those that cannot be used are problems."""
+    """Read the parts of the ranks that belong to a shared file. Unusable ones are added to the problems."""
     parts: dict[int, dict[str, Any]] = {}
     stem = path.name.removesuffix(".pt")
     for file in sorted(path.parent.glob(f"{stem}_rank*.pt")):
@@ -150,7 +150,7 @@ def _read_parts(path: Path, shared: dict[str, Any], report: dict[str, Any]) -> d
 
 
 def _inspect_part_alone(path: Path, part: dict[str, Any]) -> dict[str, Any]:
-    """A file of one rank that was named itself: its residuals are checked together with the shared file beside it."""
+    """Report on a rank's file that the user named itself; residuals are checked only together with the shared file."""
     shared = path.with_name(_shared_of(path))
     rank = shown(part.get("rank"))
     if shared == path or not shared.exists():
@@ -161,7 +161,7 @@ def _inspect_part_alone(path: Path, part: dict[str, Any]) -> dict[str, Any]:
 def _entry(
     name: str, entry: dict[str, Any], ranks: list[int], parts: dict[int, dict[str, Any]], loss_scale: float
 ) -> dict[str, Any]:
-    """One parameter. Norms are told in units of the unscaled loss."""
+    """The report on one parameter. Norms are in units of the unscaled loss."""
     q, p = entry["q"], entry.get("p")
     residuals = _residuals(entry)
     if parts:
@@ -176,7 +176,7 @@ def _entry(
         "rank": next((factor.shape[0] for factor in (q, p) if factor is not None), None),
         "q": None if q is None else list(q.shape),
         "p": None if p is None else list(p.shape),
-        # Of other compressors: shapes by key.
+        # Tensors of other compressors: their shapes by key.
         **{key: list(entry[key].shape) for key in factor_keys(entry) if key not in ("q", "p")},
         "residual_norm": None if not norms or per_rank else norms[0],
         "residual_norm_per_rank": dict(zip(map(str, ranks), norms, strict=True)) if norms and per_rank else None,
@@ -198,7 +198,7 @@ def _text(key: object) -> str:
 
 
 def _plain_value(value: Any) -> Any:
-    """An option as JSON has it; what it has not, as text."""
+    """An option value as a JSON type; as text if JSON has no such type."""
     if type(value) is list and all(type(item) is str for item in value):
         return value
     finite = type(value) is float and math.isfinite(value)

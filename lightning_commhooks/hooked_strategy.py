@@ -1,4 +1,4 @@
-"""What the callbacks ask of a strategy that has a communication hook."""
+"""The interface of a strategy with a communication hook, for the callbacks."""
 
 import lightning.pytorch as pl
 
@@ -6,7 +6,7 @@ from commhooks import CommHook
 
 
 class HookedStrategy:
-    """Base of the strategies with a hook. The callbacks know a strategy by it."""
+    """Base of the strategies with a hook, by which the callbacks recognise them."""
 
     @property
     def comm_hook(self) -> CommHook | None:
@@ -15,11 +15,11 @@ class HookedStrategy:
 
     @property
     def save_residual(self) -> str:
-        """What checkpoints hold of the residuals."""
+        """Which residuals checkpoints hold: "mean", "per_rank" or "drop"."""
         raise NotImplementedError
 
     def hook_belongs_to(self, module: pl.LightningModule) -> bool:
-        """Whether the hook was attached for this module, not for one that was trained before it."""
+        """Whether the hook was attached for this module, not for a module trained earlier."""
         raise NotImplementedError
 
     def parameters_unfrozen_after_wrap(self) -> list[str]:
@@ -27,10 +27,10 @@ class HookedStrategy:
         raise NotImplementedError
 
     def warn_if_never_reached(self, trainer: pl.Trainer) -> None:
-        """Say that this run ends before the hook begins to compress."""
+        """Log a warning if this run ends before the hook begins to compress."""
         raise NotImplementedError
 
 
 def hooked_strategy_of(trainer: pl.Trainer) -> HookedStrategy | None:
-    """The trainer's strategy if it has a hook."""
+    """The trainer's strategy if that is a `HookedStrategy`, else None."""
     return trainer.strategy if isinstance(trainer.strategy, HookedStrategy) else None

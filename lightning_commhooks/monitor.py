@@ -1,4 +1,4 @@
-"""`CommHookMonitor`: what the communication hook does, in the trainer's own loggers."""
+"""`CommHookMonitor`: logs the metrics of the communication hook through the trainer's loggers."""
 
 from typing import Any, Optional
 
@@ -45,7 +45,7 @@ class CommHookMonitor(pl.Callback):
         commhooks.HookConfigError: at construction, for a value that is none of these.
     """
 
-    # The unions are written the old way because it is what jsonargparse shows in `--help`.
+    # `Optional` instead of `X | None`, because jsonargparse shows the annotations in `--help`.
     def __init__(
         self,
         every_n_steps: Optional[int] = None,  # noqa: UP045
@@ -83,19 +83,20 @@ class CommHookMonitor(pl.Callback):
         )
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        # Every fit wraps the model anew and has a hook of its own.
+        # Every fit wraps the model again and has a new hook.
         self._meter, self._last_step = Meter(), -1
         hook = _hook_of(trainer)
         if hook is not None and self.sample_cosine_every is not None:
             hook.sample_cosine(self.sample_cosine_every)
 
     def on_before_optimizer_step(self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Any) -> None:
-        # Here the gradients are averaged and unscaled, not clipped yet. Several optimizers: at the first of a batch.
+        # Here the gradients are averaged and unscaled, but not clipped. With several optimizers: at the first of a
+        # batch.
         hook = _hook_of(trainer)
         if hook is None or not trainer.is_global_zero:
             return
         every = self.every_n_steps or trainer.log_every_n_steps  # type: ignore[attr-defined]
-        # Private (lightning 2.6): the x axis of what modules log, and of Lightning's own monitors.
+        # Private (lightning 2.6): the step that `LightningModule.log` and Lightning's monitors use as x axis.
         step = trainer.fit_loop.epoch_loop._batches_that_stepped
         if not every or (step + 1) % every or step == self._last_step:
             return

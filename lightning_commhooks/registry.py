@@ -1,4 +1,4 @@
-"""Names for `Trainer(strategy="...")`. Lightning knows them once this package is imported."""
+"""Names for `Trainer(strategy="...")`, registered when this package is imported."""
 
 from lightning.pytorch.strategies import StrategyRegistry
 
@@ -13,7 +13,7 @@ _HOOKS = {
 
 
 def register_strategy_names() -> None:
-    """Can be called again, as on a reload of the package: the names then mean the classes of the last call."""
+    """Register the names with Lightning. A repeated call, as on a reload of the package, replaces the classes."""
     for name, hook in _HOOKS.items():
         StrategyRegistry.register(
             name, CommHookDDP, description=f"DDP with the communication hook {hook!r}", override=True, hook=hook

@@ -31,8 +31,8 @@ from lightning_commhooks.hooked_strategy import HookedStrategy
 if TYPE_CHECKING:
     HookType = HookConfig | Callable[..., Any] | str
 else:
-    # Each config class by itself, so that LightningCLI accepts and explains it: those that are registered by now.
-    # `str` stands last: before Callable, jsonargparse would deliver the path of a function as text.
+    # One member per registered config class, so that LightningCLI accepts and documents it. `str` must be last: before
+    # Callable, jsonargparse would pass the path of a function as a string.
     HookType = Union[(*(each.Config for each in COMPRESSORS.values()), Callable, str)]
 
 
@@ -82,7 +82,7 @@ class CommHookDDP(DDPStrategy, HookedStrategy):
             check_every=check_every,
         )
         self._given: dict[str, Any] = {"save_residual": save_residual, "strict": strict}
-        # Known from the wrap on. Until then, and in what is pickled, there is configuration only.
+        # Set when the model is wrapped. Before that, and in pickles, there is only the configuration.
         self._comm_hook: CommHook | None = None
         self._hooked_module: weakref.ref[pl.LightningModule] | None = None
         self._trained_at_wrap: dict[str, bool] = {}
@@ -99,13 +99,13 @@ class CommHookDDP(DDPStrategy, HookedStrategy):
 
     @property
     def save_residual(self) -> str:
-        """What checkpoints hold of the residuals."""
+        """Which residuals checkpoints hold: "mean", "per_rank" or "drop"."""
         return self._request.save_residual
 
     def __repr__(self) -> str:
         text = f"{type(self).__name__}(hook={self._request.name!r})"
         if "pytorch_lightning" in sys.modules:
-            # Its Trainer cannot take this strategy and says so with nothing but this representation in the text.
+            # The Trainer of pytorch_lightning rejects this strategy with an error that shows only this repr.
             text += (
                 " (a strategy for `lightning.pytorch.Trainer`; a `pytorch_lightning.Trainer` cannot use it: "
                 "write `from lightning.pytorch import Trainer`)"
@@ -115,8 +115,8 @@ class CommHookDDP(DDPStrategy, HookedStrategy):
     # ---- what Lightning calls ----------------------------------------------------------------------------------------
 
     def setup_environment(self) -> None:
-        # Before the processes meet: the first moment at which strategy and callbacks are known together, and the last
-        # at which a callback that is added here misses nothing.
+        # Before the processes connect: the first moment at which strategy and callbacks are both known, and the last
+        # one at which an added callback receives all events.
         assert self.lightning_module is not None
         self._settle_checkpointing(self.lightning_module.trainer)
         super().setup_environment()
@@ -133,13 +133,13 @@ class CommHookDDP(DDPStrategy, HookedStrategy):
         )
 
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
-        # Lightning 2.6 leaves it to torch, and runs what a checkpoint from the web says. weights_only=False, for a file
-        # that is trusted, is an argument of `fit`.
+        # Security: by default Lightning 2.6 can execute code in a checkpoint. Default to weights_only=True here; for
+        # trusted files `fit` accepts weights_only=False.
         try:
             return super().load_checkpoint(checkpoint_path, weights_only=True if weights_only is None else weights_only)
-        except OSError:  # says which file
+        except OSError:  # its message names the file
             raise
-        except Exception as error:  # torch raises half a dozen kinds for a file that is cut off or foreign
+        except Exception as error:  # torch raises many kinds of exceptions for truncated or foreign files
             reason = (str(error).splitlines() or [""])[0]
             raise PayloadError(
                 f"{checkpoint_path} cannot be read ({type(error).__name__}: {reason}). Nothing in it was run; if you "
@@ -150,7 +150,7 @@ class CommHookDDP(DDPStrategy, HookedStrategy):
         hook = self._comm_hook
         take_over = None
         if hook is not None and CHECKPOINT_KEY in checkpoint:
-            # All of it is checked before the optimizers take over theirs.
+            # Check everything before the optimizers load their states.
             take_over = hook.prepare_load(checkpoint[CHECKPOINT_KEY], self._request.strict)
         super().load_optimizer_state_dict(checkpoint)
         if take_over is not None:
@@ -162,14 +162,14 @@ class CommHookDDP(DDPStrategy, HookedStrategy):
             )
 
     def __getstate__(self) -> dict[str, Any]:
-        # The spawn launcher and copies take the configuration along, never the hook of a wrapped model.
+        # Pickles (of the spawn launcher) and copies contain the configuration, never the hook of a wrapped model.
         state = super().__getstate__()
         return {**state, "_comm_hook": None, "_hooked_module": None, "_trained_at_wrap": {}}
 
-    # ---- what CommHookCheckpoint asks --------------------------------------------------------------------------------
+    # ---- what CommHookCheckpoint calls -------------------------------------------------------------------------------
 
     def hook_belongs_to(self, module: pl.LightningModule) -> bool:
-        """Whether the hook was attached for this module, not for one that was trained before it."""
+        """Whether the hook was attached for this module, not for a module trained earlier."""
         return self._hooked_module is not None and self._hooked_module() is module
 
     def parameters_unfrozen_after_wrap(self) -> list[str]:
@@ -184,7 +184,7 @@ class CommHookDDP(DDPStrategy, HookedStrategy):
         ]
 
     def warn_if_never_reached(self, trainer: pl.Trainer) -> None:
-        """Say that this run ends before the hook begins to compress."""
+        """Log a warning if this run ends before the hook begins to compress."""
         hook, left, config = self._comm_hook, _steps_left(trainer), self._request.config
         if hook is None or config is None or config.start_option is None or left is None:
             return
@@ -200,8 +200,8 @@ class CommHookDDP(DDPStrategy, HookedStrategy):
     # ---- helpers -----------------------------------------------------------------------------------------------------
 
     def _settle_checkpointing(self, trainer: pl.Trainer) -> None:
-        """Find or add the callback, and settle what it and this strategy were told."""
-        # `trainer.callbacks` is a plain list attribute; Lightning itself adds to it.
+        """Find or add the callback, and combine its options with those of this strategy."""
+        # `trainer.callbacks` is an ordinary list; Lightning itself appends to it.
         callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
         ours = [callback for callback in callbacks if isinstance(callback, CommHookCheckpoint)]
         if len(ours) > 1:
@@ -234,17 +234,17 @@ class CommHookDDP(DDPStrategy, HookedStrategy):
 
 
 def _steps_left(trainer: pl.Trainer) -> int | None:
-    """Synchronised backward passes from here to the end of the run; None where nobody knows.
+    """Number of synchronised backward passes from here to the end of the run; None if unknown.
 
-    One per optimizer step under automatic optimisation, accumulation included. Under manual optimisation only the
-    number of batches is known: one pass per batch is assumed.
+    Automatic optimisation has one per optimizer step, also with gradient accumulation. Manual optimisation: only the
+    number of batches is known, and one pass per batch is assumed.
     """
-    # -1 for a data set without length, inf for max_epochs=-1; the steps of an earlier fit are over.
+    # -1 for a data set without length, inf for max_epochs=-1; the steps of an earlier fit are subtracted.
     total = trainer.estimated_stepping_batches
     if trainer.lightning_module.automatic_optimization:
         left = total - trainer.global_step
     else:
-        # Here `global_step`, and with it max_steps, counts the steps of every optimizer; the estimate is in batches.
+        # Here `global_step`, and therefore max_steps, counts the steps of all optimizers; the estimate is in batches.
         left = total - (trainer.fit_loop.epoch_loop.total_batch_idx + 1)
         if trainer.max_steps != -1:
             left = min(left, trainer.max_steps - trainer.global_step)

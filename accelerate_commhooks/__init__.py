@@ -1,8 +1,8 @@
-"""commhooks for Hugging Face Accelerate: a handler of DDP arguments that brings a communication hook along.
+"""commhooks for Hugging Face Accelerate: a handler of DDP arguments with a communication hook.
 
     Accelerator(kwargs_handlers=[CommHookKwargs(hook="powerSGD")])
 
-`save_state` and `load_state` carry the hook's memory; nothing else has to be called.
+`save_state` and `load_state` include the learned state of the hook; no further calls are needed.
 """
 
 try:

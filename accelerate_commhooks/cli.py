@@ -13,10 +13,10 @@ LAUNCH_HELP = "start a script as `accelerate launch` does, with the hook that th
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Entry point; returns the exit status: 2 where the request itself is wrong."""
+    """Entry point; returns the exit status: 2 for an invalid request."""
     given = sys.argv[1:] if arguments is None else arguments
     try:
-        if given[:1] == ["launch"]:  # all that follows belongs to Accelerate's launcher and to the script
+        if given[:1] == ["launch"]:  # the other arguments are for Accelerate's launcher and the script
             from accelerate_commhooks.launcher import launch
 
             return launch(given[1:])
@@ -130,7 +130,8 @@ def _check(args: argparse.Namespace) -> int:
 
 
 def described(settings: dict[str, Any]) -> list[tuple[str, Any, str]]:
-    """Setting, value and whether it is written in the file or a default; what is worked out is said too."""
+    """Rows (setting, value, note). The note is the description of the hook, "default", a computed start step, or
+    empty for a value from the file."""
     from commhooks.hook.for_plugins import COMPRESSORS, canonical_name
 
     rows: list[tuple[str, Any, str]] = []

@@ -1,13 +1,13 @@
-"""What reaches a script from outside: the environment variable ACCELERATE_COMM_HOOK_CONFIG.
+"""Pass settings to a script in the environment variable ACCELERATE_COMM_HOOK_CONFIG.
 
-It holds a path, or a JSON object, which begins with "{" as no path does (write `./{` for one that would):
+It holds a path, or a JSON object, recognised by its first character "{" (write `./{...` for such a path):
 
     comm_hook.yaml                                    set by users; a file as in `yaml_config`
     {"settings": {...}, "source": ..., "used": ...}   set by `accelerate-commhooks launch`
 
-The launcher insists that its settings are used. A handler that uses them leaves two empty files in the folder `used`,
-which the launcher looks for when the script has ended: `read.PID` when it takes the settings, `attached.PID` when a
-model gets the hook.
+The launcher requires that its settings are used. A handler that uses them writes two empty files into the folder
+`used`, which the launcher checks after the script has ended: `read.PID` when the handler reads the settings,
+`attached.PID` when it attaches the hook to a model.
 """
 
 import contextlib
@@ -32,31 +32,31 @@ class HandedOver:
 
     settings: dict[str, Any]
     source: str
-    """Where they were written."""
+    """The file or variable from which the settings come, for messages."""
     used: Path | None = None
-    """The launcher's folder, if they come from it."""
+    """The launcher's folder; None if the settings are not from the launcher."""
 
     def to_environment(self) -> str:
         used = None if self.used is None else str(self.used)
         return json.dumps({"settings": self.settings, "source": self.source, "used": used})
 
     def note(self, what: str) -> None:
-        """Leave a file for the launcher. On another machine than the launcher's there is no such folder."""
+        """Write an empty file for the launcher. Does nothing on another machine, where the folder does not exist."""
         if self.used is not None:
             with contextlib.suppress(OSError):
                 (self.used / f"{what}.{os.getpid()}").touch()
 
     def noted(self, what: str, process: int | None = None) -> bool:
-        """Whether `process`, or any process, has noted it."""
+        """Whether the process with the id `process` (None: any process) has called `note(what)`."""
         pattern = f"{what}.{'*' if process is None else process}"
         return self.used is not None and any(self.used.glob(pattern))
 
 
 def handed_over() -> HandedOver | None:
-    """What the environment holds; None if it holds nothing.
+    """The settings in the environment variable; None if that is not set.
 
     Raises:
-        HookConfigError: it holds something else, or a file with wrong settings.
+        HookConfigError: the variable is invalid, or names a file with invalid settings.
     """
     text = os.environ.get(VARIABLE, "").strip()
     if not text:
@@ -78,13 +78,14 @@ def handed_over() -> HandedOver | None:
 
 
 def refuse_to_ignore_the_launcher(hook: object) -> None:
-    """Called before a handler that took nothing from the environment attaches its own `hook`.
+    """Check that the settings of the launcher were used. Called before a handler that did not read them attaches its
+    own `hook`.
 
     Raises:
-        HookConfigError: `accelerate-commhooks launch` handed settings over and no handler has taken them.
+        HookConfigError: `accelerate-commhooks launch` passed settings and no handler has read them.
     """
     if not os.environ.get(VARIABLE, "").strip().startswith("{"):
-        return  # a path is a default for handlers without a hook of their own
+        return  # a path is only a default for handlers without a hook
     given = handed_over()
     if given is not None and given.used is not None and given.used.exists() and not given.noted("read", os.getpid()):
         raise HookConfigError(
@@ -94,10 +95,10 @@ def refuse_to_ignore_the_launcher(hook: object) -> None:
 
 
 def unused(script: str, given: HandedOver, several_processes: bool) -> str | None:
-    """The sentence about a script that has ended without using the settings; None if it has used them.
+    """The error message for a script that has ended without using the settings; None if it has used them.
 
     Args:
-        several_processes: whether models were to be wrapped in DDP: then the hook must have been attached.
+        several_processes: whether models should have been wrapped in DDP; then the hook must have been attached.
     """
     if not given.noted("read"):
         return f"{script} has not used the hook {given.settings['hook']!r} that {given.source} asks for. {_WHAT_TO_DO}"

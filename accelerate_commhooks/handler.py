@@ -48,35 +48,35 @@ class CommHookKwargs(DistributedDataParallelKwargs):
         Accelerator(kwargs_handlers=[CommHookKwargs(hook="powerSGD", bucket_cap_mb=50)])
 
     All arguments of `DistributedDataParallelKwargs` are accepted. Its `comm_hook`, `comm_wrapper` and
-    `comm_state_option` give the hooks of commhooks under torch's names, so that an existing handler only has to change
-    its class. Every model that the accelerator wraps in DDP gets a hook with a memory of its own, and
-    `accelerator.save_state` and `load_state` carry it along. Where Accelerate does not wrap a model in DDP (one
-    process, FSDP, DeepSpeed, evaluation mode) there is no hook: `is_attached(model)` tells.
+    `comm_state_option` select the hooks of commhooks by torch's names, so that for an existing handler only the class
+    has to be changed. Every model that the accelerator wraps in DDP gets a hook with its own learned state, which
+    `accelerator.save_state` and `load_state` include. If Accelerate does not wrap a model in DDP (one process, FSDP,
+    DeepSpeed, evaluation mode), there is no hook; `is_attached(model)` returns whether there is one.
 
-    Without `hook` the settings come from outside: from `accelerate-commhooks launch`, or from the YAML file that the
-    environment variable ACCELERATE_COMM_HOOK_CONFIG names. An argument given here is used in place of the same setting
-    there. `CommHookKwargs.from_config("file.yaml")` reads a file.
+    Without `hook` the settings come from `accelerate-commhooks launch`, or from the YAML file that the environment
+    variable ACCELERATE_COMM_HOOK_CONFIG names. Arguments given here override the same settings there.
+    `CommHookKwargs.from_config("file.yaml")` reads a file.
 
     Args:
         hook: a config object such as `PowerSGD(matrix_approximation_rank=4)`, the name of a hook ("powerSGD",
             "fp16_compress", ...), a path "package.module:function", or a callable
             `(state, bucket) -> torch.futures.Future[torch.Tensor]`. None: see above.
-        hook_options: options of a hook that is given by name.
-        hook_state: the state of a callable. One with `state_dict` and `load_state_dict` is saved and restored.
-        wrapper: "fp16" or "bf16": let the hook communicate in that dtype.
-        save_residual: what `save_state` keeps of PowerSGD's error memory. "per_rank" (the default): one file per rank,
-            no communication. "mean": the mean over the ranks in the shared file; all ranks must call `save_state`.
-            "drop": nothing.
-        strict: whether loading the state of another hook or model is an error (the default), or gives what does not fit
-            fresh memory and one warning.
-        total_steps: synchronised backward passes in the whole run, if known; decides `start_powerSGD_iter` where that
+        hook_options: options of a hook given by name.
+        hook_state: the state of a callable. It is saved and restored if it has `state_dict` and `load_state_dict`.
+        wrapper: "fp16" or "bf16": make the hook communicate in that dtype.
+        save_residual: which residuals `save_state` saves. "per_rank" (the default): those of each rank in a separate
+            file, without communication. "mean": the mean over the ranks in the shared file; all ranks must call
+            `save_state`. "drop": none.
+        strict: whether loading the state of another hook or model is an error (the default). If False, mismatched
+            parameters start with empty learned state, with one warning.
+        total_steps: synchronised backward passes in the whole run, if known; determines `start_powerSGD_iter` if that
             is None or a fraction.
-        check_every: compare the weights of all ranks before every so many backward passes, and raise on all of them as
-            soon as they differ, with the names of the parameters. None: never.
+        check_every: compare the weights of all ranks before every `check_every`-th backward pass. If they differ, all
+            ranks raise HookRunError with the names of the parameters. None: never.
 
     Raises:
-        commhooks.HookConfigError: at construction, for an unknown hook or option (the closest match is offered), a
-            value of the wrong type, or an impossible combination.
+        commhooks.HookConfigError: at construction, for an unknown hook or option (the message suggests the closest
+            match), a value of the wrong type, or an invalid combination.
     """
 
     hook: Any = field(default=None, kw_only=True)
@@ -89,7 +89,7 @@ class CommHookKwargs(DistributedDataParallelKwargs):
     check_every: int | None = field(default=None, kw_only=True)
 
     def __new__(cls, *args: Any, **kwargs: Any) -> "CommHookKwargs":
-        # What is given wins over the environment, also where it is the default value: only here can that be seen.
+        # Arguments override the environment even if they equal the default; only here is known which were given.
         handler = super().__new__(cls)
         names = [f.name for f in dataclasses.fields(cls)]
         handler._given = frozenset(names[: len(args)]) | frozenset(kwargs)
@@ -115,15 +115,15 @@ class CommHookKwargs(DistributedDataParallelKwargs):
 
     @classmethod
     def from_config(cls, path: str | Path | None = None, *, overrides: Iterable[str] = ()) -> "CommHookKwargs":
-        """A handler with the settings of a YAML file.
+        """Make a handler with the settings of a YAML file.
 
         Args:
-            path: a file of settings, or a configuration of Accelerate with a section `comm_hook_config`. None: what
-                `accelerate-commhooks launch` or ACCELERATE_COMM_HOOK_CONFIG handed over.
-            overrides: settings in place of those in the file, e.g. `["hook_options.matrix_approximation_rank=8"]`.
+            path: a file of settings, or a configuration of Accelerate with a section `comm_hook_config`. None: the
+                settings from `accelerate-commhooks launch` or ACCELERATE_COMM_HOOK_CONFIG.
+            overrides: settings that replace those in the file, e.g. `["hook_options.matrix_approximation_rank=8"]`.
 
         Raises:
-            HookConfigError: no file, or wrong settings; the text says where they are.
+            HookConfigError: no file, or invalid settings; the message names the file and the setting.
         """
         overrides = _texts(overrides)
         if path is not None:
@@ -145,42 +145,43 @@ class CommHookKwargs(DistributedDataParallelKwargs):
 
     @property
     def attached(self) -> CommHook | None:
-        """The hook of the model that was prepared last: `stats()`, `plan()`. None when there is none, or none left."""
+        """The hook of the model that was prepared last and still exists: `stats()`, `plan()`. None without a model."""
         hooks = self.attached_hooks
         return hooks[-1] if hooks else None
 
     @property
     def attached_hooks(self) -> list[CommHook]:
-        """The hooks of all models that were prepared with this handler and still exist, in that order."""
+        """The hooks of all models that were prepared with this handler and still exist, in order of preparation."""
         return [hook for hooked in self._hooked if (hook := hooked.hook) is not None]
 
     def is_attached(self, model: torch.nn.Module) -> bool:
-        """Whether `model` has a hook of this handler. `model` is what `prepare` returned, or the module inside it."""
+        """Whether `model` has a hook of this handler. `model`: the result of `prepare`, or the module inside it."""
         return any(hooked.is_of(model) for hooked in self._hooked)
 
     def log(self, accelerator: Accelerator, step: int | None = None, *, per_layer: bool = False) -> None:
-        """Send what the hooks do to the accelerator's trackers, as `accelerator.log` does.
+        """Log the metrics of the hooks with the accelerator's trackers, as `accelerator.log` does.
 
             if step % 50 == 0:
                 handler.log(accelerator, step=step)
 
         The names are those of `commhooks.hook.metrics`: `commhooks/bytes_per_pass`, `commhooks/compression_rate`,
         `commhooks/codec_ms`, `commhooks/waiting_ms`, `commhooks/residual_over_gradient` and so on; means are since the
-        call before. With several models those of the second are `commhooks/1/bytes_per_pass` and so on. Without a hook,
-        as in one process, nothing is sent. Gradients are read where they are: call this after `optimizer.step()` and
-        before `optimizer.zero_grad()`, or the two names that need them are left out. It communicates nothing: all ranks
-        may call it, or the main process alone. A cosine is there if `handler.attached.sample_cosine(N)` was called.
+        previous call. With several models those of the second are `commhooks/1/bytes_per_pass` and so on. Without a
+        hook, as in one process, nothing is logged. Gradients are read from `.grad`: call this after `optimizer.step()`
+        and before `optimizer.zero_grad()`; otherwise the two metrics that need them are omitted. It does not
+        communicate: all ranks may call it, or only the main process. The cosine is included if
+        `handler.attached.sample_cosine(N)` was called.
 
         Args:
-            accelerator: whose trackers: `Accelerator(log_with=...)` with `init_trackers`.
+            accelerator: the accelerator with the trackers (`Accelerator(log_with=...)` with `init_trackers`).
             step: as for `accelerator.log`.
-            per_layer: norms and cosine of every parameter too.
+            per_layer: include norms and cosine of every parameter.
 
         Raises:
             HookRunError: the accelerator has no trackers.
         """
         if not accelerator.is_main_process:
-            return  # Accelerate 1.15 makes trackers on the main process only
+            return  # Accelerate 1.15 creates trackers on the main process only
         if not accelerator.trackers:
             missing = "" if accelerator.log_with else "Accelerator(log_with=...) with a tracker that is installed, and "
             raise HookRunError(
@@ -195,10 +196,10 @@ class CommHookKwargs(DistributedDataParallelKwargs):
             accelerator.log(values, step=step)
 
     def attach(self, accelerator: Accelerator) -> "CommHookKwargs":
-        """Use this handler in an accelerator that exists already, for the models that it prepares from now on.
+        """Use this handler in an existing accelerator, for the models that it prepares from now on.
 
         Raises:
-            HookConfigError: the accelerator has a handler of DDP arguments, or never wraps a model in DDP.
+            HookConfigError: the accelerator has a handler of DDP arguments already, or never wraps models in DDP.
         """
         present = accelerator.ddp_handler
         if present is not None and not isinstance(present, CommHookKwargs):
@@ -219,8 +220,8 @@ class CommHookKwargs(DistributedDataParallelKwargs):
 
     @property  # type: ignore[misc]
     def __class__(self) -> type:
-        # Accelerate 1.15 looks handlers up by their exact class (`handler_class_to_attr[handler.__class__]`) and knows
-        # no subclass. Nothing else sees this: `type()`, `isinstance` and what is defined below tell the truth.
+        # Accelerate 1.15 looks up handlers by their exact class (`handler_class_to_attr[handler.__class__]`), without
+        # subclasses. `type()`, `isinstance` and the methods below are not affected.
         return DistributedDataParallelKwargs
 
     def to_dict(self) -> dict[str, Any]:
@@ -231,7 +232,7 @@ class CommHookKwargs(DistributedDataParallelKwargs):
         return self._stock().to_kwargs()
 
     def register_comm_hook(self, model: DistributedDataParallel) -> None:
-        """Attach a hook to a model that has just been wrapped. Every rank must do the same."""
+        """Attach a hook to a model that has just been wrapped. Every rank must call this."""
         self._hooked = alive(self._hooked)
         request = self._checked_request()
         if self._handed_over is None:
@@ -261,13 +262,13 @@ class CommHookKwargs(DistributedDataParallelKwargs):
     __hash__ = None  # type: ignore[assignment]
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # pickle and copy take the configuration along, never the hooks of wrapped models.
+        # Pickles and copies contain the configuration, never the hooks of wrapped models.
         return _rebuild, (type(self), _values(self)), {"_handed_over": self._handed_over}
 
     # ---- helpers -----------------------------------------------------------------------------------------------------
 
     def _checked_request(self) -> HookRequest:
-        """What is asked for, checked. Made anew each time: the fields of Accelerate's handlers may be changed."""
+        """The checked request. Made at each call, because the fields of Accelerate's handlers may be changed."""
         if not isinstance(self.dim, int):
             raise HookConfigError(
                 f"CommHookKwargs({self.dim!r}): the first positional argument is DDP's `dim`; "
@@ -304,7 +305,7 @@ class CommHookKwargs(DistributedDataParallelKwargs):
         return request
 
     def _stock_requests(self) -> list[str]:
-        """The fields of Accelerate's own handler that ask for a hook."""
+        """The names of the set fields of Accelerate's own handler that request a hook."""
         return [name for name in STOCK_HOOK_FIELDS if getattr(self, name) not in (_NO, "no", None, {})]
 
     def _use(self, given: HandedOver) -> None:
@@ -312,7 +313,7 @@ class CommHookKwargs(DistributedDataParallelKwargs):
         given.note("read")
 
     def _translated(self) -> tuple[str, dict[str, Any] | None, str | None]:
-        """hook, hook_options and wrapper that mean what Accelerate's own three fields mean."""
+        """hook, hook_options and wrapper that correspond to Accelerate's own three fields."""
         hook = _stock_choice("comm_hook", self.comm_hook, list(DDPCommunicationHookType))
         wrapper = _stock_choice(
             "comm_wrapper", self.comm_wrapper, [_NO, DDPCommunicationHookType.FP16, DDPCommunicationHookType.BF16]
@@ -337,7 +338,7 @@ class CommHookKwargs(DistributedDataParallelKwargs):
 
 
 _WITH_DDP = {
-    # NO: one process, where nothing is communicated; the script may be started with more of them another time.
+    # NO: one process without communication; the same script may be started with several processes later.
     DistributedType.NO,
     *(kind for kind in DistributedType if kind.name.startswith("MULTI_")),
 }
@@ -346,8 +347,8 @@ _WITH_DDP = {
 def _calling_accelerator(handler: CommHookKwargs) -> Accelerator | None:
     """The accelerator that is calling `handler.register_comm_hook`.
 
-    Accelerate 1.15 hands over nothing but the model, so it is looked for in the frames of the callers: `prepare_model`
-    is a method of it.
+    Accelerate 1.15 passes only the model, so the accelerator is searched in the callers' frames: `prepare_model` is one
+    of its methods.
     """
     frame = sys._getframe(1)
     while frame is not None:
@@ -365,7 +366,7 @@ def _loss_scale(accelerator: Accelerator | None) -> Callable[[], LossScale] | No
 
     def loss_scale() -> LossScale:
         known: Any = weak()
-        if getattr(known, "scaler", None) is None:  # asked each time: it may be set later
+        if getattr(known, "scaler", None) is None:  # checked at each call, because it may be set later
             return 1.0
         return scale_of(known.scaler, known.device)
 

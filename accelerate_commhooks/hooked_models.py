@@ -1,4 +1,4 @@
-"""Which models have which hook. Nothing here keeps a model, a hook or an accelerator alive."""
+"""Map models to their hooks. All references to models, hooks and accelerators are weak."""
 
 import weakref
 
@@ -9,7 +9,7 @@ from commhooks import CommHook
 
 
 class HookedModel:
-    """A DDP model and its hook, which lives as long as the model."""
+    """Weak references to a DDP model and its hook, which lives as long as the model."""
 
     def __init__(self, ddp_model: DistributedDataParallel, hook: CommHook) -> None:
         self._ddp_model = weakref.ref(ddp_model)
@@ -18,7 +18,7 @@ class HookedModel:
 
     @property
     def hook(self) -> CommHook | None:
-        """The hook, or None when its model has gone."""
+        """The hook; None if its model was deleted."""
         return self._hook() if self._ddp_model() is not None else None
 
     def is_of(self, model: torch.nn.Module) -> bool:
@@ -47,7 +47,7 @@ def _unwrapped(model: torch.nn.Module) -> torch.nn.Module:
 
 
 def _not_compiled(model: torch.nn.Module) -> torch.nn.Module:
-    """What `torch.compile`, or Accelerate's compilation by regions, made `model` of."""
+    """The original model of a model compiled by `torch.compile` or by Accelerate's regional compilation."""
     while (original := getattr(model, "_orig_mod", None)) is not None:
         model = original
     return model

@@ -1,8 +1,8 @@
-"""`accelerate-commhooks launch`: Accelerate's own launcher, and the section `comm_hook_config` for the workers.
+"""`accelerate-commhooks launch`: runs Accelerate's launcher and passes the section `comm_hook_config` to the workers.
 
-Accelerate 1.15 refuses a configuration file with a key that it does not know, and its workers never learn which file
-was used. So the section is taken out of the file; Accelerate gets a copy of the rest, in a folder that is removed when
-the run ends, and the workers get the section in the environment variable of `handed_over`.
+Accelerate 1.15 rejects configuration files with unknown keys and does not pass the file's name to its workers. The
+section is therefore removed: Accelerate gets a copy of the file without it, in a folder that is removed when the run
+ends, and the workers get the section in the environment variable of `handed_over`.
 """
 
 import argparse
@@ -34,10 +34,10 @@ from accelerate_commhooks.yaml_config import HOW_TO_WRITE, SECTION, has_section,
 from commhooks import HookConfigError
 
 REMINDER_S = 120.0
-"""How long after the start it is worth a line that the script has not used the settings yet."""
+"""Seconds after the start at which a line is printed if the script has not used the settings yet."""
 
 END_S = 30.0
-"""How long a script may take to end after a signal; torch's launcher gives as much."""
+"""Seconds in which a script must end after a signal; equal to the limit of torch's launcher."""
 
 _NOT_DDP = {
     DistributedType.DEEPSPEED: "use_deepspeed",
@@ -45,19 +45,19 @@ _NOT_DDP = {
     DistributedType.MEGATRON_LM: "use_megatron_lm",
     DistributedType.XLA: "tpu",
 }
-"""Where Accelerate does not wrap models in DDP, with the flag of its launcher."""
+"""Cases in which Accelerate does not wrap models in DDP, with the flags of its launcher."""
 
 
 def launch(arguments: list[str]) -> int:
-    """What `accelerate launch` with these arguments does, with the settings for the workers.
+    """Run `accelerate launch` with these arguments, with the settings for the workers.
 
     Returns:
-        The exit status of the script, of the first process that failed; 128 + n after signal n; 1 if the script ended
-        well and has not used the settings.
+        The exit status of the script: that of the first process that failed; 128 + n after signal n; 1 if the script
+        succeeded without using the settings.
 
     Raises:
-        HookConfigError: no settings, wrong ones, or a launch under which no hook could be attached. Nothing has been
-            started then.
+        HookConfigError: before anything is started: there are no settings, they are invalid, or no hook could be
+            attached in such a launch.
     """
     args = launch_command_parser().parse_args(arguments)
     file = config_file(args)
@@ -69,13 +69,13 @@ def launch(arguments: list[str]) -> int:
     with tempfile.TemporaryDirectory(prefix="commhooks-launch-") as folder:
         if content is not None and content.pop(SECTION, None) is not None and _accelerate_reads(args):
             args.config_file = _write(content, folder, file)
-        # A host file may name other machines, which cannot leave anything in this folder.
+        # Other machines in a host file cannot write into this folder.
         watched = getattr(args, "mpirun_hostfile", None) is None
         given = HandedOver(given.settings, given.source, Path(folder) if watched else None)
         with patch_environment(**{VARIABLE: given.to_environment()}), _reminder(args.training_script, given):
             status = _run(args)
         if status == 0 and watched:
-            # Accelerate's launcher has written into `args` what it found in the configuration.
+            # Accelerate's launcher has merged its configuration into `args`.
             sentence = unused(args.training_script, given, several_processes=args.multi_gpu and not args.cpu)
             if sentence is not None:
                 print(f"accelerate-commhooks launch: error: {sentence}", file=sys.stderr)
@@ -84,23 +84,22 @@ def launch(arguments: list[str]) -> int:
 
 
 def config_file(args: argparse.Namespace) -> str | None:
-    """The configuration file of a launch: the one that is named, or Accelerate's default one if there is one."""
+    """The configuration file of a launch: the given one, or Accelerate's default file if that exists."""
     if args.config_file is not None:
         return str(args.config_file)
     return default_config_file if os.path.isfile(default_config_file) else None
 
 
 def check_settings(given: HandedOver) -> None:
-    """Everything that can be told here. What a dotted path names is looked for by the workers, who have the script's
-    own folder among their modules.
+    """Check the settings without importing dotted paths: only the workers have the script's folder in `sys.path`.
 
     Raises:
-        HookConfigError: the settings are wrong.
+        HookConfigError: the settings are invalid.
     """
     settings = {name: value for name, value in given.settings.items() if name != "hook_state"}
     with saying_where(given.source):
         if ":" in settings["hook"]:
-            # Nothing is imported here, so that the options of a compressor given by its path are checked by the script.
+            # The path is not imported here; the script checks the options of a compressor given by its path.
             settings["hook"] = _stand_in_for(settings["hook"])
             settings.pop("hook_options", None)
         try:
@@ -132,9 +131,9 @@ def refuse_without_ddp(args: argparse.Namespace, content: dict[str, Any] | None)
 
 
 def one_process_only(args: argparse.Namespace, content: dict[str, Any] | None) -> str | None:
-    """A sentence if Accelerate starts one process for these arguments and this configuration, else None.
+    """A warning if Accelerate starts one process for these arguments and this configuration, else None.
 
-    Accelerate 1.15 has two launchers for machines of one's own; the one for the CPU starts several through MPI only.
+    Accelerate 1.15 has two launchers for local machines; the one for the CPU starts several processes only through MPI.
     """
     kind = str((content or {}).get("distributed_type", ""))
     several = args.multi_gpu or kind not in ("", "NO", "MULTI_CPU") or args.mpirun_hostfile
@@ -170,7 +169,7 @@ def _settings(file: str | None) -> HandedOver:
 
 
 def _content(file: str | None) -> dict[str, Any] | None:
-    """As Accelerate reads it."""
+    """The content of the configuration file as Accelerate reads it."""
     if file is None:
         return None
     text = Path(file).read_text(encoding="utf-8")
@@ -178,7 +177,7 @@ def _content(file: str | None) -> dict[str, Any] | None:
 
 
 def _accelerate_reads(args: argparse.Namespace) -> bool:
-    """Accelerate 1.15 leaves its default file alone under --cpu."""
+    """Whether Accelerate reads the configuration file: with --cpu, Accelerate 1.15 ignores its default file."""
     return args.config_file is not None or not args.cpu
 
 
@@ -192,7 +191,7 @@ def _write(content: dict[str, Any], folder: str, file: str | None) -> str:
 def _stand_in_for(path: str) -> Any:
     def hook(state: object, bucket: object) -> None: ...
 
-    hook.__qualname__ = path  # which messages show
+    hook.__qualname__ = path  # shown in messages
     return hook
 
 
@@ -203,8 +202,8 @@ def _run(args: argparse.Namespace) -> int:
     def ended(signum: int, frame: FrameType | None) -> None:
         raise SignalException("ended", sigval=signal.Signals(signum))
 
-    # For one process Accelerate only waits, and the default action would leave the folder behind. For several, torch's
-    # launcher sets its own handlers.
+    # With one process Accelerate sets no handler, and the default action would leave the temporary folder behind. With
+    # several, torch's launcher sets its own handlers.
     before = signal.signal(signal.SIGTERM, ended)
     try:
         launch_command(args)
@@ -217,7 +216,7 @@ def _run(args: argparse.Namespace) -> int:
     except SignalException as error:
         _end_children(error.sigval)
         return 128 + error.sigval
-    except KeyboardInterrupt:  # at a terminal the script has got it too
+    except KeyboardInterrupt:  # from a terminal the script has received it, too
         _end_children()
         return 128 + signal.SIGINT
     finally:
@@ -226,7 +225,7 @@ def _run(args: argparse.Namespace) -> int:
 
 
 def _end_children(signum: signal.Signals | None = None) -> None:
-    """Accelerate 1.15 would leave a single process behind; torch's launcher has ended several by now."""
+    """End the script: Accelerate 1.15 leaves a single process running, while torch's launcher has ended several."""
     children = psutil.Process().children()
     for child in children:
         with suppress(psutil.NoSuchProcess):
@@ -247,7 +246,8 @@ def _as_shell(returncode: int) -> int:
 
 @contextmanager
 def _reminder(script: str, given: HandedOver) -> Iterator[None]:
-    """Whether the settings are used is certain only at the end; a run may take days until then."""
+    """Print a line after `REMINDER_S` seconds if the settings are still unused. The final check comes only at the end
+    of the run, which may take days."""
 
     def remind() -> None:
         if given.used is not None and not given.noted("read"):

@@ -1,14 +1,14 @@
-"""The hooks' part of `accelerator.save_state` and `load_state`.
+"""Save and load hooks in `accelerator.save_state` and `load_state`.
 
 Accelerate calls the functions registered with `register_save_state_pre_hook` and `register_load_state_pre_hook` on
-every rank that saves or loads, before it writes or reads anything itself. Per model there is one shared file, which the
+every rank that saves or loads, before it writes or reads its own files. Per model there is one shared file, which the
 main process writes, and one file per rank:
 
     comm_hook.pt        comm_hook_rank0.pt      comm_hook_rank1.pt      the first model with a hook
     comm_hook_1.pt      comm_hook_1_rank0.pt    comm_hook_1_rank1.pt    the second
 
-No rank waits for another, so saving on the main process alone is harmless. What is in the files is described in
-docs/checkpoint_format.md.
+No rank waits for another one, so that saving on the main process alone does not hang. docs/checkpoint_format.md
+describes the files.
 """
 
 import logging
@@ -27,12 +27,12 @@ from commhooks.hook.for_plugins import payload_parts
 
 logger = logging.getLogger(__name__)
 
-# One `SavedHooks` per accelerator, whichever handlers serve it, for as long as the accelerator lives.
+# One `SavedHooks` per accelerator, shared by all of its handlers, as long as the accelerator exists.
 _SAVED_HOOKS: "weakref.WeakKeyDictionary[Accelerator, SavedHooks]" = weakref.WeakKeyDictionary()
 
 
 def saved_hooks(accelerator: Accelerator) -> "SavedHooks":
-    """What saves and loads the hooks of `accelerator`; registered with it at the first call."""
+    """The `SavedHooks` of `accelerator`; created and registered with it at the first call."""
     known = _SAVED_HOOKS.get(accelerator)
     if known is None:
         known = _SAVED_HOOKS[accelerator] = SavedHooks(accelerator)
@@ -42,8 +42,8 @@ def saved_hooks(accelerator: Accelerator) -> "SavedHooks":
 class SavedHooks:
     """The hooks of one accelerator's models, numbered in the order in which the models were prepared.
 
-    A model keeps its number when another one goes; `free_memory` starts anew, as it does for Accelerate's own files. A
-    module that is prepared a second time takes its number along: the hook of the DDP model made last is saved.
+    A model keeps its number when another one is deleted. `free_memory` restarts the numbering, as for Accelerate's own
+    files. A module that is prepared again keeps its number, and the hook of its latest DDP model is saved.
     """
 
     def __init__(self, accelerator: Accelerator) -> None:
@@ -54,7 +54,7 @@ class SavedHooks:
         accelerator.register_load_state_pre_hook(self._load)
 
     def add(self, model: HookedModel) -> None:
-        """A model has been prepared. It takes over what was loaded for it before."""
+        """Add a newly prepared model; a state loaded for it earlier is applied now."""
         if self._freed():
             self._models = []
         number = next((i for i, known in enumerate(self._models) if known.same_module(model)), len(self._models))
@@ -64,12 +64,12 @@ class SavedHooks:
             _checked(model.hook, *early)()
 
     def save(self, folder: str, *, writes_shared: bool) -> None:
-        """Write this rank's files into an existing folder, and the shared ones where `writes_shared`.
+        """Write this rank's files into an existing folder, and with `writes_shared` also the shared ones.
 
-        No rank waits for another, unless a hook has `save_residual="mean"`: then all of them must call.
+        No rank waits for another one, unless a hook has `save_residual="mean"`: then all ranks must call this.
 
         Raises:
-            OSError: a file could not be written, which the text names; of this rank's files none has changed.
+            OSError: a file could not be written; the message names it. None of this rank's files has changed.
         """
         rank = self._live_accelerator().process_index
         with WholeFiles(rank) as files:
@@ -80,19 +80,20 @@ class SavedHooks:
                 shared, own = payload_parts.split(hook.state_dict(), rank)
                 own_path = _path(folder, number, rank)
                 if own is None:
-                    files.remove(own_path)  # of an earlier save in this folder
+                    files.remove(own_path)  # left from an earlier save in this folder
                 else:
                     files.write(own, own_path)
                 if writes_shared:
                     files.write(shared, _path(folder, number))
 
     def load(self, folder: str) -> None:
-        """Take over what `save` wrote; for models that are not prepared yet, when they are. All ranks must call.
+        """Load the files of `save`. All ranks must call this. States of models that are not prepared yet are applied
+        when they are.
 
         Raises:
-            PayloadError: nothing was changed.
+            PayloadError: a file is damaged or does not fit; nothing was changed.
         """
-        # First check everything, then take it over: an error leaves all models as they were.
+        # Check everything before applying anything, so that an error leaves all models unchanged.
         take_over: list[Callable[[], None]] = []
         early: dict[int, tuple[dict[str, Any], Path]] = {}
         number = 0
@@ -124,7 +125,7 @@ class SavedHooks:
     # ---- helpers -----------------------------------------------------------------------------------------------------
 
     def _read(self, folder: str, number: int, hook: CommHook | None) -> dict[str, Any] | None:
-        """The payload of the model with this number for this rank; None where the checkpoint has none."""
+        """The payload of the model with this number for this rank; None if the checkpoint has none."""
         accelerator = self._live_accelerator()
         rank, world_size = accelerator.process_index, accelerator.num_processes
         path = _path(folder, number)
@@ -148,7 +149,7 @@ class SavedHooks:
             shared = payload_parts.check_shared(torch.load(path, map_location="cpu", weights_only=True))
         except PayloadError as error:
             raise PayloadError(f"{path}: {error}") from error
-        except Exception as error:  # torch.load raises half a dozen kinds for a file that is cut off or foreign
+        except Exception as error:  # torch.load raises many kinds of exceptions for truncated or foreign files
             raise PayloadError(
                 f"{path} cannot be read ({type(error).__name__}: {_first_line(error)}). Load another checkpoint, or "
                 "remove the comm_hook*.pt files to continue with fresh memory"
@@ -167,9 +168,10 @@ class SavedHooks:
     def _parts(
         self, folder: str, number: int, shared: dict[str, Any], ranks: list[int]
     ) -> Iterator[dict[str, Any] | None]:
-        """The parts of `ranks`, one at a time; None and a warning for one that cannot be used.
+        """The parts of `ranks`, one at a time; None and a warning for an unusable one.
 
-        Never an error: the other ranks cannot know of it. What is missing here is told them before the next backward.
+        Does not raise, because the other ranks would not know of the error. The ranks exchange at the next backward
+        pass whether residuals are missing.
         """
         for rank in ranks:
             path = _path(folder, number, rank)
@@ -186,17 +188,17 @@ class SavedHooks:
             yield part if problem is None else None
 
     def _freed(self) -> bool:
-        """Whether the accelerator has let go of all models since they were prepared.
+        """Whether the accelerator has released all models since they were prepared.
 
-        Accelerate 1.15 tells nobody about `free_memory`. Its list of models, which save hooks get too, has no public
-        name; load hooks get a copy, which others may have emptied.
+        Accelerate 1.15 has no callback for `free_memory`. Its list of models, which save hooks receive, has no public
+        name; load hooks receive a copy, which other hooks may have emptied.
         """
         prepared = self._live_accelerator()._models
         return not any(known.is_inside(prepared) for known in self._models)
 
     def _live_accelerator(self) -> Accelerator:
         accelerator = self._accelerator()
-        assert accelerator is not None  # it is what calls
+        assert accelerator is not None  # the accelerator is the caller
         return accelerator
 
 

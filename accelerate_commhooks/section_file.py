@@ -1,4 +1,4 @@
-"""Writing the section `comm_hook_config` into a file, where everything else, comments too, stays as it is."""
+"""Write the section `comm_hook_config` into a file without changing the rest of it, including comments."""
 
 import json
 import os
@@ -14,10 +14,10 @@ from commhooks import HookConfigError
 
 
 def write_section(path: Path, settings: dict[str, Any]) -> None:
-    """Put `settings` into the file in place of a section that it has; a file that is not there is made.
+    """Write `settings` as the section of the file and replace an existing section. The file is created if missing.
 
     Raises:
-        HookConfigError: the file holds something else than settings. It stays as it is.
+        HookConfigError: the file does not hold settings. It is not changed.
     """
     before = path.read_text(encoding="utf-8") if path.exists() else ""
     try:
@@ -26,7 +26,7 @@ def write_section(path: Path, settings: dict[str, Any]) -> None:
         raise HookConfigError(f"{path} is not YAML: {' '.join(str(error).split())}") from error
     if root is not None and not isinstance(root, yaml.MappingNode):
         raise HookConfigError(f"{path} does not hold settings ('key: value')")
-    if root is not None and root.flow_style:  # JSON, or YAML that looks like it: there are no comments to keep
+    if root is not None and root.flow_style:  # JSON or flow-style YAML: there are no comments to keep
         content = yaml.safe_load(before) | {SECTION: settings}
         after = json.dumps(content, indent=2) + "\n"
     else:
@@ -41,8 +41,8 @@ def _without_section(text: str, root: "yaml.MappingNode | None") -> str:
         if key.value == SECTION:
             lines = text.splitlines(keepends=True)
             end = value.end_mark.line + (value.end_mark.column > 0)
-            # The parser ends a block before the next token. Blank lines and comments until there belong to that, unless
-            # they are indented as the block is.
+            # The parser ends a block before the next token. Blank lines and comments before that token belong to the
+            # token, unless they are indented as the block is.
             while end > key.start_mark.line + 1 and (not lines[end - 1].strip() or lines[end - 1].startswith("#")):
                 end -= 1
             return "".join(lines[: key.start_mark.line] + lines[end:])
@@ -50,7 +50,7 @@ def _without_section(text: str, root: "yaml.MappingNode | None") -> str:
 
 
 def _replace(path: Path, text: str) -> None:
-    path = path.resolve()  # of a link, what it leads to
+    path = path.resolve()  # replace the target of a link, not the link
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
         with open(handle, "w", encoding="utf-8") as file:

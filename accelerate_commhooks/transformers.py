@@ -1,9 +1,9 @@
-"""`CommHookTrainer`: the `Trainer` of transformers with a communication hook that its checkpoints carry along.
+"""`CommHookTrainer`: the `Trainer` of transformers with a communication hook that is saved in its checkpoints.
 
 CommHookTrainer(model, args, train_dataset=dataset, hook="powerSGD")
 
-The Trainer builds its accelerator itself and has no place for a hook. `CommHookTrainerMixin` puts a `CommHookKwargs`
-into every accelerator that it builds, and the files of `save_state` into every `checkpoint-N`.
+The Trainer creates its accelerator itself and has no argument for a hook. `CommHookTrainerMixin` adds a
+`CommHookKwargs` to every accelerator that it creates, and the files of `save_state` to every `checkpoint-N`.
 """
 
 import contextlib
@@ -38,30 +38,32 @@ logger = logging.getLogger(__name__)
 
 
 class CommHookTrainerMixin(_Base):
-    """Gives a `Trainer` subclass a communication hook: `class MyTrainer(CommHookTrainerMixin, TheirTrainer)`.
+    """Adds a communication hook to a `Trainer` subclass: `class MyTrainer(CommHookTrainerMixin, TheirTrainer)`.
 
-    It must stand before the Trainer, and takes these keyword arguments out of `__init__`; all others go on to the
-    Trainer, whose own DDP arguments (`ddp_bucket_cap_mb`, `ddp_find_unused_parameters`, ...) stay in force.
+    It must precede the Trainer among the base classes. Its `__init__` uses the keyword arguments below and passes all
+    others to the Trainer, whose own DDP arguments (`ddp_bucket_cap_mb`, `ddp_find_unused_parameters`, ...) remain in
+    effect.
 
-    Every `train()` wraps the model anew and starts with fresh memory, unless it resumes: then the memory comes from the
-    checkpoint, where every rank has written its part.
+    Every `train()` wraps the model again and starts with empty learned state, unless it resumes: then the learned state
+    is loaded from the checkpoint, in which every rank has saved its part.
 
     Args:
         hook: as for `CommHookKwargs`: a config object, a name, a path "package.module:function" or a callable. Or a
-            `CommHookKwargs`, which can also hold arguments of DDP that the Trainer does not know. None: the settings
-            that `CommHookKwargs()` gets from outside.
-        hook_options: options of a hook that is given by name.
-        hook_state: the state of a callable. What it has learned stays in it: the Trainer does not make it fresh.
-        wrapper: "fp16" or "bf16": let the hook communicate in that dtype.
-        save_residual: what a checkpoint keeps of PowerSGD's error memory: "per_rank" (the default), "mean" or "drop".
+            `CommHookKwargs`, which can also hold DDP arguments that the Trainer lacks. None: the settings that
+            `CommHookKwargs()` gets from the launcher or the environment.
+        hook_options: options of a hook given by name.
+        hook_state: the state of a callable. It is not reset between calls of `train()`.
+        wrapper: "fp16" or "bf16": make the hook communicate in that dtype.
+        save_residual: which residuals checkpoints hold: "per_rank" (the default), "mean" or "drop".
         strict: whether resuming from the state of another hook or model is an error (the default).
-        total_steps: the length that `start_powerSGD_iter` refers to where it is None or a fraction; by default the
-            number of steps that the Trainer works out for each `train()`.
-        check_every: compare the weights of all ranks before every so many backward passes and raise where they differ.
+        total_steps: the length of the run for a `start_powerSGD_iter` that is None or a fraction; default: the number
+            of steps that the Trainer computes for each `train()`.
+        check_every: compare the weights of all ranks before every `check_every`-th backward pass; if they differ, all
+            ranks raise HookRunError.
 
     Raises:
-        commhooks.HookConfigError: at construction, for what `CommHookKwargs` refuses, and where Accelerate does not
-            wrap models in DDP (FSDP, DeepSpeed).
+        commhooks.HookConfigError: at construction, for arguments that `CommHookKwargs` rejects, and if Accelerate does
+            not wrap models in DDP (FSDP, DeepSpeed).
     """
 
     def __init__(
@@ -87,7 +89,7 @@ class CommHookTrainerMixin(_Base):
             "check_every": check_every,
         }
         self._hook_handler = _handler(hook, {name: value for name, value in settings.items() if value is not None})
-        # As the user has set them: the handler itself gets those of the Trainer too.
+        # The user's values: the handler's own fields are merged with those of the Trainer later.
         self._given_total_steps = self._hook_handler.total_steps
         self._given_ddp_arguments = _ddp_arguments(self._hook_handler)
         self._resume_folder: str | None = None
@@ -97,50 +99,50 @@ class CommHookTrainerMixin(_Base):
 
     @property
     def comm_hook(self) -> CommHook | None:
-        """The hook of the model in training, or trained last: `stats()`, `plan()`. None before the first `train()`."""
+        """The hook of the model that is or was trained last: `stats()`, `plan()`. None before the first `train()`."""
         return self._hook_handler.attached
 
     # ---- what the Trainer calls --------------------------------------------------------------------------------------
 
     def create_accelerator_and_postprocess(self) -> None:
-        """Also gives the accelerator the hook. Called at construction and by each trial of a hyper-parameter search."""
+        """Also add the hook to the accelerator. Called at construction and in each trial of a hyperparameter search."""
         super().create_accelerator_and_postprocess()
         trainers_own = self.accelerator.ddp_handler
         if trainers_own is not None:
             for name, value in _merged(self._given_ddp_arguments, _ddp_arguments(trainers_own)).items():
                 setattr(self._hook_handler, name, value)
-            self.accelerator.ddp_handler = None  # its place is for ours, which now holds its arguments
+            self.accelerator.ddp_handler = None  # replaced by our handler, which now holds its arguments
         self._hook_handler.attach(self.accelerator)
 
     def set_initial_training_values(self, args: Any, dataloader: Any) -> Any:
-        """Also tells the hook the length of the run. Called before the model is wrapped."""
+        """Also set the length of the run in the handler. Called before the model is wrapped."""
         values = super().set_initial_training_values(args, dataloader)
-        max_steps = values[-1]  # optimizer steps; the Trainer synchronises the backward pass of no other
+        max_steps = values[-1]  # optimizer steps; only their backward passes are synchronised
         self._hook_handler.total_steps = self._given_total_steps or max_steps
         return values
 
     def train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
-        """As `Trainer.train`, with a hook whose memory is fresh, or that of the checkpoint."""
+        """As `Trainer.train`, with a hook whose learned state is empty or loaded from the checkpoint."""
         if resume_from_checkpoint is True:
-            # The Trainer tells nobody which one it finds. Where there is none, it says so.
+            # The Trainer does not expose which checkpoint it finds. It raises an error if there is none.
             resume_from_checkpoint = get_last_checkpoint(self.args.output_dir) or True
         self._resume_folder = str(resume_from_checkpoint) if resume_from_checkpoint else None
         self._saved_at_step = None
         if self._hook_handler.is_attached(self.model_wrapped):
-            # transformers 5.23 would go on with the DDP model of the last train(), whose hook has learned from that.
+            # transformers 5.23 would reuse the DDP model of the last train() and its hook's learned state.
             model: Any = self.model
             self.model_wrapped = model
         return super().train(resume_from_checkpoint, *args, **kwargs)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """As `Trainer.save_model`; as a part of a checkpoint, it also saves the hook.
+        """As `Trainer.save_model`; also saves the hook if called for a checkpoint.
 
-        `_internal_call` is how transformers 5.23 tells a checkpoint from a user's call. The Trainer writes
-        `trainer_state.json` last, so a checkpoint that looks complete has the hook's shared file. First ours and then
-        the model: with `save_residual="mean"` the ranks wait for each other, and only one of them writes the model.
+        transformers 5.23 sets `_internal_call` for checkpoints. The Trainer writes `trainer_state.json` last, so that a
+        complete checkpoint includes the hook's shared file. The hook is saved before the model: with
+        `save_residual="mean"` the ranks wait for each other, and only one of them writes the model.
         """
         if _internal_call and output_dir is not None and not self.args.save_only_model and self.comm_hook is not None:
-            os.makedirs(output_dir, exist_ok=True)  # the main process makes it, perhaps later
+            os.makedirs(output_dir, exist_ok=True)  # the main process may create it later than this rank needs it
             saved_hooks(self.accelerator).save(output_dir, writes_shared=self.args.should_save)
             self._saved_at_step = self.state.global_step
         super().save_model(output_dir, _internal_call)
@@ -149,12 +151,12 @@ class CommHookTrainerMixin(_Base):
 class CommHookTrainer(CommHookTrainerMixin, Trainer):
     """`transformers.Trainer` with a communication hook: `CommHookTrainer(model, args, ..., hook="powerSGD")`.
 
-    See `CommHookTrainerMixin` for the arguments beside those of `Trainer`.
+    See `CommHookTrainerMixin` for its additional arguments.
     """
 
 
 class _CommHookCallback(TrainerCallback):
-    """What has to happen between the wrap and the first step, and a look at whether each checkpoint has the hook."""
+    """Prepares the hook between wrapping and the first step, and checks that each checkpoint contains the hook."""
 
     def __init__(self, trainer: CommHookTrainerMixin) -> None:
         self.trainer = trainer
@@ -200,8 +202,8 @@ def _handler(hook: Any, settings: dict[str, Any]) -> CommHookKwargs:
         return hook
     with contextlib.suppress(HookConfigError):
         return CommHookKwargs(hook=hook, **settings)
-    # Perhaps only the length of the run is missing, for a start that is a fraction of it. The Trainer knows it when
-    # train() begins; until then any number does, and what else is wrong is wrong again.
+    # The error may only mean that the length of the run is missing for a fractional start. The Trainer knows it when
+    # train() begins, so use any number until then; all other errors are raised again here.
     handler = CommHookKwargs(hook=hook, **({"total_steps": 1} | settings))
     handler.total_steps = settings.get("total_steps")
     return handler
@@ -213,7 +215,8 @@ def _ddp_arguments(handler: DistributedDataParallelKwargs) -> dict[str, Any]:
 
 
 def _merged(given: dict[str, Any], trainers_own: dict[str, Any]) -> dict[str, Any]:
-    """DDP's arguments from a user's handler and from `TrainingArguments`. What differs from the default is meant."""
+    """Merge DDP's arguments from a user's handler and from `TrainingArguments`: values that differ from the default
+    take precedence."""
     default = _ddp_arguments(DistributedDataParallelKwargs())
     for name in given:
         if default[name] not in (given[name], trainers_own[name]) and given[name] != trainers_own[name]:

@@ -1,12 +1,11 @@
-"""Files of which whoever reads finds the old content or the new one, and never a part of it.
+"""Write several files atomically: readers see the old or the new content of each file, never a part of it.
 
     with WholeFiles(rank) as files:
         files.write(content, path)      # into a temporary file beside `path`
         files.remove(other)
-    # Here all of them have their names. After an error inside, a full disk for one, none has changed.
+    # Here all files have their final names. After an error inside, such as a full disk, none has changed.
 
-A process that is killed leaves a temporary file behind, `.NAME.RANK.tmp`. Nobody reads it; the next save in the folder
-writes over it.
+A killed process leaves a temporary file `.NAME.RANK.tmp`. It is never read; the next save in the folder overwrites it.
 """
 
 import contextlib
@@ -20,15 +19,15 @@ import torch
 
 
 class WholeFiles:
-    """Files that one rank writes and removes together.
+    """A set of files that one rank writes and removes together.
 
     Raises:
-        OSError: with the name of the file that could not be written and why.
+        OSError: a file could not be written; the error names the file and the reason.
     """
 
     def __init__(self, rank: int) -> None:
         self._rank = rank
-        self._written: dict[Path, Path] = {}  # what has its name when all are written -> what it is called until then
+        self._written: dict[Path, Path] = {}  # final path -> temporary path
         self._removed: list[Path] = []
 
     def write(self, content: dict[str, Any], path: Path) -> None:
@@ -40,7 +39,7 @@ class WholeFiles:
             os.fsync(file.fileno())  # or a power cut may leave the new name with nothing behind it
 
     def remove(self, path: Path) -> None:
-        """Remove a file of an earlier save, if it is there."""
+        """Remove a file of an earlier save if it exists, at the same time as the files are renamed."""
         self._removed.append(path)
 
     def __enter__(self) -> "WholeFiles":
@@ -64,7 +63,8 @@ class WholeFiles:
 
 
 def _save(content: dict[str, Any], file: BinaryIO) -> None:
-    """As `torch.save`, with the error of the disk: torch 2.13 makes `RuntimeError: unexpected pos 640 vs 598` of it."""
+    """As `torch.save`, but raises the OSError of the disk, which torch 2.13 replaces by `RuntimeError: unexpected pos
+    640 vs 598`."""
     watched = _Watched(file)
     try:
         torch.save(content, watched)  # type: ignore[arg-type]
@@ -75,7 +75,7 @@ def _save(content: dict[str, Any], file: BinaryIO) -> None:
 
 
 class _Watched:
-    """A file to write to that keeps the error."""
+    """A writable file that records the error of a failed write."""
 
     def __init__(self, file: BinaryIO) -> None:
         self._file = file
@@ -94,7 +94,7 @@ class _Watched:
 
 @contextlib.contextmanager
 def _naming(path: Path) -> Iterator[None]:
-    """Errors of the operating system name `path`, not the temporary file or nothing at all."""
+    """Make OSErrors of the body name `path` instead of the temporary file or no file."""
     try:
         yield
     except OSError as error:

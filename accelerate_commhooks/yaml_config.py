@@ -1,4 +1,4 @@
-"""The settings of `CommHookKwargs` as YAML: a section of Accelerate's configuration file, or a file of its own.
+"""The settings of `CommHookKwargs` as YAML: a section of Accelerate's configuration file, or a separate file.
 
     compute_environment: LOCAL_MACHINE                hook: powerSGD
     distributed_type: MULTI_GPU                       hook_options:
@@ -9,7 +9,7 @@
       wrapper: bf16
       bucket_cap_mb: 50
 
-The keys are the arguments of `CommHookKwargs`, but those that hold objects in Python hold text here.
+The keys are the arguments of `CommHookKwargs`. Arguments that are objects in Python are strings here.
 """
 
 import contextlib
@@ -30,12 +30,12 @@ SECTION = "comm_hook_config"
 """The key of the section in Accelerate's configuration file."""
 
 STOCK_HOOK_FIELDS = ("comm_hook", "comm_wrapper", "comm_state_option")
-"""The fields of Accelerate's own handler that ask for one of torch's hooks; ours are attached in their place."""
+"""The fields of Accelerate's own handler that request one of torch's hooks; the hooks of commhooks replace these."""
 
 
 @dataclass
 class _HookSettings:
-    """Types as OmegaConf 2.4 reads them, which does not know `int | None`."""
+    """The settings of the hook, with `Optional` because OmegaConf 2.4 does not read `int | None`."""
 
     hook: str = "???"
     hook_options: Optional[dict[str, Any]] = None  # noqa: UP045
@@ -51,29 +51,29 @@ def _ddp_fields() -> list[tuple[str, Any, Any]]:
     found = []
     for each in dataclasses.fields(DistributedDataParallelKwargs):
         if each.name not in STOCK_HOOK_FIELDS:
-            # Accelerate 1.15 says int, DDP itself takes a fraction of a megabyte as well.
+            # Annotated as int in Accelerate 1.15, but DDP accepts fractions of a megabyte.
             hint = Union[int, float] if each.name == "bucket_cap_mb" else each.type  # noqa: UP007
             found.append((each.name, hint, field(default=each.default)))
     return found
 
 
 CommHookConfig = dataclasses.make_dataclass("CommHookConfig", _ddp_fields(), bases=(_HookSettings,))
-"""The section as an OmegaConf structured config: the settings of the hook, and the arguments of DDP that the installed
-Accelerate knows."""
+"""The section as an OmegaConf structured config: the settings of the hook, and the DDP arguments of the installed
+Accelerate."""
 
 
 def read_settings(path: str | Path, overrides: Iterable[str] = ()) -> dict[str, Any]:
-    """The settings in a YAML file: those of its section `comm_hook_config`, or the whole file where it has none.
+    """Read the settings in a YAML file: its section `comm_hook_config`, or the whole file if there is no section.
 
     Args:
-        overrides: "key=value" or "hook_options.key=value", each in place of what the file says.
+        overrides: "key=value" or "hook_options.key=value"; each replaces a value of the file.
 
     Returns:
-        The keys that are set, checked and converted, interpolations resolved: plain types only. What `hook` and
-        `hook_state` name by a dotted path has not been looked for yet.
+        The keys that are set, checked and converted, with interpolations resolved: plain types only. Dotted paths in
+        `hook` and `hook_state` are not imported.
 
     Raises:
-        HookConfigError: no such file, not YAML, or settings that are wrong; the text says the file and the full path.
+        HookConfigError: no such file, not YAML, or invalid settings; the message names the file and the full key.
     """
     loaded = _load(path)
     if SECTION in loaded:
@@ -84,7 +84,7 @@ def read_settings(path: str | Path, overrides: Iterable[str] = ()) -> dict[str, 
 
 
 def section_settings(path: str | Path, overrides: Iterable[str] = ()) -> dict[str, Any]:
-    """As `read_settings`, and the file must have the section."""
+    """As `read_settings`, but the file must have the section."""
     loaded = _load(path)
     if SECTION not in loaded:
         raise HookConfigError(f"{path} has no section {SECTION!r}. {HOW_TO_WRITE}")
@@ -103,8 +103,8 @@ def has_section(path: str | Path) -> bool:
 
 
 def to_arguments(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Arguments for `CommHookKwargs`. A `hook_state` "package.module:name" becomes what it names; a class or function
-    is called, without arguments, to make a state."""
+    """Convert settings to arguments for `CommHookKwargs`. A `hook_state` "package.module:name" is imported; a class or
+    function is called without arguments to make the state."""
     arguments = dict(settings)
     path = arguments.get("hook_state")
     if path is not None:
@@ -115,7 +115,7 @@ def to_arguments(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def saying_where(source: str | Path) -> Iterator[None]:
-    """What is found wrong inside is said to come from `source`."""
+    """Prefix the messages of errors in the body with `source`."""
     try:
         yield
     except HookConfigError as error:
@@ -132,7 +132,7 @@ HOW_TO_WRITE = (
 
 
 def _load(path: str | Path) -> Any:
-    from omegaconf import DictConfig, OmegaConf  # here, because it takes a while to import
+    from omegaconf import DictConfig, OmegaConf  # a local import, because it is slow
 
     try:
         loaded = OmegaConf.load(path)
@@ -146,7 +146,7 @@ def _load(path: str | Path) -> Any:
 
 
 def _resolved(source: str | Path, loaded: Any, section: str, overrides: Iterable[str]) -> Any:
-    """The settings as plain types. Interpolations may refer to everything in the file, so that is resolved whole."""
+    """The settings as plain types. The whole file is resolved, because interpolations may refer to any key in it."""
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
@@ -212,7 +212,7 @@ def _typed(source: str, section: str, config: type, values: dict[str, Any]) -> d
         made = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(config), values))
     except OmegaConfBaseException as error:
         raise HookConfigError(f"{source}: {_full(section, error.full_key or '')}: {_first_line(error)}") from error
-    except HookConfigError as error:  # a value that fits the type and makes no sense
+    except HookConfigError as error:  # a value of the right type that is invalid
         raise HookConfigError(f"{source}: {section}: {error}") from error
     return {name: getattr(made, name) for name in values}
 

@@ -2,9 +2,9 @@
 
     python examples/clean_env.py examples/accelerate_demo.py
 
-Two trainings by `accelerate_digits.py`, one after another, each on two processes and saved at the end of each epoch:
-one that is left alone, and one whose processes are all killed in the middle of an epoch, whereupon the same command is
-run once more. It exits with 1 unless the final weights are those of the first, bit for bit, and steps were compressed.
+Runs two trainings by `accelerate_digits.py`, one after the other, each on two processes with a checkpoint at the end of
+each epoch. The first runs to its end. All processes of the second are killed in the middle of an epoch, and the same
+command is run again. Exits with 1 unless the final weights of both are bitwise equal and steps were compressed.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ COMMAND += ["--config_file", str(HERE / "accelerate_config.yaml"), str(HERE / "a
 
 
 def failures(whole: dict[str, Any], resumed: dict[str, Any], saved_steps: int, differ: list[str]) -> list[str]:
-    """The promises that were not kept, a sentence each.
+    """The failed checks, one sentence each.
 
     Args:
         whole, resumed: the `result.json` of the two trainings.
@@ -55,7 +55,7 @@ class AccelerateTraining(Training):
     _seen: dict[int, psutil.Process] = field(default_factory=dict)
 
     def _send(self, process: subprocess.Popen[bytes], signum: signal.Signals) -> None:
-        # torch's launcher starts each worker in a session of its own: a signal to the launcher's group misses them.
+        # torch's launcher starts each worker in a new session: a signal to the launcher's process group misses them.
         try:
             launcher = psutil.Process(process.pid)
             for each in [launcher, *launcher.children(recursive=True)]:
@@ -64,7 +64,7 @@ class AccelerateTraining(Training):
             pass
         for each in self._seen.values():
             try:
-                each.send_signal(signum)  # psutil looks whether the number still means the same process
+                each.send_signal(signum)  # psutil checks that the pid still belongs to the same process
             except psutil.NoSuchProcess:
                 pass
 
@@ -76,8 +76,8 @@ class AccelerateTraining(Training):
 
 
 def run_demo(args: argparse.Namespace, folder: Path, env: dict[str, str]) -> list[str]:
-    """Runs and reports everything; returns the promises that were not kept."""
-    env = env | {"TMPDIR": str(folder)}  # a launcher that is killed cannot remove its temporary files
+    """Run both trainings and print the results; returns the failed checks."""
+    env = env | {"TMPDIR": str(folder)}  # a killed launcher cannot remove its temporary files
 
     def training(title: str, name: str) -> AccelerateTraining:
         command = [*COMMAND, f"--folder={folder / name}", f"--epochs={args.epochs}", f"--seed={args.seed}"]
@@ -117,7 +117,7 @@ def main(argv: list[str] | None = None) -> int:
     if args.epochs < 2:
         parser.error("--epochs must be 2 or more: the kill comes after the first checkpoint")
 
-    signal.signal(signal.SIGTERM, lambda signum, frame: sys.exit(128 + signum))  # so that no training is left behind
+    signal.signal(signal.SIGTERM, lambda signum, frame: sys.exit(128 + signum))  # end the trainings, too
     folder = Path(tempfile.mkdtemp(prefix="commhooks-demo-"))
     with tempfile.TemporaryDirectory(prefix="commhooks-hf-") as hf_home:
         try:

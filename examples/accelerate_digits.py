@@ -2,9 +2,9 @@
 
     accelerate-commhooks launch --config_file examples/accelerate_config.yaml examples/accelerate_digits.py
 
-The line to copy is the one with `CommHookKwargs`: the rest is an ordinary Accelerate script. Which hook it is says the
-YAML file. Run it again with the same `--folder`, after a crash or a kill too, and it goes on from the last checkpoint,
-the memory of the hook included.
+The line to copy is the one with `CommHookKwargs`; the rest is an ordinary Accelerate script. The YAML file selects the
+hook. Run again with the same `--folder`, also after a crash, the script resumes from the last checkpoint, including the
+learned state of the hook.
 """
 
 import argparse
@@ -45,7 +45,7 @@ def digits_net() -> nn.Module:
 
 
 def digits() -> tuple[TensorDataset, TensorDataset]:
-    """1,437 images to train with and 360 to test with, the same ones every time."""
+    """1,437 training and 360 test images; the split is fixed."""
     data = load_digits()
     images = torch.tensor(data.images, dtype=torch.float32).unsqueeze(1) / 16
     labels = torch.tensor(data.target)
@@ -57,13 +57,14 @@ def digits() -> tuple[TensorDataset, TensorDataset]:
 
 
 def newest_checkpoint(folder: Path) -> Path | None:
-    """The checkpoint of the last epoch. One that a kill left unfinished has another name: see `save`."""
+    """The latest complete checkpoint; incomplete ones have another name (see `save`)."""
     complete = [path for path in folder.glob("epoch_*") if path.name[6:].isdigit()]
     return max(complete, key=lambda path: int(path.name[6:]), default=None)
 
 
 def save(accelerator: Accelerator, folder: Path, epoch: int) -> None:
-    """All ranks write into a folder that gets its name when the last of them is done; the one before goes then."""
+    """Save on all ranks into a temporary folder. It is renamed when all ranks are done; then the previous checkpoint is
+    deleted."""
     unfinished = folder / "unfinished"
     before = newest_checkpoint(folder)
     if accelerator.is_main_process and unfinished.exists():
@@ -96,7 +97,7 @@ def main() -> None:
     accelerator = Accelerator(
         cpu=True,
         kwargs_handlers=[handler],
-        # So that the order of batches comes back with a checkpoint.
+        # Restores the order of batches from a checkpoint.
         dataloader_config=DataLoaderConfiguration(use_seedable_sampler=True),
     )
     if accelerator.num_processes != 2:
@@ -152,6 +153,6 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
-    # Accelerate, DDP and gloo sometimes abort while the interpreter ends, with a hook or without: end it here.
+    # Accelerate, DDP and gloo sometimes abort at interpreter shutdown, with or without a hook: exit here.
     sys.stdout.flush()
     os._exit(0)

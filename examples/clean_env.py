@@ -38,13 +38,13 @@ def cleaned(environ: Mapping[str, str], hf_home: str, *, keep_cuda: bool = False
 
 
 def main(argv: list[str]) -> int:
-    """Runs `python *argv` in a cleaned environment; returns its exit status as a shell would (128 + signal number)."""
+    """Run `python *argv` in a cleaned environment; returns its exit status as a shell would (128 + signal number)."""
     if not argv or argv[0] in ("-h", "--help"):
         print(__doc__)
         return 0 if argv else 2
     with tempfile.TemporaryDirectory(prefix="commhooks-hf-") as hf_home:
         process = subprocess.Popen([sys.executable, *argv], env=cleaned(os.environ, hf_home))
-        # Ctrl-C reaches the child from the terminal by itself: here it must only not end this process first.
+        # The terminal sends Ctrl-C to the child, too; ignore it here, so that this process does not end first.
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         signal.signal(signal.SIGTERM, lambda signum, frame: process.send_signal(signum))
         status = process.wait()

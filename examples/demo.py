@@ -2,12 +2,12 @@
 
     python examples/clean_env.py examples/demo.py
 
-Three trainings by `lightning_digits.py`, one after another, each on two processes:
+Runs three trainings by `lightning_digits.py`, one after the other, each on two processes:
 
     allreduce   plain averaging, the baseline
     powerSGD    compressed gradients
-    killed      powerSGD again: all its processes are killed in the middle of an epoch, then the same command is run
-                once more; its final weights must be those of the uninterrupted run, bit for bit
+    killed      powerSGD again: all processes are killed in the middle of an epoch, and the same command is run again;
+                the final weights must be bitwise equal to those of the uninterrupted run
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ TRAINING_LIMIT_S = 240
 console = Console(highlight=False, soft_wrap=True)
 
 
-# --------------------------------------------------------------------------------------------- what the demo promises
+# ----------------------------------------------------------------------------------------------- what the demo checks
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What the three trainings left. The dicts are the `result.json` files of `lightning_digits.py`."""
+    """The results of the three trainings. The dicts are the `result.json` files of `lightning_digits.py`."""
 
     allreduce: dict[str, Any]
     powersgd: dict[str, Any]
@@ -53,14 +53,14 @@ class Outcome:
     saved_steps: int
     """Steps in the newest checkpoint when the training was killed."""
     different_weights: list[str]
-    """Names of the weights that are not bit-equal in the uninterrupted and in the resumed run."""
+    """Names of the weights that differ between the uninterrupted and the resumed run."""
 
 
 def failures(outcome: Outcome, max_loss_points: float) -> list[str]:
-    """The promises that were not kept, a sentence each.
+    """The failed checks, one sentence each.
 
     Args:
-        max_loss_points: how far, in points of a percent, PowerSGD's test accuracy may be below that of all-reduce.
+        max_loss_points: by how many percentage points PowerSGD's test accuracy may be below that of all-reduce.
     """
     found = []
     loss_points = 100 * (outcome.allreduce["test_accuracy"] - outcome.powersgd["test_accuracy"])
@@ -72,7 +72,7 @@ def failures(outcome: Outcome, max_loss_points: float) -> list[str]:
     saved = 1 - stats["bytes_sent"] / stats["bytes_uncompressed"]
     if saved < 0.5:
         found.append(f"only {saved:.1%} of the bytes were saved, less than half")
-    # A run that starts from the beginning ends at the same weights too, so that it resumed needs its own proof.
+    # A run that restarts from the beginning reaches the same weights, so check separately that it has resumed.
     trained = outcome.resumed["stats"]["backward_passes"]
     missing = outcome.resumed["global_step"] - outcome.saved_steps
     if trained != missing:
@@ -107,12 +107,12 @@ def _bits(tensor: torch.Tensor) -> tuple[torch.dtype, torch.Size, bytes]:
 
 
 class TrainingFailed(Exception):
-    """A training did not do what it was started for; the text ends with the last lines of its output."""
+    """A training failed; the message ends with the last lines of its output."""
 
 
 @dataclass(frozen=True)
 class Training:
-    """A command that trains in `folder`; `env` is the environment of its processes."""
+    """A training command with its folder and the environment of its processes."""
 
     title: str
     folder: Path
@@ -121,7 +121,7 @@ class Training:
     epochs: int
 
     def run(self) -> dict[str, Any]:
-        """Trains to the end; returns the content of `result.json`."""
+        """Train to the end; returns the content of `result.json`."""
         with self._started() as process:
             for _ in self._watched(process, every_s=0.1):
                 pass
@@ -130,12 +130,12 @@ class Training:
         return json.loads((self.folder / "result.json").read_text())
 
     def run_and_kill(self, after_steps: int, steps_per_epoch: int) -> int:
-        """Trains, and kills all processes once `after_steps` are done, inside an epoch; returns the steps done."""
+        """Train, and kill all processes after at least `after_steps` steps, inside an epoch; returns the steps done."""
         with self._started() as process:
             for done in self._watched(process, every_s=0.01):
                 if done < after_steps:
                     continue
-                # Stop it and look again: the epoch could end between the look and the kill.
+                # Stop the processes and check again: the epoch could end between the check and the kill.
                 self._send(process, signal.SIGSTOP)
                 done = self._steps_done()
                 if done < self.epochs * steps_per_epoch and 0 < done % steps_per_epoch < steps_per_epoch - 1:
@@ -146,7 +146,7 @@ class Training:
 
     @contextlib.contextmanager
     def _started(self) -> Iterator[subprocess.Popen[bytes]]:
-        """The first process; the others are its children, in the same process group. None outlives the context."""
+        """Start the first process; the others are its children in the same process group. All are ended on exit."""
         self.folder.mkdir(exist_ok=True)
         with open(self.folder / "output.txt", "ab") as output:
             process = subprocess.Popen(
@@ -159,12 +159,12 @@ class Training:
             process.wait()
 
     def _send(self, process: subprocess.Popen[bytes], signum: signal.Signals) -> None:
-        """A signal to all processes of the training that are left."""
+        """Send a signal to all running processes of the training."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signum)
 
     def _watched(self, process: subprocess.Popen[bytes], every_s: float) -> Iterator[int]:
-        """The number of steps done, again and again until the process has ended, with a progress bar."""
+        """Yield the number of steps done every `every_s` seconds until the process has ended; shows a progress bar."""
         limit = time.monotonic() + TRAINING_LIMIT_S
         columns = (TextColumn(f"{self.title:<22}"), BarColumn(), TextColumn("{task.fields[note]}"), TimeElapsedColumn())
         with Progress(*columns, console=console) as progress:
@@ -186,7 +186,7 @@ class Training:
         """The last training step in the newest log; empty if there is none yet."""
         logs = sorted(self.folder.glob("log/version_*/metrics.csv"), key=lambda log: int(log.parent.name[8:]))
         lines = logs[-1].read_text().splitlines(keepends=True) if logs else []
-        rows = csv.DictReader(line for line in lines if line.endswith("\n"))  # the last one may be half written
+        rows = csv.DictReader(line for line in lines if line.endswith("\n"))  # the last line may be incomplete
         steps = [row for row in rows if row["loss"]]
         return steps[-1] if steps else {}
 
@@ -199,7 +199,7 @@ class Training:
 
 
 def run_demo(args: argparse.Namespace, folder: Path, env: dict[str, str]) -> list[str]:
-    """Runs and reports everything; returns the promises that were not kept."""
+    """Run all trainings and print the results; returns the failed checks."""
 
     def training(title: str, name: str, hook: str, options: dict[str, Any] | None) -> Training:
         command = [sys.executable, str(SCRIPT), f"--hook={hook}", f"--folder={folder / name}"]
@@ -242,7 +242,7 @@ def show_table(results: dict[str, dict[str, Any]]) -> None:
             f"{stats['compressed_steps'] or 0} of {stats['backward_passes']}",
             f"{result['seconds']:.1f}",
         )
-    Console(width=120, highlight=False).print(table)  # one line per row, whatever the terminal
+    Console(width=120, highlight=False).print(table)  # one line per row on every terminal
 
 
 def arguments() -> argparse.ArgumentParser:
@@ -261,7 +261,7 @@ def main(argv: list[str] | None = None) -> int:
     if args.epochs < 2:
         parser.error("--epochs must be 2 or more: the kill comes after the first checkpoint")
 
-    signal.signal(signal.SIGTERM, lambda signum, frame: sys.exit(128 + signum))  # so that no training is left behind
+    signal.signal(signal.SIGTERM, lambda signum, frame: sys.exit(128 + signum))  # end the trainings, too
     folder = Path(tempfile.mkdtemp(prefix="commhooks-demo-"))
     with tempfile.TemporaryDirectory(prefix="commhooks-hf-") as hf_home:
         try:

@@ -1,8 +1,8 @@
-"""Asks the doctor whether a small language model, trained on two processes of this machine, should compress:
+"""Run the doctor on a small language model that is trained on two processes of this machine:
 
     torchrun --nproc-per-node 2 -m commhooks doctor examples.doctor_transformer:build
 
-and the same from Python, for a model that is there already:
+or from Python, with an existing model:
 
     torchrun --nproc-per-node 2 examples/doctor_transformer.py
 """
@@ -29,7 +29,7 @@ class LanguageModel(nn.Module):
 
 
 def build():
-    """For `commhooks doctor`: the model on its device, and how to get a loss from it."""
+    """For `commhooks doctor`: returns the model on its device and `batch_fn`, which computes a loss."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     model = LanguageModel().to(device)
 

@@ -3,8 +3,8 @@
     python examples/lightning_digits.py
     python examples/lightning_digits.py --hook powerSGD --hook-options '{"matrix_approximation_rank": 4}'
 
-The line to copy is the one with `CommHookDDP`: the rest is an ordinary Lightning script. Run it again with the same
-`--folder`, after a crash or a kill too, and it goes on from the last checkpoint, the memory of the hook included.
+The line to copy is the one with `CommHookDDP`; the rest is an ordinary Lightning script. Run again with the same
+`--folder`, also after a crash, the script resumes from the last checkpoint, including the learned state of the hook.
 """
 
 import argparse
@@ -60,7 +60,7 @@ class DigitsNet(pl.LightningModule):
 
 
 def digits() -> tuple[TensorDataset, TensorDataset]:
-    """1,437 images to train with and 360 to test with, the same ones every time."""
+    """1,437 training and 360 test images; the split is fixed."""
     data = load_digits()
     images = torch.tensor(data.images, dtype=torch.float32).unsqueeze(1) / 16
     labels = torch.tensor(data.target)
@@ -87,14 +87,14 @@ def main() -> None:
     trainer = pl.Trainer(
         accelerator="cpu",
         devices=2,
-        # Small buckets, so that this small network has several of them, as large networks do.
+        # Small buckets, so that this small network has several of them like a large one.
         strategy=CommHookDDP(hook=args.hook, hook_options=args.hook_options, bucket_cap_mb=0.25),
         max_epochs=args.epochs,
         callbacks=[ModelCheckpoint(dirpath=args.folder, save_last=True), timer],
         logger=CSVLogger(args.folder, name="log", flush_logs_every_n_steps=1),
         log_every_n_steps=1,
     )
-    # "last": the newest checkpoint in the folder, or none in a fresh one.
+    # "last": the newest checkpoint in the folder; training starts afresh if there is none.
     trainer.fit(model, DataLoader(train, batch_size=32, shuffle=True), ckpt_path="last")
     [metrics] = trainer.test(model, DataLoader(test, batch_size=180))
 

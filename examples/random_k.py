@@ -52,7 +52,7 @@ class RandomKCompressor(commhooks.Compressor[RandomK]):
         return plan if k < 1 else dataclasses.replace(plan, compressed=True, reason="", numel_compressed=k, flags=1)
 
     def choice(self, plan, step_number):
-        """Indices of the elements that travel: the same on all ranks, whatever the buckets are."""
+        """Indices of the elements to send: equal on all ranks and for every bucket layout."""
         seed = zlib.crc32(f"{self.config.random_seed} {plan.name} {step_number}".encode())
         return torch.randperm(plan.numel, generator=torch.Generator().manual_seed(seed))[: plan.numel_compressed]
 

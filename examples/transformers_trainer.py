@@ -2,9 +2,9 @@
 
     torchrun --standalone --nproc-per-node 2 examples/transformers_trainer.py
 
-The lines to copy are the one with `CommHookTrainer` and its `hook`: the rest is an ordinary script for the Trainer.
-Nothing is downloaded: the text comes with Python, tokens are bytes, and the weights are random. Run it again with the
-same `--folder`, after a crash or a kill too, and it goes on from the last checkpoint, the memory of the hook included.
+The lines to copy are those with `CommHookTrainer` and its `hook`; the rest is an ordinary script for the Trainer.
+Nothing is downloaded: the text comes with Python, tokens are bytes, and the weights are random. Run again with the same
+`--folder`, also after a crash, the script resumes from the last checkpoint, including the learned state of the hook.
 """
 
 import argparse
@@ -20,11 +20,11 @@ from transformers import LlamaConfig, LlamaForCausalLM, TrainingArguments, set_s
 
 from accelerate_commhooks.transformers import CommHookTrainer
 
-CONTEXT = 64  # bytes that the model sees at once
+CONTEXT = 64  # context length in bytes
 
 
 def manual(context: int = CONTEXT) -> tuple[TensorDataset, TensorDataset]:
-    """The pages of `help("topics")`, about 460,000 bytes in pieces of `context`; every tenth piece is to test with."""
+    """The pages of `help("topics")`, about 460,000 bytes in pieces of `context`; every tenth piece is test data."""
     text = "\n".join(topics[name] for name in sorted(topics)).encode()
     pieces = torch.frombuffer(bytearray(text), dtype=torch.uint8).long()
     pieces = pieces[: len(pieces) // context * context].view(-1, context)
@@ -33,7 +33,7 @@ def manual(context: int = CONTEXT) -> tuple[TensorDataset, TensorDataset]:
 
 
 def batch(pieces: list[tuple[torch.Tensor]]) -> dict[str, torch.Tensor]:
-    """The model shifts the labels itself: each byte is predicted from those before it."""
+    """Make a batch. The model shifts the labels itself: it predicts each byte from those before it."""
     stacked = torch.stack([piece for (piece,) in pieces])
     return {"input_ids": stacked, "labels": stacked}
 
@@ -54,7 +54,7 @@ def make_model(width: int = 128, layers: int = 2) -> LlamaForCausalLM:
 
 
 def last_checkpoint(folder: Path) -> Path | None:
-    """The newest checkpoint that was finished: the Trainer writes trainer_state.json last."""
+    """The newest complete checkpoint: the Trainer writes trainer_state.json last."""
     finished = [state.parent for state in folder.glob("checkpoint-*/trainer_state.json")]
     return max(finished, key=lambda checkpoint: int(checkpoint.name.removeprefix("checkpoint-")), default=None)
 
@@ -89,7 +89,7 @@ def main() -> None:
             save_total_limit=2,
             report_to="none",
             seed=args.seed,
-            # Small buckets, so that this small network has several of them, as large networks do.
+            # Small buckets, so that this small network has several of them like a large one.
             ddp_bucket_cap_mb=1,
             ddp_find_unused_parameters=False,
             dataloader_pin_memory=False,
@@ -118,6 +118,6 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
-    # Accelerate, DDP and gloo sometimes abort while the interpreter ends, with a hook or without: end it here.
+    # Accelerate, DDP and gloo sometimes abort at interpreter shutdown, with or without a hook: exit here.
     sys.stdout.flush()
     os._exit(0)

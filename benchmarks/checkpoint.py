@@ -31,7 +31,7 @@ START = 2
 
 
 def measure(model_name: str, rank: int, rounds: int, size: int) -> list[Row]:
-    """On every rank; the rows are the same on each."""
+    """Run the benchmark. All ranks must call this and get the same rows."""
     me = dist.get_rank()
     model, task = make(model_name)
     ddp_model, hook = wrap(model, f"powersgd-{rank}", start=START)
@@ -43,7 +43,7 @@ def measure(model_name: str, rank: int, rounds: int, size: int) -> list[Row]:
         forward_loss(ddp_model, task, task.batch(size)).backward()
 
     def timed(function: Callable[[], Any]) -> float:
-        """Seconds until the slower rank is done."""
+        """Seconds of `function` on the slower rank."""
         dist.barrier()
         started = time.perf_counter()
         function()

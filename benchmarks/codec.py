@@ -30,7 +30,7 @@ from models import TASKS, forward_loss, make, numel
 
 WARM_UP, START, BATCHES = 4, 2, 4
 OURS = {"commhooks": "powersgd", "fused": "fused", "alternate": "alternate", "fused alternate": "fused-alternate"}
-BATCH_SIZE = {"resnet18": 2, "resnet50": 2}  # images; of the others 16 vectors or tokens
+BATCH_SIZE = {"resnet18": 2, "resnet50": 2}  # images; 16 vectors or tokens for other models
 
 try:
     import powersgd as epfml  # type: ignore[import-not-found]
@@ -38,7 +38,7 @@ try:
     EPFML_MISSING = "" if hasattr(epfml, "PowerSGD") else "the package `powersgd` that is installed holds no code"
 except ImportError:
     EPFML_MISSING = "not installed"
-# The wheels on PyPI (0.0.1 and 0.0.2) hold no module and ask for torch 1.10: only the repository can be used.
+# The wheels on PyPI (0.0.1 and 0.0.2) contain no module and require torch 1.10: only the repository can be used.
 EPFML_HOW = (
     "epfml: {}; clone https://github.com/epfml/powersgd and put the clone on PYTHONPATH (its wheels on PyPI are empty)"
 )
@@ -55,7 +55,7 @@ class Epfml:
     def after_backward(self) -> None:
         gradients = [parameter.grad.data for parameter in self.parameters]
         averages = self.aggregator.aggregate(gradients)
-        # The optimizer would step here with the averages; what is left in the gradients is the residual.
+        # Here the optimizer would step with the averages; afterwards the gradients hold the residual.
         for parameter, average, residual in zip(self.parameters, averages, gradients, strict=True):
             parameter.grad = average
             parameter.grad = residual

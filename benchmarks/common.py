@@ -1,7 +1,8 @@
-"""What the benchmarks share: ranks on one thread and a core of their own, rounds in which the candidates take turns,
-medians with quartiles, a table, a JSON file, and the machine that it was measured on.
+"""Common code of the benchmarks: ranks with one thread on separate cores, rounds in which the candidates take turns,
+medians with quartiles, tables, JSON files, and a description of the machine.
 
-Every benchmark takes `--json FILE` and `--quick` (small sizes, to see that it works: no figures to quote). The JSON is
+Every benchmark has the options `--json FILE` and `--quick` (small sizes for a functional test; do not quote the
+results). The JSON is
 
     {"benchmark": name, "machine": {...}, "arguments": {...}, "rows": [{column: value, ...}, ...]}
 """
@@ -39,7 +40,7 @@ def parser(doc: str | None) -> argparse.ArgumentParser:
 
 
 def parse(made: argparse.ArgumentParser, **quick: Any) -> argparse.Namespace:
-    """`quick` are the defaults under --quick; what is said on the command line wins over them."""
+    """Parse the command line. `quick`: other defaults for --quick."""
     if made.parse_known_args()[0].quick:
         made.set_defaults(**quick)
     return made.parse_args()
@@ -50,7 +51,7 @@ def parse(made: argparse.ArgumentParser, **quick: Any) -> argparse.Namespace:
 
 @contextlib.contextmanager
 def steady(rank: int = 0) -> Iterator[None]:
-    """One torch thread, on a core of its own where the system has as many as ranks and lets us choose."""
+    """One torch thread, pinned to a core of its own if the system has enough cores and supports pinning."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_setaffinity") else []
@@ -67,7 +68,7 @@ def steady(rank: int = 0) -> Iterator[None]:
 
 @contextlib.contextmanager
 def one_rank(backend: str = "gloo") -> Iterator[None]:
-    """A process group of this process alone."""
+    """A process group with one rank."""
     with tempfile.TemporaryDirectory() as folder:
         dist.init_process_group(backend, init_method=f"file://{folder}/store", rank=0, world_size=1)
         try:
@@ -83,9 +84,10 @@ def run_ranks(
     start_method: str = "spawn",
     timeout_s: float = RANKS_LIMIT_S,
 ) -> Any:
-    """`function(*args)` in a process per rank, joined by gloo; returns what it returned (JSON types) on rank 0.
+    """Run `function(*args)` in one process per rank with a gloo process group; returns its result on rank 0 (JSON
+    types).
 
-    `start_method="fork"` takes no time, and needs a process that has not used torch's threads yet."""
+    `start_method="fork"` is fast, but requires that this process has not used torch's threads yet."""
     with tempfile.TemporaryDirectory() as folder:
         ranks = torch.multiprocessing.start_processes(
             _rank_main,
@@ -96,7 +98,7 @@ def run_ranks(
         )
         deadline = datetime.datetime.now() + datetime.timedelta(seconds=timeout_s)
         try:
-            while not ranks.join(timeout=1.0):  # raises what a rank raised, after ending the others
+            while not ranks.join(timeout=1.0):  # ends all ranks and raises if one has failed
                 if datetime.datetime.now() > deadline:
                     raise SystemExit(f"the ranks are not done after {timeout_s:.0f} s")
         finally:
@@ -115,11 +117,11 @@ def _rank_main(rank: int, world_size: int, folder: str, function: Callable[..., 
         dist.barrier()
         dist.destroy_process_group()
     sys.stdout.flush()
-    os._exit(0)  # gloo sometimes aborts while the interpreter ends, with a hook or without
+    os._exit(0)  # gloo sometimes aborts at interpreter shutdown, with or without a hook
 
 
 def _keep_to_warnings() -> None:
-    """The line that a hook says at its first backward pass would stand between the tables."""
+    """Suppress info messages, such as the line of a hook at its first backward pass, between the tables."""
     logger = logging.getLogger("commhooks")
     if not logger.handlers:
         handler = logging.StreamHandler()
@@ -129,12 +131,12 @@ def _keep_to_warnings() -> None:
         logger.propagate = False
 
 
-# ---- figures ---------------------------------------------------------------------------------------------------------
+# ---- measurements ----------------------------------------------------------------------------------------------------
 
 
 def take_turns(candidates: Mapping[str, Callable[[], float]], rounds: int, warm_up: int = 0) -> dict[str, list[float]]:
-    """What each candidate returned in each round after the warm-up. All take part in a round, each time in another
-    order, so that neither a change of the machine nor the neighbour before counts for one of them alone."""
+    """Call every candidate once per round; returns the results after the warm-up. The order changes from round to
+    round, so that changes of the machine's load and effects of the previous candidate affect all of them."""
     samples: dict[str, list[float]] = {name: [] for name in candidates}
     names = list(candidates)
     for turn in range(warm_up + rounds):
@@ -171,7 +173,7 @@ def machine() -> Row:
     return found
 
 
-# ---- what is shown ---------------------------------------------------------------------------------------------------
+# ---- output ----------------------------------------------------------------------------------------------------------
 
 Cell = Callable[[Row], str]
 
@@ -189,7 +191,7 @@ def spread(unit: str, digits: int = 1) -> Cell:
 
 
 def number(name: str, pattern: str = "{}") -> Cell:
-    """The value of that name; nothing where there is none."""
+    """Formats the value of that name; an empty string if there is none."""
     return lambda row: "" if row.get(name) is None else pattern.format(row[name])
 
 
@@ -202,7 +204,7 @@ def report(
     columns: Mapping[str, Cell],
     notes: Sequence[str] = (),
 ) -> None:
-    """Print a table of `rows` and write the JSON file if one is asked for. `at`: `machine()` before the measurement."""
+    """Print a table of `rows` and write the JSON file if requested. `at`: `machine()` from before the measurement."""
     table = Table(title=title)
     for place, heading in enumerate(columns):
         table.add_column(heading, justify="left" if place == 0 else "right")

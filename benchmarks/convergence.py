@@ -27,7 +27,7 @@ PER_RANK = 16
 
 
 def network() -> nn.Module:
-    """63 thousand parameters, nearly all in matrices."""
+    """A convolutional network with 63,000 parameters, nearly all in matrices."""
     return nn.Sequential(
         nn.Conv2d(1, 16, 3, padding=1),
         nn.ReLU(),
@@ -63,10 +63,10 @@ def attach(ddp_model: DistributedDataParallel, label: str, total_steps: int) -> 
 
 
 def train(label: str, seed: int, epochs: int) -> Row:
-    """One run, on every rank."""
+    """Train once. All ranks must call this."""
     images, labels, test_images, test_labels = digits()
     torch.manual_seed(seed)
-    # Several buckets, also of so small a model.
+    # Several buckets, even for this small model.
     ddp_model = DistributedDataParallel(network(), bucket_cap_mb=0.1)
     per_epoch = len(labels) // (PER_RANK * dist.get_world_size())
     hook = attach(ddp_model, label, epochs * per_epoch)
@@ -93,7 +93,8 @@ def train(label: str, seed: int, epochs: int) -> Row:
 
 
 def measure(hooks: list[str], seeds: list[int], epochs: int) -> dict[str, list[Row]]:
-    """On every rank; seeds outside, so that a change of the machine meets all hooks."""
+    """Run all trainings. All ranks must call this. Seeds are the outer loop, so that changes of the machine's load
+    affect all hooks."""
     runs: dict[str, list[Row]] = {label: [] for label in hooks}
     for seed in seeds:
         for label in hooks:
@@ -107,7 +108,7 @@ def plot(rows: list[Row], file: Path, epochs: int) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    # A colour per family, a marker per rank of the factors: `fp16` and `bf16` stand for themselves.
+    # One colour per family of hooks and one marker per factor rank; `fp16` and `bf16` are families of their own.
     families = list(dict.fromkeys(_family(row["hook"]) for row in rows))
     markers = {"": "s", "1": "o", "2": "^", "4": "D"}
     figure, axes = pyplot.subplots(1, 2, figsize=(11, 4.5), sharex=True)

@@ -21,7 +21,7 @@ import time
 import warnings
 from collections.abc import Callable
 
-os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler of torch 2.13 writes lines to stderr otherwise
+os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # otherwise the profiler of torch 2.13 writes lines to stderr
 
 import torch
 import torch.distributed as dist
@@ -31,12 +31,12 @@ from models import TASKS, forward_loss, make, numel
 from torch.profiler import ProfilerActivity, profile
 
 START, WARM_UP, BATCHES = 2, 6, 4
-BATCH_SIZE = {"resnet18": 2, "resnet50": 2}  # images; of the others 16 vectors or tokens
+BATCH_SIZE = {"resnet18": 2, "resnet50": 2}  # images; 16 vectors or tokens for other models
 WAITING = ("cudaDeviceSynchronize", "cudaStreamSynchronize", "cudaEventSynchronize")
 
 
 class Candidate:
-    """A model on the device with its hook, and what one backward pass of it costs."""
+    """A model on the device with its hook; measures the cost of a backward pass."""
 
     def __init__(self, model_name: str, label: str) -> None:
         model, self._task = make(model_name)
@@ -53,7 +53,7 @@ class Candidate:
         return forward_loss(self._model, self._task, (inputs, targets))
 
     def milliseconds(self) -> float:
-        """Of the device, for a backward pass; the host's go to `host_ms`."""
+        """Device time of a backward pass in ms; the host time is appended to `host_ms`."""
         loss = self._loss()
         begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         torch.cuda.synchronize()
@@ -61,7 +61,7 @@ class Candidate:
         begin.record()
         loss.backward()
         self.host_ms.append(1000 * (time.perf_counter() - started))
-        end.record()  # DDP has made this stream wait for what the hook returned
+        end.record()  # DDP has made this stream wait for the hook's futures
         torch.cuda.synchronize()
         return begin.elapsed_time(end)
 
@@ -78,7 +78,7 @@ class Candidate:
         return sum("synchronizing" in str(warning.message) for warning in seen)
 
     def profiled(self) -> tuple[int, int]:
-        """Kernels, calls that synchronise. What the profiler itself waits for is the same for each candidate."""
+        """(kernels, synchronising calls) of a backward pass. The profiler adds the same number for each candidate."""
         loss = self._loss()
         torch.cuda.synchronize()
         with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:

@@ -1,9 +1,9 @@
-"""The candidates by the labels that the benchmarks print.
+"""The candidates of the benchmarks, by label.
 
-`noop`, `ddp` (no hook), `allreduce`, `fp16`, `bf16`, `powersgd-4` and `batched-4` (ours, rank 4), `fused-4`,
-`alternate-4`, `fused-alternate-4` and `same-4` (ours with these options), `torch-4` (torch's powerSGD_hook) and
-`torch-same-4`; "same" is batch_tensors_with_same_shape. `:one` behind a label gives it one bucket: all P in one
-all-reduce, and all Q.
+`noop`, `ddp` (no hook), `allreduce`, `fp16`, `bf16`, `powersgd-4` and `batched-4` (commhooks, rank 4), `fused-4`,
+`alternate-4`, `fused-alternate-4` and `same-4` (commhooks with these options), `torch-4` (torch's powerSGD_hook) and
+`torch-same-4`; "same" is batch_tensors_with_same_shape. The suffix `:one` selects a single bucket: one all-reduce for
+all P, and one for all Q.
 """
 
 from typing import Any
@@ -31,8 +31,9 @@ OPTIONS = {
 def wrap(
     model: torch.nn.Module, label: str, start: int = 2, bucket_cap_mb: float | None = None, **ddp: Any
 ) -> tuple[DistributedDataParallel, commhooks.CommHook | None]:
-    """DDP with that hook; the CommHook where it is ours. torch's PowerSGD always gets one bucket: with more of them it
-    hangs on gloo. `start` is the step at which PowerSGD begins, which torch wants to be 2 at least."""
+    """Wrap `model` in DDP with that hook; also returns the CommHook (None for torch's hooks and for DDP without hook).
+    torch's PowerSGD always gets one bucket, because it hangs on gloo with several. `start`: the step at which PowerSGD
+    begins; torch requires at least 2."""
     label, _, buckets = label.partition(":")
     kind, _, rank_text = label.rpartition("-")
     kind = kind or label

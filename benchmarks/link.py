@@ -52,7 +52,7 @@ SIZES = {
     "tiny_transformer": {"light": 64, "heavy": 128},
 }
 START, WARM_UP, PORT = 2, 4, 29500
-SUBNET = "198.18.0"  # of the block for benchmarks (RFC 2544); it exists in our namespaces only
+SUBNET = "198.18.0"  # from the block for benchmarks (RFC 2544); used only inside the namespaces
 
 
 # ---- the link --------------------------------------------------------------------------------------------------------
@@ -81,8 +81,8 @@ class Link:
         return self
 
     def __exit__(self, *error: object) -> None:
-        before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second Ctrl-C must not stop this
-        for namespace in self.namespaces:  # the veth pair goes with them
+        before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second Ctrl-C must not interrupt the removal
+        for namespace in self.namespaces:  # this also removes the veth pair
             subprocess.run(["ip", "netns", "del", namespace], capture_output=True)
         signal.signal(signal.SIGINT, before)
 
@@ -90,7 +90,7 @@ class Link:
         return zip(self.namespaces, self.interfaces, strict=True)
 
     def limit(self, rate: str) -> None:
-        """In both directions. The bucket holds 1 ms of the rate, so that no short message goes through for free."""
+        """Limit both directions. The token bucket holds 1 ms of the rate, so that short messages are limited, too."""
         for namespace, interface in self.ends():
             subprocess.run(["tc", "-n", namespace, "qdisc", "del", "dev", interface, "root"], capture_output=True)
             if rate != "unlimited":
@@ -100,7 +100,7 @@ class Link:
 
 
 def bits_per_second(rate: str) -> float:
-    """Of tc's way to write it: 10mbit, 1gbit."""
+    """Convert a rate in tc's notation (10mbit, 1gbit) to bit/s."""
     for unit, factor in (("kbit", 1e3), ("mbit", 1e6), ("gbit", 1e9)):
         if rate.endswith(unit):
             return float(rate.removesuffix(unit)) * factor
@@ -114,7 +114,7 @@ def _run(*command: str) -> None:
 
 
 def missing() -> str | None:
-    """Why this machine cannot run it, in a sentence."""
+    """The reason why this machine cannot run the benchmark, as a sentence; None if it can."""
     if not sys.platform.startswith("linux"):
         return "link.py needs Linux: network namespaces and tc"
     if os.geteuid() != 0:
@@ -129,7 +129,7 @@ def missing() -> str | None:
 
 
 def worker(rank: int, interface: str, model_name: str, hooks: list[str]) -> None:
-    """Makes the models, then does a job per line of stdin; rank 0 answers each with a line of JSON."""
+    """Make the models, then run one job per line of stdin; rank 0 writes one line of JSON per job to stdout."""
     torch.set_num_threads(1)
     sent_bytes = Path("/sys/class/net", interface, "statistics", "tx_bytes")
     dist.init_process_group(
@@ -145,7 +145,7 @@ def worker(rank: int, interface: str, model_name: str, hooks: list[str]) -> None
         models[label] = (wrap(model, label, start=START), torch.optim.SGD(model.parameters(), lr=1e-3))
 
     def step(label: str, batch: Any) -> tuple[float, int]:
-        """Seconds of the slower rank, bytes that this one sent."""
+        """(seconds on the slower rank, bytes sent by this rank) of one step."""
         (ddp_model, _), optimizer = models[label]
         dist.barrier()
         before, started = int(sent_bytes.read_text()), time.perf_counter()
@@ -154,7 +154,7 @@ def worker(rank: int, interface: str, model_name: str, hooks: list[str]) -> None
         passed = torch.tensor([time.perf_counter() - started], dtype=torch.float64)
         optimizer.zero_grad(set_to_none=True)
         dist.all_reduce(passed, dist.ReduceOp.MAX)
-        # Read behind that message: what a hook has sent may wait in the queue of the link until then.
+        # Read the counter after that message: until then data of the hook may be in the queue of the link.
         return passed.item(), int(sent_bytes.read_text()) - before
 
     def job(size: int, steps: int, seconds: float) -> dict[str, Any]:
@@ -163,7 +163,7 @@ def worker(rank: int, interface: str, model_name: str, hooks: list[str]) -> None
         found: dict[str, list[tuple[float, int]]] = {label: [] for label in hooks}
         for turn in range(steps):
             for label in hooks[turn % len(hooks) :] + hooks[: turn % len(hooks)]:
-                # Both ranks have the same seconds: those of the slower one.
+                # Both ranks have the same times, those of the slower rank, so they make the same decision.
                 if not found[label] or sum(passed for passed, _ in found[label]) < seconds:
                     found[label].append(step(label, batch))
         return {label: list(zip(*samples, strict=True)) for label, samples in found.items()}
@@ -178,7 +178,7 @@ def worker(rank: int, interface: str, model_name: str, hooks: list[str]) -> None
             break
         answer = job(**json.loads(line))
     sys.stdout.flush()
-    os._exit(0)  # gloo sometimes aborts while the interpreter ends, with a hook or without
+    os._exit(0)  # gloo sometimes aborts at interpreter shutdown, with or without a hook
 
 
 class Ranks:
@@ -232,7 +232,7 @@ class Ranks:
             process.wait()
 
 
-# ---- all of it -------------------------------------------------------------------------------------------------------
+# ---- main ------------------------------------------------------------------------------------------------------------
 
 
 def rows_of(answer: Row, hooks: list[str], **common: Any) -> list[Row]:
@@ -270,7 +270,7 @@ def main() -> None:
     reason = missing()
     if reason is not None:
         raise SystemExit(reason)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # through the `finally`s
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # raises SystemExit, so that the namespaces are removed
     at, rows = machine(), []
     with Link() as link, tempfile.TemporaryDirectory() as folder:
         for model in args.models:
@@ -282,7 +282,7 @@ def main() -> None:
                 for compute in args.compute:
                     for rate in args.rates:
                         link.limit(rate)
-                        # Four times what a plain all-reduce of everything takes in each step, and an hour at most.
+                        # Four times the duration of a plain all-reduce of all gradients per step, at most one hour.
                         wire_s = 0 if rate == "unlimited" else 8 * gradient / bits_per_second(rate)
                         limit_s = min(3600, 300 + len(args.hooks) * (args.seconds + 4 * wire_s) * 2)
                         size = SIZES[model][compute]

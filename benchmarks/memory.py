@@ -25,7 +25,7 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
-# torch 2.13's profiler has much to say, also that it does not know what was allocated before it began.
+# Suppress messages of torch 2.13's profiler, such as warnings about memory that was allocated before it started.
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
@@ -37,18 +37,18 @@ from torch.profiler import ProfilerActivity, profile
 
 STEPS = 6
 REBUILT = 1
-"""The step, from 0, at whose beginning DDP makes its final buckets."""
+"""Index of the step at whose beginning DDP rebuilds its buckets."""
 
 
 class Ledger:
-    """The tensors' memory that is there, by address, kept through every function that is run in `trace`."""
+    """Tracks the allocated tensor memory by address over all functions that are run by `trace`."""
 
     def __init__(self) -> None:
         self._live: dict[int, int] = {}
         self.level = 0
-        """Bytes that are there now and were not at the beginning."""
+        """Bytes allocated now, relative to the beginning."""
         self.peaks: list[int] = []
-        """Of each function."""
+        """Largest level during each function, in bytes."""
         self.last: list[int] = []
         """Bytes of each allocation of the latest function."""
 
@@ -56,7 +56,7 @@ class Ledger:
         self.last = []
         self.peaks.append(self.level)
         for address, size in _changes(function):
-            # Gloo's threads release unseen what a hook handed to gloo: seen when the address is given out again.
+            # The profiler does not see releases in gloo's threads; they show when the address is allocated again.
             self.level -= self._live.pop(address, 0)
             if size > 0:
                 self.last.append(size)
@@ -69,7 +69,7 @@ def _changes(function: Callable[[], object]) -> list[tuple[int, int]]:
     """(address, bytes) of each allocation and, with negative bytes, release while `function` runs, in order."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         function()
-    # The exported trace is the public form that has them one by one.
+    # The exported trace is the only public form that lists single events.
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder, "trace.json")
         profiler.export_chrome_trace(str(file))
@@ -84,7 +84,7 @@ def measure(model_name: str, label: str, start: int, bucket_cap_mb: float, size:
     batches = [task.batch(size) for _ in range(STEPS)]
     ledger = Ledger()
     made = []
-    # Buckets are part of it. init_sync would leave to gloo's threads to release a copy of the whole model.
+    # Includes DDP's buckets. init_sync=True would make gloo's threads release a copy of the whole model.
     ledger.trace(lambda: made.append(wrap(model, label, start=start, bucket_cap_mb=bucket_cap_mb, init_sync=False)))
     ddp_model, hook = made.pop()
 

@@ -27,11 +27,11 @@ from models import TASKS, forward_loss, make, numel
 from commhooks.hook.metrics import Meter
 
 WARM_UP, START, EVERY = 6, 2, 50
-BATCH_SIZE = {"resnet18": 2, "resnet50": 2}  # images; of the others 16 vectors or tokens
+BATCH_SIZE = {"resnet18": 2, "resnet50": 2}  # images; 16 vectors or tokens for other models
 
 
 def measure(name: str, label: str, rounds: int) -> list[Row]:
-    """Microseconds by which a step of each kind is longer than one without clocks."""
+    """Microseconds that a step of each kind takes longer than a step without clocks."""
     model, task = make(name)
     wrapped, hook = wrap(model, label, start=START)
     assert hook is not None
@@ -60,7 +60,7 @@ def measure(name: str, label: str, rounds: int) -> list[Row]:
         finally:
             hook.sample_cosine(None)
 
-    # Two by two: what follows a sample, which turns over all memory, is slower for it.
+    # Separate groups: a sampled step evicts the caches, which slows down the step after it.
     pair = take_turns({"without": without, "clocks": step}, rounds, WARM_UP)
     others = take_turns(
         {

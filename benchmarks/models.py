@@ -1,6 +1,6 @@
-"""The models of the benchmarks, written out here so that nothing has to be downloaded. All have random weights.
+"""The models of the benchmarks, defined here so that nothing has to be downloaded. All have random weights.
 
-Each `make` returns the model and a function that makes a batch of a size and the loss of the model's output on it.
+`make` returns a model and its task, which makes batches and computes the loss.
 """
 
 from collections.abc import Callable
@@ -16,7 +16,7 @@ WORDS = 4096
 
 @dataclass(frozen=True)
 class Task:
-    """A model and how to get a loss from it."""
+    """A model with functions that make a batch and compute the loss."""
 
     make: Callable[[], nn.Module]
     batch: Callable[[int], tuple[torch.Tensor, torch.Tensor]]
@@ -28,7 +28,7 @@ class Task:
 
 
 def transformer_blocks(width: int = 512, blocks: int = 8) -> nn.Module:
-    """8 blocks of width 512 have 101 MB of gradients, 25.2 M of the parameters in matrices."""
+    """Transformer blocks. 8 blocks of width 512 have 101 MB of gradients and 25.2 M parameters in matrices."""
     layer = nn.TransformerEncoderLayer(width, 8, 4 * width, batch_first=True, dropout=0.0)
     return nn.TransformerEncoder(layer, blocks, enable_nested_tensor=False)
 
@@ -51,7 +51,7 @@ class Transformer(nn.Module):
 
 def _conv(inputs: int, outputs: int, kernel: int, stride: int = 1) -> list[nn.Module]:
     convolution = nn.Conv2d(inputs, outputs, kernel, stride, kernel // 2, bias=False)
-    # Without running statistics: DDP would send those buffers before each forward pass, and they are no gradients.
+    # Without running statistics: DDP would broadcast these buffers before each forward pass.
     return [convolution, nn.BatchNorm2d(outputs, track_running_stats=False)]
 
 
@@ -75,8 +75,8 @@ class Residual(nn.Module):
 
 
 def resnet(blocks: list[int], bottleneck: bool, classes: int, cifar: bool = False, width: int = 64) -> nn.Module:
-    """The shapes of He et al. 2015. `cifar`: a 3 x 3 first layer and no pooling after it, as is usual for 32 x 32
-    images and was done in the PowerSGD paper."""
+    """The shapes of He et al. 2015. `cifar`: a 3 x 3 first layer without pooling after it, as usual for 32 x 32 images
+    and as in the PowerSGD paper."""
     layers: list[nn.Module] = [*_conv(3, width, 3 if cifar else 7, 1 if cifar else 2), nn.ReLU()]
     if not cifar:
         layers.append(nn.MaxPool2d(3, 2, 1))
@@ -130,7 +130,7 @@ def _vectors(width: int) -> Callable[[int], tuple[torch.Tensor, torch.Tensor]]:
 
 
 def _project(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    """A square would do for any other model: here the last layer norm makes it a constant, without a gradient."""
+    """A linear loss. The mean square would be constant and have no gradient, because of the last layer norm."""
     return (output * target).mean()
 
 
@@ -153,7 +153,7 @@ TASKS: dict[str, Task] = {
         functional.cross_entropy,
     ),
     "lstm": Task(LSTM, _tokens(28_869, 8), _next_token),
-    # Of the same kinds and too small to measure: for --quick.
+    # Small models of the same kinds, for --quick.
     "tiny": Task(lambda: transformer_blocks(64, 2), _vectors(64), _project),
     "tiny_transformer": Task(lambda: Transformer(64, 2, 512), _tokens(512, 16), _next_token),
 }
@@ -164,7 +164,7 @@ def numel(model: nn.Module) -> int:
 
 
 def make(name: str, seed: int = 0) -> tuple[nn.Module, Task]:
-    """The model of that name, with the same weights in whatever process."""
+    """The model of that name and its task; the weights are equal in all processes."""
     torch.manual_seed(seed)
     task = TASKS[name]
     return task.make(), task

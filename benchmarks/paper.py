@@ -31,7 +31,7 @@ START, STEPS = 2, 4
 
 @contextmanager
 def recorded() -> Iterator[list[int]]:
-    """The bytes of each tensor that is handed to all_reduce from Python, in order."""
+    """Record the bytes of each tensor passed to all_reduce from Python, in order."""
     sent: list[int] = []
     original = dist.all_reduce
 
@@ -46,7 +46,7 @@ def recorded() -> Iterator[list[int]]:
 def measure(name: str, rank: int) -> Row:
     model, task = make(name)
     before = 4 * numel(model)
-    # Several buckets, as DDP makes them by default.
+    # Several buckets, with DDP's default sizes.
     ddp_model, hook = wrap(model, f"powersgd-{rank}", start=START)
     assert hook is not None
     for _ in range(STEPS):

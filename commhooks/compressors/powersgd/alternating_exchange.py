@@ -91,7 +91,7 @@ class AlternatingExchange(HostExchange):
         self._store_gradient(i, matrix, delta, mean_q, mean_p)
 
     def _factor(self, learned: dict[str, torch.Tensor], matrix: Matrix, length: int) -> torch.Tensor:
-        """The tensor of `matrix` in `learned`, `r x length`; a new one takes the memory of a dropped factor."""
+        """The entry of `learned` for the matrix, `r x length`. A new entry reuses the memory of a dropped factor."""
         if matrix.name not in learned:
             spare = self._work.spare.pop((matrix.name, length), None)
             if spare is None:

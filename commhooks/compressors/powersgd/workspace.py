@@ -77,7 +77,7 @@ class Workspace:
     """Buffers of one bucket layout, on its device.
 
     Args:
-        matrices: what is compressed in the bucket.
+        matrices: the compressed matrices of the bucket.
         setup: see `WorkspaceSetup`. With stacks `p`, `q` and `delta` are empty.
     """
 

@@ -52,6 +52,7 @@ FRAMEWORKS = {
     "test_failed_writes.py": [LIGHTNING, ACCELERATE],
     "test_hostile_files.py": [LIGHTNING, ACCELERATE],
     "test_inspect.py": [LIGHTNING, ACCELERATE],
+    "test_own_compressor.py": [LIGHTNING, ACCELERATE, TRANSFORMERS],
 }
 
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -21,6 +23,7 @@ from lightning_fits import fit, path_at, residuals
 from lightning_support import assert_equal
 from repository import REPOSITORY
 from training import Run
+from workers import WorkerPool
 
 import commhooks
 from accelerate_commhooks import CommHookKwargs
@@ -32,6 +35,15 @@ from lightning_commhooks import CommHookDDP
 PATH = "examples.random_k:RandomKCompressor"
 OPTIONS = {"share": 0.2, "start_iter": 2}
 EVERYWHERE = {"hook": PATH, "hook_options": OPTIONS}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def registered_here_only(worker_pool: WorkerPool) -> Iterator[None]:
+    """Other tests list all compressors that there are."""
+    with mock.patch.dict(registry.COMPRESSORS):
+        yield
+    sys.modules.pop("examples.random_k", None)  # so that an import registers it again
+    worker_pool.close()  # those that come after them know no more than the built-in ones
 
 
 def test_it_is_small() -> None:

@@ -53,8 +53,10 @@ def test_what_the_exchange_returns_is_the_result(script: list[str], collectives:
 
 
 def test_more_than_one_collective_is_refused() -> None:
-    with pytest.raises(HookRunError, match="the exchange of steps sends more than once"):
+    with pytest.raises(HookRunError, match="the exchange of steps: .* sends once"):
         _run("first", "last")
+    with pytest.raises(RuntimeError, match="the exchange of steps sends again after its last Send"):
+        _run("last", "last")
 
 
 def test_a_verdict_is_refused() -> None:

@@ -50,7 +50,7 @@ class Log:
 
 
 def _add(current: BackwardPass, log: Log, exchange: Exchange) -> None:
-    current.add(RunningExchange(exchange, torch.zeros(1), log.issue))
+    current.add(RunningExchange(exchange, torch.zeros(1), log.issue, "mine"))
 
 
 @pytest.fixture
@@ -112,7 +112,7 @@ def test_an_exchange_without_a_verdict_is_told(log: Log) -> None:
 
     current = BackwardPass(True, 1.0, 1.0, 0)
     _add(current, log, silent())
-    with pytest.raises(HookRunError, match="ended before its verdict"):
+    with pytest.raises(HookRunError, match="the exchange of mine ended before its verdict"):
         current.drain()
 
 
@@ -127,5 +127,5 @@ def test_an_exchange_that_goes_on_after_its_verdict_is_told(log: Log) -> None:
     with closing(talkative()) as exchange:
         _add(current, log, exchange)
         assert bool(current.drain())
-        with pytest.raises(HookRunError, match="goes on after the verdict"):
+        with pytest.raises(HookRunError, match="the exchange of mine goes on after the verdict"):
             current.commit(True)

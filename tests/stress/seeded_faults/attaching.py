@@ -27,8 +27,8 @@ MUTANTS = [
     Mutant(
         "nobody asks what the others attach",
         "commhooks/hook/attach.py",
-        "    check_requests(described, ",
-        "    _ = (check_requests, described, ",
+        "    check_requests(Asked(",
+        "    _ = (check_requests, Asked(",
         "engine/test_disagreement.py::test_different_requests",
     ),
     Mutant(

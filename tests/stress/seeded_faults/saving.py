@@ -76,8 +76,8 @@ MUTANTS = [
     Mutant(
         "a start step that was loaded outlives its state",
         "commhooks/checkpoint/learned_state.py",
-        "compressor.state_fields), self._first_start)\n",
-        "compressor.state_fields), self._session.compressor.start_step)\n",
+        "        compressor = self._session.compressor.with_start(self._first_start)\n",
+        "        compressor = self._session.compressor\n",
         "checkpoint/test_changed_setup.py::test_another_hook",
     ),
     Mutant(
@@ -154,7 +154,7 @@ MUTANTS = [
     Mutant(
         "saved start does not win",
         "commhooks/checkpoint/learned_state.py",
-        "            session.replaced(session.compressor.with_start(start))\n",
+        "            session.replaced(compressor)\n",
         "            session.replaced(session.compressor)\n",
         "checkpoint/test_resume.py::test_loading_into_a_running_hook",
     ),

@@ -1,9 +1,9 @@
-"""The hook's state in the trainer's checkpoints.
+"""Save the hook's state in the trainer's checkpoints.
 
-Saving happens in a callback, because callbacks are what Lightning asks when it puts a full checkpoint together, on
-every rank. Restoring does not: `CommHookDDP.load_optimizer_state_dict` does it, the one place that Lightning calls
-after the model is wrapped, in fit only and for full checkpoints only. Nothing can leak from `validate(ckpt_path=...)`,
-and the learning-rate finder, which rewinds by a checkpoint of its own, rewinds the hook as well.
+A callback saves the state, because Lightning calls callbacks on every rank when it makes a full checkpoint.
+`CommHookDDP.load_optimizer_state_dict` restores it: Lightning calls this method after the model is wrapped, only in fit
+and only for full checkpoints. Therefore `validate(ckpt_path=...)` does not change the hook, and the learning-rate
+finder, which restores its own checkpoint, also resets the hook.
 """
 
 import inspect
@@ -18,10 +18,10 @@ from commhooks.hook.for_plugins import HookRequest
 from lightning_commhooks.hooked_strategy import HookedStrategy, hooked_strategy_of
 
 CHECKPOINT_KEY = "commhooks"
-"""Where the hook's state is in Lightning's checkpoint dict."""
+"""Key of the hook's state in Lightning's checkpoint dict."""
 
 DEFAULT_SAVE_RESIDUAL = "mean"
-"""Lightning writes one file for all ranks: what it holds should serve any number of ranks."""
+"""Lightning writes one file for all ranks, which should fit any number of ranks."""
 
 PER_RANK_WARNING_BYTES = 2 * 10**9
 
@@ -43,10 +43,10 @@ class CommHookCheckpoint(pl.Callback):
             not fit fresh memory and one warning.
     """
 
-    # The union is written the old way because it is what jsonargparse shows in `--help`.
+    # `Optional` instead of `X | None`, because jsonargparse shows the annotation in `--help`.
     def __init__(self, save_residual: Optional[SaveResidual] = None, strict: Optional[bool] = None) -> None:  # noqa: UP045
         super().__init__()
-        # For the checks, which are those of CommHookDDP.
+        # Only to check the arguments as CommHookDDP does.
         HookRequest.parse(
             "allreduce",
             save_residual=DEFAULT_SAVE_RESIDUAL if save_residual is None else save_residual,
@@ -78,7 +78,7 @@ class CommHookCheckpoint(pl.Callback):
         )
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        # Not called in the learning-rate finder, which puts the callbacks aside while it runs.
+        # Not called in the learning-rate finder, which disables callbacks while it runs.
         strategy = hooked_strategy_of(trainer)
         if strategy is not None and not trainer.fast_dev_run:  # type: ignore[attr-defined]
             strategy.warn_if_never_reached(trainer)
@@ -102,8 +102,7 @@ class CommHookCheckpoint(pl.Callback):
     def _warn_about_size(self, strategy: HookedStrategy, hook: CommHook, world_size: int) -> None:
         if strategy.save_residual != "per_rank" or self._warned_about_size:
             return
-        numel = sum(plan.numel for plan in hook.plan().parameters if plan.compressed)
-        size = 4 * numel * world_size
+        size = hook.plan().memory.residual * world_size
         if size > PER_RANK_WARNING_BYTES:
             self._warned_about_size = True
             rank_zero_warn(
@@ -113,13 +112,13 @@ class CommHookCheckpoint(pl.Callback):
 
 
 def _saves_alone(trainer: pl.Trainer) -> bool:
-    """Whether other ranks may be elsewhere while this one saves, so that nothing may be communicated.
+    """Whether other ranks may not take part in this save, so that it must not communicate.
 
-    Two ways lead there. An exception on one rank: Lightning sets `trainer.interrupted` before it calls the callbacks'
+    There are two cases. An exception on one rank: Lightning sets `trainer.interrupted` before it calls the callbacks'
     `on_exception`, in which ModelCheckpoint(save_on_exception=True) and OnExceptionCheckpoint save. A signal:
-    Lightning's SLURM handler saves at whatever byte code the main thread was, with `interrupted` False; so do handlers
-    of users. Everything else (a user's save inside `if trainer.is_global_zero`) is found out by the time limit of the
-    joint save, and costs the residuals only.
+    Lightning's SLURM handler and users' handlers save between any two bytecodes of the main thread, with `interrupted`
+    False. All other cases, such as a save inside `if trainer.is_global_zero`, end at the time limit of the joint save
+    and lose only the residuals.
     """
     return trainer.interrupted or in_signal_handler()
 

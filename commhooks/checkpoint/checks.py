@@ -14,7 +14,7 @@ VERSION = 1
 _LARGEST = 2**62  # the largest counter; ranks exchange counters as int64
 _MOST_RANKS = 2**20
 _LARGEST_LOSS_SCALE = float(2**127)  # a GradScaler's scale and its inverse are normal float32 numbers
-_FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 def check_header(payload: object) -> dict[str, Any]:
@@ -94,8 +94,8 @@ def check_range(name: str, entry: dict[str, Any], dtype: torch.dtype, loss_scale
     """
     largest = torch.finfo(dtype).max
     where = f"parameters[{shown(name)}]"
-    for key in factor_keys(entry):
-        if _largest(entry[key]) > largest:
+    for key in ("q", "p"):
+        if entry.get(key) is not None and _largest(entry[key]) > largest:
             raise damaged(f"{where}[{key!r}] holds numbers too large for {dtype}")
     residual = entry["residual"]
     for each in residual if isinstance(residual, list) else [] if residual is None else [residual]:
@@ -185,7 +185,7 @@ def check_tensor(value: Any, where: str) -> None:
     plain = type(value) in (torch.Tensor, torch.nn.Parameter)
     if not plain or value.layout != torch.strided or value.is_nested or value.device.type == "meta":
         raise damaged(f"{where} is not a tensor with numbers in it")
-    if value.dtype not in _FLOATS:
+    if value.dtype not in FLOATS:
         raise damaged(f"{where} has dtype {value.dtype}")
     # Strides of 0 make a tensor of any size from one number: reading it would take forever.
     if value.numel() * value.element_size() > value.untyped_storage().nbytes():

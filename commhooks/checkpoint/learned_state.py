@@ -9,12 +9,14 @@ import torch
 import torch.distributed as dist
 
 from commhooks.checkpoint import payload
-from commhooks.checkpoint.checks import check_count
+from commhooks.checkpoint.checks import check_count, damaged
 from commhooks.checkpoint.payload import Contribution
 from commhooks.comm.joint_save import JointSave
+from commhooks.compressors.base import Compressor
 from commhooks.compressors.plan import UnitPlan
 from commhooks.engine.session import Session
 from commhooks.engine.state import LearnedState
+from commhooks.errors import HookConfigError
 
 logger = logging.getLogger(__name__)
 
@@ -60,7 +62,8 @@ class SavedLearnedState:
 
     def begin_anew(self) -> None:
         """Reset all learned state and the start step, if that was changed by a load."""
-        self._take_over(LearnedState.of(self._session.compressor.state_fields), self._first_start)
+        compressor = self._session.compressor.with_start(self._first_start)
+        self._take_over(LearnedState.of(compressor.state_fields), compressor)
 
     @property
     def step(self) -> int:
@@ -94,8 +97,12 @@ class SavedLearnedState:
         if option is not None:
             start = content["options"].get(option, start)
             check_count({option: start}, option, 0)
+        try:
+            compressor = self._session.compressor.with_start(start)
+        except HookConfigError as error:
+            raise damaged(str(error)) from error
         self._drop_uncompressed(state)
-        return lambda: self._take_over(state, start)
+        return lambda: self._take_over(state, compressor)
 
     def joint_save(self) -> JointSave | None:
         """The joint saves of this session; None before the first backward pass, in which the ranks agree on a nonce."""
@@ -174,14 +181,14 @@ class SavedLearnedState:
             reason,
         )
 
-    def _take_over(self, state: LearnedState, start: int) -> None:
+    def _take_over(self, state: LearnedState, compressor: Compressor[Any]) -> None:
         session = self._session
         with session.outcomes.lock:
             # Unread outcomes of earlier steps belong to the state that is replaced now.
             session.settle()
             for each in dataclasses.fields(LearnedState):
                 setattr(session.state, each.name, getattr(state, each.name))
-            session.replaced(session.compressor.with_start(start))
+            session.replaced(compressor)
 
     def _target(self) -> payload.Target:
         compressed = {plan.name: plan for plan in self._plans() if plan.compressed}

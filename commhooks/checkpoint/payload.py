@@ -13,12 +13,12 @@ from typing import Any, Literal
 
 import torch
 
-from commhooks.checkpoint.checks import VERSION, check_header, check_learned, check_range, damaged
+from commhooks.checkpoint.checks import FLOATS, VERSION, check_header, check_learned, check_range, damaged
 from commhooks.compressors.base import Compressor
 from commhooks.compressors.plan import UnitPlan
 from commhooks.compressors.state_field import StateField
 from commhooks.engine.state import LearnedState
-from commhooks.errors import PayloadError
+from commhooks.errors import PayloadError, shown
 from commhooks.gradients.layout import memory_order
 from commhooks.gradients.precision import compute_dtype
 
@@ -84,7 +84,7 @@ def build(target: Target, state: LearnedState, local: Contribution) -> dict[str,
             if isinstance(value, list):
                 entry[each.key] = [each.to_saved(one, parameter) for one in value]
             elif value is not None:
-                entry[each.key] = each.to_saved(value, parameter)
+                entry[each.key] = _savable(each.to_saved(value, parameter), each.key)
         parameters[name] = entry
     of_buckets = {f"batched_{each.key}": each for each in target.compressor.state_fields if each.per == "bucket"}
     return {
@@ -107,6 +107,15 @@ def build(target: Target, state: LearnedState, local: Contribution) -> dict[str,
         },
         "hook_state": None,
     }
+
+
+def _savable(tensor: torch.Tensor, key: str) -> torch.Tensor:
+    """Return `tensor`; raise PayloadError if its dtype cannot be loaded again."""
+    if tensor.dtype not in FLOATS:
+        raise PayloadError(
+            f"the field {key!r} is kept in {tensor.dtype}; a checkpoint takes float16, bfloat16, float32, float64"
+        )
+    return tensor
 
 
 def read(payload: dict[str, Any], target: Target, *, strict: bool) -> LearnedState:
@@ -141,7 +150,8 @@ def read(payload: dict[str, Any], target: Target, *, strict: bool) -> LearnedSta
                 state.local_missing |= saved is None
                 value = None if saved is None else each.from_saved(saved, parameter, entry["row_dim"])
             if value is not None:
-                dtype = compute_dtype(parameter.dtype)
+                plan = target.plans.get(name)
+                dtype = compute_dtype(parameter.dtype) if plan is None else each.dtype(plan)
                 state[each.key][name] = value.to(parameter.device, dtype, copy=not each.replicated).contiguous()
     if payload["residual"] == "none" and payload["exact"] is False and state.local:
         state.local_missing = state.missing_was_said = True
@@ -172,13 +182,18 @@ def _fitted(field: StateField, saved: torch.Tensor, row_dim: int, name: str, tar
     plan = target.plans.get(name)
     if plan is None:
         return None
-    value = field.from_saved(saved, target.parameters[name], row_dim)
-    if value is None:
-        return None
-    problem = field.problem(value, plan)
+    try:
+        value = field.from_saved(saved, target.parameters[name], row_dim)
+        problem = None if value is None else field.problem(value, plan)
+        if value is None or problem is not None:
+            fitted = None
+        else:
+            fitted = field.refit(value, plan, target.compressor.fresh(field, plan, torch.float64))
+    except Exception as error:  # fields of users' compressors: so far only checked to be finite tensors
+        raise damaged(f"parameters[{shown(name)}][{field.key!r}] does not fit: {error}") from error
     if problem is not None:
         raise damaged(f"it has {problem}")
-    return field.refit(value, plan, target.compressor.fresh(field, plan, torch.float64))
+    return fitted
 
 
 def _compare(parameters: dict[str, Any], target: Target, strict: bool) -> list[str]:

@@ -17,7 +17,7 @@ logger = logging.getLogger(__name__)
 Op = Literal["sum", "max", "gather"]
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False, slots=True)
 class Send:
     """One collective over the ranks. All ranks must send tensors of equal shape and dtype.
 
@@ -51,12 +51,12 @@ def resolve_group(process_group: dist.ProcessGroup | None) -> dist.ProcessGroup:
 class Pending:
     """A collective in flight."""
 
-    __slots__ = ("_answer", "_work", "_what", "_group", "_counters")
+    __slots__ = ("answer", "_work", "_what", "_group", "_counters")
 
     def __init__(
         self, answer: torch.Tensor, work: dist.Work, what: str, group: dist.ProcessGroup, counters: Counters | None
     ) -> None:
-        self._answer = answer
+        self.answer = answer
         self._work = work
         self._what = what
         self._group = group
@@ -70,11 +70,11 @@ class Pending:
         """
         try:
             clocks = None if self._counters is None else self._counters.clocks
-            with contextlib.nullcontext() if clocks is None else clocks.waiting(self._answer.device):
+            with contextlib.nullcontext() if clocks is None else clocks.waiting(self.answer.device):
                 self._work.wait()
         except RuntimeError as error:
             raise lost(self._what, self._group, error) from error
-        return self._answer
+        return self.answer
 
     def future(self) -> torch.futures.Future[list[torch.Tensor]]:
         """The backend's future, for callers that do not `wait`."""

@@ -35,7 +35,6 @@ class Verdict:
     all ranks, so compute it from reduced tensors."""
 
 
-Answer = torch.Tensor | bool | None
 Exchange = Generator[Send | Verdict, Any, torch.Tensor | None]
 """Yields `Send` (answered by the reduced tensor) and once `Verdict`, and leaves the averaged gradient in the bucket, or
 returns the tensor that has it. A compressor that is not transactional yields no `Verdict`."""
@@ -47,7 +46,7 @@ class State(Protocol):
     def __getitem__(self, key: str) -> dict[str, torch.Tensor]: ...
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class StepInfo:
     """The current step, as passed to an exchange."""
 
@@ -100,6 +99,11 @@ class Compressor(ABC, Generic[ConfigT]):
     per_bucket: ClassVar[bool] = False
     state_fields: Sequence[StateField] = ()
     stats_every: int | None = None
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if not cls.transactional and "selective" not in vars(cls):
+            cls.selective = False  # it treats all parameters of a bucket alike
 
     def __init__(self, config: ConfigT, wire_dtype: torch.dtype | None = None) -> None:
         """
@@ -167,6 +171,11 @@ class Compressor(ABC, Generic[ConfigT]):
         return start
 
     @property
+    def called(self) -> str:
+        """Display name in messages."""
+        return self.title or self.name
+
+    @property
     def words(self) -> str:
         """Short summary of the options for the log line at the first backward pass."""
         return f"from step {self.start_step}"
@@ -174,7 +183,7 @@ class Compressor(ABC, Generic[ConfigT]):
     @property
     def phrase(self) -> str:
         """Display name with its main option, for messages about a model."""
-        return self.title or self.name
+        return self.called
 
     def plan(self, parameters: Sequence[ParameterInfo]) -> list[UnitPlan]:
         """Decide for the parameters of a bucket or of a model: one plan each, in order."""

@@ -17,7 +17,11 @@ def with_residual(slot: Slot, flat: torch.Tensor, state: State, step: StepInfo) 
     order."""
     delta = slot.of(flat).to(compute_dtype(flat.dtype), copy=True)
     residual = state["residual"].get(slot.name)
-    return delta if residual is None else delta.add_(residual * step.residual_factor)
+    if residual is None:
+        return delta
+    if isinstance(step.residual_factor, torch.Tensor):
+        return delta.addcmul_(residual, step.residual_factor)
+    return delta.add_(residual, alpha=step.residual_factor)
 
 
 def keep_residual(slot: Slot, left: torch.Tensor, good: torch.Tensor | bool, state: State, step: StepInfo) -> None:

@@ -41,6 +41,8 @@ class UnitPlan:
     """Elements sent per rank and step for it once compression has begun."""
     flags: int = 0
     """Further elements sent, such as a flag or a checksum; not included in `numel_compressed`."""
+    itemsize_sent: int | None = None
+    """Bytes per sent element; None: those of the gradient's dtype, or of a wrapper's if that is narrower."""
     state_name: str = ""
     """The key of the learned state of a bucket compressed as a whole. The key of a parameter is its name."""
     lowered: bool = True
@@ -82,6 +84,8 @@ class UnitPlan:
             wire_dtype: the dtype to which the hook or its wrapper casts what it sends; None: no cast.
         """
         own = real_itemsize(self.dtype)
+        if self.compressed and self.itemsize_sent is not None:
+            return self.itemsize_sent
         return own if wire_dtype is None or not self.lowered else min(own, wire_dtype.itemsize)
 
     def size_bytes(self) -> int:

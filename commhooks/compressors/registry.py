@@ -1,6 +1,7 @@
 """The registry of compressors by name. To add a hook, write one module and add its class to `BUILT_IN`, or call
 `register_compressor`."""
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -44,32 +45,48 @@ def register_compressor(compressor: CompressorClass) -> CompressorClass:
     """
     if not (isinstance(compressor, type) and issubclass(compressor, Compressor)):
         raise HookConfigError(f"register_compressor({compressor!r}): expected a subclass of commhooks.Compressor")
+    problem = _problem(compressor)
+    if problem is not None:
+        raise HookConfigError(f"register_compressor({compressor.__name__}): {problem}")
+    config = compressor.Config
+    check_name("register_compressor", config.hook_name)
+    known = COMPRESSORS.get(config.hook_name)
+    place = (compressor.__module__, compressor.__qualname__)
+    again = known is not None and "<locals>" not in place[1] and (known.__module__, known.__qualname__) == place
+    for each in (config.hook_name, *config.aliases):
+        if not (known is compressor or again) or canonical_name(each) != config.hook_name:
+            check_free("register_compressor", each)
+    COMPRESSORS[config.hook_name] = compressor
+    return compressor
+
+
+def _problem(compressor: type[Compressor[Any]]) -> str | None:
+    """The reason why a subclass of `Compressor` cannot be registered; None if it can."""
     config = getattr(compressor, "Config", None)
     if not (isinstance(config, type) and issubclass(config, HookConfig)):
-        raise HookConfigError(
-            f"register_compressor({compressor.__name__}): its Config is {config!r}; expected a dataclass derived from "
-            "commhooks.HookConfig"
+        return f"its Config is {config!r}; expected a dataclass derived from commhooks.HookConfig"
+    if "__dataclass_fields__" not in vars(config):
+        return f"{config.__name__} is not a dataclass: decorate it with @dataclass(frozen=True, kw_only=True)"
+    if not isinstance(getattr(config, "hook_name", None), str):
+        return f"{config.__name__} has no hook_name, the name by which the hook is known"
+    missing = sorted(getattr(compressor, "__abstractmethods__", ()))
+    if missing:
+        return f"it does not define {', '.join(missing)}"
+    if not isinstance(config.aliases, tuple):
+        return f"{config.__name__}.aliases is {config.aliases!r}; expected a tuple of names"
+    names = [each.name for each in dataclasses.fields(config)]
+    if config.start_option is not None and config.start_option not in names:
+        return f"start_option={config.start_option!r} is not one of the options {names}"
+    ignored = [config.start_option or "", "exclude"]
+    if not compressor.transactional and (compressor.state_fields or set(ignored) & set(names)):
+        return (
+            "with transactional=False it learns nothing and acts from the first step: no state_fields, start, exclude"
         )
-    name = getattr(config, "hook_name", None)
-    check_name("register_compressor", name)
-    assert isinstance(name, str)
-    known = COMPRESSORS.get(name)
-    same = known is not None and (known.__module__, known.__qualname__) == (
-        compressor.__module__,
-        compressor.__qualname__,
-    )
-    if not same:
-        for each in (name, *config.aliases):
-            check_free("register_compressor", each)
     try:
         config()
     except TypeError as error:
-        raise HookConfigError(
-            f"register_compressor({compressor.__name__}): {config.__name__}() failed ({error}): every option needs a "
-            "default"
-        ) from error
-    COMPRESSORS[name] = compressor
-    return compressor
+        return f"{config.__name__}() failed ({error}): every option needs a default"
+    return None
 
 
 def check_name(caller: str, name: object) -> None:
@@ -109,8 +126,8 @@ def compressor_of(config: HookConfig) -> type[Compressor[Any]]:
     found = COMPRESSORS.get(config.hook_name)
     if found is None or not isinstance(config, found.Config):
         raise HookConfigError(
-            f"{type(config).__name__} is the config of a compressor that is not registered: call "
-            "commhooks.register_compressor with its class"
+            f"{type(config).__module__}.{type(config).__name__} is the config of a compressor that is not registered "
+            "in this process: import the module that calls commhooks.register_compressor, on every rank"
         )
     return found
 

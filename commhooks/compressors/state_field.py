@@ -34,9 +34,11 @@ class StateField:
     scales_with_loss: bool = False
 
     def __post_init__(self) -> None:
-        # Version 1 of the checkpoint says what is under these keys.
+        # Version 1 of the checkpoint format defines these keys.
         if self.key in ("shape", "row_dim") or (self.key in ("q", "p") and type(self) is StateField):
             raise ValueError(f"StateField({self.key!r}): the checkpoint keeps something else under this key")
+        if self.replicated and self.key == "residual":
+            raise ValueError("StateField('residual') is each rank's own: use RESIDUAL, or replicated=False")
         if not self.replicated and (self.key, self.per) != ("residual", "parameter"):
             raise ValueError(
                 f"StateField({self.key!r}): what each rank has for itself is its residual, one per parameter; a "
@@ -66,7 +68,7 @@ class StateField:
         Args:
             fresh: the initial value of this field (see `Compressor.fresh`), or None.
         """
-        return value
+        return value if tuple(value.shape) == self.shape(plan) else None
 
     def problem(self, value: torch.Tensor, plan: UnitPlan) -> str | None:
         """An error message if `value` cannot belong to this unit, else None."""

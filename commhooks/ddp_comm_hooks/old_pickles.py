@@ -5,6 +5,7 @@ placeholders, which hold the pickled attributes until `converted` turns them int
 """
 
 import dataclasses
+import importlib.machinery
 import sys
 import types
 from typing import Any
@@ -31,6 +32,7 @@ def let_old_modules_be_found() -> None:
     found |= {module: {name: type(name, (_OldObject,), {}) for name in names} for module, names in _GONE.items()}
     for module, classes in found.items():
         stand_in = types.ModuleType(f"commhooks.{module}", "Stands in for a module of commhooks 0.1 in old pickles.")
+        stand_in.__spec__ = importlib.machinery.ModuleSpec(stand_in.__name__, None)
         vars(stand_in).update(classes)
         sys.modules.setdefault(stand_in.__name__, stand_in)
 

@@ -10,14 +10,22 @@ from commhooks.comm import collective
 from commhooks.comm.clocks import has_clock
 from commhooks.comm.collective import Send, new_future
 from commhooks.comm.counters import Counters
-from commhooks.compressors.base import Compressor, StepInfo, Verdict
-from commhooks.engine.state import LearnedState
+from commhooks.compressors.base import Compressor, State, StepInfo
+from commhooks.engine.exchange_checks import checked_exchange, checked_result, checked_yield
 from commhooks.errors import HookRunError
 from commhooks.gradients.bucket import Bucket
 
 Future = torch.futures.Future[torch.Tensor]
-_NOTHING = LearnedState()
-"""The empty state that these compressors receive."""
+
+
+class _NoState:
+    """The state that these compressors receive."""
+
+    def __getitem__(self, key: str) -> dict[str, torch.Tensor]:
+        raise HookRunError(f"state[{key!r}]: a compressor that is not transactional has no learned state")
+
+
+_NO_STATE: State = _NoState()
 
 
 def reduce_at_once(
@@ -32,17 +40,20 @@ def reduce_at_once(
         HookRunError: the exchange yields a `Verdict`, or sends more than once.
     """
     flat = bucket.flat
-    exchange = compressor.exchange(flat, None, _NOTHING, StepInfo(0, group.size()))
+    number = 0 if counters is None else counters.backward_passes
+    made = compressor.exchange(flat, None, _NO_STATE, StepInfo(number, group.size()))
+    exchange = checked_exchange(made, compressor.name)
 
     def go_on(answer: torch.Tensor | None) -> Send | torch.Tensor:
         """Resume the exchange; returns its next collective or its result."""
         try:
             yielded = exchange.send(answer)
         except StopIteration as end:
-            return flat if end.value is None else end.value
-        if isinstance(yielded, Verdict):
-            raise HookRunError(f"the exchange of {compressor.name} asks for a verdict, but it is not transactional")
-        return yielded
+            return checked_result(end.value, compressor.name, flat)
+        if isinstance(yielded, Send):
+            return yielded
+        checked_yield(yielded, compressor.name)
+        raise HookRunError(f"the exchange of {compressor.name} asks for a verdict, but it is not transactional")
 
     step = go_on(None)
     if not isinstance(step, Send):
@@ -50,14 +61,24 @@ def reduce_at_once(
         done.set_result(step)
         return done
     if not step.last:
-        raise HookRunError(f"the exchange of {compressor.name} sends more than once, but it is not transactional")
+        raise HookRunError(
+            f"the exchange of {compressor.name}: put last=True on its only Send; a compressor that is not "
+            "transactional sends once"
+        )
+
+    pending = collective.start(step, group, counters, "" if counters is None else f"bucket {bucket.index}")
+    gathered = pending.answer if step.op == "gather" else None
 
     def finish(sent: torch.futures.Future[list[torch.Tensor]]) -> torch.Tensor:
-        result = go_on(sent.value()[0])
-        assert isinstance(result, torch.Tensor)
+        # The result of a sparse all-reduce is available only in the future.
+        # Runs in a thread of the backend: hold no reference to the process group here. If it were the last one, the
+        # group would end in its own thread, which aborts the process.
+        result = go_on(sent.value()[0] if gathered is None else gathered)
+        if isinstance(result, Send):
+            raise HookRunError(f"the exchange of {compressor.name} sends again after its last Send")
         return result
 
-    return collective.start(step, group, counters, f"bucket {bucket.index}").future().then(finish)
+    return pending.future().then(finish)
 
 
 def run_with_clocks(run: Callable[[], Future], device: torch.device, counters: Counters) -> Future:

@@ -6,12 +6,14 @@ Q of bucket k - 1. The last bucket runs all remaining rounds. The call for bucke
 flight.
 """
 
+import contextlib
 from collections.abc import Callable
 
 import torch
 
 from commhooks.comm.collective import Pending, Send, new_future
 from commhooks.compressors.base import Exchange
+from commhooks.engine.exchange_checks import checked_exchange, checked_result, checked_yield
 from commhooks.errors import HookRunError
 from commhooks.gradients.loss_scale import LossScale
 
@@ -22,17 +24,19 @@ class RunningExchange:
     """The exchange of one bucket, with its pending collective.
 
     Args:
-        exchange: not started yet.
+        exchange: what `Compressor.exchange` returned, not started yet.
         flat: the bucket's buffer.
+        name: of the compressor, for messages.
         issue: starts a collective for this bucket.
     """
 
-    def __init__(self, exchange: Exchange, flat: torch.Tensor, issue: Issue) -> None:
+    def __init__(self, exchange: Exchange, flat: torch.Tensor, issue: Issue, name: str) -> None:
         self.flat = flat
         self.result = flat
         """Holds the averaged gradient after the commit: the bucket, unless the exchange returns another tensor."""
         self.future = new_future(flat.device)
-        self._exchange = exchange
+        self._exchange = checked_exchange(exchange, name)
+        self._name = name
         self._issue = issue
         self._pending: Pending | None = None
         self._last_sent = False
@@ -65,26 +69,31 @@ class RunningExchange:
         try:
             self._exchange.send(good)
         except StopIteration as end:
-            if end.value is not None:
-                self.result = end.value
+            self.result = checked_result(end.value, self._name, self.flat)
             return
-        raise HookRunError("an exchange goes on after the verdict: it must yield one Verdict, and nothing after it")
+        raise HookRunError(
+            f"the exchange of {self._name} goes on after the verdict: it must yield one Verdict, and nothing after it"
+        )
 
     def close(self) -> None:
-        """Close the exchange of an abandoned pass."""
-        self._exchange.close()
+        """Close the exchange of an abandoned pass. Its exceptions are suppressed: they would hide the error that ended
+        the pass."""
+        with contextlib.suppress(Exception):
+            self._exchange.close()
 
     def _resume(self, answer: torch.Tensor | None) -> None:
         try:
             yielded = self._exchange.send(answer)
         except StopIteration:
             raise HookRunError(
-                "an exchange ended before its verdict: it must yield Verdict(finite) once, before it writes its state"
+                f"the exchange of {self._name} ended before its verdict: it must yield Verdict(finite) once, before it "
+                "writes its state"
             ) from None
-        if isinstance(yielded, Send):
-            self._pending, self._last_sent = self._issue(yielded), yielded.last
+        step = checked_yield(yielded, self._name)
+        if isinstance(step, Send):
+            self._pending, self._last_sent = self._issue(step), step.last
         else:
-            self._finite = yielded.finite
+            self._finite = step.finite
 
 
 class BackwardPass:

@@ -1,7 +1,7 @@
 """The bucket layouts that a session has seen, each with its plan and its workspace."""
 
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -29,9 +29,11 @@ class KnownBucket:
     used: bool = True
     """The layout occurs in the current backward pass, or in the latest one."""
 
-    @property
-    def compresses(self) -> bool:
-        return any(plan.compressed for plan in self.plans)
+    compresses: bool = field(init=False)
+    """Whether anything in the bucket is compressed."""
+
+    def __post_init__(self) -> None:
+        self.compresses = any(plan.compressed for plan in self.plans)
 
 
 class KnownBuckets:

@@ -156,7 +156,7 @@ class Session:
             step = state.step
         compressing = step >= start
         if compressing and self.counters.numel_before == 0:
-            logger.info("Start to apply %s after %s iterations.", self.compressor.title, state.step)
+            logger.info("Start to apply %s after %s iterations.", self.compressor.called, state.step)
         self._buckets.begin_pass()
         # Without a scaler the scale is 1; residuals saved with one are rescaled to it.
         loss_scale = usable(read_scale(self.binding.loss_scale), state.loss_scale)
@@ -168,7 +168,7 @@ class Session:
         first = not current.running
         if not first:
             devices = [current.running[0].flat.device, flat.device]
-            precision.check_one_device(devices, self.compressor.title)
+            precision.check_one_device(devices, self.compressor.called)
         known = self._buckets.find(bucket, first=first)
         group = resolve_group(self.binding.group())
         counters.bytes_uncompressed += flat.element_size() * bucket.numel_here
@@ -180,12 +180,12 @@ class Session:
         def issue(send: Send) -> Pending:
             return collective.start(send, group, counters, where)
 
-        if known.work is None or not current.compressing:
+        if not known.compresses or not current.compressing:
             exchange = average(flat, self.compressor.wire_dtype_for(flat.dtype), group.size())
         else:
             step = StepInfo(current.step, group.size(), current.residual_factor)
             exchange = self.compressor.exchange(flat, known.work, self.state, step)
-        return RunningExchange(exchange, flat, issue)
+        return RunningExchange(exchange, flat, issue, self.compressor.name)
 
     def _drain(self, current: BackwardPass) -> None:
         """End a pass: run all remaining rounds, then commit."""
@@ -272,7 +272,7 @@ class Session:
             logger.warning(
                 "%s: the residual of at least one rank is missing or belongs to another rank; all ranks start "
                 "from residuals of zero. Step and Q are kept.",
-                compressor.title,
+                compressor.called,
             )
         self._agreed = True
 

@@ -12,6 +12,7 @@ from commhooks.comm.collective import Send
 from commhooks.compressors.base import Compressor, Exchange, StepInfo, Verdict
 from commhooks.compressors.plan import ParameterInfo, UnitPlan
 from commhooks.engine.state import LearnedState
+from commhooks.errors import HookRunError
 from commhooks.gradients import precision
 from commhooks.gradients.layout import BucketLayout, read_layout
 
@@ -58,7 +59,12 @@ class SimulatedRanks:
                 self.bytes_sent += sends[0].tensor.numel() * sends[0].tensor.element_size()
                 answers = _reduce(sends)
                 yielded = [each.send(answer) for each, answer in zip(exchanges, answers, strict=True)]
-            good = all(bool(each.finite) for each in yielded if isinstance(each, Verdict))
+            verdicts = {bool(each.finite) for each in yielded if isinstance(each, Verdict)}
+            if len(verdicts) > 1:
+                raise HookRunError(
+                    "the ranks come to different verdicts: a Verdict must depend on reduced numbers only"
+                )
+            good = verdicts.pop()
             for each, state in zip(exchanges, self.states, strict=True):
                 _finish(each, good)
                 state.step += good

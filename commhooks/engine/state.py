@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from commhooks.compressors.state_field import StateField
+from commhooks.errors import HookConfigError
 from commhooks.gradients.loss_scale import LossScale
 
 Entries = dict[str, dict[str, torch.Tensor]]
@@ -39,7 +40,15 @@ class LearnedState:
 
     @classmethod
     def of(cls, fields: Iterable[StateField]) -> "LearnedState":
-        """Empty state of a compressor with these fields."""
+        """Empty state of a compressor with these fields.
+
+        Raises:
+            HookConfigError: two fields have the same key.
+        """
+        fields = list(fields)
+        keys = [each.key for each in fields]
+        if len(set(keys)) < len(keys):
+            raise HookConfigError(f"state_fields: the keys {keys} are not all different")
         return cls(local=frozenset(each.key for each in fields if not each.replicated))
 
     def __getitem__(self, key: str) -> dict[str, torch.Tensor]:

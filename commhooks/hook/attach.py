@@ -23,7 +23,7 @@ from commhooks.gradients.names import ModelNames
 from commhooks.hook.comm_hook import CommHook
 from commhooks.hook.learning_hook import LearningHook
 from commhooks.hook.request import HookRequest
-from commhooks.hook.request_check import check_requests, describe_model, describe_request
+from commhooks.hook.request_check import Asked, check_requests, describe_model, describe_request
 from commhooks.hook.runner import Runner
 from commhooks.hook.stateless_hook import StatelessHook
 from commhooks.hook.user_hook import UserHook
@@ -131,7 +131,8 @@ def attach_request(
     # All parameters may have been frozen after wrapping; `check_requests` finds out whether on all ranks.
     device = next(iter([*names.known().values(), *ddp_model.module.parameters()])).device
     described = describe_request(request, runner.options, loss_scale is not None)
-    check_requests(described, describe_model(ddp_model), cannot, group, device)
+    plan = [repr(row) for row in runner.plan().parameters]
+    check_requests(Asked(described, describe_model(ddp_model), plan), cannot, group, device)
     if not names.known():
         raise AttachError(
             "no parameter of this model is reduced by DDP (all are frozen, ignored or delayed), so a communication "
@@ -232,7 +233,7 @@ def _warn_if_never_reached(compressor: Compressor[Any], total_steps: int | None,
         logger.warning(
             "%s begins after %s steps, but this run has only %s: nothing will be compressed. Set "
             "%s to a smaller number, or to a fraction of the run.",
-            compressor.title or compressor.name,
+            compressor.called,
             start,
             total_steps,
             option,

@@ -82,7 +82,7 @@ class LearningHook(Runner):
 
     def check_here(self, parameters: Mapping[str, torch.Tensor]) -> None:
         compressor = self._session.compressor
-        precision.check_one_device((p.device for p in parameters.values()), compressor.title or compressor.name)
+        precision.check_one_device((p.device for p in parameters.values()), compressor.called)
         for device, dtype in {(p.device, p.dtype) for p in parameters.values()}:
             compressor.check_here(device, dtype)
 

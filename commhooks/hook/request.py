@@ -56,7 +56,7 @@ def available_hooks() -> dict[str, dict[str, Any]]:
     hooks: dict[str, dict[str, Any]] = {}
     for name, compressor in COMPRESSORS.items():
         hooks[name] = {
-            "description": (compressor.Config.__doc__ or "").strip().splitlines()[0],
+            "description": ((compressor.Config.__doc__ or "").strip().splitlines() or [""])[0],
             "options": dataclasses.asdict(compressor.Config()),
         }
     for name, factory in FACTORIES.items():
@@ -192,7 +192,7 @@ class HookRequest:
                 raise HookConfigError(
                     f"hook_state={hook_state!r} with {function.__name__}; expected a "
                     f"commhooks.{drop_in.state_class.__name__}, or no state for one with the defaults of "
-                    f"commhooks.{COMPRESSORS[name].title}"
+                    f"commhooks.{COMPRESSORS[name].Config.__name__}"
                 )
         return cls(name, function=function, hook_state=hook_state, **common)
 

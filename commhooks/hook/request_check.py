@@ -5,6 +5,7 @@ numbers.
 """
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -42,14 +43,25 @@ def describe_model(ddp_model: DistributedDataParallel) -> list[str]:
     ]
 
 
+@dataclass(frozen=True)
+class Asked:
+    """A rank's request, model and plan as text, to compare them between ranks.
+
+    Attributes:
+        request: see `describe_request`.
+        model: see `describe_model`.
+        plan: one line per parameter: whether and how it is compressed.
+    """
+
+    request: str
+    model: list[str]
+    plan: list[str]
+
+
 def check_requests(
-    request: str,
-    model: list[str],
-    cannot: HookConfigError | None,
-    group: dist.ProcessGroup,
-    device: torch.device,
+    asked: Asked, cannot: HookConfigError | None, group: dist.ProcessGroup, device: torch.device
 ) -> None:
-    """Compare requests and models over the ranks of `group`. All of its ranks must call this.
+    """Compare requests, models and plans over the ranks of `group`. All of its ranks must call this.
 
     `cannot`: the reason why this rank's machine cannot run the hook; None if it can.
 
@@ -59,10 +71,11 @@ def check_requests(
         HookConfigError: `cannot`, if no rank can run the hook.
         HookRunError: another rank has failed, or did not take part within the process group's timeout.
     """
-    row = [agreement_key(request), agreement_key(*model), int(cannot is not None)]
+    request, model = asked.request, asked.model
+    row = [agreement_key(request), agreement_key(*model), agreement_key(*asked.plan), int(cannot is not None)]
     own = torch.tensor(row, dtype=torch.int64, device=device)
     table = gather_rows(own, group, None, _WHAT) if group.size() > 1 else own[None]
-    requests, models, unable = table.t().tolist()
+    requests, models, plans, unable = table.t().tolist()
     if len(set(requests)) > 1:
         texts = _gather_texts(request, group, device)
         raise AttachError(
@@ -73,6 +86,12 @@ def check_requests(
     if len(set(models)) > 1:
         lines = [text.split("\n") for text in _gather_texts("\n".join(model), group, device)]
         raise AttachError(f"the ranks have different models: {_first_difference(lines)}")
+    if len(set(plans)) > 1:
+        lines = [text.split("\n") for text in _gather_texts("\n".join(asked.plan), group, device)]
+        raise AttachError(
+            f"the ranks compress different things: {_first_difference(lines)}. A compressor must decide from names, "
+            "shapes and options alone"
+        )
     if cannot is not None and all(unable):
         raise cannot
     if any(unable):

@@ -12,6 +12,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from commhooks.comm.collective import gather_rows
+from commhooks.errors import AttachError, HookConfigError
 from commhooks.hook.attach import attach
 from commhooks.hook.comm_hook import CommHook
 from commhooks.tools.doctor.check import BatchFn
@@ -138,7 +139,12 @@ class Rounds:
         self._random_state.restore()  # every candidate gets the same batches
         ddp_model = copy_of(self._ddp_model)
         candidate = measured.candidate
-        hook = attach(ddp_model, candidate.hook, hook_options=candidate.options or None, process_group=self._group)
+        try:
+            hook = attach(ddp_model, candidate.hook, hook_options=candidate.options or None, process_group=self._group)
+        except (HookConfigError, AttachError) as error:  # raised on all ranks
+            self._progress(f"{candidate.label} cannot run here: {error}")
+            measured.useless = True
+            return weakref.ref(next(ddp_model.parameters()))
         plan = hook.plan()
         if plan.selective and plan.parameters and not plan.compressed:
             measured.useless = True

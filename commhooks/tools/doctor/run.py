@@ -103,6 +103,10 @@ def _candidates(powersgd_ranks: Sequence[int], options: Mapping[str, Any]) -> li
         for name, compressor in COMPRESSORS.items()
         for trial in compressor.trials(powersgd_ranks, options)
     ]
+    labels = [each.label for each in candidates]
+    for label in labels:
+        if labels.count(label) > 1:
+            raise DoctorError(f"two hooks offer a trial with the label {label!r}; see Compressor.trials")
     return sorted(candidates, key=lambda each: each.label != NOOP)  # noop, the largest possible gain, comes first
 
 

@@ -9,7 +9,15 @@ from typing import Any
 import torch
 
 from commhooks.checkpoint import parts as payload_parts
-from commhooks.checkpoint.checks import check_header, check_learned, check_range, check_world_size, factor_keys, shown
+from commhooks.checkpoint.checks import (
+    bucket_keys,
+    check_header,
+    check_learned,
+    check_range,
+    check_world_size,
+    factor_keys,
+    shown,
+)
 from commhooks.errors import PayloadError
 from commhooks.tools.named_model import UnreadableFileError, load_plain
 
@@ -106,6 +114,12 @@ def _inspect(path: Path, keys: tuple[str, ...], payload: dict[str, Any]) -> dict
         report["batched_q"] = [
             {"name": name, "shape": list(q.shape), "size_bytes": _size(q)} for name, q in header["batched_q"].items()
         ]
+        others = [
+            {"name": name, "shape": list(each.shape), "size_bytes": _size(each)}
+            for key in bucket_keys(header)
+            for name, each in header[key].items()
+        ]
+        report["batched_q"] += others
         report["size_bytes"] = sum(each["size_bytes"] for each in report["parameters"] + report["batched_q"])
     return report
 

@@ -1,0 +1,262 @@
+"""What the author of a compressor can get wrong ends in an error that names it, never in a hang or a wrong result."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, ClassVar
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from ddp_steps import backward, mlp, process_group_of_one, wrap
+from workers import RanksFailed
+
+import commhooks
+from commhooks import HookConfigError, HookRunError, PayloadError
+from commhooks.compressors import registry
+from commhooks.engine.simulation import SimulatedRanks
+
+
+@pytest.fixture(autouse=True)
+def registered_again() -> Iterator[None]:
+    with mock.patch.dict(registry.COMPRESSORS):
+        yield
+
+
+def compressor(exchange: Any, **attributes: Any) -> type[commhooks.Compressor[Any]]:
+    """A registered compressor of every matrix, with this exchange."""
+
+    @dataclass(frozen=True, kw_only=True)
+    class Config(commhooks.HookConfig):
+        """For a test."""
+
+        hook_name: ClassVar[str] = "of_a_test"
+
+    def plan_parameter(self: Any, info: commhooks.ParameterInfo) -> commhooks.UnitPlan:
+        return commhooks.UnitPlan(info.name, tuple(info.parameter.shape), info.numel, info.parameter.dtype, True, "", 1)
+
+    members = {"Config": Config, "exchange": exchange, "plan_parameter": plan_parameter, **attributes}
+    return commhooks.register_compressor(type("OfATest", (commhooks.Compressor,), members))
+
+
+def average(self: Any, flat: Any, work: Any, state: Any, step: Any) -> Any:
+    reduced = yield commhooks.Send(flat.div_(step.world_size), "all", last=True)
+    yield commhooks.Verdict(reduced.isfinite().all())
+
+
+def run(made: Any) -> None:
+    with process_group_of_one():
+        ddp = wrap(mlp())
+        commhooks.attach(ddp, made)
+        backward(ddp, 0)
+
+
+def no_generator(self: Any, flat: Any, work: Any, state: Any, step: Any) -> Any:
+    return None
+
+
+def a_tuple(self: Any, flat: Any, work: Any, state: Any, step: Any) -> Any:
+    yield flat, "P"
+
+
+def no_verdict(self: Any, flat: Any, work: Any, state: Any, step: Any) -> Any:
+    yield commhooks.Send(flat, last=True)
+
+
+def a_bool(self: Any, flat: Any, work: Any, state: Any, step: Any) -> Any:
+    yield commhooks.Send(flat, last=True)
+    yield commhooks.Verdict(True)
+
+
+def goes_on(self: Any, flat: Any, work: Any, state: Any, step: Any) -> Any:
+    yield from average(self, flat, work, state, step)
+    yield commhooks.Send(flat)
+
+
+def too_short(self: Any, flat: Any, work: Any, state: Any, step: Any) -> Any:
+    yield from average(self, flat, work, state, step)
+    return flat[:3]
+
+
+def once(self: Any, flat: Any, work: Any, state: Any, step: Any) -> Any:
+    yield commhooks.Send(flat)
+
+
+def with_state(self: Any, flat: Any, work: Any, state: Any, step: Any) -> Any:
+    state["residual"]["x"] = flat
+    yield commhooks.Send(flat, last=True)
+
+
+@pytest.mark.parametrize(
+    ("exchange", "attributes", "text"),
+    [
+        (no_generator, {}, "the exchange of of_a_test is a NoneType, not a generator"),
+        (a_tuple, {}, "yields a tuple; expected Send or Verdict"),
+        (no_verdict, {}, "ended before its verdict: it must yield Verdict"),
+        (a_bool, {}, r"yields Verdict\(True\); expected a bool tensor without dimensions"),
+        (goes_on, {}, "goes on after the verdict"),
+        (too_short, {}, r"returns a tensor of shape \(3,\); expected None"),
+        (average, {"transactional": False}, "asks for a verdict, but it is not transactional"),
+        (once, {"transactional": False}, "put last=True on its only Send"),
+        (with_state, {"transactional": False}, r"state\['residual'\]: a compressor that is not transactional"),
+    ],
+)
+def test_a_malformed_exchange(exchange: Any, attributes: dict[str, Any], text: str) -> None:
+    with pytest.raises((HookRunError, RuntimeError), match=text):
+        run(compressor(exchange, **attributes))
+
+
+def test_a_workspace_of_none_is_a_workspace() -> None:
+    seen = []
+
+    def watched(self: Any, flat: Any, work: Any, state: Any, step: Any) -> Any:
+        seen.append(work)
+        yield from average(self, flat, work, state, step)
+
+    run(compressor(watched, workspace=lambda self, layout, plans: None))
+    assert seen and not any(seen)
+
+
+def test_all_ranks_rows_are_gathered_at_once(run_ranks: Any) -> None:
+    run_ranks(_gathered)
+
+
+def _gathered() -> None:
+    def gathers(self: Any, flat: Any, work: Any, state: Any, step: Any) -> Any:
+        rows = yield commhooks.Send(flat.clone(), op="gather", last=True)
+        assert rows.shape == (dist.get_world_size(), len(flat))
+        flat.copy_(rows.mean(0))
+
+    with mock.patch.dict(registry.COMPRESSORS):
+        ours, plain = wrap(mlp()), wrap(mlp())
+        hook = commhooks.attach(ours, compressor(gathers, transactional=False))
+        for model in (ours, plain):
+            backward(model, 0)
+        for a, b in zip(ours.parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(a.grad, b.grad)
+        assert not hook.plan().selective
+
+
+def _different_plans() -> None:
+    def plan_parameter(self: Any, info: commhooks.ParameterInfo) -> commhooks.UnitPlan:
+        plan = commhooks.UnitPlan.left_alone(info, "no")
+        compressed = dist.get_rank() == 0
+        return commhooks.UnitPlan(plan.name, plan.shape, plan.numel, plan.dtype, compressed, "", 1)
+
+    with mock.patch.dict(registry.COMPRESSORS):
+        commhooks.attach(wrap(mlp()), compressor(average, plan_parameter=plan_parameter))
+
+
+def test_plans_that_differ_between_ranks(run_ranks: Any) -> None:
+    with pytest.raises(RanksFailed, match="the ranks compress different things: parameter 0 is .* on rank 1"):
+        run_ranks(_different_plans)
+
+
+def test_a_verdict_on_its_own_numbers_is_seen_in_the_simulation() -> None:
+    def local(self: Any, flat: Any, work: Any, state: Any, step: Any) -> Any:
+        own = flat.isfinite().all()
+        yield commhooks.Send(flat, last=True)
+        yield commhooks.Verdict(own)
+
+    made = compressor(local)
+    ranks = SimulatedRanks(lambda: made(made.Config()), 2, {"w": torch.zeros(4, 4)})
+    with pytest.raises(HookRunError, match="the ranks come to different verdicts"):
+        ranks.step([torch.ones(16), torch.full((16,), float("nan"))])
+
+
+# ---- registration and fields -----------------------------------------------------------------------------------------
+
+
+def _config(**members: Any) -> type[Any]:
+    made = type("Config", (commhooks.HookConfig,), {"__annotations__": {}, "hook_name": "mine", **members})
+    return dataclass(frozen=True, kw_only=True)(made)
+
+
+@pytest.mark.parametrize(
+    ("members", "text"),
+    [
+        ({"Config": None}, "its Config is None; expected a dataclass"),
+        ({"Config": type("Plain", (commhooks.HookConfig,), {"hook_name": "mine"})}, "is not a dataclass: decorate it"),
+        ({"Config": _config(hook_name=None)}, "has no hook_name"),
+        ({"Config": _config(hook_name="power sgd")}, "expected a word without ':' and spaces"),
+        ({"Config": _config(hook_name="powersgd")}, "the name 'powersgd' is taken by 'powerSGD'"),
+        ({"Config": _config(aliases=("fp16",))}, "the name 'fp16' is taken by 'fp16_compress'"),
+        ({"Config": _config(aliases="fp16")}, "expected a tuple of names"),
+        ({"Config": _config(start_option="start")}, "start_option='start' is not one of the options"),
+        ({"Config": _config(), "exchange": None}, "does not define exchange"),
+        (
+            {"Config": _config(), "transactional": False, "state_fields": (commhooks.RESIDUAL,)},
+            "with transactional=False it learns nothing",
+        ),
+    ],
+)
+def test_what_cannot_be_registered(members: dict[str, Any], text: str) -> None:
+    members = {"exchange": average} | members
+    if members["exchange"] is None:
+        del members["exchange"]
+    with pytest.raises(HookConfigError, match=text):
+        commhooks.register_compressor(type("Mine", (commhooks.Compressor,), members))
+    assert "mine" not in registry.COMPRESSORS
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ({"key": "shape"}, "keeps something else under this key"),
+        ({"key": "q"}, "keeps something else under this key"),
+        ({"key": "residual"}, "is each rank's own: use RESIDUAL"),
+        ({"key": "momentum", "replicated": False}, "Use RESIDUAL"),
+    ],
+)
+def test_fields_that_no_checkpoint_can_hold(arguments: dict[str, Any], text: str) -> None:
+    with pytest.raises(ValueError, match=text):
+        commhooks.StateField(**arguments)
+
+
+class _Doubles(commhooks.StateField):
+    def dtype(self, plan: commhooks.UnitPlan) -> torch.dtype:
+        return torch.float64
+
+
+def test_a_field_comes_back_as_it_was(run_ranks: Any) -> None:
+    """In its own dtype, and a damaged one is refused before anything changes."""
+
+    def remembers(self: Any, flat: Any, work: Any, state: Any, step: Any) -> Any:
+        layout, _ = work
+        reduced = yield commhooks.Send(flat.div_(step.world_size), "all", last=True)
+        good = yield commhooks.Verdict(reduced.isfinite().all())
+        for slot in layout.slots if good else ():
+            state["mean"][slot.name] = slot.of(reduced).double() / 3
+
+    made = compressor(remembers, state_fields=(_Doubles("mean"),))
+    with process_group_of_one():
+        ddp = wrap(mlp())
+        hook = commhooks.attach(ddp, made)
+        backward(ddp, 0)
+        saved = hook.state_dict()
+        again = commhooks.attach(wrap(mlp()), made)
+        again.load_state_dict(saved)
+        for name, entry in again.state_dict()["parameters"].items():
+            assert entry["mean"].dtype == torch.float64
+            assert torch.equal(entry["mean"], saved["parameters"][name]["mean"])
+        saved["parameters"]["0.weight"]["mean"] = torch.zeros(3)
+        with pytest.raises(
+            PayloadError, match="parameters\\['0.weight'\\]\\['mean'\\] does not fit|it has a mean of 3"
+        ):
+            again.load_state_dict(saved)
+        assert again.stats()["step"] == 1
+
+
+def test_a_start_that_no_config_takes_changes_nothing() -> None:
+    with process_group_of_one():
+        ddp = wrap(mlp())
+        hook = commhooks.attach(ddp, "powerSGD", hook_options={"start_powerSGD_iter": 1})
+        for step in range(3):
+            backward(ddp, step)
+        saved = hook.state_dict()
+        with mock.patch("commhooks.compressors.base.Compressor.with_start", side_effect=HookConfigError("not so")):
+            with pytest.raises(PayloadError, match="not so"):
+                hook.load_state_dict({**saved, "step": 77})
+        assert hook.stats()["step"] == 3

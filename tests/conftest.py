@@ -6,10 +6,12 @@ import atexit
 import os
 import shutil
 import signal
+import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import clean_env  # of examples/, where the demo has it from too
 import pytest
@@ -88,6 +90,17 @@ def clean_environment() -> Iterator[None]:
     _set_environ(before)
     yield
     _set_environ(before)
+
+
+@pytest.fixture(autouse=True)
+def registries_as_before() -> Iterator[None]:
+    """Hooks and compressors that a test registers in this process end with it."""
+    registry = sys.modules.get("commhooks.compressors.registry")
+    if registry is None:
+        yield
+        return
+    with mock.patch.dict(registry.COMPRESSORS), mock.patch.dict(registry.FACTORIES):
+        yield
 
 
 @pytest.fixture(autouse=True)

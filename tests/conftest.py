@@ -6,12 +6,10 @@ import atexit
 import os
 import shutil
 import signal
-import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import clean_env  # of examples/, where the demo has it from too
 import pytest
@@ -37,6 +35,7 @@ _set_environ(clean_env.cleaned(os.environ, _hf_home, keep_cuda=KEEP_CUDA))
 
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
+from registries import registries_as_before  # noqa: E402
 from workers import WorkerPool  # noqa: E402
 from xdist.scheduler import LoadFileScheduling  # noqa: E402
 
@@ -93,13 +92,8 @@ def clean_environment() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
-def registries_as_before() -> Iterator[None]:
-    """Hooks and compressors that a test registers in this process end with it."""
-    registry = sys.modules.get("commhooks.compressors.registry")
-    if registry is None:
-        yield
-        return
-    with mock.patch.dict(registry.COMPRESSORS), mock.patch.dict(registry.FACTORIES):
+def forgotten_registrations() -> Iterator[None]:
+    with registries_as_before():
         yield
 
 

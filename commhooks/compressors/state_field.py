@@ -72,7 +72,8 @@ class StateField:
 
     def problem(self, value: torch.Tensor, plan: UnitPlan) -> str | None:
         """An error message if `value` cannot belong to this unit, else None."""
-        if value.numel() != plan.numel:
+        # A field of another shape, which may depend on options, is refitted or starts afresh instead.
+        if self.shape(plan) == (plan.numel,) and value.numel() != plan.numel:
             shape = tuple(plan.shape)
             return f"a {self.key} of {value.numel()} numbers for parameter {plan.name}, which has shape {shape}"
         return None

@@ -48,6 +48,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import warm
+from registries import registries_as_before
 
 MAX_WORLD_SIZE = 4
 START_TIMEOUT_S = 120.0  # importing torch on a busy machine, not part of a task's limit
@@ -363,7 +364,8 @@ def _call(payload: bytes, rank: int, world_size: int, store: str | None) -> tupl
                     world_size=world_size,
                     timeout=timedelta(seconds=GROUP_TIMEOUT_S),
                 )
-            return _to_bytes(fn(*args, **kwargs)), None
+            with registries_as_before():
+                return _to_bytes(fn(*args, **kwargs)), None
     except BaseException as error:  # SystemExit and pytest's own exceptions too: the worker must live on
         failure = RankFailure(type(error).__name__, str(error), traceback.format_exc())
         # A failed rank says goodbye at once: the ranks that wait for it in a collective get an error, not a time-out.

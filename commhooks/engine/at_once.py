@@ -40,7 +40,7 @@ def reduce_at_once(
         HookRunError: the exchange yields a `Verdict`, or sends more than once.
     """
     flat = bucket.flat
-    number = 0 if counters is None else counters.backward_passes
+    number = 0 if counters is None else max(0, counters.backward_passes - 1)  # those before this one
     made = compressor.exchange(flat, None, _NO_STATE, StepInfo(number, group.size()))
     exchange = checked_exchange(made, compressor.name)
 

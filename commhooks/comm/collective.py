@@ -3,6 +3,7 @@
 import contextlib
 import hashlib
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -31,6 +32,9 @@ class Send:
     op: Op = "sum"
     last: bool = False
     """The last collective of its exchange: the engine waits for it only after all buckets have been sent."""
+    meanwhile: Callable[[], None] | None = None
+    """Work that neither needs the result nor touches `tensor`: called as soon as the collective is on its way, so that
+    an accelerator does it while the network is busy."""
 
     @property
     def numel_here(self) -> int:
@@ -105,6 +109,8 @@ def start(send: Send, group: dist.ProcessGroup, counters: Counters | None, where
         raise lost(what, group, error) from error
     if counters is not None:
         counters.sent(numel, send.tensor.element_size())
+    if send.meanwhile is not None:
+        send.meanwhile()
     return Pending(answer, work, what, group, counters)
 
 

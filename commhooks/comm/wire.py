@@ -53,15 +53,16 @@ def put_overflow(gradient: torch.Tensor, out: torch.Tensor) -> None:
         out.add_(torch.where(torch.maximum(-low, high) > limit, float("nan"), 0.0).to(out.dtype))
 
 
-def put_projection(factor: torch.Tensor, out: torch.Tensor, world_size: int) -> None:
+def put_projection(factor: torch.Tensor, out: torch.Tensor, world_size: int, *, rank: int | None = None) -> None:
     """Write Q (`... x r x m`) divided by the world size to `out`, and replace `factor` by the sent values times the
     world size.
 
     The residual is computed from the new `factor`, so error feedback includes rounding and clamping. An inf is an
     overflow of this product, because an inf in the gradient shows in P; it is clamped, too. The limit is the largest
     share divided by sqrt(r), so that an element of P Q^T, a sum of r products, fits into a bucket of the wire dtype.
+    `rank`: r, for factors that are packed into one dimension.
     """
-    limit = largest_share(out.dtype, world_size) / math.sqrt(factor.shape[-2])
+    limit = largest_share(out.dtype, world_size) / math.sqrt(factor.shape[-2] if rank is None else rank)
     _put(_share(factor, out, world_size).clamp_(-limit, limit), out)
     factor.copy_(out)
     factor.mul_(world_size)
@@ -97,4 +98,4 @@ def all_finite(reduced: torch.Tensor) -> torch.Tensor:
     if reduced.numel() == 0:
         return torch.ones((), dtype=torch.bool, device=reduced.device)
     low, high = torch.aminmax(reduced)
-    return torch.isfinite(low) & torch.isfinite(high)
+    return torch.maximum(-low, high) < float("inf")

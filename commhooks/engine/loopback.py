@@ -71,4 +71,6 @@ def _resumed(exchange: Exchange, answer: Any) -> Send | Verdict | None:
 def _answer(yielded: Send | Verdict, device: torch.device) -> Any:
     if isinstance(yielded, Verdict):
         return True if precision.is_host_readable(device) else yielded.finite
+    if yielded.meanwhile is not None:
+        yielded.meanwhile()
     return yielded.tensor[None] if yielded.op == "gather" else yielded.tensor

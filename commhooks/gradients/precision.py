@@ -61,7 +61,8 @@ def full_precision(device: torch.device) -> Iterator[None]:
             saved.append((switch, precision))
             switch.fp32_precision = "ieee"
     try:
-        with torch.no_grad(), torch.autocast(device.type, enabled=False):
+        has_autocast = torch.amp.is_autocast_available(device.type)
+        with torch.no_grad(), torch.autocast(device.type, enabled=False) if has_autocast else contextlib.nullcontext():
             yield
     finally:
         for switch, precision in saved:

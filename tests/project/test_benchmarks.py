@@ -103,6 +103,17 @@ def test_convergence(tmp_path):
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
+def test_launches(tmp_path):
+    """Bounds a little above today's counts: a change that adds operators per matrix or per rank shows."""
+    rows = _run("launches", tmp_path, "--models", "resnet50", "gpt2", "--ranks", "1", "4", "16")
+    bounds = {"resnet50": (790, 1100), "gpt2": (1320, 1280)}
+    for model, (operators, views) in bounds.items():
+        for hook, more in (("powerSGD", 1.0), ("fp16 wire", 1.09), ("same shape", 1.0), ("one bucket", 0.65)):
+            low, *higher = [row for row in rows if row["model"] == model and row["hook"] == hook]
+            assert low["rank"] == 1 and low["operators"] <= more * operators and low["views"] <= views, low
+            assert all(row["operators"] <= low["operators"] and row["views"] <= low["views"] for row in higher), hook
+
+
 def test_gpu_without_a_gpu(tmp_path):
     """The suite hides the devices."""
     if "CUDA_VISIBLE_DEVICES" not in os.environ:

@@ -55,9 +55,9 @@ def orthonormal_rows(rows: torch.Tensor, refill: torch.Tensor | None) -> tuple[t
     return basis.t(), missing
 
 
-# A row is weak if less than 1/100 of its norm (1e-4 of the square) is independent of the rows before it. `_NUDGE` times
+# A row is weak if less than 1/100 of its norm is independent of the rows before it. `_NUDGE` times
 # a random row is added to it.
-_WEAK, _NUDGE = 1e-4, 1e-6
+_WEAK, _NUDGE = 1e-2, 1e-6
 
 
 def orthonormal_stack(rows: torch.Tensor, refill: torch.Tensor) -> torch.Tensor:
@@ -78,9 +78,9 @@ def orthonormal_stack(rows: torch.Tensor, refill: torch.Tensor) -> torch.Tensor:
     """
     rows, _ = unit_stack(torch.nan_to_num(rows, nan=0.0, posinf=0.0, neginf=0.0))
     triangle, failed = _triangle(rows)
-    weak = (triangle.diagonal(dim1=1, dim2=2).square() < _WEAK) | (failed != 0).unsqueeze(-1)
-    rows, _ = unit_stack(torch.where(weak.unsqueeze(-1), torch.add(rows, refill, alpha=_NUDGE), rows))
-    for _ in range(4):
+    weak = (triangle.diagonal(dim1=1, dim2=2) < _WEAK) | (failed != 0).unsqueeze(-1)
+    rows, _ = unit_stack(rows.addcmul_(refill, weak.unsqueeze(-1), value=_NUDGE))
+    for _ in range(3):
         rows = torch.linalg.solve_triangular(_triangle(rows)[0], rows, upper=False)
     return rows
 

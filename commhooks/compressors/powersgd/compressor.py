@@ -15,6 +15,7 @@ from commhooks.compressors.powersgd import codec, fields, fused_codec
 from commhooks.compressors.powersgd.alternating_exchange import AlternatingExchange
 from commhooks.compressors.powersgd.config import BatchedPowerSGD, PowerSGD
 from commhooks.compressors.powersgd.device_exchange import DeviceExchange
+from commhooks.compressors.powersgd.device_workspace import DeviceWorkspace
 from commhooks.compressors.powersgd.host_exchange import HostExchange
 from commhooks.compressors.powersgd.matrix import Matrix
 from commhooks.compressors.powersgd.plan import MatrixPlan, memory_plan, plan_bucket, plan_parameter
@@ -71,23 +72,23 @@ class _LowRank(Compressor[AnyPowerSGD]):
             error_feedback=self.config.use_error_feedback,
         )
 
-    def exchange(self, flat: torch.Tensor, work: Workspace, state: State, step: StepInfo) -> Exchange:
-        kind: type[HostExchange]
-        if work.stacks:
-            kind = DeviceExchange
-        else:
-            kind = AlternatingExchange if self.config.alternate else HostExchange
-        return kind(flat, work, state, step, error_feedback=self.config.use_error_feedback).run()
+    def exchange(self, flat: torch.Tensor, work: Workspace | DeviceWorkspace, state: State, step: StepInfo) -> Exchange:
+        error_feedback = self.config.use_error_feedback
+        if isinstance(work, DeviceWorkspace):
+            return DeviceExchange(flat, work, state, step, error_feedback=error_feedback).run()
+        kind = AlternatingExchange if self.config.alternate else HostExchange
+        return kind(flat, work, state, step, error_feedback=error_feedback).run()
 
-    def _new_workspace(self, layout: BucketLayout, matrices: list[Matrix]) -> Workspace:
+    def _new_workspace(self, layout: BucketLayout, matrices: list[Matrix]) -> Workspace | DeviceWorkspace:
         setup = WorkspaceSetup(
             self.wire_dtype_for(layout.dtype),
             Draws(self.config.random_seed, self.config.warm_start),
             fused=self.config.fused,
-            stacked=not precision.is_host_readable(layout.device) and not self.config.alternate,
             stack_deltas=self.config.batch_tensors_with_same_shape,
         )
-        return Workspace(layout, matrices, setup)
+        if self.config.alternate or precision.is_host_readable(layout.device):
+            return Workspace(layout, matrices, setup)
+        return DeviceWorkspace(layout, matrices, setup)
 
 
 class PowerSGDCompressor(_LowRank[PowerSGD]):
@@ -106,7 +107,7 @@ class PowerSGDCompressor(_LowRank[PowerSGD]):
     def plan_parameter(self, info: ParameterInfo) -> UnitPlan:
         return plan_parameter(info, self.config)
 
-    def workspace(self, layout: BucketLayout, plans: Sequence[UnitPlan]) -> Workspace:
+    def workspace(self, layout: BucketLayout, plans: Sequence[UnitPlan]) -> Workspace | DeviceWorkspace:
         matrices = [
             Matrix(plan.name, (slot,), plan.n, plan.m, plan.rank)
             for plan, slot in zip(plans, layout.slots, strict=True)
@@ -153,7 +154,7 @@ class BatchedPowerSGDCompressor(_LowRank[BatchedPowerSGD]):
     def trials(cls, ranks: Sequence[int], options: Mapping[str, Any]) -> Sequence[Trial]:
         return ()  # usually less accurate than PowerSGD per parameter, and not faster
 
-    def workspace(self, layout: BucketLayout, plans: Sequence[UnitPlan]) -> Workspace:
+    def workspace(self, layout: BucketLayout, plans: Sequence[UnitPlan]) -> Workspace | DeviceWorkspace:
         (plan,) = plans
         assert isinstance(plan, MatrixPlan)
         return self._new_workspace(layout, [Matrix(plan.key, layout.slots, plan.n, plan.m, plan.rank)])

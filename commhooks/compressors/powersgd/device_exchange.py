@@ -1,139 +1,190 @@
-"""One bucket on an accelerator: the steps of `HostExchange`, for all matrices of one shape at once.
+"""One bucket on an accelerator: the steps of `HostExchange`, for all matrices at once.
 
-The host queues a few kernels per shape and never synchronises with the device; masks replace branches.
+The host never synchronises with the device, and masks replace branches. Per matrix, or per shape with deltas of their
+own, run seven kernels that read or write it: gradient's maximum, sum with the residual, P, Q, new residual, its mask,
+gradient. Everything else works on the packed factors of the whole bucket, so the number of kernels depends neither on
+the number of layers nor on the rank.
 """
-
-from collections.abc import Callable
 
 import torch
 
-from commhooks.comm.wire import largest_gradient, put_factor, put_projection
-from commhooks.compressors.powersgd import codec
-from commhooks.compressors.powersgd.host_exchange import HostExchange
-from commhooks.compressors.powersgd.matrix_stack import MatrixStack
+from commhooks.comm.wire import all_finite, largest_gradient, put_factor, put_plain, put_projection
+from commhooks.compressors.base import Exchange, Send, State, StepInfo, Verdict
+from commhooks.compressors.powersgd.device_workspace import DeviceWorkspace
 from commhooks.gradients.loss_scale import is_one
 
+Blocks = list[tuple[slice, torch.Tensor]]
 
-class DeviceExchange(HostExchange):
+
+class DeviceExchange:
     """One bucket of one backward pass. Works on any device. Results equal those of `HostExchange` up to rounding if the
-    rows of P are independent (see `codec.orthonormal_stack`)."""
+    rows of P are independent (see `codec.orthonormal_stack`). For the arguments see `HostExchange`."""
+
+    def __init__(
+        self, flat: torch.Tensor, work: DeviceWorkspace, state: State, step: StepInfo, *, error_feedback: bool
+    ) -> None:
+        self._work = work
+        self._residuals = state["residual"]
+        self._learned_q = state["q"]
+        self._error_feedback = error_feedback
+        self._world_size = step.world_size
+        self._step = step.number
+        self._residual_factor = step.residual_factor
+        pieces = flat.split([stop - start for start, stop in work.spans])
+        self._plain = [pieces[i] for i in work.place_of_plain]
+        gradients = [pieces[i] for i in work.place_of_matrix]
+        self._gradients = [gradients[x.first : x.first + len(x)] for x in work.stacks]
+        self._blocks: list[Blocks] = [x.blocks(own) for x, own in zip(work.stacks, self._gradients, strict=True)]
+
+    def run(self) -> Exchange:
+        """The exchange that the engine runs."""
+        message = self._work.message
+        self.form_p()
+        yield Send(message.first, "P")
+        self.form_q()
+        form_remainders = self.form_remainders if self._error_feedback else None
+        yield Send(message.second, "Q", last=True, meanwhile=form_remainders)
+        self.good_here = all_finite(message.whole)
+        good = yield Verdict(self.good_here)
+        self.commit(good)
+        return None
 
     def form_p(self) -> None:
-        s, message = self._work, self._with_p
-        for stack, flags, factors in zip(s.stacks, message.stacked_flags, message.stacked_factors, strict=True):
-            if stack.delta is not None:
-                _gather(stack.gradients(self.buffer), stack)
-            blocks = stack.blocks(self.buffer)
-            self._put_flags(blocks, flags)
-            self._add_residuals(stack, blocks)
-            self._set_starting_q(stack)
+        """Form delta in place and P = delta Q; write P, all uncompressed gradients and the flags into the first
+        message."""
+        work = self._work
+        self._load_deltas()
+        self._put_flags()
+        self._add_residuals()
+        work.q.unit_rows(self._starting_q())
+        for stack, blocks in zip(work.stacks, self._blocks, strict=True):
             for part, delta in blocks:
                 torch.bmm(stack.q[part], delta.transpose(1, 2), out=stack.p[part])
-            put_factor(stack.p, factors, self._world_size)
-        self._put_plain(message)
+        put_factor(work.p.flat, work.message.p, self._world_size)
+        if self._plain:
+            plain = torch.cat(self._plain) if len(self._plain) > 1 else self._plain[0]
+            put_plain(plain, work.message.plain, self._world_size)
 
     def form_q(self) -> None:
-        s = self._work
-        with_p, with_q = self._with_p.stacked_factors, self._with_q.stacked_factors
-        for stack, arrived, factors in zip(s.stacks, with_p, with_q, strict=True):
-            refill = s.stacked_refill(stack, "P")
-            stack.p.copy_(codec.orthonormal_stack(arrived.to(s.dtype), refill))
-            for part, delta in stack.blocks(self.buffer):
+        """Orthonormalise the received P, form Q = delta^T P and write it into the second message. P of a matrix
+        without a gradient on any rank becomes zero: its residual then stays, and its averaged gradient is zero."""
+        work = self._work
+        self._has_gradient = work.message.flags > 0
+        work.p.orthonormalise(work.message.p, self._has_gradient)
+        for stack, blocks in zip(work.stacks, self._blocks, strict=True):
+            for part, delta in blocks:
                 torch.bmm(stack.p[part], delta, out=stack.q[part])
-            put_projection(stack.q, factors, self._world_size)
+        put_projection(work.q.flat, work.message.q, self._world_size, rank=work.largest_rank)
+
+    def form_remainders(self) -> None:
+        """delta - P Q_local^T in place, while Q is on its way: the next residuals."""
+        for stack, blocks in zip(self._work.stacks, self._blocks, strict=True):
+            for part, delta in blocks:
+                delta.baddbmm_(stack.p[part].transpose(1, 2), stack.q[part], alpha=-1)
 
     def commit(self, good: torch.Tensor | bool) -> None:
-        """Write the gradient P Q^T into the bucket and, where `good`, the residual delta - P Q_local^T and Q."""
-        s = self._work
-        self._store_plain(self._with_p)
-        nan_if_bad = torch.where(self.good_here, 0.0, float("nan")).to(s.dtype)
-        good = torch.as_tensor(good, device=self.buffer.device)
-        flags, with_q = self._with_p.stacked_flags, self._with_q.stacked_factors
-        for stack, flag, arrived in zip(s.stacks, flags, with_q, strict=True):
-            has_gradient = (flag > 0).view(-1, 1, 1)
-            keep = good & has_gradient
-            blocks = stack.blocks(self.buffer)
-            if self._error_feedback:
-                self._commit_residuals(stack, blocks, keep)
-            learned = stack.learned_q.bind(self._learned_q, self._draw_for(stack))
-            torch.where(keep, arrived.to(s.dtype), learned, out=learned)
-            torch.mul(arrived, has_gradient, out=stack.q).add_(nan_if_bad)
+        """Write the gradient P Q^T into the bucket and, where `good`, the residual and Q.
+
+        If this bucket is not finite, its gradients become NaN on every rank.
+        """
+        work, message = self._work, self._work.message
+        good = torch.as_tensor(good, device=work.layout.device)
+        if self._error_feedback:
+            self._commit_residuals(good)
+        q = work.q.flat.copy_(message.q)
+        learned = work.learned_q.bind(self._learned_q, self._draw_q)[:-1]
+        keep = (good & self._has_gradient).index_select(0, work.q.matrix_of)
+        torch.where(keep, q, learned, out=learned)
+        q.add_(torch.where(self.good_here, 0.0, float("nan")))
+        for stack, blocks in zip(work.stacks, self._blocks, strict=True):
             for part, delta in blocks:
                 torch.bmm(stack.p[part].transpose(1, 2), stack.q[part], out=delta)
-            if stack.delta is not None:
-                _scatter(stack, stack.gradients(self.buffer))
+        self._store_gradients()
 
-    def _commit_residuals(
-        self, stack: MatrixStack, blocks: list[tuple[slice, torch.Tensor]], keep: torch.Tensor
-    ) -> None:
-        residuals = stack.residuals.bind(self._residuals)
+    def _commit_residuals(self, good: torch.Tensor) -> None:
+        work = self._work
+        whole = work.residuals.bind(self._residuals)
         if not is_one(self._residual_factor):
             # Rescale even if the step is not committed: the host does not know the outcome and always updates the loss
             # scale that is stored with the residuals.
-            residuals.mul_(self._residual_factor)
-        for part, delta in blocks:
-            delta.baddbmm_(stack.p[part].transpose(1, 2), stack.q[part], alpha=-1)
-            torch.where(keep[part], delta, residuals[part], out=residuals[part])
-        if stack.padded:  # drop the residual of the padding
-            residuals.flatten(1)[:, stack.filled :].zero_()
+            whole.mul_(self._residual_factor)
+        each_residual = work.residuals_of_stacks(whole)
+        for stack, blocks, residuals in zip(work.stacks, self._blocks, each_residual, strict=True):
+            for part, delta in blocks:
+                torch.where(good, delta, residuals[part], out=residuals[part])
+            if stack.padded:  # drop the residual of the padding
+                residuals.flatten(1)[:, stack.filled :].zero_()
 
     # ---- delta, flags, Q -------------------------------------------------------------------------------------------
 
-    def _put_flags(self, blocks: list[tuple[slice, torch.Tensor]], flags: torch.Tensor) -> None:
+    def _load_deltas(self) -> None:
+        """Copy the gradients of stacks with deltas of their own, and zero the padding."""
+        for stack, gradients in zip(self._work.stacks, self._gradients, strict=True):
+            if stack.delta is None:
+                continue
+            flat = stack.delta.view(-1)
+            if stack.padded:
+                flat[stack.filled :].zero_()
+            if len(gradients) == 1:
+                flat[: stack.filled].copy_(gradients[0])
+            elif gradients[0].dtype == flat.dtype:
+                torch.cat(gradients, out=flat)
+            else:  # one kernel to concatenate and one to convert; converting each would take one kernel per matrix
+                flat.copy_(torch.cat(gradients))
+
+    def _put_flags(self) -> None:
         """Set the flag of each matrix: 1 if its gradient is not zero, 0 if it is zero, NaN if it is too large for the
         wire dtype."""
-        extremes = [torch.aminmax(delta.flatten(1), dim=1) for _, delta in blocks]
-        low, high = (torch.cat(each) if len(each) > 1 else each[0] for each in zip(*extremes, strict=True))
-        has_gradient = (low != 0) | (high != 0)
+        work, flags = self._work, self._work.message.flags
+        for stack, blocks in zip(work.stacks, self._blocks, strict=True):
+            largest = work.largest[stack.first : stack.first + len(stack)]
+            for part, delta in blocks:
+                torch.linalg.vector_norm(delta, float("inf"), dim=(1, 2), out=largest[part])
+        has_gradient = work.largest != 0
         limit = largest_gradient(flags.dtype)
-        if limit < torch.finfo(self.buffer.dtype).max:
-            flags.copy_(torch.where(torch.maximum(-low, high) > limit, float("nan"), has_gradient.to(flags.dtype)))
+        if limit < torch.finfo(work.layout.dtype).max:
+            flags.copy_(torch.where(work.largest > limit, float("nan"), has_gradient.to(flags.dtype)))
         else:
             flags.copy_(has_gradient)
 
-    def _add_residuals(self, stack: MatrixStack, blocks: list[tuple[slice, torch.Tensor]]) -> None:
-        known = self._residuals
-        if not self._error_feedback or not any(slot.name in known for x in stack.matrices for slot in x.slots):
+    def _add_residuals(self) -> None:
+        work, known = self._work, self._residuals
+        if not self._error_feedback or not any(slot.name in known for x in work.matrices for slot in x.slots):
             return
-        residuals = stack.residuals.gather(known)
-        for part, delta in blocks:
-            if isinstance(self._residual_factor, float):
-                delta.add_(residuals[part], alpha=self._residual_factor)
-            else:
-                delta.addcmul_(residuals[part], self._residual_factor)
+        whole = work.residuals.gather(known)
+        for blocks, residuals in zip(self._blocks, work.residuals_of_stacks(whole), strict=True):
+            for part, delta in blocks:
+                if isinstance(self._residual_factor, float):
+                    delta.add_(residuals[part], alpha=self._residual_factor)
+                else:
+                    delta.addcmul_(residuals[part], self._residual_factor)
 
-    def _set_starting_q(self, stack: MatrixStack) -> None:
-        """`k x r x m`, rows of norm 1; see `HostExchange._starting_q`."""
-        if self._work.draws.warm_start:
-            q = stack.learned_q.gather(self._learned_q, self._draw_for(stack))
-        else:
-            q = torch.stack([self._draw_q(x) for x in stack.matrices]).to(self.buffer.device)
-        rows, missing = codec.unit_stack(q)
-        stack.q.copy_(torch.where(missing, self._work.stacked_refill(stack, "Q"), rows))
+    def _starting_q(self) -> torch.Tensor:
+        """The Q to start from, packed; see `HostExchange._starting_q`."""
+        work = self._work
+        if work.draws.warm_start:
+            return work.learned_q.gather(self._learned_q, self._draw_q)
+        drawn = [self._draw_q(i).flatten() for i in range(len(work.matrices))]
+        return torch.cat([*drawn, torch.zeros(1, dtype=work.dtype)]).to(work.layout.device)
 
-    def _draw_for(self, stack: MatrixStack) -> Callable[[int], torch.Tensor]:
-        return lambda i: self._draw_q(stack.matrices[i])
+    def _draw_q(self, i: int) -> torch.Tensor:
+        """A random Q for matrix i, r x m, on the CPU."""
+        return self._work.draws.q(self._work.matrices[i], self._step, self._work.dtype)
+
+    # ---- the averaged gradients ------------------------------------------------------------------------------------
+
+    def _store_gradients(self) -> None:
+        """Copy uncompressed gradients, and gradients with a tensor of their own, into the bucket."""
+        if self._plain:
+            _copy_pieces(self._work.message.plain, self._plain)
+        for stack, gradients in zip(self._work.stacks, self._gradients, strict=True):
+            if stack.delta is not None:
+                _copy_pieces(stack.delta.view(-1)[: stack.filled * len(stack)], gradients)
 
 
-def _gather(pieces: list[torch.Tensor], stack: MatrixStack) -> None:
-    """Copy the gradients into the deltas and zero the padding."""
-    assert stack.delta is not None
-    flat = stack.delta.view(-1)
-    if stack.padded:
-        flat[stack.filled :].zero_()
+def _copy_pieces(flat: torch.Tensor, pieces: list[torch.Tensor]) -> None:
+    """Copy `flat` into `pieces`, one after another."""
     if len(pieces) == 1:
-        flat[: stack.filled].copy_(pieces[0])
-    elif pieces[0].dtype == flat.dtype:
-        torch.cat(pieces, out=flat)
-    else:  # one kernel to concatenate and one to convert; converting each piece would take one kernel per piece
-        flat.copy_(torch.cat(pieces))
-
-
-def _scatter(stack: MatrixStack, pieces: list[torch.Tensor]) -> None:
-    """Copy the deltas back into the gradients: the inverse of `_gather`."""
-    assert stack.delta is not None
-    flat = stack.delta.view(-1)
-    if len(pieces) == 1:
-        pieces[0].copy_(flat[: stack.filled])
+        pieces[0].copy_(flat)
     else:
         torch.split_with_sizes_copy(flat.to(pieces[0].dtype), [len(piece) for piece in pieces], out=pieces)

@@ -4,8 +4,6 @@
 `DeviceExchange` does the same on an accelerator. Learned state is written only after the verdict.
 """
 
-from typing import Any
-
 import torch
 
 from commhooks.comm.wire import all_finite, put_factor, put_overflow, put_plain, put_projection
@@ -39,13 +37,12 @@ class HostExchange:
         self._error_feedback = error_feedback
         self._world_size = step.world_size
         self._step = step.number
-        # Without stacks the host needs the number, so read it from the device.
-        self._residual_factor: Any = step.residual_factor if work.stacks else float(step.residual_factor)
+        self._residual_factor = float(step.residual_factor)  # `alternate` synchronises with an accelerator anyway
         self._on_host = precision.is_host_readable(flat.device)
         self._with_p, self._with_q = self._new_messages()
         self._delta = [
             flat[x.start : x.stop].view(x.n, x.m) if own is None else own
-            for own, x in zip(work.delta, work.matrices, strict=False)  # `work.delta` is empty with stacks
+            for own, x in zip(work.delta, work.matrices, strict=True)
         ]
 
     def run(self) -> Exchange:

@@ -46,3 +46,13 @@ def by_shape(matrices: Sequence[Matrix]) -> list[list[Matrix]]:
         first.setdefault(shape(matrix), i)
     ordered = sorted(matrices, key=lambda matrix: first[shape(matrix)])
     return [list(group) for _, group in itertools.groupby(ordered, key=shape)]
+
+
+def complement(spans: list[tuple[int, int]], numel: int) -> list[tuple[int, int]]:
+    """The gaps between `spans` (sorted, disjoint) in 0..numel."""
+    gaps, at = [], 0
+    for begin, end in [*spans, (numel, numel)]:
+        if begin > at:
+            gaps.append((at, begin))
+        at = end
+    return gaps

@@ -8,8 +8,7 @@ from typing import Protocol
 import torch
 
 from commhooks.compressors.powersgd import codec, fused_codec
-from commhooks.compressors.powersgd.matrix import Matrix, by_shape
-from commhooks.compressors.powersgd.matrix_stack import MatrixStack
+from commhooks.compressors.powersgd.matrix import Matrix, complement
 from commhooks.gradients import precision
 from commhooks.gradients.layout import BucketLayout
 
@@ -62,14 +61,12 @@ class WorkspaceSetup:
         wire_dtype: the dtype that is sent.
         draws: random numbers for the first Q and for rows that replace dependent ones.
         fused: use `fused_codec`.
-        stacked: put matrices of one shape into one stack, for `DeviceExchange`.
-        stack_deltas: stack the deltas too, which needs a copy of the gradients.
+        stack_deltas: on an accelerator, copy the gradients so that the deltas of one shape are one tensor.
     """
 
     wire_dtype: torch.dtype
     draws: Draws
     fused: bool = False
-    stacked: bool = False
     stack_deltas: bool = False
 
 
@@ -78,37 +75,26 @@ class Workspace:
 
     Args:
         matrices: the compressed matrices of the bucket.
-        setup: see `WorkspaceSetup`. With stacks `p`, `q` and `delta` are empty.
+        setup: see `WorkspaceSetup`.
     """
 
     def __init__(self, layout: BucketLayout, matrices: list[Matrix], setup: WorkspaceSetup) -> None:
-        device, dtype, stacked = layout.device, precision.compute_dtype(layout.dtype), setup.stacked
+        device, dtype = layout.device, precision.compute_dtype(layout.dtype)
         if setup.fused:
             fused_codec.check_supported(device, dtype)
         self.kernels: Kernels = fused_codec.load() if setup.fused else codec
         self.draws = setup.draws
         self.layout = layout
         self.dtype = dtype
-        groups = by_shape(matrices) if stacked else []
-        self.stacks = [
-            MatrixStack(
-                group,
-                dtype,
-                device,
-                own_delta=not self._lives_in_bucket(group[0]) or (setup.stack_deltas and len(group) > 1),
-            )
-            for group in groups
-        ]
-        self.matrices = [x for group in groups for x in group] if stacked else matrices
+        self.matrices = matrices
         """In the order in which they are sent."""
-        apart = [] if stacked else matrices
-        self.p = [codec.new_factor(x.rank, x.n, dtype, device) for x in apart]
-        self.q = [codec.new_factor(x.rank, x.m, dtype, device) for x in apart]
+        self.p = [codec.new_factor(x.rank, x.n, dtype, device) for x in matrices]
+        self.q = [codec.new_factor(x.rank, x.m, dtype, device) for x in matrices]
         self.delta = [
-            None if self._lives_in_bucket(x) else torch.zeros(x.n, x.m, dtype=dtype, device=device) for x in apart
+            None if self._lives_in_bucket(x) else torch.zeros(x.n, x.m, dtype=dtype, device=device) for x in matrices
         ]
-        self.in_place = [own is None and len(x.slots) == 1 for own, x in zip(self.delta, apart, strict=True)]
-        self.plain_spans = _complement(sorted((x.start, x.stop) for x in matrices), layout.numel)
+        self.in_place = [own is None and len(x.slots) == 1 for own, x in zip(self.delta, matrices, strict=True)]
+        self.plain_spans = complement(sorted((x.start, x.stop) for x in matrices), layout.numel)
         self.wire_dtype = setup.wire_dtype
         self.spare: dict[tuple[str, int], torch.Tensor] = {}
         """Memory of factors that are not learned state just now (`alternate`), by matrix and length."""
@@ -139,14 +125,6 @@ class Workspace:
             self._refills[key] = self.draws.refill(matrix, side, self.dtype).to(self.layout.device)
         return self._refills[key]
 
-    def stacked_refill(self, stack: MatrixStack, side: str) -> torch.Tensor:
-        """As `refill`, `k x r x length`, rows of norm 1, in float64."""
-        key = (stack.matrices[0].name, side)
-        if key not in self._refills:
-            drawn = torch.stack([self.draws.refill(x, side, self.dtype) for x in stack.matrices])
-            self._refills[key] = codec.unit_stack(drawn.to(self.layout.device))[0]
-        return self._refills[key]
-
 
 @dataclass(frozen=True)
 class Message:
@@ -160,10 +138,6 @@ class Message:
     """Per uncompressed span of the bucket, 1-D."""
     flags: torch.Tensor
     """Per matrix: 1 if its gradient is not zero, 0 otherwise; after the all-reduce the sum over the ranks."""
-    stacked_factors: list[torch.Tensor]
-    """Per stack, `k x rank x length`: views of the memory of `factors`."""
-    stacked_flags: tuple[torch.Tensor, ...]
-    """Per stack, `k`: views of the memory of `flags`."""
 
     @classmethod
     def new(cls, work: Workspace, lengths: Sequence[int], alone: bool) -> "Message":
@@ -174,21 +148,4 @@ class Message:
         buffer = torch.zeros(sum(numels), dtype=work.wire_dtype, device=work.layout.device)
         pieces = buffer.split(numels)
         factors = [piece.view(shape) for piece, shape in zip(pieces, shapes, strict=False)]
-        counts = [len(stack) for stack in work.stacks]
-        firsts = [sum(counts[:i]) for i in range(len(counts))]
-        stacked = [
-            buffer[sum(numels[:first]) :][: sum(numels[first : first + k])].view(k, *shapes[first])
-            for first, k in zip(firsts, counts, strict=True)
-        ]
-        flags_of = pieces[-1].split(counts) if counts and flags else ()
-        return cls(buffer, factors, list(pieces[len(shapes) : -1]), pieces[-1], stacked, flags_of)
-
-
-def _complement(spans: list[tuple[int, int]], numel: int) -> list[tuple[int, int]]:
-    """The gaps between `spans` (sorted, disjoint) in 0..numel."""
-    gaps, at = [], 0
-    for begin, end in [*spans, (numel, numel)]:
-        if begin > at:
-            gaps.append((at, begin))
-        at = end
-    return gaps
+        return cls(buffer, factors, list(pieces[len(shapes) : -1]), pieces[-1])

@@ -33,7 +33,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import commhooks
 from commhooks.compressors.powersgd import codec
 from commhooks.compressors.powersgd.device_exchange import DeviceExchange
-from commhooks.compressors.powersgd.matrix_stack import NamedViews
+from commhooks.compressors.powersgd.named_views import NamedViews
 from commhooks.engine.session import Session
 from commhooks.gradients.bucket import Bucket
 
@@ -165,7 +165,7 @@ def test_kernels_per_shape_and_no_wait(batch: bool, loss_scale: Any) -> None:
         assert counter.waits == []
         counts[layers] = counter.kernels
     if batch:
-        assert counts[4] == counts[12] <= 115
+        assert counts[4] == counts[12] <= 85
     else:  # each matrix: flag, residual, P, Q, new residual, mask, gradient
         assert (counts[12] - counts[4]) / 8 <= 7
 
@@ -258,17 +258,17 @@ def test_the_stack_spans_what_householder_spans() -> None:
 
 
 def test_slices_follow_a_dict() -> None:
-    slices = NamedViews([("a", 0, (2,)), ("b", 2, (2,))], (2, 2), torch.float32, torch.device("cpu"))
+    slices = NamedViews([("a", 0, (2,)), ("b", 2, (1, 2))], torch.zeros(4))
     entries = {"a": torch.tensor([1.0, 2.0]), "other": torch.zeros(3)}
     own = entries["a"]
-    assert slices.gather(entries).tolist() == [[1, 2], [0, 0]] and entries["a"] is own
+    assert slices.gather(entries).tolist() == [1, 2, 0, 0] and entries["a"] is own
     whole = slices.bind(entries)
     assert sorted(entries) == ["a", "b", "other"] and entries["a"] is not own
-    whole[1] = 7
-    assert entries["b"].tolist() == [7, 7]
-    entries["b"] = torch.tensor([8.0, 9.0])  # as a load does
+    whole[2:] = 7
+    assert entries["b"].tolist() == [[7, 7]]
+    entries["b"] = torch.tensor([[8.0, 9.0]])  # as a load does
     del entries["a"]  # as losing it does
-    assert slices.gather(entries).tolist() == [[0, 0], [8, 9]]
+    assert slices.gather(entries).tolist() == [0, 0, 8, 9]
 
 
 def _resumed(batch: bool, residual: str) -> bool:
@@ -342,8 +342,7 @@ def test_padding_remembers_nothing() -> None:
         for step in range(4):
             backward(ddp, random_gradients({"w": (5, 7)}, 0, step))
         (bucket,) = session_of(hook)._buckets
-        (stack,) = bucket.work.stacks
-        whole = stack.residuals.gather(session_of(hook).state["residual"]).flatten()
+        whole = bucket.work.residuals.gather(session_of(hook).state["residual"])
         assert len(whole) == 36 and whole[:35].all() and whole[35] == 0
         assert hook.stats()["compressed_steps"] == 4
 

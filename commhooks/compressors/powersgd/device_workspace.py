@@ -1,0 +1,126 @@
+"""PowerSGD's buffers for one bucket layout on an accelerator, allocated once. They belong to one session and are never
+saved."""
+
+from collections.abc import Sequence
+
+import torch
+
+from commhooks.compressors.powersgd.matrix import Matrix, by_shape, complement
+from commhooks.compressors.powersgd.matrix_stack import MatrixStack
+from commhooks.compressors.powersgd.named_views import NamedViews
+from commhooks.compressors.powersgd.packed_factors import PackedFactors, new_packed
+from commhooks.compressors.powersgd.workspace import WorkspaceSetup
+from commhooks.gradients import precision
+from commhooks.gradients.layout import BucketLayout
+
+
+class DeviceWorkspace:
+    """Buffers of one bucket layout, on its device.
+
+    Args:
+        matrices: the compressed matrices of the bucket.
+        setup: see `WorkspaceSetup`.
+
+    Attributes:
+        matrices: in the order in which they are sent.
+        stacks: the same matrices, grouped by shape.
+        p, q: the factors of all matrices.
+        largest: per matrix the largest absolute value of its gradient.
+        message: what is sent.
+        spans: `(start, stop)` of each matrix and each uncompressed span of the bucket, in the order of the bucket.
+    """
+
+    def __init__(self, layout: BucketLayout, matrices: Sequence[Matrix], setup: WorkspaceSetup) -> None:
+        self.layout = layout
+        self.draws = setup.draws
+        self.dtype = precision.compute_dtype(layout.dtype)
+        self.stacks: list[MatrixStack] = []
+        self.matrices: list[Matrix] = []
+        for group in by_shape(matrices):
+            self.stacks.append(MatrixStack(group, len(self.matrices), self._new_delta(group, setup.stack_deltas)))
+            self.matrices += group
+        self.p, self.q = self._factors("P"), self._factors("Q")
+        for stack in self.stacks:
+            stack.p, stack.q = self._of_stack(self.p.flat, stack, "P"), self._of_stack(self.q.flat, stack, "Q")
+        self.largest = torch.zeros(len(self.matrices), dtype=self.dtype, device=layout.device)
+        compressed = [(x.start, x.stop) for x in self.matrices]
+        plain = complement(sorted(compressed), layout.numel)
+        self.spans = sorted([*compressed, *plain])
+        self.place_of_matrix = [self.spans.index(span) for span in compressed]
+        self.place_of_plain = [self.spans.index(span) for span in plain]
+        self.message = DeviceMessage(self, [stop - start for start, stop in plain], setup.wire_dtype)
+        self._residuals: NamedViews | None = None
+        self._learned_q: NamedViews | None = None
+
+    @property
+    def largest_rank(self) -> int:
+        return max(x.rank for x in self.matrices)
+
+    @property
+    def residuals(self) -> NamedViews:
+        """The residuals of all matrices, 1-D; one flat entry per parameter. Allocated at first use."""
+        if self._residuals is None:
+            names, begin = [], 0
+            for matrix in self.matrices:
+                names += [(slot.name, begin + slot.offset - matrix.start, (slot.numel,)) for slot in matrix.slots]
+                begin += matrix.n * matrix.m
+            self._residuals = NamedViews(names, torch.zeros(begin, dtype=self.dtype, device=self.layout.device))
+        return self._residuals
+
+    def residuals_of_stacks(self, whole: torch.Tensor) -> list[torch.Tensor]:
+        """Per stack a view `k x n x m` of all residuals."""
+        pieces = whole.split([len(x) * x.n * x.m for x in self.stacks])
+        return [piece.view(len(x), x.n, x.m) for piece, x in zip(pieces, self.stacks, strict=True)]
+
+    @property
+    def learned_q(self) -> NamedViews:
+        """The Q of all matrices, as `PackedFactors`; one entry `r x m` per matrix. Allocated at first use."""
+        if self._learned_q is None:
+            names, begin = [], 0
+            for x in self.matrices:
+                names.append((x.name, begin, (x.rank, x.m)))
+                begin += x.rank * x.m
+            self._learned_q = NamedViews(names, new_packed(begin, self.dtype, self.layout.device))
+        return self._learned_q
+
+    def _new_delta(self, group: Sequence[Matrix], stack_deltas: bool) -> torch.Tensor | None:
+        """Memory for the deltas of matrices of one shape, unless they are computed in the bucket itself."""
+        in_bucket = self.layout.dtype == self.dtype and group[0].fills_bucket_span
+        if in_bucket and not (stack_deltas and len(group) > 1):
+            return None
+        return torch.zeros(len(group), group[0].n, group[0].m, dtype=self.dtype, device=self.layout.device)
+
+    def _factors(self, side: str) -> PackedFactors:
+        shapes = [(x.rank, x.n if side == "P" else x.m) for x in self.matrices]
+        refill = [self.draws.refill(x, side, self.dtype) for x in self.matrices]
+        return PackedFactors(shapes, refill, self.dtype, self.layout.device)
+
+    def _of_stack(self, flat: torch.Tensor, stack: MatrixStack, side: str) -> torch.Tensor:
+        """The part of packed factors that belongs to a stack, `k x r x length`."""
+
+        def numel(x: Matrix) -> int:
+            return x.rank * (x.n if side == "P" else x.m)
+
+        begin = sum(map(numel, self.matrices[: stack.first]))
+        size = len(stack) * numel(stack.matrices[0])
+        return flat[begin : begin + size].view(len(stack), stack.rank, -1)
+
+
+class DeviceMessage:
+    """Both messages of a bucket, in one 1-D buffer of the wire dtype: P, the uncompressed gradients and the flags are
+    sent first, then Q.
+
+    Attributes:
+        whole: both messages.
+        first, second: what the two all-reduces send.
+        p, q: all factors, packed.
+        plain: the uncompressed gradients, 1-D, in the order of the bucket.
+        flags: per matrix 1 if its gradient is not zero, 0 otherwise; after the all-reduce the sum over the ranks.
+    """
+
+    def __init__(self, work: DeviceWorkspace, plain: Sequence[int], wire_dtype: torch.dtype) -> None:
+        sizes = [work.p.numel, sum(plain), len(work.matrices), work.q.numel]
+        self.whole = torch.zeros(sum(sizes), dtype=wire_dtype, device=work.layout.device)
+        self.p, self.plain, self.flags, self.q = self.whole.split(sizes)
+        self.first, self.second = self.whole.split([sum(sizes[:-1]), sizes[-1]])
+        self.plain_sizes = list(plain)

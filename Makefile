@@ -37,6 +37,7 @@ bench: $(READY)
 	@$(CLEAN) benchmarks/codec.py --ranks 1 4 --rounds 7
 	@$(CLEAN) benchmarks/memory.py --ranks 4
 	@$(CLEAN) benchmarks/checkpoint.py --rounds 3
+	@$(CLEAN) benchmarks/launches.py
 	@$(CLEAN) benchmarks/paper.py
 	@$(CLEAN) benchmarks/convergence.py --epochs 10
 

@@ -3,9 +3,9 @@
     python benchmarks/launches.py [--models resnet50 gpt2 gpt-1.3b] [--ranks 1 4 16]
 
 On an accelerator the host issues every operator of a step, one or more kernels each. For models of many small matrices
-this takes longer than the arithmetic. The device "meta" runs the code for accelerators on shapes alone, so counting needs
-neither a GPU nor the memory of the model. Buckets are DDP's default ones, estimated. Not counted: the collectives, and
-about three operators per bucket in which the engine joins the verdicts.
+this takes longer than the arithmetic. The device "meta" runs the code for accelerators on shapes alone, so counting
+needs neither a GPU nor the memory of the model. Buckets are DDP's default ones, estimated. Not counted: the
+collectives, and a few operators per step with which the engine joins the verdicts.
 
   operators   compute or copy: one or more kernels each
   views       only describe memory: no kernel, but time on the host

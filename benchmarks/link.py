@@ -9,6 +9,8 @@ DDP rebuilds its buckets and PowerSGD has not begun, run on the open link. Then 
 backward and SGD on one torch thread per rank, from a common start to the end of the slower rank.
 
   light, heavy   transformer (29.4 M parameters): 64 and 512 tokens per rank; resnet18: 8 and 64 images of 64 x 64
+  cost removed   the share of the network's cost that the hook takes away: 1 - (hook - noop) / (ddp - noop), of medians.
+                 100 % is a step as fast as without communication
   MB sent        what the interface of rank 0 sent for a step (/sys/class/net/*/statistics), headers included, and less
                  than 1 kB with which the ranks compare their times
 
@@ -246,6 +248,9 @@ def rows_of(answer: Row, hooks: list[str], **common: Any) -> list[Row]:
         row["megabytes"] = row["bytes_per_step"] / 1e6
         row["times_noop"] = row["median_ms"] / medians["noop"] if "noop" in medians else None
         row["faster_than_ddp"] = medians["ddp"] / row["median_ms"] if "ddp" in medians else None
+        row["cost_removed"] = None
+        if medians.get("ddp", 0) > medians.get("noop", float("inf")):
+            row["cost_removed"] = 1 - (row["median_ms"] - medians["noop"]) / (medians["ddp"] - medians["noop"])
     return rows
 
 
@@ -302,6 +307,7 @@ def main() -> None:
         "rate": number("rate"),
         "hook": number("hook"),
         "step, ms: median (quartiles)": spread("ms", 0),
+        "cost removed": number("cost_removed", "{:.1%}"),
         "steps": number("steps"),
         "MB sent": number("megabytes", "{:.3f}"),
         "x noop": number("times_noop", "{:.2f}"),

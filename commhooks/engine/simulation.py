@@ -58,9 +58,9 @@ class SimulatedRanks:
                 sends = [each for each in yielded if isinstance(each, Send)]
                 self.bytes_sent += sends[0].tensor.numel() * sends[0].tensor.element_size()
                 answers = _reduce(sends)
-                for each in sends:
-                    if each.meanwhile is not None:
-                        each.meanwhile()
+                for send in sends:
+                    if send.meanwhile is not None:
+                        send.meanwhile()
                 yielded = [each.send(answer) for each, answer in zip(exchanges, answers, strict=True)]
             verdicts = {bool(each.finite) for each in yielded if isinstance(each, Verdict)}
             if len(verdicts) > 1:

@@ -1,4 +1,4 @@
-"""`Send(meanwhile=...)`: work between the start of a collective and the wait for it, in everything that runs exchanges."""
+"""`Send(meanwhile=...)`: work between the start of a collective and the wait for it."""
 
 from __future__ import annotations
 

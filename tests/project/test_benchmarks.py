@@ -133,6 +133,8 @@ def test_link(tmp_path):
     assert rows["powersgd-1"]["bytes_per_step"] < 0.1 * gradient
     # And the link is as slow as was asked for: 100 Mbit, of which the bucket gives one millisecond away.
     assert rows["ddp"]["median_ms"] > 1000 * (8 * gradient / 100e6) - 5
+    removed = {hook: row["cost_removed"] for hook, row in rows.items()}
+    assert removed["noop"] == 1 and removed["ddp"] == 0 and removed["powersgd-1"] < 1
     assert _namespaces() <= before
 
 

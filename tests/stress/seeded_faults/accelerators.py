@@ -136,8 +136,8 @@ MUTANTS = [
     Mutant(
         "stacks: an exchange lives on",
         _EXCHANGE,
-        "        self._step = step.number\n        self._residual_factor = step.residual_factor\n",
-        "        self._step = step.number\n        self._residual_factor = step.residual_factor\n        work.latest = self\n",
+        "        self._residual_factor = step.residual_factor\n",
+        "        self._residual_factor = step.residual_factor\n        work.latest = self\n",
         "compressors/powersgd/test_masked_exchange.py::test_no_exchange_outlives_its_pass",
     ),
     Mutant(
@@ -180,7 +180,7 @@ MUTANTS = [
         _FACTORS,
         "        if groups and (k + 1)",
         "        if False and (k + 1)",
-        "project/test_benchmarks.py::test_launches",
+        "compressors/powersgd/test_packed_factors.py::test_which_factors_share_a_tensor",
     ),
     Mutant(
         "meanwhile: not done",

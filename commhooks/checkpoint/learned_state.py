@@ -1,5 +1,6 @@
 """Convert the learned state of a session to a checkpoint payload and back."""
 
+import contextlib
 import dataclasses
 import logging
 from collections.abc import Callable
@@ -72,11 +73,11 @@ class SavedLearnedState:
     def save(self, request: SaveRequest) -> dict[str, Any]:
         """See `CommHook.state_dict`."""
         session = self._session
-        with session.outcomes.lock:
+        with session.outcomes.lock, contextlib.ExitStack() as body:
             # A signal handler may run in the middle of a commit of the same thread, which holds this reentrant lock.
             torn = session.outcomes.committing
             if not torn:
-                session.settle()
+                body.enter_context(session.settled())
             if request.residual == "drop":
                 local = Contribution(exact=not torn)
             elif torn:
@@ -165,7 +166,7 @@ class SavedLearnedState:
             return Contribution(exact=False)
         if kind == "mean":
             for key, name, mean in collected:
-                state[key][name].copy_(mean)
+                self._session.overwrite(state[key][name], mean)
             state.local_shared = True
         return Contribution(kind, everyone, _by_field(collected))
 

@@ -86,7 +86,10 @@ class Clocks:
 
     def collect(self, *, wait: bool) -> None:
         """Count the intervals whose events have completed; with `wait`, synchronise and count all of them."""
-        with self._collecting:
+        # Without `wait` a thread must not wait for another one that waits for the device here.
+        if not self._collecting.acquire(blocking=wait):
+            return
+        try:
             while self._open:
                 head = begin, end, count = self._open[0]
                 if wait:
@@ -98,6 +101,8 @@ class Clocks:
                     continue  # a signal handler called `collect` while this thread waited
                 self._open.popleft()
                 count(max(0.0, begin.elapsed_time(end) / 1000))
+        finally:
+            self._collecting.release()
 
     def _between(self, begin: Mark, end: Mark, count: Callable[[float], None]) -> None:
         if isinstance(end, float):
@@ -116,7 +121,7 @@ class Clocks:
 
 def has_clock(device: torch.device) -> bool:
     """Whether times on `device` can be measured: on the CPU and on CUDA."""
-    return precision.is_host_readable(device) or device.type == "cuda"
+    return precision.is_host_readable(device) or precision.has_streams(device)
 
 
 def _mark(device: torch.device) -> Mark:

@@ -3,7 +3,8 @@
 import contextlib
 import hashlib
 import logging
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -83,6 +84,38 @@ class Pending:
     def future(self) -> torch.futures.Future[list[torch.Tensor]]:
         """The backend's future, for callers that do not `wait`."""
         return self._work.get_future()
+
+    def writes(self, buffer: torch.Tensor) -> bool:
+        """Whether the collective may write into `buffer` when it ends."""
+        if buffer.is_sparse or self.answer.is_sparse:
+            return self.answer is buffer
+        return self.answer.untyped_storage().data_ptr() == buffer.untyped_storage().data_ptr()
+
+
+def outlast(abandoned: Sequence[Pending], limit_s: float) -> None:
+    """Wait for collectives whose answers nobody needs, so that they do not write into buffers that are used again.
+    With NCCL the current stream waits and the host does not; with gloo the host waits, at most `limit_s` seconds in
+    all. Then one warning is logged. Raises nothing: the caller has an error to raise already."""
+    deadline = time.monotonic() + limit_s
+    late = 0
+    for each in abandoned:
+        with contextlib.suppress(RuntimeError):  # it failed: it writes nothing any more
+            future = each.future()
+            # NCCL completes a future at once, with an event on the device that `wait` makes the stream wait for.
+            while not future.done() and time.monotonic() < deadline:
+                time.sleep(0.002)
+            if future.done():
+                future.wait()
+            else:
+                late += 1
+    if late:
+        logger.warning(
+            "%d all-reduces of an abandoned backward pass have not ended within %g s. They may still write into its "
+            "gradient buckets: wrap the model in a new DistributedDataParallel before the next backward pass, or end "
+            "the run.",
+            late,
+            limit_s,
+        )
 
 
 def start(send: Send, group: dist.ProcessGroup, counters: Counters | None, where: str = "") -> Pending:

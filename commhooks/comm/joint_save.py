@@ -59,12 +59,7 @@ class JointSave:
         decision = self._try_vote(f"{place}/begin", str(generation))
         if decision is None:
             return late
-        failure = ""
-        try:
-            self._use_generation(max(map(int, decision)))
-            collect(self)
-        except Exception as error:  # a dead rank or a timeout: torch has no narrower class for these
-            failure = f"rank {self._rank} failed: {type(error).__name__}: {error}"
+        failure = self._try_collecting(max(map(int, decision)), collect)
         outcome = self._try_vote(f"{place}/end", failure)
         failures = [late] if outcome is None else [each for each in outcome if each]
         if failures:
@@ -79,6 +74,22 @@ class JointSave:
         except RuntimeError:  # the process that hosts the store has ended
             self.speaker = self._rank
             return None
+
+    def _try_collecting(self, generation: int, collect: Callable[["JointSave"], None]) -> str:
+        """Connect the ranks and run `collect`. Returns "" or what failed: a dead rank or a timeout, for which torch has
+        no narrower class than Exception."""
+        try:
+            self._use_generation(generation)
+        except Exception as error:
+            return (
+                f"rank {self._rank} could not connect to the other ranks over gloo (on several machines set "
+                f"GLOO_SOCKET_IFNAME to the network interface between them): {type(error).__name__}: {error}"
+            )
+        try:
+            collect(self)
+        except Exception as error:
+            return f"rank {self._rank} failed: {type(error).__name__}: {error}"
+        return ""
 
     def _forget_votes(self, place: str) -> None:
         """Delete the votes that no rank reads any more. All ranks have voted at the end of `place`, so they have

@@ -91,7 +91,7 @@ def _wrap(hook: Hook, wire_dtype: torch.dtype, name: str) -> Hook:
     hook_name = str(getattr(hook, "__name__", type(hook).__name__))
 
     def wrapped(hook_state: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-        buffer = bucket.buffer()
+        buffer = bucket_of(bucket).flat
         if buffer.is_sparse or buffer.dtype == wire_dtype:
             return checked_future(hook(hook_state, bucket), hook_name)
         bucket.set_buffer(buffer.to(wire_dtype))

@@ -16,7 +16,8 @@ from commhooks.comm.counters import Counters
 from commhooks.compressors.powersgd.compressor import BatchedPowerSGDCompressor, PowerSGDCompressor
 from commhooks.compressors.powersgd.config import PowerSGD
 from commhooks.ddp_comm_hooks.old_pickles import converted
-from commhooks.engine.session import Binding, Session, SessionState
+from commhooks.engine.session import Binding, Session
+from commhooks.engine.session_state import SessionState
 from commhooks.engine.state import LearnedState
 from commhooks.errors import AttachError, HookConfigError, HookRunError
 from commhooks.gradients.ddp import bucket_of

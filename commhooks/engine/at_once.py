@@ -1,6 +1,7 @@
 """Run compressors without learned state: each hook call returns at once, and DDP waits for the futures."""
 
-from collections.abc import Callable
+import inspect
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from commhooks.comm.collective import Send, new_future
 from commhooks.comm.counters import Counters
 from commhooks.compressors.base import Compressor, State, StepInfo
 from commhooks.engine.exchange_checks import checked_exchange, checked_result, checked_yield
+from commhooks.engine.streams import keep_for_current_stream
 from commhooks.errors import HookRunError
 from commhooks.gradients.bucket import Bucket
 
@@ -73,12 +75,23 @@ def reduce_at_once(
         # The result of a sparse all-reduce is available only in the future.
         # Runs in a thread of the backend: hold no reference to the process group here. If it were the last one, the
         # group would end in its own thread, which aborts the process.
+        # On CUDA it has a stream of its own, and these tensors are freed before the kernels that read them have run.
+        keep_for_current_stream(_tensors_in(exchange))
+        if gathered is not None:
+            keep_for_current_stream([gathered])
         result = go_on(sent.value()[0] if gathered is None else gathered)
         if isinstance(result, Send):
             raise HookRunError(f"the exchange of {compressor.name} sends again after its last Send")
         return result
 
     return pending.future().then(finish)
+
+
+def _tensors_in(exchange: object) -> Iterator[torch.Tensor]:
+    """The tensors in the local variables of an exchange, and of the one that it delegates to."""
+    while inspect.isgenerator(exchange):
+        yield from (each for each in inspect.getgeneratorlocals(exchange).values() if isinstance(each, torch.Tensor))
+        exchange = exchange.gi_yieldfrom
 
 
 def run_with_clocks(run: Callable[[], Future], device: torch.device, counters: Counters) -> Future:

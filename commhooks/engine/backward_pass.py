@@ -54,8 +54,9 @@ class RunningExchange:
     def step(self) -> None:
         """Wait for the pending collective, then run up to the next one or to the verdict."""
         assert self._pending is not None
-        pending, self._pending = self._pending, None
-        self._resume(pending.wait())
+        answer = self._pending.wait()
+        self._pending = None
+        self._resume(answer)
 
     def finite(self) -> torch.Tensor:
         """Run up to the verdict. Returns whether everything received is finite (0-dim bool tensor)."""
@@ -75,11 +76,13 @@ class RunningExchange:
             f"the exchange of {self._name} goes on after the verdict: it must yield one Verdict, and nothing after it"
         )
 
-    def close(self) -> None:
+    def close(self) -> Pending | None:
         """Close the exchange of an abandoned pass. Its exceptions are suppressed: they would hide the error that ended
-        the pass."""
+        the pass. Returns the pending collective if that may still write into the bucket."""
         with contextlib.suppress(Exception):
             self._exchange.close()
+        pending, self._pending = self._pending, None
+        return pending if pending is not None and pending.writes(self.flat) else None
 
     def _resume(self, answer: torch.Tensor | None) -> None:
         try:
@@ -104,18 +107,27 @@ class BackwardPass:
         loss_scale: the loss scale of this pass.
         residual_factor: this loss scale / the one with which fields with `scales_with_loss` were written.
         step: committed passes before this one; on an accelerator a lower bound.
+        step_at_most: the upper bound.
         last_index: index of the latest bucket.
         done: the pass was committed, or skipped because a number was not finite.
     """
 
-    def __init__(self, compressing: bool, residual_factor: LossScale, loss_scale: LossScale, step: int) -> None:
+    def __init__(
+        self, compressing: bool, residual_factor: LossScale, loss_scale: LossScale, step: int, step_at_most: int
+    ) -> None:
         self.compressing = compressing
         self.residual_factor = residual_factor
         self.loss_scale = loss_scale
         self.step = step
+        self.step_at_most = step_at_most
         self.last_index = -1
         self.done = False
         self.running: list[RunningExchange] = []
+
+    @property
+    def step_label(self) -> str:
+        """The step for messages: "7", or "<= 7" if the host has not read the outcomes of earlier passes."""
+        return f"{'' if self.step == self.step_at_most else '<= '}{self.step_at_most}"
 
     def add(self, exchange: RunningExchange) -> None:
         """Start the exchange of the next bucket, then advance each earlier one with a round left by one step."""
@@ -146,8 +158,9 @@ class BackwardPass:
         # Release the buckets: DDP may rebuild them now.
         self.running.clear()
 
-    def abandon(self) -> None:
-        """Close all exchanges after an exception: nothing of this pass is committed."""
-        for each in self.running:
-            each.close()
+    def abandon(self) -> list[Pending]:
+        """Close all exchanges after an exception: nothing of this pass is committed. Returns the collectives that may
+        still write into a bucket."""
+        writing = [pending for each in self.running if (pending := each.close()) is not None]
         self.running.clear()
+        return writing

@@ -36,7 +36,8 @@ class Outcomes:
         self._unread = (good + count, passes + 1, compressed)
 
     def read(self) -> None:
-        """Bring `state.step` up to date. Synchronises with an accelerator if the outcome of a pass is unread."""
+        """Bring `state.step` up to date. If the outcome of a pass is unread, the host waits for the current stream:
+        call this within `CommitMark.reading`."""
         with self.lock:
             while (unread := self._unread) is not None:
                 committed, loss_scale = int(unread[0].item()), float(self._state.loss_scale)

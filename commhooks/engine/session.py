@@ -4,8 +4,9 @@ The learned state is written at the end of a pass, after everything received was
 pass therefore leaves the state of the last committed step.
 """
 
+import contextlib
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from commhooks.comm import collective
-from commhooks.comm.collective import Pending, Send, agreement_key, resolve_group
+from commhooks.comm.collective import Pending, Send, agreement_key, outlast, resolve_group
 from commhooks.comm.counters import Counters
 from commhooks.compressors.base import Compressor, StepInfo
 from commhooks.compressors.plan import UnitPlan
@@ -23,7 +24,8 @@ from commhooks.engine.backward_pass import BackwardPass, RunningExchange
 from commhooks.engine.known_buckets import KnownBuckets
 from commhooks.engine.outcomes import Outcomes
 from commhooks.engine.state import LearnedState
-from commhooks.engine.streams import CodecStreams
+from commhooks.engine.statistics_log import StatisticsLog
+from commhooks.engine.streams import CommitMark, computing_on, keep_for_current_stream, wait_for_codec
 from commhooks.gradients import precision
 from commhooks.gradients.after_backward import run_after_backward
 from commhooks.gradients.bucket import Bucket
@@ -31,6 +33,9 @@ from commhooks.gradients.loss_scale import LossScale, is_one, read_scale, usable
 from commhooks.gradients.names import ParameterNames
 
 logger = logging.getLogger(__name__)
+
+ABANDONED_LIMIT_S = 5.0
+"""Seconds that the host waits, after an exception, for collectives that may still write into a bucket."""
 
 
 @dataclass(frozen=True)
@@ -71,11 +76,11 @@ class Session:
         self.counters = counters if counters is not None else Counters()
         self.outcomes = Outcomes(state, self.counters)
         self.nonce: int | None = None
-        self._streams = CodecStreams()
+        self._mark = CommitMark()
         self._buckets = KnownBuckets(compressor, state, binding.names)
         self._agreed = False
         self._pass: BackwardPass | None = None
-        self._next_stats_report = 0
+        self._log = StatisticsLog()
 
     def bind(self, binding: Binding) -> None:
         """Use another model. Allowed only before the first backward pass."""
@@ -95,31 +100,41 @@ class Session:
             HookRunError: the ranks disagree, a collective failed, or the learned state belongs to another model.
             HookConfigError: the buckets are on several devices.
         """
-        device = bucket.flat.device
-        try:
-            with self._streams.computing_on(bucket.flat), precision.full_precision(device):
-                current = self._pass
-                # An unfinished pass ended in an exception and was never committed: drop it.
-                if current is None or current.done or bucket.index <= current.last_index:
-                    current = self._pass = self._begin(bucket)
-                current.last_index = bucket.index
-                with self.counters.clocks.codec(device):
-                    if not bucket.is_last:
-                        self._drain_after_backward(current)
-                    exchange = self._new_exchange(bucket, current)
-                    current.add(exchange)
-                    if bucket.is_last:
-                        self._drain(current)
-                return exchange.future
-        except BaseException:
-            self._give_up()
-            raise
+        with self._computing(bucket.flat):
+            current = self._pass
+            # An unfinished pass ended in an exception and was never committed: drop it.
+            if current is None or current.done or bucket.index <= current.last_index:
+                current = self._pass = self._begin(bucket)
+            current.last_index = bucket.index
+            with self.counters.clocks.codec(bucket.flat.device):
+                if not bucket.is_last:
+                    self._drain_after_backward(current)
+                exchange = self._new_exchange(bucket, current)
+                current.add(exchange)
+                if bucket.is_last:
+                    self._drain(current)
+            return exchange.future
 
     def settle(self) -> None:
-        """Bring `state.step` up to date, which may synchronise with an accelerator. The caller's current stream waits
-        for the codec's stream, so that it reads the learned state as written by the latest commit."""
-        self._streams.join()
-        self.outcomes.read()
+        """Bring `state.step` up to date, for which the host may wait for the latest commit on an accelerator. The
+        caller's current stream waits for that commit, too, and so reads the learned state as written by it."""
+        with self.outcomes.lock:
+            self._mark.wait()
+            with self._mark.reading():
+                self.outcomes.read()
+
+    @contextlib.contextmanager
+    def settled(self) -> Iterator[None]:
+        """Context manager: hold the lock of the learned state, with `state.step` up to date. The body may copy tensors
+        of the state to the host; this waits for the latest commit, and for nothing that the hook or the caller has
+        queued since. Change them by `overwrite` only."""
+        with self.outcomes.lock, self._mark.reading():
+            self.outcomes.read()
+            yield
+
+    def overwrite(self, tensor: torch.Tensor, value: torch.Tensor) -> None:
+        """Write `value`, on the CPU, into `tensor` of the learned state. Use only within the body of `settled`."""
+        self._mark.overwrite(tensor, value)
 
     def replaced(self, compressor: Compressor[Any]) -> None:
         """Use `compressor` from now on. Call it after a load: at the next backward pass the ranks compare their states
@@ -142,8 +157,7 @@ class Session:
 
     def _begin(self, bucket: Bucket) -> BackwardPass:
         if self._pass is not None and not self._pass.done:
-            # Pending all-reduces may still write into the workspaces of the old pass: drop them, too.
-            self._give_up()
+            self._drop_pass()
         group = resolve_group(self.binding.group())
         if not self._agreed:
             self._agree(group, bucket.flat.device)
@@ -153,7 +167,7 @@ class Session:
             before_start = state.step < start <= state.step + self.outcomes.unread_passes
             if before_start or self.compressor.needs_exact_step:
                 self.settle()
-            step = state.step
+            step, step_at_most = state.step, state.step + self.outcomes.unread_passes
         compressing = step >= start
         if compressing and self.counters.numel_before == 0:
             logger.info("Start to apply %s after %s iterations.", self.compressor.called, state.step)
@@ -161,7 +175,7 @@ class Session:
         # Without a scaler the scale is 1; residuals saved with one are rescaled to it.
         loss_scale = usable(read_scale(self.binding.loss_scale), state.loss_scale)
         self.counters.begin_pass()
-        return BackwardPass(compressing, loss_scale / state.loss_scale, loss_scale, step)
+        return BackwardPass(compressing, loss_scale / state.loss_scale, loss_scale, step, step_at_most)
 
     def _new_exchange(self, bucket: Bucket, current: BackwardPass) -> RunningExchange:
         flat, counters = bucket.flat, self.counters
@@ -175,7 +189,7 @@ class Session:
         if current.compressing:
             counters.numel_before += known.layout.numel
             counters.numel_after += sum(plan.numel_sent for plan in known.plans)
-        where = f"bucket {bucket.index} at step {self.state.step}"
+        where = f"bucket {bucket.index} at step {current.step_label}"
 
         def issue(send: Send) -> Pending:
             return collective.start(send, group, counters, where)
@@ -190,51 +204,48 @@ class Session:
     def _drain(self, current: BackwardPass) -> None:
         """End a pass: run all remaining rounds, then commit."""
         good = current.drain()
-        on_host = precision.is_host_readable(good.device)
-        verdict: torch.Tensor | bool = bool(good) if on_host else good
         state, outcomes = self.state, self.outcomes
         with outcomes.lock:
             outcomes.committing = True
-            if current.compressing:
-                state.local_shared = False
             try:
-                current.commit(verdict)
+                self._commit(current, good)
             except BaseException:
                 # The tensors are a mix of this step and the one before: none of them may be saved.
                 state.forget_local()
                 state.local_missing = True
-                outcomes.committing = False
                 raise
-            if verdict is not False:
-                state.loss_scale = current.loss_scale
-                # After a failed commit the residual started at zero; from this commit on it is valid again.
-                state.local_missing = False
-            outcomes.add(good, current.compressing)
-            if on_host:
-                self.settle()
-            self._after_commit(current, rescaled=verdict is not False)
-            outcomes.committing = False
+            finally:
+                self._mark.set(good.device)
+                outcomes.committing = False
         current.fulfil()
 
-    def _after_commit(self, current: BackwardPass, *, rescaled: bool) -> None:
+    def _commit(self, current: BackwardPass, good: torch.Tensor) -> None:
+        """Write the gradients and, if `good`, the learned state; count the step. Hold the lock."""
+        state, on_host = self.state, precision.is_host_readable(good.device)
+        verdict: torch.Tensor | bool = bool(good) if on_host else good
+        if current.compressing:
+            state.local_shared = False
+        current.commit(verdict)
+        if verdict is not False:
+            state.loss_scale = current.loss_scale
+            # After a failed commit the residual started at zero; from this commit on it is valid again.
+            state.local_missing = False
+        self.outcomes.add(good, current.compressing)
+        if on_host:
+            self.settle()
         self._buckets.forget_dead_state()
-        if rescaled and not is_one(current.residual_factor):
-            in_use = self._buckets.names_in_use()
-            for each in self.compressor.state_fields:
-                for name, tensor in self.state[each.key].items() if each.scales_with_loss else ():
-                    if name not in in_use:
-                        tensor.mul_(current.residual_factor)
-        every = self.compressor.stats_every
-        if current.compressing and every is not None and current.step >= self._next_stats_report:
-            self._next_stats_report = current.step + every
-            before, after = self.counters.numel_before, self.counters.numel_after
-            logger.info(
-                "Compression stats: iter %s, total before compression %s, total after compression %s, rate %s",
-                current.step,
-                before,
-                after,
-                before / after if after else 0,
-            )
+        if verdict is not False and not is_one(current.residual_factor):
+            self._rescale_unused(current.residual_factor)
+        if current.compressing:
+            self._log.add(current, self.counters, self.compressor.stats_every)
+
+    def _rescale_unused(self, factor: LossScale) -> None:
+        """Multiply by `factor` what follows the loss scale and is in no bucket of this pass."""
+        in_use = self._buckets.names_in_use()
+        for each in self.compressor.state_fields:
+            for name, tensor in self.state[each.key].items() if each.scales_with_loss else ():
+                if name not in in_use:
+                    tensor.mul_(factor)
 
     def _drain_after_backward(self, current: BackwardPass) -> None:
         """Drain at the end of the backward pass if the last bucket never arrives, which happens when DDP skips the
@@ -243,24 +254,38 @@ class Session:
         def drain_if_open() -> None:
             if not current.done and current is self._pass:
                 flat = current.running[-1].flat
-                with (
-                    self._streams.computing_on(flat),
-                    precision.full_precision(flat.device),
-                    self.counters.clocks.codec(flat.device),
-                ):
+                with self._computing(flat), self.counters.clocks.codec(flat.device):
                     self._drain(current)
 
         run_after_backward(drain_if_open)
 
-    def _give_up(self) -> None:
-        """Drop an unfinished pass and all workspaces, into which its collectives may still write."""
+    @contextlib.contextmanager
+    def _computing(self, flat: torch.Tensor) -> Iterator[None]:
+        """Run the body, a part of a pass, as the codec runs. An exception in it ends the pass: what the hook has begun
+        for its buckets is waited for, because the caller may fill them again."""
+        try:
+            with computing_on(flat), precision.full_precision(flat.device):
+                yield
+        except BaseException:
+            with contextlib.suppress(RuntimeError):  # the device itself may have failed
+                wait_for_codec(flat.device)
+            outlast(self._drop_pass(), ABANDONED_LIMIT_S)
+            raise
+
+    def _drop_pass(self) -> list[Pending]:
+        """Drop the pass, and if it is unfinished all workspaces, into which its collectives may still write. Returns
+        those that may still write into a bucket."""
+        writing: list[Pending] = []
         if self._pass is not None and not self._pass.done:
-            self._pass.abandon()
+            writing = self._pass.abandon()
             self._buckets.clear()
         self._pass = None
+        return writing
 
     def _agree(self, group: dist.ProcessGroup, device: torch.device) -> None:
         self.settle()
+        # A load allocated them on its own stream.
+        keep_for_current_stream(tensor for entries in self.state.entries.values() for tensor in entries.values())
         compressor = self.compressor
         shapes = {name: tuple(parameter.shape) for name, parameter in self.binding.names.known().items()}
         configuration = agreement_key(compressor.name, compressor.config, compressor.wire_dtype, sorted(shapes.items()))
@@ -275,18 +300,3 @@ class Session:
                 compressor.called,
             )
         self._agreed = True
-
-
-class SessionState:
-    """Base of hook states that own a session, such as `PowerSGDState`. `attach` binds them to the model."""
-
-    session: Session
-
-    def bind(self, binding: Binding, model: torch.nn.Module, function: Callable[..., Any]) -> None:
-        """Bind the state to a model; `attach` calls this on every rank. `model`: the module that DDP wraps; `function`:
-        the hook.
-
-        Raises:
-            AttachError: the state is bound to another model already.
-        """
-        raise NotImplementedError

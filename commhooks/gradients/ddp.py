@@ -7,6 +7,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from commhooks.errors import HookRunError
+from commhooks.gradients import precision
 from commhooks.gradients.bucket import Bucket
 
 
@@ -26,14 +27,21 @@ def bucket_of(grad_bucket: object) -> DDPBucket:
     """Convert the `GradBucket` that DDP passes to a hook.
 
     Raises:
-        HookRunError: it is not a GradBucket, which happens with compiled DDP.
+        HookRunError: it is not a GradBucket, which happens with compiled DDP; or a CUDA graph is being captured.
     """
     if not isinstance(grad_bucket, dist.GradBucket):
         raise HookRunError(
             "this hook was called without a GradBucket: compiled DDP with optimize_ddp='python_reducer' is not "
             "supported; set torch._dynamo.config.optimize_ddp = 'ddp_optimizer'"
         )
-    return DDPBucket(grad_bucket)
+    bucket = DDPBucket(grad_bucket)
+    if precision.has_streams(bucket.flat.device) and torch.cuda.is_current_stream_capturing():
+        raise HookRunError(
+            "this backward pass is being captured in a CUDA graph: communication hooks are Python, which a replay does "
+            "not run. Capture parts of the model with torch.cuda.make_graphed_callables before wrapping it in DDP, so "
+            "that the hook runs outside of the graphs; or train without a hook"
+        )
+    return bucket
 
 
 def reduced_parameters(ddp_model: DistributedDataParallel) -> list[tuple[str, torch.Tensor]]:

@@ -33,6 +33,11 @@ def is_host_readable(device: torch.device) -> bool:
     return device.type == "cpu"
 
 
+def has_streams(device: torch.device) -> bool:
+    """Whether work on `device` is queued on CUDA streams."""
+    return device.type == "cuda"
+
+
 def check_one_device(devices: Iterable[torch.device], what: str) -> None:
     """Check that all buckets are on one device: a step is committed for all buckets together, and buckets on several
     devices would have to wait for each other.

@@ -14,7 +14,8 @@ from commhooks.comm.hook_result import checked_future
 from commhooks.compressors.base import Compressor
 from commhooks.compressors.config import HookConfig
 from commhooks.ddp_comm_hooks.default_hooks import bf16_compress_wrapper, fp16_compress_wrapper
-from commhooks.engine.session import Binding, Session, SessionState
+from commhooks.engine.session import Binding, Session
+from commhooks.engine.session_state import SessionState
 from commhooks.engine.state import LearnedState
 from commhooks.errors import AttachError, HookConfigError
 from commhooks.gradients.ddp import reduced_parameters, sparse_parameters

@@ -69,9 +69,9 @@ class LearningHook(Runner):
 
     @contextlib.contextmanager
     def residuals(self) -> Iterator[tuple[Mapping[str, torch.Tensor], float]]:
-        self.settle()
         state = self._session.state
         with self._session.outcomes.lock:
+            self.settle()
             yield {n: t for key in state.local for n, t in state[key].items()}, float(state.loss_scale)
 
     def measured(self, names: set[str]) -> set[str]:

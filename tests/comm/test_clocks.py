@@ -2,6 +2,7 @@
 
 import contextlib
 import pickle
+import threading
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -90,6 +91,28 @@ def test_unread_times_are_pickled_too() -> None:
     with events(lambda: next(times), device_at=0.0), measured.codec(CPU):
         pass
     assert pickle.loads(pickle.dumps(measured)).total.codec_s == 4
+
+
+def test_training_does_not_wait_for_a_thread_that_waits_for_events() -> None:
+    measured = Clocks()
+    waiting, go_on = threading.Event(), threading.Event()
+
+    class Late(_Event):
+        def synchronize(self) -> None:
+            waiting.set()
+            assert go_on.wait(10)
+
+    measured._open.append((Late(0), Late(1), lambda seconds: None))
+    reader = threading.Thread(target=measured.collect, kwargs={"wait": True})
+    reader.start()
+    waiting.wait()
+    training = threading.Thread(target=measured.begin_pass)
+    training.start()
+    training.join(2)
+    blocked = training.is_alive()
+    go_on.set()
+    reader.join(), training.join()
+    assert not blocked and not measured._open
 
 
 def _train(hook: str, options: dict[str, Any]) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 import logging
 import time
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -190,6 +191,9 @@ def _warned(case: str) -> list[str]:
             if rank == 1:
                 saver.mean = failing  # type: ignore[method-assign]
             run.hook.state_dict()
+        elif case == "wrong interface":
+            with mock.patch.object(dist, "ProcessGroupGloo", failing):
+                run.hook.state_dict()
         elif case == "before the first pass":
             own = session_of(run.hook).state  # type: ignore[union-attr]
             own.local_shared = False  # as after a load of residuals per rank
@@ -199,7 +203,7 @@ def _warned(case: str) -> list[str]:
     return lines
 
 
-def failing(tensor: torch.Tensor) -> torch.Tensor:
+def failing(*_: Any) -> Any:
     raise RuntimeError("the network is gone")
 
 
@@ -208,6 +212,7 @@ def failing(tensor: torch.Tensor) -> torch.Tensor:
     [
         ("nobody tries", [0], "this rank saves on its own"),
         ("one fails", [0], "failed: RuntimeError"),
+        ("wrong interface", [0], "set GLOO_SOCKET_IFNAME to the network interface between them"),
         ("before the first pass", [0], "no backward pass has run"),
         ("0", [0], "not every rank took part"),
         ("1", [1], "not every rank took part"),

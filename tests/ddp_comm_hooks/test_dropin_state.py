@@ -108,7 +108,7 @@ def one_state_for_all(saved: bytes, then: Weights, without_residual: bool) -> tu
     module.load_state_dict(then)
     ddp = wrap(module)
     ddp.register_comm_hook(state, commhooks.powerSGD_hook)
-    with log_lines("commhooks.engine.session") as lines:
+    with log_lines("commhooks.engine") as lines:
         train(ddp, 3, first_step=4)
     assert state.iter == 7 and replicas_equal(ddp)
     return lines, weights(ddp.module)
@@ -163,7 +163,7 @@ def statistics(frequency: int) -> tuple[list[tuple[float, int, int]], list[str]]
     )
     ddp.register_comm_hook(state, commhooks.powerSGD_hook)
     found = []
-    with log_lines("commhooks.engine.session") as lines:
+    with log_lines("commhooks.engine") as lines:
         for step in range(9):
             train(ddp, 1, first_step=step)
             found.append(state.compression_stats())

@@ -5,6 +5,7 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
+from cuda_stand_ins import cuda_stand_ins, storage
 from ddp_steps import process_group_of_one
 
 from commhooks.comm.collective import resolve_group
@@ -62,3 +63,30 @@ def test_more_than_one_collective_is_refused() -> None:
 def test_a_verdict_is_refused() -> None:
     with pytest.raises(HookRunError, match="the exchange of steps asks for a verdict"):
         _run("verdict")
+
+
+class Gathers(Stateless[Steps]):
+    """Uses, behind its collective, the answer and a tensor from before; `made` are these tensors."""
+
+    Config = Steps
+
+    def __init__(self) -> None:
+        super().__init__(Steps())
+        self.made: list[torch.Tensor] = []
+
+    def exchange(self, flat: torch.Tensor, work: Any, state: State, step: StepInfo) -> Exchange:
+        return (yield from self._delegate(flat, flat / 2))
+
+    def _delegate(self, flat: torch.Tensor, half: torch.Tensor) -> Exchange:
+        rows = yield Send(flat, op="gather", last=True)
+        self.made += [half, rows]
+        return rows.sum(0) + half
+
+
+def test_what_the_callback_reads_is_kept_for_its_stream() -> None:
+    """On CUDA it has another stream than the hook, on which these tensors were allocated."""
+    compressor, flat = Gathers(), torch.arange(4.0)
+    with process_group_of_one(), cuda_stand_ins() as cuda:
+        result = reduce_at_once(compressor, Bucket(flat, [flat]), resolve_group(None)).wait()
+    assert torch.equal(result, 1.5 * torch.arange(4.0))
+    assert {storage(each) for each in compressor.made} <= {where for where, _ in cuda.kept}

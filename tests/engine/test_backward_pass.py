@@ -32,6 +32,9 @@ class Log:
                 log.lines.append(("waited", send.what))
                 return send.tensor
 
+            def writes(self, buffer: torch.Tensor) -> bool:
+                return send.tensor is buffer
+
         return Pending()
 
     def exchange(self, bucket: int, rounds: str, finite: torch.Tensor = TRUE) -> Exchange:
@@ -59,7 +62,7 @@ def log() -> Iterator[Log]:
 
 
 def test_a_bucket_starts_and_each_earlier_one_takes_a_step(log: Log) -> None:
-    current, after = BackwardPass(True, 1.0, 1.0, 0), []
+    current, after = BackwardPass(True, 1.0, 1.0, 0, 0), []
     for bucket, rounds in enumerate(["PQR", "PQ", "A", "PQR"]):
         _add(current, log, log.exchange(bucket, rounds))
         after.append(log.words("sent"))
@@ -80,7 +83,7 @@ def test_a_bucket_starts_and_each_earlier_one_takes_a_step(log: Log) -> None:
 
 
 def test_nothing_is_committed_before_all_have_told_whether_they_are_finite(log: Log) -> None:
-    current = BackwardPass(True, 1.0, 1.0, 0)
+    current = BackwardPass(True, 1.0, 1.0, 0, 0)
     for bucket, finite in enumerate([TRUE, FALSE, TRUE]):
         _add(current, log, log.exchange(bucket, "PQ", finite))
     good = current.drain()
@@ -96,7 +99,7 @@ def test_nothing_is_committed_before_all_have_told_whether_they_are_finite(log: 
 
 
 def test_an_abandoned_pass_closes_its_exchanges(log: Log) -> None:
-    current = BackwardPass(True, 1.0, 1.0, 0)
+    current = BackwardPass(True, 1.0, 1.0, 0, 0)
     kept = [log.exchange(bucket, "PQ") for bucket in range(3)]
     for exchange in kept:
         _add(current, log, exchange)
@@ -110,7 +113,7 @@ def test_an_exchange_without_a_verdict_is_told(log: Log) -> None:
         yield Send(torch.zeros(1), "A", last=True)
         return None
 
-    current = BackwardPass(True, 1.0, 1.0, 0)
+    current = BackwardPass(True, 1.0, 1.0, 0, 0)
     _add(current, log, silent())
     with pytest.raises(HookRunError, match="the exchange of mine ended before its verdict"):
         current.drain()
@@ -123,7 +126,7 @@ def test_an_exchange_that_goes_on_after_its_verdict_is_told(log: Log) -> None:
         yield Verdict(TRUE)
         return None
 
-    current = BackwardPass(True, 1.0, 1.0, 0)
+    current = BackwardPass(True, 1.0, 1.0, 0, 0)
     with closing(talkative()) as exchange:
         _add(current, log, exchange)
         assert bool(current.drain())

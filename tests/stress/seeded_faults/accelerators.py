@@ -11,6 +11,7 @@ _EXCHANGE, _VIEWS, _FACTORS, _CODEC = (
 _TOGETHER = "compressors/powersgd/test_packed_factors.py::test_together_as_alone"
 _ORACLE = "compressors/powersgd/test_masked_exchange.py::test_gradients_and_residuals_equal_the_oracle"
 _HOST = "compressors/powersgd/test_masked_exchange.py::test_every_dtype_and_wire_gives_what_the_host_form_gives"
+_STREAMS, _ORDER = "commhooks/engine/streams.py", "engine/test_streams.py"
 _MASKS = "engine/test_masked_commit.py::test_masks_decide_as_the_host_does"
 
 MUTANTS = [
@@ -213,8 +214,8 @@ MUTANTS = [
     Mutant(
         "a pass begins while another thread counts steps",
         "commhooks/engine/session.py",
-        "        with self.outcomes.lock:",
-        "        if True:",
+        "        with self.outcomes.lock:  # another",
+        "        if True:  # another",
         "engine/test_settle.py::test_a_pass_waits_for_a_thread_that_counts_steps",
     ),
     Mutant(
@@ -244,5 +245,70 @@ MUTANTS = [
         "                elif not (begin.query() and end.query()):\n                    return\n",
         "",
         "comm/test_clocks.py::test_what_the_device_has_not_done_is_counted_later",
+    ),
+    Mutant(
+        "training waits for a thread that waits for events",
+        "commhooks/comm/clocks.py",
+        "acquire(blocking=wait)",
+        "acquire()",
+        "comm/test_clocks.py::test_training_does_not_wait_for_a_thread_that_waits_for_events",
+    ),
+    Mutant(
+        "streams: who reads waits for the next pass",
+        _STREAMS,
+        "        stream.wait_event(event)\n",
+        "        stream.wait_stream(_stream(device, _CODEC_PRIORITY))\n",
+        f"{_ORDER}::test_a_thread_that_saves_waits_for_the_latest_commit_only",
+    ),
+    Mutant(
+        "streams: a save waits for the caller's kernels",
+        "commhooks/checkpoint/learned_state.py",
+        "                body.enter_context(session.settled())\n",
+        "                session.settle()\n",
+        f"{_ORDER}::test_a_thread_that_saves_waits_for_the_latest_commit_only",
+    ),
+    Mutant(
+        "streams: one per session",
+        "commhooks/engine/session.py",
+        "            with computing_on(flat), precision",
+        '            __import__("commhooks.engine.streams").engine.streams._streams.clear()\n'
+        "            with computing_on(flat), precision",
+        f"{_ORDER}::test_all_hooks_of_a_device_share_one_stream_of_high_priority",
+    ),
+    Mutant(
+        "streams: a commit that failed is not marked",
+        "commhooks/engine/session.py",
+        "            finally:\n                self._mark.set(good.device)\n",
+        "            else:\n                self._mark.set(good.device)\n            finally:\n",
+        f"{_ORDER}::test_a_commit_that_failed_is_waited_for_too",
+    ),
+    Mutant(
+        "streams: loaded tensors are freed too early",
+        "commhooks/engine/session.py",
+        "        keep_for_current_stream(tensor for entries in self.state.entries.values() for tensor in "
+        "entries.values())\n",
+        "",
+        f"{_ORDER}::test_loaded_tensors_stay_until_the_codec_has_read_them",
+    ),
+    Mutant(
+        "streams: labels are lower bounds",
+        "commhooks/engine/session.py",
+        "step, step_at_most = state.step, state.step + self.outcomes.unread_passes",
+        "step, step_at_most = state.step, state.step",
+        f"{_ORDER}::test_labels_are_upper_bounds_until_the_host_has_read_the_outcomes",
+    ),
+    Mutant(
+        "streams: all-reduces of an abandoned pass go on writing",
+        "commhooks/engine/session.py",
+        "            outlast(self._drop_pass(), ABANDONED_LIMIT_S)\n",
+        "            self._drop_pass()\n",
+        "engine/test_abandoned_collectives.py",
+    ),
+    Mutant(
+        "a CUDA graph is captured",
+        "commhooks/gradients/ddp.py",
+        "    if precision.has_streams(bucket.flat.device) and torch",
+        "    if False and torch",
+        "gradients/test_cuda_graphs.py",
     ),
 ]

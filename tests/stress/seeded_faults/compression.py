@@ -68,7 +68,7 @@ MUTANTS = [
     Mutant(
         "inexact for ever after a commit that failed",
         "commhooks/engine/session.py",
-        "                state.local_missing = False\n",
+        "            state.local_missing = False\n",
         "",
         "checkpoint/test_changed_surroundings.py::test_after_a_commit_that_failed_the_next_one_is_whole_again",
     ),
@@ -118,8 +118,8 @@ MUTANTS = [
     Mutant(
         "the loss scale of a skipped step",
         "commhooks/engine/session.py",
-        "            if verdict is not False:\n                state.loss_scale",
-        "            if True:\n                state.loss_scale",
+        "        if verdict is not False:\n            state.loss_scale",
+        "        if True:\n            state.loss_scale",
         "gradients/test_loss_scale.py::test_a_changing_scale_changes_nothing",
     ),
     Mutant(
@@ -253,8 +253,8 @@ MUTANTS = [
     Mutant(
         "residual does not follow the loss scale",
         "commhooks/engine/session.py",
-        "        return BackwardPass(compressing, loss_scale / state.loss_scale, loss_scale, step)\n",
-        "        return BackwardPass(compressing, 1.0, loss_scale, step)\n",
+        "        return BackwardPass(compressing, loss_scale / state.loss_scale, ",
+        "        return BackwardPass(compressing, 1.0, ",
         "gradients/test_loss_scale.py",
     ),
 ]

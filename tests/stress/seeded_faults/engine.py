@@ -56,8 +56,8 @@ MUTANTS = [
     Mutant(
         "the buffers of an abandoned pass are used again",
         f"{_ENGINE}/session.py",
-        "            self._pass.abandon()\n            self._buckets.clear()\n",
-        "            self._pass.abandon()\n",
+        "            writing = self._pass.abandon()\n            self._buckets.clear()\n",
+        "            writing = self._pass.abandon()\n",
         "engine/test_abandoned_backward.py",
     ),
     Mutant(
@@ -91,15 +91,15 @@ MUTANTS = [
     Mutant(
         "residuals of buckets that DDP left out keep the old loss scale",
         f"{_ENGINE}/session.py",
-        "                    if name not in in_use:\n",
-        "                    if False:\n",
+        "                if name not in in_use:\n",
+        "                if False:\n",
         "gradients/test_loss_scale.py::test_buckets_that_ddp_leaves_out_follow_the_scale",
     ),
     Mutant(
         "residuals in use are scaled twice",
         f"{_ENGINE}/session.py",
-        "                    if name not in in_use:\n",
-        "                    if True:\n",
+        "                if name not in in_use:\n",
+        "                if True:\n",
         "gradients/test_loss_scale.py",
     ),
     Mutant(

@@ -82,9 +82,9 @@ MUTANTS = [
     ),
     Mutant(
         "statistics are logged under the next step",
-        "commhooks/engine/session.py",
-        "                current.step,\n",
-        "                self.state.step,\n",
+        "commhooks/engine/statistics_log.py",
+        "            current.step_label,\n",
+        "            counters.compressed_steps,\n",
         "hook/test_metrics.py::test_compression_statistics_are_logged_as_torch_logs_them",
     ),
     Mutant(

@@ -1,0 +1,173 @@
+"""What waits for what on CUDA: the codec, the caller and a thread that saves, with stand-ins for streams and events."""
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from cuda_stand_ins import Cuda, Stream, cuda_stand_ins, storage
+from ddp_steps import batch, mlp, process_group_of_one, wrap
+from inside import session_of
+
+import commhooks
+from commhooks.comm import collective
+from commhooks.engine.backward_pass import BackwardPass
+
+pytestmark = pytest.mark.timeout(60)
+
+STEPS = 3
+NEXT_P = f"P of bucket 0 at step <= {STEPS}"
+
+
+@pytest.fixture
+def cuda() -> Iterator[Cuda]:
+    """Names what hooks send, and commits: "commit 1" is the first."""
+    start, commit, commits = collective.start, BackwardPass.commit, iter(range(1, 1000))
+
+    def named_start(send: Any, group: Any, counters: Any, where: str = "") -> Any:
+        cuda.queue(f"{send.what} of {where}")
+        return start(send, group, counters, where)
+
+    def named_commit(self: BackwardPass, good: Any) -> None:
+        cuda.queue(f"commit {next(commits)}")
+        commit(self, good)
+
+    with (
+        process_group_of_one(),
+        cuda_stand_ins() as cuda,
+        mock.patch.object(collective, "start", named_start),
+        mock.patch.object(BackwardPass, "commit", named_commit),
+    ):
+        yield cuda
+
+
+class Training:
+    """A model with a bucket per layer."""
+
+    def __init__(self) -> None:
+        self.model = mlp()
+        self.ddp = wrap(self.model)
+        options = {"matrix_approximation_rank": 2, "start_powerSGD_iter": 0}
+        self.hook = commhooks.attach(self.ddp, "powerSGD", hook_options=options)
+
+    def step(self, steps: int = 1) -> "Training":
+        for number in range(steps):
+            self.ddp.zero_grad()
+            self.ddp(batch(number)).square().mean().backward()
+        return self
+
+    def step_with(self, in_the_middle: Callable[[], Any]) -> None:
+        """A step that calls `in_the_middle` of its backward pass, when the first bucket has been sent."""
+        handle = self.model[2].register_full_backward_hook(lambda *_: in_the_middle())
+        self.step()
+        handle.remove()
+
+
+@pytest.mark.parametrize("residual", ["mean", "per_rank"])
+def test_a_thread_that_saves_waits_for_the_latest_commit_only(cuda: Cuda, residual: str) -> None:
+    training, saved = Training().step(STEPS), []
+
+    def save() -> None:
+        cuda.queue("kernels of backward")
+        assert NEXT_P in cuda.codec.after
+        thread = threading.Thread(target=lambda: saved.append(training.hook.state_dict(residual)))
+        thread.start()
+        thread.join()
+        waits = cuda.host_waits[thread]
+        assert len(waits) > 6 and all(f"commit {STEPS}" in each for each in waits)
+        assert not any(NEXT_P in each or "kernels of backward" in each for each in waits)
+
+    training.step_with(save)
+    assert saved[0]["step"] == STEPS and saved[0]["exact"]
+
+
+def test_a_reader_on_any_stream_comes_after_the_latest_commit(cuda: Cuda) -> None:
+    training, side = Training().step(STEPS), Stream()
+
+    def read() -> None:
+        with cuda.on(side):
+            assert training.hook.norms()["residual_norm"] is not None
+
+    training.step_with(read)
+    assert f"commit {STEPS}" in side.after and NEXT_P not in side.after
+
+
+def test_the_mean_of_a_joint_save_is_written_in_the_order_of_the_codec(cuda: Cuda) -> None:
+    training = Training().step(STEPS)
+    session = session_of(training.hook)
+    residual = next(iter(session.state["residual"].values()))
+    copy = torch.Tensor.copy_
+
+    def named_copy(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        if self is residual:
+            cuda.queue("mean")
+        return copy(self, *args, **kwargs)
+
+    def write() -> None:
+        with mock.patch.object(torch.Tensor, "copy_", named_copy), session.settled():
+            before = set(cuda.current().after)
+            session.overwrite(residual, torch.ones(residual.shape))
+            assert cuda.current().after == before  # the host waits for no P
+        assert "mean" in cuda.codec.after and residual.eq(1).all()
+
+    training.step_with(write)
+    reader = Stream()
+    with cuda.on(reader):
+        training.hook.norms()
+    assert "mean" in reader.after
+
+
+def test_all_hooks_of_a_device_share_one_stream_of_high_priority(cuda: Cuda) -> None:
+    for _ in range(3):
+        Training().step(2).hook.stats()
+    assert sorted(stream.priority for stream in cuda.made) == [-1, 0]  # that of the codec, and that of readers
+
+
+def test_a_commit_that_failed_is_waited_for_too(cuda: Cuda) -> None:
+    training, reader = Training().step(STEPS), Stream()
+
+    def fail(self: BackwardPass, good: Any) -> None:
+        cuda.queue("half a commit")
+        raise RuntimeError("in the middle of a commit")
+
+    with mock.patch.object(BackwardPass, "commit", fail), pytest.raises(RuntimeError, match="in the middle"):
+        training.step()
+    with cuda.on(reader):
+        training.hook.norms()
+    assert "half a commit" in reader.after
+
+
+def test_loaded_tensors_stay_until_the_codec_has_read_them(cuda: Cuda) -> None:
+    training = Training().step(STEPS)
+    training.hook.load_state_dict(training.hook.state_dict())
+    state = session_of(training.hook).state
+    loaded = {storage(tensor) for entries in state.entries.values() for tensor in entries.values()}
+    assert len(loaded) == 6
+    training.step()
+    assert loaded <= {where for where, stream in cuda.kept if stream is cuda.codec}
+
+
+def test_labels_are_upper_bounds_until_the_host_has_read_the_outcomes(cuda: Cuda) -> None:
+    training = Training().step(5)
+    assert session_of(training.hook).counters.last_issued.endswith("at step <= 4")
+    assert training.hook.stats()["step"] == 5
+    training.step()
+    assert session_of(training.hook).counters.last_issued.endswith("at step 5")
+
+
+@pytest.mark.parametrize("on_cuda", [True, False])
+def test_statistics_are_logged_at_every_so_many_steps(cuda: Cuda, on_cuda: bool, caplog: Any) -> None:
+    options = {"start_powerSGD_iter": 0, "compression_stats_logging_frequency": 2}
+    ddp = wrap(mlp())
+    commhooks.attach(ddp, "powerSGD", hook_options=options)
+    with caplog.at_level("INFO", "commhooks.engine"), contextlib.ExitStack() as on_the_cpu:
+        if not on_cuda:
+            on_the_cpu.enter_context(mock.patch("commhooks.gradients.precision.is_host_readable", lambda device: True))
+        for number in range(6):
+            ddp(batch(number)).square().mean().backward()
+    steps = [line.split(",")[0] for line in caplog.messages if line.startswith("Compression stats: iter ")]
+    bound = "<= " if on_cuda else ""
+    assert steps == [f"Compression stats: iter {step}" for step in ("0", f"{bound}2", f"{bound}4")]

@@ -1,0 +1,125 @@
+"""Stand-ins for CUDA streams and events, to test on the CPU what waits for what.
+
+A stream knows the names of all work that its next work comes after. Tests name work by `Cuda.queue`.
+"""
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest import mock
+
+import torch
+
+from commhooks.engine import streams
+from commhooks.gradients import precision
+
+
+class Stream:
+    def __init__(self, device: Any = None, priority: int = 0) -> None:
+        self.priority = priority
+        self.after: set[str] = set()
+
+    def wait_stream(self, other: "Stream") -> None:
+        self.after |= other.after
+
+    def wait_event(self, event: "Event") -> None:
+        self.after |= event.after
+
+
+class Event:
+    def __init__(self, enable_timing: bool = False) -> None:
+        self.after: frozenset[str] = frozenset()
+
+    def record(self, stream: Stream) -> None:
+        self.after = frozenset(stream.after)
+
+    def query(self) -> bool:
+        return True
+
+    def synchronize(self) -> None:
+        pass
+
+    def elapsed_time(self, end: "Event") -> float:
+        return 0.0
+
+
+class Cuda:
+    """What the tests look at.
+
+    Attributes:
+        made: the streams made so far. Every thread begins on `default`, which is not among them.
+        kept: the storage of each tensor given to `record_stream`, with the stream.
+        host_waits: thread -> what the host waited for whenever it read a tensor in that thread.
+        capturing: whether a CUDA graph is being captured.
+    """
+
+    def __init__(self) -> None:
+        self.default = Stream()
+        self.made: list[Stream] = []
+        self.kept: set[tuple[int, Stream]] = set()
+        self.host_waits: dict[threading.Thread, list[frozenset[str]]] = {}
+        self.capturing = False
+        self._local = threading.local()
+
+    def new_stream(self, device: Any = None, priority: int = 0) -> Stream:
+        self.made.append(Stream(device, priority))
+        return self.made[-1]
+
+    def current(self, device: Any = None) -> Stream:
+        return getattr(self._local, "stream", self.default)
+
+    @contextlib.contextmanager
+    def on(self, stream: Stream) -> Iterator[None]:
+        before, self._local.stream = self.current(), stream
+        try:
+            yield
+        finally:
+            self._local.stream = before
+
+    def queue(self, name: str) -> None:
+        """Queue work of this name on the current stream."""
+        self.current().after.add(name)
+
+    @property
+    def codec(self) -> Stream:
+        (stream,) = (each for each in self.made if each.priority < 0)
+        return stream
+
+    def keep(self, tensor: torch.Tensor, stream: Stream) -> None:
+        self.kept.add((storage(tensor), stream))
+
+    def waits(self, read: Callable[..., Any]) -> Callable[..., Any]:
+        """`read`, a method by which the host reads a tensor, noting what it waits for."""
+
+        def noting(*args: Any, **kwargs: Any) -> Any:
+            self.host_waits.setdefault(threading.current_thread(), []).append(frozenset(self.current().after))
+            return read(*args, **kwargs)
+
+        return noting
+
+
+def storage(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+@contextlib.contextmanager
+def cuda_stand_ins() -> Iterator[Cuda]:
+    """In the body tensors on the CPU are treated as if they were on a CUDA device."""
+    cuda = Cuda()
+    with contextlib.ExitStack() as patches:
+        for owner, name, value in (
+            (precision, "is_host_readable", lambda device: False),
+            (precision, "has_streams", lambda device: True),
+            (torch.cuda, "Stream", cuda.new_stream),
+            (torch.cuda, "Event", Event),
+            (torch.cuda, "current_stream", cuda.current),
+            (torch.cuda, "stream", cuda.on),
+            (torch.cuda, "is_current_stream_capturing", lambda: cuda.capturing),
+            (torch.Tensor, "record_stream", lambda tensor, stream: cuda.keep(tensor, stream)),
+            (torch.Tensor, "item", cuda.waits(torch.Tensor.item)),
+            (torch.Tensor, "to", cuda.waits(torch.Tensor.to)),
+        ):
+            patches.enter_context(mock.patch.object(owner, name, value))
+        patches.enter_context(mock.patch.dict(streams._streams, clear=True))
+        yield cuda

@@ -1,6 +1,7 @@
 """The hook computes in full float32 or float64, whatever the user's switches say, and leaves the switches alone."""
 
 import contextlib
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
@@ -12,6 +13,7 @@ from models import EVERY_PARAMETER, Gradients, bits_equal, random_gradients, wra
 
 import commhooks
 from commhooks.compressors.powersgd import codec
+from commhooks.gradients import precision
 
 SHAPES = {"wide": (64, 300), "tall": (300, 64), "conv": (32, 16, 3, 3), "bias": (300,)}
 STEPS = 4
@@ -26,12 +28,12 @@ def _restored() -> Iterator[None]:
         yield
     finally:
         torch.set_float32_matmul_precision(legacy)
-        for switch, precision in new:
-            switch.fp32_precision = precision
+        for switch, before in new:
+            switch.fp32_precision = before
 
 
-def _backend(switch: Any, precision: str) -> Callable[[], None]:
-    return lambda: setattr(switch, "fp32_precision", precision)
+def _backend(switch: Any, value: str) -> Callable[[], None]:
+    return lambda: setattr(switch, "fp32_precision", value)
 
 
 CASES: dict[str, Callable[[], Any]] = {
@@ -132,6 +134,27 @@ def _raise_inside() -> list[tuple[Any, ...]]:
 def test_the_switches_come_back_after_an_error(run_ranks):
     for before, after in run_ranks(_raise_inside):
         assert before == after
+
+
+def test_threads_that_overlap_leave_the_switches_to_the_last() -> None:
+    """Autograd has a thread per GPU, and the switches are those of the process."""
+    switch, inside, go_on = torch.backends.mkldnn.matmul, threading.Event(), threading.Event()  # type: ignore[attr-defined]
+
+    def other() -> None:
+        with precision.full_precision(torch.device("cpu")):
+            inside.set()
+            go_on.wait(10)
+
+    thread = threading.Thread(target=other)
+    with _restored():
+        switch.fp32_precision = "bf16"
+        thread.start()
+        inside.wait(10)
+        with precision.full_precision(torch.device("cpu")):
+            go_on.set()
+            thread.join()
+            assert switch.fp32_precision == "ieee"
+        assert switch.fp32_precision == "bf16"
 
 
 @pytest.mark.parametrize(("dtype", "inner"), [(torch.float32, torch.float32), (torch.bfloat16, torch.float32)])

@@ -254,6 +254,13 @@ MUTANTS = [
         "comm/test_clocks.py::test_training_does_not_wait_for_a_thread_that_waits_for_events",
     ),
     Mutant(
+        "a thread that leaves restores the precision of one that computes",
+        "commhooks/gradients/precision.py",
+        "        while _inside == 0 and _before:\n",
+        "        while _before:\n",
+        "gradients/test_precision.py::test_threads_that_overlap_leave_the_switches_to_the_last",
+    ),
+    Mutant(
         "streams: who reads waits for the next pass",
         _STREAMS,
         "        stream.wait_event(event)\n",

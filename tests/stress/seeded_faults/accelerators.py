@@ -276,10 +276,9 @@ MUTANTS = [
     ),
     Mutant(
         "streams: one per session",
-        "commhooks/engine/session.py",
-        "            with computing_on(flat), precision",
-        '            __import__("commhooks.engine.streams").engine.streams._streams.clear()\n'
-        "            with computing_on(flat), precision",
+        _STREAMS,
+        "        stream = _streams.setdefault((device, priority), torch.cuda.Stream(device, priority=priority))\n",
+        "        stream = torch.cuda.Stream(device, priority=priority)\n",
         f"{_ORDER}::test_all_hooks_of_a_device_share_one_stream_of_high_priority",
     ),
     Mutant(

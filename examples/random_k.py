@@ -77,4 +77,4 @@ class RandomKCompressor(commhooks.Compressor[RandomK]):
             delta, index = deltas[slot.name], chosen[slot.name]
             slot.of(flat).zero_()[index] = (arrived[:-1] + arrived[-1]).to(flat.dtype)
             left = delta.index_add_(0, index, sent[:-1].to(delta.dtype), alpha=-step.world_size)
-            commhooks.keep_residual(slot, left, good, state, step)
+            commhooks.keep_residual(slot, left, good, state)

@@ -142,8 +142,6 @@ def start(send: Send, group: dist.ProcessGroup, counters: Counters | None, where
         raise lost(what, group, error) from error
     if counters is not None:
         counters.sent(numel, send.tensor.element_size())
-    if send.meanwhile is not None:
-        send.meanwhile()
     return Pending(answer, work, what, group, counters)
 
 

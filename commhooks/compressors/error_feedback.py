@@ -8,7 +8,6 @@ import torch
 
 from commhooks.compressors.base import State, StepInfo
 from commhooks.gradients.layout import Slot
-from commhooks.gradients.loss_scale import is_one
 from commhooks.gradients.precision import compute_dtype
 
 
@@ -24,7 +23,7 @@ def with_residual(slot: Slot, flat: torch.Tensor, state: State, step: StepInfo) 
     return delta.add_(residual, alpha=step.residual_factor)
 
 
-def keep_residual(slot: Slot, left: torch.Tensor, good: torch.Tensor | bool, state: State, step: StepInfo) -> None:
+def keep_residual(slot: Slot, left: torch.Tensor, good: torch.Tensor | bool, state: State) -> None:
     """Store `left` as the residual of one parameter if `good`, the answer to `Verdict`, is true; else keep the old one.
 
     `left` has the shape and dtype of the result of `with_residual`. Call it after the `Verdict`, for every compressed
@@ -35,9 +34,4 @@ def keep_residual(slot: Slot, left: torch.Tensor, good: torch.Tensor | bool, sta
         if good:
             state["residual"][slot.name] = left
         return
-    # Rescale even if the step is not committed: the host does not know the outcome and always updates the loss scale
-    # that is stored with the residuals.
-    if old is None:
-        old = torch.zeros_like(left)
-    before = old if is_one(step.residual_factor) else old * step.residual_factor
-    state["residual"][slot.name] = torch.where(good, left, before)
+    state["residual"][slot.name] = torch.where(good, left, 0.0 if old is None else old)

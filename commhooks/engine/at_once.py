@@ -69,6 +69,8 @@ def reduce_at_once(
         )
 
     pending = collective.start(step, group, counters, "" if counters is None else f"bucket {bucket.index}")
+    if step.meanwhile is not None:
+        step.meanwhile()
     gathered = pending.answer if step.op == "gather" else None
 
     def finish(sent: torch.futures.Future[list[torch.Tensor]]) -> torch.Tensor:

@@ -95,6 +95,8 @@ class RunningExchange:
         step = checked_yield(yielded, self._name)
         if isinstance(step, Send):
             self._pending, self._last_sent = self._issue(step), step.last
+            if step.meanwhile is not None:
+                step.meanwhile()
         else:
             self._finite = step.finite
 

@@ -29,7 +29,7 @@ from commhooks.engine.streams import CommitMark, computing_on, keep_for_current_
 from commhooks.gradients import precision
 from commhooks.gradients.after_backward import run_after_backward
 from commhooks.gradients.bucket import Bucket
-from commhooks.gradients.loss_scale import LossScale, is_one, read_scale, usable
+from commhooks.gradients.loss_scale import LossScale, chosen, is_one, read_scale, usable
 from commhooks.gradients.names import ParameterNames
 
 logger = logging.getLogger(__name__)
@@ -226,8 +226,8 @@ class Session:
         if current.compressing:
             state.local_shared = False
         current.commit(verdict)
+        state.loss_scale = chosen(verdict, current.loss_scale, state.loss_scale)
         if verdict is not False:
-            state.loss_scale = current.loss_scale
             # After a failed commit the residual started at zero; from this commit on it is valid again.
             state.local_missing = False
         self.outcomes.add(good, current.compressing)
@@ -235,7 +235,7 @@ class Session:
             self.settle()
         self._buckets.forget_dead_state()
         if verdict is not False and not is_one(current.residual_factor):
-            self._rescale_unused(current.residual_factor)
+            self._rescale_unused(chosen(verdict, current.residual_factor, 1.0))
         if current.compressing:
             self._log.add(current, self.counters, self.compressor.stats_every)
 

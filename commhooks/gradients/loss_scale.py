@@ -53,6 +53,17 @@ def usable(scale: LossScale, otherwise: LossScale) -> LossScale:
     return torch.where(scale.isfinite() & (scale > 0), scale, otherwise)
 
 
+def chosen(good: torch.Tensor | bool, new: LossScale, old: LossScale) -> LossScale:
+    """`new` where `good`, else `old`; a tensor only if the device has to choose."""
+    if isinstance(good, bool):
+        return new if good else old
+    if not isinstance(new, torch.Tensor) and not isinstance(old, torch.Tensor):
+        if new == old:
+            return new
+        new = torch.full((), new, dtype=torch.float64, device=good.device)
+    return torch.where(good, new, old)
+
+
 def is_one(factor: LossScale) -> bool:
     """Whether `factor` is the float 1; False for a tensor, which is not read."""
     return not isinstance(factor, torch.Tensor) and factor == 1

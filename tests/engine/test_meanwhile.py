@@ -16,6 +16,7 @@ from commhooks.comm.collective import Pending, resolve_group
 from commhooks.compressors.base import Compressor, Exchange, Send, State, StepInfo, Verdict
 from commhooks.compressors.config import HookConfig
 from commhooks.compressors.plan import ParameterInfo, UnitPlan
+from commhooks.engine.backward_pass import RunningExchange
 from commhooks.engine.loopback import Loopback
 from commhooks.engine.session import Binding, Session
 from commhooks.engine.simulation import SimulatedRanks
@@ -83,9 +84,16 @@ def test_it_runs_once_per_collective_before_the_answer(run: Any) -> None:
         assert done == ["first", "meanwhile", "wait", "last", "meanwhile", "wait", "answer"]
 
 
-def test_its_own_errors_are_not_taken_for_lost_ranks() -> None:
+def test_its_errors_end_the_pass() -> None:
     def fail() -> None:
         raise RuntimeError("mine")
 
-    with process_group_of_one(), pytest.raises(RuntimeError, match="^mine$"):
-        collective.start(Send(torch.zeros(1), meanwhile=fail), resolve_group(None), None)
+    def exchange() -> Exchange:
+        yield Send(torch.zeros(1), last=True, meanwhile=fail)
+
+    with process_group_of_one():
+        group = resolve_group(None)
+        running = RunningExchange(exchange(), torch.zeros(1), lambda send: collective.start(send, group, None), "mine")
+        with pytest.raises(RuntimeError, match="^mine$"):
+            running.start()
+        assert running.has_round_left is False and running.close() is None

@@ -87,6 +87,6 @@ class ScaledCompressor(commhooks.Compressor[Scaled]):
         for i, (slot, plan) in enumerate(zip(layout.slots, plans, strict=True)):
             gradient = arrived[i] * units[i] * (1 + own[i].amax())
             slot.of(flat).copy_(gradient)
-            commhooks.keep_residual(slot, deltas[i] - sent[i] * units[i], good, state, step)
+            commhooks.keep_residual(slot, deltas[i] - sent[i] * units[i], good, state)
             if bool(good):
                 state["largest"][slot.name] = gradient.abs().topk(plan.remembered).values

@@ -11,7 +11,6 @@ import torch
 from commhooks.comm.wire import all_finite, largest_gradient, put_factor, put_plain, put_projection
 from commhooks.compressors.base import Exchange, Send, State, StepInfo, Verdict
 from commhooks.compressors.powersgd.device_workspace import DeviceWorkspace
-from commhooks.gradients.loss_scale import is_one
 
 Blocks = list[tuple[slice, torch.Tensor]]
 
@@ -104,10 +103,6 @@ class DeviceExchange:
     def _commit_residuals(self, good: torch.Tensor) -> None:
         work = self._work
         whole = work.residuals.bind(self._residuals)
-        if not is_one(self._residual_factor):
-            # Rescale even if the step is not committed: the host does not know the outcome and always updates the loss
-            # scale that is stored with the residuals.
-            whole.mul_(self._residual_factor)
         each_residual = work.residuals_of_stacks(whole)
         for stack, blocks, residuals in zip(work.stacks, self._blocks, each_residual, strict=True):
             for part, delta in blocks:

@@ -311,27 +311,32 @@ def test_a_pickled_state_holds_each_residual_once() -> None:
         assert all(torch.equal(residuals[n], copied.session.state["residual"][n]) for n in residuals)
 
 
-def _scaled(batch: bool) -> list[Gradients]:
+def _scaled(batch: bool, factors: list[float]) -> list[Gradients]:
+    """One rank overflows in step 3: its scale must not be taken for that of the residuals."""
     scale = [torch.ones(())]
     with masks():
         ddp = wrap(SHAPES, 0.001)
         hook = commhooks.attach(ddp, "powerSGD", hook_options=_options(2, batch), loss_scale=lambda: scale[0])
         found = []
-        for step, factor in enumerate([1.0, 4.0, 4.0, 0.5, 8.0]):
+        for step, factor in enumerate(factors):
             scale[0].fill_(factor)  # in place, as a GradScaler changes its own
-            gradients = _gradients(dist.get_rank(), step, torch.float32)
-            got = backward(ddp, {n: g * factor for n, g in gradients.items()})
-            found.append({n: g / factor for n, g in got.items()})
-        assert hook.state_dict()["loss_scale"] == 8.0
+            gradients = {n: g * factor for n, g in _gradients(dist.get_rank(), step, torch.float32).items()}
+            if step == 3 and dist.get_rank() == 1:
+                gradients["wide"][0, 0] = float("inf")
+            got = backward(ddp, gradients)
+            if step != 3:
+                found.append({n: g / factor for n, g in got.items()})
+        assert hook.state_dict()["loss_scale"] == factors[-1]
+        assert hook.stats()["nonfinite_steps"] == 1
         return found
 
 
-def test_a_scale_on_the_device_changes_nothing(run_ranks: Any) -> None:
+@pytest.mark.parametrize("batch", [True, False])
+def test_a_scale_on_the_device_changes_nothing(run_ranks: Any, batch: bool) -> None:
     """Not a bit of it: the scales are powers of two."""
-    for batch in (True, False):
-        cases = [(2, 0.001, torch.float32, batch)]
-        for scaled, (plain,) in zip(run_ranks(_scaled, batch), run_ranks(_run_all, cases), strict=True):
-            assert all(map(bits_equal, scaled, plain["gradients"]))
+    plain = run_ranks(_scaled, batch, [1.0] * 6)
+    for scaled, expected in zip(run_ranks(_scaled, batch, [1.0, 4.0, 4.0, 16.0, 0.5, 8.0]), plain, strict=True):
+        assert all(map(bits_equal, scaled, expected))
 
 
 def test_padding_remembers_nothing() -> None:

@@ -185,9 +185,9 @@ MUTANTS = [
     ),
     Mutant(
         "meanwhile: not done",
-        "commhooks/comm/collective.py",
-        "    if send.meanwhile is not None:\n",
-        "    if False:\n",
+        "commhooks/engine/backward_pass.py",
+        "            if step.meanwhile is not None:\n",
+        "            if False:\n",
         "engine/test_meanwhile.py::test_it_runs_once_per_collective_before_the_answer",
     ),
     Mutant(

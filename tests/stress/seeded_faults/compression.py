@@ -97,7 +97,7 @@ MUTANTS = [
     Mutant(
         "non-finite numbers not noticed",
         "commhooks/comm/wire.py",
-        "    return torch.isfinite(low) & torch.isfinite(high)\n",
+        '    return torch.maximum(-low, high) < float("inf")\n',
         "    return torch.ones((), dtype=torch.bool, device=reduced.device)\n",
         "engine/test_nonfinite.py",
     ),
@@ -111,15 +111,15 @@ MUTANTS = [
     Mutant(
         "P Q^T overflows a bucket of float16",
         "commhooks/comm/wire.py",
-        " / math.sqrt(factor.shape[-2])\n",
+        " / math.sqrt(factor.shape[-2] if rank is None else rank)\n",
         "\n",
         "compressors/test_hard_gradients.py::test_huge_ones_are_worked_off_or_refused",
     ),
     Mutant(
         "the loss scale of a skipped step",
         "commhooks/engine/session.py",
-        "        if verdict is not False:\n            state.loss_scale",
-        "        if True:\n            state.loss_scale",
+        "chosen(verdict, current.loss_scale, state.loss_scale)",
+        "current.loss_scale",
         "gradients/test_loss_scale.py::test_a_changing_scale_changes_nothing",
     ),
     Mutant(
@@ -238,7 +238,7 @@ MUTANTS = [
     ),
     Mutant(
         "Q of zeros behind a mask",
-        "commhooks/compressors/powersgd/matrix_stack.py",
+        "commhooks/compressors/powersgd/named_views.py",
         "                view.copy_(fill(i))\n",
         "                view.zero_()\n",
         "checkpoint/test_changed_surroundings.py::test_a_bad_first_step_leaves_nothing_behind_a_mask",

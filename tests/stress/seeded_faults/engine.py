@@ -133,16 +133,16 @@ MUTANTS = [
     Mutant(
         "error feedback: a bad step is kept behind a mask",
         f"{_COMPRESSORS}/error_feedback.py",
-        "torch.where(good, left, before)",
+        "torch.where(good, left, 0.0 if old is None else old)",
         "left",
         f"{_FEEDBACK}::test_both_verdicts_keep_the_same",
     ),
     Mutant(
-        "error feedback: behind a mask an old residual keeps its scale",
-        f"{_COMPRESSORS}/error_feedback.py",
-        "    before = old if is_one(step.residual_factor) else old * step.residual_factor\n",
-        "    before = old\n",
-        f"{_FEEDBACK}::test_a_changing_loss_scale_changes_no_bit",
+        "behind a mask the residual takes the scale of a skipped step",
+        "commhooks/gradients/loss_scale.py",
+        "    return torch.where(good, new, old)\n",
+        "    return new\n",
+        "compressors/powersgd/test_masked_exchange.py::test_a_scale_on_the_device_changes_nothing",
     ),
     Mutant(
         "error feedback: the residual is added in its old scale",

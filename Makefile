@@ -1,4 +1,5 @@
 # `make demo`, `make test` and `make lint` need nothing but make and Python 3.10 or newer: each sets up .venv first.
+# test-cuda and bench-gpu use $(PYTHON) with its torch as it is, and install nothing.
 PYTHON ?= python3
 VENV ?= .venv
 ARGS ?=
@@ -7,7 +8,7 @@ PY := $(VENV)/bin/python
 CLEAN := $(PY) examples/clean_env.py
 READY := $(VENV)/.ready
 
-.PHONY: demo demo-accelerate test test-mutants bench soak chaos lint docs docs-serve venv clean
+.PHONY: demo demo-accelerate test test-cuda test-mutants bench bench-gpu soak chaos lint docs docs-serve venv clean
 .DELETE_ON_ERROR:
 
 demo: $(READY)
@@ -20,6 +21,10 @@ demo-accelerate: $(READY)
 # of them stay together.
 test: $(READY)
 	@$(CLEAN) -m pytest -n 2 --dist loadfile $(ARGS)
+
+# What needs a GPU: with the torch (2.11 or newer, built with CUDA) and the pytest of $(PYTHON). One GPU is enough.
+test-cuda:
+	@$(PYTHON) tests/cuda/run.py $(ARGS)
 
 test-mutants: $(READY)
 	@$(CLEAN) tests/stress/mutants.py $(ARGS)
@@ -40,6 +45,10 @@ bench: $(READY)
 	@$(CLEAN) benchmarks/launches.py
 	@$(CLEAN) benchmarks/paper.py
 	@$(CLEAN) benchmarks/convergence.py --epochs 10
+
+# The cost of the hooks on a GPU, as a Markdown table: with the torch of $(PYTHON).
+bench-gpu:
+	@PYTHONPATH=. $(PYTHON) benchmarks/gpu.py --markdown $(ARGS)
 
 lint: $(READY)
 	$(PY) -m ruff check .

@@ -37,7 +37,6 @@ import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 from registries import registries_as_before  # noqa: E402
 from workers import WorkerPool  # noqa: E402
-from xdist.scheduler import LoadFileScheduling  # noqa: E402
 
 # What takes long to import: where it is needed, by folder or file. With `pytest -n`, all of these tests run in one
 # process with the same workers (see `warm.py`), so that it is imported once; all others stay together by file.
@@ -62,23 +61,26 @@ def _frameworks(nodeid: str) -> list[str]:
     return FRAMEWORKS.get(path.parent.name) or FRAMEWORKS.get(path.name) or []
 
 
-class Together(LoadFileScheduling):
-    """`--dist loadgroup` could be told by marks, but pytest-xdist 3.8 overlooks them with pytest 9.2."""
-
-    def _split_scope(self, nodeid: str) -> str:
-        return "frameworks" if _frameworks(nodeid) else super()._split_scope(nodeid)
-
-
 @pytest.hookimpl(optionalhook=True)
-def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadFileScheduling | None:
-    return Together(config, log) if config.getoption("dist") == "loadfile" else None
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    if config.getoption("dist") != "loadfile":
+        return None
+    from xdist.scheduler import LoadFileScheduling  # `make test-cuda` needs no plugin of pytest
+
+    class Together(LoadFileScheduling):
+        """`--dist loadgroup` could be told by marks, but pytest-xdist 3.8 overlooks them with pytest 9.2."""
+
+        def _split_scope(self, nodeid: str) -> str:
+            return "frameworks" if _frameworks(nodeid) else super()._split_scope(nodeid)
+
+    return Together(config, log)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if not (KEEP_CUDA and torch.cuda.is_available()):
-        skip = pytest.mark.skip(reason="needs a CUDA device and COMMHOOKS_TEST_CUDA=1")
+        skip = pytest.mark.skip(reason="needs a CUDA device: make test-cuda")
         for item in items:
-            if "cuda" in item.keywords:
+            if item.get_closest_marker("cuda") is not None:  # not its keywords: a folder has that name
                 item.add_marker(skip)
 
 

@@ -147,6 +147,8 @@ def _leak(kind: str) -> None:
     if kind == "environment":
         os.environ["RANK"] = "0"
         del os.environ["OMP_NUM_THREADS"]
+    elif kind == "what torch sets for good":
+        os.environ["CUDA_MODULE_LOADING"] = "LAZY"
     elif kind == "dtype":
         torch.set_default_dtype(torch.float64)
     elif kind == "grad":
@@ -181,6 +183,11 @@ def test_leaks_are_reported_and_undone(run_ranks, kind, sentence):
     with pytest.raises(RanksFailed, match=f"rank 0 leaked: {sentence}"):
         run_ranks(_leak, kind, world_size=1, init=False)
     assert run_ranks(_leak, "nothing", world_size=1, init=False) == [None]
+
+
+def test_what_torch_sets_for_good_is_no_leak(run_ranks, worker_pool):
+    assert run_ranks(_leak, "what torch sets for good", world_size=1, init=False) == [None]
+    worker_pool.kill()  # the tests that follow start without it
 
 
 def test_world_sizes_that_the_pool_does_not_have(run_ranks):

@@ -61,7 +61,8 @@ class Run:
 
     def train(self, steps: int) -> "Run":
         for _ in range(steps):
-            images, labels = batch(self.step, dist.get_rank(), next(self.ddp.parameters()).dtype)
+            first = next(self.ddp.parameters())
+            images, labels = (each.to(first.device) for each in batch(self.step, dist.get_rank(), first.dtype))
             self.optimizer.zero_grad()
             torch.nn.functional.cross_entropy(self.ddp(images), labels).backward()
             self.gradients.append(flat(p.grad for p in self.ddp.parameters() if p.grad is not None))

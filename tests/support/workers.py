@@ -3,8 +3,9 @@
     results = run_ranks(fn, *args, world_size=2, timeout_s=60, init=True, **kwargs)     # a fixture of conftest.py
 
 Worker `i` is rank `i`. It is started when the first test asks for it, forked from a process that has imported torch
-(`warm.py`), uses one thread, and is kept for the tests that follow. `worker_pool.import_first("lightning.pytorch")`
-has the same done for other modules, in new workers. For one task every worker takes part in
+(`warm.py`; with `COMMHOOKS_TEST_CUDA=1` it is started alone), uses one thread, and is kept for the tests that follow.
+`worker_pool.import_first("lightning.pytorch")` has the same done for other modules, in new workers. For one task every
+worker takes part in
 
     parent                             worker
     ("task", rank, ..., payload)  ->
@@ -163,7 +164,7 @@ class WorkerPool:
         for index in new:
             ours, theirs = socket.socketpair()
             # Strings have other hashes in every second worker: an order that depends on them must not go unnoticed.
-            python = warm.python(*self._modules, server=index % 2)
+            python = _cuda_python() or warm.python(*self._modules, server=index % 2)
             command = [python, str(Path(__file__).with_name("one_worker.py")), str(self._stack_file(index))]
             self._processes.append(subprocess.Popen(command, stdin=theirs))
             theirs.close()  # so that reading from a dead worker ends with EOFError
@@ -292,6 +293,11 @@ class WorkerPool:
         return Path(self._scratch.name) / f"stack-{index}.txt"
 
 
+def _cuda_python() -> str | None:
+    """Python without a server, for tests with CUDA: a process whose parent has asked the driver cannot use it."""
+    return sys.executable if os.environ.get("COMMHOOKS_TEST_CUDA") == "1" else None
+
+
 def _errors(answers: dict[int, Any]) -> dict[int, RankFailure]:
     return {rank: answer[2] for rank, answer in sorted(answers.items()) if answer[2] is not None}
 
@@ -401,7 +407,7 @@ class _Surroundings:
         leaks = []
         now = dict(os.environ)
         for name in sorted(now.keys() | self.environ.keys()):
-            if name == "TORCHINDUCTOR_CACHE_DIR":  # torch sets it for good when an optimizer first imports inductor
+            if name in _SET_BY_TORCH:
                 continue
             if now.get(name) != self.environ.get(name):
                 leaks.append(f"environment variable {name}: {self.environ.get(name)!r} became {now.get(name)!r}")
@@ -428,6 +434,12 @@ class _Surroundings:
                 if thread.is_alive():
                     yield thread
 
+
+_SET_BY_TORCH = (
+    "TORCHINDUCTOR_CACHE_DIR",  # when an optimizer first imports inductor
+    "CUDA_MODULE_LOADING",  # up to torch 2.11, when CUDA is first used
+)
+"""Environment variables that torch sets for good."""
 
 # Name -> how to read it and how to put it back.
 _SETTINGS: dict[str, tuple[Callable[[], Any], Callable[[Any], object]]] = {

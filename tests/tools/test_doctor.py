@@ -196,27 +196,3 @@ def test_the_slowest_rank_decides_and_options(run_ranks: Callable[..., list[Any]
     assert list(short["candidates"]) == ["noop", "allreduce", "fp16", "bf16"]
     assert useless["not_measured"] == ["powerSGD rank 1", "powerSGD rank 2", "powerSGD rank 4"]
     assert "powerSGD rank 2 compresses no parameter of this model: not measured." in text
-
-
-def _on_a_gpu() -> Any:
-    ddp = wrap(Net().cuda())
-    loss_of_cuda = lambda model: model(torch.randn(8, 24, device="cuda")).square().mean()  # noqa: E731
-    loss_of_cuda(ddp).backward()
-    torch.cuda.synchronize()
-    before = [torch.get_rng_state(), torch.cuda.get_rng_state(), *(p.grad.clone() for p in ddp.parameters())]
-    memory = torch.cuda.memory_allocated()
-    report = commhooks.doctor(ddp, loss_of_cuda, steps=3)
-    after = [torch.get_rng_state(), torch.cuda.get_rng_state(), *(p.grad for p in ddp.parameters())]
-    return _equal(before, after), torch.cuda.memory_allocated() - memory, report.as_dict(), str(report)
-
-
-@pytest.mark.cuda
-def test_on_a_gpu(run_ranks: Callable[..., list[Any]]) -> None:
-    before = 4 * sum(p.numel() for p in Net().parameters())
-    ranks = run_ranks(_on_a_gpu)
-    assert ranks[0][2:] == ranks[1][2:]
-    for same, grown, report, _ in ranks:
-        assert same
-        assert grown <= 2 * before  # the copies of the gradients that the test itself holds, rounded up
-        each = report["candidates"]["powerSGD rank 1"]
-        assert each["compressed_steps"] == 3 and each["codec_ms"] is None and each["waiting_ms"] is None

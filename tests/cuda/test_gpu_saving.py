@@ -1,0 +1,81 @@
+"""Saving and loading on a GPU, also from another thread while training goes on, with answers that come late."""
+
+import threading
+from typing import Any
+
+import pytest
+import torch
+from late_answers import late_answers
+from places import MASKED, ON_CUDA, entered, same, world_size
+from training import Run, make_model
+
+from commhooks import PowerSGD
+
+CONFIG = PowerSGD(matrix_approximation_rank=2, start_powerSGD_iter=2)
+WRONG = PowerSGD(matrix_approximation_rank=2, start_powerSGD_iter=900)  # so that loading must do the work
+STEPS = 8
+
+
+def _new(here: Any, config: PowerSGD = CONFIG) -> Run:
+    return Run.new(make_model().to(here.device), hook=config, ddp={"process_group": here.group})
+
+
+def _resumed(place: str, residual: str) -> dict[str, Any]:
+    with entered(place) as here, late_answers():
+        straight = _new(here).train(5)
+        saved = straight.save(residual=residual)
+        straight.train(3)
+        again = _new(here, WRONG).train(1).load(saved).train(3)
+        return {
+            "straight": straight.weights().cpu(),
+            "again": again.weights().cpu(),
+            "on CPU": not _learned(saved["hook"]).is_cuda,
+            "stats": again.hook.stats(),
+        }
+
+
+@pytest.mark.parametrize("residual", ["per_rank", "mean"])
+@pytest.mark.parametrize("place", [MASKED, *ON_CUDA])
+def test_resume(run_ranks: Any, place: str, residual: str) -> None:
+    for result in run_ranks(_resumed, place, residual, world_size=world_size(place)):
+        assert result["on CPU"] and result["stats"]["step"] == STEPS
+        assert same(place, result["again"], result["straight"])
+
+
+def _learned(payload: dict[str, Any]) -> torch.Tensor:
+    """Everything learned that a payload holds, as one vector."""
+    entries = payload["parameters"].values()
+    found = [torch.zeros(0), *(entry["q"] for entry in entries)]  # nothing before compression begins
+    found += [entry["residual"][0] if isinstance(entry["residual"], list) else entry["residual"] for entry in entries]
+    return torch.cat([tensor.double().flatten() for tensor in found if tensor is not None])
+
+
+def _saving_thread(place: str) -> list[tuple[int, torch.Tensor, torch.Tensor]]:
+    """Step, what a thread saved while the training went on, and what a training without that thread has there."""
+    with entered(place) as here, late_answers():
+        plain, expected = _new(here), []
+        for _ in range(STEPS):
+            expected.append(_learned(plain.train(1).hook.state_dict("per_rank")))
+        run, saved, over = _new(here).train(3), [], threading.Event()
+
+        def save() -> None:
+            while not over.is_set():
+                saved.append(run.hook.state_dict("per_rank"))
+
+        saver = threading.Thread(target=save)
+        saver.start()
+        try:
+            run.train(STEPS - 3)
+        finally:
+            over.set()
+            saver.join()
+        saved.append(run.hook.state_dict("per_rank"))
+        return [(each["step"], _learned(each), expected[each["step"] - 1]) for each in saved]
+
+
+@pytest.mark.parametrize("place", [MASKED, *ON_CUDA])
+def test_a_thread_that_saves_never_mixes_two_steps(run_ranks: Any, place: str) -> None:
+    for found in run_ranks(_saving_thread, place, world_size=world_size(place)):
+        assert found[-1][0] == STEPS and len({step for step, _, _ in found}) > 2
+        for step, saved, expected in found:
+            assert saved.numel() and same(place, saved, expected), step

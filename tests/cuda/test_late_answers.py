@@ -1,0 +1,114 @@
+"""Answers that come late change nothing: every read waits for its collective; see `late_answers.py`."""
+
+import contextlib
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from late_answers import late_answers, sleep_on
+from places import NCCL, PLACES, entered, same, world_size
+from training import ONE_BUCKET_MB, Run, make_model
+
+import commhooks
+from commhooks import BatchedPowerSGD, BF16Compress, FP16Compress, HookConfig, PowerSGD
+
+STEPS = 6
+
+
+@dataclass(frozen=True)
+class Case:
+    hook: HookConfig
+    attach: dict[str, Any] = field(default_factory=dict)
+    """Further arguments of `attach`."""
+    run: dict[str, Any] = field(default_factory=dict)
+    """Further arguments of `Run.new`."""
+    ddp: dict[str, Any] = field(default_factory=dict)
+    cosine: int | None = None
+
+
+def _power_sgd(**options: Any) -> PowerSGD:
+    return PowerSGD(**({"matrix_approximation_rank": 2, "start_powerSGD_iter": 2} | options))
+
+
+CASES = {
+    "powerSGD": Case(_power_sgd()),
+    "same shapes together": Case(_power_sgd(batch_tensors_with_same_shape=True)),
+    "one bucket, from the first step": Case(_power_sgd(start_powerSGD_iter=0), run={"bucket_cap_mb": ONE_BUCKET_MB}),
+    "without warm start": Case(_power_sgd(warm_start=False)),
+    "alternate": Case(_power_sgd(alternate=True)),
+    "batched": Case(BatchedPowerSGD(matrix_approximation_rank=2, start_powerSGD_iter=2)),
+    "fp16 wire": Case(_power_sgd(), attach={"wrapper": "fp16"}),
+    "bf16 wire": Case(_power_sgd(), attach={"wrapper": "bf16"}),
+    "views of buckets": Case(_power_sgd(), ddp={"gradient_as_bucket_view": True}),
+    "static graph": Case(_power_sgd(), ddp={"static_graph": True}),
+    "checks": Case(_power_sgd(), attach={"check_every": 2}, cosine=2),
+    "allreduce": Case(commhooks.AllReduce(), ddp={"gradient_as_bucket_view": True}),
+    "allreduce, checks": Case(commhooks.AllReduce(), attach={"check_every": 2}, cosine=2),
+    "fp16": Case(FP16Compress()),
+    "bf16": Case(BF16Compress(), ddp={"static_graph": True}),
+    "noop": Case(commhooks.Noop()),
+}
+
+
+def _train(place: str, case: Case, late: bool) -> dict[str, Any]:
+    with entered(place) as here, late_answers() if late else contextlib.nullcontext() as seen:
+        ddp = {**case.ddp, "process_group": here.group}
+        run = Run.new(make_model().to(here.device), hook=case.hook, ddp=ddp, **case.run, **case.attach)
+        if case.cosine is not None:
+            run.hook.sample_cosine(case.cosine)
+        if late:  # backward comes late, too: whoever does not wait for it sends the gradients of the step before
+            run.ddp.register_forward_hook(lambda *_: sleep_on(here.device))
+        run.train(STEPS)
+        return {
+            "weights": run.weights().cpu(),
+            "gradients": torch.stack(run.gradients).cpu(),
+            "stats": run.hook.stats(),
+            "late": 0 if seen is None else seen.answers,
+        }
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("name", CASES)
+def test_late_answers_change_nothing(run_ranks: Any, name: str, place: str) -> None:
+    case, ranks = CASES[name], world_size(place)
+    in_time = run_ranks(_train, place, case, False, world_size=ranks)
+    late = run_ranks(_train, place, case, True, world_size=ranks)
+    for expected, got in zip(in_time, late, strict=True):
+        assert expected["late"] == 0 and got["late"] == got["stats"]["collectives"]
+        assert (got["late"] > 2 * STEPS) == (name != "noop" and "bucket_cap_mb" not in case.run)  # several buckets
+        assert got["gradients"].isfinite().all()
+        assert same(place, got["gradients"], expected["gradients"])
+        assert same(place, got["weights"], expected["weights"])
+        if got["stats"]["compressed_steps"] is not None:
+            start = getattr(case.hook, "start_powerSGD_iter", STEPS)
+            assert got["stats"]["compressed_steps"] == STEPS - start
+        if case.cosine is not None:
+            assert got["stats"]["cosine_pass"] == STEPS
+            assert got["stats"]["cosine"] == pytest.approx(expected["stats"]["cosine"], abs=1e-4)
+        if "check_every" in case.attach and place != NCCL:
+            assert got["stats"]["handshakes"] >= STEPS // 2
+    assert torch.equal(late[0]["weights"], late[-1]["weights"]) or name == "noop"
+
+
+def _read_early(place: str) -> list[list[float]]:
+    with entered(place) as here, late_answers():
+        buffer = torch.full((3,), dist.get_rank() + 1.0, device=here.device)
+        work = dist.all_reduce(buffer, group=here.group, async_op=True)
+        early = buffer.clone()
+        work.wait()
+        in_time = buffer.clone()
+        work = dist.all_reduce(buffer, group=here.group, async_op=True)
+        then = work.get_future().then(lambda future: 2 * future.value()[0]).wait()
+        return [each.tolist() for each in (early, in_time, then)]
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_who_reads_early_reads_nan(run_ranks: Any, place: str) -> None:
+    """The tool itself: otherwise the test above would show nothing."""
+    ranks = world_size(place)
+    for early, in_time, then in run_ranks(_read_early, place, world_size=ranks):
+        assert all(number != number for number in early)
+        assert in_time == [sum(range(1, ranks + 1))] * 3
+        assert then == [2 * ranks * in_time[0]] * 3

@@ -1,0 +1,94 @@
+"""`make test-cuda` and `make bench-gpu` where there is no GPU: they fail with a sentence; and what they would print."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from repository import REPOSITORY, TESTS
+
+
+def _make(target: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    # Not as a part of the make that may be running these tests.
+    env = {name: value for name, value in os.environ.items() if not name.startswith("MAKE") and name != "MFLAGS"}
+    env |= {"CUDA_VISIBLE_DEVICES": "", **environment}
+    command = ["make", target, f"PYTHON={sys.executable}"]
+    return subprocess.run(command, cwd=REPOSITORY, env=env, capture_output=True, text=True, timeout=90)
+
+
+@pytest.mark.parametrize("target", ["test-cuda", "bench-gpu"])
+def test_without_a_device_it_fails_with_a_sentence(target: str) -> None:
+    done = _make(target)
+    assert done.returncode != 0 and "|" not in done.stdout
+    sentence, *rest = done.stderr.splitlines()
+    assert sentence.startswith(("This torch (", "torch ")) and "CUDA" in sentence
+    assert all(line.startswith("make: ***") for line in rest)
+
+
+def _run(lines: str, cwd: Path = REPOSITORY) -> subprocess.CompletedProcess[str]:
+    """A program that has imported the runner as `run`."""
+    code = (
+        f"import sys; sys.path[:0] = [{str(TESTS / 'cuda')!r}, {str(REPOSITORY / 'benchmarks')!r}]; import run\n{lines}"
+    )
+    return subprocess.run([sys.executable, "-c", code], cwd=cwd, capture_output=True, text=True, timeout=60)
+
+
+@pytest.mark.parametrize("name", ["torch", "pytest"])
+def test_what_is_missing_is_said(name: str) -> None:
+    done = _run(f"sys.modules[{name!r}] = None; sys.exit(run.main([]))")
+    assert done.returncode == 1 and done.stdout == ""
+    assert f"has no {name}: the tests for CUDA need torch and pytest" in done.stderr
+    assert "make test-cuda PYTHON=" in done.stderr
+
+
+FIXTURE = "import pytest\n@pytest.fixture\ndef broken():"
+FILES = {
+    "passed": "def test_it(): pass",
+    "failed": "def test_it(): assert False",
+    "an error": f"{FIXTURE} raise OSError\ndef test_it(broken): pass",
+    "at its end": f"{FIXTURE}\n    yield\n    raise OSError\ndef test_it(broken): pass",
+    "skipped": "import pytest\ndef test_it(): pytest.skip('not here')",
+    "no import": "import nothing_of_that_name",
+    "no test": "",
+}
+
+
+@pytest.mark.parametrize(
+    ("names", "verdict", "row"),
+    [
+        (["passed", "skipped"], "", "`test_0.py::test_it` | passed |"),
+        (["passed", "failed"], "1 of 2 tests failed: see above.", "`test_1.py::test_it` | failed |"),
+        (["passed", "an error"], "1 of 2 tests failed: see above.", "`test_1.py::test_it` | failed |"),
+        (["passed", "at its end"], "1 of 2 tests failed: see above.", "`test_1.py::test_it` | failed |"),
+        (
+            ["skipped"],
+            "No test has run: 1 were chosen, and all of them skipped.",
+            "`test_0.py::test_it` | skipped: not here |",
+        ),
+        (["passed", "no import"], "pytest could not run all of the tests: see above.", ""),
+        (["no test"], "No test has run: 0 were chosen, and all of them skipped.", ""),
+    ],
+    ids=lambda value: " and ".join(value) if isinstance(value, list) else None,
+)
+def test_its_table_and_its_verdict(tmp_path: Path, names: list[str], verdict: str, row: str) -> None:
+    for number, name in enumerate(names):
+        (tmp_path / f"test_{number}.py").write_text(FILES[name] + "\n")
+    done = _run(
+        f"run.ROOT = run.Path({str(tmp_path)!r}); (run.ROOT / 'pyproject.toml').write_text('')\n"
+        "results = run.run_tests([str(run.ROOT)]); print(results.table()); print('verdict:', results.verdict())"
+    )
+    assert f"verdict: {verdict}\n" in done.stdout, done.stdout + done.stderr
+    assert row in done.stdout
+
+
+def test_all_that_needs_a_gpu_is_where_make_looks_for_it() -> None:
+    """`make test-cuda` collects one folder: the others import what a machine with a GPU may lack."""
+    elsewhere = [
+        path.relative_to(TESTS)
+        for path in TESTS.rglob("test_*.py")
+        if path.parent != TESTS / "cuda" and "mark.cuda" in path.read_text() and path != Path(__file__)
+    ]
+    assert elsewhere == []

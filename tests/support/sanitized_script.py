@@ -1,0 +1,56 @@
+"""A training under torch's CUDA sanitizer, started by tests/cuda/test_gpu_sanitizer.py with TORCH_CUDA_SANITIZER=1.
+
+    sanitized_script.py plain     DDP without a hook: what the sanitizer says of torch itself
+    sanitized_script.py race      a kernel reads what another stream is still writing: the sanitizer must object
+    sanitized_script.py HOOK      `powerSGD`, `same`, `bf16`
+
+The sanitizer prints each race and raises. Prints "done" at the end.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+from training import SEVERAL_BUCKETS_MB, batch, make_model
+
+import commhooks
+
+HOOKS = {
+    "powerSGD": commhooks.PowerSGD(matrix_approximation_rank=2, start_powerSGD_iter=1),
+    "same": commhooks.PowerSGD(matrix_approximation_rank=2, start_powerSGD_iter=1, batch_tensors_with_same_shape=True),
+    "bf16": commhooks.BF16Compress(),
+}
+
+
+def train(name: str) -> None:
+    backend = "nccl" if torch.cuda.is_available() else "gloo"
+    device = torch.device("cuda", 0) if backend == "nccl" else torch.device("cpu")
+    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    ddp = DistributedDataParallel(make_model().to(device), bucket_cap_mb=SEVERAL_BUCKETS_MB)
+    hook = commhooks.attach(ddp, HOOKS[name]) if name in HOOKS else None
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.05)
+    for step in range(4):
+        images, labels = (each.to(device) for each in batch(step, 0))
+        optimizer.zero_grad()
+        torch.nn.functional.cross_entropy(ddp(images), labels).backward()
+        optimizer.step()
+    if hook is not None and name != "bf16":
+        assert hook.stats()["compressed_steps"] == 3
+        hook.state_dict()
+    dist.destroy_process_group()
+
+
+def race() -> None:
+    numbers, other = torch.ones(1000, device="cuda"), torch.cuda.Stream()
+    with torch.cuda.stream(other):
+        numbers.mul_(2)
+
+
+if __name__ == "__main__":
+    race() if sys.argv[1] == "race" else train(sys.argv[1])
+    print("done", flush=True)
+    os._exit(0)  # what the backends do at the end of the interpreter is not the subject

@@ -22,8 +22,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from common import Row, machine, number, parse, parser, report, run_ranks, spread, summary, take_turns
+from common import Row, number, parse, parser, report, run_ranks, spread, summary, take_turns
 from hooks import wrap
+from machine import machine
 from models import TASKS, forward_loss, make, numel
 
 FORMS = ("mean", "per_rank", "drop")

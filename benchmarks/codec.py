@@ -24,8 +24,9 @@ import time
 from collections.abc import Callable
 
 import torch
-from common import Row, machine, number, one_rank, parse, parser, report, spread, steady, summary, take_turns
+from common import Row, number, one_rank, parse, parser, report, spread, steady, summary, take_turns
 from hooks import ONE_BUCKET_MB, wrap
+from machine import machine
 from models import TASKS, forward_loss, make, numel
 
 WARM_UP, START, BATCHES = 4, 2, 4

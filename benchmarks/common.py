@@ -10,10 +10,10 @@ results). The JSON is
 import argparse
 import contextlib
 import datetime
+import importlib.util
 import json
 import logging
 import os
-import platform
 import statistics
 import sys
 import tempfile
@@ -23,8 +23,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from rich.console import Console
-from rich.table import Table
+from machine import in_words
 
 Row = dict[str, Any]
 RANKS_LIMIT_S = 3600.0
@@ -36,6 +35,7 @@ def parser(doc: str | None) -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     made.add_argument("--json", type=Path, metavar="FILE", help="write the figures here as well")
     made.add_argument("--quick", action="store_true", help="small sizes, a few seconds: only shows that it works")
+    made.add_argument("--markdown", action="store_true", help="print the table as Markdown; also done without rich")
     return made
 
 
@@ -50,11 +50,12 @@ def parse(made: argparse.ArgumentParser, **quick: Any) -> argparse.Namespace:
 
 
 @contextlib.contextmanager
-def steady(rank: int = 0) -> Iterator[None]:
-    """One torch thread, pinned to a core of its own if the system has enough cores and supports pinning."""
+def steady(rank: int = 0, *, pinned: bool = True) -> Iterator[None]:
+    """One torch thread, `pinned` to a core of its own if the system has enough cores and supports pinning. On CUDA do
+    not pin: the threads of autograd, NCCL and the driver would share that core."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_setaffinity") else []
+    cores = sorted(os.sched_getaffinity(0)) if pinned and hasattr(os, "sched_setaffinity") else []
     if rank < len(cores):
         os.sched_setaffinity(0, {cores[rank]})
     _keep_to_warnings()
@@ -154,25 +155,6 @@ def summary(samples: Sequence[float], unit: str) -> Row:
     return {f"median_{unit}": median, f"q1_{unit}": low, f"q3_{unit}": high}
 
 
-def machine() -> Row:
-    cpu = platform.processor() or platform.machine()
-    with contextlib.suppress(OSError):
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        cpu = next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), cpu)
-    found: Row = {
-        "cpu": cpu,
-        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
-        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
-        "system": f"{platform.system()} {platform.release()}",
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "date": datetime.date.today().isoformat(),
-    }
-    with contextlib.suppress(OSError, AttributeError):
-        found["load_before"] = os.getloadavg()[0]
-    return found
-
-
 # ---- output ----------------------------------------------------------------------------------------------------------
 
 Cell = Callable[[Row], str]
@@ -205,21 +187,34 @@ def report(
     notes: Sequence[str] = (),
 ) -> None:
     """Print a table of `rows` and write the JSON file if requested. `at`: `machine()` from before the measurement."""
-    table = Table(title=title)
-    for place, heading in enumerate(columns):
-        table.add_column(heading, justify="left" if place == 0 else "right")
-    before = None
-    for row in rows:
-        if before is not None and before != row.get("section"):
-            table.add_section()
-        before = row.get("section")
-        table.add_row(*(cell(row) for cell in columns.values()))
-    console = Console(width=None if sys.stdout.isatty() else 140, markup=False, highlight=False)
-    console.print(table)
-    for note in notes:
-        console.print(note)
-    console.print(", ".join(f"{name}: {value}" for name, value in at.items() if value is not None))
+    cells = [[cell(row) for cell in columns.values()] for row in rows]
+    if arguments.markdown or importlib.util.find_spec("rich") is None:
+        print(f"{title}\n\n{_markdown(list(columns), cells)}\n")
+    else:
+        _print_rich(title, list(columns), rows, cells)
+    print("\n".join([*notes, in_words(at)]))
     if arguments.json is not None:
         said = {name: value for name, value in vars(arguments).items() if name != "json"}
         content = {"benchmark": benchmark, "machine": at, "arguments": said, "rows": rows}
         arguments.json.write_text(json.dumps(content, indent=1, default=str) + "\n")
+
+
+def _markdown(headings: list[str], cells: list[list[str]]) -> str:
+    lines = [headings, ["---"] * len(headings), *cells]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def _print_rich(title: str, headings: list[str], rows: list[Row], cells: list[list[str]]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(title=title)
+    for place, heading in enumerate(headings):
+        table.add_column(heading, justify="left" if place == 0 else "right")
+    before = None
+    for row, line in zip(rows, cells, strict=True):
+        if before is not None and before != row.get("section"):
+            table.add_section()
+        before = row.get("section")
+        table.add_row(*line)
+    Console(width=None if sys.stdout.isatty() else 140, markup=False, highlight=False).print(table)

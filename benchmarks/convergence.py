@@ -13,8 +13,9 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from common import Row, machine, number, parse, parser, report, run_ranks
+from common import Row, number, parse, parser, report, run_ranks
 from hooks import LABELS, OPTIONS
+from machine import machine
 from torch import nn
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel

@@ -1,12 +1,14 @@
-"""The codec on a CUDA device: time, kernels, host synchronisations and share of the memory bandwidth, ours and torch's.
+"""The hooks on a CUDA device: time, kernels, host synchronisations and share of the memory bandwidth, ours and torch's.
 
-    python benchmarks/gpu.py [--models blocks] [--ranks 1 2 4 8 16] [--rounds 30]
+    python benchmarks/gpu.py [--models blocks resnet50 gpt2] [--ranks 1 4] [--rounds 30]      # make bench-gpu
 
-One rank (NCCL if torch has it, else gloo), one bucket, `noop`, ours and torch's powerSGD_hook, both with and without
-batch_tensors_with_same_shape ("same"), in turns on the same batches. Everything is over the `noop` of the same round or
-kind:
+One rank (NCCL if torch has it, else gloo): `noop`, ours and torch's powerSGD_hook, both with and without
+batch_tensors_with_same_shape ("same"), in turns on the same batches. With DDP's default buckets of 25 MB, as in
+training, and with one bucket for all gradients; with a small batch, where nothing hides the hook, and with a realistic
+one. Everything is over the `noop` of the same round or kind:
 
   ms              backward with the hook minus backward with `noop`, from CUDA events around it
+  x torch         that time / the time of torch's hook without "same"
   host ms         the same on the host's clock, until backward returns without waiting for the device
   kernels         that the device ran in a backward pass, from torch.profiler; copies and fills are not in it
   waits           operations that made the host wait, as torch.cuda.set_sync_debug_mode("warn") reports them
@@ -16,96 +18,91 @@ kind:
                   as this memory allows. A pass is a third of a.add_(b) over as many numbers.
 """
 
-import os
-import time
-import warnings
+import gc
+import sys
 from collections.abc import Callable
-
-os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # otherwise the profiler of torch 2.13 writes lines to stderr
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-from common import Row, machine, number, one_rank, parse, parser, report, spread, steady, summary, take_turns
+from common import Row, number, one_rank, parse, parser, report, spread, steady, summary, take_turns
 from hooks import ONE_BUCKET_MB, wrap
+from machine import machine, no_device
 from models import TASKS, forward_loss, make, numel
-from torch.profiler import ProfilerActivity, profile
+from on_device import Cpu, Cuda
 
 START, WARM_UP, BATCHES = 2, 6, 4
-BATCH_SIZE = {"resnet18": 2, "resnet50": 2}  # images; 16 vectors or tokens for other models
-WAITING = ("cudaDeviceSynchronize", "cudaStreamSynchronize", "cudaEventSynchronize")
+BATCH: dict[str, dict[str, tuple[str, int]]] = {
+    "small": {
+        "blocks": ("blocks", 16),
+        "resnet50": ("resnet50", 2),
+        "gpt2": ("gpt2", 1024),
+        "tiny": ("tiny", 16),
+        "tiny_gpt2": ("tiny_gpt2", 64),
+    },
+    "realistic": {
+        "blocks": ("blocks", 16_384),
+        "resnet50": ("resnet50_224", 64),
+        "gpt2": ("gpt2", 8192),
+        "tiny": ("tiny", 64),
+        "tiny_gpt2": ("tiny_gpt2", 256),
+    },
+}
+"""Model -> the task that makes the batch, and its size: images, vectors or tokens."""
+BUCKETS = {"25 MB": None, "one": ONE_BUCKET_MB}
+
+
+@dataclass(frozen=True)
+class Setup:
+    """One measurement; `buckets` and `batch` are keys of `BUCKETS` and `BATCH`."""
+
+    model: str
+    rank: int
+    buckets: str
+    batch: str
 
 
 class Candidate:
     """A model on the device with its hook; measures the cost of a backward pass."""
 
-    def __init__(self, model_name: str, label: str) -> None:
-        model, self._task = make(model_name)
-        self._model, self.hook = wrap(model.cuda(), label, start=START, bucket_cap_mb=ONE_BUCKET_MB)
-        size = BATCH_SIZE.get(model_name, 16)
-        self._batches = [tuple(t.cuda() for t in self._task.batch(size)) for _ in range(BATCHES)]
+    def __init__(self, setup: Setup, label: str, on: Cuda | Cpu) -> None:
+        model, self._task = make(setup.model)
+        self._on = on
+        self._model, self.hook = wrap(model.to(on.device), label, start=START, bucket_cap_mb=BUCKETS[setup.buckets])
+        task, size = BATCH[setup.batch][setup.model]
+        batches = (TASKS[task].batch(size) for _ in range(BATCHES))
+        self._batches = [(inputs.to(on.device), targets.to(on.device)) for inputs, targets in batches]
         self._turn = 0
         self.host_ms: list[float] = []
 
     def _loss(self) -> torch.Tensor:
         self._model.zero_grad(set_to_none=True)
         self._turn += 1
-        inputs, targets = self._batches[self._turn % BATCHES]
-        return forward_loss(self._model, self._task, (inputs, targets))
+        return forward_loss(self._model, self._task, self._batches[self._turn % BATCHES])
 
     def milliseconds(self) -> float:
         """Device time of a backward pass in ms; the host time is appended to `host_ms`."""
-        loss = self._loss()
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        torch.cuda.synchronize()
-        started = time.perf_counter()
-        begin.record()
-        loss.backward()
-        self.host_ms.append(1000 * (time.perf_counter() - started))
-        end.record()  # DDP has made this stream wait for the hook's futures
-        torch.cuda.synchronize()
-        return begin.elapsed_time(end)
+        device_ms, host_ms = self._on.times(self._loss().backward)
+        self.host_ms.append(host_ms)
+        return device_ms
 
     def waits(self) -> int:
-        loss = self._loss()
-        torch.cuda.synchronize()
-        with warnings.catch_warnings(record=True) as seen:
-            warnings.simplefilter("always")
-            torch.cuda.set_sync_debug_mode("warn")
-            try:
-                loss.backward()
-            finally:
-                torch.cuda.set_sync_debug_mode("default")
-        return sum("synchronizing" in str(warning.message) for warning in seen)
+        return self._on.waits(self._loss().backward)
 
     def profiled(self) -> tuple[int, int]:
         """(kernels, synchronising calls) of a backward pass. The profiler adds the same number for each candidate."""
-        loss = self._loss()
-        torch.cuda.synchronize()
-        with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
-            loss.backward()
-        events = profiler.events() or []
-        device = [event.name for event in events if event.device_type == torch.autograd.DeviceType.CUDA]
-        kernels = [name for name in device if not name.startswith(("Memcpy", "Memset"))]
-        return len(kernels), sum(event.name in WAITING for event in events)
+        return self._on.profiled(self._loss().backward)
 
 
-def on_device(function: Callable[[], object]) -> float:
-    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    begin.record()
-    function()
-    end.record()
-    torch.cuda.synchronize()
-    return begin.elapsed_time(end)
-
-
-def measure(model_name: str, rank: int, rounds: int) -> list[Row]:
+def measure(setup: Setup, rounds: int, on: Cuda | Cpu) -> list[Row]:
+    rank = setup.rank
     labels = {"noop": "noop", "commhooks": f"powersgd-{rank}", "commhooks same": f"same-{rank}"}
     labels |= {"torch": f"torch-{rank}", "torch same": f"torch-same-{rank}"}
-    candidates = {name: Candidate(model_name, label) for name, label in labels.items()}
-    count = numel(make(model_name)[0])
-    flat, other = torch.randn(count, device="cuda"), torch.zeros(count, device="cuda")
+    candidates = {name: Candidate(setup, label, on) for name, label in labels.items()}
+    count = numel(make(setup.model)[0])
+    flat, other = torch.randn(count, device=on.device), torch.zeros(count, device=on.device)
     turns: dict[str, Callable[[], float]] = {name: each.milliseconds for name, each in candidates.items()}
-    turns["add"] = lambda: on_device(lambda: other.add_(flat))
+    turns["add"] = lambda: on.times(lambda: other.add_(flat))[0]
     samples = take_turns(turns, rounds, WARM_UP)
     for name in ("commhooks", "commhooks same"):
         ours = candidates[name].hook
@@ -120,7 +117,7 @@ def measure(model_name: str, rank: int, rounds: int) -> list[Row]:
     for name in ("commhooks", "commhooks same", "torch", "torch same"):
         over = [a - b for a, b in zip(samples[name], samples["noop"], strict=True)]
         host = [a - b for a, b in zip(candidates[name].host_ms, candidates["noop"].host_ms, strict=True)][WARM_UP:]
-        row = {"section": f"{model_name} {rank}", "model": model_name, "rank": rank, "hook": name, "limit_ms": limit}
+        row: Row = {"section": str(setup), **vars(setup), "hook": name, "limit_ms": limit}
         row |= {"gradient_mb": 4 * count / 1e6, **summary(over, "ms"), **summary(host, "host_ms")}
         row["kernels"] = profiles[name][0] - profiles["noop"][0]
         row["synchronize_calls"] = profiles[name][1] - profiles["noop"][1]
@@ -128,41 +125,61 @@ def measure(model_name: str, rank: int, rounds: int) -> list[Row]:
         row["share_of_limit"] = limit / row["median_ms"] if row["median_ms"] > 0 else None
         rows.append(row)
     for row in rows:
-        row["times_torch"] = row["median_ms"] / rows[2]["median_ms"]
+        theirs = rows[2]["median_ms"]
+        row["times_torch"] = row["median_ms"] / theirs if theirs > 0 else None
     return rows
 
 
-def main() -> None:
+COLUMNS = {
+    "model": number("model"),
+    "rank": number("rank"),
+    "buckets": number("buckets"),
+    "batch": number("batch"),
+    "hook": number("hook"),
+    "ms: median (quartiles)": spread("ms", 2),
+    "x torch": number("times_torch", "{:.2f}"),
+    "host ms": spread("host_ms", 2),
+    "kernels": number("kernels"),
+    "waits": number("waits"),
+    "synchronize": number("synchronize_calls"),
+    "limit, ms": number("limit_ms", "{:.2f}"),
+    "of the limit": number("share_of_limit", "{:.0%}"),
+}
+
+
+def main() -> int:
     arguments = parser(__doc__)
-    arguments.add_argument("--models", nargs="+", choices=list(TASKS), default=["blocks", "resnet50"])
-    arguments.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4, 8, 16], help="of the factors")
+    arguments.add_argument("--models", nargs="+", choices=list(BATCH["small"]), default=["blocks", "resnet50", "gpt2"])
+    arguments.add_argument("--ranks", type=int, nargs="+", default=[1, 4], help="of the factors")
     arguments.add_argument("--rounds", type=int, default=30)
-    args = parse(arguments, models=["tiny"], ranks=[1, 4], rounds=3)
+    arguments.add_argument("--buckets", nargs="+", choices=list(BUCKETS), default=list(BUCKETS))
+    arguments.add_argument("--batches", nargs="+", choices=list(BATCH), default=list(BATCH))
+    arguments.add_argument("--device", choices=["cuda", "cpu"], default="cuda", help="cpu: only shows that it works")
+    args = parse(arguments, models=["tiny", "tiny_gpt2"], ranks=[1, 4], rounds=3)
+    on = Cuda() if args.device == "cuda" else Cpu()
+    problem = no_device() if args.device == "cuda" else ""
+    if problem:
+        print(f"{problem} Nothing was measured.", file=sys.stderr)
+        return 1
     at = machine()
     rows: list[Row] = []
-    notes = []
-    if torch.cuda.is_available():
-        with steady(), one_rank("nccl" if dist.is_nccl_available() else "gloo"):
-            for name in args.models:
-                for rank in args.ranks:
-                    rows += measure(name, rank, args.rounds)
+    with steady(pinned=False), one_rank("nccl" if args.device == "cuda" and dist.is_nccl_available() else "gloo"):
+        for model in args.models:
+            for rank in args.ranks:
+                for buckets in args.buckets:
+                    for batch in args.batches:
+                        setup = Setup(model, rank, buckets, batch)
+                        print(setup, file=sys.stderr)
+                        rows += measure(setup, args.rounds, on)
+                        gc.collect()  # hooks are part of reference cycles that hold the models
+    notes = [] if args.device == "cuda" else ["Measured on the CPU: only shows that it works."]
+    if dist.is_nccl_available() and args.device == "cuda":
+        notes.append(f"NCCL {'.'.join(map(str, torch.cuda.nccl.version()))}")
     else:
-        notes.append("This machine has no CUDA device that torch can use: nothing was measured.")
-    columns = {
-        "model": number("model"),
-        "rank": number("rank"),
-        "hook": number("hook"),
-        "ms: median (quartiles)": spread("ms", 2),
-        "x torch": number("times_torch", "{:.2f}"),
-        "host ms": spread("host_ms", 2),
-        "kernels": number("kernels"),
-        "waits": number("waits"),
-        "synchronize": number("synchronize_calls"),
-        "limit, ms": number("limit_ms", "{:.2f}"),
-        "of the limit": number("share_of_limit", "{:.0%}"),
-    }
-    report("gpu", "gpu: cost of the hook per step, on top of noop", args, at, rows, columns, notes)
+        notes.append("On gloo torch's hook always has one bucket.")
+    report("gpu", "gpu: cost of the hook per step, on top of noop", args, at, rows, COLUMNS, notes)
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -9,6 +9,7 @@ all P, and one for all Q.
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as torch_hooks
 from torch.nn.parallel import DistributedDataParallel
 
@@ -19,6 +20,12 @@ LABELS = (
     "noop, ddp, allreduce, fp16, bf16, powersgd-RANK, fused-RANK, alternate-RANK, fused-alternate-RANK, same-RANK, "
     "batched-RANK, torch-RANK, torch-same-RANK"
 )
+SIMPLE = {
+    "noop": commhooks.Noop,
+    "allreduce": commhooks.AllReduce,
+    "fp16": commhooks.FP16Compress,
+    "bf16": commhooks.BF16Compress,
+}
 OPTIONS = {
     "powersgd": (),
     "fused": ("fused",),
@@ -32,12 +39,12 @@ def wrap(
     model: torch.nn.Module, label: str, start: int = 2, bucket_cap_mb: float | None = None, **ddp: Any
 ) -> tuple[DistributedDataParallel, commhooks.CommHook | None]:
     """Wrap `model` in DDP with that hook; also returns the CommHook (None for torch's hooks and for DDP without hook).
-    torch's PowerSGD always gets one bucket, because it hangs on gloo with several. `start`: the step at which PowerSGD
-    begins; torch requires at least 2."""
+    On gloo torch's PowerSGD always gets one bucket, because it hangs there with several. `start`: the step at which
+    PowerSGD begins; torch requires at least 2."""
     label, _, buckets = label.partition(":")
     kind, _, rank_text = label.rpartition("-")
     kind = kind or label
-    if kind.startswith("torch") or buckets == "one":
+    if buckets == "one" or kind.startswith("torch") and dist.get_backend() == "gloo":
         bucket_cap_mb = ONE_BUCKET_MB
     wrapped = DistributedDataParallel(model, bucket_cap_mb=bucket_cap_mb, **ddp)
     if label == "ddp":
@@ -51,7 +58,7 @@ def wrap(
         )
         wrapped.register_comm_hook(state, torch_hooks.powerSGD_hook)
         return wrapped, None
-    config: Any = label
+    config: Any = SIMPLE[label]() if label in SIMPLE else label
     if kind in OPTIONS:
         options = dict.fromkeys(OPTIONS[kind], True)
         config = commhooks.PowerSGD(matrix_approximation_rank=int(rank_text), start_powerSGD_iter=start, **options)

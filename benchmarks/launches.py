@@ -16,7 +16,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from common import Row, machine, number, parse, parser, report
+from common import Row, number, parse, parser, report
+from machine import machine
 from models import TASKS
 from torch.utils._python_dispatch import TorchDispatchMode  # the only way to see what is dispatched; torch 2.13
 

@@ -42,8 +42,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from common import Row, machine, number, parse, parser, report, spread, steady, summary
+from common import Row, number, parse, parser, report, spread, steady, summary
 from hooks import LABELS, wrap
+from machine import machine
 from models import forward_loss, make, numel
 
 RATES = ["10mbit", "100mbit", "1gbit", "10gbit", "unlimited"]

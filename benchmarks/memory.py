@@ -30,8 +30,9 @@ os.environ.setdefault("KINETO_LOG_LEVEL", "99")
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
 import torch
-from common import Row, machine, number, parse, parser, report, run_ranks
+from common import Row, number, parse, parser, report, run_ranks
 from hooks import wrap
+from machine import machine
 from models import TASKS, forward_loss, make, numel
 from torch.profiler import ProfilerActivity, profile
 

@@ -20,8 +20,9 @@ import time
 from collections.abc import Callable
 from unittest import mock
 
-from common import Row, machine, number, one_rank, parse, parser, report, spread, steady, summary, take_turns
+from common import Row, number, one_rank, parse, parser, report, spread, steady, summary, take_turns
 from hooks import wrap
+from machine import machine
 from models import TASKS, forward_loss, make, numel
 
 from commhooks.hook.metrics import Meter

@@ -46,6 +46,54 @@ class Transformer(nn.Module):
         return self.output(self.blocks(self.embedding(tokens)))
 
 
+class Attention(nn.Module):
+    """Causal self-attention, with one matrix for queries, keys and values."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.inputs, self.output = nn.Linear(width, 3 * width), nn.Linear(width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        apart = [each.unflatten(-1, (self.heads, -1)).transpose(1, 2) for each in self.inputs(x).chunk(3, dim=-1)]
+        mixed = functional.scaled_dot_product_attention(*apart, is_causal=True)
+        return self.output(mixed.transpose(1, 2).flatten(2))
+
+
+class GPTBlock(nn.Module):
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.attention = nn.Sequential(nn.LayerNorm(width), Attention(width, heads))
+        self.mlp = nn.Sequential(
+            nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.GELU(approximate="tanh"), nn.Linear(4 * width, width)
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x + self.attention(x)
+        return x + self.mlp(x)
+
+
+class GPT2(nn.Module):
+    """The shapes of GPT-2 small (Radford et al. 2019): 124,439,808 parameters, embedding and output layer tied."""
+
+    def __init__(
+        self, words: int = 50_257, context: int = 1024, width: int = 768, blocks: int = 12, heads: int = 12
+    ) -> None:
+        super().__init__()
+        self.embedding, self.positions = nn.Embedding(words, width), nn.Embedding(context, width)
+        self.blocks = nn.Sequential(*(GPTBlock(width, heads) for _ in range(blocks)))
+        self.norm = nn.LayerNorm(width)
+        self.output = nn.Linear(width, words, bias=False)
+        self.output.weight = self.embedding.weight
+        for parameter in self.parameters():
+            if parameter.dim() > 1:
+                nn.init.normal_(parameter, std=0.02)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(tokens) + self.positions.weight[: tokens.shape[1]]
+        return self.output(self.norm(self.blocks(x)))
+
+
 # ---- residual networks -----------------------------------------------------------------------------------------------
 
 
@@ -147,6 +195,12 @@ TASKS: dict[str, Task] = {
         _images(64, 1000),
         functional.cross_entropy,
     ),
+    "resnet50_224": Task(
+        lambda: resnet([3, 4, 6, 3], True, 1000),
+        _images(224, 1000),
+        functional.cross_entropy,
+    ),
+    "gpt2": Task(GPT2, _tokens(50_257, 1024), _next_token),
     "resnet18_cifar": Task(
         lambda: resnet([2, 2, 2, 2], False, 10, cifar=True),
         _images(32, 10),
@@ -155,6 +209,7 @@ TASKS: dict[str, Task] = {
     "lstm": Task(LSTM, _tokens(28_869, 8), _next_token),
     # Small models of the same kinds, for --quick.
     "tiny": Task(lambda: transformer_blocks(64, 2), _vectors(64), _project),
+    "tiny_gpt2": Task(lambda: GPT2(512, 32, 64, 2, 4), _tokens(512, 32), _next_token),
     "tiny_transformer": Task(lambda: Transformer(64, 2, 512), _tokens(512, 16), _next_token),
 }
 

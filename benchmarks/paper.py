@@ -20,8 +20,9 @@ from typing import Any
 from unittest import mock
 
 import torch.distributed as dist
-from common import Row, machine, number, one_rank, parse, parser, report, steady
+from common import Row, number, one_rank, parse, parser, report, steady
 from hooks import wrap
+from machine import machine
 from models import forward_loss, make, numel
 
 PAPER = {"resnet18_cifar": {1: 243.3, 2: 135.8, 4: 72.1}, "lstm": {1: 309.7, 2: 203.1, 4: 120.3}}

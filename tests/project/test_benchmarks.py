@@ -3,11 +3,13 @@ those that do not depend on the machine."""
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import shutil
 import subprocess
 import sys
+import types
 from pathlib import Path
 from typing import Any
 
@@ -114,11 +116,56 @@ def test_launches(tmp_path):
             assert all(row["operators"] <= low["operators"] and row["views"] <= low["views"] for row in higher), hook
 
 
-def test_gpu_without_a_gpu(tmp_path):
-    """The suite hides the devices."""
-    if "CUDA_VISIBLE_DEVICES" not in os.environ:
-        pytest.skip("this run keeps its CUDA devices")
-    assert _run("gpu", tmp_path) == []
+def test_gpu_rehearsed_on_the_cpu(tmp_path):
+    rows = _run("gpu", tmp_path, "--device", "cpu", "--ranks", "1", "--markdown")
+    setups = {(row["model"], row["buckets"], row["batch"]) for row in rows}
+    assert len(setups) == 8 and len(rows) == 4 * len(setups)
+    for row in rows:
+        assert row["hook"] in ("commhooks", "commhooks same", "torch", "torch same")
+        assert row["kernels"] > 0 or row["hook"].startswith("torch")  # which computes in threads, where nobody counts
+        assert row["waits"] == 0 < row["limit_ms"]
+        assert row.keys() >= {"median_ms", "times_torch", "median_host_ms", "synchronize_calls", "share_of_limit"}
+
+
+def _on_device() -> Any:
+    """benchmarks/on_device.py; names of other modules there are also names in tests/support."""
+    spec = importlib.util.spec_from_file_location("on_device", REPOSITORY / "benchmarks" / "on_device.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize(
+    ("name", "annotation", "counts"),
+    [
+        ("void at::native::vectorized_elementwise_kernel<4>", False, True),
+        ("ncclDevKernel_AllReduce_Sum_f32_RING_LL(ncclDevKernelArgsStorage<4096ul>)", False, True),
+        ("nccl:all_reduce", False, False),
+        ("nccl:all_reduce", None, False),
+        ("DistributedDataParallel.forward", None, False),
+        ("torch.distributed.ddp.reducer::copy_bucket_to_grad", None, False),
+        ("a range of the user's", True, False),
+        ("Memcpy DtoD (Device -> Device)", False, False),
+        ("Memset (Device)", False, False),
+    ],
+)
+def test_what_counts_as_a_kernel(name, annotation, counts):
+    assert _on_device().is_kernel(types.SimpleNamespace(name=name, is_user_annotation=annotation)) is counts
+
+
+def test_what_counts_as_a_wait():
+    """The first text is what `set_sync_debug_mode` itself warns of."""
+    texts = ["Synchronization debug mode is a prototype feature and does not yet detect all synchronizing operations"]
+    assert _on_device().count_waits(texts) == 0
+    assert _on_device().count_waits([*texts, "called a synchronizing CUDA operation (Triggered internally at x)"]) == 1
+
+
+def test_gpt2_has_the_size_of_gpt2():
+    code = "import models; made, _ = models.make('gpt2'); print(models.numel(made))"
+    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY / "benchmarks")}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=60)
+    assert done.stdout == "124439808\n", done.stderr
 
 
 @pytest.mark.skipif(not _can_limit_a_link(), reason="needs root, ip and tc")

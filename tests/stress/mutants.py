@@ -2,6 +2,7 @@
 without it, must fail there.
 
     python tests/stress/mutants.py [NAME ...]          # all of them, or those whose name contains one of the words
+    python tests/stress/mutants.py --cuda [NAME ...]   # those that need a GPU
 
 A test that passes on a broken program guards nothing. Run by `make test-mutants`; takes some minutes.
 """
@@ -29,11 +30,11 @@ TIME_LIMIT_S = 240
 
 def run(mutant: Mutant, console: Console) -> str:
     """ "killed", "SURVIVED", or what went wrong."""
-    before = run_test(mutant.test)
+    before = run_test(mutant.test, cuda=mutant.cuda)
     if before.outcome != "passed":
         console.print(before.output[-1500:], markup=False)
         return f"NO TEST: without the fault it {before.outcome}"
-    after = run_test(mutant.test, mutant)
+    after = run_test(mutant.test, mutant, cuda=mutant.cuda)
     if after.outcome != "failed":
         console.print(after.output[-1500:], markup=False)
     return {"passed": "SURVIVED", "failed": "killed"}.get(after.outcome, after.outcome)
@@ -46,7 +47,7 @@ class Outcome:
 
 
 @functools.cache  # without a fault, a test is run once for all the mutants that name it
-def run_test(test: str, mutant: Mutant | None = None) -> Outcome:
+def run_test(test: str, mutant: Mutant | None = None, *, cuda: bool = False) -> Outcome:
     """ "passed", "failed" or what went wrong, in a copy of the packages with the fault of `mutant`."""
     with tempfile.TemporaryDirectory(prefix="mutant-") as folder:
         for name in COPIED:
@@ -63,6 +64,9 @@ def run_test(test: str, mutant: Mutant | None = None) -> Outcome:
             file.write_text(text.replace(mutant.old, mutant.new))
         command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", f"tests/{test}"]
         environment = {**os.environ, "PYTHONPATH": folder, "PYTHONDONTWRITEBYTECODE": "1"}
+        if cuda:
+            environment["COMMHOOKS_TEST_CUDA"] = "1"
+            command += ["-m", "cuda", "-o", "addopts="]  # without the plugins of pytest that these ask for
         try:
             done = subprocess.run(
                 command, cwd=folder, env=environment, capture_output=True, text=True, timeout=TIME_LIMIT_S
@@ -71,14 +75,18 @@ def run_test(test: str, mutant: Mutant | None = None) -> Outcome:
             return Outcome("TIMED OUT")
     # pytest: 0 all passed, 1 some failed; anything else means that the test did not run at all.
     outcome = {0: "passed", 1: "failed"}.get(done.returncode, f"NOT RUN (pytest exit {done.returncode})")
+    if outcome == "passed" and " passed" not in done.stdout:
+        outcome = "skipped every test"
     return Outcome(outcome, done.stdout)
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", help="only mutants whose name contains one of these")
-    words = parser.parse_args().names
-    chosen = [mutant for mutant in MUTANTS if not words or any(word in mutant.name for word in words)]
+    parser.add_argument("--cuda", action="store_true", help="those that need a GPU, and only these")
+    arguments = parser.parse_args()
+    words, ours = arguments.names, [mutant for mutant in MUTANTS if mutant.cuda == arguments.cuda]
+    chosen = [mutant for mutant in ours if not words or any(word in mutant.name for word in words)]
     console = Console()
     table = Table("mutant", "test that must fail", "outcome", "s")
     failures = 0

@@ -9,8 +9,8 @@ MUTANTS = [
     Mutant(
         "the engine reads an answer before it has waited",
         "commhooks/engine/backward_pass.py",
-        "        self._resume(pending.wait())\n",
-        "        self._resume(pending.answer)\n",
+        "        answer = self._pending.wait()\n",
+        "        answer = self._pending.answer\n",
         f"{_LATE}[powerSGD-cpu]",
     ),
     Mutant(
@@ -37,8 +37,8 @@ MUTANTS = [
     Mutant(
         "on a GPU the codec does not wait for backward",
         "commhooks/engine/streams.py",
-        "        stream.wait_stream(torch.cuda.current_stream(buffer.device))\n",
-        "",
+        "    stream.wait_stream(torch.cuda.current_stream(device))\n    with torch.cuda.stream(stream):\n        keep",
+        "    with torch.cuda.stream(stream):\n        keep",
         _NCCL,
         cuda=True,
     ),
@@ -52,8 +52,8 @@ MUTANTS = [
     ),
     Mutant(
         "on a GPU a save does not wait for the codec",
-        "commhooks/engine/session.py",
-        "        self._streams.join()\n",
+        "commhooks/engine/streams.py",
+        "        stream.wait_event(event)\n",
         "",
         "cuda/test_gpu_saving.py::test_a_thread_that_saves_never_mixes_two_steps[cuda over nccl]",
         cuda=True,
@@ -61,8 +61,8 @@ MUTANTS = [
     Mutant(
         "on a GPU the host reads the verdict",
         "commhooks/engine/session.py",
-        "        on_host = precision.is_host_readable(good.device)\n",
-        "        on_host = True\n",
+        "state, on_host = self.state, precision.is_host_readable(good.device)\n",
+        "state, on_host = self.state, True\n",
         "cuda/test_gpu_host_waits.py::test_the_host_never_waits",
         cuda=True,
     ),

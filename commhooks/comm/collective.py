@@ -162,6 +162,20 @@ def gather_rows(own: torch.Tensor, group: dist.ProcessGroup, counters: Counters 
     return torch.stack(rows)
 
 
+def gather_texts(text: str, group: dist.ProcessGroup, device: torch.device, what: str) -> list[str]:
+    """Gather `text` of every rank. All ranks of `group` must call this.
+
+    Raises:
+        HookRunError: another rank has failed, or did not take part within the process group's timeout.
+    """
+    encoded = text.encode()
+    lengths = gather_rows(torch.tensor([len(encoded)], device=device), group, None, what).flatten().tolist()
+    own = torch.zeros(max(lengths), dtype=torch.uint8, device=device)
+    own[: len(encoded)] = torch.tensor(list(encoded), dtype=torch.uint8)
+    rows = gather_rows(own, group, None, what).tolist()
+    return [bytes(row[:length]).decode() for row, length in zip(rows, lengths, strict=True)]
+
+
 def agreement_key(*parts: object) -> int:
     """A hash of the `repr` of `parts` below 2**62, equal in all processes, by which ranks compare `parts`."""
     digest = hashlib.sha256("\0".join(map(repr, parts)).encode()).digest()

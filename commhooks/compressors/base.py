@@ -16,6 +16,7 @@ import torch
 from commhooks.comm.collective import Send
 from commhooks.comm.wire import wire_dtype_of
 from commhooks.compressors.config import ConfigT
+from commhooks.compressors.kernel import TORCH, Kernel, KernelsHere
 from commhooks.compressors.plan import MemoryPlan, ParameterInfo, UnitPlan, real_itemsize
 from commhooks.compressors.state_field import RESIDUAL, StateField
 from commhooks.gradients.layout import BucketLayout
@@ -68,7 +69,7 @@ class Trial:
         changes: how much the gradients change, to choose the most exact of equally fast trials: 0 not at all, up to 1
             for another dtype, above 1 for lossy compression.
         note: printed when this trial is recommended.
-        slow_note: printed when the codec takes longer than the communication.
+        slow_note: printed when the codec takes longer than the communication and computed with torch.
     """
 
     label: str
@@ -90,6 +91,8 @@ class Compressor(ABC, Generic[ConfigT]):
         selective: it decides per parameter whether to compress; plans then show the reasons.
         per_bucket: it compresses whole buckets, so its plan is unknown until DDP has built its buckets.
         stats_every: steps between two log lines with compression statistics; None: no such lines.
+        kernel: the kernel to compute with, one of `kernels_here`. The engine sets it, to the same one on all ranks,
+            before it asks for a workspace.
     """
 
     Config: ClassVar[type[Any]]
@@ -99,6 +102,7 @@ class Compressor(ABC, Generic[ConfigT]):
     per_bucket: ClassVar[bool] = False
     state_fields: Sequence[StateField] = ()
     stats_every: int | None = None
+    kernel: Kernel = TORCH
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -149,6 +153,11 @@ class Compressor(ABC, Generic[ConfigT]):
 
     def check_here(self, device: torch.device, dtype: torch.dtype) -> None:
         """Raise HookConfigError if this machine cannot compress gradients of `dtype` on `device`."""
+
+    def kernels_here(self, device: torch.device, dtype: torch.dtype) -> KernelsHere:
+        """The kernels that this machine has for gradients of `dtype` on `device`. They need not be equal on all ranks:
+        the engine chooses the first one of rank 0 that all ranks have."""
+        return KernelsHere()
 
     @classmethod
     def trials(cls, ranks: Sequence[int], options: Mapping[str, Any]) -> Sequence[Trial]:

@@ -161,11 +161,14 @@ def checked_types(config: type, options: Mapping[str, Any], where: str) -> dict[
             continue
         if isinstance(value, str):
             values[name] = _number(value) if float in typing.get_args(hint) else value
-            wrong = hint is bool and "${" not in value and value.strip().lower() not in _YAML_BOOLS
+            wrong = _is_bool(hint) and "${" not in value and value.strip().lower() not in _YAML_BOOLS
         else:
-            wrong = hint is bool and isinstance(value, (int, float)) and not isinstance(value, bool)
+            wrong = _is_bool(hint) and isinstance(value, (int, float)) and not isinstance(value, bool)
         if wrong:
-            raise HookConfigError(f"{where}{name}: Value {shown(value)} is not a valid bool; expected True or False")
+            raise HookConfigError(
+                f"{where}{name}: Value {shown(value)} is not a valid bool; expected True or False"
+                + ("" if hint is bool else " or None")
+            )
         if hint is float and isinstance(value, int) and not isinstance(value, bool):
             try:
                 values[name] = float(value)
@@ -182,6 +185,11 @@ def _number(text: str) -> Any:
         except ValueError:
             pass
     return text
+
+
+def _is_bool(hint: Any) -> bool:
+    """Whether the type is bool, or bool or None."""
+    return hint is bool or set(typing.get_args(hint)) == {bool, type(None)}
 
 
 def _fits(value: object, hint: Any) -> bool:

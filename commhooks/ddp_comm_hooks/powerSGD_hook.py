@@ -56,7 +56,7 @@ class PowerSGDState(SessionState):
         batch_tensors_with_same_shape: bool = False,
         *,
         alternate: bool = False,
-        fused: bool = False,
+        fused: bool | None = None,
     ) -> None:
         self.process_group = process_group
         options = PowerSGD(

@@ -12,8 +12,22 @@ import torch.distributed as dist
 
 from commhooks.comm.collective import gather_rows
 from commhooks.comm.counters import Counters
+from commhooks.engine.kernel_choice import Choice, Offer, agreed_choice
 from commhooks.engine.state import LearnedState
 from commhooks.errors import HookRunError
+
+
+@dataclass(frozen=True)
+class Terms:
+    """What the ranks compare besides their state.
+
+    Attributes:
+        configuration: a hash of the hook, its options and the model; must be equal on all ranks.
+        offer: the kernels of this rank.
+    """
+
+    configuration: int
+    offer: Offer
 
 
 @dataclass(frozen=True)
@@ -23,21 +37,25 @@ class Agreement:
     Attributes:
         local_complete: every rank has its local tensors. If one lacks them, all ranks have dropped theirs.
         nonce: a random number, unique to this agreement.
+        choice: the kernel of all ranks.
     """
 
     local_complete: bool
     nonce: int
+    choice: Choice
 
 
 def agree(
-    state: LearnedState, configuration: int, group: dist.ProcessGroup, device: torch.device, counters: Counters
+    state: LearnedState, terms: Terms, group: dist.ProcessGroup, device: torch.device, counters: Counters
 ) -> Agreement:
-    """Compare step and configuration over the ranks of `group`. All of its ranks must call this.
+    """Compare step and configuration over the ranks of `group`, and choose a kernel. All of its ranks must call this.
 
     Raises:
-        HookRunError: on all ranks, if the steps or the configurations differ; the message names the ranks.
+        HookRunError: on all ranks, if the steps or the configurations differ, if some ranks cannot run the hook, or if
+            they have no kernel in common; the message names the ranks.
+        HookConfigError: no rank can run the hook.
     """
-    row = [state.step, configuration, int(state.local_missing), secrets.randbits(62)]
+    row = [state.step, terms.configuration, int(state.local_missing), secrets.randbits(62), terms.offer.key]
     own = torch.tensor(row, dtype=torch.int64, device=device)
     table = gather_rows(
         own, group, counters, "the comparison of the ranks' state (load on every rank, or on none)"
@@ -56,10 +74,11 @@ def agree(
             + " differ from ".join(f"ranks {list(ranks)}" for ranks in groups)
             + ". Give every rank the same hook, options, wrapper and model"
         )
+    choice = agreed_choice(terms.offer, [row[4] for row in table], group, device, HookRunError)
     complete = not any(row[2] for row in table)
     if not complete:
         state.drop_local()
-    return Agreement(complete, table[0][3])
+    return Agreement(complete, table[0][3], choice)
 
 
 def _by_rank(values: list[int]) -> str:

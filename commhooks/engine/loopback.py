@@ -11,23 +11,28 @@ import torch
 from commhooks.comm.collective import Send
 from commhooks.compressors.base import Compressor, Exchange, StepInfo, Verdict
 from commhooks.compressors.plan import ParameterInfo
+from commhooks.engine.kernel_choice import use_own_kernel
 from commhooks.engine.state import LearnedState
 from commhooks.gradients import precision
 from commhooks.gradients.layout import read_layout
 
 
 class Loopback:
-    """Buckets of random gradients, with their own learned state.
+    """Buckets of random gradients, with their own learned state. Computes with the preferred kernel of this machine.
 
     Args:
         buckets: the parameters of each bucket; only their shapes, strides and dtypes are read.
         device: the device on which to compute.
+
+    Attributes:
+        choice: the kernel, and why not a faster one.
     """
 
     def __init__(
         self, compressor: Compressor[Any], buckets: Sequence[Sequence[torch.Tensor]], device: torch.device
     ) -> None:
         self._compressor = compressor
+        self.choice = use_own_kernel(compressor, device, {p.dtype for parameters in buckets for p in parameters})
         self._state = LearnedState.of(compressor.state_fields)
         self._buckets: list[tuple[torch.Tensor, Any]] = []
         for number, parameters in enumerate(buckets):

@@ -18,9 +18,10 @@ from commhooks.comm.collective import Pending, Send, agreement_key, outlast, res
 from commhooks.comm.counters import Counters
 from commhooks.compressors.base import Compressor, StepInfo
 from commhooks.compressors.plan import UnitPlan
-from commhooks.engine.agreement import agree
+from commhooks.engine.agreement import Terms, agree
 from commhooks.engine.average import average
 from commhooks.engine.backward_pass import BackwardPass, RunningExchange
+from commhooks.engine.kernel_choice import Choice, Offer
 from commhooks.engine.known_buckets import KnownBuckets
 from commhooks.engine.outcomes import Outcomes
 from commhooks.engine.state import LearnedState
@@ -65,6 +66,7 @@ class Session:
     Attributes:
         outcomes: the outcomes of the passes, and the lock of the learned state.
         nonce: a number that the ranks agreed on in the first backward pass; None before it.
+        choice: the kernel that the ranks agreed on, in `attach` or in the first backward pass; None before.
     """
 
     def __init__(
@@ -76,6 +78,7 @@ class Session:
         self.counters = counters if counters is not None else Counters()
         self.outcomes = Outcomes(state, self.counters)
         self.nonce: int | None = None
+        self.choice: Choice | None = None
         self._mark = CommitMark()
         self._buckets = KnownBuckets(compressor, state, binding.names)
         self._agreed = False
@@ -86,6 +89,13 @@ class Session:
         """Use another model. Allowed only before the first backward pass."""
         self.binding = binding
         self._buckets = KnownBuckets(self.compressor, self.state, binding.names)
+
+    def compute_with(self, choice: Choice) -> None:
+        """Use the kernel on which all ranks have agreed."""
+        self.choice = choice
+        if self.compressor.kernel != choice.kernel:
+            self.compressor.kernel = choice.kernel
+            self._buckets.clear()  # their workspaces were made for another one
 
     @property
     def has_run(self) -> bool:
@@ -140,6 +150,8 @@ class Session:
         """Use `compressor` from now on. Call it after a load: at the next backward pass the ranks compare their states
         again, and the loaded state is checked and refitted."""
         self.compressor = self._buckets.compressor = compressor
+        if self.choice is not None:
+            compressor.kernel = self.choice.kernel
         self._agreed = False
         self._buckets.clear()
 
@@ -160,7 +172,7 @@ class Session:
             self._drop_pass()
         group = resolve_group(self.binding.group())
         if not self._agreed:
-            self._agree(group, bucket.flat.device)
+            self._agree(group, bucket.flat)
         state, start = self.state, self.compressor.start_step
         with self.outcomes.lock:  # another thread that saves may be updating `state.step` and the unread passes
             # Synchronise only if the exact step matters.
@@ -282,7 +294,7 @@ class Session:
         self._pass = None
         return writing
 
-    def _agree(self, group: dist.ProcessGroup, device: torch.device) -> None:
+    def _agree(self, group: dist.ProcessGroup, flat: torch.Tensor) -> None:
         self.settle()
         # A load allocated them on its own stream.
         keep_for_current_stream(tensor for entries in self.state.entries.values() for tensor in entries.values())
@@ -290,7 +302,13 @@ class Session:
         shapes = {name: tuple(parameter.shape) for name, parameter in self.binding.names.known().items()}
         configuration = agreement_key(compressor.name, compressor.config, compressor.wire_dtype, sorted(shapes.items()))
         self._buckets.speaker = dist.get_rank(group) == 0
-        agreement = agree(self.state, configuration, group, device, self.counters)
+        chosen = self.choice
+        offer = Offer.of(compressor, flat.device, [flat.dtype]) if chosen is None else chosen.as_offer()
+        agreement = agree(self.state, Terms(configuration, offer), group, flat.device, self.counters)
+        if chosen is None:
+            self.compute_with(agreement.choice)
+            for remark in agreement.choice.remarks(compressor.called) if self._buckets.speaker else ():
+                logger.warning("%s", remark)
         if self.nonce is None:
             self.nonce = agreement.nonce
         if not agreement.local_complete and self._buckets.speaker and not self.state.missing_was_said:

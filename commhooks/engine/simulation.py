@@ -11,6 +11,7 @@ import torch
 from commhooks.comm.collective import Send
 from commhooks.compressors.base import Compressor, Exchange, StepInfo, Verdict
 from commhooks.compressors.plan import ParameterInfo, UnitPlan
+from commhooks.engine.kernel_choice import use_own_kernel
 from commhooks.engine.state import LearnedState
 from commhooks.errors import HookRunError
 from commhooks.gradients import precision
@@ -18,7 +19,8 @@ from commhooks.gradients.layout import BucketLayout, read_layout
 
 
 class SimulatedRanks:
-    """`world_size` ranks that reduce one bucket, each with its own learned state.
+    """`world_size` ranks that reduce one bucket, each with its own learned state. They compute with the kernel that
+    this machine prefers.
 
     Args:
         new_compressor: makes a compressor; called once per rank, and must use equal options.
@@ -35,6 +37,8 @@ class SimulatedRanks:
     ) -> None:
         self._compressors = [new_compressor() for _ in range(world_size)]
         first = next(iter(parameters.values()))
+        for each in self._compressors:
+            use_own_kernel(each, first.device, {p.dtype for p in parameters.values()})
         numel = sum(p.numel() for p in parameters.values())
         empty = torch.empty(numel, dtype=first.dtype, device=first.device)
         self.layout: BucketLayout = read_layout(empty, list(parameters.values()), list(parameters))

@@ -124,21 +124,18 @@ def attach_request(
     else:
         _warn_if_never_reached(compressor, total_steps, group)
         runner, state = _runner_of_compressor(ddp_model, request, compressor, binding, group), None
-    try:
-        runner.check_here(names.known())
-        cannot = None
-    except HookConfigError as error:  # other ranks may support it: `check_requests` compares the results
-        cannot = error
     # All parameters may have been frozen after wrapping; `check_requests` finds out whether on all ranks.
     device = next(iter([*names.known().values(), *ddp_model.module.parameters()])).device
     described = describe_request(request, runner.options, loss_scale is not None)
     plan = [repr(row) for row in runner.plan().parameters]
-    check_requests(Asked(described, describe_model(ddp_model), plan), cannot, group, device)
+    asked = Asked(described, describe_model(ddp_model), plan)
+    choice = check_requests(asked, runner.offer(names.known()), group, device)
     if not names.known():
         raise AttachError(
             "no parameter of this model is reduced by DDP (all are frozen, ignored or delayed), so a communication "
             "hook would have nothing to do: leave out the hook, or unfreeze parameters before DDP wraps the model"
         )
+    runner.compute_with(choice)
     attached = CommHook(request, runner, ddp_model, names, group)
     try:
         ddp_model.register_comm_hook(state, attached._run)

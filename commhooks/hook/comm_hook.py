@@ -72,7 +72,7 @@ class CommHook:
         return f"<CommHook({self.name!r}{options}{wrapper}), {model}, {place}>"
 
     def quiet(self) -> None:
-        """Do not log the line at the first backward pass, for callers such as the doctor."""
+        """Do not log the lines at the first backward pass, for callers such as the doctor."""
         self._announced = True
 
     # ---- what DDP calls ----------------------------------------------------------------------------------------------
@@ -113,6 +113,8 @@ class CommHook:
             self._announced = True
             if self._rank == 0:
                 announce(self._request, self._runner.announcement(self.plan()))
+                for remark in self._runner.remarks(checked=self._replicas is not None):
+                    logger.warning("%s", remark)
 
     # ---- what users call ---------------------------------------------------------------------------------------------
 
@@ -129,8 +131,10 @@ class CommHook:
     def stats(self) -> dict[str, Any]:
         """Counters of this rank since the hook was attached. Bytes are those of the tensors passed to collectives.
 
-        Synchronises with the accelerator if the outcome of recent steps is unread. For a user's hook bytes and seconds
-        are None, because they are unknown.
+        Synchronises with the accelerator if the outcome of recent steps is unread. For a user's hook bytes, seconds and
+        the kernel are None, because they are unknown.
+
+        `kernel`: what the hook computes with: "native" for PowerSGD's native kernel, "torch" otherwise.
 
         `codec_s`: seconds inside the hook without waiting. `waiting_s`: seconds of waiting for collectives, including
         the delay of other ranks. Both are measured on the host, on CUDA by events on the device, and are None on other
@@ -146,6 +150,7 @@ class CommHook:
         sample = self._cosine.latest if self._cosine is not None else None
         return {
             "hook": self.name,
+            "kernel": runner.choice.kernel.name if known else None,
             "step": runner.saved_state.step,
             "backward_passes": s.backward_passes,
             "compressed_steps": s.compressed_steps if outcomes else None,

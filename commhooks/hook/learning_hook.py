@@ -9,8 +9,11 @@ import torch
 import torch.distributed as dist
 
 from commhooks.checkpoint.learned_state import SavedLearnedState
+from commhooks.compressors.kernel import TORCH
 from commhooks.compressors.plan import UnitPlan
+from commhooks.engine.kernel_choice import Choice, Offer
 from commhooks.engine.session import Session
+from commhooks.errors import HookConfigError
 from commhooks.gradients import precision
 from commhooks.gradients.bucket import Bucket
 from commhooks.hook.plan import LATEST_PASS, ModelPlan
@@ -65,7 +68,8 @@ class LearningHook(Runner):
         )
 
     def announcement(self, plan: ModelPlan) -> str:
-        return f" ({self._session.compressor.words}): {plan.summary()}"
+        kernel = "" if self.choice.kernel == TORCH else f"; {self.choice.kernel.name} kernel"
+        return f" ({self._session.compressor.words}{kernel}): {plan.summary()}"
 
     @contextlib.contextmanager
     def residuals(self) -> Iterator[tuple[Mapping[str, torch.Tensor], float]]:
@@ -80,11 +84,21 @@ class LearningHook(Runner):
             return {name for key in state.local for name in state[key]} or names
         return {plan.name for plan in self._own_plans() if plan.compressed}
 
-    def check_here(self, parameters: Mapping[str, torch.Tensor]) -> None:
+    def offer(self, parameters: Mapping[str, torch.Tensor]) -> Offer:
         compressor = self._session.compressor
-        precision.check_one_device((p.device for p in parameters.values()), compressor.called)
-        for device, dtype in {(p.device, p.dtype) for p in parameters.values()}:
-            compressor.check_here(device, dtype)
+        devices, dtypes = {p.device for p in parameters.values()}, {p.dtype for p in parameters.values()}
+        try:
+            precision.check_one_device(devices, compressor.called)
+        except HookConfigError as error:  # other ranks may support it
+            return Offer(cannot=str(error))
+        return Offer.of(compressor, devices.pop(), dtypes) if devices else Offer()
+
+    def compute_with(self, choice: Choice) -> None:
+        super().compute_with(choice)
+        self._session.compute_with(choice)
+
+    def remarks(self, *, checked: bool) -> list[str]:
+        return self.choice.remarks(self._session.compressor.called, checked=checked)
 
     def problems(self) -> list[str]:
         compressor = self._session.compressor

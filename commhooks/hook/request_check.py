@@ -12,8 +12,9 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from commhooks.comm.collective import agreement_key, gather_rows
-from commhooks.errors import AttachError, HookConfigError
+from commhooks.comm.collective import agreement_key, gather_rows, gather_texts
+from commhooks.engine.kernel_choice import Choice, Offer, agreed_choice
+from commhooks.errors import AttachError
 from commhooks.hook.request import HookRequest
 
 _WHAT = "what each rank attaches (attach the hook on every rank, or on none)"
@@ -58,46 +59,38 @@ class Asked:
     plan: list[str]
 
 
-def check_requests(
-    asked: Asked, cannot: HookConfigError | None, group: dist.ProcessGroup, device: torch.device
-) -> None:
-    """Compare requests, models and plans over the ranks of `group`. All of its ranks must call this.
-
-    `cannot`: the reason why this rank's machine cannot run the hook; None if it can.
+def check_requests(asked: Asked, offer: Offer, group: dist.ProcessGroup, device: torch.device) -> Choice:
+    """Compare requests, models and plans over the ranks of `group`, and choose the kernel with which all of them
+    compute. All of its ranks must call this.
 
     Raises:
-        AttachError: on all ranks, if the requests or the models differ, or if some ranks cannot run the hook; the
-            message names the ranks and the differences or reasons.
-        HookConfigError: `cannot`, if no rank can run the hook.
+        AttachError: on all ranks, if the requests or the models differ, if some ranks cannot run the hook, or if they
+            have no kernel in common; the message names the ranks and the differences or reasons.
+        HookConfigError: no rank can run the hook.
         HookRunError: another rank has failed, or did not take part within the process group's timeout.
     """
     request, model = asked.request, asked.model
-    row = [agreement_key(request), agreement_key(*model), agreement_key(*asked.plan), int(cannot is not None)]
+    row = [agreement_key(request), agreement_key(*model), agreement_key(*asked.plan), offer.key]
     own = torch.tensor(row, dtype=torch.int64, device=device)
     table = gather_rows(own, group, None, _WHAT) if group.size() > 1 else own[None]
-    requests, models, plans, unable = table.t().tolist()
+    requests, models, plans, offers = table.t().tolist()
     if len(set(requests)) > 1:
-        texts = _gather_texts(request, group, device)
+        texts = gather_texts(request, group, device, _WHAT)
         raise AttachError(
             "the ranks attach different hooks: "
             + "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(texts))
             + ". Give every rank the same hook, options and wrapper"
         )
     if len(set(models)) > 1:
-        lines = [text.split("\n") for text in _gather_texts("\n".join(model), group, device)]
+        lines = [text.split("\n") for text in gather_texts("\n".join(model), group, device, _WHAT)]
         raise AttachError(f"the ranks have different models: {_first_difference(lines)}")
     if len(set(plans)) > 1:
-        lines = [text.split("\n") for text in _gather_texts("\n".join(asked.plan), group, device)]
+        lines = [text.split("\n") for text in gather_texts("\n".join(asked.plan), group, device, _WHAT)]
         raise AttachError(
             f"the ranks compress different things: {_first_difference(lines)}. A compressor must decide from names, "
             "shapes and options alone"
         )
-    if cannot is not None and all(unable):
-        raise cannot
-    if any(unable):
-        text = _gather_texts(str(cannot or ""), group, device)[unable.index(1)]
-        ranks = [rank for rank, is_unable in enumerate(unable) if is_unable]
-        raise AttachError(f"of {group.size()} ranks these cannot do what all of them ask for: {ranks}. Why: {text}")
+    return agreed_choice(offer, offers, group, device, AttachError)
 
 
 def _first_difference(lines: list[list[str]]) -> str:
@@ -107,12 +100,3 @@ def _first_difference(lines: list[list[str]]) -> str:
         if len(set(found)) > 1:
             return f"parameter {place} is " + ", ".join(f"{x} on rank {r}" for r, x in enumerate(found))
     raise AssertionError("no difference")
-
-
-def _gather_texts(text: str, group: dist.ProcessGroup, device: torch.device) -> list[str]:
-    encoded = text.encode()
-    lengths = gather_rows(torch.tensor([len(encoded)], device=device), group, None, _WHAT).flatten().tolist()
-    own = torch.zeros(max(lengths), dtype=torch.uint8, device=device)
-    own[: len(encoded)] = torch.tensor(list(encoded), dtype=torch.uint8)
-    rows = gather_rows(own, group, None, _WHAT).tolist()
-    return [bytes(row[:length]).decode() for row, length in zip(rows, lengths, strict=True)]

@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from commhooks.checkpoint.learned_state import SaveRequest
 from commhooks.comm.counters import Counters
+from commhooks.engine.kernel_choice import Choice, Offer
 from commhooks.gradients.bucket import Bucket
 from commhooks.hook.plan import ModelPlan
 
@@ -35,11 +36,13 @@ class Runner(ABC):
         counters: the counters of this rank.
         saved_state: saves and loads the state of the hook.
         counts_bytes: whether the sent bytes are known.
+        choice: the kernel that all ranks use.
         counts_outcomes: whether it is known which steps were committed and which were compressed.
     """
 
     counters: Counters
     saved_state: SavedState
+    choice = Choice()
     counts_bytes = True
     counts_outcomes = False
 
@@ -79,9 +82,18 @@ class Runner(ABC):
         """The subset of `names` that `CommHook.norms` covers."""
         return names
 
-    def check_here(self, parameters: Mapping[str, torch.Tensor]) -> None:
-        """Raise HookConfigError if this machine cannot run the hook. The result may differ between ranks."""
-        return None
+    def offer(self, parameters: Mapping[str, torch.Tensor]) -> Offer:
+        """What this machine can compute with. It may differ between ranks."""
+        return Offer()
+
+    def compute_with(self, choice: Choice) -> None:
+        """Use the kernel on which all ranks have agreed."""
+        self.choice = choice
+
+    def remarks(self, *, checked: bool) -> list[str]:
+        """Warnings about the ranks' machines that rank 0 logs at the end of the first backward pass. `checked`: the
+        replicas are compared now and then."""
+        return []
 
     def problems(self) -> list[str]:
         """Warnings that rank 0 logs when the hook is attached."""

@@ -29,6 +29,10 @@ class CodecTime:
     """Number of CPU threads."""
     share: float
     """Share of the elements that was measured, 0 to 1."""
+    kernel: str = ""
+    """Name of the kernel that computed; "" if nothing was measured."""
+    missing: str = ""
+    """Why this machine lacks a faster kernel; "" if it does not."""
 
 
 def measure_codec(compressor: Compressor[Any], plans: Sequence[UnitPlan], device: torch.device) -> CodecTime:
@@ -76,7 +80,14 @@ def measure_codec(compressor: Compressor[Any], plans: Sequence[UnitPlan], device
 
     once()
     seconds = min(once() for _ in range(ROUNDS))  # the minimum is disturbed least by other load
-    return CodecTime(seconds * total / sampled, device.type, torch.get_num_threads(), min(1.0, sampled / total))
+    return CodecTime(
+        seconds * total / sampled,
+        device.type,
+        torch.get_num_threads(),
+        min(1.0, sampled / total),
+        loopback.choice.kernel.name,
+        loopback.choice.slower,
+    )
 
 
 def _shortened(shape: tuple[int, ...], numel: int) -> tuple[int, ...]:

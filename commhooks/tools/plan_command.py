@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from commhooks.compressors.dotted_path import current_folder_first
+from commhooks.compressors.kernel import TORCH
 from commhooks.errors import HookConfigError
 from commhooks.gradients.exclude import unmatched_sentence
 from commhooks.hook.plan import ModelPlan, ring_factor
@@ -97,7 +98,9 @@ def make_plan(arguments: argparse.Namespace) -> tuple[ModelPlan, str, CodecTime]
     device = torch.device(arguments.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     if device.type == "cuda" and not torch.cuda.is_available():
         raise HookConfigError("--device cuda: this machine has none that torch can use")
-    return plan, note, measure_codec(compressor, plan.parameters, device)
+    codec = measure_codec(compressor, plan.parameters, device)
+    missing = f"Computed with {codec.kernel}: {codec.missing}." if codec.missing else ""
+    return plan, " ".join(part for part in (note, missing) if part), codec
 
 
 def parse_options(texts: list[str]) -> dict[str, Any]:
@@ -126,6 +129,7 @@ def estimated(plan: ModelPlan, codec: CodecTime, world_size: int) -> dict[str, A
         "codec_s": codec.seconds,
         "codec_measured_on": codec.device or None,
         "codec_threads": codec.threads or None,
+        "codec_kernel": codec.kernel or None,
         "codec_sample_share": codec.share,
         "break_even_gbit_s": plan.break_even_gbit_s(codec.seconds, world_size),
         "at_gbit_s": {
@@ -152,7 +156,8 @@ def network_text(plan: ModelPlan, estimate: dict[str, Any]) -> str:
         where = estimate["codec_measured_on"]
         where = f"{where} with {estimate['codec_threads']} threads" if where == "cpu" else where
         part = "" if estimate["codec_sample_share"] > 0.999 else ", on a sample of the matrices"
-        codec = f"about {codec} (measured here on {where}{part})"
+        kernel = "" if estimate["codec_kernel"] in (None, TORCH.name) else f", {estimate['codec_kernel']} kernel"
+        codec = f"about {codec} (measured here on {where}{kernel}{part})"
     limit = estimate["break_even_gbit_s"]
     if estimate["wire_bytes_after"] >= estimate["wire_bytes_before"]:
         lines.append("The hook saves no bytes: it is faster at no bandwidth.")

@@ -114,6 +114,7 @@ likely = {
     "random_seed": st.integers(),
     "compression_stats_logging_frequency": st.integers(1, 10**6),
     "batch_tensors_with_same_shape": st.booleans(),
+    "fused": st.one_of(st.none(), st.booleans()),
     "exclude": st.lists(st.sampled_from(["*embed*", "head.?", "[ab]*", "0.weight"]), max_size=2),
 }
 
@@ -149,7 +150,7 @@ TEXTS = ["4", "0.5", " 8 ", "1e-8", "1_000", "yes", "Off", "true", "nan", "-1", 
 
 
 @pytest.mark.parametrize(
-    "name", ["matrix_approximation_rank", "start_powerSGD_iter", "warm_start", "min_compression_rate"]
+    "name", ["matrix_approximation_rank", "start_powerSGD_iter", "warm_start", "fused", "min_compression_rate"]
 )
 def test_text_is_converted_as_yaml_does(name: str) -> None:
     """`${oc.env:NAME}` and flags give text, so that text stands for a number there; a config object takes none."""
@@ -165,6 +166,7 @@ def test_text_is_converted_as_yaml_does(name: str) -> None:
             "matrix_approximation_rank": ["4", " 8 ", "1_000"],
             "start_powerSGD_iter": ["4", "0.5", " 8 ", "1e-8", "1_000"],
             "warm_start": ["yes", "Off", "true"],
+            "fused": ["yes", "Off", "true"],
             "min_compression_rate": ["4", "0.5", " 8 ", "1e-8", "1_000"],
         }[name]
     )
@@ -208,6 +210,10 @@ CLI_CASES: list[Options] = [
     {"use_error_feedback": 4},
     {"random_seed": "x"},
     {"orthogonalization_epsilon": None},
+    {"fused": None},
+    {"fused": True},
+    {"fused": False},
+    {"fused": 4},
     {"exclude": ["*embed*", "head.?.weight"]},
     {"exclude": "*embed*"},
 ]

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from compilers import needs_compiler
 from ddp_steps import log_lines, process_group_of_one
 from inside import learns, session_of
 from models import same_bits
@@ -55,13 +56,18 @@ KINDS = {
     "powerSGD, bf16 wrapper": Kind("powerSGD", POWERSGD, "bf16"),
     "powerSGD, fp16 wrapper": Kind("powerSGD", POWERSGD, "fp16"),
     "alternate": Kind("powerSGD", POWERSGD | {"alternate": True}),
-    "fused": Kind("powerSGD", POWERSGD | {"fused": True}),
+    "powerSGD, native": Kind("powerSGD", POWERSGD | {"fused": True}),
+    "powerSGD, torch": Kind("powerSGD", POWERSGD | {"fused": False}),
     "batched": Kind("batched_powerSGD", POWERSGD, layouts_matter=True),
+    "batched, torch": Kind("batched_powerSGD", POWERSGD | {"fused": False}, layouts_matter=True),
     "random_k": Kind(RANDOM_K, {"share": 0.2, "start_iter": START}),
     "random_k, bf16 wrapper": Kind(RANDOM_K, {"share": 0.2, "start_iter": START}, "bf16"),
 }
-LEARNING = [name for name, kind in KINDS.items() if kind.learns]
-ALL = list(KINDS)
+ALL = [
+    pytest.param(name, marks=[needs_compiler] if kind.options.get("fused") else [], id=name)
+    for name, kind in KINDS.items()
+]
+LEARNING = [each for each in ALL if KINDS[each.id].learns]
 
 
 def test_every_built_in_compressor_is_here() -> None:
@@ -117,7 +123,7 @@ def test_replicas_are_equal_and_send_what_is_planned_in_one_order(run_ranks: Any
         assert firsts == sorted(firsts) and len(firsts) > 2, "the first message of each bucket goes in order"
 
 
-@pytest.mark.parametrize("name", [name for name in ALL if name != "batched"])
+@pytest.mark.parametrize("name", [each for each in ALL if not KINDS[each.id].layouts_matter])
 def test_the_plan_of_a_model_is_that_of_the_hook(name: str) -> None:
     kind = KINDS[name]
     request = HookRequest.parse(kind.hook, hook_options=kind.options or None, wrapper=kind.wrapper)

@@ -95,12 +95,12 @@ def test_a_model_in_which_nothing_is_compressed_is_a_warning(run_ranks):
 
 def announced(hook: str, wrapper: str | None, with_logging: bool) -> tuple[list[str], str]:
     """What is logged and what is printed in three backward passes."""
-    options = {"matrix_approximation_rank": 2, "start_powerSGD_iter": 2} if "powerSGD" in hook else None
+    options = {"matrix_approximation_rank": 2, "start_powerSGD_iter": 2, "fused": False}
     printed = io.StringIO()
     with contextlib.redirect_stderr(printed), contextlib.ExitStack() as stack:
         lines = stack.enter_context(log_lines("commhooks.hook.announce")) if with_logging else []
         ddp = wrap(mlp())
-        commhooks.attach(ddp, hook, hook_options=options, wrapper=wrapper)
+        commhooks.attach(ddp, hook, hook_options=options if "powerSGD" in hook else None, wrapper=wrapper)
         assert not lines and not printed.getvalue()
         train(ddp, 3)
     return [line for line in lines if line.startswith("commhooks: ")], printed.getvalue()
@@ -135,7 +135,7 @@ def test_one_line_at_the_first_backward_on_rank_0(run_ranks, hook, wrapper):
 def test_batched_is_announced_with_its_buckets():
     with process_group_of_one(), log_lines("commhooks.hook.announce") as lines:
         ddp = wrap(mlp(), bucket_cap_mb=25)
-        commhooks.attach(ddp, "batched_powerSGD", hook_options={"start_powerSGD_iter": 0})
+        commhooks.attach(ddp, "batched_powerSGD", hook_options={"start_powerSGD_iter": 0, "fused": False})
         backward(ddp, 0)
     (line,) = [line for line in lines if line.startswith("commhooks: ")]
     assert line == (

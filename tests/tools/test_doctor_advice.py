@@ -75,10 +75,9 @@ def test_advice_says_why_not_and_what_is_uncertain() -> None:
     assert not any("vary a lot" in note or "fewer than 5" in note for note in steady.notes)
     busy = figures(noop=24, allreduce=156, r1=45)
     busy["powerSGD rank 1"].codec_ms = [15.0] * 5
-    assert any("the option fused=True is faster" in note for note in advice(busy).notes)
-    (fused,) = [each for each in _candidates((1,), {"fused": True}) if each.hook == "powerSGD"]
-    busy["powerSGD rank 1"].candidate = fused
-    assert not any("fused" in note for note in advice(busy).notes + steady.notes)
+    assert any("it is faster with the native kernel" in note for note in advice(busy).notes)
+    busy["powerSGD rank 1"].kernel = "native"
+    assert not any("kernel" in note for note in advice(busy).notes + steady.notes)
     shaky = advice(figures(noop=(20, 50, 90), allreduce=(100, 100, 100)))
     assert [note[:25] for note in shaky.notes] == ["The steps of noop vary a ", "Some figures come from fe"]
 

@@ -10,8 +10,9 @@ import torch
 
 from commhooks.compressors.base import RESIDUAL, Compressor, Exchange, State, StateField, StepInfo, Trial
 from commhooks.compressors.config import from_options
+from commhooks.compressors.kernel import TORCH, KernelsHere
 from commhooks.compressors.plan import MemoryPlan, ParameterInfo, UnitPlan
-from commhooks.compressors.powersgd import codec, fields, fused_codec
+from commhooks.compressors.powersgd import codec, fields, fused_codec, native_kernel
 from commhooks.compressors.powersgd.alternating_exchange import AlternatingExchange
 from commhooks.compressors.powersgd.config import BatchedPowerSGD, PowerSGD
 from commhooks.compressors.powersgd.device_exchange import DeviceExchange
@@ -20,6 +21,7 @@ from commhooks.compressors.powersgd.host_exchange import HostExchange
 from commhooks.compressors.powersgd.matrix import Matrix
 from commhooks.compressors.powersgd.plan import MatrixPlan, memory_plan, plan_bucket, plan_parameter
 from commhooks.compressors.powersgd.workspace import Draws, Workspace, WorkspaceSetup
+from commhooks.errors import HookConfigError
 from commhooks.gradients import precision
 from commhooks.gradients.layout import BucketLayout
 
@@ -62,7 +64,17 @@ class _LowRank(Compressor[AnyPowerSGD]):
     def check_here(self, device: torch.device, dtype: torch.dtype) -> None:
         if self.config.fused:
             fused_codec.check_supported(device, precision.compute_dtype(dtype))
-            fused_codec.load()
+            try:
+                fused_codec.load()
+            except HookConfigError as error:
+                raise HookConfigError(
+                    f"fused=True: {error}. Without fused=True, torch would compute instead"
+                ) from error
+
+    def kernels_here(self, device: torch.device, dtype: torch.dtype) -> KernelsHere:
+        if self.config.fused is False:
+            return KernelsHere()
+        return native_kernel.kernels_here(device, precision.compute_dtype(dtype), only=self.config.fused is True)
 
     def memory_plan(self, plans: Sequence[UnitPlan], buckets: Sequence[Sequence[UnitPlan]]) -> MemoryPlan:
         return memory_plan(
@@ -83,12 +95,17 @@ class _LowRank(Compressor[AnyPowerSGD]):
         setup = WorkspaceSetup(
             self.wire_dtype_for(layout.dtype),
             Draws(self.config.random_seed, self.config.warm_start),
-            fused=self.config.fused,
+            fused=self._computes_natively(layout),
             stack_deltas=self.config.batch_tensors_with_same_shape,
         )
         if self.config.alternate or precision.is_host_readable(layout.device):
             return Workspace(layout, matrices, setup)
         return DeviceWorkspace(layout, matrices, setup)
+
+    def _computes_natively(self, layout: BucketLayout) -> bool:
+        if self.config.fused:
+            return True
+        return self.kernel != TORCH and fused_codec.supports(layout.device, precision.compute_dtype(layout.dtype))
 
 
 class PowerSGDCompressor(_LowRank[PowerSGD]):
@@ -129,9 +146,8 @@ class PowerSGDCompressor(_LowRank[PowerSGD]):
                     changes=2 + 1 / rank,  # the higher ranks first
                     note="PowerSGD changes the gradients: compare the accuracy that you reach. Its first "
                     "start_powerSGD_iter steps (by default 10 % of the run, 1000 at most) are plain all-reduce.",
-                    slow_note=""
-                    if options.get("fused")
-                    else f"{label} computes longer than it waits: on a CPU the option fused=True is faster.",
+                    slow_note=f"{label} computes longer than it waits: on a CPU it is faster with the native kernel, "
+                    "which needs a C compiler such as gcc on every machine, and fused not set to False.",
                 )
             )
         return made

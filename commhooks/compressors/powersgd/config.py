@@ -28,7 +28,8 @@ class PowerSGD(HookConfig):
         alternate: one product and one all-reduce per step, P and Q in turn: half the bytes and less computation, and a
             subspace that follows the gradient half as fast. Not for batched PowerSGD.
         fused: compute on the CPU with a native kernel, compiled by the machine's C compiler when first used: several
-            times faster, the same results to rounding. All ranks must have it on.
+            times faster, the same results to rounding. None: if the machines of all ranks can, and compile it alike;
+            otherwise with torch. True: an error if they cannot. False: never.
         exclude: globs on parameter names ("*embed*", "head.?.weight"; case matters) that are never compressed. Not for
             batched PowerSGD.
     """
@@ -48,7 +49,7 @@ class PowerSGD(HookConfig):
     compression_stats_logging_frequency: int = 10_000
     batch_tensors_with_same_shape: bool = False
     alternate: bool = False
-    fused: bool = False
+    fused: bool | None = None
     exclude: list[str] = field(default_factory=list, hash=False)
 
     def __post_init__(self) -> None:

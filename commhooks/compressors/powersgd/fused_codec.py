@@ -1,8 +1,8 @@
 """The codec's passes over a matrix as a small native kernel (`fused_codec.c`), for float32 on the CPU.
 
-Optional (`PowerSGD(fused=True)`). `codec` is the reference; the results are equal up to rounding. Each pass reads the
-matrix once, where `codec` reads it several times. The machine's C compiler compiles the kernel at its first use, which
-takes about a second; the library is kept in the user's cache folder.
+Used where all ranks have it (see `native_kernel`). `codec` is the reference; the results are equal up to rounding.
+Each pass reads the matrix once, where `codec` reads it several times. The machine's C compiler compiles the kernel at
+its first use, which takes about a second; the library is kept in the user's cache folder.
 """
 
 import contextlib
@@ -23,6 +23,8 @@ from commhooks.errors import HookConfigError
 
 SOURCE = Path(__file__).with_name("fused_codec.c")
 FLAGS = ("-O3", "-march=native", "-ffp-contract=fast", "-fno-math-errno", "-std=gnu11", "-shared", "-fPIC")
+COMPILE_LIMIT_S = 60.0
+"""It takes about a second; other ranks wait for this one."""
 
 
 class FusedCodec:
@@ -105,19 +107,24 @@ def load() -> FusedCodec:
     compiler = os.environ.get("CC") or next(filter(shutil.which, ("cc", "gcc", "clang")), None)
     if compiler is None:
         raise HookConfigError(
-            "fused=True compiles a small kernel, and no C compiler was found: install one (gcc or clang), name one in "
-            "the environment variable CC, or leave fused=False"
+            "the native kernel is compiled on the machine, and no C compiler was found: install one (gcc or clang), "
+            "or name one in the environment variable CC"
         )
     try:
         text = SOURCE.read_bytes()
         # The key includes the processor: machines with different processors may share a home folder.
         key = hashlib.sha256(text + repr((compiler, FLAGS, platform.machine(), _processor())).encode()).hexdigest()[:16]
-        return _load_or_compile(compiler, _cache_folder() / f"fused_codec_{key}.so")
+        with contextlib.ExitStack() as stack:
+            folder = _cache_folder()
+            if folder is None:  # a loaded library does not need its file
+                made = tempfile.TemporaryDirectory(prefix="commhooks-", ignore_cleanup_errors=True)
+                folder = Path(stack.enter_context(made))
+            return _load_or_compile(compiler, folder / f"fused_codec_{key}.so")
     except OSError as error:  # the disk is full, or libraries cannot be loaded from the temporary folder either
         raise HookConfigError(
-            "fused=True: the compiled kernel cannot be kept or loaded; name a folder in the environment variable "
-            "XDG_CACHE_HOME that takes files and from which programs may run, another compiler in CC, or leave "
-            f"fused=False. The system says: {error}"
+            "the compiled native kernel cannot be kept or loaded; name a folder in the environment variable "
+            "XDG_CACHE_HOME that takes files and from which programs may run, or another compiler in CC. The system "
+            f"says: {error}"
         ) from error
 
 
@@ -139,24 +146,29 @@ def _compile(compiler: str, library: Path) -> None:
         command = [*compiler.split(), *FLAGS, "-o", str(made), str(SOURCE)]
         said = ""
         try:
-            done = subprocess.run(command, capture_output=True, text=True, errors="replace")
+            done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=COMPILE_LIMIT_S)
             failed, said = done.returncode != 0 or not made.exists(), done.stderr
-        except OSError as error:
+        except (OSError, subprocess.TimeoutExpired) as error:
             failed, said = True, str(error)
         if failed:
             raise HookConfigError(
-                f"fused=True: {' '.join(command)} failed; repair the compiler, name another one in the environment "
-                f"variable CC, or leave fused=False. It said: {said.strip() or 'nothing'}"
+                f"the native kernel cannot be compiled: {' '.join(command)} failed; repair the compiler, or name "
+                f"another one in the environment variable CC. It said: {said.strip() or 'nothing'}"
             )
         os.replace(made, library)  # atomic: several ranks may do this at once
 
 
+def supports(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether the kernel computes in `dtype` on `device`."""
+    return device.type == "cpu" and dtype == torch.float32
+
+
 def check_supported(device: torch.device, dtype: torch.dtype) -> None:
     """Raise HookConfigError unless the kernel supports this compute dtype (float32) and this device (CPU)."""
-    if device.type != "cpu" or dtype != torch.float32:
+    if not supports(device, dtype):
         raise HookConfigError(
             f"fused=True works on the CPU with float32 arithmetic (parameters in float32, bfloat16 or float16), and "
-            f"here are gradients in {str(dtype).removeprefix('torch.')} on {device}: leave fused=False"
+            f"here are gradients in {str(dtype).removeprefix('torch.')} on {device}: leave out fused=True"
         )
 
 
@@ -173,7 +185,8 @@ def _processor() -> str:
     return "".join(sorted({line for line in lines if line.startswith(("flags", "Features", "model name"))}))
 
 
-def _cache_folder() -> Path:
+def _cache_folder() -> Path | None:
+    """The folder in which libraries are kept; None if there is none that only this user can write to."""
     folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "commhooks"
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -184,4 +197,4 @@ def _cache_folder() -> Path:
             return folder
     except (OSError, RuntimeError):  # RuntimeError: there is no home folder
         pass
-    return Path(tempfile.mkdtemp(prefix="commhooks-"))
+    return None

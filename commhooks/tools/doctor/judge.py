@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from commhooks.compressors.kernel import TORCH
 from commhooks.compressors.registry import COMPRESSORS
 from commhooks.tools.doctor.link import Link, wire_s
 from commhooks.tools.doctor.measure import NOOP, PLAIN, Candidate, Measured
@@ -76,7 +77,9 @@ def judge(measured: Mapping[str, Measured], link: Link, world_size: int) -> Advi
         )
         if chosen.candidate.note:
             notes.append(chosen.candidate.note)
-    slow_codec = [each for each in hooks if each.candidate.slow_note and _codec_rules(each, noop)]
+    slow_codec = [
+        each for each in hooks if each.candidate.slow_note and each.kernel == TORCH.name and _codec_rules(each, noop)
+    ]
     if slow_codec and headroom >= WORTH:
         notes.append(slow_codec[0].candidate.slow_note)
     for each in {id(each): each for each in (noop, plain, chosen)}.values():

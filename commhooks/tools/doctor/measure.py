@@ -12,6 +12,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from commhooks.comm.collective import gather_rows
+from commhooks.compressors.kernel import TORCH
 from commhooks.errors import AttachError, HookConfigError
 from commhooks.hook.attach import attach
 from commhooks.hook.comm_hook import CommHook
@@ -53,6 +54,7 @@ class Measured:
         bytes_uncompressed: bytes per step that DDP without a hook passes to all-reduce.
         collectives: number of collectives per step.
         compressed_steps: number of measured steps in which the hook compressed.
+        kernel: name of the kernel with which the hook computed.
     """
 
     candidate: Candidate
@@ -63,6 +65,7 @@ class Measured:
     bytes_uncompressed: int = 0
     collectives: int = 0
     compressed_steps: int = 0
+    kernel: str = TORCH.name
     useless: bool = False
     """The hook compresses no parameter of this model and was not measured."""
     spent_s: float = 0.0
@@ -160,6 +163,7 @@ class Rounds:
             if measured.spent_s >= self._seconds:
                 break
         stats = hook.stats()
+        measured.kernel = stats["kernel"] or TORCH.name
         measured.compressed_steps += (stats["compressed_steps"] or 0) - before
         # The mean over all passes: with `alternate` consecutive passes differ.
         measured.bytes_sent = stats["bytes_sent"] // stats["backward_passes"]

@@ -62,6 +62,7 @@ class DoctorReport:
                 "bytes_sent": each.bytes_sent,
                 "collectives": each.collectives,
                 "compressed_steps": each.compressed_steps,
+                "kernel": each.kernel,
             }
         return {
             "world_size": self.world_size,

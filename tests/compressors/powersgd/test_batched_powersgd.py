@@ -75,10 +75,10 @@ class Oracle:
         return parts
 
 
-def against_the_oracle(rank: int) -> None:
+def against_the_oracle(rank: int, fused: bool | None) -> None:
     order = order_in_the_bucket()
     ddp = wrap(mlp(dtype=torch.float64), bucket_cap_mb=25)
-    config = commhooks.BatchedPowerSGD(matrix_approximation_rank=rank, start_powerSGD_iter=1)
+    config = commhooks.BatchedPowerSGD(matrix_approximation_rank=rank, start_powerSGD_iter=1, fused=fused)
     hook = commhooks.attach(ddp, config)
     for step in range(3):  # one plain step with the first layout, then two steps from which the oracle goes on
         backward(ddp, step)
@@ -98,9 +98,10 @@ def against_the_oracle(rank: int) -> None:
     assert hook.stats()["compressed_steps"] == 8
 
 
+@pytest.mark.parametrize("fused", [None, False])
 @pytest.mark.parametrize("rank", [1, 3])
-def test_against_the_oracle(run_ranks, rank):
-    run_ranks(against_the_oracle, rank)
+def test_against_the_oracle(run_ranks, rank, fused):
+    run_ranks(against_the_oracle, rank, fused)
 
 
 def rebuilt_buckets(attached: bool) -> None:

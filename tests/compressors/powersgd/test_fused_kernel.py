@@ -1,7 +1,6 @@
 """`fused=True` and the machine: the kernel is compiled once and kept, and a rank that cannot have it says so to all."""
 
 import os
-import shutil
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -9,14 +8,13 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from compilers import needs_compiler
 from torch.nn.parallel import DistributedDataParallel
 from training import SEVERAL_BUCKETS_MB, make_model
 
 import commhooks
 from commhooks.compressors.powersgd import fused_codec
 from commhooks.ddp_comm_hooks import powerSGD_hook
-
-needs_compiler = pytest.mark.skipif(not shutil.which(os.environ.get("CC", "cc")), reason="needs a C compiler")
 
 
 def _fresh_load(monkeypatch: pytest.MonkeyPatch, **environment: str) -> Any:
@@ -38,7 +36,9 @@ def test_the_kernel_is_compiled_once_and_kept(monkeypatch: pytest.MonkeyPatch, t
 
 
 def test_without_a_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    with pytest.raises(commhooks.HookConfigError, match="/bin/false .* failed; repair the compiler, name another one"):
+    with pytest.raises(
+        commhooks.HookConfigError, match="/bin/false .* failed; repair the compiler, or name another one"
+    ):
         _fresh_load(monkeypatch, XDG_CACHE_HOME=str(tmp_path), CC="/bin/false")
     with pytest.raises(commhooks.HookConfigError, match="/bin/true .* failed; .* It said: nothing"):
         _fresh_load(monkeypatch, CC="/bin/true")
@@ -92,6 +92,25 @@ def test_where_there_are_no_user_ids(monkeypatch: pytest.MonkeyPatch, tmp_path: 
     assert fused_codec._cache_folder() == tmp_path / "commhooks"
 
 
+@needs_compiler
+def test_nothing_is_left_where_there_is_no_cache_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    blocked = tmp_path / "a file"
+    blocked.write_text("")
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    kernel = _fresh_load(monkeypatch, XDG_CACHE_HOME=str(blocked))
+    assert list(tmp_path.iterdir()) == [blocked]
+    assert kernel.unit_rows(torch.tensor([[3.0, 4.0]]))[0].tolist() == [pytest.approx([0.6, 0.8])]
+
+
+def test_a_compiler_that_hangs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    compiler = tmp_path / "slow-cc"
+    compiler.write_text("#!/bin/sh\nexec sleep 100\n")
+    compiler.chmod(0o700)
+    monkeypatch.setattr(fused_codec, "COMPILE_LIMIT_S", 0.2)
+    with pytest.raises(commhooks.HookConfigError, match="timed out after 0.2 seconds"):
+        _fresh_load(monkeypatch, XDG_CACHE_HOME=str(tmp_path), CC=str(compiler))
+
+
 def _attach(cache: Path, without_compiler: list[int], ready_made_state: bool = False) -> tuple[str, str]:
     """The error's type and text where compilers are missing on some ranks."""
     rank = dist.get_rank()
@@ -128,8 +147,10 @@ def test_one_rank_without_a_compiler(run_ranks: Any, tmp_path: Path) -> None:
         for kind, text in (one, one_by_state):
             assert kind == "AttachError"
             assert text.startswith(
-                "of 2 ranks these cannot do what all of them ask for: [1]. Why: fused=True: /bin/false "
+                "of 2 ranks these cannot do what all of them ask for: [1]. Why: fused=True: the native kernel cannot be "
+                "compiled: /bin/false "
             )
-            assert "name another one in the environment variable CC, or leave fused=False" in text
-        assert both[0] == "HookConfigError" and both[1].startswith("fused=True: /bin/false ")
+            assert "or name another one in the environment variable CC" in text
+            assert text.endswith("Without fused=True, torch would compute instead")
+        assert both[0] == "HookConfigError" and both[1].startswith("fused=True: the native kernel cannot be compiled")
         assert none == ("compressed steps", "1")

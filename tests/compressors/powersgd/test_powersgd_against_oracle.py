@@ -29,6 +29,7 @@ def _run_one(approximation_rank: int, bucket_cap_mb: float, dtype: torch.dtype) 
         "start_powerSGD_iter": 0,
         "min_compression_rate": 1.0,
         "random_seed": 11,
+        "fused": False,  # the native kernel has its turn in test_variants.py
     }
     hook = commhooks.attach(ddp, "powerSGD", hook_options=options)
     gradients = [backward(ddp, random_gradients(SHAPES, dist.get_rank(), step, dtype)) for step in range(STEPS)]

@@ -109,7 +109,9 @@ def _compare(options: dict[str, Any]) -> tuple[float, list[str], int]:
 
     with mock.patch("commhooks.compressors.powersgd.codec.draw", drawn_by_torch):
         got, hook = _train(
-            lambda ddp: commhooks.attach(ddp, "powerSGD", hook_options=dict(options, start_powerSGD_iter=2))
+            lambda ddp: commhooks.attach(
+                ddp, "powerSGD", hook_options=options | {"start_powerSGD_iter": START, "fused": False}
+            )
         )
     error = max(worst_error(g, e) for g, e in zip(got, expected, strict=True))
     return error, [p.name for p in hook.plan().compressed], hook.stats()["compressed_steps"]

@@ -40,7 +40,7 @@ def _residuals(hook: commhooks.CommHook) -> Gradients:
     return {name: entry["residual"][0] for name, entry in saved.items() if entry["residual"] is not None}
 
 
-def _run(case: Case, dtype: torch.dtype, wrapper: str | None) -> dict[str, Any]:
+def _run(case: Case, dtype: torch.dtype, wrapper: str | None, fused: bool | None = None) -> dict[str, Any]:
     ddp = wrap(SHAPES, case.bucket_cap_mb, dtype)
     config = commhooks.PowerSGD(
         matrix_approximation_rank=2,
@@ -48,6 +48,7 @@ def _run(case: Case, dtype: torch.dtype, wrapper: str | None) -> dict[str, Any]:
         min_compression_rate=1,
         use_error_feedback=case.error_feedback,
         warm_start=case.warm_start,
+        fused=fused,
     )
     hook = commhooks.attach(ddp, config, wrapper=wrapper)
     got, lost = [], []
@@ -66,17 +67,18 @@ def _run(case: Case, dtype: torch.dtype, wrapper: str | None) -> dict[str, Any]:
     return {"gradients": got, "lost": lost, "stats": hook.stats(), "residuals": len(_residuals(hook))}
 
 
-def _run_all(dtype: torch.dtype, wrapper: str | None) -> list[dict[str, Any]]:
-    return [_run(case, dtype, wrapper) for case in CASES]
+def _run_all(dtype: torch.dtype, wrapper: str | None, fused: bool | None) -> list[dict[str, Any]]:
+    return [_run(case, dtype, wrapper, fused) for case in CASES]
 
 
+@pytest.mark.parametrize("fused", [None, False])
 @pytest.mark.parametrize("wrapper", [None, "fp16", "bf16"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_every_case(run_ranks, dtype, wrapper):
+def test_every_case(run_ranks, dtype, wrapper, fused):
     wire = {None: dtype, "fp16": torch.float16, "bf16": torch.bfloat16}[wrapper]
     if dtype.itemsize == wire.itemsize:
         wire = dtype  # a 16-bit bucket is not converted to the other 16-bit type
-    for case, *ranks in zip(CASES, *run_ranks(_run_all, dtype, wrapper), strict=True):
+    for case, *ranks in zip(CASES, *run_ranks(_run_all, dtype, wrapper, fused), strict=True):
         for each in ranks:
             assert all(map(bits_equal, each["gradients"], ranks[0]["gradients"])), case
             assert all_finite(g for gradients in each["gradients"] for g in gradients.values()), case

@@ -1,13 +1,12 @@
 """`alternate` (one factor per step) and `fused` (a native kernel): what holds for PowerSGD holds with them."""
 
 import itertools
-import os
-import shutil
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from compilers import needs_compiler
 from ddp_steps import process_group_of_one
 from models import (
     EVERY_PARAMETER,
@@ -30,7 +29,6 @@ STEPS = 9
 COMPRESSED = ("conv", "first", "second", "wide")
 IDLE_AT = 4  # "first" has no gradient on any rank
 TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-12}
-needs_compiler = pytest.mark.skipif(not shutil.which(os.environ.get("CC", "cc")), reason="needs a C compiler")
 FUSED = pytest.param({"fused": True}, marks=needs_compiler, id="fused")
 BOTH = pytest.param({"fused": True, "alternate": True}, marks=needs_compiler, id="both")
 ALTERNATE = pytest.param({"alternate": True}, id="alternate")

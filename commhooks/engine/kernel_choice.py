@@ -1,0 +1,165 @@
+"""Choose the kernel with which all ranks compute.
+
+Each rank makes an `Offer`. The ranks compare the keys of their offers in an exchange that they make anyway, and only if
+these differ do they exchange the offers themselves. Every rank then makes the same choice.
+"""
+
+import json
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from commhooks.comm.collective import agreement_key, gather_texts
+from commhooks.compressors.base import Compressor
+from commhooks.compressors.kernel import TORCH, Kernel
+from commhooks.errors import CommHookError, HookConfigError
+from commhooks.gradients.arithmetic import arithmetic_of
+
+
+@dataclass(frozen=True)
+class Offer:
+    """What one rank can compute with.
+
+    Attributes:
+        kernels: its kernels, the preferred one first.
+        missing: why it lacks a preferred kernel; see `KernelsHere`.
+        arithmetic: see `arithmetic_of`; "" for hooks that compute nothing from what they receive.
+        cannot: why this machine cannot run the hook at all; "" if it can.
+    """
+
+    kernels: tuple[Kernel, ...] = (TORCH,)
+    missing: str = ""
+    arithmetic: str = ""
+    cannot: str = ""
+
+    @classmethod
+    def of(cls, compressor: Compressor[Any], device: torch.device, dtypes: Collection[torch.dtype]) -> "Offer":
+        """The offer of this rank for gradients of `dtypes`, at least one, on `device`."""
+        try:
+            for dtype in dtypes:
+                compressor.check_here(device, dtype)
+        except HookConfigError as error:
+            return cls(cannot=str(error))
+        found = [compressor.kernels_here(device, dtype) for dtype in dtypes]
+        kernels = tuple(kernel for kernel in found[0].kernels if all(kernel in each.kernels for each in found))
+        return cls(kernels, next((each.missing for each in found if each.missing), ""), arithmetic_of(device))
+
+    @property
+    def key(self) -> int:
+        """Equal on two ranks if their offers are."""
+        return agreement_key(self.as_text())
+
+    def as_text(self) -> str:
+        kernels = [[kernel.name, kernel.build] for kernel in self.kernels]
+        return json.dumps([kernels, self.missing, self.arithmetic, self.cannot])
+
+    @classmethod
+    def from_text(cls, text: str) -> "Offer":
+        kernels, *others = json.loads(text)
+        return cls(tuple(Kernel(*each) for each in kernels), *others)
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The kernel of all ranks, and what rank 0 should log about it.
+
+    Attributes:
+        kernel: the first one of rank 0's offer that all ranks have.
+        slower: why not a faster one; "" if there is none.
+        drift: how the arithmetic of the ranks differs, so that replicas may drift apart; "" if it does not.
+    """
+
+    kernel: Kernel = TORCH
+    slower: str = ""
+    drift: str = ""
+
+    def remarks(self, called: str, *, checked: bool = False) -> list[str]:
+        """What rank 0 should log. `called`: the compressor's name; `checked`: the weights of the replicas are compared
+        now and then, so that drift does not go unseen."""
+        said = []
+        if self.slower:
+            said.append(f"{called} computes with the kernel {self.kernel.name!r} on all ranks. {self.slower}")
+        if self.drift and not checked:
+            said.append(
+                f"the machines of the ranks may compute the last bits of {called} differently, so that the replicas "
+                f"drift apart slowly: {self.drift}. Use machines, versions and thread counts of one kind, or have the "
+                "weights compared by commhooks.attach(..., check_every=N)"
+            )
+        return said
+
+    def as_offer(self) -> Offer:
+        """Nothing but the kernel chosen before."""
+        return Offer((self.kernel,))
+
+
+def use_own_kernel(compressor: Compressor[Any], device: torch.device, dtypes: Collection[torch.dtype]) -> Choice:
+    """Compute with the kernel that this machine prefers, where there are no other ranks.
+
+    Raises:
+        HookConfigError: this machine cannot compress gradients of `dtypes` on `device`.
+    """
+    choice = choose([Offer.of(compressor, device, dtypes)], 0, HookConfigError)
+    compressor.kernel = choice.kernel
+    return choice
+
+
+def agreed_choice(
+    own: Offer, keys: Sequence[int], group: dist.ProcessGroup, device: torch.device, error: type[CommHookError]
+) -> Choice:
+    """The choice of all ranks of `group`. All of them must call this.
+
+    Args:
+        keys: `Offer.key` of every rank.
+        error: raised on all ranks if some of them cannot run the hook, or if they have no kernel in common.
+
+    Raises:
+        HookConfigError: on all ranks, if none of them can run the hook.
+        HookRunError: another rank has failed, or did not take part within the process group's timeout.
+    """
+    offers = [own] * len(keys)
+    if len(set(keys)) > 1:
+        what = "what each rank can compute with"
+        offers = [Offer.from_text(text) for text in gather_texts(own.as_text(), group, device, what)]
+    return choose(offers, group.rank(), error)
+
+
+def _kernels(offer: Offer) -> str:
+    names = [f"{kernel.name} {kernel.build}".rstrip() for kernel in offer.kernels]
+    return f"{' and '.join(names)} ({offer.arithmetic})"
+
+
+def _by_rank(texts: Sequence[str]) -> str:
+    """The texts that are not empty, each with its ranks."""
+    ranks = {text: [rank for rank, each in enumerate(texts) if each == text] for text in dict.fromkeys(texts) if text}
+    return "; ".join(f"ranks {which}: {text}" if len(texts) > 1 else text for text, which in ranks.items())
+
+
+def choose(offers: Sequence[Offer], rank: int, error: type[CommHookError]) -> Choice:
+    """The choice for these offers, one per rank; `rank` is this one. See `agreed_choice` for the errors."""
+    unable = [each for each, offer in enumerate(offers) if offer.cannot]
+    if len(unable) == len(offers):
+        raise HookConfigError(offers[rank].cannot)
+    if unable:
+        raise error(
+            f"of {len(offers)} ranks these cannot do what all of them ask for: {unable}. "
+            f"Why: {offers[unable[0]].cannot}"
+        )
+    common = [kernel for kernel in offers[0].kernels if all(kernel in offer.kernels for offer in offers)]
+    builds = _by_rank([_kernels(offer) for offer in offers])
+    if not common:
+        raise error(
+            f"the ranks have no kernel in common: {builds}. Their replicas would drift apart: use processors and "
+            "compilers of one kind, or do not insist on a kernel in the options"
+        )
+    kernel = common[0]
+    missing = [offer.missing for offer in offers]
+    slower = ""
+    if any(missing):
+        slower = _by_rank(missing)
+    elif offers[0].kernels[0] != kernel:
+        slower = f"the ranks' faster kernels differ: {builds}"
+    arithmetic = [offer.arithmetic for offer in offers]
+    return Choice(kernel, slower, _by_rank(arithmetic) if len(set(arithmetic)) > 1 else "")

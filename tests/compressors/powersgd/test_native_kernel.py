@@ -1,0 +1,177 @@
+"""`fused` left alone: the native kernel where all ranks have the same one, otherwise torch, and a line that says why."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from compilers import needs_compiler
+from ddp_steps import log_lines, process_group_of_one
+from models import same_bits
+from training import SEVERAL_BUCKETS_MB, flat, make_model
+
+import commhooks
+from commhooks.compressors.kernel import TORCH, KernelsHere
+from commhooks.compressors.powersgd import fused_codec, native_kernel
+from commhooks.compressors.powersgd.compressor import PowerSGDCompressor
+from commhooks.ddp_comm_hooks import powerSGD_hook
+from commhooks.engine.simulation import SimulatedRanks
+
+NO_COMPILER = {"CC": "/bin/false"}
+"""Of a machine without a compiler."""
+OTHER_BUILD = ("-ffp-contract=off",)
+"""Flags with which the last bits differ, as on another processor."""
+
+
+@contextmanager
+def _machine(cache: Path, broken: bool = False, other: bool = False) -> Iterator[None]:
+    """This rank is on a machine without a compiler, or on one of another kind."""
+    environment = {"XDG_CACHE_HOME": str(cache)} | (NO_COMPILER if broken else {})
+    flags = fused_codec.FLAGS + (OTHER_BUILD if other else ())
+    fused_codec.load.cache_clear()
+    try:
+        with mock.patch.dict(os.environ, environment), mock.patch.object(fused_codec, "FLAGS", flags):
+            yield
+    finally:
+        fused_codec.load.cache_clear()
+
+
+def _trained(fused: bool | None, bare: bool) -> tuple[Any, ...]:
+    """Kernel, weights and warnings of a run; or the error and how long it took to come."""
+    began = time.monotonic()
+    ddp = torch.nn.parallel.DistributedDataParallel(make_model(), bucket_cap_mb=SEVERAL_BUCKETS_MB)
+    with log_lines() as lines:
+        try:
+            if bare:
+                state = powerSGD_hook.PowerSGDState(None, start_powerSGD_iter=1, fused=fused)
+                ddp.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+            else:
+                options = {"start_powerSGD_iter": 1, "fused": fused}
+                hook = commhooks.attach(ddp, "powerSGD", hook_options=options)
+            for _ in range(4):
+                ddp(torch.full((4, 1, 8, 8), 1.0 + dist.get_rank())).square().sum().backward()
+        except commhooks.CommHookError as error:
+            return type(error).__name__, str(error), time.monotonic() - began
+    kernel = state.session.compressor.kernel.name if bare else hook.stats()["kernel"]
+    gradients = flat(p.grad for p in ddp.parameters() if p.grad is not None)
+    return kernel, gradients, [line for line in lines if "kernel" in line]
+
+
+def _on_two_machines(cache: Path, broken: list[int], other: list[int]) -> dict[Any, tuple[Any, ...]]:
+    rank = dist.get_rank()
+    with _machine(cache / f"of rank {rank}", rank in broken, rank in other):
+        return {(fused, bare): _trained(fused, bare) for fused in (None, False, True) for bare in (False, True)}
+
+
+def _one_rank_is_told(ranks: list[dict[Any, tuple[Any, ...]]], bare: bool) -> str:
+    """What rank 0 says where `fused` is left alone; all compute with torch, as with False."""
+    for rank in ranks:
+        for fused in (None, False):
+            kernel, gradients, _ = rank[fused, bare]
+            assert kernel == "torch" and same_bits(gradients, ranks[0][False, bare][1])
+        assert not [line for line in rank[False, bare][2] if "native" in line]
+    first, *others = ([line for line in rank[None, bare][2] if "native" in line] for rank in ranks)
+    assert not any(others)
+    (line,) = first
+    return line
+
+
+@needs_compiler
+def test_on_machines_that_are_alike(run_ranks: Any, tmp_path: Path) -> None:
+    ranks = run_ranks(_on_two_machines, tmp_path, [], [])
+    for bare in (False, True):
+        for rank in ranks:
+            assert [rank[fused, bare][0] for fused in (None, True, False)] == ["native", "native", "torch"]
+            assert same_bits(rank[None, bare][1], ranks[0][True, bare][1])
+    (line,) = ranks[0][None, False][2]
+    assert line.startswith("commhooks: powerSGD (rank 1, from step 1; native kernel): ")
+    assert not ranks[1][None, False][2] and not ranks[0][None, True][2] and not ranks[0][False, False][2]
+
+
+@needs_compiler
+def test_one_machine_without_a_compiler(run_ranks: Any, tmp_path: Path) -> None:
+    ranks = run_ranks(_on_two_machines, tmp_path, [1], [])
+    for bare in (False, True):
+        line = _one_rank_is_told(ranks, bare)
+        assert "PowerSGD computes with the kernel 'torch' on all ranks. ranks [1]: the native kernel cannot be" in line
+        assert "or name another one in the environment variable CC" in line and "fused=False does without it" in line
+        for rank in ranks:
+            kind, text, seconds = rank[True, bare]
+            assert kind == ("HookRunError" if bare else "AttachError") and seconds < 20
+            assert text.startswith("of 2 ranks these cannot do what all of them ask for: [1]. Why: fused=True: the ")
+
+
+def test_no_compiler_anywhere(run_ranks: Any, tmp_path: Path) -> None:
+    ranks = run_ranks(_on_two_machines, tmp_path, [0, 1], [])
+    for bare in (False, True):
+        assert "on all ranks. ranks [0" in _one_rank_is_told(ranks, bare)
+        for rank in ranks:
+            kind, text, _ = rank[True, bare]
+            assert kind == "HookConfigError" and text.startswith("fused=True: the native kernel cannot be compiled: ")
+
+
+@needs_compiler
+def test_machines_whose_kernels_differ(run_ranks: Any, tmp_path: Path) -> None:
+    _skip_where_flags_change_nothing(tmp_path)
+    ranks = run_ranks(_on_two_machines, tmp_path, [], [1])
+    for bare in (False, True):
+        line = _one_rank_is_told(ranks, bare)
+        assert "the ranks' faster kernels differ: ranks [0]: native " in line and "; ranks [1]: native " in line
+        for rank in ranks:
+            kind, text, seconds = rank[True, bare]
+            assert kind == ("HookRunError" if bare else "AttachError") and seconds < 20
+            assert text.startswith("the ranks have no kernel in common: ranks [0]: native ")
+
+
+def _build(cache: Path, flags: tuple[str, ...]) -> str:
+    with mock.patch.dict(os.environ, {"XDG_CACHE_HOME": str(cache)}), mock.patch.object(fused_codec, "FLAGS", flags):
+        return native_kernel.build_of(fused_codec.load.__wrapped__())
+
+
+def _skip_where_flags_change_nothing(cache: Path) -> None:
+    if _build(cache / "a", fused_codec.FLAGS) == _build(cache / "b", fused_codec.FLAGS + OTHER_BUILD):
+        pytest.skip("this processor does not join multiplications and additions")
+
+
+@needs_compiler
+def test_a_build_is_known_by_its_bits(tmp_path: Path) -> None:
+    _skip_where_flags_change_nothing(tmp_path)
+    usual = _build(tmp_path / "usual", fused_codec.FLAGS)
+    slower = tuple("-O2" if flag == "-O3" else flag for flag in fused_codec.FLAGS)
+    assert _build(tmp_path / "slower", slower) == usual  # another file, the same numbers
+    if torch.backends.cpu.get_cpu_capability() == "AVX512":  # vectors of another length add in another order
+        assert _build(tmp_path / "shorter", (*fused_codec.FLAGS, "-mno-avx512f")) != usual
+
+
+def test_nothing_is_missing_where_the_kernel_does_not_apply() -> None:
+    assert native_kernel.kernels_here(torch.device("cuda"), torch.float32, only=False) == KernelsHere((TORCH,))
+
+
+def test_fused_false_asks_for_no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fused_codec, "load", mock.Mock(side_effect=AssertionError("compiled")))
+    with process_group_of_one():
+        assert _trained(False, bare=False)[0] == "torch"
+
+
+def test_simulated_ranks_use_the_kernel_of_this_machine(tmp_path: Path) -> None:
+    def compressor() -> PowerSGDCompressor:
+        made.append(PowerSGDCompressor(commhooks.PowerSGD(start_powerSGD_iter=0, fused=fused)))
+        return made[-1]
+
+    for fused in (None, True):
+        made: list[PowerSGDCompressor] = []
+        with _machine(tmp_path, broken=True):
+            if fused:
+                with pytest.raises(commhooks.HookConfigError, match="fused=True"):
+                    SimulatedRanks(compressor, 2, {"w": torch.empty(20, 30)})
+            else:
+                SimulatedRanks(compressor, 2, {"w": torch.empty(20, 30)})
+                assert [each.kernel for each in made] == [TORCH] * 2

@@ -1,0 +1,128 @@
+"""All ranks compute with one kernel: the first one of rank 0 that all of them have, and they are told what they lack."""
+
+from __future__ import annotations
+
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from ddp_steps import log_lines, mlp, train, wrap
+from inside import session_of
+
+import commhooks
+from commhooks.compressors.kernel import TORCH, Kernel, KernelsHere
+from commhooks.compressors.powersgd.compressor import PowerSGDCompressor
+from commhooks.engine.kernel_choice import Choice, Offer, choose
+
+WIDE, NARROW = Kernel("fast", "wide"), Kernel("fast", "narrow")
+ALIKE = "torch 2, a processor, 1 thread"
+
+
+def chosen(*offers: Offer) -> Choice:
+    (choice,) = {choose(offers, rank, commhooks.AttachError) for rank in range(len(offers))}
+    return choice
+
+
+def test_what_all_ranks_have() -> None:
+    fast, plain = Offer((WIDE, TORCH), arithmetic=ALIKE), Offer(arithmetic=ALIKE)
+    assert chosen(fast, fast, fast) == Choice(WIDE)
+    assert chosen(plain, plain) == Choice(TORCH)
+    assert chosen(fast, Offer((TORCH, WIDE), arithmetic=ALIKE)) == Choice(WIDE)
+    without = Offer(missing="install it", arithmetic=ALIKE)
+    assert chosen(without) == Choice(TORCH, "install it")
+    assert chosen(fast, without, fast, without) == Choice(TORCH, "ranks [1, 3]: install it")
+    other = Offer((NARROW, TORCH), arithmetic="another processor")
+    assert chosen(fast, other) == Choice(
+        TORCH,
+        f"the ranks' faster kernels differ: ranks [0]: fast wide and torch ({ALIKE}); "
+        "ranks [1]: fast narrow and torch (another processor)",
+        f"ranks [0]: {ALIKE}; ranks [1]: another processor",
+    )
+
+
+def test_no_kernel_for_all() -> None:
+    one, other, unable = Offer((WIDE,)), Offer((NARROW,)), Offer(cannot="no disk")
+    with pytest.raises(commhooks.AttachError, match=r"no kernel in common: ranks \[0\]: fast wide .* drift apart"):
+        choose([one, other], 0, commhooks.AttachError)
+    with pytest.raises(commhooks.HookRunError, match=r"of 3 ranks these cannot do .*: \[1, 2\]\. Why: no disk"):
+        choose([one, unable, unable], 0, commhooks.HookRunError)
+    with pytest.raises(commhooks.HookConfigError, match="^no space$"):
+        choose([unable, Offer(cannot="no space")], 1, commhooks.AttachError)
+
+
+def test_an_offer_survives_the_way() -> None:
+    offer = Offer((WIDE, TORCH), "it is \u201cmissing\u201d\n", ALIKE)
+    assert Offer.from_text(offer.as_text()) == offer and Offer.from_text(offer.as_text()).key == offer.key
+    assert len({each.key for each in (offer, Offer(), Offer((WIDE,)), Offer((NARROW,)), Offer(missing="x"))}) == 5
+
+
+class Picky(PowerSGDCompressor):
+    """Has a kernel of its own for float32 only."""
+
+    def kernels_here(self, device: torch.device, dtype: torch.dtype) -> KernelsHere:
+        return KernelsHere((WIDE, TORCH)) if dtype == torch.float32 else KernelsHere()
+
+
+def test_a_kernel_must_fit_every_dtype() -> None:
+    compressor = Picky(commhooks.PowerSGD(start_powerSGD_iter=0))
+    cpu = torch.device("cpu")
+    assert Offer.of(compressor, cpu, [torch.float32]).kernels == (WIDE, TORCH)
+    assert Offer.of(compressor, cpu, [torch.float32, torch.float64]).kernels == (TORCH,)
+    assert Offer.of(compressor, cpu, [torch.float64]).arithmetic.startswith(f"torch {torch.__version__}, ")
+
+
+# ---- ranks on different machines -------------------------------------------------------------------------------------
+
+
+def _on_other_machines(hook: str, bare: bool, check_every: int | None) -> list[str]:
+    """The warnings of a run in which each rank has a processor of its own."""
+    machine = mock.patch("commhooks.engine.kernel_choice.arithmetic_of", lambda _: f"processor {dist.get_rank()}")
+    with machine, log_lines() as lines:
+        ddp = wrap(mlp())
+        if bare:
+            ddp.register_comm_hook(commhooks.PowerSGDState(None, start_powerSGD_iter=1), commhooks.powerSGD_hook)
+        else:
+            commhooks.attach(ddp, hook, check_every=check_every)
+        train(ddp, 3)
+    return [line for line in lines if "drift" in line]
+
+
+@pytest.mark.parametrize(
+    ("hook", "bare", "check_every", "warns"),
+    [
+        ("powerSGD", False, None, True),
+        ("powerSGD", True, None, True),
+        ("powerSGD", False, 2, False),
+        ("fp16", False, None, False),
+    ],
+)
+def test_different_machines(run_ranks: Any, hook: str, bare: bool, check_every: int | None, warns: bool) -> None:
+    said, unsaid = run_ranks(_on_other_machines, hook, bare, check_every)
+    assert not unsaid and len(said) == warns
+    for line in said:
+        assert "PowerSGD" in line and "check_every=N" in line
+        assert "ranks [0]: processor 0; ranks [1]: processor 1" in line
+
+
+def _kept() -> tuple[list[Kernel], int]:
+    """The kernel before and after a load, and the collectives of the handshakes."""
+    compressor = Picky(commhooks.PowerSGD(start_powerSGD_iter=1))
+    ddp = wrap(mlp())
+    with mock.patch.object(PowerSGDCompressor, "kernels_here", Picky.kernels_here):
+        hook = commhooks.attach(ddp, compressor.config)
+        session = session_of(hook)
+        kernels = [session.compressor.kernel]
+        train(ddp, 2)
+        hook.load_state_dict(hook.state_dict("per_rank"))
+        kernels.append(session.compressor.kernel)
+        train(ddp, 2)
+        kernels.append(session.compressor.kernel)
+    return kernels, hook.stats()["handshakes"]
+
+
+def test_the_choice_outlives_a_load(run_ranks: Any) -> None:
+    for kernels, handshakes in run_ranks(_kept):
+        assert kernels == [WIDE] * 3
+        assert handshakes == 2  # of the first pass and of the load, with nothing more for the kernel

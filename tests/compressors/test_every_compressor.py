@@ -245,7 +245,7 @@ def _gradients_with(name: str, cap_mb: float, scale: float) -> list[torch.Tensor
     return found
 
 
-@pytest.mark.parametrize("name", [name for name in ALL if not KINDS[name].layouts_matter])
+@pytest.mark.parametrize("name", [each for each in ALL if not KINDS[each.id].layouts_matter])
 def test_buckets_and_a_loss_scale_do_not_change_a_bit(run_ranks: Any, name: str) -> None:
     one, several = (run_ranks(_gradients_with, name, cap, 1.0) for cap in (ONE_BUCKET_MB, SEVERAL_BUCKETS_MB))
     assert all(map(all_same_bits, one, several))
@@ -300,7 +300,7 @@ def _random(step: int, rank: int) -> torch.Tensor:
     return torch.randn(numel, generator=torch.Generator().manual_seed(10 * step + rank))
 
 
-@pytest.mark.parametrize("name", [name for name in LEARNING if KINDS[name].wrapper is None])
+@pytest.mark.parametrize("name", [each for each in LEARNING if KINDS[each.id].wrapper is None])
 def test_simulated_ranks_are_real_ones_bit_for_bit(run_ranks: Any, name: str) -> None:
     with torch.no_grad():
         simulated = _simulated(name, 2)

@@ -1,4 +1,4 @@
-"""All ranks compute with one kernel: the first one of rank 0 that all of them have, and they are told what they lack."""
+"""All ranks compute with one kernel: the first one of rank 0 that all of them have. A line says what is missing."""
 
 from __future__ import annotations
 

@@ -147,8 +147,8 @@ def test_one_rank_without_a_compiler(run_ranks: Any, tmp_path: Path) -> None:
         for kind, text in (one, one_by_state):
             assert kind == "AttachError"
             assert text.startswith(
-                "of 2 ranks these cannot do what all of them ask for: [1]. Why: fused=True: the native kernel cannot be "
-                "compiled: /bin/false "
+                "of 2 ranks these cannot do what all of them ask for: [1]. Why: fused=True: the native kernel cannot "
+                "be compiled: /bin/false "
             )
             assert "or name another one in the environment variable CC" in text
             assert text.endswith("Without fused=True, torch would compute instead")

@@ -108,11 +108,8 @@ def _compare(options: dict[str, Any]) -> tuple[float, list[str], int]:
         return q.clone()
 
     with mock.patch("commhooks.compressors.powersgd.codec.draw", drawn_by_torch):
-        got, hook = _train(
-            lambda ddp: commhooks.attach(
-                ddp, "powerSGD", hook_options=options | {"start_powerSGD_iter": START, "fused": False}
-            )
-        )
+        ours = options | {"start_powerSGD_iter": START, "fused": False}
+        got, hook = _train(lambda ddp: commhooks.attach(ddp, "powerSGD", hook_options=ours))
     error = max(worst_error(g, e) for g, e in zip(got, expected, strict=True))
     return error, [p.name for p in hook.plan().compressed], hook.stats()["compressed_steps"]
 

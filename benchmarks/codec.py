@@ -7,8 +7,8 @@ arithmetic and traffic in memory. In every round each hook makes one backward pa
 one thread; the difference to the `noop` of the same round is what counts.
 
   noop                    nothing: the baseline
-  commhooks               ours
-  fused, alternate        ours with these options, and with both
+  commhooks               ours, with fused=False
+  fused, alternate        ours with the native kernel, with alternate, and with both
   torch, torch same       torch's powerSGD_hook without and with batch_tensors_with_same_shape
   epfml                   the authors' code (github.com/epfml/powersgd, where it can be imported): no DDP hook, so its
                           aggregate() runs after the backward pass of a bare model. The residual stays in .grad, and

@@ -2,8 +2,8 @@
 
 `noop`, `ddp` (no hook), `allreduce`, `fp16`, `bf16`, `powersgd-4` and `batched-4` (commhooks, rank 4), `fused-4`,
 `alternate-4`, `fused-alternate-4` and `same-4` (commhooks with these options), `torch-4` (torch's powerSGD_hook) and
-`torch-same-4`; "same" is batch_tensors_with_same_shape. The suffix `:one` selects a single bucket: one all-reduce for
-all P, and one for all Q.
+`torch-same-4`; "same" is batch_tensors_with_same_shape. Only those with "fused" use the native kernel. The suffix
+`:one` selects a single bucket: one all-reduce for all P, and one for all Q.
 """
 
 from typing import Any
@@ -60,8 +60,10 @@ def wrap(
         return wrapped, None
     config: Any = SIMPLE[label]() if label in SIMPLE else label
     if kind in OPTIONS:
-        options = dict.fromkeys(OPTIONS[kind], True)
+        options = {"fused": False} | dict.fromkeys(OPTIONS[kind], True)
         config = commhooks.PowerSGD(matrix_approximation_rank=int(rank_text), start_powerSGD_iter=start, **options)
     elif kind == "batched":
-        config = commhooks.BatchedPowerSGD(matrix_approximation_rank=int(rank_text), start_powerSGD_iter=start)
+        config = commhooks.BatchedPowerSGD(
+            matrix_approximation_rank=int(rank_text), start_powerSGD_iter=start, fused=False
+        )
     return wrapped, commhooks.attach(wrapped, config)

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+from compilers import needs_compiler
 from ddp_steps import backward, mlp, process_group_of_one, wrap
 from inside import session_of
 from torch import nn
@@ -16,6 +19,7 @@ from torch import nn
 import commhooks
 from commhooks import HookConfigError
 from commhooks.compressors.plan import ParameterInfo
+from commhooks.compressors.powersgd import fused_codec
 from commhooks.compressors.powersgd.compressor import PowerSGDCompressor
 from commhooks.compressors.powersgd.workspace import Workspace
 from commhooks.gradients.bucket_estimate import Reduced, estimate_buckets
@@ -295,6 +299,7 @@ def test_json_and_what_it_adds_up_to(capsys: Any) -> None:
     assert speed["without_s"] == pytest.approx(12 * found["bytes_before"] / 1e9)
     assert 0 < speed["with_s"] - 0.002 < speed["without_s"]
     assert "ring all-reduce" in estimate["assumed"] and "doctor" in estimate["assumed"]
+    assert estimate["codec_kernel"] is None  # not measured
     assert found["note"] == "" and found["buckets_from"].startswith("estimated")
 
 
@@ -308,8 +313,25 @@ def test_the_break_even_is_where_both_are_as_fast() -> None:
 
 
 def test_the_codec_is_timed(capsys: Any) -> None:
-    found = run_json(capsys)["estimate"]
+    found = run_json(capsys, "--options", "fused=false")["estimate"]
     assert found["codec_s"] > 0 and found["codec_measured_on"] == "cpu" and found["codec_sample_share"] == 1
+    assert found["codec_kernel"] == "torch"
+
+
+@needs_compiler
+def test_the_codec_is_timed_with_the_kernel_that_a_training_would_use(capsys: Any) -> None:
+    assert run_json(capsys)["estimate"]["codec_kernel"] == "native"
+    assert main(["plan", "test_plan_model:build_mlp"]) == 0
+    assert "native kernel)" in " ".join(capsys.readouterr().out.split())
+
+
+def test_a_plan_says_what_would_make_the_codec_faster(capsys: Any, tmp_path: Path) -> None:
+    fused_codec.load.cache_clear()
+    with mock.patch.dict(os.environ, {"CC": "/bin/false", "XDG_CACHE_HOME": str(tmp_path)}):
+        found = run_json(capsys)
+    fused_codec.load.cache_clear()
+    assert found["estimate"]["codec_kernel"] == "torch"
+    assert found["note"].startswith("Computed with torch: the native kernel cannot be compiled: /bin/false ")
 
 
 @pytest.mark.parametrize(

@@ -127,10 +127,11 @@ def without_state_hook(state: Any, bucket: dist.GradBucket) -> torch.futures.Fut
 
 def _power(rank: int = 2, batched: bool = False, **options: Any) -> commhooks.PowerSGD:
     config = commhooks.BatchedPowerSGD if batched else commhooks.PowerSGD
-    return config(matrix_approximation_rank=rank, start_powerSGD_iter=START, **options)
+    return config(matrix_approximation_rank=rank, start_powerSGD_iter=START, **({"fused": False} | options))
 
 
 def _state(rank: int = 2, start: int = START, **options: Any) -> commhooks.PowerSGDState:
+    options = {"fused": False} | options  # the kernel that the name says: versions choose another one by themselves
     return powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=rank, start_powerSGD_iter=start, **options)
 
 

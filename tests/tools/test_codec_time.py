@@ -28,7 +28,7 @@ class _Operators(TorchDispatchMode):
 
 @pytest.mark.parametrize("accelerator", [False, True])
 def test_the_exchange_of_the_device_is_timed(accelerator: bool) -> None:
-    compressor = PowerSGDCompressor(PowerSGD(matrix_approximation_rank=2, start_powerSGD_iter=0))
+    compressor = PowerSGDCompressor(PowerSGD(matrix_approximation_rank=2, start_powerSGD_iter=0, fused=False))
     plans = compressor.plan(
         [ParameterInfo(str(i), torch.empty(shape, device="meta")) for i, shape in enumerate(SHAPES)]
     )

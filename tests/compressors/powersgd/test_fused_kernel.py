@@ -104,7 +104,7 @@ def test_nothing_is_left_where_there_is_no_cache_folder(monkeypatch: pytest.Monk
 
 def test_a_compiler_that_hangs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     compiler = tmp_path / "slow-cc"
-    compiler.write_text("#!/bin/sh\nexec sleep 100\n")
+    compiler.write_text("#!/bin/sh\nexec sleep 20\n")
     compiler.chmod(0o700)
     monkeypatch.setattr(fused_codec, "COMPILE_LIMIT_S", 0.2)
     with pytest.raises(commhooks.HookConfigError, match="timed out after 0.2 seconds"):

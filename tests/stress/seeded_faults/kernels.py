@@ -1,0 +1,55 @@
+"""Seeded faults. The kernel that all ranks share, and ranks on different machines."""
+
+from seeded_faults.mutant import Mutant
+
+MUTANTS = [
+    Mutant(
+        "kernel: ranks with different builds of it use it all the same",
+        "commhooks/engine/kernel_choice.py",
+        "if all(kernel in offer.kernels for offer in offers)]",
+        "if all(kernel.name in [each.name for each in offer.kernels] for offer in offers)]",
+        "compressors/powersgd/test_native_kernel.py::test_machines_whose_kernels_differ",
+    ),
+    Mutant(
+        "kernel: each rank chooses its own",
+        "commhooks/engine/kernel_choice.py",
+        "    if len(set(keys)) > 1:\n",
+        "    if len(set(keys)) > len(keys):\n",
+        "compressors/powersgd/test_native_kernel.py::test_one_machine_without_a_compiler",
+    ),
+    Mutant(
+        "kernel: a load goes back to torch",
+        "commhooks/engine/session.py",
+        "            compressor.kernel = self.choice.kernel\n",
+        "            pass\n",
+        "engine/test_kernel_choice.py::test_the_choice_outlives_a_load",
+    ),
+    Mutant(
+        "kernel: a build is known by its source alone",
+        "commhooks/compressors/powersgd/native_kernel.py",
+        "            digest.update(result.numpy().tobytes())\n",
+        "            pass\n",
+        "compressors/powersgd/test_native_kernel.py::test_a_build_is_known_by_its_bits",
+    ),
+    Mutant(
+        "kernel: fused=False compiles one",
+        "commhooks/compressors/powersgd/compressor.py",
+        "        if self.config.fused is False:\n",
+        "        if self.config.fused is ...:\n",
+        "compressors/powersgd/test_native_kernel.py::test_fused_false_asks_for_no_compiler",
+    ),
+    Mutant(
+        "kernel: a compiler that hangs is waited for",
+        "commhooks/compressors/powersgd/fused_codec.py",
+        "timeout=COMPILE_LIMIT_S",
+        "timeout=None",
+        "compressors/powersgd/test_fused_kernel.py::test_a_compiler_that_hangs",
+    ),
+    Mutant(
+        "machines: different ones are warned of although the weights are compared",
+        "commhooks/engine/kernel_choice.py",
+        "        if self.drift and not checked:\n",
+        "        if self.drift:\n",
+        "engine/test_kernel_choice.py::test_different_machines",
+    ),
+]

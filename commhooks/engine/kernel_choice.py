@@ -132,9 +132,9 @@ def _kernels(offer: Offer) -> str:
 
 
 def _by_rank(texts: Sequence[str]) -> str:
-    """The texts that are not empty, each with its ranks."""
-    ranks = {text: [rank for rank, each in enumerate(texts) if each == text] for text in dict.fromkeys(texts) if text}
-    return "; ".join(f"ranks {which}: {text}" if len(texts) > 1 else text for text, which in ranks.items())
+    """Each text with its ranks."""
+    ranks = {text: [rank for rank, each in enumerate(texts) if each == text] for text in dict.fromkeys(texts)}
+    return "; ".join(f"ranks {which}: {text}" for text, which in ranks.items())
 
 
 def choose(offers: Sequence[Offer], rank: int, error: type[CommHookError]) -> Choice:
@@ -155,10 +155,10 @@ def choose(offers: Sequence[Offer], rank: int, error: type[CommHookError]) -> Ch
             "compilers of one kind, or do not insist on a kernel in the options"
         )
     kernel = common[0]
-    missing = [offer.missing for offer in offers]
+    lacking = [each for each, offer in enumerate(offers) if offer.missing]
     slower = ""
-    if any(missing):
-        slower = _by_rank(missing)
+    if lacking:  # one reason will do: each may name other files
+        slower = (f"ranks {lacking}: " if len(offers) > 1 else "") + offers[lacking[0]].missing
     elif offers[0].kernels[0] != kernel:
         slower = f"the ranks' faster kernels differ: {builds}"
     arithmetic = [offer.arithmetic for offer in offers]

@@ -10,7 +10,7 @@ import torch
 
 from commhooks.compressors.base import RESIDUAL, Compressor, Exchange, State, StateField, StepInfo, Trial
 from commhooks.compressors.config import from_options
-from commhooks.compressors.kernel import TORCH, KernelsHere
+from commhooks.compressors.kernel import KernelsHere
 from commhooks.compressors.plan import MemoryPlan, ParameterInfo, UnitPlan
 from commhooks.compressors.powersgd import codec, fields, fused_codec, native_kernel
 from commhooks.compressors.powersgd.alternating_exchange import AlternatingExchange
@@ -105,7 +105,9 @@ class _LowRank(Compressor[AnyPowerSGD]):
     def _computes_natively(self, layout: BucketLayout) -> bool:
         if self.config.fused:
             return True
-        return self.kernel != TORCH and fused_codec.supports(layout.device, precision.compute_dtype(layout.dtype))
+        # A bucket may have another dtype than those for which the kernel was chosen (bare register_comm_hook).
+        supported = fused_codec.supports(layout.device, precision.compute_dtype(layout.dtype))
+        return self.kernel.name == native_kernel.NAME and supported
 
 
 class PowerSGDCompressor(_LowRank[PowerSGD]):

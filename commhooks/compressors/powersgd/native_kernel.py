@@ -11,6 +11,7 @@ from commhooks.compressors.powersgd import fused_codec
 from commhooks.compressors.powersgd.fused_codec import FusedCodec
 from commhooks.errors import HookConfigError
 
+NAME = "native"
 _MESSAGE_LENGTH = 500
 
 
@@ -20,7 +21,7 @@ def kernels_here(device: torch.device, dtype: torch.dtype, *, only: bool) -> Ker
     if not fused_codec.supports(device, dtype):
         return KernelsHere()
     try:
-        native = Kernel("native", build_of(fused_codec.load()))
+        native = Kernel(NAME, build_of(fused_codec.load()))
     except HookConfigError as error:
         reason = textwrap.shorten(str(error), _MESSAGE_LENGTH)
         return KernelsHere(missing=f"{reason} (it is several times faster than torch; fused=False does without it)")

@@ -23,6 +23,7 @@ from commhooks.compressors.error_feedback import keep_residual, with_residual
 from commhooks.compressors.noop import Noop
 from commhooks.compressors.plan import ParameterInfo, UnitPlan
 from commhooks.compressors.powersgd.config import BatchedPowerSGD, PowerSGD
+from commhooks.compressors.quantized.config import Int4Compress, Int8Compress
 from commhooks.compressors.registry import register_compressor
 from commhooks.ddp_comm_hooks.debugging_hooks import noop_hook
 from commhooks.ddp_comm_hooks.default_hooks import (
@@ -58,6 +59,8 @@ __all__ = [
     "HookConfig",
     "HookConfigError",
     "HookRunError",
+    "Int4Compress",
+    "Int8Compress",
     "Noop",
     "ParameterInfo",
     "PayloadError",

@@ -2,8 +2,8 @@
 
     Trainer(strategy=CommHookDDP(hook="powerSGD"))
 
-Importing this package registers the strategy names "ddp_powersgd", "ddp_batched_powersgd", "ddp_fp16_compress" and
-"ddp_bf16_compress" with Lightning; it has no other side effect.
+Importing this package registers the strategy names "ddp_powersgd", "ddp_batched_powersgd", "ddp_fp16_compress",
+"ddp_bf16_compress", "ddp_int8_compress" and "ddp_int4_compress" with Lightning; it has no other side effect.
 """
 
 try:

@@ -9,6 +9,8 @@ _HOOKS = {
     "ddp_batched_powersgd": "batched_powerSGD",
     "ddp_fp16_compress": "fp16_compress",
     "ddp_bf16_compress": "bf16_compress",
+    "ddp_int8_compress": "int8_compress",
+    "ddp_int4_compress": "int4_compress",
 }
 
 

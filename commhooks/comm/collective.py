@@ -16,7 +16,8 @@ from commhooks.errors import HookRunError
 
 logger = logging.getLogger(__name__)
 
-Op = Literal["sum", "max", "gather"]
+Op = Literal["sum", "max", "gather", "all_to_all"]
+_NAMES = {"gather": "all-gather", "all_to_all": "all-to-all"}
 
 
 @dataclass(eq=False, slots=True)
@@ -24,7 +25,8 @@ class Send:
     """One collective over the ranks. All ranks must send tensors of equal shape and dtype.
 
     The result of "sum" and "max" is `tensor` itself, reduced in place; that of "gather" is a new tensor of shape
-    `(world_size, *shape)`.
+    `(world_size, *shape)`. For "all_to_all", `tensor` has the shape `(world_size, ...)`: row i goes to rank i. The
+    result is a new tensor of that shape, whose row i came from rank i.
     """
 
     tensor: torch.Tensor
@@ -40,6 +42,19 @@ class Send:
     @property
     def numel_here(self) -> int:
         return self.tensor._values().numel() if self.tensor.is_sparse else self.tensor.numel()
+
+    @property
+    def reduces(self) -> bool:
+        """Whether the result is `tensor` itself, reduced in place."""
+        return self.op in ("sum", "max")
+
+    def counted_bytes(self, world_size: int) -> int:
+        """What this collective adds to the counted bytes: see `Counters`."""
+        size = self.numel_here * self.tensor.element_size()
+        if self.reduces:
+            return size
+        whole = size * world_size if self.op == "gather" else size
+        return -(-whole // 2)
 
 
 def resolve_group(process_group: dist.ProcessGroup | None) -> dist.ProcessGroup:
@@ -127,22 +142,35 @@ def start(send: Send, group: dist.ProcessGroup, counters: Counters | None, where
     what = f"{send.what} of {where}" if send.what and where else send.what or where
     if counters is not None:
         counters.last_issued = what
-    logger.debug("%s: %s", "all-gather" if send.op == "gather" else "all-reduce", what)
+    logger.debug("%s: %s", _NAMES.get(send.op, "all-reduce"), what)
     # Count before the call: the all-reduce may change a sparse tensor's number of values.
-    numel = send.numel_here
+    counted = send.counted_bytes(group.size())
     answer = send.tensor
     try:
         if send.op == "gather":
             answer = torch.empty((group.size(), *send.tensor.shape), dtype=answer.dtype, device=answer.device)
             work = dist.all_gather(list(answer.unbind(0)), send.tensor.contiguous(), group=group, async_op=True)
+        elif send.op == "all_to_all":
+            _check_rows(send.tensor, group, what)
+            answer = torch.empty_like(send.tensor, memory_format=torch.contiguous_format)
+            work = dist.all_to_all_single(answer, send.tensor.contiguous(), group=group, async_op=True)
         else:
             op = dist.ReduceOp.MAX if send.op == "max" else dist.ReduceOp.SUM
             work = dist.all_reduce(send.tensor, op=op, group=group, async_op=True)
     except RuntimeError as error:
         raise lost(what, group, error) from error
     if counters is not None:
-        counters.sent(numel, send.tensor.element_size())
+        counters.sent(counted)
     return Pending(answer, work, what, group, counters)
+
+
+def _check_rows(tensor: torch.Tensor, group: dist.ProcessGroup, what: str) -> None:
+    """Raise HookRunError unless `tensor` has a row for each rank."""
+    if tensor.dim() == 0 or len(tensor) != group.size():
+        raise HookRunError(
+            f"all-to-all of {what}: a tensor of shape {tuple(tensor.shape)} has not one row for each of "
+            f"{group.size()} ranks"
+        )
 
 
 def gather_rows(own: torch.Tensor, group: dist.ProcessGroup, counters: Counters | None, what: str) -> torch.Tensor:

@@ -15,7 +15,11 @@ class PassCounters:
 
 @dataclass
 class Counters:
-    """Counters of one session on this rank. Bytes are those of the tensors passed to collectives.
+    """Counters of one session on this rank.
+
+    Bytes are those of the tensors passed to all-reduce. Other collectives are counted as an all-reduce that puts as
+    many bytes on the network: an all-gather or an all-to-all as half of the tensor that holds the parts of all ranks.
+    A rank then sends 2 (W - 1) / W times the counted bytes, for W ranks, whatever the collective.
 
     `backward_passes` counts every synchronised backward pass; `nonfinite_steps` those that were not committed because a
     number was inf or NaN on some rank; `compressed_steps` those that were compressed and committed.
@@ -39,12 +43,12 @@ class Counters:
     last_pass: PassCounters = field(default_factory=PassCounters)
     clocks: Clocks = field(default_factory=Clocks)
 
-    def sent(self, numel: int, itemsize: int) -> None:
-        """Count one collective of `numel` elements of `itemsize` bytes."""
+    def sent(self, size: int) -> None:
+        """Count one collective of `size` bytes."""
         self.collectives += 1
-        self.bytes_sent += numel * itemsize
+        self.bytes_sent += size
         self.last_pass.collectives += 1
-        self.last_pass.bytes_sent += numel * itemsize
+        self.last_pass.bytes_sent += size
 
     def begin_pass(self) -> None:
         self.backward_passes += 1

@@ -57,6 +57,8 @@ class StepInfo:
     residual_factor: LossScale = 1.0
     """Current loss scale / loss scale at the time when fields with `scales_with_loss` were written. A float, or a
     0-dim tensor on an accelerator."""
+    rank: int = 0
+    """This rank's number among the ranks that reduce the gradients."""
 
 
 @dataclass(frozen=True)

@@ -10,12 +10,15 @@ from commhooks.compressors.cast import AllReduceCompressor, BF16Compressor, FP16
 from commhooks.compressors.config import HookConfig
 from commhooks.compressors.noop import NoopCompressor
 from commhooks.compressors.powersgd.compressor import BatchedPowerSGDCompressor, PowerSGDCompressor
+from commhooks.compressors.quantized.compressor import Int4Compressor, Int8Compressor
 from commhooks.errors import HookConfigError
 
 BUILT_IN: tuple[type[Compressor[Any]], ...] = (
     AllReduceCompressor,
     FP16Compressor,
     BF16Compressor,
+    Int8Compressor,
+    Int4Compressor,
     PowerSGDCompressor,
     BatchedPowerSGDCompressor,
     NoopCompressor,

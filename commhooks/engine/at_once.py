@@ -43,7 +43,7 @@ def reduce_at_once(
     """
     flat = bucket.flat
     number = 0 if counters is None else max(0, counters.backward_passes - 1)  # those before this one
-    made = compressor.exchange(flat, None, _NO_STATE, StepInfo(number, group.size()))
+    made = compressor.exchange(flat, None, _NO_STATE, StepInfo(number, group.size(), rank=group.rank()))
     exchange = checked_exchange(made, compressor.name)
 
     def go_on(answer: torch.Tensor | None) -> Send | torch.Tensor:
@@ -71,7 +71,7 @@ def reduce_at_once(
     pending = collective.start(step, group, counters, "" if counters is None else f"bucket {bucket.index}")
     if step.meanwhile is not None:
         step.meanwhile()
-    gathered = pending.answer if step.op == "gather" else None
+    new_answer = None if step.reduces else pending.answer
 
     def finish(sent: torch.futures.Future[list[torch.Tensor]]) -> torch.Tensor:
         # The result of a sparse all-reduce is available only in the future.
@@ -79,9 +79,9 @@ def reduce_at_once(
         # group would end in its own thread, which aborts the process.
         # On CUDA it has a stream of its own, and these tensors are freed before the kernels that read them have run.
         keep_for_current_stream(_tensors_in(exchange))
-        if gathered is not None:
-            keep_for_current_stream([gathered])
-        result = go_on(sent.value()[0] if gathered is None else gathered)
+        if new_answer is not None:
+            keep_for_current_stream([new_answer])
+        result = go_on(sent.value()[0] if new_answer is None else new_answer)
         if isinstance(result, Send):
             raise HookRunError(f"the exchange of {compressor.name} sends again after its last Send")
         return result

@@ -209,7 +209,7 @@ class Session:
         if not known.compresses or not current.compressing:
             exchange = average(flat, self.compressor.wire_dtype_for(flat.dtype), group.size())
         else:
-            step = StepInfo(current.step, group.size(), current.residual_factor)
+            step = StepInfo(current.step, group.size(), current.residual_factor, group.rank())
             exchange = self.compressor.exchange(flat, known.work, self.state, step)
         return RunningExchange(exchange, flat, issue, self.compressor.name)
 

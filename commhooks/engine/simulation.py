@@ -29,7 +29,7 @@ class SimulatedRanks:
 
     Attributes:
         states: the learned state of each rank.
-        bytes_sent: bytes that each rank has sent so far.
+        bytes_sent: bytes that each rank has sent so far, as `Counters` counts them.
     """
 
     def __init__(
@@ -52,15 +52,15 @@ class SimulatedRanks:
         """Reduce one flat bucket (1-D) per rank in place. Returns whether the step was committed."""
         with precision.full_precision(self.layout.device):
             exchanges = [
-                compressor.exchange(flat, work, state, StepInfo(state.step, len(buckets)))
-                for compressor, flat, work, state in zip(
-                    self._compressors, buckets, self._works, self.states, strict=True
+                compressor.exchange(flat, work, state, StepInfo(state.step, len(buckets), rank=rank))
+                for rank, (compressor, flat, work, state) in enumerate(
+                    zip(self._compressors, buckets, self._works, self.states, strict=True)
                 )
             ]
             yielded = [next(each) for each in exchanges]
             while isinstance(yielded[0], Send):
                 sends = [each for each in yielded if isinstance(each, Send)]
-                self.bytes_sent += sends[0].tensor.numel() * sends[0].tensor.element_size()
+                self.bytes_sent += sends[0].counted_bytes(len(sends))
                 answers = _reduce(sends)
                 for send in sends:
                     if send.meanwhile is not None:
@@ -84,6 +84,8 @@ def _reduce(sends: Sequence[Send]) -> list[torch.Tensor]:
     stacked = torch.stack([each.tensor for each in sends])
     if sends[0].op == "gather":
         return [stacked for _ in sends]
+    if sends[0].op == "all_to_all":
+        return list(stacked.transpose(0, 1).contiguous())
     total = stacked.amax(0) if sends[0].op == "max" else stacked.sum(0)
     for each in sends:
         each.tensor.copy_(total)

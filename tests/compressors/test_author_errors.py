@@ -139,6 +139,32 @@ def _gathered() -> None:
         assert not hook.plan().selective
 
 
+def test_each_rank_gets_its_row_of_every_rank(run_ranks: Any) -> None:
+    run_ranks(_exchanged, world_size=3)
+
+
+def _exchanged() -> None:
+    def exchanges(self: Any, flat: Any, work: Any, state: Any, step: Any) -> Any:
+        rows = torch.arange(3.0).view(3, 1) + 10 * step.rank
+        arrived = yield commhooks.Send(rows.expand(3, 2), op="all_to_all", last=True)
+        assert arrived[:, 0].tolist() == arrived[:, 1].tolist() == [step.rank, 10 + step.rank, 20 + step.rank]
+        assert rows[:, 0].tolist() == [10 * step.rank + i for i in range(3)], "what was sent stays"
+        flat.zero_()
+
+    def sends_too_little(self: Any, flat: Any, work: Any, state: Any, step: Any) -> Any:
+        yield commhooks.Send(flat[:2].clone(), "rows", op="all_to_all", last=True)
+
+    with mock.patch.dict(registry.COMPRESSORS):
+        model = wrap(mlp(), bucket_cap_mb=25)
+        hook = commhooks.attach(model, compressor(exchanges, transactional=False))
+        backward(model, 0)
+        assert hook.stats()["bytes_sent_last_pass"] == 3 * 2 * 4 / 2
+        model = wrap(mlp(), bucket_cap_mb=25)
+        commhooks.attach(model, compressor(sends_too_little, transactional=False))
+        with pytest.raises(commhooks.HookRunError, match=r"all-to-all of rows .*\(2,\) has not one row for each of 3"):
+            backward(model, 0)
+
+
 def _different_plans() -> None:
     def plan_parameter(self: Any, info: commhooks.ParameterInfo) -> commhooks.UnitPlan:
         plan = commhooks.UnitPlan.left_alone(info, "no")

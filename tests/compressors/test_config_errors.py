@@ -222,6 +222,8 @@ NAMES = {
     "allreduce": ["allreduce", "AllReduce", "all_reduce", "all-reduce"],
     "fp16_compress": ["fp16_compress", "fp16", "FP16", "FP16Compress", "fp-16"],
     "bf16_compress": ["bf16_compress", "bf16", "BF16", "BF16Compress"],
+    "int8_compress": ["int8_compress", "int8", "INT8", "Int8Compress", "int-8"],
+    "int4_compress": ["int4_compress", "int4", "Int4Compress"],
     "noop": ["noop", "NoOp", "no_op"],
 }
 

@@ -104,10 +104,10 @@ class Killer:
 # ------------------------------------------------------------------------------------------------------- plain torch
 
 
-def plain(folder: Path, killer: Killer) -> tuple[torch.Tensor, Any]:
+def plain(folder: Path, killer: Killer, hook: str = "powerSGD", **options: Any) -> tuple[torch.Tensor, Any]:
     if not dist.is_initialized():
         dist.init_process_group("gloo", timeout=TIMEOUT)
-    run = Run.new(hook_options=OPTIONS, save_residual="mean")
+    run = Run.new(hook=hook, hook_options=options or OPTIONS, save_residual="mean")
     run.hook.joint_save_limit_s = 5.0
     path = folder / "checkpoint.pt"
     if path.exists():
@@ -122,6 +122,11 @@ def plain(folder: Path, killer: Killer) -> tuple[torch.Tensor, Any]:
         if run.step % SAVE_EVERY == 0:
             _save(run, path, killer)
     return run.weights(), run.hook
+
+
+def int8(folder: Path, killer: Killer) -> tuple[torch.Tensor, Any]:
+    """As `plain`, quantised."""
+    return plain(folder, killer, "int8", block_size=32, start_iter=3)
 
 
 def _save(run: Run, path: Path, killer: Killer) -> None:
@@ -237,7 +242,7 @@ def _save_state(run: Any, folder: Path) -> None:
 
 # --------------------------------------------------------------------------------------------------------------- main
 
-FRAMEWORKS = {"plain": plain, "lightning": lightning, "accelerate": accelerate}
+FRAMEWORKS = {"plain": plain, "int8": int8, "lightning": lightning, "accelerate": accelerate}
 
 
 def main(framework: str, folder: Path) -> None:

@@ -17,7 +17,7 @@ import warm
 from accelerators import accelerate_launched
 
 STEPS = chaos_training.STEPS
-PRELOADED = {"plain": [], "lightning": ["lightning.pytorch"], "accelerate": ["accelerate"]}
+PRELOADED = {"plain": [], "int8": [], "lightning": ["lightning.pytorch"], "accelerate": ["accelerate"]}
 
 
 class _NoKiller(chaos_training.Killer):
@@ -70,6 +70,15 @@ def test_plain_torch_killed_in_mid_backward_in_mid_save_and_between_steps(run_ra
     assert "P of bucket" in backward.survivor["text"] and "at step 7" in backward.survivor["text"]
     # Half of the file was written under another name; the run has gone on beside it.
     torch.load(tmp_path / "killed" / "checkpoint.pt", weights_only=True)
+
+
+@pytest.mark.timeout(180)
+def test_int8_killed_in_mid_backward_and_in_mid_save(run_ranks: Any, tmp_path: Path) -> None:
+    kills = [{"rank": 0, "phase": "backward", "step": 8}, {"rank": 0, "phase": "save", "step": 10}]
+    backward, save = _killed(run_ranks, "int8", tmp_path, kills)
+    assert backward.last_issued == "shares of bucket 0 at step 8"
+    assert [kill.resumed_at for kill in (backward, save)] == [5, 5]
+    assert backward.survivor is not None and backward.survivor["type"] == "HookRunError"
 
 
 @pytest.mark.timeout(180)

@@ -106,24 +106,25 @@ def test_a_training_goes_on_as_if_nobody_had_asked(run_ranks: Callable[..., list
     report = ranks[0]["report"]
     json.dumps(report)
     figures = report["candidates"]
-    labels = ["noop", "allreduce", "fp16", "bf16", "powerSGD rank 1", "powerSGD rank 2"]
+    labels = ["noop", "allreduce", "fp16", "bf16", "int8", "int4", "powerSGD rank 1", "powerSGD rank 2"]
     assert list(figures) == labels
     gradient = 4 * sum(p.numel() for p in Net().parameters())
     assert report["gradient_bytes"] == gradient and report["world_size"] == 2 and report["backend"] == "gloo"
     sent = {label: figures[label]["bytes_sent"] for label in labels}
     assert sent["noop"] == 0 and sent["allreduce"] == gradient and sent["fp16"] == sent["bf16"] == gradient / 2
+    assert 0 < sent["int4"] < sent["int8"] < gradient / 2
     assert 0 < sent["powerSGD rank 1"] < sent["powerSGD rank 2"] < gradient / 2
     for label, each in figures.items():
         assert len(each["step_ms"]) == len(each["codec_ms"]) == len(each["waiting_ms"]) == 4, label
         assert all(ms > 0 for ms in each["step_ms"])
-        assert each["compressed_steps"] == (4 if "powerSGD" in label else 0)
+        assert each["compressed_steps"] == (4 if "powerSGD" in label or "int" in label else 0)
         assert (each["collectives"] > 2) == (label != "noop"), label  # several buckets, as in the user's DDP
         assert all(c + w <= s for s, c, w in zip(each["step_ms"], each["codec_ms"], each["waiting_ms"], strict=True))
     assert report["link"]["mbit_per_s"] > 0 < report["link"]["latency_ms"]
     # ---- they took turns, each round in another order
     turns = [line.rpartition(": ")[2] for line in ranks[0]["lines"] if line.startswith("round")]
-    rounds = [turns[i : i + 6] for i in range(0, 18, 6)]
-    assert len(turns) == 18 and all(sorted(each) == sorted(labels) for each in rounds)
+    rounds = [turns[i : i + 8] for i in range(0, 24, 8)]
+    assert len(turns) == 24 and all(sorted(each) == sorted(labels) for each in rounds)
     assert len({each[0] for each in rounds}) == 3
     assert report["advice"]["reason"] in ranks[0]["text"].replace("\n", " ").replace("  ", " ")
 
@@ -193,6 +194,6 @@ def test_the_slowest_rank_decides_and_options(run_ranks: Callable[..., list[Any]
     assert report["candidates"]["powerSGD rank 1"]["hook_options"]["exclude"] == ["4.*"]
     # `seconds` ends a candidate, after one measured step at least.
     assert {len(each["step_ms"]) for each in short["candidates"].values()} == {1}
-    assert list(short["candidates"]) == ["noop", "allreduce", "fp16", "bf16"]
-    assert useless["not_measured"] == ["powerSGD rank 1", "powerSGD rank 2", "powerSGD rank 4"]
+    assert list(short["candidates"]) == ["noop", "allreduce", "fp16", "bf16", "int8", "int4"]
+    assert useless["not_measured"] == ["int8", "powerSGD rank 1", "powerSGD rank 2", "powerSGD rank 4"]
     assert "powerSGD rank 2 compresses no parameter of this model: not measured." in text

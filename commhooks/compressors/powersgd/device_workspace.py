@@ -5,9 +5,9 @@ from collections.abc import Sequence
 
 import torch
 
+from commhooks.compressors.named_views import NamedViews
 from commhooks.compressors.powersgd.matrix import Matrix, by_shape, complement
 from commhooks.compressors.powersgd.matrix_stack import MatrixStack
-from commhooks.compressors.powersgd.named_views import NamedViews
 from commhooks.compressors.powersgd.packed_factors import PackedFactors, new_packed
 from commhooks.compressors.powersgd.workspace import WorkspaceSetup
 from commhooks.gradients import precision

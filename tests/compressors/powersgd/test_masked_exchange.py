@@ -31,9 +31,9 @@ from oracle import OracleMatrix, plain_mean
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import commhooks
+from commhooks.compressors.named_views import NamedViews
 from commhooks.compressors.powersgd import codec
 from commhooks.compressors.powersgd.device_exchange import DeviceExchange
-from commhooks.compressors.powersgd.named_views import NamedViews
 from commhooks.engine.session import Session
 from commhooks.gradients.bucket import Bucket
 

@@ -13,6 +13,7 @@ from seeded_faults import (
     lightning,
     metrics,
     plan,
+    quantising,
     saving,
     trainer,
 )
@@ -32,5 +33,6 @@ AREAS = (
     metrics,
     doctor,
     plan,
+    quantising,
 )
 MUTANTS = [mutant for area in AREAS for mutant in area.MUTANTS]

@@ -4,7 +4,7 @@ from seeded_faults.mutant import Mutant
 
 _EXCHANGE, _VIEWS, _FACTORS, _CODEC = (
     "commhooks/compressors/powersgd/device_exchange.py",
-    "commhooks/compressors/powersgd/named_views.py",
+    "commhooks/compressors/named_views.py",
     "commhooks/compressors/powersgd/packed_factors.py",
     "commhooks/compressors/powersgd/codec.py",
 )

@@ -238,7 +238,7 @@ MUTANTS = [
     ),
     Mutant(
         "Q of zeros behind a mask",
-        "commhooks/compressors/powersgd/named_views.py",
+        "commhooks/compressors/named_views.py",
         "                view.copy_(fill(i))\n",
         "                view.zero_()\n",
         "checkpoint/test_changed_surroundings.py::test_a_bad_first_step_leaves_nothing_behind_a_mask",

@@ -1,0 +1,63 @@
+"""The options of the quantised hooks."""
+
+from dataclasses import dataclass, field
+from typing import ClassVar, Union
+
+from commhooks.compressors.config import HookConfig
+
+_UNIT = 16
+_LARGEST_BLOCK = 2**16
+
+
+@dataclass(frozen=True, kw_only=True)
+class Quantized(HookConfig):
+    """Base of both widths; for the arguments see `Int8Compress`."""
+
+    bits: ClassVar[int]
+    start_option: ClassVar[str | None] = "start_iter"
+
+    block_size: int = 256
+    use_error_feedback: bool = True
+    start_iter: Union[int, float, None] = 0  # noqa: UP007  (OmegaConf 2.4 does not read `int | float | None`)
+    exclude: list[str] = field(default_factory=list, hash=False)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        fits = _UNIT <= self.block_size <= _LARGEST_BLOCK and self.block_size % _UNIT == 0
+        self._require(fits, "block_size", f"a multiple of {_UNIT} between {_UNIT} and {_LARGEST_BLOCK}")
+        self._require(all(self.exclude), "exclude", "patterns that are not empty")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Int8Compress(Quantized):
+    """Gradients travel as 8-bit integers with a scale per block, with error feedback: about a quarter of the bytes.
+
+    Matrices are quantised; vectors and scalars travel as they are.
+
+    Args:
+        block_size: consecutive elements of a parameter that share a scale; a multiple of 16. Smaller blocks are more
+            exact and send more scales, of 4 bytes each.
+        use_error_feedback: add what rounding lost to the next gradient. Leave it on.
+        start_iter: plain all-reduce for so many steps first. An int is a number of steps, a float strictly between 0
+            and 1 a fraction of the run; None is 10 % of the run, at most 1000 steps, and 1000 where the length of the
+            run is unknown.
+        exclude: globs on parameter names ("*embed*", "head.?.weight"; case matters) that are never compressed.
+    """
+
+    hook_name: ClassVar[str] = "int8_compress"
+    aliases: ClassVar[tuple[str, ...]] = ("int8",)
+    bits: ClassVar[int] = 8
+
+
+@dataclass(frozen=True, kw_only=True)
+class Int4Compress(Quantized):
+    """As `Int8Compress` with 4-bit integers, two in a byte: about a seventh of the bytes, and a coarser rounding.
+
+    The arguments are the same; blocks are smaller.
+    """
+
+    hook_name: ClassVar[str] = "int4_compress"
+    aliases: ClassVar[tuple[str, ...]] = ("int4",)
+    bits: ClassVar[int] = 4
+
+    block_size: int = 128

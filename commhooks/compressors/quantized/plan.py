@@ -1,0 +1,64 @@
+"""Which gradients are quantised, the bytes that they take, and the reasons for the others."""
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+
+from commhooks.compressors.plan import ParameterInfo, UnitPlan
+from commhooks.compressors.quantized.blocks import BlockCode
+from commhooks.gradients.precision import compute_dtype
+
+
+@dataclass(frozen=True)
+class BlockPlan(UnitPlan):
+    """A gradient as blocks of `block_size` elements, or uncompressed with a reason. `numel_compressed` counts bytes:
+    codes and scales, with the padding of the last block. A flag of one byte says whether there is a gradient."""
+
+    blocks: int = 0
+    bits: int = 0
+    block_size: int = 0
+
+    columns: ClassVar[tuple[str, ...]] = ("bits", "blocks")
+
+    @property
+    def cells(self) -> tuple[str, ...]:
+        return (str(self.bits), f"{self.blocks} of {self.block_size}") if self.compressed else ("", "")
+
+    @property
+    def details(self) -> dict[str, Any]:
+        compressed = self.compressed
+        return {
+            "bits": self.bits if compressed else None,
+            "blocks": self.blocks if compressed else None,
+            "block_size": self.block_size if compressed else None,
+        }
+
+
+def left_alone(info: ParameterInfo, reason: str) -> BlockPlan:
+    """The plan of a parameter that is not quantised."""
+    made = BlockPlan.left_alone(info, reason)
+    assert isinstance(made, BlockPlan)
+    return made
+
+
+def plan_parameter(info: ParameterInfo, code: BlockCode, wire_dtype: torch.dtype) -> BlockPlan:
+    """Decide for one dense, real parameter: matrices are quantised where that takes fewer bytes than `wire_dtype`."""
+    parameter = info.parameter
+    if parameter.dim() < 2:
+        return left_alone(info, "scalar" if parameter.dim() == 0 else "vector")
+    blocks = code.blocks_of(parameter.numel())
+    sent = blocks * (code.block_bytes + compute_dtype(parameter.dtype).itemsize)
+    if sent >= parameter.numel() * wire_dtype.itemsize:
+        return left_alone(info, f"too small for a block of {code.block_size}")
+    return dataclasses.replace(
+        left_alone(info, ""),
+        compressed=True,
+        numel_compressed=sent,
+        itemsize_sent=1,
+        flags=1,
+        blocks=blocks,
+        bits=code.bits,
+        block_size=code.block_size,
+    )

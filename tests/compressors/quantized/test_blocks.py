@@ -1,0 +1,89 @@
+"""Blocks of numbers as codes with a scale: what is lost, and numbers that are hard to scale."""
+
+import pytest
+import torch
+from models import same_bits
+
+from commhooks.compressors.quantized.blocks import BlockCode
+
+SIZE = 32
+CODES = [BlockCode(8, SIZE), BlockCode(4, SIZE)]
+LARGEST = torch.finfo(torch.float32).max
+
+
+def _through(code: BlockCode, blocks: torch.Tensor, largest: float = LARGEST) -> tuple[torch.Tensor, torch.Tensor]:
+    """What arrives, and what is lost."""
+    codes = torch.full((len(blocks), code.block_bytes), 85, dtype=torch.uint8)
+    scales, lost = torch.empty(len(blocks), dtype=blocks.dtype), blocks.clone()
+    code.quantise(lost, codes, scales, largest)
+    arrived = code.dequantise(codes, scales, torch.empty_like(blocks))
+    total = torch.ones_like(blocks)
+    code.add_dequantised(codes, scales, total)
+    assert same_bits(total, arrived + 1)
+    return arrived, lost
+
+
+@pytest.mark.parametrize("code", CODES)
+def test_whole_numbers_arrive_exactly_and_ties_go_to_even(code: BlockCode) -> None:
+    whole = torch.arange(-code.levels, code.levels + 1).float()
+    blocks = torch.zeros(-(-len(whole) // (SIZE - 1)), SIZE)
+    blocks[:, 0] = code.levels  # a scale of 1
+    blocks[:, 1:].flatten()
+    inside = torch.zeros(len(blocks) * (SIZE - 1))
+    inside[: len(whole)] = whole
+    blocks[:, 1:] = inside.view(len(blocks), -1)
+    arrived, lost = _through(code, blocks)
+    assert torch.equal(arrived, blocks) and not lost.any()
+    ties = torch.zeros(1, SIZE)
+    ties[0, :7] = torch.tensor([code.levels, 0.5, 1.5, 2.5, -0.5, -1.5, -2.5])
+    arrived, lost = _through(code, ties)
+    assert arrived[0, :7].tolist() == [code.levels, 0, 2, 2, 0, -2, -2]
+    assert torch.equal(arrived + lost, ties)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("code", CODES)
+def test_an_element_loses_half_a_scale_at_most(code: BlockCode, dtype: torch.dtype) -> None:
+    """In more blocks than the host works on at once, of very different sizes."""
+    generator = torch.Generator().manual_seed(0)
+    blocks = torch.randn(2**20 // SIZE + 3, SIZE, generator=generator, dtype=dtype)
+    blocks *= torch.logspace(-30, 30, len(blocks), dtype=dtype).unsqueeze(1)
+    arrived, lost = _through(code, blocks)
+    eps = torch.finfo(dtype).eps
+    half = blocks.abs().amax(1, keepdim=True) / code.levels / 2
+    assert bool((lost.abs() <= half * (1 + 2 * code.levels * eps)).all())
+    assert bool(((arrived + lost - blocks).abs() <= 4 * code.levels * eps * half).all())
+
+
+@pytest.mark.parametrize("code", CODES)
+def test_blocks_without_a_usable_scale_stay(code: BlockCode) -> None:
+    blocks = torch.zeros(4, SIZE)
+    blocks[1] = 1e-45
+    blocks[2] = -1e-40
+    blocks[3, 5] = torch.finfo(torch.float32).tiny
+    arrived, lost = _through(code, blocks)
+    assert not arrived.any() and same_bits(lost, blocks)
+
+
+@pytest.mark.parametrize("code", CODES)
+def test_the_largest_numbers_are_finite_on_arrival(code: BlockCode) -> None:
+    blocks = torch.zeros(3, SIZE)
+    blocks[0, 0], blocks[1, :2] = LARGEST, torch.tensor([-LARGEST, LARGEST])
+    blocks[2, 3] = 1e30
+    arrived, lost = _through(code, blocks)
+    assert bool(arrived.isfinite().all() & lost.isfinite().all())
+    torch.testing.assert_close(arrived, blocks, rtol=1e-5, atol=0)
+    arrived, lost = _through(code, torch.full((1, SIZE), 3e5), largest=torch.finfo(torch.float16).max)
+    assert bool(arrived.half().isfinite().all()), "it fits into the bucket's dtype"
+    assert torch.equal(arrived + lost, torch.full((1, SIZE), 3e5))
+    assert float(lost.min()) > 2e5
+
+
+@pytest.mark.parametrize("value", [float("inf"), -float("inf"), float("nan")])
+@pytest.mark.parametrize("code", CODES)
+def test_what_is_not_finite_makes_its_block_nan_and_no_other(code: BlockCode, value: float) -> None:
+    blocks = torch.ones(3, SIZE)
+    blocks[1, 7] = value
+    arrived, _ = _through(code, blocks)
+    assert bool(arrived[1].isnan().all())
+    torch.testing.assert_close(arrived[[0, 2]], blocks[[0, 2]])

@@ -1,0 +1,107 @@
+"""Averages and residuals of the quantised hooks are those of the oracle: plain loops over ranks and blocks."""
+
+from typing import Any
+
+import pytest
+import torch
+from models import masks, same_bits
+from quantized_oracle import OracleRanks
+
+from commhooks import HookConfig, Int4Compress, Int8Compress
+from commhooks.compressors.registry import compressor_of
+from commhooks.engine.simulation import SimulatedRanks
+
+BLOCK = 16
+STEPS = 4
+# Parts of a block, one block, a little more, and more than a block for each of many ranks.
+SHAPES = {
+    "part": (1, BLOCK - 1),
+    "whole": (BLOCK, 1),
+    "more": (1, BLOCK + 1),
+    "vector": (9,),
+    "many": (11, 13),
+    "number": (),
+    "one": (1, 1),
+    "quiet": (5, 8),
+}
+CONFIGS: dict[str, HookConfig] = {
+    "int8": Int8Compress(block_size=BLOCK),
+    "int4": Int4Compress(block_size=BLOCK),
+}
+LEVELS = {"int8": 127, "int4": 7}
+COMPRESSED = ("part", "whole", "more", "many", "quiet")
+QUIET_AT = 2
+"""At this step no rank has a gradient for one parameter."""
+
+
+def _parameters(dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    return {name: torch.zeros(shape, dtype=dtype) for name, shape in SHAPES.items()}
+
+
+def _gradients(rank: int, step: int, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    noise = torch.Generator().manual_seed(100 * step + rank)
+    found = {name: torch.randn(shape, generator=noise, dtype=torch.float64) for name, shape in SHAPES.items()}
+    if step == QUIET_AT:
+        found["quiet"] = torch.zeros_like(found["quiet"])
+    return {name: gradient.to(dtype) for name, gradient in found.items()}
+
+
+def _simulated(hook: str, world_size: int, dtype: torch.dtype) -> SimulatedRanks:
+    config = CONFIGS[hook]
+    return SimulatedRanks(lambda: compressor_of(config)(config), world_size, _parameters(dtype))
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-13), (torch.float32, 3e-6)])
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4, 9])
+@pytest.mark.parametrize("hook", CONFIGS)
+def test_averages_and_residuals_are_those_of_the_oracle(
+    hook: str, world_size: int, dtype: torch.dtype, tolerance: float, masked: bool
+) -> None:
+    with masks(masked), torch.no_grad():
+        ranks = _simulated(hook, world_size, dtype)
+        assert [plan.name for plan in ranks.plans if plan.compressed] == sorted(COMPRESSED, key=list(SHAPES).index)
+        sizes = {name: torch.Size(SHAPES[name]).numel() for name in COMPRESSED}
+        oracle = OracleRanks(world_size, LEVELS[hook], BLOCK, sizes)
+        for step in range(STEPS):
+            gradients = [_gradients(rank, step, dtype) for rank in range(world_size)]
+            buckets = [torch.cat([each.flatten() for each in own.values()]) for own in gradients]
+            assert ranks.step(buckets)
+            assert all(same_bits(bucket, buckets[0]) for bucket in buckets)
+            plain = [{name: each.flatten().tolist() for name, each in own.items()} for own in gradients]
+            average = oracle.step(plain)
+            expected = torch.tensor(sum(average.values(), []), dtype=torch.float64)
+            torch.testing.assert_close(buckets[0].double(), expected, rtol=0, atol=10 * tolerance)
+            for state, residual in zip(ranks.states, oracle.residuals, strict=True):
+                _compare(state["residual"], residual, world_size * tolerance)
+
+
+def _compare(found: dict[str, torch.Tensor], expected: dict[str, list[float]], tolerance: float) -> None:
+    assert found.keys() == expected.keys()
+    for name, residual in found.items():
+        should_be = torch.tensor(expected[name], dtype=torch.float64)
+        torch.testing.assert_close(residual.double(), should_be, rtol=0, atol=10 * tolerance)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@pytest.mark.parametrize("hook", CONFIGS)
+def test_nothing_is_lost(hook: str, world_size: int) -> None:
+    """The sum of all averages plus the mean residual is the sum of all mean gradients."""
+    ranks, totals = _simulated(hook, world_size, torch.float64), [0.0, 0.0]
+    with torch.no_grad():
+        for step in range(12):
+            own = [
+                torch.cat([each.flatten() for each in _gradients(rank, step, torch.float64).values()])
+                for rank in range(world_size)
+            ]
+            totals[1] += torch.stack(own).mean(0)
+            ranks.step(own)
+            totals[0] += own[0]
+    left: Any = sum(_flat(state["residual"]) for state in ranks.states) / world_size
+    torch.testing.assert_close(totals[0] + left, totals[1], rtol=0, atol=1e-12)
+    assert float(left.abs().max()) > 1e-3
+
+
+def _flat(residuals: dict[str, torch.Tensor]) -> torch.Tensor:
+    zeros = _parameters(torch.float64)
+    return torch.cat([residuals.get(name, zero.flatten()) for name, zero in zeros.items()])

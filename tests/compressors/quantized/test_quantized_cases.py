@@ -1,0 +1,165 @@
+"""The quantised hooks with parameters of every kind, unused ones, and numbers that are not finite, in one bucket."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from ddp_steps import replicas_equal, residuals
+from models import all_finite, masks
+from torch import nn
+
+import commhooks
+from commhooks.compressors.quantized.compressor import Int4Compressor, Int8Compressor
+from commhooks.engine.simulation import SimulatedRanks
+
+HOOKS = ["int8", "int4"]
+
+
+class Mixed(nn.Module):
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.rows = nn.Embedding(50, 32, sparse=True, dtype=dtype)
+        self.wide = nn.Linear(32, 40, dtype=dtype)
+        self.head = nn.Linear(40, 24, dtype=dtype)
+        self.unused = nn.Linear(24, 24, dtype=dtype)
+        self.phase = nn.Parameter(torch.randn(24, 24, dtype=dtype.to_complex()))
+        self.scale = nn.Parameter(torch.ones((), dtype=dtype))
+        self.small = nn.Parameter(torch.ones(2, 2, dtype=dtype))
+
+    def forward(self, tokens: torch.Tensor, use_all: bool) -> torch.Tensor:
+        hidden = self.head(self.wide(self.rows(tokens)).tanh()) * self.scale
+        if use_all:
+            hidden = self.unused(hidden)
+        turned = hidden.to(self.phase.dtype) @ self.phase
+        return turned.real.square().mean() + turned.imag.square().mean() + self.small.sum() * 0.1
+
+
+def _step(model: nn.Module, step: int, use_all: bool) -> None:
+    model.zero_grad(set_to_none=True)
+    generator = torch.Generator().manual_seed(10 * step + dist.get_rank())
+    model(torch.randint(0, 50, (16,), generator=generator), use_all).backward()
+
+
+def _mixed(hook: str, wrapper: str | None, dtype: torch.dtype) -> dict[str, Any]:
+    options = {"exclude": ["head.weight"], "block_size": 64}
+    ddp = nn.parallel.DistributedDataParallel(Mixed(dtype), find_unused_parameters=True)
+    plain = nn.parallel.DistributedDataParallel(Mixed(dtype), find_unused_parameters=True)
+    attached = commhooks.attach(ddp, hook, hook_options=options, wrapper=wrapper)
+    errors: dict[str, float] = {}
+    kept = []
+    for step in range(4):
+        use_all = step < 2
+        for model in (ddp, plain):
+            _step(model, step, use_all)
+        for (name, one), (_, other) in zip(ddp.module.named_parameters(), plain.module.named_parameters(), strict=True):
+            if one.grad is not None and other.grad is not None:
+                ours, theirs = one.grad.to_dense(), other.grad.to_dense()
+                errors[name] = max(errors.get(name, 0.0), float((ours - theirs).abs().max() / theirs.abs().max()))
+        if step > 0:
+            kept.append(residuals(attached)["unused.weight"].clone())
+    return {
+        "errors": errors,
+        "reasons": {plan.name: plan.reason for plan in attached.plan().parameters},
+        "equal": replicas_equal(ddp),
+        "kept": torch.equal(kept[0], kept[-1]) and bool(kept[0].any()),
+    }
+
+
+@pytest.mark.parametrize(("wrapper", "exact"), [(None, 1e-6), ("bf16", 2e-2)])
+@pytest.mark.parametrize("hook", HOOKS)
+def test_parameters_of_every_kind(run_ranks: Any, hook: str, wrapper: str | None, exact: float) -> None:
+    quantised = 0.02 if hook == "int8" else 0.3
+    for rank in run_ranks(_mixed, hook, wrapper, torch.float32, world_size=3):
+        reasons = rank["reasons"]
+        assert {name for name, reason in reasons.items() if not reason} == {"wide.weight", "unused.weight"}
+        assert reasons["small"] == "too small for a block of 64" and reasons["phase"] == "complex numbers"
+        assert reasons["wide.bias"] == "vector" and reasons["scale"] == "scalar"
+        for name, error in rank["errors"].items():
+            assert error < (exact if reasons[name] else quantised), name
+        assert rank["errors"]["wide.weight"] > 1e-4 and rank["equal"]
+        assert rank["kept"], "a parameter that no rank used keeps its residual"
+
+
+def _all_dtypes(hook: str) -> list[bool]:
+    """In float64, and with a model in 16 bits; what is learned is float32 then."""
+    found = []
+    for dtype, kept in ((torch.float64, torch.float64), (torch.bfloat16, torch.float32)):
+        model = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 8)).to(dtype)
+        ddp = nn.parallel.DistributedDataParallel(model)
+        attached = commhooks.attach(ddp, hook)
+        for step in range(3):
+            generator = torch.Generator().manual_seed(10 * step + dist.get_rank())
+            ddp.zero_grad()
+            ddp(torch.randn(8, 32, generator=generator).to(dtype)).square().mean().backward()
+        found.append(replicas_equal(ddp) and residuals(attached)["0.weight"].dtype == kept)
+    return found
+
+
+@pytest.mark.parametrize("hook", HOOKS)
+def test_gradients_in_64_and_in_16_bits(run_ranks: Any, hook: str) -> None:
+    assert run_ranks(_all_dtypes, hook) == [[True, True]] * 2
+
+
+@pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan])
+@pytest.mark.parametrize("compressor", [Int8Compressor, Int4Compressor])
+def test_one_number_that_is_not_finite_anywhere_stops_the_step(compressor: Any, value: float) -> None:
+    """On any rank, in any block, in one's own share and in another's, and in what is not quantised."""
+    world_size, shapes = 3, {"a": (10, 7), "bias": (5,), "b": (6, 16)}
+    config = compressor.Config(block_size=16)
+    ranks = SimulatedRanks(lambda: compressor(config), world_size, {n: torch.zeros(s) for n, s in shapes.items()})
+    numel = ranks.layout.numel
+    with torch.no_grad():
+        assert ranks.step([torch.randn(numel) for _ in range(world_size)])
+        before = [{n: r.clone() for n, r in state["residual"].items()} for state in ranks.states]
+        for place in range(0, numel, 3):
+            for rank in range(world_size):
+                buckets = [torch.ones(numel) for _ in range(world_size)]
+                buckets[rank][place] = value
+                assert not ranks.step(buckets), (place, rank)
+                assert not any(all_finite([bucket]) for bucket in buckets)
+        for state, old in zip(ranks.states, before, strict=True):
+            assert all(torch.equal(state["residual"][name], each) for name, each in old.items())
+        assert ranks.step([torch.ones(numel) for _ in range(world_size)]), "nothing is left in the buffers"
+
+
+def _masked(hook: str, scale: float) -> list[bool]:
+    """A good step, one that is not finite, and another one at a larger loss scale, without a look at the device."""
+    factors = iter([1.0, 1.0, scale])
+    current = [1.0]
+    with masks():
+        ddp = nn.parallel.DistributedDataParallel(nn.Linear(32, 32))
+        attached = commhooks.attach(ddp, hook, loss_scale=lambda: torch.tensor(current[0]))
+        kept = []
+        for value in (1.0, math.inf, 1.0):
+            current[0] = next(factors)
+            ddp.zero_grad()
+            generator = torch.Generator().manual_seed(dist.get_rank())
+            (ddp(torch.randn(4, 32, generator=generator)).square().mean() * value * current[0]).backward()
+            kept.append(residuals(attached)["weight"].clone())
+    after = attached.stats()
+    return [torch.equal(kept[0], kept[1]), after["step"] == 2, after["nonfinite_steps"] == 1, bool(kept[0].any())]
+
+
+@pytest.mark.parametrize("hook", HOOKS)
+def test_masks_keep_the_residual_of_a_step_that_is_not_finite(run_ranks: Any, hook: str) -> None:
+    for rank in run_ranks(_masked, hook, 8.0):
+        assert rank == [True] * 4
+
+
+@pytest.mark.parametrize("error_feedback", [True, False])
+def test_the_plan_knows_the_memory(error_feedback: bool) -> None:
+    config = commhooks.Int8Compress(block_size=32, use_error_feedback=error_feedback)
+    shapes = {"a": (10, 7), "bias": (5,), "b": (6, 16)}
+    ranks = SimulatedRanks(lambda: Int8Compressor(config), 1, {n: torch.zeros(s) for n, s in shapes.items()})
+    with torch.no_grad():
+        assert ranks.step([torch.ones(ranks.layout.numel)])
+    planned = Int8Compressor(config).memory_plan(ranks.plans, [ranks.plans])
+    (work,), (state,) = ranks._works, ranks.states
+    assert planned.residual == sum(each.nbytes for each in state["residual"].values())
+    buffers = [work.delta, work.residual_blocks] if error_feedback else [work.delta]
+    assert planned.residual + planned.copies == sum(each[:-1].nbytes for each in buffers)  # but for the empty block
+    assert planned.packed <= work.codes.nbytes + work.scales.nbytes + 3 * work.route(1).sent.nbytes + 4 * 5 * 4
+    assert planned.packed >= 4 * (work.codes[:-1].nbytes + work.scales[:-1].nbytes)

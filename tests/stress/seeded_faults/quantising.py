@@ -1,0 +1,65 @@
+"""Seeded faults. The quantised exchange: scales, shares, both roundings, what is not committed."""
+
+from seeded_faults.mutant import Mutant
+
+_QUANTIZED = "commhooks/compressors/quantized"
+_ORACLE = "compressors/quantized/test_quantized_against_oracle.py::test_averages_and_residuals_are_those_of_the_oracle"
+
+MUTANTS = [
+    Mutant(
+        "quantised: what the rounding of the mean loses is not times the number of ranks",
+        f"{_QUANTIZED}/exchange.py",
+        "lost[:count].mul_(step.world_size)",
+        "lost[:count]",
+        _ORACLE,
+    ),
+    Mutant(
+        "quantised: a parameter without a gradient loses its residual",
+        f"{_QUANTIZED}/exchange.py",
+        "        used = None if every else has_gradient",
+        "        used = None if True else has_gradient",
+        _ORACLE,
+    ),
+    Mutant(
+        "quantised: on an accelerator a step that is not finite is committed",
+        f"{_QUANTIZED}/exchange.py",
+        "        torch.where(keep, left, before, out=before)\n",
+        "        before.copy_(left)\n",
+        "compressors/quantized/test_quantized_cases.py::test_masks_keep_the_residual_of_a_step_that_is_not_finite",
+    ),
+    Mutant(
+        "quantised: the padding keeps what was there",
+        f"{_QUANTIZED}/exchange.py",
+        "            delta[begin:end].zero_()\n",
+        "            pass\n",
+        "compressors/quantized/test_quantized_cases.py::test_one_number_that_is_not_finite_anywhere_stops_the_step",
+    ),
+    Mutant(
+        "quantised: inf has a scale",
+        f"{_QUANTIZED}/blocks.py",
+        "        top.add_(top * 0)  # inf becomes NaN\n",
+        "",
+        "compressors/quantized/test_blocks.py::test_what_is_not_finite_makes_its_block_nan_and_no_other",
+    ),
+    Mutant(
+        "quantised: denormal scales are used",
+        f"{_QUANTIZED}/blocks.py",
+        "torch.where(top < info.tiny, 0, top)",
+        "top",
+        "compressors/quantized/test_blocks.py::test_blocks_without_a_usable_scale_stay",
+    ),
+    Mutant(
+        "quantised: the owner of a block depends on the bucket",
+        f"{_QUANTIZED}/shares.py",
+        "        owner = torch.cat([owners(name, blocks, world_size) for name, blocks in parameters])\n",
+        '        owner = owners("", sum(blocks for _, blocks in parameters), world_size)\n',
+        "compressors/quantized/test_shares.py::test_another_layout_changes_no_bit",
+    ),
+    Mutant(
+        "an all-gather counts as an all-reduce of all ranks' parts",
+        "commhooks/comm/collective.py",
+        "        return -(-whole // 2)\n",
+        "        return whole\n",
+        "compressors/test_every_compressor.py::test_replicas_are_equal_and_send_what_is_planned_in_one_order",
+    ),
+]

@@ -62,7 +62,7 @@ def _run(case: str) -> dict[str, Any]:
     """Gradients, state, and the switches as user code sees them before, within a product of the hook, and after."""
     torch.set_num_threads(1)
     ddp = wrap(SHAPES, EVERY_PARAMETER)
-    options = {"matrix_approximation_rank": 4, "start_powerSGD_iter": 0}
+    options = {"matrix_approximation_rank": 4, "start_powerSGD_iter": 0, "fused": False}  # products of torch
     hook = commhooks.attach(ddp, "powerSGD", hook_options=options)
     inside: set[tuple[Any, ...]] = set()
     project_p = codec.project_p
@@ -118,7 +118,7 @@ def test_the_users_switches_change_no_bit_and_come_back(run_ranks):
 def _raise_inside() -> list[tuple[Any, ...]]:
     """The switches before and after a pass that ends in an error inside the hook."""
     ddp = wrap(SHAPES)
-    commhooks.attach(ddp, "powerSGD", hook_options={"start_powerSGD_iter": 0})
+    commhooks.attach(ddp, "powerSGD", hook_options={"start_powerSGD_iter": 0, "fused": False})
     with (
         _restored(),
         mock.patch("commhooks.compressors.powersgd.codec.project_p", side_effect=ValueError("inside the hook")),

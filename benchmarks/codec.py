@@ -1,10 +1,10 @@
 """The hook's own time per step: backward with the hook minus backward with `noop`, one rank, one bucket.
 
-    python benchmarks/codec.py [--models blocks resnet50] [--ranks 1 2 4 8 16] [--rounds 15]
+    python benchmarks/codec.py [--models blocks resnet50] [--ranks 1 2 4 8 16] [--threads 1 2] [--rounds 15]
 
 One rank and one bucket, because torch's own hook does not run on gloo with more: nothing travels, all of it is
-arithmetic and traffic in memory. In every round each hook makes one backward pass on the same batch, in one process on
-one thread; the difference to the `noop` of the same round is what counts.
+arithmetic and traffic in memory. In every round each hook makes one backward pass on the same batch, in one process,
+with each number of threads; the difference to the `noop` of the same round and threads is what counts.
 
   noop                    nothing: the baseline
   commhooks               ours, with fused=False
@@ -13,11 +13,12 @@ one thread; the difference to the `noop` of the same round is what counts.
   epfml                   the authors' code (github.com/epfml/powersgd, where it can be imported): no DDP hook, so its
                           aggregate() runs after the backward pass of a bare model. The residual stays in .grad, and
                           backward adds to it; the baseline is therefore a backward pass of a bare model without .grad
-  copy                    of the gradients, as one flat tensor, to another one
+  copy, add               of the gradients, as one flat tensor, to another one: copy_(a), add_(a)
 
 The *traffic limit* is the time of six passes over the gradients: add into the residual (read, read, write), Q and
 residual (read, write), gradient (write). A pass is a third of a.add_(b) over as many numbers, in the same rounds: of
-what is measured here that goes through memory the fastest. (A copy is two passes, and its writes read first.)
+what is measured here that goes through memory the fastest. (A copy is two passes, and its writes read first.) With
+several threads the limit is that of these threads; "of one" is the time by that with the first number of threads.
 """
 
 import time
@@ -28,6 +29,8 @@ from common import Row, number, one_rank, parse, parser, report, spread, steady,
 from hooks import ONE_BUCKET_MB, wrap
 from machine import machine
 from models import TASKS, forward_loss, make, numel
+
+from commhooks import CommHook
 
 WARM_UP, START, BATCHES = 4, 2, 4
 OURS = {"commhooks": "powersgd", "fused": "fused", "alternate": "alternate", "fused alternate": "fused-alternate"}
@@ -62,8 +65,35 @@ class Epfml:
             parameter.grad = residual
 
 
-def measure(name: str, rank: int, rounds: int, use_epfml: bool) -> list[Row]:
-    """Milliseconds of each candidate at this rank of the factors."""
+def measure(name: str, rank: int, rounds: int, threads: list[int]) -> list[Row]:
+    """Milliseconds of each candidate at this rank of the factors, with each number of threads."""
+    flat = torch.randn(numel(make(name)[0]))
+    candidates, ours = _candidates(name, rank, flat)
+    turns = {
+        f"{candidate} {count}": lambda run=run, count=count: _with_threads(count, run)
+        for count in threads
+        for candidate, run in candidates.items()
+    }
+    samples = take_turns(turns, rounds, WARM_UP)
+    for candidate, hook in ours.items():
+        done = hook.stats()
+        passes = (WARM_UP + rounds) * len(threads)
+        if done["compressed_steps"] != passes - START or done["bytes_sent_last_pass"] >= 4 * flat.numel():
+            raise SystemExit(f"{candidate} did not compress: {done}")
+    rows = []
+    for count in threads:
+        own = {candidate: samples[f"{candidate} {count}"] for candidate in candidates}
+        common = {"section": f"{name} {rank} {count}", "model": name, "rank": rank, "threads": count}
+        rows += _rows({**common, "gradient_mb": 4 * flat.numel() / 1e6}, own)
+    one = {row["hook"]: row["median_ms"] for row in rows if row["threads"] == threads[0]}
+    for row in rows:
+        if row["threads"] != threads[0] and row["median_ms"] is not None:
+            row["times_one"] = row["median_ms"] / one[row["hook"]]
+    return rows
+
+
+def _candidates(name: str, rank: int, flat: torch.Tensor) -> tuple[dict[str, Callable[[], float]], dict[str, CommHook]]:
+    """What takes turns, and our hooks among it."""
     _, task = make(name)
     batches = [task.batch(BATCH_SIZE.get(name, 16)) for _ in range(BATCHES)]
     turn = dict.fromkeys(("noop", *OURS, "torch", "torch same", "bare", "epfml"), 0)
@@ -82,35 +112,33 @@ def measure(name: str, rank: int, rounds: int, use_epfml: bool) -> list[Row]:
 
     labels = {"noop": "noop"} | {name: f"{label}-{rank}" for name, label in OURS.items()}
     labels |= {"torch": f"torch-{rank}", "torch same": f"torch-same-{rank}"}
-    ours = {}
+    ours: dict[str, CommHook] = {}
     candidates: dict[str, Callable[[], float]] = {}
     for candidate, label in labels.items():
         model, own = wrap(make(name)[0], label, start=START, bucket_cap_mb=ONE_BUCKET_MB)
         if own is not None and candidate in OURS:
             ours[candidate] = own
         candidates[candidate] = lambda candidate=candidate, model=model: backward(candidate, model, None)
-    if use_epfml:
+    if not EPFML_MISSING:
         bare, aggregated = make(name)[0], make(name)[0]
         after = Epfml(aggregated, rank).after_backward
         candidates["bare"] = lambda: backward("bare", bare, None)
         candidates["epfml"] = lambda: backward("epfml", aggregated, after)
-    flat, other = torch.randn(numel(make(name)[0])), torch.zeros(numel(make(name)[0]))
+    other = torch.zeros_like(flat)
     candidates["copy"] = lambda: _milliseconds(lambda: other.copy_(flat))
     candidates["add"] = lambda: _milliseconds(lambda: other.add_(flat))
-    samples = take_turns(candidates, rounds, WARM_UP)
-    for candidate, hook in ours.items():
-        done = hook.stats()
-        if done["compressed_steps"] != WARM_UP + rounds - START or done["bytes_sent_last_pass"] >= 4 * flat.numel():
-            raise SystemExit(f"{candidate} did not compress: {done}")
+    return candidates, ours
 
+
+def _rows(common: Row, samples: dict[str, list[float]]) -> list[Row]:
+    """The rows for one number of threads."""
     limit = 6 * summary(samples["add"], "ms")["median_ms"] / 3
-    common = {"section": f"{name} {rank}", "model": name, "rank": rank, "gradient_mb": 4 * flat.numel() / 1e6}
     rows: list[Row] = []
-    for hook in (*OURS, "torch", "torch same", "epfml", "copy"):
+    for hook in (*OURS, "torch", "torch same", "epfml", "copy", "add"):
         row: Row = {**common, "hook": hook, "limit_ms": limit, "median_ms": None}
         if hook in samples:
-            baseline = {"epfml": "bare", "copy": None}.get(hook, "noop")
-            less = samples[baseline] if baseline else [0.0] * rounds
+            baseline = {"epfml": "bare", "copy": None, "add": None}.get(hook, "noop")
+            less = samples[baseline] if baseline else [0.0] * len(samples[hook])
             over = [with_hook - without for with_hook, without in zip(samples[hook], less, strict=True)]
             row |= summary(over, "ms")
             row["times_limit"] = row["median_ms"] / limit
@@ -125,6 +153,11 @@ def measure(name: str, rank: int, rounds: int, use_epfml: bool) -> list[Row]:
     return rows
 
 
+def _with_threads(threads: int, run: Callable[[], float]) -> float:
+    torch.set_num_threads(threads)
+    return run()
+
+
 def _milliseconds(function: Callable[[], object]) -> float:
     started = time.perf_counter()
     function()
@@ -135,24 +168,28 @@ def main() -> None:
     arguments = parser(__doc__)
     arguments.add_argument("--models", nargs="+", choices=list(TASKS), default=["blocks", "resnet50"])
     arguments.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4, 8, 16], help="of the factors")
+    arguments.add_argument("--threads", type=int, nargs="+", default=[1], help="of torch and of the native kernel")
     arguments.add_argument("--rounds", type=int, default=15)
     args = parse(arguments, models=["tiny"], ranks=[1, 4], rounds=3)
     at = machine()
     rows: list[Row] = []
-    with steady(), one_rank():
+    with steady(threads=max(args.threads)), one_rank():
         for name in args.models:
             for rank in args.ranks:
-                rows += measure(name, rank, args.rounds, not EPFML_MISSING)
+                rows += measure(name, rank, args.rounds, args.threads)
     columns = {
         "model": number("model"),
         "MB": number("gradient_mb", "{:.1f}"),
         "rank": number("rank"),
+        "threads": number("threads"),
         "hook": number("hook"),
         "ms: median (quartiles)": spread("ms"),
-        "x torch": number("times_torch", "{:.2f}"),
         "x limit": number("times_limit", "{:.2f}"),
+        "x torch": number("times_torch", "{:.2f}"),
         "limit, ms": number("limit_ms", "{:.1f}"),
     }
+    if len(args.threads) > 1:
+        columns["of one"] = number("times_one", "{:.2f}")
     title = "codec: time of the hook per step, on top of noop"
     report("codec", title, args, at, rows, columns, [EPFML_HOW.format(EPFML_MISSING)] if EPFML_MISSING else [])
 

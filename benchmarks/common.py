@@ -50,21 +50,22 @@ def parse(made: argparse.ArgumentParser, **quick: Any) -> argparse.Namespace:
 
 
 @contextlib.contextmanager
-def steady(rank: int = 0, *, pinned: bool = True) -> Iterator[None]:
-    """One torch thread, `pinned` to a core of its own if the system has enough cores and supports pinning. On CUDA do
-    not pin: the threads of autograd, NCCL and the driver would share that core."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
+def steady(rank: int = 0, *, threads: int = 1, pinned: bool = True) -> Iterator[None]:
+    """That many torch threads, `pinned` to as many cores of their own if the system has enough and supports pinning. On
+    CUDA do not pin: the threads of autograd, NCCL and the driver would share those cores."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
     cores = sorted(os.sched_getaffinity(0)) if pinned and hasattr(os, "sched_setaffinity") else []
-    if rank < len(cores):
-        os.sched_setaffinity(0, {cores[rank]})
+    own = cores[rank * threads : (rank + 1) * threads]
+    if len(own) == threads:
+        os.sched_setaffinity(0, own)
     _keep_to_warnings()
     try:
         yield
     finally:
-        if rank < len(cores):
+        if len(own) == threads:
             os.sched_setaffinity(0, cores)
-        torch.set_num_threads(threads)
+        torch.set_num_threads(before)
 
 
 @contextlib.contextmanager

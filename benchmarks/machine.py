@@ -22,6 +22,7 @@ def machine() -> dict[str, Any]:
     on_cuda = torch.cuda.is_available()
     found: dict[str, Any] = {
         "cpu": cpu,
+        "caches": _caches(),
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
         "gpu": torch.cuda.get_device_name() if on_cuda else None,
         "cuda": torch.version.cuda if on_cuda else None,
@@ -34,6 +35,17 @@ def machine() -> dict[str, Any]:
     with contextlib.suppress(OSError, AttributeError):
         found["load_before"] = os.getloadavg()[0]
     return found
+
+
+def _caches() -> str | None:
+    """What one core of Linux has, such as "L1d 48K, L2 1024K, L3 32768K" (others may share it)."""
+    found = []
+    for folder in sorted(Path("/sys/devices/system/cpu/cpu0/cache").glob("index*")):
+        with contextlib.suppress(OSError):
+            level, kind, size = ((folder / name).read_text().strip() for name in ("level", "type", "size"))
+            if kind != "Instruction":
+                found.append(f"L{level}{'d' if kind == 'Data' else ''} {size}")
+    return ", ".join(found) or None
 
 
 def driver() -> str:

@@ -106,7 +106,8 @@ def test_wheel_holds_the_packages_and_nothing_else(wheel):
         path.relative_to(REPOSITORY).as_posix() for package in PACKAGES for path in (REPOSITORY / package).rglob("*.py")
     }
     assert {name for name in names if name.endswith(".py")} == in_repository
-    assert "commhooks/compressors/powersgd/fused_codec.c" in names  # compiled where it is used
+    native = REPOSITORY / "commhooks/compressors/powersgd/native"  # compiled where it is used
+    assert {path.relative_to(REPOSITORY).as_posix() for path in native.iterdir()} <= set(names)
 
 
 def test_wheel_metadata(wheel, imported):

@@ -86,7 +86,6 @@ SPECIAL: dict[str, tuple[str, Situation, dict[str, Any]]] = {  # hook, situation
         (("views", {"ddp": {"gradient_as_bucket_view": True}}), (f"no_sync of {hook}", {"micro": 3})),
         (("one bucket", {"several": False}), (f"drop of {hook}", {"resume": "drop"})),
     ]
-    if not ("fused" in hook and first == "float64")
 }
 
 
@@ -202,8 +201,6 @@ def advised() -> dict[str, Any]:
 
 
 def _fits(hook: str, situation: Situation) -> bool:
-    if "fused" in hook and situation.dtype == torch.float64:
-        return False  # refused: among the wrong usages
     return not (hook == "noop" and "check_every" in situation.attach)
 
 

@@ -17,6 +17,8 @@ from commhooks.compressors.powersgd.alternating_exchange import AlternatingExcha
 from commhooks.compressors.powersgd.config import BatchedPowerSGD, PowerSGD
 from commhooks.compressors.powersgd.device_exchange import DeviceExchange
 from commhooks.compressors.powersgd.device_workspace import DeviceWorkspace
+from commhooks.compressors.powersgd.fused_exchange import FusedExchange
+from commhooks.compressors.powersgd.fused_workspace import FusedWorkspace
 from commhooks.compressors.powersgd.host_exchange import HostExchange
 from commhooks.compressors.powersgd.matrix import Matrix
 from commhooks.compressors.powersgd.plan import MatrixPlan, memory_plan, plan_bucket, plan_parameter
@@ -65,7 +67,7 @@ class _LowRank(Compressor[AnyPowerSGD]):
         if self.config.fused:
             fused_codec.check_supported(device, precision.compute_dtype(dtype))
             try:
-                fused_codec.load()
+                fused_codec.load(precision.compute_dtype(dtype))
             except HookConfigError as error:
                 raise HookConfigError(
                     f"fused=True: {error}. Without fused=True, torch would compute instead"
@@ -88,7 +90,9 @@ class _LowRank(Compressor[AnyPowerSGD]):
         error_feedback = self.config.use_error_feedback
         if isinstance(work, DeviceWorkspace):
             return DeviceExchange(flat, work, state, step, error_feedback=error_feedback).run()
-        kind = AlternatingExchange if self.config.alternate else HostExchange
+        kind: type[HostExchange] = AlternatingExchange if self.config.alternate else HostExchange
+        if isinstance(work, FusedWorkspace):
+            kind = FusedExchange
         return kind(flat, work, state, step, error_feedback=error_feedback).run()
 
     def _new_workspace(self, layout: BucketLayout, matrices: list[Matrix]) -> Workspace | DeviceWorkspace:
@@ -98,9 +102,11 @@ class _LowRank(Compressor[AnyPowerSGD]):
             fused=self._computes_natively(layout),
             stack_deltas=self.config.batch_tensors_with_same_shape,
         )
-        if self.config.alternate or precision.is_host_readable(layout.device):
-            return Workspace(layout, matrices, setup)
-        return DeviceWorkspace(layout, matrices, setup)
+        if not precision.is_host_readable(layout.device) and not self.config.alternate:
+            return DeviceWorkspace(layout, matrices, setup)
+        # The tables of the native kernel take matrices of one parameter, whose two factors are sent in every step.
+        in_tables = setup.fused and not self.config.alternate and not self.per_bucket
+        return (FusedWorkspace if in_tables else Workspace)(layout, matrices, setup)
 
     def _computes_natively(self, layout: BucketLayout) -> bool:
         if self.config.fused:

@@ -1,4 +1,4 @@
-"""The codec's passes over a matrix as a small native kernel (`fused_codec.c`), for float32 on the CPU.
+"""The codec's passes over a matrix as a small native kernel (`native/codec.c`), for the CPU.
 
 Used where all ranks have it (see `native_kernel`). `codec` is the reference; the results are equal up to rounding.
 Each pass reads the matrix once, where `codec` reads it several times. The machine's C compiler compiles the kernel at
@@ -14,38 +14,67 @@ import platform
 import shutil
 import subprocess
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 
 from commhooks.compressors.powersgd import codec
+from commhooks.compressors.powersgd.kernel_tables import FactorTable, MatrixTable, address
+from commhooks.compressors.powersgd.kernel_threads import team
 from commhooks.errors import HookConfigError
 
-SOURCE = Path(__file__).with_name("fused_codec.c")
+SOURCE = Path(__file__).parent / "native" / "codec.c"
 FLAGS = ("-O3", "-march=native", "-ffp-contract=fast", "-fno-math-errno", "-std=gnu11", "-shared", "-fPIC")
+_C_TYPES = {torch.float32: "float", torch.float64: "double"}
 COMPILE_LIMIT_S = 60.0
 """It takes about a second; other ranks wait for this one."""
 
 
 class FusedCodec:
-    """The functions of `codec` that read or write whole matrices; see `codec` for shapes."""
+    """One build of the kernel, for one compute dtype: the functions of `codec` that read or write whole matrices, for
+    one matrix (see `codec` for shapes) and for a table of matrices."""
 
-    reconstruct = staticmethod(codec.reconstruct)
-    remainder = staticmethod(codec.remainder)
+    def __init__(self, library: ctypes.CDLL, dtype: torch.dtype) -> None:
+        self.dtype = dtype
+        self._library = library
+        number = ctypes.c_double
+        for name, more in (
+            ("form_p", [number]),
+            ("form_q", [number]),
+            ("split", []),
+            ("unit_rows", [ctypes.c_int, number]),
+        ):
+            function = getattr(library, f"commhooks_{name}")
+            function.argtypes = [ctypes.c_void_p, ctypes.c_uint, ctypes.c_size_t, ctypes.c_void_p, *more]
+            function.restype = ctypes.c_int
 
-    def __init__(self, library: ctypes.CDLL) -> None:
-        size, pointer = ctypes.c_size_t, ctypes.c_void_p
-        self._add_and_project = library.commhooks_add_and_project
-        self._add_and_project.argtypes = [size, size, size, pointer, pointer, ctypes.c_float, pointer, pointer]
-        self._project_q = library.commhooks_project_q
-        self._project_q.argtypes = [size, size, size, pointer, pointer, pointer]
-        self._split = library.commhooks_split
-        self._split.argtypes = [size, size, size, *[pointer] * 6]
-        for function in (self._add_and_project, self._project_q, self._split):
-            function.restype = None
-        self._unit_rows = library.commhooks_unit_rows
-        self._unit_rows.argtypes = [size, size, ctypes.c_int, ctypes.c_double, pointer, pointer]
-        self._unit_rows.restype = ctypes.c_int
+    # ---- tables ----------------------------------------------------------------------------------------------------
+
+    def form_p_of(self, table: MatrixTable, factor: float) -> None:
+        """`add_and_project` for all matrices of `table`, from `q` to `p`. Sets `table.largest`."""
+        self._call("form_p", table, factor)
+
+    def form_q_of(self, table: MatrixTable, factor: float = 0.0) -> None:
+        """Add the residuals (fields that are not 0) to delta, then `project_q`, from `p` to `q`. Sets `largest`."""
+        self._call("form_q", table, factor)
+
+    def split_of(self, table: MatrixTable) -> None:
+        """`split`; without the residual where that field is 0, and without the gradient where `mean_q` is 0."""
+        self._call("split", table)
+
+    def unit_rows_of(self, table: FactorTable, *, orthogonal: bool) -> None:
+        """Scale rows to norm 1 and, if `orthogonal`, orthonormalise them. Non-finite numbers count as zero. Sets
+        `table.missing`: rows that are zero or dependent; the result is of use only where that is 0."""
+        least = 10 * torch.finfo(self.dtype).eps if orthogonal else 0.0
+        self._call("unit_rows", table, orthogonal, least)
+
+    def _call(self, name: str, table: MatrixTable | FactorTable, *more: float) -> None:
+        start, threads = team(table.elements)
+        if getattr(self._library, f"commhooks_{name}")(start, threads, len(table), table.rows.data_ptr(), *more):
+            raise MemoryError(f"commhooks: no memory for the scratch space of {name}")
+
+    # ---- one matrix ------------------------------------------------------------------------------------------------
 
     def add_and_project(
         self,
@@ -56,11 +85,10 @@ class FusedCodec:
         rank: int,
         out: torch.Tensor,
     ) -> None:
-        address = None if residual is None else _address(residual)
-        self._add_and_project(*delta.shape, rank, _address(delta), address, factor, _address(q), _address(out))
+        self.form_p_of(self._matrix(rank, delta, residual, out, q), factor)
 
     def project_q(self, delta: torch.Tensor, p: torch.Tensor, rank: int, out: torch.Tensor) -> None:
-        self._project_q(*delta.shape, rank, _address(delta), _address(p), _address(out))
+        self.form_q_of(self._matrix(rank, delta, None, p, out))
 
     def split(
         self,
@@ -70,40 +98,47 @@ class FusedCodec:
         rank: int,
         residual: torch.Tensor,
     ) -> None:
-        addresses = [_address(each) for each in (delta, residual, *local, *mean)]
-        self._split(*delta.shape, rank, *addresses)
+        self.split_of(self._matrix(rank, delta, residual, *local, *mean))
+
+    def reconstruct(self, p: torch.Tensor, q: torch.Tensor, rank: int, out: torch.Tensor) -> None:
+        self.split_of(self._matrix(rank, out, None, p, q, p, q))
+
+    def remainder(self, delta: torch.Tensor, p: torch.Tensor, q: torch.Tensor, rank: int, out: torch.Tensor) -> None:
+        self.split_of(self._matrix(rank, delta, out, p, q, p, None))
 
     def unit_rows(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-        return self._few_rows(rows, False) or codec.unit_rows(rows)
+        return self._unit_rows(rows, None, False) or codec.unit_rows(rows)
 
     def orthonormal_rows(
         self, rows: torch.Tensor, refill: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        return (refill is None and self._few_rows(rows, True)) or codec.orthonormal_rows(rows, refill)
+        return self._unit_rows(rows, refill, True) or codec.orthonormal_rows(rows, refill)
 
-    def _few_rows(self, rows: torch.Tensor, orthogonal: bool) -> tuple[torch.Tensor, None] | None:
-        """The rows scaled to norm 1, orthonormalised if `orthogonal`. None if rows are dependent or if there are more
-        than `_FEW_ROWS`: the caller then uses `codec`."""
-        if len(rows) > _FEW_ROWS:
-            return None
-        rows = rows.contiguous()
-        out = torch.empty_like(rows)
-        least = 10 * torch.finfo(rows.dtype).eps
-        missing = self._unit_rows(*rows.shape, orthogonal, least, _address(rows), _address(out))
-        return None if missing else (out, None)
+    def _matrix(self, rank: int, *tensors: torch.Tensor | None) -> MatrixTable:
+        delta = tensors[0]
+        assert delta is not None and all(x is None or x.dtype == self.dtype for x in tensors)
+        return MatrixTable([[*delta.shape, rank, *[0 if x is None else address(x) for x in tensors]]])
 
-
-_FEW_ROWS = 4
+    def _unit_rows(
+        self, rows: torch.Tensor, refill: torch.Tensor | None, orthogonal: bool
+    ) -> tuple[torch.Tensor, None] | None:
+        """None if there are rows that are zero or dependent, and were not replaced."""
+        rows, out = rows.contiguous(), torch.empty_like(rows, memory_format=torch.contiguous_format)
+        assert rows.dtype == self.dtype and (refill is None or refill.dtype == self.dtype)
+        table = FactorTable([[*rows.shape, address(rows), 0 if refill is None else address(refill), address(out)]])
+        self.unit_rows_of(table, orthogonal=orthogonal)
+        return None if any(table.missing) else (out, None)
 
 
 @functools.cache
-def load() -> FusedCodec:
-    """Load the kernel; compile it first if the cache does not hold it.
+def load(dtype: torch.dtype = torch.float32) -> FusedCodec:
+    """Load the kernel for a compute dtype, float32 or float64; compile it first if the cache does not hold it.
 
     Raises:
         HookConfigError: there is no C compiler, it fails, or the library cannot be loaded; the message gives the
             remedy.
     """
+    flags = (*FLAGS, f"-DREAL={_C_TYPES[dtype]}")
     compiler = os.environ.get("CC") or next(filter(shutil.which, ("cc", "gcc", "clang")), None)
     if compiler is None:
         raise HookConfigError(
@@ -111,15 +146,17 @@ def load() -> FusedCodec:
             "or name one in the environment variable CC"
         )
     try:
-        text = SOURCE.read_bytes()
         # The key includes the processor: machines with different processors may share a home folder.
-        key = hashlib.sha256(text + repr((compiler, FLAGS, platform.machine(), _processor())).encode()).hexdigest()[:16]
+        key = hashlib.sha256(
+            source_text() + repr((compiler, flags, platform.machine(), _processor())).encode()
+        ).hexdigest()[:16]
         with contextlib.ExitStack() as stack:
             folder = _cache_folder()
             if folder is None:  # a loaded library does not need its file
                 made = tempfile.TemporaryDirectory(prefix="commhooks-", ignore_cleanup_errors=True)
                 folder = Path(stack.enter_context(made))
-            return _load_or_compile(compiler, folder / f"fused_codec_{key}.so")
+            library = folder / f"fused_codec_{key}.so"
+            return FusedCodec(_load_or_compile((*compiler.split(), *flags), library), dtype)
     except OSError as error:  # the disk is full, or libraries cannot be loaded from the temporary folder either
         raise HookConfigError(
             "the compiled native kernel cannot be kept or loaded; name a folder in the environment variable "
@@ -128,22 +165,27 @@ def load() -> FusedCodec:
         ) from error
 
 
-def _load_or_compile(compiler: str, library: Path) -> FusedCodec:
+def source_text() -> bytes:
+    """The files of the kernel, one after another."""
+    return b"".join(path.read_bytes() for path in sorted(SOURCE.parent.iterdir()))
+
+
+def _load_or_compile(compiler: Sequence[str], library: Path) -> ctypes.CDLL:
     if library.exists():
         with contextlib.suppress(OSError):  # a damaged library is compiled again
-            return FusedCodec(ctypes.CDLL(str(library)))
+            return ctypes.CDLL(str(library))
     _compile(compiler, library)
     with contextlib.suppress(OSError):
-        return FusedCodec(ctypes.CDLL(str(library)))
+        return ctypes.CDLL(str(library))
     # The home folder may be mounted noexec: load a copy from the temporary folder.
     with tempfile.TemporaryDirectory(prefix="commhooks-", ignore_cleanup_errors=True) as temporary:
-        return FusedCodec(ctypes.CDLL(shutil.copy(library, temporary)))
+        return ctypes.CDLL(shutil.copy(library, temporary))
 
 
-def _compile(compiler: str, library: Path) -> None:
+def _compile(compiler: Sequence[str], library: Path) -> None:
     with tempfile.TemporaryDirectory(dir=library.parent) as temporary:
         made = Path(temporary, library.name)
-        command = [*compiler.split(), *FLAGS, "-o", str(made), str(SOURCE)]
+        command = [*compiler, "-o", str(made), str(SOURCE)]
         said = ""
         try:
             done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=COMPILE_LIMIT_S)
@@ -160,21 +202,16 @@ def _compile(compiler: str, library: Path) -> None:
 
 def supports(device: torch.device, dtype: torch.dtype) -> bool:
     """Whether the kernel computes in `dtype` on `device`."""
-    return device.type == "cpu" and dtype == torch.float32
+    return device.type == "cpu" and dtype in _C_TYPES
 
 
 def check_supported(device: torch.device, dtype: torch.dtype) -> None:
-    """Raise HookConfigError unless the kernel supports this compute dtype (float32) and this device (CPU)."""
+    """Raise HookConfigError unless the kernel supports this compute dtype (float32, float64) and this device (CPU)."""
     if not supports(device, dtype):
         raise HookConfigError(
-            f"fused=True works on the CPU with float32 arithmetic (parameters in float32, bfloat16 or float16), and "
-            f"here are gradients in {str(dtype).removeprefix('torch.')} on {device}: leave out fused=True"
+            f"fused=True works on the CPU, and here are gradients in {str(dtype).removeprefix('torch.')} on {device}: "
+            "leave out fused=True"
         )
-
-
-def _address(tensor: torch.Tensor) -> int:
-    assert tensor.is_contiguous() and tensor.dtype == torch.float32
-    return tensor.data_ptr()
 
 
 def _processor() -> str:

@@ -4,6 +4,8 @@
 `DeviceExchange` does the same on an accelerator. Learned state is written only after the verdict.
 """
 
+import functools
+
 import torch
 
 from commhooks.comm.wire import all_finite, put_factor, put_overflow, put_plain, put_projection
@@ -40,10 +42,6 @@ class HostExchange:
         self._residual_factor = float(step.residual_factor)  # `alternate` synchronises with an accelerator anyway
         self._on_host = precision.is_host_readable(flat.device)
         self._with_p, self._with_q = self._new_messages()
-        self._delta = [
-            flat[x.start : x.stop].view(x.n, x.m) if own is None else own
-            for own, x in zip(work.delta, work.matrices, strict=True)
-        ]
 
     def run(self) -> Exchange:
         """The exchange that the engine runs."""
@@ -55,6 +53,14 @@ class HostExchange:
         good = yield Verdict(self.good_here)
         self.commit(good)
         return None
+
+    @functools.cached_property
+    def _delta(self) -> list[torch.Tensor]:
+        """Per matrix delta, n x m: a view of the bucket, or memory of the workspace."""
+        return [
+            self.buffer[x.start : x.stop].view(x.n, x.m) if own is None else own
+            for own, x in zip(self._work.delta, self._work.matrices, strict=True)
+        ]
 
     def _new_messages(self) -> tuple[Message, Message]:
         """The messages of the first and of the second all-reduce."""
@@ -161,7 +167,7 @@ class HostExchange:
 
     def _store_residual(self, i: int, matrix: Matrix, delta: torch.Tensor) -> None:
         s = self._work
-        codec.remainder(delta, s.p[i], s.q[i], matrix.rank, out=delta)
+        s.kernels.remainder(delta, s.p[i], s.q[i], matrix.rank, out=delta)
         flat = delta.view(-1)
         for slot in matrix.slots:  # the padding after the last slot keeps no residual
             begin = slot.offset - matrix.start
@@ -170,7 +176,8 @@ class HostExchange:
     def _store_gradient(
         self, i: int, matrix: Matrix, delta: torch.Tensor, q: torch.Tensor, p: torch.Tensor | None = None
     ) -> None:
-        codec.reconstruct(self._work.p[i] if p is None else p, q, matrix.rank, out=delta)
+        p = self._work.p[i] if p is None else p
+        self._work.kernels.reconstruct(p, q, matrix.rank, out=delta)
         if self._work.delta[i] is not None:
             self.buffer[matrix.start : matrix.stop].copy_(delta.view(-1)[: matrix.stop - matrix.start])
 

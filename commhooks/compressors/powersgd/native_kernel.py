@@ -21,7 +21,8 @@ def kernels_here(device: torch.device, dtype: torch.dtype, *, only: bool) -> Ker
     if not fused_codec.supports(device, dtype):
         return KernelsHere()
     try:
-        native = Kernel(NAME, build_of(fused_codec.load()))
+        fused_codec.load(dtype)
+        native = Kernel(NAME, build_of(fused_codec.load()))  # for both dtypes: a model may have both
     except HookConfigError as error:
         reason = textwrap.shorten(str(error), _MESSAGE_LENGTH)
         return KernelsHere(missing=f"{reason} (it is several times faster than torch; fused=False does without it)")
@@ -36,10 +37,10 @@ def build_of(kernel: FusedCodec) -> str:
     sums, and the compiler decides which multiplications and additions it joins. Results show both, flags and versions
     do not.
     """
-    digest = hashlib.sha256(fused_codec.SOURCE.read_bytes())
+    digest = hashlib.sha256(fused_codec.source_text())
     # Odd lengths, several blocks of columns, and each size of a group of rows: every loop of the kernel runs.
     n, m = 37, 1061
-    for rank in (1, 2, 3, 4):
+    for rank in (1, 2, 3, 4, 6):
         delta, residual = _numbers(n, m, 1), _numbers(n, m, 2)
         q, basis = kernel.orthonormal_rows(_numbers(rank, m, 3), None)[0], torch.empty(rank, n)
         kernel.add_and_project(delta, residual, 0.7, q, rank, out=basis)

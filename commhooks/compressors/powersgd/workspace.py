@@ -33,6 +33,10 @@ class Kernels(Protocol):
     def split(
         self, delta: torch.Tensor, local: codec.Factors, mean: codec.Factors, rank: int, residual: torch.Tensor
     ) -> None: ...
+    def reconstruct(self, p: torch.Tensor, q: torch.Tensor, rank: int, out: torch.Tensor) -> None: ...
+    def remainder(
+        self, delta: torch.Tensor, p: torch.Tensor, q: torch.Tensor, rank: int, out: torch.Tensor
+    ) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -82,7 +86,7 @@ class Workspace:
         device, dtype = layout.device, precision.compute_dtype(layout.dtype)
         if setup.fused:
             fused_codec.check_supported(device, dtype)
-        self.kernels: Kernels = fused_codec.load() if setup.fused else codec
+        self.kernels: Kernels = fused_codec.load(dtype) if setup.fused else codec
         self.draws = setup.draws
         self.layout = layout
         self.dtype = dtype

@@ -1,10 +1,12 @@
 """The codec's promises: always an orthonormal basis, rows of norm 1, numbers that depend on their key alone."""
 
-import os
-import shutil
+import functools
+import platform
+from unittest import mock
 
 import pytest
 import torch
+from compilers import needs_compiler
 
 from commhooks.compressors.powersgd import codec, fused_codec
 
@@ -45,14 +47,10 @@ def _deviation(basis: torch.Tensor) -> float:
     return float((basis @ basis.T - torch.eye(len(basis))).abs().max())
 
 
-@pytest.fixture(params=["plain", "fused"])
+@pytest.fixture(params=["plain", pytest.param("fused", marks=needs_compiler)])
 def products(request):
     """What works on factors and matrices: the plain form or the native kernel."""
-    if request.param == "plain":
-        return codec
-    if not shutil.which(os.environ.get("CC", "cc")):
-        pytest.skip("needs a C compiler")
-    return fused_codec.load()
+    return codec if request.param == "plain" else fused_codec.load()
 
 
 @pytest.mark.parametrize("name", INPUTS)
@@ -63,7 +61,8 @@ def test_orthonormal_whatever_comes_in(name, products):
             basis, missing = products.orthonormal_rows(rows, refill)
             assert basis.shape == (rank, LENGTH) and (missing is None or missing.shape == (rank,))
             if missing is None:
-                assert products is not codec and not codec.orthonormal_rows(rows, None)[1].any()
+                assert products is not codec
+                assert refill is not None or not codec.orthonormal_rows(rows, None)[1].any()
             assert _deviation(basis) <= 1e-5
 
 
@@ -92,15 +91,32 @@ def test_basis_of_independent_rows_needs_no_refill():
     torch.testing.assert_close(first.T @ first, second.T @ second, rtol=0, atol=1e-6)
 
 
-def test_missing_directions_are_found_and_refilled():
+def test_missing_directions_are_found_and_refilled(products):
     rows = _random(4)
     rows[2] = rows[0] + rows[1]
     rows[3] = 0
     refill = _random(4, seed=5)
-    basis, missing = codec.orthonormal_rows(rows, refill)
-    assert missing.tolist() == [False, False, True, True]
+    basis, missing = products.orthonormal_rows(rows, refill)
+    assert missing is None or missing.tolist() == [False, False, True, True]
     together = torch.cat([rows[:2], refill[2:]])
     assert (together @ basis.T @ basis - together).norm() / together.norm() < 1e-5
+
+
+@needs_compiler
+@pytest.mark.parametrize("scale", [1e-300, 1.0, 1e300])
+def test_orthonormal_in_float64(scale):
+    rows = scale * torch.randn(5, LENGTH, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    rows[3] = 2 * rows[0] - rows[1]
+    rows[4] *= 1e3
+    kernel, refill = fused_codec.load(torch.float64), _random(5, seed=3).double()
+    basis, _ = kernel.orthonormal_rows(rows, refill)
+    assert (basis @ basis.T - torch.eye(5)).abs().max() < 1e-13
+    kept = rows[[0, 1, 2, 4]] / scale
+    assert (kept @ basis.T @ basis - kept).norm() / kept.norm() < 1e-13
+    basis, missing = kernel.orthonormal_rows(rows, None)  # from the plain form, which says what is missing
+    assert missing.tolist() == [False, False, False, True, False]
+    scaled, _ = kernel.unit_rows(rows)
+    torch.testing.assert_close(scaled.norm(dim=1), torch.ones(5, dtype=torch.float64))
 
 
 def test_unit_rows(products):
@@ -139,18 +155,33 @@ def test_draws_stay_the_same_in_later_versions():
     torch.testing.assert_close(drawn, torch.tensor(golden, dtype=torch.float64), rtol=0, atol=1e-12)
 
 
-SHAPES = [(7, 9), (64, 147), (33, 1500), (300, 16)]
+SHAPES = [(7, 9), (1, 40), (40, 1), (64, 147), (33, 1500), (300, 16), (70, 512), (20, 9000), (700, 600)]
 
 
-@pytest.mark.parametrize("rank", [1, 2, 3, 4, 5, 9])
-@pytest.mark.parametrize("products", ["plain float32", "plain float64", "fused float32"])
-def test_products(products, rank):
-    kind, name = products.split()
-    if kind == "fused" and not shutil.which(os.environ.get("CC", "cc")):
-        pytest.skip("needs a C compiler")
+SHORTER_VECTORS = pytest.mark.skipif(platform.machine() != "x86_64", reason="flags of x86_64")
+
+
+@functools.cache
+def _kernel(dtype, *flags):
+    with mock.patch.object(fused_codec, "FLAGS", fused_codec.FLAGS + flags):
+        return fused_codec.load.__wrapped__(dtype)
+
+
+@pytest.mark.parametrize("rank", [1, 2, 3, 4, 5, 9, 17])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "plain",
+        pytest.param("", marks=needs_compiler, id="fused"),
+        pytest.param("-mno-avx512f", marks=[needs_compiler, SHORTER_VECTORS]),
+        pytest.param("-mno-avx", marks=[needs_compiler, SHORTER_VECTORS]),
+    ],
+)
+def test_products(kind, dtype, rank):
     for shape in SHAPES:
         if rank <= min(shape):
-            _compare_products(fused_codec.load() if kind == "fused" else codec, getattr(torch, name), rank, *shape)
+            _compare_products(codec if kind == "plain" else _kernel(dtype, *kind.split()), dtype, rank, *shape)
 
 
 def _compare_products(products, dtype, rank, n, m):

@@ -23,7 +23,7 @@ from oracle import AlternatingOracleMatrix, OracleMatrix, plain_mean
 from training import Run
 
 import commhooks
-from commhooks.compressors.powersgd import codec
+from commhooks.compressors.powersgd import codec, fused_codec
 
 STEPS = 9
 COMPRESSED = ("conv", "first", "second", "wide")
@@ -78,7 +78,7 @@ def _oracle(approximation_rank: int, dtype: torch.dtype, kind: type) -> tuple[li
 
 @pytest.mark.parametrize("variant", [ALTERNATE, FUSED, BOTH])
 def test_gradients_and_residuals_equal_the_oracle(run_ranks: Any, variant: dict[str, Any]) -> None:
-    dtypes = [torch.float32] if "fused" in variant else [torch.float32, torch.float64]
+    dtypes = [torch.float32, torch.float64]
     cases = list(itertools.product([1, 2, 3, 5], [25, EVERY_PARAMETER], dtypes))
     results = run_ranks(_run_all, cases, variant)
     kind = AlternatingOracleMatrix if "alternate" in variant else OracleMatrix
@@ -210,6 +210,6 @@ def test_what_does_not_go_together(hook: str, options: dict[str, Any], text: str
         commhooks.attach(wrap(SHAPES), hook, hook_options=options)
 
 
-def test_no_fused_float64() -> None:
-    with process_group_of_one(), pytest.raises(commhooks.HookConfigError, match="here are gradients in float64 on cpu"):
-        commhooks.attach(wrap(SHAPES, dtype=torch.float64), "powerSGD", hook_options={"fused": True})
+def test_fused_is_for_the_cpu() -> None:
+    with pytest.raises(commhooks.HookConfigError, match="here are gradients in bfloat16 on cuda: leave out fused=True"):
+        fused_codec.check_supported(torch.device("cuda"), torch.bfloat16)

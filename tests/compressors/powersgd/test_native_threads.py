@@ -1,0 +1,172 @@
+"""The native kernel in torch's threads: as many as torch uses, and not one bit depends on how many these are."""
+
+import ctypes
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from itertools import pairwise
+
+import pytest
+import torch
+from compilers import needs_compiler
+
+from commhooks.compressors.powersgd import fused_codec, kernel_threads
+from commhooks.compressors.powersgd.kernel_tables import FactorTable, MatrixTable
+
+SHAPES = [(1, 1), (7, 1), (1, 9), (5, 3), (3, 50_000), (50_000, 3), (640, 1061), (600, 512), (65, 4608), (9001, 33)]
+DTYPES = [torch.float32, torch.float64]
+pytestmark = needs_compiler
+
+
+@pytest.fixture(autouse=True)
+def threads() -> Iterator[Callable[[int], None]]:
+    before = torch.get_num_threads()
+    yield torch.set_num_threads
+    torch.set_num_threads(before)
+
+
+def _all_steps(dtype: torch.dtype, rank: int) -> list[torch.Tensor]:
+    """What the kernel computes from fixed numbers: for all shapes in one call, so that the threads have work."""
+    generator = torch.Generator().manual_seed(rank)
+    kernel = fused_codec.load(dtype)
+    shapes = [(n, m, min(n, m, rank)) for n, m in SHAPES]
+
+    def draw(length: int | None = None) -> list[torch.Tensor]:
+        return [torch.randn(n, m, generator=generator, dtype=dtype) for n, m, _ in shapes]
+
+    def factors(side: int) -> list[torch.Tensor]:
+        return [torch.randn(x[2], x[side], generator=generator, dtype=dtype) for x in shapes]
+
+    delta, residual, p, q, mean_q = draw(), draw(), factors(0), factors(1), factors(1)
+    table = MatrixTable(shapes)
+    for field, tensors in {"delta": delta, "residual": residual, "p": p, "q": q, "mean_p": p, "mean_q": mean_q}.items():
+        table.point(field, tensors)
+    kernel.form_p_of(table, 0.5)
+    rows = [each.clone() for each in p]
+    basis = FactorTable([[r, n] for n, _, r in shapes])
+    basis.point("source", rows)
+    basis.point("to", p)
+    kernel.unit_rows_of(basis, orthogonal=True)
+    table.column("residual").zero_()
+    kernel.form_q_of(table)
+    table.point("residual", residual)
+    kernel.split_of(table)
+    return [*delta, *residual, *rows, *p, *q, table.largest, torch.tensor(basis.missing)]
+
+
+def _same(first: list[torch.Tensor], second: list[torch.Tensor]) -> bool:
+    return all(map(torch.equal, first, second))
+
+
+@pytest.mark.parametrize("rank", [1, 3, 4, 16])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_no_bit_depends_on_the_number_of_threads(threads: Callable[[int], None], dtype: torch.dtype, rank: int) -> None:
+    results = []
+    for number in (1, 2, 3, 4, 2):
+        threads(number)
+        results.append(_all_steps(dtype, rank))
+    assert all(x.isfinite().all() for x in results[0])
+    assert all(_same(first, second) for first, second in pairwise(results))
+
+
+def test_the_numbers_are_right(threads: Callable[[int], None]) -> None:
+    """In the order of the results: delta becomes P Q^T, the residual what is left."""
+    threads(3)
+    done = _all_steps(torch.float64, 2)
+    count = len(SHAPES)
+    residual, rows, p, q = (done[i * count : (i + 1) * count] for i in (1, 2, 3, 4))
+    for i, (n, m) in enumerate(SHAPES):
+        assert residual[i].shape == (n, m)
+        # What is left of delta has nothing in the space of P, and the rows of P are a basis of what was formed.
+        assert (p[i] @ residual[i]).abs().max() <= 1e-10 * max(1.0, float(q[i].abs().max()))
+        assert (rows[i] @ p[i].T @ p[i] - rows[i]).norm() <= 1e-10 * rows[i].norm()
+
+
+class _Team:
+    """Stands for OpenMP: runs the function in Python threads and counts them."""
+
+    def __init__(self) -> None:
+        self.asked: list[int] = []
+        kind = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint)
+        self._callback = kind(self._start)
+        self.address = ctypes.cast(self._callback, ctypes.c_void_p).value
+
+    def _start(self, function: int, argument: int, number: int, flags: int) -> None:
+        self.asked.append(number)
+        call = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(function)
+        team = [threading.Thread(target=call, args=(argument,)) for _ in range(number)]
+        for each in team:
+            each.start()
+        for each in team:
+            each.join(timeout=60)
+
+
+def test_as_many_threads_as_torch_uses(threads: Callable[[int], None], monkeypatch: pytest.MonkeyPatch) -> None:
+    threads(1)
+    alone = _all_steps(torch.float32, 4)
+    team = _Team()
+    monkeypatch.setattr(kernel_threads, "_entry_point", lambda: team.address)
+    assert _same(_all_steps(torch.float32, 4), alone) and team.asked == []
+    threads(3)
+    assert kernel_threads.threads_available() == 3
+    assert _same(_all_steps(torch.float32, 4), alone)
+    assert len(team.asked) >= 4 and set(team.asked) == {3}
+
+
+def test_small_work_wakes_no_threads(threads: Callable[[int], None], monkeypatch: pytest.MonkeyPatch) -> None:
+    team = _Team()
+    monkeypatch.setattr(kernel_threads, "_entry_point", lambda: team.address)
+    threads(4)
+    delta, q, out = torch.ones(100, 600), torch.ones(1, 600), torch.zeros(1, 100)
+    fused_codec.load().add_and_project(delta, None, 1.0, q, 1, out)
+    assert team.asked == [] and out[0, 99] == 600
+
+
+def test_where_torch_has_another_openmp(threads: Callable[[int], None], monkeypatch: pytest.MonkeyPatch) -> None:
+    threads(2)
+    usual = _all_steps(torch.float32, 1)
+    monkeypatch.setattr(kernel_threads, "_entry_point", lambda: None)
+    assert kernel_threads.threads_available() == 1
+    assert _same(_all_steps(torch.float32, 1), usual)
+
+
+def test_calls_from_several_threads_at_once(threads: Callable[[int], None]) -> None:
+    threads(2)
+    expected = {rank: _all_steps(torch.float32, rank) for rank in (2, 5)}
+    wrong = []
+
+    def work(rank: int) -> None:
+        torch.set_num_threads(2)  # a setting of each thread
+        wrong.extend(rank for _ in range(3) if not _same(_all_steps(torch.float32, rank), expected[rank]))
+
+    callers = [threading.Thread(target=work, args=(rank,)) for rank in (2, 5, 2)]
+    for each in callers:
+        each.start()
+    for each in callers:
+        each.join(timeout=120)
+    assert not wrong and not any(each.is_alive() for each in callers)
+
+
+FORKED = """
+import os, sys, torch
+from commhooks.compressors.powersgd import fused_codec, kernel_threads
+torch.set_num_threads(2)
+delta, q, out = torch.ones(600, 600), torch.ones(1, 600), torch.zeros(1, 600)
+def step():
+    fused_codec.load().add_and_project(delta, None, 1.0, q, 1, out)
+    return int(out.sum())
+before, first = kernel_threads.threads_available(), step()
+child = os.fork()
+if child == 0:
+    os._exit(0 if (kernel_threads.threads_available(), step()) == (1, first) else 1)
+print(before, os.waitpid(child, 0)[1], kernel_threads.threads_available())
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_a_forked_process_does_not_wait_for_threads_that_it_does_not_have() -> None:
+    done = subprocess.run([sys.executable, "-c", FORKED], capture_output=True, text=True, timeout=60, check=True)
+    before, status, after = done.stdout.split()
+    assert status == "0" and before == after

@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from training import Run, make_model, residuals
 
 import commhooks
-from commhooks.compressors.powersgd.host_exchange import HostExchange
+from commhooks.engine.backward_pass import RunningExchange
 from commhooks.gradients import precision
 
 OPTIONS = {"matrix_approximation_rank": 2, "start_powerSGD_iter": 1}
@@ -147,17 +147,17 @@ def test_a_bad_first_step_leaves_nothing_behind_a_mask(run_ranks: Any) -> None:
 def _torn() -> tuple[str, bool, bool]:
     """An exception in the middle of a commit: what is saved then says that it has no residuals."""
     run = Run.new(hook_options=OPTIONS).train(3)
-    commit = HostExchange.commit
+    commit = RunningExchange.commit
     calls = 0
 
-    def failing(self: HostExchange, good: Any) -> None:
+    def failing(self: RunningExchange, good: Any) -> None:
         nonlocal calls
         calls += 1
         if calls == 3:
             raise MemoryError("no memory left")
         commit(self, good)
 
-    with mock.patch.object(HostExchange, "commit", failing), pytest.raises(MemoryError):
+    with mock.patch.object(RunningExchange, "commit", failing), pytest.raises(MemoryError):
         run.train(1)
     saved = run.hook.state_dict()
     return saved["residual"], saved["exact"], saved["step"] == 3
@@ -178,7 +178,7 @@ def _after_torn() -> dict[str, Any]:
     state = commhooks.PowerSGDState(None, 2, 1)
     run = _wrapped_anew(make_model(), state).train(3)
     failing = mock.Mock(side_effect=MemoryError)  # an instance would keep the old wrapper alive by its traceback
-    with mock.patch.object(HostExchange, "commit", failing), pytest.raises(MemoryError):
+    with mock.patch.object(RunningExchange, "commit", failing), pytest.raises(MemoryError):
         run.train(1)
     torn = run.hook.state_dict("per_rank")
     module = run.ddp.module

@@ -139,6 +139,7 @@ def test_the_memory_that_is_planned_is_taken(options: dict[str, Any], dtype: tor
     batched = options.get("batched", False)
     config = commhooks.BatchedPowerSGD if batched else commhooks.PowerSGD
     options = {key: value for key, value in options.items() if key != "batched"} | {"start_powerSGD_iter": 0}
+    options |= {"fused": False}  # the native kernel needs less: it does not pad factors of rank 1
     with process_group_of_one():
         ddp = wrap(mlp(dtype=dtype))
         hook = commhooks.attach(ddp, config(**options), wrapper=wrapper)

@@ -187,7 +187,6 @@ WRONG: dict[str, Wrong] = {
     "option: exclude for batched": _options("batched_powerSGD", exclude=["*"]),
     "option: alternate for batched": _options("batched_powerSGD", alternate=True),
     "option: alternate without warm start": _options(alternate=True, warm_start=False),
-    "option: fused for float64": _attach(commhooks.PowerSGD(fused=True), lambda: new(Net().double())),
     "options beside a config": _attach(commhooks.PowerSGD(), hook_options={"warm_start": False}),
     "options beside a callable": _attach(raises, hook_options={"a": 1}),
     "options: a list": _attach(hook_options=[1]),
@@ -221,9 +220,6 @@ WRONG: dict[str, Wrong] = {
     "state: two hooks": _one_state_two_hooks,
     "state: None": _bare(None),
     "state: a dict, batched": _bare({}, commhooks.batched_powerSGD_hook),
-    "state: fused for float64": _bare(
-        lambda: commhooks.PowerSGDState(None, 1, 0, fused=True), model=lambda: Net().double()
-    ),
     "state: fraction": lambda: commhooks.PowerSGDState(None, start_powerSGD_iter=0.1),  # type: ignore[arg-type]
     "state: wrong type": lambda: commhooks.PowerSGDState(None, matrix_approximation_rank="2"),  # type: ignore[arg-type]
     "run: nothing returned": _backward(returns_nothing),

@@ -20,7 +20,7 @@ from commhooks.gradients.layout import BucketLayout, read_layout
 
 class SimulatedRanks:
     """`world_size` ranks that reduce one bucket, each with its own learned state. They compute with the kernel that
-    this machine prefers.
+    this machine prefers. Compressors without learned state are simulated too.
 
     Args:
         new_compressor: makes a compressor; called once per rank, and must use equal options.
@@ -49,7 +49,8 @@ class SimulatedRanks:
         self.bytes_sent = 0
 
     def step(self, buckets: Sequence[torch.Tensor]) -> bool:
-        """Reduce one flat bucket (1-D) per rank in place. Returns whether the step was committed."""
+        """Reduce one flat bucket (1-D) per rank in place. Returns whether the step was committed; True for a compressor
+        without learned state, which averages non-finite values as they are."""
         with precision.full_precision(self.layout.device):
             exchanges = [
                 compressor.exchange(flat, work, state, StepInfo(state.step, len(buckets), rank=rank))
@@ -57,7 +58,7 @@ class SimulatedRanks:
                     zip(self._compressors, buckets, self._works, self.states, strict=True)
                 )
             ]
-            yielded = [next(each) for each in exchanges]
+            yielded: list[Send | Verdict | torch.Tensor | None] = [_resume(each, None) for each in exchanges]
             while isinstance(yielded[0], Send):
                 sends = [each for each in yielded if isinstance(each, Send)]
                 self.bytes_sent += sends[0].counted_bytes(len(sends))
@@ -65,7 +66,12 @@ class SimulatedRanks:
                 for send in sends:
                     if send.meanwhile is not None:
                         send.meanwhile()
-                yielded = [each.send(answer) for each, answer in zip(exchanges, answers, strict=True)]
+                yielded = [_resume(each, answer) for each, answer in zip(exchanges, answers, strict=True)]
+            if not self._compressors[0].transactional:
+                for flat, result in zip(buckets, yielded, strict=True):
+                    if isinstance(result, torch.Tensor) and result is not flat:
+                        flat.copy_(result)
+                return True
             verdicts = {bool(each.finite) for each in yielded if isinstance(each, Verdict)}
             if len(verdicts) > 1:
                 raise HookRunError(
@@ -90,6 +96,15 @@ def _reduce(sends: Sequence[Send]) -> list[torch.Tensor]:
     for each in sends:
         each.tensor.copy_(total)
     return [each.tensor for each in sends]
+
+
+def _resume(exchange: Exchange, answer: torch.Tensor | None) -> Send | Verdict | torch.Tensor | None:
+    """What the exchange yields next, or its result if it ends here."""
+    try:
+        return exchange.send(answer)
+    except StopIteration as end:
+        result: torch.Tensor | None = end.value
+        return result
 
 
 def _finish(exchange: Exchange, good: bool) -> None:

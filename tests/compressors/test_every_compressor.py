@@ -15,7 +15,7 @@ import torch.distributed as dist
 from compilers import needs_compiler
 from ddp_steps import log_lines, process_group_of_one
 from inside import learns, session_of
-from models import same_bits
+from models import masks, same_bits
 from training import ONE_BUCKET_MB, SEVERAL_BUCKETS_MB, Run, make_model, residuals
 
 import commhooks
@@ -268,6 +268,34 @@ def test_buckets_and_a_loss_scale_do_not_change_a_bit(run_ranks: Any, name: str)
     if "fp16" not in name and "bf16" not in name:  # what is denormal in 16 bits is not any more when it is scaled
         scaled = run_ranks(_gradients_with, name, SEVERAL_BUCKETS_MB, 1024.0)
         assert all(map(all_same_bits, several, scaled))
+
+
+def _overflowing(name: str, masked: bool, scales: list[float]) -> list[torch.Tensor]:
+    """One rank overflows in step 3: the residuals do not contain that step's scale."""
+    current = torch.ones(())
+    found = []
+    with masks(masked):
+        run = KINDS[name].new(loss_scale=lambda: current)
+        for step, scale in enumerate(scales):
+            current.fill_(scale)  # in place, as a GradScaler changes its own
+            overflows = step == 3 and dist.get_rank() == 1
+            torch.manual_seed(100 * step + dist.get_rank())
+            run.optimizer.zero_grad()
+            loss = run.ddp(torch.randn(8, 1, 8, 8)).square().mean()
+            (loss * (float("inf") if overflows else scale)).backward()
+            if step != 3:
+                found.append(torch.cat([p.grad.flatten() / scale for p in run.ddp.parameters() if p.grad is not None]))
+        assert run.hook.stats()["nonfinite_steps"] == 1 and run.hook.state_dict()["loss_scale"] == scales[-1]
+    return found
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("name", [each for each in LEARNING if KINDS[each.id].wrapper is None])
+def test_a_scale_that_changes_with_an_overflow_changes_no_bit(run_ranks: Any, name: str, masked: bool) -> None:
+    """`masked`: the host does not know which steps are finite, as on an accelerator."""
+    plain = run_ranks(_overflowing, name, masked, [1.0] * 6)
+    scaled = run_ranks(_overflowing, name, masked, [1.0, 4.0, 4.0, 16.0, 0.5, 8.0])
+    assert all(map(all_same_bits, plain, scaled))
 
 
 SHAPES = {"wide": (24, 40), "bias": (40,), "tall": (60, 16)}

@@ -17,7 +17,7 @@ from commhooks.compressors.base import Exchange, Send, State, StepInfo, Verdict
 from commhooks.compressors.quantized.message import Parts
 from commhooks.compressors.quantized.workspace import Workspace, slots_of
 from commhooks.gradients import precision
-from commhooks.gradients.loss_scale import is_one
+from commhooks.gradients.loss_scale import chosen, is_one
 
 
 class QuantizedExchange:
@@ -165,8 +165,8 @@ class QuantizedExchange:
         if good is True and used is None:
             before.copy_(left)
             return
-        # Rescale even if the step is not committed: the host does not know the outcome and always updates the loss
-        # scale that is stored with the residuals.
+        # Residuals that stay take the new loss scale only if the step is committed.
+        factor = chosen(good, factor, 1.0)
         if not is_one(factor):
             before.mul_(factor)
         keep = torch.as_tensor(good, device=left.device) if used is None else used & good

@@ -28,6 +28,13 @@ MUTANTS = [
         "compressors/quantized/test_quantized_cases.py::test_masks_keep_the_residual_of_a_step_that_is_not_finite",
     ),
     Mutant(
+        "quantised: on an accelerator a residual takes the loss scale of a step that is not committed",
+        f"{_QUANTIZED}/exchange.py",
+        "        factor = chosen(good, factor, 1.0)\n",
+        "",
+        "compressors/test_every_compressor.py::test_a_scale_that_changes_with_an_overflow_changes_no_bit",
+    ),
+    Mutant(
         "quantised: the padding keeps what was there",
         f"{_QUANTIZED}/exchange.py",
         "            delta[begin:end].zero_()\n",

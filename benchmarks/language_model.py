@@ -1,0 +1,279 @@
+"""A small language model: what does compression cost in loss, and what does it save in bytes?
+
+    python benchmarks/language_model.py [--hooks ...] [--seeds 0 1 2 3 4] [--ranks 2 4] [--plot PNG]
+
+A byte-level transformer with 2.8 M parameters reads the source of Python's standard library (every tenth file is held
+out), AdamW with a one-cycle schedule, the same for every hook; nothing is tuned for any. The batch of a step is divided
+among the ranks, so runs with 2 and 4 ranks see the same data. PowerSGD begins after 10 % of the steps, as by default,
+the other hooks at once. A seed decides weights and batches, so hooks are compared seed by seed.
+
+The ranks are simulated in one process per run (commhooks.engine.simulation, bit-equal to real ranks in the tests), one
+torch thread each, as many runs at once as there are cores. Finished runs are appended to --results and not repeated:
+the whole table takes hours, and can be interrupted.
+
+  loss         validation loss at the end, nats per byte: mean over the seeds and standard deviation
+  difference   to all-reduce with the same seed: mean, and standard error of the mean
+  MB           sent per rank in the run, counted as for an all-reduce
+"""
+
+import functools
+import hashlib
+import json
+import multiprocessing
+import os
+import statistics
+import sysconfig
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+from common import Row, number, parse, parser, report
+from machine import machine
+from torch import nn
+from torch.nn import functional
+
+from commhooks.compressors.base import Compressor
+from commhooks.engine.simulation import SimulatedRanks
+from commhooks.hook.request import HookRequest
+
+CONTEXT, BATCH = 64, 8
+TEXT_BYTES = 12_000_000
+POINTS, FEW, ALL = 10, 16, 128  # validations in a run; their batches on the way and at the end
+NAMES = {"powersgd": "powerSGD", "int8": "int8_compress", "int4": "int4_compress", "bf16": "bf16_compress"}
+HOOKS = ["allreduce", "bf16", "int8", "int8/no-feedback", "int4", "int4/no-feedback"]
+HOOKS += ["powersgd-1", "powersgd-4", "powersgd-4/no-feedback", "powersgd-16"]
+HOOKS += ["powersgd-1+int8", "powersgd-4+int8", "powersgd-16+int8"]
+Job = tuple[str, int, int, int]  # hook, seed, ranks, steps
+
+
+class ByteTransformer(nn.Module):
+    """Predicts the next byte."""
+
+    def __init__(self, width: int = 192, layers: int = 6) -> None:
+        super().__init__()
+        self.bytes = nn.Embedding(256, width)
+        self.places = nn.Embedding(CONTEXT, width)
+        layer = nn.TransformerEncoderLayer(width, 6, 4 * width, 0.0, "gelu", batch_first=True, norm_first=True)
+        self.blocks = nn.TransformerEncoder(layer, layers, nn.LayerNorm(width), enable_nested_tensor=False)
+        self.output = nn.Linear(width, 256)
+        self.register_buffer("mask", nn.Transformer.generate_square_subsequent_mask(CONTEXT), persistent=False)
+
+    def forward(self, text: torch.Tensor) -> torch.Tensor:
+        x = self.bytes(text) + self.places.weight
+        return self.output(self.blocks(x, mask=self.mask, is_causal=True))
+
+
+@functools.cache
+def text() -> tuple[torch.Tensor, torch.Tensor]:
+    """Training and validation bytes: the modules of the standard library in alphabetical order, without its tests."""
+    root = Path(sysconfig.get_path("stdlib"))
+    parts: tuple[list[bytes], list[bytes]] = ([], [])
+    files = [f for f in sorted(root.rglob("*.py")) if not {"test", "tests", "site-packages"} & set(f.parts)]
+    for i, file in enumerate(files):
+        parts[i % 10 == 9].append(file.read_bytes())
+    train, held_out = (torch.frombuffer(bytearray(b"".join(part)), dtype=torch.uint8).long() for part in parts)
+    return train[:TEXT_BYTES], held_out[: TEXT_BYTES // 10]
+
+
+@functools.cache
+def text_sum() -> str:
+    """Names the text in the results: another version of Python has another library."""
+    return hashlib.sha256(b"".join(part.to(torch.uint8).numpy().tobytes() for part in text())).hexdigest()[:12]
+
+
+def windows(source: torch.Tensor, count: int, generator: torch.Generator) -> torch.Tensor:
+    """`count x (CONTEXT + 1)` bytes from random places."""
+    starts = torch.randint(len(source) - CONTEXT - 1, (count, 1), generator=generator)
+    return source[starts + torch.arange(CONTEXT + 1)]
+
+
+def loss_of(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+    output = model(batch[:, :-1])
+    return functional.cross_entropy(output.flatten(0, 1), batch[:, 1:].flatten())
+
+
+def compressor_of(label: str) -> Compressor[Any]:
+    """`powersgd-4`, `int8`, `powersgd-4+int8` (a wrapper), `int4/no-feedback`."""
+    label, _, without = label.partition("/")
+    label, _, wrapper = label.partition("+")
+    kind, _, rank = label.partition("-")
+    options: dict[str, Any] = {"matrix_approximation_rank": int(rank)} if rank else {}
+    if without:
+        options["use_error_feedback"] = False
+    made = HookRequest.parse(NAMES.get(kind, kind), hook_options=options, wrapper=wrapper or None).new_compressor(1)
+    assert made is not None
+    return made
+
+
+def train(job: Job) -> Row:
+    """One run."""
+    label, seed, world_size, steps = job
+    torch.set_num_threads(1)
+    source, held_out = text()
+    torch.manual_seed(seed)
+    model = ByteTransformer()
+    parameters = dict(reversed(list(model.named_parameters())))  # the order of DDP's buckets
+    sizes = [p.numel() for p in parameters.values()]
+    exact = SimulatedRanks(lambda: compressor_of("allreduce"), world_size, parameters)
+    ranks = SimulatedRanks(lambda: compressor_of(label), world_size, parameters)
+    start = steps // 10 if label.startswith("powersgd") else 0
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.01, fused=True)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 1e-3, steps, pct_start=0.1)
+    batches = torch.Generator().manual_seed(seed)
+    validation = windows(held_out, ALL * BATCH, torch.Generator().manual_seed(1234)).split(BATCH)
+
+    def validation_loss(count: int) -> float:
+        with torch.no_grad():
+            return statistics.fmean(loss_of(model, batch).item() for batch in validation[:count])
+
+    curve = []
+    for step in range(1, steps + 1):
+        flats = []
+        for part in windows(source, BATCH, batches).chunk(world_size):
+            model.zero_grad()
+            loss_of(model, part).backward()
+            flats.append(torch.cat([p.grad.flatten() for p in parameters.values() if p.grad is not None]))
+        if not (ranks if step > start else exact).step(flats):
+            raise RuntimeError(f"{label}: the gradients of step {step} are not finite")
+        for parameter, mean in zip(parameters.values(), flats[0].split(sizes), strict=True):
+            parameter.grad = mean.view_as(parameter)
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        schedule.step()
+        if step % max(1, steps // POINTS) == 0:
+            curve.append([step, (exact.bytes_sent + ranks.bytes_sent) / 1e6, validation_loss(min(FEW, steps))])
+    return {
+        "hook": label,
+        "seed": seed,
+        "ranks": world_size,
+        "steps": steps,
+        "text": text_sum(),
+        "loss": validation_loss(min(ALL, steps)),
+        "megabytes": (exact.bytes_sent + ranks.bytes_sent) / 1e6,
+        "bytes_per_step": ranks.bytes_sent / (steps - start),
+        "curve": curve,
+    }
+
+
+# ---- the table -------------------------------------------------------------------------------------------------------
+
+
+def run_missing(jobs: list[Job], results: Path) -> list[Row]:
+    """The rows of all `jobs`. Those that are not in `results` are run and appended, in the order of `jobs`."""
+    lines = results.read_text().splitlines() if results.exists() else []
+    done = {_job_of(row): row for row in map(json.loads, lines) if row["text"] == text_sum()}
+    if len(done) < len(lines):
+        print(f"{len(lines) - len(done)} runs in {results} are of another text (another Python), and not used")
+    missing = [job for job in jobs if job not in done]
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    with multiprocessing.get_context("spawn").Pool(min(cores, max(1, len(missing)))) as pool:
+        for row in pool.imap_unordered(train, missing):
+            with results.open("a") as file:
+                file.write(json.dumps(row) + "\n")
+            done[_job_of(row)] = row
+            print(f"{row['hook']}, seed {row['seed']}, {row['ranks']} ranks: {row['loss']:.4f}", flush=True)
+    return [done[job] for job in jobs]
+
+
+def _job_of(row: Row) -> Job:
+    return row["hook"], row["seed"], row["ranks"], row["steps"]
+
+
+def table(runs: list[Row], hooks: list[str]) -> list[Row]:
+    """One row per number of ranks and hook."""
+    rows = []
+    for world_size in sorted({run["ranks"] for run in runs}):
+        found = {hook: {r["seed"]: r for r in runs if r["hook"] == hook and r["ranks"] == world_size} for hook in hooks}
+        for hook in hooks:
+            losses = [run["loss"] for run in found[hook].values()]
+            exact = found["allreduce"]
+            differences = [run["loss"] - exact[seed]["loss"] for seed, run in found[hook].items()]
+            several = len(losses) > 1
+            rows.append(
+                {
+                    "section": world_size,
+                    "hook": hook,
+                    "ranks": world_size,
+                    "seeds": len(losses),
+                    "loss": statistics.fmean(losses),
+                    "deviation": statistics.stdev(losses) if several else 0.0,
+                    "difference": statistics.fmean(differences),
+                    "error": statistics.stdev(differences) / len(differences) ** 0.5 if several else 0.0,
+                    "per_cent": 100
+                    * statistics.fmean(differences)
+                    / statistics.fmean(r["loss"] for r in exact.values()),
+                    "megabytes": statistics.fmean(run["megabytes"] for run in found[hook].values()),
+                    "fewer": exact[0]["bytes_per_step"] / found[hook][0]["bytes_per_step"],
+                }
+            )
+    return rows
+
+
+def plot(rows: list[Row], file: Path) -> None:
+    """Loss against bytes."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    counts = sorted({row["ranks"] for row in rows})
+    figure, axes = pyplot.subplots(1, len(counts), figsize=(5.5 * len(counts), 4.5), sharey=True, squeeze=False)
+    hooks = list(dict.fromkeys(row["hook"] for row in rows))
+    for axis, count in zip(axes[0], counts, strict=True):
+        for row in (each for each in rows if each["ranks"] == count):
+            place = hooks.index(row["hook"])
+            marker = "x" if "/" in row["hook"] else "D" if "+" in row["hook"] else "o"
+            axis.errorbar(
+                row["megabytes"],
+                row["loss"],
+                yerr=row["deviation"],
+                fmt=marker,
+                color=f"C{place % 10}" if place < 10 else f"C{hooks.index(row['hook'].partition('+')[0])}",
+                capsize=3,
+                label=row["hook"],
+            )
+        axis.set(xscale="log", xlabel="MB sent per rank in the whole run", title=f"{count} ranks")
+        axis.grid(alpha=0.3)
+    axes[0][0].set_ylabel("validation loss, nats per byte")
+    axes[0][-1].legend(fontsize=7)
+    figure.tight_layout()
+    figure.savefig(file, dpi=110)
+
+
+def main() -> None:
+    arguments = parser(__doc__)
+    arguments.add_argument("--hooks", nargs="+", default=HOOKS, metavar="HOOK", help="; ".join(HOOKS))
+    arguments.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3, 4])
+    arguments.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
+    arguments.add_argument("--steps", type=int, default=1500)
+    arguments.add_argument("--results", type=Path, default=Path("language_model.jsonl"), help="finished runs")
+    arguments.add_argument("--plot", type=Path, metavar="PNG", help="draw loss against bytes")
+    args = parse(arguments, seeds=[0], ranks=[2], steps=20, hooks=["allreduce", "int8", "powersgd-4"])
+    if "allreduce" not in args.hooks:
+        args.hooks.insert(0, "allreduce")
+    at = machine()
+    jobs = [(hook, seed, ranks, args.steps) for seed in args.seeds for ranks in args.ranks for hook in args.hooks]
+    if args.quick:
+        with tempfile.TemporaryDirectory() as folder:
+            runs = run_missing(jobs, Path(folder, "runs.jsonl"))
+    else:
+        runs = run_missing(jobs, args.results)
+    rows = table(runs, args.hooks)
+    columns = {
+        "hook": number("hook"),
+        "ranks": number("ranks"),
+        "MB sent per rank": number("megabytes", "{:.0f}"),
+        "x fewer bytes": number("fewer", "{:.1f}"),
+        "loss (deviation)": lambda row: f"{row['loss']:.4f} ({row['deviation']:.4f})",
+        "to all-reduce (error)": lambda row: f"{row['difference']:+.4f} ({row['error']:.4f})",
+        "to all-reduce": number("per_cent", "{:+.2f} %"),
+    }
+    title = f"language model: 2.8 M parameters, {args.steps} steps, {len(args.seeds)} seeds"
+    report("language_model", title, args, at, rows, columns)
+    if args.plot is not None:
+        plot(rows, args.plot)
+
+
+if __name__ == "__main__":
+    main()

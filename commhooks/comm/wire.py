@@ -6,8 +6,11 @@ where error feedback compensates for the loss; non-finite ones become NaN, which
 """
 
 import math
+from collections.abc import Sequence
 
 import torch
+
+from commhooks.gradients.pieces import join
 
 WIRE_DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 CLAMPED_STEPS = 64
@@ -80,6 +83,17 @@ def put_plain(gradient: torch.Tensor, out: torch.Tensor, world_size: int) -> Non
     """Write an uncompressed gradient divided by the world size to `out`, without clamping, for which no error feedback
     would compensate. An overflow becomes inf, as in plain fp16 compression, and the step is skipped."""
     _put(_share(gradient, out, world_size), out)
+
+
+def put_all_plain(gradients: Sequence[torch.Tensor], out: torch.Tensor, world_size: int) -> None:
+    """`put_plain` for several gradients (1-D, at least one) that lie in `out` one after another."""
+    if len(gradients) == 1:
+        put_plain(gradients[0], out, world_size)
+    elif out.dtype == gradients[0].dtype:
+        join(gradients, out)
+        put_plain(out, out, world_size)
+    else:  # divided before it is narrowed
+        put_plain(torch.cat(list(gradients)), out, world_size)
 
 
 def _share(numbers: torch.Tensor, out: torch.Tensor, world_size: int) -> torch.Tensor:

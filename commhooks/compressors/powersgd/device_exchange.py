@@ -8,9 +8,10 @@ the number of layers nor on the rank.
 
 import torch
 
-from commhooks.comm.wire import all_finite, largest_gradient, put_factor, put_plain, put_projection
+from commhooks.comm.wire import all_finite, largest_gradient, put_all_plain, put_factor, put_projection
 from commhooks.compressors.base import Exchange, Send, State, StepInfo, Verdict
 from commhooks.compressors.powersgd.device_workspace import DeviceWorkspace
+from commhooks.gradients.pieces import divide, join
 
 Blocks = list[tuple[slice, torch.Tensor]]
 
@@ -61,8 +62,7 @@ class DeviceExchange:
                 torch.bmm(stack.q[part], delta.transpose(1, 2), out=stack.p[part])
         put_factor(work.p.flat, work.message.p, self._world_size)
         if self._plain:
-            plain = torch.cat(self._plain) if len(self._plain) > 1 else self._plain[0]
-            put_plain(plain, work.message.plain, self._world_size)
+            put_all_plain(self._plain, work.message.plain, self._world_size)
 
     def form_q(self) -> None:
         """Orthonormalise the received P, form Q = delta^T P and write it into the second message. P of a matrix
@@ -120,12 +120,7 @@ class DeviceExchange:
             flat = stack.delta.view(-1)
             if stack.padded:
                 flat[stack.filled :].zero_()
-            if len(gradients) == 1:
-                flat[: stack.filled].copy_(gradients[0])
-            elif gradients[0].dtype == flat.dtype:
-                torch.cat(gradients, out=flat)
-            else:  # one kernel to concatenate and one to convert; converting each would take one kernel per matrix
-                flat.copy_(torch.cat(gradients))
+            join(gradients, flat[: stack.filled * len(stack)])
 
     def _put_flags(self) -> None:
         """Set the flag of each matrix: 1 if its gradient is not zero, 0 if it is zero, NaN if it is too large for the
@@ -171,15 +166,7 @@ class DeviceExchange:
     def _store_gradients(self) -> None:
         """Copy uncompressed gradients, and gradients with a tensor of their own, into the bucket."""
         if self._plain:
-            _copy_pieces(self._work.message.plain, self._plain)
+            divide(self._work.message.plain, self._plain)
         for stack, gradients in zip(self._work.stacks, self._gradients, strict=True):
             if stack.delta is not None:
-                _copy_pieces(stack.delta.view(-1)[: stack.filled * len(stack)], gradients)
-
-
-def _copy_pieces(flat: torch.Tensor, pieces: list[torch.Tensor]) -> None:
-    """Copy `flat` into `pieces`, one after another."""
-    if len(pieces) == 1:
-        pieces[0].copy_(flat)
-    else:
-        torch.split_with_sizes_copy(flat.to(pieces[0].dtype), [len(piece) for piece in pieces], out=pieces)
+                divide(stack.delta.view(-1)[: stack.filled * len(stack)], gradients)

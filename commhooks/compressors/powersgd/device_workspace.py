@@ -123,4 +123,3 @@ class DeviceMessage:
         self.whole = torch.zeros(sum(sizes), dtype=wire_dtype, device=work.layout.device)
         self.p, self.plain, self.flags, self.q = self.whole.split(sizes)
         self.first, self.second = self.whole.split([sum(sizes[:-1]), sizes[-1]])
-        self.plain_sizes = list(plain)

@@ -2,12 +2,11 @@
 
 import torch
 
-from commhooks.comm.wire import largest_gradient, put_factor, put_plain, put_projection
+from commhooks.comm.wire import largest_gradient, put_factor, put_projection
 from commhooks.compressors.base import State, StepInfo
 from commhooks.compressors.powersgd import codec
 from commhooks.compressors.powersgd.fused_workspace import FusedWorkspace
 from commhooks.compressors.powersgd.host_exchange import HostExchange
-from commhooks.compressors.powersgd.workspace import Message
 
 
 class FusedExchange(HostExchange):
@@ -96,25 +95,3 @@ class FusedExchange(HostExchange):
         flags = (largest > 0).to(torch.float64)
         too_large = largest > largest_gradient(self._with_p.flags.dtype)
         self._with_p.flags.copy_(flags.masked_fill_(too_large, float("nan")))
-
-    # ---- uncompressed gradients, many of them small: in one call where nothing is converted --------------------------
-
-    def _put_plain(self, message: Message) -> None:
-        if not message.plain or message.buffer.dtype != self.buffer.dtype:
-            super()._put_plain(message)
-            return
-        together = self._plain_of(message)
-        torch.cat([self.buffer[begin:end] for begin, end in self._work.plain_spans], out=together)
-        put_plain(together, together, self._world_size)
-
-    def _store_plain(self, message: Message) -> None:
-        if not message.plain or message.buffer.dtype != self.buffer.dtype:
-            super()._store_plain(message)
-            return
-        pieces = [self.buffer[begin:end] for begin, end in self._work.plain_spans]
-        torch.split_with_sizes_copy(self._plain_of(message), self._work.plain_numels, out=pieces)
-
-    def _plain_of(self, message: Message) -> torch.Tensor:
-        """The uncompressed gradients, 1-D, as they lie in the message: after the factors and before the flags."""
-        end = message.buffer.numel() - message.flags.numel()
-        return message.buffer[end - sum(self._work.plain_numels) : end]

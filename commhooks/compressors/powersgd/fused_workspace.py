@@ -21,7 +21,6 @@ class FusedWorkspace(Workspace):
         table: the matrices, with the places of `p` and `q`.
         unit_q, basis_p: for scaling the rows of Q to norm 1 and for orthonormalising P, into `q` and `p`.
         equal_ranks: slices of `all_q` whose factors have one rank, and that rank.
-        plain_numels: the numbers of elements of `plain_spans`.
     """
 
     def __init__(self, layout: BucketLayout, matrices: list[Matrix], setup: WorkspaceSetup) -> None:
@@ -42,7 +41,6 @@ class FusedWorkspace(Workspace):
             end = begin + sum(rank * x.m for x in group)
             self.equal_ranks.append((slice(begin, end), rank))
             begin = end
-        self.plain_numels = [end - begin for begin, end in self.plain_spans]
         self._offsets = torch.tensor([x.start * self.dtype.itemsize for x in matrices])
 
     def point_to_deltas(self, bucket: torch.Tensor) -> None:

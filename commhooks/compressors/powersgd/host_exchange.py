@@ -8,13 +8,14 @@ import functools
 
 import torch
 
-from commhooks.comm.wire import all_finite, put_factor, put_overflow, put_plain, put_projection
+from commhooks.comm.wire import all_finite, put_all_plain, put_factor, put_overflow, put_projection
 from commhooks.compressors.base import Exchange, Send, State, StepInfo, Verdict
 from commhooks.compressors.powersgd import codec
 from commhooks.compressors.powersgd.matrix import Matrix
 from commhooks.compressors.powersgd.workspace import Message, Workspace
 from commhooks.gradients import precision
 from commhooks.gradients.layout import Slot
+from commhooks.gradients.pieces import divide
 
 
 class HostExchange:
@@ -41,6 +42,7 @@ class HostExchange:
         self._step = step.number
         self._residual_factor = float(step.residual_factor)  # `alternate` synchronises with an accelerator anyway
         self._on_host = precision.is_host_readable(flat.device)
+        self._plain = [flat[begin:end] for begin, end in work.plain_spans]
         self._with_p, self._with_q = self._new_messages()
 
     def run(self) -> Exchange:
@@ -131,12 +133,12 @@ class HostExchange:
     # ---- uncompressed gradients ------------------------------------------------------------------------------------
 
     def _put_plain(self, message: Message) -> None:
-        for (begin, end), out in zip(self._work.plain_spans, message.plain, strict=True):
-            put_plain(self.buffer[begin:end], out, self._world_size)
+        if self._plain:
+            put_all_plain(self._plain, message.plain, self._world_size)
 
     def _store_plain(self, message: Message) -> None:
-        for (begin, end), mean in zip(self._work.plain_spans, message.plain, strict=True):
-            self.buffer[begin:end].copy_(mean)
+        if self._plain:
+            divide(message.plain, self._plain)
 
     # ---- delta, residual, gradient ---------------------------------------------------------------------------------
 

@@ -138,18 +138,18 @@ class Message:
     buffer: torch.Tensor
     factors: list[torch.Tensor]
     """Per matrix, `rank x length`."""
-    plain: list[torch.Tensor]
-    """Per uncompressed span of the bucket, 1-D."""
+    plain: torch.Tensor
+    """The uncompressed spans of the bucket, one after another, 1-D."""
     flags: torch.Tensor
     """Per matrix: 1 if its gradient is not zero, 0 otherwise; after the all-reduce the sum over the ranks."""
 
     @classmethod
     def new(cls, work: Workspace, lengths: Sequence[int], alone: bool) -> "Message":
         shapes = [(x.rank, length) for x, length in zip(work.matrices, lengths, strict=True)]
-        spans = [] if alone else [stop - start for start, stop in work.plain_spans]
+        plain = 0 if alone else sum(stop - start for start, stop in work.plain_spans)
         flags = 0 if alone else len(shapes)
-        numels = [rank * length for rank, length in shapes] + spans + [flags]
+        numels = [rank * length for rank, length in shapes] + [plain, flags]
         buffer = torch.zeros(sum(numels), dtype=work.wire_dtype, device=work.layout.device)
         pieces = buffer.split(numels)
         factors = [piece.view(shape) for piece, shape in zip(pieces, shapes, strict=False)]
-        return cls(buffer, factors, list(pieces[len(shapes) : -1]), pieces[-1])
+        return cls(buffer, factors, pieces[-2], pieces[-1])

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from compilers import needs_compiler
 from models import Gradients, all_finite, backward, masks, relative_error, wrap
 from simulation import SimulatedPowerSGD
 
@@ -171,13 +172,14 @@ def test_huge_ones_are_worked_off_or_refused(run_ranks, hook, world_size, cases,
     _check(hook, run_ranks(_run_all, hook, True, cases, 56, masked, world_size=world_size), cases, huge=True)
 
 
-def test_what_the_ranks_differ_by_is_worked_off_too():
+@pytest.mark.parametrize(("fused", "seed"), [(False, 0), pytest.param(True, 1, marks=needs_compiler)])
+def test_what_the_ranks_differ_by_is_worked_off_too(fused, seed):
     """1e30 on every rank, of full rank and different everywhere. Once the mean of the residuals is gone, P points
     wherever rounding makes it, and takes only RANK of N directions of the difference with it at each step. With about
-    one seed in five, whichever the kernel, a direction of the difference cancels to the last bit and stays: not
-    these."""
-    generator = torch.Generator().manual_seed(1)
-    ranks = SimulatedPowerSGD(2, N, M, RANK)
+    one seed in five, a direction of the difference cancels to the last bit and stays: other seeds for each kernel, and
+    not these."""
+    generator = torch.Generator().manual_seed(seed)
+    ranks = SimulatedPowerSGD(2, N, M, RANK, fused=fused)
     fixed = torch.randn(N, M, generator=generator)
     errors = {}
     total, expected = torch.zeros(N, M, dtype=torch.float64), torch.zeros(N, M, dtype=torch.float64)

@@ -124,6 +124,11 @@ def test_a_hook_of_the_users_own_is_not_known() -> None:
         plan_model(dict(mlp().named_parameters()), HookRequest.parse(needs_an_argument))
 
 
+def _size(tensors: Any) -> int:
+    """Bytes."""
+    return sum(t.numel() * t.element_size() for t in tensors if t is not None)
+
+
 @pytest.mark.parametrize(
     "options, dtype, wrapper",
     [
@@ -149,22 +154,39 @@ def test_the_memory_that_is_planned_is_taken(options: dict[str, Any], dtype: tor
         works: list[Workspace] = [known.work for known in session._buckets if known.work]
         planned = hook.plan().memory
 
-    def size(tensors: Any) -> int:
-        return sum(t.numel() * t.element_size() for t in tensors if t is not None)
-
-    assert planned.residual == size(state["residual"].values())
+    assert planned.residual == _size(state["residual"].values())
     # Of two factors that alternate the older one is dropped: what is kept of each is planned.
-    kept = size([*state["q"].values(), *state["p"].values()])
+    kept = _size([*state["q"].values(), *state["p"].values()])
     if options.get("alternate"):
         kept = sum(4 * p.rank * (p.n + p.m) for p in hook.plan().compressed)
-    assert planned.factors == kept + sum(size(s.p) + size(s.q) for s in works)
-    assert planned.copies == sum(size(s.delta) for s in works)
-    packed = sum(size(p.buffer for p in s._messages.values()) for s in works)
+    assert planned.factors == kept + sum(_size(s.p) + _size(s.q) for s in works)
+    assert planned.copies == sum(_size(s.delta) for s in works)
+    packed = sum(_size(p.buffer for p in s._messages.values()) for s in works)
     if batched:  # a bucket that is not compressed is counted with them: an upper bound
         assert packed <= planned.packed < 2 * packed
     else:
         assert planned.packed == packed
     assert planned.total == planned.residual + planned.factors + planned.copies + planned.packed
+
+
+@needs_compiler
+def test_the_native_kernel_takes_no_more_than_is_planned() -> None:
+    """It does not pad the factors of rank 1."""
+    for rank in (1, 4):
+        with process_group_of_one():
+            ddp = wrap(mlp())
+            hook = commhooks.attach(ddp, commhooks.PowerSGD(matrix_approximation_rank=rank, start_powerSGD_iter=0))
+            for step in range(4):
+                backward(ddp, step)
+            assert hook.stats()["kernel"] == "native"
+            session, state = session_of(hook), session_of(hook).state
+            works: list[Any] = [known.work for known in session._buckets if known.work]
+            planned = hook.plan().memory
+
+        assert planned.residual == _size(state["residual"].values())
+        taken = _size(state["q"].values()) + sum(_size(s.p) + _size(s.q) for s in works)
+        assert planned.factors / 2 < taken <= planned.factors
+        assert planned.packed == sum(_size(p.buffer for p in s._messages.values()) for s in works)
 
 
 def test_kinds_of_parameters() -> None:

@@ -38,9 +38,9 @@ def build_of(kernel: FusedCodec) -> str:
     do not.
     """
     digest = hashlib.sha256(fused_codec.source_text())
-    # Odd lengths, several blocks of columns, and each size of a group of rows: every loop of the kernel runs.
-    n, m = 37, 1061
-    for rank in (1, 2, 3, 4, 6):
+    # Odd lengths, each size of a group of rows, and once several parts (64 rows), sums of Q (96 rows) and tiles of
+    # columns (8,192): every loop of the kernel runs.
+    for n, m, rank in ((37, 1061, 1), (37, 1061, 2), (37, 1061, 3), (37, 1061, 4), (149, 9001, 6)):
         delta, residual = _numbers(n, m, 1), _numbers(n, m, 2)
         q, basis = kernel.orthonormal_rows(_numbers(rank, m, 3), None)[0], torch.empty(rank, n)
         kernel.add_and_project(delta, residual, 0.7, q, rank, out=basis)

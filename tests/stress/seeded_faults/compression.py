@@ -60,9 +60,9 @@ MUTANTS = [
     ),
     Mutant(
         "fused: the parts of Q's sum depend on who takes them",
-        "commhooks/compressors/powersgd/native/form_q.h",
-        "REAL *sum = part ? work",
-        "REAL *sum = work->next % 2 ? work",
+        "commhooks/compressors/powersgd/native/codec.c",
+        "work.parts = one_part;\n    share(start, threads, sizeof *table, &work);\n    free",
+        "work.parts = threads > 1 ? sum_parts : one_part;\n    share(start, threads, sizeof *table, &work);\n    free",
         "compressors/powersgd/test_native_threads.py::test_no_bit_depends_on_the_number_of_threads",
     ),
     Mutant(

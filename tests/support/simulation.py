@@ -26,9 +26,7 @@ class SimulatedPowerSGD:
         *,
         fused: bool | None = None,
     ) -> None:
-        config = PowerSGD(
-            matrix_approximation_rank=rank, start_powerSGD_iter=0, min_compression_rate=1e-3, fused=fused
-        )
+        config = PowerSGD(matrix_approximation_rank=rank, start_powerSGD_iter=0, min_compression_rate=1e-3, fused=fused)
         parameters = {"w": torch.empty(n, m, dtype=dtype)}
         self._ranks = SimulatedRanks(lambda: PowerSGDCompressor(config), world_size, parameters)
         self._rank, self._m, self._dtype = rank, m, dtype

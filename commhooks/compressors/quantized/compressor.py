@@ -9,7 +9,7 @@ from commhooks.compressors.base import RESIDUAL, Compressor, Exchange, State, St
 from commhooks.compressors.plan import MemoryPlan, ParameterInfo, UnitPlan
 from commhooks.compressors.quantized.blocks import BlockCode
 from commhooks.compressors.quantized.config import Int4Compress, Int8Compress, Quantized
-from commhooks.compressors.quantized.exchange import QuantizedExchange
+from commhooks.compressors.quantized.exchange import quantised_exchange
 from commhooks.compressors.quantized.plan import BlockPlan, left_alone, plan_parameter
 from commhooks.compressors.quantized.workspace import Workspace
 from commhooks.gradients.layout import BucketLayout
@@ -41,11 +41,16 @@ class QuantizedCompressor(Compressor[AnyQuantized]):
         return plan_parameter(info, self.code, self.wire_dtype_for(info.parameter.dtype))
 
     def workspace(self, layout: BucketLayout, plans: Sequence[UnitPlan]) -> Workspace:
-        return Workspace(layout, plans, self.code, self.wire_dtype_for(layout.dtype))  # type: ignore[arg-type]
+        return Workspace(
+            layout,
+            plans,  # type: ignore[arg-type]  # made by `plan`
+            self.code,
+            self.wire_dtype_for(layout.dtype),
+            error_feedback=self.config.use_error_feedback,
+        )
 
     def exchange(self, flat: torch.Tensor, work: Workspace, state: State, step: StepInfo) -> Exchange:
-        error_feedback = self.config.use_error_feedback
-        return QuantizedExchange(flat, work, state, step, error_feedback=error_feedback).run()
+        return quantised_exchange(flat, work, state, step)
 
     def memory_plan(self, plans: Sequence[UnitPlan], buckets: Sequence[Sequence[UnitPlan]]) -> MemoryPlan:
         """`copies`: delta in blocks, and the padding of the residuals. `packed`: codes and scales as they are made,

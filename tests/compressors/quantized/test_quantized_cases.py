@@ -159,7 +159,8 @@ def test_the_plan_knows_the_memory(error_feedback: bool) -> None:
     planned = Int8Compressor(config).memory_plan(ranks.plans, [ranks.plans])
     (work,), (state,) = ranks._works, ranks.states
     assert planned.residual == sum(each.nbytes for each in state["residual"].values())
-    buffers = [work.delta, work.residual_blocks] if error_feedback else [work.delta]
-    assert planned.residual + planned.copies == sum(each[:-1].nbytes for each in buffers)  # but for the empty block
-    assert planned.packed <= work.codes.nbytes + work.scales.nbytes + 3 * work.route(1).sent.nbytes + 4 * 5 * 4
-    assert planned.packed >= 4 * (work.codes[:-1].nbytes + work.scales[:-1].nbytes)
+    gradients, mean = work.gradients, work.mean(1)
+    buffers = [gradients.delta, gradients.residual_blocks] if error_feedback else [gradients.delta]
+    assert planned.residual + planned.copies == sum(each.nbytes for each in buffers)
+    assert planned.packed <= mean.codes.nbytes + mean.scales.nbytes + 3 * mean.sent.nbytes + 4 * 5 * 4
+    assert planned.packed >= 4 * (mean.codes[:-1].nbytes + mean.scales[:-1].nbytes)

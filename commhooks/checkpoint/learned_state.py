@@ -15,6 +15,7 @@ from commhooks.checkpoint.payload import Contribution
 from commhooks.comm.joint_save import JointSave
 from commhooks.compressors.base import Compressor
 from commhooks.compressors.plan import UnitPlan
+from commhooks.compressors.state_field import StateField
 from commhooks.engine.session import Session
 from commhooks.engine.state import LearnedState
 from commhooks.errors import HookConfigError
@@ -141,17 +142,15 @@ class SavedLearnedState:
                 return Contribution(exact=False)
             own = {key: {name: [tensor] for name, tensor in state[key].items()} for key in state.local}
             return Contribution("per_rank", [self._rank], own)
-        known = self._session.binding.names.known()
-        entries = [(key, name) for key in sorted(state.local) for name in known if name in state[key]]
+        entries = self._local_entries()
         if self._world_size == 1 or (state.local_shared and not state.local_missing):
             # No communication needed: the residual of each rank is the mean.
-            return Contribution("mean", everyone, _by_field((key, name, state[key][name]) for key, name in entries))
+            return Contribution("mean", everyone, _by_field(entries))
         kind = "mean" if request.residual == "mean" else "per_rank"
         collected: list[Any] = []
 
         def collect(group: JointSave) -> None:
-            for key, name in entries:
-                mine = state[key][name]
+            for key, name, mine in entries:
                 collected.append((key, name, group.mean(mine) if kind == "mean" else group.gather(mine)))
 
         saver = self.joint_save()
@@ -165,10 +164,34 @@ class SavedLearnedState:
             self._warn_inexact(reason, saver.speaker if request.joint and saver is not None else 0)
             return Contribution(exact=False)
         if kind == "mean":
-            for key, name, mean in collected:
-                self._session.overwrite(state[key][name], mean)
-            state.local_shared = True
+            self._rebase(collected)
         return Contribution(kind, everyone, _by_field(collected))
+
+    def _local_entries(self) -> list[tuple[str, str, torch.Tensor]]:
+        """(field, name, this rank's tensor) of the tensors that differ between ranks; the same fields and names on all
+        ranks."""
+        session, state = self._session, self._session.state
+        keys = sorted(state.local)
+        if session.arrangement.complete or (state.local_shared and not state.has_local()):
+            known = session.binding.names.known()
+            return [(key, name, state[key][name]) for key in keys for name in known if name in state[key]]
+        fields = [each for each in session.compressor.state_fields if each.key in keys]
+        return [
+            (each.key, plan.name, _or_zeros(state[each.key].get(plan.name), each, plan))
+            for each in sorted(fields, key=lambda field: field.key)
+            for plan in self._plans()
+            if plan.compressed
+        ]
+
+    def _rebase(self, means: list[tuple[str, str, torch.Tensor]]) -> None:
+        """Continue from the means that were saved, as a run that loads them does."""
+        session, state = self._session, self._session.state
+        for key, name, mean in means:
+            kept: dict[str, torch.Tensor] = {}
+            session.arrangement.rebase(kept, name, mean)
+            if name in kept and name in state[key]:
+                session.overwrite(state[key][name], kept[name])
+        state.local_shared = session.arrangement.complete
 
     def _warn_inexact(self, reason: str, speaker: int) -> None:
         """Log one warning on rank `speaker`: rank 0 if all ranks know of the failure, else a rank that does."""
@@ -197,6 +220,10 @@ class SavedLearnedState:
         return payload.Target(
             self._hook, self._session.compressor, names.known(), compressed, self._rank, self._world_size
         )
+
+
+def _or_zeros(tensor: torch.Tensor | None, field: StateField, plan: UnitPlan) -> torch.Tensor:
+    return torch.zeros(field.shape(plan), dtype=field.dtype(plan)) if tensor is None else tensor
 
 
 def _by_field(entries: Any) -> dict[str, dict[str, torch.Tensor]]:

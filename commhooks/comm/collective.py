@@ -17,6 +17,7 @@ from commhooks.errors import HookRunError
 logger = logging.getLogger(__name__)
 
 Op = Literal["sum", "max", "gather", "all_to_all"]
+Reach = Literal["all", "node", "nodes"]
 _NAMES = {"gather": "all-gather", "all_to_all": "all-to-all"}
 
 
@@ -26,7 +27,7 @@ class Send:
 
     The result of "sum" and "max" is `tensor` itself, reduced in place; that of "gather" is a new tensor of shape
     `(world_size, *shape)`. For "all_to_all", `tensor` has the shape `(world_size, ...)`: row i goes to rank i. The
-    result is a new tensor of that shape, whose row i came from rank i.
+    result is a new tensor of that shape, whose row i came from rank i. With `splits`, both are 1-D and in parts.
     """
 
     tensor: torch.Tensor
@@ -38,6 +39,11 @@ class Send:
     meanwhile: Callable[[], None] | None = None
     """Work that neither needs the result nor touches `tensor`: called as soon as the collective is on its way, so that
     an accelerator does it while the network is busy."""
+    splits: tuple[Sequence[int], Sequence[int]] | None = None
+    """For "all_to_all" with parts of different sizes: how many elements go to each rank, and come from each."""
+    over: Reach = "all"
+    """Over which ranks. Set by the engine where the ranks form nodes: those of this "node", or those with this local
+    rank on all "nodes"."""
 
     @property
     def numel_here(self) -> int:
@@ -151,16 +157,24 @@ def start(send: Send, group: dist.ProcessGroup, counters: Counters | None, where
             answer = torch.empty((group.size(), *send.tensor.shape), dtype=answer.dtype, device=answer.device)
             work = dist.all_gather(list(answer.unbind(0)), send.tensor.contiguous(), group=group, async_op=True)
         elif send.op == "all_to_all":
-            _check_rows(send.tensor, group, what)
-            answer = torch.empty_like(send.tensor, memory_format=torch.contiguous_format)
-            work = dist.all_to_all_single(answer, send.tensor.contiguous(), group=group, async_op=True)
+            sent = arriving = None
+            if send.splits is None:
+                _check_rows(send.tensor, group, what)
+                answer = torch.empty_like(send.tensor, memory_format=torch.contiguous_format)
+            else:
+                sent, arriving = map(list, send.splits)
+                answer = send.tensor.new_empty(sum(arriving))
+            tensor = send.tensor.contiguous()
+            work = dist.all_to_all_single(answer, tensor, arriving, sent, group=group, async_op=True)
         else:
             op = dist.ReduceOp.MAX if send.op == "max" else dist.ReduceOp.SUM
             work = dist.all_reduce(send.tensor, op=op, group=group, async_op=True)
     except RuntimeError as error:
         raise lost(what, group, error) from error
-    if counters is not None:
+    if counters is not None and send.over != "node":
         counters.sent(counted)
+    elif counters is not None:
+        counters.bytes_inside_nodes += counted
     return Pending(answer, work, what, group, counters)
 
 

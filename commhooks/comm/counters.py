@@ -30,6 +30,8 @@ class Counters:
     nonfinite_steps: int = 0
     collectives: int = 0
     bytes_sent: int = 0
+    bytes_inside_nodes: int = 0
+    """Bytes of collectives inside this rank's node, where a hook compresses between nodes only; not in `bytes_sent`."""
     bytes_uncompressed: int = 0
     """Bytes that DDP without a hook would have passed to all-reduce in the same passes."""
     handshakes: int = 0

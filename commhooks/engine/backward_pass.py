@@ -66,15 +66,29 @@ class RunningExchange:
         return self._finite
 
     def commit(self, good: torch.Tensor | bool) -> None:
-        """Pass the verdict on the whole pass to the exchange, and run it to its end."""
+        """Pass the verdict on the whole pass to the exchange, and run it to its end, or to what the ranks of a node
+        send each other then."""
+        self._conclude(good)
+
+    def finish(self) -> None:
+        """Run the exchange to its end."""
+        while self._pending is not None:
+            answer = self._pending.wait()
+            self._pending = None
+            self._conclude(answer)
+
+    def _conclude(self, answer: torch.Tensor | bool) -> None:
         try:
-            self._exchange.send(good)
+            yielded = self._exchange.send(answer)
         except StopIteration as end:
             self.result = checked_result(end.value, self._name, self.flat)
             return
-        raise HookRunError(
-            f"the exchange of {self._name} goes on after the verdict: it must yield one Verdict, and nothing after it"
-        )
+        if not isinstance(yielded, Send) or yielded.over != "node":
+            raise HookRunError(
+                f"the exchange of {self._name} goes on after the verdict: it must yield one Verdict, and nothing after "
+                "it"
+            )
+        self._pending = self._issue(yielded)
 
     def close(self) -> Pending | None:
         """Close the exchange of an abandoned pass. Its exceptions are suppressed: they would hide the error that ended
@@ -151,6 +165,8 @@ class BackwardPass:
     def commit(self, good: torch.Tensor | bool) -> None:
         for each in self.running:
             each.commit(good)
+        for each in self.running:
+            each.finish()
 
     def fulfil(self) -> None:
         """Complete the futures that DDP waits for."""

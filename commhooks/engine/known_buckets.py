@@ -9,6 +9,7 @@ import torch
 from commhooks.compressors.base import Compressor
 from commhooks.compressors.plan import ParameterInfo, UnitPlan
 from commhooks.compressors.state_field import StateField
+from commhooks.engine.arrangement import FLAT, Flat
 from commhooks.engine.state import LearnedState
 from commhooks.errors import HookRunError
 from commhooks.gradients.bucket import Bucket
@@ -41,11 +42,13 @@ class KnownBuckets:
 
     Attributes:
         speaker: this rank logs the warnings that concern all ranks.
+        arrangement: how the ranks share the work.
     """
 
     def __init__(self, compressor: Compressor[Any], state: LearnedState, names: ParameterNames) -> None:
         self.compressor = compressor
         self.speaker = True
+        self.arrangement: Flat = FLAT
         self._state = state
         self._names = names
         self._buckets: dict[tuple[int, ...], KnownBucket] = {}
@@ -84,7 +87,7 @@ class KnownBuckets:
             known = KnownBucket(layout, self.compressor.plan(infos), None)
             self._fit_state(known, infos)
             if known.compresses:
-                known.work = self.compressor.workspace(layout, known.plans)
+                known.work = self.arrangement.workspace(self.compressor, layout, known.plans)
             self._buckets[key] = known
         known.used = True
         return known

@@ -19,6 +19,7 @@ from commhooks.comm.counters import Counters
 from commhooks.compressors.base import Compressor, StepInfo
 from commhooks.compressors.plan import UnitPlan
 from commhooks.engine.agreement import Terms, agree
+from commhooks.engine.arrangement import Flat
 from commhooks.engine.average import average
 from commhooks.engine.backward_pass import BackwardPass, RunningExchange
 from commhooks.engine.kernel_choice import Choice, Offer
@@ -96,6 +97,15 @@ class Session:
         if self.compressor.kernel != choice.kernel:
             self.compressor.kernel = choice.kernel
             self._buckets.clear()  # their workspaces were made for another one
+
+    @property
+    def arrangement(self) -> Flat:
+        """How the ranks share the work."""
+        return self._buckets.arrangement
+
+    def arrange(self, arrangement: Flat) -> None:
+        """Share the work in this way. All ranks must call this, before the first backward pass."""
+        self._buckets.arrangement = arrangement
 
     @property
     def has_run(self) -> bool:
@@ -190,7 +200,7 @@ class Session:
         return BackwardPass(compressing, loss_scale / state.loss_scale, loss_scale, step, step_at_most)
 
     def _new_exchange(self, bucket: Bucket, current: BackwardPass) -> RunningExchange:
-        flat, counters = bucket.flat, self.counters
+        flat, counters, arrangement = bucket.flat, self.counters, self.arrangement
         first = not current.running
         if not first:
             devices = [current.running[0].flat.device, flat.device]
@@ -204,18 +214,18 @@ class Session:
         where = f"bucket {bucket.index} at step {current.step_label}"
 
         def issue(send: Send) -> Pending:
-            return collective.start(send, group, counters, where)
+            return collective.start(send, arrangement.group(send.over, group), counters, where)
 
         if not known.compresses or not current.compressing:
             exchange = average(flat, self.compressor.wire_dtype_for(flat.dtype), group.size())
         else:
             step = StepInfo(current.step, group.size(), current.residual_factor, group.rank())
-            exchange = self.compressor.exchange(flat, known.work, self.state, step)
+            exchange = arrangement.exchange(self.compressor, flat, known.work, self.state, step)
         return RunningExchange(exchange, flat, issue, self.compressor.name)
 
     def _drain(self, current: BackwardPass) -> None:
         """End a pass: run all remaining rounds, then commit."""
-        good = current.drain()
+        good = self.arrangement.agreed(current.drain())
         state, outcomes = self.state, self.outcomes
         with outcomes.lock:
             outcomes.committing = True
@@ -317,4 +327,5 @@ class Session:
                 "from residuals of zero. Step and Q are kept.",
                 compressor.called,
             )
+        self.arrangement.rehome(self.state, self.binding.names.known())
         self._agreed = True

@@ -11,9 +11,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 from commhooks.comm.counters import Counters
 from commhooks.comm.hook_result import checked_future
+from commhooks.comm.nodes import RanksPerNode, find_nodes
 from commhooks.compressors.base import Compressor
 from commhooks.compressors.config import HookConfig
 from commhooks.ddp_comm_hooks.default_hooks import bf16_compress_wrapper, fp16_compress_wrapper
+from commhooks.engine.hierarchy import Hierarchy
 from commhooks.engine.session import Binding, Session
 from commhooks.engine.session_state import SessionState
 from commhooks.engine.state import LearnedState
@@ -45,6 +47,7 @@ def attach(
     strict: bool = True,
     total_steps: int | None = None,
     check_every: int | None = None,
+    ranks_per_node: RanksPerNode = None,
     process_group: dist.ProcessGroup | None = None,
     loss_scale: Callable[[], float | torch.Tensor] | None = None,
 ) -> CommHook:
@@ -66,6 +69,10 @@ def attach(
         check_every: compare the weights of all ranks before every `check_every`-th backward pass, the first included.
             If they differ, all ranks raise HookRunError with the names of the parameters. None: never. Each check reads
             all weights once.
+        ranks_per_node: average exactly inside a node and compress between nodes only; every rank then compresses and
+            keeps residuals for its share of the parameters. A number: so many consecutive ranks are a node. "auto":
+            those that one launcher has started, or that have one host name. None: compress between all ranks. With
+            one node, or one rank per node, there is nothing to divide.
         process_group: the group over which to average; None: the model's group.
         loss_scale: returns the current loss scale, e.g. `scaler.get_scale`; the residuals are rescaled when it changes.
 
@@ -75,7 +82,8 @@ def attach(
     Raises:
         HookConfigError: the arguments are invalid, or no rank's machine supports them.
         AttachError: the model cannot take a hook. Or, on all ranks: the ranks attach different hooks or have different
-            models, or the machines of some ranks do not support `fused=True`.
+            models, the machines of some ranks do not support `fused=True`, or the nodes have different numbers of
+            ranks.
         HookRunError: another rank has failed, or did not take part within the process group's timeout.
     """
     request = HookRequest.parse(
@@ -86,6 +94,7 @@ def attach(
         save_residual=save_residual,
         strict=strict,
         check_every=check_every,
+        ranks_per_node=ranks_per_node,
     )
     return attach_request(
         ddp_model, request, total_steps=total_steps, process_group=process_group, loss_scale=loss_scale
@@ -136,6 +145,9 @@ def attach_request(
             "hook would have nothing to do: leave out the hook, or unfreeze parameters before DDP wraps the model"
         )
     runner.compute_with(choice)
+    nodes = find_nodes(request.ranks_per_node, group, device)
+    if nodes is not None:
+        runner.arrange(Hierarchy(nodes, names.known()))
     attached = CommHook(request, runner, ddp_model, names, group)
     try:
         ddp_model.register_comm_hook(state, attached._run)

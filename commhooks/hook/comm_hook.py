@@ -159,6 +159,7 @@ class CommHook:
             "collectives_last_pass": s.last_pass.collectives if known else None,
             "bytes_sent": s.bytes_sent if known else None,
             "bytes_sent_last_pass": s.last_pass.bytes_sent if known else None,
+            "bytes_inside_nodes": s.bytes_inside_nodes if known else None,
             "bytes_uncompressed": s.bytes_uncompressed,
             "compression_rate": s.bytes_uncompressed / s.bytes_sent if known and s.bytes_sent else None,
             "codec_s": clocks.total.codec_s if timed else None,

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from commhooks.checkpoint.learned_state import SavedLearnedState
 from commhooks.compressors.kernel import TORCH
 from commhooks.compressors.plan import UnitPlan
+from commhooks.engine.arrangement import Flat
 from commhooks.engine.kernel_choice import Choice, Offer
 from commhooks.engine.session import Session
 from commhooks.errors import HookConfigError
@@ -69,7 +70,8 @@ class LearningHook(Runner):
 
     def announcement(self, plan: ModelPlan) -> str:
         kernel = "" if self.choice.kernel == TORCH else f"; {self.choice.kernel.name} kernel"
-        return f" ({self._session.compressor.words}{kernel}): {plan.summary()}"
+        nodes = f"; {self._session.arrangement.words}" if self._session.arrangement.words else ""
+        return f" ({self._session.compressor.words}{kernel}{nodes}): {plan.summary()}"
 
     @contextlib.contextmanager
     def residuals(self) -> Iterator[tuple[Mapping[str, torch.Tensor], float]]:
@@ -96,6 +98,9 @@ class LearningHook(Runner):
     def compute_with(self, choice: Choice) -> None:
         super().compute_with(choice)
         self._session.compute_with(choice)
+
+    def arrange(self, arrangement: Flat) -> None:
+        self._session.arrange(arrangement)
 
     def remarks(self, *, checked: bool) -> list[str]:
         return self.choice.remarks(self._session.compressor.called, checked=checked)

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from commhooks.checkpoint.payload import SAVE_RESIDUAL
+from commhooks.comm.nodes import RanksPerNode
 from commhooks.comm.wire import WIRE_DTYPES
 from commhooks.compressors.base import Compressor
 from commhooks.compressors.config import HookConfig, from_options
@@ -82,6 +83,7 @@ class HookRequest:
     save_residual: str = "per_rank"
     strict: bool = True
     check_every: int | None = None
+    ranks_per_node: RanksPerNode = None
 
     @classmethod
     def parse(
@@ -94,6 +96,7 @@ class HookRequest:
         save_residual: str = "per_rank",
         strict: bool = True,
         check_every: int | None = None,
+        ranks_per_node: RanksPerNode = None,
     ) -> "HookRequest":
         """Make a request from the user's arguments; see `attach` for them.
 
@@ -110,11 +113,13 @@ class HookRequest:
             not isinstance(check_every, int) or isinstance(check_every, bool) or check_every < 1
         ):
             raise HookConfigError(f"check_every={check_every!r}; expected a number of steps, 1 or more, or None")
+        _check_ranks_per_node(ranks_per_node)
         common: dict[str, Any] = {
             "wrapper": wrapper,
             "save_residual": save_residual,
             "strict": strict,
             "check_every": check_every,
+            "ranks_per_node": ranks_per_node,
         }
 
         if isinstance(hook, type) and issubclass(hook, Compressor):
@@ -125,7 +130,7 @@ class HookRequest:
                     f"hook_options={dict(hook_options)!r} beside {type(hook).__name__}(...): hook_options is for hooks "
                     f"given by name; write the options into {type(hook).__name__}(...)"
                 )
-            compressor_of(hook)
+            compressor_of(hook)  # raises if there is none
             return cls._from_config(hook, hook_state, common)
         if isinstance(hook, type) and issubclass(hook, HookConfig):
             raise HookConfigError(f"hook={hook.__name__} is a class; write {hook.__name__}() with its options inside")
@@ -151,6 +156,7 @@ class HookRequest:
                 made = from_options(COMPRESSORS[name].Config, hook_options or {})
                 return cls._from_config(made, hook_state, common)
             _no_state(name, hook_state)
+            _no_nodes(name, common)
             return cls(name, factory=name, options=dict(hook_options or {}), **common)
         if callable(hook):
             return cls._from_function(hook, hook_options, hook_state, common)
@@ -166,6 +172,13 @@ class HookRequest:
             raise HookConfigError(
                 f"check_every with hook {config.hook_name!r}: without communication the replicas drift apart"
             )
+        compressor = compressor_of(config)
+        if common["ranks_per_node"] is not None and (not compressor.transactional or compressor.per_bucket):
+            why = "compresses whole buckets" if compressor.per_bucket else "has no learned state"
+            raise HookConfigError(
+                f"ranks_per_node with hook {config.hook_name!r}, which {why}: it works with hooks that compress "
+                "parameter by parameter, such as 'powerSGD', 'int8_compress' and 'int4_compress'"
+            )
         return cls(config.hook_name, config=config, **common)
 
     @classmethod
@@ -178,6 +191,7 @@ class HookRequest:
         name: str | None = None,
     ) -> "HookRequest":
         name = name or str(getattr(function, "__qualname__", type(function).__qualname__))
+        _no_nodes(name, common)
         if hook_options:
             raise HookConfigError(
                 f"hook_options={dict(hook_options)!r} with the callable {name}: hook_options is for hooks given by "
@@ -242,6 +256,19 @@ def _check_choice(name: str, value: object, choices: tuple[object, ...]) -> None
     if value not in choices:
         offer = closest(value, [c for c in choices if isinstance(c, str)]) if isinstance(value, str) else ""
         raise HookConfigError(f"{name}={value!r}{offer}; expected one of {', '.join(map(repr, choices))}")
+
+
+def _check_ranks_per_node(value: object) -> None:
+    if value is None or value == "auto" or (isinstance(value, int) and not isinstance(value, bool) and value >= 1):
+        return
+    raise HookConfigError(f"ranks_per_node={value!r}; expected 'auto', a number of ranks, 1 or more, or None")
+
+
+def _no_nodes(name: str, common: Mapping[str, Any]) -> None:
+    if common["ranks_per_node"] is not None:
+        raise HookConfigError(
+            f"ranks_per_node with the hook {name}, a function: write a compressor instead, which works between nodes"
+        )
 
 
 def _no_state(name: str, hook_state: Any) -> None:

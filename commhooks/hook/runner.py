@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from commhooks.checkpoint.learned_state import SaveRequest
 from commhooks.comm.counters import Counters
+from commhooks.engine.arrangement import Flat
 from commhooks.engine.kernel_choice import Choice, Offer
 from commhooks.gradients.bucket import Bucket
 from commhooks.hook.plan import ModelPlan
@@ -89,6 +90,10 @@ class Runner(ABC):
     def compute_with(self, choice: Choice) -> None:
         """Use the kernel on which all ranks have agreed."""
         self.choice = choice
+
+    def arrange(self, arrangement: Flat) -> None:
+        """Share the work among the ranks in this way. Called once, on all ranks, before the first backward pass."""
+        raise NotImplementedError  # requests for hooks that cannot are refused
 
     def remarks(self, *, checked: bool) -> list[str]:
         """Warnings about the ranks' machines that rank 0 logs at the end of the first backward pass. `checked`: the

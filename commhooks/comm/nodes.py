@@ -1,0 +1,85 @@
+"""The ranks in nodes: machines inside of which communication is fast."""
+
+import os
+import socket
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+
+from commhooks.comm.collective import gather_texts
+from commhooks.errors import AttachError
+
+RanksPerNode = int | Literal["auto"] | None
+
+
+@dataclass(frozen=True, eq=False)
+class Nodes:
+    """Nodes with equal numbers of ranks, as this rank sees them.
+
+    Attributes:
+        node: the ranks of this node; the rank in this group is the local rank.
+        across: the ranks with this local rank, one of each node, in the same order of nodes everywhere.
+    """
+
+    node: dist.ProcessGroup
+    across: dist.ProcessGroup
+
+    @property
+    def local_rank(self) -> int:
+        return self.node.rank()
+
+    @property
+    def ranks_per_node(self) -> int:
+        return self.node.size()
+
+    @property
+    def count(self) -> int:
+        """How many nodes there are."""
+        return self.across.size()
+
+
+def find_nodes(ranks_per_node: RanksPerNode, group: dist.ProcessGroup, device: torch.device) -> Nodes | None:
+    """Divide the ranks of `group` into nodes. All of its ranks must call this.
+
+    Args:
+        ranks_per_node: so many consecutive ranks are a node. "auto": those that one launcher has started together
+            (torchrun's GROUP_RANK), or where that is not known those with the same host name, whatever their numbers.
+            None: no nodes.
+        device: where the ranks exchange their names for "auto".
+
+    Returns:
+        None where there is nothing to divide: one node, or one rank per node.
+
+    Raises:
+        AttachError: on all ranks, if the nodes have different numbers of ranks.
+    """
+    if ranks_per_node is None:
+        return None
+    if ranks_per_node == "auto":
+        own = f"{socket.gethostname()} {os.environ.get('GROUP_RANK', '')}".strip()
+        places = gather_texts(own, group, device, "the names of the nodes")
+    else:
+        places = [str(rank // ranks_per_node) for rank in range(group.size())]
+    members = [[rank for rank, each in enumerate(places) if each == place] for place in dict.fromkeys(places)]
+    sizes = [len(each) for each in members]
+    if len(set(sizes)) > 1:
+        raise AttachError(
+            f"ranks_per_node={ranks_per_node!r}: the nodes have {', '.join(map(str, sizes[:-1]))} and {sizes[-1]} "
+            "ranks, and a hook between nodes needs equally many on each. Use ranks_per_node=None, which compresses "
+            "between all ranks"
+        )
+    if len(members) == 1 or sizes[0] == 1:
+        return None
+    mine = next(each for each in members if group.rank() in each)
+    local_rank = mine.index(group.rank())
+    return Nodes(_new_group(mine, group), _new_group([each[local_rank] for each in members], group))
+
+
+def _new_group(ranks: Sequence[int], within: dist.ProcessGroup) -> dist.ProcessGroup:
+    """A group of some ranks of `within`. Only they call this."""
+    everywhere = dist.get_process_group_ranks(within)
+    made: dist.ProcessGroup = dist.new_group([everywhere[rank] for rank in ranks], use_local_synchronization=True)
+    return made

@@ -1,0 +1,56 @@
+"""How the ranks share the work on a bucket. Here: all alike. `hierarchy.py` has the other arrangement."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from commhooks.comm.collective import Reach
+from commhooks.compressors.base import Compressor, Exchange, StepInfo
+from commhooks.compressors.plan import UnitPlan
+from commhooks.engine.state import LearnedState
+from commhooks.gradients.layout import BucketLayout
+
+
+class Flat:
+    """Every rank compresses every bucket, and sends to all others.
+
+    Attributes:
+        words: how the ranks are arranged, for the log; "" if they are not.
+        complete: every rank has the local tensors (residuals) of all parameters.
+    """
+
+    words: str = ""
+    complete: bool = True
+
+    def workspace(self, compressor: Compressor[Any], layout: BucketLayout, plans: Sequence[UnitPlan]) -> Any:
+        """What `exchange` needs for buckets of this layout, at least one unit of which is compressed."""
+        return compressor.workspace(layout, plans)
+
+    def exchange(
+        self, compressor: Compressor[Any], flat: torch.Tensor, work: Any, state: LearnedState, step: StepInfo
+    ) -> Exchange:
+        """Average one bucket; see `Compressor.exchange`."""
+        return compressor.exchange(flat, work, state, step)
+
+    def group(self, over: Reach, everyone: dist.ProcessGroup) -> dist.ProcessGroup:
+        """The ranks that a collective is for. `everyone`: those that average their gradients."""
+        return everyone
+
+    def agreed(self, good: torch.Tensor) -> torch.Tensor:
+        """Whether everything that any rank received is finite. `good`: the same for this rank (0-dim bool tensor). Here
+        all ranks received the same."""
+        return good
+
+    def rehome(self, state: LearnedState, parameters: Mapping[str, torch.Tensor]) -> None:
+        """Move loaded local tensors (residuals) to the ranks that use them, without changing their mean over all ranks.
+        All ranks call this when they have agreed on the state. `parameters`: name -> parameter of the whole model."""
+
+    def rebase(self, tensors: dict[str, torch.Tensor], name: str, mean: torch.Tensor) -> None:
+        """Let `tensors`, of one field by parameter name, be as if `mean` had just been loaded for `name` on all
+        ranks."""
+        tensors[name] = mean
+
+
+FLAT = Flat()

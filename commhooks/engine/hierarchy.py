@@ -1,0 +1,151 @@
+"""Ranks in nodes: exact inside a node, compressed between nodes.
+
+Every parameter has an owner in each node: the rank with a certain local rank. For one bucket:
+
+    each rank sends each gradient to its owner in the node, which adds up those of the node
+    the owners in all nodes average these sums, as the compressor does
+    each owner sends the average, and what the compressor has learned, to the other ranks of its node
+
+So each rank compresses its share of the parameters only, and keeps residuals for it.
+
+An owner works on the sum of its node, not on its mean, and divides the result at the end. The residual then is what it
+would be if the other ranks of the node had gradients and residuals of zero: the mean over all ranks means the same as
+without nodes, and checkpoints do not depend on the arrangement.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from commhooks.comm.collective import Reach, Send, gather_rows, lost
+from commhooks.comm.nodes import Nodes
+from commhooks.compressors.base import Compressor, Exchange, StepInfo, Verdict
+from commhooks.compressors.plan import UnitPlan
+from commhooks.engine.arrangement import Flat
+from commhooks.engine.average import average
+from commhooks.engine.node_shares import NodeShares, owners_of
+from commhooks.engine.state import LearnedState
+from commhooks.gradients.layout import BucketLayout
+from commhooks.gradients.precision import compute_dtype
+
+
+class Hierarchy(Flat):
+    """
+    Args:
+        nodes: the nodes.
+        parameters: name -> parameter of the whole model, in an order that is the same on all ranks.
+    """
+
+    complete = False
+
+    def __init__(self, nodes: Nodes, parameters: Mapping[str, torch.Tensor]) -> None:
+        self.nodes = nodes
+        self.words = f"between {nodes.count} nodes of {nodes.ranks_per_node} ranks"
+        self._owners = owners_of({name: each.numel() for name, each in parameters.items()}, nodes.ranks_per_node)
+
+    def workspace(self, compressor: Compressor[Any], layout: BucketLayout, plans: Sequence[UnitPlan]) -> NodeShares:
+        return NodeShares(compressor, layout, plans, self._owners, self.nodes)
+
+    def exchange(
+        self, compressor: Compressor[Any], flat: torch.Tensor, work: NodeShares, state: LearnedState, step: StepInfo
+    ) -> Exchange:
+        own = work.own
+        arrived: torch.Tensor = yield Send(
+            work.by_owner(flat), "the node's gradients", "all_to_all", splits=work.to_owners, over="node"
+        )
+        first, *others = arrived.view(self.nodes.ranks_per_node, -1)
+        own.copy_(first)
+        for each in others:  # in this order, so that no bit depends on the bucket
+            own.add_(each)
+
+        inner = self._between_nodes(compressor, work, state, step)
+        finite = torch.ones((), dtype=torch.bool, device=flat.device)
+        if inner is not None:
+            yielded = next(inner)
+            while isinstance(yielded, Send):
+                yielded.over = "nodes"
+                yielded = inner.send((yield yielded))
+            finite = yielded.finite
+        good = yield Verdict(finite)
+        if inner is not None:
+            result = _end(inner, good)
+            if result is not None and result is not own:
+                own.copy_(result)
+        own.div_(self.nodes.ranks_per_node)
+
+        arrived = yield Send(
+            work.results(state), "the node's averages", "all_to_all", splits=work.from_owners, over="node"
+        )
+        work.take(arrived, flat, state)
+        return None
+
+    def group(self, over: Reach, everyone: dist.ProcessGroup) -> dist.ProcessGroup:
+        return {"all": everyone, "node": self.nodes.node, "nodes": self.nodes.across}[over]
+
+    def agreed(self, good: torch.Tensor) -> torch.Tensor:
+        everywhere = good.to(torch.int32)
+        self._all_reduce(everywhere, dist.ReduceOp.MIN, "the verdict")
+        return everywhere > 0
+
+    def rehome(self, state: LearnedState, parameters: Mapping[str, torch.Tensor]) -> None:
+        for key in sorted(state.local):
+            if not state.local_shared:
+                self._collect(state[key], parameters)
+                continue
+            for name, mean in list(state[key].items()):
+                del state[key][name]
+                self.rebase(state[key], name, mean)
+                state.local_shared = False
+
+    def rebase(self, tensors: dict[str, torch.Tensor], name: str, mean: torch.Tensor) -> None:
+        if self._is_mine(name):
+            tensors[name] = mean * self.nodes.ranks_per_node
+
+    def _is_mine(self, name: str) -> bool:
+        return self._owners[name] == self.nodes.local_rank
+
+    def _between_nodes(
+        self, compressor: Compressor[Any], work: NodeShares, state: LearnedState, step: StepInfo
+    ) -> Exchange | None:
+        """The exchange of this rank's share of a bucket; None if that is empty."""
+        count = self.nodes.count
+        if work.own.numel() == 0:
+            return None
+        if not work.compresses:
+            return average(work.own, compressor.wire_dtype_for(work.own.dtype), count)
+        mine = StepInfo(step.number, count, step.residual_factor, self.nodes.across.rank())
+        return compressor.exchange(work.own, work.work, state, mine)
+
+    def _collect(self, tensors: dict[str, torch.Tensor], parameters: Mapping[str, torch.Tensor]) -> None:
+        """Add up, at its owner, what the ranks of this node have for each parameter, if any other rank has something.
+        That comes from a checkpoint of another arrangement."""
+        device = next(iter(parameters.values())).device
+        own = torch.tensor([name in tensors for name in parameters], dtype=torch.uint8, device=device)
+        table = gather_rows(own, self.nodes.node, None, "residuals in the node").bool().tolist()
+        for place, (name, parameter) in enumerate(parameters.items()):
+            if not any(row[place] for rank, row in enumerate(table) if rank != self._owners[name]):
+                continue
+            total = tensors.pop(name, None)
+            if total is None:
+                total = torch.zeros(parameter.numel(), dtype=compute_dtype(parameter.dtype), device=device)
+            self._all_reduce(total, dist.ReduceOp.SUM, f"the residual of {name}")
+            if self._is_mine(name):
+                tensors[name] = total
+
+    def _all_reduce(self, tensor: torch.Tensor, op: Any, what: str) -> None:
+        try:
+            dist.all_reduce(tensor, op, group=self.nodes.node)
+        except RuntimeError as error:
+            raise lost(f"{what} in the node", self.nodes.node, error) from error
+
+
+def _end(exchange: Exchange, good: torch.Tensor | bool) -> torch.Tensor | None:
+    """The result of an exchange that has yielded its verdict."""
+    try:
+        exchange.send(good)
+    except StopIteration as end:
+        result: torch.Tensor | None = end.value
+        return result
+    raise AssertionError("an exchange goes on after the verdict")

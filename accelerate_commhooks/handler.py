@@ -73,6 +73,8 @@ class CommHookKwargs(DistributedDataParallelKwargs):
             is None or a fraction.
         check_every: compare the weights of all ranks before every `check_every`-th backward pass. If they differ, all
             ranks raise HookRunError with the names of the parameters. None: never.
+        ranks_per_node: average exactly inside a node and compress between nodes: "auto", or so many consecutive ranks.
+            None: compress between all ranks. See `commhooks.attach`.
 
     Raises:
         commhooks.HookConfigError: at construction, for an unknown hook or option (the message suggests the closest
@@ -87,6 +89,7 @@ class CommHookKwargs(DistributedDataParallelKwargs):
     strict: bool = field(default=True, kw_only=True)
     total_steps: int | None = field(default=None, kw_only=True)
     check_every: int | None = field(default=None, kw_only=True)
+    ranks_per_node: int | str | None = field(default=None, kw_only=True)
 
     def __new__(cls, *args: Any, **kwargs: Any) -> "CommHookKwargs":
         # Arguments override the environment even if they equal the default; only here is known which were given.
@@ -298,6 +301,7 @@ class CommHookKwargs(DistributedDataParallelKwargs):
             save_residual=self.save_residual,
             strict=self.strict,
             check_every=self.check_every,
+            ranks_per_node=self.ranks_per_node,
         )
         check_total_steps(self.total_steps)
         if request.config is not None:

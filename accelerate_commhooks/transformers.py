@@ -60,6 +60,7 @@ class CommHookTrainerMixin(_Base):
             of steps that the Trainer computes for each `train()`.
         check_every: compare the weights of all ranks before every `check_every`-th backward pass; if they differ, all
             ranks raise HookRunError.
+        ranks_per_node: average exactly inside a node and compress between nodes: "auto", or so many consecutive ranks.
 
     Raises:
         commhooks.HookConfigError: at construction, for arguments that `CommHookKwargs` rejects, and if Accelerate does
@@ -77,6 +78,7 @@ class CommHookTrainerMixin(_Base):
         strict: bool | None = None,
         total_steps: int | None = None,
         check_every: int | None = None,
+        ranks_per_node: int | str | None = None,
         **kwargs: Any,
     ) -> None:
         settings = {
@@ -87,6 +89,7 @@ class CommHookTrainerMixin(_Base):
             "strict": strict,
             "total_steps": total_steps,
             "check_every": check_every,
+            "ranks_per_node": ranks_per_node,
         }
         self._hook_handler = _handler(hook, {name: value for name, value in settings.items() if value is not None})
         # The user's values: the handler's own fields are merged with those of the Trainer later.

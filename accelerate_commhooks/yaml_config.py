@@ -45,6 +45,7 @@ class _HookSettings:
     strict: bool = True
     total_steps: Optional[int] = None  # noqa: UP045
     check_every: Optional[int] = None  # noqa: UP045
+    ranks_per_node: Union[int, str, None] = None  # noqa: UP007
 
 
 def _ddp_fields() -> list[tuple[str, Any, Any]]:

@@ -2,8 +2,9 @@
 
 `noop`, `ddp` (no hook), `allreduce`, `fp16`, `bf16`, `powersgd-4` and `batched-4` (commhooks, rank 4), `fused-4`,
 `alternate-4`, `fused-alternate-4` and `same-4` (commhooks with these options), `torch-4` (torch's powerSGD_hook) and
-`torch-same-4`; "same" is batch_tensors_with_same_shape. Only those with "fused" use the native kernel. The suffix
-`:one` selects a single bucket: one all-reduce for all P, and one for all Q.
+`torch-same-4`; "same" is batch_tensors_with_same_shape. Only those with "fused" use the native kernel. `int8` and
+`int4` are the quantised hooks. The suffix `:one` selects a single bucket: one all-reduce for all P, and one for all Q.
+The suffix `:nodes` compresses between nodes only, for benchmarks with several ranks per node.
 """
 
 from typing import Any
@@ -18,7 +19,7 @@ import commhooks
 ONE_BUCKET_MB = 10_000
 LABELS = (
     "noop, ddp, allreduce, fp16, bf16, powersgd-RANK, fused-RANK, alternate-RANK, fused-alternate-RANK, same-RANK, "
-    "batched-RANK, torch-RANK, torch-same-RANK"
+    "batched-RANK, int8, int4, torch-RANK, torch-same-RANK; with :one or :nodes"
 )
 SIMPLE = {
     "noop": commhooks.Noop,
@@ -26,6 +27,7 @@ SIMPLE = {
     "fp16": commhooks.FP16Compress,
     "bf16": commhooks.BF16Compress,
 }
+QUANTISED = {"int8": commhooks.Int8Compress, "int4": commhooks.Int4Compress}
 OPTIONS = {
     "powersgd": (),
     "fused": ("fused",),
@@ -36,15 +38,20 @@ OPTIONS = {
 
 
 def wrap(
-    model: torch.nn.Module, label: str, start: int = 2, bucket_cap_mb: float | None = None, **ddp: Any
+    model: torch.nn.Module,
+    label: str,
+    start: int = 2,
+    bucket_cap_mb: float | None = None,
+    ranks_per_node: int | None = None,
+    **ddp: Any,
 ) -> tuple[DistributedDataParallel, commhooks.CommHook | None]:
     """Wrap `model` in DDP with that hook; also returns the CommHook (None for torch's hooks and for DDP without hook).
     On gloo torch's PowerSGD always gets one bucket, because it hangs there with several. `start`: the step at which
     PowerSGD begins; torch requires at least 2."""
-    label, _, buckets = label.partition(":")
+    label, _, suffix = label.partition(":")
     kind, _, rank_text = label.rpartition("-")
     kind = kind or label
-    if buckets == "one" or kind.startswith("torch") and dist.get_backend() == "gloo":
+    if suffix == "one" or kind.startswith("torch") and dist.get_backend() == "gloo":
         bucket_cap_mb = ONE_BUCKET_MB
     wrapped = DistributedDataParallel(model, bucket_cap_mb=bucket_cap_mb, **ddp)
     if label == "ddp":
@@ -66,4 +73,6 @@ def wrap(
         config = commhooks.BatchedPowerSGD(
             matrix_approximation_rank=int(rank_text), start_powerSGD_iter=start, fused=False
         )
-    return wrapped, commhooks.attach(wrapped, config)
+    elif kind in QUANTISED:
+        config = QUANTISED[kind](start_iter=start)
+    return wrapped, commhooks.attach(wrapped, config, ranks_per_node=ranks_per_node if suffix == "nodes" else None)

@@ -1,18 +1,20 @@
 """Step time of real DDP training over a slow link, and the bytes that travelled.
 
     sudo python benchmarks/link.py [--rates 100mbit 1gbit] [--hooks noop ddp powersgd-1] [--models transformer]
-                                   [--compute light heavy] [--steps 5]
+                                   [--compute light heavy] [--steps 5] [--ranks-per-node 1]
 
-Two ranks, each in a network namespace of its own, joined by a veth pair whose both ends `tc tbf` limits: gloo has no
-other way. The processes of a model, its data and one DDP model per hook stay for all rates; the first steps, in which
+Two nodes: network namespaces, joined by a veth pair whose both ends `tc tbf` limits: gloo has no other way. Each has
+--ranks-per-node ranks. The processes of a model, its data and one DDP model per hook stay for all rates; the first steps, in which
 DDP rebuilds its buckets and PowerSGD has not begun, run on the open link. Then the hooks take turns. A step is forward,
 backward and SGD on one torch thread per rank, from a common start to the end of the slower rank.
 
   light, heavy   transformer (29.4 M parameters): 64 and 512 tokens per rank; resnet18: 8 and 64 images of 64 x 64
   cost removed   the share of the network's cost that the hook takes away: 1 - (hook - noop) / (ddp - noop), of medians.
                  100 % is a step as fast as without communication
-  MB sent        what the interface of rank 0 sent for a step (/sys/class/net/*/statistics), headers included, and less
-                 than 1 kB with which the ranks compare their times
+  MB sent        what the interface of rank 0's node sent for a step (/sys/class/net/*/statistics), headers included,
+                 and less than 1 kB with which the ranks compare their times
+  codec          the hook's own time in a step, without waiting: the mean over the ranks
+  state          residuals and factors of the rank that has most of them
 
 Hooks have DDP's usual buckets (25 MB), torch's PowerSGD (torch-RANK) has one: with more it hangs on gloo. A hook that
 has used --seconds at one rate takes no further part there: plain DDP needs 94 s for a step of the transformer at
@@ -131,7 +133,7 @@ def missing() -> str | None:
 # ---- a rank ----------------------------------------------------------------------------------------------------------
 
 
-def worker(rank: int, interface: str, model_name: str, hooks: list[str]) -> None:
+def worker(rank: int, world_size: int, interface: str, model_name: str, hooks: list[str]) -> None:
     """Make the models, then run one job per line of stdin; rank 0 writes one line of JSON per job to stdout."""
     torch.set_num_threads(1)
     sent_bytes = Path("/sys/class/net", interface, "statistics", "tx_bytes")
@@ -139,13 +141,16 @@ def worker(rank: int, interface: str, model_name: str, hooks: list[str]) -> None
         "gloo",
         init_method=f"tcp://{SUBNET}.1:{PORT}",
         rank=rank,
-        world_size=2,
+        world_size=world_size,
         timeout=datetime.timedelta(minutes=30),
     )
     models = {}
     for label in hooks:
         model, task = make(model_name)
-        models[label] = (wrap(model, label, start=START), torch.optim.SGD(model.parameters(), lr=1e-3))
+        models[label] = (
+            wrap(model, label, start=START, ranks_per_node=world_size // 2),
+            torch.optim.SGD(model.parameters(), lr=1e-3),
+        )
 
     def step(label: str, batch: Any) -> tuple[float, int]:
         """(seconds on the slower rank, bytes sent by this rank) of one step."""
@@ -163,19 +168,45 @@ def worker(rank: int, interface: str, model_name: str, hooks: list[str]) -> None
     def job(size: int, steps: int, seconds: float) -> dict[str, Any]:
         torch.manual_seed(rank)
         batch = task.batch(size)
+        before = {label: codec_s(label) for label in hooks}
         found: dict[str, list[tuple[float, int]]] = {label: [] for label in hooks}
         for turn in range(steps):
             for label in hooks[turn % len(hooks) :] + hooks[: turn % len(hooks)]:
                 # Both ranks have the same times, those of the slower rank, so they make the same decision.
                 if not found[label] or sum(passed for passed, _ in found[label]) < seconds:
                     found[label].append(step(label, batch))
-        return {label: list(zip(*samples, strict=True)) for label, samples in found.items()}
+        codec = [(codec_s(label) - before[label]) / len(found[label]) for label in hooks]
+        state = [state_bytes(label) for label in hooks]
+        everywhere = torch.tensor([codec, state], dtype=torch.float64)
+        total, largest = everywhere.clone(), everywhere
+        dist.all_reduce(total)
+        dist.all_reduce(largest, dist.ReduceOp.MAX)
+        return {
+            label: {
+                "samples": list(zip(*found[label], strict=True)),
+                "codec_s": total[0, place].item() / world_size,
+                "state_bytes": largest[1, place].item(),
+            }
+            for place, label in enumerate(hooks)
+        }
+
+    def codec_s(label: str) -> float:
+        hook = models[label][0][1]
+        return 0.0 if hook is None else hook.stats()["codec_s"] or 0.0
+
+    def state_bytes(label: str) -> int:
+        hook = models[label][0][1]
+        entries = {} if hook is None else hook.state_dict("per_rank").get("parameters", {})
+        kept = [
+            each for entry in entries.values() for each in (entry["q"], *(entry["residual"] or [])) if each is not None
+        ]
+        return sum(each.nbytes for each in kept)
 
     answer = job(SIZES[model_name]["light"], WARM_UP, float("inf"))
     while True:
         if rank == 0:
             compressed = {label: hook.stats()["compressed_steps"] for label, ((_, hook), _) in models.items() if hook}
-            print(json.dumps({"samples": answer, "compressed": compressed}), flush=True)
+            print(json.dumps({"hooks": answer, "compressed": compressed}), flush=True)
         line = sys.stdin.readline()
         if not line:
             break
@@ -185,13 +216,15 @@ def worker(rank: int, interface: str, model_name: str, hooks: list[str]) -> None
 
 
 class Ranks:
-    """The two processes of one model, each in its namespace."""
+    """The processes of one model, those of a node in its namespace."""
 
-    def __init__(self, link: Link, model: str, hooks: list[str], folder: str) -> None:
+    def __init__(self, link: Link, model: str, hooks: list[str], folder: str, ranks_per_node: int) -> None:
         self.processes: list[subprocess.Popen[str]] = []
-        self.errors = [Path(folder, f"{model}_{rank}.txt") for rank in range(2)]
-        for rank, (namespace, interface) in enumerate(link.ends()):
-            order = json.dumps({"rank": rank, "interface": interface, "model_name": model, "hooks": hooks})
+        world_size = 2 * ranks_per_node
+        self.errors = [Path(folder, f"{model}_{rank}.txt") for rank in range(world_size)]
+        for rank, (namespace, interface) in enumerate(each for each in link.ends() for _ in range(ranks_per_node)):
+            common = {"interface": interface, "model_name": model, "hooks": hooks}
+            order = json.dumps({"rank": rank, "world_size": world_size, **common})
             environment = {**os.environ, "GLOO_SOCKET_IFNAME": interface, "OMP_NUM_THREADS": "1"}
             self.processes.append(
                 subprocess.Popen(
@@ -241,8 +274,10 @@ class Ranks:
 def rows_of(answer: Row, hooks: list[str], **common: Any) -> list[Row]:
     rows = []
     for label in hooks:
-        times, sent = answer["samples"][label]
+        of_hook = answer["hooks"][label]
+        times, sent = of_hook["samples"]
         row = {**common, "hook": label, **summary([1000 * each for each in times], "ms"), "steps": len(times)}
+        row |= {"codec_ms": 1000 * of_hook["codec_s"], "state_mb": of_hook["state_bytes"] / 1e6}
         rows.append(row | {"bytes_per_step": summary(sent, "b")["median_b"], "samples_ms": [1000 * t for t in times]})
     medians = {row["hook"]: row["median_ms"] for row in rows}
     for row in rows:
@@ -263,6 +298,7 @@ def main() -> None:
     arguments.add_argument("--compute", nargs="+", choices=["light", "heavy"], default=["light", "heavy"])
     arguments.add_argument("--steps", type=int, default=7, help="per hook and rate, at most")
     arguments.add_argument("--seconds", type=float, default=30, help="per hook and rate; one step at least")
+    arguments.add_argument("--ranks-per-node", type=int, default=1)
     arguments.add_argument("--worker", help="for the program's own use")
     quick = {"rates": ["100mbit"], "hooks": ["noop", "ddp", "powersgd-1"], "models": ["tiny_transformer"]}
     args = parse(arguments, **quick, compute=["light"], steps=3)
@@ -282,7 +318,7 @@ def main() -> None:
         for model in args.models:
             gradient = 4 * numel(make(model)[0])
             link.limit("unlimited")
-            ranks = Ranks(link, model, args.hooks, folder)
+            ranks = Ranks(link, model, args.hooks, folder, args.ranks_per_node)
             try:
                 ranks.answer(timeout_s=600)
                 for compute in args.compute:
@@ -298,6 +334,7 @@ def main() -> None:
                             raise RuntimeError(f"{idle} compressed no step")
                         section = f"{model} {compute} {rate}"
                         common = {"section": section, "model": model, "compute": compute, "batch": size, "rate": rate}
+                        common["ranks_per_node"] = args.ranks_per_node
                         rows += rows_of(answer, args.hooks, **common, gradient_mb=gradient / 1e6)
                         print(f"{section}: done", file=sys.stderr, flush=True)
             finally:
@@ -311,10 +348,12 @@ def main() -> None:
         "cost removed": number("cost_removed", "{:.1%}"),
         "steps": number("steps"),
         "MB sent": number("megabytes", "{:.3f}"),
+        "codec, ms": number("codec_ms", "{:.1f}"),
+        "state, MB": number("state_mb", "{:.1f}"),
         "x noop": number("times_noop", "{:.2f}"),
         "x faster than ddp": number("faster_than_ddp", "{:.2f}"),
     }
-    report("link", "link: DDP training of two ranks over a limited link", args, at, rows, columns)
+    report("link", "link: DDP training of two nodes over a limited link", args, at, rows, columns)
 
 
 if __name__ == "__main__":

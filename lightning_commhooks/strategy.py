@@ -51,6 +51,8 @@ class CommHookDDP(DDPStrategy, HookedStrategy):
             not fit fresh memory and one warning.
         check_every: compare the weights of all ranks before every so many backward passes, and raise on all of them as
             soon as they differ, with the names of the parameters. None: never.
+        ranks_per_node: average exactly inside a node and compress between nodes: "auto", or so many consecutive ranks.
+            None: compress between all ranks. See `commhooks.attach`.
         ddp_kwargs: everything else goes to `DDPStrategy`, and through it to `DistributedDataParallel`.
 
     Raises:
@@ -68,6 +70,7 @@ class CommHookDDP(DDPStrategy, HookedStrategy):
         save_residual: Optional[SaveResidual] = None,  # noqa: UP045
         strict: Optional[bool] = None,  # noqa: UP045
         check_every: Optional[int] = None,  # noqa: UP045
+        ranks_per_node: Union[int, Literal["auto"], None] = None,  # noqa: UP007
         **ddp_kwargs: Any,
     ) -> None:
         _check_ddp_kwargs(ddp_kwargs)
@@ -80,6 +83,7 @@ class CommHookDDP(DDPStrategy, HookedStrategy):
             save_residual=DEFAULT_SAVE_RESIDUAL if save_residual is None else save_residual,
             strict=True if strict is None else strict,
             check_every=check_every,
+            ranks_per_node=ranks_per_node,
         )
         self._given: dict[str, Any] = {"save_residual": save_residual, "strict": strict}
         # Set when the model is wrapped. Before that, and in pickles, there is only the configuration.

@@ -4,7 +4,6 @@ import os
 import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -12,7 +11,8 @@ import torch.distributed as dist
 from commhooks.comm.collective import gather_texts
 from commhooks.errors import AttachError
 
-RanksPerNode = int | Literal["auto"] | None
+RanksPerNode = int | str | None
+"""A number, "auto" or None."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,7 +62,7 @@ def find_nodes(ranks_per_node: RanksPerNode, group: dist.ProcessGroup, device: t
         own = f"{socket.gethostname()} {os.environ.get('GROUP_RANK', '')}".strip()
         places = gather_texts(own, group, device, "the names of the nodes")
     else:
-        places = [str(rank // ranks_per_node) for rank in range(group.size())]
+        places = [str(rank // int(ranks_per_node)) for rank in range(group.size())]
     members = [[rank for rank, each in enumerate(places) if each == place] for place in dict.fromkeys(places)]
     sizes = [len(each) for each in members]
     if len(set(sizes)) > 1:

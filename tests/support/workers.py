@@ -51,7 +51,7 @@ import torch.distributed as dist
 import warm
 from registries import registries_as_before
 
-MAX_WORLD_SIZE = 4
+MAX_WORLD_SIZE = 6
 START_TIMEOUT_S = 120.0  # importing torch on a busy machine, not part of a task's limit
 GROUP_TIMEOUT_S = 30.0  # of a collective; below the default task limit, so that a lost rank shows as torch's own error
 FINISH_TIMEOUT_S = 15.0  # for destroying the group and looking for leaks

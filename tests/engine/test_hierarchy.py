@@ -1,0 +1,314 @@
+"""Ranks in nodes: the same numbers as without nodes, for a share of the work, and checkpoints of either kind."""
+
+from __future__ import annotations
+
+import copy
+import os
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from inside import session_of
+from models import masks
+from training import Run, make_model, residuals
+
+import commhooks
+from commhooks import AttachError, HookConfigError
+from commhooks.comm.nodes import find_nodes
+from commhooks.engine.node_shares import owners_of
+
+RANDOM_K = "examples.random_k:RandomKCompressor"
+POWERSGD: dict[str, Any] = {"matrix_approximation_rank": 2, "start_powerSGD_iter": 2}
+KINDS: dict[str, tuple[str, dict[str, Any]]] = {
+    "powerSGD": ("powerSGD", POWERSGD),
+    "torch": ("powerSGD", POWERSGD | {"fused": False}),
+    "alternate": ("powerSGD", POWERSGD | {"alternate": True}),
+    "random_k": (RANDOM_K, {"share": 0.2, "start_iter": 2}),
+    "int8": ("int8", {"block_size": 32, "start_iter": 2}),
+}
+SIZES = [(4, 2), (6, 2), (6, 3)]  # (ranks, ranks per node)
+
+
+def _new(kind: str, ranks_per_node: Any, **more: Any) -> Run:
+    hook, options = KINDS[kind]
+    return Run.new(hook=hook, hook_options=options, ranks_per_node=ranks_per_node, **more)
+
+
+# ---- the same numbers, a share of the work ---------------------------------------------------------------------------
+
+
+def _both(kind: str, ranks_per_node: int, masked: bool) -> dict[str, Any]:
+    with masks(masked):
+        return _both_on_this_device(kind, ranks_per_node)
+
+
+def _both_on_this_device(kind: str, ranks_per_node: int) -> dict[str, Any]:
+    flat, nodes = (_new(kind, each, model=make_model(torch.float64)) for each in (None, ranks_per_node))
+    for run in (flat, nodes):
+        run.optimizer.param_groups[0]["lr"] = 0.0  # so that both always have the same gradients
+        run.train(30)
+    return {
+        "flat": flat.gradients,
+        "nodes": nodes.gradients,
+        "weights": nodes.weights(),
+        "residuals": residuals(nodes.hook),
+        "stats": nodes.hook.stats(),
+        "plan": nodes.hook.plan().as_dict(),
+        "flat_stats": flat.hook.stats(),
+        "q": {name: q.clone() for name, q in session_of(nodes.hook).state["q"].items()},
+    }
+
+
+def _far(got: torch.Tensor, wanted: torch.Tensor) -> float:
+    return float((got - wanted).norm() / wanted.norm())
+
+
+@pytest.mark.parametrize(
+    ("kind", "world_size", "ranks_per_node", "masked"),
+    [(kind, *size, False) for kind in KINDS for size in SIZES] + [(kind, 4, 2, True) for kind in KINDS],
+)
+def test_the_same_as_without_nodes(
+    run_ranks: Any, kind: str, world_size: int, ranks_per_node: int, masked: bool
+) -> None:
+    """`masked`: the host does not read what is computed, as on an accelerator."""
+    ranks = run_ranks(_both, kind, ranks_per_node, masked, world_size=world_size)
+    first = ranks[0]
+    # int8 rounds what leaves a node, not what leaves a rank: other noise.
+    limit = 1e-11 if kind != "int8" else 2e-2
+    for rank in ranks:
+        assert torch.equal(rank["weights"], first["weights"])
+        assert rank["stats"]["compressed_steps"] == 28
+        for got, wanted in zip(rank["nodes"], rank["flat"], strict=True):
+            assert _far(got, wanted) < limit
+    node = ranks[:ranks_per_node]
+    names = [name for rank in node for name in rank["residuals"]]
+    compressed = {row["name"] for row in first["plan"]["parameters"] if row["compressed"]}
+    assert sorted(names) == sorted(compressed), "each parameter has one owner in a node"
+    assert len([rank for rank in node if rank["residuals"]]) > 1
+    flat = first["flat_stats"]["bytes_sent_last_pass"]
+    together = sum(rank["stats"]["bytes_sent_last_pass"] for rank in node)
+    assert 0.8 * flat < together < 1.2 * flat, "a node sends what a rank sends without nodes"
+    assert all(rank["stats"]["bytes_inside_nodes"] > 0 for rank in node)
+    for rank in ranks:  # what has been learned is everywhere
+        assert rank["q"].keys() == first["q"].keys()
+        assert all(torch.equal(rank["q"][name], q) for name, q in first["q"].items())
+
+
+def _lossless(ranks_per_node: int, steps: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The sum of what was applied, and of what the ranks had, and the residuals, on a model of one matrix."""
+    ddp = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(24, 16, bias=False, dtype=torch.float64))
+    hook = commhooks.attach(ddp, "int8", hook_options={"block_size": 32}, ranks_per_node=ranks_per_node)
+    applied = torch.zeros(16, 24, dtype=torch.float64)
+    wanted = applied.clone()
+    weight = ddp.module.weight
+    for step in range(steps):
+        generator = torch.Generator().manual_seed(100 * step + dist.get_rank())
+        gradient = torch.randn(16, 24, generator=generator, dtype=torch.float64)
+        ddp.zero_grad()
+        (ddp(torch.eye(24, dtype=torch.float64)).t() * gradient).sum().backward()
+        assert weight.grad is not None
+        applied += weight.grad
+        wanted += gradient
+    left = residuals(hook).get("weight", torch.zeros(16 * 24, dtype=torch.float64))
+    return applied, wanted, left.view(16, 24)
+
+
+@pytest.mark.parametrize(("world_size", "ranks_per_node"), SIZES)
+def test_what_int8_rounds_is_in_the_residuals(run_ranks: Any, world_size: int, ranks_per_node: int) -> None:
+    """What was applied, and the mean of the residuals over all ranks, make up the mean of the gradients."""
+    ranks = run_ranks(_lossless, ranks_per_node, 5, world_size=world_size)
+    wanted = sum(each[1] for each in ranks) / world_size
+    left = sum(each[2] for each in ranks) / world_size
+    assert left.any() and _far(ranks[0][0] + left, wanted) < 1e-12
+
+
+# ---- checkpoints -----------------------------------------------------------------------------------------------------
+
+
+def _saved(kind: str, ranks_per_node: int | None, residual: str) -> tuple[dict[str, Any], torch.Tensor]:
+    run = _new(kind, ranks_per_node).train(5)
+    saved = run.save(residual=residual)
+    return copy.deepcopy(saved), run.train(4).weights()
+
+
+def _resumed(kind: str, ranks_per_node: int | None, saved: list[dict[str, Any]]) -> tuple[torch.Tensor, list[str]]:
+    mine = copy.deepcopy(saved[dist.get_rank() % len(saved)])
+    run = _new(kind, ranks_per_node).load(mine).train(4)
+    assert run.hook.stats()["step"] == 9
+    return run.weights(), sorted(residuals(run.hook))
+
+
+@pytest.mark.parametrize("residual", ["mean", "per_rank"])
+@pytest.mark.parametrize("kind", list(KINDS))
+def test_resume_is_bit_equal(run_ranks: Any, kind: str, residual: str) -> None:
+    before = run_ranks(_saved, kind, 2, residual, world_size=4)
+    assert all(saved["hook"]["exact"] for saved, _ in before)
+    after = run_ranks(_resumed, kind, 2, [saved for saved, _ in before], world_size=4)
+    assert all(torch.equal(weights, whole) for (weights, _), (_, whole) in zip(after, before, strict=True))
+
+
+@pytest.mark.parametrize(("before", "after"), [(None, 2), (2, None), (3, 2)])
+@pytest.mark.parametrize("residual", ["mean", "per_rank"])
+@pytest.mark.parametrize("kind", ["powerSGD", "random_k"])
+def test_another_arrangement_resumes(run_ranks: Any, kind: str, residual: str, before: Any, after: Any) -> None:
+    """With the residuals of every rank too: they are added up where they are needed."""
+    first = run_ranks(_saved, kind, before, residual, world_size=6)
+    ranks = run_ranks(_resumed, kind, after, [saved for saved, _ in first], world_size=6)
+    for (weights, kept), (_, whole) in zip(ranks, first, strict=True):
+        assert _far(weights, whole) < 1e-6
+        assert kept == ranks[0][1] if after is None else set(kept).isdisjoint(ranks[0][1]) or kept == ranks[0][1]
+
+
+@pytest.mark.parametrize(("before", "after"), [((4, 2), (2, None)), ((2, None), (4, 2)), ((4, 2), (6, 3))])
+def test_another_number_of_ranks_resumes(run_ranks: Any, before: Any, after: Any) -> None:
+    first = run_ranks(_saved, "powerSGD", before[1], "mean", world_size=before[0])
+    mean = {name: each["residual"] for name, each in first[0][0]["hook"]["parameters"].items()}
+    ranks = run_ranks(_mean_before_the_first_pass, after[1], first[0][0], world_size=after[0])
+    for name, residual in mean.items():
+        found = [rank[name] for rank in ranks if name in rank]
+        assert (residual is None) == (not found)
+        if residual is not None:
+            total = torch.stack(found).sum(0) / after[0]
+            assert torch.allclose(total.flatten(), residual.flatten(), rtol=1e-6, atol=0)
+
+
+def _mean_before_the_first_pass(ranks_per_node: int | None, saved: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """The residuals that take part in the first step after a load."""
+    run = _new("powerSGD", ranks_per_node).load(copy.deepcopy(saved))
+    session = session_of(run.hook)
+    session.arrangement.rehome(session.state, session.binding.names.known())
+    return residuals(run.hook)
+
+
+def _gathered(_: None) -> bool:
+    run = _new("powerSGD", 2).train(5)
+    saved = run.save(residual="per_rank", gather=True)
+    again = _new("powerSGD", 2).load(copy.deepcopy(saved)).train(3)
+    return saved["hook"]["exact"] and torch.equal(run.train(3).weights(), again.weights())
+
+
+def test_one_file_with_the_residuals_of_all_ranks(run_ranks: Any) -> None:
+    assert all(run_ranks(_gathered, None, world_size=4))
+
+
+# ---- what is not finite, what fails ----------------------------------------------------------------------------------
+
+
+def _spoilt(kind: str, bad_rank: int) -> dict[str, Any]:
+    run = _new(kind, 2).train(4)
+    before = {name: each.clone() for name, each in residuals(run.hook).items()}
+    images = torch.full((8, 1, 8, 8), float("nan") if dist.get_rank() == bad_rank else 0.5)
+    run.optimizer.zero_grad()
+    run.ddp(images).square().sum().backward()
+    finite = any(bool(p.grad.isfinite().all()) for p in run.ddp.parameters() if p.grad is not None)
+    after = residuals(run.hook)
+    return {
+        "finite": finite,
+        "same": all(torch.equal(after[name], each) for name, each in before.items()),
+        "skipped": run.hook.stats()["nonfinite_steps"],
+        "weights": run.train(3).weights(),
+        "clean": _new(kind, 2).train(7).weights(),
+    }
+
+
+@pytest.mark.parametrize("kind", list(KINDS))
+def test_a_step_that_is_not_finite_changes_nothing_on_any_node(run_ranks: Any, kind: str) -> None:
+    for rank in run_ranks(_spoilt, kind, 3, world_size=4):
+        assert not rank["finite"] and rank["same"] and rank["skipped"] == 1
+        assert torch.equal(rank["weights"], rank["clean"])
+
+
+class _TwoParts(torch.nn.Module):
+    """The second part is used in every other step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = torch.nn.Linear(20, 20), torch.nn.Linear(20, 20)
+        self.both = True
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        return self.second(x) if self.both else x
+
+
+def _idle(ranks_per_node: int | None) -> list[torch.Tensor]:
+    torch.manual_seed(3)
+    model = _TwoParts()
+    ddp = torch.nn.parallel.DistributedDataParallel(model, find_unused_parameters=True, bucket_cap_mb=0.001)
+    options = {"matrix_approximation_rank": 2, "start_powerSGD_iter": 1}
+    commhooks.attach(ddp, "powerSGD", hook_options=options, ranks_per_node=ranks_per_node)
+    found = []
+    for step in range(6):
+        model.both = step % 2 == 0
+        ddp.zero_grad()
+        generator = torch.Generator().manual_seed(10 * step + dist.get_rank())
+        ddp(torch.randn(4, 20, generator=generator)).square().mean().backward()
+        found.append(torch.cat([p.grad.flatten() for p in ddp.parameters() if p.grad is not None]))
+    return found
+
+
+def test_layers_that_are_not_used_in_every_step(run_ranks: Any) -> None:
+    for flat, nodes in zip(run_ranks(_idle, None, world_size=4), run_ranks(_idle, 2, world_size=4), strict=True):
+        assert all(_far(got, wanted) < 1e-6 for got, wanted in zip(nodes, flat, strict=True))
+
+
+# ---- which nodes -----------------------------------------------------------------------------------------------------
+
+
+def _nodes(ranks_per_node: Any, group_ranks: list[str] | None) -> Any:
+    environment = {} if group_ranks is None else {"GROUP_RANK": group_ranks[dist.get_rank()]}
+    with mock.patch.dict(os.environ, environment):
+        assert dist.group.WORLD is not None
+        try:
+            nodes = find_nodes(ranks_per_node, dist.group.WORLD, torch.device("cpu"))
+        except AttachError as error:
+            return str(error)
+    if nodes is None:
+        return None
+    return dist.get_process_group_ranks(nodes.node), dist.get_process_group_ranks(nodes.across)
+
+
+@pytest.mark.parametrize(
+    ("ranks_per_node", "group_ranks", "expected"),
+    [
+        (2, None, [([0, 1], [0, 2]), ([0, 1], [1, 3]), ([2, 3], [0, 2]), ([2, 3], [1, 3])]),
+        ("auto", ["0", "1", "0", "1"], [([0, 2], [0, 1]), ([1, 3], [0, 1]), ([0, 2], [2, 3]), ([1, 3], [2, 3])]),
+        (4, None, [None] * 4),
+        (1, None, [None] * 4),
+        ("auto", ["0"] * 4, [None] * 4),
+        ("auto", ["0", "1", "2", "3"], [None] * 4),
+    ],
+)
+def test_which_ranks_are_a_node(run_ranks: Any, ranks_per_node: Any, group_ranks: Any, expected: Any) -> None:
+    assert run_ranks(_nodes, ranks_per_node, group_ranks, world_size=4) == expected
+
+
+@pytest.mark.parametrize(("ranks_per_node", "group_ranks"), [(3, None), ("auto", ["0", "0", "0", "1"])])
+def test_nodes_of_different_sizes_are_refused(run_ranks: Any, ranks_per_node: Any, group_ranks: Any) -> None:
+    for text in run_ranks(_nodes, ranks_per_node, group_ranks, world_size=4):
+        assert "the nodes have 3 and 1 ranks" in text and "ranks_per_node=None" in text
+
+
+def test_owners_share_the_work() -> None:
+    owners = owners_of({"a": 100, "b": 60, "c": 50, "d": 30, "e": 1}, 2)
+    assert owners == {"a": 0, "b": 1, "c": 1, "d": 0, "e": 1}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ({"hook": "powerSGD", "ranks_per_node": 0}, "ranks_per_node=0; expected 'auto', a number of ranks"),
+        ({"hook": "powerSGD", "ranks_per_node": "all"}, "ranks_per_node='all'; expected 'auto'"),
+        ({"hook": "fp16", "ranks_per_node": 2}, "'fp16_compress', which has no learned state"),
+        ({"hook": "batched_powerSGD", "ranks_per_node": 2}, "which compresses whole buckets"),
+        ({"hook": lambda state, bucket: None, "ranks_per_node": 2}, "a function: write a compressor"),
+    ],
+)
+def test_what_is_refused(arguments: dict[str, Any], text: str) -> None:
+    from commhooks.hook.request import HookRequest
+
+    hook = arguments.pop("hook")
+    with pytest.raises(HookConfigError, match=text):
+        HookRequest.parse(hook, **arguments)

@@ -1,0 +1,73 @@
+"""Seeded faults. Ranks in nodes: sums, owners, verdicts, what is learned, residuals in checkpoints."""
+
+from seeded_faults.mutant import Mutant
+
+_HIERARCHY, _SHARES = "commhooks/engine/hierarchy.py", "commhooks/engine/node_shares.py"
+_TESTS = "engine/test_hierarchy.py"
+_SAME = f"{_TESTS}::test_the_same_as_without_nodes"
+
+MUTANTS = [
+    Mutant(
+        "nodes: the average of sums is not divided",
+        _HIERARCHY,
+        "        own.div_(self.nodes.ranks_per_node)\n",
+        "",
+        _SAME,
+    ),
+    Mutant(
+        "nodes: each rank believes its own verdict",
+        _HIERARCHY,
+        '        self._all_reduce(everywhere, dist.ReduceOp.MIN, "the verdict")\n',
+        "",
+        f"{_TESTS}::test_a_step_that_is_not_finite_changes_nothing_on_any_node",
+    ),
+    Mutant(
+        "nodes: a mean residual counts once per node, not once per rank",
+        _HIERARCHY,
+        "            tensors[name] = mean * self.nodes.ranks_per_node\n",
+        "            tensors[name] = mean\n",
+        f"{_TESTS}::test_another_number_of_ranks_resumes",
+    ),
+    Mutant(
+        "nodes: residuals of other owners are dropped",
+        _HIERARCHY,
+        "                self._collect(state[key], parameters)\n",
+        "                pass\n",
+        f"{_TESTS}::test_another_arrangement_resumes",
+    ),
+    Mutant(
+        "nodes: what another rank has learned is not taken",
+        _SHARES,
+        "        if owner != self._local_rank and learned:\n",
+        "        if False:\n",
+        _SAME,
+    ),
+    Mutant(
+        "nodes: what another rank has dropped is kept",
+        _SHARES,
+        "                known.pop(plan.key, None)\n",
+        "                pass\n",
+        f"{_SAME}[alternate-4-2-False]",
+    ),
+    Mutant(
+        "nodes: the first rank owns everything",
+        _SHARES,
+        "        owners[name] = load.index(min(load))\n",
+        "        owners[name] = 0\n",
+        f"{_TESTS}::test_owners_share_the_work",
+    ),
+    Mutant(
+        "nodes: ranks with consecutive numbers are one node, whatever the launcher says",
+        "commhooks/comm/nodes.py",
+        "[rank for rank, each in enumerate(places) if each == place]",
+        "[rank for rank in range(group.size()) if rank * len(set(places)) // group.size() == int(place[-1])]",
+        f"{_TESTS}::test_which_ranks_are_a_node",
+    ),
+    Mutant(
+        "nodes: a saved mean covers this rank's parameters only",
+        "commhooks/checkpoint/learned_state.py",
+        "            self._rebase(collected)\n",
+        "            state.local_shared = True\n",
+        f"{_TESTS}::test_resume_is_bit_equal",
+    ),
+]

@@ -4,9 +4,9 @@
                                    [--compute light heavy] [--steps 5] [--ranks-per-node 1]
 
 Two nodes: network namespaces, joined by a veth pair whose both ends `tc tbf` limits: gloo has no other way. Each has
---ranks-per-node ranks. The processes of a model, its data and one DDP model per hook stay for all rates; the first steps, in which
-DDP rebuilds its buckets and PowerSGD has not begun, run on the open link. Then the hooks take turns. A step is forward,
-backward and SGD on one torch thread per rank, from a common start to the end of the slower rank.
+--ranks-per-node ranks. The processes of a model, its data and one DDP model per hook stay for all rates; the first
+steps, in which DDP rebuilds its buckets and PowerSGD has not begun, run on the open link. Then the hooks take turns. A
+step is forward, backward and SGD on one torch thread per rank, from a common start to the end of the slowest rank.
 
   light, heavy   transformer (29.4 M parameters): 64 and 512 tokens per rank; resnet18: 8 and 64 images of 64 x 64
   cost removed   the share of the network's cost that the hook takes away: 1 - (hook - noop) / (ddp - noop), of medians.
@@ -197,10 +197,8 @@ def worker(rank: int, world_size: int, interface: str, model_name: str, hooks: l
     def state_bytes(label: str) -> int:
         hook = models[label][0][1]
         entries = {} if hook is None else hook.state_dict("per_rank").get("parameters", {})
-        kept = [
-            each for entry in entries.values() for each in (entry["q"], *(entry["residual"] or [])) if each is not None
-        ]
-        return sum(each.nbytes for each in kept)
+        kept = [each for entry in entries.values() for each in (entry["q"], *(entry["residual"] or []))]
+        return sum(each.nbytes for each in kept if each is not None)
 
     answer = job(SIZES[model_name]["light"], WARM_UP, float("inf"))
     while True:

@@ -201,3 +201,25 @@ def test_save_on_each_node(run_ranks: Any, tmp_path: Path) -> None:
     for rank, result in enumerate(run_ranks(_two_nodes, str(tmp_path))):
         assert_equal(result["run"], result["resumed"])
         assert result["files"] == ["comm_hook.pt", f"comm_hook_rank{rank}.pt"]
+
+
+@launched
+def _between_nodes(folder: str, save_residual: str) -> dict[str, Any]:
+    settings: dict[str, Any] = {"ranks_per_node": 2, "save_residual": save_residual}
+    run = Training(power_sgd(**settings)).train(5).save(folder)
+    resumed = Training.resumed(folder, 5, power_sgd(WRONG, **settings)).train(4)
+    return {
+        "whole": run.train(4).weights(),
+        "resumed": resumed.weights(),
+        "stats": resumed.hook.stats(),
+        "owned": len(session_of(resumed.hook).state["residual"]),
+    }
+
+
+@pytest.mark.parametrize("save_residual", ["mean", "per_rank"])
+def test_ranks_in_nodes_resume_exactly(run_ranks: Any, tmp_path: Path, save_residual: str) -> None:
+    ranks = run_ranks(_between_nodes, str(tmp_path / "saved"), save_residual, world_size=4)
+    for rank in ranks:
+        assert torch.equal(rank["whole"], rank["resumed"]) and torch.equal(rank["whole"], ranks[0]["whole"])
+        assert rank["stats"]["compressed_steps"] == 4 and rank["stats"]["bytes_inside_nodes"] > 0
+    assert sum(rank["owned"] for rank in ranks[:2]) == sum(rank["owned"] for rank in ranks[2:]) > ranks[0]["owned"]

@@ -31,6 +31,7 @@ wrapper: bf16
 save_residual: mean
 strict: no
 total_steps: ${oc.env:STEPS_OF_TEST}
+ranks_per_node: auto
 bucket_cap_mb: 0.5
 find_unused_parameters: true
 """
@@ -43,7 +44,7 @@ def test_every_kind_of_value(text: str, tmp_path: Path, monkeypatch: pytest.Monk
     path.write_text(text)
     options = {"matrix_approximation_rank": 4, "orthogonalization_epsilon": 1e-8, "start_powerSGD_iter": 0.5}
     expected: dict[str, Any] = {"hook": "powersgd", "wrapper": "bf16", "save_residual": "mean", "strict": False}
-    expected |= {"total_steps": 40, "bucket_cap_mb": 0.5, "find_unused_parameters": True}
+    expected |= {"total_steps": 40, "ranks_per_node": "auto", "bucket_cap_mb": 0.5, "find_unused_parameters": True}
     handler = CommHookKwargs.from_config(path)
     assert handler == CommHookKwargs(hook_options=options, **expected)
     assert handler.to_kwargs() == {"bucket_cap_mb": 0.5, "find_unused_parameters": True}

@@ -13,7 +13,7 @@ from typing import Any, ClassVar, Generic, Protocol
 
 import torch
 
-from commhooks.comm.collective import Send
+from commhooks.comm.collective import Op, Send
 from commhooks.comm.wire import wire_dtype_of
 from commhooks.compressors.config import ConfigT
 from commhooks.compressors.kernel import TORCH, Kernel, KernelsHere
@@ -93,6 +93,8 @@ class Compressor(ABC, Generic[ConfigT]):
         selective: it decides per parameter whether to compress; plans then show the reasons.
         per_bucket: it compresses whole buckets, so its plan is unknown until DDP has built its buckets.
         stats_every: steps between two log lines with compression statistics; None: no such lines.
+        collectives: those of the exchange of one bucket, to predict times; the counted bytes are divided equally among
+            them.
         kernel: the kernel to compute with, one of `kernels_here`. The engine sets it, to the same one on all ranks,
             before it asks for a workspace.
     """
@@ -104,6 +106,7 @@ class Compressor(ABC, Generic[ConfigT]):
     per_bucket: ClassVar[bool] = False
     state_fields: Sequence[StateField] = ()
     stats_every: int | None = None
+    collectives: Sequence[Op] = ("sum",)
     kernel: Kernel = TORCH
 
     def __init_subclass__(cls, **kwargs: Any) -> None:

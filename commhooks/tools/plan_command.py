@@ -1,6 +1,7 @@
 """`commhooks plan`: show what a hook would compress in a model, without a training."""
 
 import argparse
+import dataclasses
 import json
 from typing import Any
 
@@ -13,6 +14,8 @@ from commhooks.gradients.exclude import unmatched_sentence
 from commhooks.hook.plan import ModelPlan, ring_factor
 from commhooks.hook.plan_model import plan_model
 from commhooks.hook.request import HookRequest
+from commhooks.tools.cluster import ASSUMED as ASSUMED_ON_NODES
+from commhooks.tools.cluster import CANDIDATES, Cluster, cluster_table, predict
 from commhooks.tools.codec_time import CodecTime, measure_codec
 from commhooks.tools.named_model import named_model
 
@@ -24,6 +27,7 @@ faster with the hook. The same for a training that runs: print(hook.plan()).
 
   commhooks plan package.module:build_model --hook powerSGD --options matrix_approximation_rank=4
   commhooks plan checkpoint.ckpt --hook powerSGD --exclude '*embed*' '*head*'
+  commhooks plan package.module:build_model --nodes 16 --ranks-per-node 8 --bandwidth 25
 """
 GBIT_S = (0.1, 1.0, 10.0, 100.0)
 ASSUMED = (
@@ -49,13 +53,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--bucket-cap-mb", type=float, metavar="MB", help="as DDP's argument (25)")
     parser.add_argument("--total-steps", type=int, metavar="N", help="of the run, for a start that is a fraction")
     parser.add_argument("--world-size", type=int, default=2, metavar="N", help="ranks, for the estimate (2)")
+    parser.add_argument(
+        "--nodes", type=int, metavar="N", help="instead of the plan: a table of all hooks on that many nodes"
+    )
+    parser.add_argument("--ranks-per-node", type=int, default=8, metavar="N", help="with --nodes (8)")
+    parser.add_argument("--bandwidth", type=float, default=25.0, metavar="GBIT", help="between nodes, Gbit/s (25)")
+    parser.add_argument("--inside", type=float, default=400.0, metavar="GBIT", help="inside a node, Gbit/s (400)")
+    parser.add_argument("--latency-us", type=float, default=30.0, metavar="US", help="per message between nodes (30)")
     parser.add_argument("--device", choices=("cpu", "cuda"), help="where the codec is timed (cuda if there is one)")
     parser.add_argument("--codec-ms", type=float, metavar="MS", help="the codec's time per step, instead of timing it")
     parser.add_argument("--json", action="store_true", help="print JSON, bytes and seconds")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print the plan."""
+    """Print the plan, or with --nodes a table of all hooks."""
+    if arguments.nodes is not None:
+        return run_cluster(arguments)
     plan, note, codec = make_plan(arguments)
     estimate = estimated(plan, codec, arguments.world_size)
     if arguments.json:
@@ -101,6 +114,44 @@ def make_plan(arguments: argparse.Namespace) -> tuple[ModelPlan, str, CodecTime]
     codec = measure_codec(compressor, plan.parameters, device)
     missing = f"Computed with {codec.kernel}: {codec.missing}." if codec.missing else ""
     return plan, " ".join(part for part in (note, missing) if part), codec
+
+
+def run_cluster(arguments: argparse.Namespace) -> int:
+    """Print the predictions for all hooks on many nodes."""
+    for name, least in (("nodes", 2), ("ranks_per_node", 1), ("bandwidth", 0), ("inside", 0), ("latency_us", 0)):
+        value = getattr(arguments, name)
+        if not (value >= least if least else value > 0 or name == "latency_us" and value == 0):
+            flag = "--" + name.replace("_", "-")
+            raise HookConfigError(f"{flag} {value}: expected a number {f'from {least}' if least else 'above 0'}")
+    cluster = Cluster(
+        arguments.nodes,
+        arguments.ranks_per_node,
+        1e9 * arguments.bandwidth,
+        1e9 * arguments.inside,
+        1e-6 * arguments.latency_us,
+    )
+    model = named_model(arguments.model)
+    predictions = []
+    for hook, options in CANDIDATES:
+        request = HookRequest.parse(hook, hook_options=options)
+        plan = plan_model(
+            model.parameters,
+            request,
+            all_names=model.all_names,
+            sparse=model.sparse,
+            bucket_cap_mb=arguments.bucket_cap_mb,
+            total_steps=arguments.total_steps or 1000,
+        )
+        compressor = request.new_compressor(arguments.total_steps or 1000)
+        assert compressor is not None
+        predictions += predict(plan, compressor, len(plan.bucket_names), cluster)
+    if arguments.json:
+        rows = [dataclasses.asdict(each) for each in predictions]
+        described = dataclasses.asdict(cluster) | {"model": arguments.model, "assumed": ASSUMED_ON_NODES}
+        print(json.dumps({"cluster": described, "predictions": rows}, indent=2))
+    else:
+        print(cluster_table(predictions, cluster))
+    return 0
 
 
 def parse_options(texts: list[str]) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from commhooks.comm.collective import Op
 from commhooks.compressors.base import RESIDUAL, Compressor, Exchange, State, StateField, StepInfo, Trial
 from commhooks.compressors.config import from_options
 from commhooks.compressors.kernel import KernelsHere
@@ -38,6 +39,10 @@ class _LowRank(Compressor[AnyPowerSGD]):
     @property
     def needs_exact_step(self) -> bool:
         return not self.config.warm_start
+
+    @property
+    def collectives(self) -> Sequence[Op]:  # type: ignore[override]
+        return ("sum",) if self.config.alternate else ("sum", "sum")
 
     @property
     def stats_every(self) -> int:  # type: ignore[override]

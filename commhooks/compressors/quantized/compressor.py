@@ -21,6 +21,8 @@ AnyQuantized = TypeVar("AnyQuantized", bound=Quantized)
 class QuantizedCompressor(Compressor[AnyQuantized]):
     """A quantised all-reduce with error feedback: an all-to-all and an all-gather per bucket."""
 
+    collectives = ("all_to_all", "gather")
+
     @property
     def code(self) -> BlockCode:
         return BlockCode(self.config.bits, self.config.block_size)

@@ -1,0 +1,142 @@
+"""Predict bytes and seconds of the exchange on many nodes, from a plan and an alpha-beta model.
+
+A message costs `latency` (alpha), and a byte 1 / bandwidth (beta). The ranks of a node share its network card. What
+leaves a node for one collective, if it counts c bytes (see `Counters`), of W = N L ranks on N nodes of L:
+
+    all-reduce   2 (W - 1) / W c, one message after another 2 (W - 1) times in a ring or 2 log2(W) times in a tree,
+                 whichever is less: NCCL chooses, gloo has rings
+    all-gather   2 (W - 1) / W c, a ring: W - 1 messages
+    all-to-all   each rank to each rank of other nodes: 2 L (W - L) / W c, W - L messages
+
+Between nodes only (`ranks_per_node`), each of L groups of N ranks does the same with its share. Inside a node every
+gradient travels twice, in its own dtype.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from commhooks.comm.collective import Op
+from commhooks.compressors.base import Compressor
+from commhooks.hook.plan import ModelPlan
+
+CANDIDATES: tuple[tuple[str, dict[str, Any]], ...] = (
+    ("allreduce", {}),
+    ("bf16_compress", {}),
+    ("int8_compress", {}),
+    ("int4_compress", {}),
+    *(("powerSGD", {"matrix_approximation_rank": rank}) for rank in (16, 4, 1)),
+)
+ASSUMED = (
+    "Assumed: the ranks of a node have consecutive numbers and share its network card, nothing overlaps with the backward "
+    "pass, no time for the codec (see `commhooks plan` without --nodes). Compared with measurements on two nodes only."
+)
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """
+    Attributes:
+        nodes, ranks_per_node: how many.
+        bandwidth: between nodes, bit/s of a node.
+        inside: inside a node, bit/s of a rank.
+        latency: seconds per message between nodes.
+    """
+
+    nodes: int
+    ranks_per_node: int
+    bandwidth: float
+    inside: float
+    latency: float
+
+    @property
+    def ranks(self) -> int:
+        return self.nodes * self.ranks_per_node
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """The exchange of one step.
+
+    Attributes:
+        hook: its name and main option.
+        leaving: bytes that leave a node.
+        seconds: of the exchange.
+        between_nodes: with `ranks_per_node`.
+    """
+
+    hook: str
+    leaving: float
+    seconds: float
+    between_nodes: bool
+
+
+def predict(plan: ModelPlan, compressor: Compressor[Any], buckets: int, cluster: Cluster) -> list[Prediction]:
+    """The predictions for one hook: among all ranks, and between nodes if it can.
+
+    Args:
+        plan: of the model, with this compressor.
+        buckets: into how many buckets DDP divides the model.
+    """
+    rank = getattr(compressor.config, "matrix_approximation_rank", None)
+    hook = compressor.name if rank is None else f"{compressor.name}, rank {rank}"
+    counted = plan.bytes_after + plan.flag_bytes
+    leaving, seconds = _outside(counted, compressor.collectives, buckets, cluster, cluster.ranks_per_node)
+    found = [Prediction(hook, leaving, seconds, between_nodes=False)]
+    if compressor.transactional and not compressor.per_bucket and cluster.ranks_per_node > 1:
+        leaving, seconds = _outside(counted, compressor.collectives, buckets, cluster, 1)
+        others = (cluster.ranks_per_node - 1) / cluster.ranks_per_node
+        inside = 8 * 2 * plan.bytes_before * others / cluster.inside
+        found.append(Prediction(hook, leaving, seconds + inside, between_nodes=True))
+    return found
+
+
+def _outside(
+    counted: float, collectives: Sequence[Op], buckets: int, cluster: Cluster, together: int
+) -> tuple[float, float]:
+    """Bytes that leave a node, and their seconds.
+
+    Args:
+        counted: counted bytes of a step.
+        together: ranks of a node in one group: all, or one of each node.
+    """
+    ranks = cluster.nodes * together
+    leaving = messages = 0.0
+    for op in collectives:
+        share = counted / len(collectives)
+        if op == "all_to_all":
+            leaving += 2 * together * (ranks - together) / ranks * share
+            messages += ranks - together
+        else:
+            leaving += 2 * (ranks - 1) / ranks * share
+            messages += ranks - 1 if op == "gather" else 2 * min(ranks - 1, math.ceil(math.log2(ranks)))
+    return leaving, 8 * leaving / cluster.bandwidth + buckets * messages * cluster.latency
+
+
+def cluster_table(predictions: Sequence[Prediction], cluster: Cluster) -> str:
+    """The predictions as text, one row per hook."""
+    from rich.console import Console
+    from rich.table import Table
+
+    speed = f"{cluster.bandwidth / 1e9:g} Gbit/s"
+    shown = Table(title=f"{cluster.nodes} nodes of {cluster.ranks_per_node} ranks, {speed} between nodes")
+    shown.add_column("hook")
+    for column in ("MB leave a node", "exchange, ms", "with ranks_per_node: MB", "exchange, ms"):
+        shown.add_column(column, justify="right")
+    for hook in dict.fromkeys(each.hook for each in predictions):
+        found = {each.between_nodes: each for each in predictions if each.hook == hook}
+        cells = [
+            text
+            for between in (False, True)
+            for text in (
+                (f"{found[between].leaving / 1e6:.3f}", f"{1e3 * found[between].seconds:.4g}")
+                if between in found
+                else ("", "")
+            )
+        ]
+        shown.add_row(hook, *cells)
+    console = Console(width=120, color_system=None, markup=False, emoji=False, highlight=False)
+    with console.capture() as capture:
+        console.print(shown)
+    return capture.get() + ASSUMED

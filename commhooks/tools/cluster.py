@@ -29,8 +29,8 @@ CANDIDATES: tuple[tuple[str, dict[str, Any]], ...] = (
     *(("powerSGD", {"matrix_approximation_rank": rank}) for rank in (16, 4, 1)),
 )
 ASSUMED = (
-    "Assumed: the ranks of a node have consecutive numbers and share its network card, nothing overlaps with the backward "
-    "pass, no time for the codec (see `commhooks plan` without --nodes). Compared with measurements on two nodes only."
+    "Assumed: the ranks of a node have consecutive numbers and share its network card, nothing overlaps with the "
+    "backward pass, no time for the codec (see `commhooks plan` without --nodes). Compared with measurements on two nodes only."
 )
 
 

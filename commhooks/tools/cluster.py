@@ -30,7 +30,8 @@ CANDIDATES: tuple[tuple[str, dict[str, Any]], ...] = (
 )
 ASSUMED = (
     "Assumed: the ranks of a node have consecutive numbers and share its network card, nothing overlaps with the "
-    "backward pass, no time for the codec (see `commhooks plan` without --nodes). Compared with measurements on two nodes only."
+    "backward pass, no time for the codec (see `commhooks plan` without --nodes). Compared with measurements on two "
+    "nodes only."
 )
 
 

@@ -63,7 +63,8 @@ class CommHookKwargs(DistributedDataParallelKwargs):
             `(state, bucket) -> torch.futures.Future[torch.Tensor]`. None: see above.
         hook_options: options of a hook given by name.
         hook_state: the state of a callable. It is saved and restored if it has `state_dict` and `load_state_dict`.
-        wrapper: "fp16" or "bf16": make the hook communicate in that dtype.
+        wrapper: "fp16" or "bf16": make the hook communicate in that dtype. "int8" or "int4", for PowerSGD: quantise its
+            factors, and with error feedback what it leaves uncompressed.
         save_residual: which residuals `save_state` saves. "per_rank" (the default): those of each rank in a separate
             file, without communication. "mean": the mean over the ranks in the shared file; all ranks must call
             `save_state`. "drop": none.

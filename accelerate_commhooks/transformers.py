@@ -53,7 +53,8 @@ class CommHookTrainerMixin(_Base):
             `CommHookKwargs()` gets from the launcher or the environment.
         hook_options: options of a hook given by name.
         hook_state: the state of a callable. It is not reset between calls of `train()`.
-        wrapper: "fp16" or "bf16": make the hook communicate in that dtype.
+        wrapper: "fp16" or "bf16": make the hook communicate in that dtype. "int8" or "int4", for PowerSGD: quantise its
+            factors, and with error feedback what it leaves uncompressed.
         save_residual: which residuals checkpoints hold: "per_rank" (the default), "mean" or "drop".
         strict: whether resuming from the state of another hook or model is an error (the default).
         total_steps: the length of the run for a `start_powerSGD_iter` that is None or a fraction; default: the number

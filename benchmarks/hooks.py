@@ -43,11 +43,12 @@ def wrap(
     start: int = 2,
     bucket_cap_mb: float | None = None,
     ranks_per_node: int | None = None,
+    wrapper: str | None = None,
     **ddp: Any,
 ) -> tuple[DistributedDataParallel, commhooks.CommHook | None]:
     """Wrap `model` in DDP with that hook; also returns the CommHook (None for torch's hooks and for DDP without hook).
     On gloo torch's PowerSGD always gets one bucket, because it hangs there with several. `start`: the step at which
-    PowerSGD begins; torch requires at least 2."""
+    PowerSGD begins; torch requires at least 2. `wrapper`: as in `commhooks.attach`; not for torch's hooks."""
     label, _, suffix = label.partition(":")
     kind, _, rank_text = label.rpartition("-")
     kind = kind or label
@@ -75,4 +76,5 @@ def wrap(
         )
     elif kind in QUANTISED:
         config = QUANTISED[kind](start_iter=start)
-    return wrapped, commhooks.attach(wrapped, config, ranks_per_node=ranks_per_node if suffix == "nodes" else None)
+    nodes = ranks_per_node if suffix == "nodes" else None
+    return wrapped, commhooks.attach(wrapped, config, wrapper=wrapper, ranks_per_node=nodes)

@@ -45,7 +45,7 @@ class CommHookDDP(DDPStrategy, HookedStrategy):
             `(state, bucket) -> torch.futures.Future[torch.Tensor]`.
         hook_options: options of a hook that is given by name.
         hook_state: the state of a callable. One with `state_dict` and `load_state_dict` is saved and restored.
-        wrapper: let the hook communicate in float16 or bfloat16.
+        wrapper: let the hook communicate in float16 or bfloat16; for PowerSGD also in 8-bit or 4-bit integers.
         save_residual: what checkpoints hold of PowerSGD's error memory; see `CommHookCheckpoint`. Default "mean".
         strict: whether resuming from a state of another hook or model is an error (the default), or gives what does
             not fit fresh memory and one warning.
@@ -66,7 +66,7 @@ class CommHookDDP(DDPStrategy, HookedStrategy):
         *,
         hook_options: Optional[dict[str, Any]] = None,  # noqa: UP045
         hook_state: Any = None,
-        wrapper: Optional[Literal["fp16", "bf16"]] = None,  # noqa: UP045
+        wrapper: Optional[Literal["fp16", "bf16", "int8", "int4"]] = None,  # noqa: UP045
         save_residual: Optional[SaveResidual] = None,  # noqa: UP045
         strict: Optional[bool] = None,  # noqa: UP045
         check_every: Optional[int] = None,  # noqa: UP045

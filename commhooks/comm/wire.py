@@ -13,6 +13,9 @@ import torch
 from commhooks.gradients.pieces import join
 
 WIRE_DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
+WIRE_BITS = {"int8": 8, "int4": 4}
+WRAPPERS = (*WIRE_DTYPES, *WIRE_BITS)
+"""What the option `wrapper` can be: a dtype to cast to, or the width of integers to quantise to."""
 CLAMPED_STEPS = 64
 """A gradient larger than this many times the largest number of the wire dtype counts as an overflow. Error feedback
 would need more than this many steps to send it."""
@@ -24,6 +27,11 @@ def wire_dtype_of(bucket_dtype: torch.dtype, wrapper_dtype: torch.dtype | None) 
     if wrapper_dtype is None or bucket_dtype.itemsize <= wrapper_dtype.itemsize:
         return bucket_dtype
     return wrapper_dtype
+
+
+def dtype_name(dtype: torch.dtype | None) -> str:
+    """ "float16" for torch.float16; "" for None."""
+    return "" if dtype is None else str(dtype).removeprefix("torch.")
 
 
 def largest_share(dtype: torch.dtype, world_size: int) -> float:

@@ -14,7 +14,7 @@ from typing import Any, ClassVar, Generic, Protocol
 import torch
 
 from commhooks.comm.collective import Op, Send
-from commhooks.comm.wire import wire_dtype_of
+from commhooks.comm.wire import WIRE_BITS, WIRE_DTYPES, dtype_name, wire_dtype_of
 from commhooks.compressors.config import ConfigT
 from commhooks.compressors.kernel import TORCH, Kernel, KernelsHere
 from commhooks.compressors.plan import MemoryPlan, ParameterInfo, UnitPlan, real_itemsize
@@ -95,6 +95,7 @@ class Compressor(ABC, Generic[ConfigT]):
         stats_every: steps between two log lines with compression statistics; None: no such lines.
         collectives: those of the exchange of one bucket, to predict times; the counted bytes are divided equally among
             them.
+        wrappers: what the option `wrapper` can be; see `lowered` and `quantised`.
         kernel: the kernel to compute with, one of `kernels_here`. The engine sets it, to the same one on all ranks,
             before it asks for a workspace.
     """
@@ -104,6 +105,7 @@ class Compressor(ABC, Generic[ConfigT]):
     transactional: ClassVar[bool] = True
     selective: ClassVar[bool] = True
     per_bucket: ClassVar[bool] = False
+    wrappers: ClassVar[tuple[str, ...]] = tuple(WIRE_DTYPES)
     state_fields: Sequence[StateField] = ()
     stats_every: int | None = None
     collectives: Sequence[Op] = ("sum",)
@@ -190,6 +192,11 @@ class Compressor(ABC, Generic[ConfigT]):
         return self.title or self.name
 
     @property
+    def wire(self) -> str:
+        """What a wrapper makes of the numbers that are sent, such as "float16" or "int8"; "" without a wrapper."""
+        return dtype_name(self.wire_dtype)
+
+    @property
     def words(self) -> str:
         """Short summary of the options for the log line at the first backward pass."""
         return f"from step {self.start_step}"
@@ -219,6 +226,16 @@ class Compressor(ABC, Generic[ConfigT]):
     def lowered(self, dtype: torch.dtype) -> "Compressor[Any]":
         """A copy that sends `dtype` where that is narrower, for the fp16 and bf16 wrappers."""
         return type(self)(self.config, dtype)
+
+    def quantised(self, bits: int) -> "Compressor[Any]":
+        """A copy that sends integers of that width, for the int8 and int4 wrappers if they are in `wrappers`."""
+        raise NotImplementedError(f"{self.name} has no wrapper that quantises")
+
+    def wrapped(self, wrapper: str) -> "Compressor[Any]":
+        """A copy that sends as `wrapper`, one of `wrappers`, says."""
+        if wrapper in WIRE_DTYPES:
+            return self.lowered(WIRE_DTYPES[wrapper])
+        return self.quantised(WIRE_BITS[wrapper])
 
     def with_start(self, start: int) -> "Compressor[Any]":
         """A copy with another start step."""

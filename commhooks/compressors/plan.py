@@ -88,6 +88,10 @@ class UnitPlan:
             return self.itemsize_sent
         return own if wire_dtype is None or not self.lowered else min(own, wire_dtype.itemsize)
 
+    def sent_bytes(self, wire_dtype: torch.dtype | None) -> int:
+        """Bytes sent per rank and step, without flags. `wire_dtype`: see `wire_itemsize`."""
+        return self.numel_sent * self.wire_itemsize(wire_dtype)
+
     def size_bytes(self) -> int:
         """Bytes of the gradient."""
         return self.numel * real_itemsize(self.dtype)

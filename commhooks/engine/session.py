@@ -310,7 +310,7 @@ class Session:
         keep_for_current_stream(tensor for entries in self.state.entries.values() for tensor in entries.values())
         compressor = self.compressor
         shapes = {name: tuple(parameter.shape) for name, parameter in self.binding.names.known().items()}
-        configuration = agreement_key(compressor.name, compressor.config, compressor.wire_dtype, sorted(shapes.items()))
+        configuration = agreement_key(compressor.name, compressor.config, compressor.wire, sorted(shapes.items()))
         self._buckets.speaker = dist.get_rank(group) == 0
         chosen = self.choice
         offer = Offer.of(compressor, flat.device, [flat.dtype]) if chosen is None else chosen.as_offer()

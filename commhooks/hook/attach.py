@@ -60,7 +60,8 @@ def attach(
             `"package.module:function"`, or a callable `(state, bucket) -> torch.futures.Future[torch.Tensor]`.
         hook_options: options of a hook given by name.
         hook_state: the state of a callable. It is saved and restored if it has `state_dict` and `load_state_dict`.
-        wrapper: "fp16" or "bf16": make the hook communicate in that dtype.
+        wrapper: "fp16" or "bf16": make the hook communicate in that dtype. "int8" or "int4", for PowerSGD: quantise its
+            factors, and with error feedback what it leaves uncompressed.
         save_residual: default of `state_dict(residual=)`: "per_rank" (this rank's own residuals, without
             communication), "mean" (over the ranks; all of them must save), "drop" (no residuals).
         strict: whether loading a state of another model is an error.

@@ -26,6 +26,8 @@ class ModelPlan:
     hook: str
     parameters: tuple[UnitPlan, ...]
     wire_dtype: torch.dtype | None = None
+    wire: str = ""
+    """What the hook or its wrapper makes of the numbers that it sends, such as "float16" or "int8"; "": nothing."""
     start_step: int = 0
     """Compression begins after this many steps."""
     selective: bool = True
@@ -96,7 +98,7 @@ class ModelPlan:
         return {
             "hook": self.hook,
             "start_step": self.start_step if self.selective else None,
-            "wire_dtype": None if self.wire_dtype is None else str(self.wire_dtype).removeprefix("torch."),
+            "wire_dtype": self.wire or None,
             "known": not self._unknown,
             "bytes_before": self.bytes_before,
             "bytes_after": sent,
@@ -144,7 +146,7 @@ class ModelPlan:
     def sent_bytes(self, parameter: UnitPlan) -> int:
         """Bytes that are sent for one parameter per step; for a user's hook, whose traffic is unknown, the uncompressed
         size."""
-        return 0 if self.sends is False else parameter.numel_sent * parameter.wire_itemsize(self.wire_dtype)
+        return 0 if self.sends is False else parameter.sent_bytes(self.wire_dtype)
 
     def summary(self) -> str:
         """One line: what is compressed, and the MB sent per step and rank."""

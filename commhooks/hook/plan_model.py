@@ -37,6 +37,7 @@ def whole_plan(
         hook,
         tuple(rows),
         compressor.wire_dtype,
+        compressor.wire,
         compressor.start_step,
         selective=compressor.selective,
         memory=compressor.memory_plan(rows, known or [rows]),

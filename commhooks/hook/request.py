@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from commhooks.checkpoint.payload import SAVE_RESIDUAL
 from commhooks.comm.nodes import RanksPerNode
-from commhooks.comm.wire import WIRE_DTYPES
+from commhooks.comm.wire import WIRE_DTYPES, WRAPPERS
 from commhooks.compressors.base import Compressor
 from commhooks.compressors.config import HookConfig, from_options
 from commhooks.compressors.dotted_path import import_path
@@ -103,7 +103,7 @@ class HookRequest:
         Raises:
             HookConfigError: unknown hook or option, wrong type, or invalid combination; the message names it.
         """
-        _check_choice("wrapper", wrapper, (None, *WIRE_DTYPES))
+        _check_choice("wrapper", wrapper, (None, *WRAPPERS))
         _check_choice("save_residual", save_residual, SAVE_RESIDUAL)
         if not isinstance(strict, bool):
             raise HookConfigError(f"strict={strict!r}; expected True or False")
@@ -157,6 +157,7 @@ class HookRequest:
                 return cls._from_config(made, hook_state, common)
             _no_state(name, hook_state)
             _no_nodes(name, common)
+            _check_wrapper(wrapper, tuple(WIRE_DTYPES), f"hook {name!r}")
             return cls(name, factory=name, options=dict(hook_options or {}), **common)
         if callable(hook):
             return cls._from_function(hook, hook_options, hook_state, common)
@@ -179,6 +180,7 @@ class HookRequest:
                 f"ranks_per_node with hook {config.hook_name!r}, which {why}: it works with hooks that compress "
                 "parameter by parameter, such as 'powerSGD', 'int8_compress' and 'int4_compress'"
             )
+        _check_wrapper(common["wrapper"], compressor.wrappers, f"hook {config.hook_name!r}")
         return cls(config.hook_name, config=config, **common)
 
     @classmethod
@@ -208,6 +210,7 @@ class HookRequest:
                     f"commhooks.{drop_in.state_class.__name__}, or no state for one with the defaults of "
                     f"commhooks.{COMPRESSORS[name].Config.__name__}"
                 )
+        _check_wrapper(common["wrapper"], tuple(WIRE_DTYPES), f"the function {name}")
         return cls(name, function=function, hook_state=hook_state, **common)
 
     @property
@@ -216,7 +219,7 @@ class HookRequest:
         dtype."""
         known = COMPRESSORS.get(self.name)
         wire = self.wrapper or (known.Config.own_wire if known is not None else None)
-        return None if wire is None else WIRE_DTYPES[wire]
+        return None if wire is None else WIRE_DTYPES.get(wire)
 
     def new_compressor(self, total_steps: int | None = None) -> Compressor[Any] | None:
         """The requested compressor, with its start as a number of steps; None for a user's hook.
@@ -230,7 +233,7 @@ class HookRequest:
         if self.config is None:
             return None
         made = compressor_of(self.config)(self.config.resolved(total_steps))
-        return made if self.wrapper is None else made.lowered(WIRE_DTYPES[self.wrapper])
+        return made if self.wrapper is None else made.wrapped(self.wrapper)
 
     def build(self, process_group: dist.ProcessGroup | None) -> tuple[Any, Callable[..., Any]]:
         """The state and the function of a user's hook."""
@@ -269,6 +272,17 @@ def _no_nodes(name: str, common: Mapping[str, Any]) -> None:
         raise HookConfigError(
             f"ranks_per_node with the hook {name}, a function: write a compressor instead, which works between nodes"
         )
+
+
+def _check_wrapper(wrapper: str | None, possible: tuple[str, ...], hook: str) -> None:
+    """Raise HookConfigError unless `wrapper` is None or one of `possible`."""
+    if wrapper is None or wrapper in possible:
+        return
+    others = [name for name, each in COMPRESSORS.items() if wrapper in each.wrappers]
+    raise HookConfigError(
+        f"wrapper={wrapper!r} with {hook}: it is for {' and '.join(map(repr, others))}, given by name or by config; "
+        f"hook='{wrapper}_compress' quantises gradients as they are"
+    )
 
 
 def _no_state(name: str, hook_state: Any) -> None:

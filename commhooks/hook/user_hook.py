@@ -8,6 +8,7 @@ import torch.distributed as dist
 from commhooks.checkpoint.user_state import SavedUserState
 from commhooks.comm.counters import Counters
 from commhooks.comm.hook_result import checked_future
+from commhooks.comm.wire import dtype_name
 from commhooks.compressors.plan import MemoryPlan, ParameterInfo, UnitPlan
 from commhooks.gradients.bucket import Bucket
 from commhooks.gradients.names import ParameterNames
@@ -61,7 +62,7 @@ class UserHook(Runner):
         wire = self._request.wire_dtype
         narrowed = [row for row in rows if row.wire_itemsize(wire) < row.wire_itemsize(None)]
         memory = MemoryPlan(packed=sum(row.numel_sent * row.wire_itemsize(wire) for row in narrowed))
-        return ModelPlan(name, rows, wire, selective=False, memory=memory, sends=None)
+        return ModelPlan(name, rows, wire, dtype_name(wire), selective=False, memory=memory, sends=None)
 
     def announcement(self, plan: ModelPlan) -> str:
         return ""

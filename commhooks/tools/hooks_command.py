@@ -2,8 +2,8 @@
 
 import argparse
 
-from commhooks.comm.wire import WIRE_DTYPES
-from commhooks.compressors.registry import aliases
+from commhooks.comm.wire import WIRE_BITS, WIRE_DTYPES
+from commhooks.compressors.registry import COMPRESSORS, aliases
 from commhooks.hook.request import available_hooks
 
 HELP = "list the hooks and their options"
@@ -30,7 +30,12 @@ def run(arguments: argparse.Namespace) -> int:
     console.print(table)
     console.print(
         "Case, _ and - in names do not matter; names in parentheses are short forms. Every hook can be had with "
-        f"wrapper={' or '.join(map(repr, WIRE_DTYPES))}, which halves what it sends. "
+        f"wrapper={' or '.join(map(repr, WIRE_DTYPES))}, which halves what it sends, and {_quantisable()} with "
+        f"wrapper={' or '.join(map(repr, WIRE_BITS))}, a quarter or less. "
         "A hook of your own is given as 'package.module:function'."
     )
     return 0
+
+
+def _quantisable() -> str:
+    return " and ".join(name for name, each in COMPRESSORS.items() if set(WIRE_BITS) <= set(each.wrappers))

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from commhooks.comm.wire import WRAPPERS
 from commhooks.compressors.dotted_path import current_folder_first
 from commhooks.compressors.kernel import TORCH
 from commhooks.errors import HookConfigError
@@ -49,7 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--options", nargs="+", default=[], metavar="NAME=VALUE", help="options of the hook; values are YAML"
     )
     parser.add_argument("--exclude", nargs="+", metavar="GLOB", help="the same as --options \"exclude=['GLOB', ...]\"")
-    parser.add_argument("--wrapper", choices=("fp16", "bf16"), help="the dtype on the wire")
+    parser.add_argument("--wrapper", choices=WRAPPERS, help="what is made of the numbers that are sent")
     parser.add_argument("--bucket-cap-mb", type=float, metavar="MB", help="as DDP's argument (25)")
     parser.add_argument("--total-steps", type=int, metavar="N", help="of the run, for a start that is a fraction")
     parser.add_argument("--world-size", type=int, default=2, metavar="N", help="ranks, for the estimate (2)")

@@ -20,7 +20,8 @@ from training import ONE_BUCKET_MB, SEVERAL_BUCKETS_MB, Run, make_model, residua
 
 import commhooks
 from commhooks.comm.counters import Counters
-from commhooks.compressors.registry import COMPRESSORS, compressor_of
+from commhooks.compressors.base import Compressor
+from commhooks.compressors.registry import COMPRESSORS
 from commhooks.engine.session import Binding, Session
 from commhooks.engine.simulation import SimulatedRanks
 from commhooks.engine.state import LearnedState
@@ -44,7 +45,8 @@ class Kind:
     layouts_matter: bool = False
     """It compresses whole buckets."""
     pads: bool = False
-    """It sends to each rank up to a block per parameter and 64 bytes per bucket more than is planned."""
+    """It sends to each rank up to a block per parameter and factor, and 64 bytes per bucket and message, more than is
+    planned."""
     keeps_residual: bool = True
 
     def new(self, **more: Any) -> Run:
@@ -62,6 +64,10 @@ KINDS = {
     "alternate": Kind("powerSGD", POWERSGD | {"alternate": True}),
     "powerSGD, native": Kind("powerSGD", POWERSGD | {"fused": True}),
     "powerSGD, torch": Kind("powerSGD", POWERSGD | {"fused": False}),
+    "powerSGD, int8 wrapper": Kind("powerSGD", POWERSGD, "int8", pads=True),
+    "powerSGD, torch, int8 wrapper": Kind("powerSGD", POWERSGD | {"fused": False}, "int8", pads=True),
+    "powerSGD, int4 wrapper": Kind("powerSGD", POWERSGD, "int4", pads=True),
+    "alternate, int8 wrapper": Kind("powerSGD", POWERSGD | {"alternate": True}, "int8", pads=True),
     "int8": Kind("int8", QUANTIZED, pads=True),
     "int8, fp16 wrapper": Kind("int8", QUANTIZED, "fp16", pads=True),
     "int4": Kind("int4", QUANTIZED, pads=True),
@@ -69,6 +75,7 @@ KINDS = {
     "int4, no error feedback": Kind("int4", QUANTIZED | {"use_error_feedback": False}, pads=True, keeps_residual=False),
     "batched": Kind("batched_powerSGD", POWERSGD, layouts_matter=True),
     "batched, torch": Kind("batched_powerSGD", POWERSGD | {"fused": False}, layouts_matter=True),
+    "batched, int8 wrapper": Kind("batched_powerSGD", POWERSGD, "int8", layouts_matter=True, pads=True),
     "random_k": Kind(RANDOM_K, {"share": 0.2, "start_iter": START}),
     "random_k, bf16 wrapper": Kind(RANDOM_K, {"share": 0.2, "start_iter": START}, "bf16"),
 }
@@ -77,6 +84,7 @@ ALL = [
     for name, kind in KINDS.items()
 ]
 LEARNING = [each for each in ALL if KINDS[each.id].learns]
+IN_32_BITS = [each for each in LEARNING if KINDS[each.id].wrapper not in ("fp16", "bf16")]
 
 
 def test_every_built_in_compressor_is_here() -> None:
@@ -115,7 +123,9 @@ def _trained(name: str) -> dict[str, Any]:
 
 def _padding(plan: Any) -> int:
     """An upper bound of what a step sends to each rank besides the plan, in bytes."""
-    return sum(plan.sent_bytes(p) // p.blocks for p in plan.compressed) + 64 * len(plan.buckets)
+    messages = 2 if any(getattr(p, "rank", 0) for p in plan.compressed) else 1
+    blocks = sum(plan.sent_bytes(p) // p.blocks for p in plan.compressed)
+    return messages * (blocks + 64 * len(plan.buckets or plan.parameters))
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
@@ -127,7 +137,7 @@ def test_replicas_are_equal_and_send_what_is_planned_in_one_order(run_ranks: Any
         assert all_same_bits([rank["weights"]], [first["weights"]])
         assert rank["issued"] == first["issued"] and len(rank["issued"]) == rank["collectives"]
         # `alternate` plans the mean of two steps, rounded down to whole numbers per matrix.
-        most = 4 * 2 * 4 if name == "alternate" else rank["padding"]
+        most = (4 * 2 * 4 if name.startswith("alternate") else 0) + rank["padding"]
         assert 0 <= rank["sent"] - rank["planned"] <= most
     stats = first["stats"]
     if kind.learns:
@@ -290,7 +300,7 @@ def _overflowing(name: str, masked: bool, scales: list[float]) -> list[torch.Ten
 
 
 @pytest.mark.parametrize("masked", [False, True])
-@pytest.mark.parametrize("name", [each for each in LEARNING if KINDS[each.id].wrapper is None])
+@pytest.mark.parametrize("name", IN_32_BITS)
 def test_a_scale_that_changes_with_an_overflow_changes_no_bit(run_ranks: Any, name: str, masked: bool) -> None:
     """`masked`: the host does not know which steps are finite, as on an accelerator."""
     plain = run_ranks(_overflowing, name, masked, [1.0] * 6)
@@ -301,13 +311,17 @@ def test_a_scale_that_changes_with_an_overflow_changes_no_bit(run_ranks: Any, na
 SHAPES = {"wide": (24, 40), "bias": (40,), "tall": (60, 16)}
 
 
+def _compressor(kind: Kind) -> Compressor[Any]:
+    made = HookRequest.parse(kind.hook, hook_options=kind.options, wrapper=kind.wrapper).new_compressor()
+    assert made is not None
+    return made.with_start(0)
+
+
 def _plain_tensors(name: str) -> list[torch.Tensor]:
     """The engine on tensors over a process group: no DDP, no GradBucket."""
     kind = KINDS[name]
     parameters = {each: torch.zeros(shape) for each, shape in SHAPES.items()}
-    config = HookRequest.parse(kind.hook, hook_options=kind.options).config
-    assert config is not None
-    compressor = compressor_of(config)(config.resolved(None).with_start(0))
+    compressor = _compressor(kind)
     binding = Binding(ModelNames(parameters.items()), lambda: None)
     session = Session(compressor, binding, LearnedState.of(compressor.state_fields), Counters())
     found = []
@@ -322,12 +336,8 @@ def _plain_tensors(name: str) -> list[torch.Tensor]:
 def _simulated(name: str, world_size: int) -> list[list[torch.Tensor]]:
     """The same in one process."""
     kind = KINDS[name]
-    config = HookRequest.parse(kind.hook, hook_options=kind.options).config
-    assert config is not None
     parameters = {each: torch.zeros(shape) for each, shape in SHAPES.items()}
-    compressor = compressor_of(config)
-    started = config.resolved(None).with_start(0)
-    ranks = SimulatedRanks(lambda: compressor(started), world_size, parameters)
+    ranks = SimulatedRanks(lambda: _compressor(kind), world_size, parameters)
     found: list[list[torch.Tensor]] = [[] for _ in range(world_size)]
     for step in range(5):
         buckets = [_random(step, rank) for rank in range(world_size)]
@@ -344,7 +354,7 @@ def _random(step: int, rank: int) -> torch.Tensor:
     return torch.randn(numel, generator=torch.Generator().manual_seed(10 * step + rank))
 
 
-@pytest.mark.parametrize("name", [each for each in LEARNING if KINDS[each.id].wrapper is None])
+@pytest.mark.parametrize("name", IN_32_BITS)
 def test_simulated_ranks_are_real_ones_bit_for_bit(run_ranks: Any, name: str) -> None:
     with torch.no_grad():
         simulated = _simulated(name, 2)

@@ -91,9 +91,13 @@ def test_checkpoint(tmp_path):
 
 def test_paper(tmp_path):
     rows = _run("paper", tmp_path)  # it compares with the paper itself: its exit status is looked at
-    assert [(row["model"], round(row["ratio_less_flags"], 1)) for row in rows] == [
-        ("resnet18_cifar", 243.3),
-        ("lstm", 309.7),
+    assert [(row["model"], row["wrapper"], round(row["ratio_less_flags"], 1)) for row in rows] == [
+        ("resnet18_cifar", "", 243.3),
+        ("resnet18_cifar", "int8", 913.0),
+        ("resnet18_cifar", "int4", 1723.2),
+        ("lstm", "", 309.7),
+        ("lstm", "int8", 1155.8),
+        ("lstm", "int4", 2182.8),
     ]
     assert all(row["stats_agree"] and row["recorded_bytes"] < row["gradient_bytes"] for row in rows)
 

@@ -12,6 +12,7 @@ from accelerate_yaml import ACCELERATE, section
 from accelerate_commhooks import CommHookKwargs
 from accelerate_commhooks.yaml_config import STOCK_HOOK_FIELDS, CommHookConfig, read_settings, to_arguments
 from commhooks import HookConfigError
+from commhooks.comm.wire import WRAPPERS
 
 
 def test_the_keys_are_the_arguments() -> None:
@@ -52,6 +53,13 @@ def test_every_kind_of_value(text: str, tmp_path: Path, monkeypatch: pytest.Monk
     changed = CommHookKwargs.from_config(str(path), overrides=overrides)
     expected |= {"wrapper": None, "total_steps": 7}
     assert changed == CommHookKwargs(hook_options=options | {"matrix_approximation_rank": 8}, **expected)
+
+
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+def test_every_wrapper(wrapper: str, tmp_path: Path) -> None:
+    path = tmp_path / "hook.yaml"
+    path.write_text(f"hook: powerSGD\nwrapper: {wrapper}")
+    assert CommHookKwargs.from_config(path) == CommHookKwargs(hook="powerSGD", wrapper=wrapper)
 
 
 def test_interpolations_see_the_whole_file(tmp_path: Path) -> None:

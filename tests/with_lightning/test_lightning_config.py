@@ -6,6 +6,7 @@ import importlib
 import json
 import pickle
 import sys
+import typing
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from workers import RanksFailed
 
 import lightning_commhooks
 from commhooks import BF16Compress, FP16Compress, HookConfigError, PowerSGD
+from commhooks.comm.wire import WRAPPERS
 from lightning_commhooks import CommHookDDP
 
 NAMES = {
@@ -255,6 +257,16 @@ def test_cli_typos_are_refused(
     with pytest.raises(SystemExit):
         _cli(["--config", str(config)], run=False)
     assert text in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+def test_cli_takes_every_wrapper(tmp_path: Path, wrapper: str) -> None:
+    """The annotation of the strategy lists the names by hand."""
+    config = _config(tmp_path / "c.yaml", POWERSGD, wrapper=wrapper)
+    strategy = _cli(["--config", str(config)], run=False).trainer.strategy
+    assert strategy._request.wrapper == wrapper
+    hints = typing.get_type_hints(CommHookDDP.__init__)
+    assert set(typing.get_args(typing.get_args(hints["wrapper"])[0])) == set(WRAPPERS)
 
 
 def test_cli_help_lists_every_option(capsys: pytest.CaptureFixture[str]) -> None:

@@ -8,10 +8,10 @@ of `HostExchange`. The scheme is that of epfml/powersgd, the code of PowerSGD's 
 import torch
 
 from commhooks.comm.wire import all_finite, put_only_factor
-from commhooks.compressors.base import Exchange, Send, Verdict
+from commhooks.compressors.base import Exchange, Verdict
 from commhooks.compressors.powersgd.host_exchange import HostExchange
 from commhooks.compressors.powersgd.matrix import Matrix
-from commhooks.compressors.powersgd.workspace import Message
+from commhooks.compressors.powersgd.message import Message
 
 
 class AlternatingExchange(HostExchange):
@@ -24,7 +24,10 @@ class AlternatingExchange(HostExchange):
 
     def run(self) -> Exchange:
         self.form_factor()
-        yield Send(self._with_p.buffer, "P or Q", last=True)
+        yield from self._with_p.sum_over_ranks(self._step, "P or Q", last=True)
+        s = self._work
+        sent = [q if makes_q else p for p, q, makes_q in zip(s.p, s.q, self._makes_q, strict=True)]
+        self._with_p.subtract_lost(self._only_ranks(sent), self._world_size)
         self.good_here = all_finite(self._with_p.buffer)
         good = yield Verdict(self.good_here)
         self.commit(good)
@@ -55,11 +58,11 @@ class AlternatingExchange(HostExchange):
                 self._set_factor(q, matrix, self._orthonormal(self._q_memory(matrix), matrix, "Q"))
                 s.kernels.add_and_project(delta, residual, self._residual_factor, q, matrix.rank, out=p)
                 put_only_factor(p[: matrix.rank], message.factors[i], self._world_size)
-        self._put_plain(message)
+        self._put_beside(message)
 
     def commit(self, good: torch.Tensor | bool) -> None:
         """Write the gradient into the bucket and, if `good`, the residual and the received factor."""
-        self._store_plain(self._with_p)
+        self._store_beside(self._with_p, good)
         has_gradient = (self._with_p.flags > 0).tolist()
         for i, matrix in enumerate(self._work.matrices):
             if bool(good) and not has_gradient[i]:

@@ -3,12 +3,14 @@
 Source: Vogels, Karimireddy, Jaggi, "PowerSGD", NeurIPS 2019, Algorithms 1 and 2.
 """
 
+import math
 from collections.abc import Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 
 from commhooks.comm.collective import Op
+from commhooks.comm.wire import WRAPPERS
 from commhooks.compressors.base import RESIDUAL, Compressor, Exchange, State, StateField, StepInfo, Trial
 from commhooks.compressors.config import from_options
 from commhooks.compressors.kernel import KernelsHere
@@ -22,19 +24,51 @@ from commhooks.compressors.powersgd.fused_exchange import FusedExchange
 from commhooks.compressors.powersgd.fused_workspace import FusedWorkspace
 from commhooks.compressors.powersgd.host_exchange import HostExchange
 from commhooks.compressors.powersgd.matrix import Matrix
-from commhooks.compressors.powersgd.plan import MatrixPlan, memory_plan, plan_bucket, plan_parameter
+from commhooks.compressors.powersgd.message import Messages
+from commhooks.compressors.powersgd.plan import MatrixPlan, memory_plan, packed_bytes, plan_bucket, plan_parameter
+from commhooks.compressors.powersgd.quantised_message import QuantisedMessages
+from commhooks.compressors.powersgd.quantised_plan import quantised_bytes, quantised_plan
 from commhooks.compressors.powersgd.workspace import Draws, Workspace, WorkspaceSetup
+from commhooks.compressors.quantized.blocks import BlockCode
+from commhooks.compressors.quantized.exchange import quantised_exchange
+from commhooks.compressors.quantized.workspace import Workspace as OnlyBlocks
 from commhooks.errors import HookConfigError
 from commhooks.gradients import precision
-from commhooks.gradients.layout import BucketLayout
+from commhooks.gradients.layout import BucketLayout, Slot
 
 AnyPowerSGD = TypeVar("AnyPowerSGD", bound=PowerSGD)
+AnyWorkspace = Workspace | DeviceWorkspace | OnlyBlocks
+BLOCK_SIZE = 64
+"""Elements of a block with the wrappers that quantise. Factors and vectors are short, and each begins a new block."""
 
 
 class _LowRank(Compressor[AnyPowerSGD]):
     """Common base of the per-parameter and the per-bucket form."""
 
     title = "PowerSGD"
+    wrappers = WRAPPERS
+
+    def __init__(
+        self, config: AnyPowerSGD, wire_dtype: torch.dtype | None = None, code: BlockCode | None = None
+    ) -> None:
+        """
+        Args:
+            code: how a wrapper quantises what is sent; None: not at all.
+        """
+        super().__init__(config, wire_dtype)
+        self.code = code
+
+    def quantised(self, bits: int) -> "Compressor[Any]":
+        return type(self)(self.config, code=BlockCode(bits, BLOCK_SIZE))
+
+    def with_start(self, start: int) -> "Compressor[Any]":
+        made: _LowRank[AnyPowerSGD] = super().with_start(start)  # type: ignore[assignment]
+        made.code = self.code
+        return made
+
+    @property
+    def wire(self) -> str:
+        return super().wire if self.code is None else f"int{self.code.bits}"
 
     @property
     def needs_exact_step(self) -> bool:
@@ -84,15 +118,16 @@ class _LowRank(Compressor[AnyPowerSGD]):
         return native_kernel.kernels_here(device, precision.compute_dtype(dtype), only=self.config.fused is True)
 
     def memory_plan(self, plans: Sequence[UnitPlan], buckets: Sequence[Sequence[UnitPlan]]) -> MemoryPlan:
-        return memory_plan(
-            plans,  # type: ignore[arg-type]  # made by `plan`
-            buckets,  # type: ignore[arg-type]
-            self.wire_dtype,
-            error_feedback=self.config.use_error_feedback,
-        )
+        packed = 0
+        for rows in cast(Sequence[Sequence[MatrixPlan]], buckets):  # made by `plan`
+            packed += packed_bytes(rows, self.wire_dtype) if self.code is None else quantised_bytes(rows, self.code)
+        matrices = cast(Sequence[MatrixPlan], plans)
+        return memory_plan(matrices, packed, error_feedback=self.config.use_error_feedback)
 
-    def exchange(self, flat: torch.Tensor, work: Workspace | DeviceWorkspace, state: State, step: StepInfo) -> Exchange:
+    def exchange(self, flat: torch.Tensor, work: AnyWorkspace, state: State, step: StepInfo) -> Exchange:
         error_feedback = self.config.use_error_feedback
+        if isinstance(work, OnlyBlocks):
+            return quantised_exchange(flat, work, state, step)
         if isinstance(work, DeviceWorkspace):
             return DeviceExchange(flat, work, state, step, error_feedback=error_feedback).run()
         kind: type[HostExchange] = AlternatingExchange if self.config.alternate else HostExchange
@@ -100,9 +135,11 @@ class _LowRank(Compressor[AnyPowerSGD]):
             kind = FusedExchange
         return kind(flat, work, state, step, error_feedback=error_feedback).run()
 
-    def _new_workspace(self, layout: BucketLayout, matrices: list[Matrix]) -> Workspace | DeviceWorkspace:
+    def _new_workspace(
+        self, layout: BucketLayout, matrices: list[Matrix], beside: Sequence[Slot] = ()
+    ) -> Workspace | DeviceWorkspace:
         setup = WorkspaceSetup(
-            self.wire_dtype_for(layout.dtype),
+            self._new_messages(layout, matrices, beside),
             Draws(self.config.random_seed, self.config.warm_start),
             fused=self._computes_natively(layout),
             stack_deltas=self.config.batch_tensors_with_same_shape,
@@ -112,6 +149,14 @@ class _LowRank(Compressor[AnyPowerSGD]):
         # The tables of the native kernel take matrices of one parameter, whose two factors are sent in every step.
         in_tables = setup.fused and not self.config.alternate and not self.per_bucket
         return (FusedWorkspace if in_tables else Workspace)(layout, matrices, setup)
+
+    def _new_messages(self, layout: BucketLayout, matrices: Sequence[Matrix], beside: Sequence[Slot]) -> Messages:
+        wire_dtype = self.wire_dtype_for(layout.dtype)
+        if self.code is None:
+            return Messages(wire_dtype, layout.device)
+        # An element of P Q^T, a sum of r products, has to fit into the bucket.
+        largest = torch.finfo(layout.dtype).max / math.sqrt(max(x.rank for x in matrices))
+        return QuantisedMessages(layout, self.code, beside, wire_dtype, largest)
 
     def _computes_natively(self, layout: BucketLayout) -> bool:
         if self.config.fused:
@@ -135,15 +180,19 @@ class PowerSGDCompressor(_LowRank[PowerSGD]):
         return made if isinstance(made, MatrixPlan) else MatrixPlan.left_alone(info, made.reason)
 
     def plan_parameter(self, info: ParameterInfo) -> UnitPlan:
-        return plan_parameter(info, self.config)
+        made = plan_parameter(info, self.config)
+        if self.code is None:
+            return made
+        return quantised_plan(made, self.code, as_it_is=self.config.use_error_feedback)
 
-    def workspace(self, layout: BucketLayout, plans: Sequence[UnitPlan]) -> Workspace | DeviceWorkspace:
-        matrices = [
-            Matrix(plan.name, (slot,), plan.n, plan.m, plan.rank)
-            for plan, slot in zip(plans, layout.slots, strict=True)
-            if isinstance(plan, MatrixPlan) and plan.compressed
-        ]
-        return self._new_workspace(layout, matrices)
+    def workspace(self, layout: BucketLayout, plans: Sequence[UnitPlan]) -> AnyWorkspace:
+        pairs = list(zip(layout.slots, cast(Sequence[MatrixPlan], plans), strict=True))
+        matrices = [Matrix(plan.name, (slot,), plan.n, plan.m, plan.rank) for slot, plan in pairs if plan.rank]
+        if matrices:
+            beside = [slot for slot, plan in pairs if plan.compressed and not plan.rank]
+            return self._new_workspace(layout, matrices, beside)
+        assert self.code is not None
+        return OnlyBlocks(layout, plans, self.code, self.wire_dtype_for(layout.dtype), error_feedback=True)
 
     @classmethod
     def trials(cls, ranks: Sequence[int], options: Mapping[str, Any]) -> Sequence[Trial]:
@@ -177,7 +226,8 @@ class BatchedPowerSGDCompressor(_LowRank[BatchedPowerSGD]):
         return self._fields(fields.BUCKET_Q)
 
     def plan(self, parameters: Sequence[ParameterInfo]) -> list[UnitPlan]:
-        return [plan_bucket(parameters, self.config.matrix_approximation_rank)]
+        made = plan_bucket(parameters, self.config.matrix_approximation_rank)
+        return [made if self.code is None else quantised_plan(made, self.code, as_it_is=False)]
 
     @classmethod
     def trials(cls, ranks: Sequence[int], options: Mapping[str, Any]) -> Sequence[Trial]:

@@ -9,7 +9,7 @@ the number of layers nor on the rank.
 import torch
 
 from commhooks.comm.wire import all_finite, largest_gradient, put_all_plain, put_factor, put_projection
-from commhooks.compressors.base import Exchange, Send, State, StepInfo, Verdict
+from commhooks.compressors.base import Exchange, State, StepInfo, Verdict
 from commhooks.compressors.powersgd.device_workspace import DeviceWorkspace
 from commhooks.gradients.pieces import divide, join
 
@@ -27,9 +27,8 @@ class DeviceExchange:
         self._residuals = state["residual"]
         self._learned_q = state["q"]
         self._error_feedback = error_feedback
-        self._world_size = step.world_size
-        self._step = step.number
-        self._residual_factor = step.residual_factor
+        self._flat = flat
+        self._step = step
         pieces = flat.split([stop - start for start, stop in work.spans])
         self._plain = [pieces[i] for i in work.place_of_plain]
         gradients = [pieces[i] for i in work.place_of_matrix]
@@ -38,13 +37,13 @@ class DeviceExchange:
 
     def run(self) -> Exchange:
         """The exchange that the engine runs."""
-        message = self._work.message
+        work, step = self._work, self._step
         self.form_p()
-        yield Send(message.first, "P")
+        yield from work.first.sum_over_ranks(step, "P")
         self.form_q()
         form_remainders = self.form_remainders if self._error_feedback else None
-        yield Send(message.second, "Q", last=True, meanwhile=form_remainders)
-        self.good_here = all_finite(message.whole)
+        yield from work.second.sum_over_ranks(step, "Q", last=True, meanwhile=form_remainders)
+        self.good_here = all_finite(work.both)
         good = yield Verdict(self.good_here)
         self.commit(good)
         return None
@@ -60,23 +59,25 @@ class DeviceExchange:
         for stack, blocks in zip(work.stacks, self._blocks, strict=True):
             for part, delta in blocks:
                 torch.bmm(stack.q[part], delta.transpose(1, 2), out=stack.p[part])
-        put_factor(work.p.flat, work.message.p, self._world_size)
+        put_factor(work.p.flat, work.first.packed, self._step.world_size)
         if self._plain:
-            put_all_plain(self._plain, work.message.plain, self._world_size)
+            put_all_plain(self._plain, work.first.plain, self._step.world_size)
+        work.first.load(self._flat, self._residuals, self._step)
 
     def form_q(self) -> None:
         """Orthonormalise the received P, form Q = delta^T P and write it into the second message. P of a matrix
         without a gradient on any rank becomes zero: its residual then stays, and its averaged gradient is zero."""
         work = self._work
-        self._has_gradient = work.message.flags > 0
-        work.p.orthonormalise(work.message.p, self._has_gradient)
+        self._has_gradient = work.first.flags > 0
+        work.p.orthonormalise(work.first.packed, self._has_gradient)
         for stack, blocks in zip(work.stacks, self._blocks, strict=True):
             for part, delta in blocks:
                 torch.bmm(stack.p[part], delta, out=stack.q[part])
-        put_projection(work.q.flat, work.message.q, self._world_size, rank=work.largest_rank)
+        put_projection(work.q.flat, work.second.packed, self._step.world_size, rank=work.largest_rank)
 
     def form_remainders(self) -> None:
         """delta - P Q_local^T in place, while Q is on its way: the next residuals."""
+        self._work.second.subtract_lost([self._work.q.flat], self._step.world_size)
         for stack, blocks in zip(self._work.stacks, self._blocks, strict=True):
             for part, delta in blocks:
                 delta.baddbmm_(stack.p[part].transpose(1, 2), stack.q[part], alpha=-1)
@@ -86,11 +87,11 @@ class DeviceExchange:
 
         If this bucket is not finite, its gradients become NaN on every rank.
         """
-        work, message = self._work, self._work.message
+        work = self._work
         good = torch.as_tensor(good, device=work.layout.device)
         if self._error_feedback:
             self._commit_residuals(good)
-        q = work.q.flat.copy_(message.q)
+        q = work.q.flat.copy_(work.second.packed)
         learned = work.learned_q.bind(self._learned_q, self._draw_q)[:-1]
         keep = (good & self._has_gradient).index_select(0, work.q.matrix_of)
         torch.where(keep, q, learned, out=learned)
@@ -98,6 +99,7 @@ class DeviceExchange:
         for stack, blocks in zip(work.stacks, self._blocks, strict=True):
             for part, delta in blocks:
                 torch.bmm(stack.p[part].transpose(1, 2), stack.q[part], out=delta)
+        work.first.store(self._flat, self._residuals, self._step, good)
         self._store_gradients()
 
     def _commit_residuals(self, good: torch.Tensor) -> None:
@@ -125,7 +127,7 @@ class DeviceExchange:
     def _put_flags(self) -> None:
         """Set the flag of each matrix: 1 if its gradient is not zero, 0 if it is zero, NaN if it is too large for the
         wire dtype."""
-        work, flags = self._work, self._work.message.flags
+        work, flags = self._work, self._work.first.flags
         for stack, blocks in zip(work.stacks, self._blocks, strict=True):
             largest = work.largest[stack.first : stack.first + len(stack)]
             for part, delta in blocks:
@@ -144,10 +146,10 @@ class DeviceExchange:
         whole = work.residuals.gather(known)
         for blocks, residuals in zip(self._blocks, work.residuals_of_stacks(whole), strict=True):
             for part, delta in blocks:
-                if isinstance(self._residual_factor, float):
-                    delta.add_(residuals[part], alpha=self._residual_factor)
+                if isinstance(self._step.residual_factor, float):
+                    delta.add_(residuals[part], alpha=self._step.residual_factor)
                 else:
-                    delta.addcmul_(residuals[part], self._residual_factor)
+                    delta.addcmul_(residuals[part], self._step.residual_factor)
 
     def _starting_q(self) -> torch.Tensor:
         """The Q to start from, packed; see `HostExchange._starting_q`."""
@@ -159,14 +161,14 @@ class DeviceExchange:
 
     def _draw_q(self, i: int) -> torch.Tensor:
         """A random Q for matrix i, r x m, on the CPU."""
-        return self._work.draws.q(self._work.matrices[i], self._step, self._work.dtype)
+        return self._work.draws.q(self._work.matrices[i], self._step.number, self._work.dtype)
 
     # ---- the averaged gradients ------------------------------------------------------------------------------------
 
     def _store_gradients(self) -> None:
         """Copy uncompressed gradients, and gradients with a tensor of their own, into the bucket."""
         if self._plain:
-            divide(self._work.message.plain, self._plain)
+            divide(self._work.first.plain, self._plain)
         for stack, gradients in zip(self._work.stacks, self._gradients, strict=True):
             if stack.delta is not None:
                 divide(stack.delta.view(-1)[: stack.filled * len(stack)], gradients)

@@ -6,8 +6,9 @@ from collections.abc import Sequence
 import torch
 
 from commhooks.compressors.named_views import NamedViews
-from commhooks.compressors.powersgd.matrix import Matrix, by_shape, complement
+from commhooks.compressors.powersgd.matrix import Matrix, by_shape, complement, spans_of
 from commhooks.compressors.powersgd.matrix_stack import MatrixStack
+from commhooks.compressors.powersgd.message import Contents
 from commhooks.compressors.powersgd.packed_factors import PackedFactors, new_packed
 from commhooks.compressors.powersgd.workspace import WorkspaceSetup
 from commhooks.gradients import precision
@@ -26,8 +27,9 @@ class DeviceWorkspace:
         stacks: the same matrices, grouped by shape.
         p, q: the factors of all matrices.
         largest: per matrix the largest absolute value of its gradient.
-        message: what is sent.
-        spans: `(start, stop)` of each matrix and each uncompressed span of the bucket, in the order of the bucket.
+        first, second: what is sent: P, the uncompressed gradients and the flags first, then Q.
+        both: their buffers, one after the other.
+        spans: `(start, stop)` of each matrix and of everything else in the bucket, in its order.
     """
 
     def __init__(self, layout: BucketLayout, matrices: Sequence[Matrix], setup: WorkspaceSetup) -> None:
@@ -43,12 +45,17 @@ class DeviceWorkspace:
         for stack in self.stacks:
             stack.p, stack.q = self._of_stack(self.p.flat, stack, "P"), self._of_stack(self.q.flat, stack, "Q")
         self.largest = torch.zeros(len(self.matrices), dtype=self.dtype, device=layout.device)
-        compressed = [(x.start, x.stop) for x in self.matrices]
-        plain = complement(sorted(compressed), layout.numel)
-        self.spans = sorted([*compressed, *plain])
+        compressed, beside = spans_of(self.matrices), spans_of(setup.messages.beside)
+        plain = complement(sorted([*compressed, *beside]), layout.numel)
+        self.spans = sorted([*compressed, *beside, *plain])
         self.place_of_matrix = [self.spans.index(span) for span in compressed]
         self.place_of_plain = [self.spans.index(span) for span in plain]
-        self.message = DeviceMessage(self, [stop - start for start, stop in plain], setup.wire_dtype)
+        first = Contents([(x.name, (x.rank, x.n)) for x in self.matrices], sum(stop - start for start, stop in plain))
+        second = Contents([(x.name, (x.rank, x.m)) for x in self.matrices], alone=True)
+        sizes = [setup.messages.numel(first), setup.messages.numel(second)]
+        self.both = setup.messages.new_buffer(sum(sizes))
+        parts = self.both.split(sizes)
+        self.first, self.second = setup.messages.new(first, parts[0]), setup.messages.new(second, parts[1])
         self._residuals: NamedViews | None = None
         self._learned_q: NamedViews | None = None
 
@@ -104,22 +111,3 @@ class DeviceWorkspace:
         begin = sum(map(numel, self.matrices[: stack.first]))
         size = len(stack) * numel(stack.matrices[0])
         return flat[begin : begin + size].view(len(stack), stack.rank, -1)
-
-
-class DeviceMessage:
-    """Both messages of a bucket, in one 1-D buffer of the wire dtype: P, the uncompressed gradients and the flags are
-    sent first, then Q.
-
-    Attributes:
-        whole: both messages.
-        first, second: what the two all-reduces send.
-        p, q: all factors, packed.
-        plain: the uncompressed gradients, 1-D, in the order of the bucket.
-        flags: per matrix 1 if its gradient is not zero, 0 otherwise; after the all-reduce the sum over the ranks.
-    """
-
-    def __init__(self, work: DeviceWorkspace, plain: Sequence[int], wire_dtype: torch.dtype) -> None:
-        sizes = [work.p.numel, sum(plain), len(work.matrices), work.q.numel]
-        self.whole = torch.zeros(sum(sizes), dtype=wire_dtype, device=work.layout.device)
-        self.p, self.plain, self.flags, self.q = self.whole.split(sizes)
-        self.first, self.second = self.whole.split([sum(sizes[:-1]), sizes[-1]])

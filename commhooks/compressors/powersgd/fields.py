@@ -33,6 +33,8 @@ class FactorQ(StateField):
     def refit(self, value: torch.Tensor, plan: UnitPlan, fresh: torch.Tensor | None) -> torch.Tensor | None:
         """Truncate to the new rank; additional rows are taken from `fresh`."""
         assert isinstance(plan, MatrixPlan)
+        if not plan.rank:
+            return None
         rows, rank = value.shape[0], plan.rank
         if rows >= rank or fresh is None:
             return value[:rank].clone()
@@ -42,7 +44,7 @@ class FactorQ(StateField):
 
     def problem(self, value: torch.Tensor, plan: UnitPlan) -> str | None:
         assert isinstance(plan, MatrixPlan)
-        if value.shape[1] != plan.m:
+        if plan.rank and value.shape[1] != plan.m:
             return f"a Q with {value.shape[1]} rows for {plan.name}, which needs {plan.m}"
         return None
 
@@ -63,6 +65,8 @@ class FactorP(StateField):
     def refit(self, value: torch.Tensor, plan: UnitPlan, fresh: torch.Tensor | None) -> torch.Tensor | None:
         """Truncate to the new rank; additional rows are zero, and the codec replaces zero rows."""
         assert isinstance(plan, MatrixPlan)
+        if not plan.rank:
+            return None
         p = torch.zeros(plan.rank, value.shape[1], dtype=value.dtype)
         rows = min(plan.rank, value.shape[0])
         p[:rows] = value[:rows]
@@ -70,7 +74,7 @@ class FactorP(StateField):
 
     def problem(self, value: torch.Tensor, plan: UnitPlan) -> str | None:
         assert isinstance(plan, MatrixPlan)
-        if value.shape[1] != plan.n:
+        if plan.rank and value.shape[1] != plan.n:
             return f"a P of shape {tuple(value.shape)} for {plan.name}, which needs {(plan.rank, plan.n)}"
         return None
 

@@ -31,12 +31,12 @@ class FusedExchange(HostExchange):
         work.table.point("residual", known)
         work.kernel.form_p_of(work.table, self._residual_factor)
         self._put_flags(work.table.largest)
-        put_factor(work.all_p, message.buffer[: work.all_p.numel()], self._world_size)
-        self._put_plain(message)
+        put_factor(work.all_p, message.packed, self._world_size)
+        self._put_beside(message)
 
     def form_q(self) -> None:
         work = self._work
-        arrived = self._with_p.buffer[: work.all_p.numel()].to(work.dtype)
+        arrived = self._with_p.packed.to(work.dtype)
         rows = [piece.view_as(p) for piece, p in zip(arrived.split([p.numel() for p in work.p]), work.p, strict=True)]
         work.basis_p.point("source", rows)
         work.kernel.unit_rows_of(work.basis_p, orthogonal=True)
@@ -47,13 +47,13 @@ class FusedExchange(HostExchange):
         work.table.column("residual").zero_()  # part of delta already
         work.kernel.form_q_of(work.table)
         for part, rank in work.equal_ranks:
-            put_projection(work.all_q[part], self._with_q.buffer[part], self._world_size, rank=rank)
+            put_projection(work.all_q[part], self._with_q.packed[part], self._world_size, rank=rank)
 
     def commit(self, good: torch.Tensor | bool) -> None:
         if not bool(good):
             super().commit(good)
             return
-        self._store_plain(self._with_p)
+        self._store_beside(self._with_p, good)
         has_gradient = (self._with_p.flags > 0).tolist()
         for matrix, has in zip(self._work.matrices, has_gradient, strict=True):
             if not has:

@@ -5,14 +5,16 @@
 """
 
 import functools
+from collections.abc import Sequence
 
 import torch
 
 from commhooks.comm.wire import all_finite, put_all_plain, put_factor, put_overflow, put_projection
-from commhooks.compressors.base import Exchange, Send, State, StepInfo, Verdict
+from commhooks.compressors.base import Exchange, State, StepInfo, Verdict
 from commhooks.compressors.powersgd import codec
 from commhooks.compressors.powersgd.matrix import Matrix
-from commhooks.compressors.powersgd.workspace import Message, Workspace
+from commhooks.compressors.powersgd.message import Message
+from commhooks.compressors.powersgd.workspace import Workspace
 from commhooks.gradients import precision
 from commhooks.gradients.layout import Slot
 from commhooks.gradients.pieces import divide
@@ -39,7 +41,7 @@ class HostExchange:
         self._learned_p = state["p"]
         self._error_feedback = error_feedback
         self._world_size = step.world_size
-        self._step = step.number
+        self._step = step
         self._residual_factor = float(step.residual_factor)  # `alternate` synchronises with an accelerator anyway
         self._on_host = precision.is_host_readable(flat.device)
         self._plain = [flat[begin:end] for begin, end in work.plain_spans]
@@ -48,9 +50,10 @@ class HostExchange:
     def run(self) -> Exchange:
         """The exchange that the engine runs."""
         self.form_p()
-        yield Send(self._with_p.buffer, "P")
+        yield from self._with_p.sum_over_ranks(self._step, "P")
         self.form_q()
-        yield Send(self._with_q.buffer, "Q", last=True)
+        yield from self._with_q.sum_over_ranks(self._step, "Q", last=True)
+        self._with_q.subtract_lost(self._only_ranks(self._work.q), self._world_size)
         self.good_here = all_finite(self._with_p.buffer) & all_finite(self._with_q.buffer)
         good = yield Verdict(self.good_here)
         self.commit(good)
@@ -80,7 +83,7 @@ class HostExchange:
             self._set_factor(s.q[i], matrix, self._starting_q(matrix))
             s.kernels.add_and_project(delta, residual, self._residual_factor, s.q[i], matrix.rank, out=s.p[i])
             put_factor(s.p[i][: matrix.rank], self._with_p.factors[i], self._world_size)
-        self._put_plain(self._with_p)
+        self._put_beside(self._with_p)
 
     def form_q(self) -> None:
         """Orthonormalise the received P, form Q = delta^T P and write it into the second message."""
@@ -96,7 +99,7 @@ class HostExchange:
         If this bucket is not finite, its gradients become NaN on every rank.
         """
         s = self._work
-        self._store_plain(self._with_p)
+        self._store_beside(self._with_p, good)
         nan_if_bad = torch.where(self.good_here, 0.0, float("nan")).to(s.dtype)
         has_gradient = (self._with_p.flags > 0).tolist()
         for i, matrix in enumerate(s.matrices):
@@ -130,15 +133,17 @@ class HostExchange:
                 self._residuals[slot.name].mul_(self._residual_factor)
         self.buffer[matrix.start : matrix.stop].zero_()
 
-    # ---- uncompressed gradients ------------------------------------------------------------------------------------
+    # ---- gradients that are not compressed as matrices --------------------------------------------------------------
 
-    def _put_plain(self, message: Message) -> None:
+    def _put_beside(self, message: Message) -> None:
         if self._plain:
             put_all_plain(self._plain, message.plain, self._world_size)
+        message.load(self.buffer, self._residuals, self._step)
 
-    def _store_plain(self, message: Message) -> None:
+    def _store_beside(self, message: Message, good: torch.Tensor | bool) -> None:
         if self._plain:
             divide(message.plain, self._plain)
+        message.store(self.buffer, self._residuals, self._step, good)
 
     # ---- delta, residual, gradient ---------------------------------------------------------------------------------
 
@@ -193,7 +198,7 @@ class HostExchange:
 
     def _draw_q(self, matrix: Matrix) -> torch.Tensor:
         """A random Q, r x m, on the CPU."""
-        return self._work.draws.q(matrix, self._step, self._work.dtype)
+        return self._work.draws.q(matrix, self._step.number, self._work.dtype)
 
     def _starting_q(self, matrix: Matrix) -> torch.Tensor:
         """The Q to start from, r x m, rows scaled to norm 1: only the space that they span matters, and without scaling
@@ -204,6 +209,10 @@ class HostExchange:
             return rows
         refill, _ = codec.unit_rows(self._work.refill(matrix, "Q"))
         return torch.where(missing, refill, rows)
+
+    def _only_ranks(self, factors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """One factor per matrix, without the padding row of rank 1."""
+        return [factor[: x.rank] for factor, x in zip(factors, self._work.matrices, strict=True)]
 
     def _set_factor(self, factor: torch.Tensor, matrix: Matrix, rows: torch.Tensor) -> None:
         factor[: matrix.rank] = rows

@@ -1,7 +1,7 @@
 """The gradients of a bucket as matrices, which PowerSGD compresses."""
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from commhooks.gradients.layout import Slot
@@ -46,6 +46,11 @@ def by_shape(matrices: Sequence[Matrix]) -> list[list[Matrix]]:
         first.setdefault(shape(matrix), i)
     ordered = sorted(matrices, key=lambda matrix: first[shape(matrix)])
     return [list(group) for _, group in itertools.groupby(ordered, key=shape)]
+
+
+def spans_of(units: Iterable[Matrix | Slot]) -> list[tuple[int, int]]:
+    """Where these begin and end in the bucket."""
+    return [(x.start, x.stop) if isinstance(x, Matrix) else (x.offset, x.stop) for x in units]
 
 
 def complement(spans: list[tuple[int, int]], numel: int) -> list[tuple[int, int]]:

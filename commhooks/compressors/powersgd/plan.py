@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+import torch
+
 from commhooks.comm.collective import agreement_key
 from commhooks.compressors.plan import MemoryPlan, ParameterInfo, UnitPlan, real_itemsize
 from commhooks.compressors.powersgd.config import PowerSGD
@@ -15,7 +17,8 @@ from commhooks.gradients.precision import compute_dtype
 
 @dataclass(frozen=True)
 class MatrixPlan(UnitPlan):
-    """A gradient as an `n x m` matrix compressed at `rank`, or uncompressed with a reason."""
+    """A gradient as an `n x m` matrix compressed at `rank`, or uncompressed with a reason. `rank` is 0 unless it is
+    compressed as a matrix."""
 
     n: int = 0
     m: int = 0
@@ -91,10 +94,8 @@ def square_side(numel: int) -> int:
     return math.isqrt(max(numel - 1, 0)) + 1 if numel else 0
 
 
-def memory_plan(
-    plans: Sequence[MatrixPlan], buckets: Sequence[Sequence[MatrixPlan]], wire: Any, *, error_feedback: bool
-) -> MemoryPlan:
-    """Bytes on each rank. `packed` is an upper bound if the buckets are unknown."""
+def memory_plan(plans: Sequence[MatrixPlan], packed: int, *, error_feedback: bool) -> MemoryPlan:
+    """Bytes on each rank. `packed`: those of the message buffers."""
     residual = factors = copies = 0
     for p in plans:
         if not p.compressed:
@@ -105,12 +106,11 @@ def memory_plan(
         factors += (kept + max(p.rank, 2) * (p.n + p.m)) * itemsize
         if p.n * p.m != p.numel or real_itemsize(p.dtype) != itemsize:
             copies += p.n * p.m * itemsize
-    packed = sum(_packed_bytes(rows, wire) for rows in buckets)
     return MemoryPlan(residual, factors, packed, "P and Q", copies)
 
 
-def _packed_bytes(rows: Sequence[MatrixPlan], wire: Any) -> int:
-    """Bytes of the message buffers of one bucket."""
+def packed_bytes(rows: Sequence[MatrixPlan], wire: torch.dtype | None) -> int:
+    """Bytes of the message buffers of one bucket; an upper bound if `rows` are those of several."""
     matrices = [p for p in rows if p.compressed]
     if not matrices:
         return 0

@@ -8,7 +8,8 @@ from typing import Protocol
 import torch
 
 from commhooks.compressors.powersgd import codec, fused_codec
-from commhooks.compressors.powersgd.matrix import Matrix, complement
+from commhooks.compressors.powersgd.matrix import Matrix, complement, spans_of
+from commhooks.compressors.powersgd.message import Contents, Message, Messages
 from commhooks.gradients import precision
 from commhooks.gradients.layout import BucketLayout
 
@@ -62,13 +63,13 @@ class WorkspaceSetup:
     """How a `Workspace` is made.
 
     Attributes:
-        wire_dtype: the dtype that is sent.
+        messages: makes the messages of the bucket.
         draws: random numbers for the first Q and for rows that replace dependent ones.
         fused: use `fused_codec`.
         stack_deltas: on an accelerator, copy the gradients so that the deltas of one shape are one tensor.
     """
 
-    wire_dtype: torch.dtype
+    messages: Messages
     draws: Draws
     fused: bool = False
     stack_deltas: bool = False
@@ -98,10 +99,11 @@ class Workspace:
             None if self._lives_in_bucket(x) else torch.zeros(x.n, x.m, dtype=dtype, device=device) for x in matrices
         ]
         self.in_place = [own is None and len(x.slots) == 1 for own, x in zip(self.delta, matrices, strict=True)]
-        self.plain_spans = complement(sorted((x.start, x.stop) for x in matrices), layout.numel)
-        self.wire_dtype = setup.wire_dtype
+        self.plain_spans = complement(sorted(spans_of([*matrices, *setup.messages.beside])), layout.numel)
+        self._plain_numel = sum(stop - start for start, stop in self.plain_spans)
         self.spare: dict[tuple[str, int], torch.Tensor] = {}
         """Memory of factors that are not learned state just now (`alternate`), by matrix and length."""
+        self._new_message = setup.messages.new
         self._messages: dict[tuple[int, ...], Message] = {}
         self._refills: dict[tuple[str, str], torch.Tensor] = {}
 
@@ -109,14 +111,15 @@ class Workspace:
         """Whether delta is a view of the bucket: true for float32 and float64 without padding."""
         return self.layout.dtype == self.dtype and matrix.fills_bucket_span
 
-    def message(self, lengths: Sequence[int], *, alone: bool = False) -> "Message":
+    def message(self, lengths: Sequence[int], *, alone: bool = False) -> Message:
         """The message with one factor of `rank x length` per matrix; every call returns the same one.
 
         `alone`: the factors only, without uncompressed gradients and flags.
         """
         key = (*lengths, -1) if alone else tuple(lengths)
         if key not in self._messages:
-            self._messages[key] = Message.new(self, lengths, alone)
+            factors = [(x.name, (x.rank, length)) for x, length in zip(self.matrices, lengths, strict=True)]
+            self._messages[key] = self._new_message(Contents(factors, self._plain_numel, alone))
         return self._messages[key]
 
     def refill(self, matrix: Matrix, side: str) -> torch.Tensor:
@@ -128,28 +131,3 @@ class Workspace:
         if key not in self._refills:
             self._refills[key] = self.draws.refill(matrix, side, self.dtype).to(self.layout.device)
         return self._refills[key]
-
-
-@dataclass(frozen=True)
-class Message:
-    """The message of one all-reduce: factors, all uncompressed gradients, and one flag per matrix, in one 1-D buffer of
-    the wire dtype."""
-
-    buffer: torch.Tensor
-    factors: list[torch.Tensor]
-    """Per matrix, `rank x length`."""
-    plain: torch.Tensor
-    """The uncompressed spans of the bucket, one after another, 1-D."""
-    flags: torch.Tensor
-    """Per matrix: 1 if its gradient is not zero, 0 otherwise; after the all-reduce the sum over the ranks."""
-
-    @classmethod
-    def new(cls, work: Workspace, lengths: Sequence[int], alone: bool) -> "Message":
-        shapes = [(x.rank, length) for x, length in zip(work.matrices, lengths, strict=True)]
-        plain = 0 if alone else sum(stop - start for start, stop in work.plain_spans)
-        flags = 0 if alone else len(shapes)
-        numels = [rank * length for rank, length in shapes] + [plain, flags]
-        buffer = torch.zeros(sum(numels), dtype=work.wire_dtype, device=work.layout.device)
-        pieces = buffer.split(numels)
-        factors = [piece.view(shape) for piece, shape in zip(pieces, shapes, strict=False)]
-        return cls(buffer, factors, pieces[-2], pieces[-1])

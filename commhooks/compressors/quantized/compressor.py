@@ -45,7 +45,7 @@ class QuantizedCompressor(Compressor[AnyQuantized]):
     def workspace(self, layout: BucketLayout, plans: Sequence[UnitPlan]) -> Workspace:
         return Workspace(
             layout,
-            plans,  # type: ignore[arg-type]  # made by `plan`
+            plans,
             self.code,
             self.wire_dtype_for(layout.dtype),
             error_feedback=self.config.use_error_feedback,

@@ -36,7 +36,7 @@ class GradientBlocks:
         self.units = [(slot.name, count) for slot, count in zip(slots, counts, strict=True)]
         starts = [code.block_size * sum(counts[:i]) for i in range(len(counts))]
         self._spans = list(zip(slots, starts, strict=True))
-        ends = [*starts[1:], delta.numel()]
+        ends = [at + code.block_size * count for at, count in zip(starts, counts, strict=True)]
         filled = [at + slot.numel for slot, at in self._spans]
         self._padding = [(begin, end) for begin, end in zip(filled, ends, strict=True) if begin < end]
         self._parameter_of = torch.arange(len(counts)).repeat_interleave(torch.tensor(counts, dtype=torch.int64))

@@ -5,10 +5,10 @@ from collections.abc import Sequence
 
 import torch
 
+from commhooks.compressors.plan import UnitPlan
 from commhooks.compressors.quantized.blocks import BlockCode
 from commhooks.compressors.quantized.gradient_blocks import GradientBlocks
 from commhooks.compressors.quantized.mean import Numbers, QuantisedMean
-from commhooks.compressors.quantized.plan import BlockPlan
 from commhooks.gradients.layout import BucketLayout
 from commhooks.gradients.precision import compute_dtype
 
@@ -30,7 +30,7 @@ class Workspace:
     def __init__(
         self,
         layout: BucketLayout,
-        plans: Sequence[BlockPlan],
+        plans: Sequence[UnitPlan],
         code: BlockCode,
         wire_dtype: torch.dtype,
         *,
@@ -38,10 +38,10 @@ class Workspace:
     ) -> None:
         pairs = list(zip(layout.slots, plans, strict=True))
         self.plain = [slot for slot, plan in pairs if not plan.compressed]
-        blocks = sum(plan.blocks for _, plan in pairs if plan.compressed)
+        slots = [slot for slot, plan in pairs if plan.compressed]
+        blocks = sum(code.blocks_of(slot.numel) for slot in slots)
         dtype = compute_dtype(layout.dtype)
         self.delta = torch.zeros(blocks + 1, code.block_size, dtype=dtype, device=layout.device)
-        slots = [slot for slot, plan in pairs if plan.compressed]
         self.gradients = GradientBlocks(slots, code, self.delta[:-1], error_feedback=error_feedback)
         self._code = code
         self._wire_dtype = wire_dtype

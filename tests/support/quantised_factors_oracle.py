@@ -1,0 +1,63 @@
+"""PowerSGD with quantised factors, written plainly: the formulas of `oracle.py`, each mean by `quantized_oracle.py`."""
+
+import torch
+from oracle import gram_schmidt
+from quantized_oracle import OracleRanks
+
+BLOCK = 64
+
+
+def quantised_mean(name: str, local: list[torch.Tensor], levels: int) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """The mean of `local`, one matrix per rank, as it arrives, and what each rank contributed to it. Factors travel
+    transposed."""
+    shape, world_size = local[0].T.shape, len(local)
+    ranks = OracleRanks(world_size, levels, BLOCK, {name: shape.numel()})
+    arrived = ranks.step([{name: each.T.flatten().tolist()} for each in local])[name]
+    lost = [torch.tensor(each[name], dtype=torch.float64).view(shape).T for each in ranks.residuals]
+    mean = torch.tensor(arrived, dtype=torch.float64).view(shape).T
+    return mean, [each - part for each, part in zip(local, lost, strict=True)]
+
+
+class QuantisedOracleMatrix:
+    """One parameter on `world_size` simulated ranks. `q`: the Q to start from, m x r."""
+
+    def __init__(self, name: str, q: torch.Tensor, world_size: int, levels: int) -> None:
+        self.name = name
+        self.q = q.double()
+        self.levels = levels
+        self.residuals = [torch.zeros(())] * world_size
+
+    def step(self, gradients: list[torch.Tensor]) -> torch.Tensor:
+        """One n x m matrix per rank in, the gradient that every rank continues with out."""
+        if not any(bool(gradient.any()) for gradient in gradients):
+            return torch.zeros_like(gradients[0])
+        deltas = [gradient + residual for gradient, residual in zip(gradients, self.residuals, strict=True)]
+        unit = self.q / self.q.norm(dim=0)
+        arrived, _ = quantised_mean(self.name, [delta @ unit for delta in deltas], self.levels)
+        p = gram_schmidt(arrived)
+        self.q, contributed = quantised_mean(self.name, [delta.T @ p for delta in deltas], self.levels)
+        self.residuals = [delta - p @ q.T for delta, q in zip(deltas, contributed, strict=True)]
+        return p @ self.q.T
+
+
+class QuantisedAlternatingOracleMatrix(QuantisedOracleMatrix):
+    """The same with one factor per step: P = delta Q^, then Q = delta^T P^ with that P, and so on."""
+
+    def __init__(self, name: str, q: torch.Tensor, world_size: int, levels: int) -> None:
+        super().__init__(name, q, world_size, levels)
+        self.makes_p = True
+
+    def step(self, gradients: list[torch.Tensor]) -> torch.Tensor:
+        if not any(bool(gradient.any()) for gradient in gradients):
+            return torch.zeros_like(gradients[0])
+        deltas = [gradient + residual for gradient, residual in zip(gradients, self.residuals, strict=True)]
+        basis = gram_schmidt(self.q)
+        local = [delta @ basis if self.makes_p else delta.T @ basis for delta in deltas]
+        self.q, contributed = quantised_mean(self.name, local, self.levels)
+
+        def product(factor: torch.Tensor) -> torch.Tensor:
+            return factor @ basis.T if makes_p else basis @ factor.T
+
+        makes_p, self.makes_p = self.makes_p, not self.makes_p
+        self.residuals = [delta - product(each) for delta, each in zip(deltas, contributed, strict=True)]
+        return product(self.q)

@@ -72,6 +72,7 @@ class Trial:
             for another dtype, above 1 for lossy compression.
         note: printed when this trial is recommended.
         slow_note: printed when the codec takes longer than the communication and computed with torch.
+        wrapper: as in `attach`.
     """
 
     label: str
@@ -79,6 +80,7 @@ class Trial:
     changes: float = 2.0
     note: str = ""
     slow_note: str = ""
+    wrapper: str | None = None
 
 
 class Compressor(ABC, Generic[ConfigT]):

@@ -65,7 +65,13 @@ class NodeShares:
         self._runs = [_runs(each) for each in slots]
         replicated = [each for each in compressor.state_fields if each.replicated]
         self._fields: list[list[Field]] = [
-            [(field, plan) for plan in plans if plan.compressed and owners[plan.name] == owner for field in replicated]
+            [
+                (field, plan)
+                for plan in plans
+                if plan.compressed and owners[plan.name] == owner
+                for field in replicated
+                if field.size_bytes(plan)  # not every unit has every field
+            ]
             for owner in range(count)
         ]
         numels = [sum(slot.numel for slot in each) for each in slots]

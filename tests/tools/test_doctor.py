@@ -106,7 +106,8 @@ def test_a_training_goes_on_as_if_nobody_had_asked(run_ranks: Callable[..., list
     report = ranks[0]["report"]
     json.dumps(report)
     figures = report["candidates"]
-    labels = ["noop", "allreduce", "fp16", "bf16", "int8", "int4", "powerSGD rank 1", "powerSGD rank 2"]
+    labels = ["noop", "allreduce", "fp16", "bf16", "int8", "int4"]
+    labels += ["powerSGD rank 1", "powerSGD rank 2", "powerSGD rank 1, int8"]
     assert list(figures) == labels
     gradient = 4 * sum(p.numel() for p in Net().parameters())
     assert report["gradient_bytes"] == gradient and report["world_size"] == 2 and report["backend"] == "gloo"
@@ -114,6 +115,8 @@ def test_a_training_goes_on_as_if_nobody_had_asked(run_ranks: Callable[..., list
     assert sent["noop"] == 0 and sent["allreduce"] == gradient and sent["fp16"] == sent["bf16"] == gradient / 2
     assert 0 < sent["int4"] < sent["int8"] < gradient / 2
     assert 0 < sent["powerSGD rank 1"] < sent["powerSGD rank 2"] < gradient / 2
+    assert 0 < sent["powerSGD rank 1, int8"] < gradient / 2
+    assert {label for label in labels if figures[label]["wrapper"] == "int8"} == {"powerSGD rank 1, int8"}
     for label, each in figures.items():
         assert len(each["step_ms"]) == len(each["codec_ms"]) == len(each["waiting_ms"]) == 4, label
         assert all(ms > 0 for ms in each["step_ms"])
@@ -123,8 +126,8 @@ def test_a_training_goes_on_as_if_nobody_had_asked(run_ranks: Callable[..., list
     assert report["link"]["mbit_per_s"] > 0 < report["link"]["latency_ms"]
     # ---- they took turns, each round in another order
     turns = [line.rpartition(": ")[2] for line in ranks[0]["lines"] if line.startswith("round")]
-    rounds = [turns[i : i + 8] for i in range(0, 24, 8)]
-    assert len(turns) == 24 and all(sorted(each) == sorted(labels) for each in rounds)
+    rounds = [turns[i : i + 9] for i in range(0, 27, 9)]
+    assert len(turns) == 27 and all(sorted(each) == sorted(labels) for each in rounds)
     assert len({each[0] for each in rounds}) == 3
     assert report["advice"]["reason"] in ranks[0]["text"].replace("\n", " ").replace("  ", " ")
 

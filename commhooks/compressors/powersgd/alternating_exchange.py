@@ -27,7 +27,7 @@ class AlternatingExchange(HostExchange):
         yield from self._with_p.sum_over_ranks(self._step, "P or Q", last=True)
         s = self._work
         sent = [q if makes_q else p for p, q, makes_q in zip(s.p, s.q, self._makes_q, strict=True)]
-        self._with_p.subtract_lost(self._only_ranks(sent), self._world_size)
+        self._with_p.subtract_lost(self._only_ranks(sent))
         self.good_here = all_finite(self._with_p.buffer)
         good = yield Verdict(self.good_here)
         self.commit(good)

@@ -5,6 +5,7 @@ Source: Vogels, Karimireddy, Jaggi, "PowerSGD", NeurIPS 2019, Algorithms 1 and 2
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, TypeVar, cast
 
 import torch
@@ -196,7 +197,7 @@ class PowerSGDCompressor(_LowRank[PowerSGD]):
 
     @classmethod
     def trials(cls, ranks: Sequence[int], options: Mapping[str, Any]) -> Sequence[Trial]:
-        made = []
+        made: list[Trial] = []
         for rank in dict.fromkeys(ranks):
             given = {"matrix_approximation_rank": rank, **options}
             from_options(PowerSGD, given)  # raises for options that it would not take: now, not in the middle
@@ -212,6 +213,9 @@ class PowerSGDCompressor(_LowRank[PowerSGD]):
                     "which needs a C compiler such as gcc on every machine, and fused not set to False.",
                 )
             )
+        if made:  # the fewest bytes of all
+            least = min(made, key=lambda trial: trial.options["matrix_approximation_rank"])
+            made.append(replace(least, label=f"{least.label}, int8", changes=least.changes + 1, wrapper="int8"))
         return made
 
 

@@ -77,7 +77,7 @@ class DeviceExchange:
 
     def form_remainders(self) -> None:
         """delta - P Q_local^T in place, while Q is on its way: the next residuals."""
-        self._work.second.subtract_lost([self._work.q.flat], self._step.world_size)
+        self._work.second.subtract_lost([self._work.q.flat])
         for stack, blocks in zip(self._work.stacks, self._blocks, strict=True):
             for part, delta in blocks:
                 delta.baddbmm_(stack.p[part].transpose(1, 2), stack.q[part], alpha=-1)

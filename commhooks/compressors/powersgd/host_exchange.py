@@ -53,7 +53,7 @@ class HostExchange:
         yield from self._with_p.sum_over_ranks(self._step, "P")
         self.form_q()
         yield from self._with_q.sum_over_ranks(self._step, "Q", last=True)
-        self._with_q.subtract_lost(self._only_ranks(self._work.q), self._world_size)
+        self._with_q.subtract_lost(self._only_ranks(self._work.q))
         self.good_here = all_finite(self._with_p.buffer) & all_finite(self._with_q.buffer)
         good = yield Verdict(self.good_here)
         self.commit(good)

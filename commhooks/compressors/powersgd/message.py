@@ -63,7 +63,7 @@ class Message:
         """Replace the buffer by its sum over the ranks. For `what`, `last` and `meanwhile` see `Send`."""
         yield Send(self.buffer, what, last=last, meanwhile=meanwhile)
 
-    def subtract_lost(self, factors: Sequence[torch.Tensor], world_size: int) -> None:
+    def subtract_lost(self, factors: Sequence[torch.Tensor]) -> None:
         """Subtract from `factors`, those of this rank, what was lost of them on the way, so that their mean over the
         ranks is what arrives. Complete when `meanwhile` is called. Here nothing is lost: `put_projection` rounds."""
 

@@ -83,7 +83,7 @@ class QuantisedMessage(Message):
         if self._gradients is not None:
             self._blocks[:first].copy_(self._gradients.delta)
         self._blocks[first:].zero_()
-        self._blocks[first:].view(-1).index_copy_(0, self._places, self.packed)
+        self._blocks[first:].view(-1).index_copy_(0, self._places, self.packed * step.world_size)
         mean.plain.copy_(self.plain)
         self._flags_of_matrices(mean.flags).copy_(self.flags)
 
@@ -92,16 +92,16 @@ class QuantisedMessage(Message):
         )
 
         decoded = averaged.decode(self._decoded)[first:].view(-1)
-        torch.mul(decoded.index_select(0, self._places), step.world_size, out=self.packed)
+        torch.index_select(decoded, 0, self._places, out=self.packed)  # the mean of the factors, the sum of the parts
         self.plain.copy_(averaged.plain)
         self.flags.copy_(self._flags_of_matrices(averaged.flags))
         self._bad.copy_(torch.where(averaged.finite, 0.0, float("nan")))
         self._averaged = averaged
 
-    def subtract_lost(self, factors: Sequence[torch.Tensor], world_size: int) -> None:
+    def subtract_lost(self, factors: Sequence[torch.Tensor]) -> None:
         lost = self._blocks[self._first :].view(-1).index_select(0, self._places)
         for factor, part in zip(factors, lost.split([each.numel() for each in factors]), strict=True):
-            factor.sub_(part.view_as(factor), alpha=world_size)
+            factor.sub_(part.view_as(factor))
 
     def load(self, flat: torch.Tensor, residuals: Residuals, step: StepInfo) -> None:
         if self._gradients is not None:

@@ -37,6 +37,7 @@ class Candidate:
     """How much the hook changes the gradients; see `commhooks.Trial`."""
     note: str = ""
     slow_note: str = ""
+    wrapper: str | None = None
 
 
 @dataclass
@@ -143,7 +144,13 @@ class Rounds:
         ddp_model = copy_of(self._ddp_model)
         candidate = measured.candidate
         try:
-            hook = attach(ddp_model, candidate.hook, hook_options=candidate.options or None, process_group=self._group)
+            hook = attach(
+                ddp_model,
+                candidate.hook,
+                hook_options=candidate.options or None,
+                wrapper=candidate.wrapper,
+                process_group=self._group,
+            )
         except (HookConfigError, AttachError) as error:  # raised on all ranks
             self._progress(f"{candidate.label} cannot run here: {error}")
             measured.useless = True

@@ -54,6 +54,7 @@ class DoctorReport:
             candidates[label] = {
                 "hook": each.candidate.hook,
                 "hook_options": dict(each.candidate.options),
+                "wrapper": each.candidate.wrapper,
                 "median_ms": each.median_ms,
                 "quartiles_ms": [low, high],
                 "step_ms": each.step_ms,
@@ -137,7 +138,8 @@ class DoctorReport:
         ]
         if advice.compress:
             options = f", hook_options={dict(advice.hook_options)!r}" if advice.hook_options else ""
-            lines.append(f"    commhooks.attach(ddp_model, {advice.hook!r}{options})")
+            wrapper = f", wrapper={advice.wrapper!r}" if advice.wrapper is not None else ""
+            lines.append(f"    commhooks.attach(ddp_model, {advice.hook!r}{options}{wrapper})")
         below = advice.pays_below_mbit_per_s
         if below is None:
             lines.append("Estimate: nothing that was tried is worth it on a slower link either.")

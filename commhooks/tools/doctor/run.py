@@ -38,11 +38,11 @@ def doctor(
     """Measure the training step with each hook and recommend one, or none. Every rank of the model's process group must
     call this with the same arguments; all get the same report.
 
-    The candidates are `noop` (no communication: the largest possible gain), plain all-reduce, fp16, bf16 and PowerSGD.
-    They take turns, in rounds, on temporary copies of `ddp_model.module`, one copy at a time, wrapped with the same DDP
-    arguments. The model's weights, gradients, buffers and hook, its optimizer and the random state of torch (CPU and
-    the model's devices), Python and numpy are unchanged afterwards. Side effects of `batch_fn` remain: an iterator that
-    it reads has advanced.
+    The candidates are `noop` (no communication: the largest possible gain), plain all-reduce, fp16, bf16, int8, int4,
+    PowerSGD, and PowerSGD at the lowest rank with `wrapper="int8"`. They take turns, in rounds, on temporary copies of
+    `ddp_model.module`, one copy at a time, wrapped with the same DDP arguments. The model's weights, gradients, buffers
+    and hook, its optimizer and the random state of torch (CPU and the model's devices), Python and numpy are unchanged
+    afterwards. Side effects of `batch_fn` remain: an iterator that it reads has advanced.
 
     Args:
         ddp_model: a `DistributedDataParallel` model; a hook attached to it is neither run nor changed.
@@ -99,7 +99,7 @@ def _candidates(powersgd_ranks: Sequence[int], options: Mapping[str, Any]) -> li
         if name in options:
             raise DoctorError(f"powersgd_options={dict(options)!r}: {name} is the doctor's own; see powersgd_ranks")
     candidates = [
-        Candidate(trial.label, name, trial.options, trial.changes, trial.note, trial.slow_note)
+        Candidate(trial.label, name, trial.options, trial.changes, trial.note, trial.slow_note, trial.wrapper)
         for name, compressor in COMPRESSORS.items()
         for trial in compressor.trials(powersgd_ranks, options)
     ]

@@ -14,6 +14,7 @@ from models import EVERY_PARAMETER, all_finite, backward, masks, random_gradient
 from models import SHAPES as LAYERS
 from quantised_factors_oracle import BLOCK, QuantisedAlternatingOracleMatrix, QuantisedOracleMatrix
 from quantized_oracle import OracleRanks
+from training import Run, residuals
 
 import commhooks
 from commhooks.compressors.base import Compressor
@@ -42,6 +43,9 @@ VARIANTS = [
     pytest.param({"fused": False, "alternate": True}, True, id="alternate-masked"),
 ]
 """Options, and whether the host must not look at the tensors, as on an accelerator."""
+
+
+OPTIONS = {"matrix_approximation_rank": 2, "start_powerSGD_iter": 1}
 
 
 def compressor(wrapper: str, hook: str = "powerSGD", **options: Any) -> Compressor[Any]:
@@ -184,6 +188,32 @@ def test_the_warm_up_and_excluded_parameters_are_as_without_a_wrapper(run_ranks:
             assert same == LAYERS.keys() - (compressed if step >= 2 else set()), step
 
 
+def _resumed_with_another_wrapper() -> list[dict[str, bool]]:
+    """From no wrapper to int8, and from int8 to none: which parameters have residuals."""
+    found = []
+    for before, after in ((None, "int8"), ("int8", None)):
+        saved = Run.new(hook="powerSGD", hook_options=OPTIONS, wrapper=before).train(4).save(residual="mean")
+        run = Run.new(hook="powerSGD", hook_options=OPTIONS, wrapper=after).load(saved)
+        loaded = set(residuals(run.hook))
+        weights = run.train(3).weights()
+        rows = torch.stack([torch.empty_like(weights) for _ in range(dist.get_world_size())])
+        dist.all_gather(list(rows), weights)
+        compressed = {plan.name for plan in run.hook.plan().compressed}
+        found.append(
+            {
+                "kept are those of matrices": loaded < compressed if after else loaded == compressed,
+                "all have them": set(residuals(run.hook)) == compressed,
+                "equal": all(same_bits(row, weights) for row in rows),
+            }
+        )
+    return found
+
+
+def test_another_wrapper_on_resume(run_ranks: Any) -> None:
+    for rank in run_ranks(_resumed_with_another_wrapper):
+        assert all(all(each.values()) for each in rank), rank
+
+
 @pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan])
 @pytest.mark.parametrize(("options", "masked"), VARIANTS)
 def test_one_number_that_is_not_finite_anywhere_stops_the_step(
@@ -240,6 +270,25 @@ def test_hard_gradients_stay_finite_and_are_worked_off(
                 total += buckets[0].double() / 20
     error = float((total - fixed).norm() / fixed.norm())
     assert error < 0.3, "the ordinary gradients come through"
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_what_a_committed_step_gives_fits_into_a_bucket_of_float16(world_size: int, masked: bool) -> None:
+    """Two rows of nearly the largest float16, alike: their residual grows beyond it, because Q is clamped. Then they
+    differ, and the sum of r products is larger than each."""
+    with masks(masked), torch.no_grad():
+        parameters = {"w": torch.zeros(60, 30, dtype=torch.float16)}
+        ranks = SimulatedRanks(
+            lambda: compressor("int8", matrix_approximation_rank=2, fused=False), world_size, parameters
+        )
+        for step in range(12):
+            gradient = torch.zeros(60, 30)
+            gradient[0] = 0.99 * torch.finfo(torch.float16).max
+            gradient[1] = gradient[0] if step < 8 else -gradient[0]
+            buckets = [gradient.flatten().half() for _ in range(world_size)]
+            assert ranks.step(buckets) and all_finite(buckets), step
+            assert float(buckets[0].abs().max()) > 30_000
 
 
 def test_the_plan_knows_bytes_and_memory() -> None:

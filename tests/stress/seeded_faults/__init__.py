@@ -14,6 +14,7 @@ from seeded_faults import (
     metrics,
     nodes,
     plan,
+    quantised_factors,
     quantising,
     saving,
     trainer,
@@ -35,6 +36,7 @@ AREAS = (
     nodes,
     doctor,
     plan,
+    quantised_factors,
     quantising,
 )
 MUTANTS = [mutant for area in AREAS for mutant in area.MUTANTS]

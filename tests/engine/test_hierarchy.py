@@ -100,10 +100,16 @@ def test_the_same_as_without_nodes(
         assert all(torch.equal(rank["learned"][key], each) for key, each in first["learned"].items())
 
 
-def _lossless(ranks_per_node: int, steps: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+ROUNDING: dict[str, dict[str, Any]] = {
+    "int8": {"hook": "int8", "hook_options": {"block_size": 32}},
+    "powerSGD, int8": {"hook": "powerSGD", "hook_options": {"start_powerSGD_iter": 0}, "wrapper": "int8"},
+}
+
+
+def _lossless(how: str, ranks_per_node: int, steps: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """The sum of what was applied, and of what the ranks had, and the residuals, on a model of one matrix."""
     ddp = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(24, 16, bias=False, dtype=torch.float64))
-    hook = commhooks.attach(ddp, "int8", hook_options={"block_size": 32}, ranks_per_node=ranks_per_node)
+    hook = commhooks.attach(ddp, **ROUNDING[how], ranks_per_node=ranks_per_node)
     applied = torch.zeros(16, 24, dtype=torch.float64)
     wanted = applied.clone()
     weight = ddp.module.weight
@@ -120,9 +126,10 @@ def _lossless(ranks_per_node: int, steps: int) -> tuple[torch.Tensor, torch.Tens
 
 
 @pytest.mark.parametrize(("world_size", "ranks_per_node"), SIZES)
-def test_what_int8_rounds_is_in_the_residuals(run_ranks: Any, world_size: int, ranks_per_node: int) -> None:
+@pytest.mark.parametrize("how", ROUNDING)
+def test_what_int8_rounds_is_in_the_residuals(run_ranks: Any, how: str, world_size: int, ranks_per_node: int) -> None:
     """What was applied, and the mean of the residuals over all ranks, make up the mean of the gradients."""
-    ranks = run_ranks(_lossless, ranks_per_node, 5, world_size=world_size)
+    ranks = run_ranks(_lossless, how, ranks_per_node, 5, world_size=world_size)
     wanted = sum(each[1] for each in ranks) / world_size
     left = sum(each[2] for each in ranks) / world_size
     assert left.any() and _far(ranks[0][0] + left, wanted) < 1e-12

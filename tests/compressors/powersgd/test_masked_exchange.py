@@ -170,7 +170,19 @@ def test_kernels_per_shape_and_no_wait(batch: bool, loss_scale: Any) -> None:
         assert (counts[12] - counts[4]) / 8 <= 7
 
 
-def _count_one_step(ddp: torch.nn.parallel.DistributedDataParallel) -> _Counter:
+@pytest.mark.parametrize("wrapper", ["int8", "int4"])
+def test_quantised_factors_wait_for_nothing(wrapper: str) -> None:
+    """Nor do the vectors beside them."""
+    with process_group_of_one(), masks():
+        ddp = torch.nn.parallel.DistributedDataParallel(mlp(80, 4))
+        hook = commhooks.attach(ddp, "powerSGD", hook_options=_options(2, False), wrapper=wrapper)
+        counter = _count_one_step(ddp, width=80)
+        assert hook.stats()["compressed_steps"] == 4
+        assert any(not plan.details["rank"] for plan in hook.plan().compressed)
+    assert counter.waits == []
+
+
+def _count_one_step(ddp: torch.nn.parallel.DistributedDataParallel, width: int = 16) -> _Counter:
     counter = _Counter()
     whole = Session.run
 
@@ -181,7 +193,7 @@ def _count_one_step(ddp: torch.nn.parallel.DistributedDataParallel) -> _Counter:
     for step in range(4):
         with mock.patch.object(Session, "run", counted if step == 3 else whole):
             ddp.zero_grad()
-            ddp(torch.randn(3, 16)).sum().backward()
+            ddp(torch.randn(3, width)).sum().backward()
     return counter
 
 

@@ -75,6 +75,7 @@ class QuantisedMessage(Message):
         self._places = _places(factors, code).to(buffer.device)
         """Per element of `packed` its place in the blocks of the factors, as one row."""
         self._means: dict[int, QuantisedMean] = {}
+        self._averaged: Averaged | None = None
 
     def sum_over_ranks(
         self, step: StepInfo, what: str, *, last: bool = False, meanwhile: Callable[[], None] | None = None
@@ -109,15 +110,14 @@ class QuantisedMessage(Message):
             self._gradients.put_flags(flat, self._mean(step.world_size).flags)
 
     def store(self, flat: torch.Tensor, residuals: Residuals, step: StepInfo, good: torch.Tensor | bool) -> None:
-        gradients, first = self._gradients, self._first
+        gradients, first, averaged = self._gradients, self._first, self._averaged
         if gradients is None:
             return
+        assert averaged is not None
         gradients.delta.copy_(self._blocks[:first])
-        used = gradients.used(self._averaged.flags[: len(gradients.slots)])
+        used = gradients.used(averaged.flags[: len(gradients.slots)])
         gradients.keep_lost(residuals, step.residual_factor, good, used)
         gradients.write(self._decoded[:first], used, flat)
-
-    _averaged: Averaged
 
     def _flags_of_matrices(self, flags: torch.Tensor) -> torch.Tensor:
         """Those after the flags of the gradients beside."""

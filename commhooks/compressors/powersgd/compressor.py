@@ -77,7 +77,8 @@ class _LowRank(Compressor[AnyPowerSGD]):
 
     @property
     def collectives(self) -> Sequence[Op]:  # type: ignore[override]
-        return ("sum",) if self.config.alternate else ("sum", "sum")
+        message: tuple[Op, ...] = ("sum",) if self.code is None else ("all_to_all", "gather")
+        return message if self.config.alternate else (*message, *message)
 
     @property
     def stats_every(self) -> int:  # type: ignore[override]

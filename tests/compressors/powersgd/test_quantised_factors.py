@@ -17,7 +17,7 @@ from quantized_oracle import OracleRanks
 from training import Run, residuals
 
 import commhooks
-from commhooks.compressors.base import Compressor
+from commhooks.compressors.base import Compressor, Send, StepInfo
 from commhooks.compressors.powersgd import codec
 from commhooks.engine.simulation import SimulatedRanks
 from commhooks.hook.request import HookRequest
@@ -299,9 +299,26 @@ def test_the_plan_knows_bytes_and_memory() -> None:
     planned = made.memory_plan(ranks.plans, [ranks.plans])
     (work,) = ranks._works
     messages = list(work._messages.values())
+    assert len(messages) == 2
     sent = sum(plan.sent_bytes(None) + plan.flags * plan.wire_itemsize(None) for plan in ranks.plans)
     assert 0 <= ranks.bytes_sent - sent <= 2 * 4 * 8  # sections begin at multiples of 8
     assert planned.residual == sum(each.nbytes for each in ranks.states[0]["residual"].values())
     buffers = sum(x.buffer.nbytes + x._blocks.nbytes + x._decoded.nbytes for x in messages)
     coded = sum(x._mean(1).codes.nbytes + x._mean(1).scales.nbytes + 3 * x._mean(1).sent.nbytes for x in messages)
     assert abs(planned.packed - buffers - coded) < 0.05 * planned.packed
+
+
+@pytest.mark.parametrize("alternate", [False, True])
+def test_the_collectives_are_those_that_the_compressor_names(alternate: bool) -> None:
+    ranks = simulated("int8", 1, fused=False, alternate=alternate)
+    made, ops = ranks._compressors[0], []
+    with torch.no_grad():
+        flat_one = flat(gradients(0, 1))
+        exchange = made.exchange(flat_one, ranks._works[0], ranks.states[0], StepInfo(0, 1))
+        yielded = next(exchange)
+        while isinstance(yielded, Send):
+            ops.append(yielded.op)
+            if yielded.meanwhile is not None:
+                yielded.meanwhile()
+            yielded = exchange.send(yielded.tensor[None] if yielded.op == "gather" else yielded.tensor)
+    assert ops == list(made.collectives)

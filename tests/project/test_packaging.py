@@ -106,8 +106,9 @@ def test_wheel_holds_the_packages_and_nothing_else(wheel):
         path.relative_to(REPOSITORY).as_posix() for package in PACKAGES for path in (REPOSITORY / package).rglob("*.py")
     }
     assert {name for name in names if name.endswith(".py")} == in_repository
-    native = REPOSITORY / "commhooks/compressors/powersgd/native"  # compiled where it is used
-    assert {path.relative_to(REPOSITORY).as_posix() for path in native.iterdir()} <= set(names)
+    sources = {path for ending in ("c", "h") for path in (REPOSITORY / "commhooks").rglob(f"*.{ending}")}
+    assert {path.parent.parent.name for path in sources} == {"compressors", "powersgd", "quantized"}
+    assert {path.relative_to(REPOSITORY).as_posix() for path in sources} <= set(names)  # compiled where they are used
 
 
 def test_wheel_metadata(wheel, imported):

@@ -15,6 +15,7 @@ from commhooks.comm.wire import WRAPPERS
 from commhooks.compressors.base import RESIDUAL, Compressor, Exchange, State, StateField, StepInfo, Trial
 from commhooks.compressors.config import from_options
 from commhooks.compressors.kernel import KernelsHere
+from commhooks.compressors.native import choice
 from commhooks.compressors.plan import MemoryPlan, ParameterInfo, UnitPlan
 from commhooks.compressors.powersgd import codec, fields, fused_codec, native_kernel
 from commhooks.compressors.powersgd.alternating_exchange import AlternatingExchange
@@ -33,7 +34,6 @@ from commhooks.compressors.powersgd.workspace import Draws, Workspace, Workspace
 from commhooks.compressors.quantized.blocks import BlockCode
 from commhooks.compressors.quantized.exchange import quantised_exchange
 from commhooks.compressors.quantized.workspace import Workspace as OnlyBlocks
-from commhooks.errors import HookConfigError
 from commhooks.gradients import precision
 from commhooks.gradients.layout import BucketLayout, Slot
 
@@ -105,19 +105,10 @@ class _LowRank(Compressor[AnyPowerSGD]):
         return codec.draw(self.config.random_seed, plan.key, purpose, plan.rank, plan.m, dtype)
 
     def check_here(self, device: torch.device, dtype: torch.dtype) -> None:
-        if self.config.fused:
-            fused_codec.check_supported(device, precision.compute_dtype(dtype))
-            try:
-                fused_codec.load(precision.compute_dtype(dtype))
-            except HookConfigError as error:
-                raise HookConfigError(
-                    f"fused=True: {error}. Without fused=True, torch would compute instead"
-                ) from error
+        choice.check_here(device, precision.compute_dtype(dtype), self.config.fused, fused_codec.load)
 
     def kernels_here(self, device: torch.device, dtype: torch.dtype) -> KernelsHere:
-        if self.config.fused is False:
-            return KernelsHere()
-        return native_kernel.kernels_here(device, precision.compute_dtype(dtype), only=self.config.fused is True)
+        return choice.kernels_here(device, precision.compute_dtype(dtype), self.config.fused, native_kernel.build)
 
     def memory_plan(self, plans: Sequence[UnitPlan], buckets: Sequence[Sequence[UnitPlan]]) -> MemoryPlan:
         packed = 0
@@ -143,7 +134,9 @@ class _LowRank(Compressor[AnyPowerSGD]):
         setup = WorkspaceSetup(
             self._new_messages(layout, matrices, beside),
             Draws(self.config.random_seed, self.config.warm_start),
-            fused=self._computes_natively(layout),
+            fused=choice.computes_natively(
+                self.kernel, self.config.fused, layout.device, precision.compute_dtype(layout.dtype)
+            ),
             stack_deltas=self.config.batch_tensors_with_same_shape,
         )
         if not precision.is_host_readable(layout.device) and not self.config.alternate:
@@ -159,13 +152,6 @@ class _LowRank(Compressor[AnyPowerSGD]):
         # An element of P Q^T, a sum of r products, has to fit into the bucket.
         largest = torch.finfo(layout.dtype).max / math.sqrt(max(x.rank for x in matrices))
         return QuantisedMessages(layout, self.code, beside, wire_dtype, largest)
-
-    def _computes_natively(self, layout: BucketLayout) -> bool:
-        if self.config.fused:
-            return True
-        # A bucket may have another dtype than those for which the kernel was chosen (bare register_comm_hook).
-        supported = fused_codec.supports(layout.device, precision.compute_dtype(layout.dtype))
-        return self.kernel.name == native_kernel.NAME and supported
 
 
 class PowerSGDCompressor(_LowRank[PowerSGD]):
@@ -210,8 +196,7 @@ class PowerSGDCompressor(_LowRank[PowerSGD]):
                     changes=2 + 1 / rank,  # the higher ranks first
                     note="PowerSGD changes the gradients: compare the accuracy that you reach. Its first "
                     "start_powerSGD_iter steps (by default 10 % of the run, 1000 at most) are plain all-reduce.",
-                    slow_note=f"{label} computes longer than it waits: on a CPU it is faster with the native kernel, "
-                    "which needs a C compiler such as gcc on every machine, and fused not set to False.",
+                    slow_note=choice.slow_note(label),
                 )
             )
         if made:  # the fewest bytes of all

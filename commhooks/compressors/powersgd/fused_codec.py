@@ -1,34 +1,23 @@
 """The codec's passes over a matrix as a small native kernel (`native/codec.c`), for the CPU.
 
 Used where all ranks have it (see `native_kernel`). `codec` is the reference; the results are equal up to rounding.
-Each pass reads the matrix once, where `codec` reads it several times. The machine's C compiler compiles the kernel at
-its first use, which takes about a second; the library is kept in the user's cache folder.
+Each pass reads the matrix once, where `codec` reads it several times.
 """
 
-import contextlib
 import ctypes
 import functools
-import hashlib
-import os
-import platform
-import shutil
-import subprocess
-import tempfile
-from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 
+from commhooks.compressors.native import library
+from commhooks.compressors.native.tables import address
+from commhooks.compressors.native.threads import team
 from commhooks.compressors.powersgd import codec
-from commhooks.compressors.powersgd.kernel_tables import FactorTable, MatrixTable, address
-from commhooks.compressors.powersgd.kernel_threads import team
-from commhooks.errors import HookConfigError
+from commhooks.compressors.powersgd.kernel_tables import FactorTable, MatrixTable
 
 SOURCE = Path(__file__).parent / "native" / "codec.c"
-FLAGS = ("-O3", "-march=native", "-ffp-contract=fast", "-fno-math-errno", "-std=gnu11", "-shared", "-fPIC")
-_C_TYPES = {torch.float32: "float", torch.float64: "double"}
-COMPILE_LIMIT_S = 60.0
-"""It takes about a second; other ranks wait for this one."""
+FLAGS = ("-ffp-contract=fast",)
 
 
 class FusedCodec:
@@ -135,103 +124,6 @@ def load(dtype: torch.dtype = torch.float32) -> FusedCodec:
     """Load the kernel for a compute dtype, float32 or float64; compile it first if the cache does not hold it.
 
     Raises:
-        HookConfigError: there is no C compiler, it fails, or the library cannot be loaded; the message gives the
-            remedy.
+        HookConfigError: see `library.load`.
     """
-    flags = (*FLAGS, f"-DREAL={_C_TYPES[dtype]}")
-    compiler = os.environ.get("CC") or next(filter(shutil.which, ("cc", "gcc", "clang")), None)
-    if compiler is None:
-        raise HookConfigError(
-            "the native kernel is compiled on the machine, and no C compiler was found: install one (gcc or clang), "
-            "or name one in the environment variable CC"
-        )
-    try:
-        # The key includes the processor: machines with different processors may share a home folder.
-        key = hashlib.sha256(
-            source_text() + repr((compiler, flags, platform.machine(), _processor())).encode()
-        ).hexdigest()[:16]
-        with contextlib.ExitStack() as stack:
-            folder = _cache_folder()
-            if folder is None:  # a loaded library does not need its file
-                made = tempfile.TemporaryDirectory(prefix="commhooks-", ignore_cleanup_errors=True)
-                folder = Path(stack.enter_context(made))
-            library = folder / f"fused_codec_{key}.so"
-            return FusedCodec(_load_or_compile((*compiler.split(), *flags), library), dtype)
-    except OSError as error:  # the disk is full, or libraries cannot be loaded from the temporary folder either
-        raise HookConfigError(
-            "the compiled native kernel cannot be kept or loaded; name a folder in the environment variable "
-            "XDG_CACHE_HOME that takes files and from which programs may run, or another compiler in CC. The system "
-            f"says: {error}"
-        ) from error
-
-
-def source_text() -> bytes:
-    """The files of the kernel, one after another."""
-    return b"".join(path.read_bytes() for path in sorted(SOURCE.parent.iterdir()))
-
-
-def _load_or_compile(compiler: Sequence[str], library: Path) -> ctypes.CDLL:
-    if library.exists():
-        with contextlib.suppress(OSError):  # a damaged library is compiled again
-            return ctypes.CDLL(str(library))
-    _compile(compiler, library)
-    with contextlib.suppress(OSError):
-        return ctypes.CDLL(str(library))
-    # The home folder may be mounted noexec: load a copy from the temporary folder.
-    with tempfile.TemporaryDirectory(prefix="commhooks-", ignore_cleanup_errors=True) as temporary:
-        return ctypes.CDLL(shutil.copy(library, temporary))
-
-
-def _compile(compiler: Sequence[str], library: Path) -> None:
-    with tempfile.TemporaryDirectory(dir=library.parent) as temporary:
-        made = Path(temporary, library.name)
-        command = [*compiler, "-o", str(made), str(SOURCE)]
-        said = ""
-        try:
-            done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=COMPILE_LIMIT_S)
-            failed, said = done.returncode != 0 or not made.exists(), done.stderr
-        except (OSError, subprocess.TimeoutExpired) as error:
-            failed, said = True, str(error)
-        if failed:
-            raise HookConfigError(
-                f"the native kernel cannot be compiled: {' '.join(command)} failed; repair the compiler, or name "
-                f"another one in the environment variable CC. It said: {said.strip() or 'nothing'}"
-            )
-        os.replace(made, library)  # atomic: several ranks may do this at once
-
-
-def supports(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether the kernel computes in `dtype` on `device`."""
-    return device.type == "cpu" and dtype in _C_TYPES
-
-
-def check_supported(device: torch.device, dtype: torch.dtype) -> None:
-    """Raise HookConfigError unless the kernel supports this compute dtype (float32, float64) and this device (CPU)."""
-    if not supports(device, dtype):
-        raise HookConfigError(
-            f"fused=True works on the CPU, and here are gradients in {str(dtype).removeprefix('torch.')} on {device}: "
-            "leave out fused=True"
-        )
-
-
-def _processor() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor()
-    return "".join(sorted({line for line in lines if line.startswith(("flags", "Features", "model name"))}))
-
-
-def _cache_folder() -> Path | None:
-    """The folder in which libraries are kept; None if there is none that only this user can write to."""
-    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "commhooks"
-    try:
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        # Security: code is loaded from this folder, so the user must own it. Windows has no user ids; home folders are
-        # private there.
-        own = not hasattr(os, "getuid") or folder.stat().st_uid == os.getuid()
-        if own and os.access(folder, os.W_OK):
-            return folder
-    except (OSError, RuntimeError):  # RuntimeError: there is no home folder
-        pass
-    return None
+    return FusedCodec(library.load(SOURCE, FLAGS, dtype), dtype)

@@ -5,8 +5,9 @@ from collections.abc import Sequence
 
 import torch
 
+from commhooks.compressors.native.tables import address
 from commhooks.compressors.powersgd import fused_codec
-from commhooks.compressors.powersgd.kernel_tables import FactorTable, MatrixTable, address
+from commhooks.compressors.powersgd.kernel_tables import FactorTable, MatrixTable
 from commhooks.compressors.powersgd.matrix import Matrix
 from commhooks.compressors.powersgd.workspace import Workspace, WorkspaceSetup
 from commhooks.gradients.layout import BucketLayout
@@ -46,7 +47,7 @@ class FusedWorkspace(Workspace):
     def point_to_deltas(self, bucket: torch.Tensor) -> None:
         """Write into `table` where the deltas lie: in `bucket`, the bucket's buffer, unless the dtypes differ."""
         if self.layout.dtype == self.dtype:
-            torch.add(self._offsets, address(bucket), out=self.table.column("delta"))
+            self.table.point_from("delta", address(bucket), self._offsets)
         else:
             self.table.point("delta", self.delta)
 

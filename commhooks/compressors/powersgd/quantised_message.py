@@ -16,7 +16,7 @@ import torch
 from commhooks.compressors.base import StepInfo
 from commhooks.compressors.powersgd.message import Averaging, Contents, Message, Messages, Residuals
 from commhooks.compressors.quantized.blocks import BlockCode
-from commhooks.compressors.quantized.gradient_blocks import GradientBlocks
+from commhooks.compressors.quantized.gradient_blocks import GradientBlocks, put_flags
 from commhooks.compressors.quantized.mean import Averaged, Numbers, QuantisedMean
 from commhooks.gradients.layout import BucketLayout, Slot
 from commhooks.gradients.precision import compute_dtype
@@ -107,7 +107,7 @@ class QuantisedMessage(Message):
     def load(self, flat: torch.Tensor, residuals: Residuals, step: StepInfo) -> None:
         if self._gradients is not None:
             self._gradients.form_delta(flat, residuals, step.residual_factor)
-            self._gradients.put_flags(flat, self._mean(step.world_size).flags)
+            put_flags(self._gradients.slots, flat, self._mean(step.world_size).flags)
 
     def store(self, flat: torch.Tensor, residuals: Residuals, step: StepInfo, good: torch.Tensor | bool) -> None:
         gradients, first, averaged = self._gradients, self._first, self._averaged

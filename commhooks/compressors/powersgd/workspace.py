@@ -7,6 +7,7 @@ from typing import Protocol
 
 import torch
 
+from commhooks.compressors.native import library
 from commhooks.compressors.powersgd import codec, fused_codec
 from commhooks.compressors.powersgd.matrix import Matrix, complement, spans_of
 from commhooks.compressors.powersgd.message import Contents, Message, Messages
@@ -86,7 +87,7 @@ class Workspace:
     def __init__(self, layout: BucketLayout, matrices: list[Matrix], setup: WorkspaceSetup) -> None:
         device, dtype = layout.device, precision.compute_dtype(layout.dtype)
         if setup.fused:
-            fused_codec.check_supported(device, dtype)
+            library.check_supported(device, dtype)
         self.kernels: Kernels = fused_codec.load(dtype) if setup.fused else codec
         self.draws = setup.draws
         self.layout = layout

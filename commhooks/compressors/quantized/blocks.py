@@ -37,6 +37,11 @@ class BlockCode:
         """Number of blocks that hold `numel` elements."""
         return -(-numel // self.block_size)
 
+    def largest_scale(self, largest: float, dtype: torch.dtype) -> float:
+        """The scale of blocks whose numbers are clamped to `largest`: a little less, so that `levels` times the scale
+        does not exceed it by rounding."""
+        return largest / self.levels * (1 - 4 * torch.finfo(dtype).eps)
+
     def quantise(self, blocks: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, largest: float) -> None:
         """Write `codes` and `scales`, and replace `blocks` by what is lost: blocks - codes * scales.
 
@@ -47,7 +52,8 @@ class BlockCode:
         divisors = torch.where(scales == 0, 1, scales).unsqueeze(1)
         for at in self._pieces(blocks):
             whole = torch.div(blocks[at], divisors[at]).round_().clamp_(-self.levels, self.levels)
-            blocks[at].addcmul_(whole, scales[at].unsqueeze(1), value=-1)
+            # Not addcmul_: whether it rounds the product first depends on the processor. What arrives is rounded.
+            blocks[at].sub_(whole * scales[at].unsqueeze(1))
             self._pack(whole, codes[at])
 
     def dequantise(self, codes: torch.Tensor, scales: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
@@ -65,8 +71,7 @@ class BlockCode:
         info = torch.finfo(blocks.dtype)
         top = torch.maximum(blocks.amax(1), blocks.amin(1).neg_())
         top.add_(top * 0)  # inf becomes NaN
-        # A little less, so that levels * scale does not exceed `largest` by rounding. NaN stays NaN.
-        top.div_(self.levels).clamp_(max=largest / self.levels * (1 - 4 * info.eps))
+        top.div_(self.levels).clamp_(max=self.largest_scale(largest, blocks.dtype))  # NaN stays NaN
         # A denormal scale has few digits, and some devices take it for zero: such a block is not sent.
         return torch.where(top < info.tiny, 0, top)
 

@@ -6,12 +6,16 @@ from typing import Any, TypeVar
 import torch
 
 from commhooks.compressors.base import RESIDUAL, Compressor, Exchange, State, StateField, StepInfo, Trial
+from commhooks.compressors.kernel import KernelsHere
+from commhooks.compressors.native import choice
 from commhooks.compressors.plan import MemoryPlan, ParameterInfo, UnitPlan
+from commhooks.compressors.quantized import native_blocks, native_kernel
 from commhooks.compressors.quantized.blocks import BlockCode
 from commhooks.compressors.quantized.config import Int4Compress, Int8Compress, Quantized
 from commhooks.compressors.quantized.exchange import quantised_exchange
 from commhooks.compressors.quantized.plan import BlockPlan, left_alone, plan_parameter
-from commhooks.compressors.quantized.workspace import Workspace
+from commhooks.compressors.quantized.workspace import NativeWorkspace, Workspace
+from commhooks.gradients import precision
 from commhooks.gradients.layout import BucketLayout
 from commhooks.gradients.precision import compute_dtype
 
@@ -42,8 +46,17 @@ class QuantizedCompressor(Compressor[AnyQuantized]):
     def plan_parameter(self, info: ParameterInfo) -> UnitPlan:
         return plan_parameter(info, self.code, self.wire_dtype_for(info.parameter.dtype))
 
-    def workspace(self, layout: BucketLayout, plans: Sequence[UnitPlan]) -> Workspace:
-        return Workspace(
+    def check_here(self, device: torch.device, dtype: torch.dtype) -> None:
+        choice.check_here(device, compute_dtype(dtype), self.config.fused, native_blocks.load)
+
+    def kernels_here(self, device: torch.device, dtype: torch.dtype) -> KernelsHere:
+        return choice.kernels_here(device, compute_dtype(dtype), self.config.fused, native_kernel.build)
+
+    def workspace(self, layout: BucketLayout, plans: Sequence[UnitPlan]) -> Workspace | NativeWorkspace:
+        natively = precision.is_host_readable(layout.device) and choice.computes_natively(
+            self.kernel, self.config.fused, layout.device, compute_dtype(layout.dtype)
+        )
+        return (NativeWorkspace if natively else Workspace)(
             layout,
             plans,
             self.code,
@@ -51,21 +64,26 @@ class QuantizedCompressor(Compressor[AnyQuantized]):
             error_feedback=self.config.use_error_feedback,
         )
 
-    def exchange(self, flat: torch.Tensor, work: Workspace, state: State, step: StepInfo) -> Exchange:
+    def exchange(self, flat: torch.Tensor, work: Workspace | NativeWorkspace, state: State, step: StepInfo) -> Exchange:
         return quantised_exchange(flat, work, state, step)
 
     def memory_plan(self, plans: Sequence[UnitPlan], buckets: Sequence[Sequence[UnitPlan]]) -> MemoryPlan:
-        """`copies`: delta in blocks, and the padding of the residuals. `packed`: codes and scales as they are made,
-        sent and received in both collectives, without the padding of shares."""
+        """`copies`: with torch delta in blocks, and the padding of the residuals; with the native kernel delta, where
+        the gradients have 16 bits. `packed`: codes and scales as they are made (with torch), sent and received in both
+        collectives, without the padding of shares."""
+        natively = self.kernel.name == choice.NAME
         quantised = [plan for plan in plans if isinstance(plan, BlockPlan) and plan.compressed]
-        blocks = sum(plan.blocks * plan.block_size * compute_dtype(plan.dtype).itemsize for plan in quantised)
+        residual = sum(RESIDUAL.size_bytes(plan) for plan in quantised) if self.config.use_error_feedback else 0
         beside = [plan for rows in buckets if any(p.compressed for p in rows) for plan in rows if not plan.compressed]
         plain = sum(plan.numel_sent * plan.wire_itemsize(self.wire_dtype) for plan in beside)
-        packed = 4 * sum(plan.numel_sent for plan in quantised) + 4 * plain
-        if not self.config.use_error_feedback:
-            return MemoryPlan(packed=packed, copies=blocks)
-        residual = sum(RESIDUAL.size_bytes(plan) for plan in quantised)
-        return MemoryPlan(residual, packed=packed, copies=2 * blocks - residual)
+        packed = (3 if natively else 4) * sum(plan.numel_sent for plan in quantised) + 4 * plain
+        if natively:
+            converted = [plan for plan in quantised if compute_dtype(plan.dtype) != plan.dtype]
+            copies = sum(plan.numel * compute_dtype(plan.dtype).itemsize for plan in converted)
+        else:
+            blocks = sum(plan.blocks * plan.block_size * compute_dtype(plan.dtype).itemsize for plan in quantised)
+            copies = 2 * blocks - residual if self.config.use_error_feedback else blocks
+        return MemoryPlan(residual, packed=packed, copies=copies)
 
 
 class Int8Compressor(QuantizedCompressor[Int8Compress]):
@@ -74,7 +92,7 @@ class Int8Compressor(QuantizedCompressor[Int8Compress]):
 
     @classmethod
     def trials(cls, ranks: Sequence[int], options: Mapping[str, Any]) -> Sequence[Trial]:
-        return (Trial("int8", {"start_iter": 0}, changes=1.2),)
+        return (Trial("int8", {"start_iter": 0}, changes=1.2, slow_note=choice.slow_note("int8")),)
 
 
 class Int4Compressor(QuantizedCompressor[Int4Compress]):
@@ -83,4 +101,4 @@ class Int4Compressor(QuantizedCompressor[Int4Compress]):
 
     @classmethod
     def trials(cls, ranks: Sequence[int], options: Mapping[str, Any]) -> Sequence[Trial]:
-        return (Trial("int4", {"start_iter": 0}, changes=1.6),)
+        return (Trial("int4", {"start_iter": 0}, changes=1.6, slow_note=choice.slow_note("int4")),)

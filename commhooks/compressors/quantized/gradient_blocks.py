@@ -7,11 +7,25 @@ import torch
 
 from commhooks.compressors.named_views import NamedViews
 from commhooks.compressors.quantized.blocks import BlockCode
+from commhooks.compressors.quantized.mean import Averaged
 from commhooks.gradients import precision
 from commhooks.gradients.layout import Slot
 from commhooks.gradients.loss_scale import LossScale, chosen, is_one
 
 Residuals = dict[str, torch.Tensor]
+
+
+def put_flags(slots: Sequence[Slot], flat: torch.Tensor, flags: torch.Tensor) -> None:
+    """Write to `flags` (uint8), per parameter, 1 if its gradient in the bucket's buffer is not zero, else 0. DDP may
+    drop the result for a parameter that no rank used, and a residual sent in it would be lost."""
+    on_host = precision.is_host_readable(flat.device)
+    for i, slot in enumerate(slots):
+        gradient = slot.of(flat)
+        if on_host:
+            # The first 64 elements nearly always contain a nonzero one.
+            flags[i] = bool(gradient[:64].any()) or bool(gradient.any())
+        else:
+            flags[i].copy_(gradient.any())
 
 
 class GradientBlocks:
@@ -67,17 +81,18 @@ class GradientBlocks:
         for begin, end in self._padding:
             delta[begin:end].zero_()
 
-    def put_flags(self, flat: torch.Tensor, flags: torch.Tensor) -> None:
-        """Write to `flags` (uint8), per parameter, 1 if its gradient is not zero, else 0. DDP may drop the result for a
-        parameter that no rank used, and a residual sent in it would be lost."""
-        on_host = precision.is_host_readable(flat.device)
-        for i, slot in enumerate(self.slots):
-            gradient = slot.of(flat)
-            if on_host:
-                # The first 64 elements nearly always contain a nonzero one.
-                flags[i] = bool(gradient[:64].any()) or bool(gradient.any())
-            else:
-                flags[i].copy_(gradient.any())
+    def commit(
+        self,
+        averaged: Averaged,
+        flat: torch.Tensor,
+        residuals: Residuals,
+        factor: LossScale,
+        good: torch.Tensor | bool,
+    ) -> None:
+        """Keep what rounding lost as residuals where `good`, and write the averaged gradients into the bucket."""
+        used = self.used(averaged.flags)
+        self.keep_lost(residuals, factor, good, used)
+        self.write(averaged.decode(self.delta), used, flat)
 
     def used(self, flags: torch.Tensor) -> torch.Tensor | None:
         """Which blocks belong to a parameter that has a gradient on some rank (bool, `n x 1`); None: all, as far as the

@@ -13,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from training import SEVERAL_BUCKETS_MB, make_model
 
 import commhooks
+from commhooks.compressors.native import library
 from commhooks.compressors.powersgd import fused_codec
 from commhooks.ddp_comm_hooks import powerSGD_hook
 
@@ -60,7 +61,7 @@ def test_a_kept_file_that_is_damaged_is_made_anew(monkeypatch: pytest.MonkeyPatc
 
 def _refuses(folder: Path) -> Any:
     """dlopen as it is where programs in `folder` may not run."""
-    real = fused_codec.ctypes.CDLL
+    real = library.ctypes.CDLL
 
     def load(path: str) -> Any:
         if Path(path).is_relative_to(folder):
@@ -72,7 +73,7 @@ def _refuses(folder: Path) -> Any:
 
 @needs_compiler
 def test_a_cache_folder_where_nothing_may_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr("commhooks.compressors.powersgd.fused_codec.ctypes.CDLL", _refuses(tmp_path))
+    monkeypatch.setattr("commhooks.compressors.native.library.ctypes.CDLL", _refuses(tmp_path))
     delta, q, out = torch.ones(3, 4), torch.ones(1, 4), torch.zeros(1, 3)
     _fresh_load(monkeypatch, XDG_CACHE_HOME=str(tmp_path)).add_and_project(delta, None, 1.0, q, 1, out)
     assert out.tolist() == [[4.0, 4.0, 4.0]]
@@ -80,7 +81,7 @@ def test_a_cache_folder_where_nothing_may_run(monkeypatch: pytest.MonkeyPatch, t
 
 @needs_compiler
 def test_what_cannot_be_loaded_at_all(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr("commhooks.compressors.powersgd.fused_codec.ctypes.CDLL", _refuses(Path("/")))
+    monkeypatch.setattr("commhooks.compressors.native.library.ctypes.CDLL", _refuses(Path("/")))
     text = "cannot be kept or loaded; name a folder in .* XDG_CACHE_HOME .*: failed to map segment from shared object"
     with pytest.raises(commhooks.HookConfigError, match=text):
         _fresh_load(monkeypatch, XDG_CACHE_HOME=str(tmp_path))
@@ -89,7 +90,7 @@ def test_what_cannot_be_loaded_at_all(monkeypatch: pytest.MonkeyPatch, tmp_path:
 def test_where_there_are_no_user_ids(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.delattr(os, "getuid")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert fused_codec._cache_folder() == tmp_path / "commhooks"
+    assert library._cache_folder() == tmp_path / "commhooks"
 
 
 @needs_compiler
@@ -106,7 +107,7 @@ def test_a_compiler_that_hangs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
     compiler = tmp_path / "slow-cc"
     compiler.write_text("#!/bin/sh\nexec sleep 20\n")
     compiler.chmod(0o700)
-    monkeypatch.setattr(fused_codec, "COMPILE_LIMIT_S", 0.2)
+    monkeypatch.setattr(library, "COMPILE_LIMIT_S", 0.2)
     with pytest.raises(commhooks.HookConfigError, match="timed out after 0.2 seconds"):
         _fresh_load(monkeypatch, XDG_CACHE_HOME=str(tmp_path), CC=str(compiler))
 

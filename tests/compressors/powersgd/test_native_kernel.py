@@ -21,6 +21,7 @@ from training import SEVERAL_BUCKETS_MB, flat, make_model
 
 import commhooks
 from commhooks.compressors.kernel import TORCH, KernelsHere
+from commhooks.compressors.native import choice
 from commhooks.compressors.powersgd import fused_codec, native_kernel
 from commhooks.compressors.powersgd.compressor import PowerSGDCompressor
 from commhooks.ddp_comm_hooks import powerSGD_hook
@@ -152,7 +153,7 @@ def test_a_build_is_known_by_its_bits(tmp_path: Path) -> None:
 
 
 def test_nothing_is_missing_where_the_kernel_does_not_apply() -> None:
-    assert native_kernel.kernels_here(torch.device("cuda"), torch.float32, only=False) == KernelsHere((TORCH,))
+    assert choice.kernels_here(torch.device("cuda"), torch.float32, None, native_kernel.build) == KernelsHere((TORCH,))
 
 
 def test_fused_false_asks_for_no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:

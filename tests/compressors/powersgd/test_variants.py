@@ -23,7 +23,8 @@ from oracle import AlternatingOracleMatrix, OracleMatrix, plain_mean
 from training import Run
 
 import commhooks
-from commhooks.compressors.powersgd import codec, fused_codec
+from commhooks.compressors.native import library
+from commhooks.compressors.powersgd import codec
 
 STEPS = 9
 COMPRESSED = ("conv", "first", "second", "wide")
@@ -212,4 +213,4 @@ def test_what_does_not_go_together(hook: str, options: dict[str, Any], text: str
 
 def test_fused_is_for_the_cpu() -> None:
     with pytest.raises(commhooks.HookConfigError, match="here are gradients in bfloat16 on cuda: leave out fused=True"):
-        fused_codec.check_supported(torch.device("cuda"), torch.bfloat16)
+        library.check_supported(torch.device("cuda"), torch.bfloat16)

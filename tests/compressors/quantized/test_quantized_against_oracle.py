@@ -4,10 +4,11 @@ from typing import Any
 
 import pytest
 import torch
+from compilers import needs_compiler
 from models import masks, same_bits
 from quantized_oracle import OracleRanks
 
-from commhooks import HookConfig, Int4Compress, Int8Compress
+from commhooks import Int4Compress, Int8Compress
 from commhooks.compressors.registry import compressor_of
 from commhooks.engine.simulation import SimulatedRanks
 
@@ -24,10 +25,8 @@ SHAPES = {
     "one": (1, 1),
     "quiet": (5, 8),
 }
-CONFIGS: dict[str, HookConfig] = {
-    "int8": Int8Compress(block_size=BLOCK),
-    "int4": Int4Compress(block_size=BLOCK),
-}
+CONFIGS = {"int8": Int8Compress, "int4": Int4Compress}
+WAYS = [pytest.param("native", marks=needs_compiler), "torch", "as on an accelerator"]
 LEVELS = {"int8": 127, "int4": 7}
 COMPRESSED = ("part", "whole", "more", "many", "quiet")
 QUIET_AT = 2
@@ -46,20 +45,20 @@ def _gradients(rank: int, step: int, dtype: torch.dtype) -> dict[str, torch.Tens
     return {name: gradient.to(dtype) for name, gradient in found.items()}
 
 
-def _simulated(hook: str, world_size: int, dtype: torch.dtype) -> SimulatedRanks:
-    config = CONFIGS[hook]
+def _simulated(hook: str, world_size: int, dtype: torch.dtype, way: str) -> SimulatedRanks:
+    config = CONFIGS[hook](block_size=BLOCK, fused=way == "native")
     return SimulatedRanks(lambda: compressor_of(config)(config), world_size, _parameters(dtype))
 
 
-@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-13), (torch.float32, 3e-6)])
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4, 9])
 @pytest.mark.parametrize("hook", CONFIGS)
 def test_averages_and_residuals_are_those_of_the_oracle(
-    hook: str, world_size: int, dtype: torch.dtype, tolerance: float, masked: bool
+    hook: str, world_size: int, dtype: torch.dtype, tolerance: float, way: str
 ) -> None:
-    with masks(masked), torch.no_grad():
-        ranks = _simulated(hook, world_size, dtype)
+    with masks(way == "as on an accelerator"), torch.no_grad():
+        ranks = _simulated(hook, world_size, dtype, way)
         assert [plan.name for plan in ranks.plans if plan.compressed] == sorted(COMPRESSED, key=list(SHAPES).index)
         sizes = {name: torch.Size(SHAPES[name]).numel() for name in COMPRESSED}
         oracle = OracleRanks(world_size, LEVELS[hook], BLOCK, sizes)
@@ -83,12 +82,13 @@ def _compare(found: dict[str, torch.Tensor], expected: dict[str, list[float]], t
         torch.testing.assert_close(residual.double(), should_be, rtol=0, atol=10 * tolerance)
 
 
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 @pytest.mark.parametrize("hook", CONFIGS)
-def test_nothing_is_lost(hook: str, world_size: int) -> None:
+def test_nothing_is_lost(hook: str, world_size: int, way: str) -> None:
     """The sum of all averages plus the mean residual is the sum of all mean gradients."""
-    ranks, totals = _simulated(hook, world_size, torch.float64), [0.0, 0.0]
-    with torch.no_grad():
+    with masks(way == "as on an accelerator"), torch.no_grad():
+        ranks, totals = _simulated(hook, world_size, torch.float64, way), [0.0, 0.0]
         for step in range(12):
             own = [
                 torch.cat([each.flatten() for each in _gradients(rank, step, torch.float64).values()])

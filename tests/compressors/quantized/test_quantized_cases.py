@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from compilers import needs_compiler
 from ddp_steps import replicas_equal, residuals
 from models import all_finite, masks
 from torch import nn
@@ -15,6 +16,7 @@ from commhooks.compressors.quantized.compressor import Int4Compressor, Int8Compr
 from commhooks.engine.simulation import SimulatedRanks
 
 HOOKS = ["int8", "int4"]
+FUSED = [pytest.param(True, marks=needs_compiler, id="native"), pytest.param(False, id="torch")]
 
 
 class Mixed(nn.Module):
@@ -43,8 +45,8 @@ def _step(model: nn.Module, step: int, use_all: bool) -> None:
     model(torch.randint(0, 50, (16,), generator=generator), use_all).backward()
 
 
-def _mixed(hook: str, wrapper: str | None, dtype: torch.dtype) -> dict[str, Any]:
-    options = {"exclude": ["head.weight"], "block_size": 64}
+def _mixed(hook: str, fused: bool, wrapper: str | None, dtype: torch.dtype) -> dict[str, Any]:
+    options = {"exclude": ["head.weight"], "block_size": 64, "fused": fused}
     ddp = nn.parallel.DistributedDataParallel(Mixed(dtype), find_unused_parameters=True)
     plain = nn.parallel.DistributedDataParallel(Mixed(dtype), find_unused_parameters=True)
     attached = commhooks.attach(ddp, hook, hook_options=options, wrapper=wrapper)
@@ -69,10 +71,11 @@ def _mixed(hook: str, wrapper: str | None, dtype: torch.dtype) -> dict[str, Any]
 
 
 @pytest.mark.parametrize(("wrapper", "exact"), [(None, 1e-6), ("bf16", 2e-2)])
+@pytest.mark.parametrize("fused", FUSED)
 @pytest.mark.parametrize("hook", HOOKS)
-def test_parameters_of_every_kind(run_ranks: Any, hook: str, wrapper: str | None, exact: float) -> None:
+def test_parameters_of_every_kind(run_ranks: Any, hook: str, fused: bool, wrapper: str | None, exact: float) -> None:
     quantised = 0.02 if hook == "int8" else 0.3
-    for rank in run_ranks(_mixed, hook, wrapper, torch.float32, world_size=3):
+    for rank in run_ranks(_mixed, hook, fused, wrapper, torch.float32, world_size=3):
         reasons = rank["reasons"]
         assert {name for name, reason in reasons.items() if not reason} == {"wide.weight", "unused.weight"}
         assert reasons["small"] == "too small for a block of 64" and reasons["phase"] == "complex numbers"
@@ -83,13 +86,13 @@ def test_parameters_of_every_kind(run_ranks: Any, hook: str, wrapper: str | None
         assert rank["kept"], "a parameter that no rank used keeps its residual"
 
 
-def _all_dtypes(hook: str) -> list[bool]:
+def _all_dtypes(hook: str, fused: bool) -> list[bool]:
     """In float64, and with a model in 16 bits; what is learned is float32 then."""
     found = []
     for dtype, kept in ((torch.float64, torch.float64), (torch.bfloat16, torch.float32)):
         model = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 8)).to(dtype)
         ddp = nn.parallel.DistributedDataParallel(model)
-        attached = commhooks.attach(ddp, hook)
+        attached = commhooks.attach(ddp, hook, hook_options={"fused": fused})
         for step in range(3):
             generator = torch.Generator().manual_seed(10 * step + dist.get_rank())
             ddp.zero_grad()
@@ -98,17 +101,19 @@ def _all_dtypes(hook: str) -> list[bool]:
     return found
 
 
+@pytest.mark.parametrize("fused", FUSED)
 @pytest.mark.parametrize("hook", HOOKS)
-def test_gradients_in_64_and_in_16_bits(run_ranks: Any, hook: str) -> None:
-    assert run_ranks(_all_dtypes, hook) == [[True, True]] * 2
+def test_gradients_in_64_and_in_16_bits(run_ranks: Any, hook: str, fused: bool) -> None:
+    assert run_ranks(_all_dtypes, hook, fused) == [[True, True]] * 2
 
 
 @pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan])
+@pytest.mark.parametrize("fused", FUSED)
 @pytest.mark.parametrize("compressor", [Int8Compressor, Int4Compressor])
-def test_one_number_that_is_not_finite_anywhere_stops_the_step(compressor: Any, value: float) -> None:
+def test_one_number_that_is_not_finite_anywhere_stops_the_step(compressor: Any, fused: bool, value: float) -> None:
     """On any rank, in any block, in one's own share and in another's, and in what is not quantised."""
     world_size, shapes = 3, {"a": (10, 7), "bias": (5,), "b": (6, 16)}
-    config = compressor.Config(block_size=16)
+    config = compressor.Config(block_size=16, fused=fused)
     ranks = SimulatedRanks(lambda: compressor(config), world_size, {n: torch.zeros(s) for n, s in shapes.items()})
     numel = ranks.layout.numel
     with torch.no_grad():
@@ -149,18 +154,40 @@ def test_masks_keep_the_residual_of_a_step_that_is_not_finite(run_ranks: Any, ho
         assert rank == [True] * 4
 
 
+def _after_a_step(config: commhooks.Int8Compress, dtype: torch.dtype) -> tuple[Any, ...]:
+    """Planned memory, workspace and learned state."""
+    shapes = {"a": (10, 7), "bias": (5,), "b": (6, 16)}
+    made: list[Int8Compressor] = []
+
+    def compressor() -> Int8Compressor:
+        made.append(Int8Compressor(config))
+        return made[-1]
+
+    ranks = SimulatedRanks(compressor, 1, {n: torch.zeros(s, dtype=dtype) for n, s in shapes.items()})
+    with torch.no_grad():
+        assert ranks.step([torch.ones(ranks.layout.numel, dtype=dtype)])
+    return made[0].memory_plan(ranks.plans, [ranks.plans]), ranks._works[0], ranks.states[0]
+
+
 @pytest.mark.parametrize("error_feedback", [True, False])
 def test_the_plan_knows_the_memory(error_feedback: bool) -> None:
-    config = commhooks.Int8Compress(block_size=32, use_error_feedback=error_feedback)
-    shapes = {"a": (10, 7), "bias": (5,), "b": (6, 16)}
-    ranks = SimulatedRanks(lambda: Int8Compressor(config), 1, {n: torch.zeros(s) for n, s in shapes.items()})
-    with torch.no_grad():
-        assert ranks.step([torch.ones(ranks.layout.numel)])
-    planned = Int8Compressor(config).memory_plan(ranks.plans, [ranks.plans])
-    (work,), (state,) = ranks._works, ranks.states
+    config = commhooks.Int8Compress(block_size=32, use_error_feedback=error_feedback, fused=False)
+    planned, work, state = _after_a_step(config, torch.float32)
     assert planned.residual == sum(each.nbytes for each in state["residual"].values())
     gradients, mean = work.gradients, work.mean(1)
     buffers = [gradients.delta, gradients.residual_blocks] if error_feedback else [gradients.delta]
     assert planned.residual + planned.copies == sum(each.nbytes for each in buffers)
     assert planned.packed <= mean.codes.nbytes + mean.scales.nbytes + 3 * mean.sent.nbytes + 4 * 5 * 4
     assert planned.packed >= 4 * (mean.codes[:-1].nbytes + mean.scales[:-1].nbytes)
+
+
+@needs_compiler
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("error_feedback", [True, False])
+def test_the_plan_knows_the_memory_of_the_native_kernel(error_feedback: bool, dtype: torch.dtype) -> None:
+    config = commhooks.Int8Compress(block_size=32, use_error_feedback=error_feedback, fused=True)
+    planned, work, state = _after_a_step(config, dtype)
+    assert planned.residual == sum(each.nbytes for each in state["residual"].values())
+    mean, blocks, plain = work.mean(1), 3 + 3, 4 * 5 * dtype.itemsize
+    assert planned.copies == (0 if dtype == torch.float32 else work.delta.bucket.nbytes)
+    assert planned.packed - plain == 3 * blocks * (32 + 4) <= 3 * mean.sent.nbytes

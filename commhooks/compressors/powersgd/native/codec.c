@@ -18,9 +18,11 @@
 #define REAL float
 #endif
 
-#include "tables.h"
 #include "threads.h"
 #include "vectors.h"
+
+#include "registers.h"
+#include "tables.h"
 
 #include "form_p.h"
 #include "form_q.h"
@@ -31,25 +33,27 @@
 
 /* delta += factor * residual where there is one; P = delta Q; largest = max |delta| before, without NaN. */
 int commhooks_form_p(start_team *start, unsigned threads, size_t count, struct matrix *table, double factor) {
-    struct work work = {.run = form_p, .parts = row_parts, .table = table, .count = count, .number = factor};
+    struct call call = {.number = factor};
+    struct work work = {.run = form_p, .parts = row_parts, .table = table, .count = count, .call = &call};
     for (size_t i = 0; i < count; i++) table[i].largest = 0;
     return share(start, threads, sizeof *table, &work);
 }
 
 /* delta += factor * residual where there is one; Q = delta^T P; largest as above, where there is a residual. */
 int commhooks_form_q(start_team *start, unsigned threads, size_t count, struct matrix *table, double factor) {
-    struct work work = {.run = form_q, .parts = sum_parts, .table = table, .count = count, .number = factor};
+    struct call call = {.number = factor};
+    struct work work = {.run = form_q, .parts = sum_parts, .table = table, .count = count, .call = &call};
     size_t size = 1;
     for (size_t i = 0; i < count; i++) {
         table[i].largest = 0;
         table[i].scratch = size;
         size += (sum_parts(table + i) - 1) * table[i].r * table[i].m;
     }
-    if (!(work.scratch = malloc(size * sizeof(REAL)))) return -1;
+    if (!(call.scratch = malloc(size * sizeof(REAL)))) return -1;
     share(start, threads, sizeof *table, &work);
     work.run = add_sums, work.parts = one_part;
     share(start, threads, sizeof *table, &work);
-    free(work.scratch);
+    free(call.scratch);
     return 0;
 }
 
@@ -62,7 +66,7 @@ int commhooks_split(start_team *start, unsigned threads, size_t count, struct ma
 /* Rows of norm 1, with `orthogonal` also orthogonal; see unit_rows.h. */
 int commhooks_unit_rows(start_team *start, unsigned threads, size_t count, struct factor *table, int orthogonal,
                         double least_norm) {
-    struct work work = {.run = unit_rows, .parts = one_part, .table = table, .count = count, .number = least_norm};
-    work.orthogonal = orthogonal;
+    struct call call = {.number = least_norm, .orthogonal = orthogonal};
+    struct work work = {.run = unit_rows, .parts = one_part, .table = table, .count = count, .call = &call};
     return share(start, threads, sizeof *table, &work);
 }

@@ -63,6 +63,7 @@ INLINE void project_rows(size_t ranks, size_t rows, size_t columns, size_t n, si
 }
 
 static int form_p(const struct work *work, void *row, size_t part) {
+    const struct call *call = work->call;
     const struct matrix x = *(struct matrix *)row;
     size_t m = x.m, begin = part * part_rows(&x), end = least(x.n, begin + part_rows(&x));
     size_t tile = up(pieces(m, pieces(m, TILE)), LANES);
@@ -71,7 +72,7 @@ static int form_p(const struct work *work, void *row, size_t part) {
         for (size_t i = begin; i < end; i += HIGH) {
             size_t rows = least(HIGH, end - i), columns = least(tile, m - j);
             for (size_t t = i; t < i + rows; t++)
-                add(columns, x.delta + t * m + j, x.residual ? x.residual + t * m + j : NULL, work->number, largest);
+                add(columns, x.delta + t * m + j, x.residual ? x.residual + t * m + j : NULL, call->number, largest);
             for (size_t k = 0; k < x.r; k += WIDE) {
                 const REAL *delta = x.delta + i * m + j, *q = x.q + k * m + j;
                 REAL *p = x.p + k * x.n + i;

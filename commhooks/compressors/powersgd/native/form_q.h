@@ -20,15 +20,16 @@ INLINE void project_columns(size_t ranks, size_t columns, size_t rows, size_t n,
 }
 
 static int form_q(const struct work *work, void *row, size_t part) {
+    const struct call *call = work->call;
     const struct matrix x = *(struct matrix *)row;
     size_t m = x.m, begin = part * sum_rows(&x), end = least(x.n, begin + sum_rows(&x));
     size_t block = x.r > WIDE ? 32 : 8, strip = HIGH * LANES;
-    REAL *sum = part ? work->scratch + x.scratch + (part - 1) * x.r * m : x.q;
+    REAL *sum = part ? call->scratch + x.scratch + (part - 1) * x.r * m : x.q;
     vec largest[4] = {{0}};
     for (size_t i = begin; i < end; i += block) {
         size_t rows = least(block, end - i);
         for (size_t t = i; x.residual && t < i + rows; t++)
-            add(m, x.delta + t * m, x.residual + t * m, work->number, largest);
+            add(m, x.delta + t * m, x.residual + t * m, call->number, largest);
         for (size_t j = 0; j < m; j += strip)
             for (size_t k = 0; k < x.r; k += WIDE) {
                 const REAL *delta = x.delta + i * m + j, *p = x.p + k * x.n + i;
@@ -46,8 +47,9 @@ static int form_q(const struct work *work, void *row, size_t part) {
 
 /* Add the sums of the other parts to Q, in their order. */
 static int add_sums(const struct work *work, void *row, size_t part) {
+    const struct call *call = work->call;
     const struct matrix x = *(struct matrix *)row;
-    const REAL *restrict sum = work->scratch + x.scratch;
+    const REAL *restrict sum = call->scratch + x.scratch;
     REAL *restrict q = x.q;
     for (part = 1; part < sum_parts(row); part++, sum += x.r * x.m)
         for (size_t j = 0; j < x.r * x.m; j++) q[j] += sum[j];

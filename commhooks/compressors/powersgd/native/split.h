@@ -14,8 +14,8 @@ INLINE void pack(size_t unit, size_t r, size_t length, size_t stride, REAL sign,
                 for (size_t c = 0; c < unit; c++) to[c] = j + c < length ? sign * from[k * stride + j + c] : 0;
 }
 
-/* out = in + P Q^T for up to TALL rows and PAIR columns, with packed factors; in: NULL for zeros. `stream`: write past
- * the caches, so that the old contents need not be read first. */
+/* out = in + P Q^T for up to TALL rows and PAIR columns, with packed factors; in: NULL for zeros. `stream`: with
+ * STREAM. */
 INLINE void low_rank(size_t r, size_t rows, size_t columns, size_t m, const REAL *in, REAL *out, const REAL *p,
                      const REAL *q, int stream) {
     vec sums[TALL][2];
@@ -66,8 +66,6 @@ static int split(const struct work *work, void *row, size_t part) {
             }
     }
     free(p);
-#if defined(__x86_64__)
-    _mm_sfence(); /* before other threads see that this part is done */
-#endif
+    streamed();
     return 0;
 }

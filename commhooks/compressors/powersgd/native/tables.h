@@ -1,4 +1,4 @@
-/* The rows of the tables that kernel_tables.py makes; each field has 64 bits. And how matrices are cut into parts. */
+/* The rows of the tables that kernel_tables.py makes; each field has 64 bits. What is common to a call. And how matrices are cut into parts. */
 
 struct matrix {
     size_t n, m, r;
@@ -13,6 +13,13 @@ struct factor {
     const REAL *source, *refill; /* refill: rows that replace dependent ones, or NULL */
     REAL *to;
     size_t missing; /* set in unit_rows: number of dependent rows that were not replaced */
+};
+
+/* What a call gives to all parts. */
+struct call {
+    double number; /* the residual's factor, or the least norm of a row that is not missing */
+    int orthogonal;
+    REAL *scratch;
 };
 
 static size_t least(size_t a, size_t b) { return a < b ? a : b; }

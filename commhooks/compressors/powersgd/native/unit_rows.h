@@ -54,26 +54,27 @@ static double read_row(const REAL *source, double *v, size_t k) {
     return normalise(v, k) > 0;
 }
 
-/* With work->orthogonal by Gram-Schmidt, done twice. A row is missing if at most work->number of its norm is independent
+/* With call->orthogonal by Gram-Schmidt, done twice. A row is missing if at most call->number of its norm is independent
  * of the rows before it; that of `refill` takes its place. */
 static int unit_rows(const struct work *work, void *row, size_t part) {
+    const struct call *call = work->call;
     struct factor *x = row;
     size_t k = x->k;
-    double *rows = malloc((work->orthogonal ? x->r : 1) * k * sizeof(double));
+    double *rows = malloc((call->orthogonal ? x->r : 1) * k * sizeof(double));
     (void)part;
     if (!rows) return -1;
     x->missing = 0;
     for (size_t i = 0; i < x->r; i++) {
         const REAL *sources[2] = {x->source, x->refill};
-        double *v = work->orthogonal ? rows + i * k : rows, norm = 0;
-        for (int s = 0; s < 2 && sources[s] && norm <= work->number; s++) {
+        double *v = call->orthogonal ? rows + i * k : rows, norm = 0;
+        for (int s = 0; s < 2 && sources[s] && norm <= call->number; s++) {
             norm = read_row(sources[s] + i * k, v, k);
-            if (!work->orthogonal || i == 0) continue;
+            if (!call->orthogonal || i == 0) continue;
             for (int twice = 0; twice < 2; twice++)
                 for (size_t e = 0; e < i; e += 4) subtract(v, rows + e * k, least(4, i - e), k);
             norm = normalise(v, k);
         }
-        x->missing += norm <= work->number;
+        x->missing += norm <= call->number;
         for (size_t j = 0; j < k; j++) x->to[i * k + j] = v[j];
     }
     free(rows);

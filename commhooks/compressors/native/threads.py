@@ -1,7 +1,7 @@
-"""The threads of the native kernel: those that torch uses, in torch's own pool.
+"""The threads of native kernels: those that torch uses, in torch's own pool.
 
 torch's operators run in the threads of an OpenMP library that torch loads. Where it has the entry point
-`GOMP_parallel`, as it has on Linux, the kernel runs in the same threads. A second pool would compete with the first.
+`GOMP_parallel`, as it has on Linux, kernels run in the same threads. A second pool would compete with the first.
 """
 
 import ctypes
@@ -16,7 +16,7 @@ _first_process: int | None = None
 
 
 def threads_available() -> int:
-    """How many threads the native kernel uses for large buckets, when called from this thread: as many as torch
+    """How many threads a native kernel uses for large buckets, when called from this thread: as many as torch
     (`torch.get_num_threads()`), or 1 where torch's threads cannot be used.
 
     The results do not depend on it.

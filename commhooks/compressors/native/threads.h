@@ -8,10 +8,8 @@ struct work {
     size_t (*parts)(const void *row);
     void *table;
     size_t count, size; /* rows of the table, bytes of a row */
-    double number;
-    int orthogonal;
-    REAL *scratch;
-    size_t next; /* part to take */
+    const void *call;   /* what else the parts need */
+    size_t next;        /* part to take */
     int failed;
 };
 

@@ -1,0 +1,1 @@
+"""Native kernels for the CPU: what the kernels of all compressors share."""

@@ -1,0 +1,34 @@
+/* The rows of the table that native_blocks.py makes, each field of 64 bits; what is common to a call; and how pieces are
+ * cut into parts. */
+
+/* Consecutive blocks of one parameter. */
+struct piece {
+    size_t numel, block; /* elements, and elements of a block; the last block may have fewer */
+    REAL *bucket, *residual; /* residual may be NULL */
+    uint8_t *codes;
+    REAL *scales;
+    const uint8_t *arrived_codes; /* from rank 0 */
+    const REAL *arrived_scales;
+};
+
+struct call {
+    int bits; /* 8, or 4: two codes in a byte, elements i and i + block / 2 */
+    REAL most, factor;
+    size_t ranks, rank, stride;
+};
+
+static size_t least(size_t a, size_t b) { return a < b ? a : b; }
+static size_t pieces(size_t a, size_t size) { return (a + size - 1) / size; }
+
+static size_t block_numel(const struct piece *x, size_t b) { return least(x->block, x->numel - b * x->block); }
+static size_t code_bytes(size_t numel, int bits) { return bits == 8 ? numel : numel / 2; }
+
+/* A part: about 2^16 elements. */
+static size_t part_blocks(const struct piece *x) { return pieces(1 << 16, x->block); }
+static size_t parts(const void *row) {
+    const struct piece *x = row;
+    return pieces(x->numel, x->block * part_blocks(x));
+}
+static size_t last_block(const struct piece *x, size_t part) {
+    return least(pieces(x->numel, x->block), (part + 1) * part_blocks(x));
+}

@@ -12,6 +12,7 @@ from seeded_faults import (
     late_answers,
     lightning,
     metrics,
+    native_quantising,
     nodes,
     plan,
     quantised_factors,
@@ -38,5 +39,6 @@ AREAS = (
     plan,
     quantised_factors,
     quantising,
+    native_quantising,
 )
 MUTANTS = [mutant for area in AREAS for mutant in area.MUTANTS]

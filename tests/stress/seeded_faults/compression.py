@@ -67,14 +67,14 @@ MUTANTS = [
     ),
     Mutant(
         "fused: one thread for all",
-        "commhooks/compressors/powersgd/native/threads.h",
+        "commhooks/compressors/native/threads.h",
         "threads > 1",
         "threads > 99",
         "compressors/powersgd/test_native_threads.py::test_as_many_threads_as_torch_uses",
     ),
     Mutant(
         "fused: a forked process waits for threads that it does not have",
-        "commhooks/compressors/powersgd/kernel_threads.py",
+        "commhooks/compressors/native/threads.py",
         "threads if _first_process == os.getpid() else 1",
         "threads",
         "compressors/powersgd/test_native_threads.py::test_a_forked_process_does_not_wait_for_threads_that_it_does_not_have",
@@ -95,7 +95,7 @@ MUTANTS = [
     ),
     Mutant(
         "fused: a damaged file is not made anew",
-        "commhooks/compressors/powersgd/fused_codec.py",
+        "commhooks/compressors/native/library.py",
         "    if library.exists():\n        with contextlib.suppress(OSError):",
         "    if library.exists():\n        with contextlib.suppress(KeyError):",
         "compressors/powersgd/test_fused_kernel.py::test_a_kept_file_that_is_damaged_is_made_anew",

@@ -33,14 +33,14 @@ MUTANTS = [
     ),
     Mutant(
         "kernel: fused=False compiles one",
-        "commhooks/compressors/powersgd/compressor.py",
-        "        if self.config.fused is False:\n",
-        "        if self.config.fused is ...:\n",
+        "commhooks/compressors/native/choice.py",
+        "    if fused is False or not library",
+        "    if not library",
         "compressors/powersgd/test_native_kernel.py::test_fused_false_asks_for_no_compiler",
     ),
     Mutant(
         "kernel: a compiler that hangs is waited for",
-        "commhooks/compressors/powersgd/fused_codec.py",
+        "commhooks/compressors/native/library.py",
         "timeout=COMPILE_LIMIT_S",
         "timeout=None",
         "compressors/powersgd/test_fused_kernel.py::test_a_compiler_that_hangs",

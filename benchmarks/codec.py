@@ -7,18 +7,23 @@ arithmetic and traffic in memory. In every round each hook makes one backward pa
 with each number of threads; the difference to the `noop` of the same round and threads is what counts.
 
   noop                    nothing: the baseline
-  commhooks               ours, with fused=False
-  fused, alternate        ours with the native kernel, with alternate, and with both
+  commhooks               our PowerSGD, with fused=False
+  fused, alternate        the same with the native kernel, with alternate, and with both
+  int8, int4              our quantised hooks, with fused=False; they have no rank
+  fused int8, fused int4  the same with the native kernel
   torch, torch same       torch's powerSGD_hook without and with batch_tensors_with_same_shape
   epfml                   the authors' code (github.com/epfml/powersgd, where it can be imported): no DDP hook, so its
                           aggregate() runs after the backward pass of a bare model. The residual stays in .grad, and
                           backward adds to it; the baseline is therefore a backward pass of a bare model without .grad
   copy, add               of the gradients, as one flat tensor, to another one: copy_(a), add_(a)
 
-The *traffic limit* is the time of six passes over the gradients: add into the residual (read, read, write), Q and
-residual (read, write), gradient (write). A pass is a third of a.add_(b) over as many numbers, in the same rounds: of
-what is measured here that goes through memory the fastest. (A copy is two passes, and its writes read first.) With
-several threads the limit is that of these threads; "of one" is the time by that with the first number of threads.
+The *traffic limit* of PowerSGD is the time of six passes over the gradients: add into the residual (read, read, write),
+Q and residual (read, write), gradient (write). That of the quantised hooks is the time of as many, and of two over the
+codes, which are a quarter (int8) or an eighth (int4) of a pass each: delta (read, read, write) and codes (write), then
+residual (read, write), codes (read) and gradient (write). The scales are less than 2 % of a pass. A pass is a third of
+a.add_(b) over as many numbers, in the same rounds: of what is measured here that goes through memory the fastest. (A
+copy is two passes, and its writes read first.) With several threads the limit is that of these threads; "of one" is the
+time by that with the first number of threads.
 """
 
 import time
@@ -33,6 +38,8 @@ from models import TASKS, forward_loss, make, numel
 from commhooks import CommHook
 
 WARM_UP, START, BATCHES = 4, 2, 4
+QUANTISED = {"int8": "int8", "int4": "int4", "fused int8": "fused-int8", "fused int4": "fused-int4"}
+PASSES = {"int8": 6.5, "fused int8": 6.5, "int4": 6.25, "fused int4": 6.25}
 OURS = {"commhooks": "powersgd", "fused": "fused", "alternate": "alternate", "fused alternate": "fused-alternate"}
 BATCH_SIZE = {"resnet18": 2, "resnet50": 2}  # images; 16 vectors or tokens for other models
 
@@ -65,8 +72,9 @@ class Epfml:
             parameter.grad = residual
 
 
-def measure(name: str, rank: int, rounds: int, threads: list[int]) -> list[Row]:
-    """Milliseconds of each candidate at this rank of the factors, with each number of threads."""
+def measure(name: str, rank: int | None, rounds: int, threads: list[int]) -> list[Row]:
+    """Milliseconds of each candidate at this rank of the factors, with each number of threads. None: of the quantised
+    hooks."""
     flat = torch.randn(numel(make(name)[0]))
     candidates, ours = _candidates(name, rank, flat)
     turns = {
@@ -92,11 +100,13 @@ def measure(name: str, rank: int, rounds: int, threads: list[int]) -> list[Row]:
     return rows
 
 
-def _candidates(name: str, rank: int, flat: torch.Tensor) -> tuple[dict[str, Callable[[], float]], dict[str, CommHook]]:
+def _candidates(
+    name: str, rank: int | None, flat: torch.Tensor
+) -> tuple[dict[str, Callable[[], float]], dict[str, CommHook]]:
     """What takes turns, and our hooks among it."""
     _, task = make(name)
     batches = [task.batch(BATCH_SIZE.get(name, 16)) for _ in range(BATCHES)]
-    turn = dict.fromkeys(("noop", *OURS, "torch", "torch same", "bare", "epfml"), 0)
+    turn = dict.fromkeys(("noop", *OURS, *QUANTISED, "torch", "torch same", "bare", "epfml"), 0)
 
     def backward(candidate: str, model: torch.nn.Module, after: Callable[[], None] | None) -> float:
         loss = forward_loss(model, task, batches[turn[candidate] % BATCHES])
@@ -110,16 +120,20 @@ def _candidates(name: str, rank: int, flat: torch.Tensor) -> tuple[dict[str, Cal
             model.zero_grad(set_to_none=True)
         return 1000 * passed
 
-    labels = {"noop": "noop"} | {name: f"{label}-{rank}" for name, label in OURS.items()}
-    labels |= {"torch": f"torch-{rank}", "torch same": f"torch-same-{rank}"}
+    labels = {"noop": "noop"}
+    if rank is None:
+        labels |= QUANTISED
+    else:
+        labels |= {name: f"{label}-{rank}" for name, label in OURS.items()}
+        labels |= {"torch": f"torch-{rank}", "torch same": f"torch-same-{rank}"}
     ours: dict[str, CommHook] = {}
     candidates: dict[str, Callable[[], float]] = {}
     for candidate, label in labels.items():
         model, own = wrap(make(name)[0], label, start=START, bucket_cap_mb=ONE_BUCKET_MB)
-        if own is not None and candidate in OURS:
+        if own is not None and candidate != "noop":
             ours[candidate] = own
         candidates[candidate] = lambda candidate=candidate, model=model: backward(candidate, model, None)
-    if not EPFML_MISSING:
+    if rank is not None and not EPFML_MISSING:
         bare, aggregated = make(name)[0], make(name)[0]
         after = Epfml(aggregated, rank).after_backward
         candidates["bare"] = lambda: backward("bare", bare, None)
@@ -132,9 +146,11 @@ def _candidates(name: str, rank: int, flat: torch.Tensor) -> tuple[dict[str, Cal
 
 def _rows(common: Row, samples: dict[str, list[float]]) -> list[Row]:
     """The rows for one number of threads."""
-    limit = 6 * summary(samples["add"], "ms")["median_ms"] / 3
+    one_pass = summary(samples["add"], "ms")["median_ms"] / 3
     rows: list[Row] = []
-    for hook in (*OURS, "torch", "torch same", "epfml", "copy", "add"):
+    measured = QUANTISED if common["rank"] is None else (*OURS, "torch", "torch same", "epfml")
+    for hook in (*measured, "copy", "add"):
+        limit = PASSES.get(hook, 6) * one_pass
         row: Row = {**common, "hook": hook, "limit_ms": limit, "median_ms": None}
         if hook in samples:
             baseline = {"epfml": "bare", "copy": None, "add": None}.get(hook, "noop")
@@ -145,11 +161,11 @@ def _rows(common: Row, samples: dict[str, list[float]]) -> list[Row]:
         else:
             row["note"] = EPFML_MISSING
         rows.append(row)
-    torch_ms = next(row["median_ms"] for row in rows if row["hook"] == "torch")
+    torch_ms = next((row["median_ms"] for row in rows if row["hook"] == "torch"), None)
     for row in rows:
-        if row["median_ms"] is not None:
+        if row["median_ms"] is not None and torch_ms is not None:
             row["times_torch"] = row["median_ms"] / torch_ms
-    rows.append({**common, "hook": "noop backward", **summary(samples["noop"], "ms"), "limit_ms": limit})
+    rows.append({**common, "hook": "noop backward", **summary(samples["noop"], "ms"), "limit_ms": 6 * one_pass})
     return rows
 
 
@@ -175,7 +191,7 @@ def main() -> None:
     rows: list[Row] = []
     with steady(threads=max(args.threads)), one_rank():
         for name in args.models:
-            for rank in args.ranks:
+            for rank in [None, *args.ranks]:
                 rows += measure(name, rank, args.rounds, args.threads)
     columns = {
         "model": number("model"),

@@ -2,9 +2,9 @@
 
 `noop`, `ddp` (no hook), `allreduce`, `fp16`, `bf16`, `powersgd-4` and `batched-4` (commhooks, rank 4), `fused-4`,
 `alternate-4`, `fused-alternate-4` and `same-4` (commhooks with these options), `torch-4` (torch's powerSGD_hook) and
-`torch-same-4`; "same" is batch_tensors_with_same_shape. Only those with "fused" use the native kernel. `int8` and
-`int4` are the quantised hooks. The suffix `:one` selects a single bucket: one all-reduce for all P, and one for all Q.
-The suffix `:nodes` compresses between nodes only, for benchmarks with several ranks per node.
+`torch-same-4`; "same" is batch_tensors_with_same_shape. `int8`, `int4`, `fused-int8` and `fused-int4` are the quantised
+hooks. Only those with "fused" use the native kernel. The suffix `:one` selects a single bucket: one all-reduce for all
+P, and one for all Q. The suffix `:nodes` compresses between nodes only, for benchmarks with several ranks per node.
 """
 
 from typing import Any
@@ -19,7 +19,7 @@ import commhooks
 ONE_BUCKET_MB = 10_000
 LABELS = (
     "noop, ddp, allreduce, fp16, bf16, powersgd-RANK, fused-RANK, alternate-RANK, fused-alternate-RANK, same-RANK, "
-    "batched-RANK, int8, int4, torch-RANK, torch-same-RANK; with :one or :nodes"
+    "batched-RANK, int8, int4, fused-int8, fused-int4, torch-RANK, torch-same-RANK; with :one or :nodes"
 )
 SIMPLE = {
     "noop": commhooks.Noop,
@@ -48,7 +48,8 @@ def wrap(
 ) -> tuple[DistributedDataParallel, commhooks.CommHook | None]:
     """Wrap `model` in DDP with that hook; also returns the CommHook (None for torch's hooks and for DDP without hook).
     On gloo torch's PowerSGD always gets one bucket, because it hangs there with several. `start`: the step at which
-    PowerSGD begins; torch requires at least 2. `wrapper`: as in `commhooks.attach`; not for torch's hooks."""
+    PowerSGD and quantising begin; torch requires at least 2. `wrapper`: as in `commhooks.attach`; not for torch's
+    hooks."""
     label, _, suffix = label.partition(":")
     kind, _, rank_text = label.rpartition("-")
     kind = kind or label
@@ -67,14 +68,14 @@ def wrap(
         wrapped.register_comm_hook(state, torch_hooks.powerSGD_hook)
         return wrapped, None
     config: Any = SIMPLE[label]() if label in SIMPLE else label
-    if kind in OPTIONS:
+    if label.removeprefix("fused-") in QUANTISED:
+        config = QUANTISED[label.removeprefix("fused-")](start_iter=start, fused=label.startswith("fused-"))
+    elif kind in OPTIONS:
         options = {"fused": False} | dict.fromkeys(OPTIONS[kind], True)
         config = commhooks.PowerSGD(matrix_approximation_rank=int(rank_text), start_powerSGD_iter=start, **options)
     elif kind == "batched":
         config = commhooks.BatchedPowerSGD(
             matrix_approximation_rank=int(rank_text), start_powerSGD_iter=start, fused=False
         )
-    elif kind in QUANTISED:
-        config = QUANTISED[kind](start_iter=start)
     nodes = ranks_per_node if suffix == "nodes" else None
     return wrapped, commhooks.attach(wrapped, config, wrapper=wrapper, ranks_per_node=nodes)

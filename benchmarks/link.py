@@ -1,12 +1,13 @@
 """Step time of real DDP training over a slow link, and the bytes that travelled.
 
     sudo python benchmarks/link.py [--rates 100mbit 1gbit] [--hooks noop ddp powersgd-1] [--models transformer]
-                                   [--compute light heavy] [--steps 5] [--ranks-per-node 1]
+                                   [--compute light heavy] [--steps 5] [--nodes 2] [--ranks-per-node 1]
 
-Two nodes: network namespaces, joined by a veth pair whose both ends `tc tbf` limits: gloo has no other way. Each has
---ranks-per-node ranks. The processes of a model, its data and one DDP model per hook stay for all rates; the first
-steps, in which DDP rebuilds its buckets and PowerSGD has not begun, run on the open link. Then the hooks take turns. A
-step is forward, backward and SGD on one torch thread per rank, from a common start to the end of the slowest rank.
+--nodes nodes (two): network namespaces, joined by a veth pair or a bridge, and `tc tbf` limits what each sends: gloo
+has no other way. Each has --ranks-per-node ranks. The processes of a model, its data and one DDP model per hook stay
+for all rates; the first steps, in which DDP rebuilds its buckets and PowerSGD has not begun, run on the open link. Then
+the hooks take turns. A step is forward, backward and SGD on one torch thread per rank, from a common start to the end
+of the slowest rank.
 
   light, heavy   transformer (29.4 M parameters): 64 and 512 tokens per rank; resnet18: 8 and 64 images of 64 x 64
   cost removed   the share of the network's cost that the hook takes away: 1 - (hook - noop) / (ddp - noop), of medians.
@@ -33,6 +34,7 @@ import os
 import queue
 import shutil
 import signal
+import string
 import subprocess
 import sys
 import tempfile
@@ -64,18 +66,23 @@ SUBNET = "198.18.0"  # from the block for benchmarks (RFC 2544); used only insid
 
 
 class Link:
-    """Two namespaces and the veth pair between them, removed on exit."""
+    """A namespace per node, removed on exit: two joined by a veth pair, more by a bridge in one more namespace."""
 
-    def __init__(self) -> None:
-        self.namespaces = [f"commhooks-{os.getpid()}-{side}" for side in "ab"]
-        self.interfaces = [f"ch{os.getpid()}{side}" for side in "ab"]
+    def __init__(self, nodes: int) -> None:
+        sides = string.ascii_lowercase[:nodes]
+        self.namespaces = [f"commhooks-{os.getpid()}-{side}" for side in sides]
+        self.interfaces = [f"ch{os.getpid()}{side}" for side in sides]
+        self._bridge = f"commhooks-{os.getpid()}-bridge" if nodes > 2 else None
 
     def __enter__(self) -> "Link":
         try:
             for namespace in self.namespaces:
                 _run("ip", "netns", "add", namespace)
-            (a, b), (one, two) = self.namespaces, self.interfaces
-            _run("ip", "link", "add", one, "netns", a, "type", "veth", "peer", "name", two, "netns", b)
+            if self._bridge is None:
+                (a, b), (one, two) = self.namespaces, self.interfaces
+                _run("ip", "link", "add", one, "netns", a, "type", "veth", "peer", "name", two, "netns", b)
+            else:
+                self._join(self._bridge)
             for host, (namespace, interface) in enumerate(self.ends(), 1):
                 _run("ip", "-n", namespace, "addr", "add", f"{SUBNET}.{host}/24", "dev", interface)
                 _run("ip", "-n", namespace, "link", "set", "lo", "up")
@@ -87,15 +94,39 @@ class Link:
 
     def __exit__(self, *error: object) -> None:
         before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second Ctrl-C must not interrupt the removal
-        for namespace in self.namespaces:  # this also removes the veth pair
+        for namespace in [*self.namespaces, *([] if self._bridge is None else [self._bridge])]:  # and with it its links
             subprocess.run(["ip", "netns", "del", namespace], capture_output=True)
         signal.signal(signal.SIGINT, before)
+
+    def _join(self, bridge: str) -> None:
+        _run("ip", "netns", "add", bridge)
+        _run("ip", "-n", bridge, "link", "add", "bridge", "type", "bridge")
+        _run("ip", "-n", bridge, "link", "set", "bridge", "up")
+        for namespace, interface in self.ends():
+            port = f"{interface}p"
+            _run(
+                "ip",
+                "link",
+                "add",
+                interface,
+                "netns",
+                namespace,
+                "type",
+                "veth",
+                "peer",
+                "name",
+                port,
+                "netns",
+                bridge,
+            )
+            _run("ip", "-n", bridge, "link", "set", port, "master", "bridge", "up")
 
     def ends(self) -> Iterator[tuple[str, str]]:
         return zip(self.namespaces, self.interfaces, strict=True)
 
     def limit(self, rate: str) -> None:
-        """Limit both directions. The token bucket holds 1 ms of the rate, so that short messages are limited, too."""
+        """Limit what each node sends: for two nodes both directions. The token bucket holds 1 ms of the rate, so that
+        short messages are limited, too."""
         for namespace, interface in self.ends():
             subprocess.run(["tc", "-n", namespace, "qdisc", "del", "dev", interface, "root"], capture_output=True)
             if rate != "unlimited":
@@ -133,7 +164,7 @@ def missing() -> str | None:
 # ---- a rank ----------------------------------------------------------------------------------------------------------
 
 
-def worker(rank: int, world_size: int, interface: str, model_name: str, hooks: list[str]) -> None:
+def worker(rank: int, world_size: int, ranks_per_node: int, interface: str, model_name: str, hooks: list[str]) -> None:
     """Make the models, then run one job per line of stdin; rank 0 writes one line of JSON per job to stdout."""
     torch.set_num_threads(1)
     sent_bytes = Path("/sys/class/net", interface, "statistics", "tx_bytes")
@@ -148,7 +179,7 @@ def worker(rank: int, world_size: int, interface: str, model_name: str, hooks: l
     for label in hooks:
         model, task = make(model_name)
         models[label] = (
-            wrap(model, label, start=START, ranks_per_node=world_size // 2),
+            wrap(model, label, start=START, ranks_per_node=ranks_per_node),
             torch.optim.SGD(model.parameters(), lr=1e-3),
         )
 
@@ -218,10 +249,10 @@ class Ranks:
 
     def __init__(self, link: Link, model: str, hooks: list[str], folder: str, ranks_per_node: int) -> None:
         self.processes: list[subprocess.Popen[str]] = []
-        world_size = 2 * ranks_per_node
+        world_size = len(link.namespaces) * ranks_per_node
         self.errors = [Path(folder, f"{model}_{rank}.txt") for rank in range(world_size)]
         for rank, (namespace, interface) in enumerate(each for each in link.ends() for _ in range(ranks_per_node)):
-            common = {"interface": interface, "model_name": model, "hooks": hooks}
+            common = {"ranks_per_node": ranks_per_node, "interface": interface, "model_name": model, "hooks": hooks}
             order = json.dumps({"rank": rank, "world_size": world_size, **common})
             environment = {**os.environ, "GLOO_SOCKET_IFNAME": interface, "OMP_NUM_THREADS": "1"}
             self.processes.append(
@@ -296,6 +327,7 @@ def main() -> None:
     arguments.add_argument("--compute", nargs="+", choices=["light", "heavy"], default=["light", "heavy"])
     arguments.add_argument("--steps", type=int, default=7, help="per hook and rate, at most")
     arguments.add_argument("--seconds", type=float, default=30, help="per hook and rate; one step at least")
+    arguments.add_argument("--nodes", type=int, choices=range(2, 9), default=2)
     arguments.add_argument("--ranks-per-node", type=int, default=1)
     arguments.add_argument("--worker", help="for the program's own use")
     quick = {"rates": ["100mbit"], "hooks": ["noop", "ddp", "powersgd-1"], "models": ["tiny_transformer"]}
@@ -312,7 +344,7 @@ def main() -> None:
         raise SystemExit(reason)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # raises SystemExit, so that the namespaces are removed
     at, rows = machine(), []
-    with Link() as link, tempfile.TemporaryDirectory() as folder:
+    with Link(args.nodes) as link, tempfile.TemporaryDirectory() as folder:
         for model in args.models:
             gradient = 4 * numel(make(model)[0])
             link.limit("unlimited")
@@ -332,7 +364,7 @@ def main() -> None:
                             raise RuntimeError(f"{idle} compressed no step")
                         section = f"{model} {compute} {rate}"
                         common = {"section": section, "model": model, "compute": compute, "batch": size, "rate": rate}
-                        common["ranks_per_node"] = args.ranks_per_node
+                        common |= {"nodes": args.nodes, "ranks_per_node": args.ranks_per_node}
                         rows += rows_of(answer, args.hooks, **common, gradient_mb=gradient / 1e6)
                         print(f"{section}: done", file=sys.stderr, flush=True)
             finally:
@@ -351,7 +383,7 @@ def main() -> None:
         "x noop": number("times_noop", "{:.2f}"),
         "x faster than ddp": number("faster_than_ddp", "{:.2f}"),
     }
-    report("link", "link: DDP training of two nodes over a limited link", args, at, rows, columns)
+    report("link", f"link: DDP training of {args.nodes} nodes over a limited link", args, at, rows, columns)
 
 
 if __name__ == "__main__":

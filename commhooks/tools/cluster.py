@@ -21,13 +21,15 @@ from commhooks.comm.collective import Op
 from commhooks.compressors.base import Compressor
 from commhooks.hook.plan import ModelPlan
 
-CANDIDATES: tuple[tuple[str, dict[str, Any]], ...] = (
-    ("allreduce", {}),
-    ("bf16_compress", {}),
-    ("int8_compress", {}),
-    ("int4_compress", {}),
-    *(("powerSGD", {"matrix_approximation_rank": rank}) for rank in (16, 4, 1)),
+CANDIDATES: tuple[tuple[str, dict[str, Any], str | None], ...] = (
+    ("allreduce", {}, None),
+    ("bf16_compress", {}, None),
+    ("int8_compress", {}, None),
+    ("int4_compress", {}, None),
+    *(("powerSGD", {"matrix_approximation_rank": rank}, None) for rank in (16, 4, 1)),
+    ("powerSGD", {"matrix_approximation_rank": 1}, "int8"),
 )
+"""Name, options, wrapper."""
 ASSUMED = (
     "Assumed: the ranks of a node have consecutive numbers and share its network card, nothing overlaps with the "
     "backward pass, no time for the codec (see `commhooks plan` without --nodes). Compared with measurements on two "
@@ -82,6 +84,7 @@ def predict(plan: ModelPlan, compressor: Compressor[Any], buckets: int, cluster:
     """
     rank = getattr(compressor.config, "matrix_approximation_rank", None)
     hook = compressor.name if rank is None else f"{compressor.name}, rank {rank}"
+    hook += f", {compressor.wire}" if compressor.wire and compressor.Config.own_wire is None else ""
     counted = plan.bytes_after + plan.flag_bytes
     leaving, seconds = _outside(counted, compressor.collectives, buckets, cluster, cluster.ranks_per_node)
     found = [Prediction(hook, leaving, seconds, between_nodes=False)]

@@ -133,8 +133,8 @@ def run_cluster(arguments: argparse.Namespace) -> int:
     )
     model = named_model(arguments.model)
     predictions = []
-    for hook, options in CANDIDATES:
-        request = HookRequest.parse(hook, hook_options=options)
+    for hook, options, wrapper in CANDIDATES:
+        request = HookRequest.parse(hook, hook_options=options, wrapper=wrapper)
         plan = plan_model(
             model.parameters,
             request,

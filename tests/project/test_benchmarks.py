@@ -114,6 +114,15 @@ def test_convergence(tmp_path):
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
+def test_language_model(tmp_path):
+    picture = tmp_path / "figures.png"
+    rows = {row["hook"]: row for row in _run("language_model", tmp_path, "--plot", str(picture))}
+    assert rows.keys() == {"allreduce", "powersgd-4+int8"}
+    assert all(row["loss"] < 4 and row["seeds"] == 1 for row in rows.values())
+    assert rows["powersgd-4+int8"]["fewer"] > 80 and rows["powersgd-4+int8"]["difference"] != 0
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
 def test_launches(tmp_path):
     """Bounds a little above today's counts: a change that adds operators per matrix or per rank shows."""
     rows = _run("launches", tmp_path, "--models", "resnet50", "gpt2", "--ranks", "1", "4", "16")

@@ -70,7 +70,7 @@ def test_the_command(capsys: Any) -> None:
     assert all(hook in text for hook in ("allreduce", "bf16_compress", "int8_compress", "powerSGD, rank 16"))
     assert main([*arguments, "--json"]) == 0
     content = json.loads(capsys.readouterr().out)
-    assert content["cluster"]["nodes"] == 16 and len(content["predictions"]) == 2 + 2 * 5
+    assert content["cluster"]["nodes"] == 16 and len(content["predictions"]) == 2 + 2 * 6
 
 
 @pytest.mark.parametrize("wrong", [["--nodes", "1"], ["--ranks-per-node", "0"], ["--bandwidth", "0"]])

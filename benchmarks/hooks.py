@@ -3,8 +3,9 @@
 `noop`, `ddp` (no hook), `allreduce`, `fp16`, `bf16`, `powersgd-4` and `batched-4` (commhooks, rank 4), `fused-4`,
 `alternate-4`, `fused-alternate-4` and `same-4` (commhooks with these options), `torch-4` (torch's powerSGD_hook) and
 `torch-same-4`; "same" is batch_tensors_with_same_shape. `int8`, `int4`, `fused-int8` and `fused-int4` are the quantised
-hooks. Only those with "fused" use the native kernel. The suffix `:one` selects a single bucket: one all-reduce for all
-P, and one for all Q. The suffix `:nodes` compresses between nodes only, for benchmarks with several ranks per node.
+hooks. Only those with "fused" use the native kernel. `+int8` or `+int4` after PowerSGD is the wrapper. The suffix
+`:one` selects a single bucket: one all-reduce for all P, and one for all Q. The suffix `:nodes` compresses between
+nodes only, for benchmarks with several ranks per node.
 """
 
 from typing import Any
@@ -19,7 +20,7 @@ import commhooks
 ONE_BUCKET_MB = 10_000
 LABELS = (
     "noop, ddp, allreduce, fp16, bf16, powersgd-RANK, fused-RANK, alternate-RANK, fused-alternate-RANK, same-RANK, "
-    "batched-RANK, int8, int4, fused-int8, fused-int4, torch-RANK, torch-same-RANK; with :one or :nodes"
+    "batched-RANK, int8, int4, fused-int8, fused-int4, torch-RANK, torch-same-RANK; with +int8 or +int4, :one, :nodes"
 )
 SIMPLE = {
     "noop": commhooks.Noop,
@@ -51,6 +52,7 @@ def wrap(
     PowerSGD and quantising begin; torch requires at least 2. `wrapper`: as in `commhooks.attach`; not for torch's
     hooks."""
     label, _, suffix = label.partition(":")
+    label, _, quantised = label.partition("+")
     kind, _, rank_text = label.rpartition("-")
     kind = kind or label
     if suffix == "one" or kind.startswith("torch") and dist.get_backend() == "gloo":
@@ -78,4 +80,4 @@ def wrap(
             matrix_approximation_rank=int(rank_text), start_powerSGD_iter=start, fused=False
         )
     nodes = ranks_per_node if suffix == "nodes" else None
-    return wrapped, commhooks.attach(wrapped, config, wrapper=wrapper, ranks_per_node=nodes)
+    return wrapped, commhooks.attach(wrapped, config, wrapper=quantised or wrapper, ranks_per_node=nodes)

@@ -41,6 +41,8 @@ class Send:
     an accelerator does it while the network is busy."""
     splits: tuple[Sequence[int], Sequence[int]] | None = None
     """For "all_to_all" with parts of different sizes: how many elements go to each rank, and come from each."""
+    into: torch.Tensor | None = None
+    """With `splits`: memory for the result; None: new memory."""
     over: Reach = "all"
     """Over which ranks. Set by the engine where the ranks form nodes: those of this "node", or those with this local
     rank on all "nodes"."""
@@ -163,7 +165,7 @@ def start(send: Send, group: dist.ProcessGroup, counters: Counters | None, where
                 answer = torch.empty_like(send.tensor, memory_format=torch.contiguous_format)
             else:
                 sent, arriving = map(list, send.splits)
-                answer = send.tensor.new_empty(sum(arriving))
+                answer = send.tensor.new_empty(sum(arriving)) if send.into is None else send.into
             tensor = send.tensor.contiguous()
             work = dist.all_to_all_single(answer, tensor, arriving, sent, group=group, async_op=True)
         else:

@@ -25,7 +25,7 @@ from commhooks.compressors.base import Compressor, Exchange, StepInfo, Verdict
 from commhooks.compressors.plan import UnitPlan
 from commhooks.engine.arrangement import Flat
 from commhooks.engine.average import average
-from commhooks.engine.node_shares import NodeShares, owners_of
+from commhooks.engine.node_shares import NodeShares, Splits, owners_of
 from commhooks.engine.state import LearnedState
 from commhooks.gradients.layout import BucketLayout
 from commhooks.gradients.precision import compute_dtype
@@ -52,10 +52,8 @@ class Hierarchy(Flat):
         self, compressor: Compressor[Any], flat: torch.Tensor, work: NodeShares, state: LearnedState, step: StepInfo
     ) -> Exchange:
         own = work.own
-        arrived: torch.Tensor = yield Send(
-            work.by_owner(flat), "the node's gradients", "all_to_all", splits=work.to_owners, over="node"
-        )
-        first, *others = arrived.view(self.nodes.ranks_per_node, -1)
+        yield self._inside("gradients", work.by_owner(flat), work.to_owners, work.gradients)
+        first, *others = work.gradients.view(self.nodes.ranks_per_node, own.numel())
         own.copy_(first)
         for each in others:  # in this order, so that no bit depends on the bucket
             own.add_(each)
@@ -75,10 +73,8 @@ class Hierarchy(Flat):
                 own.copy_(result)
         own.div_(self.nodes.ranks_per_node)
 
-        arrived = yield Send(
-            work.results(state), "the node's averages", "all_to_all", splits=work.from_owners, over="node"
-        )
-        work.take(arrived, flat, state)
+        yield self._inside("averages", work.results(state), work.from_owners, work.averages)
+        work.take(flat, state)
         return None
 
     def group(self, over: Reach, everyone: dist.ProcessGroup) -> dist.ProcessGroup:
@@ -102,6 +98,10 @@ class Hierarchy(Flat):
     def rebase(self, tensors: dict[str, torch.Tensor], name: str, mean: torch.Tensor) -> None:
         if self._is_mine(name):
             tensors[name] = mean * self.nodes.ranks_per_node
+
+    def _inside(self, what: str, tensor: torch.Tensor, splits: Splits, into: torch.Tensor) -> Send:
+        """An exchange of parts inside the node."""
+        return Send(tensor, f"the node's {what}", "all_to_all", splits=splits, into=into, over="node")
 
     def _is_mine(self, name: str) -> bool:
         return self._owners[name] == self.nodes.local_rank

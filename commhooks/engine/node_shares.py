@@ -16,6 +16,8 @@ from commhooks.gradients.layout import BucketLayout, Slot
 from commhooks.gradients.pieces import divide, join
 
 Field = tuple[StateField, UnitPlan]
+Splits = tuple[Sequence[int], Sequence[int]]
+"""How many elements go to each rank, and come from each."""
 
 
 def owners_of(sizes: Mapping[str, int], ranks_per_node: int) -> dict[str, int]:
@@ -46,8 +48,8 @@ class NodeShares:
         own: this rank's share of the gradients, 1-D.
         work: the compressor's workspace for it; None if nothing in it is compressed.
         compresses: whether anything in it is compressed.
-        to_owners, from_owners: how many elements of `by_owner`, or bytes of `results`, go to each rank of the node and
-            come from each.
+        to_owners, from_owners: for `by_owner` (elements) and `results` (bytes).
+        gradients, averages: memory for what comes from the ranks of the node: the parts of `own`, and their `results`.
     """
 
     def __init__(
@@ -80,10 +82,17 @@ class NodeShares:
             [size, *(field.size_bytes(plan) for field, plan in fields), len(fields)]
             for size, fields in zip(gradient_bytes, self._fields, strict=True)
         ]
-        self.to_owners = (numels, [numels[local]] * count)
-        self.from_owners = ([sum(self._sizes[local])] * count, [sum(each) for each in self._sizes])
-        self._by_owner = torch.zeros(layout.numel, dtype=layout.dtype, device=layout.device)
-        self._results = torch.zeros(count, sum(self._sizes[local]), dtype=torch.uint8, device=layout.device)
+        self.to_owners: Splits = (numels, [numels[local]] * count)
+        self.from_owners: Splits = ([sum(self._sizes[local])] * count, [sum(each) for each in self._sizes])
+        # The gradients have arrived before the averages are sent: both use the same memory.
+        total, share = layout.numel * layout.dtype.itemsize, gradient_bytes[local]
+        results, averages = count * sum(self._sizes[local]), sum(map(sum, self._sizes))
+        sent = torch.zeros(max(total, results), dtype=torch.uint8, device=layout.device)
+        arrived = torch.zeros(max(count * share, averages), dtype=torch.uint8, device=layout.device)
+        self._by_owner = sent[:total].view(layout.dtype)
+        self._results = sent[:results].view(count, results // count)
+        self.gradients = arrived[: count * share].view(layout.dtype)
+        self.averages = arrived[:averages]
         self.own = torch.zeros(numels[local], dtype=layout.dtype, device=layout.device)
 
         mine = [plan for plan in plans if owners[plan.name] == local]
@@ -110,11 +119,12 @@ class NodeShares:
         self._results[1:] = self._results[0]
         return self._results.view(-1)
 
-    def take(self, arrived: torch.Tensor, flat: torch.Tensor, state: LearnedState) -> None:
-        """Write the `results` of all ranks of the node into the bucket and into the learned state."""
+    def take(self, flat: torch.Tensor, state: LearnedState) -> None:
+        """Write the results of all ranks of the node, which are in `averages`, into the bucket and into the learned
+        state."""
         size = flat.element_size()
         bucket = flat.view(torch.uint8)
-        for owner, message in enumerate(arrived.split(self.from_owners[1])):
+        for owner, message in enumerate(self.averages.split(list(self.from_owners[1]))):
             gradients, *learned, flags = message.split(self._sizes[owner])
             if self._runs[owner]:
                 divide(gradients, [bucket[begin * size : end * size] for begin, end in self._runs[owner]])

@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from commhooks.comm.collective import gather_rows
 from commhooks.comm.counters import Counters
+from commhooks.comm.shards import on_all_shards
 from commhooks.engine.kernel_choice import Choice, Offer, agreed_choice
 from commhooks.engine.state import LearnedState
 from commhooks.errors import HookRunError
@@ -46,26 +47,37 @@ class Agreement:
 
 
 def agree(
-    state: LearnedState, terms: Terms, group: dist.ProcessGroup, device: torch.device, counters: Counters
+    state: LearnedState,
+    terms: Terms,
+    group: dist.ProcessGroup,
+    shard_group: dist.ProcessGroup | None,
+    device: torch.device,
+    counters: Counters,
 ) -> Agreement:
     """Compare step and configuration over the ranks of `group`, and choose a kernel. All of its ranks must call this.
+    Of a sharded model, compare the step with the ranks of `shard_group`, too.
 
     Raises:
         HookRunError: on all ranks, if the steps or the configurations differ, if some ranks cannot run the hook, or if
             they have no kernel in common; the message names the ranks.
         HookConfigError: no rank can run the hook.
     """
+    agreement, table = on_all_shards(
+        lambda: _agree(state, terms, group, device, counters), [state.step], shard_group, device, HookRunError
+    )
+    _check_steps([row[0] for row in table])
+    return agreement
+
+
+def _agree(
+    state: LearnedState, terms: Terms, group: dist.ProcessGroup, device: torch.device, counters: Counters
+) -> Agreement:
     row = [state.step, terms.configuration, int(state.local_missing), secrets.randbits(62), terms.offer.key]
     own = torch.tensor(row, dtype=torch.int64, device=device)
     table = gather_rows(
         own, group, counters, "the comparison of the ranks' state (load on every rank, or on none)"
     ).tolist()
-    steps = [row[0] for row in table]
-    if len(set(steps)) > 1:
-        raise HookRunError(
-            f"the ranks are at different steps of the hook: {_by_rank(steps)}. Load the same checkpoint on every rank "
-            "before the first backward pass, or on none"
-        )
+    _check_steps([row[0] for row in table])
     configurations = [row[1] for row in table]
     if len(set(configurations)) > 1:
         groups = sorted({tuple(r for r, c in enumerate(configurations) if c == value) for value in configurations})
@@ -79,6 +91,14 @@ def agree(
     if not complete:
         state.drop_local()
     return Agreement(complete, table[0][3], choice)
+
+
+def _check_steps(steps: list[int]) -> None:
+    if len(set(steps)) > 1:
+        raise HookRunError(
+            f"the ranks are at different steps of the hook: {_by_rank(steps)}. Load the same checkpoint on every rank "
+            "before the first backward pass, or on none"
+        )
 
 
 def _by_rank(values: list[int]) -> str:

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from commhooks.comm import collective
 from commhooks.comm.collective import Pending, Send, agreement_key, outlast, resolve_group
 from commhooks.comm.counters import Counters
+from commhooks.comm.shards import good_on_all_shards, speaks
 from commhooks.compressors.base import Compressor, StepInfo
 from commhooks.compressors.plan import UnitPlan
 from commhooks.engine.agreement import Terms, agree
@@ -48,11 +49,14 @@ class Binding:
         names: stable names of the parameters.
         group: called at each backward pass; returns the process group, or None for the default group.
         loss_scale: returns the current scale of the GradScaler; None without one.
+        shard_group: of a sharded model, the ranks that hold the other shards of this replica: a pass is committed on
+            all of them or on none.
     """
 
     names: ParameterNames
     group: Callable[[], dist.ProcessGroup | None]
     loss_scale: Callable[[], LossScale] | None = None
+    shard_group: dist.ProcessGroup | None = None
 
 
 class Session:
@@ -134,6 +138,11 @@ class Session:
                 if bucket.is_last:
                     self._drain(current)
             return exchange.future
+
+    def end_pass(self) -> None:
+        """End the running pass, whose latest bucket was not marked as the last: no further one will arrive."""
+        if self._pass is not None:
+            self._drain_if_open(self._pass)
 
     def settle(self) -> None:
         """Bring `state.step` up to date, for which the host may wait for the latest commit on an accelerator. The
@@ -226,6 +235,8 @@ class Session:
     def _drain(self, current: BackwardPass) -> None:
         """End a pass: run all remaining rounds, then commit."""
         good = self.arrangement.agreed(current.drain())
+        if self.binding.shard_group is not None:
+            good = good_on_all_shards(good, self.binding.shard_group)
         state, outcomes = self.state, self.outcomes
         with outcomes.lock:
             outcomes.committing = True
@@ -272,14 +283,13 @@ class Session:
     def _drain_after_backward(self, current: BackwardPass) -> None:
         """Drain at the end of the backward pass if the last bucket never arrives, which happens when DDP skips the
         all-reduce of unused parameters. DDP waits for the futures in a callback of the same kind, queued later."""
+        run_after_backward(lambda: self._drain_if_open(current))
 
-        def drain_if_open() -> None:
-            if not current.done and current is self._pass:
-                flat = current.running[-1].flat
-                with self._computing(flat), self.counters.clocks.codec(flat.device):
-                    self._drain(current)
-
-        run_after_backward(drain_if_open)
+    def _drain_if_open(self, current: BackwardPass) -> None:
+        if not current.done and current is self._pass:
+            flat = current.running[-1].flat
+            with self._computing(flat), self.counters.clocks.codec(flat.device):
+                self._drain(current)
 
     @contextlib.contextmanager
     def _computing(self, flat: torch.Tensor) -> Iterator[None]:
@@ -311,10 +321,11 @@ class Session:
         compressor = self.compressor
         shapes = {name: tuple(parameter.shape) for name, parameter in self.binding.names.known().items()}
         configuration = agreement_key(compressor.name, compressor.config, compressor.wire, sorted(shapes.items()))
-        self._buckets.speaker = dist.get_rank(group) == 0
+        self._buckets.speaker = speaks(group, self.binding.shard_group)
         chosen = self.choice
         offer = Offer.of(compressor, flat.device, [flat.dtype]) if chosen is None else chosen.as_offer()
-        agreement = agree(self.state, Terms(configuration, offer), group, flat.device, self.counters)
+        terms, shard_group = Terms(configuration, offer), self.binding.shard_group
+        agreement = agree(self.state, terms, group, shard_group, flat.device, self.counters)
         if chosen is None:
             self.compute_with(agreement.choice)
             for remark in agreement.choice.remarks(compressor.called) if self._buckets.speaker else ():

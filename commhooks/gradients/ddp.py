@@ -1,14 +1,19 @@
 """`DistributedDataParallel` as a source of gradients: its buckets, its parameters, and its limits for hooks."""
 
-from collections.abc import Sequence
+import weakref
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from commhooks.errors import HookRunError
+from commhooks.errors import AttachError, HookRunError
 from commhooks.gradients import precision
 from commhooks.gradients.bucket import Bucket
+from commhooks.gradients.exclude import all_names
+from commhooks.gradients.names import ModelNames
+from commhooks.gradients.source import GradientSource, Reducer, described_parameter
 
 
 class DDPBucket(Bucket):
@@ -21,6 +26,69 @@ class DDPBucket(Bucket):
     @property
     def parameters(self) -> Sequence[torch.Tensor]:
         return self._grad_bucket.parameters()
+
+
+class DDPGradients(GradientSource):
+    """The gradients that a DDP model reduces."""
+
+    nothing_to_reduce = (
+        "no parameter of this model is reduced by DDP (all are frozen, ignored or delayed), so a communication "
+        "hook would have nothing to do: leave out the hook, or unfreeze parameters before DDP wraps the model"
+    )
+
+    gives_grad_buckets = True
+
+    def __init__(self, ddp_model: DistributedDataParallel, group: dist.ProcessGroup | None = None) -> None:
+        """`group`: None for the model's own.
+
+        Raises:
+            AttachError: the model has a communication hook of its own.
+        """
+        _check_free(ddp_model)
+        self.group = ddp_model.process_group if group is None else group
+        self.names = ModelNames(reduced_parameters(ddp_model), all_names(ddp_model.module))
+        self.sparse = sparse_parameters(ddp_model.module)
+        # All parameters may have been frozen after wrapping.
+        self.device = next(iter([*self.names.known().values(), *ddp_model.module.parameters()])).device
+        self._ddp_model = weakref.ref(ddp_model)
+
+    @property
+    def module(self) -> torch.nn.Module | None:
+        ddp_model = self._ddp_model()
+        module: torch.nn.Module | None = None if ddp_model is None else ddp_model.module
+        return module
+
+    def register(self, reducer: Reducer, state: Any) -> None:
+        ddp_model = self._ddp_model()
+        assert ddp_model is not None
+        try:
+            ddp_model.register_comm_hook(state, reducer.run)
+        except RuntimeError as error:
+            # torch 2.13: "register_comm_hook or register_builtin_comm_hook can only be called once."
+            raise AttachError(
+                f"this DistributedDataParallel model has a communication hook already, so {reducer.name!r} cannot be: "
+                "DDP takes one hook for life; wrap the model anew to change it"
+            ) from error
+
+    def described(self) -> list[str]:
+        return [described_parameter(name, parameter) for name, parameter in self._not_ignored()]
+
+    def weights(self) -> Mapping[str, torch.Tensor]:
+        return dict(self._not_ignored())
+
+    def gradients(self) -> Mapping[str, torch.Tensor | None]:
+        return {name: parameter.grad for name, parameter in self.names.known().items()}
+
+    def check_pass(self) -> None:
+        ddp_model = self._ddp_model()
+        if ddp_model is not None:
+            forbid_uneven_division(ddp_model)
+
+    def _not_ignored(self) -> list[tuple[str, torch.Tensor]]:
+        ddp_model = self._ddp_model()
+        if ddp_model is None:
+            return []
+        return [(n, p) for n, p in ddp_model.module.named_parameters() if n not in ddp_model.parameters_to_ignore]
 
 
 def bucket_of(grad_bucket: object) -> DDPBucket:
@@ -75,4 +143,17 @@ def forbid_uneven_division(ddp_model: DistributedDataParallel) -> None:
         raise HookRunError(
             "a communication hook divides gradients by the world size; Join(divide_by_initial_world_size=False) asks "
             "for the number of active ranks instead. Use divide_by_initial_world_size=True, or no hook"
+        )
+
+
+def _check_free(ddp_model: DistributedDataParallel) -> None:
+    if ddp_model.mixed_precision is not None:
+        raise AttachError(
+            "DistributedDataParallel(mixed_precision=...) registers a communication hook of its own, and DDP takes one "
+            "only; use autocast for mixed precision, or wrapper='fp16' or 'bf16' to send less"
+        )
+    if any(hasattr(parameter, "_in_backward_optimizers") for parameter in ddp_model.module.parameters()):
+        raise AttachError(
+            "an optimizer applied in backward registers a communication hook of its own, and DDP takes one only; "
+            "use an ordinary optimizer"
         )

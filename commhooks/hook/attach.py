@@ -1,4 +1,4 @@
-"""Attach a hook to a DDP model: from a checked request to a registered hook."""
+"""Attach a hook to a model: from a checked request to a registered hook."""
 
 import inspect
 import logging
@@ -7,11 +7,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.nn.parallel import DistributedDataParallel
+from torch.distributed.device_mesh import DeviceMesh
 
 from commhooks.comm.counters import Counters
 from commhooks.comm.hook_result import checked_future
 from commhooks.comm.nodes import RanksPerNode, find_nodes
+from commhooks.comm.shards import speaks
 from commhooks.compressors.base import Compressor
 from commhooks.compressors.config import HookConfig
 from commhooks.ddp_comm_hooks.default_hooks import bf16_compress_wrapper, fp16_compress_wrapper
@@ -20,14 +21,14 @@ from commhooks.engine.session import Binding, Session
 from commhooks.engine.session_state import SessionState
 from commhooks.engine.state import LearnedState
 from commhooks.errors import AttachError, HookConfigError
-from commhooks.gradients.ddp import reduced_parameters, sparse_parameters
-from commhooks.gradients.exclude import all_names, warn_if_unmatched
-from commhooks.gradients.names import ModelNames
+from commhooks.gradients.exclude import warn_if_unmatched
+from commhooks.gradients.source import GradientSource
 from commhooks.hook.comm_hook import CommHook
 from commhooks.hook.learning_hook import LearningHook
 from commhooks.hook.request import HookRequest
-from commhooks.hook.request_check import Asked, check_requests, describe_model, describe_request
+from commhooks.hook.request_check import Asked, check_requests, describe_request
 from commhooks.hook.runner import Runner
+from commhooks.hook.sources import source_of
 from commhooks.hook.stateless_hook import StatelessHook
 from commhooks.hook.user_hook import UserHook
 
@@ -37,7 +38,7 @@ _WRAPPERS = {"fp16": fp16_compress_wrapper, "bf16": bf16_compress_wrapper}
 
 
 def attach(
-    ddp_model: DistributedDataParallel,
+    model: torch.nn.Module,
     hook: HookConfig | Callable[..., Any] | str,
     *,
     hook_options: Mapping[str, Any] | None = None,
@@ -49,13 +50,16 @@ def attach(
     check_every: int | None = None,
     ranks_per_node: RanksPerNode = None,
     process_group: dist.ProcessGroup | None = None,
+    replicate_group: DeviceMesh | dist.ProcessGroup | None = None,
     loss_scale: Callable[[], float | torch.Tensor] | None = None,
 ) -> CommHook:
-    """Register a communication hook on a DDP model. Every rank of the model's process group must call this with equal
-    arguments: the ranks compare their requests and their models in one small collective.
+    """Register a communication hook on a model that is wrapped in DDP, or sharded by `fully_shard` (FSDP2). Every rank
+    of the model must call this with equal arguments: the ranks compare their requests and their models in one small
+    collective.
 
     Args:
-        ddp_model: a `DistributedDataParallel` model that has no hook yet.
+        model: a `DistributedDataParallel` model that has no hook yet; or the root module of one that was sharded by
+            `fully_shard` over a mesh of one dimension, with its parameters on their device.
         hook: a config object (`PowerSGD(matrix_approximation_rank=4)`), a name (see `available_hooks()`), a path
             `"package.module:function"`, or a callable `(state, bucket) -> torch.futures.Future[torch.Tensor]`.
         hook_options: options of a hook given by name.
@@ -74,7 +78,9 @@ def attach(
             keeps residuals for its share of the parameters. A number: so many consecutive ranks are a node. "auto":
             those that one launcher has started, or that have one host name. None: compress between all ranks. With
             one node, or one rank per node, there is nothing to divide.
-        process_group: the group over which to average; None: the model's group.
+        process_group: the group over which to average a DDP model; None: the model's group.
+        replicate_group: for a model sharded by `fully_shard`: the group, or the mesh of one dimension, over which to
+            average: the ranks that hold the same shard, such as `mesh["replicate"]`.
         loss_scale: returns the current loss scale, e.g. `scaler.get_scale`; the residuals are rescaled when it changes.
 
     Returns:
@@ -98,104 +104,96 @@ def attach(
         ranks_per_node=ranks_per_node,
     )
     return attach_request(
-        ddp_model, request, total_steps=total_steps, process_group=process_group, loss_scale=loss_scale
+        model,
+        request,
+        total_steps=total_steps,
+        process_group=process_group,
+        replicate_group=replicate_group,
+        loss_scale=loss_scale,
     )
 
 
 def attach_request(
-    ddp_model: DistributedDataParallel,
+    model: torch.nn.Module,
     request: HookRequest,
     *,
     total_steps: int | None = None,
     process_group: dist.ProcessGroup | None = None,
+    replicate_group: DeviceMesh | dist.ProcessGroup | None = None,
     loss_scale: Callable[[], float | torch.Tensor] | None = None,
 ) -> CommHook:
     """`attach` for a request that was checked before; see `attach`."""
-    _check_model(ddp_model)
     check_total_steps(total_steps)
     if loss_scale is not None and not callable(loss_scale):
         raise HookConfigError(
             f"loss_scale={loss_scale!r}; expected a function that returns the factor of this step, for example "
             "scaler.get_scale, or None"
         )
-    if process_group is not None and not isinstance(process_group, dist.ProcessGroup):
+    source = source_of(model, process_group, replicate_group)
+    if request.ranks_per_node is not None and source.shard_group is not None:
         raise HookConfigError(
-            f"process_group={process_group!r}; expected a torch.distributed.ProcessGroup that this rank belongs to, "
-            "for example one of torch.distributed.new_group, or None for the model's own"
+            f"ranks_per_node={request.ranks_per_node!r} with a model sharded by fully_shard: sharding within a node has "
+            "the same effect, because the hook then averages between nodes only. Leave it out"
         )
-    group = process_group if process_group is not None else ddp_model.process_group
-    names = ModelNames(reduced_parameters(ddp_model), all_names(ddp_model.module))
-    binding = Binding(names, lambda: group, loss_scale)
+    binding = Binding(source.names, lambda: source.group, loss_scale, source.shard_group)
     compressor = request.new_compressor(total_steps)
     runner: Runner
     state: Any
     if compressor is None:
-        runner, state = _runner_of_function(ddp_model, request, binding, group)
+        runner, state = _runner_of_function(source, request, binding)
     else:
-        _warn_if_never_reached(compressor, total_steps, group)
-        runner, state = _runner_of_compressor(ddp_model, request, compressor, binding, group), None
-    # All parameters may have been frozen after wrapping; `check_requests` finds out whether on all ranks.
-    device = next(iter([*names.known().values(), *ddp_model.module.parameters()])).device
+        if speaks(source.group, source.shard_group):
+            _warn_if_never_reached(compressor, total_steps)
+        runner, state = _runner_of_compressor(source, request, compressor, binding), None
     described = describe_request(request, runner.options, loss_scale is not None)
-    plan = [repr(row) for row in runner.plan().parameters]
-    asked = Asked(described, describe_model(ddp_model), plan)
-    choice = check_requests(asked, runner.offer(names.known()), group, device)
-    if not names.known():
-        raise AttachError(
-            "no parameter of this model is reduced by DDP (all are frozen, ignored or delayed), so a communication "
-            "hook would have nothing to do: leave out the hook, or unfreeze parameters before DDP wraps the model"
-        )
+    asked = Asked(described, source.described(), [repr(row) for row in runner.plan().parameters])
+    choice = check_requests(asked, runner.offer(source.names.known()), source)
+    if not source.names.known():
+        raise AttachError(source.nothing_to_reduce)
     runner.compute_with(choice)
-    nodes = find_nodes(request.ranks_per_node, group, device)
+    nodes = find_nodes(request.ranks_per_node, source.group, source.device)
     if nodes is not None:
-        runner.arrange(Hierarchy(nodes, names.known()))
-    attached = CommHook(request, runner, ddp_model, names, group)
-    try:
-        ddp_model.register_comm_hook(state, attached._run)
-    except RuntimeError as error:
-        # torch 2.13: "register_comm_hook or register_builtin_comm_hook can only be called once."
-        raise AttachError(
-            f"this DistributedDataParallel model has a communication hook already, so {request.name!r} cannot be: "
-            "DDP takes one hook for life; wrap the model anew to change it"
-        ) from error
-    if group.rank() == 0:
+        runner.arrange(Hierarchy(nodes, source.names.known()))
+    attached = CommHook(request, runner, source)
+    source.register(attached._reducer, state)
+    module = source.module
+    if module is not None and speaks(source.group, source.shard_group):
         for problem in runner.problems():
             logger.warning("%s", problem)
         if request.config is not None:
-            warn_if_unmatched(request.config.excluded_globs, ddp_model.module)
+            warn_if_unmatched(request.config.excluded_globs, module)
     return attached
 
 
 def _runner_of_compressor(
-    ddp_model: DistributedDataParallel,
-    request: HookRequest,
-    compressor: Compressor[Any],
-    binding: Binding,
-    group: dist.ProcessGroup,
+    source: GradientSource, request: HookRequest, compressor: Compressor[Any], binding: Binding
 ) -> Runner:
-    sparse = sparse_parameters(ddp_model.module)
     if not compressor.transactional:
-        return StatelessHook(request.name, compressor, binding.names, group, sparse)
+        return StatelessHook(request.name, compressor, source.names, source.group, source.sparse)
     session = Session(compressor, binding, LearnedState.of(compressor.state_fields), Counters())
-    return LearningHook(request.name, session, group, sparse)
+    return LearningHook(request.name, session, source.group, source.sparse)
 
 
-def _runner_of_function(
-    ddp_model: DistributedDataParallel, request: HookRequest, binding: Binding, group: dist.ProcessGroup
-) -> tuple[Runner, Any]:
+def _runner_of_function(source: GradientSource, request: HookRequest, binding: Binding) -> tuple[Runner, Any]:
     """The runner of a hook `(state, bucket)`, and its state."""
-    state, function = request.build(group)
+    if not source.gives_grad_buckets:
+        raise HookConfigError(
+            f"hook {request.name!r} is a function of a GradBucket, which only DistributedDataParallel has: for a model "
+            "sharded by fully_shard take a built-in hook by its name or config, or write a commhooks.Compressor"
+        )
+    state, function = request.build(source.group)
     _check_signature(function, request.name)
     if request.wrapper is not None:
         function = _WRAPPERS[request.wrapper](function)
     if not isinstance(state, SessionState):
-        return UserHook(request, state, function, binding.names, group), state
-    state.bind(binding, ddp_model.module, function)
+        return UserHook(request, state, function, source.names, source.group), state
+    assert source.module is not None
+    state.bind(binding, source.module, function)
 
     def run(grad_bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
         return checked_future(function(state, grad_bucket), request.name)
 
-    return LearningHook(request.name, state.session, group, sparse_parameters(ddp_model.module), run), state
+    return LearningHook(request.name, state.session, source.group, source.sparse, run), state
 
 
 def check_total_steps(total_steps: object) -> None:
@@ -204,27 +202,6 @@ def check_total_steps(total_steps: object) -> None:
         return
     if not isinstance(total_steps, int) or isinstance(total_steps, bool) or total_steps < 1:
         raise HookConfigError(f"total_steps={total_steps!r}; expected a number of steps, 1 or more, or None")
-
-
-def _check_model(ddp_model: object) -> None:
-    if not isinstance(ddp_model, DistributedDataParallel):
-        inner = getattr(ddp_model, "_orig_mod", None)
-        if isinstance(inner, DistributedDataParallel):
-            raise AttachError("attach the hook to the DistributedDataParallel model before torch.compile wraps it")
-        raise AttachError(
-            f"a communication hook needs a torch.nn.parallel.DistributedDataParallel model, got a "
-            f"{type(ddp_model).__module__}.{type(ddp_model).__qualname__}; wrap the model first"
-        )
-    if ddp_model.mixed_precision is not None:
-        raise AttachError(
-            "DistributedDataParallel(mixed_precision=...) registers a communication hook of its own, and DDP takes one "
-            "only; use autocast for mixed precision, or wrapper='fp16' or 'bf16' to send less"
-        )
-    if any(hasattr(parameter, "_in_backward_optimizers") for parameter in ddp_model.module.parameters()):
-        raise AttachError(
-            "an optimizer applied in backward registers a communication hook of its own, and DDP takes one only; "
-            "use an ordinary optimizer"
-        )
 
 
 def _check_signature(function: Callable[..., Any], name: str) -> None:
@@ -238,9 +215,9 @@ def _check_signature(function: Callable[..., Any], name: str) -> None:
         return
 
 
-def _warn_if_never_reached(compressor: Compressor[Any], total_steps: int | None, group: dist.ProcessGroup) -> None:
+def _warn_if_never_reached(compressor: Compressor[Any], total_steps: int | None) -> None:
     start, option = compressor.start_step, compressor.config.start_option
-    if total_steps is not None and option is not None and start >= total_steps and dist.get_rank(group) == 0:
+    if total_steps is not None and option is not None and start >= total_steps:
         logger.warning(
             "%s begins after %s steps, but this run has only %s: nothing will be compressed. Set "
             "%s to a smaller number, or to a fraction of the run.",

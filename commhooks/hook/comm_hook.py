@@ -2,21 +2,21 @@
 
 import logging
 import sys
-import weakref
 from collections.abc import Callable
 from typing import Any
 
 import torch.distributed as dist
-from torch.nn.parallel import DistributedDataParallel
 
 from commhooks.checkpoint import payload
 from commhooks.checkpoint.learned_state import SaveRequest
 from commhooks.comm.clocks import has_clock
 from commhooks.comm.collective import agreement_key
+from commhooks.comm.shards import speaks
 from commhooks.errors import HookConfigError, PayloadError, shown
 from commhooks.gradients.after_backward import in_backward, run_after_backward
-from commhooks.gradients.ddp import bucket_of, forbid_uneven_division
-from commhooks.gradients.names import ModelNames
+from commhooks.gradients.bucket import Bucket
+from commhooks.gradients.ddp import bucket_of
+from commhooks.gradients.source import GradientSource, Reducer
 from commhooks.hook.announce import announce
 from commhooks.hook.cosine import CosineSampler
 from commhooks.hook.norms import Norms, measure
@@ -44,28 +44,25 @@ class CommHook:
         self,
         request: HookRequest,
         runner: Runner,
-        ddp_model: DistributedDataParallel,
-        names: ModelNames,
-        group: dist.ProcessGroup,
+        source: GradientSource,
     ) -> None:
         self.name = request.name
         self.joint_save_limit_s = JOINT_SAVE_LIMIT_S
         self._request = request
         self._runner = runner
-        self._names = names
-        self._group = group
-        self._rank, self._world_size = dist.get_rank(group), dist.get_world_size(group)
-        self._ddp_model = weakref.ref(ddp_model)
+        self._source = source
+        self._rank, self._world_size = dist.get_rank(source.group), dist.get_world_size(source.group)
+        self._speaks = speaks(source.group, source.shard_group)
         every = request.check_every
-        self._replicas = ReplicaCheck(ddp_model, every, group, runner.counters) if every is not None else None
+        self._replicas = ReplicaCheck(source, every, runner.counters) if every is not None else None
         self._cosine: CosineSampler | None = None
         self._announced = False
         # Bucket indices increase within a pass: an index that does not increase begins another pass.
         self._last_index = _NO_BUCKET_YET
 
     def __repr__(self) -> str:
-        ddp_model = self._ddp_model()
-        model = f"attached to {type(ddp_model.module).__name__}" if ddp_model is not None else "its model is gone"
+        module = self._source.module
+        model = f"attached to {type(module).__name__}" if module is not None else "its model is gone"
         options = "".join(f", {name}={value!r}" for name, value in self.options.items())
         wrapper = f", wrapper={self._request.wrapper!r}" if self._request.wrapper is not None else ""
         place = f"rank {self._rank} of {self._world_size}"
@@ -75,28 +72,40 @@ class CommHook:
         """Do not log the lines at the first backward pass, for callers such as the doctor."""
         self._announced = True
 
-    # ---- what DDP calls ----------------------------------------------------------------------------------------------
+    # ---- what the source of the gradients calls ----------------------------------------------------------------------
+
+    @property
+    def _reducer(self) -> Reducer:
+        return Reducer(self.name, self._run, self._reduce, self._end_pass)
 
     def _run(self, state: Any, bucket: dist.GradBucket) -> Future:
+        """The hook function for DDP."""
         own = bucket_of(bucket)
-        if own.index <= self._last_index:
-            self._begin_pass()
-        self._last_index = own.index
-        if self._cosine is not None:
-            self._cosine.keep(own)
-        future = self._runner.run(own, bucket)
-        if self._cosine is not None:
-            self._cosine.answered(own, future)
+        future = self._reduce(own, bucket)
         if own.is_last:
-            self._end_pass()
+            self._finish_pass()
         else:  # the last bucket may never arrive: DDP can skip buckets that no rank uses
-            run_after_backward(self._end_pass)
+            run_after_backward(self._finish_pass)
         return future
 
+    def _reduce(self, bucket: Bucket, grad_bucket: dist.GradBucket | None = None) -> Future:
+        if bucket.index <= self._last_index:
+            self._begin_pass()
+        self._last_index = bucket.index
+        if self._cosine is not None:
+            self._cosine.keep(bucket)
+        future = self._runner.run(bucket, grad_bucket)
+        if self._cosine is not None:
+            self._cosine.answered(bucket, future)
+        return future
+
+    def _end_pass(self) -> None:
+        """Complete the futures of a pass whose source does not mark the last bucket."""
+        self._runner.end_pass()
+        self._finish_pass()
+
     def _begin_pass(self) -> None:
-        ddp_model = self._ddp_model()
-        if ddp_model is not None:
-            forbid_uneven_division(ddp_model)
+        self._source.check_pass()
         if self._replicas is not None and self._replicas.due():
             self._runner.settle()
             plan = agreement_key(*(repr(row) for row in self.plan().parameters))
@@ -105,13 +114,13 @@ class CommHook:
         if self._cosine is not None:
             self._cosine.begin_pass()
 
-    def _end_pass(self) -> None:
+    def _finish_pass(self) -> None:
         self._last_index = _NO_BUCKET_YET
         if self._cosine is not None:
             self._cosine.compare(self._runner.counters.backward_passes)
         if not self._announced:
             self._announced = True
-            if self._rank == 0:
+            if self._speaks:
                 announce(self._request, self._runner.announcement(self.plan()))
                 for remark in self._runner.remarks(checked=self._replicas is not None):
                     logger.warning("%s", remark)
@@ -145,7 +154,7 @@ class CommHook:
         runner = self._runner
         runner.settle()
         s, known, outcomes = runner.counters, runner.counts_bytes, runner.counts_outcomes
-        clocks, timed = s.clocks, known and all(has_clock(p.device) for p in self._names.known().values())
+        clocks, timed = s.clocks, known and all(has_clock(p.device) for p in self._source.names.known().values())
         clocks.collect(wait=True)
         sample = self._cosine.latest if self._cosine is not None else None
         return {
@@ -191,10 +200,11 @@ class CommHook:
         return {name: each.as_dict() | {"cosine": cosines.get(name)} for name, each in norms.items()}
 
     def _norms(self, every: bool = False) -> dict[str, Norms]:
-        parameters = self._names.known()
+        parameters = self._source.names.known()
         chosen = set(parameters) if every else self._runner.measured(set(parameters))
         with self._runner.residuals() as (residuals, loss_scale):
-            return measure({n: p for n, p in parameters.items() if n in chosen}, residuals, loss_scale)
+            gradients = {name: each for name, each in self._source.gradients().items() if name in chosen}
+            return measure(gradients, residuals, loss_scale)
 
     def sample_cosine(self, every: int | None) -> None:
         """Measure, on every `every`-th backward pass, the cosine of the angle between the gradient that the hook
@@ -212,7 +222,7 @@ class CommHook:
         """
         if not self._runner.counts_bytes:
             raise HookConfigError(f"sample_cosine: hook {self.name!r} is your own; only the hooks of commhooks can be")
-        self._cosine = CosineSampler.agreed(every, self._names, self._group, self._runner.counters)
+        self._cosine = CosineSampler.agreed(every, self._source.names, self._source.group, self._runner.counters)
 
     def state_dict(self, residual: str | None = None, *, gather: bool = False, joint: bool = True) -> dict[str, Any]:
         """The state of the hook for a checkpoint: step, Q, residuals, options; tensors are on the CPU.
@@ -232,6 +242,7 @@ class CommHook:
             Called from another thread than the training's, it waits for a running commit, so that it never mixes two
             steps.
         """
+        self._check_savable()
         residual = residual if residual is not None else self._request.save_residual
         if residual not in payload.SAVE_RESIDUAL:
             raise HookConfigError(
@@ -262,6 +273,7 @@ class CommHook:
         Raises:
             PayloadError: `saved` is damaged or does not fit.
         """
+        self._check_savable()
         strict = self._request.strict if strict is None else strict
         content = payload.check_header(saved)
         if content["hook"] == self.name:
@@ -272,8 +284,15 @@ class CommHook:
                 f"{text}. Attach the saved hook to continue with its memory, or load with strict=False to begin "
                 "this one with fresh memory"
             )
-        if self._rank == 0:
+        if self._speaks:
             logger.warning(
                 "%s: it begins with fresh memory (strict=False)%s", text, self._runner.saved_state.not_begun_anew
             )
         return self._runner.saved_state.begin_anew
+
+    def _check_savable(self) -> None:
+        if self._source.shard_group is not None:
+            raise HookConfigError(
+                "the hook of a model sharded by fully_shard cannot be saved yet: leave it out of the checkpoint; a "
+                "resumed run begins with empty learned state"
+            )

@@ -49,8 +49,14 @@ class LearningHook(Runner):
         self._sparse = sparse
         self._function = function
 
-    def run(self, bucket: Bucket, grad_bucket: dist.GradBucket) -> Future:
-        return self._session.run(bucket) if self._function is None else self._function(grad_bucket)
+    def run(self, bucket: Bucket, grad_bucket: dist.GradBucket | None) -> Future:
+        if self._function is None:
+            return self._session.run(bucket)
+        assert grad_bucket is not None  # functions are attached to DDP models only
+        return self._function(grad_bucket)
+
+    def end_pass(self) -> None:
+        self._session.end_pass()
 
     def settle(self) -> None:
         self._session.settle()

@@ -37,9 +37,9 @@ class Norms:
 
 @torch.no_grad()
 def measure(
-    parameters: Mapping[str, torch.Tensor], residuals: Mapping[str, torch.Tensor], loss_scale: float
+    gradients: Mapping[str, torch.Tensor | None], residuals: Mapping[str, torch.Tensor], loss_scale: float
 ) -> dict[str, Norms]:
-    """The norms per parameter. `residuals`: 1-D, multiplied by `loss_scale`. Gradients are read from `.grad`.
+    """The norms per parameter, for those in `gradients`. `residuals`: 1-D, multiplied by `loss_scale`.
 
     Synchronises with the device once.
     """
@@ -53,7 +53,7 @@ def measure(
         found.append(norm.to(found[0].device) if found else norm)
         return len(found) - 1
 
-    places = {name: (place(residuals.get(name)), place(p.grad)) for name, p in parameters.items()}
+    places = {name: (place(residuals.get(name)), place(gradient)) for name, gradient in gradients.items()}
     values = torch.stack(found).tolist() if found else []
 
     def norms(residual: int | None, gradient: int | None) -> Norms:

@@ -4,15 +4,13 @@ Every rank computes a checksum of each parameter; the ranks compare the checksum
 and one small collective every `every` steps.
 """
 
-import weakref
-
 import torch
-import torch.distributed as dist
-from torch.nn.parallel import DistributedDataParallel
 
 from commhooks.comm.collective import agreement_key, gather_rows
 from commhooks.comm.counters import Counters
+from commhooks.comm.shards import on_all_shards
 from commhooks.errors import HookRunError
+from commhooks.gradients.source import GradientSource
 
 _COLUMNS = 1021
 
@@ -36,21 +34,18 @@ def weights_checksum(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class ReplicaCheck:
-    """Compares the replicas of one DDP model before every `every`-th synchronised backward pass, the first included.
+    """Compares the replicas of one model before every `every`-th synchronised backward pass, the first included.
 
     Args:
-        ddp_model: its parameters are compared, including frozen ones, without those that DDP ignores.
+        source: its weights are compared, including frozen ones, without those that DDP ignores. All ranks of its
+            process group must run the same check.
         every: number of backward passes from one comparison to the next.
-        group: the process group; all of its ranks must run the same check.
         counters: counts the collectives as handshakes.
     """
 
-    def __init__(
-        self, ddp_model: DistributedDataParallel, every: int, group: dist.ProcessGroup, counters: Counters
-    ) -> None:
-        self._ddp_model = weakref.ref(ddp_model)
+    def __init__(self, source: GradientSource, every: int, counters: Counters) -> None:
+        self._source = source
         self._every = every
-        self._group = group
         self._counters = counters
         self._passes = 0
 
@@ -61,7 +56,8 @@ class ReplicaCheck:
 
     @torch.no_grad()
     def compare(self, step: int, plan: int, taking_part: bool = True) -> None:
-        """Compare step, plan and weights over the ranks. All ranks must call this at the same backward pass.
+        """Compare step, plan and weights over the ranks. All ranks of the model must call this at the same
+        backward pass.
 
         Args:
             step: the step of the hook.
@@ -71,24 +67,29 @@ class ReplicaCheck:
         Raises:
             HookRunError: on all ranks, if anything differs; the message names the parameters and the ranks.
         """
-        ddp_model = self._ddp_model()
-        if ddp_model is None or self._group.size() == 1:
+        source = self._source
+        on_all_shards(
+            lambda: self._compare(step, plan, taking_part), [], source.shard_group, source.device, HookRunError
+        )
+
+    def _compare(self, step: int, plan: int, taking_part: bool) -> None:
+        group = self._source.group
+        if group.size() == 1:
             return
-        ignored = ddp_model.parameters_to_ignore
-        parameters = {n: p for n, p in ddp_model.module.named_parameters() if n not in ignored and p.numel() > 0}
-        if not parameters:  # all are empty
+        parameters = {name: weight for name, weight in self._source.weights().items() if weight.numel() > 0}
+        if not parameters:  # all are empty, or the model is gone
             return
         device = next(iter(parameters.values())).device
         what = f"the comparison of the replicas before step {step}"
         head = torch.tensor(
             [int(taking_part), step, plan, agreement_key(*parameters)], dtype=torch.int64, device=device
         )
-        heads = gather_rows(head, self._group, self._counters, what).tolist()
+        heads = gather_rows(head, group, self._counters, what).tolist()
         present = [rank for rank, row in enumerate(heads) if row[0]]
         subjects = ["the step of the hook", "the plan of what is compressed", "the names of the parameters"]
         _raise_where_different(step, subjects, {rank: heads[rank][1:] for rank in present})
         own = torch.stack([weights_checksum(p).to(device) for p in parameters.values()])
-        rows = gather_rows(own, self._group, self._counters, what).tolist()
+        rows = gather_rows(own, group, self._counters, what).tolist()
         subjects = [f"parameter {name}" for name in parameters]
         _raise_where_different(step, subjects, {rank: rows[rank] for rank in present})
 

@@ -10,11 +10,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.nn.parallel import DistributedDataParallel
 
 from commhooks.comm.collective import agreement_key, gather_rows, gather_texts
+from commhooks.comm.shards import on_all_shards
 from commhooks.engine.kernel_choice import Choice, Offer, agreed_choice
 from commhooks.errors import AttachError
+from commhooks.gradients.source import GradientSource
 from commhooks.hook.request import HookRequest
 
 _WHAT = "what each rank attaches (attach the hook on every rank, or on none)"
@@ -36,23 +37,13 @@ def describe_request(request: HookRequest, options: Mapping[str, Any], loss_scal
     return f"{request.name} ({', '.join(shown)})"
 
 
-def describe_model(ddp_model: DistributedDataParallel) -> list[str]:
-    """One line per parameter that is not ignored, in order."""
-    return [
-        f"{name.replace('_orig_mod.', '')} {tuple(p.shape)} {str(p.dtype).removeprefix('torch.')}"
-        + ("" if p.requires_grad else " (frozen)")
-        for name, p in ddp_model.module.named_parameters()
-        if name not in ddp_model.parameters_to_ignore
-    ]
-
-
 @dataclass(frozen=True)
 class Asked:
     """A rank's request, model and plan as text, to compare them between ranks.
 
     Attributes:
         request: see `describe_request`.
-        model: see `describe_model`.
+        model: see `GradientSource.described`.
         plan: one line per parameter: whether and how it is compressed.
     """
 
@@ -61,9 +52,10 @@ class Asked:
     plan: list[str]
 
 
-def check_requests(asked: Asked, offer: Offer, group: dist.ProcessGroup, device: torch.device) -> Choice:
-    """Compare requests, models and plans over the ranks of `group`, and choose the kernel with which all of them
-    compute. All of its ranks must call this.
+def check_requests(asked: Asked, offer: Offer, source: GradientSource) -> Choice:
+    """Compare requests, models and plans over the ranks that average together, and choose the kernel with which all of
+    them compute. Compare the requests with those of the ranks that hold other shards. All ranks of the model must call
+    this.
 
     Raises:
         AttachError: on all ranks, if the requests or the models differ, if some ranks cannot run the hook, or if they
@@ -71,6 +63,21 @@ def check_requests(asked: Asked, offer: Offer, group: dist.ProcessGroup, device:
         HookConfigError: no rank can run the hook.
         HookRunError: another rank has failed, or did not take part within the process group's timeout.
     """
+    choice, table = on_all_shards(
+        lambda: _check_replicas(asked, offer, source.group, source.device),
+        [agreement_key(asked.request)],
+        source.shard_group,
+        source.device,
+        AttachError,
+    )
+    if len({key for (key,) in table}) > 1:
+        assert source.shard_group is not None
+        texts = gather_texts(asked.request, source.shard_group, source.device, _WHAT)
+        raise AttachError(_different_hooks(texts))
+    return choice
+
+
+def _check_replicas(asked: Asked, offer: Offer, group: dist.ProcessGroup, device: torch.device) -> Choice:
     request, model = asked.request, asked.model
     row = [agreement_key(request), agreement_key(*model), agreement_key(*asked.plan), offer.key]
     own = torch.tensor(row, dtype=torch.int64, device=device)
@@ -78,11 +85,7 @@ def check_requests(asked: Asked, offer: Offer, group: dist.ProcessGroup, device:
     requests, models, plans, offers = table.t().tolist()
     if len(set(requests)) > 1:
         texts = gather_texts(request, group, device, _WHAT)
-        raise AttachError(
-            "the ranks attach different hooks: "
-            + "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(texts))
-            + ". Give every rank the same hook, options and wrapper"
-        )
+        raise AttachError(_different_hooks(texts))
     if len(set(models)) > 1:
         lines = [text.split("\n") for text in gather_texts("\n".join(model), group, device, _WHAT)]
         raise AttachError(f"the ranks have different models: {_first_difference(lines)}")
@@ -93,6 +96,11 @@ def check_requests(asked: Asked, offer: Offer, group: dist.ProcessGroup, device:
             "shapes and options alone"
         )
     return agreed_choice(offer, offers, group, device, AttachError)
+
+
+def _different_hooks(requests: list[str]) -> str:
+    by_rank = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(requests))
+    return f"the ranks attach different hooks: {by_rank}. Give every rank the same hook, options and wrapper"
 
 
 def _first_difference(lines: list[list[str]]) -> str:

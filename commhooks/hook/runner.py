@@ -48,12 +48,16 @@ class Runner(ABC):
     counts_outcomes = False
 
     @abstractmethod
-    def run(self, bucket: Bucket, grad_bucket: dist.GradBucket) -> Future:
-        """Reduce one bucket; `grad_bucket` is the same bucket as DDP passed it. All ranks must call this, in the same
-        order."""
+    def run(self, bucket: Bucket, grad_bucket: dist.GradBucket | None) -> Future:
+        """Reduce one bucket; `grad_bucket` is the same bucket as DDP passed it, None without DDP. All ranks must call
+        this, in the same order."""
 
     def begin_pass(self) -> None:
         """Called before the first bucket of a backward pass."""
+        return None
+
+    def end_pass(self) -> None:
+        """Complete the futures of all buckets, if the last one was not marked as the last."""
         return None
 
     def settle(self) -> None:

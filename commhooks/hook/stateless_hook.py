@@ -45,7 +45,7 @@ class StatelessHook(Runner):
     def begin_pass(self) -> None:
         self.counters.begin_pass()
 
-    def run(self, bucket: Bucket, grad_bucket: dist.GradBucket) -> Future:
+    def run(self, bucket: Bucket, grad_bucket: dist.GradBucket | None) -> Future:
         counters = self.counters
         counters.bytes_uncompressed += bucket.numel_here * bucket.flat.element_size()
         return run_with_clocks(

@@ -47,7 +47,7 @@ class UserHook(Runner):
     def begin_pass(self) -> None:
         self.counters.begin_pass()
 
-    def run(self, bucket: Bucket, grad_bucket: dist.GradBucket) -> Future:
+    def run(self, bucket: Bucket, grad_bucket: dist.GradBucket | None) -> Future:
         self.counters.bytes_uncompressed += bucket.numel_here * bucket.flat.element_size()
         return checked_future(self._function(self._state, grad_bucket), self._request.name)
 

@@ -1,0 +1,285 @@
+"""`fully_shard` (FSDP2) as a source of gradients: the reduced shards of its units.
+
+In the backward pass FSDP reduce-scatters the gradients of one unit after the other within the sharding group. For each
+it calls (torch 2.13, `foreach_reduce`)
+
+1. the all-reduce hook, with this rank's part: a flat buffer in which every parameter is padded to the size of the
+   largest shard;
+2. after dividing the buffer in place, and for each parameter in the order of the buffer: it makes the piece the
+   parameter's `.grad`, and calls its post-accumulate hooks.
+
+So 2 tells which parameters are in the buffer (those without a gradient in this pass are not), and with the last of them
+the bucket is complete and can be sent. Its average is known at the end of the backward pass, when all buckets of the
+step have been found finite: only then do the averages replace the `.grad`.
+"""
+
+import weakref
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import FSDPModule
+
+from commhooks.errors import AttachError, HookRunError
+from commhooks.gradients.after_backward import current_task, run_after_backward
+from commhooks.gradients.bucket import Bucket
+from commhooks.gradients.exclude import all_names
+from commhooks.gradients.local_shard import NOTHING_SHARDED, LocalShard, as_dtensor, common_mesh, is_sharded
+from commhooks.gradients.names import ModelNames
+from commhooks.gradients.source import Future, GradientSource, Reducer, described_parameter
+from commhooks.gradients.tensors_in import tensors_in
+
+
+@dataclass(eq=False)
+class _Unit:
+    """A reduced buffer on its way: filled parameter by parameter, then sent.
+
+    Attributes:
+        flat: as FSDP passed it.
+        sent: the bucket's buffer: `flat`, or a copy of it without the padding.
+        average: of `sent`.
+    """
+
+    flat: torch.Tensor
+    shards: list[LocalShard] = field(default_factory=list)
+    numel: int = 0
+    sent: torch.Tensor = field(init=False)
+    average: Future = field(init=False)
+
+    def add(self, shard: LocalShard) -> None:
+        self.shards.append(shard)
+        self.numel += shard.numel_padded
+
+    @property
+    def complete(self) -> bool:
+        return self.numel == self.flat.numel()
+
+    def without_padding(self) -> torch.Tensor:
+        if self.numel == sum(shard.local.numel() for shard in self.shards):
+            return self.flat
+        return torch.cat([piece for _, piece in self.pieces(self.flat, padded=True)])
+
+    def pieces(self, buffer: torch.Tensor, *, padded: bool) -> list[tuple[LocalShard, torch.Tensor]]:
+        """The part of `buffer` that belongs to each shard, 1-D."""
+        found, offset = [], 0
+        for shard in self.shards:
+            found.append((shard, buffer[offset : offset + shard.local.numel()]))
+            offset += shard.numel_padded if padded else shard.local.numel()
+        return found
+
+
+@dataclass(eq=False)
+class _Pass:
+    """A running backward pass.
+
+    Attributes:
+        task: see `current_task`.
+        units: those that have been sent.
+        filling: the one whose parameters FSDP is naming.
+        earlier: gradients that earlier backward passes have accumulated, taken out of `.grad`.
+    """
+
+    task: int
+    units: list[_Unit] = field(default_factory=list)
+    filling: _Unit | None = None
+    earlier: list[tuple[LocalShard, torch.Tensor]] = field(default_factory=list)
+
+    def has(self, shard: LocalShard) -> bool:
+        return any(shard in unit.shards for unit in self.units)
+
+
+class FullyShardGradients(GradientSource):
+    """The gradients of a model that was sharded by `fully_shard` over a mesh of one dimension."""
+
+    nothing_to_reduce = NOTHING_SHARDED
+    gives_grad_buckets = False
+
+    def __init__(self, model: torch.nn.Module, group: dist.ProcessGroup) -> None:
+        """`group`: the ranks that hold the same shard.
+
+        Raises:
+            AttachError: the model is sharded in a way that hooks cannot serve.
+        """
+        for unit in _units(model):
+            unit.reshard()  # after an evaluation the root's parameters may still be whole
+        sharded = {name.replace("_orig_mod.", ""): p for name, p in model.named_parameters() if is_sharded(name, p)}
+        mesh = common_mesh(sharded)
+        self.group = group
+        self.shard_group = mesh.get_group()
+        self._mesh = mesh
+        self.device = as_dtensor(next(iter(sharded.values()))).to_local().device
+        if self.device.type != mesh.device_type:
+            raise AttachError(
+                f"the parameters are on {self.device.type!r} and their mesh is on {mesh.device_type!r}: "
+                "CPUOffloadPolicy is not supported"
+            )
+        self.sparse = set()
+        self._module = weakref.ref(model)
+        self._sharded = sharded
+        shards = [LocalShard.of(name, p) for name, p in sharded.items() if p.requires_grad]
+        self._shards = {id(shard.parameter): shard for shard in shards}
+        of_parameter = all_names(model)
+        self.names = ModelNames(
+            {shard.name: shard.local for shard in shards}.items(),
+            {id(shard.local): of_parameter[id(shard.parameter)] for shard in shards},
+        )
+        self._reducer: Reducer | None = None
+        self._pass: _Pass | None = None
+        self._checked: set[tuple[int, ...]] = set()
+
+    @property
+    def module(self) -> torch.nn.Module | None:
+        return self._module()
+
+    def described(self) -> list[str]:
+        place = f", shard {self._mesh.get_local_rank()} of {self._mesh.size()}"
+        return [described_parameter(name, parameter) + place for name, parameter in self._sharded.items()]
+
+    def weights(self) -> Mapping[str, torch.Tensor]:
+        if self.module is None:
+            return {}
+        return {name: as_dtensor(parameter).to_local() for name, parameter in self._sharded.items()}
+
+    def gradients(self) -> Mapping[str, torch.Tensor | None]:
+        return {shard.name: shard.grad for shard in self._shards.values()}
+
+    def register(self, reducer: Reducer, state: Any) -> None:
+        model = self.module
+        assert model is not None
+        for shard in self._shards.values():
+            # Private (torch 2.13): users' hooks would see the gradient of this replica, before it is averaged.
+            if getattr(shard.parameter, "_post_accumulate_grad_hooks", None):
+                raise AttachError(
+                    f"parameter {shard.name} has a post-accumulate-grad hook: an earlier communication hook, or an "
+                    "optimizer that steps in the backward pass. Neither can be combined with "
+                    f"{reducer.name!r}: shard a new model, or use an ordinary optimizer"
+                )
+        self._reducer = reducer
+        for unit in _units(model):
+            try:
+                unit.set_all_reduce_hook(self._on_reduced)
+            except ValueError as error:
+                raise AttachError(f"fully_shard takes no hook for {type(unit).__name__}: {error}") from error
+        for shard in self._shards.values():
+            shard.parameter.register_post_accumulate_grad_hook(self._on_accumulated)
+        model.register_forward_hook(self._on_forward)
+
+    # ---- what torch calls --------------------------------------------------------------------------------------------
+
+    def _on_forward(self, module: torch.nn.Module, args: Any, output: Any) -> None:
+        for tensor in tensors_in(output):
+            if tensor.requires_grad:
+                tensor.register_hook(self._on_backward)
+
+    def _on_backward(self, grad: torch.Tensor) -> None:
+        """The backward pass has reached the output of the model."""
+        if self._pass is not None and self._pass.task != current_task():
+            self._pass = None  # it has ended in an exception
+        self._running(within=_refuse_reentrant)
+
+    def _on_reduced(self, flat: torch.Tensor) -> None:
+        """The all-reduce hook of all units."""
+        current = self._running()
+        _check_filled(current)
+        if not current.units:
+            # FSDP would add to these what is not averaged yet.
+            for shard in self._shards.values():
+                if shard.parameter.grad is not None:
+                    current.earlier.append((shard, shard.parameter.grad))
+                    shard.parameter.grad = None
+        current.filling = _Unit(flat)
+
+    def _on_accumulated(self, parameter: torch.Tensor) -> None:
+        """The post-accumulate hook of all parameters."""
+        shard, current = self._shards[id(parameter)], self._pass
+        if current is None or current.filling is None or shard.numel_padded == 0:
+            return
+        unit = current.filling
+        unit.add(shard)
+        if unit.complete:
+            current.filling = None
+            self._send(unit, current)
+
+    # ---- a backward pass ---------------------------------------------------------------------------------------------
+
+    def _running(self, within: Callable[[], None] | None = None) -> _Pass:
+        """The running pass, or a new one. `within`: see `run_after_backward`."""
+        current = self._pass
+        if current is None:
+            current = self._pass = _Pass(current_task())
+        # FSDP has queued its own callback before, which reduces the units whose inputs need no gradient.
+        run_after_backward(lambda: self._end(current), within)
+        return current
+
+    @torch.no_grad()
+    def _send(self, unit: _Unit, current: _Pass) -> None:
+        assert self._reducer is not None
+        again = [shard.name for shard in unit.shards if current.has(shard)]
+        if again:
+            raise HookRunError(
+                f"fully_shard has reduced {again[0]} twice in one backward pass: its module is called more than once "
+                "before the backward pass. Apply fully_shard to a module around all of these calls instead"
+            )
+        self._check_pieces(unit)
+        unit.sent = unit.without_padding()
+        bucket = Bucket(unit.sent, [shard.local for shard in unit.shards], index=len(current.units), is_last=False)
+        current.units.append(unit)
+        unit.average = self._reducer.reduce(bucket)
+
+    @torch.no_grad()
+    def _end(self, current: _Pass) -> None:
+        """At the end of the backward pass: wait for the averages and make them the gradients."""
+        if current is not self._pass:
+            return
+        self._pass = None
+        _check_filled(current)
+        if not current.units:
+            return
+        assert self._reducer is not None
+        self._reducer.end_pass()
+        for unit in current.units:
+            for shard, piece in unit.pieces(unit.average.wait(), padded=False):
+                grad = shard.grad
+                assert grad is not None
+                if grad.data_ptr() != piece.data_ptr():
+                    grad.copy_(piece.view(grad.shape))
+        for shard, earlier in current.earlier:
+            if shard.parameter.grad is not None:
+                earlier.add_(shard.parameter.grad)
+            shard.parameter.grad = earlier
+
+    def _check_pieces(self, unit: _Unit) -> None:
+        """Check at its first occurrence that the buffer has the layout that this module expects."""
+        key = tuple(id(shard) for shard in unit.shards)
+        if key in self._checked:
+            return
+        for shard, piece in unit.pieces(unit.flat, padded=True):
+            grad = shard.grad
+            expected = piece.view(shard.local.shape)
+            if grad is None or not torch.equal(grad.nan_to_num(), expected.to(grad).nan_to_num()):
+                raise HookRunError(
+                    f"the gradient of {shard.name} is not where it is expected in the buffer of its unit: this version "
+                    f"of torch ({torch.__version__}) packs buffers in a way that commhooks does not know"
+                )
+        self._checked.add(key)
+
+
+def _refuse_reentrant() -> None:
+    raise HookRunError(
+        "the whole model is inside of a reentrant checkpoint, which hides the end of the backward pass: use "
+        "torch.utils.checkpoint.checkpoint(..., use_reentrant=False), or checkpoint parts of the model"
+    )
+
+
+def _check_filled(current: _Pass) -> None:
+    if current.filling is not None:
+        raise HookRunError(
+            "fully_shard reduces parameters that the model did not have when the hook was attached, or that were "
+            "frozen then: attach the hook after loading and unfreezing parameters, to a model that is sharded anew"
+        )
+
+
+def _units(model: torch.nn.Module) -> list[FSDPModule]:
+    return [module for module in model.modules() if isinstance(module, FSDPModule)]

@@ -1,0 +1,91 @@
+"""What a hook needs to know of the model whose gradients it reduces, whichever way that is wrapped."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+import torch.distributed as dist
+
+from commhooks.gradients.bucket import Bucket
+from commhooks.gradients.names import ModelNames
+
+Future = torch.futures.Future[torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Reducer:
+    """The hook as a source of gradients calls it.
+
+    Attributes:
+        name: name of the hook, for messages.
+        run: the hook function for DDP: `(state, GradBucket) -> Future`.
+        reduce: reduces one bucket; the future holds the result.
+        end_pass: no further bucket of this backward pass will come. Afterwards all futures complete. Not called for a
+            pass whose last bucket was marked, nor by DDP.
+    """
+
+    name: str
+    run: Callable[[Any, dist.GradBucket], Future]
+    reduce: Callable[[Bucket], Future]
+    end_pass: Callable[[], None]
+
+
+class GradientSource(ABC):
+    """A wrapped model as a source of buckets. It holds the parameters, and the modules weakly.
+
+    Attributes:
+        names: the parameters that are reduced. For a sharded model these are this rank's shards.
+        group: the process group over which the gradients are averaged.
+        shard_group: the ranks that hold the other shards of the same replica; None if nothing is sharded. A step is
+            committed on all of them or on none.
+        device: where the gradients are.
+        sparse: ids of the parameters whose gradients are sparse.
+        nothing_to_reduce: the error message if `names` is empty.
+        gives_grad_buckets: whether it passes torch's `GradBucket`, which a user's function takes.
+    """
+
+    names: ModelNames
+    group: dist.ProcessGroup
+    shard_group: dist.ProcessGroup | None = None
+    device: torch.device
+    sparse: set[int]
+    nothing_to_reduce: ClassVar[str]
+    gives_grad_buckets: ClassVar[bool]
+
+    @property
+    @abstractmethod
+    def module(self) -> torch.nn.Module | None:
+        """The user's model; None if it was deleted."""
+
+    @abstractmethod
+    def register(self, reducer: Reducer, state: Any) -> None:
+        """Have the model call the hook from now on. `state`: for `reducer.run`.
+
+        Raises:
+            AttachError: the model has a hook already.
+        """
+
+    @abstractmethod
+    def described(self) -> list[str]:
+        """One line per parameter of the model, in order; equal on two ranks if their models are."""
+
+    @abstractmethod
+    def weights(self) -> Mapping[str, torch.Tensor]:
+        """What must be equal on all ranks of `group`, by name; empty if the model was deleted."""
+
+    @abstractmethod
+    def gradients(self) -> Mapping[str, torch.Tensor | None]:
+        """The present `.grad` by name, on a sharded model that of the shard."""
+
+    def check_pass(self) -> None:
+        """Called before a backward pass. Raises HookRunError if hooks cannot be right in it."""
+        return None
+
+
+def described_parameter(name: str, parameter: torch.Tensor) -> str:
+    """A line for `GradientSource.described`."""
+    dtype = str(parameter.dtype).removeprefix("torch.")
+    frozen = "" if parameter.requires_grad else " (frozen)"
+    return f"{name.replace('_orig_mod.', '')} {tuple(parameter.shape)} {dtype}{frozen}"

@@ -1,0 +1,75 @@
+"""Find out how a model is wrapped, and make the source of its gradients."""
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.nn.parallel import DistributedDataParallel
+
+from commhooks.errors import AttachError, HookConfigError
+from commhooks.gradients.ddp import DDPGradients
+from commhooks.gradients.fully_shard import FullyShardGradients
+from commhooks.gradients.source import GradientSource
+
+
+def source_of(
+    model: object,
+    process_group: dist.ProcessGroup | None = None,
+    replicate_group: DeviceMesh | dist.ProcessGroup | None = None,
+) -> GradientSource:
+    """The source of a model's gradients; see `attach` for the arguments.
+
+    Raises:
+        AttachError: the model cannot take a hook.
+        HookConfigError: a group is of the wrong type, or of the wrong kind for this model.
+    """
+    if process_group is not None and not isinstance(process_group, dist.ProcessGroup):
+        raise HookConfigError(
+            f"process_group={process_group!r}; expected a torch.distributed.ProcessGroup that this rank belongs to, "
+            "for example one of torch.distributed.new_group, or None for the model's own"
+        )
+    if isinstance(model, FSDPModule):
+        assert isinstance(model, torch.nn.Module)
+        if process_group is not None:
+            raise HookConfigError(
+                "process_group is for DistributedDataParallel. For a model sharded by fully_shard pass "
+                "replicate_group: the ranks that hold the same shard, such as mesh['replicate']"
+            )
+        return FullyShardGradients(model, _replicate_group(replicate_group))
+    if not isinstance(model, DistributedDataParallel):
+        raise _cannot_take_a_hook(model)
+    if replicate_group is not None:
+        raise HookConfigError(
+            "replicate_group is for models sharded by fully_shard; for DistributedDataParallel pass process_group, or "
+            "nothing"
+        )
+    return DDPGradients(model, process_group)
+
+
+def _replicate_group(given: object) -> dist.ProcessGroup:
+    if isinstance(given, DeviceMesh) and given.ndim == 1:
+        return given.get_group()
+    if isinstance(given, dist.ProcessGroup):
+        return given
+    what = f"a mesh of {given.ndim} dimensions" if isinstance(given, DeviceMesh) else repr(given)
+    raise HookConfigError(
+        f"replicate_group={what}; a model sharded by fully_shard needs the ranks that hold the same shard: with "
+        "mesh = init_device_mesh(device_type, (replicas, shards), mesh_dim_names=('replicate', 'shard')), shard over "
+        "mesh['shard'] and pass replicate_group=mesh['replicate']"
+    )
+
+
+def _cannot_take_a_hook(model: object) -> AttachError:
+    if isinstance(model, FullyShardedDataParallel):
+        return AttachError(
+            "FullyShardedDataParallel (FSDP1) takes no hook of commhooks: its own hooks are not called with hybrid "
+            "sharding. Shard with torch.distributed.fsdp.fully_shard (FSDP2) instead, over the inner mesh only, and "
+            "pass replicate_group"
+        )
+    inner = getattr(model, "_orig_mod", None)
+    if isinstance(inner, DistributedDataParallel):
+        return AttachError("attach the hook to the DistributedDataParallel model before torch.compile wraps it")
+    return AttachError(
+        f"a communication hook needs a torch.nn.parallel.DistributedDataParallel model, or one sharded by fully_shard, "
+        f"got a {type(model).__module__}.{type(model).__qualname__}; wrap the model first"
+    )

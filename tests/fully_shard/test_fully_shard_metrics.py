@@ -1,0 +1,100 @@
+"""Norms, cosines, statistics and the comparison of replicas on shards."""
+
+from __future__ import annotations
+
+import gc
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from inside import session_of
+from sharded import POWERSGD, Prescribed, attached, backward, mesh_of, random_gradients, rows_of, shard
+
+import commhooks
+
+OPTIONS = POWERSGD | {"start_powerSGD_iter": 0}
+
+
+def _measured() -> dict[str, bool]:
+    model, hook = attached(2, 2, hook_options=OPTIONS)
+    hook.sample_cosine(2)
+    for step in range(2):
+        got = backward(model, random_gradients(step))
+    names = [row.name for row in hook.plan().compressed]
+    index = dist.get_rank() % 2
+    own = torch.cat([got[name][rows_of(name, 2, index)].flatten() for name in names])
+    residual = torch.cat([session_of(hook).state["residual"][name].flatten() for name in names])
+    norms, stats = hook.norms(), hook.stats()
+    ranks = [random_gradients(1, rank) for rank in range(4)]
+    true = {name: torch.stack([each[name] for each in ranks]).mean(0) for name in got}
+    pieces = [(got[name][rows], true[name][rows]) for name in got for rows in [rows_of(name, 2, index)]]
+    a, b = (torch.cat([piece[side].flatten() for piece in pieces]) for side in (0, 1))
+    local = [parameter.to_local() for parameter in model.parameters()]
+    shapes = {row.name: row.shape for row in hook.plan().parameters}
+    return {
+        "gradient norm": abs(norms["gradient_norm"] - own.norm().item()) < 1e-10,
+        "residual norm": abs(norms["residual_norm"] - residual.norm().item()) < 1e-10,
+        "cosine": abs(stats["cosine"] - (a @ b / a.norm() / b.norm()).item()) < 1e-10,
+        "layers": hook.layers().keys() == got.keys(),
+        "plan of the shard": shapes["first.weight"] == ((17, 20), (16, 20))[index],
+        "empty shards": (hook.layers()["tiny.bias"]["gradient_norm"] == 0) == (index == 1),
+        "bytes of the shard": stats["bytes_uncompressed"] == 2 * 8 * sum(each.numel() for each in local),
+        "clocks": stats["codec_s"] > 0 and stats["waiting_s"] >= 0,
+        "repr": repr(hook).endswith(f"attached to FSDPPrescribed, rank {dist.get_rank() // 2} of 2>"),
+    }
+
+
+def test_metrics_are_those_of_the_shards(run_ranks: Any) -> None:
+    for outcome in run_ranks(_measured, world_size=4):
+        assert all(outcome.values()), outcome
+
+
+def _drifts(rank: int | None) -> str:
+    """A weight of the last shard changes on one rank only."""
+    mesh = mesh_of(2, 2)
+    model = shard(Prescribed(), mesh["shard"])
+    commhooks.attach(model, "allreduce", replicate_group=mesh["replicate"], check_every=1)
+    backward(model, random_gradients(0))
+    if dist.get_rank() == rank:
+        with torch.no_grad():
+            model.get_parameter("even.weight").to_local()[-1] += 1e-3
+    try:
+        backward(model, random_gradients(1))
+    except commhooks.HookRunError as error:
+        return str(error)
+    return ""
+
+
+def test_replicas_of_a_shard_are_compared(run_ranks: Any) -> None:
+    assert run_ranks(_drifts, None, world_size=4) == [""] * 4
+    messages = run_ranks(_drifts, 3, world_size=4)
+    for rank in (1, 3):
+        assert "different are parameter even.weight (ranks [1] against rank 0)" in messages[rank]
+        assert "ranks that hold other shards of the model have failed: ranks [1]" in messages[rank - 1]
+
+
+def _alive_without_the_model() -> dict[str, Any]:
+    model, hook = attached(1, 2, hook_options=OPTIONS)
+    backward(model, random_gradients(0))
+    del model
+    gc.collect()
+    return {"repr": repr(hook), "step": hook.stats()["step"], "rows": len(hook.plan().parameters)}
+
+
+def test_the_hook_outlives_its_model(run_ranks: Any) -> None:
+    for outcome in run_ranks(_alive_without_the_model, world_size=2):
+        assert "its model is gone" in outcome["repr"] and outcome["step"] == 1 and outcome["rows"] == 8
+
+
+@pytest.mark.parametrize("hook", ["batched_powerSGD", "noop"])
+def test_other_hooks_run(run_ranks: Any, hook: str) -> None:
+    for finite in run_ranks(_runs, hook, world_size=4):
+        assert finite
+
+
+def _runs(hook: str) -> bool:
+    options = {"start_powerSGD_iter": 0} if hook != "noop" else None
+    model, attached_hook = attached(2, 2, hook, hook_options=options)
+    got = [backward(model, random_gradients(step)) for step in range(2)]
+    return all(g.isfinite().all() for each in got for g in each.values()) and str(attached_hook.plan()) != ""

@@ -1,0 +1,110 @@
+"""A step with an inf or a NaN on any rank changes nothing on all ranks of the model, also those with other shards."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from inside import session_of
+from models import bits_equal
+from sharded import POWERSGD, attached, backward, learned, random_gradients
+
+from commhooks import HookRunError
+
+INT8 = {"block_size": 32, "start_iter": 1}
+STEPS, BAD_STEP = 5, 3
+
+
+def _run(hook_name: str, options: dict[str, Any], rank: int, name: str, element: int, number: float) -> dict[str, Any]:
+    """A clean run, and one with a bad step in between."""
+    clean_model, clean_hook = attached(2, 2, hook_name, hook_options=options)
+    model, hook = attached(2, 2, hook_name, hook_options=options)
+    same, outcome = [], {}
+    for step in range(STEPS):
+        if step == BAD_STEP:
+            gradients = random_gradients(1000)
+            if dist.get_rank() == rank:
+                gradients[name].view(-1)[element] = number
+            before = learned(hook)
+            bad = backward(model, gradients)
+            after = learned(hook)
+            outcome["counted"] = (after.pop("nonfinite") - before.pop("nonfinite")).item() == 1
+            outcome["remembers"] = any(key.startswith("residual") for key in before)
+            outcome["committed nothing"] = bits_equal(before, after)
+            outcome["told"] = not all(bool(gradient.isfinite().all()) for gradient in bad.values())
+        same.append(bits_equal(backward(model, random_gradients(step)), backward(clean_model, random_gradients(step))))
+    clean, mine = learned(clean_hook), learned(hook)
+    clean.pop("nonfinite"), mine.pop("nonfinite")
+    stats = hook.stats()
+    outcome["as if skipped"] = all(same) and bits_equal(clean, mine)
+    outcome["compressed"] = stats["compressed_steps"] == STEPS - 1 and stats["nonfinite_steps"] == 1
+    return outcome
+
+
+@pytest.mark.parametrize(("hook", "options"), [("powerSGD", POWERSGD), ("int8", INT8)])
+@pytest.mark.parametrize(
+    ("rank", "name", "element", "number"),
+    [
+        (0, "even.weight", 0, float("nan")),  # in the first shard
+        (3, "even.weight", -1, float("inf")),  # in the last one
+        (1, "tiny.bias", 0, float("-inf")),  # the second shard of it is empty
+        (2, "own", 100, float("nan")),
+    ],
+)
+def test_a_bad_step_changes_nothing_anywhere(
+    run_ranks: Any, hook: str, options: dict[str, Any], rank: int, name: str, element: int, number: float
+) -> None:
+    for outcome in run_ranks(_run, hook, options, rank, name, element, number, world_size=4):
+        assert all(outcome.values()) and len(outcome) == 6, outcome
+
+
+def _different_steps() -> str:
+    """The step differs between the ranks with different shards, and is equal where gradients are averaged."""
+    model, hook = attached(2, 2, hook_options=POWERSGD)
+    session_of(hook).state.step = dist.get_rank() % 2
+    with pytest.raises(HookRunError) as error:
+        backward(model, random_gradients(0))
+    return str(error.value)
+
+
+def test_ranks_with_different_shards_are_at_one_step(run_ranks: Any) -> None:
+    for message in run_ranks(_different_steps, world_size=4):
+        assert message.startswith("the ranks are at different steps of the hook: rank 0: 0, rank 1: 1")
+
+
+def _one_replica_group_disagrees() -> str:
+    """Ranks 0 and 2 average the first shards: they disagree. The others learn of it."""
+    model, hook = attached(2, 2, hook_options=POWERSGD)
+    session_of(hook).state.step = int(dist.get_rank() == 2)
+    with pytest.raises(HookRunError) as error:
+        backward(model, random_gradients(0))
+    return str(error.value)
+
+
+def test_a_disagreement_of_some_is_an_error_on_all(run_ranks: Any) -> None:
+    messages = run_ranks(_one_replica_group_disagrees, world_size=4)
+    for rank, message in enumerate(messages):
+        if rank % 2 == 0:
+            assert "different steps of the hook" in message
+        else:
+            assert "ranks that hold other shards of the model have failed: ranks [0]" in message
+
+
+def _loss_scale() -> list[float]:
+    """The residual follows the scale: gradients and scale doubled give the doubled result."""
+    scale = [1.0]
+    options = POWERSGD | {"start_powerSGD_iter": 0}
+    model, _ = attached(2, 2, hook_options=options, loss_scale=lambda: scale[0])
+    plain, _ = attached(2, 2, hook_options=options)
+    errors = []
+    for step in range(4):
+        scale[0] = 4.0 if step >= 2 else 1.0
+        scaled = {name: scale[0] * gradient for name, gradient in random_gradients(step).items()}
+        got, expected = backward(model, scaled), backward(plain, random_gradients(step))
+        errors += [float((got[name] / scale[0] - expected[name]).abs().max()) for name in got]
+    return errors
+
+
+def test_residuals_follow_the_loss_scale(run_ranks: Any) -> None:
+    assert max(max(errors) for errors in run_ranks(_loss_scale, world_size=4)) < 1e-12

@@ -1,0 +1,138 @@
+"""Seeded faults. Models sharded by `fully_shard`: buffers, the end of a pass, and what all shards must agree on."""
+
+from seeded_faults.mutant import Mutant
+
+_SOURCE, _SHARD, _TESTS = "commhooks/gradients/fully_shard.py", "commhooks/gradients/local_shard.py", "fully_shard"
+_MODES = f"{_TESTS}/test_fully_shard_modes.py"
+_BAD_STEP = f"{_TESTS}/test_fully_shard_transactions.py::test_a_bad_step_changes_nothing_anywhere"
+_EXACT = f"{_TESTS}/test_fully_shard_gradients.py::test_an_all_reduce_in_the_hook_is_the_mean"
+
+MUTANTS = [
+    Mutant(
+        "each group of replicas commits its shards for itself",
+        "commhooks/engine/session.py",
+        "        if self.binding.shard_group is not None:\n            good =",
+        "        if False:\n            good =",
+        _BAD_STEP,
+    ),
+    Mutant(
+        "one good shard is enough",
+        "commhooks/comm/shards.py",
+        "    bad = (~good).to(torch.int32).view(1)\n",
+        "    bad = -good.to(torch.int32).view(1)\n",
+        _BAD_STEP,
+    ),
+    Mutant(
+        "the ranks with other shards do not compare their steps",
+        "commhooks/engine/agreement.py",
+        "    _check_steps([row[0] for row in table])\n    return agreement\n",
+        "    return agreement\n",
+        f"{_TESTS}/test_fully_shard_transactions.py::test_ranks_with_different_shards_are_at_one_step",
+    ),
+    Mutant(
+        "the ranks with other shards wait for one that has failed",
+        "commhooks/comm/shards.py",
+        "    except CommHookError as error:\n        failure = error\n",
+        "    except CommHookError:\n        raise\n",
+        f"{_TESTS}/test_fully_shard_transactions.py::test_a_disagreement_of_some_is_an_error_on_all",
+    ),
+    Mutant(
+        "hooks are compared among the replicas of each shard only",
+        "commhooks/hook/request_check.py",
+        "    if len({key for (key,) in table}) > 1:\n",
+        "    if False:\n",
+        f"{_TESTS}/test_fully_shard_refusals.py::test_different_hooks_are_refused_on_all_ranks",
+    ),
+    Mutant(
+        "every group of replicas logs for itself",
+        "commhooks/comm/shards.py",
+        "    return group.rank() == 0 and (shard_group is None or shard_group.rank() == 0)\n",
+        "    return group.rank() == 0\n",
+        f"{_TESTS}/test_fully_shard_refusals.py::test_one_rank_of_the_model_speaks",
+    ),
+    Mutant(
+        "accumulated gradients are averaged again",
+        _SOURCE,
+        "                    shard.parameter.grad = None\n",
+        "",
+        f"{_MODES}::test_accumulated_gradients",
+    ),
+    Mutant(
+        "accumulated gradients are lost",
+        _SOURCE,
+        "            if shard.parameter.grad is not None:\n                earlier.add_(shard.parameter.grad)\n"
+        "            shard.parameter.grad = earlier\n",
+        "            pass\n",
+        f"{_MODES}::test_accumulated_gradients",
+    ),
+    Mutant(
+        "averages are not written back where FSDP has cast the gradient",
+        _SOURCE,
+        "                    grad.copy_(piece.view(grad.shape))\n",
+        "                    pass\n",
+        f"{_MODES}::test_options",
+    ),
+    Mutant(
+        "gradients in padded buffers keep the average of their replica",
+        _SOURCE,
+        "        return torch.cat([piece for _, piece in self.pieces(self.flat, padded=True)])\n",
+        "        return torch.cat([piece for _, piece in self.pieces(self.flat, padded=False)])\n",
+        _EXACT,
+    ),
+    Mutant(
+        "padding is forgotten",
+        _SHARD,
+        "        largest = -(-size // sharded.device_mesh.size())\n",
+        "        largest = size // sharded.device_mesh.size()\n",
+        _EXACT,
+    ),
+    Mutant(
+        "the bucket is sent before FSDP has divided it",
+        _SOURCE,
+        "        current.filling = _Unit(flat)\n",
+        "        current.filling = _Unit(flat.clone())\n",
+        _EXACT,
+    ),
+    Mutant(
+        "a unit with parameters unknown to the hook is ignored",
+        _SOURCE,
+        "    if current.filling is not None:\n        raise HookRunError(\n",
+        "    if False:\n        raise HookRunError(\n",
+        f"{_TESTS}/test_fully_shard_refusals.py::test_parameters_that_came_later_are_an_error",
+    ),
+    Mutant(
+        "an abandoned pass goes on in the next one",
+        _SOURCE,
+        "            self._pass = None  # it has ended in an exception\n",
+        "            pass\n",
+        f"{_MODES}::test_unusual_backward_passes",
+    ),
+    Mutant(
+        "a reentrant checkpoint around the model hides the end of the pass",
+        _SOURCE,
+        "        self._running(within=_refuse_reentrant)\n",
+        "        self._running()\n",
+        f"{_MODES}::test_a_reentrant_checkpoint_around_the_model_is_refused",
+    ),
+    Mutant(
+        "the pass is known to end only where buckets arrive",
+        _SOURCE,
+        "                tensor.register_hook(self._on_backward)\n",
+        "                pass\n",
+        f"{_MODES}::test_unusual_backward_passes",
+    ),
+    Mutant(
+        "a parameter reduced twice is sent twice",
+        _SOURCE,
+        "        if again:\n",
+        "        if False:\n",
+        f"{_MODES}::test_a_unit_that_is_reduced_twice_is_refused",
+    ),
+    Mutant(
+        "a second hook replaces the first",
+        _SOURCE,
+        '            if getattr(shard.parameter, "_post_accumulate_grad_hooks", None):\n',
+        "            if False:\n",
+        f"{_TESTS}/test_fully_shard_refusals.py::test_refused_in_attach",
+    ),
+]

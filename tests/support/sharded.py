@@ -1,0 +1,137 @@
+"""A model sharded by `fully_shard` whose gradients are prescribed, on a mesh of replicas and shards."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from inside import session_of
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor
+
+import commhooks
+from commhooks import CommHook
+
+Gradients = dict[str, torch.Tensor]
+
+SHAPES = {
+    # Uneven on 2 and 3 shards; `tiny` leaves nothing for the second one.
+    "first": {"weight": (33, 20), "bias": (33,)},
+    "even": {"weight": (24, 4, 5), "scale": (24,)},
+    "tiny": {"weight": (1, 12), "bias": (1,)},
+    # Parameters of the root: fully_shard reduces them at the end of the backward pass.
+    "": {"own": (17, 16), "own_bias": (5,)},
+}
+NAMES = {f"{unit}.{name}" if unit else name: shape for unit, own in SHAPES.items() for name, shape in own.items()}
+
+
+class _Unit(nn.Module):
+    def __init__(self, shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype) -> None:
+        super().__init__()
+        for number, (name, shape) in enumerate(shapes.items()):
+            generator = torch.Generator().manual_seed(number)
+            value = torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
+            self.register_parameter(name, nn.Parameter(value))
+
+    def forward(self, x: torch.Tensor, gradients: Gradients, prefix: str) -> torch.Tensor:
+        for name, parameter in self.named_parameters(recurse=False):
+            if prefix + name in gradients:
+                x = x + (parameter * gradients[prefix + name].to(parameter.dtype)).sum().to(x.dtype)
+        return x * 1.0
+
+
+class Prescribed(_Unit):
+    """The gradient of every parameter is the one that `forward` is given; None for those that it is not given."""
+
+    def __init__(self, dtype: torch.dtype = torch.float64) -> None:
+        super().__init__(SHAPES[""], dtype)
+        for unit, shapes in SHAPES.items():
+            if unit:
+                self.add_module(unit, _Unit(shapes, dtype))
+
+    def forward(self, gradients: Gradients) -> torch.Tensor:  # type: ignore[override]
+        x = torch.zeros((), dtype=torch.float64)
+        for unit, module in self.named_children():
+            x = module(x, gradients, f"{unit}.")
+        return super().forward(x, gradients, "")
+
+
+def mesh_of(replicas: int, shards: int) -> DeviceMesh:
+    return init_device_mesh("cpu", (replicas, shards), mesh_dim_names=("replicate", "shard"))
+
+
+def shard(model: nn.Module, mesh: DeviceMesh, **options: Any) -> nn.Module:
+    """Every child is a unit, and the root is one."""
+    for child in model.children():
+        fully_shard(child, mesh=mesh, **options)
+    return fully_shard(model, mesh=mesh, **options)
+
+
+POWERSGD = {"matrix_approximation_rank": 2, "start_powerSGD_iter": 1, "min_compression_rate": 1.0, "random_seed": 3}
+
+
+def attached(replicas: int, shards: int, hook: str = "powerSGD", **more: Any) -> tuple[nn.Module, CommHook]:
+    """A sharded `Prescribed` in float64, and its hook."""
+    mesh = mesh_of(replicas, shards)
+    model = shard(Prescribed(), mesh["shard"])
+    return model, commhooks.attach(model, hook, replicate_group=mesh["replicate"], **more)
+
+
+def random_gradients(step: int, rank: int | None = None, dtype: torch.dtype = torch.float64) -> Gradients:
+    """Those of this step and rank, in whatever process."""
+    generator = torch.Generator().manual_seed(1000 * step + (dist.get_rank() if rank is None else rank))
+    return {
+        name: torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype) for name, shape in NAMES.items()
+    }
+
+
+def backward(model: nn.Module, gradients: Gradients) -> dict[str, torch.Tensor]:
+    """One backward pass into gradients that start as None; the whole gradients, on every rank."""
+    model.zero_grad(set_to_none=True)
+    model(gradients).backward()
+    return whole_gradients(model)
+
+
+def whole_gradients(model: nn.Module) -> Gradients:
+    """The gradients of all shards, by name. All ranks of a sharding group must call this."""
+    found = {}
+    for name, parameter in model.named_parameters():
+        if parameter.grad is not None:
+            assert isinstance(parameter.grad, DTensor)
+            found[name] = parameter.grad.full_tensor().detach().clone()
+    return found
+
+
+def rows_of(name: str, shards: int, index: int) -> slice:
+    """The rows of the whole parameter in shard `index`."""
+    each = -(-NAMES[name][0] // shards)
+    return slice(index * each, (index + 1) * each)
+
+
+def mean_over_ranks(step: int, world_size: int) -> Gradients:
+    every = [random_gradients(step, rank) for rank in range(world_size)]
+    return {name: torch.stack([each[name] for each in every]).mean(0) for name in NAMES}
+
+
+def learned(hook: CommHook) -> dict[str, torch.Tensor]:
+    """Copies of all that the hook has learned on this rank, with its counters."""
+    session = session_of(hook)
+    session.settle()
+    state = session.state
+    found = {f"{key} of {name}": t.clone() for key, own in state.entries.items() for name, t in own.items()}
+    return found | {"step": torch.tensor(state.step), "nonfinite": torch.tensor(state.nonfinite_steps)}
+
+
+@contextlib.contextmanager
+def units_synchronise(model: nn.Module, wanted: bool) -> Any:
+    assert isinstance(model, FSDPModule)
+    model.set_requires_gradient_sync(wanted)
+    try:
+        yield
+    finally:
+        model.set_requires_gradient_sync(True)

@@ -206,18 +206,28 @@ def gather_rows(own: torch.Tensor, group: dist.ProcessGroup, counters: Counters 
     return torch.stack(rows)
 
 
-def gather_texts(text: str, group: dist.ProcessGroup, device: torch.device, what: str) -> list[str]:
-    """Gather `text` of every rank. All ranks of `group` must call this.
+def gather_bytes(own: bytes, group: dist.ProcessGroup, device: torch.device, what: str) -> list[bytes]:
+    """Gather `own` of every rank. All ranks of `group` must call this.
 
     Raises:
         HookRunError: another rank has failed, or did not take part within the process group's timeout.
     """
-    encoded = text.encode()
-    lengths = gather_rows(torch.tensor([len(encoded)], device=device), group, None, what).flatten().tolist()
-    own = torch.zeros(max(lengths), dtype=torch.uint8, device=device)
-    own[: len(encoded)] = torch.tensor(list(encoded), dtype=torch.uint8)
-    rows = gather_rows(own, group, None, what).tolist()
-    return [bytes(row[:length]).decode() for row, length in zip(rows, lengths, strict=True)]
+    lengths = gather_rows(torch.tensor([len(own)], device=device), group, None, what).flatten().tolist()
+    padded = torch.zeros(max(lengths), dtype=torch.uint8)
+    if own:
+        padded[: len(own)] = torch.frombuffer(bytearray(own), dtype=torch.uint8)
+    found = []
+    for row, length in zip(gather_rows(padded.to(device), group, None, what).cpu(), lengths, strict=True):
+        content = bytearray(length)
+        if length:
+            torch.frombuffer(content, dtype=torch.uint8).copy_(row[:length])
+        found.append(bytes(content))
+    return found
+
+
+def gather_texts(text: str, group: dist.ProcessGroup, device: torch.device, what: str) -> list[str]:
+    """Gather `text` of every rank; see `gather_bytes`."""
+    return [each.decode() for each in gather_bytes(text.encode(), group, device, what)]
 
 
 def agreement_key(*parts: object) -> int:

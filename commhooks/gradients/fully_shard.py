@@ -21,6 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 
 from commhooks.errors import AttachError, HookRunError
 from commhooks.gradients.after_backward import current_task, run_after_backward
@@ -28,7 +29,7 @@ from commhooks.gradients.bucket import Bucket
 from commhooks.gradients.exclude import all_names
 from commhooks.gradients.local_shard import NOTHING_SHARDED, LocalShard, as_dtensor, common_mesh, is_sharded
 from commhooks.gradients.names import ModelNames
-from commhooks.gradients.source import Future, GradientSource, Reducer, described_parameter
+from commhooks.gradients.source import Extent, Future, GradientSource, Reducer, described_parameter
 from commhooks.gradients.tensors_in import tensors_in
 
 
@@ -120,6 +121,7 @@ class FullyShardGradients(GradientSource):
         self._sharded = sharded
         shards = [LocalShard.of(name, p) for name, p in sharded.items() if p.requires_grad]
         self._shards = {id(shard.parameter): shard for shard in shards}
+        self._by_name = {shard.name: shard for shard in shards}
         of_parameter = all_names(model)
         self.names = ModelNames(
             {shard.name: shard.local for shard in shards}.items(),
@@ -134,7 +136,7 @@ class FullyShardGradients(GradientSource):
         return self._module()
 
     def described(self) -> list[str]:
-        place = f", shard {self._mesh.get_local_rank()} of {self._mesh.size()}"
+        place = ", shard {} of {}".format(*self.place)
         return [described_parameter(name, parameter) + place for name, parameter in self._sharded.items()]
 
     def weights(self) -> Mapping[str, torch.Tensor]:
@@ -144,6 +146,28 @@ class FullyShardGradients(GradientSource):
 
     def gradients(self) -> Mapping[str, torch.Tensor | None]:
         return {shard.name: shard.grad for shard in self._shards.values()}
+
+    @property
+    def place(self) -> tuple[int, int]:
+        return self._mesh.get_local_rank(), self._mesh.size()
+
+    @property
+    def whole(self) -> ModelNames:
+        def of(shard: LocalShard) -> torch.Tensor:
+            return torch.empty(shard.parameter.shape, dtype=shard.local.dtype, device="meta")
+
+        every = {name: (shard, of(shard)) for name, shard in self._by_name.items()}
+        all_names = {id(whole): self.names.all_names(name) for name, (_, whole) in every.items()}
+        return ModelNames({name: whole for name, (_, whole) in every.items()}.items(), all_names)
+
+    def extent(self, name: str) -> Extent:
+        return self._by_name[name].extent
+
+    def as_whole(self, name: str, part: torch.Tensor) -> torch.Tensor:
+        return self._by_name[name].as_whole(part)
+
+    def local_part(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
     def register(self, reducer: Reducer, state: Any) -> None:
         model = self.module

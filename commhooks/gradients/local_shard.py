@@ -8,6 +8,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from commhooks.errors import AttachError
+from commhooks.gradients.source import Extent
 
 NOTHING_SHARDED = (
     "no parameter of this model is both trainable and sharded by fully_shard, so a communication hook would have "
@@ -44,6 +45,24 @@ class LocalShard:
         size = sharded.size(placement.dim)
         largest = -(-size // sharded.device_mesh.size())
         return cls(name, parameter, sharded.to_local(), sharded.numel() // size * largest if size else 0)
+
+    @property
+    def extent(self) -> Extent:
+        sharded = as_dtensor(self.parameter)
+        (placement,) = sharded.placements
+        assert isinstance(placement, Shard)
+        dim, mesh = placement.dim, sharded.device_mesh
+        largest = -(-sharded.size(dim) // mesh.size())
+        start = min(mesh.get_local_rank() * largest, sharded.size(dim))
+        return Extent(tuple(sharded.shape), tuple(self.local.shape), dim, start)
+
+    def as_whole(self, part: torch.Tensor) -> DTensor:
+        """`part`, of the shard's shape, as a DTensor that is placed like the parameter."""
+        sharded = as_dtensor(self.parameter)
+        shape, stride = sharded.shape, sharded.stride()
+        return DTensor.from_local(
+            part, sharded.device_mesh, sharded.placements, run_check=False, shape=shape, stride=stride
+        )
 
     @property
     def grad(self) -> torch.Tensor | None:

@@ -56,6 +56,10 @@ class ModelNames:
     def known(self) -> dict[str, torch.Tensor]:
         return self._parameters
 
+    def all_names(self, name: str) -> list[str]:
+        """All names of a parameter, for tied parameters."""
+        return self._all_names[name]
+
     def excluded_by(self, name: str, patterns: Sequence[str]) -> str | None:
         return matching(self._all_names[name], patterns)
 

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from commhooks.gradients.bucket import Bucket
-from commhooks.gradients.names import ModelNames
+from commhooks.gradients.names import ModelNames, ParameterNames
 
 Future = torch.futures.Future[torch.Tensor]
 
@@ -30,6 +30,22 @@ class Reducer:
     run: Callable[[Any, dist.GradBucket], Future]
     reduce: Callable[[Bucket], Future]
     end_pass: Callable[[], None]
+
+
+@dataclass(frozen=True)
+class Extent:
+    """Where this rank's shard lies in the whole parameter.
+
+    Attributes:
+        whole: shape of the whole parameter.
+        shape: shape of the shard.
+        dim, start: the shard begins at index `start` of dimension `dim`, and has all of the other dimensions.
+    """
+
+    whole: tuple[int, ...]
+    shape: tuple[int, ...]
+    dim: int = 0
+    start: int = 0
 
 
 class GradientSource(ABC):
@@ -78,6 +94,30 @@ class GradientSource(ABC):
     @abstractmethod
     def gradients(self) -> Mapping[str, torch.Tensor | None]:
         """The present `.grad` by name, on a sharded model that of the shard."""
+
+    # ---- shards; by default a parameter is one -----------------------------------------------------------------------
+
+    @property
+    def place(self) -> tuple[int, int]:
+        """The index of this rank's shard, and the number of shards."""
+        return 0, 1
+
+    @property
+    def whole(self) -> ParameterNames:
+        """`names` with whole parameters. They may be on the meta device."""
+        return self.names
+
+    def extent(self, name: str) -> Extent:
+        shape = tuple(self.names.known()[name].shape)
+        return Extent(shape, shape)
+
+    def as_whole(self, name: str, part: torch.Tensor) -> torch.Tensor:
+        """`part`, which belongs to this rank's shard of the parameter, as a tensor placed like the parameter."""
+        return part
+
+    def local_part(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The inverse of `as_whole`."""
+        return tensor
 
     def check_pass(self) -> None:
         """Called before a backward pass. Raises HookRunError if hooks cannot be right in it."""

@@ -1,5 +1,6 @@
 """Attach a hook to a model: from a checked request to a registered hook."""
 
+import dataclasses
 import inspect
 import logging
 from collections.abc import Callable, Mapping
@@ -8,6 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
 
 from commhooks.comm.counters import Counters
 from commhooks.comm.hook_result import checked_future
@@ -44,7 +46,7 @@ def attach(
     hook_options: Mapping[str, Any] | None = None,
     hook_state: Any = None,
     wrapper: str | None = None,
-    save_residual: str = "per_rank",
+    save_residual: str | None = None,
     strict: bool = True,
     total_steps: int | None = None,
     check_every: int | None = None,
@@ -67,7 +69,9 @@ def attach(
         wrapper: "fp16" or "bf16": make the hook communicate in that dtype. "int8" or "int4", for PowerSGD: quantise its
             factors, and with error feedback what it leaves uncompressed.
         save_residual: default of `state_dict(residual=)`: "per_rank" (this rank's own residuals, without
-            communication), "mean" (over the ranks; all of them must save), "drop" (no residuals).
+            communication), "mean" (over the ranks; all of them must save), "drop" (no residuals), "distributed" (the
+            mean, in a form for `torch.distributed.checkpoint`). None: "per_rank", and "distributed" for a model sharded
+            by `fully_shard`, which takes that and "drop" only.
         strict: whether loading a state of another model is an error.
         total_steps: synchronised backward passes in the whole run, if known; determines `start_powerSGD_iter` if that
             is None or a fraction.
@@ -98,11 +102,17 @@ def attach(
         hook_options=hook_options,
         hook_state=hook_state,
         wrapper=wrapper,
-        save_residual=save_residual,
+        save_residual="mean" if save_residual == "distributed" else save_residual or "per_rank",
         strict=strict,
         check_every=check_every,
         ranks_per_node=ranks_per_node,
     )
+    if isinstance(model, FSDPModule) and save_residual not in (None, "distributed", "drop"):
+        raise HookConfigError(
+            f"save_residual={save_residual!r} with a model sharded by fully_shard; expected 'distributed' (the "
+            "default), for torch.distributed.checkpoint, or 'drop'"
+        )
+    request = dataclasses.replace(request, distributed=save_residual == "distributed")
     return attach_request(
         model,
         request,
@@ -132,8 +142,8 @@ def attach_request(
     source = source_of(model, process_group, replicate_group)
     if request.ranks_per_node is not None and source.shard_group is not None:
         raise HookConfigError(
-            f"ranks_per_node={request.ranks_per_node!r} with a model sharded by fully_shard: sharding within a node has "
-            "the same effect, because the hook then averages between nodes only. Leave it out"
+            f"ranks_per_node={request.ranks_per_node!r} with a model sharded by fully_shard: shard within each node "
+            "instead, and the hook averages between nodes only"
         )
     binding = Binding(source.names, lambda: source.group, loss_scale, source.shard_group)
     compressor = request.new_compressor(total_steps)

@@ -8,6 +8,7 @@ from typing import Any
 import torch.distributed as dist
 
 from commhooks.checkpoint import payload
+from commhooks.checkpoint.distributed import DistributedState, is_distributed
 from commhooks.checkpoint.learned_state import SaveRequest
 from commhooks.comm.clocks import has_clock
 from commhooks.comm.collective import agreement_key
@@ -51,6 +52,7 @@ class CommHook:
         self._request = request
         self._runner = runner
         self._source = source
+        self._distributed = DistributedState(runner.saved_state, source)
         self._rank, self._world_size = dist.get_rank(source.group), dist.get_world_size(source.group)
         self._speaks = speaks(source.group, source.shard_group)
         every = request.check_every
@@ -228,11 +230,14 @@ class CommHook:
         """The state of the hook for a checkpoint: step, Q, residuals, options; tensors are on the CPU.
 
         Args:
-            residual: "per_rank", "mean" or "drop"; None is the `save_residual` of `attach`.
+            residual: "per_rank", "mean", "drop" or "distributed"; None is the `save_residual` of `attach`.
                 "per_rank": this rank's own residuals, without communication: save one file per rank.
                 "mean": the mean over the ranks; *all ranks must call*. It also sets every rank's residuals to that
                 mean, so that this run and a run that resumes from the checkpoint stay bitwise equal.
                 "drop": no residuals.
+                "distributed": the mean, in a form that `torch.distributed.checkpoint` saves and loads, as in
+                `dcp.save({"hook": hook})`; *all ranks must call*. Models sharded by `fully_shard` have this form only,
+                with or without residuals.
             gather: with "per_rank", the residuals of all ranks in one payload; *all ranks must call*.
             joint: False if other ranks may not take part (signal handlers, exceptions): nothing is communicated.
 
@@ -242,13 +247,23 @@ class CommHook:
             Called from another thread than the training's, it waits for a running commit, so that it never mixes two
             steps.
         """
-        self._check_savable()
-        residual = residual if residual is not None else self._request.save_residual
-        if residual not in payload.SAVE_RESIDUAL:
-            raise HookConfigError(
-                f"residual={residual!r}; expected one of {', '.join(map(repr, payload.SAVE_RESIDUAL))}"
-            )
+        sharded = self._source.shard_group is not None
+        if residual is None:
+            residual = "distributed" if sharded and self._request.form != "drop" else self._request.form
+        choices = ("distributed", "drop") if sharded else (*payload.SAVE_RESIDUAL, "distributed")
+        if residual not in choices:
+            raise HookConfigError(f"residual={residual!r}; expected one of {', '.join(map(repr, choices))}")
+        if residual == "distributed" or sharded:
+            return self._distributed_state(residual, joint)
         return self._runner.saved_state.save(SaveRequest(residual, gather, joint, self.joint_save_limit_s))
+
+    def _distributed_state(self, residual: str, joint: bool) -> dict[str, Any]:
+        if not joint:
+            raise HookConfigError(
+                "joint=False with a state for torch.distributed.checkpoint: it needs all ranks, as dcp.save does"
+            )
+        kept = {} if residual == "drop" else self._runner.kept_residuals(self._source.whole)
+        return self._distributed.save(kept, self.joint_save_limit_s)
 
     def load_state_dict(self, saved: dict[str, Any], strict: bool | None = None) -> None:
         """Load the result of `state_dict`. *All ranks must call* this, before the next backward pass.
@@ -273,9 +288,8 @@ class CommHook:
         Raises:
             PayloadError: `saved` is damaged or does not fit.
         """
-        self._check_savable()
         strict = self._request.strict if strict is None else strict
-        content = payload.check_header(saved)
+        content = payload.check_header(self._distributed.read(saved) if is_distributed(saved) else saved)
         if content["hook"] == self.name:
             return self._runner.saved_state.prepare_load(content, strict)
         text = f"the saved state is of hook {shown(content['hook'])}, this one is {self.name!r}"
@@ -289,10 +303,3 @@ class CommHook:
                 "%s: it begins with fresh memory (strict=False)%s", text, self._runner.saved_state.not_begun_anew
             )
         return self._runner.saved_state.begin_anew
-
-    def _check_savable(self) -> None:
-        if self._source.shard_group is not None:
-            raise HookConfigError(
-                "the hook of a model sharded by fully_shard cannot be saved yet: leave it out of the checkpoint; a "
-                "resumed run begins with empty learned state"
-            )

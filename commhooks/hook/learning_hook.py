@@ -17,6 +17,7 @@ from commhooks.engine.session import Session
 from commhooks.errors import HookConfigError
 from commhooks.gradients import precision
 from commhooks.gradients.bucket import Bucket
+from commhooks.gradients.names import ParameterNames
 from commhooks.hook.plan import LATEST_PASS, ModelPlan
 from commhooks.hook.plan_model import parameter_infos, whole_plan
 from commhooks.hook.runner import Future, Runner
@@ -85,6 +86,15 @@ class LearningHook(Runner):
         with self._session.outcomes.lock:
             self.settle()
             yield {n: t for key in state.local for n, t in state[key].items()}, float(state.loss_scale)
+
+    def kept_residuals(self, names: ParameterNames) -> dict[str, torch.dtype]:
+        compressor = self._session.compressor
+        if not self._session.state.local:
+            return {}
+        infos = list(parameter_infos(names, compressor.config.excluded_globs, self._sparse).values())
+        if not compressor.per_bucket:
+            infos = [info for info, plan in zip(infos, compressor.plan(infos), strict=True) if plan.compressed]
+        return {each.name: precision.compute_dtype(each.parameter.dtype) for each in infos if not each.sparse}
 
     def measured(self, names: set[str]) -> set[str]:
         if self._session.compressor.per_bucket:

@@ -84,6 +84,8 @@ class HookRequest:
     strict: bool = True
     check_every: int | None = None
     ranks_per_node: RanksPerNode = None
+    distributed: bool = False
+    """`state_dict()` has the form for `torch.distributed.checkpoint`. Always so for sharded models."""
 
     @classmethod
     def parse(
@@ -212,6 +214,11 @@ class HookRequest:
                 )
         _check_wrapper(common["wrapper"], tuple(WIRE_DTYPES), f"the function {name}")
         return cls(name, function=function, hook_state=hook_state, **common)
+
+    @property
+    def form(self) -> str:
+        """The `save_residual` as the user gave it."""
+        return "distributed" if self.distributed else self.save_residual
 
     @property
     def wire_dtype(self) -> torch.dtype | None:

@@ -30,7 +30,7 @@ def describe_request(request: HookRequest, options: Mapping[str, Any], loss_scal
         return isinstance(v, plain) or (type(v) is list and all(isinstance(item, plain) for item in v))
 
     shown = [f"{k}={v!r}" if is_plain(v) else f"{k}=<{type(v).__qualname__}>" for k, v in options.items()]
-    shown += [f"wrapper={request.wrapper!r}", f"save_residual={request.save_residual!r}"]
+    shown += [f"wrapper={request.wrapper!r}", f"save_residual={request.form!r}"]
     shown += [f"check_every={request.check_every}", f"ranks_per_node={request.ranks_per_node!r}"] + (
         ["with a loss scale"] if loss_scale else []
     )

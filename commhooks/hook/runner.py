@@ -13,6 +13,7 @@ from commhooks.comm.counters import Counters
 from commhooks.engine.arrangement import Flat
 from commhooks.engine.kernel_choice import Choice, Offer
 from commhooks.gradients.bucket import Bucket
+from commhooks.gradients.names import ParameterNames
 from commhooks.hook.plan import ModelPlan
 
 Future = torch.futures.Future[torch.Tensor]
@@ -82,6 +83,10 @@ class Runner(ABC):
         """Context manager: the residuals (1-D) by parameter name, and the loss scale by which they are multiplied. They
         may be read only in its body."""
         yield {}, 1.0
+
+    def kept_residuals(self, names: ParameterNames) -> dict[str, torch.dtype]:
+        """The parameters of a model with these parameters that could have a residual, and its dtype."""
+        return {}
 
     def measured(self, names: set[str]) -> set[str]:
         """The subset of `names` that `CommHook.norms` covers."""

@@ -5,6 +5,7 @@ from seeded_faults.mutant import Mutant
 _SOURCE, _SHARD, _TESTS = "commhooks/gradients/fully_shard.py", "commhooks/gradients/local_shard.py", "fully_shard"
 _MODES = f"{_TESTS}/test_fully_shard_modes.py"
 _BAD_STEP = f"{_TESTS}/test_fully_shard_transactions.py::test_a_bad_step_changes_nothing_anywhere"
+_CHECKPOINTS = f"{_TESTS}/test_fully_shard_checkpoints.py"
 _EXACT = f"{_TESTS}/test_fully_shard_gradients.py::test_an_all_reduce_in_the_hook_is_the_mean"
 
 MUTANTS = [
@@ -134,5 +135,40 @@ MUTANTS = [
         '            if getattr(shard.parameter, "_post_accumulate_grad_hooks", None):\n',
         "            if False:\n",
         f"{_TESTS}/test_fully_shard_refusals.py::test_refused_in_attach",
+    ),
+    Mutant(
+        "every shard continues with the Q of the first one",
+        "commhooks/checkpoint/distributed.py",
+        "        payload = shards[index] if len(shards) == count",
+        "        payload = shards[0] if len(shards) == count",
+        f"{_CHECKPOINTS}::test_a_resumed_run_is_bit_equal",
+    ),
+    Mutant(
+        "residuals are saved by one rank only, as if they were whole",
+        _SHARD,
+        "        return DTensor.from_local(\n            part,",
+        "        return DTensor.from_local(\n            part.clone().zero_(),",
+        f"{_CHECKPOINTS}::test_a_resumed_run_is_bit_equal",
+    ),
+    Mutant(
+        "a new shard takes the Q of the last one that began before its end",
+        "commhooks/checkpoint/reshard.py",
+        "        if first_row <= extent.start:\n",
+        "        if first_row < extent.start + extent.shape[dim]:\n",
+        f"{_CHECKPOINTS}::test_a_new_shard_goes_on_with_the_q_of_the_one_that_held_its_first_row",
+    ),
+    Mutant(
+        "each shard knows only whether its own residuals could be saved",
+        "commhooks/checkpoint/distributed.py",
+        "            exact = bool(gather_rows(own, source.shard_group, None, _WHAT).all())\n",
+        "            gather_rows(own, source.shard_group, None, _WHAT)\n",
+        f"{_CHECKPOINTS}::test_without_the_residuals_of_one_shard_none_are_loaded",
+    ),
+    Mutant(
+        "which residuals are saved depends on the shard",
+        "commhooks/hook/comm_hook.py",
+        "self._runner.kept_residuals(self._source.whole)",
+        "self._runner.kept_residuals(self._source.names)",
+        f"{_CHECKPOINTS}::test_the_mean_residual_moves_to_another_number_of_shards",
     ),
 ]

@@ -1,0 +1,128 @@
+"""The state of a hook for `torch.distributed.checkpoint` (DCP).
+
+DCP saves a tensor once for all ranks, a sharded one (DTensor) piece by piece, and loads into tensors that are there
+already. So this form has the same keys on every rank, at every step and for every number of shards:
+
+    {"commhooks": bytes, "residual": {name: tensor, ...}}
+
+`residual` holds the mean over the replicas, in the shape and with the placement of the parameter, for every parameter
+whose residual could be kept if nothing were sharded. Everything else is small and differs between shards, such as Q:
+`commhooks` holds the payloads of all shards without residuals (see `payload`), as bytes.
+"""
+
+import io
+from collections.abc import Mapping
+from typing import Any, Protocol, TypeGuard
+
+import torch
+
+from commhooks.checkpoint.checks import check_count, check_header, check_learned, damaged
+from commhooks.checkpoint.learned_state import SaveRequest
+from commhooks.checkpoint.reshard import fitted_to_shard
+from commhooks.comm.collective import gather_bytes, gather_rows
+from commhooks.errors import PayloadError
+from commhooks.gradients.source import GradientSource
+
+REST, RESIDUAL = "commhooks", "residual"
+_FORMAT, _VERSION = "commhooks distributed", 1
+_WHAT = "the state of all shards (save on every rank, or on none)"
+
+
+class Saves(Protocol):
+    """Saves the state of this rank's shard; see `SavedLearnedState`."""
+
+    def save(self, request: SaveRequest) -> dict[str, Any]: ...
+
+
+class DistributedState:
+    """
+    Args:
+        saved: saves the state of this rank's shard as a payload.
+        source: the model.
+    """
+
+    def __init__(self, saved: Saves, source: GradientSource) -> None:
+        self._saved = saved
+        self._source = source
+
+    def save(self, residuals: Mapping[str, torch.dtype], limit_s: float) -> dict[str, Any]:
+        """The state in DCP's form. All ranks of the model must call this.
+
+        Args:
+            residuals: the parameters that may have a residual, with its dtype; equal on all ranks. Empty: save none.
+            limit_s: see `SaveRequest`.
+        """
+        source = self._source
+        payload = self._saved.save(SaveRequest("mean" if residuals else "drop", limit_s=limit_s))
+        found: dict[str, torch.Tensor] = {}
+        for name, entry in payload.get("parameters", {}).items():
+            if entry["residual"] is not None:
+                found[name], entry["residual"] = entry["residual"], None
+        if "residual" in payload:
+            payload |= {"residual": "none", "residual_ranks": []}
+        payloads, exact = [_to_bytes(payload)], bool(payload.get("exact", True))
+        if source.shard_group is not None:
+            own = torch.tensor([int(exact)], device=source.device)
+            exact = bool(gather_rows(own, source.shard_group, None, _WHAT).all())
+            payloads = gather_bytes(payloads[0], source.shard_group, source.device, _WHAT)
+        rest = {"format": _FORMAT, "version": _VERSION, "exact": exact, "shards": payloads}
+        state: dict[str, Any] = {REST: _to_bytes(rest)}
+        if residuals:
+            known = source.names.known()
+            state[RESIDUAL] = {
+                name: source.as_whole(name, found.get(name, torch.zeros(known[name].shape, dtype=dtype)))
+                for name, dtype in residuals.items()
+            }
+        return state
+
+    def read(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        """The payload of this rank's shard, for `prepare_load`, from a state in DCP's form.
+
+        Raises:
+            PayloadError: it is damaged.
+        """
+        rest = _from_bytes(state[REST])
+        if not isinstance(rest, dict) or rest.get("format") != _FORMAT or type(rest.get("shards")) is not list:
+            raise damaged(f"{REST!r} does not hold the state of a hook")
+        if check_count(rest, "version", 1) != _VERSION:
+            raise PayloadError(
+                f"the distributed hook state has version {rest['version']}: it was saved by a newer commhooks"
+            )
+        shards = [check_header(_from_bytes(each)) for each in rest["shards"]]
+        for each in shards:
+            if "parameters" in each:
+                check_learned(each)
+        if not shards:
+            raise damaged("'shards' is empty")
+        index, count = self._source.place
+        payload = shards[index] if len(shards) == count else fitted_to_shard(shards, self._source)
+        residuals = state.get(RESIDUAL, {})
+        if rest.get("exact") is not True:
+            payload["exact"] = False
+        elif residuals:
+            payload["residual"] = "mean"
+            for name, entry in payload["parameters"].items():
+                own = self._source.local_part(residuals[name]).detach().cpu() if name in residuals else None
+                if own is not None and bool(own.any()):  # an absent residual stands for zeros
+                    entry["residual"] = own
+        return payload
+
+
+def is_distributed(state: object) -> TypeGuard[Mapping[str, Any]]:
+    """Whether `state` has the form of `DistributedState.save`."""
+    return isinstance(state, Mapping) and REST in state
+
+
+def _to_bytes(content: dict[str, Any]) -> bytes:
+    file = io.BytesIO()
+    torch.save(content, file)
+    return file.getvalue()
+
+
+def _from_bytes(content: object) -> Any:
+    if not isinstance(content, bytes):
+        raise damaged(f"a part of the distributed state is a {type(content).__name__}, not bytes")
+    try:
+        return torch.load(io.BytesIO(content), weights_only=True)
+    except Exception as error:  # torch documents no narrower class
+        raise damaged(f"a part of the distributed state cannot be read: {error}") from error

@@ -1,0 +1,292 @@
+"""Saved with `torch.distributed.checkpoint`, loaded into any number of replicas and shards, and into DDP."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from inside import learns, session_of
+from models import bits_equal, relative_error, same_bits, worst_error
+from sharded import (
+    NAMES,
+    POWERSGD,
+    Prescribed,
+    backward,
+    learned,
+    mesh_of,
+    random_gradients,
+    shard,
+    whole_gradients,
+)
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+import commhooks
+
+SAVE_AT, STEPS = 4, 7
+INT8 = {"block_size": 32, "start_iter": 1}
+KINDS = {
+    "powerSGD": ("powerSGD", POWERSGD),
+    "alternate": ("powerSGD", POWERSGD | {"alternate": True}),
+    "int8": ("int8", INT8),
+    "batched": ("batched_powerSGD", {"start_powerSGD_iter": 1}),
+    "allreduce": ("allreduce", None),
+}
+
+
+def new(replicas: int, shards: int, kind: str = "powerSGD", **more: Any) -> tuple[nn.Module, commhooks.CommHook]:
+    """`shards` 0: a DDP model."""
+    hook, options = KINDS[kind]
+    if shards == 0:
+        ddp = DistributedDataParallel(Prescribed(), bucket_cap_mb=0.001, find_unused_parameters=True)
+        return ddp, commhooks.attach(ddp, hook, hook_options=options, save_residual="distributed", **more)
+    mesh = mesh_of(replicas, shards)
+    model = shard(Prescribed(), mesh["shard"])
+    return model, commhooks.attach(model, hook, hook_options=options, replicate_group=mesh["replicate"], **more)
+
+
+def gradients_of(model: nn.Module, step: int) -> dict[str, torch.Tensor]:
+    if isinstance(model, DistributedDataParallel):
+        model.zero_grad()
+        model(random_gradients(step)).backward()
+        return {name: p.grad.clone() for name, p in model.module.named_parameters() if p.grad is not None}
+    return backward(model, random_gradients(step))
+
+
+def whole_residuals(hook: commhooks.CommHook) -> dict[str, torch.Tensor]:
+    """The mean residuals over the replicas, put together from the shards. Changes them as a save does."""
+    saved = hook.state_dict("distributed").get("residual", {})
+    return {n: t.full_tensor() if isinstance(t, DTensor) else t for n, t in saved.items()}
+
+
+def _train_and_save(replicas: int, shards: int, kind: str, folder: str) -> dict[str, Any]:
+    model, hook = new(replicas, shards, kind)
+    for step in range(SAVE_AT):
+        gradients_of(model, step)
+    dcp.save({"hook": hook}, checkpoint_id=folder)
+    residuals = whole_residuals(hook)
+    later = [gradients_of(model, step) for step in range(SAVE_AT, STEPS)]
+    return {"later": later, "learned": learned_of(hook), "residuals": residuals, "step": hook.stats()["step"]}
+
+
+def _load_and_go_on(replicas: int, shards: int, kind: str, folder: str) -> dict[str, Any]:
+    model, hook = new(replicas, shards, kind)
+    dcp.load({"hook": hook}, checkpoint_id=folder)
+    step, residuals = hook.stats()["step"], whole_residuals(hook)
+    later = [gradients_of(model, number) for number in range(SAVE_AT, STEPS)]
+    finite = all(bool(g.isfinite().all()) for each in later for g in each.values())
+    compressed = hook.stats()["compressed_steps"]
+    return {
+        "later": later,
+        "learned": learned_of(hook),
+        "residuals": residuals,
+        "step": step,
+        "finite": finite,
+        "compressed": compressed,
+    }
+
+
+def learned_of(hook: commhooks.CommHook) -> dict[str, torch.Tensor]:
+    return learned(hook) if learns(hook) else {}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_resumed_run_is_bit_equal(run_ranks: Any, tmp_path: Path, kind: str) -> None:
+    saved = run_ranks(_train_and_save, 2, 2, kind, str(tmp_path), world_size=4)
+    resumed = run_ranks(_load_and_go_on, 2, 2, kind, str(tmp_path), world_size=4)
+    for before, after in zip(saved, resumed, strict=True):
+        assert after["step"] == SAVE_AT
+        assert all(map(bits_equal, before["later"], after["later"]))
+        assert bits_equal(before["learned"], after["learned"])
+    if kind != "allreduce":
+        assert any(tensor.any() for tensor in saved[0]["residuals"].values())
+
+
+@pytest.mark.parametrize(("replicas", "shards"), [(1, 4), (4, 1), (3, 1), (1, 3), (2, 0)])
+@pytest.mark.parametrize("kind", ["powerSGD", "int8"])
+def test_the_mean_residual_moves_to_another_number_of_shards(
+    run_ranks: Any, tmp_path: Path, kind: str, replicas: int, shards: int
+) -> None:
+    saved = run_ranks(_train_and_save, 2, 2, kind, str(tmp_path), world_size=4)
+    resumed = run_ranks(_load_and_go_on, replicas, shards, kind, str(tmp_path), world_size=replicas * max(1, shards))
+    for after in resumed:
+        assert after["step"] == SAVE_AT and after["finite"] and after["compressed"] == STEPS - SAVE_AT
+        for name, before in saved[0]["residuals"].items():
+            # The last of four shards of `own` has two rows: it is left uncompressed, and its residual is dropped.
+            rows = slice(0, 15) if (kind, shards, name) == ("powerSGD", 4, "own") else slice(None)
+            assert not before.any() or relative_error(after["residuals"][name][rows], before[rows]) < 1e-6, name
+        assert sum(bool(each.any()) for each in after["residuals"].values()) >= 3
+
+
+def test_a_ddp_run_resumes_bit_equal_and_moves_to_shards(run_ranks: Any, tmp_path: Path) -> None:
+    saved = run_ranks(_train_and_save, 2, 0, "powerSGD", str(tmp_path), world_size=2)
+    resumed = run_ranks(_load_and_go_on, 2, 0, "powerSGD", str(tmp_path), world_size=2)
+    for before, after in zip(saved, resumed, strict=True):
+        assert all(map(bits_equal, before["later"], after["later"]))
+        assert bits_equal(before["learned"], after["learned"]) and after["step"] == SAVE_AT
+    for after in run_ranks(_load_and_go_on, 2, 2, "powerSGD", str(tmp_path), world_size=4):
+        assert after["step"] == SAVE_AT and after["finite"]
+        assert worst_error(after["residuals"], saved[0]["residuals"]) < 1e-6
+
+
+def _q_of_the_shards(replicas: int, shards: int, folder: str) -> dict[str, torch.Tensor]:
+    _, hook = new(replicas, shards)
+    dcp.load({"hook": hook}, checkpoint_id=folder)
+    return dict(session_of(hook).state["q"])
+
+
+def test_a_new_shard_goes_on_with_the_q_of_the_one_that_held_its_first_row(run_ranks: Any, tmp_path: Path) -> None:
+    run_ranks(_train_and_save, 2, 2, "powerSGD", str(tmp_path), world_size=4)
+    two = run_ranks(_q_of_the_shards, 2, 2, str(tmp_path), world_size=4)
+    three = run_ranks(_q_of_the_shards, 1, 3, str(tmp_path), world_size=3)
+    # `first.weight` has 33 rows: the shards begin at 0, 17 and at 0, 11, 22.
+    for new_shard, old_shard in ((0, 0), (1, 0), (2, 1)):
+        assert same_bits(three[new_shard]["first.weight"], two[old_shard]["first.weight"])
+    assert not same_bits(two[0]["first.weight"], two[1]["first.weight"])
+
+
+def _with_another_rank(folder: str) -> dict[str, bool]:
+    mesh = mesh_of(2, 2)
+    model = shard(Prescribed(), mesh["shard"])
+    options = POWERSGD | {"matrix_approximation_rank": 1, "start_powerSGD_iter": 100}
+    hook = commhooks.attach(model, "powerSGD", hook_options=options, replicate_group=mesh["replicate"])
+    dcp.load({"hook": hook}, checkpoint_id=folder)
+    residuals = whole_residuals(hook)
+    gradients_of(model, SAVE_AT)
+    return {
+        "start": hook.options["start_powerSGD_iter"] == 1,
+        "residuals": sum(bool(each.any()) for each in residuals.values()) == 3,
+        "refitted": {q.shape[0] for q in session_of(hook).state["q"].values()} == {1},
+        "compressed": hook.stats()["compressed_steps"] == 1,
+    }
+
+
+def test_another_rank_keeps_residuals_and_refits_q(run_ranks: Any, tmp_path: Path) -> None:
+    run_ranks(_train_and_save, 2, 2, "powerSGD", str(tmp_path), world_size=4)
+    for outcome in run_ranks(_with_another_rank, str(tmp_path), world_size=4):
+        assert all(outcome.values()), outcome
+
+
+# ---- asynchronous saves, and saves that fail -------------------------------------------------------------------------
+
+
+def _async_save(folder: str) -> dict[str, Any]:
+    """Training goes on while the checkpoint is written: what is written is the step of the call."""
+    model, hook = new(2, 2)
+    for step in range(SAVE_AT):
+        gradients_of(model, step)
+    waiting = threading.Event()
+    writer = _SlowWriter(folder, waiting)
+    saving = dcp.async_save({"hook": hook}, storage_writer=writer)
+    for step in range(SAVE_AT, STEPS):
+        gradients_of(model, step)
+    in_time = not saving.done()
+    waiting.set()
+    saving.result()
+    _, other = new(2, 2)
+    dcp.load({"hook": other}, checkpoint_id=folder)
+    undisturbed, reference = new(2, 2)
+    for step in range(SAVE_AT):
+        gradients_of(undisturbed, step)
+    reference.state_dict()  # sets the residuals to their mean, as the save did
+    return {"in time": in_time, "one step": bits_equal(learned(other), learned(reference))}
+
+
+class _SlowWriter(dcp.FileSystemWriter):
+    def __init__(self, path: str, go_on: threading.Event) -> None:
+        super().__init__(path)
+        self.go_on = go_on
+
+    def write_data(self, *args: Any, **kwargs: Any) -> Any:
+        assert self.go_on.wait(30)
+        return super().write_data(*args, **kwargs)
+
+
+def test_an_asynchronous_save_never_mixes_two_steps(run_ranks: Any, tmp_path: Path) -> None:
+    for outcome in run_ranks(_async_save, str(tmp_path), world_size=4):
+        assert outcome == {"in time": True, "one step": True}
+
+
+def _inexact(folder: str) -> dict[str, Any]:
+    """The replicas of one shard cannot save their residuals together: no shard's are saved."""
+    model, hook = new(2, 2)
+    for step in range(SAVE_AT):
+        gradients_of(model, step)
+    if dist.get_rank() % 2:
+        session_of(hook).state.local_missing = True
+        hook.joint_save_limit_s = 0.2
+        if dist.get_rank() == 3:
+            session_of(hook).state.step += 1  # votes elsewhere
+    dcp.save({"hook": hook}, checkpoint_id=folder)
+    _, other = new(2, 2)
+    dcp.load({"hook": other}, checkpoint_id=folder)
+    state = session_of(other).state
+    return {"residuals": len(state["residual"]), "missing": state.local_missing, "q": len(state["q"]) > 0}
+
+
+def test_without_the_residuals_of_one_shard_none_are_loaded(run_ranks: Any, tmp_path: Path) -> None:
+    for outcome in run_ranks(_inexact, str(tmp_path), world_size=4):
+        assert outcome["residuals"] == 0 and outcome["missing"] and outcome["q"]
+
+
+def _refused() -> list[str]:
+    model, hook = new(2, 2)
+    gradients_of(model, 0)
+    gradients_of(model, 1)
+    said = []
+    for call in (
+        lambda: hook.state_dict("per_rank"),
+        lambda: hook.state_dict("mean"),
+        lambda: hook.state_dict(joint=False),
+        lambda: hook.state_dict("else"),
+        lambda: new(2, 2, save_residual="mean"),
+    ):
+        with pytest.raises(commhooks.HookConfigError) as error:
+            call()
+        said.append(str(error.value))
+    state = hook.state_dict()
+    before = learned(hook)
+    for change in (
+        {"commhooks": b"nonsense"},
+        {"commhooks": 3},
+        {"residual": {"first.weight": torch.full(NAMES["first.weight"], float("nan"))}},
+        {"residual": {"first.weight": torch.ones(3, 3)}},
+    ):
+        with pytest.raises(commhooks.PayloadError) as wrong:
+            hook.load_state_dict(state | change)
+        said.append(str(wrong.value))
+    assert bits_equal(before, learned(hook))
+    hook.load_state_dict(state)
+    assert whole_gradients(model)
+    return said
+
+
+def test_what_is_refused(run_ranks: Any) -> None:
+    for per_rank, mean, alone, unknown, attach, garbage, number, nan, shape in run_ranks(_refused, world_size=4):
+        assert "residual='per_rank'" in per_rank and "residual='mean'" in mean and "'distributed'" in mean
+        assert "needs all ranks" in alone and "'else'" in unknown
+        assert "save_residual='mean' with a model sharded by fully_shard" in attach
+        assert "cannot be read" in garbage and "is a int, not bytes" in number
+        assert "holds inf or NaN" in nan and "does not fit the shape" in shape
+
+
+def _dropped(folder: str) -> dict[str, Any]:
+    model, hook = new(2, 2, save_residual="drop")
+    for step in range(SAVE_AT):
+        gradients_of(model, step)
+    dcp.save({"hook": hook}, checkpoint_id=folder)
+    _, other = new(2, 2, save_residual="drop")
+    dcp.load({"hook": other}, checkpoint_id=folder)
+    state = session_of(other).state
+    return {"keys": list(hook.state_dict()), "step": state.step, "residuals": len(state["residual"])}
+
+
+def test_residuals_are_dropped_on_request(run_ranks: Any, tmp_path: Path) -> None:
+    for outcome in run_ranks(_dropped, str(tmp_path), world_size=4):
+        assert outcome == {"keys": ["commhooks"], "step": SAVE_AT, "residuals": 0}

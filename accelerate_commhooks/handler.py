@@ -51,7 +51,8 @@ class CommHookKwargs(DistributedDataParallelKwargs):
     `comm_state_option` select the hooks of commhooks by torch's names, so that for an existing handler only the class
     has to be changed. Every model that the accelerator wraps in DDP gets a hook with its own learned state, which
     `accelerator.save_state` and `load_state` include. If Accelerate does not wrap a model in DDP (one process, FSDP,
-    DeepSpeed, evaluation mode), there is no hook; `is_attached(model)` returns whether there is one.
+    DeepSpeed, evaluation mode), there is no hook; `is_attached(model)` returns whether there is one. With FSDP2, shard
+    the model by hand and use `commhooks.attach(model, hook, replicate_group=...)`.
 
     Without `hook` the settings come from `accelerate-commhooks launch`, or from the YAML file that the environment
     variable ACCELERATE_COMM_HOOK_CONFIG names. Arguments given here override the same settings there.

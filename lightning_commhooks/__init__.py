@@ -1,4 +1,4 @@
-"""commhooks for PyTorch Lightning: a DDP strategy with a communication hook that is saved and resumed.
+"""commhooks for PyTorch Lightning: strategies for DDP and FSDP2 with a communication hook that is saved and resumed.
 
     Trainer(strategy=CommHookDDP(hook="powerSGD"))
 
@@ -14,10 +14,11 @@ except ModuleNotFoundError as error:
     raise ImportError('lightning_commhooks needs Lightning: pip install "commhooks[lightning]"') from error
 
 from lightning_commhooks.checkpoint import CommHookCheckpoint
+from lightning_commhooks.fsdp2 import CommHookFSDP2
 from lightning_commhooks.monitor import CommHookMonitor
 from lightning_commhooks.registry import register_strategy_names
 from lightning_commhooks.strategy import CommHookDDP
 
-__all__ = ["CommHookCheckpoint", "CommHookDDP", "CommHookMonitor"]
+__all__ = ["CommHookCheckpoint", "CommHookDDP", "CommHookFSDP2", "CommHookMonitor"]
 
 register_strategy_names()

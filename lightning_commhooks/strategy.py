@@ -2,7 +2,6 @@
 
 import dataclasses
 import inspect
-import math
 import sys
 import weakref
 from collections.abc import Callable, Mapping
@@ -10,7 +9,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Optional, Union
 
 import lightning.pytorch as pl
-import torch
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch.nn.parallel import DistributedDataParallel
@@ -20,13 +18,12 @@ from commhooks.hook.for_plugins import (
     COMPRESSORS,
     HookConfig,
     HookRequest,
-    LossScale,
     attach_request,
     closest,
-    scale_of,
 )
 from lightning_commhooks.checkpoint import CHECKPOINT_KEY, DEFAULT_SAVE_RESIDUAL, CommHookCheckpoint, SaveResidual
 from lightning_commhooks.hooked_strategy import HookedStrategy
+from lightning_commhooks.run import loss_scale, steps_left, with_start
 
 if TYPE_CHECKING:
     HookType = HookConfig | Callable[..., Any] | str
@@ -133,7 +130,9 @@ class CommHookDDP(DDPStrategy, HookedStrategy):
         self._trained_at_wrap = {name: p.requires_grad for name, p in module.named_parameters()}
         self._hooked_module = weakref.ref(module)
         self._comm_hook = attach_request(
-            self.model, self._resolve_start(module.trainer), loss_scale=_loss_scale(module.trainer, self.root_device)
+            self.model,
+            with_start(self._request, module.trainer),
+            loss_scale=loss_scale(module.trainer, self.root_device),
         )
 
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
@@ -189,7 +188,7 @@ class CommHookDDP(DDPStrategy, HookedStrategy):
 
     def warn_if_never_reached(self, trainer: pl.Trainer) -> None:
         """Log a warning if this run ends before the hook begins to compress."""
-        hook, left, config = self._comm_hook, _steps_left(trainer), self._request.config
+        hook, left, config = self._comm_hook, steps_left(trainer), self._request.config
         if hook is None or config is None or config.start_option is None or left is None:
             return
         start, step = hook.options[config.start_option], hook.stats()["step"]
@@ -222,44 +221,6 @@ class CommHookDDP(DDPStrategy, HookedStrategy):
                 )
             if theirs is not None:
                 self._request = dataclasses.replace(self._request, **{name: theirs})
-
-    def _resolve_start(self, trainer: pl.Trainer) -> HookRequest:
-        config = self._request.config
-        if config is None or isinstance(config.configured_start, int):
-            return self._request
-        steps, option = _steps_left(trainer), config.start_option
-        if steps is None and config.configured_start is not None:
-            raise HookConfigError(
-                f"{option}={config.configured_start!r} is a fraction of the run, whose length the "
-                "Trainer does not know (max_epochs=-1, or a data set without length): set max_steps in the Trainer, or "
-                f"give {option} as an int, a number of steps"
-            )
-        return dataclasses.replace(self._request, config=config.resolved(steps))
-
-
-def _steps_left(trainer: pl.Trainer) -> int | None:
-    """Number of synchronised backward passes from here to the end of the run; None if unknown.
-
-    Automatic optimisation has one per optimizer step, also with gradient accumulation. Manual optimisation: only the
-    number of batches is known, and one pass per batch is assumed.
-    """
-    # -1 for a data set without length, inf for max_epochs=-1; the steps of an earlier fit are subtracted.
-    total = trainer.estimated_stepping_batches
-    if trainer.lightning_module.automatic_optimization:
-        left = total - trainer.global_step
-    else:
-        # Here `global_step`, and therefore max_steps, counts the steps of all optimizers; the estimate is in batches.
-        left = total - (trainer.fit_loop.epoch_loop.total_batch_idx + 1)
-        if trainer.max_steps != -1:
-            left = min(left, trainer.max_steps - trainer.global_step)
-    return int(left) if 1 <= left < math.inf else None
-
-
-def _loss_scale(trainer: pl.Trainer, device: torch.device) -> Callable[[], LossScale] | None:
-    plugin: Any = trainer.precision_plugin
-    if getattr(plugin, "scaler", None) is None:
-        return None
-    return lambda: scale_of(plugin.scaler, device)
 
 
 def _check_ddp_kwargs(given: Mapping[str, Any]) -> None:

@@ -22,12 +22,13 @@ import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
+from torch.utils.hooks import RemovableHandle
 
 from commhooks.errors import AttachError, HookRunError
 from commhooks.gradients.after_backward import current_task, run_after_backward
 from commhooks.gradients.bucket import Bucket
 from commhooks.gradients.exclude import all_names
-from commhooks.gradients.local_shard import NOTHING_SHARDED, LocalShard, as_dtensor, common_mesh, is_sharded
+from commhooks.gradients.local_shard import NOTHING_SHARDED, LocalShard, common_mesh, is_sharded, local_values
 from commhooks.gradients.names import ModelNames
 from commhooks.gradients.source import Extent, Future, GradientSource, Reducer, described_parameter
 from commhooks.gradients.tensors_in import tensors_in
@@ -110,7 +111,7 @@ class FullyShardGradients(GradientSource):
         self.group = group
         self.shard_group = mesh.get_group()
         self._mesh = mesh
-        self.device = as_dtensor(next(iter(sharded.values()))).to_local().device
+        self.device = local_values(next(iter(sharded.values()))).device
         if self.device.type != mesh.device_type:
             raise AttachError(
                 f"the parameters are on {self.device.type!r} and their mesh is on {mesh.device_type!r}: "
@@ -129,6 +130,7 @@ class FullyShardGradients(GradientSource):
         )
         self._reducer: Reducer | None = None
         self._pass: _Pass | None = None
+        self._handles: list[RemovableHandle] = []
         self._checked: set[tuple[int, ...]] = set()
 
     @property
@@ -142,7 +144,7 @@ class FullyShardGradients(GradientSource):
     def weights(self) -> Mapping[str, torch.Tensor]:
         if self.module is None:
             return {}
-        return {name: as_dtensor(parameter).to_local() for name, parameter in self._sharded.items()}
+        return {name: local_values(parameter) for name, parameter in self._sharded.items()}
 
     def gradients(self) -> Mapping[str, torch.Tensor | None]:
         return {shard.name: shard.grad for shard in self._shards.values()}
@@ -178,7 +180,7 @@ class FullyShardGradients(GradientSource):
                 raise AttachError(
                     f"parameter {shard.name} has a post-accumulate-grad hook: an earlier communication hook, or an "
                     "optimizer that steps in the backward pass. Neither can be combined with "
-                    f"{reducer.name!r}: shard a new model, or use an ordinary optimizer"
+                    f"{reducer.name!r}: call hook.detach() on the earlier hook, or use an ordinary optimizer"
                 )
         self._reducer = reducer
         for unit in _units(model):
@@ -186,9 +188,17 @@ class FullyShardGradients(GradientSource):
                 unit.set_all_reduce_hook(self._on_reduced)
             except ValueError as error:
                 raise AttachError(f"fully_shard takes no hook for {type(unit).__name__}: {error}") from error
-        for shard in self._shards.values():
-            shard.parameter.register_post_accumulate_grad_hook(self._on_accumulated)
-        model.register_forward_hook(self._on_forward)
+        self._handles = [model.register_forward_hook(self._on_forward)]
+        self._handles += [
+            shard.parameter.register_post_accumulate_grad_hook(self._on_accumulated) for shard in self._shards.values()
+        ]
+
+    def unregister(self) -> None:
+        model = self.module
+        for unit in _units(model) if model is not None else ():
+            unit.set_all_reduce_hook(None)  # type: ignore[arg-type]
+        while self._handles:
+            self._handles.pop().remove()
 
     # ---- what torch calls --------------------------------------------------------------------------------------------
 
@@ -301,7 +311,7 @@ def _check_filled(current: _Pass) -> None:
     if current.filling is not None:
         raise HookRunError(
             "fully_shard reduces parameters that the model did not have when the hook was attached, or that were "
-            "frozen then: attach the hook after loading and unfreezing parameters, to a model that is sharded anew"
+            "frozen then: call hook.detach(), and attach a hook again after loading and unfreezing parameters"
         )
 
 

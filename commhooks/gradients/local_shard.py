@@ -17,10 +17,15 @@ NOTHING_SHARDED = (
 
 
 def as_dtensor(parameter: torch.nn.Parameter) -> DTensor:
-    """The sharded parameter without its history."""
-    data: object = parameter.data
-    assert isinstance(data, DTensor)
-    return data
+    """`parameter`, which is a DTensor. (Not its `.data`: torch 2.13 caches the results of operations by mesh, and may
+    return a mesh of a process group that was destroyed.)"""
+    assert isinstance(parameter, DTensor)
+    return parameter
+
+
+def local_values(parameter: torch.nn.Parameter) -> torch.Tensor:
+    """This rank's shard of the values, which it shares."""
+    return as_dtensor(parameter).to_local().detach()
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,7 +49,7 @@ class LocalShard:
         assert isinstance(placement, Shard)
         size = sharded.size(placement.dim)
         largest = -(-size // sharded.device_mesh.size())
-        return cls(name, parameter, sharded.to_local(), sharded.numel() // size * largest if size else 0)
+        return cls(name, parameter, local_values(parameter), sharded.numel() // size * largest if size else 0)
 
     @property
     def extent(self) -> Extent:
@@ -77,7 +82,7 @@ def is_sharded(name: str, parameter: torch.nn.Parameter) -> bool:
     Raises:
         AttachError: it is sharded in a way that hooks cannot serve.
     """
-    data = parameter.data
+    data: object = parameter
     if not isinstance(data, DTensor):
         return False
     if data.device_mesh.ndim == 2 and isinstance(data.placements[0], Replicate):

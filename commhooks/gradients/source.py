@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 import torch
 import torch.distributed as dist
 
+from commhooks.errors import AttachError
 from commhooks.gradients.bucket import Bucket
 from commhooks.gradients.names import ModelNames, ParameterNames
 
@@ -94,6 +95,16 @@ class GradientSource(ABC):
     @abstractmethod
     def gradients(self) -> Mapping[str, torch.Tensor | None]:
         """The present `.grad` by name, on a sharded model that of the shard."""
+
+    def unregister(self) -> None:
+        """Undo `register`, between two backward passes.
+
+        Raises:
+            AttachError: the model keeps its hook for life.
+        """
+        raise AttachError(
+            "a DistributedDataParallel model keeps its communication hook for life; wrap the model anew to change it"
+        )
 
     # ---- shards; by default a parameter is one -----------------------------------------------------------------------
 

@@ -74,6 +74,15 @@ class CommHook:
         """Do not log the lines at the first backward pass, for callers such as the doctor."""
         self._announced = True
 
+    def detach(self) -> None:
+        """Take the hook off a model sharded by `fully_shard`, between two backward passes, so that another one can be
+        attached. Every rank must call this. Afterwards gradients are not averaged between the replicas.
+
+        Raises:
+            AttachError: the model is a DDP model, which keeps its hook for life.
+        """
+        self._source.unregister()
+
     # ---- what the source of the gradients calls ----------------------------------------------------------------------
 
     @property

@@ -6,15 +6,14 @@ A new compressor is added to `KINDS` and has to keep all of it. One call of the 
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from compilers import needs_compiler
 from ddp_steps import log_lines, process_group_of_one
 from inside import learns, session_of
+from kinds import ALL, IN_32_BITS, KINDS, LEARNING, RANDOM_K, START, Kind
 from models import masks, same_bits
 from training import ONE_BUCKET_MB, SEVERAL_BUCKETS_MB, Run, make_model, residuals
 
@@ -29,64 +28,6 @@ from commhooks.gradients.bucket import Bucket
 from commhooks.gradients.names import ModelNames
 from commhooks.hook.plan_model import plan_model
 from commhooks.hook.request import HookRequest
-
-START = 2
-RANDOM_K = "examples.random_k:RandomKCompressor"
-POWERSGD = {"matrix_approximation_rank": 2, "start_powerSGD_iter": START}
-QUANTIZED = {"block_size": 32, "start_iter": START}
-
-
-@dataclass(frozen=True)
-class Kind:
-    hook: str
-    options: dict[str, Any] = field(default_factory=dict)
-    wrapper: str | None = None
-    learns: bool = True
-    layouts_matter: bool = False
-    """It compresses whole buckets."""
-    pads: bool = False
-    """It sends to each rank up to a block per parameter and factor, and 64 bytes per bucket and message, more than is
-    planned."""
-    keeps_residual: bool = True
-
-    def new(self, **more: Any) -> Run:
-        return Run.new(hook=self.hook, hook_options=self.options or None, wrapper=self.wrapper, **more)
-
-
-KINDS = {
-    "allreduce": Kind("allreduce", learns=False),
-    "fp16": Kind("fp16", learns=False),
-    "bf16": Kind("bf16", learns=False),
-    "allreduce, fp16 wrapper": Kind("allreduce", wrapper="fp16", learns=False),
-    "powerSGD": Kind("powerSGD", POWERSGD),
-    "powerSGD, bf16 wrapper": Kind("powerSGD", POWERSGD, "bf16"),
-    "powerSGD, fp16 wrapper": Kind("powerSGD", POWERSGD, "fp16"),
-    "alternate": Kind("powerSGD", POWERSGD | {"alternate": True}),
-    "powerSGD, native": Kind("powerSGD", POWERSGD | {"fused": True}),
-    "powerSGD, torch": Kind("powerSGD", POWERSGD | {"fused": False}),
-    "powerSGD, int8 wrapper": Kind("powerSGD", POWERSGD, "int8", pads=True),
-    "powerSGD, torch, int8 wrapper": Kind("powerSGD", POWERSGD | {"fused": False}, "int8", pads=True),
-    "powerSGD, int4 wrapper": Kind("powerSGD", POWERSGD, "int4", pads=True),
-    "alternate, int8 wrapper": Kind("powerSGD", POWERSGD | {"alternate": True}, "int8", pads=True),
-    "int8, native": Kind("int8", QUANTIZED | {"fused": True}, pads=True),
-    "int8, torch": Kind("int8", QUANTIZED | {"fused": False}, pads=True),
-    "int8, fp16 wrapper": Kind("int8", QUANTIZED, "fp16", pads=True),
-    "int4, native": Kind("int4", QUANTIZED | {"fused": True}, pads=True),
-    "int4, torch": Kind("int4", QUANTIZED | {"fused": False}, pads=True),
-    "int4, bf16 wrapper": Kind("int4", QUANTIZED, "bf16", pads=True),
-    "int4, no error feedback": Kind("int4", QUANTIZED | {"use_error_feedback": False}, pads=True, keeps_residual=False),
-    "batched": Kind("batched_powerSGD", POWERSGD, layouts_matter=True),
-    "batched, torch": Kind("batched_powerSGD", POWERSGD | {"fused": False}, layouts_matter=True),
-    "batched, int8 wrapper": Kind("batched_powerSGD", POWERSGD, "int8", layouts_matter=True, pads=True),
-    "random_k": Kind(RANDOM_K, {"share": 0.2, "start_iter": START}),
-    "random_k, bf16 wrapper": Kind(RANDOM_K, {"share": 0.2, "start_iter": START}, "bf16"),
-}
-ALL = [
-    pytest.param(name, marks=[needs_compiler] if kind.options.get("fused") else [], id=name)
-    for name, kind in KINDS.items()
-]
-LEARNING = [each for each in ALL if KINDS[each.id].learns]
-IN_32_BITS = [each for each in LEARNING if KINDS[each.id].wrapper not in ("fp16", "bf16")]
 
 
 def test_every_built_in_compressor_is_here() -> None:

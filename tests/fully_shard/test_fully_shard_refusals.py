@@ -10,7 +10,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from ddp_steps import log_lines, process_group_of_one
-from sharded import Prescribed, backward, learned, mesh_of, random_gradients, shard
+from models import worst_error
+from sharded import Prescribed, backward, learned, mean_over_ranks, mesh_of, random_gradients, shard
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
@@ -86,6 +87,7 @@ CASES: dict[str, tuple[Callable[[dict[str, Any]], nn.Module], dict[str, Any], ty
     "two hooks": (_with_a_hook, {}, AttachError, "parameter weight has a post-accumulate-grad hook: an earlier comm"),
     "frozen": (_frozen, {}, AttachError, "both trainable and sharded"),
     "a function": (_plain, {"hook": _user_function}, HookConfigError, "a function of a GradBucket, which only Dist"),
+    "nodes": (_plain, {"hook": "powerSGD", "ranks_per_node": 2}, HookConfigError, "shard within each node instead"),
     "a drop-in with a state": (
         _plain,
         {"hook": commhooks.powerSGD_hook, "hook_state": commhooks.PowerSGDState(None, 1)},
@@ -170,6 +172,34 @@ def _changed_after_attach(how: str) -> str:
 def test_parameters_that_came_later_are_an_error(run_ranks: Any, how: str) -> None:
     for message in run_ranks(_changed_after_attach, how, world_size=2):
         assert "that the model did not have when the hook was attached, or that were frozen then" in message
+
+
+def _detached() -> dict[str, bool]:
+    mesh = mesh_of(2, 1)
+    model = shard(Prescribed(), mesh["shard"])
+    first = commhooks.attach(model, "allreduce", replicate_group=mesh["replicate"])
+    backward(model, random_gradients(0))
+    first.detach()
+    own = backward(model, random_gradients(1))
+    alone = all(torch.equal(own[name], gradient) for name, gradient in random_gradients(1).items())
+    second = commhooks.attach(model, "allreduce", replicate_group=mesh["replicate"])
+    got = backward(model, random_gradients(2))
+    return {
+        "alone": alone and first.stats()["backward_passes"] == 1,
+        "again": worst_error(got, mean_over_ranks(2, 2)) < 1e-14 and second.stats()["backward_passes"] == 1,
+    }
+
+
+def test_a_detached_hook_makes_room_for_another(run_ranks: Any) -> None:
+    for outcome in run_ranks(_detached, world_size=2):
+        assert all(outcome.values()), outcome
+
+
+def test_ddp_keeps_its_hook() -> None:
+    with process_group_of_one():
+        hook = commhooks.attach(DistributedDataParallel(nn.Linear(4, 4)), "allreduce")
+        with pytest.raises(AttachError, match="keeps its communication hook for life"):
+            hook.detach()
 
 
 def _said() -> list[str]:

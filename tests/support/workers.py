@@ -343,9 +343,19 @@ def worker_main(stack_path: str) -> None:
             if store is None:
                 leaks.append("a process group (destroy what the function itself creates)")
             dist.destroy_process_group()
+        _forget_meshes()
         more_leaks, beyond_repair = before.restore()
         faulthandler.cancel_dump_traceback_later()
         connection.send(("leaks", leaks + more_leaks, beyond_repair))
+
+
+def _forget_meshes() -> None:
+    """DTensor (torch 2.13) caches results of operations by mesh, and takes a mesh of the next task, of the same shape
+    but with other groups, for the one of this task."""
+    if "torch.distributed.tensor" in sys.modules:
+        from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+
+        _clear_sharding_prop_cache()
 
 
 def _leave_with_parent() -> None:

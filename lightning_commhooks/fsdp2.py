@@ -1,0 +1,189 @@
+"""`CommHookFSDP2`: Lightning's strategy for FSDP2, with a hook between replicas of the sharded model."""
+
+import weakref
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, Literal, Optional, Union
+
+import lightning.pytorch as pl
+import torch.distributed.checkpoint as dcp
+from lightning.pytorch.strategies import ModelParallelStrategy
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from torch.distributed.checkpoint import DefaultLoadPlanner
+from torch.distributed.constants import default_pg_timeout
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule
+
+from commhooks import CommHook, HookConfigError
+from commhooks.hook.for_plugins import HookRequest, attach_request
+from lightning_commhooks.checkpoint import CHECKPOINT_KEY, CommHookCheckpoint
+from lightning_commhooks.hooked_strategy import HookedStrategy
+from lightning_commhooks.run import loss_scale, with_start
+from lightning_commhooks.strategy import HookType
+
+
+class CommHookFSDP2(ModelParallelStrategy, HookedStrategy):
+    """`ModelParallelStrategy` for models that are sharded within groups of ranks, and averaged by a hook between these
+    groups. The hook is saved and resumed with the trainer's checkpoints, which are distributed ones (a folder each).
+
+    `configure_model` of the LightningModule shards the model over `self.trainer.strategy.device_mesh["shard"]`, all of
+    it under one call of `fully_shard`.
+
+    Args:
+        hook, hook_options, wrapper, strict, check_every: as in `CommHookDDP`; `hook` may not be a callable.
+        replicate_size: number of replicas of the model, each sharded over `world size / replicate_size` consecutive
+            ranks. "auto": one per machine.
+        save_residual: "drop" saves no residuals. None: their mean over the replicas.
+        process_group_backend, timeout: as in `ModelParallelStrategy`.
+
+    Raises:
+        commhooks.HookConfigError: at construction, as `CommHookDDP`.
+    """
+
+    def __init__(
+        self,
+        hook: HookType,
+        *,
+        replicate_size: Union[Literal["auto"], int] = "auto",  # noqa: UP007
+        hook_options: Optional[dict[str, Any]] = None,  # noqa: UP045
+        wrapper: Optional[Literal["fp16", "bf16", "int8", "int4"]] = None,  # noqa: UP045
+        save_residual: Optional[Literal["drop"]] = None,  # noqa: UP045
+        strict: bool = True,
+        check_every: Optional[int] = None,  # noqa: UP045
+        process_group_backend: Optional[str] = None,  # noqa: UP045
+        timeout: Optional[timedelta] = default_pg_timeout,  # noqa: UP045
+    ) -> None:
+        if replicate_size != "auto" and (type(replicate_size) is not int or replicate_size < 1):
+            raise HookConfigError(f"replicate_size={replicate_size!r}; expected a number of replicas, or 'auto'")
+        if save_residual not in (None, "drop"):
+            raise HookConfigError(
+                f"save_residual={save_residual!r}; expected 'drop', or None: distributed checkpoints hold the mean"
+            )
+        super().__init__(process_group_backend=process_group_backend, timeout=timeout)
+        self._request = HookRequest.parse(
+            hook,
+            hook_options=hook_options,
+            wrapper=wrapper,
+            save_residual=save_residual or "mean",
+            strict=strict,
+            check_every=check_every,
+        )
+        self._replicate_size = replicate_size
+        self._mesh: DeviceMesh | None = None
+        self._comm_hook: CommHook | None = None
+        self._hooked_module: weakref.ref[pl.LightningModule] | None = None
+
+    # ---- what users call ---------------------------------------------------------------------------------------------
+
+    @property
+    def comm_hook(self) -> CommHook | None:
+        """The attached hook: `stats()`, `plan()`. None before fit has set up the model; kept when fit is over."""
+        return self._comm_hook
+
+    @property
+    def device_mesh(self) -> DeviceMesh:
+        """The mesh with the dimensions "replicate" and "shard"."""
+        if self._mesh is None:
+            raise RuntimeError("the device mesh is there when the processes have connected, as in configure_model")
+        return self._mesh
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}(hook={self._request.name!r}, replicate_size={self._replicate_size!r})"
+
+    # ---- what Lightning calls ----------------------------------------------------------------------------------------
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        return {"num_replicas": self.world_size, "rank": self.global_rank}
+
+    def setup_environment(self) -> None:
+        assert self.lightning_module is not None
+        callbacks: list[pl.Callback] = self.lightning_module.trainer.callbacks  # type: ignore[attr-defined]
+        if any(isinstance(callback, CommHookCheckpoint) for callback in callbacks):
+            raise HookConfigError("CommHookFSDP2 saves its hook itself: leave out the CommHookCheckpoint callback")
+        super().setup_environment()
+        replicas = self.num_nodes if self._replicate_size == "auto" else self._replicate_size
+        if self.world_size % replicas:
+            raise HookConfigError(
+                f"replicate_size={replicas} does not divide the number of ranks, which is {self.world_size}"
+            )
+        shape = (replicas, self.world_size // replicas)
+        self._mesh = init_device_mesh(self.root_device.type, shape, mesh_dim_names=("replicate", "shard"))
+
+    def setup(self, trainer: pl.Trainer) -> None:
+        super().setup(trainer)
+        if trainer.state.fn != TrainerFn.FITTING:
+            return
+        module = self.lightning_module
+        assert module is not None
+        if self._comm_hook is not None and self.hook_belongs_to(module):
+            self._comm_hook.detach()  # of an earlier fit
+        self._comm_hook = attach_request(
+            _sharded_root(module),
+            with_start(self._request, trainer),
+            replicate_group=self.device_mesh["replicate"],
+            loss_scale=loss_scale(trainer, self.root_device),
+        )
+        self._hooked_module = weakref.ref(module)
+
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None
+    ) -> None:
+        full = "optimizer_states" in checkpoint
+        path = Path(self.broadcast(filepath))
+        super().save_checkpoint(checkpoint, path, storage_options)
+        module = self.lightning_module
+        if full and self._comm_hook is not None and module is not None and self.hook_belongs_to(module):
+            dcp.save({"hook": self._comm_hook}, checkpoint_id=path / CHECKPOINT_KEY)
+
+    def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
+        path, module = Path(self.broadcast(checkpoint_path)), self.lightning_module
+        loaded = super().load_checkpoint(path, weights_only=True if weights_only is None else weights_only)
+        hook = self._comm_hook
+        if module is None or hook is None or module.trainer.state.fn != TrainerFn.FITTING:
+            return loaded
+        if (path / CHECKPOINT_KEY).is_dir():
+            planner = DefaultLoadPlanner(allow_partial_load=not self._request.strict)
+            dcp.load({"hook": hook}, checkpoint_id=path / CHECKPOINT_KEY, planner=planner)
+        else:
+            rank_zero_warn(
+                "the checkpoint holds no state of a communication hook (it was saved without CommHookFSDP2): hook "
+                f"{hook.name!r} begins with fresh memory"
+            )
+        return loaded
+
+    # ---- what the callbacks call -------------------------------------------------------------------------------------
+
+    @property
+    def save_residual(self) -> str:
+        return self._request.save_residual
+
+    def hook_belongs_to(self, module: pl.LightningModule) -> bool:
+        return self._hooked_module is not None and self._hooked_module() is module
+
+    def parameters_unfrozen_after_wrap(self) -> list[str]:
+        return []  # the next backward pass raises an error
+
+    def warn_if_never_reached(self, trainer: pl.Trainer) -> None:
+        return None
+
+
+def _sharded_root(module: pl.LightningModule) -> Any:
+    """The module that `fully_shard` was called on last.
+
+    Raises:
+        HookConfigError: there is none, or several.
+    """
+    sharded = {name: each for name, each in module.named_modules() if isinstance(each, FSDPModule)}
+    roots = [name for name in sharded if not any(name != other and _is_below(name, other) for other in sharded)]
+    if len(roots) != 1:
+        raise HookConfigError(
+            f"CommHookFSDP2 needs one module that contains all of the sharded ones, here there are {roots or 'none'}: "
+            "end configure_model with fully_shard(self.net, mesh=self.trainer.strategy.device_mesh['shard'])"
+        )
+    return sharded[roots[0]]
+
+
+def _is_below(name: str, other: str) -> bool:
+    return other == "" or name.startswith(f"{other}.")

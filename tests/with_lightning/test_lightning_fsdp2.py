@@ -1,0 +1,182 @@
+"""`CommHookFSDP2` trains shards on CPU ranks, and its distributed checkpoints resume bit-equal."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.cli import LightningCLI
+from lightning_support import Model, PoolEnvironment, assert_equal, caught_warnings, data, difference, trainer
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+
+from commhooks import HookConfigError, PowerSGD
+from lightning_commhooks import CommHookCheckpoint, CommHookFSDP2, CommHookMonitor
+
+
+class Sharded(Model):
+    """Every linear layer is a unit."""
+
+    def configure_model(self) -> None:
+        if any(isinstance(parameter, DTensor) for parameter in self.parameters()):
+            return
+        mesh = self.trainer.strategy.device_mesh["shard"]
+        for layer in self.net:
+            if isinstance(layer, torch.nn.Linear):
+                fully_shard(layer, mesh=mesh)
+        fully_shard(self.net, mesh=mesh)
+
+
+def strategy(**options: Any) -> CommHookFSDP2:
+    options = {"hook": PowerSGD(start_powerSGD_iter=1), "replicate_size": 2} | options
+    return CommHookFSDP2(**options)
+
+
+def whole(module: pl.LightningModule) -> dict[str, torch.Tensor]:
+    return {name: p.detach().full_tensor() for name, p in module.named_parameters()}
+
+
+def fit(root: str, epochs: int, ckpt_path: str | None = None, **options: Any) -> dict[str, Any]:
+    callbacks = options.pop("callbacks", [])
+    keeper = ModelCheckpoint(root, filename="{epoch}", save_top_k=-1, every_n_epochs=1)
+    made = trainer(root, strategy=strategy(**options), max_epochs=epochs, callbacks=[keeper, *callbacks])
+    module = Sharded(seed=5 if ckpt_path else 0)
+    with caught_warnings() as texts:
+        made.fit(module, data(), ckpt_path=ckpt_path)
+    assert made.strategy.comm_hook is not None
+    return {"weights": whole(module), "stats": made.strategy.comm_hook.stats(), "warnings": texts}
+
+
+def _exact(root: str) -> dict[str, Any]:
+    return {
+        "two": fit(root + "/two", 1, hook="allreduce"),
+        "one": fit(root + "/one", 1, hook="allreduce", replicate_size=1),
+    }
+
+
+def test_replicas_of_shards_train_as_one_replica(run_ranks: Any, tmp_path: Path) -> None:
+    for result in run_ranks(_exact, str(tmp_path), world_size=4):
+        assert difference(result["two"]["weights"], result["one"]["weights"]) < 1e-6
+        # 64 samples in batches of 8 on four ranks, each with samples of its own.
+        assert result["two"]["stats"]["step"] == 2
+
+
+def _resumed(root: str) -> dict[str, Any]:
+    through = fit(root + "/through", 3)
+    resumed = fit(root + "/resumed", 3, f"{root}/through/epoch=0.ckpt")
+    moved = fit(root + "/moved", 3, f"{root}/through/epoch=0.ckpt", replicate_size=4)
+    files = sorted(path.name for path in Path(root, "through", "epoch=0.ckpt").iterdir())
+    return {"through": through, "resumed": resumed, "moved": moved, "files": files}
+
+
+def test_a_resumed_fit_is_bit_equal(run_ranks: Any, tmp_path: Path) -> None:
+    for result in run_ranks(_resumed, str(tmp_path), world_size=4, timeout_s=100):
+        assert "commhooks" in result["files"] and "meta.pt" in result["files"]
+        assert result["through"]["stats"]["step"] == 6 and result["through"]["stats"]["compressed_steps"] == 5
+        assert result["resumed"]["stats"]["step"] == 6 and result["resumed"]["stats"]["compressed_steps"] == 4
+        assert_equal(result["resumed"]["weights"], result["through"]["weights"])
+        assert result["moved"]["stats"]["step"] == 6
+        assert not any("hook" in text for text in result["resumed"]["warnings"])
+
+
+def _again_and_foreign(root: str) -> dict[str, Any]:
+    """Two fits of one module, with a validation between; then a checkpoint without a hook."""
+    made = trainer(root, strategy=strategy(), max_epochs=1, callbacks=[CommHookMonitor()])
+    module = Sharded()
+    made.fit(module, data())
+    first = made.strategy.comm_hook
+    made.validate(module, data(), verbose=False)
+    made.fit_loop.max_epochs = 2
+    made.fit(module, data())
+    second = made.strategy.comm_hook
+    made.save_checkpoint(root + "/weights.ckpt", weights_only=True)
+    weights_only = not Path(root, "weights.ckpt", "commhooks").exists()
+    return {
+        "anew": first is not second and first is not None and first.stats()["step"] == 2,
+        "trained": second.stats()["step"] == 2,
+        "weights only": weights_only,
+        "repr": repr(made.strategy) == "CommHookFSDP2(hook='powerSGD', replicate_size=2)",
+    }
+
+
+def test_fits_follow_each_other(run_ranks: Any, tmp_path: Path) -> None:
+    for outcome in run_ranks(_again_and_foreign, str(tmp_path), world_size=4):
+        assert all(outcome.values()), outcome
+
+
+class _NotSharded(Sharded):
+    def configure_model(self) -> None:
+        pass
+
+
+def _refused(root: str) -> list[str]:
+    said = []
+    for module, options in (
+        (Sharded(), {"replicate_size": 3}),
+        (Sharded(), {"callbacks": [CommHookCheckpoint()]}),
+        (_NotSharded(), {}),
+    ):
+        callbacks = options.pop("callbacks", [])
+        made = trainer(root, strategy=strategy(**options), max_epochs=1, callbacks=callbacks)
+        with pytest.raises(HookConfigError) as error:
+            made.fit(module, data())
+        said.append(str(error.value))
+    return said
+
+
+def test_what_cannot_work_is_refused(run_ranks: Any, tmp_path: Path) -> None:
+    for size, callback, not_sharded in run_ranks(_refused, str(tmp_path), world_size=4):
+        assert "replicate_size=3 does not divide the number of ranks, which is 4" in size
+        assert "leave out the CommHookCheckpoint" in callback
+        assert "needs one module that contains all of the sharded ones, here there are none" in not_sharded
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ({"replicate_size": 0}, "replicate_size=0"),
+        ({"save_residual": "per_rank"}, "save_residual='per_rank'"),
+        ({"hook": "powersgt"}, "did you mean"),
+    ],
+)
+def test_wrong_arguments_are_refused_at_construction(options: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(HookConfigError, match=sentence):
+        strategy(**options)
+
+
+def _from_yaml(config: str, root: str) -> dict[str, Any]:
+    cli = LightningCLI(
+        Sharded,
+        args=["fit", "--config", config],
+        run=True,
+        save_config_callback=None,
+        seed_everything_default=False,
+        trainer_defaults={"plugins": [PoolEnvironment()], "default_root_dir": root},
+        datamodule_class=_Data,
+    )
+    hook = cli.trainer.strategy.comm_hook
+    return {"options": hook.options, "shards": cli.trainer.strategy.device_mesh.shape, "step": hook.stats()["step"]}
+
+
+class _Data(pl.LightningDataModule):
+    def train_dataloader(self) -> Any:
+        return data()
+
+
+def test_from_yaml(run_ranks: Any, tmp_path: Path) -> None:
+    strategy = {
+        "class_path": "lightning_commhooks.CommHookFSDP2",
+        "init_args": {"hook": "powerSGD", "hook_options": {"start_powerSGD_iter": 0.5}, "replicate_size": 4},
+    }
+    of_trainer = {"accelerator": "cpu", "devices": 4, "logger": False, "max_epochs": 2, "strategy": strategy}
+    of_trainer |= {"enable_progress_bar": False, "enable_checkpointing": False, "enable_model_summary": False}
+    config = tmp_path / "c.yaml"
+    config.write_text(json.dumps({"trainer": of_trainer}))
+    for result in run_ranks(_from_yaml, str(config), str(tmp_path), world_size=4):
+        assert result["options"]["start_powerSGD_iter"] == 2 and result["step"] == 4
+        assert result["shards"] == (4, 1)

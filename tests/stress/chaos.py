@@ -2,10 +2,10 @@
 
     python examples/clean_env.py tests/stress/chaos.py [--kills 30] [--seed N]          # what `make chaos` runs
 
-Trainings with plain torch (PowerSGD and int8), Lightning and Accelerate (chaos_training.py), each on two ranks under
-`torchrun --max-restarts`. In each attempt one rank is killed by SIGKILL: at a random time, or at a phase that is easily
-missed. The final weights must be those of a training that was left alone, bit for bit. The exit status is 1 if a
-training hung, did not resume, went back further than its last checkpoint, or ended in other weights.
+Trainings with plain torch (PowerSGD and int8), FSDP2, Lightning and Accelerate (chaos_training.py), each on two ranks
+(FSDP2 on four) under `torchrun --max-restarts`. In each attempt one rank is killed by SIGKILL: at a random time, or at
+a phase that is easily missed. The final weights must be those of a training that was left alone, bit for bit. The exit
+status is 1 if a training hung, did not resume, went back further than its last checkpoint, or ended in other weights.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ from rich.table import Table
 
 SCRIPT = Path(__file__).resolve().with_name("chaos_training.py")
 TESTS = SCRIPT.parents[1]
-FRAMEWORKS = ("plain", "int8", "lightning", "accelerate")
+FRAMEWORKS = ("plain", "int8", "fsdp2", "lightning", "accelerate")
+RANKS = {"fsdp2": 4}  # two elsewhere
 SAVE_EVERY = 5  # as in the script
 GROUP_TIMEOUT_S = 20  # as in the script
 ATTEMPT_LIMIT_S = 60  # starting Python and the framework twice on a busy machine, and the group's timeout
@@ -82,7 +83,7 @@ def run(framework: str, folder: Path, kills: list[dict[str, Any]], steps: int, p
         # ("connectFullMesh failed ... Connection refused"), with a hook or without.
         "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
     }
-    command = [python, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    command = [python, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={RANKS.get(framework, 2)}"]
     command += [f"--max-restarts={len(kills)}", "--monitor-interval=0.1", str(SCRIPT), framework, str(folder)]
     started = time.monotonic()
     failures = []
@@ -99,10 +100,10 @@ def run(framework: str, folder: Path, kills: list[dict[str, Any]], steps: int, p
     seconds = time.monotonic() - started
     done = _kills(folder, len(kills))
     failures += [f"attempt {i}: {text}" for i, kill in enumerate(done) if (text := _wrong(kill, framework))]
-    paths = [folder / f"final-{rank}.pt" for rank in (0, 1)]
+    paths = [folder / f"final-{rank}.pt" for rank in range(RANKS.get(framework, 2))]
     final = [torch.load(path, weights_only=True) for path in paths if path.exists()]
-    if len(final) == 2:
-        if not torch.equal(final[0]["weights"], final[1]["weights"]):
+    if len(final) == len(paths):
+        if not all(torch.equal(final[0]["weights"], each["weights"]) for each in final):
             failures.append("the ranks ended in different weights")
         if any(each["stats"]["step"] != steps or not each["stats"]["compressed_steps"] for each in final):
             failures.append(f"not {steps} steps, or none compressed")

@@ -1,6 +1,6 @@
 """A training that is killed: chaos_training.py FRAMEWORK FOLDER, under torchrun with `--max-restarts`; see chaos.py.
 
-FRAMEWORK is plain, lightning or accelerate. Every one saves at each `SAVE_EVERY` steps so that only what is complete
+FRAMEWORK is a key of `FRAMEWORKS`. Every one saves at each `SAVE_EVERY` steps so that only what is complete
 has the name of a checkpoint, and goes on from the newest one. The variable `CHAOS_KILLS`, a JSON list with an entry per
 attempt, says how a rank of that attempt ends itself by SIGKILL:
 
@@ -29,6 +29,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 from training import Run, batch, flat, make_model
 
 STEPS = int(os.environ.get("CHAOS_STEPS", "30"))
@@ -79,7 +80,10 @@ class Killer:
         self.note("start", step=step)
         self.hook = hook
         parameter = dict(model.named_parameters())[MIDDLE]
-        parameter.register_hook(lambda gradient: self.at("backward"))
+        if isinstance(parameter, DTensor):  # fully_shard calls this when the unit was reduced
+            parameter.register_post_accumulate_grad_hook(lambda _: self.at("backward"))
+        else:
+            parameter.register_hook(lambda gradient: self.at("backward"))
         if "after_s" in self.plan:
             timer = threading.Timer(self.plan["after_s"], self.kill, [True])
             timer.daemon = True
@@ -146,6 +150,62 @@ def _save(run: Run, path: Path, killer: Killer) -> None:
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)
+
+
+# -------------------------------------------------------------------------------------------------------------- FSDP2
+
+
+def fsdp2(folder: Path, killer: Killer) -> tuple[torch.Tensor, Any]:
+    """Two replicas of two shards, saved with torch.distributed.checkpoint."""
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    import commhooks
+
+    class Writer(dcp.FileSystemWriter):
+        def finish(self, *args: Any, **kwargs: Any) -> None:
+            killer.at("save")  # all tensors are there, and the file that says where is not
+            super().finish(*args, **kwargs)
+
+    if not dist.is_initialized():
+        dist.init_process_group("gloo", timeout=TIMEOUT)
+    mesh = init_device_mesh("cpu", (2, dist.get_world_size() // 2), mesh_dim_names=("replicate", "shard"))
+    model = make_model()
+    for layer in model:
+        if any(True for _ in layer.parameters()):
+            fully_shard(layer, mesh=mesh["shard"])
+    fully_shard(model, mesh=mesh["shard"])
+    hook = commhooks.attach(model, "powerSGD", hook_options=OPTIONS, replicate_group=mesh["replicate"])
+    hook.joint_save_limit_s = 5.0
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    complete = sorted(folder.glob("step_??"))
+    if complete:
+        weights, states = get_state_dict(model, optimizer)
+        dcp.load({"model": weights, "optimizer": states, "hook": hook}, checkpoint_id=complete[-1])
+        set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=states)
+    step = hook.stats()["step"]
+    killer.training_begins(step, model, lambda: hook)
+    while step < STEPS:
+        killer.at("between", step)
+        killer.phase = "training"
+        images, labels = batch(step, dist.get_rank())
+        optimizer.zero_grad()
+        torch.nn.functional.cross_entropy(model(images), labels).backward()
+        optimizer.step()
+        step += 1
+        if step % SAVE_EVERY == 0:
+            killer.phase, killer.step = "saving", step
+            weights, states = get_state_dict(model, optimizer)
+            unfinished = folder / "unfinished"
+            dcp.save(
+                {"model": weights, "optimizer": states, "hook": hook}, storage_writer=Writer(unfinished, overwrite=True)
+            )
+            if dist.get_rank() == 0:
+                unfinished.rename(folder / f"step_{step:02}")
+            dist.barrier()
+    return torch.cat([parameter.detach().full_tensor().flatten() for parameter in model.parameters()]), hook
 
 
 # --------------------------------------------------------------------------------------------------------- Lightning
@@ -242,7 +302,7 @@ def _save_state(run: Any, folder: Path) -> None:
 
 # --------------------------------------------------------------------------------------------------------------- main
 
-FRAMEWORKS = {"plain": plain, "int8": int8, "lightning": lightning, "accelerate": accelerate}
+FRAMEWORKS = {"plain": plain, "int8": int8, "fsdp2": fsdp2, "lightning": lightning, "accelerate": accelerate}
 
 
 def main(framework: str, folder: Path) -> None:

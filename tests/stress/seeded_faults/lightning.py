@@ -4,6 +4,27 @@ from seeded_faults.mutant import Mutant
 
 MUTANTS = [
     Mutant(
+        "a fit with shards resumes without its hook",
+        "lightning_commhooks/fsdp2.py",
+        "        if (path / CHECKPOINT_KEY).is_dir():\n",
+        "        if False:\n",
+        "with_lightning/test_lightning_fsdp2.py::test_a_resumed_fit_is_bit_equal",
+    ),
+    Mutant(
+        "the replicas of a fit with shards train on the same samples",
+        "lightning_commhooks/fsdp2.py",
+        '        return {"num_replicas": self.world_size, "rank": self.global_rank}\n',
+        '        return {"num_replicas": 2, "rank": self.global_rank % 2}\n',
+        "with_lightning/test_lightning_fsdp2.py::test_replicas_of_shards_train_as_one_replica",
+    ),
+    Mutant(
+        "the hook of an earlier fit stays on the shards",
+        "lightning_commhooks/fsdp2.py",
+        "            self._comm_hook.detach()  # of an earlier fit\n",
+        "            pass\n",
+        "with_lightning/test_lightning_fsdp2.py::test_fits_follow_each_other",
+    ),
+    Mutant(
         "Lightning does not restore",
         "lightning_commhooks/strategy.py",
         "        if take_over is not None:\n            take_over()\n",

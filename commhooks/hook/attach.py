@@ -40,7 +40,7 @@ _WRAPPERS = {"fp16": fp16_compress_wrapper, "bf16": bf16_compress_wrapper}
 
 
 def attach(
-    model: torch.nn.Module,
+    ddp_model: torch.nn.Module,
     hook: HookConfig | Callable[..., Any] | str,
     *,
     hook_options: Mapping[str, Any] | None = None,
@@ -60,7 +60,7 @@ def attach(
     collective.
 
     Args:
-        model: a `DistributedDataParallel` model that has no hook yet; or the root module of one that was sharded by
+        ddp_model: a `DistributedDataParallel` model that has no hook yet; or the root module of one that was sharded by
             `fully_shard` over a mesh of one dimension, with its parameters on their device.
         hook: a config object (`PowerSGD(matrix_approximation_rank=4)`), a name (see `available_hooks()`), a path
             `"package.module:function"`, or a callable `(state, bucket) -> torch.futures.Future[torch.Tensor]`.
@@ -107,14 +107,14 @@ def attach(
         check_every=check_every,
         ranks_per_node=ranks_per_node,
     )
-    if isinstance(model, FSDPModule) and save_residual not in (None, "distributed", "drop"):
+    if isinstance(ddp_model, FSDPModule) and save_residual not in (None, "distributed", "drop"):
         raise HookConfigError(
             f"save_residual={save_residual!r} with a model sharded by fully_shard; expected 'distributed' (the "
             "default), for torch.distributed.checkpoint, or 'drop'"
         )
     request = dataclasses.replace(request, distributed=save_residual == "distributed")
     return attach_request(
-        model,
+        ddp_model,
         request,
         total_steps=total_steps,
         process_group=process_group,

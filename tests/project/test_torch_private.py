@@ -58,6 +58,16 @@ def test_a_pass_within_a_pass_is_recognised():
     assert calls == ["outer"]
 
 
+def test_a_parameter_shows_the_hooks_that_users_have_put_on_it():
+    """Why `attach` can refuse sharded models that have some: FSDP's buffers would no longer be in order."""
+    parameter = nn.Parameter(torch.ones(1))
+    assert not getattr(parameter, "_post_accumulate_grad_hooks", None)
+    handle = parameter.register_post_accumulate_grad_hook(lambda _: None)
+    assert len(parameter._post_accumulate_grad_hooks) == 1
+    handle.remove()
+    assert not parameter._post_accumulate_grad_hooks
+
+
 def test_futures_of_works_and_of_users_have_one_base_class(alone):
     assert isinstance(dist.all_reduce(torch.ones(1), async_op=True).get_future(), torch._C.Future)
     assert isinstance(torch.futures.Future(), torch._C.Future)

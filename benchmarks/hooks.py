@@ -4,15 +4,19 @@
 `alternate-4`, `fused-alternate-4` and `same-4` (commhooks with these options), `torch-4` (torch's powerSGD_hook) and
 `torch-same-4`; "same" is batch_tensors_with_same_shape. `int8`, `int4`, `fused-int8` and `fused-int4` are the quantised
 hooks. Only those with "fused" use the native kernel. `+int8` or `+int4` after PowerSGD is the wrapper. The suffix
-`:one` selects a single bucket: one all-reduce for all P, and one for all Q. The suffix `:nodes` compresses between
-nodes only, for benchmarks with several ranks per node.
+`:one` selects a single bucket: one all-reduce for all P, and one for all Q. For benchmarks with several ranks per node:
+`:nodes` compresses between nodes only, `:fsdp2` shards the model inside the node (`fully_shard`), and `hsdp` and
+`hsdp-bf16` are `fully_shard` on both dimensions without a hook, with gradients reduced in float32 or bfloat16.
 """
 
+import functools
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as torch_hooks
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import commhooks
@@ -20,7 +24,8 @@ import commhooks
 ONE_BUCKET_MB = 10_000
 LABELS = (
     "noop, ddp, allreduce, fp16, bf16, powersgd-RANK, fused-RANK, alternate-RANK, fused-alternate-RANK, same-RANK, "
-    "batched-RANK, int8, int4, fused-int8, fused-int4, torch-RANK, torch-same-RANK; with +int8 or +int4, :one, :nodes"
+    "batched-RANK, int8, int4, fused-int8, fused-int4, torch-RANK, torch-same-RANK; with +int8 or +int4, :one, :nodes, "
+    ":fsdp2; hsdp, hsdp-bf16"
 )
 SIMPLE = {
     "noop": commhooks.Noop,
@@ -46,18 +51,24 @@ def wrap(
     ranks_per_node: int | None = None,
     wrapper: str | None = None,
     **ddp: Any,
-) -> tuple[DistributedDataParallel, commhooks.CommHook | None]:
-    """Wrap `model` in DDP with that hook; also returns the CommHook (None for torch's hooks and for DDP without hook).
-    On gloo torch's PowerSGD always gets one bucket, because it hangs there with several. `start`: the step at which
+) -> tuple[Any, commhooks.CommHook | None]:
+    """Wrap `model` in DDP, or shard it, with that hook; also returns the CommHook (None for torch's hooks and without a
+    hook). On gloo torch's PowerSGD always gets one bucket, because it hangs there with several. `start`: the step at which
     PowerSGD and quantising begin; torch requires at least 2. `wrapper`: as in `commhooks.attach`; not for torch's
     hooks."""
     label, _, suffix = label.partition(":")
     label, _, quantised = label.partition("+")
+    if label.startswith("hsdp"):
+        return shard(model, ranks_per_node, both=True, low="bf16" in label), None
     kind, _, rank_text = label.rpartition("-")
     kind = kind or label
     if suffix == "one" or kind.startswith("torch") and dist.get_backend() == "gloo":
         bucket_cap_mb = ONE_BUCKET_MB
-    wrapped = DistributedDataParallel(model, bucket_cap_mb=bucket_cap_mb, **ddp)
+    wrapped: Any
+    if suffix == "fsdp2":
+        wrapped = shard(model, ranks_per_node, both=False)
+    else:
+        wrapped = DistributedDataParallel(model, bucket_cap_mb=bucket_cap_mb, **ddp)
     if label == "ddp":
         return wrapped, None
     if kind in ("torch", "torch-same"):
@@ -79,5 +90,25 @@ def wrap(
         config = commhooks.BatchedPowerSGD(
             matrix_approximation_rank=int(rank_text), start_powerSGD_iter=start, fused=False
         )
+    if suffix == "fsdp2":
+        group = mesh_of(ranks_per_node)["replicate"]
+        return wrapped, commhooks.attach(wrapped, config, wrapper=quantised or wrapper, replicate_group=group)
     nodes = ranks_per_node if suffix == "nodes" else None
     return wrapped, commhooks.attach(wrapped, config, wrapper=quantised or wrapper, ranks_per_node=nodes)
+
+
+@functools.cache
+def mesh_of(ranks_per_node: int) -> DeviceMesh:
+    """Nodes times the ranks of a node."""
+    nodes = dist.get_world_size() // ranks_per_node
+    return init_device_mesh("cpu", (nodes, ranks_per_node), mesh_dim_names=("replicate", "shard"))
+
+
+def shard(model: torch.nn.Module, ranks_per_node: int | None, *, both: bool, low: bool = False) -> torch.nn.Module:
+    """Shard each transformer layer and the rest. `both`: replicate over the nodes, too; `low`: reduce in bfloat16."""
+    assert ranks_per_node is not None
+    mesh = mesh_of(ranks_per_node) if both else mesh_of(ranks_per_node)["shard"]
+    policy = MixedPrecisionPolicy(reduce_dtype=torch.bfloat16 if low else None)
+    for layer in [each for each in model.modules() if isinstance(each, torch.nn.TransformerEncoderLayer)]:
+        fully_shard(layer, mesh=mesh, mp_policy=policy)
+    return fully_shard(model, mesh=mesh, mp_policy=policy)

@@ -227,9 +227,7 @@ def worker(rank: int, world_size: int, ranks_per_node: int, interface: str, mode
 
     def state_bytes(label: str) -> int:
         hook = models[label][0][1]
-        entries = {} if hook is None else hook.state_dict("per_rank").get("parameters", {})
-        kept = [each for entry in entries.values() for each in (entry["q"], *(entry["residual"] or []))]
-        return sum(each.nbytes for each in kept if each is not None)
+        return 0 if hook is None or ":fsdp2" in label else size_of(hook.state_dict("per_rank"))
 
     answer = job(SIZES[model_name]["light"], WARM_UP, float("inf"))
     while True:
@@ -242,6 +240,12 @@ def worker(rank: int, world_size: int, ranks_per_node: int, interface: str, mode
         answer = job(**json.loads(line))
     sys.stdout.flush()
     os._exit(0)  # gloo sometimes aborts at interpreter shutdown, with or without a hook
+
+
+def size_of(saved: dict[str, Any]) -> int:
+    """Bytes of the residuals and factors in a payload."""
+    kept = [each for entry in saved.get("parameters", {}).values() for each in (entry["q"], *(entry["residual"] or []))]
+    return sum(each.nbytes for each in kept if each is not None)
 
 
 class Ranks:

@@ -53,8 +53,8 @@ def wrap(
     **ddp: Any,
 ) -> tuple[Any, commhooks.CommHook | None]:
     """Wrap `model` in DDP, or shard it, with that hook; also returns the CommHook (None for torch's hooks and without a
-    hook). On gloo torch's PowerSGD always gets one bucket, because it hangs there with several. `start`: the step at which
-    PowerSGD and quantising begin; torch requires at least 2. `wrapper`: as in `commhooks.attach`; not for torch's
+    hook). On gloo torch's PowerSGD always gets one bucket, because it hangs there with several. `start`: the step at
+    which PowerSGD and quantising begin; torch requires at least 2. `wrapper`: as in `commhooks.attach`; not for torch's
     hooks."""
     label, _, suffix = label.partition(":")
     label, _, quantised = label.partition("+")

@@ -16,6 +16,7 @@ the whole table takes hours, and can be interrupted.
   MB           sent per rank in the run, counted as for an all-reduce
 """
 
+import contextlib
 import functools
 import hashlib
 import json
@@ -142,7 +143,7 @@ def train(job: Job) -> Row:
         optimizer.step()
         schedule.step()
         if step % max(1, steps // POINTS) == 0:
-            curve.append([step, (exact.bytes_sent + ranks.bytes_sent) / 1e6, validation_loss(min(FEW, steps))])
+            curve.append([step, (exact.bytes_sent + ranks.bytes_sent) / 1e6, validation_loss(min(FEW, steps // 5))])
     return {
         "hook": label,
         "seed": seed,
@@ -167,8 +168,12 @@ def run_missing(jobs: list[Job], results: Path) -> list[Row]:
         print(f"{len(lines) - len(done)} runs in {results} are of another text (another Python), and not used")
     missing = [job for job in jobs if job not in done]
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    with multiprocessing.get_context("spawn").Pool(min(cores, max(1, len(missing)))) as pool:
-        for row in pool.imap_unordered(train, missing):
+    with contextlib.ExitStack() as stack:
+        if len(missing) > cores:
+            done_one_by_one = stack.enter_context(multiprocessing.get_context("spawn").Pool(cores)).imap_unordered
+        else:
+            done_one_by_one = map
+        for row in done_one_by_one(train, missing):
             with results.open("a") as file:
                 file.write(json.dumps(row) + "\n")
             done[_job_of(row)] = row

@@ -108,6 +108,15 @@ def no_leaked_process_group() -> Iterator[None]:
         pytest.fail("the test left a torch.distributed process group behind in the main process")
 
 
+@pytest.fixture(autouse=True)
+def gradients_stay_on() -> Iterator[None]:
+    """A test that leaves autograd off, as a generator with `no_grad` around its yield does, fails itself."""
+    yield
+    if not torch.is_grad_enabled():
+        torch.set_grad_enabled(True)
+        pytest.fail("the test left autograd switched off in the main process")
+
+
 @pytest.fixture(scope="session")
 def worker_pool() -> Iterator[WorkerPool]:
     pool = WorkerPool()

@@ -46,7 +46,7 @@ def attach(
     hook_options: Mapping[str, Any] | None = None,
     hook_state: Any = None,
     wrapper: str | None = None,
-    save_residual: str | None = None,
+    save_residual: str = "auto",
     strict: bool = True,
     total_steps: int | None = None,
     check_every: int | None = None,
@@ -70,8 +70,8 @@ def attach(
             factors, and with error feedback what it leaves uncompressed.
         save_residual: default of `state_dict(residual=)`: "per_rank" (this rank's own residuals, without
             communication), "mean" (over the ranks; all of them must save), "drop" (no residuals), "distributed" (the
-            mean, in a form for `torch.distributed.checkpoint`). None: "per_rank", and "distributed" for a model sharded
-            by `fully_shard`, which takes that and "drop" only.
+            mean, in a form for `torch.distributed.checkpoint`). "auto": "per_rank", or "distributed" for a model
+            sharded by `fully_shard`, which takes that and "drop" only.
         strict: whether loading a state of another model is an error.
         total_steps: synchronised backward passes in the whole run, if known; determines `start_powerSGD_iter` if that
             is None or a fraction.
@@ -102,12 +102,12 @@ def attach(
         hook_options=hook_options,
         hook_state=hook_state,
         wrapper=wrapper,
-        save_residual="mean" if save_residual == "distributed" else save_residual or "per_rank",
+        save_residual={"distributed": "mean", "auto": "per_rank"}.get(save_residual, save_residual),
         strict=strict,
         check_every=check_every,
         ranks_per_node=ranks_per_node,
     )
-    if isinstance(ddp_model, FSDPModule) and save_residual not in (None, "distributed", "drop"):
+    if isinstance(ddp_model, FSDPModule) and save_residual not in ("auto", "distributed", "drop"):
         raise HookConfigError(
             f"save_residual={save_residual!r} with a model sharded by fully_shard; expected 'distributed' (the "
             "default), for torch.distributed.checkpoint, or 'drop'"

@@ -186,7 +186,8 @@ CASES = [
     Expected("factory", "the factory is a int, not callable", request=lambda: commhooks.register_hook("mine", 3)),
     Expected("factory without a pair", "expected a pair (state, callable hook)", request=_registered(bad_factory)),
     # models
-    Expected("not DDP", "needs a torch.nn.parallel.DistributedDataParallel model, got a torch.nn.modules.linear.Linear",
+    Expected("not DDP", "needs a torch.nn.parallel.DistributedDataParallel model, or one sharded by fully_shard, got a "
+             "torch.nn.modules.linear.Linear; wrap the model first",
              error=AttachError, model=lambda: nn.Linear(2, 2)),
     Expected("no model", "got a builtins.NoneType; wrap the model first", error=AttachError, model=lambda: None),
     Expected("second registration", "has a communication hook already, so 'allreduce' cannot be", error=AttachError,

@@ -71,7 +71,9 @@ def _far(got: torch.Tensor, wanted: torch.Tensor) -> float:
 
 @pytest.mark.parametrize(
     ("kind", "world_size", "ranks_per_node", "masked"),
-    [(kind, *size, False) for kind in KINDS for size in SIZES] + [(kind, 4, 2, True) for kind in KINDS],
+    [(kind, 4, 2, masked) for kind in KINDS for masked in (False, True)]
+    + [(kind, 6, 2, False) for kind in ("powerSGD", "int8")]
+    + [("powerSGD", 6, 3, False)],
 )
 def test_the_same_as_without_nodes(
     run_ranks: Any, kind: str, world_size: int, ranks_per_node: int, masked: bool
@@ -161,8 +163,7 @@ def test_resume_is_bit_equal(run_ranks: Any, kind: str, residual: str) -> None:
 
 
 @pytest.mark.parametrize(("before", "after"), [(None, 2), (2, None), (3, 2)])
-@pytest.mark.parametrize("residual", ["mean", "per_rank"])
-@pytest.mark.parametrize("kind", ["powerSGD", "random_k"])
+@pytest.mark.parametrize(("kind", "residual"), [("powerSGD", "mean"), ("random_k", "per_rank")])
 def test_another_arrangement_resumes(run_ranks: Any, kind: str, residual: str, before: Any, after: Any) -> None:
     """With the residuals of every rank too: they are added up where they are needed."""
     first = run_ranks(_saved, kind, before, residual, world_size=6)

@@ -191,8 +191,8 @@ def test_what_torch_sets_for_good_is_no_leak(run_ranks, worker_pool):
 
 
 def test_world_sizes_that_the_pool_does_not_have(run_ranks):
-    with pytest.raises(ValueError, match="world_size=5: the pool has 1 to 4 workers"):
-        run_ranks(_pid, world_size=5)
+    with pytest.raises(ValueError, match="world_size=7: the pool has 1 to 6 workers"):
+        run_ranks(_pid, world_size=7)
 
 
 def test_the_fixtures_of_the_main_process_can_fail(tmp_path):

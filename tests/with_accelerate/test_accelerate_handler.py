@@ -82,7 +82,7 @@ def test_fields_and_types() -> None:
     names = [field.name for field in dataclasses.fields(HANDLER)]
     stock = [field.name for field in dataclasses.fields(DistributedDataParallelKwargs)]
     ours = ["hook", "hook_options", "hook_state", "wrapper", "save_residual", "strict", "total_steps", "check_every"]
-    assert names == stock + ours
+    assert names == [*stock, *ours, "ranks_per_node"]
     assert isinstance(HANDLER, CommHookKwargs) and isinstance(HANDLER, DistributedDataParallelKwargs)
     # One of Accelerate's two paths to DDP tests for truth, the other for None.
     assert not hasattr(CommHookKwargs, "__len__") and not hasattr(CommHookKwargs, "__bool__") and HANDLER

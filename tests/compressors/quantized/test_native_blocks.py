@@ -77,11 +77,12 @@ def _gradients(ranks: SimulatedRanks, world_size: int, step: int) -> list[torch.
     return buckets
 
 
-def _run(config: HookConfig, world_size: int, dtype: torch.dtype, steps: int = 4) -> Iterator[tuple[torch.Tensor, ...]]:
+def _run(config: HookConfig, world_size: int, dtype: torch.dtype, steps: int = 4) -> list[tuple[torch.Tensor, ...]]:
     """After each step the verdict, and per rank the average and the residuals. One step is not finite, and one has
     another loss scale."""
     ranks = _ranks(config, world_size, dtype)
     assert isinstance(ranks._works[0], NativeWorkspace if config.fused else Workspace)  # type: ignore[attr-defined]
+    found = []
     with torch.no_grad():
         for step in range(steps):
             buckets = _gradients(ranks, world_size, step)
@@ -93,7 +94,8 @@ def _run(config: HookConfig, world_size: int, dtype: torch.dtype, steps: int = 4
             residuals = [state["residual"] for state in ranks.states] if _keeps(config) else []
             kept = [each.clone() for own in residuals for each in own.values()]
             # A NaN is a NaN, whichever its sign.
-            yield (torch.tensor(good), *(torch.where(each.isnan(), torch.nan, each) for each in buckets), *kept)
+            found.append((torch.tensor(good), *(torch.where(each.isnan(), torch.nan, each) for each in buckets), *kept))
+    return found
 
 
 @contextmanager

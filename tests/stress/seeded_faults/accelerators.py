@@ -60,7 +60,7 @@ MUTANTS = [
     Mutant(
         "behind a mask: the scale is not followed",
         _EXCHANGE,
-        "                    delta.addcmul_(residuals[part], self._residual_factor)\n",
+        "                    delta.addcmul_(residuals[part], self._step.residual_factor)\n",
         "                    delta.add_(residuals[part])\n",
         "compressors/powersgd/test_masked_exchange.py::test_a_scale_on_the_device_changes_nothing",
     ),
@@ -137,8 +137,8 @@ MUTANTS = [
     Mutant(
         "stacks: an exchange lives on",
         _EXCHANGE,
-        "        self._residual_factor = step.residual_factor\n",
-        "        self._residual_factor = step.residual_factor\n        work.latest = self\n",
+        "        self._step = step\n        pieces",
+        "        self._step = step\n        work.latest = self\n        pieces",
         "compressors/powersgd/test_masked_exchange.py::test_no_exchange_outlives_its_pass",
     ),
     Mutant(

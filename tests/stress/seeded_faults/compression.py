@@ -33,7 +33,7 @@ MUTANTS = [
     Mutant(
         "fused: missing directions are not told",
         "commhooks/compressors/powersgd/native/unit_rows.h",
-        "        x->missing += norm <= work->number;\n",
+        "        x->missing += norm <= call->number;\n",
         "",
         "compressors/powersgd/test_codec.py::test_orthonormal_whatever_comes_in",
     ),
@@ -118,8 +118,8 @@ MUTANTS = [
     Mutant(
         "place in the bucket as key of Q",
         "commhooks/compressors/powersgd/compressor.py",
-        "            Matrix(plan.name, (slot,), plan.n, plan.m, plan.rank)\n",
-        '            Matrix(f"{layout.numel}.{slot.offset}", (slot,), plan.n, plan.m, plan.rank)\n',
+        "[Matrix(plan.name, (slot,), plan.n, plan.m, plan.rank) for",
+        '[Matrix(f"{layout.numel}.{slot.offset}", (slot,), plan.n, plan.m, plan.rank) for',
         "gradients/test_layout_independence.py",
     ),
     Mutant(

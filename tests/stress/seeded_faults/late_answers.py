@@ -9,8 +9,8 @@ MUTANTS = [
     Mutant(
         "the engine reads an answer before it has waited",
         "commhooks/engine/backward_pass.py",
-        "        answer = self._pending.wait()\n",
-        "        answer = self._pending.answer\n",
+        "        assert self._pending is not None\n        answer = self._pending.wait()\n",
+        "        assert self._pending is not None\n        answer = self._pending.answer\n",
         f"{_LATE}[powerSGD-cpu]",
     ),
     Mutant(

@@ -168,7 +168,7 @@ MUTANTS = [
     Mutant(
         "saving a mean leaves the residuals alone",
         "commhooks/checkpoint/learned_state.py",
-        "                self._session.overwrite(state[key][name], mean)\n",
+        "                session.overwrite(state[key][name], kept[name])\n",
         "                pass\n",
         "checkpoint/test_resume.py::test_resume_is_bit_equal",
     ),

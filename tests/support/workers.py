@@ -27,6 +27,7 @@ import atexit
 import contextlib
 import dataclasses
 import faulthandler
+import gc
 import io
 import logging
 import multiprocessing.connection
@@ -52,6 +53,8 @@ import warm
 from registries import registries_as_before
 
 MAX_WORLD_SIZE = 6
+COLLECT_EVERY = 8
+"""Tasks of a worker between two garbage collections. Every gloo group that is not collected keeps three threads."""
 START_TIMEOUT_S = 120.0  # importing torch on a busy machine, not part of a task's limit
 GROUP_TIMEOUT_S = 30.0  # of a collective; below the default task limit, so that a lost rank shows as torch's own error
 FINISH_TIMEOUT_S = 15.0  # for destroying the group and looking for leaks
@@ -320,6 +323,7 @@ def worker_main(stack_path: str) -> None:
     threading.Thread(target=_leave_with_parent, daemon=True).start()
     torch.set_num_threads(1)
     connection.send(("ready", os.getpid()))
+    tasks = 0
     while True:
         try:
             message = connection.recv()
@@ -344,6 +348,9 @@ def worker_main(stack_path: str) -> None:
                 leaks.append("a process group (destroy what the function itself creates)")
             dist.destroy_process_group()
         _forget_meshes()
+        tasks += 1
+        if tasks % COLLECT_EVERY == 0:  # hook and model refer to each other: until then their groups' threads live on
+            gc.collect()
         more_leaks, beyond_repair = before.restore()
         faulthandler.cancel_dump_traceback_later()
         connection.send(("leaks", leaks + more_leaks, beyond_repair))

@@ -15,7 +15,6 @@ step have been found finite: only then do the averages replace the `.grad`.
 
 import weakref
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -30,66 +29,9 @@ from commhooks.gradients.bucket import Bucket
 from commhooks.gradients.exclude import all_names
 from commhooks.gradients.local_shard import NOTHING_SHARDED, LocalShard, common_mesh, is_sharded, local_values
 from commhooks.gradients.names import ModelNames
-from commhooks.gradients.source import Extent, Future, GradientSource, Reducer, described_parameter
+from commhooks.gradients.source import Extent, GradientSource, Reducer, described_parameter
 from commhooks.gradients.tensors_in import tensors_in
-
-
-@dataclass(eq=False)
-class _Unit:
-    """A reduced buffer on its way: filled parameter by parameter, then sent.
-
-    Attributes:
-        flat: as FSDP passed it.
-        sent: the bucket's buffer: `flat`, or a copy of it without the padding.
-        average: of `sent`.
-    """
-
-    flat: torch.Tensor
-    shards: list[LocalShard] = field(default_factory=list)
-    numel: int = 0
-    sent: torch.Tensor = field(init=False)
-    average: Future = field(init=False)
-
-    def add(self, shard: LocalShard) -> None:
-        self.shards.append(shard)
-        self.numel += shard.numel_padded
-
-    @property
-    def complete(self) -> bool:
-        return self.numel == self.flat.numel()
-
-    def without_padding(self) -> torch.Tensor:
-        if self.numel == sum(shard.local.numel() for shard in self.shards):
-            return self.flat
-        return torch.cat([piece for _, piece in self.pieces(self.flat, padded=True)])
-
-    def pieces(self, buffer: torch.Tensor, *, padded: bool) -> list[tuple[LocalShard, torch.Tensor]]:
-        """The part of `buffer` that belongs to each shard, 1-D."""
-        found, offset = [], 0
-        for shard in self.shards:
-            found.append((shard, buffer[offset : offset + shard.local.numel()]))
-            offset += shard.numel_padded if padded else shard.local.numel()
-        return found
-
-
-@dataclass(eq=False)
-class _Pass:
-    """A running backward pass.
-
-    Attributes:
-        task: see `current_task`.
-        units: those that have been sent.
-        filling: the one whose parameters FSDP is naming.
-        earlier: gradients that earlier backward passes have accumulated, taken out of `.grad`.
-    """
-
-    task: int
-    units: list[_Unit] = field(default_factory=list)
-    filling: _Unit | None = None
-    earlier: list[tuple[LocalShard, torch.Tensor]] = field(default_factory=list)
-
-    def has(self, shard: LocalShard) -> bool:
-        return any(shard in unit.shards for unit in self.units)
+from commhooks.gradients.unit_buffer import RunningPass, UnitBuffer
 
 
 class FullyShardGradients(GradientSource):
@@ -129,7 +71,7 @@ class FullyShardGradients(GradientSource):
             {id(shard.local): of_parameter[id(shard.parameter)] for shard in shards},
         )
         self._reducer: Reducer | None = None
-        self._pass: _Pass | None = None
+        self._pass: RunningPass | None = None
         self._handles: list[RemovableHandle] = []
         self._checked: set[tuple[int, ...]] = set()
 
@@ -189,9 +131,17 @@ class FullyShardGradients(GradientSource):
             except ValueError as error:
                 raise AttachError(f"fully_shard takes no hook for {type(unit).__name__}: {error}") from error
         self._handles = [model.register_forward_hook(self._on_forward)]
-        self._handles += [
-            shard.parameter.register_post_accumulate_grad_hook(self._on_accumulated) for shard in self._shards.values()
-        ]
+        # The garbage collector cannot look into a parameter's hooks (torch 2.13): one that held this object, which
+        # holds the parameters, would keep all of them and the process group for ever.
+        accumulated = weakref.WeakMethod(self._on_accumulated)
+
+        def on_accumulated(parameter: torch.Tensor) -> None:
+            method = accumulated()
+            if method is not None:
+                method(parameter)
+
+        for shard in self._shards.values():
+            self._handles.append(shard.parameter.register_post_accumulate_grad_hook(on_accumulated))
 
     def unregister(self) -> None:
         model = self.module
@@ -223,7 +173,7 @@ class FullyShardGradients(GradientSource):
                 if shard.parameter.grad is not None:
                     current.earlier.append((shard, shard.parameter.grad))
                     shard.parameter.grad = None
-        current.filling = _Unit(flat)
+        current.filling = UnitBuffer(flat)
 
     def _on_accumulated(self, parameter: torch.Tensor) -> None:
         """The post-accumulate hook of all parameters."""
@@ -238,17 +188,17 @@ class FullyShardGradients(GradientSource):
 
     # ---- a backward pass ---------------------------------------------------------------------------------------------
 
-    def _running(self, within: Callable[[], None] | None = None) -> _Pass:
+    def _running(self, within: Callable[[], None] | None = None) -> RunningPass:
         """The running pass, or a new one. `within`: see `run_after_backward`."""
         current = self._pass
         if current is None:
-            current = self._pass = _Pass(current_task())
+            current = self._pass = RunningPass(current_task())
         # FSDP has queued its own callback before, which reduces the units whose inputs need no gradient.
         run_after_backward(lambda: self._end(current), within)
         return current
 
     @torch.no_grad()
-    def _send(self, unit: _Unit, current: _Pass) -> None:
+    def _send(self, unit: UnitBuffer, current: RunningPass) -> None:
         assert self._reducer is not None
         again = [shard.name for shard in unit.shards if current.has(shard)]
         if again:
@@ -263,7 +213,7 @@ class FullyShardGradients(GradientSource):
         unit.average = self._reducer.reduce(bucket)
 
     @torch.no_grad()
-    def _end(self, current: _Pass) -> None:
+    def _end(self, current: RunningPass) -> None:
         """At the end of the backward pass: wait for the averages and make them the gradients."""
         if current is not self._pass:
             return
@@ -284,7 +234,7 @@ class FullyShardGradients(GradientSource):
                 earlier.add_(shard.parameter.grad)
             shard.parameter.grad = earlier
 
-    def _check_pieces(self, unit: _Unit) -> None:
+    def _check_pieces(self, unit: UnitBuffer) -> None:
         """Check at its first occurrence that the buffer has the layout that this module expects."""
         key = tuple(id(shard) for shard in unit.shards)
         if key in self._checked:
@@ -307,7 +257,7 @@ def _refuse_reentrant() -> None:
     )
 
 
-def _check_filled(current: _Pass) -> None:
+def _check_filled(current: RunningPass) -> None:
     if current.filling is not None:
         raise HookRunError(
             "fully_shard reduces parameters that the model did not have when the hook was attached, or that were "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import weakref
 from typing import Any
 
 import pytest
@@ -85,6 +86,19 @@ def _alive_without_the_model() -> dict[str, Any]:
 def test_the_hook_outlives_its_model(run_ranks: Any) -> None:
     for outcome in run_ranks(_alive_without_the_model, world_size=2):
         assert "its model is gone" in outcome["repr"] and outcome["step"] == 1 and outcome["rows"] == 8
+
+
+def _deleted() -> bool:
+    model, hook = attached(1, 2, hook_options=OPTIONS)
+    backward(model, random_gradients(0))
+    parameter = weakref.ref(next(model.parameters()))
+    del model, hook
+    gc.collect()
+    return parameter() is None
+
+
+def test_deleted_models_are_freed(run_ranks: Any) -> None:
+    assert run_ranks(_deleted, world_size=2) == [True, True]
 
 
 @pytest.mark.parametrize("hook", ["batched_powerSGD", "noop"])

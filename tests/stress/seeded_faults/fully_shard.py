@@ -10,6 +10,13 @@ _EXACT = f"{_TESTS}/test_fully_shard_gradients.py::test_an_all_reduce_in_the_hoo
 
 MUTANTS = [
     Mutant(
+        "parameters hold the source of their gradients for ever",
+        _SOURCE,
+        "register_post_accumulate_grad_hook(on_accumulated)",
+        "register_post_accumulate_grad_hook(self._on_accumulated)",
+        f"{_TESTS}/test_fully_shard_metrics.py::test_deleted_models_are_freed",
+    ),
+    Mutant(
         "each group of replicas commits its shards for itself",
         "commhooks/engine/session.py",
         "        if self.binding.shard_group is not None:\n            good =",
@@ -75,7 +82,7 @@ MUTANTS = [
     ),
     Mutant(
         "gradients in padded buffers keep the average of their replica",
-        _SOURCE,
+        "commhooks/gradients/unit_buffer.py",
         "        return torch.cat([piece for _, piece in self.pieces(self.flat, padded=True)])\n",
         "        return torch.cat([piece for _, piece in self.pieces(self.flat, padded=False)])\n",
         _EXACT,
@@ -90,8 +97,8 @@ MUTANTS = [
     Mutant(
         "the bucket is sent before FSDP has divided it",
         _SOURCE,
-        "        current.filling = _Unit(flat)\n",
-        "        current.filling = _Unit(flat.clone())\n",
+        "        current.filling = UnitBuffer(flat)\n",
+        "        current.filling = UnitBuffer(flat.clone())\n",
         _EXACT,
     ),
     Mutant(

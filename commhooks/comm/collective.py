@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from commhooks.comm.counters import Counters
+from commhooks.comm.messages import Messages, MessageWork
 from commhooks.errors import HookRunError
 
 logger = logging.getLogger(__name__)
@@ -82,7 +83,12 @@ class Pending:
     __slots__ = ("answer", "_work", "_what", "_group", "_counters")
 
     def __init__(
-        self, answer: torch.Tensor, work: dist.Work, what: str, group: dist.ProcessGroup, counters: Counters | None
+        self,
+        answer: torch.Tensor,
+        work: dist.Work | MessageWork,
+        what: str,
+        group: dist.ProcessGroup,
+        counters: Counters | None,
     ) -> None:
         self.answer = answer
         self._work = work
@@ -105,7 +111,8 @@ class Pending:
         return self.answer
 
     def future(self) -> torch.futures.Future[list[torch.Tensor]]:
-        """The backend's future, for callers that do not `wait`."""
+        """The backend's future, for callers that do not `wait`; not for messages."""
+        assert isinstance(self._work, dist.Work)
         return self._work.get_future()
 
     def writes(self, buffer: torch.Tensor) -> bool:
@@ -141,11 +148,18 @@ def outlast(abandoned: Sequence[Pending], limit_s: float) -> None:
         )
 
 
-def start(send: Send, group: dist.ProcessGroup, counters: Counters | None, where: str = "") -> Pending:
+def start(
+    send: Send,
+    group: dist.ProcessGroup,
+    counters: Counters | None,
+    where: str = "",
+    messages: Messages | None = None,
+) -> Pending:
     """Issue the collective `send`. All ranks of `group` must call this in the same order.
 
     Args:
-        where: the bucket and the step, for messages and `counters.last_issued`.
+        where: the bucket and the step, for error messages and `counters.last_issued`.
+        messages: of a caller that waits for what it has started; None: one that needs futures.
     """
     what = f"{send.what} of {where}" if send.what and where else send.what or where
     if counters is not None:
@@ -154,10 +168,15 @@ def start(send: Send, group: dist.ProcessGroup, counters: Counters | None, where
     # Count before the call: the all-reduce may change a sparse tensor's number of values.
     counted = send.counted_bytes(group.size())
     answer = send.tensor
+    work: dist.Work | MessageWork
     try:
         if send.op == "gather":
             answer = torch.empty((group.size(), *send.tensor.shape), dtype=answer.dtype, device=answer.device)
-            work = dist.all_gather(list(answer.unbind(0)), send.tensor.contiguous(), group=group, async_op=True)
+            own = send.tensor.contiguous()
+            if messages is not None and messages.serve(group, own):
+                work = messages.exchange(own.expand_as(answer), answer, group)
+            else:
+                work = dist.all_gather(list(answer.unbind(0)), own, group=group, async_op=True)
         elif send.op == "all_to_all":
             sent = arriving = None
             if send.splits is None:
@@ -167,7 +186,10 @@ def start(send: Send, group: dist.ProcessGroup, counters: Counters | None, where
                 sent, arriving = map(list, send.splits)
                 answer = send.tensor.new_empty(sum(arriving)) if send.into is None else send.into
             tensor = send.tensor.contiguous()
-            work = dist.all_to_all_single(answer, tensor, arriving, sent, group=group, async_op=True)
+            if messages is not None and sent is None and messages.serve(group, tensor[0]):
+                work = messages.exchange(tensor, answer, group)
+            else:
+                work = dist.all_to_all_single(answer, tensor, arriving, sent, group=group, async_op=True)
         else:
             op = dist.ReduceOp.MAX if send.op == "max" else dist.ReduceOp.SUM
             work = dist.all_reduce(send.tensor, op=op, group=group, async_op=True)

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from commhooks.comm import collective
 from commhooks.comm.collective import Pending, Send, agreement_key, outlast, resolve_group
 from commhooks.comm.counters import Counters
+from commhooks.comm.messages import Messages
 from commhooks.comm.shards import good_on_all_shards, speaks
 from commhooks.compressors.base import Compressor, StepInfo
 from commhooks.compressors.plan import UnitPlan
@@ -85,6 +86,7 @@ class Session:
         self.nonce: int | None = None
         self.choice: Choice | None = None
         self._mark = CommitMark()
+        self._messages = Messages()
         self._buckets = KnownBuckets(compressor, state, binding.names)
         self._agreed = False
         self._pass: BackwardPass | None = None
@@ -223,7 +225,7 @@ class Session:
         where = f"bucket {bucket.index} at step {current.step_label}"
 
         def issue(send: Send) -> Pending:
-            return collective.start(send, arrangement.group(send.over, group), counters, where)
+            return collective.start(send, arrangement.group(send.over, group), counters, where, self._messages)
 
         if not known.compresses or not current.compressing:
             exchange = average(flat, self.compressor.wire_dtype_for(flat.dtype), group.size())
@@ -250,6 +252,7 @@ class Session:
             finally:
                 self._mark.set(good.device)
                 outcomes.committing = False
+        self._messages.forget_abandoned()
         current.fulfil()
 
     def _commit(self, current: BackwardPass, good: torch.Tensor) -> None:

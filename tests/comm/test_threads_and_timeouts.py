@@ -5,6 +5,7 @@ import time
 from datetime import timedelta
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
@@ -15,11 +16,14 @@ import commhooks
 OPTIONS = {"matrix_approximation_rank": 2, "start_powerSGD_iter": 0}
 
 
-def _leaves() -> tuple[str, float] | None:
+HOOKS = {"powerSGD": (OPTIONS, "P"), "int8": ({"start_iter": 0, "block_size": 64}, "shares")}
+
+
+def _leaves(name: str) -> tuple[str, float] | None:
     """Rank 1 stops taking part after two steps, as if it hung."""
     group = dist.new_group([0, 1], timeout=timedelta(seconds=3))
     ddp = DistributedDataParallel(make_model(), bucket_cap_mb=0.001, process_group=group)
-    hook = commhooks.attach(ddp, "powerSGD", hook_options=OPTIONS)
+    hook = commhooks.attach(ddp, name, hook_options=HOOKS[name][0])
     for step in range(3):
         images, labels = batch(step, dist.get_rank())
         if step == 2 and dist.get_rank() == 1:
@@ -36,10 +40,11 @@ def _leaves() -> tuple[str, float] | None:
     raise AssertionError("the third backward pass came to its end without rank 1")
 
 
-def test_a_rank_that_does_not_come_is_named(run_ranks: Any) -> None:
-    (text, seconds), _ = run_ranks(_leaves)
+@pytest.mark.parametrize("name", HOOKS)
+def test_a_rank_that_does_not_come_is_named(run_ranks: Any, name: str) -> None:
+    (text, seconds), _ = run_ranks(_leaves, name)
     assert "rank 0 of 2" in text
-    assert "P of bucket 0 at step 2" in text
+    assert f"{HOOKS[name][1]} of bucket 0 at step 2" in text
     assert seconds < 20
 
 

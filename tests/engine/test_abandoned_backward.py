@@ -12,6 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import commhooks
 from commhooks import PowerSGDState, powerSGD_hook
+from commhooks.comm.messages import Messages, MessageWork
 
 WIDTH, LAYERS = 24, 6
 BEFORE, AFTER = 3, 4
@@ -38,22 +39,31 @@ def _by_attach_with_state() -> Callable[[DistributedDataParallel], None]:
     return lambda ddp: commhooks.attach(ddp, powerSGD_hook, hook_state=state)
 
 
-def _by_loading() -> Callable[[DistributedDataParallel], None]:
+def _by_loading(name: str = "powerSGD", options: dict[str, int] = OPTIONS) -> Callable[[DistributedDataParallel], None]:
     hooks: list[commhooks.CommHook] = []
 
     def attach(ddp: DistributedDataParallel) -> None:
-        hooks.append(commhooks.attach(ddp, "powerSGD", hook_options=OPTIONS))
+        hooks.append(commhooks.attach(ddp, name, hook_options=options))
         if len(hooks) > 1:
             hooks[-1].load_state_dict(hooks[-2].state_dict())
 
     return attach
 
 
-WAYS = {"register": _by_register, "state": _by_attach_with_state, "load": _by_loading}
+def _by_loading_int8() -> Callable[[DistributedDataParallel], None]:
+    return _by_loading("int8", {"start_iter": 1})
+
+
+WAYS = {
+    "register": _by_register,
+    "state": _by_attach_with_state,
+    "load": _by_loading,
+    "load int8": _by_loading_int8,
+}
 
 
 def _train(way: str, fail: bool) -> tuple[list[dict[str, torch.Tensor]], int]:
-    """Gradients of all steps; and all-reduces begun in the pass that failed. A new DDP after `BEFORE` steps."""
+    """Gradients of all steps; and collectives begun in the pass that failed. A new DDP after `BEFORE` steps."""
     torch.manual_seed(2)
     model = mlp(WIDTH, LAYERS)
     attach = WAYS[way]()
@@ -84,9 +94,16 @@ def _train(way: str, fail: bool) -> tuple[list[dict[str, torch.Tensor]], int]:
 
 
 def _fail_in_mid_backward(model: torch.nn.Sequential, loss: Callable[[], torch.Tensor]) -> list[torch.Tensor]:
-    """A backward pass with an exception in user code, on all ranks; returns the buffers of the all-reduces it began."""
+    """A backward pass with an exception in user code, on all ranks; returns the buffers of the all-reduces that it
+    began, or the answers of its messages."""
     begun: list[torch.Tensor] = []
-    original = dist.all_reduce
+    original, exchange = dist.all_reduce, Messages.exchange
+
+    def recording_exchange(
+        self: Messages, rows: torch.Tensor, answer: torch.Tensor, group: dist.ProcessGroup
+    ) -> MessageWork:
+        begun.append(answer)
+        return exchange(self, rows, answer, group)
 
     def recording(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         begun.append(tensor)
@@ -96,7 +113,11 @@ def _fail_in_mid_backward(model: torch.nn.Sequential, loss: Callable[[], torch.T
         raise UserError("in the middle of the backward pass")
 
     handle = model[4].register_full_backward_hook(explode)
-    with mock.patch("commhooks.comm.collective.dist.all_reduce", recording), pytest.raises(UserError):
+    with (
+        mock.patch("commhooks.comm.collective.dist.all_reduce", recording),
+        mock.patch.object(Messages, "exchange", recording_exchange),
+        pytest.raises(UserError),
+    ):
         loss().backward()
     handle.remove()
     return begun
@@ -112,7 +133,7 @@ def _finish_late(begun: list[torch.Tensor]) -> Any:
         def wait(self) -> None:
             self._work.wait()
             for tensor in begun:
-                tensor.fill_(1e3)
+                tensor.fill_(100)
             begun.clear()
 
     all_reduce = dist.all_reduce

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
+from commhooks.comm.backends import backend_of
 from commhooks.comm.collective import agreement_key, gather_rows
 from commhooks.compressors.registry import COMPRESSORS
 from commhooks.errors import DoctorError
@@ -90,7 +91,7 @@ def doctor(
     world_size = group.size()
     advice = judge(measured, link, world_size)
     not_measured = tuple(each.label for each in candidates if each.label not in measured)
-    return DoctorReport(measured, link, advice, world_size, _backend(group, device), not_measured)
+    return DoctorReport(measured, link, advice, world_size, backend_of(group, device), not_measured)
 
 
 def _candidates(powersgd_ranks: Sequence[int], options: Mapping[str, Any]) -> list[Candidate]:
@@ -118,9 +119,3 @@ def _check_arguments(group: dist.ProcessGroup, device: torch.device, arguments: 
     if len(set(found)) > 1:
         others = [rank for rank, value in enumerate(found) if value != found[0]]
         raise DoctorError(f"ranks {others} call the doctor with other arguments than rank 0: give all the same")
-
-
-def _backend(group: dist.ProcessGroup, device: torch.device) -> str:
-    """The name of the backend for `device`: a group may have one per device type ("cpu:gloo,cuda:nccl")."""
-    kinds = dict(part.split(":", 1) for part in dist.get_backend_config(group).split(",") if ":" in part)
-    return kinds.get(device.type, dist.get_backend(group))

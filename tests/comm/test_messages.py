@@ -1,0 +1,77 @@
+"""All-to-all and all-gather as messages: what gloo's own collectives give, also with many in flight."""
+
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from commhooks.comm.collective import Send, start
+from commhooks.comm.messages import Messages
+from commhooks.errors import HookRunError
+
+NUMELS = (1, 7, 0, 300_000, 5)
+
+
+def _both_ways() -> list[bool]:
+    group, messages = dist.group.WORLD, Messages()
+    assert group is not None
+    size, generator = group.size(), torch.Generator().manual_seed(group.rank())
+    sends = [
+        Send(torch.randint(256, shape, generator=generator, dtype=torch.uint8), op=op)
+        for numel in NUMELS
+        for op, shape in (("all_to_all", (size, numel)), ("gather", (numel,)))
+    ]
+    collectives = [start(send, group, None).wait() for send in sends]
+    # All of them in flight at once, and waited for in the opposite order.
+    pending = [start(send, group, None, messages=messages) for send in sends]
+    got = [each.wait() for each in reversed(pending)][::-1]
+    return [torch.equal(a, b) for a, b in zip(got, collectives, strict=True)]
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 5])
+def test_the_same_as_gloos_collectives(run_ranks: Any, world_size: int) -> None:
+    for equal in run_ranks(_both_ways, world_size=world_size):
+        assert equal == [True] * 2 * len(NUMELS)
+
+
+def _too_few() -> str:
+    """Rank 1 begins only two of three exchanges, and rank 0 leaves the second one alone: the error is the time limit's.
+    Nothing may be taken for another."""
+    group, messages = dist.new_group([0, 1], timeout=timedelta(seconds=2)), Messages()
+    for number in range(2 if dist.get_rank() == 1 else 3):
+        rows = torch.full((2, 4), 10.0 * dist.get_rank() + number)
+        pending = start(Send(rows, f"number {number}", "all_to_all"), group, None, messages=messages)
+        if dist.get_rank() == 0 and number == 2:
+            with pytest.raises(HookRunError) as caught:
+                pending.wait()
+            return str(caught.value)
+        if number == 0:
+            assert pending.wait()[1].tolist() == [10.0] * 4
+    return ""
+
+
+def test_one_is_not_taken_for_another(run_ranks: Any) -> None:
+    text, _ = run_ranks(_too_few)
+    assert "number 2" in text and "rank 0 of 2" in text
+
+
+def _abandoned() -> list[float]:
+    """Messages for which nobody waits arrive in their own memory, not in that of later ones."""
+    group, messages = dist.group.WORLD, Messages()
+    assert group is not None
+    got = []
+    for turn in range(3):
+        rows = torch.full((2, 500_000), 10.0 * turn + dist.get_rank())
+        messages.exchange(rows, torch.empty_like(rows), group)
+        rows = rows + 5
+        answer = torch.empty_like(rows)
+        messages.exchange(rows, answer, group).wait()
+        got += answer[:, 0].tolist()
+        messages.forget_abandoned()
+    return got
+
+
+def test_abandoned_messages_change_nothing(run_ranks: Any) -> None:
+    assert run_ranks(_abandoned) == [[5.0, 6.0, 15.0, 16.0, 25.0, 26.0]] * 2

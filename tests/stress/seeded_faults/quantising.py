@@ -69,4 +69,18 @@ MUTANTS = [
         "        return whole\n",
         "compressors/test_every_compressor.py::test_replicas_are_equal_and_send_what_is_planned_in_one_order",
     ),
+    Mutant(
+        "every rank is sent this rank's own row",
+        "commhooks/comm/messages.py",
+        "isend(rows[other],",
+        "isend(rows[here],",
+        "comm/test_messages.py::test_the_same_as_gloos_collectives",
+    ),
+    Mutant(
+        "the memory of abandoned messages is free at once",
+        "commhooks/comm/messages.py",
+        "        in_flight.add(self)\n",
+        "",
+        "comm/test_messages.py::test_abandoned_messages_change_nothing",
+    ),
 ]

@@ -112,7 +112,7 @@ class Pending:
 
     def future(self) -> torch.futures.Future[list[torch.Tensor]]:
         """The backend's future, for callers that do not `wait`; not for messages."""
-        assert isinstance(self._work, dist.Work)
+        assert not isinstance(self._work, MessageWork)
         return self._work.get_future()
 
     def writes(self, buffer: torch.Tensor) -> bool:

@@ -17,7 +17,8 @@ from commhooks.compressors.base import StepInfo
 from commhooks.compressors.powersgd.message import Averaging, Contents, Message, Messages, Residuals
 from commhooks.compressors.quantized.blocks import BlockCode
 from commhooks.compressors.quantized.gradient_blocks import GradientBlocks, put_flags
-from commhooks.compressors.quantized.mean import Averaged, Numbers, QuantisedMean
+from commhooks.compressors.quantized.mean import Averaged, QuantisedMean
+from commhooks.compressors.quantized.mean_buffers import MeanContents, Numbers
 from commhooks.gradients.layout import BucketLayout, Slot
 from commhooks.gradients.precision import compute_dtype
 
@@ -66,12 +67,17 @@ class QuantisedMessage(Message):
         self._gradients = None if contents.alone else messages.gradients
         code, factors = messages.code, [(name, rank * length) for name, (rank, length) in contents.factors]
         beside = [] if self._gradients is None else self._gradients.units
-        self._units = [*beside, *((name, code.blocks_of(numel)) for name, numel in factors)]
         self._first = sum(blocks for _, blocks in beside)
-        blocks = sum(blocks for _, blocks in self._units)
-        self._blocks = messages.new_blocks(blocks + 1)
+        self._contents = MeanContents(
+            code,
+            [*beside, *((name, code.blocks_of(numel)) for name, numel in factors)],
+            messages.dtype,
+            Numbers(len(self.plain), messages.plain_dtype),
+            flags=len(beside) + len(self.flags),
+        )
+        self._blocks = messages.new_blocks(self._contents.blocks + 1)
         """What is sent, then what was lost of it. The last block is zero."""
-        self._decoded = messages.new_blocks(blocks)
+        self._decoded = messages.new_blocks(self._contents.blocks)
         self._places = _places(factors, code).to(buffer.device)
         """Per element of `packed` its place in the blocks of the factors, as one row."""
         self._means: dict[int, QuantisedMean] = {}
@@ -125,16 +131,7 @@ class QuantisedMessage(Message):
 
     def _mean(self, world_size: int) -> QuantisedMean:
         if world_size not in self._means:
-            messages, beside = self._messages, 0 if self._gradients is None else len(self._gradients.slots)
-            self._means[world_size] = QuantisedMean(
-                messages.code,
-                self._units,
-                messages.dtype,
-                Numbers(len(self.plain), messages.plain_dtype),
-                beside + len(self.flags),
-                world_size=world_size,
-                device=messages.device,
-            )
+            self._means[world_size] = QuantisedMean(self._contents, world_size, self._messages.device)
         return self._means[world_size]
 
 

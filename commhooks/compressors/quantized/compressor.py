@@ -14,7 +14,7 @@ from commhooks.compressors.quantized.blocks import BlockCode
 from commhooks.compressors.quantized.config import Int4Compress, Int8Compress, Quantized
 from commhooks.compressors.quantized.exchange import quantised_exchange
 from commhooks.compressors.quantized.plan import BlockPlan, left_alone, plan_parameter
-from commhooks.compressors.quantized.workspace import NativeWorkspace, Workspace
+from commhooks.compressors.quantized.workspace import NativeWorkspace, PlannedBucket, Workspace
 from commhooks.gradients import precision
 from commhooks.gradients.layout import BucketLayout
 from commhooks.gradients.precision import compute_dtype
@@ -56,13 +56,8 @@ class QuantizedCompressor(Compressor[AnyQuantized]):
         natively = precision.is_host_readable(layout.device) and choice.computes_natively(
             self.kernel, self.config.fused, layout.device, compute_dtype(layout.dtype)
         )
-        return (NativeWorkspace if natively else Workspace)(
-            layout,
-            plans,
-            self.code,
-            self.wire_dtype_for(layout.dtype),
-            error_feedback=self.config.use_error_feedback,
-        )
+        bucket = PlannedBucket.of(layout, plans, self.code, self.wire_dtype_for(layout.dtype))
+        return (NativeWorkspace if natively else Workspace)(bucket, error_feedback=self.config.use_error_feedback)
 
     def exchange(self, flat: torch.Tensor, work: Workspace | NativeWorkspace, state: State, step: StepInfo) -> Exchange:
         return quantised_exchange(flat, work, state, step)

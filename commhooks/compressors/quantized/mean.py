@@ -7,38 +7,28 @@
 The owner's own blocks do not travel and are not rounded.
 """
 
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator
 from typing import Any
 
 import torch
 
 from commhooks.comm.collective import Send
-from commhooks.compressors.quantized.blocks import BlockCode
-from commhooks.compressors.quantized.mean_buffers import Arrived, MeanBuffers, Numbers
+from commhooks.compressors.quantized.mean_buffers import Arrived, MeanBuffers, MeanContents
 from commhooks.compressors.quantized.message import Parts
 
 
 class QuantisedMean(MeanBuffers):
-    """Averages messages of one kind over the ranks, with torch, on any device. For the arguments see `MeanBuffers`.
+    """Averages messages of one kind over the ranks, with torch, on any device.
 
     Attributes:
-        codes, scales: this rank's blocks, quantised.
+        codes, scales: this rank's blocks, quantised; the last block is empty.
     """
 
-    def __init__(
-        self,
-        code: BlockCode,
-        units: Sequence[tuple[str, int]],
-        dtype: torch.dtype,
-        plain: Numbers,
-        flags: int,
-        *,
-        world_size: int,
-        device: torch.device,
-    ) -> None:
-        super().__init__(code, units, dtype, plain, flags, world_size=world_size, device=device)
-        self.codes = torch.zeros(self.blocks + 1, code.block_bytes, dtype=torch.uint8, device=device)
-        self.scales = torch.zeros(self.blocks + 1, dtype=dtype, device=device)
+    def __init__(self, contents: MeanContents, world_size: int, device: torch.device) -> None:
+        super().__init__(contents, world_size, device)
+        rows = contents.blocks + 1
+        self.codes = torch.zeros(rows, self.code.block_bytes, dtype=torch.uint8, device=device)
+        self.scales = torch.zeros(rows, dtype=self.dtype, device=device)
 
     def over_ranks(
         self,
@@ -75,8 +65,7 @@ class QuantisedMean(MeanBuffers):
 
     def _quantise(self, blocks: torch.Tensor, largest: float) -> None:
         """Fill the messages to all ranks, and leave in `blocks` what their rounding lost."""
-        inner = slice(0, self.blocks)
-        self.code.quantise(blocks[inner], self.codes[inner], self.scales[inner], largest)
+        self.code.quantise(blocks[:-1], self.codes[:-1], self.scales[:-1], largest)
         sent, places = self.format.parts(self.sent), self.shares.blocks.view(-1)
         sent.scales.copy_(self.scales.index_select(0, places).view_as(sent.scales))
         sent.codes.copy_(self.codes.index_select(0, places).view_as(sent.codes))

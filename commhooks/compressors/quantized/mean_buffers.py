@@ -19,16 +19,32 @@ class Numbers:
     dtype: torch.dtype
 
 
-class MeanBuffers:
-    """The buffers for messages of one kind among `world_size` ranks, allocated once.
+@dataclass(frozen=True)
+class MeanContents:
+    """What is averaged together.
 
-    Args:
+    Attributes:
         code: how blocks are quantised.
         units: the name and the number of blocks of each tensor, in the order of the blocks. The owners of blocks follow
             from the names.
         dtype: of the blocks.
         plain: the numbers that travel as they are.
         flags: how many flags travel.
+    """
+
+    code: BlockCode
+    units: Sequence[tuple[str, int]]
+    dtype: torch.dtype
+    plain: Numbers
+    flags: int
+
+    @property
+    def blocks(self) -> int:
+        return sum(blocks for _, blocks in self.units)
+
+
+class MeanBuffers:
+    """The buffers for messages of one kind among `world_size` ranks, allocated once.
 
     Attributes:
         plain: 1-D; before `over_ranks` write numbers here whose sum over the ranks is wanted.
@@ -37,27 +53,17 @@ class MeanBuffers:
         mean: uint8, the message for all ranks with what this one has averaged.
     """
 
-    def __init__(
-        self,
-        code: BlockCode,
-        units: Sequence[tuple[str, int]],
-        dtype: torch.dtype,
-        plain: Numbers,
-        flags: int,
-        *,
-        world_size: int,
-        device: torch.device,
-    ) -> None:
-        self.code = code
-        self.dtype = dtype
+    def __init__(self, contents: MeanContents, world_size: int, device: torch.device) -> None:
+        plain, flags = contents.plain, contents.flags
+        self.code = contents.code
+        self.dtype = contents.dtype
         self.world_size = world_size
-        self.blocks = sum(blocks for _, blocks in units)
-        self.shares = Shares(units, world_size, device)
+        self.shares = Shares(contents.units, world_size, device)
         each_plain, each_flags = _share(plain.numel, world_size), _share(flags, world_size)
         self.format = MessageFormat(
-            (self.shares.size, dtype),
+            (self.shares.size, self.dtype),
             (each_plain, plain.dtype),
-            self.shares.size * code.block_bytes,
+            self.shares.size * self.code.block_bytes,
             each_flags,
         )
         self.sent = torch.zeros(world_size, self.format.size, dtype=torch.uint8, device=device)

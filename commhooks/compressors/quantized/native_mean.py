@@ -9,8 +9,7 @@ import torch
 from commhooks.comm.collective import Send
 from commhooks.compressors.native.tables import address
 from commhooks.compressors.quantized import native_blocks
-from commhooks.compressors.quantized.blocks import BlockCode
-from commhooks.compressors.quantized.mean_buffers import Arrived, MeanBuffers, Numbers
+from commhooks.compressors.quantized.mean_buffers import Arrived, MeanBuffers, MeanContents
 from commhooks.compressors.quantized.message import Parts
 from commhooks.compressors.quantized.native_blocks import PieceTable
 
@@ -40,20 +39,10 @@ class NativeMean(MeanBuffers):
         spans: see `NativeDelta`.
     """
 
-    def __init__(
-        self,
-        code: BlockCode,
-        units: Sequence[tuple[str, int]],
-        dtype: torch.dtype,
-        plain: Numbers,
-        flags: int,
-        *,
-        world_size: int,
-        spans: Sequence[tuple[int, int]],
-    ) -> None:
-        super().__init__(code, units, dtype, plain, flags, world_size=world_size, device=torch.device("cpu"))
-        self.kernel = native_blocks.load(dtype)
-        self._cuts = self._cut(units, spans)
+    def __init__(self, contents: MeanContents, world_size: int, spans: Sequence[tuple[int, int]]) -> None:
+        super().__init__(contents, world_size, torch.device("cpu"))
+        self.kernel = native_blocks.load(self.dtype)
+        self._cuts = self._cut(contents.units, spans)
         self._all = _Pieces(self._cuts, self)
         self._of_rank: dict[int, tuple[_Pieces, _Pieces]] = {}
 

@@ -3,6 +3,7 @@ saved."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 import torch
@@ -11,7 +12,7 @@ from commhooks.compressors.plan import UnitPlan
 from commhooks.compressors.quantized.blocks import BlockCode
 from commhooks.compressors.quantized.gradient_blocks import GradientBlocks
 from commhooks.compressors.quantized.mean import QuantisedMean
-from commhooks.compressors.quantized.mean_buffers import MeanBuffers, Numbers
+from commhooks.compressors.quantized.mean_buffers import MeanBuffers, MeanContents, Numbers
 from commhooks.compressors.quantized.native_gradients import NativeGradients
 from commhooks.compressors.quantized.native_mean import NativeDelta, NativeMean
 from commhooks.gradients.layout import BucketLayout, Slot
@@ -20,29 +21,45 @@ from commhooks.gradients.precision import compute_dtype
 AnyMean = TypeVar("AnyMean", bound=MeanBuffers)
 
 
-class _Workspace(ABC, Generic[AnyMean]):
-    """Buffers of one bucket layout, on its device.
-
-    Args:
-        plans: one per slot of the layout, in order.
-        wire_dtype: the dtype in which uncompressed elements travel.
+@dataclass(frozen=True)
+class PlannedBucket:
+    """What is quantised in the buckets of one layout, and what is not.
 
     Attributes:
         slots: the compressed parameters.
-        units: the name and the number of blocks of each.
         plain: the uncompressed ones.
+        contents: what is averaged: the blocks of `slots`, the elements of `plain`, and a flag for each of `slots`.
     """
 
-    def __init__(
-        self, layout: BucketLayout, plans: Sequence[UnitPlan], code: BlockCode, wire_dtype: torch.dtype
-    ) -> None:
+    layout: BucketLayout
+    slots: Sequence[Slot]
+    plain: Sequence[Slot]
+    contents: MeanContents
+
+    @classmethod
+    def of(
+        cls, layout: BucketLayout, plans: Sequence[UnitPlan], code: BlockCode, wire_dtype: torch.dtype
+    ) -> "PlannedBucket":
+        """`plans`: one per slot of the layout, in order. `wire_dtype`: in which uncompressed elements travel."""
         pairs = list(zip(layout.slots, plans, strict=True))
-        self.slots: list[Slot] = [slot for slot, plan in pairs if plan.compressed]
-        self.units = [(slot.name, code.blocks_of(slot.numel)) for slot in self.slots]
-        self.plain = [slot for slot, plan in pairs if not plan.compressed]
-        self._dtype = compute_dtype(layout.dtype)
-        self._code = code
-        self._numbers = Numbers(sum(slot.numel for slot in self.plain), wire_dtype)
+        slots = [slot for slot, plan in pairs if plan.compressed]
+        plain = [slot for slot, plan in pairs if not plan.compressed]
+        units = [(slot.name, code.blocks_of(slot.numel)) for slot in slots]
+        numbers = Numbers(sum(slot.numel for slot in plain), wire_dtype)
+        contents = MeanContents(code, units, compute_dtype(layout.dtype), numbers, flags=len(slots))
+        return cls(layout, slots, plain, contents)
+
+
+class _Workspace(ABC, Generic[AnyMean]):
+    """Buffers for the buckets of one layout, on its device.
+
+    Attributes:
+        plain: the uncompressed parameters.
+    """
+
+    def __init__(self, bucket: PlannedBucket) -> None:
+        self.plain = bucket.plain
+        self._contents = bucket.contents
         self._means: dict[int, AnyMean] = {}
 
     def mean(self, world_size: int) -> AnyMean:
@@ -64,30 +81,15 @@ class Workspace(_Workspace[QuantisedMean]):
         gradients: the compressed parameters, in `delta`.
     """
 
-    def __init__(
-        self,
-        layout: BucketLayout,
-        plans: Sequence[UnitPlan],
-        code: BlockCode,
-        wire_dtype: torch.dtype,
-        *,
-        error_feedback: bool,
-    ) -> None:
-        super().__init__(layout, plans, code, wire_dtype)
-        blocks = sum(count for _, count in self.units)
-        self.delta = torch.zeros(blocks + 1, code.block_size, dtype=self._dtype, device=layout.device)
-        self.gradients = GradientBlocks(self.slots, code, self.delta[:-1], error_feedback=error_feedback)
+    def __init__(self, bucket: PlannedBucket, *, error_feedback: bool) -> None:
+        super().__init__(bucket)
+        contents, device = bucket.contents, bucket.layout.device
+        code = contents.code
+        self.delta = torch.zeros(contents.blocks + 1, code.block_size, dtype=contents.dtype, device=device)
+        self.gradients = GradientBlocks(bucket.slots, code, self.delta[:-1], error_feedback=error_feedback)
 
     def _new_mean(self, world_size: int) -> QuantisedMean:
-        return QuantisedMean(
-            self._code,
-            self.units,
-            self._dtype,
-            self._numbers,
-            len(self.slots),
-            world_size=world_size,
-            device=self.delta.device,
-        )
+        return QuantisedMean(self._contents, world_size, self.delta.device)
 
 
 class NativeWorkspace(_Workspace[NativeMean]):
@@ -97,29 +99,13 @@ class NativeWorkspace(_Workspace[NativeMean]):
         gradients: the compressed parameters.
     """
 
-    def __init__(
-        self,
-        layout: BucketLayout,
-        plans: Sequence[UnitPlan],
-        code: BlockCode,
-        wire_dtype: torch.dtype,
-        *,
-        error_feedback: bool,
-    ) -> None:
-        super().__init__(layout, plans, code, wire_dtype)
-        self.gradients = NativeGradients(self.slots, layout, error_feedback=error_feedback)
+    def __init__(self, bucket: PlannedBucket, *, error_feedback: bool) -> None:
+        super().__init__(bucket)
+        self.gradients = NativeGradients(bucket.slots, bucket.layout, error_feedback=error_feedback)
 
     @property
     def delta(self) -> NativeDelta:
         return self.gradients.delta
 
     def _new_mean(self, world_size: int) -> NativeMean:
-        return NativeMean(
-            self._code,
-            self.units,
-            self._dtype,
-            self._numbers,
-            len(self.slots),
-            world_size=world_size,
-            spans=self.delta.spans,
-        )
+        return NativeMean(self._contents, world_size, self.delta.spans)

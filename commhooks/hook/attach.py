@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 
+from commhooks.checkpoint.payload import SAVE_RESIDUAL
 from commhooks.comm.counters import Counters
 from commhooks.comm.hook_result import checked_future
 from commhooks.comm.nodes import RanksPerNode, find_nodes
@@ -27,7 +28,7 @@ from commhooks.gradients.exclude import warn_if_unmatched
 from commhooks.gradients.source import GradientSource
 from commhooks.hook.comm_hook import CommHook
 from commhooks.hook.learning_hook import LearningHook
-from commhooks.hook.request import HookRequest
+from commhooks.hook.request import HookRequest, check_choice
 from commhooks.hook.request_check import Asked, check_requests, describe_request
 from commhooks.hook.runner import Runner
 from commhooks.hook.sources import source_of
@@ -97,6 +98,7 @@ def attach(
             ranks.
         HookRunError: another rank has failed, or did not take part within the process group's timeout.
     """
+    check_choice("save_residual", save_residual, (*SAVE_RESIDUAL, "distributed", "auto"))
     request = HookRequest.parse(
         hook,
         hook_options=hook_options,

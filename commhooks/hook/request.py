@@ -105,8 +105,8 @@ class HookRequest:
         Raises:
             HookConfigError: unknown hook or option, wrong type, or invalid combination; the message names it.
         """
-        _check_choice("wrapper", wrapper, (None, *WRAPPERS))
-        _check_choice("save_residual", save_residual, SAVE_RESIDUAL)
+        check_choice("wrapper", wrapper, (None, *WRAPPERS))
+        check_choice("save_residual", save_residual, SAVE_RESIDUAL)
         if not isinstance(strict, bool):
             raise HookConfigError(f"strict={strict!r}; expected True or False")
         if hook_options is not None and not isinstance(hook_options, Mapping):
@@ -262,7 +262,8 @@ def _import_hook(path: str) -> Callable[..., Any]:
     return found
 
 
-def _check_choice(name: str, value: object, choices: tuple[object, ...]) -> None:
+def check_choice(name: str, value: object, choices: tuple[object, ...]) -> None:
+    """Raise HookConfigError unless `value`, of the argument `name`, is one of `choices`."""
     if value not in choices:
         offer = closest(value, [c for c in choices if isinstance(c, str)]) if isinstance(value, str) else ""
         raise HookConfigError(f"{name}={value!r}{offer}; expected one of {', '.join(map(repr, choices))}")

@@ -3,11 +3,13 @@
 import argparse
 import dataclasses
 import json
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
 from commhooks.comm.wire import WRAPPERS
+from commhooks.compressors.base import Compressor
 from commhooks.compressors.dotted_path import current_folder_first
 from commhooks.compressors.kernel import TORCH
 from commhooks.errors import HookConfigError
@@ -18,7 +20,7 @@ from commhooks.hook.request import HookRequest
 from commhooks.tools.cluster import ASSUMED as ASSUMED_ON_NODES
 from commhooks.tools.cluster import CANDIDATES, Cluster, cluster_table, predict
 from commhooks.tools.codec_time import CodecTime, measure_codec
-from commhooks.tools.named_model import named_model
+from commhooks.tools.named_model import NamedModel, named_model
 
 HELP = "show what a hook will compress in your model, and from which bandwidth on it matters"
 DESCRIPTION = """\
@@ -82,11 +84,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def make_plan(arguments: argparse.Namespace) -> tuple[ModelPlan, str, CodecTime]:
     """The plan, a remark about the model, and the codec's time."""
-    for name, least in (("bucket_cap_mb", 0), ("codec_ms", 0), ("world_size", 2), ("total_steps", 1)):
-        value = getattr(arguments, name)
-        if value is not None and not (value > least if isinstance(value, float) else value >= least):
-            flag = "--" + name.replace("_", "-")
-            raise HookConfigError(f"{flag} {value}: expected a number {'above' if least == 0 else 'from'} {least}")
+    _check_numbers(arguments, {"world_size": 2, "total_steps": 1}, above_0=("bucket_cap_mb", "codec_ms"))
     options = parse_options(arguments.options)
     if arguments.exclude:
         if "exclude" in options:
@@ -95,16 +93,7 @@ def make_plan(arguments: argparse.Namespace) -> tuple[ModelPlan, str, CodecTime]
     with current_folder_first():  # the hook may be a path 'package.module:Class'
         request = HookRequest.parse(arguments.hook, hook_options=options, wrapper=arguments.wrapper)
     model = named_model(arguments.model)
-    plan = plan_model(
-        model.parameters,
-        request,
-        all_names=model.all_names,
-        sparse=model.sparse,
-        bucket_cap_mb=arguments.bucket_cap_mb,
-        total_steps=arguments.total_steps,
-    )
-    compressor = request.new_compressor(arguments.total_steps)
-    assert compressor is not None  # `plan_model` has raised for a user's hook
+    plan, compressor = _planned(model, request, arguments.bucket_cap_mb, arguments.total_steps)
     unmatched = unmatched_sentence(compressor.config.excluded_globs, model.every_name)
     note = " ".join(part for part in (model.note, f"{unmatched}." if unmatched else "") if part)
     if arguments.codec_ms is not None:
@@ -119,11 +108,8 @@ def make_plan(arguments: argparse.Namespace) -> tuple[ModelPlan, str, CodecTime]
 
 def run_cluster(arguments: argparse.Namespace) -> int:
     """Print the predictions for all hooks on many nodes."""
-    for name, least in (("nodes", 2), ("ranks_per_node", 1), ("bandwidth", 0), ("inside", 0), ("latency_us", 0)):
-        value = getattr(arguments, name)
-        if not (value >= least if least else value > 0 or name == "latency_us" and value == 0):
-            flag = "--" + name.replace("_", "-")
-            raise HookConfigError(f"{flag} {value}: expected a number {f'from {least}' if least else 'above 0'}")
+    least = {"nodes": 2, "ranks_per_node": 1, "latency_us": 0, "total_steps": 1}
+    _check_numbers(arguments, least, above_0=("bandwidth", "inside", "bucket_cap_mb"))
     cluster = Cluster(
         arguments.nodes,
         arguments.ranks_per_node,
@@ -135,16 +121,7 @@ def run_cluster(arguments: argparse.Namespace) -> int:
     predictions = []
     for hook, options, wrapper in CANDIDATES:
         request = HookRequest.parse(hook, hook_options=options, wrapper=wrapper)
-        plan = plan_model(
-            model.parameters,
-            request,
-            all_names=model.all_names,
-            sparse=model.sparse,
-            bucket_cap_mb=arguments.bucket_cap_mb,
-            total_steps=arguments.total_steps or 1000,
-        )
-        compressor = request.new_compressor(arguments.total_steps or 1000)
-        assert compressor is not None
+        plan, compressor = _planned(model, request, arguments.bucket_cap_mb, arguments.total_steps)
         predictions += predict(plan, compressor, len(plan.bucket_names), cluster)
     if arguments.json:
         rows = [dataclasses.asdict(each) for each in predictions]
@@ -153,6 +130,33 @@ def run_cluster(arguments: argparse.Namespace) -> int:
     else:
         print(cluster_table(predictions, cluster))
     return 0
+
+
+def _check_numbers(arguments: argparse.Namespace, least: Mapping[str, int], above_0: Sequence[str]) -> None:
+    """Raise HookConfigError for a number below its `least` value, or not above 0. None is none."""
+    for name in (*least, *above_0):
+        value = getattr(arguments, name)
+        if value is None or (value > 0 if name in above_0 else value >= least[name]):
+            continue
+        limit = "above 0" if name in above_0 else f"from {least[name]}"
+        raise HookConfigError(f"--{name.replace('_', '-')} {value}: expected a number {limit}")
+
+
+def _planned(
+    model: NamedModel, request: HookRequest, bucket_cap_mb: float | None, total_steps: int | None
+) -> tuple[ModelPlan, Compressor[Any]]:
+    """The plan of a model, and the compressor that made it."""
+    plan = plan_model(
+        model.parameters,
+        request,
+        all_names=model.all_names,
+        sparse=model.sparse,
+        bucket_cap_mb=bucket_cap_mb,
+        total_steps=total_steps,
+    )
+    compressor = request.new_compressor(total_steps)
+    assert compressor is not None  # `plan_model` has raised for a user's hook
+    return plan, compressor
 
 
 def parse_options(texts: list[str]) -> dict[str, Any]:

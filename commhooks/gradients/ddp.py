@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 from commhooks.errors import AttachError, HookRunError
 from commhooks.gradients import precision
 from commhooks.gradients.bucket import Bucket
-from commhooks.gradients.exclude import all_names
+from commhooks.gradients.exclude import all_names, own_name
 from commhooks.gradients.names import ModelNames
 from commhooks.gradients.source import GradientSource, Reducer, described_parameter
 
@@ -113,10 +113,9 @@ def bucket_of(grad_bucket: object) -> DDPBucket:
 
 
 def reduced_parameters(ddp_model: DistributedDataParallel) -> list[tuple[str, torch.Tensor]]:
-    """Names and parameters that DDP reduces, in registration order. The prefix that `torch.compile` adds to names is
-    removed, so that checkpoints fit with and without it."""
+    """Names and parameters that DDP reduces, in registration order; see `own_name`."""
     return [
-        (name.replace("_orig_mod.", ""), parameter)
+        (own_name(name), parameter)
         for name, parameter in ddp_model.module.named_parameters()
         if parameter.requires_grad and name not in ddp_model.parameters_to_ignore
     ]

@@ -19,11 +19,16 @@ def matching(names: Iterable[str], patterns: Sequence[str]) -> str | None:
     return None
 
 
+def own_name(name: str) -> str:
+    """`name` without the prefix that `torch.compile` adds, so that checkpoints fit with and without it."""
+    return name.replace("_orig_mod.", "")
+
+
 def all_names(module: torch.nn.Module) -> dict[int, list[str]]:
     """id of each parameter -> all of its names in registration order, without `torch.compile`'s prefix."""
     names: dict[int, list[str]] = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):
-        names.setdefault(id(parameter), []).append(name.replace("_orig_mod.", ""))
+        names.setdefault(id(parameter), []).append(own_name(name))
     return names
 
 

@@ -26,7 +26,7 @@ from torch.utils.hooks import RemovableHandle
 from commhooks.errors import AttachError, HookRunError
 from commhooks.gradients.after_backward import current_task, run_after_backward
 from commhooks.gradients.bucket import Bucket
-from commhooks.gradients.exclude import all_names
+from commhooks.gradients.exclude import all_names, own_name
 from commhooks.gradients.local_shard import NOTHING_SHARDED, LocalShard, common_mesh, is_sharded, local_values
 from commhooks.gradients.names import ModelNames
 from commhooks.gradients.source import Extent, GradientSource, Reducer, described_parameter
@@ -48,7 +48,7 @@ class FullyShardGradients(GradientSource):
         """
         for unit in _units(model):
             unit.reshard()  # after an evaluation the root's parameters may still be whole
-        sharded = {name.replace("_orig_mod.", ""): p for name, p in model.named_parameters() if is_sharded(name, p)}
+        sharded = {own_name(name): p for name, p in model.named_parameters() if is_sharded(name, p)}
         mesh = common_mesh(sharded)
         self.group = group
         self.shard_group = mesh.get_group()

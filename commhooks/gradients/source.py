@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from commhooks.errors import AttachError
 from commhooks.gradients.bucket import Bucket
+from commhooks.gradients.exclude import own_name
 from commhooks.gradients.names import ModelNames, ParameterNames
 
 Future = torch.futures.Future[torch.Tensor]
@@ -139,4 +140,4 @@ def described_parameter(name: str, parameter: torch.Tensor) -> str:
     """A line for `GradientSource.described`."""
     dtype = str(parameter.dtype).removeprefix("torch.")
     frozen = "" if parameter.requires_grad else " (frozen)"
-    return f"{name.replace('_orig_mod.', '')} {tuple(parameter.shape)} {dtype}{frozen}"
+    return f"{own_name(name)} {tuple(parameter.shape)} {dtype}{frozen}"

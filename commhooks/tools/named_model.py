@@ -15,7 +15,7 @@ from commhooks.checkpoint.checks import shown
 from commhooks.compressors.dotted_path import current_folder_first, import_path
 from commhooks.errors import CommHookError, HookConfigError
 from commhooks.gradients.ddp import sparse_parameters
-from commhooks.gradients.exclude import all_names
+from commhooks.gradients.exclude import all_names, own_name
 
 _STATE_KEYS = ("state_dict", "model", "model_state_dict", "module")
 """Keys under which programs save a model's state dict: Lightning's, and other usual ones."""
@@ -81,7 +81,7 @@ def from_checkpoint(path: Path) -> NamedModel:
     names: dict[int, list[str]] = {}
     seen: dict[tuple[object, ...], int] = {}
     for raw, tensor in state.items():
-        name = raw.replace("_orig_mod.", "")
+        name = own_name(raw)
         if not (tensor.is_floating_point() or tensor.is_complex()):
             continue
         place = (tensor.untyped_storage().data_ptr(), tensor.storage_offset(), tuple(tensor.shape), tensor.stride())

@@ -90,8 +90,8 @@ MUTANTS = [
     Mutant(
         "names with the prefix of torch.compile",
         "commhooks/gradients/ddp.py",
-        'name.replace("_orig_mod.", "")',
-        "name",
+        "(own_name(name), parameter)",
+        "(name, parameter)",
         "checkpoint/test_changed_setup.py::test_changes_that_a_state_does_not_know_of",
     ),
     Mutant(

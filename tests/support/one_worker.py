@@ -2,6 +2,6 @@
 
 import sys
 
-import workers
+import worker_side
 
-workers.worker_main(sys.argv[1])
+worker_side.worker_main(sys.argv[1])

@@ -1,0 +1,117 @@
+"""The worker's side of `workers.py`: runs one task after another, each in a group of its own."""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import gc
+import multiprocessing.connection
+import os
+import random
+import signal
+import sys
+import threading
+import time
+import traceback
+import warnings
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from registries import registries_as_before
+from surroundings import Surroundings
+from worker_messages import FINISH_TIMEOUT_S, RankFailure, from_bytes, to_bytes
+
+COLLECT_EVERY = 8
+"""Tasks of a worker between two garbage collections. Every gloo group that is not collected keeps three threads."""
+GROUP_TIMEOUT_S = 30.0  # of a collective; below the default task limit, so that a lost rank shows as torch's own error
+_SELF_DESTRUCT_S = 30.0  # beyond the task's limit: no worker stays behind for ever, not even one that hangs in C++
+
+
+def worker_main(stack_path: str) -> None:
+    """What `one_worker.py` does; standard input is the connection to the parent."""
+    connection = multiprocessing.connection.Connection(os.dup(0))
+    with open(os.devnull) as nothing:
+        os.dup2(nothing.fileno(), 0)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which ends the workers
+    stack_file = open(stack_path, "w")  # noqa: SIM115 - stays open as long as the worker lives
+    faulthandler.enable(file=stack_file)
+    threading.Thread(target=_leave_with_parent, daemon=True).start()
+    torch.set_num_threads(1)
+    connection.send(("ready", os.getpid()))
+    tasks = 0
+    while True:
+        try:
+            message = connection.recv()
+        except (EOFError, OSError):  # the parent is gone or has closed the pool
+            return
+        _, rank, world_size, store, timeout_s, sys_path, payload = message
+        sys.path[:] = sys_path
+        if hasattr(signal, "SIGUSR1"):
+            # Anew for every task: Lightning installs a handler for this signal in a batch job, and takes out ours.
+            faulthandler.unregister(signal.SIGUSR1)
+            faulthandler.register(signal.SIGUSR1, file=stack_file, all_threads=True)
+        faulthandler.dump_traceback_later(timeout_s + FINISH_TIMEOUT_S + _SELF_DESTRUCT_S, exit=True, file=stack_file)
+        before = Surroundings.now()
+        connection.send(("answer", *_call(payload, rank, world_size, store)))
+        try:
+            connection.recv()  # "finish"
+        except (EOFError, OSError):
+            return
+        leaks = []
+        if dist.is_initialized():
+            if store is None:
+                leaks.append("a process group (destroy what the function itself creates)")
+            dist.destroy_process_group()
+        _forget_meshes()
+        tasks += 1
+        if tasks % COLLECT_EVERY == 0:  # hook and model refer to each other: until then their groups' threads live on
+            gc.collect()
+        more_leaks, beyond_repair = before.restore()
+        faulthandler.cancel_dump_traceback_later()
+        connection.send(("leaks", leaks + more_leaks, beyond_repair))
+
+
+def _forget_meshes() -> None:
+    """DTensor (torch 2.13) caches results of operations by mesh, and takes a mesh of the next task, of the same shape
+    but with other groups, for the one of this task."""
+    if "torch.distributed.tensor" in sys.modules:
+        from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+
+        _clear_sharding_prop_cache()
+
+
+def _leave_with_parent() -> None:
+    parent = os.getppid()  # it ends when the tests end
+    while os.getppid() == parent:  # a killed parent cannot end its workers, and in the middle of a task none listens
+        time.sleep(1)
+    os._exit(1)
+
+
+def _call(payload: bytes, rank: int, world_size: int, store: str | None) -> tuple[bytes | None, RankFailure | None]:
+    """The pickled result and None, or None and the failure."""
+    try:
+        with warnings.catch_warnings():  # also forgets which warnings were shown, so that "warns once" can be tested
+            fn, args, kwargs = from_bytes(payload)
+            random.seed(0)
+            torch.manual_seed(0)
+            if store is not None:
+                dist.init_process_group(
+                    "gloo",
+                    store=dist.FileStore(store, world_size),
+                    rank=rank,
+                    world_size=world_size,
+                    timeout=timedelta(seconds=GROUP_TIMEOUT_S),
+                )
+            with registries_as_before():
+                return to_bytes(fn(*args, **kwargs)), None
+    except BaseException as error:  # SystemExit and pytest's own exceptions too: the worker must live on
+        failure = RankFailure(type(error).__name__, str(error), traceback.format_exc())
+        # A failed rank says goodbye at once: the ranks that wait for it in a collective get an error, not a time-out.
+        if store is not None and dist.is_initialized():
+            # torch 2.13: the end of a gloo group waits, with the GIL, for threads that may need the GIL to let go of
+            # an all-reduce that is just over. A moment without the GIL lets them.
+            time.sleep(0.05)
+            with contextlib.suppress(Exception):
+                dist.destroy_process_group()
+        return None, failure

@@ -31,7 +31,6 @@ from oracle import OracleMatrix, plain_mean
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import commhooks
-from commhooks.compressors.named_views import NamedViews
 from commhooks.compressors.powersgd import codec
 from commhooks.compressors.powersgd.device_exchange import DeviceExchange
 from commhooks.engine.session import Session
@@ -197,50 +196,6 @@ def _count_one_step(ddp: torch.nn.parallel.DistributedDataParallel, width: int =
     return counter
 
 
-def _random(*shape: int, seed: int = 0) -> torch.Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-
-
-def _supported(rank: int, columns: int, length: int) -> torch.Tensor:
-    """As of a gradient with fewer rows that are not zero than the rank: few tokens of an embedding, dead units."""
-    rows = torch.zeros(400, rank, length, dtype=torch.float64)
-    rows[:, :, :columns] = _random(400, rank, columns)
-    return rows
-
-
-def _sums(share: float) -> torch.Tensor:
-    """u, u + share v, v and u again."""
-    u, v = _random(200, 1, 40), _random(200, 1, 40, seed=1)
-    return torch.cat([u, u + share * v, v, u], dim=1)
-
-
-HARD = {
-    "random": _random(3, 4, 50),
-    "zero": torch.zeros(3, 4, 50),
-    "constant": torch.ones(3, 4, 50),
-    "tiny": torch.full((3, 4, 50), 1e-38),
-    "huge": 1e30 * _random(3, 4, 50),
-    "not finite": torch.full((3, 4, 50), float("nan")),
-    "square": torch.ones(3, 4, 4),
-    "one by one": torch.zeros(3, 1, 1),
-    "nearly parallel": 1 + torch.tensor([0, 1e-7, 1e-6, 1e-4])[:, None] * _random(3, 4, 50),
-    "all magnitudes": torch.logspace(-30, 30, 16)[:, None] * _random(50, 16, 60),
-    **{f"{q} of {n} columns at rank {r}": _supported(r, q, n) for r, q, n in [(4, 3, 50), (8, 3, 8), (16, 8, 31)]},
-    **{f"sums with {share:g}": _sums(share) for share in (0.3, 1e-2, 1e-3, 1e-4, 1e-5, 1.3e-6, 1e-7)},
-    "low rank": _random(200, 8, 7) @ _random(200, 7, 8, seed=1),
-}
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("name", HARD)
-def test_orthonormal_for_hard_inputs(name: str, dtype: torch.dtype) -> None:
-    rows = HARD[name].to(dtype)
-    refill = torch.nn.functional.normalize(_random(*rows.shape, seed=3), dim=-1)
-    basis = codec.orthonormal_stack(rows, refill).to(dtype).double()
-    gram = torch.bmm(basis, basis.transpose(1, 2))
-    assert (gram - torch.eye(rows.shape[1])).abs().max() < (1e-6 if dtype == torch.float32 else 1e-9)
-
-
 @pytest.mark.parametrize("batch", [True, False])
 @pytest.mark.parametrize(("used", "rank"), [(3, 8), (3, 4), (5, 8)])
 def test_an_embedding_of_which_few_rows_are_used(used: int, rank: int, batch: bool) -> None:
@@ -255,32 +210,6 @@ def test_an_embedding_of_which_few_rows_are_used(used: int, rank: int, batch: bo
             got = backward(ddp, gradients)["embedding"]
             assert relative_error(got, gradients["embedding"]) < 1e-2, step
         assert hook.stats()["compressed_steps"] == 30
-
-
-def test_the_stack_spans_what_householder_spans() -> None:
-    rows = HARD["random"].float()
-    rows[1, 2] = rows[1, 0]  # a direction that is missing in one matrix of the stack only
-    stacked = codec.orthonormal_stack(rows, torch.nn.functional.normalize(torch.randn(3, 4, 50), dim=-1))
-    stacked = stacked.float()
-    for i in (0, 2):
-        alone, missing = codec.orthonormal_rows(rows[i], None)
-        assert not missing.any()
-        assert (stacked[i].T @ stacked[i] - alone.T @ alone).abs().max() < 1e-6
-    assert (rows - rows @ stacked.transpose(1, 2) @ stacked).abs().max() < 1e-5
-
-
-def test_slices_follow_a_dict() -> None:
-    slices = NamedViews([("a", 0, (2,)), ("b", 2, (1, 2))], torch.zeros(4))
-    entries = {"a": torch.tensor([1.0, 2.0]), "other": torch.zeros(3)}
-    own = entries["a"]
-    assert slices.gather(entries).tolist() == [1, 2, 0, 0] and entries["a"] is own
-    whole = slices.bind(entries)
-    assert sorted(entries) == ["a", "b", "other"] and entries["a"] is not own
-    whole[2:] = 7
-    assert entries["b"].tolist() == [[7, 7]]
-    entries["b"] = torch.tensor([[8.0, 9.0]])  # as a load does
-    del entries["a"]  # as losing it does
-    assert slices.gather(entries).tolist() == [0, 0, 8, 9]
 
 
 def _resumed(batch: bool, residual: str) -> bool:

@@ -90,7 +90,7 @@ MUTANTS = [
         _VIEWS,
         "            else:\n                view.zero_()\n",
         "            else:\n                pass\n",
-        "compressors/powersgd/test_masked_exchange.py::test_slices_follow_a_dict",
+        "compressors/test_named_views.py::test_slices_follow_a_dict",
     ),
     Mutant(
         "stacks: a pickle of each whole",
@@ -118,21 +118,21 @@ MUTANTS = [
         _CODEC,
         "rows.addcmul_(refill, weak.unsqueeze(-1), value=_NUDGE)",
         "rows",
-        "compressors/powersgd/test_masked_exchange.py::test_orthonormal_for_hard_inputs",
+        "compressors/powersgd/test_orthonormal_stack.py::test_orthonormal_for_hard_inputs",
     ),
     Mutant(
         "stacks: only what is found to be dependent is nudged",
         _CODEC,
         "_WEAK, _NUDGE = 1e-2, 1e-6",
         "_WEAK, _NUDGE = 1e-6, 1e-6",
-        "compressors/powersgd/test_masked_exchange.py::test_orthonormal_for_hard_inputs",
+        "compressors/powersgd/test_orthonormal_stack.py::test_orthonormal_for_hard_inputs",
     ),
     Mutant(
         "stacks: orthonormalised once",
         _CODEC,
         "    for _ in range(3):\n        rows = torch.linalg.solve",
         "    for _ in range(1):\n        rows = torch.linalg.solve",
-        "compressors/powersgd/test_masked_exchange.py::test_orthonormal_for_hard_inputs",
+        "compressors/powersgd/test_orthonormal_stack.py::test_orthonormal_for_hard_inputs",
     ),
     Mutant(
         "stacks: an exchange lives on",

@@ -1,0 +1,69 @@
+"""A model by its name: a function that builds it, or a checkpoint."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from ddp_steps import mlp
+from plan_models import Net
+
+from commhooks import HookConfigError
+from commhooks.tools.named_model import from_checkpoint, named_model
+
+
+def test_from_functions() -> None:
+    for function in ("build_mlp", "build_for_the_doctor"):
+        found = named_model(f"plan_models:{function}")
+        assert list(found.parameters) == [name for name, _ in mlp().named_parameters()]
+    assert "2 frozen parameters" in named_model("plan_models:Net").note
+    for target, text in {
+        "plan_models": "is neither a file nor 'package.module:function'",
+        "plan_models:": "expected 'package.module:function' with the full name",
+        "no_such_module:build": "cannot import 'no_such_module': No module named 'no_such_module'; start where",
+        "plan_models:build": "'plan_models' has no 'build' .did you mean 'build_mlp'",
+        "plan_models:not_callable": "is a int, not a function that returns an nn.Module",
+        "plan_models:needs_an_argument": "cannot be called without arguments",
+        "plan_models:no_model": "returned a int, not an nn.Module",
+        "torch.nn:Identity": "has no parameter that requires a gradient",
+    }.items():
+        with pytest.raises(HookConfigError, match=text):
+            named_model(target)
+
+
+def test_from_the_current_folder(tmp_path: Path, monkeypatch: Any) -> None:
+    (tmp_path / "my_model_of_this_test.py").write_text("from torch import nn\nbuild = lambda: nn.Linear(3, 3)\n")
+    monkeypatch.chdir(tmp_path)
+    before = list(sys.path)
+    try:
+        assert len(named_model("my_model_of_this_test:build").parameters) == 2
+    finally:
+        sys.modules.pop("my_model_of_this_test", None)
+    assert sys.path == before
+
+
+@pytest.mark.parametrize("zipped", [True, False])
+def test_from_checkpoints(tmp_path: Path, zipped: bool) -> None:
+    path, net = tmp_path / "some.ckpt", Net()
+    state = net.state_dict()
+    for content in (
+        state,
+        {"epoch": 3, "state_dict": state, "optimizer_states": [{}]},
+        {"model": {f"module.{name}": tensor for name, tensor in state.items()}},
+        {"model": {f"_orig_mod.{name}": tensor for name, tensor in state.items()}},
+    ):
+        torch.save(content, path, _use_new_zipfile_serialization=zipped)
+        found = from_checkpoint(path)
+        assert {name: p.shape for name, p in found.parameters.items()} == {
+            name: p.shape for name, p in net.named_parameters()
+        }
+        assert found.all_names[id(found.parameters["embed.weight"])] == ["embed.weight", "head.weight"]  # tied
+        assert "does not tell buffers" in found.note
+    torch.save({"epoch": 3, "weights": [1]}, path)
+    with pytest.raises(HookConfigError, match="holds no state dict of a model: .* it has 'epoch', 'weights'"):
+        named_model(str(path))
+    with pytest.raises(HookConfigError, match="is a folder"):
+        named_model(str(tmp_path))

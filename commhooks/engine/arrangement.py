@@ -19,10 +19,16 @@ class Flat:
     Attributes:
         words: how the ranks are arranged, for the log; "" if they are not.
         complete: every rank has the local tensors (residuals) of all parameters.
+        ranks_per_residual: a residual is that of the sum of so many ranks' gradients.
     """
 
     words: str = ""
     complete: bool = True
+    ranks_per_residual: int = 1
+
+    def keeps(self, name: str) -> bool:
+        """Whether this rank keeps the local tensors (residuals) of the parameter `name`."""
+        return True
 
     def workspace(self, compressor: Compressor[Any], layout: BucketLayout, plans: Sequence[UnitPlan]) -> Any:
         """What `exchange` needs for buckets of this layout, at least one unit of which is compressed."""

@@ -42,8 +42,12 @@ class Hierarchy(Flat):
 
     def __init__(self, nodes: Nodes, parameters: Mapping[str, torch.Tensor]) -> None:
         self.nodes = nodes
-        self.words = f"between {nodes.count} nodes of {nodes.ranks_per_node} ranks"
+        self.words = f"between {nodes.count} nodes of {nodes.ranks_per_node} ranks, each as one rank"
+        self.ranks_per_residual = nodes.ranks_per_node
         self._owners = owners_of({name: each.numel() for name, each in parameters.items()}, nodes.ranks_per_node)
+
+    def keeps(self, name: str) -> bool:
+        return self._owners[name] == self.nodes.local_rank
 
     def workspace(self, compressor: Compressor[Any], layout: BucketLayout, plans: Sequence[UnitPlan]) -> NodeShares:
         return NodeShares(compressor, layout, plans, self._owners, self.nodes)
@@ -96,15 +100,12 @@ class Hierarchy(Flat):
                 state.local_shared = False
 
     def rebase(self, tensors: dict[str, torch.Tensor], name: str, mean: torch.Tensor) -> None:
-        if self._is_mine(name):
+        if self.keeps(name):
             tensors[name] = mean * self.nodes.ranks_per_node
 
     def _inside(self, what: str, tensor: torch.Tensor, splits: Splits, into: torch.Tensor) -> Send:
         """An exchange of parts inside the node."""
         return Send(tensor, f"the node's {what}", "all_to_all", splits=splits, into=into, over="node")
-
-    def _is_mine(self, name: str) -> bool:
-        return self._owners[name] == self.nodes.local_rank
 
     def _between_nodes(
         self, compressor: Compressor[Any], work: NodeShares, state: LearnedState, step: StepInfo
@@ -131,7 +132,7 @@ class Hierarchy(Flat):
             if total is None:
                 total = torch.zeros(parameter.numel(), dtype=compute_dtype(parameter.dtype), device=device)
             self._all_reduce(total, dist.ReduceOp.SUM, f"the residual of {name}")
-            if self._is_mine(name):
+            if self.keeps(name):
                 tensors[name] = total
 
     def _all_reduce(self, tensor: torch.Tensor, op: Any, what: str) -> None:

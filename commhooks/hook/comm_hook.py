@@ -194,8 +194,9 @@ class CommHook:
 
     def norms(self) -> dict[str, float | None]:
         """`residual_norm`, `gradient_norm` and `residual_over_gradient` of this rank, over the parameters that the hook
-        compresses (over all parameters for hooks without learned state, which have no residual). Computed by this call;
-        steps have no extra cost.
+        compresses (over all parameters for hooks without learned state, which have no residual). With `ranks_per_node`
+        over those of this rank's share, with the residual of the node's mean. Computed by this call; steps have no
+        extra cost.
 
         Residuals are in units of the unscaled loss. Gradients are read from `.grad`: call this after the backward pass
         (with a GradScaler: after `unscale_` or the optimizer's step) and before the gradients are zeroed. A norm is
@@ -213,9 +214,9 @@ class CommHook:
     def _norms(self, every: bool = False) -> dict[str, Norms]:
         parameters = self._source.names.known()
         chosen = set(parameters) if every else self._runner.measured(set(parameters))
-        with self._runner.residuals() as (residuals, loss_scale):
+        with self._runner.residuals() as (residuals, factor):
             gradients = {name: each for name, each in self._source.gradients().items() if name in chosen}
-            return measure(gradients, residuals, loss_scale)
+            return measure(gradients, residuals, factor)
 
     def sample_cosine(self, every: int | None) -> None:
         """Measure, on every `every`-th backward pass, the cosine of the angle between the gradient that the hook

@@ -85,7 +85,8 @@ class LearningHook(Runner):
         state = self._session.state
         with self._session.outcomes.lock:
             self.settle()
-            yield {n: t for key in state.local for n, t in state[key].items()}, float(state.loss_scale)
+            factor = float(state.loss_scale) * self._session.arrangement.ranks_per_residual
+            yield {n: t for key in state.local for n, t in state[key].items()}, factor
 
     def kept_residuals(self, names: ParameterNames) -> dict[str, torch.dtype]:
         compressor = self._session.compressor
@@ -100,7 +101,8 @@ class LearningHook(Runner):
         if self._session.compressor.per_bucket:
             state = self._session.state
             return {name for key in state.local for name in state[key]} or names
-        return {plan.name for plan in self._own_plans() if plan.compressed}
+        keeps = self._session.arrangement.keeps
+        return {plan.name for plan in self._own_plans() if plan.compressed and keeps(plan.name)}
 
     def offer(self, parameters: Mapping[str, torch.Tensor]) -> Offer:
         compressor = self._session.compressor

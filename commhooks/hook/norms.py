@@ -37,9 +37,9 @@ class Norms:
 
 @torch.no_grad()
 def measure(
-    gradients: Mapping[str, torch.Tensor | None], residuals: Mapping[str, torch.Tensor], loss_scale: float
+    gradients: Mapping[str, torch.Tensor | None], residuals: Mapping[str, torch.Tensor], factor: float
 ) -> dict[str, Norms]:
-    """The norms per parameter, for those in `gradients`. `residuals`: 1-D, multiplied by `loss_scale`.
+    """The norms per parameter, for those in `gradients`. `residuals`: 1-D, multiplied by `factor`.
 
     Synchronises with the device once.
     """
@@ -58,7 +58,7 @@ def measure(
 
     def norms(residual: int | None, gradient: int | None) -> Norms:
         return Norms(
-            None if residual is None else values[residual] / loss_scale,
+            None if residual is None else values[residual] / factor,
             None if gradient is None else values[gradient],
         )
 

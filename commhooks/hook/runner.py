@@ -80,8 +80,8 @@ class Runner(ABC):
 
     @contextlib.contextmanager
     def residuals(self) -> Iterator[tuple[Mapping[str, torch.Tensor], float]]:
-        """Context manager: the residuals (1-D) by parameter name, and the loss scale by which they are multiplied. They
-        may be read only in its body."""
+        """Context manager: the residuals (1-D) by parameter name, and the factor by which they are multiplied: the loss
+        scale, times the ranks of a node. They may be read only in its body."""
         yield {}, 1.0
 
     def kept_residuals(self, names: ParameterNames) -> dict[str, torch.dtype]:

@@ -141,7 +141,8 @@ class SavedLearnedState:
                 self._warn_inexact("this rank has lost its own", 0 if state.missing_was_said else self._rank)
                 return Contribution(exact=False)
             own = {key: {name: [tensor] for name, tensor in state[key].items()} for key in state.local}
-            return Contribution("per_rank", [self._rank], own)
+            shares = bool(state.local) and not self._session.arrangement.complete
+            return Contribution("per_rank", [self._rank], own, shares=shares)
         entries = self._local_entries()
         if self._world_size == 1 or (state.local_shared and not state.local_missing):
             # No communication needed: the residual of each rank is the mean.

@@ -29,17 +29,20 @@ PART_FORMAT = "commhooks rank part"
 
 
 def split(saved: dict[str, Any], rank: int) -> tuple[dict[str, Any], dict[str, Any] | None]:
-    """Divide the result of `state_dict()` into the shared part and the part of this rank (None if that is empty)."""
+    """Divide the result of `state_dict()` into the shared part and the part of this rank (None if that is empty). If
+    each rank has residuals for a share of the parameters only, every rank has a part, and the shared part says so, even
+    if the rank that makes it has no residuals."""
     shared = {**saved, "fingerprint": save_id(saved)}
+    shares = shared.pop("residual_shares", False)
     own: dict[str, torch.Tensor] = {}
     if saved.get("residual") == "per_rank":
         if saved["residual_ranks"] != [rank]:
             raise ValueError(f"split: expected the residuals of rank {rank} only, not {saved['residual_ranks']}")
         entries = saved["parameters"]
         own = {name: entry["residual"][0] for name, entry in entries.items() if entry["residual"] is not None}
-        without = {name: entry | {"residual": [] if name in own else None} for name, entry in entries.items()}
+        without = {name: entry | {"residual": [] if shares or name in own else None} for name, entry in entries.items()}
         shared |= {"parameters": without, "residual_ranks": []}
-    if not own and saved.get("hook_state") is None:
+    if not own and not shares and saved.get("hook_state") is None:
         return shared, None
     part = {
         "format": PART_FORMAT,

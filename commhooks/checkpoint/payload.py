@@ -59,12 +59,14 @@ class Contribution:
         ranks: the ranks whose tensors are included.
         tensors: per field and parameter a tensor, or a list with one per rank, in the form of the learned state.
         exact: a run that resumes from the payload continues exactly as this one.
+        shares: each rank has tensors for its share of the parameters only.
     """
 
     kind: str = "none"
     ranks: list[int] = field(default_factory=list)
     tensors: Mapping[str, Mapping[str, torch.Tensor | list[torch.Tensor]]] = field(default_factory=dict)
     exact: bool = True
+    shares: bool = False
 
 
 def build(target: Target, state: LearnedState, local: Contribution) -> dict[str, Any]:
@@ -99,6 +101,7 @@ def build(target: Target, state: LearnedState, local: Contribution) -> dict[str,
         "exact": local.exact,
         "residual": local.kind,
         "residual_ranks": list(local.ranks),
+        **({"residual_shares": True} if local.shares else {}),
         "parameters": parameters,
         "batched_q": {},
         **{

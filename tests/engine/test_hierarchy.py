@@ -102,6 +102,22 @@ def test_the_same_as_without_nodes(
         assert all(torch.equal(rank["learned"][key], each) for key, each in first["learned"].items())
 
 
+def _norms(_: None) -> dict[str, Any]:
+    run = _new("powerSGD", 2).train(5)
+    own = residuals(run.hook)
+    gradients = {name: p.grad.clone() for name, p in run.ddp.module.named_parameters() if p.grad is not None}
+    return {"norms": run.hook.norms(), "residuals": own, "gradients": {name: gradients[name] for name in own}}
+
+
+def test_norms_are_those_of_the_share(run_ranks: Any) -> None:
+    """Otherwise the residual of a share would be divided by the gradient of everything."""
+    for rank in run_ranks(_norms, None, world_size=4):
+        residual = float(torch.cat([each.flatten() for each in rank["residuals"].values()]).norm()) / 2
+        gradient = float(torch.cat([each.flatten() for each in rank["gradients"].values()]).norm())
+        assert rank["norms"]["residual_norm"] == pytest.approx(residual, rel=1e-5) and residual > 0
+        assert rank["norms"]["gradient_norm"] == pytest.approx(gradient, rel=1e-5)
+
+
 ROUNDING: dict[str, dict[str, Any]] = {
     "int8": {"hook": "int8", "hook_options": {"block_size": 32}},
     "powerSGD, int8": {"hook": "powerSGD", "hook_options": {"start_powerSGD_iter": 0}, "wrapper": "int8"},
@@ -135,6 +151,33 @@ def test_what_int8_rounds_is_in_the_residuals(run_ranks: Any, how: str, world_si
     wanted = sum(each[1] for each in ranks) / world_size
     left = sum(each[2] for each in ranks) / world_size
     assert left.any() and _far(ranks[0][0] + left, wanted) < 1e-12
+
+
+def _host_reads(kind: str, wrapper: str | None) -> tuple[int, int]:
+    """How often the host reads a tensor in the first compressed step, and in a later one, on an accelerator."""
+    tolist, reads = torch.Tensor.tolist, []
+
+    def counted(tensor: torch.Tensor) -> Any:
+        reads.append(tensor)
+        return tolist(tensor)
+
+    with masks():
+        run = _new(kind, 2, wrapper=wrapper).train(2)
+        counts = []
+        for steps in (1, 3, 1):
+            reads.clear()
+            with mock.patch.object(torch.Tensor, "tolist", counted):
+                run.train(steps)
+            counts.append(len(reads))
+    return counts[0], counts[-1]
+
+
+@pytest.mark.parametrize(("kind", "wrapper"), [("powerSGD", None), ("powerSGD", "int8"), ("int8", None)])
+def test_the_host_reads_nothing_once_all_is_there(run_ranks: Any, kind: str, wrapper: str | None) -> None:
+    """It reads whether other ranks have learned something until it has that, too. `wrapper="int8"` has parameters
+    without factors."""
+    for first, later in run_ranks(_host_reads, kind, wrapper, world_size=4):
+        assert later == 0 and (first > 0 or kind == "int8")
 
 
 # ---- checkpoints -----------------------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ from places import NCCL, PLACES, entered, same, world_size
 from training import ONE_BUCKET_MB, Run, make_model
 
 import commhooks
-from commhooks import BatchedPowerSGD, BF16Compress, FP16Compress, HookConfig, PowerSGD
+from commhooks import BatchedPowerSGD, BF16Compress, FP16Compress, HookConfig, Int4Compress, Int8Compress, PowerSGD
 
 STEPS = 6
 
@@ -41,6 +41,10 @@ CASES = {
     "batched": Case(BatchedPowerSGD(matrix_approximation_rank=2, start_powerSGD_iter=2)),
     "fp16 wire": Case(_power_sgd(), attach={"wrapper": "fp16"}),
     "bf16 wire": Case(_power_sgd(), attach={"wrapper": "bf16"}),
+    "int8 wire": Case(_power_sgd(), attach={"wrapper": "int8"}),
+    "int8": Case(Int8Compress(start_iter=2, block_size=32)),
+    "int8, torch": Case(Int8Compress(start_iter=2, block_size=32, fused=False)),
+    "int4, no error feedback": Case(Int4Compress(start_iter=2, block_size=32, use_error_feedback=False)),
     "views of buckets": Case(_power_sgd(), ddp={"gradient_as_bucket_view": True}),
     "static graph": Case(_power_sgd(), ddp={"static_graph": True}),
     "checks": Case(_power_sgd(), attach={"check_every": 2}, cosine=2),
@@ -82,8 +86,7 @@ def test_late_answers_change_nothing(run_ranks: Any, name: str, place: str) -> N
         assert same(place, got["gradients"], expected["gradients"])
         assert same(place, got["weights"], expected["weights"])
         if got["stats"]["compressed_steps"] is not None:
-            start = getattr(case.hook, "start_powerSGD_iter", STEPS)
-            assert got["stats"]["compressed_steps"] == STEPS - start
+            assert got["stats"]["compressed_steps"] == STEPS - case.hook.configured_start
         if case.cosine is not None:
             assert got["stats"]["cosine_pass"] == STEPS
             assert got["stats"]["cosine"] == pytest.approx(expected["stats"]["cosine"], abs=1e-4)

@@ -1,15 +1,15 @@
-"""All-reduces that answer late: whoever reads a buffer before it has waited for the answer reads NaN.
+"""Collectives that answer late: whoever reads a buffer before it has waited for the answer reads NaN.
 
 One GPU shows no race by itself: ranks on gloo block the host, and a single rank on NCCL exchanges nothing. So each
-asynchronous all-reduce of the body reduces a copy, fills the caller's tensor with NaN at once, and writes the result
-into it later: on CUDA after a sleep on another stream, on the CPU after a sleep in another thread. `wait()` does what a
-backend's does: on CUDA it makes the current stream wait for an event, on the CPU it blocks.
+asynchronous collective of the body works on copies, fills the caller's tensors with NaN (bytes with 255) at once, and
+writes the results into them later: on CUDA after a sleep on another stream, on the CPU after a sleep in another thread.
+`wait()` does what a backend's does: on CUDA it makes the current stream wait for an event, on the CPU it blocks.
 """
 
 import contextlib
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 from unittest import mock
@@ -24,26 +24,44 @@ _CYCLES_PER_S = 2_000_000_000  # at least: no GPU runs much faster
 
 @dataclass
 class Seen:
-    """How many all-reduces answered late."""
+    """How many collectives answered late."""
 
     answers: int = 0
 
 
 @contextlib.contextmanager
 def late_answers(delay_s: float = DELAY_S) -> Iterator[Seen]:
-    """In the body every asynchronous `dist.all_reduce` of dense tensors answers `delay_s` seconds late, or more."""
-    reduce, seen = dist.all_reduce, Seen()
+    """In the body every asynchronous collective of dense tensors, of those that hooks use, answers `delay_s` seconds
+    late, or more."""
+    seen = Seen()
+    reduce, gather, exchange = dist.all_reduce, dist.all_gather, dist.all_to_all_single
+
+    def late(tensors: Sequence[torch.Tensor], begin: Callable[[list[torch.Tensor]], Any]) -> Any:
+        """`begin` is called with copies of `tensors`, in which the answer will be."""
+        seen.answers += 1
+        results = [tensor.clone() for tensor in tensors]
+        work = begin(results)
+        for tensor in tensors:
+            tensor.fill_(float("nan") if tensor.is_floating_point() else torch.iinfo(tensor.dtype).max)
+        return (_LateOnCuda if tensors[0].is_cuda else _LateOnHost)(tensors, results, work, delay_s)
 
     def all_reduce(tensor: torch.Tensor, *args: Any, async_op: bool = False, **kwargs: Any) -> Any:
         if not async_op or tensor.is_sparse:
             return reduce(tensor, *args, async_op=async_op, **kwargs)
-        seen.answers += 1
-        result = tensor.clone()
-        work = reduce(result, *args, async_op=True, **kwargs)
-        tensor.fill_(float("nan"))
-        return (_LateOnCuda if tensor.is_cuda else _LateOnHost)(tensor, result, work, delay_s)
+        return late([tensor], lambda results: reduce(results[0], *args, async_op=True, **kwargs))
 
-    with mock.patch.object(dist, "all_reduce", all_reduce):
+    def all_gather(rows: list[torch.Tensor], *args: Any, async_op: bool = False, **kwargs: Any) -> Any:
+        if not async_op:
+            return gather(rows, *args, **kwargs)
+        return late(rows, lambda results: gather(results, *args, async_op=True, **kwargs))
+
+    def all_to_all_single(output: torch.Tensor, *args: Any, async_op: bool = False, **kwargs: Any) -> Any:
+        if not async_op:
+            return exchange(output, *args, **kwargs)
+        return late([output], lambda results: exchange(results[0], *args, async_op=True, **kwargs))
+
+    own = {"all_reduce": all_reduce, "all_gather": all_gather, "all_to_all_single": all_to_all_single}
+    with mock.patch.multiple(dist, **own):
         yield seen
 
 
@@ -59,44 +77,51 @@ def sleep_on(device: torch.device, seconds: float = DELAY_S) -> None:
 class _LateOnCuda:
     """Stands for a `dist.Work`."""
 
-    def __init__(self, tensor: torch.Tensor, result: torch.Tensor, work: Any, delay_s: float) -> None:
-        self._tensor = tensor
-        self._stream = torch.cuda.Stream(tensor.device)
-        self._stream.wait_stream(torch.cuda.current_stream(tensor.device))
-        result.record_stream(self._stream)
+    def __init__(
+        self, tensors: Sequence[torch.Tensor], results: Sequence[torch.Tensor], work: Any, delay_s: float
+    ) -> None:
+        self._tensors = list(tensors)
+        self._device = tensors[0].device
+        self._stream = torch.cuda.Stream(self._device)
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
             work.wait()
-            sleep_on(tensor.device, delay_s)
-            tensor.copy_(result)
+            sleep_on(self._device, delay_s)
+            for tensor, result in zip(tensors, results, strict=True):
+                result.record_stream(self._stream)
+                tensor.copy_(result)
             self._event = torch.cuda.Event()
             self._event.record(self._stream)
 
     def wait(self) -> bool:
-        torch.cuda.current_stream(self._tensor.device).wait_event(self._event)
+        torch.cuda.current_stream(self._device).wait_event(self._event)
         return True
 
     def get_future(self) -> Any:
-        future: Any = torch.futures.Future(devices=[self._tensor.device])
+        future: Any = torch.futures.Future(devices=[self._device])
         with torch.cuda.stream(self._stream):
-            future.set_result([self._tensor])
+            future.set_result(self._tensors)
         return future
 
 
 class _LateOnHost:
     """Stands for a `dist.Work`."""
 
-    def __init__(self, tensor: torch.Tensor, result: torch.Tensor, work: Any, delay_s: float) -> None:
+    def __init__(
+        self, tensors: Sequence[torch.Tensor], results: Sequence[torch.Tensor], work: Any, delay_s: float
+    ) -> None:
         self._future: Any = torch.futures.Future()
 
         def answer() -> None:
             try:
                 work.wait()
                 time.sleep(delay_s)
-                tensor.copy_(result)
+                for tensor, result in zip(tensors, results, strict=True):
+                    tensor.copy_(result)
             except RuntimeError as error:
                 self._future.set_exception(error)
             else:
-                self._future.set_result([tensor])
+                self._future.set_result(list(tensors))
 
         self._thread = threading.Thread(target=answer, name="late answer", daemon=True)
         self._thread.start()

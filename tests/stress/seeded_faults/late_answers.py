@@ -21,6 +21,15 @@ MUTANTS = [
         f"{_LATE}[powerSGD-cpu as accelerator]",
     ),
     Mutant(
+        "an exchange reads what others sent before it has waited",
+        "commhooks/engine/backward_pass.py",
+        "        assert self._pending is not None\n        answer = self._pending.wait()\n",
+        "        assert self._pending is not None\n"
+        "        early = self._pending.answer.dtype == torch.uint8\n"
+        "        answer = self._pending.answer if early else self._pending.wait()\n",
+        f"{_LATE}[int8, torch-cpu]",
+    ),
+    Mutant(
         "a simple hook reads an answer before it is there",
         "commhooks/engine/at_once.py",
         "    return pending.future().then(finish)\n",

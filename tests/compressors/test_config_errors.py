@@ -113,8 +113,8 @@ CASES = [
              callable_hook, {"wrapper": "int8"}),
     Expected("save_residual typo", "save_residual='per_rang' (did you mean 'per_rank'?); expected one of 'mean',",
              options={"save_residual": "per_rang"}),
-    Expected("another typo of save_residual", "save_residual='distribute' (did you mean 'distributed'?); expected one of "
-             "'mean', 'per_rank', 'drop', 'distributed', 'auto'", options={"save_residual": "distribute"}),
+    Expected("another typo of save_residual", "save_residual='distribute' (did you mean 'distributed'?); expected one "
+             "of 'mean', 'per_rank', 'drop', 'distributed', 'auto'", options={"save_residual": "distribute"}),
     Expected("save_residual None", "save_residual=None; expected one of", options={"save_residual": None}),
     Expected("strict of wrong type", "strict='yes'; expected True or False", options={"strict": "yes"}),
     # values

@@ -108,10 +108,11 @@ class Killer:
 # ------------------------------------------------------------------------------------------------------- plain torch
 
 
-def plain(folder: Path, killer: Killer, hook: str = "powerSGD", **options: Any) -> tuple[torch.Tensor, Any]:
+def plain(folder: Path, killer: Killer, **attach: Any) -> tuple[torch.Tensor, Any]:
+    """`attach`: arguments of `commhooks.attach`."""
     if not dist.is_initialized():
         dist.init_process_group("gloo", timeout=TIMEOUT)
-    run = Run.new(hook=hook, hook_options=options or OPTIONS, save_residual="mean")
+    run = Run.new(**{"hook": "powerSGD", "hook_options": OPTIONS, "save_residual": "mean", **attach})
     run.hook.joint_save_limit_s = 5.0
     path = folder / "checkpoint.pt"
     if path.exists():
@@ -130,7 +131,12 @@ def plain(folder: Path, killer: Killer, hook: str = "powerSGD", **options: Any) 
 
 def int8(folder: Path, killer: Killer) -> tuple[torch.Tensor, Any]:
     """As `plain`, quantised."""
-    return plain(folder, killer, "int8", block_size=32, start_iter=3)
+    return plain(folder, killer, hook="int8", hook_options={"block_size": 32, "start_iter": 3})
+
+
+def nodes(folder: Path, killer: Killer) -> tuple[torch.Tensor, Any]:
+    """As `plain`, on two nodes of two ranks."""
+    return plain(folder, killer, ranks_per_node=2)
 
 
 def _save(run: Run, path: Path, killer: Killer) -> None:
@@ -302,7 +308,14 @@ def _save_state(run: Any, folder: Path) -> None:
 
 # --------------------------------------------------------------------------------------------------------------- main
 
-FRAMEWORKS = {"plain": plain, "int8": int8, "fsdp2": fsdp2, "lightning": lightning, "accelerate": accelerate}
+FRAMEWORKS = {
+    "plain": plain,
+    "int8": int8,
+    "nodes": nodes,
+    "fsdp2": fsdp2,
+    "lightning": lightning,
+    "accelerate": accelerate,
+}
 
 
 def main(framework: str, folder: Path) -> None:

@@ -17,7 +17,7 @@ import warm
 from accelerators import accelerate_launched
 
 STEPS = chaos_training.STEPS
-PRELOADED = {"plain": [], "int8": [], "fsdp2": [], "lightning": ["lightning.pytorch"], "accelerate": ["accelerate"]}
+PRELOADED = {"lightning": ["lightning.pytorch"], "accelerate": ["accelerate"]}
 
 
 class _NoKiller(chaos_training.Killer):
@@ -46,7 +46,7 @@ def _killed(run_ranks: Any, framework: str, folder: Path, kills: list[dict[str, 
     world_size = chaos.RANKS.get(framework, 2)
     left_alone, *others = run_ranks(_left_alone, framework, str(folder / "alone"), world_size=world_size)
     assert all(torch.equal(left_alone, other) for other in others)
-    python = warm.python(*PRELOADED[framework])
+    python = warm.python(*PRELOADED.get(framework, []))
     outcome = chaos.compare(chaos.run(framework, folder / "killed", kills, STEPS, python), left_alone)
     assert outcome.failures == [], outcome.output[-4000:]
     assert len(outcome.kills) == len(kills)
@@ -80,6 +80,16 @@ def test_int8_killed_in_mid_backward_and_in_mid_save(run_ranks: Any, tmp_path: P
     assert backward.last_issued == "shares of bucket 0 at step 8"
     assert [kill.resumed_at for kill in (backward, save)] == [5, 5]
     assert backward.survivor is not None and backward.survivor["type"] == "HookRunError"
+
+
+@pytest.mark.timeout(240)
+def test_nodes_killed_in_mid_backward_and_in_mid_save(run_ranks: Any, tmp_path: Path) -> None:
+    kills = [{"rank": 1, "phase": "backward", "step": 8}, {"rank": 0, "phase": "save", "step": 10}]
+    backward, save = _killed(run_ranks, "nodes", tmp_path, kills)
+    assert backward.last_issued is not None and backward.last_issued.endswith("at step 8")
+    assert [kill.resumed_at for kill in (backward, save)] == [5, 5]
+    for kill in (backward, save):
+        assert kill.survivor is not None and kill.survivor["type"] == "HookRunError"
 
 
 @pytest.mark.timeout(240)

@@ -10,21 +10,22 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from inside import learns, session_of
+from inside import session_of
 from models import bits_equal, relative_error, same_bits, worst_error
 from sharded import (
     NAMES,
     POWERSGD,
     Prescribed,
+    attached,
     backward,
     learned,
     mesh_of,
     random_gradients,
     shard,
     whole_gradients,
+    whole_residuals,
 )
 from torch import nn
-from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 import commhooks
@@ -46,9 +47,7 @@ def new(replicas: int, shards: int, kind: str = "powerSGD", **more: Any) -> tupl
     if shards == 0:
         ddp = DistributedDataParallel(Prescribed(), bucket_cap_mb=0.001, find_unused_parameters=True)
         return ddp, commhooks.attach(ddp, hook, hook_options=options, save_residual="distributed", **more)
-    mesh = mesh_of(replicas, shards)
-    model = shard(Prescribed(), mesh["shard"])
-    return model, commhooks.attach(model, hook, hook_options=options, replicate_group=mesh["replicate"], **more)
+    return attached(replicas, shards, hook, hook_options=options, **more)
 
 
 def gradients_of(model: nn.Module, step: int) -> dict[str, torch.Tensor]:
@@ -59,12 +58,6 @@ def gradients_of(model: nn.Module, step: int) -> dict[str, torch.Tensor]:
     return backward(model, random_gradients(step))
 
 
-def whole_residuals(hook: commhooks.CommHook) -> dict[str, torch.Tensor]:
-    """The mean residuals over the replicas, put together from the shards. Changes them as a save does."""
-    saved = hook.state_dict("distributed").get("residual", {})
-    return {n: t.full_tensor() if isinstance(t, DTensor) else t for n, t in saved.items()}
-
-
 def _train_and_save(replicas: int, shards: int, kind: str, folder: str) -> dict[str, Any]:
     model, hook = new(replicas, shards, kind)
     for step in range(SAVE_AT):
@@ -72,7 +65,7 @@ def _train_and_save(replicas: int, shards: int, kind: str, folder: str) -> dict[
     dcp.save({"hook": hook}, checkpoint_id=folder)
     residuals = whole_residuals(hook)
     later = [gradients_of(model, step) for step in range(SAVE_AT, STEPS)]
-    return {"later": later, "learned": learned_of(hook), "residuals": residuals, "step": hook.stats()["step"]}
+    return {"later": later, "learned": learned(hook), "residuals": residuals, "step": hook.stats()["step"]}
 
 
 def _load_and_go_on(replicas: int, shards: int, kind: str, folder: str) -> dict[str, Any]:
@@ -84,16 +77,12 @@ def _load_and_go_on(replicas: int, shards: int, kind: str, folder: str) -> dict[
     compressed = hook.stats()["compressed_steps"]
     return {
         "later": later,
-        "learned": learned_of(hook),
+        "learned": learned(hook),
         "residuals": residuals,
         "step": step,
         "finite": finite,
         "compressed": compressed,
     }
-
-
-def learned_of(hook: commhooks.CommHook) -> dict[str, torch.Tensor]:
-    return learned(hook) if learns(hook) else {}
 
 
 @pytest.mark.parametrize("kind", KINDS)

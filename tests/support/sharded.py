@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from inside import session_of
+from inside import learns, session_of
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
@@ -75,10 +75,12 @@ def shard(model: nn.Module, mesh: DeviceMesh, **options: Any) -> nn.Module:
 POWERSGD = {"matrix_approximation_rank": 2, "start_powerSGD_iter": 1, "min_compression_rate": 1.0, "random_seed": 3}
 
 
-def attached(replicas: int, shards: int, hook: str = "powerSGD", **more: Any) -> tuple[nn.Module, CommHook]:
-    """A sharded `Prescribed` in float64, and its hook."""
+def attached(
+    replicas: int, shards: int, hook: Any = "powerSGD", dtype: torch.dtype = torch.float64, **more: Any
+) -> tuple[nn.Module, CommHook]:
+    """A sharded `Prescribed`, and its hook. `more`: arguments of `attach`."""
     mesh = mesh_of(replicas, shards)
-    model = shard(Prescribed(), mesh["shard"])
+    model = shard(Prescribed(dtype), mesh["shard"])
     return model, commhooks.attach(model, hook, replicate_group=mesh["replicate"], **more)
 
 
@@ -119,12 +121,20 @@ def mean_over_ranks(step: int, world_size: int) -> Gradients:
 
 
 def learned(hook: CommHook) -> dict[str, torch.Tensor]:
-    """Copies of all that the hook has learned on this rank, with its counters."""
+    """Copies of all that the hook has learned on this rank, with its counters; nothing of one that does not learn."""
+    if not learns(hook):
+        return {}
     session = session_of(hook)
     session.settle()
     state = session.state
     found = {f"{key} of {name}": t.clone() for key, own in state.entries.items() for name, t in own.items()}
     return found | {"step": torch.tensor(state.step), "nonfinite": torch.tensor(state.nonfinite_steps)}
+
+
+def whole_residuals(hook: CommHook) -> Gradients:
+    """The mean residuals over the replicas, put together from the shards. Changes them as a save does."""
+    saved = hook.state_dict("distributed").get("residual", {})
+    return {name: each.full_tensor() if isinstance(each, DTensor) else each for name, each in saved.items()}
 
 
 @contextlib.contextmanager

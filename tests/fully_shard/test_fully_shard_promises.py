@@ -1,4 +1,5 @@
-"""What every compressor promises, on a model sharded by `fully_shard` with two replicas of two shards."""
+"""What every compressor promises, for one of each sort, on a model sharded by `fully_shard` with two replicas of two
+shards."""
 
 from __future__ import annotations
 
@@ -11,21 +12,18 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from ddp_steps import log_lines
-from inside import learns
 from kinds import ALL, KINDS, START
 from models import bits_equal, same_bits
 from sharded import (
-    Prescribed,
+    attached,
     backward,
     learned,
     mean_over_ranks,
-    mesh_of,
     random_gradients,
-    shard,
     whole_gradients,
+    whole_residuals,
 )
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 import commhooks
 
@@ -36,21 +34,13 @@ ONE_OF_EACH = [each for each in ALL if each.id in SORTS]
 
 
 def new(name: str, replicas: int = 2, shards: int = 2) -> tuple[nn.Module, commhooks.CommHook]:
-    kind, mesh = KINDS[name], mesh_of(replicas, shards)
-    model = shard(Prescribed(torch.float32), mesh["shard"])
+    kind = KINDS[name]
     options = kind.options or None
-    hook = commhooks.attach(
-        model, kind.hook, hook_options=options, wrapper=kind.wrapper, replicate_group=mesh["replicate"]
-    )
-    return model, hook
+    return attached(replicas, shards, kind.hook, torch.float32, hook_options=options, wrapper=kind.wrapper)
 
 
 def gradients(step: int, rank: int | None = None) -> dict[str, torch.Tensor]:
     return random_gradients(step, rank, torch.float32)
-
-
-def memory(hook: commhooks.CommHook) -> dict[str, torch.Tensor]:
-    return learned(hook) if learns(hook) else {}
 
 
 def equal_on_all_ranks(tensors: dict[str, torch.Tensor]) -> bool:
@@ -90,12 +80,12 @@ def _promises(name: str) -> dict[str, bool]:
         outcome["compressed"] = stats["compressed_steps"] == 6 - START and stats["step"] == 6
 
     # A number that is not finite on one rank.
-    known = memory(hook)
+    known = learned(hook)
     spoilt = gradients(99)
     if rank == 1:
         spoilt["even.weight"].view(-1)[-1] = float("nan")
     bad = backward(model, spoilt)
-    after = memory(hook)
+    after = learned(hook)
     for each in (known, after):
         each.pop("nonfinite", None)
     outcome["told"] = not all(bool(each.isfinite().all()) for each in bad.values())
@@ -108,7 +98,7 @@ def _promises(name: str) -> dict[str, bool]:
     whole = [backward(model, gradients(step)) for step in range(6, 9)]
     resumed = [backward(other, gradients(step)) for step in range(6, 9)]
     outcome["resumed"] = all(map(bits_equal, whole, resumed))
-    ours, theirs = memory(hook), memory(again)
+    ours, theirs = learned(hook), learned(again)
     outcome["remembered"] = bits_equal(ours, theirs)
     outcome["gradients"] = whole_gradients(model).keys() == whole[-1].keys()
     return outcome
@@ -133,18 +123,13 @@ def _saved(name: str, folder: str) -> dict[str, torch.Tensor]:
     for step in range(4):
         backward(model, gradients(step))
     dcp.save({"hook": hook}, checkpoint_id=folder)
-    return _residuals(hook)
-
-
-def _residuals(hook: commhooks.CommHook) -> dict[str, torch.Tensor]:
-    found = hook.state_dict()["residual"]
-    return {name: each.full_tensor() if isinstance(each, DTensor) else each for name, each in found.items()}
+    return whole_residuals(hook)
 
 
 def _moved(name: str, replicas: int, shards: int, folder: str) -> dict[str, Any]:
     model, hook = new(name, replicas, shards)
     dcp.load({"hook": hook}, checkpoint_id=folder)
-    residuals = _residuals(hook)
+    residuals = whole_residuals(hook)
     # Shards may be too thin to be compressed, such as a third of `own`: their residuals are dropped.
     too_thin = [row.name for row in hook.plan().parameters if not row.compressed]
     got = [backward(model, gradients(step)) for step in range(4, 6)]

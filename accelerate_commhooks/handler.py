@@ -2,9 +2,8 @@
 
 import dataclasses
 import logging
-import sys
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ from accelerate import Accelerator, DistributedDataParallelKwargs, DistributedTy
 from accelerate.utils import DDPCommunicationHookType
 from torch.nn.parallel import DistributedDataParallel
 
+from accelerate_commhooks.calling_accelerator import calling_accelerator, loss_scale_of
 from accelerate_commhooks.handed_over import VARIABLE, HandedOver, handed_over, refuse_to_ignore_the_launcher
 from accelerate_commhooks.hooked_models import HookedModel, alive
 from accelerate_commhooks.saving import saved_hooks
@@ -28,12 +28,10 @@ from commhooks import AttachError, CommHook, HookConfigError, HookRunError
 from commhooks.hook.for_plugins import (
     PREFIX,
     HookRequest,
-    LossScale,
     Meter,
     attach_request,
     check_total_steps,
     closest,
-    scale_of,
 )
 
 logger = logging.getLogger(__name__)
@@ -243,8 +241,8 @@ class CommHookKwargs(DistributedDataParallelKwargs):
         if self._handed_over is None:
             refuse_to_ignore_the_launcher(self.hook)
         self._refuse_shared_state(request)
-        accelerator = _calling_accelerator(self)
-        hook = attach_request(model, request, total_steps=self.total_steps, loss_scale=_loss_scale(accelerator))
+        accelerator = calling_accelerator(self)
+        hook = attach_request(model, request, total_steps=self.total_steps, loss_scale=loss_scale_of(accelerator))
         hooked = HookedModel(model, hook)
         self._hooked.append(hooked)
         if self._handed_over is not None:
@@ -348,35 +346,6 @@ _WITH_DDP = {
     DistributedType.NO,
     *(kind for kind in DistributedType if kind.name.startswith("MULTI_")),
 }
-
-
-def _calling_accelerator(handler: CommHookKwargs) -> Accelerator | None:
-    """The accelerator that is calling `handler.register_comm_hook`.
-
-    Accelerate 1.15 passes only the model, so the accelerator is searched in the callers' frames: `prepare_model` is one
-    of its methods.
-    """
-    frame = sys._getframe(1)
-    while frame is not None:
-        caller = frame.f_locals.get("self")
-        if isinstance(caller, Accelerator) and caller.ddp_handler is handler:
-            return caller
-        frame = frame.f_back  # type: ignore[assignment]
-    return None
-
-
-def _loss_scale(accelerator: Accelerator | None) -> Callable[[], LossScale] | None:
-    if accelerator is None:
-        return None
-    weak = weakref.ref(accelerator)
-
-    def loss_scale() -> LossScale:
-        known: Any = weak()
-        if getattr(known, "scaler", None) is None:  # checked at each call, because it may be set later
-            return 1.0
-        return scale_of(known.scaler, known.device)
-
-    return loss_scale
 
 
 def _stock_choice(name: str, value: Any, allowed: list[DDPCommunicationHookType]) -> DDPCommunicationHookType:

@@ -5,7 +5,7 @@ from seeded_faults.mutant import Mutant
 MUTANTS = [
     Mutant(
         "Accelerate: no loss scale",
-        "accelerate_commhooks/handler.py",
+        "accelerate_commhooks/calling_accelerator.py",
         "        return scale_of(known.scaler, known.device)\n",
         "        return 1.0\n",
         "with_accelerate/test_accelerate_two_ranks.py::test_the_residual_follows_the_loss_scale",

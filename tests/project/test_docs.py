@@ -13,7 +13,10 @@ from pathlib import Path
 
 import pytest
 import yaml
-from doc_snippets import REPOSITORY, Snippet, WrongSnippet, check, commands, find_snippets, old_and_new
+from doc_snippets import Snippet, WrongSnippet, find_snippets, old_and_new
+from repository import REPOSITORY
+from snippet_check import check
+from snippet_commands import commands
 from workers import RanksFailed
 
 import commhooks

@@ -1,0 +1,45 @@
+"""Runs or checks the snippets that `doc_snippets.py` finds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from doc_snippets import Snippet, versions
+from snippet_commands import check_command, commands
+from snippet_python import execute, run_script
+from snippet_yaml import check_yaml
+
+
+def check(snippet: Snippet, run_ranks: Callable[..., list[Any]], folder: Path) -> None:
+    """Runs or checks one snippet in the empty `folder`; raises where it is wrong."""
+    if snippet.language in ("python", "diff"):
+        *old, new = versions(snippet)
+        for index, version in enumerate([*old, new]):
+            place = folder / str(index)
+            place.mkdir()
+            if snippet.needs == "lightning" and version == new:
+                run_script(version, place)
+            else:
+                chain = [*_chain_above(snippet), (str(snippet), version)]
+                needs = _first(snippet).needs + (" ranks" if snippet.needs == "lightning" else "")
+                if needs == "transformers":
+                    pytest.importorskip("transformers", reason="transformers needs Python 3.11 or newer")
+                run_ranks(execute, chain, needs, str(place), timeout_s=90)
+    elif snippet.language == "yaml":
+        check_yaml(snippet.text, folder)
+    elif snippet.language == "bash":
+        for command in commands(snippet.text):
+            check_command(command)
+
+
+def _first(snippet: Snippet) -> Snippet:
+    return _first(snippet.above) if snippet.above is not None else snippet
+
+
+def _chain_above(snippet: Snippet) -> list[tuple[str, str]]:
+    if snippet.above is None:
+        return []
+    return [*_chain_above(snippet.above), (str(snippet.above), versions(snippet.above)[-1])]

@@ -1,0 +1,174 @@
+"""Runs Python snippets: on two ranks, or as a script of its own."""
+
+from __future__ import annotations
+
+import contextlib
+import linecache
+import logging
+import os
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import clean_env
+import torch
+import torch.distributed as dist
+import warm
+from doc_snippets import WrongSnippet
+from repository import REPOSITORY
+
+from commhooks.compressors import registry
+
+SCRIPT_LIMIT_S = 150
+
+_DDP = """
+import torch
+import torch.distributed as dist
+
+model = torch.nn.Sequential(torch.nn.Linear(64, 32), torch.nn.ReLU(), torch.nn.Linear(32, 8))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+batches = [torch.randn(4, 64, generator=torch.Generator().manual_seed(i)) for i in range(3)]
+train_loader = torch.utils.data.DataLoader(torch.cat(batches), batch_size=2)
+"""
+_ATTACHED = """
+import commhooks
+
+ddp_model = torch.nn.parallel.DistributedDataParallel(model)
+hook = commhooks.attach(ddp_model, commhooks.PowerSGD(start_powerSGD_iter=1))
+"""
+_STEPS = """
+for batch in batches:
+    ddp_model(batch).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+if "hook" in globals():
+    assert hook.stats()["backward_passes"] >= len(batches), "the hook was not called"
+"""
+
+
+_ACCELERATE_STEPS = """
+for batch in batches:
+    accelerator.backward(model(batch).sum())
+    optimizer.step()
+    optimizer.zero_grad()
+if hasattr(accelerator.ddp_handler, "attached"):
+    assert accelerator.ddp_handler.attached.stats()["backward_passes"] >= len(batches), "the hook was not called"
+"""
+
+_TRANSFORMERS = """
+import torch
+import torch.distributed as dist
+from transformers import TrainingArguments
+from transformers_trainer import make_model  # of examples/
+
+model = make_model(width=16)
+pieces = torch.arange(256).view(16, 16)
+train_dataset = [{"input_ids": piece, "labels": piece} for piece in pieces]
+args = TrainingArguments(
+    "trainer", use_cpu=True, max_steps=4, save_steps=2, per_device_train_batch_size=2, report_to="none",
+    disable_tqdm=True, dataloader_pin_memory=False,
+)
+"""
+_TRAINER_TRAINED = """
+assert trainer.state.global_step == 4, "nothing was trained"
+if hasattr(trainer, "comm_hook"):
+    assert trainer.comm_hook.stats()["step"] == 4, "the hook was not called"
+"""
+
+
+def execute(chain: list[tuple[str, str]], needs: str, folder: str) -> None:
+    """On every rank: what the snippets need, the snippets, and three training steps if there is a DDP model.
+
+    `chain` holds where each snippet stands and its text.
+    """
+    namespace: dict[str, Any] = {"__name__": "__main__"}
+    exec(_DDP if needs in ("ddp", "attached", "accelerate") else "import torch", namespace)
+    if needs == "attached":
+        exec(_ATTACHED + _STEPS, namespace)
+    before = os.getcwd()
+    os.chdir(folder)
+    with contextlib.ExitStack() as undo:
+        undo.callback(os.chdir, before)
+        undo.enter_context(_logging_as_before())
+        undo.enter_context(mock.patch.dict(registry.COMPRESSORS))
+        undo.enter_context(mock.patch.dict(registry.FACTORIES))  # a name that a snippet gives is free again afterwards
+        if needs in ("accelerate", "transformers"):
+            from accelerators import accelerate_launched
+
+            undo.enter_context(accelerate_launched())
+        if needs == "lightning ranks":
+            undo.enter_context(mock.patch.dict(os.environ, _torchrun()))
+            exec(_LIGHTNING, namespace)
+        if needs == "transformers":
+            exec(_TRANSFORMERS, namespace)
+        for name, text in chain:
+            linecache.cache[name] = (len(text), None, text.splitlines(keepends=True), name)  # for tracebacks
+            exec(compile(text, name, "exec"), namespace)
+            dist.barrier()  # what one rank has written, another may read
+        if "ddp_model" in namespace:
+            exec(_STEPS, namespace)
+            for parameter in namespace["ddp_model"].parameters():
+                everywhere = [torch.empty_like(parameter) for _ in range(dist.get_world_size())]
+                dist.all_gather(everywhere, parameter.detach())
+                assert all(torch.equal(parameter, other) for other in everywhere), "the replicas differ"
+        if needs == "accelerate":
+            exec(_ACCELERATE_STEPS, namespace)
+        if needs == "transformers":
+            exec(_TRAINER_TRAINED, namespace)
+        if needs == "lightning ranks":
+            exec(_TRAINED, namespace)
+
+
+@contextlib.contextmanager
+def _logging_as_before() -> Iterator[None]:
+    loggers = [logging.getLogger(), logging.getLogger("commhooks")]
+    before = [(logger, logger.level, list(logger.handlers)) for logger in loggers]
+    try:
+        yield
+    finally:
+        for logger, level, handlers in before:
+            logger.setLevel(level)
+            logger.handlers[:] = handlers
+
+
+def _torchrun() -> dict[str, str]:
+    """The variables by which Lightning 2.6 knows torchrun; it takes the process group that is there as its own."""
+    rank, size = str(dist.get_rank()), str(dist.get_world_size())
+    return {
+        "TORCHELASTIC_RUN_ID": "snippets",
+        "RANK": rank,
+        "LOCAL_RANK": rank,
+        "GROUP_RANK": "0",
+        "WORLD_SIZE": size,
+        "LOCAL_WORLD_SIZE": size,
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "1",  # nobody listens there
+    }
+
+
+_LIGHTNING = """
+import torch
+from lightning.pytorch.demos.boring_classes import BoringModel, RandomDataset
+
+model = BoringModel()
+model.layer = torch.nn.Linear(32, 16)  # worth compressing
+train_loader = torch.utils.data.DataLoader(RandomDataset(32, 16))
+"""
+_TRAINED = """
+assert trainer.global_step > 0, "nothing was trained"
+if hasattr(trainer.strategy, "comm_hook"):
+    assert trainer.strategy.comm_hook.stats()["step"] == trainer.global_step, "the hook was not called"
+"""
+
+
+def run_script(text: str, folder: Path) -> None:
+    """As a user would: a file, started once; Lightning starts the other processes."""
+    script = folder / "snippet.py"
+    script.write_text(_LIGHTNING + text + _TRAINED)
+    env = clean_env.cleaned(os.environ, str(folder)) | {"PYTHONPATH": str(REPOSITORY)}
+    command = [warm.python("lightning.pytorch"), str(script)]
+    done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=SCRIPT_LIMIT_S)
+    if done.returncode != 0:
+        raise WrongSnippet(f"{text}\n{done.stdout}{done.stderr}")

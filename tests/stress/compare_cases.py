@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from compare_observed import Case
 from compare_training import (
     ANY,
     ATTACHED,
@@ -19,7 +20,6 @@ from compare_training import (
     OF_STATE,
     SMALL_MB,
     STEPS,
-    Case,
     Net,
     Run,
     Situation,

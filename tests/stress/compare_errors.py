@@ -7,14 +7,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from compare_observed import Case, log_lines
 from compare_training import (
     SMALL_MB,
-    Case,
     Net,
     Run,
     Situation,
     batch,
-    log_lines,
     momentum_hook,
     without_state_hook,
 )

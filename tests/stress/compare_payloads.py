@@ -18,7 +18,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from compare_errors import backward, caught, new
-from compare_training import WIDTH, Case, Momentum, Net, Run, Situation, digest, momentum_hook
+from compare_observed import Case
+from compare_training import WIDTH, Momentum, Net, Run, Situation, digest, momentum_hook
 from torch import nn
 
 import commhooks

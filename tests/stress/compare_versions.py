@@ -137,7 +137,7 @@ def rank_main(connection: multiprocessing.connection.Connection, rank: int, worl
     threading.Thread(target=_leave_with_parent, daemon=True).start()
     torch.set_num_threads(1)
     from compare_cases import resume_pickle
-    from compare_training import Case, observed, tidy
+    from compare_observed import Case, observed, tidy
 
     cases = load_cases()
     connection.send("ready")

@@ -17,6 +17,8 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
+from commhooks.comm.messages import Messages
+
 DELAY_S = 0.003
 LIMIT_S = 60.0
 _CYCLES_PER_S = 2_000_000_000  # at least: no GPU runs much faster
@@ -34,7 +36,7 @@ def late_answers(delay_s: float = DELAY_S) -> Iterator[Seen]:
     """In the body every asynchronous collective of dense tensors, of those that hooks use, answers `delay_s` seconds
     late, or more."""
     seen = Seen()
-    reduce, gather, exchange = dist.all_reduce, dist.all_gather, dist.all_to_all_single
+    reduce, gather, exchange, by_messages = dist.all_reduce, dist.all_gather, dist.all_to_all_single, Messages.exchange
 
     def late(tensors: Sequence[torch.Tensor], begin: Callable[[list[torch.Tensor]], Any]) -> Any:
         """`begin` is called with copies of `tensors`, in which the answer will be."""
@@ -60,8 +62,11 @@ def late_answers(delay_s: float = DELAY_S) -> Iterator[Seen]:
             return exchange(output, *args, **kwargs)
         return late([output], lambda results: exchange(results[0], *args, async_op=True, **kwargs))
 
+    def messages(self: Messages, rows: torch.Tensor, answer: torch.Tensor, group: dist.ProcessGroup) -> Any:
+        return late([answer], lambda results: by_messages(self, rows, results[0], group))
+
     own = {"all_reduce": all_reduce, "all_gather": all_gather, "all_to_all_single": all_to_all_single}
-    with mock.patch.multiple(dist, **own):
+    with mock.patch.multiple(dist, **own), mock.patch.object(Messages, "exchange", messages):
         yield seen
 
 

@@ -62,7 +62,7 @@ MUTANTS = [
     Mutant(
         "residuals are told with the loss scale",
         "commhooks/hook/norms.py",
-        "values[residual] / loss_scale",
+        "values[residual] / factor",
         "values[residual]",
         "hook/test_metrics.py::test_norms",
     ),

@@ -38,7 +38,9 @@ class Messages:
     @staticmethod
     def serve(group: dist.ProcessGroup, row: torch.Tensor) -> bool:
         """Whether rows like this one travel as messages in `group`."""
-        return row.device.type == "cpu" and row.numel() > 0 and backend_of(group, row.device) == "gloo"
+        if row.device.type != "cpu" or row.numel() == 0 or group.size() == 1:
+            return False
+        return backend_of(group, row.device) == "gloo"
 
     def exchange(self, rows: torch.Tensor, answer: torch.Tensor, group: dist.ProcessGroup) -> MessageWork:
         """Start to send `rows[i]` to rank i of `group`, and to receive `answer[i]` from it. Both are contiguous and of

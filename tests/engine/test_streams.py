@@ -27,9 +27,9 @@ def cuda() -> Iterator[Cuda]:
     """Names what hooks send, and commits: "commit 1" is the first."""
     start, commit, commits = collective.start, BackwardPass.commit, iter(range(1, 1000))
 
-    def named_start(send: Any, group: Any, counters: Any, where: str = "") -> Any:
+    def named_start(send: Any, group: Any, counters: Any, where: str = "", *rest: Any) -> Any:
         cuda.queue(f"{send.what} of {where}")
-        return start(send, group, counters, where)
+        return start(send, group, counters, where, *rest)
 
     def named_commit(self: BackwardPass, good: Any) -> None:
         cuda.queue(f"commit {next(commits)}")

@@ -1,7 +1,6 @@
 """`CommHookKwargs`: Accelerate's handler of DDP arguments, with a communication hook of commhooks."""
 
 import dataclasses
-import logging
 import weakref
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -32,9 +31,11 @@ from commhooks.hook.for_plugins import (
     attach_request,
     check_total_steps,
     closest,
+    unknown_argument,
 )
+from commhooks.messages import logger_of
 
-logger = logging.getLogger(__name__)
+logger = logger_of(__name__)
 
 _NO = DDPCommunicationHookType.NO
 
@@ -59,7 +60,8 @@ class CommHookKwargs(DistributedDataParallelKwargs):
     Args:
         hook: a config object such as `PowerSGD(matrix_approximation_rank=4)`, the name of a hook ("powerSGD",
             "fp16_compress", ...), a path "package.module:function", or a callable
-            `(state, bucket) -> torch.futures.Future[torch.Tensor]`. None: see above.
+            `(state, bucket) -> torch.futures.Future[torch.Tensor]`. "none", "off", or None if it is written:
+            `CommHookKwargs(hook=None)`: plain DDP without a hook, for comparisons. Left out: see above.
         hook_options: options of a hook given by name.
         hook_state: the state of a callable. It is saved and restored if it has `state_dict` and `load_state_dict`.
         wrapper: "fp16" or "bf16": make the hook communicate in that dtype. "int8" or "int4", for PowerSGD: quantise its
@@ -95,6 +97,9 @@ class CommHookKwargs(DistributedDataParallelKwargs):
         # Arguments override the environment even if they equal the default; only here is known which were given.
         handler = super().__new__(cls)
         names = [f.name for f in dataclasses.fields(cls)]
+        for name, value in kwargs.items():
+            if name not in names:
+                raise unknown_argument("CommHookKwargs", name, value, kwargs.get("hook"), names)
         handler._given = frozenset(names[: len(args)]) | frozenset(kwargs)
         return handler
 
@@ -103,7 +108,7 @@ class CommHookKwargs(DistributedDataParallelKwargs):
         self._hooked: list[HookedModel] = []
         self._meters: weakref.WeakKeyDictionary[CommHook, Meter] = weakref.WeakKeyDictionary()
         self._handed_over: HandedOver | None = None
-        given = handed_over() if self.hook is None and not self._stock_requests() else None
+        given = None if self._asks_for_something() else handed_over()
         if given is None:
             self._checked_request()
             return
@@ -156,6 +161,11 @@ class CommHookKwargs(DistributedDataParallelKwargs):
     def attached_hooks(self) -> list[CommHook]:
         """The hooks of all models that were prepared with this handler and still exist, in order of preparation."""
         return [hook for hooked in self._hooked if (hook := hooked.hook) is not None]
+
+    @property
+    def off(self) -> bool:
+        """Whether the handler is for DDP without a hook: `hook=None`."""
+        return self._checked_request().off
 
     def is_attached(self, model: torch.nn.Module) -> bool:
         """Whether `model` has a hook of this handler. `model`: the result of `prepare`, or the module inside it."""
@@ -243,10 +253,12 @@ class CommHookKwargs(DistributedDataParallelKwargs):
         self._refuse_shared_state(request)
         accelerator = calling_accelerator(self)
         hook = attach_request(model, request, total_steps=self.total_steps, loss_scale=loss_scale_of(accelerator))
-        hooked = HookedModel(model, hook)
-        self._hooked.append(hooked)
         if self._handed_over is not None:
             self._handed_over.note("attached")
+        if request.off:
+            return
+        hooked = HookedModel(model, hook)
+        self._hooked.append(hooked)
         if accelerator is not None:
             saved_hooks(accelerator).add(hooked)
         else:
@@ -256,7 +268,8 @@ class CommHookKwargs(DistributedDataParallelKwargs):
 
     def __repr__(self) -> str:
         fields = ((f, getattr(self, f.name)) for f in dataclasses.fields(self))
-        shown = ", ".join(f"{f.name}={value!r}" for f, value in fields if not _is_default(f, value))
+        written = {"hook"} & self._given if self.hook is None and not self._stock_requests() else set()
+        shown = ", ".join(f"{f.name}={v!r}" for f, v in fields if f.name in written or not _is_default(f, v))
         return f"{type(self).__qualname__}({shown})"
 
     def __eq__(self, other: object) -> bool:
@@ -286,12 +299,11 @@ class CommHookKwargs(DistributedDataParallelKwargs):
             )
         if stock:
             hook, options, wrapper = self._translated()
-        if hook is None:
+        if not self._asks_for_something():
             raise HookConfigError(
                 "CommHookKwargs needs hook=: a name such as 'powerSGD' (see commhooks.available_hooks()), a config "
                 "object such as commhooks.PowerSGD(), or a callable; or settings from outside, by "
-                f"`accelerate-commhooks launch` or a YAML file named in {VARIABLE}. For DDP without a hook use "
-                "accelerate's DistributedDataParallelKwargs"
+                f"`accelerate-commhooks launch` or a YAML file named in {VARIABLE}. hook=None is DDP without a hook"
             )
         request = HookRequest.parse(
             hook,
@@ -307,6 +319,10 @@ class CommHookKwargs(DistributedDataParallelKwargs):
         if request.config is not None:
             request.config.resolved(self.total_steps)  # a fraction needs total_steps
         return request
+
+    def _asks_for_something(self) -> bool:
+        """Whether a hook, or explicitly none, was given here, so that no settings from outside are needed."""
+        return self.hook is not None or "hook" in self._given or bool(self._stock_requests())
 
     def _stock_requests(self) -> list[str]:
         """The names of the set fields of Accelerate's own handler that request a hook."""

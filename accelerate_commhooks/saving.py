@@ -11,7 +11,6 @@ No rank waits for another one, so that saving on the main process alone does not
 describes the files.
 """
 
-import logging
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -24,8 +23,9 @@ from accelerate_commhooks.hooked_models import HookedModel
 from accelerate_commhooks.whole_files import WholeFiles
 from commhooks import CommHook, PayloadError
 from commhooks.hook.for_plugins import payload_parts
+from commhooks.messages import logger_of
 
-logger = logging.getLogger(__name__)
+logger = logger_of(__name__)
 
 # One `SavedHooks` per accelerator, shared by all of its handlers, as long as the accelerator exists.
 _SAVED_HOOKS: "weakref.WeakKeyDictionary[Accelerator, SavedHooks]" = weakref.WeakKeyDictionary()

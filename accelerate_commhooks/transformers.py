@@ -8,8 +8,8 @@ The Trainer creates its accelerator itself and has no argument for a hook. `Comm
 
 import contextlib
 import dataclasses
-import logging
 import os
+import weakref
 from typing import TYPE_CHECKING, Any
 
 try:
@@ -23,18 +23,20 @@ except ModuleNotFoundError as error:
 
 from accelerate import DistributedDataParallelKwargs
 from transformers import Trainer, TrainerCallback
-from transformers.trainer_utils import get_last_checkpoint
+from transformers.trainer_utils import IntervalStrategy, get_last_checkpoint
 
 from accelerate_commhooks.handler import STOCK_HOOK_FIELDS, CommHookKwargs
 from accelerate_commhooks.saving import saved_hooks
 from commhooks import AttachError, CommHook, HookConfigError
+from commhooks.hook.for_plugins import Meter, misplaced_option
+from commhooks.messages import logger_of
 
 if TYPE_CHECKING:
     _Base = Trainer
 else:
     _Base = object
 
-logger = logging.getLogger(__name__)
+logger = logger_of(__name__)
 
 
 class CommHookTrainerMixin(_Base):
@@ -47,10 +49,13 @@ class CommHookTrainerMixin(_Base):
     Every `train()` wraps the model again and starts with empty learned state, unless it resumes: then the learned state
     is loaded from the checkpoint, in which every rank has saved its part.
 
+    Where the Trainer reports (`report_to`), it reports the metrics of the hook beside the loss, with the names of
+    `commhooks.hook.metrics`; gradient norms are those after clipping.
+
     Args:
         hook: as for `CommHookKwargs`: a config object, a name, a path "package.module:function" or a callable. Or a
-            `CommHookKwargs`, which can also hold DDP arguments that the Trainer lacks. None: the settings that
-            `CommHookKwargs()` gets from the launcher or the environment.
+            `CommHookKwargs`, which can also hold DDP arguments that the Trainer lacks. None, "none" or "off": DDP
+            without a hook. Left out: the settings that `CommHookKwargs()` gets from the launcher or the environment.
         hook_options: options of a hook given by name.
         hook_state: the state of a callable. It is not reset between calls of `train()`.
         wrapper: "fp16" or "bf16": make the hook communicate in that dtype. "int8" or "int4", for PowerSGD: quantise its
@@ -71,7 +76,7 @@ class CommHookTrainerMixin(_Base):
     def __init__(
         self,
         *args: Any,
-        hook: Any = None,
+        hook: Any = ...,
         hook_options: dict[str, Any] | None = None,
         hook_state: Any = None,
         wrapper: str | None = None,
@@ -82,6 +87,10 @@ class CommHookTrainerMixin(_Base):
         ranks_per_node: int | str | None = None,
         **kwargs: Any,
     ) -> None:
+        for name, value in kwargs.items():
+            misplaced = misplaced_option(type(self).__name__, name, value, hook)
+            if misplaced is not None:
+                raise misplaced
         settings = {
             "hook_options": hook_options,
             "hook_state": hook_state,
@@ -98,6 +107,8 @@ class CommHookTrainerMixin(_Base):
         self._given_ddp_arguments = _ddp_arguments(self._hook_handler)
         self._resume_folder: str | None = None
         self._saved_at_step: int | None = None
+        self._meter: tuple[weakref.ref[CommHook], Meter] | None = None
+        self._metrics_at: dict[int, dict[str, float]] = {}
         super().__init__(*args, **kwargs)
         self.add_callback(_CommHookCallback(self))
 
@@ -138,6 +149,30 @@ class CommHookTrainerMixin(_Base):
             self.model_wrapped = model
         return super().train(resume_from_checkpoint, *args, **kwargs)
 
+    def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+        """As `Trainer.log`; if `report_to` names somebody, with the metrics of the hook beside the loss."""
+        hook = self.comm_hook
+        if hook is not None and "loss" in logs and self._reports_hook():
+            read = self._metrics_at.pop(self.state.global_step, None)
+            logs.update(self._meter_of(hook).read(hook) if read is None else read)
+        super().log(logs, *args, **kwargs)
+
+    def _read_metrics(self) -> None:
+        """Read the metrics for the step that is about to be made, while its gradients are there."""
+        hook, state, args = self.comm_hook, self.state, self.args
+        step = state.global_step + 1
+        due = args.logging_strategy == IntervalStrategy.STEPS and step % (state.logging_steps or step + 1) == 0
+        if hook is not None and self._reports_hook() and (due or step == 1 and args.logging_first_step):
+            self._metrics_at = {step: self._meter_of(hook).read(hook)}
+
+    def _reports_hook(self) -> bool:
+        return bool(self.args.report_to) and self.is_world_process_zero()
+
+    def _meter_of(self, hook: CommHook) -> Meter:
+        if self._meter is None or self._meter[0]() is not hook:
+            self._meter = (weakref.ref(hook), Meter())
+        return self._meter[1]
+
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """As `Trainer.save_model`; also saves the hook if called for a checkpoint.
 
@@ -170,6 +205,8 @@ class _CommHookCallback(TrainerCallback):
         if trainer._hook_handler.is_attached(trainer.model_wrapped):
             if trainer._resume_folder is not None:
                 saved_hooks(trainer.accelerator).load(trainer._resume_folder)
+        elif trainer._hook_handler.off:
+            return
         elif trainer.accelerator.num_processes > 1:
             raise AttachError(
                 f"hook {trainer._hook_handler.hook!r} is not attached: the model in training is a "
@@ -182,6 +219,9 @@ class _CommHookCallback(TrainerCallback):
                 "torchrun or accelerate launch.",
                 trainer._hook_handler.hook,
             )
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.trainer._read_metrics()
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         trainer = self.trainer
@@ -204,11 +244,13 @@ def _handler(hook: Any, settings: dict[str, Any]) -> CommHookKwargs:
                 "write them into CommHookKwargs(...)"
             )
         return hook
+    if hook is not ...:
+        settings = {"hook": hook} | settings
     with contextlib.suppress(HookConfigError):
-        return CommHookKwargs(hook=hook, **settings)
+        return CommHookKwargs(**settings)
     # The error may only mean that the length of the run is missing for a fractional start. The Trainer knows it when
     # train() begins, so use any number until then; all other errors are raised again here.
-    handler = CommHookKwargs(hook=hook, **({"total_steps": 1} | settings))
+    handler = CommHookKwargs(**({"total_steps": 1} | settings))
     handler.total_steps = settings.get("total_steps")
     return handler
 

@@ -9,7 +9,8 @@
       wrapper: bf16
       bucket_cap_mb: 50
 
-The keys are the arguments of `CommHookKwargs`. Arguments that are objects in Python are strings here.
+The keys are the arguments of `CommHookKwargs`. Arguments that are objects in Python are strings here, and
+`hook: null` is DDP without a hook.
 """
 
 import contextlib
@@ -24,7 +25,15 @@ import yaml
 from accelerate import DistributedDataParallelKwargs
 
 from commhooks.errors import HookConfigError
-from commhooks.hook.for_plugins import COMPRESSORS, canonical_name, checked_types, closest, import_path
+from commhooks.hook.for_plugins import (
+    COMPRESSORS,
+    OFF,
+    canonical_name,
+    checked_types,
+    closest,
+    import_path,
+    means_no_hook,
+)
 
 SECTION = "comm_hook_config"
 """The key of the section in Accelerate's configuration file."""
@@ -180,6 +189,8 @@ def _checked(source: str, section: str, values: Any) -> dict[str, Any]:
     _check_keys(source, section, values, [each.name for each in dataclasses.fields(CommHookConfig)])
     if "hook" not in values:
         raise HookConfigError(f"{source}: {_full(section, 'hook')} is missing; it says which hook, e.g. 'powerSGD'")
+    if means_no_hook(values["hook"]):
+        values = values | {"hook": OFF}
     settings = _typed(source, section, CommHookConfig, values)
     options = settings.get("hook_options")
     compressor = COMPRESSORS.get(canonical_name(settings["hook"]) or "")

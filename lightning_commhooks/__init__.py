@@ -3,7 +3,8 @@
     Trainer(strategy=CommHookDDP(hook="powerSGD"))
 
 Importing this package registers the strategy names "ddp_powersgd", "ddp_batched_powersgd", "ddp_fp16_compress",
-"ddp_bf16_compress", "ddp_int8_compress" and "ddp_int4_compress" with Lightning; it has no other side effect.
+"ddp_bf16_compress", "ddp_int8_compress" and "ddp_int4_compress" with Lightning, and the same for notebooks
+("ddp_notebook_powersgd", ...); it has no other side effect.
 """
 
 try:
@@ -17,8 +18,9 @@ from lightning_commhooks.checkpoint import CommHookCheckpoint
 from lightning_commhooks.fsdp2 import CommHookFSDP2
 from lightning_commhooks.monitor import CommHookMonitor
 from lightning_commhooks.registry import register_strategy_names
+from lightning_commhooks.stats import hook_stats
 from lightning_commhooks.strategy import CommHookDDP
 
-__all__ = ["CommHookCheckpoint", "CommHookDDP", "CommHookFSDP2", "CommHookMonitor"]
+__all__ = ["CommHookCheckpoint", "CommHookDDP", "CommHookFSDP2", "CommHookMonitor", "hook_stats"]
 
 register_strategy_names()

@@ -11,11 +11,13 @@ import signal
 from typing import Any, Literal, Optional
 
 import lightning.pytorch as pl
-from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from commhooks import CommHook
 from commhooks.hook.for_plugins import HookRequest
 from lightning_commhooks.hooked_strategy import HookedStrategy, hooked_strategy_of
+from lightning_commhooks.messages import warn
+from lightning_commhooks.stats import keep_stats
+from lightning_commhooks.twins import unlike_the_trainer
 
 CHECKPOINT_KEY = "commhooks"
 """Key of the hook's state in Lightning's checkpoint dict."""
@@ -58,9 +60,13 @@ class CommHookCheckpoint(pl.Callback):
         self._warned_about_late = False
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
+        mixed = unlike_the_trainer([*callbacks, *trainer.loggers])
+        if mixed is not None and stage == "fit":
+            warn(mixed)
         if hooked_strategy_of(trainer) is None:
             strategy = type(trainer.strategy)
-            rank_zero_warn(
+            warn(
                 "CommHookCheckpoint has nothing to save: it saves the hook of a CommHookDDP strategy, and the strategy "
                 f"of this Trainer is {strategy.__module__}.{strategy.__qualname__}"
             )
@@ -83,6 +89,9 @@ class CommHookCheckpoint(pl.Callback):
         if strategy is not None and not trainer.fast_dev_run:  # type: ignore[attr-defined]
             strategy.warn_if_never_reached(trainer)
 
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        keep_stats(trainer)
+
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
@@ -92,7 +101,7 @@ class CommHookCheckpoint(pl.Callback):
         late = strategy.parameters_unfrozen_after_wrap() if strategy is not None else []
         if late:
             self._warned_about_late = True
-            rank_zero_warn(
+            warn(
                 f"{len(late)} parameters (the first is {late[0]}) were frozen or missing when the model was wrapped in "
                 "DistributedDataParallel and are trained now: DDP never averages their gradients, with a communication "
                 "hook or without, and the ranks drift apart. Unfreeze before fit and set a learning rate of 0, or call "
@@ -105,7 +114,7 @@ class CommHookCheckpoint(pl.Callback):
         size = hook.plan().memory.residual * world_size
         if size > PER_RANK_WARNING_BYTES:
             self._warned_about_size = True
-            rank_zero_warn(
+            warn(
                 f"save_residual='per_rank' puts about {size / 1e9:.1f} GB of residuals ({world_size} ranks) into every "
                 "checkpoint, gathered on every rank; save_residual='mean' needs one copy of the model only"
             )

@@ -9,7 +9,6 @@ import lightning.pytorch as pl
 import torch.distributed.checkpoint as dcp
 from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch.distributed.checkpoint import DefaultLoadPlanner
 from torch.distributed.constants import default_pg_timeout
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -19,6 +18,7 @@ from commhooks import CommHook, HookConfigError
 from commhooks.hook.for_plugins import HookRequest, attach_request
 from lightning_commhooks.checkpoint import CHECKPOINT_KEY, CommHookCheckpoint
 from lightning_commhooks.hooked_strategy import HookedStrategy
+from lightning_commhooks.messages import warn
 from lightning_commhooks.run import loss_scale, with_start
 from lightning_commhooks.strategy import HookType
 
@@ -31,7 +31,8 @@ class CommHookFSDP2(ModelParallelStrategy, HookedStrategy):
     it under one call of `fully_shard`.
 
     Args:
-        hook, hook_options, wrapper, strict, check_every: as in `CommHookDDP`; `hook` may not be a callable.
+        hook, hook_options, wrapper, strict, check_every: as in `CommHookDDP`; `hook` may not be a callable, and None is
+            the plain average of the replicas.
         replicate_size: number of replicas of the model, each sharded over `world size / replicate_size` consecutive
             ranks. "auto": one per machine.
         save_residual: "drop" saves no residuals. None: their mean over the replicas.
@@ -147,7 +148,7 @@ class CommHookFSDP2(ModelParallelStrategy, HookedStrategy):
             planner = DefaultLoadPlanner(allow_partial_load=not self._request.strict)
             dcp.load({"hook": hook}, checkpoint_id=path / CHECKPOINT_KEY, planner=planner)
         else:
-            rank_zero_warn(
+            warn(
                 "the checkpoint holds no state of a communication hook (it was saved without CommHookFSDP2): hook "
                 f"{hook.name!r} begins with fresh memory"
             )

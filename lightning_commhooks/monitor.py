@@ -3,11 +3,14 @@
 from typing import Any, Optional
 
 import lightning.pytorch as pl
-from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from commhooks import CommHook, HookConfigError
 from commhooks.hook.for_plugins import NAMES, PREFIX, Meter, closest
 from lightning_commhooks.hooked_strategy import hooked_strategy_of
+from lightning_commhooks.messages import warn
+
+_SHORT = {"compression_rate": "x"}
+"""Names for the progress bar."""
 
 
 class CommHookMonitor(pl.Callback):
@@ -39,7 +42,8 @@ class CommHookMonitor(pl.Callback):
         sample_cosine_every: measure the cosine on every so many backward passes; such a pass makes one plain
             all-reduce of the gradients more. None (the default): never. A multiple of `every_n_steps` shows each sample
             at its own step.
-        progress_bar: which of the values (by its name without "commhooks/") stands in the progress bar; None: none.
+        progress_bar: which of the values (by its name without "commhooks/") stands in the progress bar, with the prefix
+            "hook_". The default is shown as "hook_x": times fewer bytes. None: none.
 
     Raises:
         commhooks.HookConfigError: at construction, for a value that is none of these.
@@ -77,7 +81,7 @@ class CommHookMonitor(pl.Callback):
             return
         self._warned = True
         strategy = type(trainer.strategy)
-        rank_zero_warn(
+        warn(
             "CommHookMonitor has nothing to log: it logs what the hook of a CommHookDDP strategy does, and the "
             f"strategy of this Trainer is {strategy.__module__}.{strategy.__qualname__}"
         )
@@ -104,10 +108,17 @@ class CommHookMonitor(pl.Callback):
         values = self._meter.read(hook, per_layer=self.per_layer)
         for logger in trainer.loggers:
             logger.log_metrics(values, step=step)
-        shown = f"{PREFIX}/{self.progress_bar}"
-        if shown in values:
+        shown = values.get(f"{PREFIX}/{self.progress_bar}")
+        if shown is not None:
             pl_module.log(
-                shown, values[shown], prog_bar=True, logger=False, on_step=True, on_epoch=False, rank_zero_only=True
+                # Bars have little room: few letters and three digits.
+                f"hook_{_SHORT.get(str(self.progress_bar), self.progress_bar)}",
+                float(f"{shown:.3g}"),
+                prog_bar=True,
+                logger=False,
+                on_step=True,
+                on_epoch=False,
+                rank_zero_only=True,
             )
 
 

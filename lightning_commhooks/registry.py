@@ -17,6 +17,14 @@ _HOOKS = {
 def register_strategy_names() -> None:
     """Register the names with Lightning. A repeated call, as on a reload of the package, replaces the classes."""
     for name, hook in _HOOKS.items():
+        about = f"DDP with the communication hook {hook!r}"
+        StrategyRegistry.register(name, CommHookDDP, description=about, override=True, hook=hook)
+        # As Lightning's own "ddp_notebook": other ways to start processes do not work in an interactive session.
         StrategyRegistry.register(
-            name, CommHookDDP, description=f"DDP with the communication hook {hook!r}", override=True, hook=hook
+            name.replace("ddp_", "ddp_notebook_"),
+            CommHookDDP,
+            description=f"{about}, for notebooks",
+            override=True,
+            hook=hook,
+            start_method="fork",
         )

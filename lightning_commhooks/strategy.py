@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any, Literal, Optional, Union
 
 import lightning.pytorch as pl
 from lightning.pytorch.strategies import DDPStrategy
-from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch.nn.parallel import DistributedDataParallel
 
 from commhooks import CommHook, HookConfigError, PayloadError
@@ -19,18 +18,19 @@ from commhooks.hook.for_plugins import (
     HookConfig,
     HookRequest,
     attach_request,
-    closest,
+    unknown_argument,
 )
 from lightning_commhooks.checkpoint import CHECKPOINT_KEY, DEFAULT_SAVE_RESIDUAL, CommHookCheckpoint, SaveResidual
 from lightning_commhooks.hooked_strategy import HookedStrategy
+from lightning_commhooks.messages import warn
 from lightning_commhooks.run import loss_scale, steps_left, with_start
 
 if TYPE_CHECKING:
-    HookType = HookConfig | Callable[..., Any] | str
+    HookType = HookConfig | Callable[..., Any] | str | None
 else:
     # One member per registered config class, so that LightningCLI accepts and documents it. `str` must be last: before
     # Callable, jsonargparse would pass the path of a function as a string.
-    HookType = Union[(*(each.Config for each in COMPRESSORS.values()), Callable, str)]
+    HookType = Union[(None, *(each.Config for each in COMPRESSORS.values()), Callable, str)]
 
 
 class CommHookDDP(DDPStrategy, HookedStrategy):
@@ -39,7 +39,8 @@ class CommHookDDP(DDPStrategy, HookedStrategy):
     Args:
         hook: a config object such as `PowerSGD(matrix_approximation_rank=4)`, the name of a hook ("powerSGD",
             "fp16_compress", ...), a path "package.module:function", or a callable
-            `(state, bucket) -> torch.futures.Future[torch.Tensor]`.
+            `(state, bucket) -> torch.futures.Future[torch.Tensor]`. None, "none" or "off": plain DDP without a hook,
+            for comparisons; `comm_hook` stays None and checkpoints hold nothing of a hook.
         hook_options: options of a hook that is given by name.
         hook_state: the state of a callable. One with `state_dict` and `load_state_dict` is saved and restored.
         wrapper: let the hook communicate in float16 or bfloat16; for PowerSGD also in 8-bit or 4-bit integers.
@@ -70,7 +71,7 @@ class CommHookDDP(DDPStrategy, HookedStrategy):
         ranks_per_node: Union[int, Literal["auto"], None] = None,  # noqa: UP007
         **ddp_kwargs: Any,
     ) -> None:
-        _check_ddp_kwargs(ddp_kwargs)
+        _check_ddp_kwargs(hook, ddp_kwargs)
         super().__init__(**ddp_kwargs)
         self._request = HookRequest.parse(
             hook,
@@ -92,9 +93,11 @@ class CommHookDDP(DDPStrategy, HookedStrategy):
 
     @property
     def comm_hook(self) -> CommHook | None:
-        """The attached hook: `stats()`, `plan()`. None before the model is wrapped; kept when fit is over.
+        """The attached hook: `stats()`, `plan()`. None before the model is wrapped, and with `hook=None`; kept when fit
+        is over.
 
-        With the spawn and fork launchers it lives in the worker processes and stays None in the main one.
+        With the spawn and fork launchers, as in notebooks, it lives in the worker processes and stays None in the main
+        one: `hook_stats(trainer)` has its numbers.
         """
         return self._comm_hook
 
@@ -109,7 +112,8 @@ class CommHookDDP(DDPStrategy, HookedStrategy):
             # The Trainer of pytorch_lightning rejects this strategy with an error that shows only this repr.
             text += (
                 " (a strategy for `lightning.pytorch.Trainer`; a `pytorch_lightning.Trainer` cannot use it: "
-                "write `from lightning.pytorch import Trainer`)"
+                "write `from lightning.pytorch import Trainer`, and replace every other import of pytorch_lightning, "
+                "too: its modules, callbacks and loggers are other classes than those of lightning.pytorch)"
             )
         return text
 
@@ -117,9 +121,9 @@ class CommHookDDP(DDPStrategy, HookedStrategy):
 
     def setup_environment(self) -> None:
         # Before the processes connect: the first moment at which strategy and callbacks are both known, and the last
-        # one at which an added callback receives all events.
-        assert self.lightning_module is not None
-        self._settle_checkpointing(self.lightning_module.trainer)
+        # one at which an added callback receives all events. Scripts may call this before `fit`, which calls it again.
+        if self.lightning_module is not None:
+            self._settle_checkpointing(self.lightning_module.trainer)
         super().setup_environment()
 
     def configure_ddp(self) -> None:
@@ -129,11 +133,12 @@ class CommHookDDP(DDPStrategy, HookedStrategy):
         assert isinstance(self.model, DistributedDataParallel)
         self._trained_at_wrap = {name: p.requires_grad for name, p in module.named_parameters()}
         self._hooked_module = weakref.ref(module)
-        self._comm_hook = attach_request(
+        hook = attach_request(
             self.model,
             with_start(self._request, module.trainer),
             loss_scale=loss_scale(module.trainer, self.root_device),
         )
+        self._comm_hook = None if self._request.off else hook
 
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
         # Security: by default Lightning 2.6 can execute code in a checkpoint. Default to weights_only=True here; for
@@ -159,7 +164,7 @@ class CommHookDDP(DDPStrategy, HookedStrategy):
         if take_over is not None:
             take_over()
         elif hook is not None:
-            rank_zero_warn(
+            warn(
                 f"the checkpoint holds no state of a communication hook (it was saved without CommHookDDP): hook "
                 f"{hook.name!r} begins with fresh memory"
             )
@@ -195,7 +200,7 @@ class CommHookDDP(DDPStrategy, HookedStrategy):
         if start < step + left:
             return
         about = "" if trainer.lightning_module.automatic_optimization else "about "
-        rank_zero_warn(
+        warn(
             f"{hook.name} begins to compress after {start} steps, but this run ends after {about}{step + left}: "
             f"nothing will be compressed. Set {config.start_option} to a smaller number, or to a fraction of the run."
         )
@@ -223,7 +228,7 @@ class CommHookDDP(DDPStrategy, HookedStrategy):
                 self._request = dataclasses.replace(self._request, **{name: theirs})
 
 
-def _check_ddp_kwargs(given: Mapping[str, Any]) -> None:
+def _check_ddp_kwargs(hook: object, given: Mapping[str, Any]) -> None:
     for name in ("ddp_comm_hook", "ddp_comm_state", "ddp_comm_wrapper", "model_averaging_period"):
         if given.get(name) is not None:
             raise HookConfigError(
@@ -231,12 +236,11 @@ def _check_ddp_kwargs(given: Mapping[str, Any]) -> None:
                 "hook= (with hook_state= and wrapper=); post-local SGD stays with lightning.pytorch's DDPStrategy"
             )
     known = {
+        *inspect.signature(CommHookDDP.__init__).parameters,
         *inspect.signature(DDPStrategy.__init__).parameters,
         *inspect.signature(DistributedDataParallel.__init__).parameters,
-    } - {"self", "kwargs", "module", "device_ids"}
-    for name in given:
+    } - {"self", "kwargs", "ddp_kwargs", "module", "device_ids"}
+    for name, value in given.items():
         if name not in known:
-            raise HookConfigError(
-                f"CommHookDDP has no argument {name!r}{closest(name, known)}, and neither have DDPStrategy and "
-                f"DistributedDataParallel; they know {', '.join(sorted(known))}"
-            )
+            others = ", and neither have DDPStrategy and DistributedDataParallel; they know"
+            raise unknown_argument("CommHookDDP", name, value, hook, known, others)

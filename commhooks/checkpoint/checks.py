@@ -11,6 +11,10 @@ import torch
 from commhooks.errors import PayloadError, shown
 
 VERSION = 1
+COUNTERS = "counters"
+"""The key of what the rank that saved has counted so far; payloads of older versions have none."""
+REPLICAS_EQUAL = "replicas_equal"
+"""A key that only payloads of hooks that average nothing have, with False."""
 _LARGEST = 2**62  # the largest counter; ranks exchange counters as int64
 _MOST_RANKS = 2**20
 _LARGEST_LOSS_SCALE = float(2**127)  # a GradScaler's scale and its inverse are normal float32 numbers
@@ -41,6 +45,15 @@ def check_header(payload: object) -> dict[str, Any]:
         )
     if type(payload.get("hook")) is not str or type(payload.get("options")) is not dict:
         raise damaged("'hook' is not a name or 'options' not a dict")
+    counters = payload.get(COUNTERS, {})
+    if type(counters) is not dict:
+        raise damaged(f"{COUNTERS!r} is {shown(counters)}, not a dict")
+    for name in counters:
+        if type(name) is not str:
+            raise damaged(f"{COUNTERS!r} has a key {shown(name)}")
+        check_count(counters, name, 0)
+    if type(payload.get(REPLICAS_EQUAL, True)) is not bool:
+        raise damaged(f"{REPLICAS_EQUAL!r} is {shown(payload[REPLICAS_EQUAL])}, not True or False")
     check_count(payload, "step", 0)
     return payload
 

@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -19,8 +18,9 @@ from commhooks.compressors.state_field import StateField
 from commhooks.engine.session import Session
 from commhooks.engine.state import LearnedState
 from commhooks.errors import HookConfigError
+from commhooks.messages import logger_of
 
-logger = logging.getLogger(__name__)
+logger = logger_of(__name__)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,7 +86,7 @@ class SavedLearnedState:
                 local = Contribution(exact=False)
             else:
                 local = self._collect(request)
-            return payload.build(self._target(), session.state, local)
+            return payload.build(self._target(), session.state, local, session.counters.so_far())
 
     def prepare_load(self, content: dict[str, Any], strict: bool) -> Callable[[], None]:
         """Check all of `content` without changing anything. Returns a function that applies it.
@@ -104,7 +104,32 @@ class SavedLearnedState:
         except HookConfigError as error:
             raise damaged(str(error)) from error
         self._drop_uncompressed(state)
-        return lambda: self._take_over(state, compressor)
+
+        def take_over() -> None:
+            self._take_over(state, compressor)
+            self._session.counters.go_on_from(content.get(payload.COUNTERS, {}))
+
+        return take_over
+
+    def resumed(self, content: dict[str, Any]) -> str:
+        """What became of the residuals in `content`, which was loaded, and of the start step, for the log line."""
+        said, state = "", self._session.state
+        if state.local:
+            said = f"; residuals: {self._residuals_of(content, state.local_missing)}"
+        option, start = self._session.compressor.config.start_option, self._session.compressor.start_step
+        if option is not None and start != self._first_start and max(start, self._first_start) > content["step"]:
+            said += f"; {option}={start} as it was saved, not {self._first_start}"
+        return said
+
+    def _residuals_of(self, content: dict[str, Any], missing: bool) -> str:
+        ranks = content["world_size"]
+        if missing or content["residual"] == "none":
+            return "none, they start from zero"
+        if all(entry["residual"] is None for entry in content["parameters"].values()):
+            return "zero"
+        if content["residual"] == "per_rank" and ranks == self._world_size:
+            return "each rank's own"
+        return f"mean of {ranks} rank{'s' if ranks > 1 else ''}"
 
     def joint_save(self) -> JointSave | None:
         """The joint saves of this session; None before the first backward pass, in which the ranks agree on a nonce."""
@@ -199,7 +224,7 @@ class SavedLearnedState:
         if self._rank != speaker:
             return
         logger.warning(
-            "commhooks: hook %s was saved at step %s without residuals, because %s. The saved state is marked inexact: "
+            "hook %s was saved at step %s without residuals, because %s. The saved state is marked inexact: "
             "a run that resumes from it starts from residuals of zero.",
             self._hook,
             self.step,

@@ -6,14 +6,22 @@ everything and returns new learned state, which the caller then applies.
 """
 
 import dataclasses
-import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
 
-from commhooks.checkpoint.checks import FLOATS, VERSION, check_header, check_learned, check_range, damaged
+from commhooks.checkpoint.checks import (
+    COUNTERS,
+    FLOATS,
+    REPLICAS_EQUAL,
+    VERSION,
+    check_header,
+    check_learned,
+    check_range,
+    damaged,
+)
 from commhooks.compressors.base import Compressor
 from commhooks.compressors.plan import UnitPlan
 from commhooks.compressors.state_field import StateField
@@ -21,10 +29,22 @@ from commhooks.engine.state import LearnedState
 from commhooks.errors import PayloadError, shown
 from commhooks.gradients.layout import memory_order
 from commhooks.gradients.precision import compute_dtype
+from commhooks.messages import logger_of
 
-logger = logging.getLogger(__name__)
+logger = logger_of(__name__)
 
-__all__ = ["SAVE_RESIDUAL", "VERSION", "Contribution", "SaveResidual", "Target", "build", "check_header", "read"]
+__all__ = [
+    "COUNTERS",
+    "REPLICAS_EQUAL",
+    "SAVE_RESIDUAL",
+    "VERSION",
+    "Contribution",
+    "SaveResidual",
+    "Target",
+    "build",
+    "check_header",
+    "read",
+]
 
 SaveResidual = Literal["mean", "per_rank", "drop"]
 SAVE_RESIDUAL: tuple[str, ...] = ("mean", "per_rank", "drop")
@@ -69,8 +89,8 @@ class Contribution:
     shares: bool = False
 
 
-def build(target: Target, state: LearnedState, local: Contribution) -> dict[str, Any]:
-    """Make a payload."""
+def build(target: Target, state: LearnedState, local: Contribution, counters: dict[str, int]) -> dict[str, Any]:
+    """Make a payload. `counters`: `Counters.so_far`."""
     parameters: dict[str, dict[str, Any]] = {}
     fields = [each for each in target.compressor.state_fields if each.per == "parameter"]
     for name, parameter in target.parameters.items():
@@ -96,6 +116,7 @@ def build(target: Target, state: LearnedState, local: Contribution) -> dict[str,
         "options": dataclasses.asdict(target.compressor.config),
         "step": state.step,
         "nonfinite_steps": state.nonfinite_steps,
+        COUNTERS: counters,
         "world_size": target.world_size,
         "loss_scale": float(state.loss_scale),
         "exact": local.exact,

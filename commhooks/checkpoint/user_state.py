@@ -1,6 +1,5 @@
 """The checkpoint payload of hooks without a compressor's learned state: the step, and the state of a user's hook."""
 
-import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -12,19 +11,33 @@ from commhooks.checkpoint.learned_state import SaveRequest
 from commhooks.checkpoint.plain_types import plain_types_problem
 from commhooks.comm.counters import Counters
 from commhooks.errors import CommHookError, PayloadError, shown
+from commhooks.messages import logger_of
 
-logger = logging.getLogger(__name__)
+logger = logger_of(__name__)
 
 
 class SavedUserState:
-    """Saves and loads the step of a hook, and the user's state if it has `state_dict` and `load_state_dict`."""
+    """Saves and loads the step of a hook, and the user's state if it has `state_dict` and `load_state_dict`.
+
+    Args:
+        replicas_equal: False for a hook that averages nothing. Its payloads say so, because the weights saved with them
+            are those of one rank.
+    """
 
     def __init__(
-        self, hook: str, options: dict[str, Any], counters: Counters, group: dist.ProcessGroup, state: Any = None
+        self,
+        hook: str,
+        options: dict[str, Any],
+        counters: Counters,
+        group: dist.ProcessGroup,
+        state: Any = None,
+        *,
+        replicas_equal: bool = True,
     ) -> None:
         self._hook = hook
         self._options = options
         self._state = state
+        self._replicas_equal = replicas_equal
         self._counters = counters
         self._rank, self._world_size = dist.get_rank(group), dist.get_world_size(group)
         self._passes_before = 0
@@ -55,8 +68,10 @@ class SavedUserState:
             "hook": self._hook,
             "options": dict(self._options),
             "step": self.step,
+            payload.COUNTERS: self._counters.so_far(),
             "world_size": self._world_size,
             "hook_state": self._own_state(),
+            **({} if self._replicas_equal else {payload.REPLICAS_EQUAL: False}),
         }
 
     def _own_state(self) -> Any:
@@ -116,5 +131,9 @@ class SavedUserState:
             if saved is not None:
                 self._load_own_state(saved)
             self._passes_before = step - self._counters.backward_passes
+            self._counters.go_on_from(content.get(payload.COUNTERS, {}))
 
         return adopt
+
+    def resumed(self, content: dict[str, Any]) -> str:
+        return ""

@@ -2,7 +2,6 @@
 
 import contextlib
 import hashlib
-import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -14,8 +13,9 @@ import torch.distributed as dist
 from commhooks.comm.counters import Counters
 from commhooks.comm.messages import Messages, MessageWork
 from commhooks.errors import HookRunError
+from commhooks.messages import logger_of
 
-logger = logging.getLogger(__name__)
+logger = logger_of(__name__)
 
 Op = Literal["sum", "max", "gather", "all_to_all"]
 Reach = Literal["all", "node", "nodes"]

@@ -1,8 +1,12 @@
 """Counters of a hook's work, read by `CommHook.stats()`."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from commhooks.comm.clocks import Clocks
+
+CONTINUED = ("backward_passes", "compressed_steps", "nonfinite_steps", "bytes_sent", "bytes_uncompressed")
+"""The counters that a checkpoint holds."""
 
 
 @dataclass
@@ -43,7 +47,17 @@ class Counters:
     last_issued: str = ""
     """Description, bucket and step of the latest collective, to find out where a run hangs."""
     last_pass: PassCounters = field(default_factory=PassCounters)
+    before: dict[str, int] = field(default_factory=dict)
+    """What the runs before this one have counted; see `so_far`."""
     clocks: Clocks = field(default_factory=Clocks)
+
+    def so_far(self) -> dict[str, int]:
+        """The counters that go on in a run that resumes, with the counts of the runs before it."""
+        return {name: self.before.get(name, 0) + getattr(self, name) for name in CONTINUED}
+
+    def go_on_from(self, saved: Mapping[str, int]) -> None:
+        """Let `so_far` be `saved` now. A counter that is not in it begins at 0."""
+        self.before = {name: saved.get(name, 0) - getattr(self, name) for name in CONTINUED}
 
     def sent(self, size: int) -> None:
         """Count one collective of `size` bytes."""

@@ -2,7 +2,9 @@
 config), `--help` and checkpoints. Fields have the names of the arguments of torch's hooks."""
 
 import dataclasses
+import inspect
 import math
+import re
 import types
 import typing
 from collections.abc import Mapping, Sequence
@@ -35,6 +37,18 @@ class HookConfig:
     start_option: ClassVar[str | None] = None
     """Name of the field with the step at which compression begins: an int is a number of steps, a float a fraction of
     the run, None 10 % of it (at most 1000 steps). Before that step gradients are averaged uncompressed."""
+    without_use: ClassVar[tuple[str, ...]] = ()
+    """Inherited options that this hook refuses or does not need: lists of options leave them out."""
+
+    def __new__(cls: type[ConfigT], *args: Any, **kwargs: Any) -> ConfigT:
+        # An unknown keyword argument would end in a TypeError of `__init__` that offers nothing.
+        known = inspect.signature(cls.__init__).parameters.values()
+        names = [each.name for each in known][1:]
+        if not any(each.kind is each.VAR_KEYWORD for each in known):
+            for name in kwargs:
+                if name not in names:
+                    raise HookConfigError(no_such_option(cls.__name__, name, names))
+        return super().__new__(cls)
 
     def __post_init__(self) -> None:
         # Check types as strictly as YAML does: a dataclass accepts any type.
@@ -112,6 +126,19 @@ class HookConfig:
             raise HookConfigError(f"{type(self).__name__}: {name}={shown(getattr(self, name))}; expected {expected}")
 
 
+def explained_options(config: type[HookConfig]) -> dict[str, str]:
+    """Option -> what it does, in a sentence: the first one of its entry under "Args:" in the docstring of the class, of
+    its nearest base, or of another class derived from that. Without an entry: "". Without the options of no use."""
+    found: dict[str, str] = {}
+    bases = [each for each in config.__mro__ if issubclass(each, HookConfig) and each is not HookConfig]
+    for each in (*bases, *(beside for base in bases for beside in base.__subclasses__())):
+        section = inspect.cleandoc(each.__doc__ or "").partition("\nArgs:\n")[2].partition("\n\n")[0]
+        for name, text in re.findall(r"^    (\w+): (.*(?:\n     +.*)*)", section, re.MULTILINE):
+            found.setdefault(name, " ".join(text.split()).partition(". ")[0].rstrip("."))
+    names = [each.name for each in dataclasses.fields(config) if each.name not in config.without_use]
+    return {name: found.get(name, "") for name in names}
+
+
 def from_options(config: type[HookConfig], options: Mapping[str, Any]) -> HookConfig:
     """Make a config from `hook_options`: values as parsed from YAML, checked by OmegaConf against the dataclass.
 
@@ -121,12 +148,7 @@ def from_options(config: type[HookConfig], options: Mapping[str, Any]) -> HookCo
     fields = [field.name for field in dataclasses.fields(config)]
     for name in options:
         if name not in fields:
-            if not fields:
-                raise HookConfigError(f"hook {config.hook_name!r} has no options, got {name!r}")
-            raise HookConfigError(
-                f"hook {config.hook_name!r} has no option {name!r}{closest(str(name), fields)}; "
-                f"its options are {', '.join(fields)}"
-            )
+            raise HookConfigError(no_such_option(f"hook {config.hook_name!r}", str(name), fields))
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
@@ -138,6 +160,13 @@ def from_options(config: type[HookConfig], options: Mapping[str, Any]) -> HookCo
         raise HookConfigError(f"hook {config.hook_name!r}: option {error.full_key}: {reason}") from None
     assert isinstance(made, HookConfig)
     return made
+
+
+def no_such_option(whose: str, name: str, known: Sequence[str]) -> str:
+    """An error message about an unknown option."""
+    if not known:
+        return f"{whose} has no options, got {name!r}"
+    return f"{whose} has no option {name!r}{closest(name, known)}; its options are {', '.join(known)}"
 
 
 def checked_types(config: type, options: Mapping[str, Any], where: str) -> dict[str, Any]:

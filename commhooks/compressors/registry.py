@@ -28,6 +28,9 @@ COMPRESSORS: dict[str, type[Compressor[Any]]] = {each.Config.hook_name: each for
 FACTORIES: dict[str, Callable[..., Any]] = {}
 """Factories of users' own hooks by name; see `commhooks.register_hook`."""
 
+OFF = "none"
+"""The name for training without a hook. It belongs to no compressor."""
+
 CompressorClass = TypeVar("CompressorClass", bound=type[Compressor[Any]])
 
 
@@ -93,7 +96,10 @@ def _problem(compressor: type[Compressor[Any]]) -> str | None:
 
 
 def check_name(caller: str, name: object) -> None:
-    """Raise HookConfigError unless `name` is a valid hook name: a non-empty string without ":" and whitespace."""
+    """Raise HookConfigError unless `name` is a valid hook name: a non-empty string without ":" and whitespace that does
+    not mean "no hook"."""
+    if isinstance(name, str) and means_no_hook(name):
+        raise HookConfigError(f"{caller}: name={name!r} means training without a hook; choose another name")
     if not isinstance(name, str) or not name or ":" in name or any(letter.isspace() for letter in name):
         raise HookConfigError(f"{caller}: name={name!r}; expected a word without ':' and spaces")
 
@@ -113,6 +119,11 @@ def canonical_name(name: str) -> str | None:
     names = {plain(known): known for known in (*COMPRESSORS, *FACTORIES)}
     names |= {plain(alias): known for alias, known in aliases().items()}
     return names.get(plain(name))
+
+
+def means_no_hook(hook: object) -> bool:
+    """Whether the user asks for training without a hook: None, "none", "off"; False is what YAML reads for `off`."""
+    return hook is None or hook is False or (isinstance(hook, str) and hook.lower() in (OFF, "off"))
 
 
 def aliases() -> dict[str, str]:
@@ -138,3 +149,8 @@ def compressor_of(config: HookConfig) -> type[Compressor[Any]]:
 def hook_names() -> list[str]:
     """All registered hook names, without aliases."""
     return [*COMPRESSORS, *FACTORIES]
+
+
+def names_to_offer() -> list[str]:
+    """The names that a message may suggest for a misspelt one: those of hooks to train with."""
+    return [name for name in hook_names() if name not in COMPRESSORS or COMPRESSORS[name].Config.sends]

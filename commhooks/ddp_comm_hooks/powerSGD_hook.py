@@ -22,10 +22,12 @@ from commhooks.engine.state import LearnedState
 from commhooks.errors import AttachError, HookConfigError, HookRunError
 from commhooks.gradients.ddp import bucket_of
 from commhooks.gradients.names import PositionalNames
+from commhooks.messages import logger_of
 
 __all__ = ["PowerSGDState", "batched_powerSGD_hook", "powerSGD_hook"]
 
-logger = logging.getLogger(__name__)
+logger = logger_of(__name__)
+_as_torch = logging.getLogger(__name__)  # for lines that are torch's, word by word
 
 
 class PowerSGDState(SessionState):
@@ -78,7 +80,7 @@ class PowerSGDState(SessionState):
                 "A fraction of the run can be given to commhooks.attach, which is told the length of the run"
             )
         self._new_session(options, LearnedState(), Counters())
-        logger.info("PowerSGD config: %s", options)
+        _as_torch.info("PowerSGD config: %s", options)
 
     def _new_session(self, options: PowerSGD, state: LearnedState, counters: Counters) -> None:
         compressor = PowerSGDCompressor(options)
@@ -163,7 +165,7 @@ class PowerSGDState(SessionState):
 
     def __getstate__(self) -> dict[str, Any]:
         """The options and the learned state as plain types and tensors, without the process group and buffers."""
-        logger.warning("NOTE: Process group is not serializable and excluded from a saved state.")
+        _as_torch.warning("NOTE: Process group is not serializable and excluded from a saved state.")
         session = self.session
         session.settle()
         rank = dist.get_rank(self.process_group) if dist.is_initialized() else None
@@ -180,7 +182,7 @@ class PowerSGDState(SessionState):
     def __setstate__(self, saved: dict[str, Any]) -> None:
         """Restore a pickled state, also one of version 0.1. The process group becomes the default group, which need not
         exist yet."""
-        logger.warning(
+        _as_torch.warning(
             "NOTE: Process group will be set to a default group (i.e. the world size). "
             "If a different group is desired, please set `self.process_group` after PowerSGD state is loaded."
         )

@@ -1,6 +1,5 @@
 """The bucket layouts that a session has seen, each with its plan and its workspace."""
 
-import logging
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,8 +14,9 @@ from commhooks.errors import HookRunError
 from commhooks.gradients.bucket import Bucket
 from commhooks.gradients.layout import BucketLayout, read_layout
 from commhooks.gradients.names import ParameterNames
+from commhooks.messages import logger_of
 
-logger = logging.getLogger(__name__)
+logger = logger_of(__name__)
 
 
 @dataclass

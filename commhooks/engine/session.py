@@ -5,7 +5,6 @@ pass therefore leaves the state of the last committed step.
 """
 
 import contextlib
-import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -35,8 +34,9 @@ from commhooks.gradients.after_backward import run_after_backward
 from commhooks.gradients.bucket import Bucket
 from commhooks.gradients.loss_scale import LossScale, chosen, is_one, read_scale, usable
 from commhooks.gradients.names import ParameterNames
+from commhooks.messages import logger_of
 
-logger = logging.getLogger(__name__)
+logger = logger_of(__name__)
 
 ABANDONED_LIMIT_S = 5.0
 """Seconds that the host waits, after an exception, for collectives that may still write into a bucket."""

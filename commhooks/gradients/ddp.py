@@ -37,6 +37,7 @@ class DDPGradients(GradientSource):
     )
 
     gives_grad_buckets = True
+    averages_alone = True
 
     def __init__(self, ddp_model: DistributedDataParallel, group: dist.ProcessGroup | None = None) -> None:
         """`group`: None for the model's own.

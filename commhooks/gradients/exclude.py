@@ -2,12 +2,13 @@
 
 import difflib
 import fnmatch
-import logging
 from collections.abc import Iterable, Sequence
 
 import torch
 
-logger = logging.getLogger(__name__)
+from commhooks.messages import logger_of
+
+logger = logger_of(__name__)
 
 
 def matching(names: Iterable[str], patterns: Sequence[str]) -> str | None:

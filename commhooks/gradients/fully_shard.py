@@ -39,6 +39,7 @@ class FullyShardGradients(GradientSource):
 
     nothing_to_reduce = NOTHING_SHARDED
     gives_grad_buckets = False
+    averages_alone = False
 
     def __init__(self, model: torch.nn.Module, group: dist.ProcessGroup) -> None:
         """`group`: the ranks that hold the same shard.

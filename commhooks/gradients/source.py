@@ -62,6 +62,7 @@ class GradientSource(ABC):
         sparse: ids of the parameters whose gradients are sparse.
         nothing_to_reduce: the error message if `names` is empty.
         gives_grad_buckets: whether it passes torch's `GradBucket`, which a user's function takes.
+        averages_alone: whether gradients are averaged over `group` where no hook is registered.
     """
 
     names: ModelNames
@@ -71,6 +72,7 @@ class GradientSource(ABC):
     sparse: set[int]
     nothing_to_reduce: ClassVar[str]
     gives_grad_buckets: ClassVar[bool]
+    averages_alone: ClassVar[bool]
 
     @property
     @abstractmethod

@@ -1,18 +1,14 @@
-"""The line about the hook that rank 0 logs at the first backward pass."""
+"""The lines in which rank 0 says what the hook does: at the first backward pass, and when it resumes."""
 
 import logging
 import sys
 
-from commhooks.hook.request import HookRequest
-
 logger = logging.getLogger(__name__)
 
 
-def announce(request: HookRequest, what_it_does: str) -> None:
+def announce(hook: str, what_it_does: str) -> None:
     """Log the line, or print it if logging is not configured, so that users see that the hook is active."""
-    text = f"commhooks: {request.name}{what_it_does}"
-    if request.wrapper is not None:
-        text += f", {request.wrapper} on the wire"
+    text = f"commhooks: {hook}{what_it_does}"
     if logger.isEnabledFor(logging.INFO) and logger.hasHandlers():
         logger.info(text)
     else:

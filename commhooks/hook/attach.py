@@ -2,7 +2,6 @@
 
 import dataclasses
 import inspect
-import logging
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -26,23 +25,28 @@ from commhooks.engine.state import LearnedState
 from commhooks.errors import AttachError, HookConfigError
 from commhooks.gradients.exclude import warn_if_unmatched
 from commhooks.gradients.source import GradientSource
+from commhooks.hook.announce import announce
+from commhooks.hook.arguments import explains_arguments
 from commhooks.hook.comm_hook import CommHook
 from commhooks.hook.learning_hook import LearningHook
+from commhooks.hook.no_hook import NoHook
 from commhooks.hook.request import HookRequest, check_choice
 from commhooks.hook.request_check import Asked, check_requests, describe_request
 from commhooks.hook.runner import Runner
 from commhooks.hook.sources import source_of
 from commhooks.hook.stateless_hook import StatelessHook
 from commhooks.hook.user_hook import UserHook
+from commhooks.messages import logger_of
 
-logger = logging.getLogger(__name__)
+logger = logger_of(__name__)
 
 _WRAPPERS = {"fp16": fp16_compress_wrapper, "bf16": bf16_compress_wrapper}
 
 
+@explains_arguments
 def attach(
     ddp_model: torch.nn.Module,
-    hook: HookConfig | Callable[..., Any] | str,
+    hook: HookConfig | Callable[..., Any] | str | None,
     *,
     hook_options: Mapping[str, Any] | None = None,
     hook_state: Any = None,
@@ -64,7 +68,9 @@ def attach(
         ddp_model: a `DistributedDataParallel` model that has no hook yet; or the root module of one that was sharded by
             `fully_shard` over a mesh of one dimension, with its parameters on their device.
         hook: a config object (`PowerSGD(matrix_approximation_rank=4)`), a name (see `available_hooks()`), a path
-            `"package.module:function"`, or a callable `(state, bucket) -> torch.futures.Future[torch.Tensor]`.
+            `"package.module:function"`, or a callable `(state, bucket) -> torch.futures.Future[torch.Tensor]`. None,
+            "none" or "off": no hook, for comparisons. DDP then averages the gradients itself, and what is returned
+            counts and learns nothing; a model sharded by `fully_shard` is averaged by plain all-reduce.
         hook_options: options of a hook given by name.
         hook_state: the state of a callable. It is saved and restored if it has `state_dict` and `load_state_dict`.
         wrapper: "fp16" or "bf16": make the hook communicate in that dtype. "int8" or "int4", for PowerSGD: quantise its
@@ -147,11 +153,15 @@ def attach_request(
             f"ranks_per_node={request.ranks_per_node!r} with a model sharded by fully_shard: shard within each node "
             "instead, and the hook averages between nodes only"
         )
+    if request.off and not source.averages_alone:
+        request = request.as_plain_average()
     binding = Binding(source.names, lambda: source.group, loss_scale, source.shard_group)
     compressor = request.new_compressor(total_steps)
     runner: Runner
     state: Any
-    if compressor is None:
+    if request.off:
+        runner, state = NoHook(source.names, source.group, source.sparse, request.ignored), None
+    elif compressor is None:
         runner, state = _runner_of_function(source, request, binding)
     else:
         if speaks(source.group, source.shard_group):
@@ -167,6 +177,10 @@ def attach_request(
     if nodes is not None:
         runner.arrange(Hierarchy(nodes, source.names.known()))
     attached = CommHook(request, runner, source)
+    if request.off:  # there will be no first backward pass of the hook, at which others say this
+        if speaks(source.group, source.shard_group):
+            announce(request.name, runner.announcement(runner.plan()))
+        return attached
     source.register(attached._reducer, state)
     module = source.module
     if module is not None and speaks(source.group, source.shard_group):

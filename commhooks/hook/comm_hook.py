@@ -1,6 +1,5 @@
 """`CommHook`: a hook that is attached to a DDP model, and the user's handle on it."""
 
-import logging
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -25,8 +24,9 @@ from commhooks.hook.plan import ModelPlan
 from commhooks.hook.replica_check import ReplicaCheck
 from commhooks.hook.request import HookRequest
 from commhooks.hook.runner import Future, Runner
+from commhooks.messages import logger_of
 
-logger = logging.getLogger(__name__)
+logger = logger_of(__name__)
 
 JOINT_SAVE_LIMIT_S = 60.0
 _NO_BUCKET_YET = sys.maxsize
@@ -132,9 +132,15 @@ class CommHook:
         if not self._announced:
             self._announced = True
             if self._speaks:
-                announce(self._request, self._runner.announcement(self.plan()))
+                announce(self.name, self._announcement())
                 for remark in self._runner.remarks(checked=self._replicas is not None):
                     logger.warning("%s", remark)
+
+    def _announcement(self) -> str:
+        if self._world_size == 1:
+            return self._runner.announcement_alone("rank" if self._source.shard_group is None else "replica")
+        wrapper = self._request.wrapper
+        return self._runner.announcement(self.plan()) + (f", {wrapper} on the wire" if wrapper is not None else "")
 
     # ---- what users call ---------------------------------------------------------------------------------------------
 
@@ -154,6 +160,8 @@ class CommHook:
         Synchronises with the accelerator if the outcome of recent steps is unread. For a user's hook bytes, seconds and
         the kernel are None, because they are unknown.
 
+        `so_far`: a dict of those counters that go on in a run that resumes, with what the runs before it have counted.
+
         `kernel`: what the hook computes with: "native" for PowerSGD's native kernel, "torch" otherwise.
 
         `codec_s`: seconds inside the hook without waiting. `waiting_s`: seconds of waiting for collectives, including
@@ -168,7 +176,7 @@ class CommHook:
         clocks, timed = s.clocks, known and all(has_clock(p.device) for p in self._source.names.known().values())
         clocks.collect(wait=True)
         sample = self._cosine.latest if self._cosine is not None else None
-        return {
+        counted: dict[str, Any] = {
             "hook": self.name,
             "kernel": runner.choice.kernel.name if known else None,
             "step": runner.saved_state.step,
@@ -191,6 +199,8 @@ class CommHook:
             "handshakes": s.handshakes,
             "last_issued": s.last_issued or None,
         }
+        so_far = {name: None if counted[name] is None else count for name, count in s.so_far().items()}
+        return counted | {"so_far": so_far}
 
     def norms(self) -> dict[str, float | None]:
         """`residual_norm`, `gradient_norm` and `residual_over_gradient` of this rank, over the parameters that the hook
@@ -233,7 +243,8 @@ class CommHook:
             HookRunError: another rank has failed, or did not take part within the process group's timeout.
         """
         if not self._runner.counts_bytes:
-            raise HookConfigError(f"sample_cosine: hook {self.name!r} is your own; only the hooks of commhooks can be")
+            whose = "is none" if self._request.off else "is your own"
+            raise HookConfigError(f"sample_cosine: hook {self.name!r} {whose}; only the hooks of commhooks can be")
         self._cosine = CosineSampler.agreed(every, self._source.names, self._source.group, self._runner.counters)
 
     def state_dict(self, residual: str | None = None, *, gather: bool = False, joint: bool = True) -> dict[str, Any]:
@@ -300,8 +311,14 @@ class CommHook:
         """
         strict = self._request.strict if strict is None else strict
         content = payload.check_header(self._distributed.read(saved) if is_distributed(saved) else saved)
+        if not content.get(payload.REPLICAS_EQUAL, True) and self._speaks:
+            logger.warning(
+                "the checkpoint is of hook %s, which averages nothing: the ranks had drifted apart, and the weights "
+                "saved with it are those of one of them.",
+                shown(content["hook"]),
+            )
         if content["hook"] == self.name:
-            return self._runner.saved_state.prepare_load(content, strict)
+            return self._saying_so(self._runner.saved_state.prepare_load(content, strict), content)
         text = f"the saved state is of hook {shown(content['hook'])}, this one is {self.name!r}"
         if strict:
             raise PayloadError(
@@ -313,3 +330,14 @@ class CommHook:
                 "%s: it begins with fresh memory (strict=False)%s", text, self._runner.saved_state.not_begun_anew
             )
         return self._runner.saved_state.begin_anew
+
+    def _saying_so(self, take_over: Callable[[], None], content: dict[str, Any]) -> Callable[[], None]:
+        """`take_over`, after which rank 0 says where the run goes on."""
+
+        def resume() -> None:
+            take_over()
+            if self._speaks and content["step"] > 0:
+                resumed = self._runner.saved_state.resumed(content)
+                announce(self.name, f" resumed at step {content['step']}{resumed}")
+
+        return resume

@@ -3,9 +3,10 @@
 from commhooks.checkpoint import parts as payload_parts
 from commhooks.compressors.config import HookConfig, checked_types
 from commhooks.compressors.dotted_path import import_path
-from commhooks.compressors.registry import COMPRESSORS, canonical_name
+from commhooks.compressors.registry import COMPRESSORS, OFF, canonical_name, means_no_hook
 from commhooks.errors import closest
 from commhooks.gradients.loss_scale import LossScale, scale_of
+from commhooks.hook.arguments import misplaced_option, unknown_argument
 from commhooks.hook.attach import attach_request, check_total_steps
 from commhooks.hook.metrics import NAMES, PREFIX, Meter
 from commhooks.hook.request import HookRequest
@@ -13,6 +14,7 @@ from commhooks.hook.request import HookRequest
 __all__ = [
     "COMPRESSORS",
     "NAMES",
+    "OFF",
     "PREFIX",
     "HookConfig",
     "HookRequest",
@@ -24,6 +26,9 @@ __all__ = [
     "checked_types",
     "closest",
     "import_path",
+    "means_no_hook",
+    "misplaced_option",
     "payload_parts",
     "scale_of",
+    "unknown_argument",
 ]

@@ -76,9 +76,20 @@ class LearningHook(Runner):
         )
 
     def announcement(self, plan: ModelPlan) -> str:
+        return f" ({self._words}): {plan.summary()}"
+
+    def announcement_alone(self, unit: str) -> str:
+        # Its residuals must be those that a run with several ranks can go on with, and take over from one.
+        return (
+            f" ({self._words}){super().announcement_alone(unit)}. The gradients are compressed as among several, so "
+            "that the run can go on with any number of them; hook=None trains on exact gradients"
+        )
+
+    @property
+    def _words(self) -> str:
         kernel = "" if self.choice.kernel == TORCH else f"; {self.choice.kernel.name} kernel"
         nodes = f"; {self._session.arrangement.words}" if self._session.arrangement.words else ""
-        return f" ({self._session.compressor.words}{kernel}{nodes}): {plan.summary()}"
+        return f"{self._session.compressor.words}{kernel}{nodes}"
 
     @contextlib.contextmanager
     def residuals(self) -> Iterator[tuple[Mapping[str, torch.Tensor], float]]:

@@ -16,8 +16,9 @@ Computed only on request, which `CommHookMonitor` and `CommHookKwargs.log` make 
 | `commhooks/cosine` | cosine of compressed and true mean gradient, if a pass was sampled since the last reading |
 | `commhooks/layers/PARAMETER/NAME` | the last four per parameter |
 
-Values that do not exist are omitted: bytes and times of a user's hook, times on accelerators other than CUDA (where the
-host only queues the work), residuals of hooks that have none, gradient norms after `zero_grad`.
+"So far" includes the runs before a resume. Values that do not exist are omitted: bytes and times of a user's hook,
+times on accelerators other than CUDA (where the host only queues the work), residuals of hooks that have none, gradient
+norms after `zero_grad`.
 """
 
 from typing import Any
@@ -55,9 +56,7 @@ class Meter:
         self._before = now
         sampled = now["cosine"] is not None and now["cosine_pass"] != before.get("cosine_pass")
         values: dict[str, float | None] = {
-            "bytes_sent": now["bytes_sent"],
-            "compressed_steps": now["compressed_steps"],
-            "nonfinite_steps": now["nonfinite_steps"],
+            **{name: now["so_far"][name] for name in ("bytes_sent", "compressed_steps", "nonfinite_steps")},
             **hook.norms(),
             "cosine": now["cosine"] if sampled else None,
         }

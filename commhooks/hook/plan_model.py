@@ -67,9 +67,12 @@ def plan_model(
         total_steps: as in `attach`.
 
     Raises:
-        HookConfigError: the request is for a user's hook, or its start is a fraction and `total_steps` is None.
+        HookConfigError: the request is for a user's hook or for none, or its start is a fraction and `total_steps` is
+            None.
     """
     compressor = request.new_compressor(total_steps)
+    if request.off:
+        raise HookConfigError("without a hook there is nothing to plan; hook 'allreduce' shows the plain average")
     if compressor is None:
         raise HookConfigError(f"hook {request.name!r} is not one of ours: only its own code knows what it sends")
     infos = parameter_infos(ModelNames(parameters.items(), all_names or {}), compressor.config.excluded_globs, sparse)

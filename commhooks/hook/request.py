@@ -12,16 +12,20 @@ from commhooks.checkpoint.payload import SAVE_RESIDUAL
 from commhooks.comm.nodes import RanksPerNode
 from commhooks.comm.wire import WIRE_DTYPES, WRAPPERS
 from commhooks.compressors.base import Compressor
+from commhooks.compressors.cast import AllReduce
 from commhooks.compressors.config import HookConfig, from_options
 from commhooks.compressors.dotted_path import import_path
 from commhooks.compressors.registry import (
     COMPRESSORS,
     FACTORIES,
+    OFF,
     canonical_name,
     check_free,
     check_name,
     compressor_of,
     hook_names,
+    means_no_hook,
+    names_to_offer,
     register_compressor,
 )
 from commhooks.ddp_comm_hooks.drop_ins import DROP_INS
@@ -70,7 +74,7 @@ def available_hooks() -> dict[str, dict[str, Any]]:
 class HookRequest:
     """A checked request for a hook. Picklable if its contents are.
 
-    Exactly one of `config`, `factory` and `function` is set.
+    Exactly one of `config`, `factory` and `function` is set, and none of them where `off`.
     """
 
     name: str
@@ -86,11 +90,13 @@ class HookRequest:
     ranks_per_node: RanksPerNode = None
     distributed: bool = False
     """`state_dict()` has the form for `torch.distributed.checkpoint`. Always so for sharded models."""
+    ignored: tuple[str, ...] = ()
+    """The given arguments that are of no use without a hook."""
 
     @classmethod
     def parse(
         cls,
-        hook: HookConfig | Callable[..., Any] | str,
+        hook: HookConfig | Callable[..., Any] | str | None,
         *,
         hook_options: Mapping[str, Any] | None = None,
         hook_state: Any = None,
@@ -124,6 +130,11 @@ class HookRequest:
             "ranks_per_node": ranks_per_node,
         }
 
+        if means_no_hook(hook):
+            unused = {"hook_options": hook_options, "hook_state": hook_state, "wrapper": wrapper}
+            unused |= {"check_every": check_every, "ranks_per_node": ranks_per_node}
+            given = tuple(name for name, value in unused.items() if value is not None)
+            return cls(OFF, save_residual=save_residual, strict=strict, ignored=given)
         if isinstance(hook, type) and issubclass(hook, Compressor):
             hook = register_compressor(hook).Config.hook_name
         if isinstance(hook, HookConfig):
@@ -150,9 +161,10 @@ class HookRequest:
                 names = hook_names()
                 package, dot, function = hook.rpartition(".")
                 hint = f" (for a function of your own write '{package}:{function}')" if dot and package else ""
+                offer = hint or closest(hook, names_to_offer())
                 raise HookConfigError(
-                    f"unknown hook {hook!r}{hint or closest(hook, names)}; known are {', '.join(names)}, and "
-                    "'package.module:function' for one of your own"
+                    f"unknown hook {hook!r}{offer}; known are {', '.join(names)}, and "
+                    "'package.module:function' for one of your own; 'none' trains without a hook"
                 )
             if name in COMPRESSORS:
                 made = from_options(COMPRESSORS[name].Config, hook_options or {})
@@ -165,7 +177,7 @@ class HookRequest:
             return cls._from_function(hook, hook_options, hook_state, common)
         raise HookConfigError(
             f"hook={hook!r} is a {type(hook).__name__}; expected a config object such as commhooks.PowerSGD(), a name, "
-            "'package.module:function', or a callable (state, bucket)"
+            "'package.module:function', or a callable (state, bucket); None trains without a hook"
         )
 
     @classmethod
@@ -216,6 +228,15 @@ class HookRequest:
         return cls(name, function=function, hook_state=hook_state, **common)
 
     @property
+    def off(self) -> bool:
+        """Whether the user asks for training without a hook."""
+        return self.name == OFF
+
+    def as_plain_average(self) -> "HookRequest":
+        """The same request with the hook that averages exactly, for models whose gradients nobody else averages."""
+        return dataclasses.replace(self, name=AllReduce.hook_name, config=AllReduce(), ignored=())
+
+    @property
     def form(self) -> str:
         """The `save_residual` as the user gave it."""
         return "distributed" if self.distributed else self.save_residual
@@ -229,7 +250,7 @@ class HookRequest:
         return None if wire is None else WIRE_DTYPES.get(wire)
 
     def new_compressor(self, total_steps: int | None = None) -> Compressor[Any] | None:
-        """The requested compressor, with its start as a number of steps; None for a user's hook.
+        """The requested compressor, with its start as a number of steps; None for a user's hook, and without a hook.
 
         Args:
             total_steps: synchronised backward passes in the whole run, if known.

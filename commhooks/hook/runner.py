@@ -29,6 +29,8 @@ class SavedState(Protocol):
     def save(self, request: SaveRequest) -> dict[str, Any]: ...
     def prepare_load(self, content: dict[str, Any], strict: bool) -> Callable[[], None]: ...
     def begin_anew(self) -> None: ...
+    def resumed(self, content: dict[str, Any]) -> str:
+        """The end of the log line about `content`, which was loaded."""
 
 
 class Runner(ABC):
@@ -77,6 +79,10 @@ class Runner(ABC):
     @abstractmethod
     def announcement(self, plan: ModelPlan) -> str:
         """The text after the hook's name in the log line at the end of the first backward pass."""
+
+    def announcement_alone(self, unit: str) -> str:
+        """The same text where there is only one rank or one replica (`unit`), so that nothing is sent."""
+        return f": there is one {unit}, so nothing is sent"
 
     @contextlib.contextmanager
     def residuals(self) -> Iterator[tuple[Mapping[str, torch.Tensor], float]]:

@@ -35,7 +35,8 @@ class StatelessHook(Runner):
         sparse: set[int],
     ) -> None:
         self.counters = Counters()
-        self.saved_state = SavedUserState(name, self.options_of(compressor), self.counters, group)
+        sends = compressor.config.sends
+        self.saved_state = SavedUserState(name, self.options_of(compressor), self.counters, group, replicas_equal=sends)
         self._name = name
         self._compressor = compressor
         self._names = names
@@ -63,6 +64,14 @@ class StatelessHook(Runner):
     def plan(self) -> ModelPlan:
         infos = parameter_infos(self._names, (), self._sparse)
         return whole_plan(self._name, self._compressor, self._compressor.plan(list(infos.values())))
+
+    def remarks(self, *, checked: bool) -> list[str]:
+        if self._compressor.config.sends or self._group.size() == 1:
+            return []
+        return [
+            f"hook {self._name!r} averages nothing: every rank trains on its own data only, and the ranks drift apart. "
+            "It is for measuring how long a step takes without a network; hook=None trains without a hook"
+        ]
 
     def announcement(self, plan: ModelPlan) -> str:
         before, sent = self.counters.bytes_uncompressed, self.counters.last_pass.bytes_sent

@@ -3,6 +3,7 @@
 import argparse
 
 from commhooks.comm.wire import WIRE_BITS, WIRE_DTYPES
+from commhooks.compressors.config import explained_options
 from commhooks.compressors.registry import COMPRESSORS, aliases
 from commhooks.hook.request import available_hooks
 
@@ -24,15 +25,18 @@ def run(arguments: argparse.Namespace) -> int:
     table.add_column("what it does, and options with their defaults")
     short = {name: alias for alias, name in aliases().items()}
     for name, hook in available_hooks().items():
-        lines = [hook["description"], *(f"  {option}={default!r}" for option, default in hook["options"].items())]
-        table.add_row(f"{name}\n({short[name]})" if name in short else name, "\n".join(lines))
+        lines = [hook["description"]]
+        explained = explained_options(COMPRESSORS[name].Config) if name in COMPRESSORS else {}
+        for option, text in explained.items():
+            lines += [f"  {option}={hook['options'][option]!r}", f"      {text}".rstrip()]
+        table.add_row(f"{name}\n({short[name]})" if name in short else name, "\n".join(filter(None, lines)))
     console = Console(markup=False, emoji=False, highlight=False)
     console.print(table)
     console.print(
         "Case, _ and - in names do not matter; names in parentheses are short forms. Every hook can be had with "
         f"wrapper={' or '.join(map(repr, WIRE_DTYPES))}, which halves what it sends, and {_quantisable()} with "
         f"wrapper={' or '.join(map(repr, WIRE_BITS))}, a quarter or less. "
-        "A hook of your own is given as 'package.module:function'."
+        "A hook of your own is given as 'package.module:function'; 'none' is training without a hook."
     )
     return 0
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from commhooks.checkpoint.checks import shown
-from commhooks.compressors.dotted_path import current_folder_first, import_path
+from commhooks.compressors.dotted_path import FILE_ENDING, current_folder_first, import_path
 from commhooks.errors import CommHookError, HookConfigError
 from commhooks.gradients.ddp import sparse_parameters
 from commhooks.gradients.exclude import all_names, own_name
@@ -36,17 +36,23 @@ class NamedModel:
 
 
 def named_model(target: str) -> NamedModel:
-    """Load the model that `target` names: `package.module:function`, a function (or class) that returns an `nn.Module`,
-    or the path of a checkpoint.
+    """Load the model that `target` names: `package.module:function` or `file.py:function`, a function (or class) that
+    returns an `nn.Module`, or the path of a checkpoint.
 
     Raises:
         HookConfigError: `target` does not exist or is not a model; the message gives the remedy.
     """
+    if target.endswith(FILE_ENDING):
+        raise HookConfigError(
+            f"{target!r} is a Python file; write '{target}:build', where build is the function in it that takes no "
+            "arguments and returns the nn.Module"
+        )
     if os.path.exists(target):
         return from_checkpoint(Path(target))
     if ":" not in target:
         raise HookConfigError(
-            f"{target!r} is neither a file nor 'package.module:function', a function that returns an nn.Module"
+            f"{target!r} is neither a file nor 'package.module:function' or 'file.py:function', a function that "
+            "returns an nn.Module"
         )
     with current_folder_first():  # also for imports while the model is built
         return from_module(target, _built(target, import_path(target, repr(target))))

@@ -45,7 +45,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "model",
         metavar="MODULE:FUNCTION|FILE",
-        help="a function without arguments that returns an nn.Module, or a file of torch.save with a state dict",
+        help="a function without arguments that returns an nn.Module (package.module:build or train.py:build), or a "
+        "file of torch.save with a state dict",
     )
     parser.add_argument("--hook", default="powerSGD", help="its name (powerSGD)")
     parser.add_argument(
@@ -207,30 +208,40 @@ def network_text(plan: ModelPlan, estimate: dict[str, Any]) -> str:
     ]
     if plan.sends is False:
         return lines[0]
-    codec = f"{_ms(estimate['codec_s'])} ms per step"
+    codec = f"{_ms(estimate['codec_s'])} ms"
     if estimate["codec_measured_on"] is not None:
         where = estimate["codec_measured_on"]
-        where = f"{where} with {estimate['codec_threads']} threads" if where == "cpu" else where
+        where = f"{where}, {estimate['codec_threads']} threads" if where == "cpu" else where
         part = "" if estimate["codec_sample_share"] > 0.999 else ", on a sample of the matrices"
         kernel = "" if estimate["codec_kernel"] in (None, TORCH.name) else f", {estimate['codec_kernel']} kernel"
-        codec = f"about {codec} (measured here on {where}{kernel}{part})"
+        codec = f"{codec}, measured here: {where}{kernel}{part}"
     limit = estimate["break_even_gbit_s"]
     if estimate["wire_bytes_after"] >= estimate["wire_bytes_before"]:
-        lines.append("The hook saves no bytes: it is faster at no bandwidth.")
+        lines.append("Break-even: none, the hook saves no bytes.")
     elif limit is None:
-        lines.append(f"The codec takes {codec}.")
+        lines.append(f"Break-even: none (codec {codec}).")
     else:
-        lines.append(
-            f"Below about {limit:.2g} Gbit/s per rank a step sends faster with the hook: its codec takes {codec}, as "
-            "long as the bytes that are saved take at that speed."
-        )
-    shown = (
-        f"{speed} Gbit/s {_ms(times['without_s'])} -> {_ms(times['with_s'])}"
-        for speed, times in estimate["at_gbit_s"].items()
-    )
-    lines.append(f"Codec and sending, ms per step: {', '.join(shown)}.")
+        lines.append(f"Break-even: {limit:.2g} Gbit/s per rank (codec {codec}). Below that the hook sends faster.")
+    lines.append(_bandwidths(estimate["at_gbit_s"]))
     lines.append(ASSUMED)
     return "\n".join(lines)
+
+
+def _bandwidths(at_gbit_s: dict[str, dict[str, float]]) -> str:
+    """A table: codec and sending at some bandwidths."""
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(box=box.SIMPLE)
+    for heading in ("Gbit/s", "without, ms", "with the hook, ms"):
+        table.add_column(heading, justify="right")
+    for speed, times in at_gbit_s.items():
+        table.add_row(speed, _ms(times["without_s"]), _ms(times["with_s"]))
+    console = Console(width=120, color_system=None, markup=False, emoji=False, highlight=False)
+    with console.capture() as capture:
+        console.print(table)
+    return "\n".join(line.rstrip() for line in capture.get().strip("\n").splitlines())
 
 
 def _ms(seconds: float) -> str:

@@ -324,7 +324,8 @@ def test_another_hook(run_ranks: Any, before: str, after: str) -> None:
         if after != "batched_powerSGD":
             assert torch.equal(rank["weights"], rank["fresh"])
     (warning,) = ranks[0]["warnings"]
-    expected = f"the saved state is of hook {old}, this one is {new}: it begins with fresh memory (strict=False)"
+    text = f"the saved state is of hook {old}, this one is {new}: it begins with fresh memory (strict=False)"
+    expected = f"commhooks: {text}"
     assert warning == expected + ("; its hook_state (_Sum) stays as it is" if after == "users" else "")
     assert ranks[1]["warnings"] == []
 
@@ -352,10 +353,10 @@ def test_a_state_of_ones_own_that_has_nowhere_to_go(run_ranks: Any, strict: bool
     nothing = "the checkpoint holds no state of hook 'users_hook': its hook_state (_Sum) stays as it is"
     for place, rank in enumerate(run_ranks(_lost_state, strict)):
         said = place == 0
-        assert rank["nothing saved"] == [nothing] * said
+        assert rank["nothing saved"] == [f"commhooks: {nothing}"] * said
         if strict:
             assert rank["error"] == f"{text}; strict=False loads the step and leaves that state out"
             assert rank["step"] == 1 and rank["warnings"] == []
         else:
             assert rank["error"] == "" and rank["step"] == STEPS
-            assert rank["warnings"] == [f"{text}: it is left out (strict=False)"] * said
+            assert rank["warnings"] == [f"commhooks: {text}: it is left out (strict=False)"] * said

@@ -161,6 +161,23 @@ CASES = [
     Expected("PowerSGDState missing", "need a commhooks.PowerSGDState as their state, got a builtins.NoneType",
              error=HookRunError, request=lambda: _bare(None)),
     Expected("wrong signature", "hook 'no_arguments' cannot be called as hook(state, bucket)", no_arguments),
+    # options beside the hook
+    Expected("an option beside the hook", "attach has no argument 'matrix_approximation_rank': that is an option of "
+             "hook 'powerSGD'; write hook_options={'matrix_approximation_rank': 2}",
+             options={"matrix_approximation_rank": 2}),
+    Expected("a part of an option beside the hook", "attach has no argument 'rank': there is an option "
+             "'matrix_approximation_rank' of hook 'powerSGD'; write hook_options={'matrix_approximation_rank': 2}",
+             "power_sgd", {"rank": 2}),
+    Expected("an option beside a config", "attach has no argument 'exclude': that is an option of the hook; write "
+             "PowerSGD(exclude=['*'])", commhooks.PowerSGD(), {"exclude": ["*"]}),
+    Expected("an argument, misspelt", "attach has no argument 'wraper' (did you mean 'wrapper'?); it knows check_every",
+             options={"wraper": "bf16"}),
+    Expected("an argument of nobody", "attach has no argument 'zzz'; it knows check_every, ddp_model, hook",
+             "allreduce", {"zzz": 1}),
+    Expected("a config's option", "PowerSGD has no option 'rank' (did you mean 'matrix_approximation_rank'?); its "
+             "options are matrix_approximation_rank, start_powerSGD_iter", request=lambda: commhooks.PowerSGD(rank=4)),
+    Expected("a config without options", "AllReduce has no options, got 'rank'",
+             request=lambda: commhooks.AllReduce(rank=4)),
     # dotted paths
     Expected("no such module", "hook 'no_such_module:hook': cannot import 'no_such_module'", "no_such_module:hook"),
     Expected(

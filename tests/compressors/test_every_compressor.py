@@ -126,9 +126,9 @@ def _spoilt(name: str, value: float) -> dict[str, Any]:
 
 
 def _comparable(hook: commhooks.CommHook) -> Any:
-    """The payload, but for the count of such steps, as something that `==` compares."""
+    """The payload, but for what it counts, as something that `==` compares."""
     saved = hook.state_dict("per_rank")
-    step = {"step": saved["step"] if learns(hook) else None, "nonfinite_steps": None}
+    step = {"step": saved["step"] if learns(hook) else None, "nonfinite_steps": None, "counters": None}
     return _plain({**saved, **step})
 
 

@@ -6,7 +6,7 @@ import contextlib
 import io
 
 import pytest
-from ddp_steps import backward, log_lines, mlp, process_group_of_one, train, wrap
+from ddp_steps import backward, log_lines, mlp, train, wrap
 from torch import nn
 
 import commhooks
@@ -86,7 +86,9 @@ def nothing_to_compress() -> list[str]:
 
 def test_a_model_in_which_nothing_is_compressed_is_a_warning(run_ranks):
     on_0, on_1 = run_ranks(nothing_to_compress)
-    assert on_0 == ["PowerSGD at rank 1 compresses no parameter of this model: print(hook.plan()) says why for each."]
+    assert on_0 == [
+        "commhooks: PowerSGD at rank 1 compresses no parameter of this model: print(hook.plan()) says why for each."
+    ]
     assert on_1 == []
 
 
@@ -120,24 +122,63 @@ LINES = {
 }
 
 
+WARNED = {
+    "noop": "commhooks: hook 'noop' averages nothing: every rank trains on its own data only, and the ranks drift "
+    "apart. It is for measuring how long a step takes without a network; hook=None trains without a hook\n"
+}
+
+
 @pytest.mark.parametrize("hook, wrapper", LINES, ids=str)
 def test_one_line_at_the_first_backward_on_rank_0(run_ranks, hook, wrapper):
-    expected = LINES[hook, wrapper]
+    expected, warned = LINES[hook, wrapper], WARNED.get(hook, "")
     (logged, printed), on_1 = run_ranks(announced, hook, wrapper, True)
-    assert logged == [expected] and printed == ""
+    assert logged == [expected] and printed == warned
     assert on_1 == ([], "")
     # Where nobody has set up logging it is printed, or it would not be seen at all.
     (logged, printed), on_1 = run_ranks(announced, hook, wrapper, False)
-    assert logged == [] and printed == expected + "\n"
+    assert logged == [] and printed == expected + "\n" + warned
     assert on_1 == ([], "")
 
 
-def test_batched_is_announced_with_its_buckets():
-    with process_group_of_one(), log_lines("commhooks.hook.announce") as lines:
+ALONE = {
+    "powerSGD": "commhooks: powerSGD (rank 2, from step 2): there is one rank, so nothing is sent. The gradients are "
+    "compressed as among several, so that the run can go on with any number of them; hook=None trains on exact "
+    "gradients",
+    "bf16": "commhooks: bf16_compress: there is one rank, so nothing is sent",
+}
+
+
+@pytest.mark.parametrize("hook", ALONE)
+def test_one_rank_is_told_that_it_sends_nothing(run_ranks, hook):
+    [(logged, _)] = run_ranks(announced, hook, None, True, world_size=1)
+    assert logged == [ALONE[hook]]
+
+
+def everything_logged() -> list[str]:
+    with log_lines() as lines:
+        options = {"matrix_approximation_rank": 2, "start_powerSGD_iter": 2, "fused": False}
+        ddp = wrap(mlp())
+        commhooks.attach(ddp, "powerSGD", hook_options=options)
+        train(ddp, 1)
+    return lines
+
+
+def test_nothing_but_the_line_of_rank_0_is_logged_before_compression(run_ranks):
+    """No options that are not those in force, on any rank."""
+    ((line,), others) = run_ranks(everything_logged)
+    assert line.startswith("commhooks: powerSGD (rank 2, from step 2): ") and others == []
+
+
+def batched():
+    with log_lines("commhooks.hook.announce") as lines:
         ddp = wrap(mlp(), bucket_cap_mb=25)
         commhooks.attach(ddp, "batched_powerSGD", hook_options={"start_powerSGD_iter": 0, "fused": False})
         backward(ddp, 0)
-    (line,) = [line for line in lines if line.startswith("commhooks: ")]
+    return lines
+
+
+def test_batched_is_announced_with_its_buckets(run_ranks):
+    (line,) = [line for line in run_ranks(batched)[0] if line.startswith("commhooks: ")]
     assert line == (
         "commhooks: batched_powerSGD (rank 1, from step 0): 1 of 1 parameters compressed (100.0 % of the bytes), "
         "0.011 MB -> 0.000 MB per step and rank"

@@ -102,7 +102,7 @@ def _different() -> tuple[str, list[str]]:
         attach(wrap(Net()), "*embed*" if dist.get_rank() else "*middle*")
     with log_lines() as lines:
         attach(wrap(Net()), "*embd*", "froz*", "head*")
-    return str(caught.value), [line for line in lines if line.startswith("exclude:")]
+    return str(caught.value), [line for line in lines if line.startswith("commhooks: exclude:")]
 
 
 def test_ranks_must_exclude_the_same_and_rank_0_warns(run_ranks: Any) -> None:

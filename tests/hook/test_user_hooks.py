@@ -195,7 +195,7 @@ def unsaveable_state() -> list[str]:
 def test_a_state_that_cannot_be_saved_is_mentioned_once(run_ranks):
     on_0, on_1 = run_ranks(unsaveable_state)
     assert on_0 == [
-        "the state of hook counting_hook (Unsaveable) has no state_dict and load_state_dict: "
+        "commhooks: the state of hook counting_hook (Unsaveable) has no state_dict and load_state_dict: "
         "checkpoints do not hold it."
     ]
     assert on_1 == []

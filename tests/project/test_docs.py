@@ -247,6 +247,17 @@ def test_wrong_lightning_script_is_found(run_ranks, tmp_path):
         check(_only(f"<!-- snippet: lightning -->\n```python\n{code}```"), run_ranks, tmp_path)
 
 
+@pytest.mark.timeout(200)
+def test_a_script_that_does_not_continue_is_found(run_ranks, tmp_path):
+    code = (
+        "from lightning.pytorch import Trainer\nimport lightning_commhooks\n"
+        "trainer = Trainer(devices=1, max_epochs=1, strategy='ddp_powersgd', logger=False)\n"
+        'trainer.fit(model, train_loader, ckpt_path="last")\n'
+    )
+    with pytest.raises(WrongSnippet, match="the second run does not continue"):
+        check(_only(f"<!-- snippet: lightning -->\n```python\n{code}```"), run_ranks, tmp_path)
+
+
 def test_wrong_trainer_is_found(run_ranks, tmp_path):
     pytest.importorskip("transformers", reason="transformers needs Python 3.11 or newer")
     code = "from transformers import Trainer\ntrainer = Trainer(model, args, train_dataset=train_dataset)\n"

@@ -17,7 +17,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.utils.data import DataLoader, TensorDataset
 
 from commhooks import PowerSGD
-from lightning_commhooks import CommHookDDP
+from lightning_commhooks import CommHookDDP, hook_stats
 
 
 class Model(pl.LightningModule):
@@ -70,6 +70,8 @@ def main(start_method: str, folder: str, ckpt_path: str | None = None) -> None:
     )
     model = Model(seed=1 if ckpt_path else 0)
     trainer.fit(model, DataLoader(TensorDataset(x, y), batch_size=8), ckpt_path=ckpt_path)
+    stats = hook_stats(trainer)
+    assert stats is not None and stats["step"] == 16 and stats["compressed_steps"] > 0
     if start_method == "popen":
         assert trainer.strategy.comm_hook is not None
     else:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from doc_snippets import Snippet, versions
+from doc_snippets import Snippet, WrongSnippet, versions
 from snippet_commands import check_command, commands
 from snippet_python import execute, run_script
 from snippet_yaml import check_yaml
@@ -20,8 +20,12 @@ def check(snippet: Snippet, run_ranks: Callable[..., list[Any]], folder: Path) -
         for index, version in enumerate([*old, new]):
             place = folder / str(index)
             place.mkdir()
-            if snippet.needs == "lightning" and version == new:
+            if snippet.needs == "lightning notebook":
+                run_script(version, place, "")
+            elif snippet.needs == "lightning" and version == new:
                 run_script(version, place)
+                if 'ckpt_path="last"' in version and "resumed at step" not in run_script(version, place):
+                    raise WrongSnippet(f"{snippet}: the second run does not continue\n{version}")
             else:
                 chain = [*_chain_above(snippet), (str(snippet), version)]
                 needs = _first(snippet).needs + (" ranks" if snippet.needs == "lightning" else "")

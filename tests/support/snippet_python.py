@@ -163,12 +163,14 @@ if hasattr(trainer.strategy, "comm_hook"):
 """
 
 
-def run_script(text: str, folder: Path) -> None:
-    """As a user would: a file, started once; Lightning starts the other processes."""
+def run_script(text: str, folder: Path, check: str = _TRAINED) -> str:
+    """As a user would: a file, started once; Lightning starts the other processes. `check`: code at its end. Returns
+    what it printed."""
     script = folder / "snippet.py"
-    script.write_text(_LIGHTNING + text + _TRAINED)
+    script.write_text(_LIGHTNING + text + check)
     env = clean_env.cleaned(os.environ, str(folder)) | {"PYTHONPATH": str(REPOSITORY)}
     command = [warm.python("lightning.pytorch"), str(script)]
     done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=SCRIPT_LIMIT_S)
     if done.returncode != 0:
         raise WrongSnippet(f"{text}\n{done.stdout}{done.stderr}")
+    return done.stdout + done.stderr

@@ -51,14 +51,13 @@ def make_trainer(folder: Any, cls: Any = CommHookTrainer, *, seed: int = 3, hook
     """A trainer that really is one of two ranks. `hook`: its arguments for the hook, of PowerSGD by default."""
     torch.manual_seed(seed)
     model = make_model(width=16)
-    settings = {"max_steps": EPOCH, "save_steps": 4, "ddp_bucket_cap_mb": 0.005} | settings
+    settings = {"max_steps": EPOCH, "save_steps": 4, "ddp_bucket_cap_mb": 0.005, "logging_steps": 1} | settings
+    settings.setdefault("report_to", "none")
     args = TrainingArguments(
         str(folder),
         use_cpu=True,
         per_device_train_batch_size=4,
         learning_rate=0.01,
-        logging_steps=1,
-        report_to="none",
         disable_tqdm=True,
         dataloader_pin_memory=False,
         **settings,

@@ -12,6 +12,8 @@ import pytest
 from ddp_steps import mlp, process_group_of_one, wrap
 
 import commhooks
+from commhooks.compressors.config import explained_options
+from commhooks.compressors.registry import COMPRESSORS
 from commhooks.tools.cli import main
 
 
@@ -38,6 +40,28 @@ def test_names_and_options_are_whole(columns, capsys, monkeypatch):
         assert {f"{option}={default!r}" for option, default in hook["options"].items()} <= words
     assert {"fp16", "bf16"} <= words
     assert "wrapper='fp16' or 'bf16'" in " ".join(output.split())
+
+
+def test_every_option_is_explained_and_none_is_listed_in_vain():
+    explained = {name: explained_options(compressor.Config) for name, compressor in COMPRESSORS.items()}
+    for name, options in explained.items():
+        assert all(5 < len(text) < 200 for text in options.values()), name
+    text = explained["powerSGD"]["matrix_approximation_rank"]
+    assert text == "rank of the factors; 1 to 4 is usual, more is closer to all-reduce and sends more"
+    assert explained["int4_compress"] == explained["int8_compress"]
+    assert explained["powerSGD"].keys() == commhooks.available_hooks()["powerSGD"]["options"].keys()
+    left_out = explained["powerSGD"].keys() - explained["batched_powerSGD"].keys()
+    assert left_out == {"alternate", "exclude", "min_compression_rate"}
+    for refused in ({"alternate": True}, {"exclude": ["*"]}):
+        with pytest.raises(commhooks.HookConfigError):
+            commhooks.BatchedPowerSGD(**refused)
+
+
+def test_the_explanation_stands_below_its_option(capsys):
+    assert main(["hooks"]) == 0
+    output = " ".join(capsys.readouterr().out.replace("│", " ").split())
+    assert "matrix_approximation_rank=1 rank of the factors; 1 to 4 is usual" in output
+    assert "block_size=256 consecutive elements of a parameter that share a scale; a multiple of 16" in output
 
 
 def test_as_a_module():

@@ -143,6 +143,7 @@ def test_the_table() -> None:
     assert ["powerSGD", "rank", "1", "<-", "277.0", "(277.0", "..", "277.0)", "3.95", "0.500", "0.1", "-"] in rows
     assert "commhooks.attach(ddp_model, 'powerSGD', hook_options={'matrix_approximation_rank': 1})" in text
     assert "Estimate: compression is worth it on links of up to about " in text
+    assert text.index("Use powerSGD rank 1.") == 0 and text.index("attach(") < text.index("2 ranks, gloo, ")
     text = str(report_of(figures(noop=100, allreduce=101, r1=130), 100_000))
     assert "attach(" not in text and "allreduce <-" in text and "Do not compress." in text
 
@@ -162,7 +163,7 @@ def test_the_picture(tmp_path: Path) -> None:
     assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
     report.plot(tmp_path / "a.svg")  # text as paths, with the words in comments
     drawing = (tmp_path / "a.svg").read_text()
-    for words in ("powerSGD rank 1 (estimate)", "allreduce (estimate)", "measured (median, quartiles)"):
+    for words in ("powerSGD rank 1 (estimate)", "allreduce (estimate)", "measured (median, quartiles)", "your link"):
         assert f"<!-- {words} -->" in drawing
     with pytest.raises(DoctorError, match="the plot cannot be written"):
         report.plot(tmp_path / "a.docx")

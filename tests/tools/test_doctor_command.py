@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import signal
@@ -66,6 +67,7 @@ def test_what_build_returns(build: Callable[[], Any], sentence: str) -> None:
     [
         ("test_doctor_command.frozen", "expected 'package.module:function' with the full name of the module"),
         ("no_such_module:build", "cannot import 'no_such_module': No module named 'no_such_module'; start where"),
+        ("train.py", "'train.py' is a Python file; write 'train.py:name', with the name of a function in it"),
         ("test_doctor_command:frozn", "'test_doctor_command' has no 'frozn' (did you mean 'frozen'?)"),
         ("test_doctor_command:REPOSITORY", "is a PosixPath; expected a function"),
     ],
@@ -84,6 +86,23 @@ def test_options_on_the_command_line() -> None:
     }
     with pytest.raises(DoctorError, match="--options fused: expected NAME=VALUE"):
         command.parse_options(["fused"])
+
+
+class _Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_progress_takes_one_line_of_a_terminal() -> None:
+    for stream, expected in (
+        (io.StringIO(), "commhooks doctor: noop\ncommhooks doctor: bf16\n"),
+        (_Terminal(), "\r\x1b[2Kcommhooks doctor: noop\r\x1b[2Kcommhooks doctor: bf16\r\x1b[2K"),
+    ):
+        progress = command.Progress(stream)
+        progress("noop")
+        progress("bf16")
+        progress.end()
+        assert stream.getvalue() == expected
 
 
 def test_without_torchrun(capsys: pytest.CaptureFixture[str]) -> None:

@@ -28,6 +28,8 @@ def test_from_functions() -> None:
         "plan_models:not_callable": "is a int, not a function that returns an nn.Module",
         "plan_models:needs_an_argument": "cannot be called without arguments",
         "plan_models:no_model": "returned a int, not an nn.Module",
+        "train.py": "write 'train.py:build', where build is the function in it that takes no arguments",
+        "no_such_folder/train.py:build": "there is no file .*/no_such_folder/train.py",
         "torch.nn:Identity": "has no parameter that requires a gradient",
     }.items():
         with pytest.raises(HookConfigError, match=text):
@@ -42,6 +44,32 @@ def test_from_the_current_folder(tmp_path: Path, monkeypatch: Any) -> None:
         assert len(named_model("my_model_of_this_test:build").parameters) == 2
     finally:
         sys.modules.pop("my_model_of_this_test", None)
+    assert sys.path == before
+
+
+def test_from_a_python_file(tmp_path: Path, monkeypatch: Any) -> None:
+    (tmp_path / "helper_of_this_test.py").write_text("from torch import nn\n")
+    file = tmp_path / "train_of_this_test.py"
+    file.write_text(
+        "from helper_of_this_test import nn\nclass Nets:\n    build = staticmethod(lambda: nn.Linear(3, 3))\n"
+    )
+    (tmp_path / "broken_of_this_test.py").write_text("import no_such_module\n")
+    (tmp_path / "json.py").write_text("")
+    monkeypatch.chdir(tmp_path.parent)
+    before = list(sys.path)
+    try:
+        for target in (f"{file}:Nets.build", f"{tmp_path.name}/train_of_this_test.py:Nets.build"):
+            assert len(named_model(target).parameters) == 2
+        for target, text in {
+            f"{file}:Nets.biuld": "'train_of_this_test.Nets' has no 'biuld' .did you mean 'build'",
+            f"{tmp_path}/broken_of_this_test.py:build": "cannot import .*broken_of_this_test.py: No module named",
+            f"{tmp_path}/json.py:build": "a module 'json' of another file is imported already; rename json.py",
+        }.items():
+            with pytest.raises(HookConfigError, match=text):
+                named_model(target)
+    finally:
+        for name in ("train_of_this_test", "helper_of_this_test"):
+            sys.modules.pop(name, None)
     assert sys.path == before
 
 

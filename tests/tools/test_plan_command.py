@@ -91,8 +91,9 @@ def test_text(hook: str, capsys: Any) -> None:
     text = " ".join(capsys.readouterr().out.split())
     assert "On the wire each of 2 ranks sends 0.011 MB per step without and" in text
     assert ("Memory per rank: " in text) == (hook not in ("allreduce", "noop"))
-    assert ("Below about " in text) == (hook not in ("allreduce", "noop"))
-    assert ("it is faster at no bandwidth" in text) == (hook == "allreduce")
+    assert ("Gbit/s per rank (codec 0.01 ms)." in text) == (hook not in ("allreduce", "noop"))
+    assert ("Break-even: none, the hook saves no bytes." in text) == (hook == "allreduce")
+    assert ("Gbit/s without, ms with the hook, ms" in text) == (hook != "noop")
     assert ("Assumed: a ring all-reduce" in text) == (hook != "noop")
     assert hook == "batched_powerSGD" or "Buckets, estimated: how DDP cuts them after the first step" in text
 

@@ -76,6 +76,7 @@ def test_repr_can_be_read_and_evaluated() -> None:
     text = repr(HANDLER)
     assert text.startswith("CommHookKwargs(bucket_cap_mb=50, hook='powerSGD', hook_options=")
     assert eval(text) == HANDLER
+    assert repr(CommHookKwargs(hook=None)) == "CommHookKwargs(hook=None)"
 
 
 def test_fields_and_types() -> None:
@@ -108,6 +109,12 @@ REFUSED = [
     Refused({"dim": "powerSGD"}, r"write CommHookKwargs\(hook='powerSGD'\)"),
     Refused({"hook": "powerSG"}, "did you mean 'powerSGD'"),
     Refused({"hook": "powerSGD", "hook_options": {"rank": 2}}, "has no option 'rank'"),
+    Refused(
+        {"hook": "powerSGD", "rank": 2}, "CommHookKwargs has no argument 'rank': there is an option 'matrix_approxim"
+    ),
+    Refused(
+        {"hook": "powerSGD", "bucket_cap": 2}, "no argument 'bucket_cap' .did you mean 'bucket_cap_mb'.*; it knows"
+    ),
     Refused({"hook": PowerSGD(), "hook_options": {"min_compression_rate": 2}}, "write the options into PowerSGD"),
     Refused({"hook": "powerSGD", "wrapper": "fp8"}, "wrapper='fp8'"),
     Refused({"hook": "powerSGD", "save_residual": "rank"}, "save_residual='rank'.*did you mean 'per_rank'"),

@@ -113,7 +113,6 @@ WRONG = [
     Wrong("hook: powerSGD\nbucket_cap_mb: many", "bucket_cap_mb", "'many'"),
     Wrong("hook: powerSGD\nbucket_cap_mb: null", "bucket_cap_mb", "None"),
     Wrong("hook: powerSGD\nstrict: 3.5", "strict", "not a valid bool"),
-    Wrong("hook: null", "hook", "None"),
     Wrong("hook: [powerSGD]", "hook", "Cannot convert"),
     Wrong("wrapper: fp16", "hook", "is missing"),
     Wrong("hook: ???", "hook", "Missing mandatory value"),

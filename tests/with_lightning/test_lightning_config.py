@@ -17,6 +17,8 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.strategies import StrategyRegistry
+from lightning.pytorch.trainer.connectors import accelerator_connector
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning_support import Model, assert_equal, data, trainer, weights
 from workers import RanksFailed
 
@@ -24,6 +26,7 @@ import lightning_commhooks
 from commhooks import BF16Compress, FP16Compress, HookConfigError, PowerSGD
 from commhooks.comm.wire import WRAPPERS
 from lightning_commhooks import CommHookDDP
+from lightning_commhooks.twins import unlike_the_trainer
 
 NAMES = {
     "ddp_powersgd": "powerSGD",
@@ -63,7 +66,17 @@ def test_importing_again_registers_nothing_twice() -> None:
     for name, hook in NAMES.items():
         assert StrategyRegistry[name]["strategy"] is CommHookDDP
         assert StrategyRegistry[name]["init_params"] == {"hook": hook}
+        notebook = name.replace("ddp_", "ddp_notebook_")
+        assert StrategyRegistry[notebook]["strategy"] is CommHookDDP
+        assert StrategyRegistry[notebook]["init_params"] == {"hook": hook, "start_method": "fork"}
     assert "ddp" in before and StrategyRegistry["ddp"]["strategy"] is not CommHookDDP
+
+
+def test_the_names_for_notebooks_are_those_that_work_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(accelerator_connector, "_IS_INTERACTIVE", True)  # private, lightning 2.6
+    pl.Trainer(accelerator="cpu", devices=2, strategy="ddp_notebook_powersgd", logger=False)
+    with pytest.raises(MisconfigurationException, match="not compatible with an interactive environment"):
+        pl.Trainer(accelerator="cpu", devices=2, strategy="ddp_powersgd", logger=False)
 
 
 # ------------------------------------------------------------------------------------------------------- construction
@@ -96,6 +109,13 @@ def my_hook(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.T
             r"CommHookDDP has no argument 'bucket_cap' \(did you mean 'bucket_cap_mb'\?\), and neither have "
             "DDPStrategy and DistributedDataParallel; they know .*find_unused_parameters, .*static_graph",
         ),
+        (
+            {"hook": "powerSGD", "matrix_approximation_rank": 2},
+            "CommHookDDP has no argument 'matrix_approximation_rank': that is an option of hook 'powerSGD'; write "
+            "hook_options={'matrix_approximation_rank': 2}",
+        ),
+        ({"hook": PowerSGD(), "rank": 2}, r"write PowerSGD\(matrix_approximation_rank=2\)"),
+        ({"hook": "powerSGD", "wraper": "fp16"}, r"no argument 'wraper' \(did you mean 'wrapper'\?\)"),
         ({"hook": "powerSGD", "device_ids": [0]}, "CommHookDDP has no argument 'device_ids'"),
         ({"hook": "powerSGD", "ddp_comm_hook": my_hook}, "ddp_comm_hook= beside hook=: .* post-local SGD stays with"),
         ({"hook": "powerSGD", "ddp_comm_state": object()}, "ddp_comm_state= beside hook="),
@@ -145,6 +165,32 @@ def test_a_trainer_of_pytorch_lightning_gets_a_sentence() -> None:
     pytorch_lightning = pytest.importorskip("pytorch_lightning")
     with pytest.raises(ValueError, match="a `pytorch_lightning.Trainer` cannot use it: write `from lightning.pytorch"):
         pytorch_lightning.Trainer(accelerator="cpu", devices=2, strategy=CommHookDDP("powerSGD"), logger=False)
+
+
+def test_a_trainer_of_lightning_names_what_is_of_the_twin(monkeypatch: pytest.MonkeyPatch) -> None:
+    twin = pytest.importorskip("pytorch_lightning")
+
+    class Mine(twin.Callback):
+        pass
+
+    text = unlike_the_trainer([Mine(), pl.Callback(), twin.callbacks.ModelCheckpoint("."), lightning_commhooks])
+    assert text is not None and "replace every import of pytorch_lightning" in text
+    assert "Mine (a pytorch_lightning.callbacks.callback.Callback), ModelCheckpoint (a pytorch_lightning." in text
+    assert unlike_the_trainer([pl.Callback()]) is None
+
+
+def _with_a_callback_of_the_twin(root: str) -> list[str]:
+    import pytorch_lightning
+
+    with support.caught_warnings() as texts:
+        trainer(root, max_epochs=1, callbacks=[pytorch_lightning.Callback()]).fit(Model(), data())
+    return [text for text in texts if "pytorch_lightning" in text]
+
+
+def test_a_callback_of_the_twin_is_a_warning_of_rank_0(run_ranks: Any, tmp_path: Path) -> None:
+    pytest.importorskip("pytorch_lightning")
+    (text,), _ = run_ranks(_with_a_callback_of_the_twin, str(tmp_path))
+    assert text.startswith("commhooks: this Trainer is from lightning.pytorch, and these are from pytorch_lightning: ")
 
 
 def test_without_pytorch_lightning_the_representation_is_short(monkeypatch: pytest.MonkeyPatch) -> None:

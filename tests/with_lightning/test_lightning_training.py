@@ -17,6 +17,7 @@ from lightning.pytorch.tuner import Tuner
 from lightning_support import Model, assert_equal, data, strategy, trainer, weights
 
 from commhooks import PowerSGD
+from lightning_commhooks import CommHookCheckpoint, CommHookDDP
 
 
 def _plain(root: str, make: Callable[[], pl.LightningModule], **options: Any) -> tuple[pl.Trainer, pl.LightningModule]:
@@ -40,6 +41,16 @@ def _validate_first(root: str, make: Callable[[], pl.LightningModule], **options
     t.validate(model, data(), verbose=False)
     assert getattr(t.strategy, "comm_hook", None) is None
     t.fit(model, data(), data())
+    return t, model
+
+
+def _environment_first(root: str, make: Callable[[], pl.LightningModule], **options: Any) -> Any:
+    """As scripts do that need the process group before there is a module."""
+    t, model = trainer(root, max_epochs=2, **options), make()
+    t.strategy.setup_environment()
+    t.fit(model, data())
+    ours = [each for each in t.callbacks if isinstance(each, CommHookCheckpoint)]
+    assert len(ours) == isinstance(t.strategy, CommHookDDP)
     return t, model
 
 
@@ -72,6 +83,7 @@ CASES: dict[str, tuple[Callable[..., Any], type[Model], dict[str, Any]]] = {
     "plain": (_plain, Model, {}),
     "fit twice": (_fit_twice, Model, {}),
     "validate before fit": (_validate_first, Model, {}),
+    "setup_environment before fit": (_environment_first, Model, {}),
     "learning-rate finder": (_lr_finder, Model, {}),
     "tuner": (_tuner, Model, {}),
     "manual optimisation": (_plain, support.ManualModel, {}),

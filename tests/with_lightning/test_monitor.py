@@ -56,7 +56,8 @@ class Truth(pl.Callback):
         )
 
     def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
-        self.shown.append(trainer.progress_bar_metrics.get("commhooks/compression_rate"))
+        self.shown.append(trainer.progress_bar_metrics.get("hook_x"))
+        assert not any("/" in name or len(name) > 8 for name in trainer.progress_bar_metrics)
 
 
 def tensorboard_values(folder: Path) -> dict[str, list[tuple[int, float]]]:
@@ -207,6 +208,7 @@ def test_the_progress_bar_shows_one_value(ranks: list[dict[str, Any]]) -> None:
         shown = ranks[0][name]["shown"]
         assert (shown[0] is None) == (name == "all") and None not in shown[1:]  # it stays until the next one
         assert shown[1] == 1 and shown[-1] > 1.2
+        assert all(float(f"{value:.3g}") == pytest.approx(value, rel=1e-6) for value in shown[1:])
         assert ranks[1][name]["shown"] == [None] * 8
     assert ranks[0]["no logger"]["tb"] == {} and ranks[0]["no progress bar"]["shown"] == [None] * 8
 

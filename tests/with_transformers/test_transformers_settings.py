@@ -16,7 +16,8 @@ pytest.importorskip("transformers", reason="transformers needs Python 3.11 or ne
 
 from accelerate import Accelerator, DistributedType  # noqa: E402
 from accelerators import OPTIONS, Warnings, accelerate_launched, hook_files, launched  # noqa: E402
-from transformers import TrainingArguments  # noqa: E402
+from training import flat  # noqa: E402
+from transformers import Trainer, TrainingArguments  # noqa: E402
 from transformers_runs import FILES, make_trainer  # noqa: E402
 from transformers_trainer import batch, make_model, manual  # noqa: E402  # of examples/
 
@@ -66,6 +67,22 @@ def _outside(folder: Path, path: Path) -> tuple[int, bool]:
     return trainer.comm_hook.options["start_powerSGD_iter"], trainer.model_wrapped.gradient_as_bucket_view
 
 
+def test_no_hook(run_ranks: Any, tmp_path: Path) -> None:
+    run_ranks(_no_hook, tmp_path)
+
+
+@launched
+def _no_hook(folder: Path) -> None:
+    found = []
+    for name, cls, hook in (("plain", Trainer, None), ("none", CommHookTrainer, {"hook": None, "wrapper": "bf16"})):
+        with Warnings() as texts:
+            trainer = make_trainer(folder / name, cls, hook=hook, max_steps=4, save_steps=4)
+            trainer.train()
+        assert texts == [] and hook_files(folder / name / "checkpoint-4") == []
+        found.append(flat(trainer.model.parameters()))
+    assert torch.equal(*found) and trainer.comm_hook is None
+
+
 def _own_hook(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
     tensor = bucket.buffer() / dist.get_world_size()
     return dist.all_reduce(tensor, async_op=True).get_future().then(lambda future: future.value()[0])
@@ -96,6 +113,11 @@ def test_one_process_trains_without_a_hook_and_says_so(tmp_path: Path) -> None:
         ({"hook": "powerSGD", "hook_options": {"start_powerSGD_iter": 1.5}}, "start_powerSGD_iter"),
         ({"hook": "powerSGD", "save_residual": "none"}, "save_residual='none'"),
         ({"hook": "powerSGD", "total_steps": 0}, "total_steps=0"),
+        (
+            {"hook": "powerSGD", "matrix_approximation_rank": 4},
+            "CommHookTrainer has no argument 'matrix_approximation_rank': that is an option of hook 'powerSGD'; write "
+            "hook_options={'matrix_approximation_rank': 4}",
+        ),
         (
             {"hook": CommHookKwargs(hook="powerSGD"), "wrapper": "bf16", "strict": False},
             "wrapper and strict beside hook=CommHookKwargs(...)",

@@ -112,8 +112,8 @@ def _resume_from_another_model(folder: Path) -> str:
 def test_a_checkpoint_without_the_hook_is_noticed(run_ranks: Any, tmp_path: Path) -> None:
     """A user's own `save_model` may leave out what the mixin does."""
     first, second = run_ranks(_run, tmp_path, cls=OwnSave)
-    assert [text.partition(":")[0] for text in first["warnings"]] == [
-        f"the checkpoint of step {step} does not hold the state of hook 'powerSGD'" for step in (4, 8)
+    assert [text.rpartition(":")[0] for text in first["warnings"]] == [
+        f"commhooks: the checkpoint of step {step} does not hold the state of hook 'powerSGD'" for step in (4, 8)
     ]
     assert "OwnSave.save_model does not call super()" in first["warnings"][0]
     assert second["warnings"] == []

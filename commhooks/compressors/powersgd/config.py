@@ -78,6 +78,7 @@ class BatchedPowerSGD(PowerSGD):
     """
 
     hook_name: ClassVar[str] = "batched_powerSGD"
+    without_use: ClassVar[tuple[str, ...]] = ("min_compression_rate", "alternate", "exclude")
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -6,7 +6,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import torch
 import torch.distributed as dist
@@ -68,7 +68,7 @@ def run(arguments: argparse.Namespace) -> int:
     with current_folder_first(), _process_group(arguments.backend):
         check_world_size(None)
         ddp_model, batch_fn = build_model(import_build(arguments.build))
-        rank = dist.get_rank()
+        rank, progress = dist.get_rank(), Progress(sys.stderr)
         report = doctor(
             ddp_model,
             batch_fn,
@@ -76,9 +76,10 @@ def run(arguments: argparse.Namespace) -> int:
             powersgd_ranks=arguments.powersgd_ranks,
             powersgd_options=options,
             seconds=arguments.seconds,
-            progress=_say if rank == 0 else None,
+            progress=progress if rank == 0 else None,
         )
         if rank == 0:
+            progress.end()
             print(report, flush=True)
             if arguments.json is not None:
                 report.save_json(arguments.json)
@@ -88,8 +89,23 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _say(text: str) -> None:
-    print(f"commhooks doctor: {text}", file=sys.stderr, flush=True)
+class Progress:
+    """Shows what is measured: on a terminal in one line that is overwritten, in a file or pipe in a line each."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def __call__(self, text: str) -> None:
+        line = f"commhooks doctor: {text}"
+        if self._stream.isatty():
+            print(f"\r\x1b[2K{line}", end="", file=self._stream, flush=True)
+        else:
+            print(line, file=self._stream, flush=True)
+
+    def end(self) -> None:
+        """Remove the line from the terminal."""
+        if self._stream.isatty():
+            print("\r\x1b[2K", end="", file=self._stream, flush=True)
 
 
 def parse_options(texts: list[str]) -> dict[str, Any]:

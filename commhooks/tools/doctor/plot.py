@@ -37,6 +37,8 @@ def draw(report: "DoctorReport", path: str | Path) -> None:
         )
     axes.plot([], [], "ko", label="measured (median, quartiles)")
     axes.axvline(here, color="0.8", zorder=0)
+    on_line = axes.get_xaxis_transform()  # x in Mbit/s, y from 0 at the bottom to 1 at the top
+    axes.text(here, 0.98, "your link", transform=on_line, rotation=90, va="top", ha="right", color="0.4")
     axes.set(xscale="log", yscale="log", xlabel="bandwidth of the link, Mbit/s", ylabel="time of a step, ms")
     axes.set_title(f"{report.world_size} ranks, {report.gradient_mb:.3g} MB of gradients; advice: {report.advice.use}")
     axes.legend(fontsize="small")

@@ -121,21 +121,15 @@ class DoctorReport:
             )
         console = Console(width=120, color_system=None, markup=False, emoji=False, highlight=False)
         with console.capture() as capture:
-            console.print(table)
-            for line in self._lines():
+            for line in self._recommendation():
                 console.print(line)
-        return capture.get().rstrip("\n")
+            console.print(table)
+            for line in self._explanation():
+                console.print(line)
+        return capture.get().strip("\n")
 
-    def _lines(self) -> list[str]:
-        advice = self.advice
-        lines = [
-            f"The link: {bandwidth(self.link.mbit_per_s)} in all-reduces of one large buffer, "
-            f"{self.link.latency_ms:.2f} ms for one number.",
-            LEGEND,
-            *(f"{label} compresses no parameter of this model: not measured." for label in self.not_measured),
-            "",
-            advice.reason,
-        ]
+    def _recommendation(self) -> list[str]:
+        advice, lines = self.advice, [self.advice.reason]
         if advice.compress:
             options = f", hook_options={dict(advice.hook_options)!r}" if advice.hook_options else ""
             wrapper = f", wrapper={advice.wrapper!r}" if advice.wrapper is not None else ""
@@ -147,6 +141,14 @@ class DoctorReport:
             # Show the estimate only where it agrees with the measured advice.
             lines.append(f"Estimate: compression is worth it on links of up to about {bandwidth(below)}.")
         return lines + list(advice.notes)
+
+    def _explanation(self) -> list[str]:
+        return [
+            f"The link: {bandwidth(self.link.mbit_per_s)} in all-reduces of one large buffer, "
+            f"{self.link.latency_ms:.2f} ms for one number.",
+            LEGEND,
+            *(f"{label} compresses no parameter of this model: not measured." for label in self.not_measured),
+        ]
 
 
 def _median(samples: list[float]) -> str:

@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from commhooks.checkpoint.checks import shown
+from commhooks.checkpoint.checks import REPLICAS_EQUAL, shown
 from commhooks.tools.inspect.payload import inspect_path
 from commhooks.tools.named_model import plain
 
@@ -46,6 +46,10 @@ def report_text(report: dict[str, Any], width: int = 120) -> str:
     lines.append(f"  options     {options or 'none'}")
     lines.append(f"  step        {report['step']}")
     lines.append(f"  world size  {report['world_size']}")
+    if not report.get(REPLICAS_EQUAL, True):
+        lines.append(
+            "  replicas    had drifted apart: the hook averages nothing, and the weights are those of one rank"
+        )
     if "parameters" in report:
         lines.append(f"  non-finite  {report['nonfinite_steps']} steps")
         lines.append(f"  loss scale  {report['loss_scale']:g}")

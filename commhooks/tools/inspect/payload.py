@@ -10,6 +10,7 @@ import torch
 
 from commhooks.checkpoint import parts as payload_parts
 from commhooks.checkpoint.checks import (
+    REPLICAS_EQUAL,
     bucket_keys,
     check_header,
     check_learned,
@@ -98,7 +99,8 @@ def _inspect(path: Path, keys: tuple[str, ...], payload: dict[str, Any]) -> dict
     except PayloadError as error:
         report["problems"].append(str(error))
         return report
-    copied = ("version", "hook", "options", "step", "nonfinite_steps", "world_size", "loss_scale", "exact", "residual")
+    counted = ("step", "nonfinite_steps", "world_size")
+    copied = ("version", "hook", "options", *counted, "loss_scale", "exact", "residual", REPLICAS_EQUAL)
     report |= {key: header[key] for key in copied if key in header}
     report["options"] = {_text(key): _plain_value(value) for key, value in header["options"].items()}
     state = header.get("hook_state")

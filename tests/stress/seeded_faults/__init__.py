@@ -20,6 +20,7 @@ from seeded_faults import (
     quantising,
     saving,
     trainer,
+    users,
 )
 
 AREAS = (
@@ -42,5 +43,6 @@ AREAS = (
     quantised_factors,
     quantising,
     native_quantising,
+    users,
 )
 MUTANTS = [mutant for area in AREAS for mutant in area.MUTANTS]

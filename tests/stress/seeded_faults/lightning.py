@@ -25,6 +25,13 @@ MUTANTS = [
         "with_lightning/test_lightning_fsdp2.py::test_fits_follow_each_other",
     ),
     Mutant(
+        "Lightning: no environment without a module",
+        "lightning_commhooks/strategy.py",
+        "        if self.lightning_module is not None:\n            self._settle",
+        "        assert self.lightning_module is not None\n        if True:\n            self._settle",
+        "with_lightning/test_lightning_training.py::test_trains_as_with_ddp_strategy",
+    ),
+    Mutant(
         "Lightning does not restore",
         "lightning_commhooks/strategy.py",
         "        if take_over is not None:\n            take_over()\n",

@@ -1,0 +1,10 @@
+"""Warnings of rank 0 that say where they come from."""
+
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+
+from commhooks.messages import PREFIX
+
+
+def warn(text: str) -> None:
+    """Warn on rank 0."""
+    rank_zero_warn(f"{PREFIX}{text}", stacklevel=5)  # 4 and this function

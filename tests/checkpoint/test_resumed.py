@@ -1,0 +1,144 @@
+"""A resume says where it goes on, and its counters go on too."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+import torch
+from ddp_steps import log_lines
+from training import Run
+
+import commhooks
+from commhooks import PayloadError
+
+OPTIONS = {"matrix_approximation_rank": 2, "start_powerSGD_iter": 3}
+
+
+def _resumed(saved: dict[str, Any], hook: str = "powerSGD", **attach: Any) -> tuple[Run, list[str]]:
+    with log_lines("commhooks.hook.announce", logging.INFO) as lines:
+        run = Run.new(hook=hook, **attach).load(saved)
+    return run, lines
+
+
+def _lines() -> dict[str, list[str]]:
+    run = Run.new(hook_options=OPTIONS)
+    start = run.save(residual="mean")
+    plain = run.train(2).save(residual="mean")
+    run.train(3)
+    saved = {how: run.save(residual=how, gather=how == "per_rank") for how in ("per_rank", "mean", "drop")}
+    simple = Run.new(hook="bf16").train(2).save()
+    found = {how: _resumed(content, hook_options=OPTIONS)[1] for how, content in saved.items()}
+    found |= {"start": _resumed(start, hook_options=OPTIONS)[1], "plain": _resumed(plain, hook_options=OPTIONS)[1]}
+    return found | {"bf16": _resumed(simple, "bf16")[1]}
+
+
+def test_the_line_says_where_it_goes_on(run_ranks: Any) -> None:
+    first, other = run_ranks(_lines)
+    assert first == {
+        "per_rank": ["commhooks: powerSGD resumed at step 5; residuals: each rank's own"],
+        "mean": ["commhooks: powerSGD resumed at step 5; residuals: mean of 2 ranks"],
+        "drop": ["commhooks: powerSGD resumed at step 5; residuals: none, they start from zero"],
+        "start": [],
+        "plain": ["commhooks: powerSGD resumed at step 2; residuals: zero"],
+        "bf16": ["commhooks: bf16_compress resumed at step 2"],
+    }
+    assert not any(other.values())
+
+
+def _saved_by(residual: str) -> dict[str, Any]:
+    return Run.new(hook_options=OPTIONS).train(5).save(residual=residual, gather=residual == "per_rank")
+
+
+def _loaded(saved: dict[str, Any]) -> list[str]:
+    return _resumed(saved, hook_options=OPTIONS)[1]
+
+
+@pytest.mark.parametrize("residual", ["mean", "per_rank"])
+def test_another_number_of_ranks_is_named(run_ranks: Any, residual: str) -> None:
+    saved = run_ranks(_saved_by, residual)[0]
+    ((line,),) = run_ranks(_loaded, saved, world_size=1)
+    assert line == "commhooks: powerSGD resumed at step 5; residuals: mean of 2 ranks"
+
+
+def _other_starts() -> dict[str, list[str]]:
+    run, starts = Run.new(hook_options=OPTIONS).train(2), (3, 4, 0)
+    early, late = run.save(), run.train(2).save()
+    found = {}
+    for name, saved in (("early", early), ("late", late)):
+        for start in starts:
+            again, found[f"{name}, {start}"] = _resumed(saved, hook_options=OPTIONS | {"start_powerSGD_iter": start})
+            assert again.hook.options["start_powerSGD_iter"] == 3
+    return found
+
+
+def test_an_overruled_start_is_told_while_it_matters(run_ranks: Any) -> None:
+    found = {name: line for name, (line,) in run_ranks(_other_starts)[0].items()}
+    told = {name for name, line in found.items() if "start_powerSGD_iter=" in line}
+    assert told == {"early, 4", "early, 0"}  # at step 4 the saved start is behind, and so is the other
+    assert found["early, 4"].endswith("; start_powerSGD_iter=3 as it was saved, not 4")
+
+
+# ---- counters --------------------------------------------------------------------------------------------------------
+
+
+def _counted(hook: str, wrapper: str | None) -> dict[str, Any]:
+    options = {"hook_options": OPTIONS} if hook == "powerSGD" else {}
+    through = Run.new(hook=hook, wrapper=wrapper, **options).train(5)
+    saved = through.save()
+    through.train(3)
+    again, _ = _resumed(saved, hook, wrapper=wrapper, **options)
+    loaded = again.hook.stats()["so_far"]
+    again.train(3)
+    stats = again.hook.stats()
+    rewound = again.load(saved).hook.stats()["so_far"]
+    return {
+        "saved": saved["hook"]["counters"],
+        "loaded": loaded,
+        "rewound": rewound,
+        "through": through.hook.stats()["so_far"],
+        "again": stats["so_far"],
+        "own": {name: stats[name] for name in stats["so_far"]},
+    }
+
+
+@pytest.mark.parametrize(("hook", "wrapper"), [("powerSGD", None), ("powerSGD", "int8"), ("bf16", None)], ids=str)
+def test_what_was_counted_goes_on(run_ranks: Any, hook: str, wrapper: str | None) -> None:
+    for rank in run_ranks(_counted, hook, wrapper):
+        # With int8 a first pass has one bucket, with other padding than several.
+        sent = {each: rank[each].pop("bytes_sent") for each in ("again", "through")}
+        assert sent["again"] == pytest.approx(sent["through"], rel=0.01 if wrapper else 0)
+        assert rank["again"] == rank["through"] and rank["again"]["backward_passes"] == 8
+        assert rank["own"]["backward_passes"] == 3  # `stats()` itself counts from `attach`
+        known = {name: count for name, count in rank["loaded"].items() if count is not None}
+        assert known and known == {name: rank["saved"][name] for name in known}
+        assert rank["rewound"] == rank["loaded"]
+        assert rank["saved"]["bytes_sent"] > 0 and rank["saved"]["backward_passes"] == 5
+
+
+def _old_and_damaged() -> dict[str, Any]:
+    saved = Run.new(hook_options=OPTIONS).train(5).save()
+    without = {**saved, "hook": {key: value for key, value in saved["hook"].items() if key != "counters"}}
+    run, _ = _resumed(without, hook_options=OPTIONS)
+    errors = []
+    for counters in ([], {"bytes_sent": -1}, {"bytes_sent": True}, {3: 3}, {"bytes_sent": torch.tensor(1)}):
+        with pytest.raises(PayloadError) as caught:
+            run.hook.load_state_dict(saved["hook"] | {"counters": counters})
+        errors.append(str(caught.value))
+    return {"so_far": run.train(1).hook.stats()["so_far"], "errors": errors}
+
+
+def test_a_payload_without_counters_and_damaged_ones(run_ranks: Any) -> None:
+    for rank in run_ranks(_old_and_damaged):
+        assert rank["so_far"]["backward_passes"] == rank["so_far"]["compressed_steps"] == 1
+        assert all(text.startswith("damaged hook state: ") for text in rank["errors"])
+
+
+def _of_a_user() -> dict[str, Any]:
+    run = Run.new(hook=commhooks.allreduce_hook, hook_state=None).train(1)
+    return run.hook.stats()["so_far"]
+
+
+def test_unknown_counters_stay_unknown(run_ranks: Any) -> None:
+    assert run_ranks(_of_a_user)[0]["compressed_steps"] is None

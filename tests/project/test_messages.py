@@ -1,0 +1,63 @@
+"""Warnings say where they come from: all of them go through `commhooks.messages` or Lightning's `warn`."""
+
+from __future__ import annotations
+
+import ast
+import logging
+from pathlib import Path
+
+import pytest
+from repository import REPOSITORY
+
+from commhooks.messages import logger_of
+
+MODULES = sorted(
+    path
+    for package in ("commhooks", "lightning_commhooks", "accelerate_commhooks")
+    for path in (REPOSITORY / package).rglob("*.py")
+)
+HELPERS = {"commhooks/messages.py", "lightning_commhooks/messages.py"}
+
+
+def _warnings_without_prefix(source: str) -> list[int]:
+    """Lines that warn through a logger without the prefix, through Lightning or through `warnings`."""
+    tree = ast.parse(source)
+    prefixed = {
+        target.id
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Call)
+        for target in node.targets
+        if isinstance(target, ast.Name) and isinstance(node.value.func, ast.Name) and node.value.func.id == "logger_of"
+    }
+    lines = []
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.Call):
+            continue
+        called = node.func
+        if isinstance(called, ast.Name) and called.id == "rank_zero_warn":
+            lines.append(node.lineno)
+        elif isinstance(called, ast.Attribute) and called.attr in ("warning", "warn") and node.args:
+            as_torch = isinstance(node.args[0], ast.Constant) and str(node.args[0].value).startswith("NOTE: Process")
+            if not as_torch and not (isinstance(called.value, ast.Name) and called.value.id in prefixed):
+                lines.append(node.lineno)
+    return lines
+
+
+@pytest.mark.parametrize("path", MODULES, ids=lambda path: path.relative_to(REPOSITORY).as_posix())
+def test_every_warning_has_the_prefix(path: Path) -> None:
+    if path.relative_to(REPOSITORY).as_posix() not in HELPERS:
+        assert _warnings_without_prefix(path.read_text(encoding="utf-8")) == []
+
+
+def test_one_without_it_is_found() -> None:
+    assert _warnings_without_prefix("logger = logging.getLogger('x')\nlogger.warning('a')\n") == [2]
+    assert _warnings_without_prefix("logger = logger_of('x')\nlogger.warning('a')\nrank_zero_warn('b')\n") == [3]
+
+
+def test_the_prefix_and_the_place(caplog: pytest.LogCaptureFixture) -> None:
+    logger = logger_of("commhooks.test")
+    with caplog.at_level(logging.INFO):
+        logger.warning("%s of %d", "one", 2)
+        logger.info("as it is")
+    assert [record.getMessage() for record in caplog.records] == ["commhooks: one of 2", "as it is"]
+    assert {record.filename for record in caplog.records} == {"test_messages.py"}

@@ -1,0 +1,73 @@
+"""`CommHookKwargs(hook=None)` is DDP without a hook; so is `hook: null` in a file, whatever else the file says."""
+
+from __future__ import annotations
+
+import copy
+import os
+import pickle
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from accelerate import DistributedDataParallelKwargs
+from accelerate_yaml import section
+from accelerators import Training, Warnings, hook_files, launched
+from ddp_steps import log_lines
+from training import SEVERAL_BUCKETS_MB
+
+from accelerate_commhooks import CommHookKwargs
+from accelerate_commhooks.cli import main
+from accelerate_commhooks.handed_over import VARIABLE, HandedOver
+
+
+@launched
+def _trained(folder: str, variable: str) -> dict[str, Any]:
+    plain = Training(DistributedDataParallelKwargs(bucket_cap_mb=SEVERAL_BUCKETS_MB)).train(4)
+    with log_lines() as lines, Warnings() as warned:
+        run = Training(CommHookKwargs(hook=None, bucket_cap_mb=SEVERAL_BUCKETS_MB)).train(4).save(folder)
+        run.load(folder, 4)
+    with mock.patch.dict(os.environ, {VARIABLE: variable}):
+        from_outside = Training(CommHookKwargs()).train(4)
+    return {
+        "plain": plain.weights(),
+        "none": run.weights(),
+        "outside": from_outside.weights(),
+        "attached": (run.handler.attached, from_outside.handler.attached, run.handler.is_attached(run.model)),
+        "files": hook_files(folder),
+        "said": lines,
+        "warned": warned,
+    }
+
+
+def test_it_trains_and_saves_as_plain_ddp(run_ranks: Any, tmp_path: Path) -> None:
+    settings = {"hook": "none", "hook_options": {"matrix_approximation_rank": 2}, "bucket_cap_mb": SEVERAL_BUCKETS_MB}
+    given = HandedOver(settings, "my.yaml", tmp_path / "used")
+    given.used.mkdir()
+    ranks = run_ranks(_trained, str(tmp_path / "state"), given.to_environment())
+    for rank in ranks:
+        assert torch.equal(rank["none"], rank["plain"]) and torch.equal(rank["outside"], rank["plain"])
+        assert rank["attached"] == (None, None, False) and rank["files"] == [] and rank["warned"] == []
+    assert ranks[0]["said"] == ["commhooks: none: no hook, DDP averages the gradients itself"]
+    assert ranks[1]["said"] == []
+    assert given.noted("attached")  # or the launcher would say that the section was not used
+
+
+@pytest.mark.parametrize("written", ["null", "~", "off", "none", "None", '"off"'])
+def test_every_way_to_write_it(written: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "config.yaml"
+    file.write_text(section(f"hook: {written}\nhook_options: {{matrix_approximation_rank: 2}}\nwrapper: bf16"))
+    assert CommHookKwargs.from_config(file).off
+    assert main(["check", str(file)]) == 0
+    assert "none" in capsys.readouterr().out
+
+
+def test_left_out_is_not_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "hook.yaml"
+    file.write_text("hook: powerSGD")
+    monkeypatch.setenv(VARIABLE, str(file))
+    handler = CommHookKwargs(hook=None)
+    assert handler.off and not CommHookKwargs().off
+    for same in (copy.copy(handler), copy.deepcopy(handler), pickle.loads(pickle.dumps(handler))):
+        assert same == handler and same.off

@@ -1,0 +1,47 @@
+"""`CommHookDDP(hook=None)` is DDPStrategy: no hook, nothing in checkpoints, no error from callbacks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import lightning_fits
+import pytest
+import torch
+from lightning.pytorch.strategies import DDPStrategy
+from lightning_fits import SAVED_AT, fit, path_at
+from lightning_support import SEVERAL_BUCKETS_MB, assert_equal
+
+from lightning_commhooks import CommHookDDP, CommHookMonitor
+
+
+def _fits(root: str) -> dict[str, Any]:
+    without: dict[str, Any] = {"hook": None, "wrapper": "bf16"}
+    monitor = CommHookMonitor(every_n_steps=1, sample_cosine_every=1)
+    found = {
+        "plain": fit(root + "/plain", make=lambda: DDPStrategy(bucket_cap_mb=SEVERAL_BUCKETS_MB)),
+        "none": fit(root, save=True, callbacks=[monitor], **without),
+        "hooked": fit(root + "/hooked", save=True),
+    }
+    found["resumed"] = fit(root, ckpt_path=path_at(root, SAVED_AT), **without)
+    # From a checkpoint of a run with a hook, and the other way round.
+    found["off"] = fit(root, ckpt_path=path_at(root + "/hooked", SAVED_AT), **without)
+    found["on"] = fit(root, ckpt_path=path_at(root, SAVED_AT))
+    saved = torch.load(path_at(root, SAVED_AT), weights_only=True)
+    return {**found, "keys": set(saved)}
+
+
+def test_it_trains_saves_and_resumes_as_plain_ddp(run_ranks: Any, tmp_path: Path) -> None:
+    for rank in run_ranks(_fits, str(tmp_path), timeout_s=100):
+        assert rank["none"]["stats"] is None and "commhooks" not in rank["keys"]
+        assert_equal(rank["none"]["final"], rank["plain"]["final"])
+        assert_equal(rank["resumed"]["final"], rank["plain"]["final"])
+        assert not rank["none"]["warnings"] and not rank["resumed"]["warnings"]
+        assert rank["off"]["stats"] is None
+        assert rank["on"]["stats"]["hook"] == "powerSGD"
+    assert lightning_fits.STEPS_PER_EPOCH < SAVED_AT
+
+
+@pytest.mark.parametrize("hook", [None, "none", "off"])
+def test_every_way_to_say_it(hook: Any) -> None:
+    assert repr(CommHookDDP(hook)).startswith("CommHookDDP(hook='none')")

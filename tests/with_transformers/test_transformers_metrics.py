@@ -1,0 +1,53 @@
+"""What `report_to` gets of the hook: the metrics of the other front ends, beside the loss, and through a resume."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+
+pytest.importorskip("transformers", reason="transformers needs Python 3.11 or newer")
+
+from accelerators import launched  # noqa: E402
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator  # noqa: E402
+from transformers_runs import make_trainer, outcome  # noqa: E402
+
+
+@launched
+def _run(folder: Path, logs: Path, report_to: str, resume: str | None = None) -> dict[str, Any]:
+    with mock.patch.dict(os.environ, {"TENSORBOARD_LOGGING_DIR": str(logs)}):
+        trainer = make_trainer(folder, report_to=report_to, logging_steps=2)
+        trainer.train(resume_from_checkpoint=resume)
+    entries = [entry for entry in trainer.state.log_history if "loss" in entry]
+    return outcome(trainer) | {"logged": {entry["step"]: entry for entry in entries}}
+
+
+def test_report_to_gets_the_metrics_of_rank_0(run_ranks: Any, tmp_path: Path) -> None:
+    reported, quiet = (
+        run_ranks(_run, tmp_path / name, tmp_path / "logs" / name, name) for name in ("tensorboard", "none")
+    )
+    first, other = reported
+    assert not any("commhooks/" in key for entry in quiet[0]["logged"].values() for key in entry)
+    assert not any("commhooks/" in key for entry in other["logged"].values() for key in entry)
+    assert (first["weights"] == quiet[0]["weights"]).all()
+    assert [entry["commhooks/compressed_steps"] for entry in first["logged"].values()] == [0, 1, 3, 5]
+    for step, entry in first["logged"].items():
+        assert entry["commhooks/bytes_sent"] > 0 and entry["commhooks/gradient_norm"] > 0
+        assert (entry["commhooks/compression_rate"] > 1) == (step > 2)
+        assert ("commhooks/residual_over_gradient" in entry) == (step > 2)
+    assert first["logged"][8]["commhooks/bytes_sent"] == first["stats"]["bytes_sent"]
+    [events] = (tmp_path / "logs" / "tensorboard").glob("**/events*")
+    tags = EventAccumulator(str(events)).Reload().Tags()["scalars"]
+    assert {"train/loss", "train/commhooks/compression_rate", "train/commhooks/codec_ms"} <= set(tags)
+
+
+def test_what_is_counted_so_far_goes_on_after_a_resume(run_ranks: Any, tmp_path: Path) -> None:
+    through = run_ranks(_run, tmp_path, tmp_path / "logs", "tensorboard")[0]["logged"]
+    resumed = run_ranks(_run, tmp_path / "again", tmp_path / "more", "tensorboard", str(tmp_path / "checkpoint-4"))[0]
+    assert list(resumed["logged"]) == [2, 4, 6, 8]  # the first two from the checkpoint
+    for step in (6, 8):
+        for name in ("bytes_sent", "compressed_steps", "nonfinite_steps"):
+            assert resumed["logged"][step][f"commhooks/{name}"] == through[step][f"commhooks/{name}"], (step, name)

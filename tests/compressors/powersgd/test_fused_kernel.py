@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from compilers import needs_compiler
 from torch.nn.parallel import DistributedDataParallel
-from training import SEVERAL_BUCKETS_MB, make_model
+from training import SEVERAL_BUCKETS_MB, Run, make_model
 
 import commhooks
 from commhooks.compressors.native import library
@@ -155,3 +155,20 @@ def test_one_rank_without_a_compiler(run_ranks: Any, tmp_path: Path) -> None:
             assert text.endswith("Without fused=True, torch would compute instead")
         assert both[0] == "HookConfigError" and both[1].startswith("fused=True: the native kernel cannot be compiled")
         assert none == ("compressed steps", "1")
+
+
+def _float64(fused: bool | None) -> tuple[str, int, torch.Tensor]:
+    options = {"fused": fused, "start_powerSGD_iter": 1, "matrix_approximation_rank": 2}
+    run = Run.new(make_model(torch.float64), hook_options=options).train(4)
+    stats = run.hook.stats()
+    return stats["kernel"], stats["compressed_steps"], run.weights()
+
+
+@needs_compiler
+@pytest.mark.parametrize("fused", [True, None])
+def test_float64_parameters(run_ranks: Any, fused: bool | None) -> None:
+    for (kernel, steps, weights), (other, _, expected) in zip(
+        run_ranks(_float64, fused), run_ranks(_float64, False), strict=True
+    ):
+        assert (kernel, other, steps) == ("native", "torch", 3)
+        assert weights.dtype == torch.float64 and (weights - expected).norm() <= 1e-12 * expected.norm()

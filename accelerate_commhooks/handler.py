@@ -24,6 +24,7 @@ from accelerate_commhooks.yaml_config import (
     to_arguments,
 )
 from commhooks import AttachError, CommHook, HookConfigError, HookRunError
+from commhooks.errors import logger_of
 from commhooks.hook.for_plugins import (
     PREFIX,
     HookRequest,
@@ -33,7 +34,6 @@ from commhooks.hook.for_plugins import (
     closest,
     unknown_argument,
 )
-from commhooks.messages import logger_of
 
 logger = logger_of(__name__)
 

@@ -22,8 +22,8 @@ from accelerate import Accelerator
 from accelerate_commhooks.hooked_models import HookedModel
 from accelerate_commhooks.whole_files import WholeFiles
 from commhooks import CommHook, PayloadError
+from commhooks.errors import logger_of
 from commhooks.hook.for_plugins import payload_parts
-from commhooks.messages import logger_of
 
 logger = logger_of(__name__)
 

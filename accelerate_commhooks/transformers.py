@@ -28,8 +28,8 @@ from transformers.trainer_utils import IntervalStrategy, get_last_checkpoint
 from accelerate_commhooks.handler import STOCK_HOOK_FIELDS, CommHookKwargs
 from accelerate_commhooks.saving import saved_hooks
 from commhooks import AttachError, CommHook, HookConfigError
+from commhooks.errors import logger_of
 from commhooks.hook.for_plugins import Meter, misplaced_option
-from commhooks.messages import logger_of
 
 if TYPE_CHECKING:
     _Base = Trainer

@@ -1,8 +1,10 @@
-"""The errors that commhooks raises, and helpers for their texts. All derive from `CommHookError`, so that one `except`
-catches them."""
+"""The errors that commhooks raises, the loggers of its warnings, and helpers for their texts. All errors derive from
+`CommHookError`, so that one `except` catches them."""
 
 import difflib
+import logging
 from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
 
 
 class CommHookError(Exception):
@@ -46,3 +48,24 @@ def closest(name: str, candidates: Iterable[str]) -> str:
     if not matches and len(name) > 2:  # "rank" for "matrix_approximation_rank"
         matches = [candidate for candidate in by_lower if name.lower() in candidate][:1]
     return f" (did you mean {by_lower[matches[0]]!r}?)" if matches else ""
+
+
+WARNING_PREFIX = "commhooks: "
+
+if TYPE_CHECKING:
+    _Adapter = logging.LoggerAdapter[logging.Logger]
+else:
+    _Adapter = logging.LoggerAdapter
+
+
+class _Logger(_Adapter):
+    def warning(self, msg: object, *args: Any, **kwargs: Any) -> None:
+        super().warning(
+            f"{WARNING_PREFIX}{msg}", *args, **{"stacklevel": 2} | kwargs
+        )  # the caller's line, not this one
+
+
+def logger_of(module: str) -> _Logger:
+    """The logger of a module. Its warnings begin with "commhooks:", so that users see where they come from; its other
+    messages, such as those that torch's hooks log, remain as they are."""
+    return _Logger(logging.getLogger(module), None)

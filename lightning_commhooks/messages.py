@@ -2,9 +2,9 @@
 
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
-from commhooks.messages import PREFIX
+from commhooks.errors import WARNING_PREFIX
 
 
 def warn(text: str) -> None:
     """Warn on rank 0."""
-    rank_zero_warn(f"{PREFIX}{text}", stacklevel=5)  # 4 and this function
+    rank_zero_warn(f"{WARNING_PREFIX}{text}", stacklevel=5)  # 4 and this function

@@ -17,8 +17,7 @@ from commhooks.compressors.plan import UnitPlan
 from commhooks.compressors.state_field import StateField
 from commhooks.engine.session import Session
 from commhooks.engine.state import LearnedState
-from commhooks.errors import HookConfigError
-from commhooks.messages import logger_of
+from commhooks.errors import HookConfigError, logger_of
 
 logger = logger_of(__name__)
 

@@ -26,10 +26,9 @@ from commhooks.compressors.base import Compressor
 from commhooks.compressors.plan import UnitPlan
 from commhooks.compressors.state_field import StateField
 from commhooks.engine.state import LearnedState
-from commhooks.errors import PayloadError, shown
+from commhooks.errors import PayloadError, logger_of, shown
 from commhooks.gradients.layout import memory_order
 from commhooks.gradients.precision import compute_dtype
-from commhooks.messages import logger_of
 
 logger = logger_of(__name__)
 

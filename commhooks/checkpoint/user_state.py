@@ -10,8 +10,7 @@ from commhooks.checkpoint.checks import check_world_size, damaged
 from commhooks.checkpoint.learned_state import SaveRequest
 from commhooks.checkpoint.plain_types import plain_types_problem
 from commhooks.comm.counters import Counters
-from commhooks.errors import CommHookError, PayloadError, shown
-from commhooks.messages import logger_of
+from commhooks.errors import CommHookError, PayloadError, logger_of, shown
 
 logger = logger_of(__name__)
 

@@ -12,8 +12,7 @@ import torch.distributed as dist
 
 from commhooks.comm.counters import Counters
 from commhooks.comm.messages import Messages, MessageWork
-from commhooks.errors import HookRunError
-from commhooks.messages import logger_of
+from commhooks.errors import HookRunError, logger_of
 
 logger = logger_of(__name__)
 

@@ -19,10 +19,9 @@ from commhooks.ddp_comm_hooks.old_pickles import converted
 from commhooks.engine.session import Binding, Session
 from commhooks.engine.session_state import SessionState
 from commhooks.engine.state import LearnedState
-from commhooks.errors import AttachError, HookConfigError, HookRunError
+from commhooks.errors import AttachError, HookConfigError, HookRunError, logger_of
 from commhooks.gradients.ddp import bucket_of
 from commhooks.gradients.names import PositionalNames
-from commhooks.messages import logger_of
 
 __all__ = ["PowerSGDState", "batched_powerSGD_hook", "powerSGD_hook"]
 

@@ -10,11 +10,10 @@ from commhooks.compressors.plan import ParameterInfo, UnitPlan
 from commhooks.compressors.state_field import StateField
 from commhooks.engine.arrangement import FLAT, Flat
 from commhooks.engine.state import LearnedState
-from commhooks.errors import HookRunError
+from commhooks.errors import HookRunError, logger_of
 from commhooks.gradients.bucket import Bucket
 from commhooks.gradients.layout import BucketLayout, read_layout
 from commhooks.gradients.names import ParameterNames
-from commhooks.messages import logger_of
 
 logger = logger_of(__name__)
 

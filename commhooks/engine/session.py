@@ -29,12 +29,12 @@ from commhooks.engine.outcomes import Outcomes
 from commhooks.engine.state import LearnedState
 from commhooks.engine.statistics_log import StatisticsLog
 from commhooks.engine.streams import CommitMark, computing_on, keep_for_current_stream, wait_for_codec
+from commhooks.errors import logger_of
 from commhooks.gradients import precision
 from commhooks.gradients.after_backward import run_after_backward
 from commhooks.gradients.bucket import Bucket
 from commhooks.gradients.loss_scale import LossScale, chosen, is_one, read_scale, usable
 from commhooks.gradients.names import ParameterNames
-from commhooks.messages import logger_of
 
 logger = logger_of(__name__)
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
-from commhooks.messages import logger_of
+from commhooks.errors import logger_of
 
 logger = logger_of(__name__)
 

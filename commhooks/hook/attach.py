@@ -22,7 +22,7 @@ from commhooks.engine.hierarchy import Hierarchy
 from commhooks.engine.session import Binding, Session
 from commhooks.engine.session_state import SessionState
 from commhooks.engine.state import LearnedState
-from commhooks.errors import AttachError, HookConfigError
+from commhooks.errors import AttachError, HookConfigError, logger_of
 from commhooks.gradients.exclude import warn_if_unmatched
 from commhooks.gradients.source import GradientSource
 from commhooks.hook.announce import announce
@@ -36,7 +36,6 @@ from commhooks.hook.runner import Runner
 from commhooks.hook.sources import source_of
 from commhooks.hook.stateless_hook import StatelessHook
 from commhooks.hook.user_hook import UserHook
-from commhooks.messages import logger_of
 
 logger = logger_of(__name__)
 

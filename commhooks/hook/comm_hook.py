@@ -12,7 +12,7 @@ from commhooks.checkpoint.learned_state import SaveRequest
 from commhooks.comm.clocks import has_clock
 from commhooks.comm.collective import agreement_key
 from commhooks.comm.shards import speaks
-from commhooks.errors import HookConfigError, PayloadError, shown
+from commhooks.errors import HookConfigError, PayloadError, logger_of, shown
 from commhooks.gradients.after_backward import in_backward, run_after_backward
 from commhooks.gradients.bucket import Bucket
 from commhooks.gradients.ddp import bucket_of
@@ -24,7 +24,6 @@ from commhooks.hook.plan import ModelPlan
 from commhooks.hook.replica_check import ReplicaCheck
 from commhooks.hook.request import HookRequest
 from commhooks.hook.runner import Future, Runner
-from commhooks.messages import logger_of
 
 logger = logger_of(__name__)
 

@@ -1,4 +1,4 @@
-"""Warnings say where they come from: all of them go through `commhooks.messages` or Lightning's `warn`."""
+"""Warnings say where they come from: all of them go through `commhooks.errors.logger_of` or Lightning's `warn`."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from pathlib import Path
 import pytest
 from repository import REPOSITORY
 
-from commhooks.messages import logger_of
+from commhooks.errors import logger_of
 
 MODULES = sorted(
     path
     for package in ("commhooks", "lightning_commhooks", "accelerate_commhooks")
     for path in (REPOSITORY / package).rglob("*.py")
 )
-HELPERS = {"commhooks/messages.py", "lightning_commhooks/messages.py"}
+HELPERS = {"commhooks/errors.py", "lightning_commhooks/messages.py"}
 
 
 def _warnings_without_prefix(source: str) -> list[int]:

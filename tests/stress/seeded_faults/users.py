@@ -82,8 +82,8 @@ MUTANTS = [
     ),
     Mutant(
         "warnings of nobody",
-        "commhooks/messages.py",
-        'super().warning(f"{PREFIX}{msg}"',
+        "commhooks/errors.py",
+        'super().warning(f"{WARNING_PREFIX}{msg}"',
         'super().warning(f"{msg}"',
         "project/test_messages.py::test_the_prefix_and_the_place",
     ),

@@ -31,6 +31,7 @@ from commhooks.hook.for_plugins import (
     canonical_name,
     checked_types,
     closest,
+    converted,
     import_path,
     means_no_hook,
 )
@@ -216,12 +217,11 @@ def _check_keys(
 
 def _typed(source: str, section: str, config: type, values: dict[str, Any]) -> dict[str, Any]:
     """`values` with the types of the dataclass `config`."""
-    from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
     values = checked_types(config, values, f"{source}: {section}." if section else f"{source}: ")
     try:
-        made = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(config), values))
+        made = converted(config, values)
     except OmegaConfBaseException as error:
         raise HookConfigError(f"{source}: {_full(section, error.full_key or '')}: {_first_line(error)}") from error
     except HookConfigError as error:  # a value of the right type that is invalid

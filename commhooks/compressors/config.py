@@ -17,12 +17,15 @@ DEFAULT_START_STEP = 1000
 LARGEST_STEP = 2**62
 """The largest step number that a checkpoint can hold."""
 ConfigT = TypeVar("ConfigT", bound="HookConfig")
+NUMBER_OR_NUMBERS = int | dict[str, int]
+"""The type of an option that is a number, or numbers by globs on parameter names."""
 _YAML_BOOLS = ("true", "false", "yes", "no", "on", "off", "y", "n")
 
 
 @dataclass(frozen=True, kw_only=True)
 class HookConfig:
-    """Base of the config classes. Fields are bool, int, float, str, a list of str, or a union of these with None.
+    """Base of the config classes. Fields are bool, int, float, str, a list of str, or a union of these with None; or an
+    int or a dict of str to int, which are numbers by globs on parameter names.
 
     A field `exclude: list[str]` holds globs on parameter names: what matches is never offered to the compressor.
     """
@@ -66,9 +69,11 @@ class HookConfig:
                     object.__setattr__(self, each.name, float(value))
                 except OverflowError:
                     raise HookConfigError(f"{type(self).__name__}: {each.name} is too large a number") from None
+            # Copy: the caller may change its list or dict later.
             if hint == list[str]:
-                # Copy: the caller may change its list later.
                 object.__setattr__(self, each.name, list(value))
+            elif isinstance(value, Mapping):
+                object.__setattr__(self, each.name, dict(value))
         if self.start_option is not None:
             self._check_start(self.start_option)
 
@@ -77,6 +82,16 @@ class HookConfig:
         """Globs on parameter names; matching parameters are never compressed."""
         patterns: Sequence[str] = getattr(self, "exclude", ())
         return patterns
+
+    @property
+    def option_globs(self) -> Sequence[str]:
+        """Globs on parameter names by which an option has a value of its own; see `ParameterInfo.glob`."""
+        return ()
+
+    @property
+    def glob_option(self) -> str:
+        """The name of the option with `option_globs`, for messages."""
+        return ""
 
     @property
     def configured_start(self) -> int | float | None:
@@ -149,12 +164,11 @@ def from_options(config: type[HookConfig], options: Mapping[str, Any]) -> HookCo
     for name in options:
         if name not in fields:
             raise HookConfigError(no_such_option(f"hook {config.hook_name!r}", str(name), fields))
-    from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
     values = checked_types(config, options, f"hook {config.hook_name!r}: option ")
     try:
-        made = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(config), values))
+        made = converted(config, values)
     except OmegaConfBaseException as error:
         reason = str(error).splitlines()[0]
         raise HookConfigError(f"hook {config.hook_name!r}: option {error.full_key}: {reason}") from None
@@ -167,6 +181,33 @@ def no_such_option(whose: str, name: str, known: Sequence[str]) -> str:
     if not known:
         return f"{whose} has no options, got {name!r}"
     return f"{whose} has no option {name!r}{closest(name, known)}; its options are {', '.join(known)}"
+
+
+def converted(config: type, values: dict[str, Any]) -> Any:
+    """An object of the dataclass `config` from `checked_types`, which OmegaConf converts and completes.
+
+    Raises:
+        OmegaConfBaseException: a value of the wrong type.
+        HookConfigError: one that is out of range.
+    """
+    from omegaconf import OmegaConf
+
+    by_glob = [name for name, hint in typing.get_type_hints(config).items() if hint == NUMBER_OR_NUMBERS]
+    if not by_glob:
+        return OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(config), values))
+    # OmegaConf knows no union of an int and a dict: it gets the one of them that the value is.
+    fields: list[Any] = []
+    for each in dataclasses.fields(config):
+        name, hint = each.name, typing.get_type_hints(config)[each.name]
+        own = {} if each.default is dataclasses.MISSING else {"default": each.default}
+        own |= {} if each.default_factory is dataclasses.MISSING else {"default_factory": each.default_factory}
+        if name in by_glob:
+            hint = dict[str, int] if isinstance(values.get(name), Mapping) else int
+            own = {"default_factory": dict} if hint is not int else own
+        fields.append((name, hint, dataclasses.field(**own)))
+    plain = dataclasses.make_dataclass(config.__name__, fields)
+    merged = OmegaConf.merge(OmegaConf.structured(plain), values)
+    return config(**vars(OmegaConf.to_object(merged)))
 
 
 def checked_types(config: type, options: Mapping[str, Any], where: str) -> dict[str, Any]:
@@ -187,6 +228,14 @@ def checked_types(config: type, options: Mapping[str, Any], where: str) -> dict[
                     f"{where}{name}: Value {shown(value)} is not a list of text; write it as ['*embed*', 'head.weight']"
                 )
             values[name] = list(value)
+            continue
+        if isinstance(value, Mapping) and hint == NUMBER_OR_NUMBERS:
+            if not all(isinstance(key, str) and not isinstance(each, bool) for key, each in value.items()):
+                raise HookConfigError(
+                    f"{where}{name}: Value {shown(value)} is neither a number nor numbers by globs on names; write it "
+                    "as 4, or as {'*attention*': 8, '*': 2}"
+                )
+            values[name] = dict(value)
             continue
         if isinstance(value, str):
             values[name] = _number(value) if float in typing.get_args(hint) else value
@@ -228,6 +277,8 @@ def _fits(value: object, hint: Any) -> bool:
         return value is None
     if hint == list[str]:
         return _is_list_of_text(value)
+    if hint == dict[str, int]:
+        return isinstance(value, Mapping) and all(_fits(k, str) and _fits(v, int) for k, v in value.items())
     if hint is bool or isinstance(value, bool):
         return hint is bool and isinstance(value, bool)
     if hint is float:
@@ -240,6 +291,8 @@ def _describe(hint: Any) -> str:
         return " or ".join(_describe(option) for option in typing.get_args(hint))
     if hint == list[str]:
         return "a list of text"
+    if hint == dict[str, int]:
+        return "numbers by globs on names, as in {'*attention*': 8, '*': 2}"
     return "None" if hint is type(None) else hint.__name__
 
 

@@ -46,7 +46,7 @@ class PowerSGDState(SessionState):
     def __init__(
         self,
         process_group: dist.ProcessGroup | None,
-        matrix_approximation_rank: int = 1,
+        matrix_approximation_rank: int | dict[str, int] = 1,
         start_powerSGD_iter: int = 1_000,
         min_compression_rate: float = 2,
         use_error_feedback: bool = True,
@@ -119,7 +119,7 @@ class PowerSGDState(SessionState):
         return self.session.state.step
 
     @property
-    def matrix_approximation_rank(self) -> int:
+    def matrix_approximation_rank(self) -> int | dict[str, int]:
         return self._options.matrix_approximation_rank
 
     @property

@@ -78,10 +78,9 @@ class KnownBuckets:
             self._forget_dead(bucket)
             names = self._names.of_bucket(list(bucket.parameters), first)
             layout = read_layout(bucket.flat, bucket.parameters, names)
-            globs = self.compressor.config.excluded_globs
+            config = self.compressor.config
             infos = [
-                ParameterInfo(slot.name, slot.parameter, layout.sparse, self._names.excluded_by(slot.name, globs))
-                for slot in layout.slots
+                ParameterInfo.of(slot.name, slot.parameter, self._names, config, layout.sparse) for slot in layout.slots
             ]
             known = KnownBucket(layout, self.compressor.plan(infos), None)
             self._fit_state(known, infos)

@@ -26,8 +26,8 @@ class ParameterNames(Protocol):
     def known(self) -> dict[str, torch.Tensor]:
         """Name -> parameter, for all parameters known so far."""
 
-    def excluded_by(self, name: str, patterns: Sequence[str]) -> str | None:
-        """The first of `patterns` (globs) that matches the parameter, else None."""
+    def first_match(self, name: str, patterns: Sequence[str], option: str) -> str | None:
+        """The first of `patterns`, the globs of that option, that matches the parameter, else None."""
 
 
 class ModelNames:
@@ -60,7 +60,7 @@ class ModelNames:
         """All names of a parameter, for tied parameters."""
         return self._all_names[name]
 
-    def excluded_by(self, name: str, patterns: Sequence[str]) -> str | None:
+    def first_match(self, name: str, patterns: Sequence[str], option: str) -> str | None:
         return matching(self._all_names[name], patterns)
 
 
@@ -86,10 +86,10 @@ class PositionalNames:
     def known(self) -> dict[str, torch.Tensor]:
         return {name: parameter for parameter, name in self._parameters.values()}
 
-    def excluded_by(self, name: str, patterns: Sequence[str]) -> str | None:
+    def first_match(self, name: str, patterns: Sequence[str], option: str) -> str | None:
         if patterns:
             raise HookRunError(
-                f"exclude={list(patterns)} needs the names of parameters, which a bare register_comm_hook does not "
-                "know: use commhooks.attach(ddp_model, commhooks.PowerSGD(exclude=...))"
+                f"{option}={list(patterns)} needs the names of parameters, which a bare register_comm_hook does not "
+                f"know: use commhooks.attach(ddp_model, commhooks.PowerSGD({option}=...))"
             )
         return None

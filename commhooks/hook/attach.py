@@ -187,6 +187,7 @@ def attach_request(
             logger.warning("%s", problem)
         if request.config is not None:
             warn_if_unmatched(request.config.excluded_globs, module)
+            warn_if_unmatched(request.config.option_globs, module, request.config.glob_option)
     return attached
 
 

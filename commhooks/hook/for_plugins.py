@@ -1,7 +1,7 @@
 """Internal names that the Lightning and Accelerate plugins use. Change them together with the plugins."""
 
 from commhooks.checkpoint import parts as payload_parts
-from commhooks.compressors.config import HookConfig, checked_types
+from commhooks.compressors.config import HookConfig, checked_types, converted
 from commhooks.compressors.dotted_path import import_path
 from commhooks.compressors.registry import COMPRESSORS, OFF, canonical_name, means_no_hook
 from commhooks.errors import closest
@@ -25,6 +25,7 @@ __all__ = [
     "check_total_steps",
     "checked_types",
     "closest",
+    "converted",
     "import_path",
     "means_no_hook",
     "misplaced_option",

@@ -103,7 +103,7 @@ class LearningHook(Runner):
         compressor = self._session.compressor
         if not self._session.state.local:
             return {}
-        infos = list(parameter_infos(names, compressor.config.excluded_globs, self._sparse).values())
+        infos = list(parameter_infos(names, compressor.config, self._sparse).values())
         if not compressor.per_bucket:
             infos = [info for info, plan in zip(infos, compressor.plan(infos), strict=True) if plan.compressed]
         return {each.name: precision.compute_dtype(each.parameter.dtype) for each in infos if not each.sparse}
@@ -146,5 +146,5 @@ class LearningHook(Runner):
         session = self._session
         if session.compressor.per_bucket:
             return []
-        infos = parameter_infos(session.binding.names, session.compressor.config.excluded_globs, self._sparse)
+        infos = parameter_infos(session.binding.names, session.compressor.config, self._sparse)
         return session.compressor.plan(list(infos.values()))

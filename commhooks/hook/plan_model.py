@@ -6,6 +6,7 @@ from typing import Any
 import torch
 
 from commhooks.compressors.base import Compressor
+from commhooks.compressors.config import HookConfig
 from commhooks.compressors.plan import ParameterInfo, UnitPlan, real_itemsize
 from commhooks.errors import HookConfigError
 from commhooks.gradients.bucket_estimate import ESTIMATE, Reduced, estimate_buckets
@@ -17,11 +18,11 @@ BucketNames = Sequence[Sequence[str]]
 
 
 def parameter_infos(
-    names: ParameterNames, globs: Sequence[str], sparse: Collection[int] = ()
+    names: ParameterNames, config: HookConfig, sparse: Collection[int] = ()
 ) -> dict[str, ParameterInfo]:
     """The `ParameterInfo` of each parameter, by name. `sparse`: ids of those whose gradients are sparse."""
     return {
-        name: ParameterInfo(name, parameter, id(parameter) in sparse, names.excluded_by(name, globs))
+        name: ParameterInfo.of(name, parameter, names, config, id(parameter) in sparse)
         for name, parameter in names.known().items()
     }
 
@@ -75,7 +76,7 @@ def plan_model(
         raise HookConfigError("without a hook there is nothing to plan; hook 'allreduce' shows the plain average")
     if compressor is None:
         raise HookConfigError(f"hook {request.name!r} is not one of ours: only its own code knows what it sends")
-    infos = parameter_infos(ModelNames(parameters.items(), all_names or {}), compressor.config.excluded_globs, sparse)
+    infos = parameter_infos(ModelNames(parameters.items(), all_names or {}), compressor.config, sparse)
     reduced = [
         Reduced(name, info.numel * real_itemsize(p.dtype), p.dtype, p.device, info.sparse)
         for name, info in infos.items()

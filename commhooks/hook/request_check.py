@@ -27,7 +27,8 @@ def describe_request(request: HookRequest, options: Mapping[str, Any], loss_scal
     plain = (bool, int, float, str, type(None))
 
     def is_plain(v: object) -> bool:
-        return isinstance(v, plain) or (type(v) is list and all(isinstance(item, plain) for item in v))
+        items = [*v, *v.values()] if type(v) is dict else v
+        return isinstance(v, plain) or (type(items) is list and all(isinstance(item, plain) for item in items))
 
     shown = [f"{k}={v!r}" if is_plain(v) else f"{k}=<{type(v).__qualname__}>" for k, v in options.items()]
     shown += [f"wrapper={request.wrapper!r}", f"save_residual={request.form!r}"]

@@ -62,7 +62,7 @@ class StatelessHook(Runner):
         return dataclasses.asdict(compressor.config)
 
     def plan(self) -> ModelPlan:
-        infos = parameter_infos(self._names, (), self._sparse)
+        infos = parameter_infos(self._names, self._compressor.config, self._sparse)
         return whole_plan(self._name, self._compressor, self._compressor.plan(list(infos.values())))
 
     def remarks(self, *, checked: bool) -> list[str]:

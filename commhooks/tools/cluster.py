@@ -82,8 +82,8 @@ def predict(plan: ModelPlan, compressor: Compressor[Any], buckets: int, cluster:
         plan: of the model, with this compressor.
         buckets: into how many buckets DDP divides the model.
     """
-    rank = getattr(compressor.config, "matrix_approximation_rank", None)
-    hook = compressor.name if rank is None else f"{compressor.name}, rank {rank}"
+    ranks = getattr(compressor.config, "rank_words", None)
+    hook = compressor.name if ranks is None else f"{compressor.name}, {ranks}"
     hook += f", {compressor.wire}" if compressor.wire and compressor.Config.own_wire is None else ""
     counted = plan.bytes_after + plan.flag_bytes
     leaving, seconds = _outside(counted, compressor.collectives, buckets, cluster, cluster.ranks_per_node)

@@ -95,8 +95,12 @@ def make_plan(arguments: argparse.Namespace) -> tuple[ModelPlan, str, CodecTime]
         request = HookRequest.parse(arguments.hook, hook_options=options, wrapper=arguments.wrapper)
     model = named_model(arguments.model)
     plan, compressor = _planned(model, request, arguments.bucket_cap_mb, arguments.total_steps)
-    unmatched = unmatched_sentence(compressor.config.excluded_globs, model.every_name)
-    note = " ".join(part for part in (model.note, f"{unmatched}." if unmatched else "") if part)
+    config = compressor.config
+    unmatched = [
+        unmatched_sentence(config.excluded_globs, model.every_name),
+        unmatched_sentence(config.option_globs, model.every_name, config.glob_option),
+    ]
+    note = " ".join([*([model.note] if model.note else []), *(f"{each}." for each in unmatched if each)])
     if arguments.codec_ms is not None:
         return plan, note, CodecTime(arguments.codec_ms / 1e3, "", 0, 1.0)
     device = torch.device(arguments.device or ("cuda" if torch.cuda.is_available() else "cpu"))

@@ -105,7 +105,12 @@ numbers = st.one_of(
 )
 values = st.one_of(numbers, st.booleans(), st.none(), st.lists(st.integers(), max_size=2), st.just({"a": 1}))
 likely = {
-    "matrix_approximation_rank": st.integers(1, 64),
+    "matrix_approximation_rank": st.one_of(
+        st.integers(1, 64),
+        st.dictionaries(st.sampled_from(["*embed*", "head.?", "[ab]*", "*"]), st.integers(1, 9), min_size=1).map(
+            lambda by_glob: dict(sorted(by_glob.items()))  # as PyYAML writes them
+        ),
+    ),
     "start_powerSGD_iter": st.one_of(st.none(), st.integers(0, 10**6), st.floats(0.001, 0.999)),
     "min_compression_rate": st.floats(0.5, 100),
     "use_error_feedback": st.booleans(),
@@ -216,6 +221,8 @@ CLI_CASES: list[Options] = [
     {"fused": 4},
     {"exclude": ["*embed*", "head.?.weight"]},
     {"exclude": "*embed*"},
+    {"matrix_approximation_rank": {"*embed*": 8, "layers.0.*": 2}},
+    {"matrix_approximation_rank": {"*": 0}},
 ]
 
 

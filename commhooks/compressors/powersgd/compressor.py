@@ -87,11 +87,11 @@ class _LowRank(Compressor[AnyPowerSGD]):
 
     @property
     def words(self) -> str:
-        return f"rank {self.config.matrix_approximation_rank}, from step {self.start_step}"
+        return f"{self.config.rank_words}, from step {self.start_step}"
 
     @property
     def phrase(self) -> str:
-        return f"{self.title} at rank {self.config.matrix_approximation_rank}"
+        return f"{self.title} at {self.config.rank_words}"
 
     def _fields(self, q: StateField) -> tuple[StateField, ...]:
         """Q, P with `alternate`, and the residual with error feedback."""
@@ -218,7 +218,9 @@ class BatchedPowerSGDCompressor(_LowRank[BatchedPowerSGD]):
         return self._fields(fields.BUCKET_Q)
 
     def plan(self, parameters: Sequence[ParameterInfo]) -> list[UnitPlan]:
-        made = plan_bucket(parameters, self.config.matrix_approximation_rank)
+        rank = self.config.rank_for(None)
+        assert rank is not None  # the config takes no globs
+        made = plan_bucket(parameters, rank)
         return [made if self.code is None else quantised_plan(made, self.code, as_it_is=False)]
 
     @classmethod

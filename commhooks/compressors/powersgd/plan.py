@@ -57,8 +57,11 @@ def plan_parameter(info: ParameterInfo, options: PowerSGD) -> MatrixPlan:
     parameter = info.parameter
     if parameter.dim() < 2:
         return _left_alone(info, "scalar" if parameter.dim() == 0 else "vector")
+    wanted = options.rank_for(info.glob)
+    if wanted is None:
+        return _left_alone(info, "no pattern of matrix_approximation_rank matches")
     n, m = matrix_shape(parameter)
-    rank = min(n, m, options.matrix_approximation_rank)
+    rank = min(n, m, wanted)
     sent, min_rate = (n + m) * rank, options.min_compression_rate
     if sent >= parameter.numel() or sent * min_rate >= parameter.numel():
         reason = f"saves only {parameter.numel() / sent:.2g}x (min_compression_rate={min_rate:g})"

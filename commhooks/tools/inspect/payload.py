@@ -217,6 +217,8 @@ def _plain_value(value: Any) -> Any:
     """An option value as a JSON type; as text if JSON has no such type."""
     if type(value) is list and all(type(item) is str for item in value):
         return value
+    if type(value) is dict and all(type(key) is str and type(item) is int for key, item in value.items()):
+        return value
     finite = type(value) is float and math.isfinite(value)
     small = type(value) is int and abs(value) <= 2**62
     return value if value is None or type(value) in (str, bool) or finite or small else shown(value)

@@ -55,14 +55,14 @@ MUTANTS = [
     Mutant(
         "exclude: what is excluded is compressed all the same",
         "commhooks/engine/known_buckets.py",
-        "self._names.excluded_by(slot.name, globs)",
-        "None",
+        "ParameterInfo.of(slot.name, slot.parameter, self._names, config, layout.sparse)",
+        "ParameterInfo(slot.name, slot.parameter, layout.sparse)",
         "gradients/test_exclude.py::test_what_is_excluded_is_averaged_exactly",
     ),
     Mutant(
         "exclude: the ranks do not compare it",
         "commhooks/hook/request_check.py",
-        "isinstance(v, plain) or (type(v) is list and all(isinstance(item, plain) for item in v))",
+        "isinstance(v, plain) or (type(items) is list and all(isinstance(item, plain) for item in items))",
         "isinstance(v, plain)",
         "gradients/test_exclude.py::test_ranks_must_exclude_the_same_and_rank_0_warns",
     ),

@@ -3,7 +3,8 @@
 `noop`, `ddp` (no hook), `allreduce`, `fp16`, `bf16`, `powersgd-4` and `batched-4` (commhooks, rank 4), `fused-4`,
 `alternate-4`, `fused-alternate-4` and `same-4` (commhooks with these options), `torch-4` (torch's powerSGD_hook) and
 `torch-same-4`; "same" is batch_tensors_with_same_shape. `int8`, `int4`, `fused-int8` and `fused-int4` are the quantised
-hooks. Only those with "fused" use the native kernel. `+int8` or `+int4` after PowerSGD is the wrapper. The suffix
+hooks. `auto` and `auto-close` choose one of them (quality "same" and "close"). Only those with "fused", and what these
+choose, use the native kernel. `+int8` or `+int4` after PowerSGD is the wrapper. The suffix
 `:one` selects a single bucket: one all-reduce for all P, and one for all Q. For benchmarks with several ranks per node:
 `:nodes` compresses between nodes only, `:fsdp2` shards the model inside the node (`fully_shard`), and `hsdp` and
 `hsdp-bf16` are `fully_shard` on both dimensions without a hook, with gradients reduced in float32 or bfloat16.
@@ -24,8 +25,8 @@ import commhooks
 ONE_BUCKET_MB = 10_000
 LABELS = (
     "noop, ddp, allreduce, fp16, bf16, powersgd-RANK, fused-RANK, alternate-RANK, fused-alternate-RANK, same-RANK, "
-    "batched-RANK, int8, int4, fused-int8, fused-int4, torch-RANK, torch-same-RANK; with +int8 or +int4, :one, :nodes, "
-    ":fsdp2; hsdp, hsdp-bf16"
+    "batched-RANK, auto, auto-close, int8, int4, fused-int8, fused-int4, torch-RANK, torch-same-RANK; with +int8 or "
+    "+int4, :one, :nodes, :fsdp2; hsdp, hsdp-bf16"
 )
 SIMPLE = {
     "noop": commhooks.Noop,
@@ -34,6 +35,8 @@ SIMPLE = {
     "bf16": commhooks.BF16Compress,
 }
 QUANTISED = {"int8": commhooks.Int8Compress, "int4": commhooks.Int4Compress}
+CHOOSING = {"auto": "same", "auto-close": "close"}
+"""Hooks that decide after some steps, by their quality."""
 OPTIONS = {
     "powersgd": (),
     "fused": ("fused",),
@@ -81,7 +84,9 @@ def wrap(
         wrapped.register_comm_hook(state, torch_hooks.powerSGD_hook)
         return wrapped, None
     config: Any = SIMPLE[label]() if label in SIMPLE else label
-    if label.removeprefix("fused-") in QUANTISED:
+    if label in CHOOSING:
+        config = commhooks.Auto(quality=CHOOSING[label], check_again_every=None)
+    elif label.removeprefix("fused-") in QUANTISED:
         config = QUANTISED[label.removeprefix("fused-")](start_iter=start, fused=label.startswith("fused-"))
     elif kind in OPTIONS:
         options = {"fused": False} | dict.fromkeys(OPTIONS[kind], True)

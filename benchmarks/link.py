@@ -17,6 +17,9 @@ of the slowest rank.
   codec          the hook's own time in a step, without waiting: the mean over the ranks
   state          residuals and factors of the rank that has most of them
 
+Hooks that choose (auto, auto-close) begin anew at each rate and amount of computation, with a new model, and decide
+before they are measured, after a dozen of plain steps. The column "chosen" says what they do.
+
 Hooks have DDP's usual buckets (25 MB), torch's PowerSGD (torch-RANK) has one: with more it hangs on gloo. A hook that
 has used --seconds at one rate takes no further part there: plain DDP needs 94 s for a step of the transformer at
 10mbit.
@@ -47,7 +50,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from common import Row, number, parse, parser, report, spread, steady, summary
-from hooks import LABELS, wrap
+from hooks import CHOOSING, LABELS, wrap
 from machine import machine
 from models import forward_loss, make, numel
 
@@ -59,6 +62,7 @@ SIZES = {
     "tiny_transformer": {"light": 64, "heavy": 128},
 }
 START, WARM_UP, PORT = 2, 4, 29500
+DECIDED_WITHIN = 60
 SUBNET = "198.18.0"  # from the block for benchmarks (RFC 2544); used only inside the namespaces
 
 
@@ -175,13 +179,14 @@ def worker(rank: int, world_size: int, ranks_per_node: int, interface: str, mode
         world_size=world_size,
         timeout=datetime.timedelta(minutes=30),
     )
-    models = {}
-    for label in hooks:
-        model, task = make(model_name)
-        models[label] = (
-            wrap(model, label, start=START, ranks_per_node=ranks_per_node),
-            torch.optim.SGD(model.parameters(), lr=1e-3),
-        )
+    task = make(model_name)[1]
+
+    def new(label: str) -> Any:
+        model, _ = make(model_name)
+        wrapped = wrap(model, label, start=START, ranks_per_node=ranks_per_node)
+        return wrapped, torch.optim.SGD(model.parameters(), lr=1e-3)
+
+    models = {label: new(label) for label in hooks}
 
     def step(label: str, batch: Any) -> tuple[float, int]:
         """(seconds on the slower rank, bytes sent by this rank) of one step."""
@@ -196,9 +201,10 @@ def worker(rank: int, world_size: int, ranks_per_node: int, interface: str, mode
         # Read the counter after that message: until then data of the hook may be in the queue of the link.
         return passed.item(), int(sent_bytes.read_text()) - before
 
-    def job(size: int, steps: int, seconds: float) -> dict[str, Any]:
+    def job(size: int, steps: int, seconds: float, warms_up: bool = False) -> dict[str, Any]:
         torch.manual_seed(rank)
         batch = task.batch(size)
+        decided = {label: decide(label, batch) for label in hooks if label in CHOOSING and not warms_up}
         before = {label: codec_s(label) for label in hooks}
         found: dict[str, list[tuple[float, int]]] = {label: [] for label in hooks}
         for turn in range(steps):
@@ -217,8 +223,23 @@ def worker(rank: int, world_size: int, ranks_per_node: int, interface: str, mode
                 "samples": list(zip(*found[label], strict=True)),
                 "codec_s": total[0, place].item() / world_size,
                 "state_bytes": largest[1, place].item(),
+                **decided.get(label, {}),
             }
             for place, label in enumerate(hooks)
+        }
+
+    def decide(label: str, batch: Any) -> Row:
+        """Let the hook begin anew and decide; equal on all ranks."""
+        models[label] = new(label)
+        hook, spent_s, steps = models[label][0][1], 0.0, 0
+        while steps < DECIDED_WITHIN and (notes := hook.state_dict("drop")["notes"])["phase"] != "resting":
+            spent_s += step(label, batch)[0]
+            steps += 1
+        return {
+            "chosen": hook.stats()["chosen"],
+            "decided_after": notes["since"],
+            "deciding_s": spent_s,
+            "why": notes["why"],
         }
 
     def codec_s(label: str) -> float:
@@ -229,7 +250,7 @@ def worker(rank: int, world_size: int, ranks_per_node: int, interface: str, mode
         hook = models[label][0][1]
         return 0 if hook is None or ":fsdp2" in label else size_of(hook.state_dict("per_rank"))
 
-    answer = job(SIZES[model_name]["light"], WARM_UP, float("inf"))
+    answer = job(SIZES[model_name]["light"], WARM_UP, float("inf"), warms_up=True)
     while True:
         if rank == 0:
             compressed = {label: hook.stats()["compressed_steps"] for label, ((_, hook), _) in models.items() if hook}
@@ -310,6 +331,7 @@ def rows_of(answer: Row, hooks: list[str], **common: Any) -> list[Row]:
         of_hook = answer["hooks"][label]
         times, sent = of_hook["samples"]
         row = {**common, "hook": label, **summary([1000 * each for each in times], "ms"), "steps": len(times)}
+        row |= {key: of_hook.get(key) for key in ("chosen", "decided_after", "deciding_s", "why")}
         row |= {"codec_ms": 1000 * of_hook["codec_s"], "state_mb": of_hook["state_bytes"] / 1e6}
         rows.append(row | {"bytes_per_step": summary(sent, "b")["median_b"], "samples_ms": [1000 * t for t in times]})
     medians = {row["hook"]: row["median_ms"] for row in rows}
@@ -361,6 +383,7 @@ def main() -> None:
                         # Four times the duration of a plain all-reduce of all gradients per step, at most one hour.
                         wire_s = 0 if rate == "unlimited" else 8 * gradient / bits_per_second(rate)
                         limit_s = min(3600, 300 + len(args.hooks) * (args.seconds + 4 * wire_s) * 2)
+                        limit_s += len(CHOOSING.keys() & set(args.hooks)) * DECIDED_WITHIN * (4 * wire_s + 5)
                         size = SIZES[model][compute]
                         answer = ranks.job(limit_s, size=size, steps=args.steps, seconds=args.seconds)
                         idle = [x for x, n in answer["compressed"].items() if x.startswith("powersgd") and not n]
@@ -384,6 +407,7 @@ def main() -> None:
         "MB sent": number("megabytes", "{:.3f}"),
         "codec, ms": number("codec_ms", "{:.1f}"),
         "state, MB": number("state_mb", "{:.1f}"),
+        "chosen": number("chosen"),
         "x noop": number("times_noop", "{:.2f}"),
         "x faster than ddp": number("faster_than_ddp", "{:.2f}"),
     }

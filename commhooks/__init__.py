@@ -6,6 +6,7 @@ The hooks are also drop-in replacements for `torch.distributed.algorithms.ddp_co
 """
 
 from commhooks import ddp_comm_hooks
+from commhooks.compressors.auto.config import Auto
 from commhooks.compressors.base import (
     RESIDUAL,
     Compressor,
@@ -47,6 +48,7 @@ __all__ = [
     "RESIDUAL",
     "AllReduce",
     "AttachError",
+    "Auto",
     "BF16Compress",
     "BatchedPowerSGD",
     "BucketLayout",

@@ -3,7 +3,7 @@
     Trainer(strategy=CommHookDDP(hook="powerSGD"))
 
 Importing this package registers the strategy names "ddp_powersgd", "ddp_batched_powersgd", "ddp_fp16_compress",
-"ddp_bf16_compress", "ddp_int8_compress" and "ddp_int4_compress" with Lightning, and the same for notebooks
+"ddp_bf16_compress", "ddp_int8_compress", "ddp_int4_compress" and "ddp_auto" with Lightning, and the same for notebooks
 ("ddp_notebook_powersgd", ...); it has no other side effect.
 """
 

@@ -11,6 +11,7 @@ _HOOKS = {
     "ddp_bf16_compress": "bf16_compress",
     "ddp_int8_compress": "int8_compress",
     "ddp_int4_compress": "int4_compress",
+    "ddp_auto": "auto",
 }
 
 

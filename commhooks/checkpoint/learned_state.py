@@ -44,19 +44,19 @@ class SavedLearnedState:
 
     Args:
         hook: name of the hook in the payload.
-        plans: returns the plan of every parameter; an empty list for a compressor of whole buckets.
+        plans: returns the plan of every parameter with a compressor; an empty list for one of whole buckets.
     """
 
     not_begun_anew = ""
     """What `begin_anew` does not reset, as the end of a sentence for messages."""
 
     def __init__(
-        self, hook: str, session: Session, group: dist.ProcessGroup, plans: Callable[[], list[UnitPlan]]
+        self, hook: str, session: Session, group: dist.ProcessGroup, plans: Callable[[Compressor[Any]], list[UnitPlan]]
     ) -> None:
         self._hook = hook
         self._session = session
         self._group = group
-        self._plans = plans
+        self._plans_with = plans
         self._rank, self._world_size = dist.get_rank(group), dist.get_world_size(group)
         self._joint_save: tuple[int, JointSave] | None = None
         self._first_start = session.compressor.start_step
@@ -85,7 +85,7 @@ class SavedLearnedState:
                 local = Contribution(exact=False)
             else:
                 local = self._collect(request)
-            return payload.build(self._target(), session.state, local, session.counters.so_far())
+            return payload.build(self._target(session.compressor), session.state, local, session.counters.so_far())
 
     def prepare_load(self, content: dict[str, Any], strict: bool) -> Callable[[], None]:
         """Check all of `content` without changing anything. Returns a function that applies it.
@@ -93,16 +93,18 @@ class SavedLearnedState:
         Raises:
             PayloadError: `content` is damaged, or, with `strict`, of another model.
         """
-        state = payload.read(content, self._target(), strict=strict)
         start, option = self._session.compressor.start_step, self._session.compressor.config.start_option
         if option is not None:
             start = content["options"].get(option, start)
             check_count({option: start}, option, 0)
+        same_ranks = content.get("world_size") == self._world_size
         try:
             compressor = self._session.compressor.with_start(start)
+            compressor = compressor.with_notes(content.get("notes"), content["step"], same_ranks=same_ranks)
         except HookConfigError as error:
             raise damaged(str(error)) from error
-        self._drop_uncompressed(state)
+        state = payload.read(content, self._target(compressor), strict=strict)
+        self._drop_uncompressed(state, compressor)
 
         def take_over() -> None:
             self._take_over(state, compressor)
@@ -139,10 +141,13 @@ class SavedLearnedState:
             self._joint_save = (nonce, JointSave(self._group, nonce))
         return self._joint_save[1]
 
-    def _drop_uncompressed(self, state: LearnedState) -> None:
+    def _drop_uncompressed(self, state: LearnedState, compressor: Compressor[Any]) -> None:
         """Drop residuals of parameters that are no longer compressed: no step would use them, but they would be saved
         again, and a later run that compresses these parameters would add them."""
-        plans = self._plans()  # empty for compressors of whole buckets, where every parameter may have a residual
+        if not compressor.selective:  # it does not compress now, and sends residuals with the next gradient
+            return
+        # Empty for compressors of whole buckets, where every parameter may have a residual.
+        plans = self._plans_with(compressor)
         dropped = [plan.name for plan in plans if not plan.compressed for key in state.local if plan.name in state[key]]
         for name in dropped:
             for key in state.local:
@@ -204,7 +209,7 @@ class SavedLearnedState:
         return [
             (each.key, plan.name, _or_zeros(state[each.key].get(plan.name), each, plan))
             for each in sorted(fields, key=lambda field: field.key)
-            for plan in self._plans()
+            for plan in self._plans_with(session.compressor)
             if plan.compressed
         ]
 
@@ -239,12 +244,10 @@ class SavedLearnedState:
                 setattr(session.state, each.name, getattr(state, each.name))
             session.replaced(compressor)
 
-    def _target(self) -> payload.Target:
-        compressed = {plan.name: plan for plan in self._plans() if plan.compressed}
+    def _target(self, compressor: Compressor[Any]) -> payload.Target:
+        compressed = {plan.name: plan for plan in self._plans_with(compressor) if plan.compressed}
         names = self._session.binding.names
-        return payload.Target(
-            self._hook, self._session.compressor, names.known(), compressed, self._rank, self._world_size
-        )
+        return payload.Target(self._hook, compressor, names.known(), compressed, self._rank, self._world_size)
 
 
 def _or_zeros(tensor: torch.Tensor | None, field: StateField, plan: UnitPlan) -> torch.Tensor:

@@ -129,6 +129,7 @@ def build(target: Target, state: LearnedState, local: Contribution, counters: di
             for key, each in of_buckets.items()
         },
         "hook_state": None,
+        **({} if target.compressor.notes is None else {"notes": target.compressor.notes}),
     }
 
 

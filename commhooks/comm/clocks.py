@@ -64,11 +64,11 @@ class Clocks:
                 times.codec_s += codec * seconds
                 times.waiting_s += waiting * seconds
 
-        begin = _mark(device)
+        begin = mark(device)
         try:
             yield
         finally:
-            self._between(begin, _mark(device), count)
+            self._between(begin, mark(device), count)
 
     def left_to_ddp(self, device: torch.device) -> Callable[[], None]:
         """Call this when a hook has returned a future that DDP waits for. Call the returned function when that future
@@ -81,8 +81,8 @@ class Clocks:
             for times in (self.total, this_pass):
                 times.waiting_s += longer
 
-        self._called = _mark(device)
-        return lambda: self._between(self._called, _mark(device), count)
+        self._called = mark(device)
+        return lambda: self._between(self._called, mark(device), count)
 
     def collect(self, *, wait: bool) -> None:
         """Count the intervals whose events have completed; with `wait`, synchronise and count all of them."""
@@ -124,10 +124,22 @@ def has_clock(device: torch.device) -> bool:
     return precision.is_host_readable(device) or precision.has_streams(device)
 
 
-def _mark(device: torch.device) -> Mark:
+def mark(device: torch.device) -> Mark:
+    """Now, on the current stream of `device`."""
     if precision.is_host_readable(device):
         return time.perf_counter()
     return event_on(device) if has_clock(device) else None
+
+
+def seconds_between(begin: Mark, end: Mark) -> float:
+    """Seconds from one mark to another; NaN on a device without a clock. On CUDA the host waits for both."""
+    if begin is None or end is None:
+        return float("nan")
+    if isinstance(end, float):
+        return end - float(begin)
+    begin.synchronize()
+    end.synchronize()
+    return float(begin.elapsed_time(end)) / 1000
 
 
 def event_on(device: torch.device) -> Any:

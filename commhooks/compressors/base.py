@@ -15,8 +15,9 @@ import torch
 
 from commhooks.comm.collective import Op, Send
 from commhooks.comm.wire import WIRE_BITS, WIRE_DTYPES, dtype_name, wire_dtype_of
-from commhooks.compressors.config import ConfigT
+from commhooks.compressors.config import ConfigT, HookConfig
 from commhooks.compressors.kernel import TORCH, Kernel, KernelsHere
+from commhooks.compressors.observation import Ranks, Seen, Watch
 from commhooks.compressors.plan import MemoryPlan, ParameterInfo, UnitPlan, real_itemsize
 from commhooks.compressors.state_field import RESIDUAL, StateField
 from commhooks.gradients.layout import BucketLayout
@@ -98,6 +99,11 @@ class Compressor(ABC, Generic[ConfigT]):
         collectives: those of the exchange of one bucket, to predict times; the counted bytes are divided equally among
             them.
         wrappers: what the option `wrapper` can be; see `lowered` and `quantised`.
+        flat_only: it works where all ranks compress all of every parameter: neither between nodes only, nor on shards.
+        watch: when it is shown what the engine measures; see `observation.py`. None: never.
+        notes: what it has learned besides tensors, saved with them: plain types, equal on all ranks. None: nothing.
+        chosen: what it has chosen to do, for plans and statistics; "" if it does not choose.
+        chosen_at: the step at which that came into force; None if it did not.
         kernel: the kernel to compute with, one of `kernels_here`. The engine sets it, to the same one on all ranks,
             before it asks for a workspace.
     """
@@ -108,10 +114,15 @@ class Compressor(ABC, Generic[ConfigT]):
     selective: ClassVar[bool] = True
     per_bucket: ClassVar[bool] = False
     wrappers: ClassVar[tuple[str, ...]] = tuple(WIRE_DTYPES)
+    flat_only: ClassVar[bool] = False
     state_fields: Sequence[StateField] = ()
     stats_every: int | None = None
     collectives: Sequence[Op] = ("sum",)
     kernel: Kernel = TORCH
+    watch: Watch | None = None
+    notes: dict[str, Any] | None = None
+    chosen: str = ""
+    chosen_at: int | None = None
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -168,6 +179,28 @@ class Compressor(ABC, Generic[ConfigT]):
         the engine chooses the first one of rank 0 that all ranks have."""
         return KernelsHere()
 
+    def with_notes(self, notes: Any, step: int, *, same_ranks: bool) -> "Compressor[Any]":
+        """A copy that continues with saved `notes`.
+
+        Args:
+            notes: as saved; they may be damaged. None if nothing was.
+            step: committed steps at the save.
+            same_ranks: as many ranks as at the save.
+
+        Raises:
+            HookConfigError: they cannot be used.
+        """
+        return self
+
+    def observe(self, seen: Seen) -> None:
+        """Take in what the engine has measured in a pass of `watch`, on this rank. Called after its commit."""
+
+    def reconsidered(self, ranks: Ranks, step: int) -> tuple["Compressor[Any]", str]:
+        """The compressor from now on, another one or this, and what rank 0 should tell the user, or "". Called at the
+        end of `watch`, on all ranks at the same committed step, before the first bucket of a pass. All ranks must come
+        to the same end."""
+        return self, ""
+
     @classmethod
     def trials(cls, ranks: Sequence[int], options: Mapping[str, Any]) -> Sequence[Trial]:
         """The configurations that the doctor measures. `ranks`, `options`: the doctor's arguments for PowerSGD."""
@@ -180,6 +213,12 @@ class Compressor(ABC, Generic[ConfigT]):
     def name(self) -> str:
         name: str = self.Config.hook_name
         return name
+
+    @property
+    def planning_config(self) -> HookConfig:
+        """The config with whose globs parameters are compared before `plan`; see `ParameterInfo`."""
+        config: HookConfig = self.config
+        return config
 
     @property
     def start_step(self) -> int:
@@ -242,6 +281,10 @@ class Compressor(ABC, Generic[ConfigT]):
     def with_start(self, start: int) -> "Compressor[Any]":
         """A copy with another start step."""
         return type(self)(self.config.with_start(start), self.wire_dtype)
+
+    def may_compress(self, infos: Sequence[ParameterInfo]) -> list[bool]:
+        """Whether each parameter could come to be compressed, and have a residual, with these options."""
+        return [plan.compressed for plan in self.plan(infos)]
 
     def computes(self, plan: UnitPlan) -> bool:
         """Whether the codec has work to do for this unit before it is sent."""

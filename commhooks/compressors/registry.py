@@ -5,6 +5,7 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+from commhooks.compressors.auto.compressor import AutoCompressor
 from commhooks.compressors.base import Compressor
 from commhooks.compressors.cast import AllReduceCompressor, BF16Compressor, FP16Compressor
 from commhooks.compressors.config import HookConfig
@@ -14,6 +15,7 @@ from commhooks.compressors.quantized.compressor import Int4Compressor, Int8Compr
 from commhooks.errors import HookConfigError
 
 BUILT_IN: tuple[type[Compressor[Any]], ...] = (
+    AutoCompressor,
     AllReduceCompressor,
     FP16Compressor,
     BF16Compressor,

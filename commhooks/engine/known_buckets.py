@@ -78,7 +78,7 @@ class KnownBuckets:
             self._forget_dead(bucket)
             names = self._names.of_bucket(list(bucket.parameters), first)
             layout = read_layout(bucket.flat, bucket.parameters, names)
-            config = self.compressor.config
+            config = self.compressor.planning_config
             infos = [
                 ParameterInfo.of(slot.name, slot.parameter, self._names, config, layout.sparse) for slot in layout.slots
             ]

@@ -53,17 +53,23 @@ class Loopback:
         info = StepInfo(self._state.step, world_size=1)
         device = self._buckets[0][0].device
         with precision.full_precision(device):
-            exchanges = [self._compressor.exchange(flat, work, self._state, info) for flat, work in self._buckets]
-            answers: list[Any] = [None] * len(exchanges)
-            while exchanges:
-                going_on, next_answers = [], []
-                for exchange, answer in zip(exchanges, answers, strict=True):
-                    yielded = _resumed(exchange, answer)
-                    if yielded is not None:
-                        going_on.append(exchange)
-                        next_answers.append(_answer(yielded, device))
-                exchanges, answers = going_on, next_answers
+            run_alone(
+                [self._compressor.exchange(flat, work, self._state, info) for flat, work in self._buckets], device
+            )
         self._state.step += 1
+
+
+def run_alone(exchanges: Sequence[Exchange], device: torch.device) -> None:
+    """Run the exchanges of several buckets on `device` to their ends, one round of all after the other."""
+    answers: list[Any] = [None] * len(exchanges)
+    while exchanges:
+        going_on, next_answers = [], []
+        for exchange, answer in zip(exchanges, answers, strict=True):
+            yielded = _resumed(exchange, answer)
+            if yielded is not None:
+                going_on.append(exchange)
+                next_answers.append(_answer(yielded, device))
+        exchanges, answers = going_on, next_answers
 
 
 def _resumed(exchange: Exchange, answer: Any) -> Send | Verdict | None:

@@ -25,6 +25,8 @@ from commhooks.engine.average import average
 from commhooks.engine.backward_pass import BackwardPass, RunningExchange
 from commhooks.engine.kernel_choice import Choice, Offer
 from commhooks.engine.known_buckets import KnownBuckets
+from commhooks.engine.leftovers import leftovers, with_leftovers
+from commhooks.engine.observer import GroupRanks, Observer
 from commhooks.engine.outcomes import Outcomes
 from commhooks.engine.state import LearnedState
 from commhooks.engine.statistics_log import StatisticsLog
@@ -73,6 +75,7 @@ class Session:
         outcomes: the outcomes of the passes, and the lock of the learned state.
         nonce: a number that the ranks agreed on in the first backward pass; None before it.
         choice: the kernel that the ranks agreed on, in `attach` or in the first backward pass; None before.
+        remarks: what the compressor wants rank 0 to tell the user. Whoever tells it clears the list.
     """
 
     def __init__(
@@ -85,17 +88,20 @@ class Session:
         self.outcomes = Outcomes(state, self.counters)
         self.nonce: int | None = None
         self.choice: Choice | None = None
+        self.remarks: list[str] = []
         self._mark = CommitMark()
         self._messages = Messages()
         self._buckets = KnownBuckets(compressor, state, binding.names)
         self._agreed = False
         self._pass: BackwardPass | None = None
         self._log = StatisticsLog()
+        self._observer = Observer(binding.names, self.counters)
 
     def bind(self, binding: Binding) -> None:
         """Use another model. Allowed only before the first backward pass."""
         self.binding = binding
         self._buckets = KnownBuckets(self.compressor, self.state, binding.names)
+        self._observer = Observer(binding.names, self.counters)
 
     def compute_with(self, choice: Choice) -> None:
         """Use the kernel on which all ranks have agreed."""
@@ -126,6 +132,9 @@ class Session:
             HookRunError: the ranks disagree, a collective failed, or the learned state belongs to another model.
             HookConfigError: the buckets are on several devices.
         """
+        watched, device = self.compressor.watch is not None, bucket.flat.device
+        if watched:
+            self._observer.entered(device)
         with self._computing(bucket.flat):
             current = self._pass
             # An unfinished pass ended in an exception and was never committed: drop it.
@@ -139,7 +148,9 @@ class Session:
                 current.add(exchange)
                 if bucket.is_last:
                     self._drain(current)
-            return exchange.future
+        if watched:
+            self._observer.left(device)
+        return exchange.future
 
     def end_pass(self) -> None:
         """End the running pass, whose latest bucket was not marked as the last: no further one will arrive."""
@@ -192,6 +203,7 @@ class Session:
         if self._pass is not None and not self._pass.done:
             self._drop_pass()
         group = resolve_group(self.binding.group())
+        self._reconsider(group, bucket.flat.device)
         if not self._agreed:
             self._agree(group, bucket.flat)
         state, start = self.state, self.compressor.start_step
@@ -205,6 +217,7 @@ class Session:
         if compressing and self.counters.numel_before == 0:
             logger.info("Start to apply %s after %s iterations.", self.compressor.called, state.step)
         self._buckets.begin_pass()
+        self._observer.begin_pass(step_at_most, self.compressor.watch)
         # Without a scaler the scale is 1; residuals saved with one are rescaled to it.
         loss_scale = usable(read_scale(self.binding.loss_scale), state.loss_scale)
         self.counters.begin_pass()
@@ -227,11 +240,15 @@ class Session:
         def issue(send: Send) -> Pending:
             return collective.start(send, arrangement.group(send.over, group), counters, where, self._messages)
 
+        self._observer.add(known.layout)
+        step = StepInfo(current.step, group.size(), current.residual_factor, group.rank())
         if not known.compresses or not current.compressing:
             exchange = average(flat, self.compressor.wire_dtype_for(flat.dtype), group.size())
         else:
-            step = StepInfo(current.step, group.size(), current.residual_factor, group.rank())
             exchange = arrangement.exchange(self.compressor, flat, known.work, self.state, step)
+        if current.compressing and self.state.local and not self.compressor.per_bucket:
+            left = leftovers(known.layout, known.plans, self.state)
+            exchange = with_leftovers(exchange, flat, left, self.state, step) if left else exchange
         return RunningExchange(exchange, flat, issue, self.compressor.name)
 
     def _drain(self, current: BackwardPass) -> None:
@@ -253,6 +270,8 @@ class Session:
                 self._mark.set(good.device)
                 outcomes.committing = False
         self._messages.forget_abandoned()
+        if self._observer.active:
+            self._observer.show(self.compressor, current.step, good, [each.result for each in current.running])
         current.fulfil()
 
     def _commit(self, current: BackwardPass, good: torch.Tensor) -> None:
@@ -317,13 +336,30 @@ class Session:
         self._pass = None
         return writing
 
+    def _reconsider(self, group: dist.ProcessGroup, device: torch.device) -> None:
+        """Let the compressor decide anew at the end of its watch, on all ranks at the same committed step."""
+        watch = self.compressor.watch
+        if watch is None or self.state.step + self.outcomes.unread_passes < watch.end:
+            return
+        self.settle()
+        if self.state.step < watch.end:
+            return
+        with self.outcomes.lock:  # another thread must not save what is half decided
+            compressor, remark = self.compressor.reconsidered(GroupRanks(group, device, self.counters), self.state.step)
+            if compressor is not self.compressor:
+                self.state.keep_fields(compressor.state_fields)
+                self.replaced(compressor)
+        if remark:
+            self.remarks.append(remark)
+
     def _agree(self, group: dist.ProcessGroup, flat: torch.Tensor) -> None:
         self.settle()
         # A load allocated them on its own stream.
         keep_for_current_stream(tensor for entries in self.state.entries.values() for tensor in entries.values())
         compressor = self.compressor
         shapes = {name: tuple(parameter.shape) for name, parameter in self.binding.names.known().items()}
-        configuration = agreement_key(compressor.name, compressor.config, compressor.wire, sorted(shapes.items()))
+        in_force = compressor.config, compressor.planning_config, compressor.chosen
+        configuration = agreement_key(compressor.name, in_force, compressor.wire, sorted(shapes.items()))
         self._buckets.speaker = speaks(group, self.binding.shard_group)
         chosen = self.choice
         offer = Offer.of(compressor, flat.device, [flat.dtype]) if chosen is None else chosen.as_offer()

@@ -58,6 +58,11 @@ class LearnedState:
         """A copy in which no tensor is a slice of a larger storage: pickling a slice would save the whole storage."""
         return replace(self, entries={key: _apart(tensors) for key, tensors in self.entries.items()})
 
+    def keep_fields(self, fields: Iterable[StateField]) -> None:
+        """Delete the tensors of all other fields."""
+        for key in self.entries.keys() - {each.key for each in fields}:
+            del self.entries[key]
+
     def forget_replicated(self) -> None:
         for key in self.entries.keys() - self.local:
             self.entries[key].clear()

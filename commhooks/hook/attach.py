@@ -17,6 +17,7 @@ from commhooks.comm.nodes import RanksPerNode, find_nodes
 from commhooks.comm.shards import speaks
 from commhooks.compressors.base import Compressor
 from commhooks.compressors.config import HookConfig
+from commhooks.compressors.registry import compressor_of
 from commhooks.ddp_comm_hooks.default_hooks import bf16_compress_wrapper, fp16_compress_wrapper
 from commhooks.engine.hierarchy import Hierarchy
 from commhooks.engine.session import Binding, Session
@@ -152,6 +153,7 @@ def attach_request(
             f"ranks_per_node={request.ranks_per_node!r} with a model sharded by fully_shard: shard within each node "
             "instead, and the hook averages between nodes only"
         )
+    _check_topology(request, source)
     if request.off and not source.averages_alone:
         request = request.as_plain_average()
     binding = Binding(source.names, lambda: source.group, loss_scale, source.shard_group)
@@ -220,6 +222,19 @@ def _runner_of_function(source: GradientSource, request: HookRequest, binding: B
         return checked_future(function(state, grad_bucket), request.name)
 
     return LearningHook(request.name, state.session, source.group, source.sparse, run), state
+
+
+def _check_topology(request: HookRequest, source: GradientSource) -> None:
+    """Raise HookConfigError if the hook does not work with this arrangement of ranks."""
+    if request.config is None or not compressor_of(request.config).flat_only:
+        return
+    if source.shard_group is not None or request.ranks_per_node is not None:
+        raise HookConfigError(
+            f"hook {request.name!r} with "
+            + ("a model sharded by fully_shard" if source.shard_group is not None else "ranks_per_node")
+            + ": it measures ranks that all compress the whole model. Ask the doctor on a DDP model, and name the hook "
+            "that it recommends"
+        )
 
 
 def check_total_steps(total_steps: object) -> None:

@@ -17,7 +17,7 @@ from commhooks.gradients.after_backward import in_backward, run_after_backward
 from commhooks.gradients.bucket import Bucket
 from commhooks.gradients.ddp import bucket_of
 from commhooks.gradients.source import GradientSource, Reducer
-from commhooks.hook.announce import announce
+from commhooks.hook.announce import announce, say
 from commhooks.hook.cosine import CosineSampler
 from commhooks.hook.norms import Norms, measure
 from commhooks.hook.plan import ModelPlan
@@ -134,6 +134,9 @@ class CommHook:
                 announce(self.name, self._announcement())
                 for remark in self._runner.remarks(checked=self._replicas is not None):
                     logger.warning("%s", remark)
+        for line in self._runner.said():
+            if self._speaks:
+                say(line)
 
     def _announcement(self) -> str:
         if self._world_size == 1:
@@ -161,6 +164,9 @@ class CommHook:
 
         `so_far`: a dict of those counters that go on in a run that resumes, with what the runs before it have counted.
 
+        `chosen`: what the hook "auto" has chosen and is doing, `chosen_at`: since which step, None before it has
+        decided. Both are None for other hooks.
+
         `kernel`: what the hook computes with: "native" for PowerSGD's native kernel, "torch" otherwise.
 
         `codec_s`: seconds inside the hook without waiting. `waiting_s`: seconds of waiting for collectives, including
@@ -178,6 +184,8 @@ class CommHook:
         counted: dict[str, Any] = {
             "hook": self.name,
             "kernel": runner.choice.kernel.name if known else None,
+            "chosen": runner.chosen[0],
+            "chosen_at": runner.chosen[1],
             "step": runner.saved_state.step,
             "backward_passes": s.backward_passes,
             "compressed_steps": s.compressed_steps if outcomes else None,

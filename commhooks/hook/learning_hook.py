@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from commhooks.checkpoint.learned_state import SavedLearnedState
+from commhooks.compressors.base import Compressor
 from commhooks.compressors.kernel import TORCH
 from commhooks.compressors.plan import UnitPlan
 from commhooks.engine.arrangement import Flat
@@ -72,7 +73,11 @@ class LearningHook(Runner):
             return whole_plan(self._name, session.compressor, session.plans())
         buckets = session.buckets() if session.has_run else ()
         return whole_plan(
-            self._name, session.compressor, self._own_plans(), buckets, LATEST_PASS if session.has_run else ""
+            self._name,
+            session.compressor,
+            self._own_plans(session.compressor),
+            buckets,
+            LATEST_PASS if session.has_run else "",
         )
 
     def announcement(self, plan: ModelPlan) -> str:
@@ -103,9 +108,9 @@ class LearningHook(Runner):
         compressor = self._session.compressor
         if not self._session.state.local:
             return {}
-        infos = list(parameter_infos(names, compressor.config, self._sparse).values())
+        infos = list(parameter_infos(names, compressor.planning_config, self._sparse).values())
         if not compressor.per_bucket:
-            infos = [info for info, plan in zip(infos, compressor.plan(infos), strict=True) if plan.compressed]
+            infos = [info for info, may in zip(infos, compressor.may_compress(infos), strict=True) if may]
         return {each.name: precision.compute_dtype(each.parameter.dtype) for each in infos if not each.sparse}
 
     def measured(self, names: set[str]) -> set[str]:
@@ -113,7 +118,8 @@ class LearningHook(Runner):
             state = self._session.state
             return {name for key in state.local for name in state[key]} or names
         keeps = self._session.arrangement.keeps
-        return {plan.name for plan in self._own_plans() if plan.compressed and keeps(plan.name)}
+        plans = self._own_plans(self._session.compressor)
+        return {plan.name for plan in plans if plan.compressed and keeps(plan.name)}
 
     def offer(self, parameters: Mapping[str, torch.Tensor]) -> Offer:
         compressor = self._session.compressor
@@ -134,17 +140,27 @@ class LearningHook(Runner):
     def remarks(self, *, checked: bool) -> list[str]:
         return self.choice.remarks(self._session.compressor.called, checked=checked)
 
+    def said(self) -> list[str]:
+        remarks, self._session.remarks = self._session.remarks, []
+        return remarks
+
+    @property
+    def chosen(self) -> tuple[str | None, int | None]:
+        compressor = self._session.compressor
+        return compressor.chosen or None, compressor.chosen_at
+
     def problems(self) -> list[str]:
         compressor = self._session.compressor
-        if compressor.per_bucket or any(plan.compressed for plan in self._own_plans()):
+        if compressor.per_bucket or not compressor.selective:
+            return []
+        if any(plan.compressed for plan in self._own_plans(compressor)):
             return []
         return [f"{compressor.phrase} compresses no parameter of this model: print(hook.plan()) says why for each."]
 
-    def _own_plans(self) -> list[UnitPlan]:
-        """The plans of all parameters; empty for a compressor of whole buckets. Computed at each call, because loading
-        a state may change options."""
-        session = self._session
-        if session.compressor.per_bucket:
+    def _own_plans(self, compressor: Compressor[Any]) -> list[UnitPlan]:
+        """The plans of all parameters with `compressor`; empty for one of whole buckets. Computed at each call, because
+        loading a state may change options."""
+        if compressor.per_bucket:
             return []
-        infos = parameter_infos(session.binding.names, session.compressor.config, self._sparse)
-        return session.compressor.plan(list(infos.values()))
+        infos = parameter_infos(self._session.binding.names, compressor.planning_config, self._sparse)
+        return compressor.plan(list(infos.values()))

@@ -10,6 +10,7 @@ Computed only on request, which `CommHookMonitor` and `CommHookKwargs.log` make 
 | `commhooks/nonfinite_steps` | steps that were not committed, because a number was inf or NaN on some rank, so far |
 | `commhooks/codec_ms` | mean milliseconds in the hook per backward pass without waiting (on CUDA: device time) |
 | `commhooks/waiting_ms` | mean milliseconds of waiting for the network per backward pass |
+| `commhooks/chosen_at` | step at which the present choice of `auto` came into force |
 | `commhooks/residual_norm` | norm of this rank's residual, in units of the unscaled loss |
 | `commhooks/gradient_norm` | norm of the averaged gradient of the same parameters at the time of the reading |
 | `commhooks/residual_over_gradient` | residual norm / gradient norm: about how many steps of gradient are held back |
@@ -35,6 +36,7 @@ NAMES = (
     "nonfinite_steps",
     "codec_ms",
     "waiting_ms",
+    "chosen_at",
     "residual_norm",
     "gradient_norm",
     "residual_over_gradient",
@@ -57,6 +59,7 @@ class Meter:
         sampled = now["cosine"] is not None and now["cosine_pass"] != before.get("cosine_pass")
         values: dict[str, float | None] = {
             **{name: now["so_far"][name] for name in ("bytes_sent", "compressed_steps", "nonfinite_steps")},
+            "chosen_at": now["chosen_at"],
             **hook.norms(),
             "cosine": now["cosine"] if sampled else None,
         }

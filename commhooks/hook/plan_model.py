@@ -35,7 +35,7 @@ def whole_plan(
     by_name = {row.name: row for row in rows}
     known = [[by_name[name] for name in bucket] for bucket in buckets]
     return ModelPlan(
-        hook,
+        f"{hook}: {compressor.chosen}" if compressor.chosen else hook,
         tuple(rows),
         compressor.wire_dtype,
         compressor.wire,
@@ -76,7 +76,7 @@ def plan_model(
         raise HookConfigError("without a hook there is nothing to plan; hook 'allreduce' shows the plain average")
     if compressor is None:
         raise HookConfigError(f"hook {request.name!r} is not one of ours: only its own code knows what it sends")
-    infos = parameter_infos(ModelNames(parameters.items(), all_names or {}), compressor.config, sparse)
+    infos = parameter_infos(ModelNames(parameters.items(), all_names or {}), compressor.planning_config, sparse)
     reduced = [
         Reduced(name, info.numel * real_itemsize(p.dtype), p.dtype, p.device, info.sparse)
         for name, info in infos.items()

@@ -115,6 +115,15 @@ class Runner(ABC):
         replicas are compared now and then."""
         return []
 
+    def said(self) -> list[str]:
+        """What the hook has decided since the last call, for rank 0 to say; see `Session.remarks`."""
+        return []
+
+    @property
+    def chosen(self) -> tuple[str | None, int | None]:
+        """What a hook that chooses has chosen, and since which step; None for others."""
+        return None, None
+
     def problems(self) -> list[str]:
         """Warnings that rank 0 logs when the hook is attached."""
         return []

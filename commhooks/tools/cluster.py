@@ -1,23 +1,16 @@
 """Predict bytes and seconds of the exchange on many nodes, from a plan and an alpha-beta model.
 
-A message costs `latency` (alpha), and a byte 1 / bandwidth (beta). The ranks of a node share its network card. What
-leaves a node for one collective, if it counts c bytes (see `Counters`), of W = N L ranks on N nodes of L:
-
-    all-reduce   2 (W - 1) / W c, one message after another 2 (W - 1) times in a ring or 2 log2(W) times in a tree,
-                 whichever is less: NCCL chooses, gloo has rings
-    all-gather   2 (W - 1) / W c, a ring: W - 1 messages
-    all-to-all   each rank to each rank of other nodes: 2 L (W - L) / W c, W - L messages
-
+The model is that of `comm/cost.py`: of W = N L ranks on N nodes of L, the ranks of a node share its network card.
 Between nodes only (`ranks_per_node`), each of L groups of N ranks does the same with its share. Inside a node every
 gradient travels twice, in its own dtype.
 """
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from commhooks.comm.collective import Op
+from commhooks.comm.cost import collective_cost
 from commhooks.compressors.base import Compressor
 from commhooks.hook.plan import ModelPlan
 
@@ -106,15 +99,8 @@ def _outside(
         together: ranks of a node in one group: all, or one of each node.
     """
     ranks = cluster.nodes * together
-    leaving = messages = 0.0
-    for op in collectives:
-        share = counted / len(collectives)
-        if op == "all_to_all":
-            leaving += 2 * together * (ranks - together) / ranks * share
-            messages += ranks - together
-        else:
-            leaving += 2 * (ranks - 1) / ranks * share
-            messages += ranks - 1 if op == "gather" else 2 * min(ranks - 1, math.ceil(math.log2(ranks)))
+    costs = [collective_cost(op, counted / len(collectives), ranks, together) for op in collectives]
+    leaving, messages = sum(each.sent for each in costs), sum(each.messages for each in costs)
     return leaving, 8 * leaving / cluster.bandwidth + buckets * messages * cluster.latency
 
 

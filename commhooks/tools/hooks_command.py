@@ -33,12 +33,16 @@ def run(arguments: argparse.Namespace) -> int:
     console = Console(markup=False, emoji=False, highlight=False)
     console.print(table)
     console.print(
-        "Case, _ and - in names do not matter; names in parentheses are short forms. Every hook can be had with "
-        f"wrapper={' or '.join(map(repr, WIRE_DTYPES))}, which halves what it sends, and {_quantisable()} with "
-        f"wrapper={' or '.join(map(repr, WIRE_BITS))}, a quarter or less. "
+        "Case, _ and - in names do not matter; names in parentheses are short forms. Every hook, but for "
+        f"{_unwrapped()}, can be had with wrapper={' or '.join(map(repr, WIRE_DTYPES))}, which halves what it sends, "
+        f"and {_quantisable()} with wrapper={' or '.join(map(repr, WIRE_BITS))}, a quarter or less. "
         "A hook of your own is given as 'package.module:function'; 'none' is training without a hook."
     )
     return 0
+
+
+def _unwrapped() -> str:
+    return " and ".join(name for name, each in COMPRESSORS.items() if not each.wrappers)
 
 
 def _quantisable() -> str:

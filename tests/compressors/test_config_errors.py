@@ -252,6 +252,7 @@ NAMES = {
     "int8_compress": ["int8_compress", "int8", "INT8", "Int8Compress", "int-8"],
     "int4_compress": ["int4_compress", "int4", "Int4Compress"],
     "noop": ["noop", "NoOp", "no_op"],
+    "auto": ["auto", "Auto", "AUTO", "automatic"],
 }
 
 

@@ -93,7 +93,7 @@ def test_times_that_nobody_knows_are_none(run_ranks):
             assert [each[name] for name in each if "codec" in name or "waiting" in name] == [None] * 4
         assert of_a_user.keys() == {"commhooks/gradient_norm"}
         # No residual either: compression has not begun.
-        unknown = ("codec_ms", "waiting_ms", "cosine", "residual_norm", "residual_over_gradient")
+        unknown = ("codec_ms", "waiting_ms", "chosen_at", "cosine", "residual_norm", "residual_over_gradient")
         missing = {f"commhooks/{name}" for name in unknown}
         assert on_an_accelerator.keys() == {f"commhooks/{name}" for name in NAMES} - missing
 
@@ -285,7 +285,7 @@ def readings() -> list[Any]:
 
 def test_a_meter_tells_what_happened_since_the_last_reading(run_ranks):
     for (first, one), (second, two), (third, _) in run_ranks(readings):
-        names = {f"commhooks/{name}" for name in NAMES}
+        names = {f"commhooks/{name}" for name in NAMES} - {"commhooks/chosen_at"}  # only `auto` chooses
         # No residual yet, and no pass that was sampled.
         assert first.keys() == names - {f"commhooks/{n}" for n in ("residual_norm", "residual_over_gradient", "cosine")}
         assert first["commhooks/compression_rate"] == 1 and first["commhooks/compressed_steps"] == 0

@@ -12,6 +12,7 @@ from training import Run
 
 START = 2
 RANDOM_K = "examples.random_k:RandomKCompressor"
+AUTO = "prescribed_auto:PrescribedAutoCompressor"
 POWERSGD = {"matrix_approximation_rank": 2, "start_powerSGD_iter": START}
 QUANTIZED = {"block_size": 32, "start_iter": START}
 
@@ -59,6 +60,8 @@ KINDS = {
     "batched, torch": Kind("batched_powerSGD", POWERSGD | {"fused": False}, layouts_matter=True),
     "batched, int8 wrapper": Kind("batched_powerSGD", POWERSGD, "int8", layouts_matter=True, pads=True),
     "random_k": Kind(RANDOM_K, {"share": 0.2, "start_iter": START}),
+    "auto, chooses int8": Kind(AUTO, pads=True),
+    "auto, chooses powerSGD": Kind(AUTO, {"quality": "close"}),
     "random_k, bf16 wrapper": Kind(RANDOM_K, {"share": 0.2, "start_iter": START}, "bf16"),
 }
 ALL = [

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from commhooks import DoctorError
+from commhooks.comm.link import Link, wire_s
 from commhooks.tools.doctor.judge import Advice, estimate_ms, judge, pays_below
-from commhooks.tools.doctor.link import Link, wire_s
 from commhooks.tools.doctor.measure import Measured, quartiles
 from commhooks.tools.doctor.report import DoctorReport, bandwidth
 from commhooks.tools.doctor.run import _candidates

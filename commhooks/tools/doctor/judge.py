@@ -5,9 +5,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from commhooks.comm.link import Link, wire_s
 from commhooks.compressors.kernel import TORCH
 from commhooks.compressors.registry import COMPRESSORS
-from commhooks.tools.doctor.link import Link, wire_s
 from commhooks.tools.doctor.measure import NOOP, PLAIN, Candidate, Measured
 
 WORTH = 1.2

@@ -12,13 +12,13 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from commhooks.comm.collective import gather_rows
+from commhooks.comm.link import synchronize
 from commhooks.compressors.kernel import TORCH
 from commhooks.errors import AttachError, HookConfigError
 from commhooks.hook.attach import attach
 from commhooks.hook.comm_hook import CommHook
 from commhooks.tools.doctor.check import BatchFn
 from commhooks.tools.doctor.copies import RandomState, copy_of
-from commhooks.tools.doctor.link import synchronize
 
 NOOP, PLAIN = "noop", "allreduce"
 ROUNDS = 3

@@ -6,9 +6,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from commhooks.comm.link import Link
 from commhooks.errors import DoctorError
 from commhooks.tools.doctor.judge import Advice, estimate_ms
-from commhooks.tools.doctor.link import Link
 from commhooks.tools.doctor.measure import NOOP, PLAIN, Measured
 
 LEGEND = (

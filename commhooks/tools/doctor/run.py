@@ -14,12 +14,12 @@ from torch.nn.parallel import DistributedDataParallel
 
 from commhooks.comm.backends import backend_of
 from commhooks.comm.collective import agreement_key, gather_rows
+from commhooks.comm.link import measure_link
 from commhooks.compressors.registry import COMPRESSORS
 from commhooks.errors import DoctorError
 from commhooks.tools.doctor.check import BatchFn, check_batch_fn, check_model
 from commhooks.tools.doctor.copies import RandomState
 from commhooks.tools.doctor.judge import judge
-from commhooks.tools.doctor.link import measure_link
 from commhooks.tools.doctor.measure import NOOP, Candidate, Effort, Rounds
 from commhooks.tools.doctor.report import DoctorReport
 

@@ -44,6 +44,8 @@ def report_text(report: dict[str, Any], width: int = 120) -> str:
     lines = [f"{plain(report['where'])}", f"  hook        {plain(report['hook'])}"]
     options = ", ".join(f"{plain(str(name))}={shown(value)}" for name, value in report["options"].items())
     lines.append(f"  options     {options or 'none'}")
+    notes = [f"{name}={shown(value)}" for name, value in report.get("notes", {}).items() if _is_short(value)]
+    lines += [f"  notes       {plain(', '.join(notes))}"] if notes else []
     lines.append(f"  step        {report['step']}")
     lines.append(f"  world size  {report['world_size']}")
     if not report.get(REPLICAS_EQUAL, True):
@@ -58,6 +60,10 @@ def report_text(report: dict[str, Any], width: int = 120) -> str:
     if report["hook_state"] is not None:
         lines.append(f"  hook_state  {report['hook_state']}")
     return "\n".join(lines) + "\n" + _tables(report, width)
+
+
+def _is_short(value: Any) -> bool:
+    return not isinstance(value, (dict, list))
 
 
 def _residual_text(report: dict[str, Any]) -> str:

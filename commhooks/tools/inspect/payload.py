@@ -103,6 +103,8 @@ def _inspect(path: Path, keys: tuple[str, ...], payload: dict[str, Any]) -> dict
     copied = ("version", "hook", "options", *counted, "loss_scale", "exact", "residual", REPLICAS_EQUAL)
     report |= {key: header[key] for key in copied if key in header}
     report["options"] = {_text(key): _plain_value(value) for key, value in header["options"].items()}
+    if type(header.get("notes")) is dict:
+        report["notes"] = _plain_notes(header["notes"])
     state = header.get("hook_state")
     if state is None:
         state = next((part["hook_state"] for part in parts.values() if part["hook_state"] is not None), None)
@@ -222,6 +224,15 @@ def _plain_value(value: Any) -> Any:
     finite = type(value) is float and math.isfinite(value)
     small = type(value) is int and abs(value) <= 2**62
     return value if value is None or type(value) in (str, bool) or finite or small else shown(value)
+
+
+def _plain_notes(value: Any, depth: int = 0) -> Any:
+    """What a compressor has noted, as JSON types."""
+    if depth < _DEPTH and type(value) is dict:
+        return {_text(key): _plain_notes(each, depth + 1) for key, each in value.items()}
+    if depth < _DEPTH and type(value) is list:
+        return [_plain_notes(each, depth + 1) for each in value]
+    return _plain_value(value)
 
 
 def _size(tensor: torch.Tensor) -> int:

@@ -5,6 +5,7 @@ from seeded_faults import (
     accelerate_settings,
     accelerators,
     attaching,
+    auto,
     compression,
     doctor,
     engine,
@@ -25,6 +26,7 @@ from seeded_faults import (
 
 AREAS = (
     attaching,
+    auto,
     compression,
     engine,
     fully_shard,

@@ -1,4 +1,4 @@
-"""Measure the network between the ranks with plain all-reduces, before the candidates are measured."""
+"""Measure the network between the ranks with a few plain all-reduces."""
 
 import statistics
 import time

@@ -1,0 +1,98 @@
+"""The compressors among which `hook="auto"` chooses, each made from its own config."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from commhooks.compressors.auto.config import Auto
+from commhooks.compressors.auto.ranks import LARGEST
+from commhooks.compressors.base import Compressor
+from commhooks.compressors.cast import AllReduceCompressor, BF16Compressor
+from commhooks.compressors.powersgd.compressor import PowerSGDCompressor
+from commhooks.compressors.quantized.compressor import Int4Compressor, Int8Compressor
+from commhooks.errors import HookConfigError
+
+PLAIN = "allreduce"
+POWERSGD = PowerSGDCompressor.Config.hook_name
+_CLASSES: dict[str, type[Compressor[Any]]] = {
+    each.Config.hook_name: each
+    for each in (AllReduceCompressor, BF16Compressor, Int8Compressor, Int4Compressor, PowerSGDCompressor)
+}
+_BY_QUALITY = {
+    "same": (AllReduceCompressor, BF16Compressor, Int8Compressor),
+    "close": (AllReduceCompressor, BF16Compressor, Int8Compressor, Int4Compressor),
+}
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """
+    Attributes:
+        label: its name in the log, in plans and in checkpoints.
+        hook, options: the compressor. It compresses from its first step on.
+        changes: how much it changes the gradients; see `Trial`.
+    """
+
+    label: str
+    hook: str
+    options: Mapping[str, Any] = field(default_factory=dict)
+    changes: float = 0.0
+
+    def new(self) -> Compressor[Any]:
+        """The compressor.
+
+        Raises:
+            HookConfigError: not one of those that are chosen from, or invalid options.
+        """
+        if self.hook not in _CLASSES:
+            raise HookConfigError(f"{self.hook!r} is none of the hooks that 'auto' chooses from: {list(_CLASSES)}")
+        made = _CLASSES[self.hook]
+        start = {} if made.Config.start_option is None else {made.Config.start_option: 0}
+        try:
+            return made(made.Config(**{**self.options, **start}))
+        except TypeError as error:
+            raise HookConfigError(f"hook {self.hook!r}: {error}") from error
+
+
+def simple(config: Auto) -> list[Candidate]:
+    """The candidates without ranks, the most exact first."""
+    found = []
+    for each in _BY_QUALITY[config.quality]:
+        (trial,) = each.trials((), {})
+        exclude = {"exclude": list(config.exclude)} if each.Config.start_option is not None else {}
+        found.append(Candidate(trial.label, each.Config.hook_name, exclude, trial.changes))
+    return found
+
+
+def powersgd(config: Auto, ranks: int | Mapping[str, int], label: str, changes: float = 3.0) -> Candidate:
+    """PowerSGD with one rank, or with ranks by globs."""
+    given = dict(ranks) if isinstance(ranks, Mapping) else ranks
+    options = {"matrix_approximation_rank": given, "exclude": list(config.exclude)}
+    return Candidate(label, POWERSGD, options, changes)
+
+
+def may_use(config: Auto, hook: str) -> bool:
+    """Whether the config's quality allows the hook."""
+    return hook in [each.Config.hook_name for each in _BY_QUALITY[config.quality]] or (
+        hook == POWERSGD and config.quality == "close"
+    )
+
+
+def probes(config: Auto) -> list[Candidate]:
+    """What is rehearsed to learn how long codecs take: the simple candidates, and PowerSGD at its extremes."""
+    found = simple(config)
+    if config.quality == "close":
+        found += [powersgd(config, rank, f"powerSGD rank {rank}") for rank in (1, LARGEST)]
+    return found
+
+
+def spectrum(config: Auto) -> Compressor[Any]:
+    """PowerSGD as `Energies` looks at it."""
+    made = powersgd(config, LARGEST, "")
+    options = {**made.options, "use_error_feedback": False, "min_compression_rate": 1.0, "fused": False}
+    return Candidate("", POWERSGD, options).new()
+
+
+def compressors(candidates: Sequence[Candidate]) -> dict[str, Compressor[Any]]:
+    """By label."""
+    return {each.label: each.new() for each in candidates}

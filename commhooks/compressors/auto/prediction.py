@@ -1,0 +1,65 @@
+"""Predict the step with each candidate, from what was measured with one of them. Pure arithmetic."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from commhooks.comm.collective import Op
+from commhooks.comm.cost import collective_cost
+from commhooks.comm.link import Link
+from commhooks.compressors.auto.pipeline import BucketTimes, step_s
+
+
+@dataclass(frozen=True)
+class Load:
+    """What one candidate does in a step.
+
+    Attributes:
+        sent: per bucket its collectives, each with its counted bytes (see `Counters`).
+        codec_s: seconds in the hook, all buckets together, on the slowest rank.
+    """
+
+    sent: tuple[tuple[tuple[Op, float], ...], ...]
+    codec_s: float
+
+    @property
+    def counted_bytes(self) -> float:
+        return sum(size for bucket in self.sent for _, size in bucket)
+
+
+def predicted_s(
+    loads: Mapping[str, Load],
+    now: str,
+    measured_s: float,
+    computing_s: Sequence[float],
+    link: Link,
+    ranks: int,
+    numels: Sequence[int],
+) -> dict[str, float]:
+    """Seconds of a step with each candidate: the measured time, plus how much longer the candidate's pipeline is than
+    that of the candidate in force. What the model leaves out of both cancels out. NaN where something is missing.
+
+    Args:
+        loads: by label.
+        now: the label of the candidate in force, with which `measured_s`, the time of a step, was measured.
+        computing_s: per bucket; see `Seen`.
+        numels: elements of each bucket, by which the codec's time is divided.
+    """
+    modelled = {label: _modelled_s(load, computing_s, link, ranks, numels) for label, load in loads.items()}
+    # A model that is longer than what it models cannot shorten it to less than nothing.
+    return {label: max(measured_s + own - modelled[now], min(own, measured_s)) for label, own in modelled.items()}
+
+
+def _modelled_s(load: Load, computing_s: Sequence[float], link: Link, ranks: int, numels: Sequence[int]) -> float:
+    if not (math.isfinite(load.codec_s) and link.mbit_per_s >= 0 and link.latency_ms >= 0):
+        return math.nan
+    if link.mbit_per_s == 0 and ranks > 1:
+        return math.nan
+    latency_s = link.latency_ms / 1000 / max(1.0, collective_cost("sum", 0, ranks).messages)
+    total = max(1, sum(numels))
+    buckets = []
+    for computing, sent, numel in zip(computing_s, load.sent, numels, strict=True):
+        costs = [collective_cost(op, size, ranks) for op, size in sent]
+        wire = [each.seconds(link.mbit_per_s * 1e6, latency_s) for each in costs]
+        buckets.append(BucketTimes.even(computing, load.codec_s * numel / total, wire))
+    return step_s(buckets)

@@ -1,0 +1,68 @@
+"""What one rank has measured, as numbers to exchange; and what all have, as the slowest rank sees it. Pure."""
+
+import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Report:
+    """Seconds of a step. NaN stands for what could not be measured.
+
+    Attributes:
+        passes: how many passes were measured.
+        step_s, waiting_s: as in `Seen`.
+        spent_s: of all rehearsals together.
+        computing_s: as in `Seen`, per bucket.
+        codec_s: per probe: of the fastest rehearsal.
+    """
+
+    passes: int
+    step_s: float
+    waiting_s: float
+    spent_s: float
+    computing_s: tuple[float, ...]
+    codec_s: tuple[float, ...]
+
+    def numbers(self) -> list[float]:
+        """In the form that ranks exchange: as many numbers on each rank."""
+        return [self.passes, self.step_s, self.waiting_s, self.spent_s, *self.computing_s, *self.codec_s]
+
+
+def median_pass(passes: Sequence[tuple[float, float, tuple[float, ...]]], buckets: int) -> tuple[float, ...]:
+    """The medians of (step, waiting, computing per bucket) over the passes whose times make sense, flat; NaN if there
+    are none. A clock that jumps spoils a pass, not the median."""
+    sound = [[step, waiting, *computing] for step, waiting, computing in passes if _sound(step, waiting, computing)]
+    if not sound:
+        return (math.nan,) * (2 + buckets)
+    return tuple(statistics.median(column) for column in zip(*sound, strict=True))
+
+
+def count_sound(passes: Sequence[tuple[float, float, tuple[float, ...]]]) -> int:
+    """How many of them make sense."""
+    return sum(_sound(*each) for each in passes)
+
+
+def slowest(table: Sequence[Sequence[float]], buckets: int) -> Report:
+    """All ranks' reports as one: each time that of the slowest rank, the number of passes the smallest. Waiting is that
+    of the rank that waits least: the others wait for that rank, too, and not only for the network. A time that any rank
+    could not measure is NaN.
+
+    Args:
+        table: a row of `Report.numbers` per rank.
+        buckets: how many of the times are computing times.
+    """
+    passes, _, waiting, *_ = zip(*table, strict=True)
+    times = [max(column) if all(_usable(each) for each in column) else math.nan for column in zip(*table, strict=True)]
+    least = min(passes) if all(math.isfinite(each) for each in passes) else 0
+    waiting_s = min(waiting) if all(_usable(each) for each in waiting) else math.nan
+    return Report(int(least), times[1], waiting_s, times[3], tuple(times[4 : 4 + buckets]), tuple(times[4 + buckets :]))
+
+
+def _usable(seconds: float) -> bool:
+    return math.isfinite(seconds) and seconds >= 0
+
+
+def _sound(step: float, waiting: float, computing: Sequence[float]) -> bool:
+    return _usable(step) and step > 0 and _usable(waiting) and all(_usable(each) for each in computing)

@@ -1,0 +1,99 @@
+"""Collect what this rank measures during a watch."""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from commhooks.compressors.auto.energy import Energies
+from commhooks.compressors.auto.report import Report, count_sound, median_pass
+from commhooks.compressors.base import Compressor
+from commhooks.compressors.kernel import Kernel
+from commhooks.compressors.observation import Seen
+from commhooks.gradients.layout import BucketLayout
+
+ROUNDS = 2
+"""Of a rehearsal: the first allocates memory."""
+SPECTRUM_ROUNDS = 3
+"""Power iterations, to find the largest singular values."""
+REHEARSALS = 3
+"""Of each probe, at most."""
+MOST_OF_A_STEP = 0.5
+"""Rehearsals after one pass take no more than one more rehearsal and this share of a step."""
+
+
+class Watcher:
+    """
+    Args:
+        probes: what to rehearse, by label; none if nothing is.
+        spectrum: see `candidates.spectrum`; None: do not look at energies.
+    """
+
+    def __init__(self, probes: Mapping[str, Compressor[Any]], spectrum: Compressor[Any] | None) -> None:
+        self.latest: Seen | None = None
+        self.energies = Energies()
+        self._probes = dict(probes)
+        self._spectrum = spectrum
+        self._passes: list[tuple[float, float, tuple[float, ...]]] = []
+        self._codec_s: dict[str, list[float]] = {label: [] for label in probes}
+        self._looked = 0
+        self._turn = 0
+        self._spent_s = 0.0
+
+    def compute_with(self, kernel: Kernel) -> None:
+        """Rehearse with the kernel that all ranks have."""
+        for each in self._probes.values():
+            each.kernel = kernel
+
+    @property
+    def layouts(self) -> Sequence[BucketLayout]:
+        """The buckets of the latest pass."""
+        return () if self.latest is None else self.latest.layouts
+
+    def see(self, seen: Seen) -> None:
+        """Take in one pass. The first with new buckets allocates memory and is not counted."""
+        if self.latest is None or _names(self.latest) != _names(seen):
+            self._passes.clear()
+        else:
+            self._passes.append((seen.step_s, seen.waiting_s, seen.computing_s))
+            before_s = self._spent_s
+            while self._rehearse_one(seen) and self._spent_s - before_s < MOST_OF_A_STEP * seen.step_s:
+                pass
+        self.latest = seen
+
+    def report(self) -> Report:
+        """What was measured so far. Ranks with the same buckets give as many numbers."""
+        step, waiting, *computing = median_pass(self._passes, len(self.layouts))
+        codec_s = tuple(_fastest(times) for times in self._codec_s.values())
+        return Report(count_sound(self._passes), step, waiting, self._spent_s, tuple(computing), codec_s)
+
+    def _rehearse_one(self, seen: Seen) -> bool:
+        """Rehearse the probe whose turn it is. Returns whether there was one."""
+        labels = [*self._probes, *([] if self._spectrum is None else [None])]
+        if self._turn >= REHEARSALS * len(labels):
+            return False
+        label = labels[self._turn % len(labels)]
+        self._turn += 1
+        try:
+            if label is None:
+                assert self._spectrum is not None
+                self._spent_s += SPECTRUM_ROUNDS * seen.rehearse(self._spectrum, SPECTRUM_ROUNDS, self.energies.look)
+            else:
+                seconds = seen.rehearse(self._probes[label], ROUNDS)
+                self._codec_s[label].append(seconds)
+                self._spent_s += ROUNDS * seconds
+        except torch.OutOfMemoryError:
+            # A candidate whose copies do not fit here is not measured, and so not chosen, on any rank.
+            if label is not None:
+                self._codec_s[label].append(math.nan)
+        return True
+
+
+def _fastest(times: Sequence[float]) -> float:
+    """NaN if there are none, or one that could not be measured."""
+    return min(times) if times and all(map(math.isfinite, times)) else math.nan
+
+
+def _names(seen: Seen) -> list[list[str]]:
+    return [layout.names for layout in seen.layouts]

@@ -1,0 +1,412 @@
+"""`auto` in training: what it decides is done, as if it had been asked for by name; at, before and after the change."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import math
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from ddp_steps import log_lines, process_group_of_one
+from inside import session_of
+from prescribed_auto import PrescribedAuto, PrescribedAutoCompressor, decided
+from training import Run, batch, residuals
+
+import commhooks
+from commhooks import HookConfigError, HookRunError, PayloadError
+from commhooks.compressors.auto.compressor import MOST_EXTENSIONS, TRY_STEPS, AutoCompressor
+from commhooks.compressors.auto.config import Auto
+from commhooks.compressors.auto.decision import Decision
+from commhooks.compressors.registry import register_compressor
+
+FAST_LINK = 1e7
+
+
+def new(**options: Any) -> Run:
+    register_compressor(PrescribedAutoCompressor)
+    return Run.new(hook=PrescribedAuto(**options))
+
+
+def decision_of(run: Run) -> Decision:
+    compressor = session_of(run.hook).compressor
+    assert isinstance(compressor, AutoCompressor)
+    return compressor.decision
+
+
+# ---- as the choice by name -------------------------------------------------------------------------------------------
+
+
+def _as_by_name(options: dict[str, Any]) -> dict[str, Any]:
+    with log_lines("commhooks") as lines:
+        run = new(**options).train(8)
+    chosen = decision_of(run).candidate
+    option = chosen.new().Config.start_option
+    start = {} if option is None else {option: 2}
+    by_name = Run.new(hook=chosen.hook, hook_options={**chosen.options, **start}).train(8)
+    plan = run.hook.plan()
+    return {
+        "label": chosen.label,
+        "hook": chosen.hook,
+        "options": dict(chosen.options),
+        "same": torch.equal(run.weights(), by_name.weights()),
+        "weights": run.weights(),
+        "stats": run.hook.stats(),
+        "plan": plan.as_dict(),
+        "plan by name": by_name.hook.plan().as_dict(),
+        "table": str(plan),
+        "lines": [line for line in lines if "auto: " in line],
+        "notes": run.hook.state_dict()["notes"],
+        "residuals": residuals(run.hook).keys() == residuals(by_name.hook).keys() if start else True,
+    }
+
+
+@pytest.mark.parametrize(
+    ("options", "label", "compressed"),
+    [
+        ({}, "int8", 6),
+        ({"quality": "close"}, "powerSGD like rank 2", 6),  # rank 1 is faster by less than counts
+        ({"quality": "close", "target": 3000}, "powerSGD, 3000 bytes", 6),
+        ({"quality": "close", "target": 0.001}, "powerSGD, 0.001 of energy", 6),
+        ({"mbit_per_s": FAST_LINK, "codec_s": 0.5}, "allreduce", 6),
+        ({"codec_s": 5.0}, "bf16", 6),
+    ],
+)
+def test_the_choice_trains_as_by_name(run_ranks: Any, options: dict[str, Any], label: str, compressed: int) -> None:
+    ranks = run_ranks(_as_by_name, options)
+    for rank in ranks:
+        assert rank["label"].startswith(label) and rank["stats"]["chosen"] == rank["label"]
+        assert rank["same"] or label == "bf16", "bf16 rounds what was divided, by name it divides what was rounded"
+        assert torch.equal(rank["weights"], ranks[0]["weights"])
+        assert rank["notes"] == ranks[0]["notes"] and rank["notes"]["since"] == 2
+        assert rank["residuals"]
+        assert rank["stats"]["compressed_steps"] == compressed
+        assert rank["plan"]["parameters"] == rank["plan by name"]["parameters"]
+        assert rank["plan"]["hook"] == f"prescribed_auto: {rank['label']}" and rank["label"] in rank["table"]
+    (line,) = ranks[0]["lines"]
+    assert ranks[1]["lines"] == []
+    assert f"auto: {ranks[0]['label']} from step 2 on" in line and "1000 ms (measured)" in line
+    assert ("nothing helps here" in line) == (label == "allreduce")
+    if options.get("quality") == "close":
+        ranks_by_glob = ranks[0]["options"]["matrix_approximation_rank"]
+        assert set(ranks_by_glob) == {"0.weight", "3.weight", "5.weight", "7.weight"}
+
+
+def _decides_by_the_clock() -> dict[str, Any]:
+    run = Run.new(hook="auto", hook_options={"measure_steps": 8, "quality": "close"})
+    before = run.train(6).hook.stats()
+    probed = session_of(run.hook).compressor._watcher.report()  # type: ignore[attr-defined]
+    reference = Run.new(hook="allreduce").train(6)
+    weights = run.weights()
+    run.train(30)
+    return {
+        "before": before["chosen"],
+        "as all-reduce": torch.equal(weights, reference.weights()),
+        "codec": [each for each in probed.codec_s if math.isfinite(each)],
+        "passes": probed.passes,
+        "decision": run.hook.state_dict()["notes"],
+        "weights": run.weights(),
+    }
+
+
+def test_real_clocks_lead_to_one_decision(run_ranks: Any) -> None:
+    """Which one is up to the machine."""
+    ranks = run_ranks(_decides_by_the_clock)
+    for rank in ranks:
+        assert rank["before"] == "allreduce" and rank["as all-reduce"], "measuring changes nothing"
+        assert rank["passes"] >= 3 and len(rank["codec"]) >= 3 and all(each > 0 for each in rank["codec"])
+        assert rank["decision"] == ranks[0]["decision"] and torch.equal(rank["weights"], ranks[0]["weights"])
+        assert rank["decision"]["since"] is not None and rank["decision"]["figures"]["mbit_per_s"] > 0
+        predicted = rank["decision"]["figures"]["predicted_s"]
+        assert predicted.keys() >= {"allreduce", "bf16", "int8", "int4"} and len(predicted) > 4
+        assert all(each > 0 for each in predicted.values())
+
+
+# ---- the change ------------------------------------------------------------------------------------------------------
+
+
+def _mean_gradient(run: Run) -> torch.Tensor:
+    """The true mean at the weights of this moment, of the next step's batch."""
+    model = copy.deepcopy(run.ddp.module)
+    images, labels = batch(run.step, dist.get_rank())
+    torch.nn.functional.cross_entropy(model(images), labels).backward()
+    own = torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None]).double()
+    dist.all_reduce(own)
+    return own / dist.get_world_size()
+
+
+def _sent_in_the_end() -> dict[str, Any]:
+    run = new(tried_s=2.0)  # worse than predicted
+    true, kept, labels = torch.zeros((), dtype=torch.float64), [], []
+    for _ in range(2 + TRY_STEPS + 2):
+        true = true + _mean_gradient(run)
+        run.train(1)
+        kept.append(bool(residuals(run.hook)))
+        labels.append(run.hook.stats()["chosen"])
+    applied = torch.stack(run.gradients).double().sum(0)
+    return {
+        "labels": labels,
+        "kept": kept,
+        "error": float((applied - true).norm() / true.norm()),
+        "weights": run.weights(),
+        "decision": decision_of(run),
+    }
+
+
+def test_a_choice_that_does_not_hold_is_taken_back_and_nothing_is_lost(run_ranks: Any) -> None:
+    """After the change back, all gradients that error feedback had left were applied, to rounding."""
+    ranks = run_ranks(_sent_in_the_end)
+    for rank in ranks:
+        assert rank["labels"] == ["allreduce"] * 2 + ["int8"] * TRY_STEPS + ["allreduce"] * 2
+        assert rank["kept"] == [False] * 2 + [True] * TRY_STEPS + [False] * 2
+        assert rank["error"] < 1e-6
+        assert torch.equal(rank["weights"], ranks[0]["weights"])
+        assert rank["decision"].phase == "resting" and rank["decision"].switches == 2
+
+
+def _looks_again() -> dict[str, Any]:
+    run = new(check_again_every=10, tried_s=0.1)
+    run.train(2 + TRY_STEPS)
+    labels = [run.hook.stats()["chosen"]]
+    phases = [decision_of(run).phase]
+    run.train(11)  # nothing has changed
+    phases.append(decision_of(run).phase)
+    switches = decision_of(run).switches
+    config = session_of(run.hook).compressor.config
+    object.__setattr__(config, "tried_s", 0.5)  # another job on the network
+    object.__setattr__(config, "mbit_per_s", FAST_LINK)
+    object.__setattr__(config, "codec_s", 0.45)
+    run.train(10)
+    phases.append(decision_of(run).phase)
+    run.train(4)
+    return {
+        "labels": [*labels, run.hook.stats()["chosen"]],
+        "phases": phases,
+        "switches": [switches, decision_of(run).switches],
+        "weights": run.weights(),
+    }
+
+
+def test_it_looks_again_and_changes_when_the_times_have(run_ranks: Any) -> None:
+    ranks = run_ranks(_looks_again)
+    for rank in ranks:
+        assert rank["labels"] == ["int8", "allreduce"]
+        assert rank["phases"] == ["trying", "resting", "measuring"] and rank["switches"] == [1, 2]
+        assert torch.equal(rank["weights"], ranks[0]["weights"])
+
+
+def _one_rank_has_no_times() -> dict[str, Any]:
+    run = new()
+    if dist.get_rank() == 1:
+        compressor = session_of(run.hook).compressor
+        assert isinstance(compressor, PrescribedAutoCompressor)
+        report = compressor._report
+        nonsense = lambda: dataclasses.replace(report(), step_s=math.nan)  # noqa: E731
+        compressor._report = nonsense  # type: ignore[method-assign]
+    with log_lines("commhooks") as lines:
+        run.train(2 + MOST_EXTENSIONS * TRY_STEPS + 1)
+    return {"decision": decision_of(run), "lines": [line for line in lines if "make no sense" in line]}
+
+
+def test_times_that_make_no_sense_on_one_rank_leave_all_with_all_reduce(run_ranks: Any) -> None:
+    ranks = run_ranks(_one_rank_has_no_times)
+    for rank in ranks:
+        assert rank["decision"].to_plain() == ranks[0]["decision"].to_plain()
+        assert rank["decision"].candidate.label == "allreduce" and rank["decision"].phase == "resting"
+    assert [len(rank["lines"]) for rank in ranks] == [1, 0]
+
+
+def _different_decisions() -> str:
+    run = new().train(4)
+    session = session_of(run.hook)
+    label = "int8" if dist.get_rank() else "int4"
+    compressor = session.compressor
+    assert isinstance(compressor, AutoCompressor)
+    session.replaced(compressor._with(decided(label)))
+    with pytest.raises(HookRunError) as caught:
+        run.train(1)
+    return str(caught.value)
+
+
+def test_ranks_with_different_decisions_say_so(run_ranks: Any) -> None:
+    for text in run_ranks(_different_decisions):
+        assert "run different hooks, options or models" in text
+
+
+# ---- saved ----------------------------------------------------------------------------------------------------------
+
+
+def _saved_while(steps: int) -> dict[str, Any]:
+    options = {"measure_steps": 4, "quality": "close", "check_again_every": 10}
+    run = new(**options).train(steps)
+    saved = run.save(residual="mean")
+    again = new(**options).load(saved)
+    decisions = [decision_of(run).to_plain(), decision_of(again).to_plain()]
+    run.train(26 - steps)
+    again.train(26 - steps)
+    return {
+        "exact": saved["hook"]["exact"],
+        "phase": decisions[0]["phase"],
+        "decisions": decisions,
+        "after": [decision_of(run).to_plain(), decision_of(again).to_plain()],
+        "weights": [run.weights(), again.weights()],
+    }
+
+
+@pytest.mark.parametrize(
+    ("steps", "phase"),
+    [(1, "measuring"), (5, "trying"), (9, "trying"), (14, "resting")],
+)
+def test_a_run_that_resumes_goes_on_as_the_one_that_saved(run_ranks: Any, steps: int, phase: str) -> None:
+    """Also where it was saved while it measured, and just before it changes."""
+    for rank in run_ranks(_saved_while, steps):
+        assert rank["exact"] and rank["phase"] == phase
+        assert rank["decisions"][0] == rank["decisions"][1] and rank["after"][0] == rank["after"][1]
+        assert torch.equal(*rank["weights"])
+
+
+def _too_late() -> dict[str, Any]:
+    run = new(measure_steps=4).train(4)
+    saved = run.save(residual="mean")
+    again = new(measure_steps=4).load(saved)
+    phases = []
+    for _ in range(TRY_STEPS + 2):
+        again.train(1)
+        phases.append((decision_of(again).phase, decision_of(again).candidate.label))
+    return {"phases": phases, "weights": again.weights()}
+
+
+def test_a_run_that_has_measured_nothing_yet_measures_longer(run_ranks: Any) -> None:
+    """Saved just before the decision; what was measured until then is not saved."""
+    ranks = run_ranks(_too_late)
+    for rank in ranks:
+        assert rank["phases"] == [("measuring", "allreduce")] * TRY_STEPS + [("trying", "int8")] * 2
+        assert torch.equal(rank["weights"], ranks[0]["weights"])
+
+
+def _save() -> dict[str, Any]:
+    return new().train(12).save(residual="mean")
+
+
+def _elastic(saved: dict[str, Any]) -> dict[str, Any]:
+    run = new().load(saved)
+    before = decision_of(run)
+    run.train(4)
+    return {"before": before, "after": decision_of(run), "weights": run.weights()}
+
+
+def test_another_number_of_ranks_measures_anew_with_the_choice_in_force(run_ranks: Any) -> None:
+    saved = run_ranks(_save)[0]
+    assert saved["hook"]["notes"]["phase"] == "resting"
+    ranks = run_ranks(_elastic, saved, world_size=3)
+    for rank in ranks:
+        before, after = rank["before"], rank["after"]
+        assert before.candidate.label == after.candidate.label == "int8"
+        assert before.phase == "measuring" and (before.watch.begin, before.watch.end) == (12, 14)
+        assert not before.figures.tried_s and after.figures.tried_s
+        assert torch.equal(rank["weights"], ranks[0]["weights"])
+
+
+def test_a_choice_that_the_quality_no_longer_allows_is_made_anew() -> None:
+    with process_group_of_one():
+        saved = Run.new(hook=Auto(quality="close")).save(residual="per_rank")
+        saved["hook"]["notes"] = decided("int4", since=0).to_plain()
+        saved["hook"]["step"] = 7
+        run = Run.new(hook=Auto(quality="close")).load(saved)
+        assert decision_of(run).candidate.label == "int4"
+        run = Run.new(hook=Auto()).load(saved)
+        assert decision_of(run).candidate.label == "allreduce" and decision_of(run).since is None
+        assert decision_of(run).watch.begin == 7
+
+
+BAD: list[tuple[str, Any]] = [
+    ("label", "int9"),
+    ("label", None),
+    ("candidates", []),
+    ("candidates", [{"label": "int8", "hook": "os:system", "options": {}, "changes": 1.0}]),
+    ("candidates", [{"label": "int8", "hook": "int8_compress", "options": {"block_size": 7}, "changes": 1.0}]),
+    ("candidates", [{"label": "int8", "hook": "int8_compress", "options": {"no": 7}, "changes": 1.0}]),
+    ("candidates", [{"label": "int8", "hook": "int8_compress", "options": {}, "changes": "x"}]),
+    ("since", -1),
+    ("since", 2**63),
+    ("since", 1.5),
+    ("phase", "asleep"),
+    ("watch", [1]),
+    ("watch", [True, 2]),
+    ("switches", None),
+    ("extended", "1"),
+    ("why", 3),
+    ("figures", {}),
+    ("figures", None),
+]
+
+
+@pytest.mark.parametrize(("key", "value"), BAD)
+def test_a_damaged_decision_is_refused_and_changes_nothing(key: str, value: Any) -> None:
+    with process_group_of_one():
+        run = Run.new(hook="auto")
+        saved = run.save(residual="per_rank")["hook"]
+        saved["notes"] = {**decided().to_plain(), key: value}
+        before = decision_of(run)
+        with pytest.raises(PayloadError):
+            run.hook.load_state_dict(saved)
+        assert decision_of(run) is before
+
+
+@pytest.mark.parametrize("notes", [[], "x", {"label": "int8"}, 3])
+def test_notes_of_another_kind_are_refused(notes: Any) -> None:
+    with pytest.raises(HookConfigError):
+        Decision.from_plain(notes)
+
+
+def test_a_decision_survives_the_way_through_plain_types() -> None:
+    made = decided("int4", since=3, why="because", switches=2)
+    again = Decision.from_plain(made.to_plain())
+    assert again.to_plain() == made.to_plain() and again.candidate == made.candidate and again.others == made.others
+
+
+# ---- options and topologies ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"quality": "good"},
+        {"target": 0.5},
+        {"quality": "close", "target": 1.0},
+        {"quality": "close", "target": 0},
+        {"measure_steps": 1},
+        {"check_again_every": 3},
+        {"exclude": [""]},
+    ],
+)
+def test_options_that_make_no_sense_are_refused(options: dict[str, Any]) -> None:
+    with pytest.raises(HookConfigError, match="Auto: "):
+        Auto(**options)
+
+
+def test_arrangements_and_wrappers_that_it_does_not_measure_are_refused() -> None:
+    with process_group_of_one():
+        with pytest.raises(HookConfigError, match="ranks_per_node.*doctor"):
+            Run.new(hook="auto", ranks_per_node=1)
+        with pytest.raises(HookConfigError, match="wrapper='bf16' with hook 'auto'"):
+            Run.new(hook="auto", wrapper="bf16")
+
+
+def test_one_rank_has_nothing_to_gain() -> None:
+    with process_group_of_one():
+        run = Run.new(hook="auto", hook_options={"measure_steps": 6, "check_again_every": None}).train(12)
+        assert run.hook.stats()["chosen"] == "allreduce" and decision_of(run).watch is None
+        reference = Run.new(hook="allreduce").train(12)
+        assert torch.equal(run.weights(), reference.weights())
+
+
+def test_without_a_watch_nothing_is_measured() -> None:
+    with process_group_of_one():
+        run = Run.new(hook="powerSGD", hook_options={"start_powerSGD_iter": 1})
+        with mock.patch("commhooks.engine.observer.mark", side_effect=AssertionError):
+            run.train(3)
+        assert commhooks.__version__ and run.hook.stats()["chosen"] is None

@@ -1,0 +1,104 @@
+"""Ranks per layer: from shares of energy, for a target share or a number of bytes."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Mapping
+
+import pytest
+import torch
+from torch import nn
+
+from commhooks.compressors.auto.candidates import spectrum
+from commhooks.compressors.auto.config import Auto
+from commhooks.compressors.auto.energy import Energies, by_layer
+from commhooks.compressors.auto.ranks import LARGEST, ranks_for_bytes, ranks_for_share, truncated
+from commhooks.compressors.plan import ParameterInfo
+from commhooks.engine.rehearsal import rehearse
+from commhooks.gradients.layout import read_layout
+
+KEPT = {"steep": [0.9, 0.95, 0.97], "flat": [0.2, 0.4, 0.6], "thin": [0.5]}
+
+
+@pytest.mark.parametrize(
+    ("share", "expected"),
+    [
+        (0.1, {"steep": 1, "flat": 1, "thin": 1}),
+        (0.4, {"steep": 1, "flat": 2, "thin": 1}),
+        (0.6, {"steep": 1, "flat": 3, "thin": 1}),
+        (0.96, {"steep": 3, "flat": 3, "thin": 1}),
+        (math.nan, {"steep": 3, "flat": 3, "thin": 1}),
+    ],
+)
+def test_ranks_for_a_share(share: float, expected: dict[str, int]) -> None:
+    assert ranks_for_share(KEPT, share) == expected
+
+
+def _bytes(ranks: Mapping[str, int]) -> float:
+    return 100 * sum(ranks.values())
+
+
+def test_ranks_for_bytes_are_the_best_of_all() -> None:
+    """Against all combinations: no other ranks within the limit let the layer that keeps least keep more."""
+
+    def least(ranks: Mapping[str, int]) -> float:
+        # A layer that keeps all that it can at its highest rank does not hold the others back.
+        return min((KEPT[name][rank - 1] for name, rank in ranks.items() if rank < len(KEPT[name])), default=math.inf)
+
+    for limit in range(0, 900, 100):
+        found = ranks_for_bytes(KEPT, limit, _bytes)
+        every = [
+            dict(zip(KEPT, each, strict=True))
+            for each in itertools.product(*(range(1, len(shares) + 1) for shares in KEPT.values()))
+        ]
+        allowed = [each for each in every if _bytes(each) <= limit]
+        if not allowed:
+            assert found == {"steep": 1, "flat": 1, "thin": 1}
+            continue
+        assert _bytes(found) <= limit
+        assert least(found) >= max(map(least, allowed)) - 0.31  # shares come in steps
+
+
+def test_ranks_that_save_too_little_are_not_considered() -> None:
+    shares = [rank / LARGEST for rank in range(1, LARGEST + 1)]
+    assert len(truncated(shares, 24, 24)) == 5  # (24 + 24) * 5 * 2 < 576
+    assert truncated(shares, 4, 4) == shares[:1]
+    assert truncated([0.0] * LARGEST, 100, 50) == [rank / 50 for rank in range(1, 17)]
+    assert truncated([math.nan] * LARGEST, 100, 50) == [rank / 50 for rank in range(1, 17)]
+
+
+def test_energies_are_those_of_the_singular_values() -> None:
+    """Against torch.linalg.svdvals, on two matrices in one bucket; a vector between them."""
+    torch.manual_seed(0)
+    shapes = {"a": (40, 60), "bias": (40,), "b": (70, 50)}
+    parameters = {name: nn.Parameter(torch.zeros(shape)) for name, shape in shapes.items()}
+    factor = torch.linspace(1, 0.01, 40)[:, None] ** 2
+    gradients = {name: torch.randn(shape) for name, shape in shapes.items()}
+    gradients["a"] = torch.linalg.qr(torch.randn(40, 40))[0] @ (factor * gradients["a"])
+    flat = torch.cat([each.flatten() for each in gradients.values()])
+    layout = read_layout(flat, list(parameters.values()), list(parameters))
+    made = spectrum(Auto(quality="close"))
+    plans = made.plan([ParameterInfo(name, each) for name, each in parameters.items()])
+    energies = Energies()
+    untouched = flat.clone()
+    for _ in range(2):
+        assert rehearse(made, layout, plans, flat, 12, energies.look) > 0
+    assert torch.equal(flat, untouched)
+    names = ["a", "b", "missing"]
+    kept = by_layer(energies.numbers(names), names)
+    for name in ("a", "b"):
+        squares = torch.linalg.svdvals(gradients[name].double()).square()
+        true = (squares.cumsum(0) / squares.sum())[:LARGEST]
+        assert torch.allclose(torch.tensor(kept[name], dtype=torch.float64), true, atol=0.03), name
+        assert kept[name] == sorted(kept[name])
+    assert kept["missing"] == [0.0] * LARGEST
+
+
+def test_a_gradient_of_zeros_was_not_measured() -> None:
+    flat = torch.zeros(64 * 64)
+    layout = read_layout(flat, [nn.Parameter(torch.zeros(64, 64))], ["w"])
+    made, energies = spectrum(Auto(quality="close")), Energies()
+    plans = made.plan([ParameterInfo("w", layout.parameters[0])])
+    rehearse(made, layout, plans, flat, 2, energies.look)
+    assert energies.numbers(["w"]) == [0.0] * LARGEST

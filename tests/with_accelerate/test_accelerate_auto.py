@@ -1,0 +1,47 @@
+"""`auto` in Accelerate: it decides, `save_state` keeps the decision, and its YAML configures it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerators import Training, launched
+from kinds import AUTO
+
+from accelerate_commhooks import CommHookKwargs
+from commhooks import Auto
+
+
+@launched
+def _save_and_resume(folder: str, config: str | None) -> dict[str, Any]:
+    def handler() -> CommHookKwargs:
+        return CommHookKwargs(hook=AUTO, bucket_cap_mb=0.001) if config is None else CommHookKwargs.from_config(config)
+
+    run = Training(handler()).train(6).save(folder)
+    run.train(3)
+    again = Training.resumed(folder, 6, handler()).train(3)
+    return {
+        "weights": [run.weights(), again.weights()],
+        "chosen": [each.hook.stats()["chosen"] for each in (run, again)],
+        "notes": [each.hook.state_dict()["notes"] for each in (run, again)],
+        "compressed": again.hook.stats()["compressed_steps"],
+    }
+
+
+def test_save_state_keeps_the_decision(run_ranks: Any, tmp_path: Path) -> None:
+    for rank in run_ranks(_save_and_resume, str(tmp_path), None):
+        assert torch.equal(*rank["weights"]) and rank["chosen"] == ["int8", "int8"]
+        assert rank["notes"][0] == rank["notes"][1] and rank["compressed"] == 3
+
+
+def test_the_yaml(run_ranks: Any, tmp_path: Path) -> None:
+    path = tmp_path / "accelerate.yaml"
+    path.write_text(f"num_processes: 2\ncomm_hook_config:\n  hook: {AUTO}\n  hook_options: {{quality: close}}\n")
+    for rank in run_ranks(_save_and_resume, str(tmp_path / "state"), str(path)):
+        assert torch.equal(*rank["weights"]) and rank["chosen"][0].startswith("powerSGD like rank")
+    path.write_text(
+        "comm_hook_config:\n  hook: auto\n  hook_options: {quality: close, target: 0.5, exclude: ['*e*']}\n"
+    )
+    made = CommHookKwargs.from_config(path)._checked_request()
+    assert made.config == Auto(quality="close", target=0.5, exclude=["*e*"])

@@ -100,6 +100,8 @@ class Compressor(ABC, Generic[ConfigT]):
             them.
         wrappers: what the option `wrapper` can be; see `lowered` and `quantised`.
         flat_only: it works where all ranks compress all of every parameter: neither between nodes only, nor on shards.
+        judges_averages: buckets that the engine averages for it are read, to see whether they are finite. False: what
+            is in them does not matter for what it has learned, and they count as finite.
         watch: when it is shown what the engine measures; see `observation.py`. None: never.
         notes: what it has learned besides tensors, saved with them: plain types, equal on all ranks. None: nothing.
         chosen: what it has chosen to do, for plans and statistics; "" if it does not choose.
@@ -119,6 +121,7 @@ class Compressor(ABC, Generic[ConfigT]):
     stats_every: int | None = None
     collectives: Sequence[Op] = ("sum",)
     kernel: Kernel = TORCH
+    judges_averages: bool = True
     watch: Watch | None = None
     notes: dict[str, Any] | None = None
     chosen: str = ""

@@ -242,13 +242,16 @@ class Session:
 
         self._observer.add(known.layout)
         step = StepInfo(current.step, group.size(), current.residual_factor, group.rank())
-        if not known.compresses or not current.compressing:
-            exchange = average(flat, self.compressor.wire_dtype_for(flat.dtype), group.size())
-        else:
-            exchange = arrangement.exchange(self.compressor, flat, known.work, self.state, step)
+        left = []
         if current.compressing and self.state.local and not self.compressor.per_bucket:
             left = leftovers(known.layout, known.plans, self.state)
-            exchange = with_leftovers(exchange, flat, left, self.state, step) if left else exchange
+        if not known.compresses or not current.compressing:
+            judged = self.compressor.judges_averages or bool(left)
+            exchange = average(flat, self.compressor.wire_dtype_for(flat.dtype), group.size(), judged=judged)
+        else:
+            exchange = arrangement.exchange(self.compressor, flat, known.work, self.state, step)
+        if left:
+            exchange = with_leftovers(exchange, flat, left, self.state, step)
         return RunningExchange(exchange, flat, issue, self.compressor.name)
 
     def _drain(self, current: BackwardPass) -> None:

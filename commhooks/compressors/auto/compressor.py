@@ -107,6 +107,11 @@ class AutoCompressor(Compressor[Auto]):
         return self.decision.candidate.label
 
     @property
+    def judges_averages(self) -> bool:  # type: ignore[override]
+        """While nothing is compressed, reading all gradients once more would be the only cost."""
+        return self._inner.transactional
+
+    @property
     def chosen_at(self) -> int | None:  # type: ignore[override]
         return self.decision.since
 

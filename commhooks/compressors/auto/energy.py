@@ -23,6 +23,8 @@ class Energies:
             if q is None:  # not compressed, or a gradient of zeros
                 continue
             energy = slot.of(gradient).double().square().sum()
+            if not bool(energy.isfinite()):
+                continue
             squares = torch.linalg.svdvals(q.double()).square()
             shares = (squares.cumsum(0) / energy).clamp(0, 1).cpu()
             self._sums[slot.name] = self._sums.get(slot.name, 0) + shares

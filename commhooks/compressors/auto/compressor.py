@@ -15,9 +15,7 @@ from typing import Any
 
 import torch
 
-from commhooks.compressors.auto import candidates, words
-from commhooks.compressors.auto.candidates import Candidate
-from commhooks.compressors.auto.choice import LATER_MARGIN, MARGIN, choose, expected_s, has_changed
+from commhooks.compressors.auto import candidates, phases, words
 from commhooks.compressors.auto.config import Auto
 from commhooks.compressors.auto.decision import Decision, Figures
 from commhooks.compressors.auto.loads import codec_times, load_of
@@ -32,14 +30,6 @@ from commhooks.compressors.native.choice import NAME as NATIVE
 from commhooks.compressors.observation import Ranks, Seen, Watch
 from commhooks.compressors.plan import MemoryPlan, ParameterInfo, UnitPlan
 from commhooks.gradients.layout import BucketLayout
-
-TRY_STEPS = 8
-"""Steps with a new choice that are measured."""
-LOOK_STEPS = 8
-"""Steps that are measured at the end of a rest."""
-MOST_SHARE = 0.01
-"""Share of the time that measuring may take after the first decision."""
-MOST_EXTENSIONS = 5
 
 
 class AutoCompressor(Compressor[Auto]):
@@ -189,14 +179,17 @@ class AutoCompressor(Compressor[Auto]):
         self._watcher.see(seen)
 
     def reconsidered(self, ranks: Ranks, step: int) -> tuple["AutoCompressor", str]:
-        table = ranks.table(self._report().numbers())
-        report = slowest(table, len(self._watcher.layouts))
+        numbers = self._report().numbers()
+        alike = len({row[0] for row in ranks.table([len(numbers)])}) == 1
+        if not alike:  # a rank has missed passes, or seen other buckets
+            return self._next(phases.extended(self.decision, self.config, step))
+        report = slowest(ranks.table(numbers), len(self._watcher.layouts))
         if report.passes < self.enough_passes or not math.isfinite(report.step_s):
-            return self._next(self._extended(step))
+            return self._next(phases.extended(self.decision, self.config, step))
         if self.decision.phase == "resting":
-            return self._next(self._after_rest(report, step))
+            return self._next(phases.after_rest(self.decision, self.config, step, report))
         if self.decision.phase == "trying":
-            return self._next(self._after_trial(report, step))
+            return self._next(phases.after_trial(self.decision, self.config, step, report))
         return self._next(self._after_measuring(report, ranks, step))
 
     def _report(self) -> Report:
@@ -225,17 +218,8 @@ class AutoCompressor(Compressor[Auto]):
         made.kernel = self.kernel
         return made, said
 
-    # ---- deciding ----------------------------------------------------------------------------------------------------
-
-    def _extended(self, step: int) -> Decision:
-        """Too few passes made sense on some rank: measure longer, or give up until the next look."""
-        now = self.decision
-        if now.extended < MOST_EXTENSIONS:
-            return dataclasses.replace(now, extended=now.extended + 1, watch=Watch(step, step + TRY_STEPS))
-        rested = dataclasses.replace(now, why=words.NO_TIMES, since=step if now.since is None else now.since)
-        return self._resting(rested, step)
-
     def _after_measuring(self, report: Report, ranks: Ranks, step: int) -> Decision:
+        """Predict the step with each candidate, and choose."""
         now, watcher = self.decision, self._watcher
         seen = watcher.latest
         assert seen is not None  # enough passes were measured
@@ -264,51 +248,4 @@ class AutoCompressor(Compressor[Auto]):
             latency_ms=link.latency_ms,
             spent_s=report.spent_s,
         )
-        return self._decided(dataclasses.replace(now, others=_without(offered, label), figures=figures), step)
-
-    def _after_trial(self, report: Report, step: int) -> Decision:
-        now = self.decision
-        tried = {**now.figures.tried_s, now.candidate.label: report.step_s}
-        figures = dataclasses.replace(now.figures, step_s=report.step_s, waiting_s=report.waiting_s, tried_s=tried)
-        return self._decided(dataclasses.replace(now, figures=figures), step)
-
-    def _after_rest(self, report: Report, step: int) -> Decision:
-        now = self.decision
-        if not has_changed(report.step_s, report.waiting_s, now.figures.step_s, now.figures.waiting_s):
-            return self._resting(dataclasses.replace(now, extended=0), step)
-        watch = Watch(step, step + self.config.measure_steps)
-        return dataclasses.replace(now, phase="measuring", watch=watch, extended=0)
-
-    def _decided(self, now: Decision, step: int) -> Decision:
-        """Choose from what is known. A choice that was not in force yet is tried first."""
-        known, before = now.known, now.candidate.label
-        changes = {label: each.changes for label, each in known.items()}
-        first = now.since is None or now.phase == "trying"
-        label = choose(now.figures.predicted_s, now.figures.tried_s, changes, before, MARGIN if first else LATER_MARGIN)
-        decided = dataclasses.replace(
-            now,
-            candidate=known[label],
-            others=_without(list(known.values()), label),
-            since=now.since if label == before and now.since is not None else step,
-            extended=0,
-            switches=now.switches + (label != before),
-            why=words.reason(
-                now.figures, expected_s(now.figures.predicted_s, now.figures.tried_s, changes), label, before
-            ),
-        )
-        if label in now.figures.tried_s:
-            return self._resting(decided, step)
-        return dataclasses.replace(decided, phase="trying", watch=Watch(step, step + TRY_STEPS))
-
-    def _resting(self, decision: Decision, step: int) -> Decision:
-        """Rest until the next look: `check_again_every` steps, or as many as measuring anew may cost."""
-        every, figures = self.config.check_again_every, decision.figures
-        if every is None:
-            return dataclasses.replace(decision, phase="resting", watch=None, extended=0)
-        cost = figures.spent_s / figures.step_s / MOST_SHARE if figures.step_s > 0 else 0.0
-        end = step + max(every, math.ceil(cost) if math.isfinite(cost) else 0)
-        return dataclasses.replace(decision, phase="resting", watch=Watch(end - LOOK_STEPS, end), extended=0)
-
-
-def _without(offered: Sequence[Candidate], label: str) -> tuple[Candidate, ...]:
-    return tuple(each for each in offered if each.label != label)
+        return phases.after_measuring(now, self.config, step, offered, figures)

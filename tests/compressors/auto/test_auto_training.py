@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import json
 import math
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -18,10 +20,14 @@ from training import Run, batch, residuals
 
 import commhooks
 from commhooks import HookConfigError, HookRunError, PayloadError
-from commhooks.compressors.auto.compressor import MOST_EXTENSIONS, TRY_STEPS, AutoCompressor
+from commhooks.compressors.auto.compressor import AutoCompressor
 from commhooks.compressors.auto.config import Auto
 from commhooks.compressors.auto.decision import Decision
+from commhooks.compressors.auto.phases import MOST_EXTENSIONS, TRY_STEPS
+from commhooks.compressors.auto.watcher import Watcher
 from commhooks.compressors.registry import register_compressor
+from commhooks.tools.inspect.command import report_text
+from commhooks.tools.inspect.payload import inspect_path
 
 FAST_LINK = 1e7
 
@@ -219,6 +225,21 @@ def test_times_that_make_no_sense_on_one_rank_leave_all_with_all_reduce(run_rank
     assert [len(rank["lines"]) for rank in ranks] == [1, 0]
 
 
+def _one_rank_has_seen_nothing() -> Decision:
+    run = new().train(2)
+    compressor = session_of(run.hook).compressor
+    assert isinstance(compressor, PrescribedAutoCompressor)
+    if dist.get_rank() == 1:
+        compressor._watcher = Watcher({}, None)
+    run.train(TRY_STEPS + 1)
+    return decision_of(run)
+
+
+def test_a_rank_that_has_seen_nothing_makes_all_measure_longer(run_ranks: Any) -> None:
+    for decision in run_ranks(_one_rank_has_seen_nothing):
+        assert decision.candidate.label == "int8" and decision.since == 2 + TRY_STEPS
+
+
 def _different_decisions() -> str:
     run = new().train(4)
     session = session_of(run.hook)
@@ -366,6 +387,38 @@ def test_a_decision_survives_the_way_through_plain_types() -> None:
     made = decided("int4", since=3, why="because", switches=2)
     again = Decision.from_plain(made.to_plain())
     assert again.to_plain() == made.to_plain() and again.candidate == made.candidate and again.others == made.others
+
+
+def _not_finite_at_the_change() -> dict[str, Any]:
+    run = new(tried_s=2.0).train(2 + TRY_STEPS)
+    before = residuals(run.hook)
+    run.optimizer.zero_grad()
+    images = torch.full((8, 1, 8, 8), float("nan") if dist.get_rank() == 0 else 0.5)
+    run.ddp(images).square().sum().backward()  # int8 is taken back with this pass
+    during = residuals(run.hook)
+    labels = run.hook.stats()["chosen"]
+    run.train(1)
+    return {"before": before, "during": during, "after": residuals(run.hook), "label": labels, "weights": run.weights()}
+
+
+def test_a_step_that_is_not_finite_at_the_change_loses_nothing(run_ranks: Any) -> None:
+    ranks = run_ranks(_not_finite_at_the_change)
+    for rank in ranks:
+        assert rank["label"] == "allreduce" and rank["after"] == {} and rank["weights"].isfinite().all()
+        assert rank["before"].keys() == rank["during"].keys() and rank["before"]
+        assert all(torch.equal(rank["before"][name], rank["during"][name]) for name in rank["before"])
+        assert torch.equal(rank["weights"], ranks[0]["weights"])
+
+
+def test_inspect_shows_the_decision(tmp_path: Path) -> None:
+    with process_group_of_one():
+        saved = Run.new(hook="auto").save(residual="per_rank")["hook"]
+    saved["notes"] = decided("int8", since=3, why="because").to_plain()
+    torch.save(saved, tmp_path / "hook.pt")
+    (report,) = inspect_path(tmp_path / "hook.pt")
+    assert report["problems"] == [] and report["notes"] == saved["notes"]
+    assert "label='int8', since=3, phase='resting'" in report_text(report) and "why='because'" in report_text(report)
+    assert json.loads(json.dumps(report))["notes"]["candidates"][0]["hook"] == "int8_compress"
 
 
 # ---- options and topologies ------------------------------------------------------------------------------------------

@@ -99,9 +99,9 @@ MUTANTS = [
     ),
     Mutant(
         "auto: a choice is kept, whatever it takes",
-        f"{_AUTO}/compressor.py",
-        '        return dataclasses.replace(decided, phase="trying", watch=Watch(step, step + TRY_STEPS))\n',
-        "        return self._resting(decided, step)\n",
+        f"{_AUTO}/phases.py",
+        '    return dataclasses.replace(made, phase="trying", watch=Watch(step, step + TRY_STEPS))\n',
+        "    return resting(made, config, step)\n",
         f"{_TRAINING}::test_a_choice_that_does_not_hold_is_taken_back_and_nothing_is_lost",
     ),
     Mutant(

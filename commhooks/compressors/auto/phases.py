@@ -1,0 +1,88 @@
+"""What follows each phase: from a decision and what was measured, the next decision. Pure; equal on all ranks that have
+the same numbers."""
+
+import dataclasses
+import math
+from collections.abc import Sequence
+
+from commhooks.compressors.auto import words
+from commhooks.compressors.auto.candidates import Candidate
+from commhooks.compressors.auto.choice import LATER_MARGIN, MARGIN, choose, expected_s, has_changed
+from commhooks.compressors.auto.config import Auto
+from commhooks.compressors.auto.decision import Decision, Figures
+from commhooks.compressors.auto.report import Report
+from commhooks.compressors.observation import Watch
+
+TRY_STEPS = 8
+"""Steps with a new choice that are measured."""
+LOOK_STEPS = 8
+"""Steps that are measured at the end of a rest."""
+MOST_SHARE = 0.01
+"""Share of the time that measuring may take after the first decision."""
+MOST_EXTENSIONS = 5
+"""How many times in a row a phase is extended."""
+
+
+def extended(now: Decision, config: Auto, step: int) -> Decision:
+    """Too few passes made sense on some rank: measure longer, or give up until the next look."""
+    if now.extended < MOST_EXTENSIONS:
+        return dataclasses.replace(now, extended=now.extended + 1, watch=Watch(step, step + TRY_STEPS))
+    since = step if now.since is None else now.since
+    return resting(dataclasses.replace(now, why=words.NO_TIMES, since=since), config, step)
+
+
+def after_measuring(now: Decision, config: Auto, step: int, offered: Sequence[Candidate], figures: Figures) -> Decision:
+    """Choose among `offered`, whose times are predicted in `figures`."""
+    others = without(offered, now.candidate.label)
+    return decided(dataclasses.replace(now, others=others, figures=figures), config, step)
+
+
+def after_trial(now: Decision, config: Auto, step: int, report: Report) -> Decision:
+    """The choice was measured: keep it, or choose another."""
+    tried = {**now.figures.tried_s, now.candidate.label: report.step_s}
+    figures = dataclasses.replace(now.figures, step_s=report.step_s, waiting_s=report.waiting_s, tried_s=tried)
+    return decided(dataclasses.replace(now, figures=figures), config, step)
+
+
+def after_rest(now: Decision, config: Auto, step: int, report: Report) -> Decision:
+    """Rest on, or measure anew if the times have changed by a lot."""
+    if not has_changed(report.step_s, report.waiting_s, now.figures.step_s, now.figures.waiting_s):
+        return resting(now, config, step)
+    watch = Watch(step, step + config.measure_steps)
+    return dataclasses.replace(now, phase="measuring", watch=watch, extended=0)
+
+
+def decided(now: Decision, config: Auto, step: int) -> Decision:
+    """Choose from what is known. A choice that was not in force yet is tried first."""
+    known, before = now.known, now.candidate.label
+    changes = {label: each.changes for label, each in known.items()}
+    predicted, tried = now.figures.predicted_s, now.figures.tried_s
+    first = now.since is None or now.phase == "trying"
+    label = choose(predicted, tried, changes, before, MARGIN if first else LATER_MARGIN)
+    made = dataclasses.replace(
+        now,
+        candidate=known[label],
+        others=without(list(known.values()), label),
+        since=now.since if label == before and now.since is not None else step,
+        extended=0,
+        switches=now.switches + (label != before),
+        why=words.reason(now.figures, expected_s(predicted, tried, changes), label, before),
+    )
+    if label in tried:
+        return resting(made, config, step)
+    return dataclasses.replace(made, phase="trying", watch=Watch(step, step + TRY_STEPS))
+
+
+def resting(now: Decision, config: Auto, step: int) -> Decision:
+    """Rest until the next look: `check_again_every` steps, or as many as measuring anew may cost."""
+    every, figures = config.check_again_every, now.figures
+    if every is None:
+        return dataclasses.replace(now, phase="resting", watch=None, extended=0)
+    cost = figures.spent_s / figures.step_s / MOST_SHARE if figures.step_s > 0 else 0.0
+    end = step + max(every, math.ceil(cost) if math.isfinite(cost) else 0)
+    return dataclasses.replace(now, phase="resting", watch=Watch(end - LOOK_STEPS, end), extended=0)
+
+
+def without(offered: Sequence[Candidate], label: str) -> tuple[Candidate, ...]:
+    """All but the one with that label."""
+    return tuple(each for each in offered if each.label != label)

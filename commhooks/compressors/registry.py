@@ -15,7 +15,6 @@ from commhooks.compressors.quantized.compressor import Int4Compressor, Int8Compr
 from commhooks.errors import HookConfigError
 
 BUILT_IN: tuple[type[Compressor[Any]], ...] = (
-    AutoCompressor,
     AllReduceCompressor,
     FP16Compressor,
     BF16Compressor,
@@ -24,6 +23,7 @@ BUILT_IN: tuple[type[Compressor[Any]], ...] = (
     PowerSGDCompressor,
     BatchedPowerSGDCompressor,
     NoopCompressor,
+    AutoCompressor,
 )
 COMPRESSORS: dict[str, type[Compressor[Any]]] = {each.Config.hook_name: each for each in BUILT_IN}
 """Compressors by name. Global state: `register_compressor` adds to this table, `register_hook` to `FACTORIES`."""

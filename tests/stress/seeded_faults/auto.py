@@ -53,7 +53,7 @@ MUTANTS = [
         f"{_AUTO}/choice.py",
         "label: tried_s[label] if _usable(tried_s.get(label, math.nan)) else seconds",
         "label: seconds",
-        "compressors/auto/test_choice.py::test_choose",
+        "compressors/auto/test_choice.py::test_an_overrun_concerns_what_compresses_and_was_not_tried",
     ),
     Mutant(
         "auto: the fastest rank counts",

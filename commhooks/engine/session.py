@@ -347,7 +347,7 @@ class Session:
         self.settle()
         if self.state.step < watch.end:
             return
-        with self.outcomes.lock:  # another thread must not save what is half decided
+        with self.outcomes.lock:  # no save may read what is half decided
             compressor, remark = self.compressor.reconsidered(GroupRanks(group, device, self.counters), self.state.step)
             if compressor is not self.compressor:
                 self.state.keep_fields(compressor.state_fields)

@@ -60,9 +60,8 @@ else:
 
 class _Logger(_Adapter):
     def warning(self, msg: object, *args: Any, **kwargs: Any) -> None:
-        super().warning(
-            f"{WARNING_PREFIX}{msg}", *args, **{"stacklevel": 2} | kwargs
-        )  # the caller's line, not this one
+        # The level is that of the caller's line, not of this one.
+        super().warning(f"{WARNING_PREFIX}{msg}", *args, **{"stacklevel": 2} | kwargs)
 
 
 def logger_of(module: str) -> _Logger:

@@ -23,7 +23,7 @@ from commhooks import HookConfigError
 from commhooks.hook.metrics import NAMES
 from lightning_commhooks import CommHookMonitor
 
-ALL = {f"commhooks/{name}" for name in NAMES}
+ALL = {f"commhooks/{name}" for name in NAMES} - {"commhooks/chosen_at"}  # only `auto` chooses
 
 
 class LoggingModel(Model):

@@ -2,25 +2,54 @@
 
     Trainer(strategy=CommHookDDP(hook="powerSGD"))
 
+The names here are for `lightning.pytorch`; `lightning_commhooks.pytorch_lightning` has the same for the package
+`pytorch_lightning`, and `lightning_commhooks.fabric` a strategy for Fabric. None of the three imports what only the
+others need: the classes here are made when they are first asked for.
+
 Importing this package registers the strategy names "ddp_powersgd", "ddp_batched_powersgd", "ddp_fp16_compress",
-"ddp_bf16_compress", "ddp_int8_compress", "ddp_int4_compress" and "ddp_auto" with Lightning, and the same for notebooks
-("ddp_notebook_powersgd", ...); it has no other side effect.
+"ddp_bf16_compress", "ddp_int8_compress", "ddp_int4_compress" and "ddp_auto", and the same for notebooks
+("ddp_notebook_powersgd", ...), with `lightning.pytorch` and with `pytorch_lightning`, with each as soon as it is
+imported. It has no other side effect.
 """
 
-try:
-    import lightning  # noqa: F401
-except ModuleNotFoundError as error:
-    if error.name != "lightning":
-        raise
-    raise ImportError('lightning_commhooks needs Lightning: pip install "commhooks[lightning]"') from error
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any
 
-from lightning_commhooks.checkpoint import CommHookCheckpoint
-from lightning_commhooks.fsdp2 import CommHookFSDP2
-from lightning_commhooks.monitor import CommHookMonitor
-from lightning_commhooks.registry import register_strategy_names
 from lightning_commhooks.stats import hook_stats
-from lightning_commhooks.strategy import CommHookDDP
+from lightning_commhooks.when_imported import when_imported
+
+if TYPE_CHECKING:
+    from lightning_commhooks.lightning_pytorch import CommHookCheckpoint, CommHookDDP, CommHookFSDP2, CommHookMonitor
 
 __all__ = ["CommHookCheckpoint", "CommHookDDP", "CommHookFSDP2", "CommHookMonitor", "hook_stats"]
 
-register_strategy_names()
+
+def _installed(package: str) -> bool:
+    try:
+        return find_spec(package) is not None
+    except ModuleNotFoundError:
+        return False
+
+
+if not _installed("lightning") and not _installed("pytorch_lightning"):
+    raise ImportError('lightning_commhooks needs Lightning: pip install "commhooks[lightning]"')
+
+
+def _for_lightning() -> None:
+    import lightning_commhooks.lightning_pytorch  # noqa: F401
+
+
+def _for_pytorch_lightning() -> None:
+    import lightning_commhooks.pytorch_lightning  # noqa: F401
+
+
+when_imported("lightning.pytorch", _for_lightning)
+when_imported("pytorch_lightning", _for_pytorch_lightning)
+
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from lightning_commhooks import lightning_pytorch
+
+    return getattr(lightning_pytorch, name)

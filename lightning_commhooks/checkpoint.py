@@ -8,21 +8,25 @@ finder, which restores its own checkpoint, also resets the hook.
 
 import inspect
 import signal
-from typing import Any, Literal, Optional
-
-import lightning.pytorch as pl
+from typing import TYPE_CHECKING, Any, Literal, Optional
 
 from commhooks import CommHook
 from commhooks.hook.for_plugins import HookRequest
 from lightning_commhooks.hooked_strategy import HookedStrategy, hooked_strategy_of
 from lightning_commhooks.messages import warn
 from lightning_commhooks.stats import keep_stats
-from lightning_commhooks.twins import unlike_the_trainer
+from lightning_commhooks.twins import check_twin, unlike_the_trainer
+
+if TYPE_CHECKING:
+    import lightning.pytorch as pl
+    from lightning.pytorch import Callback
+else:
+    Callback = object  # of the Trainer's package: see lightning_pytorch.py and pytorch_lightning.py
 
 CHECKPOINT_KEY = "commhooks"
 """Key of the hook's state in Lightning's checkpoint dict."""
 
-DEFAULT_SAVE_RESIDUAL = "mean"
+DEFAULT_SAVE_RESIDUAL: Literal["mean"] = "mean"
 """Lightning writes one file for all ranks, which should fit any number of ranks."""
 
 PER_RANK_WARNING_BYTES = 2 * 10**9
@@ -30,7 +34,7 @@ PER_RANK_WARNING_BYTES = 2 * 10**9
 SaveResidual = Literal["mean", "per_rank", "drop"]
 
 
-class CommHookCheckpoint(pl.Callback):
+class HookCheckpoint(Callback):
     """Saves the communication hook's state with the trainer's full checkpoints.
 
     `CommHookDDP` adds one by itself: give it explicitly only to set what it saves. Weights-only checkpoints hold no
@@ -59,9 +63,10 @@ class CommHookCheckpoint(pl.Callback):
         self._warned_about_size = False
         self._warned_about_late = False
 
-    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+    def setup(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", stage: str) -> None:
         callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
-        mixed = unlike_the_trainer([*callbacks, *trainer.loggers])
+        check_twin(self, trainer)
+        mixed = unlike_the_trainer(trainer, [*callbacks, *trainer.loggers])
         if mixed is not None and stage == "fit":
             warn(mixed)
         if hooked_strategy_of(trainer) is None:
@@ -72,7 +77,7 @@ class CommHookCheckpoint(pl.Callback):
             )
 
     def on_save_checkpoint(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
+        self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", checkpoint: dict[str, Any]
     ) -> None:
         strategy = hooked_strategy_of(trainer)
         hook = strategy.comm_hook if strategy is not None else None
@@ -83,17 +88,17 @@ class CommHookCheckpoint(pl.Callback):
             strategy.save_residual, gather=True, joint=not _saves_alone(trainer)
         )
 
-    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_train_start(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
         # Not called in the learning-rate finder, which disables callbacks while it runs.
         strategy = hooked_strategy_of(trainer)
         if strategy is not None and not trainer.fast_dev_run:  # type: ignore[attr-defined]
             strategy.warn_if_never_reached(trainer)
 
-    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_train_end(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
         keep_stats(trainer)
 
     def on_train_batch_start(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
+        self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", batch: Any, batch_idx: int
     ) -> None:
         if batch_idx != 0 or self._warned_about_late:
             return
@@ -120,7 +125,7 @@ class CommHookCheckpoint(pl.Callback):
             )
 
 
-def _saves_alone(trainer: pl.Trainer) -> bool:
+def _saves_alone(trainer: "pl.Trainer") -> bool:
     """Whether other ranks may not take part in this save, so that it must not communicate.
 
     There are two cases. An exception on one rank: Lightning sets `trainer.interrupted` before it calls the callbacks'

@@ -3,12 +3,9 @@
 import weakref
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Literal, Optional, Union
+from typing import TYPE_CHECKING, Any, Literal, Optional, Union
 
-import lightning.pytorch as pl
 import torch.distributed.checkpoint as dcp
-from lightning.pytorch.strategies import ModelParallelStrategy
-from lightning.pytorch.trainer.states import TrainerFn
 from torch.distributed.checkpoint import DefaultLoadPlanner
 from torch.distributed.constants import default_pg_timeout
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -16,14 +13,21 @@ from torch.distributed.fsdp import FSDPModule
 
 from commhooks import CommHook, HookConfigError
 from commhooks.hook.for_plugins import HookRequest, attach_request
-from lightning_commhooks.checkpoint import CHECKPOINT_KEY, CommHookCheckpoint
+from lightning_commhooks.checkpoint import CHECKPOINT_KEY, HookCheckpoint
 from lightning_commhooks.hooked_strategy import HookedStrategy
 from lightning_commhooks.messages import warn
 from lightning_commhooks.run import loss_scale, with_start
 from lightning_commhooks.strategy import HookType
+from lightning_commhooks.twins import for_the_other_trainer
+
+if TYPE_CHECKING:
+    import lightning.pytorch as pl
+    from lightning.pytorch.strategies import ModelParallelStrategy
+else:
+    ModelParallelStrategy = object  # of the Trainer's package: see lightning_pytorch.py and pytorch_lightning.py
 
 
-class CommHookFSDP2(ModelParallelStrategy, HookedStrategy):
+class HookedFSDP2(HookedStrategy, ModelParallelStrategy):
     """`ModelParallelStrategy` for models that are sharded within groups of ranks, and averaged by a hook between these
     groups. The hook is saved and resumed with the trainer's checkpoints, which are distributed ones (a folder each).
 
@@ -90,7 +94,8 @@ class CommHookFSDP2(ModelParallelStrategy, HookedStrategy):
         return self._mesh
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}(hook={self._request.name!r}, replicate_size={self._replicate_size!r})"
+        text = f"{type(self).__name__}(hook={self._request.name!r}, replicate_size={self._replicate_size!r})"
+        return text + for_the_other_trainer(self)
 
     # ---- what Lightning calls ----------------------------------------------------------------------------------------
 
@@ -101,7 +106,7 @@ class CommHookFSDP2(ModelParallelStrategy, HookedStrategy):
     def setup_environment(self) -> None:
         assert self.lightning_module is not None
         callbacks: list[pl.Callback] = self.lightning_module.trainer.callbacks  # type: ignore[attr-defined]
-        if any(isinstance(callback, CommHookCheckpoint) for callback in callbacks):
+        if any(isinstance(callback, HookCheckpoint) for callback in callbacks):
             raise HookConfigError("CommHookFSDP2 saves its hook itself: leave out the CommHookCheckpoint callback")
         super().setup_environment()
         replicas = self.num_nodes if self._replicate_size == "auto" else self._replicate_size
@@ -112,9 +117,9 @@ class CommHookFSDP2(ModelParallelStrategy, HookedStrategy):
         shape = (replicas, self.world_size // replicas)
         self._mesh = init_device_mesh(self.root_device.type, shape, mesh_dim_names=("replicate", "shard"))
 
-    def setup(self, trainer: pl.Trainer) -> None:
+    def setup(self, trainer: "pl.Trainer") -> None:
         super().setup(trainer)
-        if trainer.state.fn != TrainerFn.FITTING:
+        if trainer.state.fn != "fit":
             return
         module = self.lightning_module
         assert module is not None
@@ -124,7 +129,7 @@ class CommHookFSDP2(ModelParallelStrategy, HookedStrategy):
             _sharded_root(module),
             with_start(self._request, trainer),
             replicate_group=self.device_mesh["replicate"],
-            loss_scale=loss_scale(trainer, self.root_device),
+            loss_scale=loss_scale(trainer.precision_plugin, self.root_device),
         )
         self._hooked_module = weakref.ref(module)
 
@@ -142,7 +147,7 @@ class CommHookFSDP2(ModelParallelStrategy, HookedStrategy):
         path, module = Path(self.broadcast(checkpoint_path)), self.lightning_module
         loaded = super().load_checkpoint(path, weights_only=True if weights_only is None else weights_only)
         hook = self._comm_hook
-        if module is None or hook is None or module.trainer.state.fn != TrainerFn.FITTING:
+        if module is None or hook is None or module.trainer.state.fn != "fit":
             return loaded
         if (path / CHECKPOINT_KEY).is_dir():
             planner = DefaultLoadPlanner(allow_partial_load=not self._request.strict)
@@ -160,17 +165,17 @@ class CommHookFSDP2(ModelParallelStrategy, HookedStrategy):
     def save_residual(self) -> str:
         return self._request.save_residual
 
-    def hook_belongs_to(self, module: pl.LightningModule) -> bool:
+    def hook_belongs_to(self, module: "pl.LightningModule") -> bool:
         return self._hooked_module is not None and self._hooked_module() is module
 
     def parameters_unfrozen_after_wrap(self) -> list[str]:
         return []  # the next backward pass raises an error
 
-    def warn_if_never_reached(self, trainer: pl.Trainer) -> None:
+    def warn_if_never_reached(self, trainer: "pl.Trainer") -> None:
         return None
 
 
-def _sharded_root(module: pl.LightningModule) -> Any:
+def _sharded_root(module: "pl.LightningModule") -> Any:
     """The module that `fully_shard` was called on last.
 
     Raises:

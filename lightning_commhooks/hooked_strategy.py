@@ -1,8 +1,11 @@
 """The interface of a strategy with a communication hook, for the callbacks."""
 
-import lightning.pytorch as pl
+from typing import TYPE_CHECKING
 
 from commhooks import CommHook
+
+if TYPE_CHECKING:
+    import lightning.pytorch as pl
 
 
 class HookedStrategy:
@@ -18,7 +21,7 @@ class HookedStrategy:
         """Which residuals checkpoints hold: "mean", "per_rank" or "drop"."""
         raise NotImplementedError
 
-    def hook_belongs_to(self, module: pl.LightningModule) -> bool:
+    def hook_belongs_to(self, module: "pl.LightningModule") -> bool:
         """Whether the hook was attached for this module, not for a module trained earlier."""
         raise NotImplementedError
 
@@ -26,11 +29,11 @@ class HookedStrategy:
         """Names of parameters that require a gradient now and did not when the model was wrapped."""
         raise NotImplementedError
 
-    def warn_if_never_reached(self, trainer: pl.Trainer) -> None:
+    def warn_if_never_reached(self, trainer: "pl.Trainer") -> None:
         """Log a warning if this run ends before the hook begins to compress."""
         raise NotImplementedError
 
 
-def hooked_strategy_of(trainer: pl.Trainer) -> HookedStrategy | None:
+def hooked_strategy_of(trainer: "pl.Trainer") -> HookedStrategy | None:
     """The trainer's strategy if that is a `HookedStrategy`, else None."""
     return trainer.strategy if isinstance(trainer.strategy, HookedStrategy) else None

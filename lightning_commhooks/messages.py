@@ -1,6 +1,6 @@
 """Warnings of rank 0 that say where they come from."""
 
-from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from lightning_utilities.core.rank_zero import rank_zero_warn
 
 from commhooks.errors import WARNING_PREFIX
 

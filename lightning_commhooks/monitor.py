@@ -1,19 +1,24 @@
 """`CommHookMonitor`: logs the metrics of the communication hook through the trainer's loggers."""
 
-from typing import Any, Optional
-
-import lightning.pytorch as pl
+from typing import TYPE_CHECKING, Any, Optional
 
 from commhooks import CommHook, HookConfigError
 from commhooks.hook.for_plugins import NAMES, PREFIX, Meter, closest
 from lightning_commhooks.hooked_strategy import hooked_strategy_of
 from lightning_commhooks.messages import warn
+from lightning_commhooks.twins import check_twin
+
+if TYPE_CHECKING:
+    import lightning.pytorch as pl
+    from lightning.pytorch import Callback
+else:
+    Callback = object  # of the Trainer's package: see lightning_pytorch.py and pytorch_lightning.py
 
 _SHORT = {"compression_rate": "x"}
 """Names for the progress bar."""
 
 
-class CommHookMonitor(pl.Callback):
+class HookMonitor(Callback):
     """Logs every n steps what the hook of a `CommHookDDP` strategy does, through all loggers of the trainer.
 
         Trainer(strategy=CommHookDDP(hook="powerSGD"), callbacks=[CommHookMonitor()])
@@ -76,7 +81,8 @@ class CommHookMonitor(pl.Callback):
         self._meter = Meter()
         self._last_step = -1
 
-    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+    def setup(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", stage: str) -> None:
+        check_twin(self, trainer)
         if stage != "fit" or self._warned or hooked_strategy_of(trainer) is not None:
             return
         self._warned = True
@@ -86,14 +92,14 @@ class CommHookMonitor(pl.Callback):
             f"strategy of this Trainer is {strategy.__module__}.{strategy.__qualname__}"
         )
 
-    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_train_start(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
         # Every fit wraps the model again and has a new hook.
         self._meter, self._last_step = Meter(), -1
         hook = _hook_of(trainer)
         if hook is not None and self.sample_cosine_every is not None:
             hook.sample_cosine(self.sample_cosine_every)
 
-    def on_before_optimizer_step(self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Any) -> None:
+    def on_before_optimizer_step(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", optimizer: Any) -> None:
         # Here the gradients are averaged and unscaled, but not clipped. With several optimizers: at the first of a
         # batch.
         hook = _hook_of(trainer)
@@ -122,6 +128,6 @@ class CommHookMonitor(pl.Callback):
             )
 
 
-def _hook_of(trainer: pl.Trainer) -> CommHook | None:
+def _hook_of(trainer: "pl.Trainer") -> CommHook | None:
     strategy = hooked_strategy_of(trainer)
     return None if strategy is None else strategy.comm_hook

@@ -1,8 +1,6 @@
-"""Names for `Trainer(strategy="...")`, registered when this package is imported."""
+"""Names for `Trainer(strategy="...")`."""
 
-from lightning.pytorch.strategies import StrategyRegistry
-
-from lightning_commhooks.strategy import CommHookDDP
+from typing import Any
 
 _HOOKS = {
     "ddp_powersgd": "powerSGD",
@@ -15,15 +13,16 @@ _HOOKS = {
 }
 
 
-def register_strategy_names() -> None:
-    """Register the names with Lightning. A repeated call, as on a reload of the package, replaces the classes."""
+def register_strategy_names(registry: Any, strategy: type) -> None:
+    """Register the names with the `StrategyRegistry` of the package that `strategy`, a `CommHookDDP`, belongs to. A
+    repeated call, as on a reload of a module, replaces the classes."""
     for name, hook in _HOOKS.items():
         about = f"DDP with the communication hook {hook!r}"
-        StrategyRegistry.register(name, CommHookDDP, description=about, override=True, hook=hook)
+        registry.register(name, strategy, description=about, override=True, hook=hook)
         # As Lightning's own "ddp_notebook": other ways to start processes do not work in an interactive session.
-        StrategyRegistry.register(
+        registry.register(
             name.replace("ddp_", "ddp_notebook_"),
-            CommHookDDP,
+            strategy,
             description=f"{about}, for notebooks",
             override=True,
             hook=hook,

@@ -3,16 +3,18 @@
 import dataclasses
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import lightning.pytorch as pl
 import torch
 
 from commhooks import HookConfigError
 from commhooks.hook.for_plugins import HookRequest, LossScale, scale_of
 
+if TYPE_CHECKING:
+    import lightning.pytorch as pl
 
-def with_start(request: HookRequest, trainer: pl.Trainer) -> HookRequest:
+
+def with_start(request: HookRequest, trainer: "pl.Trainer") -> HookRequest:
     """`request` with its start as a number of steps.
 
     Raises:
@@ -31,7 +33,7 @@ def with_start(request: HookRequest, trainer: pl.Trainer) -> HookRequest:
     return dataclasses.replace(request, config=config.resolved(steps))
 
 
-def steps_left(trainer: pl.Trainer) -> int | None:
+def steps_left(trainer: "pl.Trainer") -> int | None:
     """Number of synchronised backward passes from here to the end of the run; None if unknown.
 
     Automatic optimisation has one per optimizer step, also with gradient accumulation. Manual optimisation: only the
@@ -49,9 +51,8 @@ def steps_left(trainer: pl.Trainer) -> int | None:
     return int(left) if 1 <= left < math.inf else None
 
 
-def loss_scale(trainer: pl.Trainer, device: torch.device) -> Callable[[], LossScale] | None:
-    """Returns the current scale of the trainer's GradScaler; None without one."""
-    plugin: Any = trainer.precision_plugin
+def loss_scale(plugin: Any, device: torch.device) -> Callable[[], LossScale] | None:
+    """Returns the current scale of the GradScaler of a precision plugin (of a Trainer or Fabric); None without one."""
     if getattr(plugin, "scaler", None) is None:
         return None
     return lambda: scale_of(plugin.scaler, device)

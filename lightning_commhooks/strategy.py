@@ -1,39 +1,35 @@
 """`CommHookDDP`: Lightning's DDP strategy with a communication hook of commhooks."""
 
 import dataclasses
-import inspect
-import sys
 import weakref
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Optional, Union
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Optional, Union
 
-import lightning.pytorch as pl
-from lightning.pytorch.strategies import DDPStrategy
 from torch.nn.parallel import DistributedDataParallel
 
 from commhooks import CommHook, HookConfigError, PayloadError
-from commhooks.hook.for_plugins import (
-    COMPRESSORS,
-    HookConfig,
-    HookRequest,
-    attach_request,
-    unknown_argument,
-)
-from lightning_commhooks.checkpoint import CHECKPOINT_KEY, DEFAULT_SAVE_RESIDUAL, CommHookCheckpoint, SaveResidual
+from commhooks.hook.for_plugins import COMPRESSORS, HookConfig, HookRequest, attach_request
+from lightning_commhooks.checkpoint import CHECKPOINT_KEY, DEFAULT_SAVE_RESIDUAL, HookCheckpoint, SaveResidual
+from lightning_commhooks.ddp_arguments import check_ddp_arguments
 from lightning_commhooks.hooked_strategy import HookedStrategy
 from lightning_commhooks.messages import warn
 from lightning_commhooks.run import loss_scale, steps_left, with_start
+from lightning_commhooks.twins import for_the_other_trainer
 
 if TYPE_CHECKING:
+    import lightning.pytorch as pl
+    from lightning.pytorch.strategies import DDPStrategy
+
     HookType = HookConfig | Callable[..., Any] | str | None
 else:
+    DDPStrategy = object  # of the Trainer's package: see lightning_pytorch.py and pytorch_lightning.py
     # One member per registered config class, so that LightningCLI accepts and documents it. `str` must be last: before
     # Callable, jsonargparse would pass the path of a function as a string.
     HookType = Union[(None, *(each.Config for each in COMPRESSORS.values()), Callable, str)]
 
 
-class CommHookDDP(DDPStrategy, HookedStrategy):
+class HookedDDP(HookedStrategy, DDPStrategy):
     """`DDPStrategy` with a communication hook, on every device, saved and resumed with the trainer's checkpoints.
 
     Args:
@@ -58,6 +54,9 @@ class CommHookDDP(DDPStrategy, HookedStrategy):
             offered), a value of the wrong type, or an impossible combination.
     """
 
+    checkpoint_callback: ClassVar[type[HookCheckpoint]]
+    """`CommHookCheckpoint` of the Trainer's package."""
+
     def __init__(
         self,
         hook: HookType,
@@ -71,7 +70,7 @@ class CommHookDDP(DDPStrategy, HookedStrategy):
         ranks_per_node: Union[int, Literal["auto"], None] = None,  # noqa: UP007
         **ddp_kwargs: Any,
     ) -> None:
-        _check_ddp_kwargs(hook, ddp_kwargs)
+        check_ddp_arguments(hook, ddp_kwargs, HookedDDP.__init__, super().__init__)
         super().__init__(**ddp_kwargs)
         self._request = HookRequest.parse(
             hook,
@@ -107,15 +106,7 @@ class CommHookDDP(DDPStrategy, HookedStrategy):
         return self._request.save_residual
 
     def __repr__(self) -> str:
-        text = f"{type(self).__name__}(hook={self._request.name!r})"
-        if "pytorch_lightning" in sys.modules:
-            # The Trainer of pytorch_lightning rejects this strategy with an error that shows only this repr.
-            text += (
-                " (a strategy for `lightning.pytorch.Trainer`; a `pytorch_lightning.Trainer` cannot use it: "
-                "write `from lightning.pytorch import Trainer`, and replace every other import of pytorch_lightning, "
-                "too: its modules, callbacks and loggers are other classes than those of lightning.pytorch)"
-            )
-        return text
+        return f"{type(self).__name__}(hook={self._request.name!r})" + for_the_other_trainer(self)
 
     # ---- what Lightning calls ----------------------------------------------------------------------------------------
 
@@ -136,7 +127,7 @@ class CommHookDDP(DDPStrategy, HookedStrategy):
         hook = attach_request(
             self.model,
             with_start(self._request, module.trainer),
-            loss_scale=loss_scale(module.trainer, self.root_device),
+            loss_scale=loss_scale(module.trainer.precision_plugin, self.root_device),
         )
         self._comm_hook = None if self._request.off else hook
 
@@ -176,7 +167,7 @@ class CommHookDDP(DDPStrategy, HookedStrategy):
 
     # ---- what CommHookCheckpoint calls -------------------------------------------------------------------------------
 
-    def hook_belongs_to(self, module: pl.LightningModule) -> bool:
+    def hook_belongs_to(self, module: "pl.LightningModule") -> bool:
         """Whether the hook was attached for this module, not for a module trained earlier."""
         return self._hooked_module is not None and self._hooked_module() is module
 
@@ -191,7 +182,7 @@ class CommHookDDP(DDPStrategy, HookedStrategy):
             if parameter.requires_grad and not self._trained_at_wrap.get(name, False)
         ]
 
-    def warn_if_never_reached(self, trainer: pl.Trainer) -> None:
+    def warn_if_never_reached(self, trainer: "pl.Trainer") -> None:
         """Log a warning if this run ends before the hook begins to compress."""
         hook, left, config = self._comm_hook, steps_left(trainer), self._request.config
         if hook is None or config is None or config.start_option is None or left is None:
@@ -207,15 +198,15 @@ class CommHookDDP(DDPStrategy, HookedStrategy):
 
     # ---- helpers -----------------------------------------------------------------------------------------------------
 
-    def _settle_checkpointing(self, trainer: pl.Trainer) -> None:
+    def _settle_checkpointing(self, trainer: "pl.Trainer") -> None:
         """Find or add the callback, and combine its options with those of this strategy."""
         # `trainer.callbacks` is an ordinary list; Lightning itself appends to it.
         callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
-        ours = [callback for callback in callbacks if isinstance(callback, CommHookCheckpoint)]
+        ours = [callback for callback in callbacks if isinstance(callback, HookCheckpoint)]
         if len(ours) > 1:
             raise HookConfigError(f"{len(ours)} CommHookCheckpoint callbacks in one Trainer; give one, or none")
         if not ours:
-            ours = [CommHookCheckpoint()]
+            ours = [self.checkpoint_callback()]
             callbacks.append(ours[0])
         for name, mine in self._given.items():
             theirs = getattr(ours[0], name)
@@ -226,21 +217,3 @@ class CommHookDDP(DDPStrategy, HookedStrategy):
                 )
             if theirs is not None:
                 self._request = dataclasses.replace(self._request, **{name: theirs})
-
-
-def _check_ddp_kwargs(hook: object, given: Mapping[str, Any]) -> None:
-    for name in ("ddp_comm_hook", "ddp_comm_state", "ddp_comm_wrapper", "model_averaging_period"):
-        if given.get(name) is not None:
-            raise HookConfigError(
-                f"{name}= beside hook=: CommHookDDP attaches its own hook and DDP takes one only. Give your hook as "
-                "hook= (with hook_state= and wrapper=); post-local SGD stays with lightning.pytorch's DDPStrategy"
-            )
-    known = {
-        *inspect.signature(CommHookDDP.__init__).parameters,
-        *inspect.signature(DDPStrategy.__init__).parameters,
-        *inspect.signature(DistributedDataParallel.__init__).parameters,
-    } - {"self", "kwargs", "ddp_kwargs", "module", "device_ids"}
-    for name, value in given.items():
-        if name not in known:
-            others = ", and neither have DDPStrategy and DistributedDataParallel; they know"
-            raise unknown_argument("CommHookDDP", name, value, hook, known, others)

@@ -1,26 +1,64 @@
-"""Find what is from `pytorch_lightning`, the twin of `lightning.pytorch` with classes of its own."""
+"""The two packages with a Trainer, `lightning.pytorch` and `pytorch_lightning`: each has classes of its own, and an
+object of one of them is a stranger to the other's Trainer."""
 
+import sys
 from collections.abc import Iterable
 
-TWIN = "pytorch_lightning"
+from commhooks import HookConfigError
+
+_TWIN = {"lightning": "pytorch_lightning", "pytorch_lightning": "lightning"}
+"""The packages by the first parts of their names."""
+_NAME = {"lightning": "lightning.pytorch", "pytorch_lightning": "pytorch_lightning"}
+_OURS = {"lightning": "lightning_commhooks", "pytorch_lightning": "lightning_commhooks.pytorch_lightning"}
+"""Where the classes of this package are imported from, for each."""
 
 
-def of_the_twin(objects: Iterable[object]) -> list[str]:
-    """What of `objects` is an instance of the twin's classes: "ModelCheckpoint (a pytorch_lightning...Callback)"."""
-    found = []
-    for each in objects:
-        classes = [base for base in type(each).__mro__ if base.__module__.partition(".")[0] == TWIN]
-        if classes:
-            found.append(f"{type(each).__name__} (a {classes[-1].__module__}.{classes[-1].__qualname__})")
-    return found
+def check_twin(callback: object, trainer: object) -> None:
+    """Raise HookConfigError if a callback of ours is for the other package's Trainer."""
+    here, given = _package(trainer), _package(callback)
+    if here is not None and given is not None and here != given:
+        name = type(callback).__name__
+        raise HookConfigError(
+            f"this {name} is for the Trainer of {_NAME[given]}, and the Trainer is from {_NAME[here]}: write `from "
+            f"{_OURS[here]} import {name}`"
+        )
 
 
-def unlike_the_trainer(objects: Iterable[object]) -> str | None:
-    """A warning about objects of the twin in a `lightning.pytorch.Trainer`; None if there are none."""
-    found = of_the_twin(objects)
+def for_the_other_trainer(strategy: object) -> str:
+    """What the `repr` of a strategy of ours says beside its options where both packages are imported: the error of the
+    other package's Trainer shows nothing of the strategy but its `repr`."""
+    own = _package(strategy)
+    other = _TWIN.get(own or "")
+    if own is None or other not in sys.modules:
+        return ""
+    return (
+        f" (a strategy for `{_NAME[own]}.Trainer`; a `{_NAME[other]}.Trainer` cannot use it: write `from "
+        f"{_OURS[other]} import {type(strategy).__name__}`, or replace every import of {_NAME[other]}: its modules, "
+        f"callbacks and loggers are other classes than those of {_NAME[own]})"
+    )
+
+
+def unlike_the_trainer(trainer: object, objects: Iterable[object]) -> str | None:
+    """A warning about those of `objects` that are of the package which is not the trainer's; None if there are none."""
+    here = _package(trainer)
+    if here is None:
+        return None
+    other = _TWIN[here]
+    found = [f"{type(each).__name__} (a {base})" for each in objects if (base := _base(each, other)) is not None]
     if not found:
         return None
     return (
-        f"this Trainer is from lightning.pytorch, and these are from {TWIN}: {', '.join(found)}. The Trainer does not "
-        f"know them for what they are, a checkpoint callback for example: replace every import of {TWIN}"
+        f"this Trainer is from {_NAME[here]}, and these are from {_NAME[other]}: {', '.join(found)}. The Trainer does "
+        f"not know them for what they are, a checkpoint callback for example: replace every import of {_NAME[other]}"
     )
+
+
+def _package(thing: object) -> str | None:
+    """Which of the two packages has a base class of `thing`; None if neither."""
+    return next((package for package in _TWIN if _base(thing, package) is not None), None)
+
+
+def _base(thing: object, package: str) -> str | None:
+    """The full name of the most general class of `thing` that `package` defines."""
+    classes = [base for base in type(thing).__mro__ if base.__module__.partition(".")[0] == package]
+    return f"{classes[-1].__module__}.{classes[-1].__qualname__}" if classes else None

@@ -167,7 +167,8 @@ def test_after_fit_the_hook_is_kept_but_never_pickled(run_ranks: Any, tmp_path: 
 
 def test_a_trainer_of_pytorch_lightning_gets_a_sentence() -> None:
     pytorch_lightning = pytest.importorskip("pytorch_lightning")
-    with pytest.raises(ValueError, match="a `pytorch_lightning.Trainer` cannot use it: write `from lightning.pytorch"):
+    right = "write `from lightning_commhooks.pytorch_lightning import CommHookDDP`, or replace every import"
+    with pytest.raises(ValueError, match=f"a `pytorch_lightning.Trainer` cannot use it: {right}"):
         pytorch_lightning.Trainer(accelerator="cpu", devices=2, strategy=CommHookDDP("powerSGD"), logger=False)
 
 
@@ -177,10 +178,11 @@ def test_a_trainer_of_lightning_names_what_is_of_the_twin(monkeypatch: pytest.Mo
     class Mine(twin.Callback):
         pass
 
-    text = unlike_the_trainer([Mine(), pl.Callback(), twin.callbacks.ModelCheckpoint("."), lightning_commhooks])
+    here = pl.Trainer(accelerator="cpu", logger=False)
+    text = unlike_the_trainer(here, [Mine(), pl.Callback(), twin.callbacks.ModelCheckpoint("."), lightning_commhooks])
     assert text is not None and "replace every import of pytorch_lightning" in text
     assert "Mine (a pytorch_lightning.callbacks.callback.Callback), ModelCheckpoint (a pytorch_lightning." in text
-    assert unlike_the_trainer([pl.Callback()]) is None
+    assert unlike_the_trainer(here, [pl.Callback()]) is None
 
 
 def _with_a_callback_of_the_twin(root: str) -> list[str]:

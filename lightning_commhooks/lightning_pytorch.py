@@ -1,0 +1,41 @@
+"""The strategies and callbacks for the Trainer of `lightning.pytorch`."""
+
+try:
+    from lightning.pytorch import Callback
+    from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, StrategyRegistry
+except ModuleNotFoundError as error:
+    if error.name != "lightning":
+        raise
+    raise ImportError(
+        'this needs lightning.pytorch: pip install "commhooks[lightning]". For pytorch_lightning write '
+        "`from lightning_commhooks.pytorch_lightning import ...`"
+    ) from error
+
+from lightning_commhooks.checkpoint import HookCheckpoint
+from lightning_commhooks.fsdp2 import HookedFSDP2
+from lightning_commhooks.monitor import HookMonitor
+from lightning_commhooks.registry import register_strategy_names
+from lightning_commhooks.stats import hook_stats
+from lightning_commhooks.strategy import HookedDDP
+
+__all__ = ["CommHookCheckpoint", "CommHookDDP", "CommHookFSDP2", "CommHookMonitor", "hook_stats"]
+
+
+class CommHookCheckpoint(HookCheckpoint, Callback):
+    __doc__ = HookCheckpoint.__doc__
+
+
+class CommHookMonitor(HookMonitor, Callback):
+    __doc__ = HookMonitor.__doc__
+
+
+class CommHookDDP(HookedDDP, DDPStrategy):
+    __doc__ = HookedDDP.__doc__
+    checkpoint_callback = CommHookCheckpoint
+
+
+class CommHookFSDP2(HookedFSDP2, ModelParallelStrategy):
+    __doc__ = HookedFSDP2.__doc__
+
+
+register_strategy_names(StrategyRegistry, CommHookDDP)

@@ -1,0 +1,299 @@
+"""`lightning_commhooks.fabric.CommHookDDP`: a hook for every model, saved and restored with Fabric's checkpoints."""
+
+from __future__ import annotations
+
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from lightning.fabric import Fabric
+from lightning_support import SEVERAL_BUCKETS_MB, PoolEnvironment, assert_equal, caught_warnings
+from workers import RanksFailed
+
+from commhooks import HookConfigError, PowerSGD
+from lightning_commhooks.fabric import CommHookDDP
+
+HOOK = PowerSGD(start_powerSGD_iter=2, matrix_approximation_rank=2)
+
+
+def _fabric(hook: Any = HOOK, **options: Any) -> Fabric:
+    options.setdefault("bucket_cap_mb", SEVERAL_BUCKETS_MB)
+    plugins = [PoolEnvironment(), *options.pop("plugins", [])]
+    strategy = CommHookDDP(hook, **options)
+    fabric = Fabric(accelerator="cpu", devices=dist.get_world_size(), strategy=strategy, plugins=plugins)
+    fabric.launch()
+    return fabric
+
+
+def _net(seed: int = 0) -> torch.nn.Module:
+    torch.manual_seed(seed)
+    return torch.nn.Sequential(torch.nn.Linear(16, 32), torch.nn.Tanh(), torch.nn.Linear(32, 8))
+
+
+def _setup(fabric: Fabric, seed: int = 0) -> tuple[Any, Any]:
+    model = _net(seed)
+    return fabric.setup(model, torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9))
+
+
+def _batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Another one on each rank."""
+    generator = torch.Generator().manual_seed(100 * step + dist.get_rank())
+    return torch.randn(8, 16, generator=generator), torch.randn(8, 8, generator=generator)
+
+
+def _train(fabric: Fabric, model: Any, optimizer: Any, steps: range) -> None:
+    for step in steps:
+        x, y = _batch(step)
+        fabric.backward(torch.nn.functional.mse_loss(model(x), y))
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def _weights(model: Any) -> dict[str, torch.Tensor]:
+    return {name: p.detach().clone() for name, p in model.module.named_parameters()}
+
+
+# ------------------------------------------------------------------------------------------------------ save and load
+
+
+def _resumed(root: str, save_residual: Any) -> dict[str, Any]:
+    path = f"{root}/state.ckpt"
+    fabric = _fabric(save_residual=save_residual)
+    model, optimizer = _setup(fabric)
+    _train(fabric, model, optimizer, range(5))
+    fabric.save(path, {"model": model, "optimizer": optimizer, "step": 5})
+    _train(fabric, model, optimizer, range(5, 9))
+    whole, hook = _weights(model), fabric.strategy.comm_hook
+    assert hook is not None and hook is fabric.strategy.hook_of(model) is fabric.strategy.hook_of(model.module)
+
+    again = _fabric(save_residual=save_residual)
+    model, optimizer = _setup(again, seed=1)
+    state = {"model": model, "optimizer": optimizer, "step": 0}
+    rest = again.load(path, state)
+    assert state["step"] == 5 and rest == {}
+    _train(again, model, optimizer, range(5, 9))
+    saved = torch.load(path, weights_only=True)["commhooks"]
+    resumed = {
+        "whole": whole,
+        "resumed": _weights(model),
+        "stats": again.strategy.comm_hook.stats(),
+        "keys": set(saved),
+    }
+
+    # The same without the hook's state: shows that the comparison sees it.
+    bare = _fabric(save_residual=save_residual)
+    model, optimizer = _setup(bare, seed=1)
+    content = torch.load(path, weights_only=True)
+    del content["commhooks"]
+    if dist.get_rank() == 0:
+        torch.save(content, f"{root}/bare.ckpt")
+    dist.barrier()
+    with caught_warnings() as texts:
+        bare.load(f"{root}/bare.ckpt", {"model": model, "optimizer": optimizer})
+    _train(bare, model, optimizer, range(5, 9))
+    return resumed | {"bare": _weights(model), "warnings": [text for text in texts if "no state of a" in text]}
+
+
+@pytest.mark.parametrize("save_residual", ["mean", "per_rank"])
+def test_a_resumed_training_is_bit_equal(run_ranks: Any, tmp_path: Path, save_residual: str) -> None:
+    ranks = run_ranks(_resumed, str(tmp_path), save_residual)
+    for number, rank in enumerate(ranks):
+        assert_equal(rank["resumed"], rank["whole"])
+        assert_equal(rank["whole"], ranks[0]["whole"])
+        assert rank["stats"]["step"] == 9 and rank["stats"]["compressed_steps"] == 4
+        assert rank["stats"]["bytes_sent"] < 0.6 * rank["stats"]["bytes_uncompressed"]
+        assert rank["keys"] == {"model"}
+        assert any(not torch.equal(rank["bare"][name], rank["whole"][name]) for name in rank["whole"])
+        assert len(rank["warnings"]) == (number == 0)
+
+
+def _two_models(root: str) -> dict[str, Any]:
+    path = f"{root}/state.ckpt"
+    fabric = _fabric()
+    first, second = _setup(fabric), _setup(fabric, seed=3)
+    _train(fabric, *first, range(4))
+    _train(fabric, *second, range(10, 16))
+    fabric.save(path, {"first": first[0], "second": second[0], "a": first[1], "b": second[1]})
+    _train(fabric, *first, range(20, 24))
+    _train(fabric, *second, range(30, 34))
+    whole = {**_weights(first[0]), **{f"second.{name}": value for name, value in _weights(second[0]).items()}}
+
+    again = _fabric()
+    second, first = _setup(again, seed=8), _setup(again, seed=9)  # in another order
+    again.load(path, {"first": first[0], "second": second[0], "a": first[1], "b": second[1]})
+    steps = [again.strategy.hook_of(each[0]).stats()["step"] for each in (first, second)]
+    _train(again, *first, range(20, 24))
+    _train(again, *second, range(30, 34))
+    found = {**_weights(first[0]), **{f"second.{name}": value for name, value in _weights(second[0]).items()}}
+    return {
+        "whole": whole,
+        "resumed": found,
+        "steps": steps,
+        "last": again.strategy.comm_hook is again.strategy.hook_of(first[0]),
+    }
+
+
+def test_each_model_has_a_hook_that_is_saved_under_its_name(run_ranks: Any, tmp_path: Path) -> None:
+    for rank in run_ranks(_two_models, str(tmp_path)):
+        assert rank["steps"] == [4, 6] and rank["last"]
+        assert_equal(rank["resumed"], rank["whole"])
+
+
+def _damaged(root: str) -> dict[str, Any]:
+    path = f"{root}/state.ckpt"
+    fabric = _fabric()
+    first, second = _setup(fabric), _setup(fabric, seed=3)
+    _train(fabric, *first, range(3))
+    _train(fabric, *second, range(3))
+    fabric.save(path, {"first": first[0], "second": second[0]})
+    content = torch.load(path, weights_only=True)
+    content["commhooks"]["second"]["step"] = -1
+    if dist.get_rank() == 0:
+        torch.save(content, path)
+    dist.barrier()
+    again = _fabric()
+    first, second = _setup(again), _setup(again)
+    error = ""
+    try:
+        again.load(path, {"first": first[0], "second": second[0]})
+    except Exception as raised:
+        error = f"{type(raised).__name__}: {raised}"
+    return {"error": error, "step": again.strategy.hook_of(first[0]).stats()["step"]}
+
+
+def test_a_damaged_state_of_one_hook_changes_none(run_ranks: Any, tmp_path: Path) -> None:
+    for rank in run_ranks(_damaged, str(tmp_path)):
+        assert rank["error"].startswith("PayloadError: ") and "step" in rank["error"]
+        assert rank["step"] == 0
+
+
+def _without_a_word(root: str) -> dict[str, Any]:
+    """What would lose the state of a hook without an error."""
+    path = f"{root}/state.ckpt"
+    fabric = _fabric()
+    model, optimizer = _setup(fabric)
+    _train(fabric, model, optimizer, range(3))
+    found: dict[str, Any] = {}
+    with caught_warnings() as texts:
+        fabric.save(path, {"model": model.state_dict()})
+        fabric.save(path, {"model": model.state_dict()})
+        found["state_dict"] = [text for text in texts if "fabric.save" in text]
+    fabric.save(path, {"model": model})
+    with caught_warnings() as texts:
+        found["keys"] = set(fabric.load(path))
+        found["no state"] = [text for text in texts if "not restored" in text]
+    with caught_warnings() as texts:
+        _fabric().load(path, {"model": _net()})
+        found["early"] = [text for text in texts if "fabric.setup before fabric.load" in text]
+    return found
+
+
+def test_what_loses_the_state_is_a_warning(run_ranks: Any, tmp_path: Path) -> None:
+    ranks = run_ranks(_without_a_word, str(tmp_path))
+    for number, rank in enumerate(ranks):
+        assert rank["keys"] == {"model", "commhooks"}
+        for what in ("state_dict", "no state", "early"):
+            assert len(rank[what]) == (number == 0), what
+            assert all(text.startswith("commhooks: ") for text in rank[what])
+
+
+# ------------------------------------------------------------------------------------------------------------ training
+
+
+def _accumulated(hook: Any) -> dict[str, Any]:
+    """Two batches per step, the first without synchronisation; and by hand from all ranks' batches."""
+    fabric = _fabric(hook)
+    model, optimizer = _setup(fabric)
+    by_hand = _net()
+    torch_optimizer = torch.optim.SGD(by_hand.parameters(), lr=0.05, momentum=0.9)
+    for step in range(4):
+        for part in range(2):
+            x, y = _batch(10 * step + part)
+            with fabric.no_backward_sync(model, enabled=part == 0):
+                fabric.backward(torch.nn.functional.mse_loss(model(x), y) / 2)
+            everyone = [(torch.empty_like(x), torch.empty_like(y)) for _ in range(dist.get_world_size())]
+            dist.all_gather([each[0] for each in everyone], x)
+            dist.all_gather([each[1] for each in everyone], y)
+            for inputs, targets in everyone:
+                (torch.nn.functional.mse_loss(by_hand(inputs), targets) / 2 / len(everyone)).backward()
+        for each in (optimizer, torch_optimizer):
+            each.step()
+            each.zero_grad()
+    stats = fabric.strategy.comm_hook.stats()
+    return {"weights": _weights(model), "by hand": dict(by_hand.named_parameters()), "stats": stats}
+
+
+def test_accumulation_synchronises_once_per_step(run_ranks: Any) -> None:
+    ranks = run_ranks(_accumulated, "allreduce")
+    for rank in ranks:
+        assert rank["stats"]["backward_passes"] == 4
+        for name, value in rank["weights"].items():
+            torch.testing.assert_close(value, rank["by hand"][name].detach(), rtol=1e-5, atol=1e-6)
+    compressed = run_ranks(_accumulated, PowerSGD(start_powerSGD_iter=1))
+    assert all(rank["stats"]["compressed_steps"] == 3 for rank in compressed)
+    assert_equal(compressed[0]["weights"], compressed[1]["weights"])
+
+
+def _scaled() -> Any:
+    from lightning.fabric.plugins import MixedPrecision
+
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    fabric = _fabric(plugins=[MixedPrecision("16-mixed", "cpu", scaler)])
+    model, optimizer = _setup(fabric)
+    _train(fabric, model, optimizer, range(4))
+    return fabric.strategy.comm_hook.state_dict()["loss_scale"]
+
+
+def test_residuals_follow_the_loss_scale(run_ranks: Any) -> None:
+    assert run_ranks(_scaled) == [1024.0, 1024.0]
+
+
+def _off(root: str) -> dict[str, Any]:
+    fabric = _fabric(None)
+    model, optimizer = _setup(fabric)
+    _train(fabric, model, optimizer, range(3))
+    fabric.save(f"{root}/state.ckpt", {"model": model})
+    return {"hook": fabric.strategy.comm_hook, "keys": set(torch.load(f"{root}/state.ckpt", weights_only=True))}
+
+
+def test_without_a_hook_it_is_fabrics_ddp(run_ranks: Any, tmp_path: Path) -> None:
+    assert run_ranks(_off, str(tmp_path)) == [{"hook": None, "keys": {"model"}}] * 2
+
+
+# -------------------------------------------------------------------------------------------------------------- errors
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ({"hook": "powerSDG"}, r"unknown hook 'powerSDG' \(did you mean 'powerSGD'\?\)"),
+        ({"hook": "powerSGD", "bucket_cap": 25}, r"no argument 'bucket_cap' \(did you mean 'bucket_cap_mb'\?\)"),
+        ({"hook": "powerSGD", "total_steps": 0}, "total_steps=0; expected a number of steps"),
+        ({"hook": "powerSGD", "ddp_comm_hook": print}, "ddp_comm_hook= beside hook="),
+    ],
+)
+def test_refused_at_construction(arguments: dict[str, Any], text: str) -> None:
+    with pytest.raises(HookConfigError, match=text):
+        CommHookDDP(**arguments)
+
+
+def test_only_the_configuration_is_pickled() -> None:
+    strategy = CommHookDDP(HOOK, start_method="spawn")
+    copy = pickle.loads(pickle.dumps(strategy))
+    assert copy._request == strategy._request and copy.comm_hook is None
+    assert repr(copy) == "lightning_commhooks.fabric.CommHookDDP(hook='powerSGD')"
+
+
+def _a_fraction(total_steps: int | None) -> Any:
+    fabric = _fabric(PowerSGD(start_powerSGD_iter=0.25), total_steps=total_steps)
+    _setup(fabric)
+    return fabric.strategy.comm_hook.options["start_powerSGD_iter"]
+
+
+def test_a_fraction_needs_the_length_of_the_run(run_ranks: Any) -> None:
+    assert run_ranks(_a_fraction, 100) == [25, 25]
+    with pytest.raises(RanksFailed, match="is a fraction of the run, whose length is unknown here: pass total_steps="):
+        run_ranks(_a_fraction, None)

@@ -1,0 +1,236 @@
+"""`lightning_commhooks.pytorch_lightning`: the same strategies and callbacks for the package `pytorch_lightning`. The other
+tests of Lightning are for `lightning.pytorch`; these hold what could differ."""
+
+from __future__ import annotations
+
+import ast
+import json
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from lightning_support import PoolEnvironment, assert_equal, caught_warnings, data, weights
+from workers import RanksFailed
+
+import lightning_commhooks
+from commhooks import HookConfigError, PowerSGD
+
+twin = pytest.importorskip("pytorch_lightning")
+
+from lightning_fabric.plugins import ClusterEnvironment  # noqa: E402
+from pytorch_lightning.cli import LightningCLI  # noqa: E402
+from pytorch_lightning.strategies import StrategyRegistry  # noqa: E402
+
+from lightning_commhooks import pytorch_lightning as ours  # noqa: E402
+
+HOOK = PowerSGD(start_powerSGD_iter=4, matrix_approximation_rank=2)
+
+
+class Pool(ClusterEnvironment):
+    """`PoolEnvironment` for the twin."""
+
+    creates_processes_externally = True
+    main_address = "unused"
+    main_port = 0
+    detect = PoolEnvironment.detect
+    world_size, set_world_size = PoolEnvironment.world_size, PoolEnvironment.set_world_size
+    global_rank, set_global_rank = PoolEnvironment.global_rank, PoolEnvironment.set_global_rank
+    local_rank, node_rank = PoolEnvironment.local_rank, PoolEnvironment.node_rank
+
+
+class Model(twin.LightningModule):
+    def __init__(self, seed: int = 0) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.net = torch.nn.Sequential(torch.nn.Linear(16, 32), torch.nn.Tanh(), torch.nn.Linear(32, 8))
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        return torch.nn.functional.mse_loss(self.net(batch[0]), batch[1])
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.05, momentum=0.9)
+
+
+class Data(twin.LightningDataModule):
+    def train_dataloader(self) -> Any:
+        return data()
+
+
+def _trainer(root: str, **options: Any) -> Any:
+    return twin.Trainer(
+        accelerator="cpu",
+        devices=dist.get_world_size(),
+        plugins=[Pool()],
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        default_root_dir=root,
+        **{"logger": False, "enable_checkpointing": False} | options,
+    )
+
+
+def _fit(root: str, seed: int = 0, ckpt_path: str | None = None, **options: Any) -> tuple[Any, dict[str, torch.Tensor]]:
+    trainer, model = _trainer(root, **{"strategy": ours.CommHookDDP(HOOK), "max_epochs": 4} | options), Model(seed)
+    trainer.fit(model, data(), ckpt_path=ckpt_path)
+    return trainer, weights(model)
+
+
+def _saved_and_resumed(root: str) -> dict[str, Any]:
+    keeper = twin.callbacks.ModelCheckpoint(root, filename="{step}", save_top_k=-1, every_n_epochs=2)
+    monitor = ours.CommHookMonitor(every_n_steps=1)
+    with caught_warnings() as texts:
+        _, whole = _fit(root, callbacks=[keeper, monitor], enable_checkpointing=True)
+    trainer, resumed = _fit(root, seed=1, ckpt_path=f"{root}/step=8.ckpt")
+    saved = torch.load(f"{root}/step=8.ckpt", weights_only=True)["commhooks"]
+    return {
+        "whole": whole,
+        "resumed": resumed,
+        "stats": ours.hook_stats(trainer),
+        "residuals": sum(entry["residual"] is not None for entry in saved["parameters"].values()),
+        "warnings": [text for text in texts if "commhooks" in text],
+        "callbacks": [type(each).__module__ for each in trainer.callbacks if "CommHook" in type(each).__name__],
+    }
+
+
+def test_a_resumed_fit_is_bit_equal(run_ranks: Any, tmp_path: Path) -> None:
+    ranks = run_ranks(_saved_and_resumed, str(tmp_path))
+    for rank in ranks:
+        assert_equal(rank["resumed"], rank["whole"])
+        assert_equal(rank["whole"], ranks[0]["whole"])
+        assert rank["stats"]["step"] == 16 and rank["stats"]["compressed_steps"] == 8  # since the resume
+        assert rank["residuals"] == 2 and not rank["warnings"]
+        assert rank["callbacks"] == ["lightning_commhooks.pytorch_lightning"]
+
+
+def _by_name(root: str) -> dict[str, Any]:
+    trainer, found = _fit(root, strategy="ddp_powersgd", max_epochs=1)
+    return {"type": type(trainer.strategy).__module__, "stats": trainer.strategy.comm_hook.stats(), "weights": found}
+
+
+def test_names_are_those_of_lightning(run_ranks: Any, tmp_path: Path) -> None:
+    from lightning.pytorch.strategies import StrategyRegistry as Other
+
+    names = {name for name in Other if Other[name]["strategy"] is lightning_commhooks.CommHookDDP}
+    assert len(names) >= 12
+    for name in names:
+        assert StrategyRegistry[name]["strategy"] is ours.CommHookDDP
+        assert StrategyRegistry[name]["init_params"] == Other[name]["init_params"]
+    for rank in run_ranks(_by_name, str(tmp_path)):
+        assert rank["type"] == "lightning_commhooks.pytorch_lightning" and rank["stats"]["compressed_steps"] == 3
+
+
+def test_strategies_are_pickled_by_name() -> None:
+    for strategy in (ours.CommHookDDP(HOOK), ours.CommHookFSDP2("int8"), lightning_commhooks.CommHookDDP(HOOK)):
+        copy = pickle.loads(pickle.dumps(strategy))
+        assert type(copy) is type(strategy) and copy._request == strategy._request
+
+
+# --------------------------------------------------------------------------------------------------------- wrong twins
+
+
+def test_a_trainer_gets_a_strategy_of_its_own_package_only() -> None:
+    import lightning.pytorch as pl
+
+    right = r"write `from lightning_commhooks import CommHookDDP`"
+    with pytest.raises(ValueError, match=rf"a `lightning.pytorch.Trainer` cannot use it: {right}"):
+        pl.Trainer(accelerator="cpu", devices=2, strategy=ours.CommHookDDP(HOOK), logger=False)
+    right = "write `from lightning_commhooks.pytorch_lightning import CommHookFSDP2`"
+    with pytest.raises(ValueError, match=rf"a `pytorch_lightning.Trainer` cannot use it: {right}"):
+        strategy = lightning_commhooks.CommHookFSDP2(HOOK)
+        twin.Trainer(accelerator="cpu", devices=2, strategy=strategy, logger=False)
+
+
+def _callback_of_the_other(root: str, name: str) -> None:
+    _fit(root, callbacks=[getattr(lightning_commhooks, name)()])
+
+
+@pytest.mark.parametrize("name", ["CommHookCheckpoint", "CommHookMonitor"])
+def test_a_callback_of_the_other_package_is_an_error(run_ranks: Any, tmp_path: Path, name: str) -> None:
+    right = f"write `from lightning_commhooks.pytorch_lightning import {name}`"
+    with pytest.raises(
+        RanksFailed, match=f"HookConfigError: this {name} is for the Trainer of lightning.pytorch.*{right}"
+    ):
+        run_ranks(_callback_of_the_other, str(tmp_path), name)
+
+
+def test_a_wrong_argument_is_the_same_error() -> None:
+    with pytest.raises(HookConfigError, match=r"no argument 'bucket_cap' \(did you mean 'bucket_cap_mb'\?\)"):
+        ours.CommHookDDP(HOOK, bucket_cap=1)
+
+
+# ----------------------------------------------------------------------------------------------------------------- CLI
+
+
+def _cli(config: str, root: str) -> Any:
+    cli = LightningCLI(
+        Model,
+        Data,
+        args=["fit", "--config", config],
+        save_config_callback=None,
+        seed_everything_default=False,
+        trainer_defaults={"plugins": [Pool()], "default_root_dir": root},
+    )
+    return cli.trainer.strategy.comm_hook.options
+
+
+def test_the_cli_takes_the_strategy(run_ranks: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    hook = {"class_path": "commhooks.PowerSGD", "init_args": {"matrix_approximation_rank": 3}}
+    options = {
+        "accelerator": "cpu",
+        "devices": 2,
+        "logger": False,
+        "max_epochs": 1,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+        "enable_checkpointing": False,
+        "strategy": {
+            "class_path": "lightning_commhooks.pytorch_lightning.CommHookDDP",
+            "init_args": {"hook": hook, "bucket_cap_mb": 1},
+        },
+    }
+    config = tmp_path / "c.yaml"
+    config.write_text(json.dumps({"trainer": options}))
+    for found in run_ranks(_cli, str(config), str(tmp_path)):
+        assert found["matrix_approximation_rank"] == 3
+
+
+# ------------------------------------------------------------------------------------------------------------- imports
+
+
+def _prints(code: str) -> list[str]:
+    done = subprocess.run([sys.executable, "-c", f"import sys; {code}"], capture_output=True, text=True, timeout=110)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines()
+
+
+IMPORTED = "print({'lightning', 'pytorch_lightning', 'lightning_fabric'} & set(sys.modules))"
+
+
+@pytest.mark.parametrize(
+    ("first", "imported"),
+    [
+        ("from lightning_commhooks import CommHookDDP", {"lightning"}),
+        ("import lightning_commhooks.pytorch_lightning", {"lightning_fabric", "pytorch_lightning"}),
+    ],
+)
+def test_neither_package_imports_the_other(first: str, imported: set[str]) -> None:
+    (found,) = _prints(f"{first}; {IMPORTED}")
+    assert ast.literal_eval(found) == imported
+
+
+def test_names_are_registered_with_what_is_imported_later() -> None:
+    """And a package that is imported after ours is as if ours had not been there."""
+    none, names, others, *loader = _prints(
+        f"import lightning_commhooks; {IMPORTED}; import pytorch_lightning as twin, lightning.pytorch.strategies as other;"
+        "print('ddp_powersgd' in twin.strategies.StrategyRegistry);"
+        "print('ddp_powersgd' in other.StrategyRegistry);"
+        "print(type(twin.__loader__).__module__);"
+        "print(twin.__loader__ is twin.__spec__.loader);"
+        "print([each for each in sys.meta_path if 'commhooks' in type(each).__module__])"
+    )
+    assert (none, names, others) == ("set()", "True", "True")
+    assert loader == ["_frozen_importlib_external", "True", "[]"]

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, TypeVar, Union
 
+from commhooks.compressors.plain_values import plain
 from commhooks.errors import HookConfigError, closest, shown
 
 DEFAULT_START_STEP = 1000
@@ -57,7 +58,10 @@ class HookConfig:
         # Check types as strictly as YAML does: a dataclass accepts any type.
         hints = typing.get_type_hints(type(self))
         for each in dataclasses.fields(self):
-            value, hint = getattr(self, each.name), hints[each.name]
+            given, hint = getattr(self, each.name), hints[each.name]
+            value = plain(f"{type(self).__name__}: {each.name}", given)
+            if value is not given:
+                object.__setattr__(self, each.name, value)
             if not _fits(value, hint):
                 raise HookConfigError(
                     f"{type(self).__name__}: {each.name}={shown(value)} is a {type(value).__name__}; "

@@ -15,6 +15,7 @@ from commhooks.compressors.base import Compressor
 from commhooks.compressors.cast import AllReduce
 from commhooks.compressors.config import HookConfig, from_options
 from commhooks.compressors.dotted_path import import_path
+from commhooks.compressors.plain_values import plain
 from commhooks.compressors.registry import (
     COMPRESSORS,
     FACTORIES,
@@ -111,6 +112,7 @@ class HookRequest:
         Raises:
             HookConfigError: unknown hook or option, wrong type, or invalid combination; the message names it.
         """
+        hook_options = plain("hook_options", hook_options)
         check_choice("wrapper", wrapper, (None, *WRAPPERS))
         check_choice("save_residual", save_residual, SAVE_RESIDUAL)
         if not isinstance(strict, bool):

@@ -128,12 +128,8 @@ def _two_models(root: str) -> dict[str, Any]:
     _train(again, *first, range(20, 24))
     _train(again, *second, range(30, 34))
     found = {**_weights(first[0]), **{f"second.{name}": value for name, value in _weights(second[0]).items()}}
-    return {
-        "whole": whole,
-        "resumed": found,
-        "steps": steps,
-        "last": again.strategy.comm_hook is again.strategy.hook_of(first[0]),
-    }
+    last = again.strategy.comm_hook is again.strategy.hook_of(first[0])
+    return {"whole": whole, "resumed": found, "steps": steps, "last": last}
 
 
 def test_each_model_has_a_hook_that_is_saved_under_its_name(run_ranks: Any, tmp_path: Path) -> None:
@@ -180,14 +176,14 @@ def _without_a_word(root: str) -> dict[str, Any]:
     with caught_warnings() as texts:
         fabric.save(path, {"model": model.state_dict()})
         fabric.save(path, {"model": model.state_dict()})
-        found["state_dict"] = [text for text in texts if "fabric.save" in text]
+    found["state_dict"] = [text for text in texts if "fabric.save" in text]
     fabric.save(path, {"model": model})
     with caught_warnings() as texts:
         found["keys"] = set(fabric.load(path))
-        found["no state"] = [text for text in texts if "not restored" in text]
+    found["no state"] = [text for text in texts if "not restored" in text]
     with caught_warnings() as texts:
         _fabric().load(path, {"model": _net()})
-        found["early"] = [text for text in texts if "fabric.setup before fabric.load" in text]
+    found["early"] = [text for text in texts if "fabric.setup before fabric.load" in text]
     return found
 
 
@@ -289,8 +285,8 @@ def test_only_the_configuration_is_pickled() -> None:
 
 def _a_fraction(total_steps: int | None) -> Any:
     fabric = _fabric(PowerSGD(start_powerSGD_iter=0.25), total_steps=total_steps)
-    _setup(fabric)
-    return fabric.strategy.comm_hook.options["start_powerSGD_iter"]
+    model, _ = _setup(fabric)
+    return fabric.strategy.hook_of(model).options["start_powerSGD_iter"]
 
 
 def test_a_fraction_needs_the_length_of_the_run(run_ranks: Any) -> None:

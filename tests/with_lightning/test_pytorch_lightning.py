@@ -1,5 +1,5 @@
-"""`lightning_commhooks.pytorch_lightning`: the same strategies and callbacks for the package `pytorch_lightning`. The other
-tests of Lightning are for `lightning.pytorch`; these hold what could differ."""
+"""`lightning_commhooks.pytorch_lightning`: the same strategies and callbacks for the package `pytorch_lightning`. The
+other tests of Lightning are for `lightning.pytorch`; these hold what could differ."""
 
 from __future__ import annotations
 
@@ -225,7 +225,8 @@ def test_neither_package_imports_the_other(first: str, imported: set[str]) -> No
 def test_names_are_registered_with_what_is_imported_later() -> None:
     """And a package that is imported after ours is as if ours had not been there."""
     none, names, others, *loader = _prints(
-        f"import lightning_commhooks; {IMPORTED}; import pytorch_lightning as twin, lightning.pytorch.strategies as other;"
+        f"import lightning_commhooks; {IMPORTED};"
+        "import pytorch_lightning as twin, lightning.pytorch.strategies as other;"
         "print('ddp_powersgd' in twin.strategies.StrategyRegistry);"
         "print('ddp_powersgd' in other.StrategyRegistry);"
         "print(type(twin.__loader__).__module__);"

@@ -16,6 +16,7 @@ A fence that needs more than `import torch` names what it needs in a comment abo
     <!-- snippet: lightning -->   `model` and `train_loader`; the snippet is a script of its own, started from a shell
                                   (of a diff the new version; the old one as below)
     <!-- snippet: lightning ranks --> the same in processes as torchrun starts them, which is much faster
+    <!-- snippet: fabric ranks --> the same with Fabric
     <!-- snippet: lightning notebook --> a script as above that forks, so that nothing of its training is left in it
 
 A script with `ckpt_path="last"` is started twice: the second run must continue where the first has ended.
@@ -29,7 +30,7 @@ from dataclasses import dataclass
 
 LANGUAGES = ("python", "diff", "yaml", "bash", "text")
 _LIGHTNING_NEEDS = ("lightning", "lightning ranks", "lightning notebook")
-NEEDS = ("", "ddp", "attached", "accelerate", "transformers", "continued", *_LIGHTNING_NEEDS)
+NEEDS = ("", "ddp", "attached", "accelerate", "transformers", "continued", "fabric ranks", *_LIGHTNING_NEEDS)
 
 _COMMENT = re.compile(r"^\s*<!-- snippet: (.*?) -->\s*$")
 _FENCE = re.compile(r"^(\s*)(```+|~~~+)\s*(\S*)")

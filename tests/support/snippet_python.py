@@ -98,7 +98,7 @@ def execute(chain: list[tuple[str, str]], needs: str, folder: str) -> None:
             from accelerators import accelerate_launched
 
             undo.enter_context(accelerate_launched())
-        if needs == "lightning ranks":
+        if needs in ("lightning ranks", "fabric ranks"):
             undo.enter_context(mock.patch.dict(os.environ, _torchrun()))
             exec(_LIGHTNING, namespace)
         if needs == "transformers":
@@ -119,6 +119,8 @@ def execute(chain: list[tuple[str, str]], needs: str, folder: str) -> None:
             exec(_TRAINER_TRAINED, namespace)
         if needs == "lightning ranks":
             exec(_TRAINED, namespace)
+        if needs == "fabric ranks":
+            assert namespace["fabric"].strategy.comm_hook.stats()["compressed_steps"] > 0, "nothing was compressed"
 
 
 @contextlib.contextmanager

@@ -147,6 +147,7 @@ def _damaged(root: str) -> dict[str, Any]:
     fabric.save(path, {"first": first[0], "second": second[0]})
     content = torch.load(path, weights_only=True)
     content["commhooks"]["second"]["step"] = -1
+    path = f"{root}/damaged.ckpt"
     if dist.get_rank() == 0:
         torch.save(content, path)
     dist.barrier()

@@ -1,0 +1,101 @@
+"""Seeded faults. The front ends beside `lightning.pytorch`: `pytorch_lightning`, Fabric, values of Hydra."""
+
+from seeded_faults.mutant import Mutant
+
+FABRIC = "with_lightning/test_fabric.py"
+TWIN = "with_lightning/test_pytorch_lightning.py"
+
+MUTANTS = [
+    Mutant(
+        "Fabric does not restore",
+        "lightning_commhooks/fabric.py",
+        "        for each in take_over:\n            each()\n",
+        "",
+        f"{FABRIC}::test_a_resumed_training_is_bit_equal",
+    ),
+    Mutant(
+        "Fabric saves the residuals of rank 0 only",
+        "lightning_commhooks/fabric.py",
+        "gather=True",
+        "gather=False",
+        f"{FABRIC}::test_a_resumed_training_is_bit_equal",
+    ),
+    Mutant(
+        "Fabric: one hook is changed before the other is checked",
+        "lightning_commhooks/fabric.py",
+        "        take_over = [hook.prepare_load(saved[name]) for name, hook in hooks.items() if name in saved]\n",
+        "        take_over = []\n        for name, hook in hooks.items():\n"
+        "            hook.load_state_dict(saved[name])\n",
+        f"{FABRIC}::test_a_damaged_state_of_one_hook_changes_none",
+    ),
+    Mutant(
+        "Fabric: every model has the first hook",
+        "lightning_commhooks/fabric.py",
+        "if ddp in (model, inner) or ddp.module is inner",
+        "if True",
+        f"{FABRIC}::test_each_model_has_a_hook_that_is_saved_under_its_name",
+    ),
+    Mutant(
+        "Fabric: a hook is left out of a checkpoint without a word",
+        "lightning_commhooks/fabric.py",
+        "        elif self._hooks and not self._warned_about_saving:\n",
+        "        elif False:\n",
+        f"{FABRIC}::test_what_loses_the_state_is_a_warning",
+    ),
+    Mutant(
+        "Fabric: residuals ignore the loss scale",
+        "lightning_commhooks/fabric.py",
+        "            loss_scale=loss_scale(self.precision, self.root_device),\n",
+        "",
+        f"{FABRIC}::test_residuals_follow_the_loss_scale",
+    ),
+    Mutant(
+        "names are registered with lightning.pytorch only",
+        "lightning_commhooks/__init__.py",
+        'when_imported("pytorch_lightning", _for_pytorch_lightning)\n',
+        "",
+        f"{TWIN}::test_names_are_registered_with_what_is_imported_later",
+    ),
+    Mutant(
+        "the loader of a package that is imported later stays ours",
+        "lightning_commhooks/when_imported.py",
+        "        module.__spec__.loader = self.found\n",
+        "",
+        f"{TWIN}::test_names_are_registered_with_what_is_imported_later",
+    ),
+    Mutant(
+        "the twin imports lightning",
+        "lightning_commhooks/when_imported.py",
+        "    if module in sys.modules:\n",
+        "    if True:\n",
+        f"{TWIN}::test_neither_package_imports_the_other",
+    ),
+    Mutant(
+        "a callback of the other package is accepted",
+        "lightning_commhooks/twins.py",
+        "    if here is not None and given is not None and here != given:\n",
+        "    if False:\n",
+        f"{TWIN}::test_a_callback_of_the_other_package_is_an_error",
+    ),
+    Mutant(
+        "the twin's strategy adds the callback of lightning.pytorch",
+        "lightning_commhooks/strategy.py",
+        "            ours = [self.checkpoint_callback()]\n",
+        "            from lightning_commhooks import CommHookCheckpoint\n\n            ours = [CommHookCheckpoint()]\n",
+        f"{TWIN}::test_a_resumed_fit_is_bit_equal",
+    ),
+    Mutant(
+        "interpolations reach a user's factory",
+        "commhooks/hook/request.py",
+        '        hook_options = plain("hook_options", hook_options)\n',
+        "",
+        "hook/test_hydra_values.py",
+    ),
+    Mutant(
+        "a container inside a config stays one",
+        "commhooks/compressors/config.py",
+        '            value = plain(f"{type(self).__name__}: {each.name}", given)\n',
+        "            value = given\n",
+        "hook/test_hydra_values.py::test_a_value_that_is_not_there_is_an_error_with_its_name",
+    ),
+]

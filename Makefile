@@ -20,7 +20,7 @@ demo-accelerate: $(READY)
 # Two at a time: most of the tests wait for processes to start or for a time limit to pass. tests/conftest.py says which
 # of them stay together.
 test: $(READY)
-	@$(CLEAN) -m pytest -n 2 --dist loadfile $(ARGS)
+	@$(CLEAN) -m pytest -n 3 --dist loadfile $(ARGS)
 
 # What needs a GPU: with the torch (2.11 or newer, built with CUDA) and the pytest of $(PYTHON). One GPU is enough.
 test-cuda:

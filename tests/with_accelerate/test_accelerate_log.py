@@ -17,7 +17,7 @@ from accelerate_commhooks import CommHookKwargs
 from commhooks import HookRunError
 from commhooks.hook.metrics import NAMES
 
-ALL = {f"commhooks/{name}" for name in NAMES}
+ALL = {f"commhooks/{name}" for name in NAMES} - {"commhooks/chosen_at"}  # only `auto` chooses
 
 
 class Notes(GeneralTracker):

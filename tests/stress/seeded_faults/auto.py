@@ -25,14 +25,14 @@ MUTANTS = [
         f"{_AUTO}/pipeline.py",
         "self._network_s = max(self._network_s, self.host_s) + ",
         "self._network_s = self.host_s + ",
-        "compressors/auto/test_pipeline.py::test_by_hand",
+        "compressors/auto/test_auto_pipeline.py::test_by_hand",
     ),
     Mutant(
         "auto: second rounds do not wait for their answers",
         f"{_AUTO}/pipeline.py",
         "self.host_s = max(self.host_s, bucket.arrives_s) + bucket.times.codec_s[bucket.sent]",
         "self.host_s = self.host_s + bucket.times.codec_s[bucket.sent]",
-        "compressors/auto/test_pipeline.py::test_by_hand",
+        "compressors/auto/test_auto_pipeline.py::test_by_hand",
     ),
     Mutant(
         "auto: what was measured does not anchor the prediction",

@@ -85,7 +85,7 @@ MUTANTS = [
         "commhooks/errors.py",
         'super().warning(f"{WARNING_PREFIX}{msg}"',
         'super().warning(f"{msg}"',
-        "project/test_messages.py::test_the_prefix_and_the_place",
+        "project/test_warnings.py::test_the_prefix_and_the_place",
     ),
     Mutant(
         "the Trainer logs the metrics on all ranks",

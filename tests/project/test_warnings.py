@@ -60,4 +60,4 @@ def test_the_prefix_and_the_place(caplog: pytest.LogCaptureFixture) -> None:
         logger.warning("%s of %d", "one", 2)
         logger.info("as it is")
     assert [record.getMessage() for record in caplog.records] == ["commhooks: one of 2", "as it is"]
-    assert {record.filename for record in caplog.records} == {"test_messages.py"}
+    assert {record.filename for record in caplog.records} == {"test_warnings.py"}

@@ -100,7 +100,8 @@ def _again_and_foreign(root: str) -> dict[str, Any]:
         "anew": first is not second and first is not None and first.stats()["step"] == 2,
         "trained": second.stats()["step"] == 2,
         "weights only": weights_only,
-        "repr": repr(made.strategy) == "CommHookFSDP2(hook='powerSGD', replicate_size=2)",
+        # More follows where another test has imported `pytorch_lightning`: see `twins.py`.
+        "repr": repr(made.strategy).partition(" (")[0] == "CommHookFSDP2(hook='powerSGD', replicate_size=2)",
     }
 
 

@@ -203,9 +203,9 @@ class Session:
         if self._pass is not None and not self._pass.done:
             self._drop_pass()
         group = resolve_group(self.binding.group())
+        self._agree_once(group, bucket.flat)  # before ranks at different steps decide on different collectives
         self._reconsider(group, bucket.flat.device)
-        if not self._agreed:
-            self._agree(group, bucket.flat)
+        self._agree_once(group, bucket.flat)
         state, start = self.state, self.compressor.start_step
         with self.outcomes.lock:  # another thread that saves may be updating `state.step` and the unread passes
             # Synchronise only if the exact step matters.
@@ -355,7 +355,10 @@ class Session:
         if remark:
             self.remarks.append(remark)
 
-    def _agree(self, group: dist.ProcessGroup, flat: torch.Tensor) -> None:
+    def _agree_once(self, group: dist.ProcessGroup, flat: torch.Tensor) -> None:
+        """Compare the states of the ranks after a start, a load, or a change of the compressor."""
+        if self._agreed:
+            return
         self.settle()
         # A load allocated them on its own stream.
         keep_for_current_stream(tensor for entries in self.state.entries.values() for tensor in entries.values())

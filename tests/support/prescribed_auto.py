@@ -9,7 +9,10 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
+
+from inside import session_of
+from training import Run
 
 from commhooks.comm.link import Link
 from commhooks.compressors.auto import candidates
@@ -20,6 +23,7 @@ from commhooks.compressors.auto.report import Report
 from commhooks.compressors.auto.watcher import Watcher
 from commhooks.compressors.config import LARGEST_STEP
 from commhooks.compressors.observation import Ranks
+from commhooks.compressors.registry import register_compressor
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,3 +94,15 @@ def decided(label: str = "int8", since: int = 0, **more: object) -> Decision:
     chosen = known.pop(label)
     made = Decision(chosen, None, tuple(known.values()), since=since, phase="resting")
     return dataclasses.replace(made, **more)  # type: ignore[arg-type]
+
+
+def new(**options: Any) -> Run:
+    """A training with it."""
+    register_compressor(PrescribedAutoCompressor)
+    return Run.new(hook=PrescribedAuto(**options))
+
+
+def decision_of(run: Run) -> Decision:
+    compressor = session_of(run.hook).compressor
+    assert isinstance(compressor, AutoCompressor)
+    return compressor.decision

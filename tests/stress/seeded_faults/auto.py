@@ -4,6 +4,7 @@ from seeded_faults.mutant import Mutant
 
 _AUTO = "commhooks/compressors/auto"
 _TRAINING = "compressors/auto/test_auto_training.py"
+_RESUME = "compressors/auto/test_auto_resume.py"
 
 MUTANTS = [
     Mutant(
@@ -116,14 +117,14 @@ MUTANTS = [
         "commhooks/checkpoint/payload.py",
         '{} if target.compressor.notes is None else {"notes": target.compressor.notes}',
         "{}",
-        f"{_TRAINING}::test_a_run_that_resumes_goes_on_as_the_one_that_saved",
+        f"{_RESUME}::test_a_run_that_resumes_goes_on_as_the_one_that_saved",
     ),
     Mutant(
         "auto: another number of ranks goes on with the old figures",
         "commhooks/checkpoint/learned_state.py",
         'same_ranks = content.get("world_size") == self._world_size',
         "same_ranks = True",
-        f"{_TRAINING}::test_another_number_of_ranks_measures_anew_with_the_choice_in_force",
+        f"{_RESUME}::test_another_number_of_ranks_measures_anew_with_the_choice_in_force",
     ),
     Mutant(
         "auto: the ranks do not compare their decisions",
@@ -138,5 +139,12 @@ MUTANTS = [
         "next((rank for rank, each in enumerate(shares, 1) if each >= share), len(shares))",
         "next((rank for rank, each in enumerate(shares, 1) if each >= share), 1)",
         "compressors/auto/test_ranks_per_layer.py::test_ranks_for_a_share",
+    ),
+    Mutant(
+        "auto: a rank decides before the ranks have compared their steps",
+        "commhooks/engine/session.py",
+        "        self._agree_once(group, bucket.flat)  # before",
+        "        # before",
+        f"{_RESUME}::test_a_load_on_one_rank_only_is_an_error_before_that_rank_decides",
     ),
 ]

@@ -1,0 +1,178 @@
+"""The decision of `auto` in the checkpoint: kept on resume, made anew with other ranks, refused if damaged."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from ddp_steps import process_group_of_one
+from prescribed_auto import decided, decision_of, new
+from training import Run
+
+from commhooks import HookConfigError, HookRunError, PayloadError
+from commhooks.compressors.auto.config import Auto
+from commhooks.compressors.auto.decision import Decision
+from commhooks.compressors.auto.phases import TRY_STEPS
+from commhooks.compressors.observation import Watch
+from commhooks.tools.inspect.command import report_text
+from commhooks.tools.inspect.payload import inspect_path
+
+
+def _saved_while(steps: int) -> dict[str, Any]:
+    options = {"measure_steps": 4, "quality": "close", "check_again_every": 10}
+    run = new(**options).train(steps)
+    saved = run.save(residual="mean")
+    again = new(**options).load(saved)
+    decisions = [decision_of(run).to_plain(), decision_of(again).to_plain()]
+    run.train(26 - steps)
+    again.train(26 - steps)
+    return {
+        "exact": saved["hook"]["exact"],
+        "phase": decisions[0]["phase"],
+        "decisions": decisions,
+        "after": [decision_of(run).to_plain(), decision_of(again).to_plain()],
+        "weights": [run.weights(), again.weights()],
+    }
+
+
+@pytest.mark.parametrize(
+    ("steps", "phase"),
+    [(1, "measuring"), (5, "trying"), (9, "trying"), (14, "resting")],
+)
+def test_a_run_that_resumes_goes_on_as_the_one_that_saved(run_ranks: Any, steps: int, phase: str) -> None:
+    """Also where it was saved while it measured, and just before it changes."""
+    for rank in run_ranks(_saved_while, steps):
+        assert rank["exact"] and rank["phase"] == phase
+        assert rank["decisions"][0] == rank["decisions"][1] and rank["after"][0] == rank["after"][1]
+        assert torch.equal(*rank["weights"])
+
+
+def _too_late() -> dict[str, Any]:
+    run = new(measure_steps=4).train(4)
+    saved = run.save(residual="mean")
+    again = new(measure_steps=4).load(saved)
+    phases = []
+    for _ in range(TRY_STEPS + 2):
+        again.train(1)
+        phases.append((decision_of(again).phase, decision_of(again).candidate.label))
+    return {"phases": phases, "weights": again.weights()}
+
+
+def test_a_run_that_has_measured_nothing_yet_measures_longer(run_ranks: Any) -> None:
+    """Saved just before the decision; what was measured until then is not saved."""
+    ranks = run_ranks(_too_late)
+    for rank in ranks:
+        assert rank["phases"] == [("measuring", "allreduce")] * TRY_STEPS + [("trying", "int8")] * 2
+        assert torch.equal(rank["weights"], ranks[0]["weights"])
+
+
+def _save() -> dict[str, Any]:
+    return new().train(12).save(residual="mean")
+
+
+def _elastic(saved: dict[str, Any]) -> dict[str, Any]:
+    run = new().load(saved)
+    before = decision_of(run)
+    run.train(4)
+    return {"before": before, "after": decision_of(run), "weights": run.weights()}
+
+
+def test_another_number_of_ranks_measures_anew_with_the_choice_in_force(run_ranks: Any) -> None:
+    saved = run_ranks(_save)[0]
+    assert saved["hook"]["notes"]["phase"] == "resting"
+    ranks = run_ranks(_elastic, saved, world_size=3)
+    for rank in ranks:
+        before, after = rank["before"], rank["after"]
+        assert before.candidate.label == after.candidate.label == "int8"
+        assert before.phase == "measuring" and (before.watch.begin, before.watch.end) == (12, 14)
+        assert not before.figures.tried_s and after.figures.tried_s
+        assert torch.equal(rank["weights"], ranks[0]["weights"])
+
+
+def _one_rank_loads(saved: dict[str, Any]) -> str:
+    run = new()
+    if dist.get_rank() == 0:
+        saved["hook"]["notes"] = decided(phase="measuring", watch=Watch(9, 11)).to_plain()
+        run.load(saved)  # at step 12: it would decide in the next pass
+    with pytest.raises(HookRunError) as caught:
+        run.train(1)
+    return str(caught.value)
+
+
+def test_a_load_on_one_rank_only_is_an_error_before_that_rank_decides(run_ranks: Any) -> None:
+    saved = run_ranks(_save)[0]
+    for text in run_ranks(_one_rank_loads, saved):
+        assert "the ranks are at different steps of the hook: rank 0: 12, rank 1: 0" in text
+
+
+def test_a_choice_that_the_quality_no_longer_allows_is_made_anew() -> None:
+    with process_group_of_one():
+        saved = Run.new(hook=Auto(quality="close")).save(residual="per_rank")
+        saved["hook"]["notes"] = decided("int4", since=0).to_plain()
+        saved["hook"]["step"] = 7
+        run = Run.new(hook=Auto(quality="close")).load(saved)
+        assert decision_of(run).candidate.label == "int4"
+        run = Run.new(hook=Auto()).load(saved)
+        assert decision_of(run).candidate.label == "allreduce" and decision_of(run).since is None
+        assert decision_of(run).watch.begin == 7
+
+
+BAD: list[tuple[str, Any]] = [
+    ("label", "int9"),
+    ("label", None),
+    ("candidates", []),
+    ("candidates", [{"label": "int8", "hook": "os:system", "options": {}, "changes": 1.0}]),
+    ("candidates", [{"label": "int8", "hook": "int8_compress", "options": {"block_size": 7}, "changes": 1.0}]),
+    ("candidates", [{"label": "int8", "hook": "int8_compress", "options": {"no": 7}, "changes": 1.0}]),
+    ("candidates", [{"label": "int8", "hook": "int8_compress", "options": {}, "changes": "x"}]),
+    ("since", -1),
+    ("since", 2**63),
+    ("since", 1.5),
+    ("phase", "asleep"),
+    ("watch", [1]),
+    ("watch", [True, 2]),
+    ("switches", None),
+    ("extended", "1"),
+    ("why", 3),
+    ("figures", {}),
+    ("figures", None),
+]
+
+
+@pytest.mark.parametrize(("key", "value"), BAD)
+def test_a_damaged_decision_is_refused_and_changes_nothing(key: str, value: Any) -> None:
+    with process_group_of_one():
+        run = Run.new(hook="auto")
+        saved = run.save(residual="per_rank")["hook"]
+        saved["notes"] = {**decided().to_plain(), key: value}
+        before = decision_of(run)
+        with pytest.raises(PayloadError):
+            run.hook.load_state_dict(saved)
+        assert decision_of(run) is before
+
+
+@pytest.mark.parametrize("notes", [[], "x", {"label": "int8"}, 3])
+def test_notes_of_another_kind_are_refused(notes: Any) -> None:
+    with pytest.raises(HookConfigError):
+        Decision.from_plain(notes)
+
+
+def test_a_decision_survives_the_way_through_plain_types() -> None:
+    made = decided("int4", since=3, why="because", switches=2)
+    again = Decision.from_plain(made.to_plain())
+    assert again.to_plain() == made.to_plain() and again.candidate == made.candidate and again.others == made.others
+
+
+def test_inspect_shows_the_decision(tmp_path: Path) -> None:
+    with process_group_of_one():
+        saved = Run.new(hook="auto").save(residual="per_rank")["hook"]
+    saved["notes"] = decided("int8", since=3, why="because").to_plain()
+    torch.save(saved, tmp_path / "hook.pt")
+    (report,) = inspect_path(tmp_path / "hook.pt")
+    assert report["problems"] == [] and report["notes"] == saved["notes"]
+    assert "label='int8', since=3, phase='resting'" in report_text(report) and "why='because'" in report_text(report)
+    assert json.loads(json.dumps(report))["notes"]["candidates"][0]["hook"] == "int8_compress"

@@ -309,6 +309,8 @@ def _check_wrapper(wrapper: str | None, possible: tuple[str, ...], hook: str) ->
     """Raise HookConfigError unless `wrapper` is None or one of `possible`."""
     if wrapper is None or wrapper in possible:
         return
+    if not possible:
+        raise HookConfigError(f"wrapper={wrapper!r} with {hook}, which chooses itself what to send: omit wrapper")
     others = [name for name, each in COMPRESSORS.items() if wrapper in each.wrappers]
     raise HookConfigError(
         f"wrapper={wrapper!r} with {hook}: it is for {' and '.join(map(repr, others))}, given by name or by config; "

@@ -1,0 +1,134 @@
+"""A rank of link.py: a process of its own, in the namespace of its node.
+
+link.py starts it with its place as JSON in the command line, and writes one job per line to its stdin.
+"""
+
+import datetime
+import json
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from common import Row, steady
+from hooks import CHOOSING, wrap
+from models import forward_loss, make
+from namespaces import SUBNET
+
+SIZES = {
+    "transformer": {"light": 64, "heavy": 512},
+    "resnet18": {"light": 8, "heavy": 64},
+    "tiny_transformer": {"light": 64, "heavy": 128},
+}
+START, WARM_UP, PORT = 2, 4, 29500
+DECIDED_WITHIN = 60
+
+
+def worker(rank: int, world_size: int, ranks_per_node: int, interface: str, model_name: str, hooks: list[str]) -> None:
+    """Make the models, then run one job per line of stdin; rank 0 writes one line of JSON per job to stdout."""
+    torch.set_num_threads(1)
+    sent_bytes = Path("/sys/class/net", interface, "statistics", "tx_bytes")
+    dist.init_process_group(
+        "gloo",
+        init_method=f"tcp://{SUBNET}.1:{PORT}",
+        rank=rank,
+        world_size=world_size,
+        timeout=datetime.timedelta(minutes=30),
+    )
+    task = make(model_name)[1]
+
+    def new(label: str) -> Any:
+        model, _ = make(model_name)
+        wrapped = wrap(model, label, start=START, ranks_per_node=ranks_per_node)
+        return wrapped, torch.optim.SGD(model.parameters(), lr=1e-3)
+
+    models = {label: new(label) for label in hooks}
+
+    def step(label: str, batch: Any) -> tuple[float, int]:
+        """(seconds on the slower rank, bytes sent by this rank) of one step."""
+        (ddp_model, _), optimizer = models[label]
+        dist.barrier()
+        before, started = int(sent_bytes.read_text()), time.perf_counter()
+        forward_loss(ddp_model, task, batch).backward()
+        optimizer.step()
+        passed = torch.tensor([time.perf_counter() - started], dtype=torch.float64)
+        optimizer.zero_grad(set_to_none=True)
+        dist.all_reduce(passed, dist.ReduceOp.MAX)
+        # Read the counter after that message: until then data of the hook may be in the queue of the link.
+        return passed.item(), int(sent_bytes.read_text()) - before
+
+    def job(size: int, steps: int, seconds: float, warms_up: bool = False) -> dict[str, Any]:
+        torch.manual_seed(rank)
+        batch = task.batch(size)
+        decided = {label: decide(label, batch) for label in hooks if label in CHOOSING and not warms_up}
+        before = {label: codec_s(label) for label in hooks}
+        found: dict[str, list[tuple[float, int]]] = {label: [] for label in hooks}
+        for turn in range(steps):
+            for label in hooks[turn % len(hooks) :] + hooks[: turn % len(hooks)]:
+                # Both ranks have the same times, those of the slower rank, so they make the same decision.
+                if not found[label] or sum(passed for passed, _ in found[label]) < seconds:
+                    found[label].append(step(label, batch))
+        codec = [(codec_s(label) - before[label]) / len(found[label]) for label in hooks]
+        state = [state_bytes(label) for label in hooks]
+        everywhere = torch.tensor([codec, state], dtype=torch.float64)
+        total, largest = everywhere.clone(), everywhere
+        dist.all_reduce(total)
+        dist.all_reduce(largest, dist.ReduceOp.MAX)
+        return {
+            label: {
+                "samples": list(zip(*found[label], strict=True)),
+                "codec_s": total[0, place].item() / world_size,
+                "state_bytes": largest[1, place].item(),
+                **decided.get(label, {}),
+            }
+            for place, label in enumerate(hooks)
+        }
+
+    def decide(label: str, batch: Any) -> Row:
+        """Let the hook begin anew and decide; equal on all ranks."""
+        models[label] = new(label)
+        hook, spent_s, steps = models[label][0][1], 0.0, 0
+        while steps < DECIDED_WITHIN and (notes := hook.state_dict("drop")["notes"])["phase"] != "resting":
+            spent_s += step(label, batch)[0]
+            steps += 1
+        return {
+            "chosen": hook.stats()["chosen"],
+            "decided_after": notes["since"],
+            "deciding_s": spent_s,
+            "why": notes["why"],
+        }
+
+    def codec_s(label: str) -> float:
+        hook = models[label][0][1]
+        return 0.0 if hook is None else hook.stats()["codec_s"] or 0.0
+
+    def state_bytes(label: str) -> int:
+        hook = models[label][0][1]
+        return 0 if hook is None or ":fsdp2" in label else size_of(hook.state_dict("per_rank"))
+
+    answer = job(SIZES[model_name]["light"], WARM_UP, float("inf"), warms_up=True)
+    while True:
+        if rank == 0:
+            compressed = {label: hook.stats()["compressed_steps"] for label, ((_, hook), _) in models.items() if hook}
+            print(json.dumps({"hooks": answer, "compressed": compressed}), flush=True)
+        line = sys.stdin.readline()
+        if not line:
+            break
+        answer = job(**json.loads(line))
+    sys.stdout.flush()
+    os._exit(0)  # gloo sometimes aborts at interpreter shutdown, with or without a hook
+
+
+def size_of(saved: dict[str, Any]) -> int:
+    """Bytes of the residuals and factors in a payload."""
+    kept = [each for entry in saved.get("parameters", {}).values() for each in (entry["q"], *(entry["residual"] or []))]
+    return sum(each.nbytes for each in kept if each is not None)
+
+
+if __name__ == "__main__":
+    order = json.loads(sys.argv[1])
+    with steady(order["rank"]):
+        worker(**order)

@@ -2,6 +2,8 @@
 
     sudo python benchmarks/link.py [--rates 100mbit 1gbit] [--hooks noop ddp powersgd-1] [--models transformer]
                                    [--compute light heavy] [--steps 5] [--nodes 2] [--ranks-per-node 1]
+                                   [--json FILE] [--plot PNG]
+    python benchmarks/link.py --from FILE --plot PNG
 
 --nodes nodes (two): network namespaces, joined by a veth pair or a bridge, and `tc tbf` limits what each sends: gloo
 has no other way. Each has --ranks-per-node ranks. The processes of a model, its data and one DDP model per hook stay
@@ -24,8 +26,10 @@ Hooks have DDP's usual buckets (25 MB), torch's PowerSGD (torch-RANK) has one: w
 has used --seconds at one rate takes no further part there: plain DDP needs 94 s for a step of the transformer at
 10mbit.
 
-Needs Linux, root, `ip` and `tc`. The namespaces have names of this run's own and are removed at its end, also after
-Ctrl-C and after errors. Without network shaping of your own: a subset in about 3 minutes is
+--from prints and draws what an earlier run has written with --json, and measures nothing.
+
+To measure, it needs Linux, root, `ip` and `tc`. The namespaces have names of this run's own and are removed at its end,
+also after Ctrl-C and after errors. A subset in about 3 minutes is
 
     sudo python benchmarks/link.py --models transformer --rates 100mbit 1gbit --compute light --steps 5 --seconds 12
 """
@@ -46,6 +50,7 @@ from typing import Any
 
 from common import Row, number, parse, parser, report, spread, summary
 from hooks import CHOOSING, LABELS
+from link_figure import draw
 from link_worker import DECIDED_WITHIN, SIZES
 from machine import machine
 from models import make, numel
@@ -130,6 +135,13 @@ def rows_of(answer: Row, hooks: list[str], **common: Any) -> list[Row]:
 
 
 def measure(args: argparse.Namespace) -> list[Row]:
+    for rate in args.rates:
+        if rate != "unlimited":
+            bits_per_second(rate)
+    reason = missing()
+    if reason is not None:
+        raise SystemExit(reason)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # raises SystemExit, so that the namespaces are removed
     rows = []
     with Link(args.nodes) as link, tempfile.TemporaryDirectory() as folder:
         for model in args.models:
@@ -170,17 +182,15 @@ def main() -> None:
     arguments.add_argument("--seconds", type=float, default=30, help="per hook and rate; one step at least")
     arguments.add_argument("--nodes", type=int, choices=range(2, 9), default=2)
     arguments.add_argument("--ranks-per-node", type=int, default=1)
+    arguments.add_argument("--from", dest="file", type=Path, metavar="FILE", help="the figures of an earlier --json")
+    arguments.add_argument("--plot", type=Path, metavar="PNG", help="draw step time against bandwidth")
     quick = {"rates": ["100mbit"], "hooks": ["noop", "ddp", "powersgd-1"], "models": ["tiny_transformer"]}
     args = parse(arguments, **quick, compute=["light"], steps=3)
-    for rate in args.rates:
-        if rate != "unlimited":
-            bits_per_second(rate)
-    reason = missing()
-    if reason is not None:
-        raise SystemExit(reason)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # raises SystemExit, so that the namespaces are removed
-    at = machine()
-    rows = measure(args)
+    if args.file is not None:
+        measured = json.loads(args.file.read_text())
+        at, rows = measured["machine"], measured["rows"]
+    else:
+        at, rows = machine(), measure(args)
     columns = {
         "model": number("model"),
         "compute": number("compute"),
@@ -196,7 +206,9 @@ def main() -> None:
         "x noop": number("times_noop", "{:.2f}"),
         "x faster than ddp": number("faster_than_ddp", "{:.2f}"),
     }
-    report("link", f"link: DDP training of {args.nodes} nodes over a limited link", args, at, rows, columns)
+    report("link", f"link: DDP training of {rows[0]['nodes']} nodes over a limited link", args, at, rows, columns)
+    if args.plot is not None:
+        draw(rows, at, args.plot)
 
 
 if __name__ == "__main__":

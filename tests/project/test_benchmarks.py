@@ -145,9 +145,9 @@ def test_gpu_rehearsed_on_the_cpu(tmp_path):
         assert row.keys() >= {"median_ms", "times_torch", "median_host_ms", "synchronize_calls", "share_of_limit"}
 
 
-def _on_device() -> Any:
-    """benchmarks/on_device.py; names of other modules there are also names in tests/support."""
-    spec = importlib.util.spec_from_file_location("on_device", REPOSITORY / "benchmarks" / "on_device.py")
+def _alone(name: str) -> Any:
+    """A module of benchmarks/ that imports none of the others: some have the names of modules in tests/support."""
+    spec = importlib.util.spec_from_file_location(name, REPOSITORY / "benchmarks" / f"{name}.py")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -169,14 +169,15 @@ def _on_device() -> Any:
     ],
 )
 def test_what_counts_as_a_kernel(name, annotation, counts):
-    assert _on_device().is_kernel(types.SimpleNamespace(name=name, is_user_annotation=annotation)) is counts
+    assert _alone("on_device").is_kernel(types.SimpleNamespace(name=name, is_user_annotation=annotation)) is counts
 
 
 def test_what_counts_as_a_wait():
     """The first text is what `set_sync_debug_mode` itself warns of."""
     texts = ["Synchronization debug mode is a prototype feature and does not yet detect all synchronizing operations"]
-    assert _on_device().count_waits(texts) == 0
-    assert _on_device().count_waits([*texts, "called a synchronizing CUDA operation (Triggered internally at x)"]) == 1
+    count_waits = _alone("on_device").count_waits
+    assert count_waits(texts) == 0
+    assert count_waits([*texts, "called a synchronizing CUDA operation (Triggered internally at x)"]) == 1
 
 
 def test_gpt2_has_the_size_of_gpt2():
@@ -189,7 +190,9 @@ def test_gpt2_has_the_size_of_gpt2():
 @pytest.mark.skipif(not _can_limit_a_link(), reason="needs root, ip and tc")
 def test_link(tmp_path):
     before = _namespaces()
-    rows = {row["hook"]: row for row in _run("link", tmp_path, python=sys.executable)}
+    picture = tmp_path / "figures.png"
+    rows = {row["hook"]: row for row in _run("link", tmp_path, "--plot", str(picture), python=sys.executable)}
+    assert picture.read_bytes().startswith(b"\x89PNG")
     assert rows.keys() == {"noop", "ddp", "powersgd-1"}
     # What travelled: each of two ranks sends the gradients once, compressed or not.
     gradient = 1e6 * rows["ddp"]["gradient_mb"]
@@ -202,6 +205,29 @@ def test_link(tmp_path):
     assert (rows["noop"]["cost_removed"], rows["ddp"]["cost_removed"]) == (1, 0)
     assert isinstance(rows["powersgd-1"]["cost_removed"], float)
     assert _namespaces() <= before
+
+
+def test_link_draws_what_was_measured_before(tmp_path):
+    """Without the right to limit a link."""
+    times = {"ddp": (100_000, 1000), "fused-1": (500, 200), "torch-1": (520, 300), "int8": (25_000, None)}
+    common = {"model": "transformer", "compute": "light", "nodes": 2, "ranks_per_node": 1, "batch": 64}
+    rows = [
+        {**common, "hook": hook, "rate": rate, "median_ms": time, "q1_ms": time, "q3_ms": time, "gradient_mb": 118.0}
+        for hook, both in times.items()
+        for rate, time in zip(("10mbit", "1gbit"), both, strict=True)
+        if time is not None
+    ]
+    at = dict.fromkeys(MACHINE, "x") | {"torch": "2.13.0"}
+    earlier, picture = tmp_path / "earlier.json", tmp_path / "figures.png"
+    earlier.write_text(json.dumps({"benchmark": "link", "machine": at, "arguments": {}, "rows": rows}))
+    assert _run("link", tmp_path, "--from", str(earlier), "--plot", str(picture)) == rows
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_names_of_lines_do_not_touch():
+    places = _alone("link_figure").spread_out({"a": 0.5, "b": 0.52, "c": 0.53, "far": 100})
+    assert places["b"] > 1.2 * places["a"] and places["c"] > 1.2 * places["b"] and places["far"] == pytest.approx(100)
+    assert places["a"] < 0.5 < places["c"]  # on both sides of their lines
 
 
 def _namespaces() -> set[str]:

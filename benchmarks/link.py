@@ -35,22 +35,17 @@ also after Ctrl-C and after errors. A subset in about 3 minutes is
 """
 
 import argparse
-import contextlib
 import json
-import os
-import queue
 import signal
-import subprocess
 import sys
 import tempfile
-import threading
-import time
 from pathlib import Path
 from typing import Any
 
 from common import Row, number, parse, parser, report, spread, summary
 from hooks import CHOOSING, LABELS
 from link_figure import draw
+from link_ranks import LinkRanks
 from link_worker import DECIDED_WITHIN, SIZES
 from machine import machine
 from models import make, numel
@@ -59,59 +54,6 @@ from namespaces import Link, bits_per_second, missing
 RATES = ["10mbit", "100mbit", "1gbit", "10gbit", "unlimited"]
 HOOKS = ["noop", "ddp", "fp16", "bf16", "powersgd-1", "powersgd-2", "powersgd-4", "torch-1", "torch-4"]
 WORKER = Path(__file__).with_name("link_worker.py")
-
-
-class Ranks:
-    """The processes of one model, those of a node in its namespace."""
-
-    def __init__(self, link: Link, model: str, hooks: list[str], folder: str, ranks_per_node: int) -> None:
-        self.processes: list[subprocess.Popen[str]] = []
-        world_size = len(link.namespaces) * ranks_per_node
-        self.errors = [Path(folder, f"{model}_{rank}.txt") for rank in range(world_size)]
-        for rank, (namespace, interface) in enumerate(each for each in link.ends() for _ in range(ranks_per_node)):
-            common = {"ranks_per_node": ranks_per_node, "interface": interface, "model_name": model, "hooks": hooks}
-            order = json.dumps({"rank": rank, "world_size": world_size, **common})
-            environment = {**os.environ, "GLOO_SOCKET_IFNAME": interface, "OMP_NUM_THREADS": "1"}
-            self.processes.append(
-                subprocess.Popen(
-                    ["ip", "netns", "exec", namespace, sys.executable, str(WORKER), order],
-                    env=environment,
-                    stdin=subprocess.PIPE,
-                    stdout=subprocess.PIPE if rank == 0 else subprocess.DEVNULL,
-                    stderr=open(self.errors[rank], "w"),
-                    text=True,
-                )
-            )
-        self._answers: queue.Queue[str] = queue.Queue()
-        threading.Thread(target=self._read, daemon=True).start()
-
-    def _read(self) -> None:
-        assert self.processes[0].stdout is not None
-        for line in self.processes[0].stdout:
-            self._answers.put(line)
-
-    def answer(self, timeout_s: float) -> Row:
-        deadline = time.monotonic() + timeout_s
-        while True:
-            with contextlib.suppress(queue.Empty):
-                return json.loads(self._answers.get(timeout=0.5))
-            ended = [rank for rank, process in enumerate(self.processes) if process.poll() is not None]
-            if ended or time.monotonic() > deadline:
-                what = f"rank {ended[0]} has ended" if ended else f"no answer in {timeout_s:.0f} s"
-                tail = "\n".join(self.errors[ended[0] if ended else 0].read_text().splitlines()[-15:])
-                raise RuntimeError(f"{what}; the last that it said:\n{tail}")
-
-    def job(self, timeout_s: float, **order: Any) -> Row:
-        for process in self.processes:
-            assert process.stdin is not None
-            process.stdin.write(json.dumps(order) + "\n")
-            process.stdin.flush()
-        return self.answer(timeout_s)
-
-    def end(self) -> None:
-        for process in self.processes:
-            process.kill()
-            process.wait()
 
 
 def rows_of(answer: Row, hooks: list[str], **common: Any) -> list[Row]:
@@ -147,7 +89,8 @@ def measure(args: argparse.Namespace) -> list[Row]:
         for model in args.models:
             gradient = 4 * numel(make(model)[0])
             link.limit("unlimited")
-            ranks = Ranks(link, model, args.hooks, folder, args.ranks_per_node)
+            order = {"ranks_per_node": args.ranks_per_node, "model_name": model, "hooks": args.hooks}
+            ranks = LinkRanks(link, WORKER, folder, **order)
             try:
                 ranks.answer(timeout_s=600)
                 for compute in args.compute:

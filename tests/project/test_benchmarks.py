@@ -224,6 +224,30 @@ def test_link_draws_what_was_measured_before(tmp_path):
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.skipif(not _can_limit_a_link(), reason="needs root, ip and tc")
+def test_time_to_loss(tmp_path):
+    picture = tmp_path / "figures.png"
+    rows = _run("time_to_loss", tmp_path, "--plot", str(picture), python=sys.executable)
+    plain, compressed = rows
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    for row in rows:
+        (curve,) = row["curves"]
+        assert [point[0] for point in curve] == [10, 20, 30]
+        assert [row["seconds"], row["megabytes"], row["loss"]] == curve[-1][1:]
+        assert curve[0][1] < curve[1][1] < curve[2][1] and curve[0][3] > curve[2][3]
+    (first, *_), (other, *_) = plain["curves"][0], compressed["curves"][0]
+    assert first[3] > 2.2 and other[3] > 2.2  # of ten digits, at the begin: ln 10 is 2.30
+    assert compressed["megabytes"] < 0.5 * plain["megabytes"]
+    assert plain["sooner"] == 1
+
+
+def test_when_a_curve_reaches_a_loss():
+    reached_after = _alone("loss_curves").reached_after
+    curve = [[1, 10.0, 0, 3.0], [2, 20.0, 0, 2.0], [3, 30.0, 0, 2.5], [4, 40.0, 0, 1.0]]
+    assert reached_after(curve, 3.0) == 10 and reached_after(curve, 2.25) == 17.5 and reached_after(curve, 1.0) == 40
+    assert reached_after(curve, 0.9) is None
+
+
 def test_names_of_lines_do_not_touch():
     places = _alone("link_figure").spread_out({"a": 0.5, "b": 0.52, "c": 0.53, "far": 100})
     assert places["b"] > 1.2 * places["a"] and places["c"] > 1.2 * places["b"] and places["far"] == pytest.approx(100)

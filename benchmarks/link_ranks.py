@@ -1,0 +1,73 @@
+"""Processes on both sides of a link of `namespaces.py`, which take orders as lines of JSON."""
+
+import contextlib
+import json
+import os
+import queue
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+from common import Row
+from namespaces import Link
+
+
+class LinkRanks:
+    """Processes that run `worker`, those of a node in its namespace.
+
+    Args:
+        worker: a script. Its argument is JSON: rank, world_size, ranks_per_node, interface, and `order`. It reads a job
+            per line from its standard input. Rank 0 writes a line of JSON when all are ready, and one for each job.
+        folder: for what they write to standard error.
+    """
+
+    def __init__(self, link: Link, worker: Path, folder: str, ranks_per_node: int = 1, **order: Any) -> None:
+        self.processes: list[subprocess.Popen[str]] = []
+        world_size = len(link.namespaces) * ranks_per_node
+        self.errors = [Path(folder, f"rank_{rank}.txt") for rank in range(world_size)]
+        for rank, (namespace, interface) in enumerate(each for each in link.ends() for _ in range(ranks_per_node)):
+            place = {"rank": rank, "world_size": world_size, "ranks_per_node": ranks_per_node, "interface": interface}
+            environment = {**os.environ, "GLOO_SOCKET_IFNAME": interface, "OMP_NUM_THREADS": "1"}
+            self.processes.append(
+                subprocess.Popen(
+                    ["ip", "netns", "exec", namespace, sys.executable, str(worker), json.dumps(place | order)],
+                    env=environment,
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE if rank == 0 else subprocess.DEVNULL,
+                    stderr=open(self.errors[rank], "w"),
+                    text=True,
+                )
+            )
+        self._answers: queue.Queue[str] = queue.Queue()
+        threading.Thread(target=self._read, daemon=True).start()
+
+    def _read(self) -> None:
+        assert self.processes[0].stdout is not None
+        for line in self.processes[0].stdout:
+            self._answers.put(line)
+
+    def answer(self, timeout_s: float) -> Row:
+        deadline = time.monotonic() + timeout_s
+        while True:
+            with contextlib.suppress(queue.Empty):
+                return json.loads(self._answers.get(timeout=0.5))
+            ended = [rank for rank, process in enumerate(self.processes) if process.poll() is not None]
+            if ended or time.monotonic() > deadline:
+                what = f"rank {ended[0]} has ended" if ended else f"no answer in {timeout_s:.0f} s"
+                tail = "\n".join(self.errors[ended[0] if ended else 0].read_text().splitlines()[-15:])
+                raise RuntimeError(f"{what}; the last that it said:\n{tail}")
+
+    def job(self, timeout_s: float, **order: Any) -> Row:
+        for process in self.processes:
+            assert process.stdin is not None
+            process.stdin.write(json.dumps(order) + "\n")
+            process.stdin.flush()
+        return self.answer(timeout_s)
+
+    def end(self) -> None:
+        for process in self.processes:
+            process.kill()
+            process.wait()

@@ -1,0 +1,149 @@
+"""A rank of time_to_loss.py: a process of its own, in the namespace of its node.
+
+time_to_loss.py starts it with its place as JSON in the command line, and writes one training per line to its stdin.
+"""
+
+import contextlib
+import datetime
+import itertools
+import json
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import convergence
+import language_model
+import torch
+import torch.distributed as dist
+from common import Row, steady
+from hooks import CHOOSING, wrap
+from namespaces import SUBNET
+from torch import nn
+from torch.nn import functional
+
+PORT = 29500
+VALIDATION_BATCHES = 32  # of the language model, at each point of a curve
+
+
+@dataclass(frozen=True)
+class Training:
+    """A model, what changes it, and its data.
+
+    Attributes:
+        step: changes the model, after the gradients are there.
+        batches: this rank's parts, without end.
+        loss: of a batch.
+        validation_loss: of the model, on the held-out data.
+    """
+
+    model: nn.Module
+    step: Callable[[], None]
+    batches: Iterator[Any]
+    loss: Callable[[nn.Module, Any], torch.Tensor]
+    validation_loss: Callable[[], float]
+
+
+def language(seed: int, steps: int) -> Training:
+    """As in language_model.py: the batch of a step is divided among the ranks."""
+    source, held_out = language_model.text()
+    model = language_model.ByteTransformer()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.01, fused=True)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 1e-3, steps, pct_start=0.1)
+    generator, validation = torch.Generator().manual_seed(seed), torch.Generator().manual_seed(1234)
+    held = language_model.windows(held_out, VALIDATION_BATCHES * language_model.BATCH, validation)
+
+    def batches() -> Iterator[torch.Tensor]:
+        while True:
+            whole = language_model.windows(source, language_model.BATCH, generator)
+            yield whole.chunk(dist.get_world_size())[dist.get_rank()]
+
+    def step() -> None:
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        schedule.step()
+
+    def validation_loss() -> float:
+        return statistics.fmean(language_model.loss_of(model, part).item() for part in held.split(language_model.BATCH))
+
+    return Training(model, step, batches(), language_model.loss_of, validation_loss)
+
+
+def digits(seed: int, steps: int) -> Training:
+    """As in convergence.py: each rank has images of its own."""
+    images, labels, test_images, test_labels = convergence.digits()
+    model = convergence.network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
+    order = torch.Generator().manual_seed(seed)
+
+    def batches() -> Iterator[torch.Tensor]:
+        while True:
+            mine = torch.randperm(len(labels), generator=order)[dist.get_rank() :: dist.get_world_size()]
+            yield from mine[: len(mine) // convergence.PER_RANK * convergence.PER_RANK].split(convergence.PER_RANK)
+
+    def loss(wrapped: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        return functional.cross_entropy(wrapped(images[batch]), labels[batch])
+
+    def step() -> None:
+        optimizer.step()
+        schedule.step()
+
+    return Training(
+        model, step, batches(), loss, lambda: functional.cross_entropy(model(test_images), test_labels).item()
+    )
+
+
+TASKS = {"language": language, "digits": digits}
+
+
+def train(task: str, label: str, seed: int, steps: int, points: int, sent_bytes: Path) -> Row:
+    """One training from its first step on. All ranks must call this; the clock is rank 0's, and stops while it
+    validates."""
+    torch.manual_seed(seed)
+    training = TASKS[task](seed, steps)
+    starts_late = label.startswith(("torch", "fused", "powersgd")) and label.rpartition("-")[2].isdigit()
+    wrapped, hook = wrap(training.model, label, start=steps // 10 if starts_late else 0)
+    seconds, megabytes, curve = 0.0, 0.0, []
+    ends = [steps * (point + 1) // points for point in range(points)]
+    for begin, end in itertools.pairwise([0, *ends]):
+        dist.barrier()
+        before, started = int(sent_bytes.read_text()), time.perf_counter()
+        for batch in itertools.islice(training.batches, end - begin):
+            wrapped.zero_grad(set_to_none=True)
+            training.loss(wrapped, batch).backward()
+            training.step()
+        dist.barrier()
+        seconds += time.perf_counter() - started
+        megabytes += (int(sent_bytes.read_text()) - before) / 1e6
+        if dist.get_rank() == 0:
+            with torch.no_grad():
+                curve.append([end, seconds, megabytes, training.validation_loss()])
+    chosen = hook.stats()["chosen"] if hook is not None and label in CHOOSING else None
+    return {"curve": curve, "chosen": chosen}
+
+
+def worker(rank: int, world_size: int, ranks_per_node: int, interface: str) -> None:
+    dist.init_process_group(
+        "gloo",
+        init_method=f"tcp://{SUBNET}.1:{PORT}",
+        rank=rank,
+        world_size=world_size,
+        timeout=datetime.timedelta(hours=2),
+    )
+    sent_bytes = Path("/sys/class/net", interface, "statistics", "tx_bytes")
+    print(json.dumps("ready"), flush=True)
+    for line in sys.stdin:
+        answer = train(**json.loads(line), sent_bytes=sent_bytes)
+        print(json.dumps(answer), flush=True)
+
+
+if __name__ == "__main__":
+    order = json.loads(sys.argv[1])
+    with steady(order["rank"]), contextlib.suppress(KeyboardInterrupt):
+        worker(**order)
+    os._exit(0)  # gloo sometimes aborts at interpreter shutdown, with or without a hook

@@ -2,11 +2,11 @@
 
     python examples/clean_env.py tests/stress/chaos.py [--kills 30] [--seed N]          # what `make chaos` runs
 
-Trainings with plain torch (PowerSGD, int8, and PowerSGD between two nodes of two ranks), FSDP2, Lightning and
-Accelerate (chaos_training.py), each on two ranks (nodes and FSDP2 on four) under `torchrun --max-restarts`. In each
-attempt one rank is killed by SIGKILL: at a random time, or at a phase that is easily missed. The final weights must be
-those of a training that was left alone, bit for bit. The exit status is 1 if a training hung, did not resume, went back
-further than its last checkpoint, or ended in other weights.
+Trainings with plain torch (PowerSGD, int8, PowerSGD between two nodes of two ranks, and a choice by auto), FSDP2,
+Lightning and Accelerate (chaos_training.py), each on two ranks (nodes and FSDP2 on four) under `torchrun
+--max-restarts`. In each attempt one rank is killed by SIGKILL: at a random time, or at a phase that is easily missed.
+The final weights must be those of a training that was left alone, bit for bit. The exit status is 1 if a training hung,
+did not resume, went back further than its last checkpoint, or ended in other weights.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ from rich.table import Table
 
 SCRIPT = Path(__file__).resolve().with_name("chaos_training.py")
 TESTS = SCRIPT.parents[1]
-FRAMEWORKS = ("plain", "int8", "nodes", "fsdp2", "lightning", "accelerate")
+FRAMEWORKS = ("plain", "int8", "nodes", "auto", "fsdp2", "lightning", "accelerate")
+END_BY_THEMSELVES = ("plain", "int8", "nodes", "auto")  # the others' frameworks end the surviving ranks
 RANKS = {"nodes": 4, "fsdp2": 4}  # two elsewhere
 SAVE_EVERY = 5  # as in the script
 GROUP_TIMEOUT_S = 20  # as in the script
@@ -150,7 +151,7 @@ def _wrong(kill: Kill, framework: str) -> str:
     # A kill while saving loses this checkpoint, and the one before is so far back.
     if kill.phase != "start" and kill.steps_again is not None and kill.steps_again > SAVE_EVERY:
         return f"killed at step {kill.step}, resumed at {kill.resumed_at}: further back than the last checkpoint"
-    if framework in ("plain", "int8", "nodes") and kill.phase not in ("start", "end"):
+    if framework in END_BY_THEMSELVES and kill.phase not in ("start", "end"):
         if kill.survivor is None:
             return "the other rank did not end by itself"
         if kill.survivor["seconds"] > GROUP_TIMEOUT_S + 5:

@@ -139,6 +139,16 @@ def nodes(folder: Path, killer: Killer) -> tuple[torch.Tensor, Any]:
     return plain(folder, killer, ranks_per_node=2)
 
 
+def auto(folder: Path, killer: Killer) -> tuple[torch.Tensor, Any]:
+    """As `plain`, with a hook that becomes int8 at step 12 and has been tried at step 20."""
+    from prescribed_auto import PrescribedAuto, PrescribedAutoCompressor
+
+    from commhooks.compressors.registry import register_compressor
+
+    register_compressor(PrescribedAutoCompressor)
+    return plain(folder, killer, hook=PrescribedAuto(measure_steps=12), hook_options=None)
+
+
 def _save(run: Run, path: Path, killer: Killer) -> None:
     killer.phase = "saving"
     content = run.save()
@@ -312,6 +322,7 @@ FRAMEWORKS = {
     "plain": plain,
     "int8": int8,
     "nodes": nodes,
+    "auto": auto,
     "fsdp2": fsdp2,
     "lightning": lightning,
     "accelerate": accelerate,

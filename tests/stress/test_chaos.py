@@ -73,31 +73,27 @@ def test_plain_torch_killed_in_mid_backward_in_mid_save_and_between_steps(run_ra
     torch.load(tmp_path / "killed" / "checkpoint.pt", weights_only=True)
 
 
-@pytest.mark.timeout(180)
-def test_int8_killed_in_mid_backward_and_in_mid_save(run_ranks: Any, tmp_path: Path) -> None:
-    kills = [{"rank": 0, "phase": "backward", "step": 8}, {"rank": 0, "phase": "save", "step": 10}]
-    backward, save = _killed(run_ranks, "int8", tmp_path, kills)
-    assert backward.last_issued == "shares of bucket 0 at step 8"
-    assert [kill.resumed_at for kill in (backward, save)] == [5, 5]
-    assert backward.survivor is not None and backward.survivor["type"] == "HookRunError"
-
-
 @pytest.mark.timeout(240)
-def test_nodes_killed_in_mid_backward_and_in_mid_save(run_ranks: Any, tmp_path: Path) -> None:
-    kills = [{"rank": 1, "phase": "backward", "step": 8}, {"rank": 0, "phase": "save", "step": 10}]
-    backward, save = _killed(run_ranks, "nodes", tmp_path, kills)
-    assert backward.last_issued is not None and backward.last_issued.endswith("at step 8")
-    assert [kill.resumed_at for kill in (backward, save)] == [5, 5]
-    for kill in (backward, save):
+@pytest.mark.parametrize(
+    ("framework", "rank", "step", "interrupted"),
+    [
+        ("int8", 0, 8, "shares of bucket 0 at step 8"),
+        ("nodes", 1, 8, "at step 8"),
+        ("fsdp2", 1, 8, "at step 8"),
+        ("auto", 1, 12, "shares of bucket 0 at step 12"),  # the first pass with what it has chosen
+    ],
+)
+def test_killed_in_mid_backward_and_in_mid_save(
+    run_ranks: Any, tmp_path: Path, framework: str, rank: int, step: int, interrupted: str
+) -> None:
+    before = step - step % chaos_training.SAVE_EVERY
+    saving = before + chaos_training.SAVE_EVERY
+    kills = [{"rank": rank, "phase": "backward", "step": step}, {"rank": 0, "phase": "save", "step": saving}]
+    backward, save = _killed(run_ranks, framework, tmp_path, kills)
+    assert backward.last_issued is not None and backward.last_issued.endswith(interrupted)
+    assert [kill.resumed_at for kill in (backward, save)] == [before, before]
+    for kill in (backward, save) if framework in chaos.END_BY_THEMSELVES else ():
         assert kill.survivor is not None and kill.survivor["type"] == "HookRunError"
-
-
-@pytest.mark.timeout(240)
-def test_fsdp2_killed_in_mid_backward_and_in_mid_save(run_ranks: Any, tmp_path: Path) -> None:
-    kills = [{"rank": 1, "phase": "backward", "step": 8}, {"rank": 0, "phase": "save", "step": 10}]
-    backward, save = _killed(run_ranks, "fsdp2", tmp_path, kills)
-    assert backward.last_issued is not None and backward.last_issued.endswith("at step 8")
-    assert [kill.resumed_at for kill in (backward, save)] == [5, 5]
 
 
 @pytest.mark.timeout(180)

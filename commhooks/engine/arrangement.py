@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from commhooks.comm.collective import Reach
 from commhooks.compressors.base import Compressor, Exchange, StepInfo
-from commhooks.compressors.plan import UnitPlan
+from commhooks.compressors.plan import MemoryPlan, UnitPlan
 from commhooks.engine.state import LearnedState
 from commhooks.gradients.layout import BucketLayout
 
@@ -33,6 +33,12 @@ class Flat:
     def workspace(self, compressor: Compressor[Any], layout: BucketLayout, plans: Sequence[UnitPlan]) -> Any:
         """What `exchange` needs for buckets of this layout, at least one unit of which is compressed."""
         return compressor.workspace(layout, plans)
+
+    def memory_plan(
+        self, compressor: Compressor[Any], plans: Sequence[UnitPlan], buckets: Sequence[Sequence[UnitPlan]]
+    ) -> MemoryPlan:
+        """Bytes needed on this rank; see `Compressor.memory_plan`."""
+        return compressor.memory_plan(plans, buckets)
 
     def exchange(
         self, compressor: Compressor[Any], flat: torch.Tensor, work: Any, state: LearnedState, step: StepInfo

@@ -13,6 +13,7 @@ would be if the other ranks of the node had gradients and residuals of zero: the
 without nodes, and checkpoints do not depend on the arrangement.
 """
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -22,10 +23,18 @@ import torch.distributed as dist
 from commhooks.comm.collective import Reach, Send, gather_rows, lost
 from commhooks.comm.nodes import Nodes
 from commhooks.compressors.base import Compressor, Exchange, StepInfo, Verdict
-from commhooks.compressors.plan import UnitPlan
+from commhooks.compressors.plan import MemoryPlan, UnitPlan
 from commhooks.engine.arrangement import Flat
 from commhooks.engine.average import average
-from commhooks.engine.node_shares import NodeShares, Splits, owners_of
+from commhooks.engine.node_shares import (
+    NodeShares,
+    Splits,
+    buffer_sizes,
+    owners_of,
+    part_sizes,
+    plans_of_owners,
+    replicated_fields,
+)
 from commhooks.engine.state import LearnedState
 from commhooks.gradients.layout import BucketLayout
 from commhooks.gradients.precision import compute_dtype
@@ -51,6 +60,28 @@ class Hierarchy(Flat):
 
     def workspace(self, compressor: Compressor[Any], layout: BucketLayout, plans: Sequence[UnitPlan]) -> NodeShares:
         return NodeShares(compressor, layout, plans, self._owners, self.nodes)
+
+    def memory_plan(
+        self, compressor: Compressor[Any], plans: Sequence[UnitPlan], buckets: Sequence[Sequence[UnitPlan]]
+    ) -> MemoryPlan:
+        """`factors`: with what the other owners of the node have learned. `copies`: with what the ranks of a node send
+        each other."""
+        count, local = self.nodes.ranks_per_node, self.nodes.local_rank
+        own = compressor.memory_plan(
+            plans_of_owners(plans, self._owners, count)[local],
+            [plans_of_owners(bucket, self._owners, count)[local] for bucket in buckets],
+        )
+        others = [plan for plan in plans if not self.keeps(plan.name)]
+        learned = sum(field.size_bytes(plan) for field, plan in replicated_fields(compressor, others))
+        copies = 0
+        for bucket in buckets:
+            if any(plan.compressed for plan in bucket):
+                shares = plans_of_owners(bucket, self._owners, count)
+                gradients = [sum(plan.size_bytes() for plan in share) for share in shares]
+                fields = [replicated_fields(compressor, share) for share in shares]
+                sizes = [part_sizes(*each) for each in zip(gradients, fields, strict=True)]
+                copies += sum(buffer_sizes(sizes, local)) + gradients[local]
+        return dataclasses.replace(own, factors=own.factors + learned, copies=own.copies + copies)
 
     def exchange(
         self, compressor: Compressor[Any], flat: torch.Tensor, work: NodeShares, state: LearnedState, step: StepInfo

@@ -35,6 +35,30 @@ def owners_of(sizes: Mapping[str, int], ranks_per_node: int) -> dict[str, int]:
     return owners
 
 
+def plans_of_owners(plans: Sequence[UnitPlan], owners: Mapping[str, int], ranks_per_node: int) -> list[list[UnitPlan]]:
+    """The plans of each owner's parameters."""
+    return [[plan for plan in plans if owners[plan.name] == owner] for owner in range(ranks_per_node)]
+
+
+def replicated_fields(compressor: Compressor[Any], plans: Sequence[UnitPlan]) -> list[Field]:
+    """What is learned for these and equal on all ranks: the owner sends it to its node."""
+    replicated = [each for each in compressor.state_fields if each.replicated]
+    compressed = [plan for plan in plans if plan.compressed]
+    # Not every unit has every field.
+    return [(field, plan) for plan in compressed for field in replicated if field.size_bytes(plan)]
+
+
+def part_sizes(gradient_bytes: int, fields: Sequence[Field]) -> list[int]:
+    """Bytes of the parts of what an owner sends to each rank: gradients, fields, and a flag for each field."""
+    return [gradient_bytes, *(field.size_bytes(plan) for field, plan in fields), len(fields)]
+
+
+def buffer_sizes(sizes: Sequence[Sequence[int]], local_rank: int) -> tuple[int, int]:
+    """Bytes of the memory for what this rank sends, and for what arrives. `sizes`: `part_sizes` of each owner."""
+    count, own, total = len(sizes), sizes[local_rank], sum(each[0] for each in sizes)
+    return max(total, count * sum(own)), max(count * own[0], sum(map(sum, sizes)))
+
+
 class NodeShares:
     """The workspace of one bucket where ranks form nodes. The buffers are allocated once.
 
@@ -65,30 +89,18 @@ class NodeShares:
         self._must_read_flags = precision.is_host_readable(layout.device) or compressor.needs_exact_step
         slots = [[slot for slot in layout.slots if owners[slot.name] == owner] for owner in range(count)]
         self._runs = [_runs(each) for each in slots]
-        replicated = [each for each in compressor.state_fields if each.replicated]
-        self._fields: list[list[Field]] = [
-            [
-                (field, plan)
-                for plan in plans
-                if plan.compressed and owners[plan.name] == owner
-                for field in replicated
-                if field.size_bytes(plan)  # not every unit has every field
-            ]
-            for owner in range(count)
-        ]
+        self._fields = [replicated_fields(compressor, mine) for mine in plans_of_owners(plans, owners, count)]
         numels = [sum(slot.numel for slot in each) for each in slots]
         gradient_bytes = [numel * layout.dtype.itemsize for numel in numels]
-        self._sizes = [
-            [size, *(field.size_bytes(plan) for field, plan in fields), len(fields)]
-            for size, fields in zip(gradient_bytes, self._fields, strict=True)
-        ]
+        self._sizes = [part_sizes(*each) for each in zip(gradient_bytes, self._fields, strict=True)]
         self.to_owners: Splits = (numels, [numels[local]] * count)
         self.from_owners: Splits = ([sum(self._sizes[local])] * count, [sum(each) for each in self._sizes])
         # The gradients have arrived before the averages are sent: both use the same memory.
         total, share = layout.numel * layout.dtype.itemsize, gradient_bytes[local]
         results, averages = count * sum(self._sizes[local]), sum(map(sum, self._sizes))
-        sent = torch.zeros(max(total, results), dtype=torch.uint8, device=layout.device)
-        arrived = torch.zeros(max(count * share, averages), dtype=torch.uint8, device=layout.device)
+        sent, arrived = (
+            torch.zeros(size, dtype=torch.uint8, device=layout.device) for size in buffer_sizes(self._sizes, local)
+        )
         self._by_owner = sent[:total].view(layout.dtype)
         self._results = sent[:results].view(count, results // count)
         self.gradients = arrived[: count * share].view(layout.dtype)

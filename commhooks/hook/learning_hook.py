@@ -78,6 +78,7 @@ class LearningHook(Runner):
             self._own_plans(session.compressor),
             buckets,
             LATEST_PASS if session.has_run else "",
+            session.arrangement,
         )
 
     def announcement(self, plan: ModelPlan) -> str:

@@ -33,7 +33,10 @@ class ModelPlan:
     selective: bool = True
     """Whether the hook decides for each parameter whether to compress it."""
     memory: MemoryPlan = MemoryPlan()
-    """Bytes that the hook needs on each rank. `packed` is an upper bound if the buckets are unknown."""
+    """Bytes that the hook needs on each rank; with `ranks_per_node` on this rank, which keeps a share of the residuals.
+    `packed` and `copies` are upper bounds if the buckets are unknown."""
+    arrangement: str = ""
+    """With `ranks_per_node`, between which ranks the bytes of this plan travel; a node sends them as one rank."""
     bucket_names: tuple[tuple[str, ...], ...] = ()
     """The parameters of each bucket; empty if they are unknown or if the rows of the plan are buckets."""
     buckets_from: str = ""

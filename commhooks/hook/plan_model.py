@@ -8,6 +8,7 @@ import torch
 from commhooks.compressors.base import Compressor
 from commhooks.compressors.config import HookConfig
 from commhooks.compressors.plan import ParameterInfo, UnitPlan, real_itemsize
+from commhooks.engine.arrangement import FLAT, Flat
 from commhooks.errors import HookConfigError
 from commhooks.gradients.bucket_estimate import ESTIMATE, Reduced, estimate_buckets
 from commhooks.gradients.names import ModelNames, ParameterNames
@@ -28,7 +29,12 @@ def parameter_infos(
 
 
 def whole_plan(
-    hook: str, compressor: Compressor[Any], rows: Sequence[UnitPlan], buckets: BucketNames = (), buckets_from: str = ""
+    hook: str,
+    compressor: Compressor[Any],
+    rows: Sequence[UnitPlan],
+    buckets: BucketNames = (),
+    buckets_from: str = "",
+    arrangement: Flat = FLAT,
 ) -> ModelPlan:
     """Make a `ModelPlan` from these rows. `buckets`: the names in each bucket; empty if they are unknown or if the rows
     are buckets."""
@@ -41,7 +47,8 @@ def whole_plan(
         compressor.wire,
         compressor.start_step,
         selective=compressor.selective,
-        memory=compressor.memory_plan(rows, known or [rows]),
+        memory=arrangement.memory_plan(compressor, rows, known or [rows]),
+        arrangement=arrangement.words,
         bucket_names=tuple(map(tuple, buckets)),
         buckets_from=buckets_from,
         sends=compressor.config.sends,

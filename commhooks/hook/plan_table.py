@@ -27,11 +27,13 @@ def memory_line(plan: "ModelPlan") -> str:
     parts = {"residuals": memory.residual, memory.factors_are: memory.factors, "packed to send": memory.packed}
     parts |= {"copies of gradients": memory.copies}
     shown = ", ".join(f"{_mb(size)} {name}" for name, size in parts.items() if size)
-    return f"Memory per rank: {_mb(memory.total)} MB ({shown})\n"
+    whose = "of this rank" if plan.arrangement else "per rank"
+    return f"Memory {whose}: {_mb(memory.total)} MB ({shown})\n"
 
 
 def _parameters(plan: "ModelPlan") -> Any:
     title = f"{plan.hook}: compressed from step {plan.start_step} on" if plan.selective else plan.hook
+    title += f", {plan.arrangement}" if plan.arrangement else ""
     table = _new_table(title)
     # Long names and reasons are wrapped, never truncated; numbers are not wrapped.
     table.add_column("parameter", overflow="fold")

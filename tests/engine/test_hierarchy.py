@@ -102,6 +102,32 @@ def test_the_same_as_without_nodes(
         assert all(torch.equal(rank["learned"][key], each) for key, each in first["learned"].items())
 
 
+def _memory(kind: str) -> dict[str, Any]:
+    run = _new(kind, 2).train(5)
+    session = session_of(run.hook)
+    shares = [known.work for known in session._buckets if known.compresses]
+    plan = run.hook.plan()
+    return {
+        "residuals": sum(each.nbytes for each in residuals(run.hook).values()),
+        "learned": sum(t.nbytes for key in ("q", "p") for t in session.state[key].values()),
+        "buffers": sum(t.untyped_storage().nbytes() for s in shares for t in (s._results, s.averages, s.own)),
+        "plan": plan.memory,
+        "alone": session.compressor.memory_plan(plan.parameters, [plan.parameters]),
+        "title": str(plan).splitlines()[0].strip(),
+    }
+
+
+@pytest.mark.parametrize("kind", ["powerSGD", "alternate", "int8"])
+def test_the_plan_shows_what_a_rank_of_a_node_needs(run_ranks: Any, kind: str) -> None:
+    ranks = run_ranks(_memory, kind, world_size=4)
+    for rank in ranks:
+        assert rank["title"].endswith("from step 2 on, between 2 nodes of 2 ranks, each as one rank")
+        assert rank["plan"].residual == rank["residuals"] > 0
+        assert rank["learned"] <= rank["plan"].factors and rank["buffers"] <= rank["plan"].copies
+        assert rank["buffers"] > 0.5 * rank["plan"].copies
+    assert sum(rank["plan"].residual for rank in ranks[:2]) == ranks[0]["alone"].residual
+
+
 def _norms(_: None) -> dict[str, Any]:
     run = _new("powerSGD", 2).train(5)
     own = residuals(run.hook)

@@ -52,8 +52,8 @@ MUTANTS = [
     Mutant(
         "nodes: what a parameter does not have is waited for",
         _SHARES,
-        "                if field.size_bytes(plan)  # not every unit has every field\n",
-        "",
+        " for field in replicated if field.size_bytes(plan)]",
+        " for field in replicated]",
         f"{_TESTS}::test_the_host_reads_nothing_once_all_is_there",
     ),
     Mutant(
@@ -104,5 +104,19 @@ MUTANTS = [
         "            self._rebase(collected)\n",
         "            state.local_shared = True\n",
         f"{_TESTS}::test_resume_is_bit_equal",
+    ),
+    Mutant(
+        "nodes: the plan counts the residuals of the whole model",
+        "commhooks/hook/learning_hook.py",
+        '            LATEST_PASS if session.has_run else "",\n            session.arrangement,\n',
+        '            LATEST_PASS if session.has_run else "",\n',
+        "engine/test_hierarchy.py::test_the_plan_shows_what_a_rank_of_a_node_needs",
+    ),
+    Mutant(
+        "nodes: the plan forgets what the node's ranks send each other",
+        "commhooks/engine/hierarchy.py",
+        "copies=own.copies + copies)",
+        "copies=own.copies)",
+        "engine/test_hierarchy.py::test_the_plan_shows_what_a_rank_of_a_node_needs",
     ),
 ]

@@ -57,11 +57,12 @@ lint: $(READY)
 	$(VENV)/bin/lint-imports --no-logo
 
 # The site in site/; a link that leads nowhere is an error. docs-serve shows it on http://127.0.0.1:8000 while it is edited.
+# zensical, the generator, needs Python 3.11.
 docs: $(READY)
-	@NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict --site-dir site
+	@$(PY) -m zensical build --strict --clean
 
 docs-serve: $(READY)
-	@NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs serve
+	@$(PY) -m zensical serve
 
 venv: $(READY)
 

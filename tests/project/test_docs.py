@@ -6,13 +6,13 @@ import ast
 import importlib
 import inspect
 import re
+import shutil
 import subprocess
 import sys
 import types
 from pathlib import Path
 
 import pytest
-import yaml
 from doc_snippets import Snippet, WrongSnippet, find_snippets, old_and_new
 from repository import REPOSITORY
 from snippet_check import check
@@ -21,6 +21,11 @@ from workers import RanksFailed
 
 import commhooks
 from commhooks.tools.doctor import judge
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
 
 DOCS = sorted((REPOSITORY / "docs").glob("*.md"))
 PAGES = [REPOSITORY / "README.md", REPOSITORY / "CONTRIBUTING.md", *DOCS]
@@ -33,7 +38,7 @@ INLINE_COMMANDS = [
     (page.name, code)
     for page in PAGES
     for code in re.findall(
-        r"`((?:make|pip|python|torchrun|commhooks|accelerate-commhooks) [^`]+)`", page.read_text(encoding="utf-8")
+        r"(?<!`)`((?:make|pip|python|torchrun|commhooks|accelerate-commhooks) [^`]+)`", page.read_text(encoding="utf-8")
     )
 ]
 
@@ -66,7 +71,7 @@ def _pages_of_nav() -> list[str]:
         children = entry.values() if isinstance(entry, dict) else entry
         return [leaf for child in children for leaf in leaves(child)]
 
-    return leaves(yaml.safe_load((REPOSITORY / "mkdocs.yml").read_text())["nav"])
+    return leaves(tomllib.loads((REPOSITORY / "zensical.toml").read_text())["project"]["nav"])
 
 
 def _without_code(markdown: str) -> str:
@@ -98,14 +103,32 @@ def test_pages_link_to_pages_only(page):
         assert "://" in target or figure or (page.parent / target).suffix == ".md" and "/" not in target, target
 
 
-def test_the_strict_build(tmp_path):
-    for module in ("material", "mkdocstrings_handlers.python"):
-        pytest.importorskip(module, reason='the site needs pip install ".[docs]"')
-    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path)]
-    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=100)
-    assert done.returncode == 0, done.stderr
-    formulas = (tmp_path / "algorithm" / "index.html").read_text()
+def _build(folder: Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "zensical", "build", "--strict"]
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=100)
+
+
+def test_the_site(tmp_path):
+    """As `make docs`, in a copy. What leads nowhere is an error."""
+    for module in ("zensical", "mkdocstrings_handlers.python"):
+        pytest.importorskip(module, reason='the site needs Python 3.11 and pip install ".[docs]"')
+    shutil.copytree(REPOSITORY / "docs", tmp_path / "docs")
+    shutil.copy(REPOSITORY / "zensical.toml", tmp_path)
+    for package in ("commhooks", "lightning_commhooks", "accelerate_commhooks"):
+        (tmp_path / package).symlink_to(REPOSITORY / package)
+    done = _build(tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    formulas = (tmp_path / "site" / "algorithm" / "index.html").read_text()
     assert formulas.count('class="arithmatex"') > 20 and "$$" not in formulas
+    assert 'id="commhooks.attach"' in (tmp_path / "site" / "reference" / "index.html").read_text()
+    # What assets/diff.js needs to copy the new version of a diff: the class, and a span per line.
+    migrating = (tmp_path / "site" / "migrating" / "index.html").read_text()
+    assert re.search(r'class="language-diff .*<code><span id="__span-', migrating) and "assets/diff.js" in migrating
+    page = tmp_path / "docs" / "index.md"
+    text = page.read_text()
+    for dead in ("[x](nothing.md)", "[x](choosing.md#nothing)", "[x][commhooks.nothing]", "::: commhooks.nothing"):
+        page.write_text(f"{text}\n{dead}\n")
+        assert _build(tmp_path).returncode != 0, dead
 
 
 def _texts_of_the_code() -> list[list[str]]:
@@ -189,12 +212,15 @@ def test_the_readme_shows_each_kind():
     assert {
         ("bash", ""),
         ("yaml", ""),
-        ("diff", "lightning"),
-        ("diff", "accelerate"),
-        ("diff", "ddp"),
+        ("python", "lightning"),
+        ("text", "output"),
+        ("python", "accelerate"),
+        ("python", "transformers"),
+        ("python", "ddp"),
         ("python", "continued"),
     } <= kinds
-    assert ("diff", "transformers") in kinds
+    kinds = {(snippet.language, snippet.needs) for snippet in SNIPPETS if snippet.page == "docs/migrating.md"}
+    assert {("diff", "lightning ranks"), ("diff", "accelerate"), ("diff", "ddp")} <= kinds
     assert ("README.md", "commhooks hooks") in INLINE_COMMANDS
 
 
@@ -256,6 +282,17 @@ def test_a_script_that_does_not_continue_is_found(run_ranks, tmp_path):
     )
     with pytest.raises(WrongSnippet, match="the second run does not continue"):
         check(_only(f"<!-- snippet: lightning -->\n```python\n{code}```"), run_ranks, tmp_path)
+
+
+@pytest.mark.timeout(200)
+def test_an_output_that_is_not_printed_is_found(run_ranks, tmp_path):
+    script = "<!-- snippet: lightning notebook -->\n```python\nprint('one; torch kernel')\n```\n"
+    outputs = find_snippets("page.md", f"{script}<!-- snippet: output -->\n```text\none; native kernel\ntwo\n```")
+    assert outputs[0].output == "one; native kernel\ntwo\n"
+    with pytest.raises(WrongSnippet, match="does not print 'two'"):
+        check(outputs[0], run_ranks, tmp_path)
+    with pytest.raises(WrongSnippet, match="the output of what"):
+        find_snippets("page.md", "<!-- snippet: output -->\n```text\none\n```")
 
 
 def test_wrong_trainer_is_found(run_ranks, tmp_path):

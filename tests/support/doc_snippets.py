@@ -19,18 +19,22 @@ A fence that needs more than `import torch` names what it needs in a comment abo
     <!-- snippet: fabric ranks --> the same with Fabric
     <!-- snippet: lightning notebook --> a script as above that forks, so that nothing of its training is left in it
 
+    <!-- snippet: output -->      of the script above: each line of this `text` must be in what its first run prints
+
 A script with `ckpt_path="last"` is started twice: the second run must continue where the first has ended.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import re
 import textwrap
 from dataclasses import dataclass
 
 LANGUAGES = ("python", "diff", "yaml", "bash", "text")
+RUN_AS_SCRIPTS = ("lightning", "lightning notebook")
 _LIGHTNING_NEEDS = ("lightning", "lightning ranks", "lightning notebook")
-NEEDS = ("", "ddp", "attached", "accelerate", "transformers", "continued", "fabric ranks", *_LIGHTNING_NEEDS)
+NEEDS = ("", "ddp", "attached", "accelerate", "transformers", "continued", "output", "fabric ranks", *_LIGHTNING_NEEDS)
 
 _COMMENT = re.compile(r"^\s*<!-- snippet: (.*?) -->\s*$")
 _FENCE = re.compile(r"^(\s*)(```+|~~~+)\s*(\S*)")
@@ -49,6 +53,8 @@ class Snippet:
     text: str
     above: Snippet | None = None
     """The snippet that this one continues."""
+    output: str = ""
+    """Lines that a script must print."""
 
     def __str__(self) -> str:
         return f"{self.page}:{self.line}"
@@ -77,6 +83,10 @@ def find_snippets(page: str, markdown: str) -> list[Snippet]:
         if needs not in NEEDS:
             raise WrongSnippet(f"{where}: unknown comment 'snippet: {needs}'")
         text = textwrap.dedent("\n".join(lines[number + 1 : end])) + "\n"
+        if needs == "output":
+            if not snippets or snippets[-1].needs not in RUN_AS_SCRIPTS:
+                raise WrongSnippet(f"{where}: the output of what? Above it must be a script")
+            snippets[-1] = dataclasses.replace(snippets[-1], output=text)
         above = snippets[-1] if needs == "continued" and snippets else None
         snippets.append(Snippet(page, number + 1, opening[3], needs, text, above))
         number = end + 1

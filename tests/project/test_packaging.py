@@ -1,4 +1,5 @@
-"""What a user gets from `pip install commhooks`: the wheel, installed alone, imported from where it was installed."""
+"""What a user gets from `pip install`: the source distribution, the wheel that is built from it, and what the wheel
+does in an environment of its own, outside of the repository."""
 
 from __future__ import annotations
 
@@ -7,15 +8,20 @@ import os
 import shutil
 import subprocess
 import sys
+import sysconfig
+import tarfile
 import textwrap
+import venv
 import zipfile
 from email.parser import Parser
 from pathlib import Path
 from typing import Any
 
 import pytest
+from compilers import HAS_COMPILER
 from repository import REPOSITORY
 
+OUTSIDE = Path(__file__).with_name("outside")  # programs of users
 PACKAGES = ("commhooks", "lightning_commhooks", "accelerate_commhooks")
 
 # Put before a snippet: makes the frameworks unimportable, as if they were not installed.
@@ -35,41 +41,56 @@ def _run(command: list[str], cwd: Path, **environ: str) -> subprocess.CompletedP
 
 
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Built from a copy: no old `build` folder gets into the wheel, no new one into the repository."""
+def distributions(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder with both. Built from a copy: no old `build` folder gets into them, no new one into the repository."""
     source = tmp_path_factory.mktemp("source")
     for package in PACKAGES:
         shutil.copytree(REPOSITORY / package, source / package, ignore=shutil.ignore_patterns("__pycache__"))
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(REPOSITORY / name, source)
-    done = _run([sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", "dist", "."], cwd=source)
+    # The wheel is built from the unpacked source distribution, so that nothing may be missing there.
+    done = _run([sys.executable, "-m", "build", "--no-isolation", "--outdir", "dist", "."], cwd=source)
     assert done.returncode == 0, done.stdout + done.stderr
-    (path,) = (source / "dist").glob("*.whl")
+    return source / "dist"
+
+
+@pytest.fixture(scope="module")
+def wheel(distributions: Path) -> Path:
+    (path,) = distributions.glob("*.whl")
     return path
 
 
 @pytest.fixture(scope="module")
-def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with nothing but the wheel's content; what it depends on comes from the running environment."""
-    site = tmp_path_factory.mktemp("site")
-    command = [sys.executable, "-m", "pip", "install", "--no-deps", "--no-index", "--target", str(site), str(wheel)]
-    done = _run(command, cwd=site)
+def environment(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A virtual environment with the wheel. It sees what the running one has installed, but not the repository, which
+    is there by a .pth file only: those of a folder that a .pth file names are not read."""
+    folder = tmp_path_factory.mktemp("environment")
+    venv.create(folder, with_pip=False)
+    pip = [sys.executable, "-m", "pip", "--python", str(folder / "bin" / "python")]
+    done = _run([*pip, "install", "--no-deps", "--no-index", str(wheel)], cwd=folder)
     assert done.returncode == 0, done.stdout + done.stderr
-    return site
+    (site,) = folder.glob("lib/python*/site-packages")
+    (site / "dependencies.pth").write_text(sysconfig.get_path("purelib") + "\n")
+    return folder
 
 
-def _python(site: Path, code: str) -> Any:
-    """What `code`, which prints JSON, finds outside of the repository with the installed wheel before everything."""
-    done = _run([sys.executable, "-c", textwrap.dedent(code)], cwd=site.parent, PYTHONPATH=str(site))
+@pytest.fixture(scope="module")
+def python(environment: Path) -> str:
+    return str(environment / "bin" / "python")
+
+
+def _printed(python: str, code: str, *options: str) -> Any:
+    """What `code` prints as JSON."""
+    done = _run([python, *options, "-c", textwrap.dedent(code)], cwd=Path(python).parent)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
 
 
 @pytest.fixture(scope="module")
-def imported(installed: Path) -> list[Any]:
+def imported(python: str) -> list[Any]:
     """What a bare `import commhooks` is and imports."""
-    return _python(
-        installed,
+    return _printed(
+        python,
         """
         import commhooks, json, sys
         print(json.dumps([commhooks.__version__, commhooks.__file__, sorted(sys.modules)]))
@@ -78,10 +99,10 @@ def imported(installed: Path) -> list[Any]:
 
 
 @pytest.fixture(scope="module")
-def without_frameworks(installed: Path) -> dict[str, str | None]:
+def without_frameworks(python: str) -> dict[str, str | None]:
     """Imports, one after another, where no framework is installed: None, or the error."""
-    return _python(
-        installed,
+    return _printed(
+        python,
         BLOCK_FRAMEWORKS
         + """
 import importlib, json
@@ -125,15 +146,79 @@ def test_wheel_metadata(wheel, imported):
     assert imported[0] == metadata["Version"]
 
 
-def test_installed_wheel_is_what_gets_imported(installed, imported):
-    assert imported[1] == str(installed / "commhooks" / "__init__.py")
+def test_the_source_distribution_holds_what_it_was_built_from(distributions):
+    (path,) = distributions.glob("*.tar.gz")
+    top_level = {name.split("/")[1] for name in tarfile.open(path).getnames() if "/" in name}
+    made = {"PKG-INFO", "setup.cfg", "commhooks.egg-info"}
+    assert top_level - made == {"pyproject.toml", "README.md", "LICENSE", *PACKAGES}
+
+
+def test_installed_wheel_is_what_gets_imported(environment, imported):
+    assert Path(imported[1]).is_relative_to(environment)
 
 
 @pytest.mark.parametrize("command", ["commhooks", "accelerate-commhooks"])
-def test_installed_command(installed, command):
-    done = _run([str(installed / "bin" / command), "--help"], cwd=installed.parent, PYTHONPATH=str(installed))
+def test_installed_command(environment, python, imported, command):
+    script = environment / "bin" / command
+    assert script.read_text().startswith(f"#!{python}\n") and os.access(script, os.X_OK)
+    run = f"""
+    import runpy, sys
+    for flag in ("--help", "--version"):
+        sys.argv = [{str(script)!r}, flag]
+        try:
+            runpy.run_path(sys.argv[0], run_name="__main__")
+        except SystemExit as end:
+            assert end.code == 0
+    """
+    done = _run([python, "-c", textwrap.dedent(run)], cwd=environment)
     assert done.returncode == 0, done.stderr
-    assert f"usage: {command} " in done.stdout.lower()
+    assert f"usage: {command} " in done.stdout.lower() and done.stdout.endswith(f"\ncommhooks {imported[0]}\n")
+
+
+def test_imports_warn_of_nothing(python):
+    code = "import commhooks, lightning_commhooks, accelerate_commhooks; print('[]')"
+    assert _printed(python, code, "-W", "error") == []
+
+
+def test_two_ranks_train_without_a_warning(environment, python, tmp_path):
+    command = [python, "-W", "error", str(OUTSIDE / "two_ranks.py")]
+    other = subprocess.Popen([*command, "1", str(tmp_path)], cwd=tmp_path, stderr=subprocess.PIPE, text=True)
+    try:
+        done = _run([*command, "0", str(tmp_path)], cwd=tmp_path)
+        _, errors = other.communicate(timeout=60)
+    finally:
+        other.kill()
+    assert (done.returncode, other.returncode) == (0, 0), done.stderr + errors
+    file, compressed_steps, kernel = json.loads(done.stdout)
+    assert Path(file).is_relative_to(environment) and compressed_steps == 2
+    assert kernel == (
+        "native" if HAS_COMPILER else "torch"
+    )  # where there is a compiler, from the C sources in the wheel
+
+
+def _lines_that_are_wrong() -> list[int]:
+    lines = (OUTSIDE / "typed.py").read_text().splitlines()
+    return [number for number, line in enumerate(lines, 1) if line.endswith("# wrong")]
+
+
+def test_mypy_knows_the_types(python, tmp_path):
+    """Of ours. To read torch and the frameworks takes it minutes; the test below has them."""
+    lines = ["[mypy]", "strict = true"]
+    for package in ("torch", "lightning", "accelerate", "omegaconf", "rich"):
+        lines += [f"[mypy-{package}.*]", "follow_imports = skip"]
+    (tmp_path / "mypy.ini").write_text("\n".join(lines))
+    options = ["--python-executable", python, "--no-error-summary", "--no-pretty", str(OUTSIDE / "typed.py")]
+    done = _run([sys.executable, "-m", "mypy", *options], cwd=tmp_path)
+    assert [int(line.split(":")[1]) for line in done.stdout.splitlines()] == _lines_that_are_wrong(), done.stdout
+
+
+def test_pyright_knows_the_types(python, tmp_path):
+    shutil.copy(OUTSIDE / "typed.py", tmp_path)
+    (tmp_path / "pyrightconfig.json").write_text('{"typeCheckingMode": "strict"}')
+    command = [sys.executable, "-m", "basedpyright", "--pythonpath", python, "--outputjson"]
+    done = _run(command, cwd=tmp_path)
+    found = json.loads(done.stdout)["generalDiagnostics"]
+    assert [each["range"]["start"]["line"] + 1 for each in found] == _lines_that_are_wrong(), done.stdout
 
 
 def test_core_imports_without_the_frameworks(without_frameworks):

@@ -5,4 +5,5 @@ import shutil
 
 import pytest
 
-needs_compiler = pytest.mark.skipif(not shutil.which(os.environ.get("CC", "cc")), reason="needs a C compiler")
+HAS_COMPILER = shutil.which(os.environ.get("CC", "cc")) is not None
+needs_compiler = pytest.mark.skipif(not HAS_COMPILER, reason="needs a C compiler")

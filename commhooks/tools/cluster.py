@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from commhooks.comm.collective import Op
-from commhooks.comm.cost import collective_cost
+from commhooks.comm.cost import Backend, collective_cost
 from commhooks.compressors.base import Compressor
 from commhooks.hook.plan import ModelPlan
 
@@ -25,8 +25,8 @@ CANDIDATES: tuple[tuple[str, dict[str, Any], str | None], ...] = (
 """Name, options, wrapper."""
 ASSUMED = (
     "Assumed: the ranks of a node have consecutive numbers and share its network card, nothing overlaps with the "
-    "backward pass, no time for the codec (see `commhooks plan` without --nodes). Compared with measurements on two "
-    "nodes only."
+    "backward pass, no time for the codec (see `commhooks plan` without --nodes). Compared with measurements on gloo, "
+    "two nodes of two ranks, only."
 )
 
 
@@ -38,6 +38,7 @@ class Cluster:
         bandwidth: between nodes, bit/s of a node.
         inside: inside a node, bit/s of a rank.
         latency: seconds per message between nodes.
+        backend: what carries the collectives.
     """
 
     nodes: int
@@ -45,6 +46,7 @@ class Cluster:
     bandwidth: float
     inside: float
     latency: float
+    backend: Backend = "nccl"
 
     @property
     def ranks(self) -> int:
@@ -99,7 +101,7 @@ def _outside(
         together: ranks of a node in one group: all, or one of each node.
     """
     ranks = cluster.nodes * together
-    costs = [collective_cost(op, counted / len(collectives), ranks, together) for op in collectives]
+    costs = [collective_cost(op, counted / len(collectives), ranks, together, cluster.backend) for op in collectives]
     leaving, messages = sum(each.sent for each in costs), sum(each.messages for each in costs)
     return leaving, 8 * leaving / cluster.bandwidth + buckets * messages * cluster.latency
 
@@ -109,8 +111,8 @@ def cluster_table(predictions: Sequence[Prediction], cluster: Cluster) -> str:
     from rich.console import Console
     from rich.table import Table
 
-    speed = f"{cluster.bandwidth / 1e9:g} Gbit/s"
-    shown = Table(title=f"{cluster.nodes} nodes of {cluster.ranks_per_node} ranks, {speed} between nodes")
+    link = f"{cluster.bandwidth / 1e9:g} Gbit/s between nodes, {cluster.backend}"
+    shown = Table(title=f"{cluster.nodes} nodes of {cluster.ranks_per_node} ranks, {link}")
     shown.add_column("hook")
     for column in ("MB leave a node", "exchange, ms", "with ranks_per_node: MB", "exchange, ms"):
         shown.add_column(column, justify="right")

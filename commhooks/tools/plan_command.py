@@ -64,6 +64,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--bandwidth", type=float, default=25.0, metavar="GBIT", help="between nodes, Gbit/s (25)")
     parser.add_argument("--inside", type=float, default=400.0, metavar="GBIT", help="inside a node, Gbit/s (400)")
     parser.add_argument("--latency-us", type=float, default=30.0, metavar="US", help="per message between nodes (30)")
+    parser.add_argument("--backend", choices=["nccl", "gloo"], default="nccl", help="with --nodes (nccl)")
     parser.add_argument("--device", choices=("cpu", "cuda"), help="where the codec is timed (cuda if there is one)")
     parser.add_argument("--codec-ms", type=float, metavar="MS", help="the codec's time per step, instead of timing it")
     parser.add_argument("--json", action="store_true", help="print JSON, bytes and seconds")
@@ -121,6 +122,7 @@ def run_cluster(arguments: argparse.Namespace) -> int:
         1e9 * arguments.bandwidth,
         1e9 * arguments.inside,
         1e-6 * arguments.latency_us,
+        arguments.backend,
     )
     model = named_model(arguments.model)
     predictions = []

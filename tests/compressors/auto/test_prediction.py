@@ -75,3 +75,8 @@ def test_one_rank_sends_nothing() -> None:
 def test_what_a_collective_costs(op: str, ranks: int, together: int, expected: Cost) -> None:
     found = collective_cost(op, 100, ranks, together)  # type: ignore[arg-type]
     assert (found.sent, found.messages) == pytest.approx((expected.sent, expected.messages))
+
+
+def test_what_differs_on_gloo() -> None:
+    assert collective_cost("sum", 100, 1024, backend="gloo") == Cost(2 * 1023 / 1024 * 100, 2 * 1023)
+    assert collective_cost("gather", 100, 4, 2, backend="gloo") == collective_cost("all_to_all", 100, 4, 2)

@@ -65,12 +65,13 @@ def environment(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A virtual environment with the wheel. It sees what the running one has installed, but not the repository, which
     is there by a .pth file only: those of a folder that a .pth file names are not read."""
     folder = tmp_path_factory.mktemp("environment")
-    venv.create(folder, with_pip=False)
+    venv.create(folder, symlinks=True, with_pip=False)
     pip = [sys.executable, "-m", "pip", "--python", str(folder / "bin" / "python")]
     done = _run([*pip, "install", "--no-deps", "--no-index", str(wheel)], cwd=folder)
     assert done.returncode == 0, done.stdout + done.stderr
     (site,) = folder.glob("lib/python*/site-packages")
-    (site / "dependencies.pth").write_text(sysconfig.get_path("purelib") + "\n")
+    dependencies = {sysconfig.get_path("purelib"), sysconfig.get_path("platlib")}
+    (site / "dependencies.pth").write_text("\n".join(sorted(dependencies)) + "\n")
     return folder
 
 

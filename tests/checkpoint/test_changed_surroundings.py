@@ -9,6 +9,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from features import switches_per_library
 from inside import session_of
 from torch.nn.parallel import DistributedDataParallel
 from training import Run, make_model, residuals
@@ -241,6 +242,7 @@ def _inherited_precision() -> tuple[str, str]:
         torch.backends.fp32_precision = "none"
 
 
+@switches_per_library
 def test_an_inherited_precision_stays_inherited(run_ranks: Any) -> None:
     assert run_ranks(_inherited_precision) == [("ieee", "ieee")] * 2
 

@@ -16,6 +16,7 @@ from unittest import mock
 
 import pytest
 import yaml
+from features import whole_numbers_in_config_classes
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from lightning.pytorch.cli import LightningCLI
@@ -238,6 +239,7 @@ def print_cli_outcomes() -> None:
     print(json.dumps(found))
 
 
+@whole_numbers_in_config_classes
 @pytest.mark.timeout(150)
 def test_lightning_cli() -> None:
     """In a process of its own, as a command line is: after many other tests of one process jsonargparse has been seen

@@ -11,6 +11,7 @@ from unittest import mock
 
 import pytest
 from ddp_steps import backward, mlp, process_group_of_one, wrap
+from features import structured_unions
 from omegaconf import OmegaConf
 from torch import nn
 
@@ -290,6 +291,7 @@ OTHER_VALUES = {
 }
 
 
+@structured_unions
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config.__name__)
 def test_a_config_is_an_omegaconf_structured_config(config):
     assert OmegaConf.to_object(OmegaConf.structured(config)) == config()

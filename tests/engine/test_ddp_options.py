@@ -24,6 +24,7 @@ from ddp_steps import (
     weights,
     wrap,
 )
+from features import delayed_in_small_buckets, mixed_precision_of_ddp
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
@@ -92,6 +93,7 @@ def _square(model: nn.Module, step: int) -> None:
     model(batch(step)).square().mean().backward()
 
 
+@delayed_in_small_buckets
 def test_delayed_parameters_are_not_in_the_plan_and_still_averaged(run_ranks):
     run_ranks(delayed_all_reduce, timeout_s=30)
 
@@ -227,6 +229,7 @@ def alone():
         yield
 
 
+@mixed_precision_of_ddp
 def test_mixed_precision_is_refused(alone):
     from torch.nn.parallel.distributed import _MixedPrecision
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from ddp_steps import log_lines, process_group_of_one
+from features import fully_shard_on_gloo, reset_iter_state
 from models import bits_equal, worst_error
 from sharded import (
     NAMES,
@@ -105,6 +106,7 @@ def _with_options(options: dict[str, Any], dtype: torch.dtype, tolerance: float)
     )
 
 
+@fully_shard_on_gloo
 @pytest.mark.parametrize(
     ("options", "dtype", "tolerance"),
     [
@@ -132,6 +134,7 @@ def _as_wide_as_the_reduction() -> dict[str, bool]:
     return _wrong(rounded_once=bits_equal(got, mean))
 
 
+@fully_shard_on_gloo
 def test_the_wider_dtype_of_the_reduction_is_kept(run_ranks: Any) -> None:
     _on_every_rank(run_ranks, _as_wide_as_the_reduction)
 
@@ -322,7 +325,7 @@ def _several_passes() -> dict[str, bool]:
     )
 
 
-@pytest.mark.parametrize("work", [_abandoned, _several_passes])
+@pytest.mark.parametrize("work", [pytest.param(_abandoned, marks=reset_iter_state), _several_passes])
 def test_unusual_backward_passes(run_ranks: Any, work: Callable[..., Any]) -> None:
     _on_every_rank(run_ranks, work)
 

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from ddp_steps import log_lines
+from features import fully_shard_on_gloo
 from kinds import ALL, KINDS, START
 from models import bits_equal, same_bits
 from sharded import (
@@ -109,6 +110,7 @@ def _with_mean(got: dict[str, torch.Tensor], step: int) -> list[tuple[torch.Tens
     return [(got[name], expected[name]) for name in got]
 
 
+@fully_shard_on_gloo
 @pytest.mark.parametrize("name", ONE_OF_EACH)
 def test_promises_hold_on_shards(run_ranks: Any, name: str) -> None:
     for outcome in run_ranks(_promises, name, world_size=4):

@@ -19,6 +19,7 @@ from ddp_steps import (
     weights,
     wrap,
 )
+from features import complex_on_gloo
 from torch import nn
 
 import commhooks
@@ -85,6 +86,7 @@ def all_kinds(wrapper: str | None) -> None:
     assert hook.stats()["compressed_steps"] == 4
 
 
+@complex_on_gloo
 @pytest.mark.parametrize("wrapper", [None, "bf16"])
 def test_scalars_vectors_empty_mixed_and_complex_parameters(run_ranks, wrapper):
     run_ranks(all_kinds, wrapper)

@@ -76,9 +76,13 @@ def _forget_meshes() -> None:
     """DTensor (torch 2.13) caches results of operations by mesh, and takes a mesh of the next task, of the same shape
     but with other groups, for the one of this task."""
     if "torch.distributed.tensor" in sys.modules:
-        from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+        from torch.distributed.tensor import DTensor, debug
 
-        _clear_sharding_prop_cache()
+        # Private, torch 2.11 to 2.15; torch 2.8 has only Python's cache.
+        clear = getattr(debug, "_clear_sharding_prop_cache", None)
+        if clear is None:
+            clear = DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding.cache.cache_clear
+        clear()
 
 
 def _leave_with_parent() -> None:

@@ -48,10 +48,11 @@ def test_sharded_and_hooked_by_hand(run_ranks: Any) -> None:
 def _meshes() -> tuple[tuple[str, ...], str]:
     """The mesh over which Accelerate 1.15 shards if it is told the number of replicas."""
     config = ParallelismConfig(dp_replicate_size=2, dp_shard_size=2)
-    mesh = config.build_device_mesh("cpu")[tuple(config.fsdp_dim_names)]
+    whole = config.build_device_mesh("cpu")
+    mesh = whole[tuple(config.fsdp_dim_names)]
     model = fully_shard(torch.nn.Linear(8, 8), mesh=mesh)
     with pytest.raises(commhooks.AttachError) as error:
-        commhooks.attach(model, "allreduce", replicate_group=mesh["dp_replicate"])
+        commhooks.attach(model, "allreduce", replicate_group=whole["dp_replicate"])
     assert dist.get_world_size() == mesh.size()
     return mesh.mesh_dim_names, str(error.value)
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 from accelerate_checkpoints import BOTH, outcome, truncate
 from accelerators import OPTIONS, WRONG, Training, hook_files, launched, new_accelerator, power_sgd
+from features import ddp_models_stay_as_they_are
 from training import batch, flat, make_model, residuals
 
 import commhooks
@@ -146,6 +147,7 @@ def _prepared_twice(folder: str) -> dict[str, Any]:
     return {"hooks": len(hooks), "steps": steps, "same": again is third, "latest": handler.attached is hooks[2]}
 
 
+@ddp_models_stay_as_they_are
 def test_a_module_that_is_prepared_twice_keeps_its_number(run_ranks: Any, tmp_path: Path) -> None:
     for result in run_ranks(_prepared_twice, str(tmp_path)):
         assert result == {"hooks": 3, "steps": [1, 0], "same": True, "latest": True}

@@ -9,6 +9,7 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
+from features import fully_shard_on_gloo
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.cli import LightningCLI
 from lightning_support import Model, PoolEnvironment, assert_equal, caught_warnings, data, difference, trainer
@@ -59,6 +60,7 @@ def _exact(root: str) -> dict[str, Any]:
     }
 
 
+@fully_shard_on_gloo
 def test_replicas_of_shards_train_as_one_replica(run_ranks: Any, tmp_path: Path) -> None:
     for result in run_ranks(_exact, str(tmp_path), world_size=4):
         assert difference(result["two"]["weights"], result["one"]["weights"]) < 1e-6

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from features import trainer_resumes_on_cpu
 
 pytest.importorskip("transformers", reason="transformers needs Python 3.11 or newer")
 
@@ -22,6 +23,7 @@ def _run(folder: str, resume: str | None = None, seed: int = 3) -> dict[str, Any
     return outcome(trainer) | {"notes": trainer.comm_hook.state_dict()["notes"]}
 
 
+@trainer_resumes_on_cpu
 def test_a_checkpoint_holds_the_decision(run_ranks: Any, tmp_path: Path) -> None:
     through = run_ranks(_run, str(tmp_path))
     resumed = run_ranks(_run, str(tmp_path / "resumed"), str(tmp_path / "checkpoint-4"), seed=99)

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from features import trainer_resumes_on_cpu
 from repository import REPOSITORY
 
 pytest.importorskip("transformers", reason="transformers needs Python 3.11 or newer")
@@ -43,6 +44,7 @@ def _two_ranks(folder: Path) -> list[subprocess.Popen[bytes]]:
     ]
 
 
+@trainer_resumes_on_cpu
 @pytest.mark.timeout(3 * LAUNCH_LIMIT_S)
 def test_example_goes_on_bit_equal_after_a_kill(tmp_path: Path) -> None:
     """From the README's command; what is killed and started again is compared with what was not."""

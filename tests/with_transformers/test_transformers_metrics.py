@@ -8,6 +8,7 @@ from typing import Any
 from unittest import mock
 
 import pytest
+from features import trainer_resumes_on_cpu
 
 pytest.importorskip("transformers", reason="transformers needs Python 3.11 or newer")
 
@@ -44,6 +45,7 @@ def test_report_to_gets_the_metrics_of_rank_0(run_ranks: Any, tmp_path: Path) ->
     assert {"train/loss", "train/commhooks/compression_rate", "train/commhooks/codec_ms"} <= set(tags)
 
 
+@trainer_resumes_on_cpu
 def test_what_is_counted_so_far_goes_on_after_a_resume(run_ranks: Any, tmp_path: Path) -> None:
     through = run_ranks(_run, tmp_path, tmp_path / "logs", "tensorboard")[0]["logged"]
     resumed = run_ranks(_run, tmp_path / "again", tmp_path / "more", "tensorboard", str(tmp_path / "checkpoint-4"))[0]

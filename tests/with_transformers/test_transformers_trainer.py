@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from features import trainer_resumes_on_cpu
 
 pytest.importorskip("transformers", reason="transformers needs Python 3.11 or newer")
 
@@ -36,6 +37,7 @@ def _resume(run_ranks: Any, checkpoint: Path, **kwargs: Any) -> list[dict[str, A
     return run_ranks(_run, checkpoint.parent / "resumed", resume=str(checkpoint), seed=99, **kwargs)
 
 
+@trainer_resumes_on_cpu
 @pytest.mark.parametrize("more", [{}, {"wrapper": "bf16", "save_residual": "mean"}], ids=["per_rank", "mean"])
 def test_resume_is_bit_equal(run_ranks: Any, tmp_path: Path, more: dict[str, Any]) -> None:
     through = run_ranks(_run, tmp_path, hook=POWER_SGD | more)
@@ -63,6 +65,7 @@ def test_resume_is_bit_equal(run_ranks: Any, tmp_path: Path, more: dict[str, Any
         assert stats["compression_rate"] > 1.5 and stats["collectives_last_pass"] >= 6  # several buckets
 
 
+@trainer_resumes_on_cpu
 def test_control_without_a_hook(run_ranks: Any, tmp_path: Path) -> None:
     """The Trainer itself resumes bit-equal here, so the test above is about the hook."""
     through = run_ranks(_run, tmp_path, cls=Trainer)
@@ -72,6 +75,7 @@ def test_control_without_a_hook(run_ranks: Any, tmp_path: Path) -> None:
     assert hook_files(tmp_path / "checkpoint-4") == []
 
 
+@trainer_resumes_on_cpu
 def test_without_the_hooks_files_the_resumed_run_differs(run_ranks: Any, tmp_path: Path) -> None:
     """And what `save_total_limit` and `save_only_model` leave in the folder."""
     through = run_ranks(_run, tmp_path, save_steps=2, save_total_limit=2)
@@ -88,6 +92,7 @@ def test_without_the_hooks_files_the_resumed_run_differs(run_ranks: Any, tmp_pat
     assert hook_files(tmp_path / "resumed" / "checkpoint-8") == []
 
 
+@trainer_resumes_on_cpu
 def test_the_checkpoint_of_another_model_is_refused(run_ranks: Any, tmp_path: Path) -> None:
     for error in run_ranks(_resume_from_another_model, tmp_path):
         assert "layers.1.mlp.up_proj.weight" in error and "comm_hook.pt" in error

@@ -9,6 +9,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from features import trainer_resumes_on_cpu
 
 pytest.importorskip("transformers", reason="transformers needs Python 3.11 or newer")
 
@@ -21,6 +22,7 @@ from transformers_trainer import make_model  # noqa: E402  # of examples/
 from accelerate_commhooks.transformers import CommHookTrainerMixin  # noqa: E402
 
 
+@trainer_resumes_on_cpu
 def test_a_second_train_is_fresh_unless_it_resumes(run_ranks: Any, tmp_path: Path) -> None:
     """And a fraction of the run is one of the steps that the Trainer works out each time."""
     for first, second, third in run_ranks(_train_three_times, tmp_path):

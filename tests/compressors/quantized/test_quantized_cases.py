@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from compilers import needs_compiler
 from ddp_steps import replicas_equal, residuals
+from features import complex_on_gloo
 from models import all_finite, masks
 from torch import nn
 
@@ -70,6 +71,7 @@ def _mixed(hook: str, fused: bool, wrapper: str | None, dtype: torch.dtype) -> d
     }
 
 
+@complex_on_gloo
 @pytest.mark.parametrize(("wrapper", "exact"), [(None, 1e-6), ("bf16", 2e-2)])
 @pytest.mark.parametrize("fused", FUSED)
 @pytest.mark.parametrize("hook", HOOKS)

@@ -11,17 +11,11 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
-import torch.backends.cuda
-import torch.backends.mkldnn
 
 from commhooks.errors import HookConfigError
+from commhooks.gradients.float32_switches import float32_switches
 
-# One switch per library that multiplies float32 matrices: oneDNN on CPU, cuBLAS on CUDA. Each is read and restored
-# separately; the older `torch.set_float32_matmul_precision` raises if a user has set these switches, too.
-_PRECISION_SWITCHES = (
-    torch.backends.mkldnn.matmul,  # type: ignore[attr-defined]
-    torch.backends.cuda.matmul,
-)
+_PRECISION_SWITCHES = float32_switches()
 
 
 def compute_dtype(dtype: torch.dtype) -> torch.dtype:

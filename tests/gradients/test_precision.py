@@ -14,16 +14,24 @@ from models import EVERY_PARAMETER, Gradients, bits_equal, random_gradients, wra
 import commhooks
 from commhooks.compressors.powersgd import codec
 from commhooks.gradients import precision
+from commhooks.gradients.float32_switches import SwitchOfTheProcess
 
 SHAPES = {"wide": (64, 300), "tall": (300, 64), "conv": (32, 16, 3, 3), "bias": (300,)}
 STEPS = 4
+
+# A switch per library for the precision of float32 products; torch 2.8 has one for all libraries.
+PER_LIBRARY = (
+    {"mkldnn": torch.backends.mkldnn.matmul, "cuda": torch.backends.cuda.matmul}  # type: ignore[attr-defined]
+    if hasattr(torch.backends.mkldnn, "matmul")
+    else {}
+)
 
 
 @contextlib.contextmanager
 def _restored() -> Iterator[None]:
     """Puts every switch back that a case sets."""
     legacy = torch.get_float32_matmul_precision()
-    new = [(switch, switch.fp32_precision) for switch in (torch.backends.mkldnn.matmul, torch.backends.cuda.matmul)]
+    new = [(switch, switch.fp32_precision) for switch in PER_LIBRARY.values()]
     try:
         yield
     finally:
@@ -40,9 +48,11 @@ CASES: dict[str, Callable[[], Any]] = {
     "nothing": lambda: None,
     "precision high": lambda: torch.set_float32_matmul_precision("high"),
     "precision medium": lambda: torch.set_float32_matmul_precision("medium"),
-    "mkldnn bf16": _backend(torch.backends.mkldnn.matmul, "bf16"),
-    "mkldnn tf32": _backend(torch.backends.mkldnn.matmul, "tf32"),
-    "cuda tf32": _backend(torch.backends.cuda.matmul, "tf32"),
+    **{
+        f"{library} {value}": _backend(PER_LIBRARY[library], value)
+        for library, value in (("mkldnn", "bf16"), ("mkldnn", "tf32"), ("cuda", "tf32"))
+        if library in PER_LIBRARY
+    },
     "allow_tf32": lambda: setattr(torch.backends.cuda.matmul, "allow_tf32", True),
     "autocast": lambda: None,
     "create_graph": lambda: None,
@@ -50,12 +60,10 @@ CASES: dict[str, Callable[[], Any]] = {
 
 
 def _switches() -> tuple[Any, ...]:
-    return (
-        torch.backends.mkldnn.matmul.fp32_precision,
-        torch.backends.cuda.matmul.fp32_precision,
-        torch.is_autocast_enabled("cpu"),
-        torch.is_grad_enabled(),
-    )
+    """Of float32 products, as a tuple; of autocast; of grad mode."""
+    old = () if PER_LIBRARY else (torch.get_float32_matmul_precision(),)
+    products = (*old, *(switch.fp32_precision for switch in PER_LIBRARY.values()))
+    return products, torch.is_autocast_enabled("cpu"), torch.is_grad_enabled()
 
 
 def _run(case: str) -> dict[str, Any]:
@@ -108,10 +116,10 @@ def test_the_users_switches_change_no_bit_and_come_back(run_ranks):
             assert bits_equal(got["state"], expected["state"]), case
             assert got["before"] == got["after"], case
             assert len(got["inside"]) == 1
-            mkldnn, cuda, autocast, grad_mode = got["inside"].pop()
-            assert mkldnn in ("none", "ieee") and cuda in ("none", "ieee"), case
+            products, autocast, grad_mode = got["inside"].pop()
+            assert set(products) <= {"none", "ieee", "highest"}, case
             assert not autocast and not grad_mode, case
-        for case in ("precision high", "precision medium", "mkldnn bf16", "mkldnn tf32", "cuda tf32", "allow_tf32"):
+        for case in set(CASES) - {"nothing", "autocast", "create_graph"}:
             assert results[case]["before"] != expected["before"], f"{case} switches nothing"
 
 
@@ -123,8 +131,8 @@ def _raise_inside() -> list[tuple[Any, ...]]:
         _restored(),
         mock.patch("commhooks.compressors.powersgd.codec.project_p", side_effect=ValueError("inside the hook")),
     ):
-        CASES["mkldnn bf16"]()
-        CASES["cuda tf32"]()
+        for case in ("mkldnn bf16", "cuda tf32") if PER_LIBRARY else ("precision medium",):
+            CASES[case]()
         before = _switches()
         with pytest.raises(ValueError, match="inside the hook"):
             ddp(random_gradients(SHAPES, 0, 0)).backward()
@@ -136,9 +144,11 @@ def test_the_switches_come_back_after_an_error(run_ranks):
         assert before == after
 
 
-def test_threads_that_overlap_leave_the_switches_to_the_last() -> None:
+@pytest.mark.parametrize("name", [*PER_LIBRARY, "process"])
+def test_threads_that_overlap_leave_the_switches_to_the_last(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     """Autograd has a thread per GPU, and the switches are those of the process."""
-    switch, inside, go_on = torch.backends.mkldnn.matmul, threading.Event(), threading.Event()  # type: ignore[attr-defined]
+    switch, inside, go_on = PER_LIBRARY.get(name, SwitchOfTheProcess()), threading.Event(), threading.Event()
+    monkeypatch.setattr(precision, "_PRECISION_SWITCHES", (switch,))
 
     def other() -> None:
         with precision.full_precision(torch.device("cpu")):
@@ -147,14 +157,26 @@ def test_threads_that_overlap_leave_the_switches_to_the_last() -> None:
 
     thread = threading.Thread(target=other)
     with _restored():
-        switch.fp32_precision = "bf16"
+        switch.fp32_precision = "tf32"
         thread.start()
         inside.wait(10)
         with precision.full_precision(torch.device("cpu")):
             go_on.set()
             thread.join()
             assert switch.fp32_precision == "ieee"
-        assert switch.fp32_precision == "bf16"
+        assert switch.fp32_precision == "tf32"
+
+
+def test_the_switch_of_the_process_says_what_torch_says() -> None:
+    switch = SwitchOfTheProcess()
+    with _restored():
+        for torchs, ours in (("highest", "ieee"), ("high", "tf32"), ("medium", "bf16")):
+            torch.set_float32_matmul_precision(torchs)
+            assert switch.fp32_precision == ours
+            switch.fp32_precision = "none"
+            assert torch.get_float32_matmul_precision() == "highest"
+            switch.fp32_precision = ours
+            assert torch.get_float32_matmul_precision() == torchs
 
 
 @pytest.mark.parametrize(("dtype", "inner"), [(torch.float32, torch.float32), (torch.bfloat16, torch.float32)])

@@ -1,6 +1,7 @@
 """Temporary copies of a DDP model for the doctor, and the state of the random number generators to restore."""
 
 import copy
+import inspect
 import random
 import sys
 from typing import Any
@@ -25,6 +26,7 @@ def copy_of(ddp_model: DistributedDataParallel, *, alone: bool = False) -> Distr
             f"the model cannot be copied, and only copies are measured: copy.deepcopy says {type(error).__name__}: "
             f"{error}"
         ) from error
+    taken = inspect.signature(DistributedDataParallel).parameters  # torch 2.8 takes fewer arguments than 2.13
     options: dict[str, Any] = {}
     if not alone:
         options = {
@@ -36,20 +38,23 @@ def copy_of(ddp_model: DistributedDataParallel, *, alone: bool = False) -> Distr
                 "batched_grad_copy",
                 "skip_all_reduce_unused_params",
             )
+            if name in taken
         }
         # DDP stores limits in bytes. A default limit must be passed on as default: its first bucket is smaller.
-        limits = ddp_model.bucket_bytes_cap_list
+        limits = getattr(ddp_model, "bucket_bytes_cap_list", None)
         if limits:
             options["bucket_cap_mb_list"] = [limit / 2**20 for limit in limits]
         elif not ddp_model.bucket_bytes_cap_default:
             options["bucket_cap_mb"] = ddp_model.bucket_bytes_cap / 2**20
+    # The older name is deprecated where the newer one is taken.
+    buffers = "forward_sync_buffers" if "forward_sync_buffers" in taken else "broadcast_buffers"
+    options[buffers] = not alone and getattr(ddp_model, buffers)
     return DistributedDataParallel(
         module,
         device_ids=ddp_model.device_ids,
         output_device=ddp_model.output_device,
         process_group=ddp_model.process_group,
         static_graph=ddp_model.static_graph,
-        forward_sync_buffers=not alone and ddp_model.forward_sync_buffers,
         init_sync=False,  # otherwise each copy would broadcast the whole model
         **options,
     )

@@ -3,12 +3,13 @@
 PYTHON ?= python3
 VENV ?= .venv
 ARGS ?=
+VERSIONS ?=
 
 PY := $(VENV)/bin/python
 CLEAN := $(PY) examples/clean_env.py
 READY := $(VENV)/.ready
 
-.PHONY: demo demo-accelerate test test-cuda test-mutants bench bench-gpu soak chaos lint docs docs-serve venv clean
+.PHONY: demo demo-accelerate test test-cuda test-versions test-mutants bench bench-gpu soak chaos lint docs docs-serve venv clean
 .DELETE_ON_ERROR:
 
 demo: $(READY)
@@ -25,6 +26,10 @@ test: $(READY)
 # What needs a GPU: with the torch (2.11 or newer, built with CUDA) and the pytest of $(PYTHON). One GPU is enough.
 test-cuda:
 	@$(PYTHON) tests/cuda/run.py $(ARGS)
+
+# With the oldest and newest torch and frameworks, on the CPU; the environments (8 GB each) stay in .venvs.
+test-versions:
+	@$(PYTHON) tests/versions/run_versions.py $(VERSIONS) -- $(ARGS)
 
 test-mutants: $(READY)
 	@$(CLEAN) tests/stress/mutants.py $(ARGS)
@@ -67,7 +72,7 @@ docs-serve: $(READY)
 venv: $(READY)
 
 clean:
-	rm -rf $(VENV) build dist site *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venvs build dist site *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
 
 # Installed once, and again when what is asked for changes. An environment that works is kept and only updated.
 $(READY): pyproject.toml constraints-dev.txt

@@ -6,12 +6,16 @@
 """
 
 try:
-    import accelerate  # noqa: F401
+    import accelerate
 except ModuleNotFoundError as error:
     if error.name != "accelerate":
         raise
     raise ImportError('accelerate_commhooks needs Accelerate: pip install "commhooks[accelerate]"') from error
 
-from accelerate_commhooks.handler import CommHookKwargs
+from commhooks.hook.for_plugins import check_version
+
+check_version(accelerate)
+
+from accelerate_commhooks.handler import CommHookKwargs  # noqa: E402
 
 __all__ = ["CommHookKwargs"]

@@ -6,6 +6,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from commhooks import CommHook
+from commhooks.hook.for_plugins import compiled_from
 
 
 class HookedModel:
@@ -48,6 +49,6 @@ def _unwrapped(model: torch.nn.Module) -> torch.nn.Module:
 
 def _not_compiled(model: torch.nn.Module) -> torch.nn.Module:
     """The original model of a model compiled by `torch.compile` or by Accelerate's regional compilation."""
-    while (original := getattr(model, "_orig_mod", None)) is not None:
+    while (original := compiled_from(model)) is not None:
         model = original
     return model

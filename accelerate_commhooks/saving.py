@@ -191,10 +191,10 @@ class SavedHooks:
         """Whether the accelerator has released all models since they were prepared.
 
         Accelerate 1.15 has no callback for `free_memory`. Its list of models, which save hooks receive, has no public
-        name; load hooks receive a copy, which other hooks may have emptied.
+        name; load hooks receive a copy, which other hooks may have emptied. Without that list: never.
         """
-        prepared = self._live_accelerator()._models
-        return not any(known.is_inside(prepared) for known in self._models)
+        prepared = getattr(self._live_accelerator(), "_models", None)
+        return prepared is not None and not any(known.is_inside(prepared) for known in self._models)
 
     def _live_accelerator(self) -> Accelerator:
         accelerator = self._accelerator()

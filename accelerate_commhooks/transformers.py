@@ -13,7 +13,7 @@ import weakref
 from typing import TYPE_CHECKING, Any
 
 try:
-    import transformers  # noqa: F401
+    import transformers
 except ModuleNotFoundError as error:
     if error.name != "transformers":
         raise
@@ -29,7 +29,9 @@ from accelerate_commhooks.handler import STOCK_HOOK_FIELDS, CommHookKwargs
 from accelerate_commhooks.saving import saved_hooks
 from commhooks import AttachError, CommHook, HookConfigError
 from commhooks.errors import logger_of
-from commhooks.hook.for_plugins import Meter, misplaced_option
+from commhooks.hook.for_plugins import Meter, check_version, misplaced_option
+
+check_version(transformers)
 
 if TYPE_CHECKING:
     _Base = Trainer
@@ -184,7 +186,7 @@ class CommHookTrainerMixin(_Base):
             os.makedirs(output_dir, exist_ok=True)  # the main process may create it later than this rank needs it
             saved_hooks(self.accelerator).save(output_dir, writes_shared=self.args.should_save)
             self._saved_at_step = self.state.global_step
-        super().save_model(output_dir, _internal_call)
+        super().save_model(output_dir, **({"_internal_call": True} if _internal_call else {}))
 
 
 class CommHookTrainer(CommHookTrainerMixin, Trainer):

@@ -10,17 +10,20 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
+import lightning
 from lightning.fabric.strategies import DDPStrategy
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from commhooks import CommHook, HookConfigError, PayloadError
-from commhooks.hook.for_plugins import HookRequest, attach_request, check_total_steps
+from commhooks.hook.for_plugins import HookRequest, attach_request, check_total_steps, check_version
 from lightning_commhooks.checkpoint import CHECKPOINT_KEY, DEFAULT_SAVE_RESIDUAL, SaveResidual, in_signal_handler
 from lightning_commhooks.ddp_arguments import check_ddp_arguments
 from lightning_commhooks.messages import warn
 from lightning_commhooks.run import loss_scale
 from lightning_commhooks.strategy import HookType
+
+check_version(lightning)
 
 
 class CommHookDDP(DDPStrategy):

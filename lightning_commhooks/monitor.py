@@ -106,8 +106,7 @@ class HookMonitor(Callback):
         if hook is None or not trainer.is_global_zero:
             return
         every = self.every_n_steps or trainer.log_every_n_steps  # type: ignore[attr-defined]
-        # Private (lightning 2.6): the step that `LightningModule.log` and Lightning's monitors use as x axis.
-        step = trainer.fit_loop.epoch_loop._batches_that_stepped
+        step = _x_axis(trainer)
         if not every or (step + 1) % every or step == self._last_step:
             return
         self._last_step = step
@@ -126,6 +125,12 @@ class HookMonitor(Callback):
                 on_epoch=False,
                 rank_zero_only=True,
             )
+
+
+def _x_axis(trainer: "pl.Trainer") -> int:
+    """The step that `LightningModule.log` and Lightning's monitors use as x axis: private (lightning 2.6). Without it,
+    the optimizers' steps, which are more if there are several of them."""
+    return getattr(trainer.fit_loop.epoch_loop, "_batches_that_stepped", trainer.global_step)
 
 
 def _hook_of(trainer: "pl.Trainer") -> CommHook | None:

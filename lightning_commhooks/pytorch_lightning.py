@@ -1,6 +1,7 @@
 """The strategies and callbacks for the Trainer of `pytorch_lightning`."""
 
 try:
+    import pytorch_lightning
     from pytorch_lightning import Callback
     from pytorch_lightning.strategies import DDPStrategy, ModelParallelStrategy, StrategyRegistry
 except ModuleNotFoundError as error:
@@ -11,6 +12,7 @@ except ModuleNotFoundError as error:
         "`from lightning_commhooks import ...`"
     ) from error
 
+from commhooks.hook.for_plugins import check_version
 from lightning_commhooks.checkpoint import HookCheckpoint
 from lightning_commhooks.fsdp2 import HookedFSDP2
 from lightning_commhooks.monitor import HookMonitor
@@ -19,6 +21,8 @@ from lightning_commhooks.stats import hook_stats
 from lightning_commhooks.strategy import HookedDDP
 
 __all__ = ["CommHookCheckpoint", "CommHookDDP", "CommHookFSDP2", "CommHookMonitor", "hook_stats"]
+
+check_version(pytorch_lightning)
 
 
 class CommHookCheckpoint(HookCheckpoint, Callback):  # type: ignore[misc]

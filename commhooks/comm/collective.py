@@ -13,6 +13,7 @@ import torch.distributed as dist
 from commhooks.comm.counters import Counters
 from commhooks.comm.messages import Messages, MessageWork
 from commhooks.errors import HookRunError, logger_of
+from commhooks.gradients.torch_private import sparse_values
 
 logger = logger_of(__name__)
 
@@ -49,7 +50,7 @@ class Send:
 
     @property
     def numel_here(self) -> int:
-        return self.tensor._values().numel() if self.tensor.is_sparse else self.tensor.numel()
+        return sparse_values(self.tensor).numel() if self.tensor.is_sparse else self.tensor.numel()
 
     @property
     def reduces(self) -> bool:

@@ -5,6 +5,7 @@ from typing import Any
 import torch
 
 from commhooks.errors import HookRunError
+from commhooks.gradients.torch_private import AnyFuture
 
 _EXPECTED = (
     "it must return a torch.futures.Future that holds the reduced bucket, for example "
@@ -14,10 +15,9 @@ _EXPECTED = (
 
 def checked_future(returned: Any, hook_name: str) -> torch.futures.Future[torch.Tensor]:
     """Return `returned` if it is a future; raise HookRunError otherwise."""
-    # `Work.get_future()` gives the base class, which has no public name (torch 2.13).
-    if not isinstance(returned, torch._C.Future):
+    if not isinstance(returned, AnyFuture):
         raise HookRunError(f"hook {hook_name!r} returned a {type(returned).__name__}; {_EXPECTED}")
-    return returned  # type: ignore[return-value]
+    return returned
 
 
 def checked_value(value: Any, hook_name: str, numel: int) -> torch.Tensor:

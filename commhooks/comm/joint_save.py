@@ -15,6 +15,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from commhooks.gradients.torch_private import store_of
+
 PIECE_NUMEL = 1 << 22
 """Elements per collective: 16 MiB in float32, a few seconds at 100 Mbit/s."""
 
@@ -28,7 +30,7 @@ class JointSave:
 
     def __init__(self, group: dist.ProcessGroup, nonce: int) -> None:
         self._rank, self._size = group.rank(), group.size()
-        self._store = dist.PrefixStore(f"commhooks/{nonce:016x}", group.get_group_store())
+        self._store = dist.PrefixStore(f"commhooks/{nonce:016x}", store_of(group))
         self._limit = timedelta(0)
         self._voted: list[str] = []
         self._saves: Counter[int] = Counter()

@@ -4,6 +4,7 @@ import torch
 
 from commhooks.comm.wire import all_finite, put_plain
 from commhooks.compressors.base import Exchange, Send, Verdict
+from commhooks.gradients.torch_private import sparse_values
 
 
 def average(flat: torch.Tensor, wire_dtype: torch.dtype, world_size: int, *, judged: bool = True) -> Exchange:
@@ -22,7 +23,7 @@ def average(flat: torch.Tensor, wire_dtype: torch.dtype, world_size: int, *, jud
     if reduced is not flat:
         flat.copy_(reduced)
     if judged:
-        yield Verdict(all_finite(reduced._values() if reduced.is_sparse else reduced))
+        yield Verdict(all_finite(sparse_values(reduced) if reduced.is_sparse else reduced))
     else:
         yield Verdict(torch.ones((), dtype=torch.bool, device=flat.device))
     return None

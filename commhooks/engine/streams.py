@@ -14,6 +14,7 @@ from collections.abc import Iterable, Iterator
 import torch
 
 from commhooks.gradients import precision
+from commhooks.gradients.torch_private import sparse_indices, sparse_values
 
 # The kernels of the codec are small and depend on each other: with the default priority, 0, each of them would queue
 # behind the kernels of the backward pass.
@@ -55,7 +56,7 @@ def keep_for_current_stream(tensors: Iterable[torch.Tensor]) -> None:
     freed is done. Needed for tensors that were allocated on another stream."""
     for tensor in tensors:
         if precision.has_streams(tensor.device):
-            for part in (tensor._indices(), tensor._values()) if tensor.is_sparse else (tensor,):
+            for part in (sparse_indices(tensor), sparse_values(tensor)) if tensor.is_sparse else (tensor,):
                 part.record_stream(torch.cuda.current_stream(tensor.device))
 
 

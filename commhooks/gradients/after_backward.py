@@ -3,13 +3,12 @@
 import contextlib
 from collections.abc import Callable
 
-import torch
+from commhooks.gradients.torch_private import current_autograd_node, current_graph_task_id, queue_callback
 
 
 def current_task() -> int:
     """The id of the backward pass that runs in this thread; -1 if none does."""
-    # Private (torch 2.13); also set when callbacks run at the end of the pass.
-    return torch._C._current_graph_task_id()
+    return current_graph_task_id()
 
 
 def in_backward() -> bool:
@@ -26,14 +25,10 @@ def run_after_backward(callback: Callable[[], None], within: Callable[[], None] 
     """
 
     def at_the_end() -> None:
-        # Private (torch 2.13): the current node of the enclosing backward pass; None in the outermost one.
-        if torch._C._current_autograd_node() is None:
+        if current_autograd_node() is None:
             callback()
         elif within is not None:
             within()
 
-    # Private (torch 2.13), and the only way to queue a callback for the end of a backward pass from within it; torch's
-    # optimizer_overlap_hooks.py does the same. Raises RuntimeError outside of a backward pass.
-    engine = torch.autograd.Variable._execution_engine
     with contextlib.suppress(RuntimeError):
-        engine.queue_callback(at_the_end)
+        queue_callback(at_the_end)

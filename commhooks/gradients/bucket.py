@@ -7,6 +7,8 @@ from collections.abc import Sequence
 
 import torch
 
+from commhooks.gradients.torch_private import sparse_values
+
 
 class Bucket:
     """Gradients that are reduced together. Every rank passes the same buckets in the same order.
@@ -35,7 +37,7 @@ class Bucket:
     @property
     def numel_here(self) -> int:
         """Number of elements in the buffer; for a sparse gradient that of its values."""
-        return self.flat._values().numel() if self.flat.is_sparse else self.flat.numel()
+        return sparse_values(self.flat).numel() if self.flat.is_sparse else self.flat.numel()
 
     @property
     def layout_key(self) -> tuple[int, ...]:

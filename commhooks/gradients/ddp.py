@@ -14,6 +14,7 @@ from commhooks.gradients.bucket import Bucket
 from commhooks.gradients.exclude import all_names, own_name
 from commhooks.gradients.names import ModelNames
 from commhooks.gradients.source import GradientSource, Reducer, described_parameter
+from commhooks.gradients.torch_private import has_optimizer_in_backward, joined_with_uneven_division
 
 
 class DDPBucket(Bucket):
@@ -138,8 +139,7 @@ def forbid_uneven_division(ddp_model: DistributedDataParallel) -> None:
     Raises:
         HookRunError: that option is active.
     """
-    # Private (torch 2.13): set by DDP's join hook; there is no public access.
-    if getattr(ddp_model, "_divide_by_initial_world_size", True) is False:
+    if joined_with_uneven_division(ddp_model):
         raise HookRunError(
             "a communication hook divides gradients by the world size; Join(divide_by_initial_world_size=False) asks "
             "for the number of active ranks instead. Use divide_by_initial_world_size=True, or no hook"
@@ -152,7 +152,7 @@ def _check_free(ddp_model: DistributedDataParallel) -> None:
             "DistributedDataParallel(mixed_precision=...) registers a communication hook of its own, and DDP takes one "
             "only; use autocast for mixed precision, or wrapper='fp16' or 'bf16' to send less"
         )
-    if any(hasattr(parameter, "_in_backward_optimizers") for parameter in ddp_model.module.parameters()):
+    if any(map(has_optimizer_in_backward, ddp_model.module.parameters())):
         raise AttachError(
             "an optimizer applied in backward registers a communication hook of its own, and DDP takes one only; "
             "use an ordinary optimizer"

@@ -31,6 +31,7 @@ from commhooks.gradients.local_shard import NOTHING_SHARDED, LocalShard, common_
 from commhooks.gradients.names import ModelNames
 from commhooks.gradients.source import Extent, GradientSource, Reducer, described_parameter
 from commhooks.gradients.tensors_in import tensors_in
+from commhooks.gradients.torch_private import has_accumulate_hooks
 from commhooks.gradients.unit_buffer import RunningPass, UnitBuffer
 
 
@@ -118,8 +119,8 @@ class FullyShardGradients(GradientSource):
         model = self.module
         assert model is not None
         for shard in self._shards.values():
-            # Private (torch 2.13): users' hooks would see the gradient of this replica, before it is averaged.
-            if getattr(shard.parameter, "_post_accumulate_grad_hooks", None):
+            # Such a hook would see the gradient of this replica, before it is averaged.
+            if has_accumulate_hooks(shard.parameter):
                 raise AttachError(
                     f"parameter {shard.name} has a post-accumulate-grad hook: an earlier communication hook, or an "
                     "optimizer that steps in the backward pass. Neither can be combined with "

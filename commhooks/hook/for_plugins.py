@@ -6,10 +6,12 @@ from commhooks.compressors.dotted_path import import_path
 from commhooks.compressors.registry import COMPRESSORS, OFF, canonical_name, means_no_hook
 from commhooks.errors import closest
 from commhooks.gradients.loss_scale import LossScale, scale_of
+from commhooks.gradients.torch_private import compiled_from
 from commhooks.hook.arguments import misplaced_option, unknown_argument
 from commhooks.hook.attach import attach_request, check_total_steps
 from commhooks.hook.metrics import NAMES, PREFIX, Meter
 from commhooks.hook.request import HookRequest
+from commhooks.hook.supported import check_version
 
 __all__ = [
     "COMPRESSORS",
@@ -23,8 +25,10 @@ __all__ = [
     "attach_request",
     "canonical_name",
     "check_total_steps",
+    "check_version",
     "checked_types",
     "closest",
+    "compiled_from",
     "converted",
     "import_path",
     "means_no_hook",

@@ -10,6 +10,7 @@ from commhooks.errors import AttachError, HookConfigError
 from commhooks.gradients.ddp import DDPGradients
 from commhooks.gradients.fully_shard import FullyShardGradients
 from commhooks.gradients.source import GradientSource
+from commhooks.gradients.torch_private import compiled_from
 
 
 def source_of(
@@ -66,7 +67,7 @@ def _cannot_take_a_hook(model: object) -> AttachError:
             "sharding. Shard with torch.distributed.fsdp.fully_shard (FSDP2) instead, over the inner mesh only, and "
             "pass replicate_group"
         )
-    inner = getattr(model, "_orig_mod", None)
+    inner = compiled_from(model)
     if isinstance(inner, DistributedDataParallel):
         return AttachError("attach the hook to the DistributedDataParallel model before torch.compile wraps it")
     return AttachError(

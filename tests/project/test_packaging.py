@@ -143,7 +143,7 @@ def test_wheel_metadata(wheel, imported):
     for_users, for_us = {"lightning", "accelerate", "transformers", "cli", "plot"}, {"dev", "bench", "docs"}
     assert for_users <= set(metadata.get_all("Provides-Extra")) <= for_users | for_us
     unconditional = {line for line in metadata.get_all("Requires-Dist") if "extra ==" not in line}
-    assert unconditional == {"torch>=2.13.0", "omegaconf>=2.3.0", "rich"}
+    assert unconditional == {"torch>=2.8.0", "omegaconf>=2.3.0", "rich"}
     assert imported[0] == metadata["Version"]
 
 

@@ -24,7 +24,16 @@ from seeded_faults import MUTANTS
 from seeded_faults.mutant import Mutant
 
 ROOT = Path(__file__).resolve().parents[2]
-COPIED = ("commhooks", "lightning_commhooks", "accelerate_commhooks", "tests", "examples", "pyproject.toml")
+COPIED = (
+    "commhooks",
+    "lightning_commhooks",
+    "accelerate_commhooks",
+    "tests",
+    "examples",
+    "docs",
+    "pyproject.toml",
+    "constraints-dev.txt",
+)
 TIME_LIMIT_S = 240
 
 

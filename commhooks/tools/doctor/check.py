@@ -12,6 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from commhooks.comm.collective import gather_rows
 from commhooks.compressors.noop import Noop
 from commhooks.errors import DoctorError
+from commhooks.gradients.torch_private import delays_all_reduce
 from commhooks.hook.attach import attach
 from commhooks.tools.doctor.copies import copy_of
 
@@ -40,7 +41,7 @@ def check_model(ddp_model: object) -> None:
             "DistributedDataParallel(mixed_precision=...) occupies the communication hook, so no other hook can be "
             "tried; use autocast for mixed precision"
         )
-    if ddp_model._delay_all_reduce_params:
+    if delays_all_reduce(ddp_model):
         raise DoctorError("DistributedDataParallel(delay_all_reduce_named_params=...) cannot be measured")
     if not any(parameter.requires_grad for parameter in ddp_model.module.parameters()):
         raise DoctorError("every parameter of this model is frozen: there are no gradients to exchange")

@@ -70,7 +70,7 @@ MUTANTS = [
     Mutant(
         "what is averaged as it is counts as finite",
         f"{_ENGINE}/average.py",
-        "    yield Verdict(all_finite(reduced._values() if reduced.is_sparse else reduced))\n",
+        "    yield Verdict(all_finite(sparse_values(reduced) if reduced.is_sparse else reduced))\n",
         "    yield Verdict(torch.ones((), dtype=torch.bool, device=flat.device))\n",
         "engine/test_nonfinite.py",
     ),

@@ -139,7 +139,7 @@ MUTANTS = [
     Mutant(
         "a second hook replaces the first",
         _SOURCE,
-        '            if getattr(shard.parameter, "_post_accumulate_grad_hooks", None):\n',
+        "            if has_accumulate_hooks(shard.parameter):\n",
         "            if False:\n",
         f"{_TESTS}/test_fully_shard_refusals.py::test_refused_in_attach",
     ),

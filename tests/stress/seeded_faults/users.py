@@ -4,6 +4,27 @@ from seeded_faults.mutant import Mutant
 
 MUTANTS = [
     Mutant(
+        "old frameworks are taken",
+        "commhooks/hook/supported.py",
+        "if _numbers(version) < _numbers(OLDEST[name]):",
+        "if False:",
+        "project/test_versions.py::test_an_older_framework_is_told_which_one_to_install",
+    ),
+    Mutant(
+        "the switch of the process counts as full precision at medium",
+        "commhooks/gradients/float32_switches.py",
+        '"medium": "bf16"',
+        '"medium": "ieee"',
+        "gradients/test_precision.py::test_the_switch_of_the_process_says_what_torch_says",
+    ),
+    Mutant(
+        "a missing private name of torch is an AttributeError",
+        "commhooks/gradients/torch_private.py",
+        "    except AttributeError:\n",
+        "    except KeyError:\n",
+        "project/test_private_names.py::test_a_torch_that_lacks_a_needed_name_is_told_on_import",
+    ),
+    Mutant(
         "noop is offered for a misspelt name",
         "commhooks/compressors/registry.py",
         "if name not in COMPRESSORS or COMPRESSORS[name].Config.sends]",

@@ -1,0 +1,80 @@
+"""Every private name of torch that commhooks uses. docs/versions.md says what follows where one is missing.
+
+The names without which nothing works are looked up on import, so that a torch without one of them is an ImportError at
+once. The others are for refusing what cannot work: without them it is not refused.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+
+def _needed(owner: Any, name: str) -> Any:
+    try:
+        return getattr(owner, name)
+    except AttributeError:
+        where = getattr(owner, "__qualname__", getattr(owner, "__name__", owner))
+        raise ImportError(
+            f"commhooks uses {where}.{name}, a private name that torch {torch.__version__} lacks: install a version of "
+            "torch that docs/versions.md lists"
+        ) from None
+
+
+current_graph_task_id: Callable[[], int] = _needed(torch._C, "_current_graph_task_id")
+"""The id of the backward pass that runs in this thread, also in the callbacks at its end; -1 if none does."""
+
+current_autograd_node: Callable[[], Any] = _needed(torch._C, "_current_autograd_node")
+"""In a callback at the end of a backward pass: the current node of the enclosing pass; None in the outermost one."""
+
+queue_callback: Callable[[Callable[[], None]], None] = _needed(
+    _needed(torch.autograd.Variable, "_execution_engine"), "queue_callback"
+)
+"""Call the argument at the end of this backward pass. The only way to queue that from within the pass; torch's
+optimizer_overlap_hooks.py does the same. Raises RuntimeError outside of one."""
+
+AnyFuture: Any = _needed(torch._C, "Future")
+"""The class of what `Work.get_future()` returns, and base class of `torch.futures.Future`."""
+
+sparse_values: Callable[[torch.Tensor], torch.Tensor] = _needed(torch.Tensor, "_values")
+"""The values of a sparse tensor; the public `values()` wants a coalesced one."""
+
+sparse_indices: Callable[[torch.Tensor], torch.Tensor] = _needed(torch.Tensor, "_indices")
+"""The indices of a sparse tensor; the public `indices()` wants a coalesced one."""
+
+
+def store_of(group: dist.ProcessGroup) -> dist.Store:
+    """The key-value store of `group`. Public in newer versions than torch 2.8."""
+    if hasattr(group, "get_group_store"):
+        return group.get_group_store()
+    store: dist.Store = dist.distributed_c10d._get_process_group_store(group)
+    return store
+
+
+def joined_with_uneven_division(ddp_model: DistributedDataParallel) -> bool:
+    """Whether DDP runs in `Join(divide_by_initial_world_size=False)`: DDP's join hook sets it."""
+    return getattr(ddp_model, "_divide_by_initial_world_size", True) is False
+
+
+def has_optimizer_in_backward(parameter: torch.Tensor) -> bool:
+    """Whether an optimizer is applied to `parameter` within the backward pass."""
+    return hasattr(parameter, "_in_backward_optimizers")
+
+
+def has_accumulate_hooks(parameter: torch.Tensor) -> bool:
+    """Whether somebody called `parameter.register_post_accumulate_grad_hook`."""
+    return bool(getattr(parameter, "_post_accumulate_grad_hooks", None))
+
+
+def delays_all_reduce(ddp_model: DistributedDataParallel) -> bool:
+    """Whether DDP was given `delay_all_reduce_named_params`."""
+    return bool(getattr(ddp_model, "_delay_all_reduce_params", None))
+
+
+def compiled_from(model: object) -> nn.Module | None:
+    """The module inside of one that `torch.compile` returned."""
+    inner: nn.Module | None = getattr(model, "_orig_mod", None)
+    return inner

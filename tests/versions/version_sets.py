@@ -1,0 +1,55 @@
+"""The sets of versions that the tests are run with: the oldest that `pyproject.toml` allows, one between, the newest.
+
+`make test-versions` installs them, `docs/versions.md` tells what became of them, and tests/project/test_versions.py
+holds the three together. Everything else is as in constraints-dev.txt, which is the set of `make test`.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+
+# Of Lightning both packages: `lightning` contains `lightning.pytorch` and installs `pytorch-lightning`.
+SETS: dict[str, dict[str, str]] = {
+    "2.8": {
+        "torch": "2.8.0",
+        "lightning": "2.6.0",
+        "pytorch-lightning": "2.6.0",
+        "accelerate": "1.10.0",
+        "transformers": "5.3.0",
+        "omegaconf": "2.3.0",
+    },
+    "2.11": {
+        "torch": "2.11.0",
+        "lightning": "2.6.1",
+        "pytorch-lightning": "2.6.1",
+        "accelerate": "1.13.0",
+        "transformers": "5.5.0",
+        "setuptools": "81.0.0",  # torch 2.11 wants one below 82
+    },
+    "2.15": {
+        "torch": "2.15.0",
+        "lightning": "2.6.6",
+        "pytorch-lightning": "2.6.6",
+        "accelerate": "1.15.0",
+        "transformers": "5.23.0",
+    },
+}
+OLDEST, *_, NEWEST = SETS
+
+
+def pinned() -> dict[str, str]:
+    """Name and version of every line of constraints-dev.txt."""
+    lines = (ROOT / "constraints-dev.txt").read_text().splitlines()
+    return dict(re.findall(r"^([\w.-]+)==([^\s;]+)", "\n".join(lines), re.MULTILINE))
+
+
+def constraints(name: str) -> str:
+    """What pip is given as constraints for the set `name`: those of `make test` but for the set's own versions."""
+    own = SETS[name]
+    others = [
+        line for line in (ROOT / "constraints-dev.txt").read_text().splitlines() if line.partition("==")[0] not in own
+    ]
+    return "\n".join([*others, *(f"{package}=={version}" for package, version in own.items())]) + "\n"

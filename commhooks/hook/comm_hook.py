@@ -18,6 +18,7 @@ from commhooks.gradients.bucket import Bucket
 from commhooks.gradients.ddp import bucket_of
 from commhooks.gradients.source import GradientSource, Reducer
 from commhooks.hook.announce import announce, say
+from commhooks.hook.copies import Registered
 from commhooks.hook.cosine import CosineSampler
 from commhooks.hook.norms import Norms, measure
 from commhooks.hook.plan import ModelPlan
@@ -86,7 +87,7 @@ class CommHook:
 
     @property
     def _reducer(self) -> Reducer:
-        return Reducer(self.name, self._run, self._reduce, self._end_pass)
+        return Reducer(self.name, Registered(self.name, self._run).run, self._reduce, self._end_pass)
 
     def _run(self, state: Any, bucket: dist.GradBucket) -> Future:
         """The hook function for DDP."""

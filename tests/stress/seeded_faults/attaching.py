@@ -4,6 +4,20 @@ from seeded_faults.mutant import Mutant
 
 MUTANTS = [
     Mutant(
+        "a copy of a model takes the hook along",
+        "commhooks/hook/copies.py",
+        "        return _copied, (self._name,)\n",
+        "        return Registered, (self._name, self._function)\n",
+        "hook/test_copies.py::test_a_copy_averages_without_the_hook",
+    ),
+    Mutant(
+        "the function in a copy of a model does nothing",
+        "commhooks/hook/copies.py",
+        "        if self._function is None:\n",
+        "        if False:\n",
+        "hook/test_copies.py::test_the_function_in_a_copy_says_that_it_has_no_hook",
+    ),
+    Mutant(
         "replicas that differ go unseen",
         "commhooks/hook/replica_check.py",
         "        if others:\n",

@@ -1,0 +1,87 @@
+"""A DDP model with a hook can be copied and pickled whole, as one without: the copy has no hook, and the original keeps
+its own."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from ddp_steps import backward, gradients, local_gradients, log_lines, mean_over_ranks, mlp, relative, wrap
+from torch.optim.swa_utils import AveragedModel
+
+import commhooks
+from commhooks import HookRunError
+
+HOOKS: dict[str, Any] = {
+    "powerSGD": commhooks.PowerSGD(start_powerSGD_iter=0, matrix_approximation_rank=1),
+    "allreduce": commhooks.AllReduce(),
+}
+
+
+def _saved_and_loaded(model: torch.nn.Module) -> Any:
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+WAYS: dict[str, Callable[[Any], Any]] = {
+    "deepcopy": copy.deepcopy,
+    "torch.save": _saved_and_loaded,
+    "AveragedModel": lambda ddp: AveragedModel(ddp).module,
+}
+
+
+def _copied(hook: str, way: str) -> dict[str, Any]:
+    ddp = wrap(mlp())
+    attached = commhooks.attach(ddp, HOOKS[hook])
+    backward(ddp, 0)
+    with log_lines() as lines:
+        twin = WAYS[way](ddp)
+    alone = local_gradients(twin, lambda module: backward(module, 1))
+    backward(twin, 1)
+    means = {name: mean_over_ranks(gradient) for name, gradient in alone.items()}
+    error = max(relative(gradient - means[name], means[name]) for name, gradient in gradients(twin).items())
+    passes = attached.stats()["backward_passes"]
+    backward(ddp, 1)
+    again = commhooks.attach(twin, HOOKS[hook]) if way == "torch.save" else None
+    if again is not None:
+        backward(twin, 2)
+    return {
+        "lines": [line for line in lines if "copied" in line],
+        "error": error,
+        "passes": (passes, attached.stats()["backward_passes"]),
+        "again": None if again is None else again.stats()["backward_passes"],
+    }
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("hook", HOOKS)
+def test_a_copy_averages_without_the_hook(run_ranks: Any, hook: str, way: str) -> None:
+    for rank in run_ranks(_copied, hook, way):
+        assert rank["error"] < 1e-6
+        assert rank["passes"] == (1, 2)  # those of the original only
+        assert rank["again"] in (None, 1)
+        assert rank["lines"] == [
+            f"a model with hook {hook!r} was copied or loaded whole: the copy has no hook until one is attached."
+        ]
+
+
+def _called_in_a_copy() -> None:
+    ddp = wrap(mlp())
+    registered: list[Any] = []
+    ddp.register_comm_hook = lambda state, hook: registered.append(hook)
+    commhooks.attach(ddp, "allreduce")
+    [function] = registered
+    copied = pickle.loads(pickle.dumps(function))
+    with pytest.raises(HookRunError, match="a copy of a model with the hook 'allreduce'.*attach one"):
+        copied(None, None)
+
+
+def test_the_function_in_a_copy_says_that_it_has_no_hook(run_ranks: Any) -> None:
+    run_ranks(_called_in_a_copy, world_size=1)

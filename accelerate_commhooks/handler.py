@@ -108,6 +108,7 @@ class CommHookKwargs(DistributedDataParallelKwargs):
         self._hooked: list[HookedModel] = []
         self._meters: weakref.WeakKeyDictionary[CommHook, Meter] = weakref.WeakKeyDictionary()
         self._handed_over: HandedOver | None = None
+        self._warned_alone = False
         given = None if self._asks_for_something() else handed_over()
         if given is None:
             self._checked_request()
@@ -201,6 +202,7 @@ class CommHookKwargs(DistributedDataParallelKwargs):
                 f"CommHookKwargs.log: this accelerator has no trackers; it needs {missing}a call of "
                 "accelerator.init_trackers(...) before"
             )
+        self.warn_if_alone(accelerator)
         values: dict[str, float] = {}
         for number, hook in enumerate(self.attached_hooks):
             meter = self._meters.setdefault(hook, Meter())
@@ -227,7 +229,19 @@ class CommHookKwargs(DistributedDataParallelKwargs):
             )
         accelerator.ddp_handler = self
         saved_hooks(accelerator)
+        self.warn_if_alone(accelerator)
         return self
+
+    def warn_if_alone(self, accelerator: Accelerator) -> None:
+        """Log once that there is no hook, if `accelerator` runs as one process, whose model it does not wrap in DDP."""
+        if accelerator.distributed_type == DistributedType.NO and not self._warned_alone and not self.off:
+            self._warned_alone = True
+            logger.warning(
+                "%s: there is one rank, so nothing is sent. Accelerate does not wrap its model in DDP: there is no "
+                "hook, and the gradients are exact. Start the script with torchrun or accelerate launch for several "
+                "ranks.",
+                self._checked_request().name,
+            )
 
     # ---- what Accelerate calls ---------------------------------------------------------------------------------------
 

@@ -216,11 +216,7 @@ class _CommHookCallback(TrainerCallback):
                 "DistributedDataParallel. Use the Trainer without a hook for models that are sharded or wrapped already"
             )
         else:
-            logger.warning(
-                "one process trains, so nothing is communicated and hook %r has nothing to do: start the script with "
-                "torchrun or accelerate launch.",
-                trainer._hook_handler.hook,
-            )
+            trainer._hook_handler.warn_if_alone(trainer.accelerator)
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.trainer._read_metrics()

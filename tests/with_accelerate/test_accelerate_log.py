@@ -136,18 +136,26 @@ def test_no_trackers(run_ranks: Any) -> None:
     assert others == []  # Accelerate makes trackers on the main process only
 
 
-def _one_process() -> int:
-    from accelerators import accelerate_launched
+def _one_process() -> tuple[int, list[str]]:
+    from accelerators import Warnings, accelerate_launched
 
-    with accelerate_launched(none=True, ACCELERATE_USE_CPU="true"):
+    with accelerate_launched(none=True, ACCELERATE_USE_CPU="true"), Warnings() as texts:
         handler, notes = CommHookKwargs(hook="powerSGD"), Notes()
         accelerator = Accelerator(kwargs_handlers=[handler], log_with=notes, cpu=True)
         accelerator.init_trackers("run")
         model = accelerator.prepare_model(make_model())
         accelerator.backward(model(torch.ones(2, 1, 8, 8)).sum())
         handler.log(accelerator, step=1)
-        return len(notes.rows)
+        handler.log(accelerator, step=2)
+        CommHookKwargs(hook=None).attach(Accelerator(cpu=True))
+        CommHookKwargs(hook="int8").attach(Accelerator(cpu=True))
+        return len(notes.rows), texts
 
 
 def test_one_process_has_no_hook_and_nothing_to_log(run_ranks: Any) -> None:
-    assert run_ranks(_one_process, world_size=1, init=False) == [0]
+    [(rows, texts)] = run_ranks(_one_process, world_size=1, init=False)
+    said = (
+        "commhooks: {}: there is one rank, so nothing is sent. Accelerate does not wrap its model in DDP: there is no "
+        "hook, and the gradients are exact. Start the script with torchrun or accelerate launch for several ranks."
+    )
+    assert rows == 0 and texts == [said.format("powerSGD"), said.format("int8_compress")]

@@ -4,6 +4,20 @@ from seeded_faults.mutant import Mutant
 
 MUTANTS = [
     Mutant(
+        "one process: the handler says nothing",
+        "accelerate_commhooks/handler.py",
+        "        if accelerator.distributed_type == DistributedType.NO and not self._warned_alone and not self.off:\n",
+        "        if False:\n",
+        "with_accelerate/test_accelerate_log.py::test_one_process_has_no_hook_and_nothing_to_log",
+    ),
+    Mutant(
+        "one process: the handler says it again and again",
+        "accelerate_commhooks/handler.py",
+        "            self._warned_alone = True\n",
+        "",
+        "with_accelerate/test_accelerate_log.py::test_one_process_has_no_hook_and_nothing_to_log",
+    ),
+    Mutant(
         "Accelerate: no loss scale",
         "accelerate_commhooks/calling_accelerator.py",
         "        return scale_of(known.scaler, known.device)\n",

@@ -104,7 +104,12 @@ class HookedFSDP2(HookedStrategy, ModelParallelStrategy):
         return {"num_replicas": self.world_size, "rank": self.global_rank}
 
     def setup_environment(self) -> None:
-        assert self.lightning_module is not None
+        if self.lightning_module is None:
+            raise HookConfigError(
+                "CommHookFSDP2.setup_environment was called before the Trainer knows the module. Lightning's own "
+                "ModelParallelStrategy (2.6) hands the device mesh to the module here, and fails without one, too: let "
+                "fit call it, or connect the processes with torch.distributed.init_process_group"
+            )
         callbacks: list[pl.Callback] = self.lightning_module.trainer.callbacks  # type: ignore[attr-defined]
         if any(isinstance(callback, HookCheckpoint) for callback in callbacks):
             raise HookConfigError("CommHookFSDP2 saves its hook itself: leave out the CommHookCheckpoint callback")

@@ -106,6 +106,27 @@ def test_a_resumed_fit_is_bit_equal(run_ranks: Any, tmp_path: Path) -> None:
         assert rank["callbacks"] == ["lightning_commhooks.pytorch_lightning"]
 
 
+def _environment_first(root: str) -> dict[str, Any]:
+    """As scripts do that need the process group before there is a module."""
+    trainer, model = _trainer(root, strategy=ours.CommHookDDP(HOOK), max_epochs=2), Model()
+    trainer.strategy.setup_environment()
+    connected = dist.get_world_size() == trainer.strategy.world_size == 2
+    trainer.fit(model, data())
+    kept = [each for each in trainer.callbacks if isinstance(each, ours.CommHookCheckpoint)]
+    return {"connected": connected, "weights": weights(model), "callbacks": len(kept)}
+
+
+def test_the_environment_may_be_set_up_before_fit(run_ranks: Any, tmp_path: Path) -> None:
+    whole = run_ranks(_two_epochs, str(tmp_path))
+    for rank in run_ranks(_environment_first, str(tmp_path)):
+        assert rank["connected"] and rank["callbacks"] == 1
+        assert_equal(rank["weights"], whole[0])
+
+
+def _two_epochs(root: str) -> dict[str, torch.Tensor]:
+    return _fit(root, max_epochs=2)[1]
+
+
 def _by_name(root: str) -> dict[str, Any]:
     trainer, found = _fit(root, strategy="ddp_powersgd", max_epochs=1)
     return {"type": type(trainer.strategy).__module__, "stats": trainer.strategy.comm_hook.stats(), "weights": found}

@@ -32,6 +32,13 @@ MUTANTS = [
         "with_lightning/test_lightning_training.py::test_trains_as_with_ddp_strategy",
     ),
     Mutant(
+        "pytorch_lightning: no environment without a module",
+        "lightning_commhooks/strategy.py",
+        "        if self.lightning_module is not None:\n            self._settle",
+        "        assert self.lightning_module is not None\n        if True:\n            self._settle",
+        "with_lightning/test_pytorch_lightning.py::test_the_environment_may_be_set_up_before_fit",
+    ),
+    Mutant(
         "Lightning does not restore",
         "lightning_commhooks/strategy.py",
         "        if take_over is not None:\n            take_over()\n",

@@ -9,7 +9,7 @@ PY := $(VENV)/bin/python
 CLEAN := $(PY) examples/clean_env.py
 READY := $(VENV)/.ready
 
-.PHONY: demo demo-accelerate test test-cuda test-versions test-mutants bench bench-gpu soak chaos lint docs docs-serve venv clean
+.PHONY: demo demo-accelerate test test-cuda test-versions test-mutants test-peers exits bench bench-gpu soak chaos lint docs docs-serve venv clean
 .DELETE_ON_ERROR:
 
 demo: $(READY)
@@ -33,6 +33,15 @@ test-versions:
 
 test-mutants: $(READY)
 	@$(CLEAN) tests/stress/mutants.py $(ARGS)
+
+# Tests that ship inside torch and Accelerate, with our hooks and beside them without: some 10 minutes.
+# make test-peers ARGS="torch"
+test-peers: $(READY)
+	@$(CLEAN) tests/peers/peers.py $(ARGS)
+
+# How interpreters end after a training on two ranks, with hooks and without: some minutes.
+exits: $(READY)
+	@$(CLEAN) tests/stress/exits.py $(ARGS)
 
 # 10,000 steps on 2 ranks, twice: some minutes. make soak ARGS="--steps 1000"
 soak: $(READY)

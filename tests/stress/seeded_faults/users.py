@@ -25,6 +25,20 @@ MUTANTS = [
         "project/test_private_names.py::test_a_torch_that_lacks_a_needed_name_is_told_on_import",
     ),
     Mutant(
+        "a peer's test that hangs with a hook counts as explained",
+        "tests/peers/peers.py",
+        ' if reason and ours.outcome == "failed" else "DIFFERS"',
+        ' if reason else "DIFFERS"',
+        "peers/test_peers.py::test_an_explained_failure_is_not_wrong_but_a_hang_is",
+    ),
+    Mutant(
+        "torch's cases run without our hooks",
+        "tests/peers/torch_peer.py",
+        "if peer_hooks.NAME:\n",
+        "if False:\n",
+        "peers/test_peers.py::test_a_case_of_torch_runs_with_a_hook_and_without",
+    ),
+    Mutant(
         "noop is offered for a misspelt name",
         "commhooks/compressors/registry.py",
         "if name not in COMPRESSORS or COMPRESSORS[name].Config.sends]",

@@ -39,6 +39,13 @@ MUTANTS = [
         "with_lightning/test_pytorch_lightning.py::test_the_environment_may_be_set_up_before_fit",
     ),
     Mutant(
+        "shards: nobody says that the environment needs the module",
+        "lightning_commhooks/fsdp2.py",
+        "        if self.lightning_module is None:\n            raise HookConfigError(",
+        "        if False:\n            raise HookConfigError(",
+        "with_lightning/test_lightning_fsdp2.py::test_the_environment_needs_the_module",
+    ),
+    Mutant(
         "Lightning does not restore",
         "lightning_commhooks/strategy.py",
         "        if take_over is not None:\n            take_over()\n",

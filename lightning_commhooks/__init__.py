@@ -3,8 +3,9 @@
     Trainer(strategy=CommHookDDP(hook="powerSGD"))
 
 The names here are for `lightning.pytorch`; `lightning_commhooks.pytorch_lightning` has the same for the package
-`pytorch_lightning`, and `lightning_commhooks.fabric` a strategy for Fabric. None of the three imports what only the
-others need: the classes here are made when they are first asked for.
+`pytorch_lightning`, and `lightning_commhooks.fabric` and `lightning_commhooks.lightning_fabric` a strategy for the
+Fabric of either. None of them imports what only the others need: the classes here are made when they are first asked
+for.
 
 Importing this package registers the strategy names "ddp_powersgd", "ddp_batched_powersgd", "ddp_fp16_compress",
 "ddp_bf16_compress", "ddp_int8_compress", "ddp_int4_compress" and "ddp_auto", and the same for notebooks

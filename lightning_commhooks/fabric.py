@@ -5,186 +5,24 @@ model, optimizer = fabric.setup(model, optimizer)
 fabric.save("state.ckpt", {"model": model, "optimizer": optimizer})   # with the state of the model's hook
 """
 
-import weakref
-from collections.abc import Callable, Mapping
-from pathlib import Path
-from typing import Any, Literal
+try:
+    import lightning
+    from lightning.fabric.strategies import DDPStrategy
+except ModuleNotFoundError as error:
+    if error.name != "lightning":
+        raise
+    raise ImportError(
+        'this needs lightning.fabric: pip install "commhooks[lightning]". For lightning_fabric write '
+        "`from lightning_commhooks.lightning_fabric import CommHookDDP`"
+    ) from error
 
-import lightning
-from lightning.fabric.strategies import DDPStrategy
-from torch import nn
-from torch.nn.parallel import DistributedDataParallel
-
-from commhooks import CommHook, HookConfigError, PayloadError
-from commhooks.hook.for_plugins import HookRequest, attach_request, check_total_steps, check_version
-from lightning_commhooks.checkpoint import CHECKPOINT_KEY, DEFAULT_SAVE_RESIDUAL, SaveResidual, in_signal_handler
-from lightning_commhooks.ddp_arguments import check_ddp_arguments
-from lightning_commhooks.messages import warn
-from lightning_commhooks.run import loss_scale
-from lightning_commhooks.strategy import HookType
+from commhooks.hook.for_plugins import check_version
+from lightning_commhooks.fabric_strategy import HookedFabricDDP
 
 check_version(lightning)
 
+__all__ = ["CommHookDDP"]
 
-class CommHookDDP(DDPStrategy):
-    """Fabric's `DDPStrategy` with a communication hook, on every device, saved and restored by `fabric.save` and
-    `fabric.load`.
 
-    Each model that `fabric.setup` wraps has a hook with its own learned state. `fabric.save(path, {"model": model})`
-    puts the states of the hooks into the checkpoint, under the key "commhooks" and the models' names, and
-    `fabric.load(path, {"model": model})` restores them. As Fabric itself demands, all ranks must call both. Set up the
-    models before loading. With `fabric.no_backward_sync(model)` the hook does not run.
-
-    Args:
-        hook, hook_options, hook_state, wrapper, save_residual, strict, check_every, ranks_per_node: as in
-            `lightning_commhooks.CommHookDDP`. A `hook_state` is for one model.
-        total_steps: synchronised backward passes of a model in the whole run, if known; determines
-            `start_powerSGD_iter` if that is None or a fraction.
-        ddp_kwargs: everything else goes to `DDPStrategy`, and through it to `DistributedDataParallel`.
-
-    Raises:
-        commhooks.HookConfigError: at construction, for an unknown hook, option or keyword (the closest match is
-            offered), a value of the wrong type, or an impossible combination.
-    """
-
-    def __init__(
-        self,
-        hook: HookType,
-        *,
-        hook_options: Mapping[str, Any] | None = None,
-        hook_state: Any = None,
-        wrapper: str | None = None,
-        save_residual: SaveResidual = DEFAULT_SAVE_RESIDUAL,
-        strict: bool = True,
-        total_steps: int | None = None,
-        check_every: int | None = None,
-        ranks_per_node: int | Literal["auto"] | None = None,
-        **ddp_kwargs: Any,
-    ) -> None:
-        check_ddp_arguments(hook, ddp_kwargs, CommHookDDP.__init__, super().__init__)
-        check_total_steps(total_steps)
-        super().__init__(**ddp_kwargs)
-        self._request = HookRequest.parse(
-            hook,
-            hook_options=hook_options,
-            hook_state=hook_state,
-            wrapper=wrapper,
-            save_residual=save_residual,
-            strict=strict,
-            check_every=check_every,
-            ranks_per_node=ranks_per_node,
-        )
-        self._total_steps = total_steps
-        self._hooks: weakref.WeakKeyDictionary[DistributedDataParallel, CommHook] = weakref.WeakKeyDictionary()
-        self._warned_about_saving = False
-
-    # ---- what users call ---------------------------------------------------------------------------------------------
-
-    def hook_of(self, model: nn.Module) -> CommHook | None:
-        """The hook of `model`, the result of `fabric.setup` or the module inside it: `stats()`, `plan()`. None with
-        `hook=None`, and for a model that was not set up."""
-        inner = getattr(model, "module", model)
-        return next((hook for ddp, hook in self._hooks.items() if ddp in (model, inner) or ddp.module is inner), None)
-
-    @property
-    def comm_hook(self) -> CommHook | None:
-        """The hook of the model that was set up last and still exists."""
-        return next(reversed(list(self._hooks.values())), None)
-
-    def __repr__(self) -> str:
-        # With the module: the error of a Trainer that is given this strategy shows nothing else.
-        return f"{type(self).__module__}.{type(self).__name__}(hook={self._request.name!r})"
-
-    # ---- what Fabric calls -------------------------------------------------------------------------------------------
-
-    def setup_module(self, module: nn.Module) -> DistributedDataParallel:
-        if callable(getattr(self._request.hook_state, "state_dict", None)) and self._hooks:
-            raise HookConfigError(
-                f"hook_state ({type(self._request.hook_state).__name__}) is one object, and serves another model "
-                "already. Make a state for each model by a factory: commhooks.register_hook(name, factory)"
-            )
-        model = super().setup_module(module)
-        hook = attach_request(
-            model,
-            self._request,
-            total_steps=self._total_steps,
-            loss_scale=loss_scale(self.precision, self.root_device),
-        )
-        if not self._request.off:
-            self._hooks[model] = hook
-        return model
-
-    def save_checkpoint(
-        self,
-        path: str | Path,
-        state: dict[str, Any],
-        storage_options: Any | None = None,
-        filter: dict[str, Callable[[str, Any], bool]] | None = None,
-    ) -> None:
-        if CHECKPOINT_KEY in state:
-            raise HookConfigError(f"{CHECKPOINT_KEY!r} in the state: this key holds the states of the hooks")
-        hooks = self._hooks_in(state)
-        if hooks:
-            joint = not in_signal_handler()
-            saved = {
-                name: hook.state_dict(self._request.save_residual, gather=True, joint=joint)
-                for name, hook in hooks.items()
-            }
-            state = {**state, CHECKPOINT_KEY: saved}
-        elif self._hooks and not self._warned_about_saving:
-            self._warned_about_saving = True
-            warn(
-                "this checkpoint holds no state of a communication hook, because none of the models is in it: give "
-                "fabric.save the model itself, {'model': model}, not model.state_dict()"
-            )
-        super().save_checkpoint(path=path, state=state, storage_options=storage_options, filter=filter)
-
-    def load_checkpoint(
-        self, path: str | Path, state: Any = None, strict: bool = True, weights_only: bool | None = None
-    ) -> dict[str, Any]:
-        # Fabric 2.6 would execute code in a checkpoint from the web by default.
-        weights_only = True if weights_only is None else weights_only
-        rest = super().load_checkpoint(path=path, state=state, strict=strict, weights_only=weights_only)
-        if isinstance(state, dict) and state:
-            self._load_hooks(state, rest.pop(CHECKPOINT_KEY, {}))
-        elif not state and self._hooks and CHECKPOINT_KEY in rest:
-            warn(
-                "the hooks were not restored: fabric.load restores the hook of a model that it is given, as in "
-                "fabric.load(path, {'model': model})"
-            )
-        return rest
-
-    # ---- helpers -----------------------------------------------------------------------------------------------------
-
-    def _hooks_in(self, state: Mapping[str, Any]) -> dict[str, CommHook]:
-        """The hooks of the models in `state`, by the models' names there."""
-        models = {name: each for name, each in state.items() if isinstance(each, nn.Module)}
-        return {name: hook for name, model in models.items() if (hook := self.hook_of(model)) is not None}
-
-    def _load_hooks(self, state: Mapping[str, Any], saved: object) -> None:
-        """Check all that was saved for the models in `state`, then let their hooks take it over."""
-        if not isinstance(saved, dict):
-            raise PayloadError(f"the checkpoint's {CHECKPOINT_KEY!r} is a {type(saved).__name__}, not a dict by models")
-        hooks = self._hooks_in(state)
-        take_over = [hook.prepare_load(saved[name]) for name, hook in hooks.items() if name in saved]
-        for each in take_over:
-            each()
-        for name, hook in hooks.items():
-            if name not in saved:
-                warn(
-                    f"the checkpoint holds no state of a communication hook for {name!r} (it was saved without "
-                    f"CommHookDDP): hook {hook.name!r} goes on with the memory that it has, which is none in a new run"
-                )
-        early = [name for name in saved if isinstance(state.get(name), nn.Module) and name not in hooks]
-        if early and not self._request.off:
-            warn(
-                f"the hook's state for {', '.join(map(repr, early))} was not restored, because the model has no hook "
-                "yet: call fabric.setup before fabric.load"
-            )
-
-    def __getstate__(self) -> dict[str, Any]:
-        # Pickles (of the spawn launcher) contain the configuration, never the hooks of models.
-        return {name: value for name, value in self.__dict__.items() if name != "_hooks"}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state, _hooks=weakref.WeakKeyDictionary())
+class CommHookDDP(HookedFabricDDP, DDPStrategy):
+    __doc__ = HookedFabricDDP.__doc__

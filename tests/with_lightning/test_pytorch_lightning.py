@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import lightning.fabric
 import pytest
 import torch
 import torch.distributed as dist
@@ -22,10 +23,13 @@ from commhooks import HookConfigError, PowerSGD
 
 twin = pytest.importorskip("pytorch_lightning")
 
+import lightning_fabric  # noqa: E402
 from lightning_fabric.plugins import ClusterEnvironment  # noqa: E402
 from pytorch_lightning.cli import LightningCLI  # noqa: E402
 from pytorch_lightning.strategies import StrategyRegistry  # noqa: E402
 
+from lightning_commhooks import fabric  # noqa: E402
+from lightning_commhooks import lightning_fabric as twin_fabric  # noqa: E402
 from lightning_commhooks import pytorch_lightning as ours  # noqa: E402
 
 HOOK = PowerSGD(start_powerSGD_iter=4, matrix_approximation_rank=2)
@@ -144,6 +148,44 @@ def test_names_are_those_of_lightning(run_ranks: Any, tmp_path: Path) -> None:
         assert rank["type"] == "lightning_commhooks.pytorch_lightning" and rank["stats"]["compressed_steps"] == 3
 
 
+def _steps(made: Any, model: Any, optimizer: Any, steps: range) -> None:
+    for step in steps:
+        batch = torch.randn(8, 16, generator=torch.Generator().manual_seed(10 * step + dist.get_rank()))
+        made.backward(model(batch).square().mean())
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def _with_fabric(package: Any, strategy: Any, pool: Any, path: str) -> dict[str, torch.Tensor]:
+    """The weights after eight steps; the last three are done again after a load, with the same result."""
+    made = package.Fabric(accelerator="cpu", devices=2, strategy=strategy, plugins=[pool])
+    made.launch()
+    net = Model().net
+    model, optimizer = made.setup(net, torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9))
+    state = {"model": model, "optimizer": optimizer}
+    _steps(made, model, optimizer, range(5))
+    made.save(path, state)
+    _steps(made, model, optimizer, range(5, 8))
+    whole = weights(net)
+    made.load(path, state)
+    _steps(made, model, optimizer, range(5, 8))
+    assert_equal(weights(net), whole)
+    assert made.strategy.hook_of(model).stats()["compressed_steps"] == 4 + 3
+    return whole
+
+
+def _with_both_fabrics(root: str) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    return (
+        _with_fabric(lightning.fabric, fabric.CommHookDDP(HOOK), PoolEnvironment(), f"{root}/one.ckpt"),
+        _with_fabric(lightning_fabric, twin_fabric.CommHookDDP(HOOK), Pool(), f"{root}/other.ckpt"),
+    )
+
+
+def test_fabric_of_either_package_trains_and_resumes_alike(run_ranks: Any, tmp_path: Path) -> None:
+    for one, other in run_ranks(_with_both_fabrics, str(tmp_path)):
+        assert_equal(one, other)
+
+
 def test_strategies_are_pickled_by_name() -> None:
     for strategy in (ours.CommHookDDP(HOOK), ours.CommHookFSDP2("int8"), lightning_commhooks.CommHookDDP(HOOK)):
         copy = pickle.loads(pickle.dumps(strategy))
@@ -236,6 +278,8 @@ IMPORTED = "print({'lightning', 'pytorch_lightning', 'lightning_fabric'} & set(s
     [
         ("from lightning_commhooks import CommHookDDP", {"lightning"}),
         ("import lightning_commhooks.pytorch_lightning", {"lightning_fabric", "pytorch_lightning"}),
+        ("import lightning_commhooks.fabric", {"lightning"}),
+        ("import lightning_commhooks.lightning_fabric", {"lightning_fabric"}),
     ],
 )
 def test_neither_package_imports_the_other(first: str, imported: set[str]) -> None:

@@ -8,21 +8,21 @@ TWIN = "with_lightning/test_pytorch_lightning.py"
 MUTANTS = [
     Mutant(
         "Fabric does not restore",
-        "lightning_commhooks/fabric.py",
+        "lightning_commhooks/fabric_strategy.py",
         "        for each in take_over:\n            each()\n",
         "",
         f"{FABRIC}::test_a_resumed_training_is_bit_equal",
     ),
     Mutant(
         "Fabric saves the residuals of rank 0 only",
-        "lightning_commhooks/fabric.py",
+        "lightning_commhooks/fabric_strategy.py",
         "gather=True",
         "gather=False",
         f"{FABRIC}::test_a_resumed_training_is_bit_equal",
     ),
     Mutant(
         "Fabric: one hook is changed before the other is checked",
-        "lightning_commhooks/fabric.py",
+        "lightning_commhooks/fabric_strategy.py",
         "        take_over = [hook.prepare_load(saved[name]) for name, hook in hooks.items() if name in saved]\n",
         "        take_over = []\n        for name, hook in hooks.items():\n"
         "            hook.load_state_dict(saved[name])\n",
@@ -30,21 +30,21 @@ MUTANTS = [
     ),
     Mutant(
         "Fabric: every model has the first hook",
-        "lightning_commhooks/fabric.py",
+        "lightning_commhooks/fabric_strategy.py",
         "if ddp in (model, inner) or ddp.module is inner",
         "if True",
         f"{FABRIC}::test_each_model_has_a_hook_that_is_saved_under_its_name",
     ),
     Mutant(
         "Fabric: a hook is left out of a checkpoint without a word",
-        "lightning_commhooks/fabric.py",
+        "lightning_commhooks/fabric_strategy.py",
         "        elif self._hooks and not self._warned_about_saving:\n",
         "        elif False:\n",
         f"{FABRIC}::test_what_loses_the_state_is_a_warning",
     ),
     Mutant(
         "Fabric: residuals ignore the loss scale",
-        "lightning_commhooks/fabric.py",
+        "lightning_commhooks/fabric_strategy.py",
         "            loss_scale=loss_scale(self.precision, self.root_device),\n",
         "",
         f"{FABRIC}::test_residuals_follow_the_loss_scale",

@@ -12,8 +12,8 @@ PAUSE_S=0.5 in the environment makes each step last that long, so that there is 
 
 from __future__ import annotations
 
+import argparse
 import os
-import sys
 import time
 from pathlib import Path
 
@@ -61,5 +61,11 @@ def main(path: Path, pause_s: float) -> None:
     dist.destroy_process_group()
 
 
+def arguments() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("checkpoint", type=Path, help="written by rank 0, read by all")
+    return parser
+
+
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), float(os.environ.get("PAUSE_S", "0")))
+    main(arguments().parse_args().checkpoint, float(os.environ.get("PAUSE_S", "0")))

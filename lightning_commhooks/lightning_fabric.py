@@ -1,6 +1,7 @@
 """`CommHookDDP` for Fabric from the package `lightning_fabric`, which comes with `pytorch_lightning`. See fabric.py."""
 
 try:
+    import lightning_fabric
     from lightning_fabric.strategies import DDPStrategy
 except ModuleNotFoundError as error:
     if error.name != "lightning_fabric":
@@ -10,7 +11,10 @@ except ModuleNotFoundError as error:
         "`from lightning_commhooks.fabric import CommHookDDP`"
     ) from error
 
+from commhooks.hook.for_plugins import check_version
 from lightning_commhooks.fabric_strategy import HookedFabricDDP
+
+check_version(lightning_fabric)
 
 __all__ = ["CommHookDDP"]
 

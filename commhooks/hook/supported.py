@@ -3,7 +3,13 @@
 import re
 from types import ModuleType
 
-OLDEST = {"accelerate": "1.10.0", "lightning": "2.6.0", "pytorch_lightning": "2.6.0", "transformers": "5.3.0"}
+OLDEST = {
+    "accelerate": "1.10.0",
+    "lightning": "2.6.0",
+    "lightning_fabric": "2.6.0",
+    "pytorch_lightning": "2.6.0",
+    "transformers": "5.3.0",
+}
 """As in pyproject.toml, where docs/versions.md is named, which has the reasons."""
 
 

@@ -11,12 +11,14 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 
-# Of Lightning both packages: `lightning` contains `lightning.pytorch` and installs `pytorch-lightning`.
+# Of Lightning all packages: `lightning` contains `lightning.pytorch` and installs `pytorch-lightning`, which contains
+# what `lightning-fabric` does.
 SETS: dict[str, dict[str, str]] = {
     "2.8": {
         "torch": "2.8.0",
         "lightning": "2.6.0",
         "pytorch-lightning": "2.6.0",
+        "lightning-fabric": "2.6.0",
         "accelerate": "1.10.0",
         "transformers": "5.3.0",
         "omegaconf": "2.3.0",
@@ -25,6 +27,7 @@ SETS: dict[str, dict[str, str]] = {
         "torch": "2.11.0",
         "lightning": "2.6.1",
         "pytorch-lightning": "2.6.1",
+        "lightning-fabric": "2.6.1",
         "accelerate": "1.13.0",
         "transformers": "5.5.0",
         "setuptools": "81.0.0",  # torch 2.11 wants one below 82
@@ -33,6 +36,7 @@ SETS: dict[str, dict[str, str]] = {
         "torch": "2.15.0",
         "lightning": "2.6.6",
         "pytorch-lightning": "2.6.6",
+        "lightning-fabric": "2.6.6",
         "accelerate": "1.15.0",
         "transformers": "5.23.0",
     },

@@ -22,8 +22,6 @@ from registries import registries_as_before
 from surroundings import Surroundings
 from worker_messages import FINISH_TIMEOUT_S, RankFailure, from_bytes, to_bytes
 
-COLLECT_EVERY = 8
-"""Tasks of a worker between two garbage collections. Every gloo group that is not collected keeps three threads."""
 GROUP_TIMEOUT_S = 30.0  # of a collective; below the default task limit, so that a lost rank shows as torch's own error
 _SELF_DESTRUCT_S = 30.0  # beyond the task's limit: no worker stays behind for ever, not even one that hangs in C++
 
@@ -39,7 +37,6 @@ def worker_main(stack_path: str) -> None:
     threading.Thread(target=_leave_with_parent, daemon=True).start()
     torch.set_num_threads(1)
     connection.send(("ready", os.getpid()))
-    tasks = 0
     while True:
         try:
             message = connection.recv()
@@ -64,25 +61,40 @@ def worker_main(stack_path: str) -> None:
                 leaks.append("a process group (destroy what the function itself creates)")
             dist.destroy_process_group()
         _forget_meshes()
-        tasks += 1
-        if tasks % COLLECT_EVERY == 0:  # hook and model refer to each other: until then their groups' threads live on
-            gc.collect()
+        _collect_garbage()
         more_leaks, beyond_repair = before.restore()
         faulthandler.cancel_dump_traceback_later()
         connection.send(("leaks", leaks + more_leaks, beyond_repair))
 
 
+def _collect_garbage() -> None:
+    """Hook and model refer to each other, and keep the task's process groups until then. Threads of such a group poll,
+    and without a pause once another rank has closed its end of a connection.
+
+    What was imported since the last time is exempted from this and later collections, to make them short."""
+    gc.collect()
+    if len(sys.modules) > _modules[0]:
+        _modules[0] = len(sys.modules)
+        gc.freeze()
+
+
+_modules = [0]
+
+
 def _forget_meshes() -> None:
-    """DTensor (torch 2.13) caches results of operations by mesh, and takes a mesh of the next task, of the same shape
-    but with other groups, for the one of this task."""
+    """DTensor caches results of operations by mesh, and takes a mesh of the next task, of the same shape but with other
+    groups, for the one of this task. And its plans of redistributions keep meshes, and with them their groups, for
+    ever."""
     if "torch.distributed.tensor" in sys.modules:
-        from torch.distributed.tensor import DTensor, debug
+        from torch.distributed.tensor import DTensor, _redistribute, debug
 
         # Private, torch 2.11 to 2.15; torch 2.8 has only Python's cache.
         clear = getattr(debug, "_clear_sharding_prop_cache", None)
         if clear is None:
             clear = DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding.cache.cache_clear
         clear()
+        _redistribute._gen_transform_infos.cache_clear()
+        getattr(_redistribute, "clear_redistribute_planner_cache", lambda: None)()
 
 
 def _leave_with_parent() -> None:

@@ -68,8 +68,7 @@ def worker_main(stack_path: str) -> None:
 
 
 def _collect_garbage() -> None:
-    """Hook and model refer to each other, and keep the task's process groups until then. Threads of such a group poll,
-    and without a pause once another rank has closed its end of a connection.
+    """Hook and model refer to each other, and keep the task's process groups until then, with three threads for each.
 
     What was imported since the last time is exempted from this and later collections, to make them short."""
     gc.collect()

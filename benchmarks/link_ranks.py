@@ -1,6 +1,7 @@
 """Processes on both sides of a link of `namespaces.py`, which take orders as lines of JSON."""
 
 import contextlib
+import datetime
 import json
 import os
 import queue
@@ -11,8 +12,19 @@ import time
 from pathlib import Path
 from typing import Any
 
+import torch.distributed as dist
 from common import Row
-from namespaces import Link
+from namespaces import SUBNET, Link
+
+PORT = 29500  # of the first node, in its namespace
+
+
+def meet(rank: int, world_size: int) -> None:
+    """Make the process group over the link. Each of the processes must call this."""
+    address = f"tcp://{SUBNET}.1:{PORT}"
+    dist.init_process_group(
+        "gloo", init_method=address, rank=rank, world_size=world_size, timeout=datetime.timedelta(minutes=30)
+    )
 
 
 class LinkRanks:

@@ -3,7 +3,6 @@
 link.py starts it with its place as JSON in the command line, and writes one job per line to its stdin.
 """
 
-import datetime
 import json
 import os
 import sys
@@ -15,15 +14,15 @@ import torch
 import torch.distributed as dist
 from common import Row, steady
 from hooks import CHOOSING, wrap
+from link_ranks import meet
 from models import forward_loss, make
-from namespaces import SUBNET
 
 SIZES = {
     "transformer": {"light": 64, "heavy": 512},
     "resnet18": {"light": 8, "heavy": 64},
     "tiny_transformer": {"light": 64, "heavy": 128},
 }
-START, WARM_UP, PORT = 2, 4, 29500
+START, WARM_UP = 2, 4
 DECIDED_WITHIN = 60
 
 
@@ -31,13 +30,7 @@ def worker(rank: int, world_size: int, ranks_per_node: int, interface: str, mode
     """Make the models, then run one job per line of stdin; rank 0 writes one line of JSON per job to stdout."""
     torch.set_num_threads(1)
     sent_bytes = Path("/sys/class/net", interface, "statistics", "tx_bytes")
-    dist.init_process_group(
-        "gloo",
-        init_method=f"tcp://{SUBNET}.1:{PORT}",
-        rank=rank,
-        world_size=world_size,
-        timeout=datetime.timedelta(minutes=30),
-    )
+    meet(rank, world_size)
     task = make(model_name)[1]
 
     def new(label: str) -> Any:

@@ -92,10 +92,10 @@ def _run(*command: str) -> None:
 def missing() -> str | None:
     """The reason why this machine cannot run the benchmark, as a sentence; None if it can."""
     if not sys.platform.startswith("linux"):
-        return "link.py needs Linux: network namespaces and tc"
+        return "limiting a link needs Linux: network namespaces and tc"
     if os.geteuid() != 0:
-        return "link.py needs root, to make network namespaces and to limit a link: run it with sudo"
+        return "limiting a link needs root, to make network namespaces: run this with sudo"
     tools = [tool for tool in ("ip", "tc") if shutil.which(tool) is None]
     if tools:
-        return f"link.py needs {' and '.join(tools)} (package iproute2)"
+        return f"limiting a link needs {' and '.join(tools)} (package iproute2)"
     return None

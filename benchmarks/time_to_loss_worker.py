@@ -4,7 +4,6 @@ time_to_loss.py starts it with its place as JSON in the command line, and writes
 """
 
 import contextlib
-import datetime
 import itertools
 import json
 import os
@@ -22,11 +21,10 @@ import torch
 import torch.distributed as dist
 from common import Row, steady
 from hooks import CHOOSING, wrap
-from namespaces import SUBNET
+from link_ranks import meet
 from torch import nn
 from torch.nn import functional
 
-PORT = 29500
 VALIDATION_BATCHES = 32  # of the language model, at each point of a curve
 
 
@@ -128,13 +126,7 @@ def train(task: str, label: str, seed: int, steps: int, points: int, sent_bytes:
 
 
 def worker(rank: int, world_size: int, ranks_per_node: int, interface: str) -> None:
-    dist.init_process_group(
-        "gloo",
-        init_method=f"tcp://{SUBNET}.1:{PORT}",
-        rank=rank,
-        world_size=world_size,
-        timeout=datetime.timedelta(hours=2),
-    )
+    meet(rank, world_size)
     sent_bytes = Path("/sys/class/net", interface, "statistics", "tx_bytes")
     print(json.dumps("ready"), flush=True)
     for line in sys.stdin:

@@ -6,9 +6,6 @@ import ast
 import importlib
 import inspect
 import re
-import shutil
-import subprocess
-import sys
 import types
 from pathlib import Path
 
@@ -21,11 +18,6 @@ from workers import RanksFailed
 
 import commhooks
 from commhooks.tools.doctor import judge
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
 
 DOCS = sorted((REPOSITORY / "docs").glob("*.md"))
 PAGES = [REPOSITORY / "README.md", REPOSITORY / "CONTRIBUTING.md", *DOCS]
@@ -64,16 +56,6 @@ def test_links_lead_to_files(page):
 # ------------------------------------------------------------------------------------------------- pages as a whole
 
 
-def _pages_of_nav() -> list[str]:
-    def leaves(entry):
-        if isinstance(entry, str):
-            return [entry]
-        children = entry.values() if isinstance(entry, dict) else entry
-        return [leaf for child in children for leaf in leaves(child)]
-
-    return leaves(tomllib.loads((REPOSITORY / "zensical.toml").read_text())["project"]["nav"])
-
-
 def _without_code(markdown: str) -> str:
     return re.sub(r"^\s*(```+|~~~+).*?^\s*\1\s*$", "", markdown, flags=re.MULTILINE | re.DOTALL)
 
@@ -82,10 +64,6 @@ def _anchors(page: Path) -> list[str]:
     """As Python-Markdown and GitHub make them of the headings."""
     headings = re.findall(r"^#+ (.+)$", _without_code(page.read_text(encoding="utf-8")), re.MULTILINE)
     return [re.sub(r"[-\s]+", "-", re.sub(r"[^\w\s-]", "", heading).strip().lower()) for heading in headings]
-
-
-def test_the_nav_names_every_page_once():
-    assert sorted(_pages_of_nav()) == sorted(path.name for path in (REPOSITORY / "docs").glob("*.md"))
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
@@ -101,34 +79,6 @@ def test_pages_link_to_pages_only(page):
     for target in re.findall(r"\]\(([^)#]+)[^)]*\)", _without_code(page.read_text(encoding="utf-8"))):
         figure = re.fullmatch(r"figures/[a-z_]+\.png", target)
         assert "://" in target or figure or (page.parent / target).suffix == ".md" and "/" not in target, target
-
-
-def _build(folder: Path) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "zensical", "build", "--strict"]
-    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=100)
-
-
-def test_the_site(tmp_path):
-    """As `make docs`, in a copy. What leads nowhere is an error."""
-    for module in ("zensical", "mkdocstrings_handlers.python"):
-        pytest.importorskip(module, reason='the site needs Python 3.11 and pip install ".[docs]"')
-    shutil.copytree(REPOSITORY / "docs", tmp_path / "docs")
-    shutil.copy(REPOSITORY / "zensical.toml", tmp_path)
-    for package in ("commhooks", "lightning_commhooks", "accelerate_commhooks"):
-        (tmp_path / package).symlink_to(REPOSITORY / package)
-    done = _build(tmp_path)
-    assert done.returncode == 0, done.stdout + done.stderr
-    formulas = (tmp_path / "site" / "algorithm" / "index.html").read_text()
-    assert formulas.count('class="arithmatex"') > 20 and "$$" not in formulas
-    assert 'id="commhooks.attach"' in (tmp_path / "site" / "reference" / "index.html").read_text()
-    # What assets/diff.js needs to copy the new version of a diff: the class, and a span per line.
-    migrating = (tmp_path / "site" / "migrating" / "index.html").read_text()
-    assert re.search(r'class="language-diff .*<code><span id="__span-', migrating) and "assets/diff.js" in migrating
-    page = tmp_path / "docs" / "index.md"
-    text = page.read_text()
-    for dead in ("[x](nothing.md)", "[x](choosing.md#nothing)", "[x][commhooks.nothing]", "::: commhooks.nothing"):
-        page.write_text(f"{text}\n{dead}\n")
-        assert _build(tmp_path).returncode != 0, dead
 
 
 def _texts_of_the_code() -> list[list[str]]:

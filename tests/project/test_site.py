@@ -1,0 +1,59 @@
+"""The documentation as a site: what `make docs` builds, and which pages it has."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from repository import REPOSITORY
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+
+def _pages_of_nav() -> list[str]:
+    def leaves(entry):
+        if isinstance(entry, str):
+            return [entry]
+        children = entry.values() if isinstance(entry, dict) else entry
+        return [leaf for child in children for leaf in leaves(child)]
+
+    return leaves(tomllib.loads((REPOSITORY / "zensical.toml").read_text())["project"]["nav"])
+
+
+def test_the_nav_names_every_page_once():
+    assert sorted(_pages_of_nav()) == sorted(path.name for path in (REPOSITORY / "docs").glob("*.md"))
+
+
+def _build(folder: Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "zensical", "build", "--strict"]
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=100)
+
+
+def test_the_site(tmp_path):
+    """As `make docs`, in a copy. What leads nowhere is an error."""
+    for module in ("zensical", "mkdocstrings_handlers.python"):
+        pytest.importorskip(module, reason='the site needs Python 3.11 and pip install ".[docs]"')
+    shutil.copytree(REPOSITORY / "docs", tmp_path / "docs")
+    shutil.copy(REPOSITORY / "zensical.toml", tmp_path)
+    for package in ("commhooks", "lightning_commhooks", "accelerate_commhooks"):
+        (tmp_path / package).symlink_to(REPOSITORY / package)
+    done = _build(tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    formulas = (tmp_path / "site" / "algorithm" / "index.html").read_text()
+    assert formulas.count('class="arithmatex"') > 20 and "$$" not in formulas
+    assert 'id="commhooks.attach"' in (tmp_path / "site" / "reference" / "index.html").read_text()
+    # What assets/diff.js needs to copy the new version of a diff: the class, and a span per line.
+    migrating = (tmp_path / "site" / "migrating" / "index.html").read_text()
+    assert re.search(r'class="language-diff .*<code><span id="__span-', migrating) and "assets/diff.js" in migrating
+    page = tmp_path / "docs" / "index.md"
+    text = page.read_text()
+    for dead in ("[x](nothing.md)", "[x](choosing.md#nothing)", "[x][commhooks.nothing]", "::: commhooks.nothing"):
+        page.write_text(f"{text}\n{dead}\n")
+        assert _build(tmp_path).returncode != 0, dead

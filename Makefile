@@ -18,7 +18,7 @@ demo: $(READY)
 demo-accelerate: $(READY)
 	@$(CLEAN) examples/accelerate_demo.py $(ARGS)
 
-# Two at a time: most of the tests wait for processes to start or for a time limit to pass. tests/conftest.py says which
+# Three at a time: most of the tests wait for processes to start or for a time limit to pass. tests/conftest.py says which
 # of them stay together.
 test: $(READY)
 	@$(CLEAN) -m pytest -n 3 --dist loadfile $(ARGS)

@@ -8,9 +8,10 @@ Every parameter has an owner in each node: the rank with a certain local rank. F
 
 So each rank compresses its share of the parameters only, and keeps residuals for it.
 
-An owner works on the sum of its node, not on its mean, and divides the result at the end. The residual then is what it
-would be if the other ranks of the node had gradients and residuals of zero: the mean over all ranks means the same as
-without nodes, and checkpoints do not depend on the arrangement.
+With a compressor that keeps residuals, an owner works on the sum of its node, not on its mean, and divides the result
+at the end. The residual then is what it would be if the other ranks of the node had gradients and residuals of zero:
+the mean over all ranks means the same as without nodes, and checkpoints do not depend on the arrangement. The others
+get the mean, which has more room in float16.
 """
 
 import dataclasses
@@ -92,6 +93,8 @@ class Hierarchy(Flat):
         own.copy_(first)
         for each in others:  # in this order, so that no bit depends on the bucket
             own.add_(each)
+        if not state.local:
+            own.div_(self.nodes.ranks_per_node)
 
         inner = self._between_nodes(compressor, work, state, step)
         finite = torch.ones((), dtype=torch.bool, device=flat.device)
@@ -106,7 +109,8 @@ class Hierarchy(Flat):
             result = _end(inner, good)
             if result is not None and result is not own:
                 own.copy_(result)
-        own.div_(self.nodes.ranks_per_node)
+        if state.local:
+            own.div_(self.nodes.ranks_per_node)
 
         yield self._inside("averages", work.results(state), work.from_owners, work.averages)
         work.take(flat, state)

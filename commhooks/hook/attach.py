@@ -36,6 +36,7 @@ from commhooks.hook.request_check import Asked, check_requests, describe_request
 from commhooks.hook.runner import Runner
 from commhooks.hook.sources import source_of
 from commhooks.hook.stateless_hook import StatelessHook
+from commhooks.hook.stateless_nodes_hook import StatelessNodesHook
 from commhooks.hook.user_hook import UserHook
 
 logger = logger_of(__name__)
@@ -196,8 +197,10 @@ def attach_request(
 def _runner_of_compressor(
     source: GradientSource, request: HookRequest, compressor: Compressor[Any], binding: Binding
 ) -> Runner:
-    if not compressor.transactional:
+    if not compressor.transactional and request.ranks_per_node is None:
         return StatelessHook(request.name, compressor, source.names, source.group, source.sparse)
+    if not compressor.transactional:
+        return StatelessNodesHook(request.name, compressor, binding, source.group, source.sparse)
     session = Session(compressor, binding, LearnedState.of(compressor.state_fields), Counters())
     return LearningHook(request.name, session, source.group, source.sparse)
 

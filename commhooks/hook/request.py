@@ -190,11 +190,11 @@ class HookRequest:
                 f"check_every with hook {config.hook_name!r}: without communication the replicas drift apart"
             )
         compressor = compressor_of(config)
-        if common["ranks_per_node"] is not None and (not compressor.transactional or compressor.per_bucket):
-            why = "compresses whole buckets" if compressor.per_bucket else "has no learned state"
+        if common["ranks_per_node"] is not None and (compressor.per_bucket or not config.sends):
+            why = "compresses whole buckets" if compressor.per_bucket else "sends nothing"
             raise HookConfigError(
-                f"ranks_per_node with hook {config.hook_name!r}, which {why}: it works with hooks that compress "
-                "parameter by parameter, such as 'powerSGD', 'int8_compress' and 'int4_compress'"
+                f"ranks_per_node with hook {config.hook_name!r}, which {why}: it works with hooks that send each "
+                "parameter for itself, such as 'powerSGD', 'int8_compress' and 'bf16_compress'"
             )
         _check_wrapper(common["wrapper"], compressor.wrappers, f"hook {config.hook_name!r}")
         return cls(config.hook_name, config=config, **common)

@@ -24,6 +24,7 @@ class StatelessHook(Runner):
         names: names of the model's parameters.
         group: the process group of the hook.
         sparse: ids of the parameters whose gradients are sparse.
+        counters: to count with; None: new ones.
     """
 
     def __init__(
@@ -33,8 +34,9 @@ class StatelessHook(Runner):
         names: ParameterNames,
         group: dist.ProcessGroup,
         sparse: set[int],
+        counters: Counters | None = None,
     ) -> None:
-        self.counters = Counters()
+        self.counters = Counters() if counters is None else counters
         sends = compressor.config.sends
         self.saved_state = SavedUserState(name, self.options_of(compressor), self.counters, group, replicas_equal=sends)
         self._name = name

@@ -206,6 +206,88 @@ def test_the_host_reads_nothing_once_all_is_there(run_ranks: Any, kind: str, wra
         assert later == 0 and (first > 0 or kind == "int8")
 
 
+# ---- without learned state -------------------------------------------------------------------------------------------
+
+CASTS: dict[str, tuple[dict[str, Any], torch.dtype | None]] = {
+    "allreduce": ({"hook": "allreduce"}, None),
+    "bf16": ({"hook": "bf16"}, torch.bfloat16),
+    "fp16": ({"hook": "fp16"}, torch.float16),
+    "fp16 wrapper": ({"hook": "allreduce", "wrapper": "fp16"}, torch.float16),
+}
+
+
+def _cast(how: str, ranks_per_node: int, factor: float) -> dict[str, Any]:
+    """A step on gradients of about `factor`. `alone`: those of this rank."""
+    arguments = CASTS[how][0]
+    ddp = torch.nn.parallel.DistributedDataParallel(make_model(), bucket_cap_mb=0.001)
+    hook = commhooks.attach(ddp, **arguments, ranks_per_node=ranks_per_node)
+    batch = torch.randn(8, 1, 8, 8, generator=torch.Generator().manual_seed(dist.get_rank()))
+
+    def gradients() -> torch.Tensor:
+        ddp.zero_grad()
+        (factor * ddp(batch).mean()).backward()
+        return torch.cat([p.grad.flatten() for p in ddp.parameters() if p.grad is not None])
+
+    with ddp.no_sync():
+        alone = gradients()
+    for _ in range(3):
+        averaged = gradients()
+    return {"alone": alone, "averaged": averaged, "stats": hook.stats(), "plan": hook.plan()}
+
+
+@pytest.mark.parametrize(("world_size", "ranks_per_node"), [(4, 2), (6, 3)])
+@pytest.mark.parametrize("how", CASTS)
+def test_a_cast_between_nodes_only(run_ranks: Any, how: str, world_size: int, ranks_per_node: int) -> None:
+    """Exact inside a node: the mean of a node is rounded once, as is the mean of the nodes."""
+    ranks = run_ranks(_cast, how, ranks_per_node, 1.0, world_size=world_size)
+    alone = torch.stack([rank["alone"] for rank in ranks]).view(-1, ranks_per_node, ranks[0]["alone"].numel())
+    count = world_size // ranks_per_node
+    low = CASTS[how][1]
+    nodes = torch.zeros_like(alone[:, 0])
+    for place in range(ranks_per_node):  # in the order of the ranks
+        nodes += alone[:, place]
+    nodes /= ranks_per_node
+    wanted = nodes.to(low).div_(count).sum(0).float() if low is not None else (nodes / count).sum(0)
+    for rank in ranks:
+        assert torch.equal(rank["averaged"], ranks[0]["averaged"])
+        assert torch.equal(rank["averaged"], wanted)
+        assert rank["plan"].arrangement == f"between {count} nodes of {ranks_per_node} ranks, each as one rank"
+        assert rank["stats"]["step"] == 3 and rank["stats"]["backward_passes"] == 3
+        assert rank["stats"]["bytes_inside_nodes"] > 0 and rank["plan"].memory.copies > 0
+    together = sum(rank["stats"]["bytes_sent_last_pass"] for rank in ranks[:ranks_per_node])
+    assert together == ranks[0]["plan"].bytes_after
+
+
+def test_a_cast_gets_the_mean_of_a_node(run_ranks: Any) -> None:
+    """Gradients beyond float16's range divided by the ranks of a node, which their sum would leave."""
+    factor = 40000 / max(float(rank["alone"].abs().max()) for rank in run_ranks(_cast, "fp16", 2, 1.0, world_size=4))
+    for rank in run_ranks(_cast, "fp16", 2, factor, world_size=4):
+        assert rank["averaged"].isfinite().all()
+
+
+def test_a_cast_passes_on_what_is_not_finite(run_ranks: Any) -> None:
+    """As without nodes: a GradScaler skips the step, on all ranks."""
+    ranks = run_ranks(_cast, "fp16", 2, 1e9, world_size=4)
+    assert all(not rank["averaged"].isfinite().all() for rank in ranks)
+    assert all(torch.equal(rank["averaged"].isfinite(), ranks[0]["averaged"].isfinite()) for rank in ranks)
+
+
+def _continued(ranks_per_node: int | None, saved: dict[str, Any] | None) -> tuple[dict[str, Any], int]:
+    run = Run.new(hook="bf16", ranks_per_node=ranks_per_node)
+    if saved is not None:
+        run.load(copy.deepcopy(saved))
+    run.train(3)
+    return copy.deepcopy(run.save()), run.hook.stats()["step"]
+
+
+def test_a_cast_is_saved_as_without_nodes(run_ranks: Any) -> None:
+    saved = None
+    for part, ranks_per_node in enumerate((2, None, 2), start=1):
+        answers = run_ranks(_continued, ranks_per_node, saved, world_size=4)
+        assert [step for _, step in answers] == [3 * part] * 4
+        saved = answers[0][0]
+
+
 # ---- checkpoints -----------------------------------------------------------------------------------------------------
 
 
@@ -385,7 +467,7 @@ def test_owners_share_the_work() -> None:
     [
         ({"hook": "powerSGD", "ranks_per_node": 0}, "ranks_per_node=0; expected 'auto', a number of ranks"),
         ({"hook": "powerSGD", "ranks_per_node": "all"}, "ranks_per_node='all'; expected 'auto'"),
-        ({"hook": "fp16", "ranks_per_node": 2}, "'fp16_compress', which has no learned state"),
+        ({"hook": "noop", "ranks_per_node": 2}, "'noop', which sends nothing"),
         ({"hook": "batched_powerSGD", "ranks_per_node": 2}, "which compresses whole buckets"),
         ({"hook": lambda state, bucket: None, "ranks_per_node": 2}, "a function: write a compressor"),
     ],

@@ -32,8 +32,9 @@ def _predict(hook: str, cluster: Cluster, buckets: int = 1, **options: Any) -> l
 
 def test_rings_of_all_ranks_and_between_nodes() -> None:
     cluster = Cluster(nodes=2, ranks_per_node=2, bandwidth=8e9, inside=16e9, latency=0.0)
-    (plain,) = _predict("allreduce", cluster)
+    plain, nodes = _predict("allreduce", cluster)
     assert plain.leaving == pytest.approx(1.5 * 8 * MB) and plain.seconds == pytest.approx(1.5 * 8 * MB / 1e9)
+    assert nodes.leaving == pytest.approx(8 * MB)
     flat, nodes = _predict("powerSGD", cluster, matrix_approximation_rank=1)
     sent = 4 * (2 * 2 * 1000 + 2)  # P and Q of two matrices, and two flags
     assert flat.leaving == pytest.approx(1.5 * sent) and nodes.leaving == pytest.approx(sent)
@@ -70,7 +71,7 @@ def test_the_command(capsys: Any) -> None:
     assert all(hook in text for hook in ("allreduce", "bf16_compress", "int8_compress", "powerSGD, rank 16"))
     assert main([*arguments, "--json"]) == 0
     content = json.loads(capsys.readouterr().out)
-    assert content["cluster"]["nodes"] == 16 and len(content["predictions"]) == 2 + 2 * 6
+    assert content["cluster"]["nodes"] == 16 and len(content["predictions"]) == 2 * 8
 
 
 @pytest.mark.parametrize("wrong", [["--nodes", "1"], ["--ranks-per-node", "0"], ["--bandwidth", "0"]])

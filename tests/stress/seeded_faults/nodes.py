@@ -10,9 +10,16 @@ MUTANTS = [
     Mutant(
         "nodes: the average of sums is not divided",
         _HIERARCHY,
-        "        own.div_(self.nodes.ranks_per_node)\n",
+        "        if state.local:\n            own.div_(self.nodes.ranks_per_node)\n",
         "",
         _SAME,
+    ),
+    Mutant(
+        "nodes: a cast is among all ranks",
+        "commhooks/compressors/cast.py",
+        "        return plan if info.sparse else replace(plan, compressed=True, numel_compressed=plan.numel)\n",
+        "        return plan\n",
+        f"{_TESTS}::test_a_cast_between_nodes_only",
     ),
     Mutant(
         "nodes: each rank believes its own verdict",

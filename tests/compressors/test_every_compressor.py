@@ -189,7 +189,7 @@ def _elastic(name: str, saved: dict[str, Any]) -> dict[str, Any]:
     return {"kept": kept, "weights": run.train(4).weights(), "step": run.hook.stats()["step"]}
 
 
-@pytest.mark.parametrize(("before", "after"), [(2, 3), (3, 2), (1, 2), (2, 1)])
+@pytest.mark.parametrize(("before", "after"), [(2, 3), (3, 1), (1, 2)])
 @pytest.mark.parametrize("name", [each for each in LEARNING if KINDS[each.id].keeps_residual])
 def test_another_number_of_ranks_takes_the_mean_residual(run_ranks: Any, name: str, before: int, after: int) -> None:
     saved = run_ranks(_saved, name, world_size=before)[0]

@@ -75,7 +75,7 @@ HOOKS: dict[str, commhooks.HookConfig] = {
 # A residual of 1e30 shrinks to what rounding leaves of it (6e-8 in float32, 4e-3 on a wire of bf16) with every N / RANK
 # steps of PowerSGD, and to 1/254 or 1/14 of itself with every step of int8 and int4.
 SETTLE = {"powerSGD": 56, "int8": 16, "int4": 32}
-WORLDS = [(1, CASES, False), (2, ONE_OF_EACH, False), (4, FEW_CASES, False), (2, ONE_OF_EACH, True)]
+WORLDS = [(1, CASES, False), (2, ONE_OF_EACH, False), (4, FEW_CASES, False), (2, FEW_CASES, True)]
 
 
 def _ordinary(rank: int, step: int) -> torch.Tensor:

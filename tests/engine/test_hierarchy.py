@@ -48,7 +48,7 @@ def _both_on_this_device(kind: str, ranks_per_node: int) -> dict[str, Any]:
     flat, nodes = (_new(kind, each, model=make_model(torch.float64)) for each in (None, ranks_per_node))
     for run in (flat, nodes):
         run.optimizer.param_groups[0]["lr"] = 0.0  # so that both always have the same gradients
-        run.train(30)
+        run.train(16)
     return {
         "flat": flat.gradients,
         "nodes": nodes.gradients,
@@ -71,7 +71,8 @@ def _far(got: torch.Tensor, wanted: torch.Tensor) -> float:
 
 @pytest.mark.parametrize(
     ("kind", "world_size", "ranks_per_node", "masked"),
-    [(kind, 4, 2, masked) for kind in KINDS for masked in (False, True)]
+    [(kind, 4, 2, False) for kind in KINDS]
+    + [(kind, 4, 2, True) for kind in ("powerSGD", "alternate", "int8")]
     + [(kind, 6, 2, False) for kind in ("powerSGD", "int8")]
     + [("powerSGD", 6, 3, False)],
 )
@@ -85,7 +86,7 @@ def test_the_same_as_without_nodes(
     limit = 1e-11 if kind != "int8" else 2e-2
     for rank in ranks:
         assert torch.equal(rank["weights"], first["weights"])
-        assert rank["stats"]["compressed_steps"] == 28
+        assert rank["stats"]["compressed_steps"] == 14
         for got, wanted in zip(rank["nodes"], rank["flat"], strict=True):
             assert _far(got, wanted) < limit
     node = ranks[:ranks_per_node]

@@ -192,7 +192,7 @@ def hostile_environment(tmp_path) -> dict[str, str]:
 @pytest.mark.timeout(400)
 def test_short_demo_in_a_hostile_environment(hostile_environment):
     """Two epochs are too few for a comparison of accuracy, so that limit is lifted; the others are kept."""
-    command = [sys.executable, "examples/clean_env.py", "examples/demo.py"]
+    command = [warm.python("lightning.pytorch"), "examples/clean_env.py", "examples/demo.py"]
     command += ["--epochs=2", "--start=5", "--max-loss-points=100"]
     done = _run(command, hostile_environment, timeout_s=360)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -8,9 +8,11 @@ import inspect
 import re
 import types
 from pathlib import Path
+from typing import Any
 
 import pytest
 from doc_snippets import Snippet, WrongSnippet, find_snippets, old_and_new
+from features import trainer_resumes_on_cpu
 from repository import REPOSITORY
 from snippet_check import check
 from snippet_commands import commands
@@ -35,8 +37,13 @@ INLINE_COMMANDS = [
 ]
 
 
+def _marked(snippet: Snippet) -> Any:
+    marks = [trainer_resumes_on_cpu] if "resume_from_checkpoint" in snippet.text else []
+    return pytest.param(snippet, marks=marks, id=str(snippet))
+
+
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize("snippet", SNIPPETS, ids=str)
+@pytest.mark.parametrize("snippet", [_marked(snippet) for snippet in SNIPPETS])
 def test_snippet(snippet, run_ranks, tmp_path):
     check(snippet, run_ranks, tmp_path)
 

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import clean_env
 import pytest
+import warm
 from repository import REPOSITORY
 
 SCRIPT = str(REPOSITORY / "examples/elastic_training.py")
@@ -21,7 +22,8 @@ SCRIPT = str(REPOSITORY / "examples/elastic_training.py")
 def _launcher(port: int, folder: Path, log: str) -> subprocess.Popen[bytes]:
     rendezvous = ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"localhost:{port}", "--rdzv-id", "run"]
     elastic = ["--nnodes", "1:2", "--nproc-per-node", "1", "--max-restarts", "3", "--rdzv-conf", "last_call_timeout=3"]
-    command = [sys.executable, "-m", "torch.distributed.run", *elastic, *rendezvous, SCRIPT, str(folder / "state.pt")]
+    script = ["--no-python", warm.python(), SCRIPT, str(folder / "state.pt")]
+    command = [sys.executable, "-m", "torch.distributed.run", *elastic, *rendezvous, *script]
     environment = clean_env.cleaned(os.environ, str(folder)) | {
         "PYTHONPATH": str(REPOSITORY),
         "PAUSE_S": "0.1",

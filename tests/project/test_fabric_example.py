@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+import warm
 from repository import REPOSITORY
 
 pytest.importorskip("lightning")
@@ -15,7 +15,8 @@ pytest.importorskip("lightning")
 
 def _run(folder: Path) -> str:
     clean, script = str(REPOSITORY / "examples/clean_env.py"), str(REPOSITORY / "examples/fabric_training.py")
-    command = [sys.executable, clean, script, "--epochs=2", "--checkpoint", str(folder / "state.ckpt")]
+    options = ["--epochs=2", "--checkpoint", str(folder / "state.ckpt")]
+    command = [warm.python("lightning.pytorch"), clean, script, *options]
     environ = {**os.environ, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, cwd=folder, env=environ, capture_output=True, text=True, timeout=110)
     assert done.returncode == 0, done.stdout + done.stderr

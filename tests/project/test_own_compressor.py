@@ -17,6 +17,7 @@ import yaml
 from accelerators import Training, launched
 from ddp_steps import mlp, wrap
 from doctor_models import Net, loss_of
+from features import trainer_resumes_on_cpu
 from inside import session_of
 from jsonargparse import ArgumentParser
 from lightning_fits import fit, path_at, residuals
@@ -141,6 +142,7 @@ def _trainer(folder: Path, resume: str | None) -> dict[str, Any]:
     return {"weights": weights, "stats": trainer.comm_hook.stats()}
 
 
+@trainer_resumes_on_cpu
 def test_the_trainer_resumes_bit_equal(run_ranks: Any, tmp_path: Path) -> None:
     pytest.importorskip("transformers", reason="transformers needs Python 3.11 or newer")
     through = run_ranks(_trainer, tmp_path, None)

@@ -82,7 +82,8 @@ def _run(
     return {"outcomes": outcomes, "clean": clean}
 
 
-POISON = list(itertools.product(SHAPES, [float("inf"), float("nan")]))
+INF, NAN = float("inf"), float("nan")
+POISON = list(zip(SHAPES, itertools.cycle([INF, INF, NAN, NAN])))  # each for two matrices and two vectors
 CASES = [(cap, start, None, 2) for cap in CAPS for start in (0, BAD_STEP + 2)]
 CASES += [("buckets of two", 0, "fp16", 2), ("buckets of two", 0, "bf16", 1), ("one bucket", 0, None, 1)]
 BUCKETS = {"one bucket": 1, "buckets of two": 4, "a bucket per parameter": 8}

@@ -2,7 +2,7 @@
 
 import soak
 
-STEPS = 600
+STEPS = 300
 
 
 def test_memory_replicas_and_bits(run_ranks):

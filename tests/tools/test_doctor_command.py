@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import warm
 from ddp_steps import mlp, process_group_of_one
 from doctor_models import loss_of
 from repository import REPOSITORY
@@ -125,6 +126,8 @@ def test_under_torchrun(tmp_path: Path) -> None:
         "--standalone",
         "--nproc-per-node",
         "2",
+        "--no-python",
+        warm.python(),
         "-m",
         "commhooks",
     ]

@@ -234,7 +234,12 @@ class CommHookKwargs(DistributedDataParallelKwargs):
 
     def warn_if_alone(self, accelerator: Accelerator) -> None:
         """Log once that there is no hook, if `accelerator` runs as one process, whose model it does not wrap in DDP."""
-        if accelerator.distributed_type == DistributedType.NO and not self._warned_alone and not self.off:
+        if accelerator.distributed_type == DistributedType.NO:
+            self.warn_alone()
+
+    def warn_alone(self) -> None:
+        """Log once that there is no hook, because there is one process and no DDP."""
+        if not self._warned_alone and not self.off:
             self._warned_alone = True
             logger.warning(
                 "%s: there is one rank, so nothing is sent. Accelerate does not wrap its model in DDP: there is no "

@@ -216,7 +216,7 @@ class _CommHookCallback(TrainerCallback):
                 "DistributedDataParallel. Use the Trainer without a hook for models that are sharded or wrapped already"
             )
         else:
-            trainer._hook_handler.warn_if_alone(trainer.accelerator)
+            trainer._hook_handler.warn_alone()
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.trainer._read_metrics()

@@ -13,9 +13,12 @@ Importing this package registers the strategy names "ddp_powersgd", "ddp_batched
 imported. It has no other side effect.
 """
 
+import sys
+from contextlib import suppress
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
+from commhooks.hook.for_plugins import TooOld, check_version
 from lightning_commhooks.stats import hook_stats
 from lightning_commhooks.when_imported import when_imported
 
@@ -37,11 +40,16 @@ if not _installed("lightning") and not _installed("pytorch_lightning"):
 
 
 def _for_lightning() -> None:
-    import lightning_commhooks.lightning_pytorch  # noqa: F401
+    # One that is too old may be there for other libraries: the error is for who asks for our classes.
+    with suppress(TooOld):
+        check_version(sys.modules["lightning"])
+        import lightning_commhooks.lightning_pytorch  # noqa: F401
 
 
 def _for_pytorch_lightning() -> None:
-    import lightning_commhooks.pytorch_lightning  # noqa: F401
+    with suppress(TooOld):
+        check_version(sys.modules["pytorch_lightning"])
+        import lightning_commhooks.pytorch_lightning  # noqa: F401
 
 
 when_imported("lightning.pytorch", _for_lightning)

@@ -92,7 +92,8 @@ class Compressor(ABC, Generic[ConfigT]):
         title: display name in messages.
         state_fields: the fields of its learned state; a property where they depend on the options.
         transactional: True: the engine waits for all collectives and commits all buckets of a backward pass together,
-            or none. False for a compressor without learned state: its hook calls return at once, and DDP waits.
+            or none. False for a compressor without learned state: its hook calls return at once, and DDP waits;
+            between nodes the engine waits.
         selective: it decides per parameter whether to compress; plans then show the reasons.
         per_bucket: it compresses whole buckets, so its plan is unknown until DDP has built its buckets.
         stats_every: steps between two log lines with compression statistics; None: no such lines.
@@ -203,6 +204,15 @@ class Compressor(ABC, Generic[ConfigT]):
         end of `watch`, on all ranks at the same committed step, before the first bucket of a pass. All ranks must come
         to the same end."""
         return self, ""
+
+    @classmethod
+    def not_between_nodes(cls) -> str:
+        """Why it cannot work between nodes only, to follow "which"; "" if it can."""
+        if not cls.Config.sends:
+            return "sends nothing"
+        if cls.flat_only:
+            return "measures ranks that all compress the whole model"
+        return "compresses whole buckets" if cls.per_bucket else ""
 
     @classmethod
     def trials(cls, ranks: Sequence[int], options: Mapping[str, Any]) -> Sequence[Trial]:

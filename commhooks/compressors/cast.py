@@ -2,13 +2,13 @@
 once, unless ranks form nodes."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
 
 from commhooks.comm.wire import WIRE_DTYPES
-from commhooks.compressors.base import Compressor, Exchange, Send, State, StepInfo, Trial, Verdict
+from commhooks.compressors.base import Compressor, Exchange, Send, State, StepInfo, Trial
 from commhooks.compressors.config import ConfigT, HookConfig
 from commhooks.compressors.plan import MemoryPlan, ParameterInfo, UnitPlan
 
@@ -100,35 +100,6 @@ class BF16Compressor(Cast[BF16Compress]):
     def trials(cls, ranks: Sequence[int], options: Mapping[str, Any]) -> Sequence[Trial]:
         # A smaller value than fp16's, so that it is preferred: it needs no GradScaler.
         return (Trial("bf16", changes=0.5),)
-
-
-class Awaited(Stateless[Any]):
-    """A compressor without learned state whose collectives the engine waits for: where ranks form nodes, others follow
-    them. Numbers that are not finite arrive as they are, as without nodes."""
-
-    transactional = True
-    judges_averages = False
-
-    def __init__(self, inner: Compressor[Any]) -> None:
-        super().__init__(inner.config, inner.wire_dtype)
-        self._inner = inner
-
-    @property
-    def name(self) -> str:
-        return self._inner.name
-
-    @property
-    def called(self) -> str:
-        return self._inner.called
-
-    def plan_one(self, info: ParameterInfo) -> UnitPlan:
-        plan = self._inner.plan_one(info)
-        return plan if info.sparse else replace(plan, compressed=True, numel_compressed=plan.numel)
-
-    def exchange(self, flat: torch.Tensor, work: Any, state: State, step: StepInfo) -> Exchange:
-        reduced = yield from self._inner.exchange(flat, work, state, step)
-        yield Verdict(torch.ones((), dtype=torch.bool, device=flat.device))
-        return reduced
 
 
 class Lowered(Stateless[Any]):

@@ -27,7 +27,7 @@ class _NoState:
         raise HookRunError(f"state[{key!r}]: a compressor that is not transactional has no learned state")
 
 
-_NO_STATE: State = _NoState()
+NO_STATE: State = _NoState()
 
 
 def reduce_at_once(
@@ -43,7 +43,7 @@ def reduce_at_once(
     """
     flat = bucket.flat
     number = 0 if counters is None else max(0, counters.backward_passes - 1)  # those before this one
-    made = compressor.exchange(flat, None, _NO_STATE, StepInfo(number, group.size(), rank=group.rank()))
+    made = compressor.exchange(flat, None, NO_STATE, StepInfo(number, group.size(), rank=group.rank()))
     exchange = checked_exchange(made, compressor.name)
 
     def go_on(answer: torch.Tensor | None) -> Send | torch.Tensor:

@@ -10,8 +10,8 @@ So each rank compresses its share of the parameters only, and keeps residuals fo
 
 With a compressor that keeps residuals, an owner works on the sum of its node, not on its mean, and divides the result
 at the end. The residual then is what it would be if the other ranks of the node had gradients and residuals of zero:
-the mean over all ranks means the same as without nodes, and checkpoints do not depend on the arrangement. The others
-get the mean, which has more room in float16.
+the mean over all ranks means the same as without nodes, and checkpoints do not depend on the arrangement. A compressor
+without residuals gets the node's mean, which float16 has more room for.
 """
 
 import dataclasses
@@ -89,12 +89,12 @@ class Hierarchy(Flat):
     ) -> Exchange:
         own = work.own
         yield self._inside("gradients", work.by_owner(flat), work.to_owners, work.gradients)
-        first, *others = work.gradients.view(self.nodes.ranks_per_node, own.numel())
+        count = self.nodes.ranks_per_node
+        before, after = (1, count) if state.local else (count, 1)
+        first, *others = work.gradients.div_(before).view(count, own.numel())
         own.copy_(first)
         for each in others:  # in this order, so that no bit depends on the bucket
             own.add_(each)
-        if not state.local:
-            own.div_(self.nodes.ranks_per_node)
 
         inner = self._between_nodes(compressor, work, state, step)
         finite = torch.ones((), dtype=torch.bool, device=flat.device)
@@ -109,8 +109,7 @@ class Hierarchy(Flat):
             result = _end(inner, good)
             if result is not None and result is not own:
                 own.copy_(result)
-        if state.local:
-            own.div_(self.nodes.ranks_per_node)
+        own.div_(after)
 
         yield self._inside("averages", work.results(state), work.from_owners, work.averages)
         work.take(flat, state)

@@ -214,7 +214,7 @@ class Session:
                 self.settle()
             step, step_at_most = state.step, state.step + self.outcomes.unread_passes
         compressing = step >= start
-        if compressing and self.counters.numel_before == 0:
+        if compressing and self.compressor.selective and self.counters.numel_before == 0:
             logger.info("Start to apply %s after %s iterations.", self.compressor.called, state.step)
         self._buckets.begin_pass()
         self._observer.begin_pass(step_at_most, self.compressor.watch)
@@ -288,7 +288,7 @@ class Session:
         if verdict is not False:
             # After a failed commit the residual started at zero; from this commit on it is valid again.
             state.local_missing = False
-        self.outcomes.add(good, current.compressing)
+        self.outcomes.add(good, current.compressing and self.compressor.selective)
         if on_host:
             self.settle()
         self._buckets.forget_dead_state()

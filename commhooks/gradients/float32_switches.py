@@ -19,7 +19,7 @@ class SwitchOfTheProcess:
 
     @fp32_precision.setter
     def fp32_precision(self, value: str) -> None:
-        """Also "none", which is torch's default: "ieee"."""
+        """Takes "none" as well, which means torch's default, "ieee"."""
         old = {new: old for old, new in self._NAMES.items()}
         torch.set_float32_matmul_precision(old.get(value, "highest"))
 

@@ -36,7 +36,6 @@ from commhooks.hook.request_check import Asked, check_requests, describe_request
 from commhooks.hook.runner import Runner
 from commhooks.hook.sources import source_of
 from commhooks.hook.stateless_hook import StatelessHook
-from commhooks.hook.stateless_nodes_hook import StatelessNodesHook
 from commhooks.hook.user_hook import UserHook
 
 logger = logger_of(__name__)
@@ -177,7 +176,7 @@ def attach_request(
     runner.compute_with(choice)
     nodes = find_nodes(request.ranks_per_node, source.group, source.device)
     if nodes is not None:
-        runner.arrange(Hierarchy(nodes, source.names.known()))
+        runner = runner.arranged(Hierarchy(nodes, source.names.known()))
     attached = CommHook(request, runner, source)
     if request.off:  # there will be no first backward pass of the hook, at which others say this
         if speaks(source.group, source.shard_group):
@@ -197,10 +196,9 @@ def attach_request(
 def _runner_of_compressor(
     source: GradientSource, request: HookRequest, compressor: Compressor[Any], binding: Binding
 ) -> Runner:
-    if not compressor.transactional and request.ranks_per_node is None:
-        return StatelessHook(request.name, compressor, source.names, source.group, source.sparse)
     if not compressor.transactional:
-        return StatelessNodesHook(request.name, compressor, binding, source.group, source.sparse)
+        nodes = request.ranks_per_node is not None
+        return StatelessHook(request.name, compressor, source.names, source.group, source.sparse, one_device=nodes)
     session = Session(compressor, binding, LearnedState.of(compressor.state_fields), Counters())
     return LearningHook(request.name, session, source.group, source.sparse)
 
@@ -229,14 +227,10 @@ def _runner_of_function(source: GradientSource, request: HookRequest, binding: B
 
 def _check_topology(request: HookRequest, source: GradientSource) -> None:
     """Raise HookConfigError if the hook does not work with this arrangement of ranks."""
-    if request.config is None or not compressor_of(request.config).flat_only:
-        return
-    if source.shard_group is not None or request.ranks_per_node is not None:
+    if request.config is not None and compressor_of(request.config).flat_only and source.shard_group is not None:
         raise HookConfigError(
-            f"hook {request.name!r} with "
-            + ("a model sharded by fully_shard" if source.shard_group is not None else "ranks_per_node")
-            + ": it measures ranks that all compress the whole model. Ask the doctor on a DDP model, and name the hook "
-            "that it recommends"
+            f"hook {request.name!r} with a model sharded by fully_shard: it measures ranks that all compress the whole "
+            "model. Ask the doctor on a DDP model, and name the hook that it recommends"
         )
 
 

@@ -11,7 +11,7 @@ from commhooks.hook.arguments import misplaced_option, unknown_argument
 from commhooks.hook.attach import attach_request, check_total_steps
 from commhooks.hook.metrics import NAMES, PREFIX, Meter
 from commhooks.hook.request import HookRequest
-from commhooks.hook.supported import check_version
+from commhooks.hook.supported import TooOld, check_version
 
 __all__ = [
     "COMPRESSORS",
@@ -22,6 +22,7 @@ __all__ = [
     "HookRequest",
     "LossScale",
     "Meter",
+    "TooOld",
     "attach_request",
     "canonical_name",
     "check_total_steps",

@@ -15,13 +15,12 @@ from commhooks.compressors.plan import UnitPlan
 from commhooks.engine.arrangement import Flat
 from commhooks.engine.kernel_choice import Choice, Offer
 from commhooks.engine.session import Session
-from commhooks.errors import HookConfigError
 from commhooks.gradients import precision
 from commhooks.gradients.bucket import Bucket
 from commhooks.gradients.names import ParameterNames
 from commhooks.hook.plan import LATEST_PASS, ModelPlan
 from commhooks.hook.plan_model import parameter_infos, whole_plan
-from commhooks.hook.runner import Future, Runner
+from commhooks.hook.runner import Future, Runner, several_devices
 
 
 class LearningHook(Runner):
@@ -125,18 +124,18 @@ class LearningHook(Runner):
     def offer(self, parameters: Mapping[str, torch.Tensor]) -> Offer:
         compressor = self._session.compressor
         devices, dtypes = {p.device for p in parameters.values()}, {p.dtype for p in parameters.values()}
-        try:
-            precision.check_one_device(devices, compressor.called)
-        except HookConfigError as error:  # other ranks may support it
-            return Offer(cannot=str(error))
+        problem = several_devices(parameters, compressor)
+        if problem:  # other ranks may support it
+            return Offer(cannot=problem)
         return Offer.of(compressor, devices.pop(), dtypes) if devices else Offer()
 
     def compute_with(self, choice: Choice) -> None:
         super().compute_with(choice)
         self._session.compute_with(choice)
 
-    def arrange(self, arrangement: Flat) -> None:
+    def arranged(self, arrangement: Flat) -> Runner:
         self._session.arrange(arrangement)
+        return self
 
     def remarks(self, *, checked: bool) -> list[str]:
         return self.choice.remarks(self._session.compressor.called, checked=checked)

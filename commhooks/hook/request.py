@@ -190,11 +190,10 @@ class HookRequest:
                 f"check_every with hook {config.hook_name!r}: without communication the replicas drift apart"
             )
         compressor = compressor_of(config)
-        if common["ranks_per_node"] is not None and (compressor.per_bucket or not config.sends):
-            why = "compresses whole buckets" if compressor.per_bucket else "sends nothing"
+        if common["ranks_per_node"] is not None and compressor.not_between_nodes():
             raise HookConfigError(
-                f"ranks_per_node with hook {config.hook_name!r}, which {why}: it works with hooks that send each "
-                "parameter for itself, such as 'powerSGD', 'int8_compress' and 'bf16_compress'"
+                f"ranks_per_node with hook {config.hook_name!r}, which {compressor.not_between_nodes()}: it works with "
+                "hooks such as 'powerSGD', 'int8_compress' and 'bf16_compress'"
             )
         _check_wrapper(common["wrapper"], compressor.wrappers, f"hook {config.hook_name!r}")
         return cls(config.hook_name, config=config, **common)

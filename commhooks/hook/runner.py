@@ -10,8 +10,11 @@ import torch.distributed as dist
 
 from commhooks.checkpoint.learned_state import SaveRequest
 from commhooks.comm.counters import Counters
+from commhooks.compressors.base import Compressor
 from commhooks.engine.arrangement import Flat
 from commhooks.engine.kernel_choice import Choice, Offer
+from commhooks.errors import HookConfigError
+from commhooks.gradients import precision
 from commhooks.gradients.bucket import Bucket
 from commhooks.gradients.names import ParameterNames
 from commhooks.hook.plan import ModelPlan
@@ -106,8 +109,9 @@ class Runner(ABC):
         """Use the kernel on which all ranks have agreed."""
         self.choice = choice
 
-    def arrange(self, arrangement: Flat) -> None:
-        """Share the work among the ranks in this way. Called once, on all ranks, before the first backward pass."""
+    def arranged(self, arrangement: Flat) -> "Runner":
+        """The runner that shares the work among the ranks in this way: this one or another. Called once, on all ranks,
+        before the first backward pass."""
         raise NotImplementedError  # requests for hooks that cannot are refused
 
     def remarks(self, *, checked: bool) -> list[str]:
@@ -127,3 +131,12 @@ class Runner(ABC):
     def problems(self) -> list[str]:
         """Warnings that rank 0 logs when the hook is attached."""
         return []
+
+
+def several_devices(parameters: Mapping[str, torch.Tensor], compressor: Compressor[Any]) -> str:
+    """An error message if they are on several devices, which this compressor cannot do; "" otherwise."""
+    try:
+        precision.check_one_device({p.device for p in parameters.values()}, compressor.called)
+    except HookConfigError as error:
+        return str(error)
+    return ""

@@ -13,15 +13,19 @@ OLDEST = {
 """As in pyproject.toml, where docs/versions.md is named, which has the reasons."""
 
 
+class TooOld(ImportError):
+    """The installed version of a framework is older than those that work."""
+
+
 def check_version(framework: ModuleType) -> None:
     """Check that `framework`, one of `OLDEST`, is not too old.
 
     Raises:
-        ImportError: it is.
+        TooOld: it is.
     """
     name, version = framework.__name__, framework.__version__
     if _numbers(version) < _numbers(OLDEST[name]):
-        raise ImportError(
+        raise TooOld(
             f"commhooks needs {name} {OLDEST[name]} or newer, and {version} is installed: "
             f'pip install --upgrade "{name.replace("_", "-")}>={OLDEST[name]}"'
         )

@@ -83,7 +83,7 @@ def predict(plan: ModelPlan, compressor: Compressor[Any], buckets: int, cluster:
     counted = plan.bytes_after + plan.flag_bytes
     leaving, seconds = _outside(counted, compressor.collectives, buckets, cluster, cluster.ranks_per_node)
     found = [Prediction(hook, leaving, seconds, between_nodes=False)]
-    if not compressor.per_bucket and cluster.ranks_per_node > 1:
+    if not compressor.not_between_nodes() and cluster.ranks_per_node > 1:
         leaving, seconds = _outside(counted, compressor.collectives, buckets, cluster, 1)
         others = (cluster.ranks_per_node - 1) / cluster.ranks_per_node
         inside = 8 * 2 * plan.bytes_before * others / cluster.inside

@@ -10,6 +10,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from features import complex_on_gloo
 from inside import session_of
 from models import masks
 from training import Run, make_model, residuals
@@ -217,12 +218,12 @@ CASTS: dict[str, tuple[dict[str, Any], torch.dtype | None]] = {
 }
 
 
-def _cast(how: str, ranks_per_node: int, factor: float) -> dict[str, Any]:
+def _cast(how: str, ranks_per_node: int, factor: float, dtype: torch.dtype = torch.float32) -> dict[str, Any]:
     """A step on gradients of about `factor`. `alone`: those of this rank."""
     arguments = CASTS[how][0]
-    ddp = torch.nn.parallel.DistributedDataParallel(make_model(), bucket_cap_mb=0.001)
+    ddp = torch.nn.parallel.DistributedDataParallel(make_model().to(dtype), bucket_cap_mb=0.001)
     hook = commhooks.attach(ddp, **arguments, ranks_per_node=ranks_per_node)
-    batch = torch.randn(8, 1, 8, 8, generator=torch.Generator().manual_seed(dist.get_rank()))
+    batch = torch.randn(8, 1, 8, 8, generator=torch.Generator().manual_seed(dist.get_rank())).to(dtype)
 
     def gradients() -> torch.Tensor:
         ddp.zero_grad()
@@ -246,8 +247,7 @@ def test_a_cast_between_nodes_only(run_ranks: Any, how: str, world_size: int, ra
     low = CASTS[how][1]
     nodes = torch.zeros_like(alone[:, 0])
     for place in range(ranks_per_node):  # in the order of the ranks
-        nodes += alone[:, place]
-    nodes /= ranks_per_node
+        nodes += alone[:, place] / ranks_per_node
     wanted = nodes.to(low).div_(count).sum(0).float() if low is not None else (nodes / count).sum(0)
     for rank in ranks:
         assert torch.equal(rank["averaged"], ranks[0]["averaged"])
@@ -259,11 +259,20 @@ def test_a_cast_between_nodes_only(run_ranks: Any, how: str, world_size: int, ra
     assert together == ranks[0]["plan"].bytes_after
 
 
-def test_a_cast_gets_the_mean_of_a_node(run_ranks: Any) -> None:
-    """Gradients beyond float16's range divided by the ranks of a node, which their sum would leave."""
-    factor = 40000 / max(float(rank["alone"].abs().max()) for rank in run_ranks(_cast, "fp16", 2, 1.0, world_size=4))
-    for rank in run_ranks(_cast, "fp16", 2, factor, world_size=4):
-        assert rank["averaged"].isfinite().all()
+def _large(how: str, dtype: torch.dtype) -> torch.Tensor:
+    ddp = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 3, bias=False, dtype=dtype))
+    commhooks.attach(ddp, **CASTS[how][0], ranks_per_node=2)
+    (40000 * ddp(torch.eye(4, dtype=dtype))).sum().backward()
+    assert ddp.module.weight.grad is not None
+    return ddp.module.weight.grad.float()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("how", ["fp16", "allreduce"])
+def test_a_cast_gets_the_mean_of_a_node(run_ranks: Any, how: str, dtype: torch.dtype) -> None:
+    """Its sum would leave the range of float16."""
+    for gradient in run_ranks(_large, how, dtype, world_size=4):
+        assert torch.equal(gradient, torch.full((3, 4), 40000.0).to(dtype).float())
 
 
 def test_a_cast_passes_on_what_is_not_finite(run_ranks: Any) -> None:
@@ -282,10 +291,17 @@ def _continued(ranks_per_node: int | None, saved: dict[str, Any] | None) -> tupl
 
 
 def test_a_cast_is_saved_as_without_nodes(run_ranks: Any) -> None:
-    saved = None
+    saved, flat = None, None
     for part, ranks_per_node in enumerate((2, None, 2), start=1):
         answers = run_ranks(_continued, ranks_per_node, saved, world_size=4)
         assert [step for _, step in answers] == [3 * part] * 4
+        if part == 2:  # both went on from three steps with nodes
+            flat = answers[0][0]["hook"]
+            nodes = run_ranks(_continued, 2, saved, world_size=4)[0][0]["hook"]
+            for content in (flat, nodes):
+                for counted in ("bytes_sent", "collectives"):
+                    content["counters"].pop(counted, None)
+            assert nodes == flat
         saved = answers[0][0]
 
 
@@ -400,12 +416,12 @@ class _TwoParts(torch.nn.Module):
         return self.second(x) if self.both else x
 
 
-def _idle(ranks_per_node: int | None) -> list[torch.Tensor]:
+def _idle(ranks_per_node: int | None, hook: str = "powerSGD") -> list[torch.Tensor]:
     torch.manual_seed(3)
     model = _TwoParts()
     ddp = torch.nn.parallel.DistributedDataParallel(model, find_unused_parameters=True, bucket_cap_mb=0.001)
-    options = {"matrix_approximation_rank": 2, "start_powerSGD_iter": 1}
-    commhooks.attach(ddp, "powerSGD", hook_options=options, ranks_per_node=ranks_per_node)
+    options = {"matrix_approximation_rank": 2, "start_powerSGD_iter": 1} if hook == "powerSGD" else None
+    commhooks.attach(ddp, hook, hook_options=options, check_every=2, ranks_per_node=ranks_per_node)
     found = []
     for step in range(6):
         model.both = step % 2 == 0
@@ -416,9 +432,50 @@ def _idle(ranks_per_node: int | None) -> list[torch.Tensor]:
     return found
 
 
-def test_layers_that_are_not_used_in_every_step(run_ranks: Any) -> None:
-    for flat, nodes in zip(run_ranks(_idle, None, world_size=4), run_ranks(_idle, 2, world_size=4), strict=True):
-        assert all(_far(got, wanted) < 1e-6 for got, wanted in zip(nodes, flat, strict=True))
+@pytest.mark.parametrize("hook", ["powerSGD", "allreduce"])
+def test_layers_that_are_not_used_in_every_step(run_ranks: Any, hook: str) -> None:
+    flat, nodes = (run_ranks(_idle, each, hook, world_size=4) for each in (None, 2))
+    for one, other in zip(flat, nodes, strict=True):
+        assert all(_far(got, wanted) < 1e-6 for got, wanted in zip(other, one, strict=True))
+
+
+class _Tokens(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.last = torch.nn.Embedding(30, 8, sparse=True), torch.nn.Linear(8, 4, dtype=torch.complex64)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.last(self.table(tokens).to(torch.complex64)).abs()
+
+
+def _sparse_and_complex(ranks_per_node: int | None, hook: str) -> list[torch.Tensor]:
+    torch.manual_seed(3)
+    ddp = torch.nn.parallel.DistributedDataParallel(_Tokens(), bucket_cap_mb=0.0001)
+    commhooks.attach(ddp, hook, ranks_per_node=ranks_per_node)
+    for step in range(3):
+        ddp.zero_grad()
+        generator = torch.Generator().manual_seed(10 * step + dist.get_rank())
+        ddp(torch.randint(30, (6,), generator=generator)).square().mean().backward()
+    found = [p.grad.to_dense() if p.grad.is_sparse else p.grad for p in ddp.parameters() if p.grad is not None]
+    return [torch.view_as_real(each) if each.is_complex() else each for each in found]
+
+
+@complex_on_gloo
+@pytest.mark.parametrize("hook", ["allreduce", "int8"])
+def test_sparse_and_complex_gradients(run_ranks: Any, hook: str) -> None:
+    flat, nodes = (run_ranks(_sparse_and_complex, each, hook, world_size=4) for each in (None, 2))
+    for one, other in zip(flat, nodes, strict=True):
+        assert len(one) == 3 and all(_far(got, wanted) < 1e-6 for got, wanted in zip(other, one, strict=True))
+
+
+def _one_node(ranks_per_node: int | None) -> tuple[str, str, torch.Tensor]:
+    run = Run.new(hook="bf16", ranks_per_node=ranks_per_node).train(3)
+    return type(run.hook._runner).__name__, str(run.hook.plan()), run.weights()
+
+
+def test_one_node_is_as_none(run_ranks: Any) -> None:
+    for one, none in zip(run_ranks(_one_node, 2), run_ranks(_one_node, None), strict=True):
+        assert one[:2] == none[:2] and torch.equal(one[2], none[2])
 
 
 # ---- which nodes -----------------------------------------------------------------------------------------------------

@@ -9,8 +9,10 @@ changed. Ends with 1 if a case fails with a hook and passes without, unless `exp
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -107,9 +109,16 @@ def _run(command: list[str], folder: str, hook: str, limit_s: float) -> tuple[in
     file = Path(folder, "output")  # not a pipe, which ranks of a torchrun that was killed would keep open
     with file.open("w") as output:
         process = subprocess.Popen(
-            [sys.executable, *command], cwd=folder, env=environment, stdout=output, stderr=output
+            [sys.executable, *command],
+            cwd=folder,
+            env=environment,
+            stdout=output,
+            stderr=output,
+            start_new_session=True,
         )
         code = _waited_for(process, limit_s)
+    with contextlib.suppress(ProcessLookupError):  # ranks that it has left behind
+        os.killpg(process.pid, signal.SIGKILL)
     return code, file.read_text(), time.monotonic() - began
 
 

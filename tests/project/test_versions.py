@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import importlib.metadata
+import os
 import re
+import subprocess
 from types import ModuleType
 
 import features
@@ -11,6 +13,7 @@ import pytest
 import run_versions as run
 import torch
 import version_sets as sets
+import warm
 from repository import REPOSITORY
 
 from commhooks.hook.supported import OLDEST, check_version
@@ -56,6 +59,24 @@ def test_an_older_framework_is_told_which_one_to_install(name):
             ImportError, match=rf"commhooks needs {name} {OLDEST[name]} or newer, and {framework.__version__}"
         ):
             check_version(framework)
+
+
+def test_an_old_framework_of_others_is_left_alone(tmp_path):
+    """Only who asks for our classes for it is told."""
+    old = tmp_path / "pytorch_lightning"
+    old.mkdir()
+    (old / "__init__.py").write_text('__version__ = "2.5.0"\nCallback = object\n')
+    names = ("DDPStrategy", "ModelParallelStrategy", "StrategyRegistry")
+    (old / "strategies.py").write_text("".join(f"{name} = object\n" for name in names))
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import lightning_commhooks, pytorch_lightning\n"
+        "try:\n    import lightning_commhooks.pytorch_lightning\n"
+        "except ImportError as error:\n    print(error)\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{sets.ROOT}"}
+    done = subprocess.run([warm.python(), script], env=environment, capture_output=True, text=True, timeout=60)
+    assert done.stdout.startswith("commhooks needs pytorch_lightning 2.6.0 or newer, and 2.5.0"), done.stderr
 
 
 def test_the_report_of_pytest_is_counted(tmp_path):

@@ -98,10 +98,12 @@ def _fork_rank(rank: int, number: int, port: int, hook: str, end: str, folder: s
 
 
 def _waited_for(pid: int, deadline: float) -> int | str:
-    while time.monotonic() < deadline:
-        done, status = os.waitpid(pid, os.WNOHANG)
+    while True:
+        done, status = os.waitpid(pid, os.WNOHANG)  # at least once: the rank before may have used up the time
         if done:
             return os.waitstatus_to_exitcode(status)
+        if time.monotonic() > deadline:
+            break
         time.sleep(0.01)
     os.kill(pid, 9)
     os.waitpid(pid, 0)

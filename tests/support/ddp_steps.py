@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import logging
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -86,6 +87,7 @@ def process_group_of_one() -> Iterator[None]:
         yield
     finally:
         dist.destroy_process_group()
+        time.sleep(0.001)  # as in worker_side.py: the model is destroyed soon, and the group with it
 
 
 def weights(model: nn.Module) -> dict[str, torch.Tensor]:

@@ -71,6 +71,9 @@ def _collect_garbage() -> None:
     """Hook and model refer to each other, and keep the task's process groups until then, with three threads for each.
 
     What was imported since the last time is exempted from this and later collections, to make them short."""
+    time.sleep(
+        0.001
+    )  # gloo's threads end what they are at: while a group is destroyed, none may wait for the interpreter
     gc.collect()
     if len(sys.modules) > _modules[0]:
         _modules[0] = len(sys.modules)

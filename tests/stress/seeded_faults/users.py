@@ -39,6 +39,22 @@ MUTANTS = [
         "peers/test_peers.py::test_a_case_of_torch_runs_with_a_hook_and_without",
     ),
     Mutant(
+        "a hung rank takes the time of the other one",
+        "tests/stress/exits.py",
+        "    while True:\n",
+        "    while time.monotonic() < deadline:\n",
+        "stress/test_exits.py",
+    ),
+    Mutant(
+        "an old twin of others' breaks their import",
+        "lightning_commhooks/__init__.py",
+        """    with suppress(TooOld):
+        check_version(sys.modules["pytorch_lightning"])
+""",
+        "    with suppress(KeyError):\n",
+        "project/test_versions.py::test_an_old_framework_of_others_is_left_alone",
+    ),
+    Mutant(
         "noop is offered for a misspelt name",
         "commhooks/compressors/registry.py",
         "if name not in COMPRESSORS or COMPRESSORS[name].Config.sends]",

@@ -1,0 +1,15 @@
+"""How `make exits` counts."""
+
+from __future__ import annotations
+
+import subprocess
+import time
+
+import exits
+
+
+def test_a_rank_that_hangs_does_not_count_for_the_other() -> None:
+    hangs, ends = subprocess.Popen(["sleep", "60"]), subprocess.Popen(["false"])
+    deadline = time.monotonic() + 0.2
+    assert exits._waited_for(hangs.pid, deadline) == "hung"
+    assert exits._waited_for(ends.pid, deadline) == 1

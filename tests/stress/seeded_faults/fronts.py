@@ -65,9 +65,9 @@ MUTANTS = [
     ),
     Mutant(
         "the twin imports lightning",
-        "lightning_commhooks/when_imported.py",
-        "    if module in sys.modules:\n",
-        "    if True:\n",
+        "lightning_commhooks/pytorch_lightning.py",
+        "import pytorch_lightning\n",
+        "import lightning.pytorch\n    import pytorch_lightning\n",
         f"{TWIN}::test_neither_package_imports_the_other",
     ),
     Mutant(

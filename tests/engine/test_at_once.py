@@ -5,6 +5,7 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
+import torch.distributed as dist
 from cuda_stand_ins import cuda_stand_ins, storage
 from ddp_steps import process_group_of_one
 
@@ -81,6 +82,16 @@ class Gathers(Stateless[Steps]):
         rows = yield Send(flat, op="gather", last=True)
         self.made += [half, rows]
         return rows.sum(0) + half
+
+
+def _gathered(_: None) -> torch.Tensor:
+    flat = torch.arange(4.0) + 10 * dist.get_rank()
+    return reduce_at_once(Gathers(), Bucket(flat, [flat]), resolve_group(None)).wait()
+
+
+def test_a_gather_has_a_row_of_each_rank(run_ranks: Any) -> None:
+    for rank, found in enumerate(run_ranks(_gathered, None)):
+        assert torch.equal(found, 2 * torch.arange(4.0) + 10 + (torch.arange(4.0) + 10 * rank) / 2)
 
 
 def test_what_the_callback_reads_is_kept_for_its_stream() -> None:

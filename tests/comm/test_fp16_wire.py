@@ -47,9 +47,9 @@ def test_scaled_gradients_stay_finite_and_train(run_ranks):
         assert sum(each["losses"][-20:]) < 0.7 * sum(each["losses"][:20])
 
 
-def _prescribed(scale: float, wrapper: str | None) -> list[Gradients]:
+def _prescribed(scale: float, wrapper: str | None, fused: bool | None) -> list[Gradients]:
     ddp = wrap(SHAPES)
-    config = commhooks.PowerSGD(matrix_approximation_rank=2, start_powerSGD_iter=0, min_compression_rate=1)
+    config = commhooks.PowerSGD(matrix_approximation_rank=2, start_powerSGD_iter=0, min_compression_rate=1, fused=fused)
     commhooks.attach(ddp, config, wrapper=wrapper)
     gradients = []
     for step in range(5):
@@ -58,15 +58,15 @@ def _prescribed(scale: float, wrapper: str | None) -> list[Gradients]:
     return gradients
 
 
-def _two_scales(scale: float, masked: bool) -> tuple[list[Gradients], list[Gradients]]:
+def _two_scales(scale: float, masked: bool, fused: bool | None) -> tuple[list[Gradients], list[Gradients]]:
     with masks(masked):
-        return _prescribed(scale, "fp16"), _prescribed(1.0, None)
+        return _prescribed(scale, "fp16", fused), _prescribed(1.0, None, fused)
 
 
-@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize(("masked", "fused"), [(False, None), (False, False), (True, None)])
 @pytest.mark.parametrize("scale", [1e-3, 300.0])
-def test_what_travels_grows_with_the_gradient_not_with_its_square(run_ranks, scale, masked):
+def test_what_travels_grows_with_the_gradient_not_with_its_square(run_ranks, scale, masked, fused):
     """P and Q of gradients of this size fit into fp16; their squares would be clamped, or rounded to zero."""
-    for fp16, float32 in run_ranks(_two_scales, scale, masked):
+    for fp16, float32 in run_ranks(_two_scales, scale, masked, fused):
         for got, expected in zip(fp16, float32, strict=True):
             assert worst_error(got, expected) < 0.02

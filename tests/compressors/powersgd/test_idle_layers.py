@@ -43,6 +43,8 @@ def _memory(hook: commhooks.CommHook) -> Gradients:
 def _run(quiet: range, wrapper: str | None, cap: float, on_rank: int | None = None) -> dict[str, Any]:
     ddp = wrap(SHAPES, cap)
     options = {"matrix_approximation_rank": 2, "start_powerSGD_iter": 0, "min_compression_rate": 1}
+    if cap == EVERY_PARAMETER:
+        options["fused"] = False  # the form without the native kernel, too
     hook = commhooks.attach(ddp, "powerSGD", hook_options=options, wrapper=wrapper)
     gradients, memory = [], [_memory(hook)]
     for step in range(STEPS):
@@ -85,11 +87,15 @@ def test_zero_on_one_rank_only_is_a_gradient_like_any_other(run_ranks):
             assert relative_error(gradients[LAYER], matrix) < 1e-4
 
 
-def _recover_from_a_zero_direction(zero_rows: list[int]) -> tuple[float, bool]:
+def _recover_from_a_zero_direction(zero_rows: list[int], fused: bool | None) -> tuple[float, bool]:
     """(how far a gradient of rank 2 is from being recovered at once, whether Q has its directions back)."""
     ddp = wrap({LAYER: SHAPES[LAYER]})
     config = commhooks.PowerSGD(
-        matrix_approximation_rank=2, start_powerSGD_iter=0, min_compression_rate=1, use_error_feedback=False
+        matrix_approximation_rank=2,
+        start_powerSGD_iter=0,
+        min_compression_rate=1,
+        use_error_feedback=False,
+        fused=fused,
     )
     hook = commhooks.attach(ddp, config)
     backward(ddp, random_gradients({LAYER: SHAPES[LAYER]}, dist.get_rank(), 0))
@@ -104,9 +110,10 @@ def _recover_from_a_zero_direction(zero_rows: list[int]) -> tuple[float, bool]:
     return error, bool(q.any(dim=1).all())
 
 
+@pytest.mark.parametrize("fused", [None, False])
 @pytest.mark.parametrize("zero_rows", [[0], [1], [0, 1]])
-def test_a_direction_of_zeros_in_q_is_refilled(run_ranks, zero_rows):
-    """Without, P would get a random direction there instead of one of the gradient,."""
-    for error, restored in run_ranks(_recover_from_a_zero_direction, zero_rows):
+def test_a_direction_of_zeros_in_q_is_refilled(run_ranks, zero_rows, fused):
+    """Otherwise P would get a random direction there instead of one of the gradient."""
+    for error, restored in run_ranks(_recover_from_a_zero_direction, zero_rows, fused):
         assert error < 1e-5
         assert restored

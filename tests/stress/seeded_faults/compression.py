@@ -104,7 +104,7 @@ MUTANTS = [
         "inexact for ever after a commit that failed",
         "commhooks/engine/session.py",
         "            state.local_missing = False\n",
-        "",
+        "            pass\n",
         "checkpoint/test_changed_surroundings.py::test_after_a_commit_that_failed_the_next_one_is_whole_again",
     ),
     Mutant(

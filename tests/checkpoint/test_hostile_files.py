@@ -26,6 +26,7 @@ from training import Run
 
 from accelerate_commhooks.saving import saved_hooks
 from commhooks import CommHookError, HookRunError, PayloadError
+from commhooks.checkpoint import parts
 from lightning_commhooks import CommHookDDP
 
 PACKAGES = ("commhooks", "lightning_commhooks", "accelerate_commhooks")
@@ -270,6 +271,21 @@ def _as_file(content: Any) -> bytes:
     except Exception:  # not everything can be written
         return b""
     return file.getvalue()
+
+
+@pytest.mark.parametrize(
+    "residual",
+    [None, [0.0], torch.zeros(3), torch.zeros(2, 2, dtype=torch.int64), torch.full((2, 2), float("nan"))],
+    ids=["nothing", "a list", "shape", "dtype", "NaN"],
+)
+def test_the_part_of_a_rank_holds_finite_residuals(residual: Any) -> None:
+    saved = {"format": "commhooks", "version": 1, "hook": "int8_compress", "options": {}, "step": 1, "world_size": 2}
+    entry = {"shape": [2, 2], "q": None, "residual": [torch.ones(2, 2)]}
+    saved |= {"residual": "per_rank", "residual_ranks": [0], "loss_scale": 1.0, "parameters": {"w": entry}}
+    shared, part = parts.split(saved, 0)
+    assert part is not None and parts.problem_of_part(shared, part, 0) is None
+    problem = parts.problem_of_part(shared, part | {"residuals": {"w": residual}}, 0)
+    assert problem is not None and "has a residual for 'w' that does not fit" in problem
 
 
 def test_damaged_files_of_accelerate(run_ranks: Any, tmp_path: Path) -> None:

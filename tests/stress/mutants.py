@@ -100,9 +100,9 @@ def main() -> int:
     table = Table("mutant", "test that must fail", "outcome", "s")
     failures = 0
     for number, mutant in enumerate(chosen, 1):
-        console.print(f"{number}/{len(chosen)} {mutant.name} ...", markup=False)
         started = time.monotonic()
         outcome = run(mutant, console)
+        console.print(f"{number}/{len(chosen)} {mutant.name}: {outcome}", markup=False)
         failures += outcome != "killed"
         table.add_row(mutant.name, mutant.test, outcome, f"{time.monotonic() - started:.0f}")
     console.print(table)

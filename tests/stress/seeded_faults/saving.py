@@ -15,7 +15,7 @@ MUTANTS = [
         "commhooks/compressors/powersgd/host_exchange.py",
         "            s.kernels.split(delta, (s.p[i], s.q[i]), (s.p[i], q), matrix.rank, residual)\n        else:",
         "            self._store_gradient(i, matrix, delta, q)\n        else:",
-        "checkpoint/test_resume.py::test_what_a_resume_needs",
+        "compressors/powersgd/test_powersgd_cases.py::test_every_case",
     ),
     Mutant(
         "rank 0's residual everywhere",
@@ -121,7 +121,7 @@ MUTANTS = [
         "commhooks/compressors/powersgd/host_exchange.py",
         "None if known is None else known.view(matrix.n, matrix.m)",
         "None",
-        "checkpoint/test_elastic_resume.py::test_without_residuals_the_chain_does_not_follow",
+        "compressors/powersgd/test_powersgd_cases.py::test_every_case",
     ),
     Mutant(
         "one rank's file for another",
@@ -240,6 +240,6 @@ MUTANTS = [
         "commhooks/checkpoint/parts.py",
         '            check_tensor(residual, "it")\n',
         "            pass\n",
-        "checkpoint/test_hostile_files.py::test_damaged_files_of_accelerate",
+        "checkpoint/test_hostile_files.py::test_the_part_of_a_rank_holds_finite_residuals",
     ),
 ]

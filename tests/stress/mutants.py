@@ -102,7 +102,7 @@ def main() -> int:
     for number, mutant in enumerate(chosen, 1):
         started = time.monotonic()
         outcome = run(mutant, console)
-        console.print(f"{number}/{len(chosen)} {mutant.name}: {outcome}", markup=False)
+        console.print(f"{number}/{len(chosen)} {outcome}: {mutant.name}", markup=False, soft_wrap=True)
         failures += outcome != "killed"
         table.add_row(mutant.name, mutant.test, outcome, f"{time.monotonic() - started:.0f}")
     console.print(table)

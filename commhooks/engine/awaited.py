@@ -30,10 +30,6 @@ class Awaited(Stateless[Any]):
     def name(self) -> str:
         return self._inner.name
 
-    @property
-    def called(self) -> str:
-        return self._inner.called
-
     def plan_one(self, info: ParameterInfo) -> UnitPlan:
         plan = self._inner.plan_one(info)
         return plan if info.sparse else replace(plan, compressed=True, numel_compressed=plan.numel)

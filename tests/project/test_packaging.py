@@ -190,9 +190,8 @@ def test_two_ranks_train_without_a_warning(environment, python, tmp_path):
     finally:
         other.kill()
     assert (done.returncode, other.returncode) == (0, 0), done.stderr + errors
-    file, compressed_steps, kernel = json.loads(
-        done.stdout.splitlines()[-1]
-    )  # torch 2.8's gloo says before that who is connected
+    # torch 2.8's gloo says before that who is connected.
+    file, compressed_steps, kernel = json.loads(done.stdout.splitlines()[-1])
     assert Path(file).is_relative_to(environment) and compressed_steps == 2
     assert kernel == (
         "native" if HAS_COMPILER else "torch"

@@ -2,7 +2,7 @@
 
 import soak
 
-STEPS = 300
+STEPS = 600
 
 
 def test_memory_replicas_and_bits(run_ranks):

@@ -4,6 +4,7 @@ from seeded_faults.mutant import Mutant
 
 _HIERARCHY, _SHARES = "commhooks/engine/hierarchy.py", "commhooks/engine/node_shares.py"
 _TESTS = "engine/test_hierarchy.py"
+_CASTS = "engine/test_casts_between_nodes.py"
 _SAME = f"{_TESTS}::test_the_same_as_without_nodes"
 
 MUTANTS = [
@@ -19,28 +20,35 @@ MUTANTS = [
         _HIERARCHY,
         "        before, after = (1, count) if state.local else (count, 1)\n",
         "        before, after = 1, count\n",
-        f"{_TESTS}::test_a_cast_gets_the_mean_of_a_node",
+        f"{_CASTS}::test_a_cast_gets_the_mean_of_a_node",
     ),
     Mutant(
         "nodes: one node goes by the engine",
         "commhooks/hook/attach.py",
         "    if nodes is not None:\n",
         "    if request.ranks_per_node is not None:\n",
-        f"{_TESTS}::test_one_node_is_as_none",
+        f"{_CASTS}::test_one_node_is_as_none",
     ),
     Mutant(
         "nodes: passes with a cast count as compressed",
         "commhooks/engine/session.py",
         "        self.outcomes.add(good, current.compressing and self.compressor.selective)\n",
         "        self.outcomes.add(good, current.compressing)\n",
-        f"{_TESTS}::test_a_cast_is_saved_as_without_nodes",
+        f"{_CASTS}::test_a_cast_is_saved_as_without_nodes",
+    ),
+    Mutant(
+        "nodes: several devices of a cast are noticed in the first backward pass",
+        "commhooks/hook/stateless_hook.py",
+        ' if self._one_device else ""\n',
+        ' if False else ""\n',
+        f"{_CASTS}::test_parameters_on_several_devices_are_refused_when_it_is_attached",
     ),
     Mutant(
         "nodes: a cast is among all ranks",
         "commhooks/engine/awaited.py",
         "        return plan if info.sparse else replace(plan, compressed=True, numel_compressed=plan.numel)\n",
         "        return plan\n",
-        f"{_TESTS}::test_a_cast_between_nodes_only",
+        f"{_CASTS}::test_a_cast_between_nodes_only",
     ),
     Mutant(
         "nodes: each rank believes its own verdict",

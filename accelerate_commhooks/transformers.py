@@ -26,6 +26,7 @@ from transformers import Trainer, TrainerCallback
 from transformers.trainer_utils import IntervalStrategy, get_last_checkpoint
 
 from accelerate_commhooks.handler import STOCK_HOOK_FIELDS, CommHookKwargs
+from accelerate_commhooks.jit_checkpoint import save_between_steps
 from accelerate_commhooks.saving import saved_hooks
 from commhooks import AttachError, CommHook, HookConfigError
 from commhooks.errors import logger_of
@@ -113,6 +114,7 @@ class CommHookTrainerMixin(_Base):
         self._metrics_at: dict[int, dict[str, float]] = {}
         super().__init__(*args, **kwargs)
         self.add_callback(_CommHookCallback(self))
+        save_between_steps(self)
 
     @property
     def comm_hook(self) -> CommHook | None:

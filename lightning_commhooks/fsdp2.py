@@ -5,15 +5,14 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Optional, Union
 
-import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint import DefaultLoadPlanner
 from torch.distributed.constants import default_pg_timeout
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 
 from commhooks import CommHook, HookConfigError
 from commhooks.hook.for_plugins import HookRequest, attach_request
-from lightning_commhooks.checkpoint import CHECKPOINT_KEY, HookCheckpoint
+from lightning_commhooks.checkpoint import HookCheckpoint
+from lightning_commhooks.hook_folder import HookFolder
 from lightning_commhooks.hooked_strategy import HookedStrategy
 from lightning_commhooks.messages import warn
 from lightning_commhooks.run import loss_scale, with_start
@@ -143,10 +142,12 @@ class HookedFSDP2(HookedStrategy, ModelParallelStrategy):
     ) -> None:
         full = "optimizer_states" in checkpoint
         path = Path(self.broadcast(filepath))
+        if self.global_rank == 0:
+            HookFolder(path).remove()
         super().save_checkpoint(checkpoint, path, storage_options)
         module = self.lightning_module
         if full and self._comm_hook is not None and module is not None and self.hook_belongs_to(module):
-            dcp.save({"hook": self._comm_hook}, checkpoint_id=path / CHECKPOINT_KEY)
+            HookFolder(path).save(self._comm_hook)
 
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
         path, module = Path(self.broadcast(checkpoint_path)), self.lightning_module
@@ -154,13 +155,12 @@ class HookedFSDP2(HookedStrategy, ModelParallelStrategy):
         hook = self._comm_hook
         if module is None or hook is None or module.trainer.state.fn != "fit":
             return loaded
-        if (path / CHECKPOINT_KEY).is_dir():
-            planner = DefaultLoadPlanner(allow_partial_load=not self._request.strict)
-            dcp.load({"hook": hook}, checkpoint_id=path / CHECKPOINT_KEY, planner=planner)
+        if self.broadcast(HookFolder(path).is_complete):
+            HookFolder(path).load(hook, strict=self._request.strict)
         else:
             warn(
-                "the checkpoint holds no state of a communication hook (it was saved without CommHookFSDP2): hook "
-                f"{hook.name!r} begins with fresh memory"
+                "the checkpoint holds no complete state of a communication hook (it was saved without CommHookFSDP2, "
+                f"or its save was interrupted): hook {hook.name!r} begins with fresh memory"
             )
         return loaded
 

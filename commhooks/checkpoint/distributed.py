@@ -99,7 +99,7 @@ class DistributedState:
         residuals = state.get(RESIDUAL, {})
         if rest.get("exact") is not True:
             payload["exact"] = False
-        elif residuals:
+        elif residuals and "parameters" in payload:  # not so if it was saved by a hook without memory
             payload["residual"] = "mean"
             for name, entry in payload["parameters"].items():
                 own = self._source.local_part(residuals[name]).detach().cpu() if name in residuals else None

@@ -17,7 +17,7 @@ from unittest import mock
 import pytest
 import yaml
 from features import whole_numbers_in_config_classes
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from lightning.pytorch.cli import LightningCLI
 from lightning_support import Model
@@ -140,6 +140,8 @@ OUTCOMES: list[str] = []
 
 @settings(max_examples=60, deadline=None, derandomize=True, database=None)
 @given(options())
+@example({"warm_start": 4})  # OmegaConf would take it for True
+@example({"fused": 0.0})
 def _alike(chosen: Options) -> None:
     got = {name: outcome(channel, chosen) for name, channel in CHANNELS.items()}
     assert len(set(got.values())) == 1, (chosen, got)

@@ -4,6 +4,34 @@ from seeded_faults.mutant import Mutant
 
 MUTANTS = [
     Mutant(
+        "FSDP2 checkpoints: new weights beside the hook of the save before",
+        "lightning_commhooks/fsdp2.py",
+        "            HookFolder(path).remove()\n",
+        "            pass\n",
+        "with_lightning/test_lightning_fsdp2_folder.py::test_a_folder_that_is_incomplete_or_of_other_weights_is_not_loaded",
+    ),
+    Mutant(
+        "FSDP2 checkpoints: a save that was interrupted is loaded",
+        "lightning_commhooks/hook_folder.py",
+        'return (self._path / ".metadata").is_file()',
+        "return self._path.is_dir()",
+        "with_lightning/test_lightning_fsdp2_folder.py::test_a_folder_that_is_incomplete_or_of_other_weights_is_not_loaded",
+    ),
+    Mutant(
+        "FSDP2 checkpoints: what is no tensor may run code",
+        "lightning_commhooks/hook_folder.py",
+        "        torch.load(value, weights_only=True)\n",
+        "",
+        "with_lightning/test_lightning_fsdp2_folder.py::test_what_is_no_plain_data_is_not_read",
+    ),
+    Mutant(
+        "FSDP2 checkpoints: residuals for a hook that had none",
+        "commhooks/checkpoint/distributed.py",
+        'elif residuals and "parameters" in payload:',
+        "elif residuals:",
+        "with_lightning/test_lightning_fsdp2_folder.py::test_the_state_of_another_hook",
+    ),
+    Mutant(
         "a fit with shards resumes without its hook",
         "lightning_commhooks/fsdp2.py",
         "        if (path / CHECKPOINT_KEY).is_dir():\n",

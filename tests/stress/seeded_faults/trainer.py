@@ -4,6 +4,13 @@ from seeded_faults.mutant import Mutant
 
 MUTANTS = [
     Mutant(
+        "Trainer: on SIGTERM the hook is saved a step ahead of the weights",
+        "accelerate_commhooks/transformers.py",
+        "        save_between_steps(self)\n",
+        "",
+        "with_transformers/test_transformers_jit.py",
+    ),
+    Mutant(
         "Trainer: resume loads nothing",
         "accelerate_commhooks/transformers.py",
         "                saved_hooks(trainer.accelerator).load(trainer._resume_folder)\n",

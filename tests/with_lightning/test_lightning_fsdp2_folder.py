@@ -1,0 +1,79 @@
+"""The hook's folder in checkpoints of `CommHookFSDP2`: incomplete, outdated, of another hook, hostile."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from lightning_support import caught_warnings, data, trainer
+from test_lightning_fsdp2 import Sharded, fit, strategy
+
+from commhooks import PayloadError
+
+
+def _saved(root: str, hook: str) -> Any:
+    made = trainer(root, strategy=strategy(hook=hook), max_epochs=1)
+    made.fit(Sharded(), data())
+    made.save_checkpoint(f"{root}/whole.ckpt")
+    return made
+
+
+def _incomplete(root: str) -> dict[str, Any]:
+    made = _saved(root, "int8")
+    folder = Path(root, "whole.ckpt", "commhooks")
+    made.save_checkpoint(f"{root}/weights.ckpt")
+    made.save_checkpoint(f"{root}/weights.ckpt", weights_only=True)
+    dist.barrier()
+    found = {"whole": folder.is_dir(), "outdated": Path(root, "weights.ckpt", "commhooks").exists()}
+    dist.barrier()
+    if dist.get_rank() == 0:
+        (folder / ".metadata").unlink()  # as after a kill while the hook was saved
+    dist.barrier()
+    resumed = fit(f"{root}/resumed", 2, f"{root}/whole.ckpt", hook="int8")
+    return found | {"warnings": resumed["warnings"], "step": resumed["stats"]["step"]}
+
+
+def test_a_folder_that_is_incomplete_or_of_other_weights_is_not_loaded(run_ranks: Any, tmp_path: Path) -> None:
+    results = run_ranks(_incomplete, str(tmp_path), world_size=4)
+    for result in results:
+        assert result["whole"] and not result["outdated"]
+        assert result["step"] == 2  # of the second epoch alone
+    assert any("holds no complete state of a communication hook" in text for text in results[0]["warnings"])
+
+
+def _of_another_hook(root: str) -> dict[str, Any]:
+    _saved(root, "allreduce")
+    with pytest.raises(PayloadError) as error:
+        fit(f"{root}/strict", 2, f"{root}/whole.ckpt", hook="int8")
+    begun = fit(f"{root}/anew", 2, f"{root}/whole.ckpt", hook="int8", strict=False)
+    return {"error": str(error.value), "compressed": begun["stats"]["compressed_steps"]}
+
+
+def test_the_state_of_another_hook(run_ranks: Any, tmp_path: Path) -> None:
+    for result in run_ranks(_of_another_hook, str(tmp_path), world_size=4):
+        assert "was saved by another hook" in result["error"] and "strict=False" in result["error"]
+        assert result["compressed"] == 2
+
+
+class _Hostile:
+    def __init__(self, planted: str) -> None:
+        self.planted = planted
+
+    def __reduce__(self) -> Any:
+        return Path.touch, (Path(self.planted),)
+
+
+def _hostile(root: str) -> bool:
+    _saved(root, "int8")
+    planted = f"{root}/planted"
+    dcp.save({"hook": {"commhooks": _Hostile(planted)}}, checkpoint_id=f"{root}/whole.ckpt/commhooks")
+    with pytest.raises(PayloadError, match="commhooks cannot be read: .*Weights only"):
+        fit(f"{root}/resumed", 2, f"{root}/whole.ckpt", hook="int8", strict=False)
+    return Path(planted).exists()
+
+
+def test_what_is_no_plain_data_is_not_read(run_ranks: Any, tmp_path: Path) -> None:
+    assert run_ranks(_hostile, str(tmp_path), world_size=4) == [False] * 4

@@ -20,7 +20,7 @@ class BetweenSteps(JITCheckpointCallback):
 def save_between_steps(trainer: Trainer) -> None:
     """Replace the callback by which `trainer` saves on SIGTERM, if it does."""
     own = trainer.pop_callback(JITCheckpointCallback)
-    if own is not None:
+    if isinstance(own, JITCheckpointCallback):
         ours = BetweenSteps()
         ours.trainer, ours.jit_manager = own.trainer, own.jit_manager
         trainer.add_callback(ours)

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import Accelerator
+from accelerate import Accelerator, DistributedType
 
 from accelerate_commhooks.hooked_models import HookedModel
 from accelerate_commhooks.whole_files import WholeFiles
@@ -93,6 +93,8 @@ class SavedHooks:
         Raises:
             PayloadError: a file is damaged or does not fit; nothing was changed.
         """
+        if self._live_accelerator().distributed_type is DistributedType.NO and not self._models:
+            return  # no model will have a hook
         # Check everything before applying anything, so that an error leaves all models unchanged.
         take_over: list[Callable[[], None]] = []
         early: dict[int, tuple[dict[str, Any], Path]] = {}

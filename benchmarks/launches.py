@@ -77,7 +77,7 @@ def count(shapes: Shapes, wrapper: str | None, options: Mapping[str, Any], cap_m
     """Count one warm step of PowerSGD."""
     parameters = {str(i): torch.empty(shape, device=META) for i, shape in enumerate(shapes)}
     sizes = [Reduced(name, 4 * p.numel(), p.dtype, p.device) for name, p in parameters.items()]
-    buckets = [[parameters[name] for name in names] for names in estimate_buckets(sizes, cap_mb)]
+    buckets = [{name: parameters[name] for name in names} for names in estimate_buckets(sizes, cap_mb)]
     given = {"start_powerSGD_iter": 0, **options}
     compressor = HookRequest.parse("powerSGD", hook_options=given, wrapper=wrapper).new_compressor(None)
     assert compressor is not None

@@ -143,7 +143,7 @@ class HookedFabricDDP(DDPStrategy):
         weights_only = True if weights_only is None else weights_only
         rest = super().load_checkpoint(path=path, state=state, strict=strict, weights_only=weights_only)
         if isinstance(state, dict) and state:
-            self._load_hooks(state, rest.pop(CHECKPOINT_KEY, {}))
+            self._load_hooks(state, rest.pop(CHECKPOINT_KEY, {}), strict=strict and self._request.strict)
         elif not state and self._hooks and CHECKPOINT_KEY in rest:
             warn(
                 "the hooks were not restored: fabric.load restores the hook of a model that it is given, as in "
@@ -158,12 +158,12 @@ class HookedFabricDDP(DDPStrategy):
         models = {name: each for name, each in state.items() if isinstance(each, nn.Module)}
         return {name: hook for name, model in models.items() if (hook := self.hook_of(model)) is not None}
 
-    def _load_hooks(self, state: Mapping[str, Any], saved: object) -> None:
+    def _load_hooks(self, state: Mapping[str, Any], saved: object, *, strict: bool) -> None:
         """Check all that was saved for the models in `state`, then let their hooks take it over."""
         if not isinstance(saved, dict):
             raise PayloadError(f"the checkpoint's {CHECKPOINT_KEY!r} is a {type(saved).__name__}, not a dict by models")
         hooks = self._hooks_in(state)
-        take_over = [hook.prepare_load(saved[name]) for name, hook in hooks.items() if name in saved]
+        take_over = [hook.prepare_load(saved[name], strict) for name, hook in hooks.items() if name in saved]
         for each in take_over:
             each()
         for name, hook in hooks.items():

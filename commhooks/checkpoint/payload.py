@@ -238,7 +238,9 @@ def _compare(parameters: dict[str, Any], target: Target, strict: bool) -> list[s
             f"{name}: {problem}" for name, problem in problems.items()
         )
         if strict:
-            raise PayloadError(f"{text}\nstrict=False gives these parameters fresh memory and loads the others")
+            raise PayloadError(
+                f"{text}\nstrict=False beside hook=... gives these parameters fresh memory and loads the others"
+            )
         if target.rank == 0:
             logger.warning("%s\nThese parameters start with fresh memory (strict=False).", text)
     return [name for name in parameters if name not in problems]

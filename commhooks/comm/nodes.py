@@ -2,6 +2,7 @@
 
 import os
 import socket
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -76,6 +77,14 @@ def find_nodes(ranks_per_node: RanksPerNode, group: dist.ProcessGroup, device: t
     mine = next(each for each in members if group.rank() in each)
     local_rank = mine.index(group.rank())
     return Nodes(_new_group(mine, group), _new_group([each[local_rank] for each in members], group))
+
+
+def ranks_per_host(group: dist.ProcessGroup, device: torch.device) -> int:
+    """How many ranks of `group` are on the host that has the most of them; 1 if all are on one host. All of its ranks
+    must call this."""
+    hosts = gather_texts(socket.gethostname(), group, device, "the names of the hosts")
+    counts = Counter(hosts).values()
+    return max(counts) if len(counts) > 1 else 1
 
 
 def _new_group(ranks: Sequence[int], within: dist.ProcessGroup) -> dist.ProcessGroup:

@@ -94,6 +94,9 @@ class Compressor(ABC, Generic[ConfigT]):
         transactional: True: the engine waits for all collectives and commits all buckets of a backward pass together,
             or none. False for a compressor without learned state: its hook calls return at once, and DDP waits;
             between nodes the engine waits.
+        computes_from_received: what it computes from what it has received may differ between kinds of processors in
+            the last bits, so that replicas on such machines drift apart. False: the same operation on each number
+            alone, which is exact everywhere.
         selective: it decides per parameter whether to compress; plans then show the reasons.
         per_bucket: it compresses whole buckets, so its plan is unknown until DDP has built its buckets.
         stats_every: steps between two log lines with compression statistics; None: no such lines.
@@ -114,6 +117,7 @@ class Compressor(ABC, Generic[ConfigT]):
     Config: ClassVar[type[Any]]
     title: ClassVar[str] = ""
     transactional: ClassVar[bool] = True
+    computes_from_received: ClassVar[bool] = True
     selective: ClassVar[bool] = True
     per_bucket: ClassVar[bool] = False
     wrappers: ClassVar[tuple[str, ...]] = tuple(WIRE_DTYPES)

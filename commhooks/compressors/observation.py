@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
+from commhooks.comm.cost import Backend
 from commhooks.comm.link import Link
 from commhooks.compressors.plan import UnitPlan
 from commhooks.gradients.layout import BucketLayout
@@ -69,6 +70,13 @@ class Ranks(Protocol):
 
     @property
     def size(self) -> int: ...
+
+    @property
+    def backend(self) -> Backend:
+        """Whose collectives they use."""
+
+    def together(self) -> int:
+        """How many of them share the network of one machine; 1 if all are on one machine."""
 
     def table(self, numbers: Sequence[float]) -> list[list[float]]:
         """The numbers of every rank, a row each; equal on all ranks. All must give as many."""

@@ -45,7 +45,8 @@ class Offer:
             return cls(cannot=str(error))
         found = [compressor.kernels_here(device, dtype) for dtype in dtypes]
         kernels = tuple(kernel for kernel in found[0].kernels if all(kernel in each.kernels for each in found))
-        return cls(kernels, next((each.missing for each in found if each.missing), ""), arithmetic_of(device))
+        missing = next((each.missing for each in found if each.missing), "")
+        return cls(kernels, missing, arithmetic_of(device) if compressor.computes_from_received else "")
 
     @property
     def key(self) -> int:

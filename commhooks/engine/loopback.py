@@ -3,7 +3,7 @@
 Used to time a codec on this machine. Nothing is sent, and no process group is needed.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -11,17 +11,19 @@ import torch
 from commhooks.comm.collective import Send
 from commhooks.compressors.base import Compressor, Exchange, StepInfo, Verdict
 from commhooks.compressors.plan import ParameterInfo
+from commhooks.engine.average import average
 from commhooks.engine.kernel_choice import use_own_kernel
 from commhooks.engine.state import LearnedState
 from commhooks.gradients import precision
 from commhooks.gradients.layout import read_layout
+from commhooks.gradients.names import ModelNames
 
 
 class Loopback:
     """Buckets of random gradients, with their own learned state. Computes with the preferred kernel of this machine.
 
     Args:
-        buckets: the parameters of each bucket; only their shapes, strides and dtypes are read.
+        buckets: name -> parameter for each bucket; only shapes, strides and dtypes of the parameters are read.
         device: the device on which to compute.
 
     Attributes:
@@ -29,19 +31,20 @@ class Loopback:
     """
 
     def __init__(
-        self, compressor: Compressor[Any], buckets: Sequence[Sequence[torch.Tensor]], device: torch.device
+        self, compressor: Compressor[Any], buckets: Sequence[Mapping[str, torch.Tensor]], device: torch.device
     ) -> None:
         self._compressor = compressor
-        self.choice = use_own_kernel(compressor, device, {p.dtype for parameters in buckets for p in parameters})
+        self.choice = use_own_kernel(compressor, device, {p.dtype for each in buckets for p in each.values()})
         self._state = LearnedState.of(compressor.state_fields)
-        self._buckets: list[tuple[torch.Tensor, Any]] = []
-        for number, parameters in enumerate(buckets):
-            names = [f"{number}.{i}" for i in range(len(parameters))]
-            numel = sum(p.numel() for p in parameters)
-            flat = torch.empty(numel, dtype=parameters[0].dtype, device=device)
-            layout = read_layout(flat, parameters, names)
-            plans = compressor.plan([ParameterInfo(n, p) for n, p in zip(names, parameters, strict=True)])
-            self._buckets.append((flat, compressor.workspace(layout, plans)))
+        self._buckets: list[tuple[torch.Tensor, Any]] = []  # None for a bucket of which nothing is compressed
+        for named in buckets:
+            parameters, names = list(named.values()), ModelNames(named.items())
+            flat = torch.empty(sum(p.numel() for p in parameters), dtype=parameters[0].dtype, device=device)
+            layout = read_layout(flat, parameters, list(named))
+            config = compressor.planning_config
+            plans = compressor.plan([ParameterInfo.of(name, p, names, config) for name, p in named.items()])
+            compresses = not compressor.transactional or any(plan.compressed for plan in plans)
+            self._buckets.append((flat, compressor.workspace(layout, plans) if compresses else None))
 
     def fill(self) -> None:
         """Fill the buckets with new random gradients."""
@@ -53,10 +56,13 @@ class Loopback:
         info = StepInfo(self._state.step, world_size=1)
         device = self._buckets[0][0].device
         with precision.full_precision(device):
-            run_alone(
-                [self._compressor.exchange(flat, work, self._state, info) for flat, work in self._buckets], device
-            )
+            run_alone([self._exchange(flat, work, info) for flat, work in self._buckets], device)
         self._state.step += 1
+
+    def _exchange(self, flat: torch.Tensor, work: Any, info: StepInfo) -> Exchange:
+        if work is None:
+            return average(flat, self._compressor.wire_dtype_for(flat.dtype), 1)
+        return self._compressor.exchange(flat, work, self._state, info)
 
 
 def run_alone(exchanges: Sequence[Exchange], device: torch.device) -> None:

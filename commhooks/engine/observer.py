@@ -9,8 +9,10 @@ import torch.distributed as dist
 
 from commhooks.comm.clocks import Mark, mark, seconds_between
 from commhooks.comm.collective import Send, gather_rows, start
+from commhooks.comm.cost import Backend
 from commhooks.comm.counters import Counters
 from commhooks.comm.link import Link, measure_link
+from commhooks.comm.nodes import ranks_per_host
 from commhooks.compressors.base import Compressor
 from commhooks.compressors.observation import Look, Watch
 from commhooks.compressors.plan import ParameterInfo, UnitPlan
@@ -101,7 +103,7 @@ class Observer:
         waits.
 
         Args:
-            step: committed steps before it.
+            step: committed steps before it, if it was committed.
             good: whether it was committed.
             results: the averaged buckets.
         """
@@ -141,6 +143,13 @@ class GroupRanks:
     @property
     def size(self) -> int:
         return self._group.size()
+
+    @property
+    def backend(self) -> Backend:
+        return "gloo" if self._device.type == "cpu" else "nccl"
+
+    def together(self) -> int:
+        return ranks_per_host(self._group, self._device)
 
     def table(self, numbers: Sequence[float]) -> list[list[float]]:
         own = torch.tensor(numbers, dtype=torch.float64, device=self._device)

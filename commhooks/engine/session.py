@@ -132,7 +132,8 @@ class Session:
             HookRunError: the ranks disagree, a collective failed, or the learned state belongs to another model.
             HookConfigError: the buckets are on several devices.
         """
-        watched, device = self.compressor.watch is not None, bucket.flat.device
+        watch, device = self.compressor.watch, bucket.flat.device
+        watched = watch is not None and self.state.step + self.outcomes.unread_passes + 1 >= watch.begin
         if watched:
             self._observer.entered(device)
         with self._computing(bucket.flat):
@@ -274,7 +275,8 @@ class Session:
                 outcomes.committing = False
         self._messages.forget_abandoned()
         if self._observer.active:
-            self._observer.show(self.compressor, current.step, good, [each.result for each in current.running])
+            self.settle()  # `current.step` may be less than the step
+            self._observer.show(self.compressor, self.state.step - 1, good, [each.result for each in current.running])
         current.fulfil()
 
     def _commit(self, current: BackwardPass, good: torch.Tensor) -> None:
@@ -347,9 +349,10 @@ class Session:
         self.settle()
         if self.state.step < watch.end:
             return
-        with self.outcomes.lock:  # no save may read what is half decided
-            compressor, remark = self.compressor.reconsidered(GroupRanks(group, device, self.counters), self.state.step)
-            if compressor is not self.compressor:
+        # Without the lock: a save in another thread may hold it while it waits for the other ranks' saves.
+        compressor, remark = self.compressor.reconsidered(GroupRanks(group, device, self.counters), self.state.step)
+        if compressor is not self.compressor:
+            with self.outcomes.lock:  # no save may read what is half replaced
                 self.state.keep_fields(compressor.state_fields)
                 self.replaced(compressor)
         if remark:
@@ -364,7 +367,7 @@ class Session:
         keep_for_current_stream(tensor for entries in self.state.entries.values() for tensor in entries.values())
         compressor = self.compressor
         shapes = {name: tuple(parameter.shape) for name, parameter in self.binding.names.known().items()}
-        in_force = compressor.config, compressor.planning_config, compressor.chosen
+        in_force = compressor.config, compressor.planning_config, compressor.chosen, compressor.watch
         configuration = agreement_key(compressor.name, in_force, compressor.wire, sorted(shapes.items()))
         self._buckets.speaker = speaks(group, self.binding.shard_group)
         chosen = self.choice

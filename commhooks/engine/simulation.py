@@ -16,6 +16,7 @@ from commhooks.engine.state import LearnedState
 from commhooks.errors import HookRunError
 from commhooks.gradients import precision
 from commhooks.gradients.layout import BucketLayout, read_layout
+from commhooks.gradients.names import ModelNames
 
 
 class SimulatedRanks:
@@ -42,7 +43,8 @@ class SimulatedRanks:
         numel = sum(p.numel() for p in parameters.values())
         empty = torch.empty(numel, dtype=first.dtype, device=first.device)
         self.layout: BucketLayout = read_layout(empty, list(parameters.values()), list(parameters))
-        infos = [ParameterInfo(name, parameter) for name, parameter in parameters.items()]
+        names, config = ModelNames(parameters.items()), self._compressors[0].planning_config
+        infos = [ParameterInfo.of(name, parameter, names, config) for name, parameter in parameters.items()]
         self.plans: list[UnitPlan] = self._compressors[0].plan(infos)
         self._works = [each.workspace(self.layout, self.plans) for each in self._compressors]
         self.states = [LearnedState.of(each.state_fields) for each in self._compressors]

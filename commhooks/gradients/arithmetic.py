@@ -28,7 +28,7 @@ def arithmetic_of(device: torch.device) -> str:
 
 def _processor() -> str:
     try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        lines = Path("/proc/cpuinfo").read_text(errors="replace").splitlines()
     except OSError:  # not Linux
         lines = []
     names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))

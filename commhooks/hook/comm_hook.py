@@ -330,8 +330,8 @@ class CommHook:
         text = f"the saved state is of hook {shown(content['hook'])}, this one is {self.name!r}"
         if strict:
             raise PayloadError(
-                f"{text}. Attach the saved hook to continue with its memory, or load with strict=False to begin "
-                "this one with fresh memory"
+                f"{text}. Attach the saved hook to continue with its memory, or give strict=False beside "
+                "hook=... to begin this one with fresh memory"
             )
         if self._speaks:
             logger.warning(

@@ -49,7 +49,7 @@ def measure_codec(compressor: Compressor[Any], plans: Sequence[UnitPlan], device
     stride = -(-total // SAMPLE_NUMEL)
     chosen = sorted(rows, key=lambda plan: plan.numel, reverse=True)[stride // 2 :: stride] if total else []
     left, sampled = SAMPLE_NUMEL, 0
-    buckets: list[list[torch.Tensor]] = [[]]
+    buckets: list[dict[str, torch.Tensor]] = [{}]
     for plan in chosen or rows[:1]:
         if left <= 0:
             break
@@ -57,11 +57,11 @@ def measure_codec(compressor: Compressor[Any], plans: Sequence[UnitPlan], device
         # Only its shape and dtype are read. A complex gradient is sent as pairs of real numbers.
         dtype = plan.dtype.to_real() if plan.dtype.is_complex else plan.dtype
         sample = torch.empty(shape, dtype=dtype, device="meta")
-        if sum(each.numel() for each in buckets[-1]) + sample.numel() > BUCKET_NUMEL and buckets[-1]:
-            buckets.append([])
-        if buckets[-1] and buckets[-1][-1].dtype != sample.dtype:
-            buckets.append([])
-        buckets[-1].append(sample)
+        others = list(buckets[-1].values())
+        full = sum(each.numel() for each in others) + sample.numel() > BUCKET_NUMEL
+        if others and (full or others[-1].dtype != sample.dtype):
+            buckets.append({})
+        buckets[-1][plan.name] = sample
         left -= sample.numel()
         sampled += sample.numel()
     if not sampled:

@@ -96,6 +96,7 @@ def _on_other_machines(hook: str, bare: bool, check_every: int | None) -> list[s
         ("powerSGD", True, None, True),
         ("powerSGD", False, 2, False),
         ("fp16", False, None, False),
+        ("int8", False, None, False),  # no sum is computed twice
     ],
 )
 def test_different_machines(run_ranks: Any, hook: str, bare: bool, check_every: int | None, warns: bool) -> None:

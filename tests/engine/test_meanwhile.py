@@ -68,7 +68,7 @@ def _session(done: list[str]) -> None:
 
 
 def _loopback(done: list[str]) -> None:
-    Loopback(Busy(done), [[torch.zeros(4)]], torch.device("cpu")).step()
+    Loopback(Busy(done), [{"w": torch.zeros(4)}], torch.device("cpu")).step()
 
 
 def _simulation(done: list[str]) -> None:

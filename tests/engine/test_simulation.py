@@ -83,8 +83,7 @@ def test_simulated_ranks_are_real_ones(run_ranks: Any, name: str) -> None:
 def test_the_loopback_is_a_simulated_rank_alone(name: str) -> None:
     """With two buckets, whose exchanges take turns."""
     alone = _simulated(name, 1)[0]
-    parameters = list(_parameters().values())
-    loopback = Loopback(_compressor(name), [parameters, [torch.zeros(9, 7)]], torch.device("cpu"))
+    loopback = Loopback(_compressor(name), [_parameters(), {"other": torch.zeros(9, 7)}], torch.device("cpu"))
     (flat, _), (other, _) = loopback._buckets
     found = []
     for step in range(STEPS):
@@ -94,9 +93,9 @@ def test_the_loopback_is_a_simulated_rank_alone(name: str) -> None:
         loopback.step()
         found.append(flat.clone())
     state = loopback._state
-    assert state.step == STEPS and any("1.0" in state[key] for key in state.entries)
+    assert state.step == STEPS and any("other" in state[key] for key in state.entries)
     for key in state.entries:
-        state[key].pop("1.0", None)
+        state[key].pop("other", None)
     assert all(map(same_bits, [*found, *_learned(state)], alone))
 
 

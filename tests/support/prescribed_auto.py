@@ -47,6 +47,13 @@ class PrescribedRanks:
         self._mbit_per_s = mbit_per_s
         self.size = max(2, ranks.size)
 
+    @property
+    def backend(self) -> Any:
+        return self._ranks.backend
+
+    def together(self) -> int:
+        return self._ranks.together()
+
     def table(self, numbers: Sequence[float]) -> list[list[float]]:
         return self._ranks.table(numbers)
 

@@ -57,6 +57,14 @@ def test_the_codec_is_timed(capsys: Any) -> None:
     assert found["codec_kernel"] == "torch"
 
 
+@pytest.mark.parametrize("ranks", ['{"*": 2}', '{"2.*": 2}', "2"])
+def test_the_codec_is_timed_with_ranks_by_globs(ranks: str, capsys: Any, monkeypatch: Any) -> None:
+    """And with a last bucket of which too few rows are left to compress them."""
+    monkeypatch.setattr(codec_time, "BUCKET_NUMEL", 2)
+    monkeypatch.setattr(codec_time, "SAMPLE_NUMEL", 32 * 24 + 9)
+    assert run_json(capsys, "--options", f"matrix_approximation_rank={ranks}")["estimate"]["codec_s"] > 0
+
+
 @needs_compiler
 def test_the_codec_is_timed_with_the_kernel_that_a_training_would_use(capsys: Any) -> None:
     assert run_json(capsys)["estimate"]["codec_kernel"] == "native"

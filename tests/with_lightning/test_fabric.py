@@ -13,7 +13,7 @@ from lightning.fabric import Fabric
 from lightning_support import SEVERAL_BUCKETS_MB, PoolEnvironment, assert_equal, caught_warnings
 from workers import RanksFailed
 
-from commhooks import HookConfigError, PowerSGD
+from commhooks import HookConfigError, PayloadError, PowerSGD
 from lightning_commhooks.fabric import CommHookDDP
 
 HOOK = PowerSGD(start_powerSGD_iter=2, matrix_approximation_rank=2)
@@ -165,6 +165,25 @@ def test_a_damaged_state_of_one_hook_changes_none(run_ranks: Any, tmp_path: Path
     for rank in run_ranks(_damaged, str(tmp_path)):
         assert rank["error"].startswith("PayloadError: ") and "step" in rank["error"]
         assert rank["step"] == 0
+
+
+def _of_another_hook(root: str) -> dict[str, Any]:
+    path = f"{root}/state.ckpt"
+    fabric = _fabric()
+    model, optimizer = _setup(fabric)
+    _train(fabric, model, optimizer, range(3))
+    fabric.save(path, {"model": model})
+    other = _fabric("int8")
+    model, _ = _setup(other)
+    with pytest.raises(PayloadError) as error:
+        other.load(path, {"model": model})
+    other.load(path, {"model": model}, strict=False)
+    return {"error": str(error.value), "step": other.strategy.hook_of(model).stats()["step"]}
+
+
+def test_the_strict_of_a_load_is_the_hooks_too(run_ranks: Any, tmp_path: Path) -> None:
+    for rank in run_ranks(_of_another_hook, str(tmp_path)):
+        assert "give strict=False beside hook=..." in rank["error"] and rank["step"] == 0
 
 
 def _without_a_word(root: str) -> dict[str, Any]:

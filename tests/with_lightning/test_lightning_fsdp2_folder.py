@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from lightning_support import caught_warnings, data, trainer
+from lightning_support import data, trainer
 from test_lightning_fsdp2 import Sharded, fit, strategy
 
 from commhooks import PayloadError

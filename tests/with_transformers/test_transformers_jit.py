@@ -21,7 +21,8 @@ class Preempted(TrainerCallback):
 
     def __init__(self, trainer: Any, step: int) -> None:
         self.step = step
-        [self.manager] = [c.jit_manager for c in trainer.callback_handler.callbacks if isinstance(c, JITCheckpointCallback)]
+        callbacks = trainer.callback_handler.callbacks
+        [self.manager] = [each.jit_manager for each in callbacks if isinstance(each, JITCheckpointCallback)]
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if state.global_step == self.step:

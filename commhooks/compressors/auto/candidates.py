@@ -1,11 +1,11 @@
 """The compressors among which `hook="auto"` chooses, each made from its own config."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from commhooks.compressors.auto.config import Auto
-from commhooks.compressors.auto.ranks import LARGEST
+from commhooks.compressors.auto.ranks import EQUIVALENTS, LARGEST
 from commhooks.compressors.base import Compressor
 from commhooks.compressors.cast import AllReduceCompressor, BF16Compressor
 from commhooks.compressors.powersgd.compressor import PowerSGDCompressor
@@ -69,6 +69,31 @@ def powersgd(config: Auto, ranks: int | Mapping[str, int], label: str, changes: 
     given = dict(ranks) if isinstance(ranks, Mapping) else ranks
     options = {"matrix_approximation_rank": given, "exclude": list(config.exclude)}
     return Candidate(label, POWERSGD, options, changes)
+
+
+def excluding(candidate: Candidate, config: Auto) -> Candidate:
+    """The candidate with what the config excludes now."""
+    if "exclude" not in candidate.options:
+        return candidate
+    return replace(candidate, options={**candidate.options, "exclude": list(config.exclude)})
+
+
+def target_label(target: int | float) -> str:
+    """Of the PowerSGD candidate for the config's target."""
+    return f"powerSGD, {target} bytes" if isinstance(target, int) else f"powerSGD, {target:g} of energy"
+
+
+def like_label(rank: int) -> str:
+    """Of a PowerSGD candidate where there is no target."""
+    return f"powerSGD like rank {rank}"
+
+
+def is_for_target(config: Auto, label: str) -> bool:
+    """False for PowerSGD with ranks for another target than the config's. After the label may follow its ranks."""
+    if not label.startswith("powerSGD"):
+        return True
+    wanted = map(like_label, EQUIVALENTS) if config.target is None else [target_label(config.target)]
+    return any(label.startswith(f"{each} (") for each in wanted)
 
 
 def may_use(config: Auto, hook: str) -> bool:

@@ -8,7 +8,6 @@ What a phase has measured is exchanged at its end, before the first bucket of a 
 same table. The decision is saved; see `Decision`.
 """
 
-import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -20,7 +19,7 @@ from commhooks.compressors.auto.config import Auto
 from commhooks.compressors.auto.decision import Decision, Figures
 from commhooks.compressors.auto.loads import codec_times, load_of
 from commhooks.compressors.auto.per_layer import powersgd_candidates
-from commhooks.compressors.auto.prediction import predicted_s
+from commhooks.compressors.auto.prediction import Network, predicted_s
 from commhooks.compressors.auto.report import Report, slowest
 from commhooks.compressors.auto.watcher import Watcher
 from commhooks.compressors.base import RESIDUAL, Compressor, Exchange, State, StateField, StepInfo, Trial
@@ -153,17 +152,10 @@ class AutoCompressor(Compressor[Auto]):
         return self._with(None)
 
     def with_notes(self, notes: Any, step: int, *, same_ranks: bool) -> "AutoCompressor":
-        """Continue with a saved decision. If the number of ranks has changed, the choice stays in force while it is
-        measured anew."""
+        """Continue with a saved decision; see `phases.resumed`."""
         if notes is None:
             return self._with(Decision.begin(candidates.simple(self.config)[0], step, self.config.measure_steps))
-        decision = Decision.from_plain(notes)
-        if not candidates.may_use(self.config, decision.candidate.hook):
-            return self._with(Decision.begin(candidates.simple(self.config)[0], step, self.config.measure_steps))
-        if not same_ranks:
-            watch = Watch(step, step + self.config.measure_steps)
-            decision = dataclasses.replace(decision, phase="measuring", watch=watch, extended=0, figures=Figures())
-        return self._with(decision)
+        return self._with(phases.resumed(Decision.from_plain(notes), self.config, step, same_ranks=same_ranks))
 
     def _with(self, decision: Decision | None) -> "AutoCompressor":
         return type(self)(self.config, decision=decision)
@@ -223,7 +215,7 @@ class AutoCompressor(Compressor[Auto]):
         now, watcher = self.decision, self._watcher
         seen = watcher.latest
         assert seen is not None  # enough passes were measured
-        link = ranks.link()
+        network = Network(ranks.link(), ranks.size, ranks.together(), ranks.backend)
         probes = candidates.probes(self.config)
         probe_codec_s = dict(zip([each.label for each in probes], report.codec_s, strict=True))
         offered = candidates.simple(self.config)
@@ -236,7 +228,7 @@ class AutoCompressor(Compressor[Auto]):
         loads = {label: load_of(each, seen, codec_s[label]) for label, each in made.items()}
         label = now.candidate.label
         numels = [layout.numel for layout in watcher.layouts]
-        predicted = predicted_s(loads, label, report.step_s, report.computing_s, link, ranks.size, numels)
+        predicted = predicted_s(loads, label, report.step_s, report.computing_s, network, numels)
         figures = Figures(
             step_s=report.step_s,
             waiting_s=report.waiting_s,
@@ -244,8 +236,8 @@ class AutoCompressor(Compressor[Auto]):
             tried_s={label: report.step_s},
             codec_s=codec_s,
             counted_bytes={each: load.counted_bytes for each, load in loads.items()},
-            mbit_per_s=link.mbit_per_s,
-            latency_ms=link.latency_ms,
+            mbit_per_s=network.link.mbit_per_s,
+            latency_ms=network.link.latency_ms,
             spent_s=report.spent_s,
         )
         return phases.after_measuring(now, self.config, step, offered, figures)

@@ -101,6 +101,9 @@ class Decision:
             watch, since, phase = saved["watch"], saved["since"], saved["phase"]
             if phase not in _PHASES:
                 raise ValueError(f"phase {shown(phase)}")
+            figures = _checked_figures(saved["figures"])
+            if not figures.predicted_s.keys() <= {chosen.label, *candidates}:
+                raise ValueError("it predicts times of what is no candidate")
             return cls(
                 chosen,
                 None if watch is None else Watch(*(_count(each) for each in _a(list, watch))),
@@ -110,7 +113,7 @@ class Decision:
                 _count(saved["extended"]),
                 _count(saved["switches"]),
                 _a(str, saved["why"]),
-                _checked_figures(saved["figures"]),
+                figures,
             )
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise HookConfigError(f"'notes' does not hold a decision of hook 'auto' ({error})") from error

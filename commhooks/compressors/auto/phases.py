@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 
 from commhooks.compressors.auto import words
-from commhooks.compressors.auto.candidates import Candidate
+from commhooks.compressors.auto.candidates import Candidate, excluding, is_for_target, may_use, simple
 from commhooks.compressors.auto.choice import LATER_MARGIN, MARGIN, choose, expected_s, has_changed
 from commhooks.compressors.auto.config import Auto
 from commhooks.compressors.auto.decision import Decision, Figures
@@ -45,9 +45,34 @@ def after_trial(now: Decision, config: Auto, step: int, report: Report) -> Decis
 
 
 def after_rest(now: Decision, config: Auto, step: int, report: Report) -> Decision:
-    """Rest on, or measure anew if the times have changed by a lot."""
-    if not has_changed(report.step_s, report.waiting_s, now.figures.step_s, now.figures.waiting_s):
+    """Rest on, or measure anew if the times have changed by a lot, or none were known."""
+    known = math.isfinite(now.figures.step_s)
+    if known and not has_changed(report.step_s, report.waiting_s, now.figures.step_s, now.figures.waiting_s):
         return resting(now, config, step)
+    return _measuring(now, config, step)
+
+
+def resumed(saved: Decision, config: Auto, step: int, *, same_ranks: bool) -> Decision:
+    """Go on with a decision from a checkpoint. The choice stays in force, and is measured anew if the number of ranks
+    or what may be chosen has changed. Only a choice that the options no longer allow is dropped at once."""
+    if not may_use(config, saved.candidate.hook):
+        return Decision.begin(simple(config)[0], step, config.measure_steps)
+    usable = [excluding(each, config) for each in saved.known.values() if may_use(config, each.hook)]
+    candidate = excluding(saved.candidate, config)
+    now = dataclasses.replace(saved, candidate=candidate, others=without(usable, candidate.label))
+    if not same_ranks:
+        return _measuring(dataclasses.replace(now, figures=Figures()), config, step)
+    if now.phase == "measuring":
+        return now
+    missing = {each.label for each in simple(config)} - now.known.keys()
+    if missing or now.known != saved.known or not all(is_for_target(config, label) for label in now.known):
+        return _measuring(now, config, step)
+    if now.phase == "resting" and (now.watch is None) != (config.check_again_every is None):
+        return resting(now, config, step)
+    return now
+
+
+def _measuring(now: Decision, config: Auto, step: int) -> Decision:
     watch = Watch(step, step + config.measure_steps)
     return dataclasses.replace(now, phase="measuring", watch=watch, extended=0)
 

@@ -5,9 +5,37 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from commhooks.comm.collective import Op
-from commhooks.comm.cost import collective_cost
+from commhooks.comm.cost import Backend, Cost, collective_cost
 from commhooks.comm.link import Link
 from commhooks.compressors.auto.pipeline import BucketTimes, step_s
+
+
+@dataclass(frozen=True)
+class Network:
+    """
+    Attributes:
+        link: as measured.
+        ranks: how many there are.
+        together: how many of them share the network of one machine; 1 if all are on one machine.
+    """
+
+    link: Link
+    ranks: int
+    together: int = 1
+    backend: Backend = "nccl"
+
+    @property
+    def makes_sense(self) -> bool:
+        rate, latency = self.link.mbit_per_s, self.link.latency_ms
+        return latency >= 0 and (rate > 0 or (rate == 0 and self.ranks == 1))
+
+    def seconds(self, op: Op, counted_bytes: float) -> float:
+        """The time of a collective."""
+        latency_s = self.link.latency_ms / 1000 / max(1.0, self._cost("sum", 0).messages)
+        return self._cost(op, counted_bytes).seconds(self.link.mbit_per_s * 1e6, latency_s)
+
+    def _cost(self, op: Op, counted_bytes: float) -> Cost:
+        return collective_cost(op, counted_bytes, self.ranks, self.together, self.backend)
 
 
 @dataclass(frozen=True)
@@ -32,8 +60,7 @@ def predicted_s(
     now: str,
     measured_s: float,
     computing_s: Sequence[float],
-    link: Link,
-    ranks: int,
+    network: Network,
     numels: Sequence[int],
 ) -> dict[str, float]:
     """Seconds of a step with each candidate: the measured time, plus how much longer the candidate's pipeline is than
@@ -45,21 +72,17 @@ def predicted_s(
         computing_s: per bucket; see `Seen`.
         numels: elements of each bucket, by which the codec's time is divided.
     """
-    modelled = {label: _modelled_s(load, computing_s, link, ranks, numels) for label, load in loads.items()}
+    modelled = {label: _modelled_s(load, computing_s, network, numels) for label, load in loads.items()}
     # A model that is longer than what it models cannot shorten it to less than nothing.
     return {label: max(measured_s + own - modelled[now], min(own, measured_s)) for label, own in modelled.items()}
 
 
-def _modelled_s(load: Load, computing_s: Sequence[float], link: Link, ranks: int, numels: Sequence[int]) -> float:
-    if not (math.isfinite(load.codec_s) and link.mbit_per_s >= 0 and link.latency_ms >= 0):
+def _modelled_s(load: Load, computing_s: Sequence[float], network: Network, numels: Sequence[int]) -> float:
+    if not (math.isfinite(load.codec_s) and network.makes_sense):
         return math.nan
-    if link.mbit_per_s == 0 and ranks > 1:
-        return math.nan
-    latency_s = link.latency_ms / 1000 / max(1.0, collective_cost("sum", 0, ranks).messages)
     total = max(1, sum(numels))
     buckets = []
     for computing, sent, numel in zip(computing_s, load.sent, numels, strict=True):
-        costs = [collective_cost(op, size, ranks) for op, size in sent]
-        wire = [each.seconds(link.mbit_per_s * 1e6, latency_s) for each in costs]
+        wire = [network.seconds(op, size) for op, size in sent]
         buckets.append(BucketTimes.even(computing, load.codec_s * numel / total, wire))
     return step_s(buckets)

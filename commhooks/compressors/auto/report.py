@@ -45,19 +45,21 @@ def count_sound(passes: Sequence[tuple[float, float, tuple[float, ...]]]) -> int
 
 
 def slowest(table: Sequence[Sequence[float]], buckets: int) -> Report:
-    """All ranks' reports as one: each time that of the slowest rank, the number of passes the smallest. Waiting is that
-    of the rank that waits least: the others wait for that rank, too, and not only for the network. A time that any rank
-    could not measure is NaN.
+    """All ranks' reports as one: each time that of the slowest rank, the number of passes the smallest. Two times are
+    the least of any rank. Waiting: the others wait for that rank, too, and not only for the network. The step: all
+    ranks end it together, and the others have waited in it for that rank, whose rehearsals after the step before took
+    longest. A time that any rank could not measure is NaN.
 
     Args:
         table: a row of `Report.numbers` per rank.
         buckets: how many of the times are computing times.
     """
-    passes, _, waiting, *_ = zip(*table, strict=True)
+    passes, step, waiting, *_ = zip(*table, strict=True)
     times = [max(column) if all(_usable(each) for each in column) else math.nan for column in zip(*table, strict=True)]
     least = min(passes) if all(math.isfinite(each) for each in passes) else 0
     waiting_s = min(waiting) if all(_usable(each) for each in waiting) else math.nan
-    return Report(int(least), times[1], waiting_s, times[3], tuple(times[4 : 4 + buckets]), tuple(times[4 + buckets :]))
+    step_s = min(step) if all(_usable(each) for each in step) else math.nan
+    return Report(int(least), step_s, waiting_s, times[3], tuple(times[4 : 4 + buckets]), tuple(times[4 + buckets :]))
 
 
 def _usable(seconds: float) -> bool:

@@ -37,7 +37,6 @@ class Watcher:
         self._spectrum = spectrum
         self._passes: list[tuple[float, float, tuple[float, ...]]] = []
         self._codec_s: dict[str, list[float]] = {label: [] for label in probes}
-        self._looked = 0
         self._turn = 0
         self._spent_s = 0.0
 

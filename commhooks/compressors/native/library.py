@@ -117,7 +117,7 @@ def _compile(command: Sequence[str], library: Path) -> None:
 
 def _processor() -> str:
     try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        lines = Path("/proc/cpuinfo").read_text(errors="replace").splitlines()
     except OSError:
         return platform.processor()
     return "".join(sorted({line for line in lines if line.startswith(("flags", "Features", "model name"))}))
@@ -128,10 +128,11 @@ def _cache_folder() -> Path | None:
     folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "commhooks"
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        # Security: code is loaded from this folder, so the user must own it. Windows has no user ids; home folders are
-        # private there.
-        own = not hasattr(os, "getuid") or folder.stat().st_uid == os.getuid()
-        if own and os.access(folder, os.W_OK):
+        # Security: code is loaded from this folder, so only the user may own it and write to it. Windows has no user
+        # ids; home folders are private there.
+        status = folder.stat()
+        private = not hasattr(os, "getuid") or (status.st_uid == os.getuid() and not status.st_mode & 0o022)
+        if private and os.access(folder, os.W_OK):
             return folder
     except (OSError, RuntimeError):  # RuntimeError: there is no home folder
         pass

@@ -12,7 +12,7 @@ import torch
 
 _GRAIN = 2**15
 """Elements per thread, at least: as many as torch's operators ask for."""
-_first_process: int | None = None
+_IMPORTED_IN = os.getpid()
 
 
 def threads_available() -> int:
@@ -27,15 +27,12 @@ def threads_available() -> int:
 def team(elements: int) -> tuple[int | None, int]:
     """The address of `GOMP_parallel` (None: there is none) and how many threads should share work on so many
     elements."""
-    global _first_process
     start = _entry_point()
     threads = min(torch.get_num_threads(), max(1, elements // _GRAIN))
     if start is None or threads == 1:
         return start, 1
-    if _first_process is None:
-        _first_process = os.getpid()
-    # OpenMP waits for ever in a process that was forked from one that had used its threads.
-    return start, threads if _first_process == os.getpid() else 1
+    # OpenMP waits for ever in a process that was forked from one in which it had run, for the kernel or for torch.
+    return start, threads if os.getpid() == _IMPORTED_IN else 1
 
 
 @functools.cache

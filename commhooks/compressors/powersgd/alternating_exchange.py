@@ -50,13 +50,11 @@ class AlternatingExchange(HostExchange):
             p, q = s.p[i], s.q[i]
             if self._makes_q[i]:
                 self._set_factor(p, matrix, self._orthonormal(self._learned_p[matrix.name], matrix, "P"))
-                if residual is not None:
-                    delta.add_(residual, alpha=self._residual_factor)
-                s.kernels.project_q(delta, p, matrix.rank, out=q)
+                s.kernels.add_and_project_q(delta, residual, self._residual_factor, p, matrix.rank, out=q)
                 put_only_factor(q[: matrix.rank], message.factors[i], self._world_size)
             else:
-                self._set_factor(q, matrix, self._orthonormal(self._q_memory(matrix), matrix, "Q"))
-                s.kernels.add_and_project(delta, residual, self._residual_factor, q, matrix.rank, out=p)
+                self._set_factor(q, matrix, self._orthonormal(self._known_q(matrix), matrix, "Q"))
+                s.kernels.add_and_project_p(delta, residual, self._residual_factor, q, matrix.rank, out=p)
                 put_only_factor(p[: matrix.rank], message.factors[i], self._world_size)
         self._put_beside(message)
 

@@ -101,7 +101,7 @@ def unit_stack(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return rows / norm.clamp_min(1e-300), norm == 0
 
 
-def add_and_project(
+def add_and_project_p(
     delta: torch.Tensor, residual: torch.Tensor | None, factor: float, q: torch.Tensor, rank: int, out: torch.Tensor
 ) -> None:
     """delta += factor * residual in place, then P = delta Q.
@@ -114,12 +114,21 @@ def add_and_project(
     project_p(delta, q, out)
 
 
+def add_and_project_q(
+    delta: torch.Tensor, residual: torch.Tensor | None, factor: float, p: torch.Tensor, rank: int, out: torch.Tensor
+) -> None:
+    """delta += factor * residual in place, then Q = delta^T P. Shapes: as in `add_and_project_p`."""
+    if residual is not None:
+        delta.add_(residual, alpha=factor)
+    project_q(delta, p, out)
+
+
 def project_p(delta: torch.Tensor, q: torch.Tensor, out: torch.Tensor) -> None:
     """P = delta Q. `delta` n x m, `q` r x m (transposed Q), `out` r x n (transposed P)."""
     torch.mm(q, delta.t(), out=out)
 
 
-def project_q(delta: torch.Tensor, p: torch.Tensor, rank: int, out: torch.Tensor) -> None:
+def project_q(delta: torch.Tensor, p: torch.Tensor, out: torch.Tensor) -> None:
     """Q = delta^T P. `delta` n x m, `p` r x n (transposed P), `out` r x m (transposed Q)."""
     torch.mm(p, delta, out=out)
 

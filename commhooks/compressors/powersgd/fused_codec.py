@@ -41,11 +41,11 @@ class FusedCodec:
     # ---- tables ----------------------------------------------------------------------------------------------------
 
     def form_p_of(self, table: MatrixTable, factor: float) -> None:
-        """`add_and_project` for all matrices of `table`, from `q` to `p`. Sets `table.largest`."""
+        """`add_and_project_p` for all matrices of `table`, from `q` to `p`. Sets `table.largest`."""
         self._call("form_p", table, factor)
 
-    def form_q_of(self, table: MatrixTable, factor: float = 0.0) -> None:
-        """Add the residuals (fields that are not 0) to delta, then `project_q`, from `p` to `q`. Sets `largest`."""
+    def form_q_of(self, table: MatrixTable, factor: float) -> None:
+        """`add_and_project_q` for all matrices of `table`, from `p` to `q`; a residual that is 0 is none."""
         self._call("form_q", table, factor)
 
     def split_of(self, table: MatrixTable) -> None:
@@ -65,7 +65,7 @@ class FusedCodec:
 
     # ---- one matrix ------------------------------------------------------------------------------------------------
 
-    def add_and_project(
+    def add_and_project_p(
         self,
         delta: torch.Tensor,
         residual: torch.Tensor | None,
@@ -76,8 +76,16 @@ class FusedCodec:
     ) -> None:
         self.form_p_of(self._matrix(rank, delta, residual, out, q), factor)
 
-    def project_q(self, delta: torch.Tensor, p: torch.Tensor, rank: int, out: torch.Tensor) -> None:
-        self.form_q_of(self._matrix(rank, delta, None, p, out))
+    def add_and_project_q(
+        self,
+        delta: torch.Tensor,
+        residual: torch.Tensor | None,
+        factor: float,
+        p: torch.Tensor,
+        rank: int,
+        out: torch.Tensor,
+    ) -> None:
+        self.form_q_of(self._matrix(rank, delta, residual, p, out), factor)
 
     def split(
         self,

@@ -45,7 +45,7 @@ class FusedExchange(HostExchange):
                 refill = work.refill(work.matrices[i], "P")
                 work.p[i].copy_(work.kernel.orthonormal_rows(rows[i], refill)[0])
         work.table.column("residual").zero_()  # part of delta already
-        work.kernel.form_q_of(work.table)
+        work.kernel.form_q_of(work.table, 1.0)
         for part, rank in work.equal_ranks:
             put_projection(work.all_q[part], self._with_q.packed[part], self._world_size, rank=rank)
 

@@ -81,7 +81,7 @@ class HostExchange:
             self._flag(gradient, self._with_p.flags[i])
             delta, residual = self._load_delta(i, gradient)
             self._set_factor(s.q[i], matrix, self._starting_q(matrix))
-            s.kernels.add_and_project(delta, residual, self._residual_factor, s.q[i], matrix.rank, out=s.p[i])
+            s.kernels.add_and_project_p(delta, residual, self._residual_factor, s.q[i], matrix.rank, out=s.p[i])
             put_factor(s.p[i][: matrix.rank], self._with_p.factors[i], self._world_size)
         self._put_beside(self._with_p)
 
@@ -90,7 +90,7 @@ class HostExchange:
         s = self._work
         for i, matrix in enumerate(s.matrices):
             self._set_factor(s.p[i], matrix, self._orthonormal(self._with_p.factors[i].to(s.dtype), matrix, "P"))
-            s.kernels.project_q(self._delta[i], s.p[i], matrix.rank, out=s.q[i])
+            s.kernels.add_and_project_q(self._delta[i], None, 1.0, s.p[i], matrix.rank, out=s.q[i])
             put_projection(s.q[i][: matrix.rank], self._with_q.factors[i], self._world_size)
 
     def commit(self, good: torch.Tensor | bool) -> None:
@@ -191,10 +191,11 @@ class HostExchange:
     # ---- Q, orthonormal bases, flags -------------------------------------------------------------------------------
 
     def _q_memory(self, matrix: Matrix) -> torch.Tensor:
+        return self._learned_q.setdefault(matrix.name, self._known_q(matrix))
+
+    def _known_q(self, matrix: Matrix) -> torch.Tensor:
         q = self._learned_q.get(matrix.name)
-        if q is None:
-            q = self._learned_q[matrix.name] = self._draw_q(matrix).to(self.buffer.device)
-        return q
+        return self._draw_q(matrix).to(self.buffer.device) if q is None else q
 
     def _draw_q(self, matrix: Matrix) -> torch.Tensor:
         """A random Q, r x m, on the CPU."""

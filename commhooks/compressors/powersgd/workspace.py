@@ -22,7 +22,7 @@ class Kernels(Protocol):
     def orthonormal_rows(
         self, rows: torch.Tensor, refill: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor | None]: ...
-    def add_and_project(
+    def add_and_project_p(
         self,
         delta: torch.Tensor,
         residual: torch.Tensor | None,
@@ -31,7 +31,15 @@ class Kernels(Protocol):
         rank: int,
         out: torch.Tensor,
     ) -> None: ...
-    def project_q(self, delta: torch.Tensor, p: torch.Tensor, rank: int, out: torch.Tensor) -> None: ...
+    def add_and_project_q(
+        self,
+        delta: torch.Tensor,
+        residual: torch.Tensor | None,
+        factor: float,
+        p: torch.Tensor,
+        rank: int,
+        out: torch.Tensor,
+    ) -> None: ...
     def split(
         self, delta: torch.Tensor, local: codec.Factors, mean: codec.Factors, rank: int, residual: torch.Tensor
     ) -> None: ...

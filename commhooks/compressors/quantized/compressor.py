@@ -26,6 +26,7 @@ class QuantizedCompressor(Compressor[AnyQuantized]):
     """A quantised all-reduce with error feedback: an all-to-all and an all-gather per bucket."""
 
     collectives = ("all_to_all", "gather")
+    computes_from_received = False  # a code times its scale
 
     @property
     def code(self) -> BlockCode:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -14,9 +15,10 @@ from prescribed_auto import decided, decision_of, new
 from training import Run
 
 from commhooks import HookConfigError, HookRunError, PayloadError
+from commhooks.compressors.auto.candidates import Candidate, simple
 from commhooks.compressors.auto.config import Auto
-from commhooks.compressors.auto.decision import Decision
-from commhooks.compressors.auto.phases import TRY_STEPS
+from commhooks.compressors.auto.decision import Decision, Figures
+from commhooks.compressors.auto.phases import TRY_STEPS, resumed, without
 from commhooks.compressors.observation import Watch
 from commhooks.tools.inspect.command import report_text
 from commhooks.tools.inspect.payload import inspect_path
@@ -121,6 +123,35 @@ def test_a_choice_that_the_quality_no_longer_allows_is_made_anew() -> None:
         assert decision_of(run).watch.begin == 7
 
 
+def _resumed_with(saved_decision: Decision, **options: Any) -> Decision:
+    config = Auto(**{"quality": "close", **options})
+    return resumed(saved_decision, config, 7, same_ranks=True)
+
+
+def test_changed_options_count_after_a_resume() -> None:
+    measuring = {"phase": "measuring", "watch": Watch(7, 17)}
+    options = {"matrix_approximation_rank": {"*": 2}, "exclude": []}
+    power = Candidate("powerSGD like rank 4 (rank 2)", "powerSGD", options, 2.25)
+    offered = (*simple(Auto(quality="close")), power)
+    now = dataclasses.replace(decided("int8", phase="resting", watch=Watch(40, 48)), others=without(offered, "int8"))
+    assert _resumed_with(now) == now
+
+    changed = _resumed_with(now, exclude=["*embed*"])
+    assert changed.candidate.options["exclude"] == ["*embed*"] == changed.known[power.label].options["exclude"]
+    assert changed.candidate.label == "int8" and changed.since == now.since
+    assert {key: getattr(changed, key) for key in measuring} == measuring
+
+    for again in ({"target": 0.5}, {"target": 1000}):
+        assert {key: getattr(_resumed_with(now, **again), key) for key in measuring} == measuring
+    assert _resumed_with(now, quality="same").known.keys() == {"allreduce", "bf16", "int8"}
+    assert _resumed_with(now, check_again_every=None).watch is None
+    looks = _resumed_with(dataclasses.replace(now, watch=None), check_again_every=100).watch
+    assert looks is not None and looks.end == 107
+
+    without_int4 = dataclasses.replace(now, others=without(now.others, "int4"))  # saved with quality="same"
+    assert {key: getattr(_resumed_with(without_int4), key) for key in measuring} == measuring
+
+
 BAD: list[tuple[str, Any]] = [
     ("label", "int9"),
     ("label", None),
@@ -139,6 +170,7 @@ BAD: list[tuple[str, Any]] = [
     ("extended", "1"),
     ("why", 3),
     ("figures", {}),
+    ("figures", decided(figures=Figures(predicted_s={"int9": 1.0})).to_plain()["figures"]),
     ("figures", None),
 ]
 

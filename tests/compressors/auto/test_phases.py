@@ -83,6 +83,11 @@ def test_after_a_rest(step_s: float, waiting_s: float, phase: str) -> None:
     assert made.watch == (Watch(110, 120) if phase == "measuring" else Watch(210 - LOOK_STEPS, 210))
 
 
+def test_where_nothing_was_known_before_a_rest_it_measures() -> None:
+    now = decided("allreduce", since=10)  # the times never made sense
+    assert phases.after_rest(now, CONFIG, 110, report(1.0)).phase == "measuring"
+
+
 def test_it_looks_again_later_where_measuring_is_expensive() -> None:
     expensive = dataclasses.replace(FIGURES, spent_s=30.0)  # of steps of one second: 1 % of 3000 steps
     made = phases.resting(decided("int8", since=0, figures=expensive), CONFIG, 50)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 
 from commhooks.comm.cost import Cost, collective_cost
 from commhooks.comm.link import Link
-from commhooks.compressors.auto.prediction import Load, predicted_s
+from commhooks.compressors.auto.prediction import Load, Network, predicted_s
 
 LINK = Link(mbit_per_s=80.0, latency_ms=2.0)  # 1e7 bytes/s; two ranks: two messages of 1 ms
 PLAIN = Load(((("sum", 1e6),), (("sum", 1e6),)), 0.0)
@@ -16,8 +17,9 @@ HALF = Load(((("sum", 5e5),), (("sum", 5e5),)), 0.0)
 TWO = Load(((("all_to_all", 1e5), ("gather", 1e5)), (("all_to_all", 1e5), ("gather", 1e5))), 0.03)
 
 
-def predict(loads: dict[str, Load], measured: float = 1.0, link: Link = LINK, ranks: int = 2) -> dict[str, float]:
-    return predicted_s(loads, "plain", measured, (0.1, 0.1), link, ranks, (100, 100))
+def predict(loads: dict[str, Load], measured: float = 1.0, link: Link = LINK, **more: Any) -> dict[str, float]:
+    network = Network(link, **{"ranks": 2, **more})
+    return predicted_s(loads, "plain", measured, (0.1, 0.1), network, (100, 100))
 
 
 def test_the_candidate_in_force_takes_what_was_measured() -> None:
@@ -58,6 +60,19 @@ def test_a_codec_that_was_not_measured_is_not_predicted() -> None:
 
 def test_one_rank_sends_nothing() -> None:
     assert predict({"plain": PLAIN, "half": HALF}, link=Link(0.0, 0.1), ranks=1) == {"plain": 1.0, "half": 1.0}
+
+
+def test_ranks_of_one_machine_share_its_network() -> None:
+    """A ring crosses the network of a machine once, an all-to-all as often as it has ranks."""
+    bytes_only = Link(80.0, 0.0)
+    alone = predict({"plain": PLAIN, "two": TWO}, link=bytes_only, ranks=16)
+    shared = predict({"plain": PLAIN, "two": TWO}, link=bytes_only, ranks=16, together=8)
+    ring, pairs = 2 * 15 / 16 * 1e5 / 1e7, 2 * 8 * 8 / 16 * 1e5 / 1e7
+    assert shared["plain"] == alone["plain"] == 1.0
+    # The first bucket's all-to-all is hidden behind the second bucket's computing. The gathers are rings with NCCL.
+    assert shared["two"] - alone["two"] == pytest.approx(pairs - ring)
+    on_gloo = predict({"plain": PLAIN, "two": TWO}, link=bytes_only, ranks=16, together=8, backend="gloo")
+    assert on_gloo["two"] - alone["two"] == pytest.approx(3 * (pairs - ring))
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 import itertools
 import math
 from collections.abc import Mapping
@@ -10,13 +11,17 @@ import pytest
 import torch
 from torch import nn
 
-from commhooks.compressors.auto.candidates import spectrum
+from commhooks.compressors.auto.candidates import powersgd, spectrum
 from commhooks.compressors.auto.config import Auto
 from commhooks.compressors.auto.energy import Energies, by_layer
+from commhooks.compressors.auto.loads import load_of
+from commhooks.compressors.auto.per_layer import powersgd_candidates
 from commhooks.compressors.auto.ranks import LARGEST, ranks_for_bytes, ranks_for_share, truncated
 from commhooks.compressors.plan import ParameterInfo
+from commhooks.engine.observer import SeenPass
 from commhooks.engine.rehearsal import rehearse
-from commhooks.gradients.layout import read_layout
+from commhooks.gradients.layout import BucketLayout, read_layout
+from commhooks.gradients.names import ModelNames
 
 KEPT = {"steep": [0.9, 0.95, 0.97], "flat": [0.2, 0.4, 0.6], "thin": [0.5]}
 
@@ -95,10 +100,48 @@ def test_energies_are_those_of_the_singular_values() -> None:
     assert kept["missing"] == [0.0] * LARGEST
 
 
-def test_a_gradient_of_zeros_was_not_measured() -> None:
-    flat = torch.zeros(64 * 64)
-    layout = read_layout(flat, [nn.Parameter(torch.zeros(64, 64))], ["w"])
-    made, energies = spectrum(Auto(quality="close")), Energies()
-    plans = made.plan([ParameterInfo("w", layout.parameters[0])])
-    rehearse(made, layout, plans, flat, 2, energies.look)
-    assert energies.numbers(["w"]) == [0.0] * LARGEST
+def _of_one_bucket(gradients: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, BucketLayout]:
+    flat = torch.cat([each.flatten() for each in gradients.values()])
+    parameters = [nn.Parameter(torch.zeros_like(each)) for each in gradients.values()]
+    return flat, read_layout(flat, parameters, list(gradients))
+
+
+@pytest.mark.parametrize("number", [0.0, math.inf, math.nan])
+def test_gradients_of_zeros_or_not_finite_are_not_measured(number: float) -> None:
+    """Whatever has been learned from them: on accelerators such a layer has a random Q."""
+    flat, layout = _of_one_bucket({"bad": torch.full((64, 64), number), "other": torch.ones(64, 64)})
+    energies = Energies()
+    energies.look(layout, flat, {"q": {"bad": torch.randn(16, 64), "other": torch.ones(1, 64)}})
+    shares = by_layer(energies.numbers(["bad", "other"]), ["bad", "other"])
+    assert shares["bad"] == [0.0] * LARGEST
+    assert any(shares["other"]) == (number == 0.0)
+
+
+@pytest.mark.parametrize("limit", [1000, 5000, 9000, 20_000, 10**6])
+def test_ranks_for_bytes_count_what_is_planned(limit: int) -> None:
+    """Vectors and layers without a useful rank are part of it. Bytes are added up; plans are made here."""
+    torch.manual_seed(0)
+    shapes = {"a": (40, 60), "bias": (40,), "b.[0]": (70, 50), "small": (3, 3)}
+    flat, layout = _of_one_bucket({name: torch.randn(shape) for name, shape in shapes.items()})
+    names = ModelNames(zip(layout.names, layout.parameters, strict=True))
+    seen = SeenPass(1.0, 0.1, (0.5,), [layout], names, [flat])
+    config, energies = Auto(quality="close", target=limit), Energies()
+    seen.rehearse(spectrum(config), 3, energies.look)
+    (found,) = powersgd_candidates(config, seen, energies, Alone())
+    chosen = {name.replace("[[]", "["): rank for name, rank in found.options["matrix_approximation_rank"].items()}
+    layers = {"a": (40, 60), "b.[0]": (70, 50)}
+    kept = by_layer(energies.numbers([*layers]), [*layers])
+
+    def planned(ranks: Mapping[str, int]) -> float:
+        escaped = {glob.escape(name): rank for name, rank in ranks.items()}
+        return load_of(powersgd(config, escaped, "").new(), seen, 0.0).counted_bytes
+
+    assert chosen == ranks_for_bytes({name: truncated(kept[name], *layers[name]) for name in layers}, limit, planned)
+    assert planned(chosen) <= limit or set(chosen.values()) == {1}
+
+
+class Alone:
+    """`Ranks` of one."""
+
+    def of_first(self, numbers: list[float]) -> list[float]:
+        return numbers

@@ -24,6 +24,10 @@ def test_the_slowest_rank_counts() -> None:
     assert slowest([slow], 2) == Report(5, 4.0, 0.1, 0.2, (3.0, 4.0), (0.5, 0.02))
 
 
+def test_what_ranks_wait_for_the_rehearsals_of_another_is_no_part_of_a_step() -> None:
+    assert slowest([row(step=1.0), row(step=1.3)], 2).step_s == 1.0
+
+
 @pytest.mark.parametrize("bad", [NAN, math.inf, -math.inf, -1.0])
 def test_what_one_rank_could_not_measure_nobody_knows(bad: float) -> None:
     found = slowest([row(), row(codec=bad)], 2)

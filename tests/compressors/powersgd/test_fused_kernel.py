@@ -75,7 +75,7 @@ def _refuses(folder: Path) -> Any:
 def test_a_cache_folder_where_nothing_may_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr("commhooks.compressors.native.library.ctypes.CDLL", _refuses(tmp_path))
     delta, q, out = torch.ones(3, 4), torch.ones(1, 4), torch.zeros(1, 3)
-    _fresh_load(monkeypatch, XDG_CACHE_HOME=str(tmp_path)).add_and_project(delta, None, 1.0, q, 1, out)
+    _fresh_load(monkeypatch, XDG_CACHE_HOME=str(tmp_path)).add_and_project_p(delta, None, 1.0, q, 1, out)
     assert out.tolist() == [[4.0, 4.0, 4.0]]
 
 
@@ -85,6 +85,17 @@ def test_what_cannot_be_loaded_at_all(monkeypatch: pytest.MonkeyPatch, tmp_path:
     text = "cannot be kept or loaded; name a folder in .* XDG_CACHE_HOME .*: failed to map segment from shared object"
     with pytest.raises(commhooks.HookConfigError, match=text):
         _fresh_load(monkeypatch, XDG_CACHE_HOME=str(tmp_path))
+
+
+@pytest.mark.parametrize(("mode", "private"), [(0o700, True), (0o775, False), (0o702, False)])
+def test_others_cannot_put_code_into_the_cache(
+    mode: int, private: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    folder = tmp_path / "commhooks"
+    folder.mkdir()
+    folder.chmod(mode)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert library._cache_folder() == (folder if private else None)
 
 
 def test_where_there_are_no_user_ids(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

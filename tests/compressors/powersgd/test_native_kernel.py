@@ -139,7 +139,7 @@ def test_machines_whose_kernels_differ(run_ranks: Any, tmp_path: Path) -> None:
 
 def _build(cache: Path, flags: tuple[str, ...]) -> str:
     with mock.patch.dict(os.environ, {"XDG_CACHE_HOME": str(cache)}), mock.patch.object(fused_codec, "FLAGS", flags):
-        return native_kernel.build_of(fused_codec.load.__wrapped__())
+        return native_kernel.results_of(fused_codec.load.__wrapped__())
 
 
 @needs_compiler

@@ -50,8 +50,7 @@ def _all_steps(dtype: torch.dtype, rank: int) -> list[torch.Tensor]:
     basis.point("source", rows)
     basis.point("to", p)
     kernel.unit_rows_of(basis, orthogonal=True)
-    table.column("residual").zero_()
-    kernel.form_q_of(table)
+    kernel.form_q_of(table, 0.25)
     table.point("residual", residual)
     kernel.split_of(table)
     return [*delta, *residual, *rows, *p, *q, table.largest, torch.tensor(basis.missing)]
@@ -121,7 +120,7 @@ def test_small_work_wakes_no_threads(threads: Callable[[int], None], monkeypatch
     monkeypatch.setattr(kernel_threads, "_entry_point", lambda: team.address)
     threads(4)
     delta, q, out = torch.ones(100, 600), torch.ones(1, 600), torch.zeros(1, 100)
-    fused_codec.load().add_and_project(delta, None, 1.0, q, 1, out)
+    fused_codec.load().add_and_project_p(delta, None, 1.0, q, 1, out)
     assert team.asked == [] and out[0, 99] == 600
 
 
@@ -157,12 +156,13 @@ from commhooks.compressors.powersgd import fused_codec
 torch.set_num_threads(2)
 delta, q, out = torch.ones(600, 600), torch.ones(1, 600), torch.zeros(1, 600)
 def step():
-    fused_codec.load().add_and_project(delta, None, 1.0, q, 1, out)
+    fused_codec.load().add_and_project_p(delta, None, 1.0, q, 1, out)
     return int(out.sum())
-before, first = kernel_threads.threads_available(), step()
+before = kernel_threads.threads_available()
+torch.ones(2**22).sum()  # in torch's threads; the kernel has not run yet
 child = os.fork()
 if child == 0:
-    os._exit(0 if (kernel_threads.threads_available(), step()) == (1, first) else 1)
+    os._exit(0 if (kernel_threads.threads_available(), step()) == (1, 600 * 600) else 1)
 print(before, os.waitpid(child, 0)[1], kernel_threads.threads_available())
 """
 

@@ -10,6 +10,27 @@ _EARLIER = (
 
 MUTANTS = [
     Mutant(
+        "fused: Q without the residual",
+        "commhooks/compressors/powersgd/native/form_q.h",
+        "x.residual && t < i + rows",
+        "0 && t < i + rows",
+        "compressors/powersgd/test_codec.py::test_products",
+    ),
+    Mutant(
+        "fused: others may put code into the cache",
+        "commhooks/compressors/native/library.py",
+        " and not status.st_mode & 0o022",
+        "",
+        "compressors/powersgd/test_fused_kernel.py::test_others_cannot_put_code_into_the_cache",
+    ),
+    Mutant(
+        "int8: a warning of drift that cannot be",
+        "commhooks/compressors/quantized/compressor.py",
+        "    computes_from_received = False  # a code times its scale\n",
+        "",
+        "engine/test_kernel_choice.py",
+    ),
+    Mutant(
         "alternate: P and Q do not take turns",
         "commhooks/compressors/powersgd/alternating_exchange.py",
         "        self._makes_q = [x.name in self._learned_p for x in s.matrices]\n",
@@ -75,7 +96,7 @@ MUTANTS = [
     Mutant(
         "fused: a forked process waits for threads that it does not have",
         "commhooks/compressors/native/threads.py",
-        "threads if _first_process == os.getpid() else 1",
+        "threads if os.getpid() == _IMPORTED_IN else 1",
         "threads",
         "compressors/powersgd/test_native_threads.py::test_a_forked_process_does_not_wait_for_threads_that_it_does_not_have",
     ),

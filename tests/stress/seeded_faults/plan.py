@@ -4,6 +4,20 @@ from seeded_faults.mutant import Mutant
 
 MUTANTS = [
     Mutant(
+        "plan: the codec is timed without the globs of the ranks",
+        "commhooks/engine/loopback.py",
+        "ParameterInfo.of(name, p, names, config) for",
+        "ParameterInfo(name, p) for",
+        "tools/test_plan_command.py::test_the_codec_is_timed_with_ranks_by_globs",
+    ),
+    Mutant(
+        "plan: a bucket of which nothing is compressed is exchanged",
+        "commhooks/engine/loopback.py",
+        "            compresses = not compressor.transactional or any(plan.compressed for plan in plans)\n",
+        "            compresses = True\n",
+        "tools/test_plan_command.py::test_the_codec_is_timed_with_ranks_by_globs",
+    ),
+    Mutant(
         "plan: the first bucket has no cap of its own",
         "commhooks/gradients/bucket_estimate.py",
         "    if bucket_cap_mb is None:\n",

@@ -1,0 +1,72 @@
+"""What a rank collects during a watch: which passes count, and how much it rehearses after each."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from commhooks.compressors.auto.watcher import REHEARSALS, ROUNDS, Watcher
+
+PROBES: dict[str, Any] = {"first": SimpleNamespace(name="first"), "second": SimpleNamespace(name="second")}
+
+
+@dataclass
+class Pass:
+    """A `Seen` whose rehearsals take as long as they are told to."""
+
+    step_s: float = 1.0
+    takes_s: float = 0.01
+    bucket: str = "w"
+    full: tuple[str, ...] = ()
+    waiting_s: float = 0.2
+    computing_s: tuple[float, ...] = (0.3,)
+    rehearsed: list[tuple[str, Any]] = field(default_factory=list)
+
+    @property
+    def layouts(self) -> Any:
+        return [SimpleNamespace(names=[self.bucket])]
+
+    def rehearse(self, compressor: Any, rounds: int, look: Any = None) -> float:
+        self.rehearsed.append((compressor.name, compressor.kernel))
+        if compressor.name in self.full:
+            raise torch.OutOfMemoryError
+        return self.takes_s
+
+    def plans(self, compressor: Any) -> Any:
+        raise AssertionError
+
+
+def _watched(*passes: Pass) -> Watcher:
+    watcher = Watcher(PROBES, None)
+    watcher.compute_with("of all ranks")  # type: ignore[arg-type]
+    for each in passes:
+        watcher.see(each)
+    return watcher
+
+
+def test_a_pass_with_new_buckets_is_not_counted_nor_are_those_before_it() -> None:
+    report = _watched(Pass(9.0), Pass(9.0), Pass(5.0, bucket="other"), Pass(1.0, bucket="other")).report()
+    assert report.passes == 1 and report.step_s == 1.0 and report.computing_s == (0.3,)
+
+
+def test_rehearsals_stop_at_half_a_step_and_when_all_have_had_their_turns() -> None:
+    slow, fast, further = Pass(takes_s=0.3), Pass(takes_s=0.01), Pass()
+    watcher = _watched(Pass(), slow, fast, further)
+    # Two rounds of 0.3 s are more than half of a step of a second.
+    assert [name for name, _ in slow.rehearsed] == ["first"]
+    assert len(fast.rehearsed) == REHEARSALS * len(PROBES) - 1 and not further.rehearsed
+    assert {kernel for _, kernel in fast.rehearsed} == {"of all ranks"}
+    report = watcher.report()
+    assert report.codec_s == (0.01, 0.01)
+    assert math.isclose(report.spent_s, ROUNDS * (0.3 + 0.01 * len(fast.rehearsed)))
+
+
+def test_what_does_not_fit_into_memory_is_not_known() -> None:
+    """Also if it did once: one rehearsal after each of these passes."""
+    slow = {"takes_s": 0.3}
+    report = _watched(Pass(), Pass(**slow), Pass(**slow), Pass(**slow, full=("first",))).report()
+    assert math.isnan(report.codec_s[0]) and report.codec_s[1] == 0.3

@@ -77,7 +77,7 @@ class SavedHooks:
                 hook = model.hook
                 if hook is None:
                     continue
-                shared, own = payload_parts.split(hook.state_dict(), rank)
+                shared, own = payload_parts.split(hook.state_dict(), rank, hook.run_number)
                 own_path = _path(folder, number, rank)
                 if own is None:
                     files.remove(own_path)  # left from an earlier save in this folder

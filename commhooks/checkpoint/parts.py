@@ -2,7 +2,8 @@
 
 The shared part is the payload with empty lists in place of the residuals, and a fingerprint. The part of a rank holds
 its residuals by parameter name, or its state of a user's hook, and the same fingerprint: a hash of the data that are
-equal on every rank (hook, options, step, Q), so that parts of one save can be recognised without communication.
+equal on every rank (hook, options, step, Q, the number of the run), so that parts of one save can be recognised without
+communication.
 Documented in docs/checkpoint_format.md. Pure functions; no files, no collectives.
 """
 
@@ -28,10 +29,15 @@ from commhooks.gradients.precision import compute_dtype
 PART_FORMAT = "commhooks rank part"
 
 
-def split(saved: dict[str, Any], rank: int) -> tuple[dict[str, Any], dict[str, Any] | None]:
+def split(saved: dict[str, Any], rank: int, run: int | None = None) -> tuple[dict[str, Any], dict[str, Any] | None]:
     """Divide the result of `state_dict()` into the shared part and the part of this rank (None if that is empty). If
     each rank has residuals for a share of the parameters only, every rank has a part, and the shared part says so, even
-    if the rank that makes it has no residuals."""
+    if the rank that makes it has no residuals.
+
+    Args:
+        run: a number that the ranks have agreed on, and no others; see `CommHook.run_number`.
+    """
+    saved = saved if run is None else {**saved, "run": f"{run:016x}"}
     shared = {**saved, "fingerprint": save_id(saved)}
     shares = shared.pop("residual_shares", False)
     own: dict[str, torch.Tensor] = {}
@@ -57,10 +63,11 @@ def split(saved: dict[str, Any], rank: int) -> tuple[dict[str, Any], dict[str, A
 
 
 def save_id(saved: dict[str, Any]) -> str:
-    """A hash of the data of a payload that are equal on every rank: hook, options, step, loss scale, factors."""
+    """A hash of the data of a payload that are equal on every rank: hook, options, step, loss scale, factors, run."""
     digest = hashlib.sha256()
     head = [saved.get(key) for key in ("hook", "step", "world_size", "loss_scale")]
     digest.update(repr((head, sorted(saved["options"].items()))).encode())
+    digest.update(str(saved.get("run", "")).encode())
     entries = saved.get("parameters", {}).items()
     factors = [(name, entry["q"]) for name, entry in entries]
     factors += [(f"P of {name}", entry["p"]) for name, entry in entries if "p" in entry]
@@ -145,7 +152,7 @@ def merge(shared: dict[str, Any], parts: Iterable[dict[str, Any] | None], rank: 
         The payload with the rank's own residuals if the world size is unchanged, else with their mean. If a part is
         missing, the payload states that residuals exist but contains none: after loading it, all ranks drop theirs.
     """
-    merged = {key: value for key, value in shared.items() if key != "fingerprint"}
+    merged = {key: value for key, value in shared.items() if key not in ("fingerprint", "run")}
     if shared.get("hook_state") is not None:
         for part in parts:
             merged["hook_state"] = shared["hook_state"] if part is None else part["hook_state"]

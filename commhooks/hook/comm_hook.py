@@ -152,6 +152,12 @@ class CommHook:
         """The hook's options, with `start_powerSGD_iter` as a number of steps."""
         return self._runner.options
 
+    @property
+    def run_number(self) -> int | None:
+        """A random number that the ranks agree on in the first backward pass, by which the files of one run can be told
+        from those of another. None before it, and for hooks that learn nothing."""
+        return self._runner.run_number
+
     def plan(self) -> ModelPlan:
         """What is compressed and what is not: one row per parameter (for batched PowerSGD one per bucket, available
         after the first backward pass)."""

@@ -66,6 +66,10 @@ class LearningHook(Runner):
     def options(self) -> dict[str, Any]:
         return dataclasses.asdict(self._session.compressor.config)
 
+    @property
+    def run_number(self) -> int | None:
+        return self._session.nonce
+
     def plan(self) -> ModelPlan:
         session = self._session
         if session.compressor.per_bucket:  # each row is a bucket

@@ -124,6 +124,11 @@ class Runner(ABC):
         return []
 
     @property
+    def run_number(self) -> int | None:
+        """See `CommHook.run_number`."""
+        return None
+
+    @property
     def chosen(self) -> tuple[str | None, int | None]:
         """What a hook that chooses has chosen, and since which step; None for others."""
         return None, None

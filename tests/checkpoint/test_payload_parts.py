@@ -216,3 +216,14 @@ def test_the_state_of_a_hook_of_ones_own_is_of_each_rank() -> None:
 def test_no_numpy_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.Tensor, "numpy", None)
     assert payload_parts.save_id(made(0))
+
+
+def test_parts_of_another_run_at_the_same_step_do_not_belong() -> None:
+    """Without factors, as of int8, nothing else tells them apart."""
+    saved = made(1)
+    saved["parameters"]["weight"]["q"] = None
+    shared, part = split(saved, 1, run=1)
+    assert problem_of_part(check_shared(through_a_file(shared)), through_a_file(part), 1) is None
+    _, other = split(saved, 1, run=2)
+    assert "is of another save" in str(problem_of_part(shared, other, 1))
+    assert "run" not in merge(shared, [part], 1, 2)

@@ -143,6 +143,25 @@ def test_save_on_the_main_process_only(run_ranks: Any, saved_by_two: Any, tmp_pa
 
 
 @launched
+def _two_runs_in_a_folder(folder: str) -> list[str]:
+    """Both save at the same step, the second one on the main process only."""
+    for number in range(2):
+        run = Training(CommHookKwargs(hook="int8")).train(4)
+        if number == 0 or run.accelerator.is_main_process:
+            run.accelerator.save_state(folder)
+        run.accelerator.wait_for_everyone()
+    with Warnings() as texts:
+        Training(CommHookKwargs(hook="int8")).load(folder, 4)
+    return list(texts)
+
+
+def test_residuals_of_another_run_are_noticed(run_ranks: Any, tmp_path: Path) -> None:
+    first, second = run_ranks(_two_runs_in_a_folder, str(tmp_path))
+    assert not any("another save" in text for text in first)
+    assert any("comm_hook_rank1.pt is of another save" in text for text in second), second
+
+
+@launched
 def _mean_on_main(folder: str) -> dict[str, Any]:
     run = Training(power_sgd(save_residual="mean")).train(6)
     run.hook.joint_save_limit_s = 0.5

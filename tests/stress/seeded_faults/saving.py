@@ -4,6 +4,13 @@ from seeded_faults.mutant import Mutant
 
 MUTANTS = [
     Mutant(
+        "parts: those of another run at the same step belong together",
+        "accelerate_commhooks/saving.py",
+        "payload_parts.split(hook.state_dict(), rank, hook.run_number)",
+        "payload_parts.split(hook.state_dict(), rank)",
+        "with_accelerate/test_accelerate_saving.py::test_residuals_of_another_run_are_noticed",
+    ),
+    Mutant(
         "alternate: whose turn it is is not saved",
         "commhooks/checkpoint/payload.py",
         "            if saved is None:\n                continue\n",

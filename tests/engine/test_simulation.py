@@ -99,6 +99,21 @@ def test_the_loopback_is_a_simulated_rank_alone(name: str) -> None:
     assert all(map(same_bits, [*found, *_learned(state)], alone))
 
 
+@pytest.mark.parametrize("name", ["powerSGD", "int8"])
+def test_the_loopback_averages_what_is_not_compressed(name: str) -> None:
+    loopback = Loopback(_compressor(name), [{"w": torch.zeros(12, 8)}, {"v": torch.zeros(3)}], torch.device("cpu"))
+    loopback.fill()
+    before = loopback._buckets[1][0].clone()
+    loopback.step()
+    assert torch.equal(loopback._buckets[1][0], before) and not loopback._state["residual"].keys() - {"w"}
+
+
+def test_simulated_ranks_obey_options_that_name_parameters() -> None:
+    config = PowerSGD(matrix_approximation_rank={"*.2": 3, "*": 1}, exclude=["0.0"], min_compression_rate=1)
+    ranks = SimulatedRanks(lambda: PowerSGDCompressor(config), 2, _parameters())
+    assert [getattr(plan, "rank", None) for plan in ranks.plans] == [0, 0, 3]
+
+
 def test_a_step_that_is_not_finite_is_told() -> None:
     ranks = SimulatedRanks(lambda: _compressor("scaled"), 2, _parameters())
     buckets = [_gradient(0, rank) for rank in range(2)]

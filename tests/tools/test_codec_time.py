@@ -10,6 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from commhooks import PowerSGD
 from commhooks.compressors.plan import ParameterInfo
 from commhooks.compressors.powersgd.compressor import PowerSGDCompressor
+from commhooks.gradients.names import ModelNames
 from commhooks.tools.codec_time import ROUNDS, measure_codec
 
 STEPS = ROUNDS + 1  # one to warm up
@@ -26,12 +27,13 @@ class _Operators(TorchDispatchMode):
         return func(*args, **kwargs or {})
 
 
+@pytest.mark.parametrize("rank", [2, {"?": 2}])
 @pytest.mark.parametrize("accelerator", [False, True])
-def test_the_exchange_of_the_device_is_timed(accelerator: bool) -> None:
-    compressor = PowerSGDCompressor(PowerSGD(matrix_approximation_rank=2, start_powerSGD_iter=0, fused=False))
-    plans = compressor.plan(
-        [ParameterInfo(str(i), torch.empty(shape, device="meta")) for i, shape in enumerate(SHAPES)]
-    )
+def test_the_exchange_of_the_device_is_timed(accelerator: bool, rank: int | dict[str, int]) -> None:
+    compressor = PowerSGDCompressor(PowerSGD(matrix_approximation_rank=rank, start_powerSGD_iter=0, fused=False))
+    parameters = {str(i): torch.empty(shape, device="meta") for i, shape in enumerate(SHAPES)}
+    names = ModelNames(parameters.items())
+    plans = compressor.plan([ParameterInfo.of(n, p, names, compressor.config) for n, p in parameters.items()])
     with masks(accelerator), _Operators() as operators:
         timed = measure_codec(compressor, plans, torch.device("cpu"))
     assert timed.seconds > 0 and timed.share == 1

@@ -8,14 +8,14 @@ MUTANTS = [
         "commhooks/engine/loopback.py",
         "ParameterInfo.of(name, p, names, config) for",
         "ParameterInfo(name, p) for",
-        "tools/test_plan_command.py::test_the_codec_is_timed_with_ranks_by_globs",
+        "tools/test_codec_time.py",
     ),
     Mutant(
         "plan: a bucket of which nothing is compressed is exchanged",
         "commhooks/engine/loopback.py",
         "            compresses = not compressor.transactional or any(plan.compressed for plan in plans)\n",
         "            compresses = True\n",
-        "tools/test_plan_command.py::test_the_codec_is_timed_with_ranks_by_globs",
+        "engine/test_simulation.py",
     ),
     Mutant(
         "plan: the first bucket has no cap of its own",

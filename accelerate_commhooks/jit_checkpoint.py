@@ -19,7 +19,9 @@ class BetweenSteps(JITCheckpointCallback):
 
 def save_between_steps(trainer: Trainer) -> None:
     """Replace the callback by which `trainer` saves on SIGTERM, if it does."""
-    own = trainer.pop_callback(JITCheckpointCallback)
+    if not trainer.args.enable_jit_checkpoint:
+        return  # a callback of this class would be the user's
+    own = trainer.pop_callback(JITCheckpointCallback)  # the first one: the Trainer's
     if isinstance(own, JITCheckpointCallback):
         ours = BetweenSteps()
         ours.trainer, ours.jit_manager = own.trainer, own.jit_manager

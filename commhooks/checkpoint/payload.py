@@ -239,7 +239,8 @@ def _compare(parameters: dict[str, Any], target: Target, strict: bool) -> list[s
         )
         if strict:
             raise PayloadError(
-                f"{text}\nstrict=False beside hook=... gives these parameters fresh memory and loads the others"
+                f"{text}\nstrict=False beside hook=... or in the load gives these parameters fresh memory and "
+                "loads the others"
             )
         if target.rank == 0:
             logger.warning("%s\nThese parameters start with fresh memory (strict=False).", text)

@@ -116,7 +116,9 @@ class SavedUserState:
             text = f"the checkpoint holds a state of hook {self._hook!r}, but its hook_state now ({kind}) has no "
             text += "load_state_dict"
             if strict:
-                raise PayloadError(f"{text}; strict=False beside hook=... loads the step and leaves that state out")
+                raise PayloadError(
+                    f"{text}; strict=False beside hook=... or in the load loads the step and leaves that state out"
+                )
             saved = None
             problem = f"{text}: it is left out (strict=False)"
         elif saved is None and self.saves_state:

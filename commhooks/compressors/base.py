@@ -95,8 +95,8 @@ class Compressor(ABC, Generic[ConfigT]):
             or none. False for a compressor without learned state: its hook calls return at once, and DDP waits;
             between nodes the engine waits.
         computes_from_received: what it computes from what it has received may differ between kinds of processors in
-            the last bits, so that replicas on such machines drift apart. False: the same operation on each number
-            alone, which is exact everywhere.
+            the last bits, so that replicas on such machines drift apart. False: one correctly rounded operation on
+            each number alone, which gives the same bits everywhere.
         selective: it decides per parameter whether to compress; plans then show the reasons.
         per_bucket: it compresses whole buckets, so its plan is unknown until DDP has built its buckets.
         stats_every: steps between two log lines with compression statistics; None: no such lines.

@@ -43,6 +43,7 @@ class Stateless(Compressor[ConfigT]):
 
     transactional = False
     selective = False
+    computes_from_received = False
 
     def plan_one(self, info: ParameterInfo) -> UnitPlan:
         return UnitPlan.left_alone(info, f"hook {self.name}")

@@ -73,7 +73,7 @@ class Ranks(Protocol):
 
     @property
     def backend(self) -> Backend:
-        """Whose collectives they use."""
+        """Like whose collectives theirs are: gloo's or NCCL's."""
 
     def together(self) -> int:
         """How many of them share the network of one machine; 1 if all are on one machine."""

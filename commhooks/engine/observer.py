@@ -7,6 +7,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from commhooks.comm.backends import backend_of
 from commhooks.comm.clocks import Mark, mark, seconds_between
 from commhooks.comm.collective import Send, gather_rows, start
 from commhooks.comm.cost import Backend
@@ -146,7 +147,7 @@ class GroupRanks:
 
     @property
     def backend(self) -> Backend:
-        return "gloo" if self._device.type == "cpu" else "nccl"
+        return "gloo" if backend_of(self._group, self._device) == "gloo" else "nccl"
 
     def together(self) -> int:
         return ranks_per_host(self._group, self._device)

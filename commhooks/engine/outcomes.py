@@ -28,7 +28,14 @@ class Outcomes:
     @property
     def unread_passes(self) -> int:
         """Number of backward passes whose outcome the host has not read."""
-        return self._unread[1] if self._unread else 0
+        unread = self._unread  # another thread may read the outcome meanwhile
+        return unread[1] if unread else 0
+
+    @property
+    def step_at_most(self) -> int:
+        """`state.step`, if all passes whose outcome is unread were committed."""
+        with self.lock:
+            return self._state.step + self.unread_passes
 
     def add(self, good: torch.Tensor, compressed: bool) -> None:
         """Record one more pass, committed if `good` (0-dim bool tensor) is true."""

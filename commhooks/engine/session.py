@@ -133,6 +133,7 @@ class Session:
             HookConfigError: the buckets are on several devices.
         """
         watch, device = self.compressor.watch, bucket.flat.device
+        # Without the lock: if another thread reads outcomes just now, one pass less is measured.
         watched = watch is not None and self.state.step + self.outcomes.unread_passes + 1 >= watch.begin
         if watched:
             self._observer.entered(device)
@@ -210,10 +211,10 @@ class Session:
         state, start = self.state, self.compressor.start_step
         with self.outcomes.lock:  # another thread that saves may be updating `state.step` and the unread passes
             # Synchronise only if the exact step matters.
-            before_start = state.step < start <= state.step + self.outcomes.unread_passes
+            before_start = state.step < start <= self.outcomes.step_at_most
             if before_start or self.compressor.needs_exact_step:
                 self.settle()
-            step, step_at_most = state.step, state.step + self.outcomes.unread_passes
+            step, step_at_most = state.step, self.outcomes.step_at_most
         compressing = step >= start
         if compressing and self.compressor.selective and self.counters.numel_before == 0:
             logger.info("Start to apply %s after %s iterations.", self.compressor.called, state.step)
@@ -344,7 +345,7 @@ class Session:
     def _reconsider(self, group: dist.ProcessGroup, device: torch.device) -> None:
         """Let the compressor decide anew at the end of its watch, on all ranks at the same committed step."""
         watch = self.compressor.watch
-        if watch is None or self.state.step + self.outcomes.unread_passes < watch.end:
+        if watch is None or self.outcomes.step_at_most < watch.end:
             return
         self.settle()
         if self.state.step < watch.end:

@@ -337,7 +337,7 @@ class CommHook:
         if strict:
             raise PayloadError(
                 f"{text}. Attach the saved hook to continue with its memory, or give strict=False beside "
-                "hook=... to begin this one with fresh memory"
+                "hook=... or in the load to begin this one with fresh memory"
             )
         if self._speaks:
             logger.warning(

@@ -248,7 +248,10 @@ def test_another_model(run_ranks: Any, change: str, hook: str, running: bool) ->
         assert len(lines) == len(problems)
         for name, problem in problems.items():
             assert any(line.startswith(f"  {name}: {problem}") for line in lines), name
-        assert last == "strict=False beside hook=... gives these parameters fresh memory and loads the others"
+        assert (
+            last
+            == "strict=False beside hook=... or in the load gives these parameters fresh memory and loads the others"
+        )
         # All that has a residual and is as it was keeps it.
         fitting = ["0.weight", "3.weight", "5.weight", "7.weight"]
         if hook == "batched_powerSGD":
@@ -313,7 +316,7 @@ def test_another_hook(run_ranks: Any, before: str, after: str) -> None:
         refused = rank["refused"]
         assert refused["error"] == (
             f"the saved state is of hook {old}, this one is {new}. Attach the saved hook to continue with its memory, "
-            "or give strict=False beside hook=... to begin this one with fresh memory"
+            "or give strict=False beside hook=... or in the load to begin this one with fresh memory"
         )
         assert refused["untouched"]
         assert rank["forgotten"] and rank["step"] == 0
@@ -355,7 +358,10 @@ def test_a_state_of_ones_own_that_has_nowhere_to_go(run_ranks: Any, strict: bool
         said = place == 0
         assert rank["nothing saved"] == [f"commhooks: {nothing}"] * said
         if strict:
-            assert rank["error"] == f"{text}; strict=False beside hook=... loads the step and leaves that state out"
+            assert (
+                rank["error"]
+                == f"{text}; strict=False beside hook=... or in the load loads the step and leaves that state out"
+            )
             assert rank["step"] == 1 and rank["warnings"] == []
         else:
             assert rank["error"] == "" and rank["step"] == STEPS

@@ -1,5 +1,6 @@
 """Simulated ranks and the loopback compute what real ranks compute, bit for bit, with every kind of collective."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -30,7 +31,8 @@ def _compressor(name: str) -> Compressor[Any]:
         return ScaledCompressor(Scaled())
     if name == "int8":
         return Int8Compressor(Int8Compress(block_size=16))
-    return PowerSGDCompressor(PowerSGD(matrix_approximation_rank=2, start_powerSGD_iter=0, min_compression_rate=1))
+    config = PowerSGD(matrix_approximation_rank=2, start_powerSGD_iter=0, min_compression_rate=1)
+    return PowerSGDCompressor(replace(config, alternate=name == "alternate"))
 
 
 def _parameters() -> dict[str, torch.Tensor]:
@@ -114,8 +116,9 @@ def test_simulated_ranks_obey_options_that_name_parameters() -> None:
     assert [getattr(plan, "rank", None) for plan in ranks.plans] == [0, 0, 3]
 
 
-def test_a_step_that_is_not_finite_is_told() -> None:
-    ranks = SimulatedRanks(lambda: _compressor("scaled"), 2, _parameters())
+@pytest.mark.parametrize("name", ["scaled", "powerSGD", "alternate", "int8"])
+def test_a_step_that_is_not_finite_is_told_and_leaves_nothing(name: str) -> None:
+    ranks = SimulatedRanks(lambda: _compressor(name), 2, _parameters())
     buckets = [_gradient(0, rank) for rank in range(2)]
     buckets[1][3] = float("inf")
     assert not ranks.step(buckets)

@@ -88,19 +88,15 @@ def like_label(rank: int) -> str:
     return f"powerSGD like rank {rank}"
 
 
-def is_for_target(config: Auto, label: str) -> bool:
-    """False for PowerSGD with ranks for another target than the config's. After the label may follow its ranks."""
-    if not label.startswith("powerSGD"):
-        return True
+def allowed(candidate: Candidate, config: Auto) -> bool:
+    """Whether the config allows the candidate: by its quality, and PowerSGD if its ranks are for the config's target
+    and for the layers that it does not exclude."""
+    if candidate.hook != POWERSGD:
+        return candidate.hook in [each.Config.hook_name for each in _BY_QUALITY[config.quality]]
+    if config.quality != "close" or excluding(candidate, config) != candidate:
+        return False
     wanted = map(like_label, EQUIVALENTS) if config.target is None else [target_label(config.target)]
-    return any(label.startswith(f"{each} (") for each in wanted)
-
-
-def may_use(config: Auto, hook: str) -> bool:
-    """Whether the config's quality allows the hook."""
-    return hook in [each.Config.hook_name for each in _BY_QUALITY[config.quality]] or (
-        hook == POWERSGD and config.quality == "close"
-    )
+    return any(candidate.label.startswith(f"{each} (") for each in wanted)  # its ranks follow
 
 
 def probes(config: Auto) -> list[Candidate]:

@@ -20,7 +20,7 @@ from commhooks.compressors.auto.decision import Decision, Figures
 from commhooks.compressors.auto.loads import codec_times, load_of
 from commhooks.compressors.auto.per_layer import powersgd_candidates
 from commhooks.compressors.auto.prediction import Network, predicted_s
-from commhooks.compressors.auto.report import Report, slowest
+from commhooks.compressors.auto.report import Report, combined
 from commhooks.compressors.auto.watcher import Watcher
 from commhooks.compressors.base import RESIDUAL, Compressor, Exchange, State, StateField, StepInfo, Trial
 from commhooks.compressors.config import LARGEST_STEP, HookConfig
@@ -70,6 +70,10 @@ class AutoCompressor(Compressor[Auto]):
     @property
     def selective(self) -> bool:  # type: ignore[override]
         return self.decision.since is not None and self._inner.selective
+
+    @property
+    def computes_from_received(self) -> bool:  # type: ignore[override]
+        return any(each.computes_from_received for each in self._probes().values())
 
     @property
     def stats_every(self) -> int | None:  # type: ignore[override]
@@ -175,7 +179,7 @@ class AutoCompressor(Compressor[Auto]):
         alike = len({row[0] for row in ranks.table([len(numbers)])}) == 1
         if not alike:  # a rank has missed passes, or seen other buckets
             return self._next(phases.extended(self.decision, self.config, step))
-        report = slowest(ranks.table(numbers), len(self._watcher.layouts))
+        report = combined(ranks.table(numbers), len(self._watcher.layouts))
         if report.passes < self.enough_passes or not math.isfinite(report.step_s):
             return self._next(phases.extended(self.decision, self.config, step))
         if self.decision.phase == "resting":

@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -17,7 +17,7 @@ _LARGEST = 2**62
 
 @dataclass(frozen=True)
 class Figures:
-    """What a decision rests on; equal on all ranks. Seconds of a step, on the slowest rank.
+    """What a decision rests on; equal on all ranks. Seconds of a step; see `report.combined`.
 
     Attributes:
         step_s, waiting_s: measured with the candidate in force.
@@ -38,6 +38,20 @@ class Figures:
     mbit_per_s: float = math.nan
     latency_ms: float = math.nan
     spent_s: float = 0.0
+
+    def of(self, labels: Collection[str]) -> "Figures":
+        """Those of some candidates only."""
+
+        def chosen(by_label: Mapping[str, float]) -> dict[str, float]:
+            return {label: each for label, each in by_label.items() if label in labels}
+
+        return dataclasses.replace(
+            self,
+            predicted_s=chosen(self.predicted_s),
+            tried_s=chosen(self.tried_s),
+            codec_s=chosen(self.codec_s),
+            counted_bytes=chosen(self.counted_bytes),
+        )
 
 
 @dataclass(frozen=True)

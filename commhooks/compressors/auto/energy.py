@@ -18,13 +18,13 @@ class Energies:
     def look(self, layout: BucketLayout, gradient: torch.Tensor, state: State) -> None:
         """Add the layers of one bucket."""
         learned = state["q"]
-        if not bool(_energy(gradient).isfinite()):
+        if not bool(gradient.isfinite().all()):
             return
         for slot in layout.slots:
             q = learned.get(slot.name)
             if q is None:  # not compressed
                 continue
-            energy = _energy(slot.of(gradient))
+            energy = torch.linalg.vector_norm(slot.of(gradient), dtype=torch.float64).square()
             if not bool(energy > 0):
                 continue
             squares = torch.linalg.svdvals(q.double()).square()
@@ -42,11 +42,6 @@ class Energies:
                 shares = (self._sums[name] / self._counts[name]).tolist()
             found += [*shares, *[shares[-1]] * (LARGEST - len(shares))]
         return found
-
-
-def _energy(gradient: torch.Tensor) -> torch.Tensor:
-    """In float64, without a copy."""
-    return torch.linalg.vector_norm(gradient, dtype=torch.float64).square()
 
 
 def by_layer(numbers: list[float], names: list[str]) -> dict[str, list[float]]:

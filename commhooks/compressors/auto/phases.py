@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 
 from commhooks.compressors.auto import words
-from commhooks.compressors.auto.candidates import Candidate, excluding, is_for_target, may_use, simple
+from commhooks.compressors.auto.candidates import Candidate, allowed, excluding, simple
 from commhooks.compressors.auto.choice import LATER_MARGIN, MARGIN, choose, expected_s, has_changed
 from commhooks.compressors.auto.config import Auto
 from commhooks.compressors.auto.decision import Decision, Figures
@@ -54,21 +54,25 @@ def after_rest(now: Decision, config: Auto, step: int, report: Report) -> Decisi
 
 def resumed(saved: Decision, config: Auto, step: int, *, same_ranks: bool) -> Decision:
     """Go on with a decision from a checkpoint. The choice stays in force, and is measured anew if the number of ranks
-    or what may be chosen has changed. Only a choice that the options no longer allow is dropped at once."""
-    if not may_use(config, saved.candidate.hook):
+    or what may be chosen has changed. A choice that the options no longer allow is dropped at once: that is also
+    PowerSGD whose ranks were chosen for another target, or for other layers."""
+    usable = {label: excluding(each, config) for label, each in saved.known.items() if allowed(each, config)}
+    candidate = usable.pop(saved.candidate.label, None)
+    if candidate is None:
         return Decision.begin(simple(config)[0], step, config.measure_steps)
-    usable = [excluding(each, config) for each in saved.known.values() if may_use(config, each.hook)]
-    candidate = excluding(saved.candidate, config)
-    now = dataclasses.replace(saved, candidate=candidate, others=without(usable, candidate.label))
+    others = tuple(usable.values())
+    figures = saved.figures.of({candidate.label, *usable}) if same_ranks else Figures()
+    now = dataclasses.replace(saved, candidate=candidate, others=others, figures=figures)
     if not same_ranks:
-        return _measuring(dataclasses.replace(now, figures=Figures()), config, step)
-    if now.phase == "measuring":
+        return _measuring(now, config, step)
+    if now.phase == "measuring" or not saved.others:  # nothing to choose from was known yet
         return now
     missing = {each.label for each in simple(config)} - now.known.keys()
-    if missing or now.known != saved.known or not all(is_for_target(config, label) for label in now.known):
+    if missing or now.known != saved.known:
         return _measuring(now, config, step)
-    if now.phase == "resting" and (now.watch is None) != (config.check_again_every is None):
-        return resting(now, config, step)
+    anew = resting(now, config, step)
+    if now.phase == "resting" and (now.watch is None or anew.watch is None or now.watch.end > anew.watch.end):
+        return anew
     return now
 
 

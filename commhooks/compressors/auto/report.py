@@ -1,4 +1,4 @@
-"""What one rank has measured, as numbers to exchange; and what all have, as the slowest rank sees it. Pure."""
+"""What one rank has measured, as numbers to exchange; and what all have together. Pure."""
 
 import math
 import statistics
@@ -44,7 +44,7 @@ def count_sound(passes: Sequence[tuple[float, float, tuple[float, ...]]]) -> int
     return sum(_sound(*each) for each in passes)
 
 
-def slowest(table: Sequence[Sequence[float]], buckets: int) -> Report:
+def combined(table: Sequence[Sequence[float]], buckets: int) -> Report:
     """All ranks' reports as one: each time that of the slowest rank, the number of passes the smallest. Two times are
     the least of any rank. Waiting: the others wait for that rank, too, and not only for the network. The step: all
     ranks end it together, and the others have waited in it for that rank, whose rehearsals after the step before took

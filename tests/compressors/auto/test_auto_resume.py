@@ -123,33 +123,78 @@ def test_a_choice_that_the_quality_no_longer_allows_is_made_anew() -> None:
         assert decision_of(run).watch.begin == 7
 
 
-def _resumed_with(saved_decision: Decision, **options: Any) -> Decision:
-    config = Auto(**{"quality": "close", **options})
-    return resumed(saved_decision, config, 7, same_ranks=True)
+POWER = Candidate(
+    "powerSGD like rank 4 (rank 2)", "powerSGD", {"matrix_approximation_rank": {"*": 2}, "exclude": []}, 2.25
+)
+OFFERED = {each.label: each for each in (*simple(Auto(quality="close")), POWER)}
 
 
-def test_changed_options_count_after_a_resume() -> None:
-    measuring = {"phase": "measuring", "watch": Watch(7, 17)}
-    options = {"matrix_approximation_rank": {"*": 2}, "exclude": []}
-    power = Candidate("powerSGD like rank 4 (rank 2)", "powerSGD", options, 2.25)
-    offered = (*simple(Auto(quality="close")), power)
-    now = dataclasses.replace(decided("int8", phase="resting", watch=Watch(40, 48)), others=without(offered, "int8"))
-    assert _resumed_with(now) == now
+def _resting(label: str, **more: Any) -> Decision:
+    """With quality="close"."""
+    known = dict(OFFERED)
+    figures = Figures(1.0, 0.1, dict.fromkeys(known, 0.5), {label: 0.4}, dict.fromkeys(known, 0.01))
+    made = Decision(known.pop(label), Watch(40, 48), tuple(known.values()), 3, "resting", figures=figures)
+    return dataclasses.replace(made, **more)
 
-    changed = _resumed_with(now, exclude=["*embed*"])
-    assert changed.candidate.options["exclude"] == ["*embed*"] == changed.known[power.label].options["exclude"]
-    assert changed.candidate.label == "int8" and changed.since == now.since
-    assert {key: getattr(changed, key) for key in measuring} == measuring
 
-    for again in ({"target": 0.5}, {"target": 1000}):
-        assert {key: getattr(_resumed_with(now, **again), key) for key in measuring} == measuring
-    assert _resumed_with(now, quality="same").known.keys() == {"allreduce", "bf16", "int8"}
-    assert _resumed_with(now, check_again_every=None).watch is None
-    looks = _resumed_with(dataclasses.replace(now, watch=None), check_again_every=100).watch
-    assert looks is not None and looks.end == 107
+def _resumed(saved: Decision, **options: Any) -> Decision:
+    """At step 7. What it becomes can be saved and loaded."""
+    made = resumed(saved, Auto(**{"quality": "close", "check_again_every": 100, **options}), 7, same_ranks=True)
+    assert Decision.from_plain(made.to_plain()).known == made.known
+    return made
 
-    without_int4 = dataclasses.replace(now, others=without(now.others, "int4"))  # saved with quality="same"
-    assert {key: getattr(_resumed_with(without_int4), key) for key in measuring} == measuring
+
+def _measures(made: Decision, saved: Decision) -> bool:
+    return (made.phase, made.watch, made.since) == ("measuring", Watch(7, 17), saved.since)
+
+
+BEGUN = Decision.begin(OFFERED["allreduce"], 7, 10)
+
+
+@pytest.mark.parametrize("label", ["int8", POWER.label])
+def test_the_same_options_change_nothing(label: str) -> None:
+    for now in (_resting(label), _resting(label, phase="trying"), _resting(label, phase="measuring")):
+        assert _resumed(now) == now
+    given_up = dataclasses.replace(BEGUN, since=3, phase="resting")
+    assert _resumed(given_up).phase == "resting"
+
+
+def test_another_exclude_counts_after_a_resume() -> None:
+    now = _resting("int8")
+    made = _resumed(now, exclude=["*embed*"])
+    assert _measures(made, now) and made.candidate.label == "int8"
+    assert made.candidate.options["exclude"] == ["*embed*"] and POWER.label not in made.known
+    assert _resumed(_resting(POWER.label), exclude=["*embed*"]) == BEGUN
+
+
+@pytest.mark.parametrize("target", [0.5, 1000])
+def test_another_target_counts_after_a_resume(target: float) -> None:
+    now = _resting("int8")
+    made = _resumed(now, target=target)
+    assert _measures(made, now) and POWER.label not in made.known
+    assert _resumed(_resting(POWER.label), target=target) == BEGUN
+    again = _resting("int8", others=made.others, figures=made.figures)  # not measured at each resume
+    assert _resumed(again, target=target) == again
+
+
+def test_another_quality_counts_after_a_resume() -> None:
+    now = _resting("int8")
+    made = _resumed(now, quality="same")
+    assert _measures(made, now) and made.known.keys() == made.figures.predicted_s.keys() == {
+        "allreduce",
+        "bf16",
+        "int8",
+    }
+    same = _resting("int8", others=without(made.others, ""))  # saved with quality="same"
+    assert _measures(_resumed(same), same)
+    assert _resumed(_resting("int4"), quality="same") == BEGUN
+
+
+def test_when_to_look_again_counts_after_a_resume() -> None:
+    now = _resting("int8")
+    assert _resumed(now, check_again_every=None).watch is None
+    assert _resumed(now, check_again_every=20).watch == Watch(19, 27)
+    assert _resumed(dataclasses.replace(now, watch=None)).watch == Watch(99, 107)
 
 
 BAD: list[tuple[str, Any]] = [

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import math
+import threading
 from typing import Any
 from unittest import mock
 
@@ -13,6 +14,7 @@ import torch
 import torch.distributed as dist
 from ddp_steps import log_lines, process_group_of_one
 from inside import session_of
+from models import masks
 from prescribed_auto import PrescribedAutoCompressor, decided, decision_of, new
 from training import Run, batch, residuals
 
@@ -23,6 +25,8 @@ from commhooks.compressors.auto.config import Auto
 from commhooks.compressors.auto.decision import Decision
 from commhooks.compressors.auto.phases import MOST_EXTENSIONS, TRY_STEPS
 from commhooks.compressors.auto.watcher import Watcher
+from commhooks.compressors.observation import Watch
+from commhooks.engine.observer import GroupRanks
 
 FAST_LINK = 1e7
 
@@ -224,21 +228,52 @@ def test_a_rank_that_has_seen_nothing_makes_all_measure_longer(run_ranks: Any) -
         assert decision.candidate.label == "int8" and decision.since == 2 + TRY_STEPS
 
 
-def _different_decisions() -> str:
+def _different_decisions(differ: str) -> str:
     run = new().train(4)
     session = session_of(run.hook)
-    label = "int8" if dist.get_rank() else "int4"
     compressor = session.compressor
     assert isinstance(compressor, AutoCompressor)
-    session.replaced(compressor._with(decided(label)))
+    other = {"what": decided("int4"), "when": decided(phase="resting", watch=Watch(9, 17))}[differ]
+    session.replaced(compressor._with(other if dist.get_rank() else decided("int8")))
     with pytest.raises(HookRunError) as caught:
         run.train(1)
     return str(caught.value)
 
 
-def test_ranks_with_different_decisions_say_so(run_ranks: Any) -> None:
-    for text in run_ranks(_different_decisions):
+@pytest.mark.parametrize("differ", ["what", "when"])
+def test_ranks_with_different_decisions_say_so(run_ranks: Any, differ: str) -> None:
+    for text in run_ranks(_different_decisions, differ):
         assert "run different hooks, options or models" in text
+
+
+def test_a_save_in_another_thread_does_not_wait_for_the_decision() -> None:
+    """A joint save holds the lock while it waits for the other ranks, whose training may wait for this rank's."""
+    with process_group_of_one():
+        run = new().train(2)  # decides with the next pass
+        saved: list[Any] = []
+
+        def table(ranks: Any, numbers: Any) -> Any:
+            thread = threading.Thread(target=lambda: saved.append(run.hook.state_dict("per_rank")))
+            thread.start()
+            thread.join(10)
+            return gathered(ranks, numbers)
+
+        gathered = GroupRanks.table
+        with mock.patch.object(GroupRanks, "table", table):
+            run.train(1)
+        assert len(saved) == 2 and saved[0]["notes"]["phase"] == "measuring"
+        assert decision_of(run).phase == "trying"
+
+
+def test_where_the_host_does_not_read_each_outcome_a_look_takes_no_longer() -> None:
+    """As on an accelerator: the step that the host knows is that of the latest decision."""
+    with process_group_of_one(), masks():
+        run = new(check_again_every=20)
+        extended = []
+        for _ in range(2 + TRY_STEPS + 45):
+            run.train(1)
+            extended.append(decision_of(run).extended)
+        assert decision_of(run).phase == "resting" and not any(extended)
 
 
 def _not_finite_at_the_change() -> dict[str, Any]:

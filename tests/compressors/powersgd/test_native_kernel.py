@@ -138,8 +138,13 @@ def test_machines_whose_kernels_differ(run_ranks: Any, tmp_path: Path) -> None:
 
 
 def _build(cache: Path, flags: tuple[str, ...]) -> str:
-    with mock.patch.dict(os.environ, {"XDG_CACHE_HOME": str(cache)}), mock.patch.object(fused_codec, "FLAGS", flags):
-        return native_kernel.results_of(fused_codec.load.__wrapped__())
+    fused_codec.load.cache_clear()
+    try:
+        with mock.patch.dict(os.environ, {"XDG_CACHE_HOME": str(cache)}):
+            with mock.patch.object(fused_codec, "FLAGS", flags):
+                return native_kernel.build()
+    finally:
+        fused_codec.load.cache_clear()
 
 
 @needs_compiler

@@ -299,7 +299,7 @@ MUTANTS = [
     Mutant(
         "streams: labels are lower bounds",
         "commhooks/engine/session.py",
-        "step, step_at_most = state.step, state.step + self.outcomes.unread_passes",
+        "step, step_at_most = state.step, self.outcomes.step_at_most",
         "step, step_at_most = state.step, state.step",
         f"{_ORDER}::test_labels_are_upper_bounds_until_the_host_has_read_the_outcomes",
     ),

@@ -8,6 +8,35 @@ _RESUME = "compressors/auto/test_auto_resume.py"
 
 MUTANTS = [
     Mutant(
+        "auto: a save in another thread waits while it decides",
+        "commhooks/engine/session.py",
+        "        compressor, remark = self.compressor.reconsidered(",
+        "        with self.outcomes.lock:\n            compressor, remark = self.compressor.reconsidered(",
+        f"{_TRAINING}::test_a_save_in_another_thread_does_not_wait_for_the_decision",
+    ),
+    Mutant(
+        "auto: on accelerators a look measures the steps after it",
+        "commhooks/engine/session.py",
+        "            self.settle()  # `current.step` may be less than the step\n"
+        "            self._observer.show(self.compressor, self.state.step - 1, good,",
+        "            self._observer.show(self.compressor, current.step, good,",
+        f"{_TRAINING}::test_where_the_host_does_not_read_each_outcome_a_look_takes_no_longer",
+    ),
+    Mutant(
+        "auto: the ranks do not compare when they decide",
+        "commhooks/engine/session.py",
+        "compressor.planning_config, compressor.chosen, compressor.watch",
+        "compressor.planning_config, compressor.chosen",
+        f"{_TRAINING}::test_ranks_with_different_decisions_say_so",
+    ),
+    Mutant(
+        "auto: times of what the quality no longer allows are kept",
+        "commhooks/compressors/auto/phases.py",
+        "saved.figures.of({candidate.label, *usable}) if same_ranks",
+        "saved.figures if same_ranks",
+        "compressors/auto/test_auto_resume.py::test_another_quality_counts_after_a_resume",
+    ),
+    Mutant(
         "auto: a rank's own rehearsals are part of the next step",
         "commhooks/engine/observer.py",
         "        seen.gradients = ()\n        self._ended = mark(device)\n",
@@ -45,16 +74,16 @@ MUTANTS = [
     Mutant(
         "auto: what is excluded now is as before the resume",
         "commhooks/compressors/auto/phases.py",
-        "    candidate = excluding(saved.candidate, config)\n",
-        "    candidate = saved.candidate\n",
-        "compressors/auto/test_auto_resume.py::test_changed_options_count_after_a_resume",
+        "{label: excluding(each, config) for",
+        "{label: each for",
+        "compressors/auto/test_auto_resume.py::test_another_exclude_counts_after_a_resume",
     ),
     Mutant(
         "auto: another target waits for other times",
-        "commhooks/compressors/auto/phases.py",
-        " or not all(is_for_target(config, label) for label in now.known)",
-        "",
-        "compressors/auto/test_auto_resume.py::test_changed_options_count_after_a_resume",
+        "commhooks/compressors/auto/candidates.py",
+        'any(candidate.label.startswith(f"{each} (") for each in wanted)',
+        "True",
+        "compressors/auto/test_auto_resume.py::test_another_target_counts_after_a_resume",
     ),
     Mutant(
         "auto: ranks of one machine have a network each",

@@ -10,6 +10,13 @@ _EARLIER = (
 
 MUTANTS = [
     Mutant(
+        "alternate: a step that is not finite leaves a random Q",
+        "commhooks/compressors/powersgd/alternating_exchange.py",
+        "self._known_q(matrix), matrix",
+        "self._q_memory(matrix), matrix",
+        "engine/test_simulation.py::test_a_step_that_is_not_finite_is_told_and_leaves_nothing",
+    ),
+    Mutant(
         "fused: Q without the residual",
         "commhooks/compressors/powersgd/native/form_q.h",
         "x.residual && t < i + rows",

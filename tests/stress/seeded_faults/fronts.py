@@ -23,7 +23,8 @@ MUTANTS = [
     Mutant(
         "Fabric: one hook is changed before the other is checked",
         "lightning_commhooks/fabric_strategy.py",
-        "        take_over = [hook.prepare_load(saved[name]) for name, hook in hooks.items() if name in saved]\n",
+        "        take_over = [hook.prepare_load(saved[name], strict) for name, hook in hooks.items() "
+        "if name in saved]\n",
         "        take_over = []\n        for name, hook in hooks.items():\n"
         "            hook.load_state_dict(saved[name])\n",
         f"{FABRIC}::test_a_damaged_state_of_one_hook_changes_none",

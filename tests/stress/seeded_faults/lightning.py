@@ -34,7 +34,7 @@ MUTANTS = [
     Mutant(
         "a fit with shards resumes without its hook",
         "lightning_commhooks/fsdp2.py",
-        "        if (path / CHECKPOINT_KEY).is_dir():\n",
+        "        if self.broadcast(HookFolder(path).is_complete):\n",
         "        if False:\n",
         "with_lightning/test_lightning_fsdp2.py::test_a_resumed_fit_is_bit_equal",
     ),

@@ -283,7 +283,7 @@ MUTANTS = [
         f"{_ENGINE}/simulation.py",
         "            good = verdicts.pop()\n",
         "            good = True\n",
-        "engine/test_simulation.py::test_a_step_that_is_not_finite_is_told",
+        "engine/test_simulation.py::test_a_step_that_is_not_finite_is_told_and_leaves_nothing",
     ),
     Mutant(
         "the loopback learns nothing",

@@ -37,10 +37,10 @@ def _incomplete(root: str) -> dict[str, Any]:
 
 
 def test_a_folder_that_is_incomplete_or_of_other_weights_is_not_loaded(run_ranks: Any, tmp_path: Path) -> None:
-    results = run_ranks(_incomplete, str(tmp_path), world_size=4)
+    results = run_ranks(_incomplete, str(tmp_path), world_size=2)
     for result in results:
         assert result["whole"] and not result["outdated"]
-        assert result["step"] == 2  # of the second epoch alone
+        assert result["step"] == 4  # of the second epoch alone
     assert any("holds no complete state of a communication hook" in text for text in results[0]["warnings"])
 
 
@@ -53,9 +53,9 @@ def _of_another_hook(root: str) -> dict[str, Any]:
 
 
 def test_the_state_of_another_hook(run_ranks: Any, tmp_path: Path) -> None:
-    for result in run_ranks(_of_another_hook, str(tmp_path), world_size=4):
+    for result in run_ranks(_of_another_hook, str(tmp_path), world_size=2):
         assert "was saved by another hook" in result["error"] and "strict=False" in result["error"]
-        assert result["compressed"] == 2
+        assert result["compressed"] == 4
 
 
 class _Hostile:
@@ -76,4 +76,4 @@ def _hostile(root: str) -> bool:
 
 
 def test_what_is_no_plain_data_is_not_read(run_ranks: Any, tmp_path: Path) -> None:
-    assert run_ranks(_hostile, str(tmp_path), world_size=4) == [False] * 4
+    assert run_ranks(_hostile, str(tmp_path), world_size=2) == [False] * 2

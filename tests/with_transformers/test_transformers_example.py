@@ -21,6 +21,8 @@ import clean_env  # noqa: E402
 import warm  # noqa: E402
 from transformers_runs import FILES  # noqa: E402
 
+from commhooks.checkpoint.parts import save_id  # noqa: E402
+
 LAUNCH_LIMIT_S = 150
 EXAMPLE = [str(REPOSITORY / "examples" / "transformers_trainer.py"), "--steps", "16", "--save-steps", "4"]
 
@@ -80,6 +82,7 @@ def test_example_goes_on_bit_equal_after_a_kill(tmp_path: Path) -> None:
         assert (through / name).read_bytes() == (killed / name).read_bytes()
     for name in FILES:
         one, other = (torch.load(folder / "checkpoint-16" / name, weights_only=True) for folder in (through, killed))
-        assert one["fingerprint"] == other["fingerprint"]
+        if "options" in one:  # the shared part: all that the ranks have in common, but the number of the run
+            assert save_id({**one, "run": ""}) == save_id({**other, "run": ""})
         for key, residual in one.get("residuals", {}).items():
             assert torch.equal(residual, other["residuals"][key])

@@ -3,8 +3,6 @@
 import functools
 import hashlib
 
-import torch
-
 from commhooks.compressors.native import library
 from commhooks.compressors.native.fixed_numbers import fixed_numbers
 from commhooks.compressors.powersgd import fused_codec
@@ -30,17 +28,15 @@ def results_of(kernel: FusedCodec) -> bytes:
     results = []
     # Odd lengths, each size of a group of rows, and once several parts (64 rows), sums of Q (96 rows) and tiles of
     # columns (8,192): every loop of the kernel runs.
-    for n, m, rank in ((37, 1061, 1), (37, 1061, 2), (37, 1061, 3), (37, 1061, 4), (149, 9001, 6)):
-        delta, residual, further = (_numbers(n, m, start, kernel.dtype) for start in (1, 2, 4))
-        q, basis = kernel.orthonormal_rows(_numbers(rank, m, 3, kernel.dtype), None)[0], delta.new_empty(rank, n)
+    shapes = ((37, 1061, 1), (37, 1061, 2), (37, 1061, 3), (37, 1061, 4), (101, 8209, 6))
+    numbers = fixed_numbers(2 + max(n * m for n, m, _ in shapes), 0, kernel.dtype)
+    for n, m, rank in shapes:
+        delta, residual = (numbers[start : start + n * m].view(n, m).clone() for start in (1, 2))
+        q, basis = kernel.orthonormal_rows(numbers[: rank * m].view(rank, m), None)[0], delta.new_empty(rank, n)
         kernel.add_and_project_p(delta, residual, 0.7, q, rank, out=basis)
         p, _ = kernel.unit_rows(basis)
         local = delta.new_empty(rank, m)
-        kernel.add_and_project_q(delta, further, 0.7, p, rank, out=local)
+        kernel.add_and_project_q(delta, residual, 0.7, p, rank, out=local)
         kernel.split(delta, (p, local), (p, q), rank, residual)
         results += [q, basis, p, local, residual, delta]
     return b"".join(each.numpy().tobytes() for each in results)
-
-
-def _numbers(rows: int, columns: int, start: int, dtype: torch.dtype) -> torch.Tensor:
-    return fixed_numbers(rows * columns, start, dtype).view(rows, columns)

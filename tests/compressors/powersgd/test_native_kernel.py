@@ -137,24 +137,19 @@ def test_machines_whose_kernels_differ(run_ranks: Any, tmp_path: Path) -> None:
             assert text.startswith("the ranks have no kernel in common: ranks [0]: native ")
 
 
-def _build(cache: Path, flags: tuple[str, ...]) -> str:
-    fused_codec.load.cache_clear()
-    try:
-        with mock.patch.dict(os.environ, {"XDG_CACHE_HOME": str(cache)}):
-            with mock.patch.object(fused_codec, "FLAGS", flags):
-                return native_kernel.build()
-    finally:
-        fused_codec.load.cache_clear()
+def _results(cache: Path, flags: tuple[str, ...]) -> bytes:
+    with mock.patch.dict(os.environ, {"XDG_CACHE_HOME": str(cache)}), mock.patch.object(fused_codec, "FLAGS", flags):
+        return native_kernel.results_of(fused_codec.load.__wrapped__())
 
 
 @needs_compiler
 @joins_operations
 def test_a_build_is_known_by_its_bits(tmp_path: Path) -> None:
-    usual = _build(tmp_path / "usual", fused_codec.FLAGS)
-    assert _build(tmp_path / "again", (*fused_codec.FLAGS, "-g")) == usual  # another file, the same numbers
-    assert _build(tmp_path / "other", fused_codec.FLAGS + OTHER_BUILD) != usual
+    usual = _results(tmp_path / "usual", fused_codec.FLAGS)
+    assert _results(tmp_path / "again", (*fused_codec.FLAGS, "-g")) == usual  # another file, the same numbers
+    assert _results(tmp_path / "other", fused_codec.FLAGS + OTHER_BUILD) != usual
     if torch.backends.cpu.get_cpu_capability() == "AVX512":  # vectors of another length add in another order
-        assert _build(tmp_path / "shorter", (*fused_codec.FLAGS, "-mno-avx512f")) != usual
+        assert _results(tmp_path / "shorter", (*fused_codec.FLAGS, "-mno-avx512f")) != usual
 
 
 def test_nothing_is_missing_where_the_kernel_does_not_apply() -> None:

@@ -1,5 +1,7 @@
 /* Q = delta^T P, for `alternate` with delta += factor * residual before. */
 
+#define AHEAD (16384 / sizeof(REAL)) /* elements: within the first-level cache */
+
 /* Q (+)= delta^T P for up to WIDE ranks and up to HIGH vectors of columns. `ahead`: so far ahead lies what is needed
  * next; 0 if that is loaded already. */
 INLINE void project_columns(size_t ranks, size_t columns, size_t rows, size_t n, size_t m, const REAL *delta,
@@ -23,7 +25,9 @@ static int form_q(const struct work *work, void *row, size_t part) {
     const struct call *call = work->call;
     const struct matrix x = *(struct matrix *)row;
     size_t m = x.m, begin = part * sum_rows(&x), end = least(x.n, begin + sum_rows(&x));
-    size_t block = x.r > WIDE ? 32 : 8, strip = HIGH * LANES;
+    /* Few rows are read like a stream, and as many as there are ranks cost no more loads of Q than of delta. */
+    size_t block = x.r > WIDE ? 32 : x.r, strip = HIGH * LANES;
+    size_t ahead = up(most(pieces(AHEAD, m), block), block) * m;
     REAL *sum = part ? call->scratch + x.scratch + (part - 1) * x.r * m : x.q;
     vec largest[4] = {{0}};
     for (size_t i = begin; i < end; i += block) {
@@ -38,7 +42,7 @@ static int form_q(const struct work *work, void *row, size_t part) {
                     project_columns(least(WIDE, x.r - k), m - j, rows, x.n, m, delta, p, q, i == begin, 0);
                 else
                     WITH_RANKS(x.r - k, project_columns, HIGH * LANES, rows, x.n, m, delta, p, q, i == begin,
-                               k ? 0 : block * m)
+                               k ? 0 : ahead)
             }
     }
     note_largest(row, largest);

@@ -18,14 +18,20 @@ class HookFolder:
 
     def __init__(self, checkpoint: Path) -> None:
         self._path = checkpoint / CHECKPOINT_KEY
+        self._last_file = self._path / ".metadata"  # that DCP writes
 
     def remove(self) -> None:
-        """Before other weights replace those that it belongs to. One rank calls this."""
+        """Before other weights replace those that it belongs to. One rank calls this.
+
+        Raises:
+            OSError: it is still there, and would be loaded.
+        """
+        self._last_file.unlink(missing_ok=True)
         shutil.rmtree(self._path, ignore_errors=True)
 
     @property
     def is_complete(self) -> bool:
-        return (self._path / ".metadata").is_file()  # DCP writes it last
+        return self._last_file.is_file()
 
     def save(self, hook: CommHook) -> None:
         """All ranks must call this."""

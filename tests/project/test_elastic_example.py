@@ -5,14 +5,15 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import clean_env
 import pytest
+import torch.distributed as dist
 import warm
 from repository import REPOSITORY
 
@@ -20,8 +21,10 @@ SCRIPT = str(REPOSITORY / "examples/elastic_training.py")
 
 
 def _launcher(port: int, folder: Path, log: str) -> subprocess.Popen[bytes]:
+    """The rendezvous's store is the test's, so that neither launcher waits for the other one's and each can be lost."""
     rendezvous = ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"localhost:{port}", "--rdzv-id", "run"]
-    elastic = ["--nnodes", "1:2", "--nproc-per-node", "1", "--max-restarts", "3", "--rdzv-conf", "last_call_timeout=3"]
+    conf = ["--rdzv-conf", "is_host=false,last_call_timeout=5,keep_alive_interval=2"]
+    elastic = ["--nnodes", "1:2", "--nproc-per-node", "1", "--max-restarts", "3", *conf]
     script = ["--no-python", warm.python(), SCRIPT, str(folder / "state.pt")]
     command = [sys.executable, "-m", "torch.distributed.run", *elastic, *rendezvous, *script]
     environment = clean_env.cleaned(os.environ, str(folder)) | {
@@ -43,27 +46,33 @@ def _kill(launcher: subprocess.Popen[bytes]) -> None:
     launcher.wait()
 
 
+def _wait_for(is_true: Callable[[], bool], launcher: subprocess.Popen[bytes]) -> None:
+    deadline = time.monotonic() + 60
+    while not is_true() and launcher.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.05)
+
+
 @pytest.mark.timeout(180)
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="pgrep")
 def test_two_launchers_become_one(tmp_path: Path) -> None:
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        port = free.getsockname()[1]
-    first = _launcher(port, tmp_path, "first")
-    time.sleep(2)  # so that this one has the store, and the other one can be lost
-    second = _launcher(port, tmp_path, "second")
+    store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    log, saved = tmp_path / "first", tmp_path / "state.pt"
+    first, second = (_launcher(store.port, tmp_path, name) for name in ("first", "second"))
     try:
-        deadline = time.monotonic() + 100
-        while not (tmp_path / "state.pt").exists() and time.monotonic() < deadline:
-            time.sleep(0.1)
+        _wait_for(lambda: "of 2: begins at step" in log.read_text(), first)
+        together = time.time()
+        _wait_for(lambda: saved.exists() and saved.stat().st_mtime > together, first)
         _kill(second)
-        assert first.wait(70) == 0, (tmp_path / "first").read_text()
+        assert first.wait(70) == 0, log.read_text()
     finally:
         for launcher in (first, second):
             if launcher.poll() is None:
                 _kill(launcher)
-    said = (tmp_path / "first").read_text()
-    assert "of 2: begins at step 0, hook at 0" in said
-    begun = [line for line in said.splitlines() if "rank 0 of 1: begins at step" in line]
-    assert begun and begun[0].rpartition(" ")[2] not in ("0", "60")  # where the latest file was written by two ranks
-    assert "rank 0 of 1: ends at step 60, hook at 60" in said
+    _, of_two, after = log.read_text().rpartition(" of 2: begins at step ")
+    assert of_two, log.read_text()
+    began_together = int(after.partition(",")[0])
+    alone = [line for line in after.splitlines() if line.startswith("rank 0 of 1: begins")]
+    step = began_together + 10  # where the latest file was written by two ranks
+    expected = [f"rank 0 of 1: begins at step {step + more}, hook at {step + more}" for more in (0, 10, 20)]
+    assert alone and alone[0] in expected, log.read_text()
+    assert "rank 0 of 1: ends at step 60, hook at 60" in after

@@ -120,17 +120,12 @@ def add_and_project_q(
     """delta += factor * residual in place, then Q = delta^T P. Shapes: as in `add_and_project_p`."""
     if residual is not None:
         delta.add_(residual, alpha=factor)
-    project_q(delta, p, out)
+    torch.mm(p, delta, out=out)
 
 
 def project_p(delta: torch.Tensor, q: torch.Tensor, out: torch.Tensor) -> None:
     """P = delta Q. `delta` n x m, `q` r x m (transposed Q), `out` r x n (transposed P)."""
     torch.mm(q, delta.t(), out=out)
-
-
-def project_q(delta: torch.Tensor, p: torch.Tensor, out: torch.Tensor) -> None:
-    """Q = delta^T P. `delta` n x m, `p` r x n (transposed P), `out` r x m (transposed Q)."""
-    torch.mm(p, delta, out=out)
 
 
 def split(delta: torch.Tensor, local: Factors, mean: Factors, rank: int, residual: torch.Tensor) -> None:

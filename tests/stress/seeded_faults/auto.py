@@ -8,6 +8,13 @@ _RESUME = "compressors/auto/test_auto_resume.py"
 
 MUTANTS = [
     Mutant(
+        "auto: after times that made no sense it never measures again",
+        "commhooks/compressors/auto/phases.py",
+        "    if known and not has_changed(",
+        "    if not has_changed(",
+        "compressors/auto/test_phases.py::test_where_nothing_was_known_before_a_rest_it_measures",
+    ),
+    Mutant(
         "auto: a save in another thread waits while it decides",
         "commhooks/engine/session.py",
         "        compressor, remark = self.compressor.reconsidered(",

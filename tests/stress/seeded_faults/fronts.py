@@ -7,6 +7,13 @@ TWIN = "with_lightning/test_pytorch_lightning.py"
 
 MUTANTS = [
     Mutant(
+        "Fabric: the strict of a load is not the hook's",
+        "lightning_commhooks/fabric_strategy.py",
+        "strict=strict and self._request.strict",
+        "strict=self._request.strict",
+        "with_lightning/test_fabric.py::test_the_strict_of_a_load_is_the_hooks_too",
+    ),
+    Mutant(
         "Fabric does not restore",
         "lightning_commhooks/fabric_strategy.py",
         "        for each in take_over:\n            each()\n",

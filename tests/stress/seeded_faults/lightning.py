@@ -13,7 +13,7 @@ MUTANTS = [
     Mutant(
         "FSDP2 checkpoints: a save that was interrupted is loaded",
         "lightning_commhooks/hook_folder.py",
-        'return (self._path / ".metadata").is_file()',
+        "return self._last_file.is_file()",
         "return self._path.is_dir()",
         "with_lightning/test_lightning_fsdp2_folder.py::test_a_folder_that_is_incomplete_or_of_other_weights_is_not_loaded",
     ),

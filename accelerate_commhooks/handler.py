@@ -9,20 +9,14 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator, DistributedDataParallelKwargs, DistributedType
-from accelerate.utils import DDPCommunicationHookType
 from torch.nn.parallel import DistributedDataParallel
 
+from accelerate_commhooks import stock_fields
 from accelerate_commhooks.calling_accelerator import calling_accelerator, loss_scale_of
 from accelerate_commhooks.handed_over import VARIABLE, HandedOver, handed_over, refuse_to_ignore_the_launcher
 from accelerate_commhooks.hooked_models import HookedModel, alive
 from accelerate_commhooks.saving import saved_hooks
-from accelerate_commhooks.yaml_config import (
-    STOCK_HOOK_FIELDS,
-    overridden,
-    read_settings,
-    saying_where,
-    to_arguments,
-)
+from accelerate_commhooks.yaml_config import overridden, read_settings, saying_where, to_arguments
 from commhooks import AttachError, CommHook, HookConfigError, HookRunError
 from commhooks.errors import logger_of
 from commhooks.hook.for_plugins import (
@@ -31,13 +25,10 @@ from commhooks.hook.for_plugins import (
     Meter,
     attach_request,
     check_total_steps,
-    closest,
     unknown_argument,
 )
 
 logger = logger_of(__name__)
-
-_NO = DDPCommunicationHookType.NO
 
 
 @dataclass(eq=False, repr=False)
@@ -257,11 +248,11 @@ class CommHookKwargs(DistributedDataParallelKwargs):
         return DistributedDataParallelKwargs
 
     def to_dict(self) -> dict[str, Any]:
-        return self._stock().to_dict()
+        return DistributedDataParallelKwargs(**stock_fields.ddp_arguments(self)).to_dict()
 
     def to_kwargs(self) -> dict[str, Any]:
         """The arguments of `DistributedDataParallel` that differ from Accelerate's defaults."""
-        return self._stock().to_kwargs()
+        return DistributedDataParallelKwargs(**stock_fields.ddp_arguments(self)).to_kwargs()
 
     def register_comm_hook(self, model: DistributedDataParallel) -> None:
         """Attach a hook to a model that has just been wrapped. Every rank must call this."""
@@ -287,7 +278,7 @@ class CommHookKwargs(DistributedDataParallelKwargs):
 
     def __repr__(self) -> str:
         fields = ((f, getattr(self, f.name)) for f in dataclasses.fields(self))
-        written = {"hook"} & self._given if self.hook is None and not self._stock_requests() else set()
+        written = {"hook"} & self._given if self.hook is None and not stock_fields.requests(self) else set()
         shown = ", ".join(f"{f.name}={v!r}" for f, v in fields if f.name in written or not _is_default(f, v))
         return f"{type(self).__qualname__}({shown})"
 
@@ -310,14 +301,14 @@ class CommHookKwargs(DistributedDataParallelKwargs):
                 f"write CommHookKwargs(hook={self.dim!r})"
             )
         hook, options, wrapper = self.hook, self.hook_options, self.wrapper
-        stock = self._stock_requests()
+        stock = stock_fields.requests(self)
         if stock and any(each is not None for each in (hook, options, wrapper)):
             raise HookConfigError(
                 f"{' and '.join(stock)} beside {'hook' if hook is not None else 'hook_options or wrapper'}=: both ask "
                 "for a communication hook, and DDP takes one only. Keep hook= (with hook_options= and wrapper=)"
             )
         if stock:
-            hook, options, wrapper = self._translated()
+            hook, options, wrapper = stock_fields.translated(self)
         if not self._asks_for_something():
             raise HookConfigError(
                 "CommHookKwargs needs hook=: a name such as 'powerSGD' (see commhooks.available_hooks()), a config "
@@ -341,30 +332,11 @@ class CommHookKwargs(DistributedDataParallelKwargs):
 
     def _asks_for_something(self) -> bool:
         """Whether a hook, or explicitly none, was given here, so that no settings from outside are needed."""
-        return self.hook is not None or "hook" in self._given or bool(self._stock_requests())
-
-    def _stock_requests(self) -> list[str]:
-        """The names of the set fields of Accelerate's own handler that request a hook."""
-        return [name for name in STOCK_HOOK_FIELDS if getattr(self, name) not in (_NO, "no", None, {})]
+        return self.hook is not None or "hook" in self._given or bool(stock_fields.requests(self))
 
     def _use(self, given: HandedOver) -> None:
         self._handed_over = given
         given.note("read")
-
-    def _translated(self) -> tuple[str, dict[str, Any] | None, str | None]:
-        """hook, hook_options and wrapper that correspond to Accelerate's own three fields."""
-        hook = _stock_choice("comm_hook", self.comm_hook, list(DDPCommunicationHookType))
-        wrapper = _stock_choice(
-            "comm_wrapper", self.comm_wrapper, [_NO, DDPCommunicationHookType.FP16, DDPCommunicationHookType.BF16]
-        )
-        if hook is _NO:
-            given = "comm_wrapper" if wrapper is not _NO else "comm_state_option"
-            raise HookConfigError(f"{given} without comm_hook: there is no communication hook that it could be for")
-        return hook.value, self.comm_state_option or None, None if wrapper is _NO else wrapper.value
-
-    def _stock(self) -> DistributedDataParallelKwargs:
-        names = [f.name for f in dataclasses.fields(DistributedDataParallelKwargs) if f.name not in STOCK_HOOK_FIELDS]
-        return DistributedDataParallelKwargs(**{name: getattr(self, name) for name in names})
 
     def _refuse_shared_state(self, request: HookRequest) -> None:
         learns = callable(getattr(request.hook_state, "state_dict", None))
@@ -381,17 +353,6 @@ _WITH_DDP = {
     DistributedType.NO,
     *(kind for kind in DistributedType if kind.name.startswith("MULTI_")),
 }
-
-
-def _stock_choice(name: str, value: Any, allowed: list[DDPCommunicationHookType]) -> DDPCommunicationHookType:
-    values = [choice.value for choice in allowed]
-    text = getattr(value, "value", value)
-    if text is None:
-        return _NO
-    if text not in values:
-        offer = closest(text, values) if isinstance(text, str) else ""
-        raise HookConfigError(f"{name}={value!r}{offer}; expected one of {', '.join(map(repr, values))}")
-    return DDPCommunicationHookType(text)
 
 
 def _values(handler: Any) -> dict[str, Any]:

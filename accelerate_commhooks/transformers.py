@@ -7,7 +7,6 @@ The Trainer creates its accelerator itself and has no argument for a hook. `Comm
 """
 
 import contextlib
-import dataclasses
 import os
 import weakref
 from typing import TYPE_CHECKING, Any
@@ -25,9 +24,10 @@ from accelerate import DistributedDataParallelKwargs
 from transformers import Trainer, TrainerCallback
 from transformers.trainer_utils import IntervalStrategy, get_last_checkpoint
 
-from accelerate_commhooks.handler import STOCK_HOOK_FIELDS, CommHookKwargs
+from accelerate_commhooks.handler import CommHookKwargs
 from accelerate_commhooks.jit_checkpoint import save_between_steps
 from accelerate_commhooks.saving import saved_hooks
+from accelerate_commhooks.stock_fields import ddp_arguments
 from commhooks import AttachError, CommHook, HookConfigError
 from commhooks.errors import logger_of
 from commhooks.hook.for_plugins import Meter, check_version, misplaced_option
@@ -107,7 +107,7 @@ class CommHookTrainerMixin(_Base):
         self._hook_handler = _handler(hook, {name: value for name, value in settings.items() if value is not None})
         # The user's values: the handler's own fields are merged with those of the Trainer later.
         self._given_total_steps = self._hook_handler.total_steps
-        self._given_ddp_arguments = _ddp_arguments(self._hook_handler)
+        self._given_ddp_arguments = ddp_arguments(self._hook_handler)
         self._resume_folder: str | None = None
         self._saved_at_step: int | None = None
         self._meter: tuple[weakref.ref[CommHook], Meter] | None = None
@@ -128,7 +128,7 @@ class CommHookTrainerMixin(_Base):
         super().create_accelerator_and_postprocess()
         trainers_own = self.accelerator.ddp_handler
         if trainers_own is not None:
-            for name, value in _merged(self._given_ddp_arguments, _ddp_arguments(trainers_own)).items():
+            for name, value in _merged(self._given_ddp_arguments, ddp_arguments(trainers_own)).items():
                 setattr(self._hook_handler, name, value)
             self.accelerator.ddp_handler = None  # replaced by our handler, which now holds its arguments
         self._hook_handler.attach(self.accelerator)
@@ -255,15 +255,10 @@ def _handler(hook: Any, settings: dict[str, Any]) -> CommHookKwargs:
     return handler
 
 
-def _ddp_arguments(handler: DistributedDataParallelKwargs) -> dict[str, Any]:
-    names = [f.name for f in dataclasses.fields(DistributedDataParallelKwargs) if f.name not in STOCK_HOOK_FIELDS]
-    return {name: getattr(handler, name) for name in names}
-
-
 def _merged(given: dict[str, Any], trainers_own: dict[str, Any]) -> dict[str, Any]:
     """Merge DDP's arguments from a user's handler and from `TrainingArguments`: values that differ from the default
     take precedence."""
-    default = _ddp_arguments(DistributedDataParallelKwargs())
+    default = ddp_arguments(DistributedDataParallelKwargs())
     for name in given:
         if default[name] not in (given[name], trainers_own[name]) and given[name] != trainers_own[name]:
             raise HookConfigError(

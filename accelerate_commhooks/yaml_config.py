@@ -24,6 +24,7 @@ from typing import Any, Optional, Union
 import yaml
 from accelerate import DistributedDataParallelKwargs
 
+from accelerate_commhooks.stock_fields import STOCK_HOOK_FIELDS
 from commhooks.errors import HookConfigError
 from commhooks.hook.for_plugins import (
     COMPRESSORS,
@@ -38,9 +39,6 @@ from commhooks.hook.for_plugins import (
 
 SECTION = "comm_hook_config"
 """The key of the section in Accelerate's configuration file."""
-
-STOCK_HOOK_FIELDS = ("comm_hook", "comm_wrapper", "comm_state_option")
-"""The fields of Accelerate's own handler that request one of torch's hooks; the hooks of commhooks replace these."""
 
 
 @dataclass

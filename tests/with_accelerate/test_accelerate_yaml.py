@@ -10,7 +10,8 @@ import pytest
 from accelerate_yaml import ACCELERATE, section
 
 from accelerate_commhooks import CommHookKwargs
-from accelerate_commhooks.yaml_config import STOCK_HOOK_FIELDS, CommHookConfig, read_settings, to_arguments
+from accelerate_commhooks.stock_fields import STOCK_HOOK_FIELDS
+from accelerate_commhooks.yaml_config import CommHookConfig, read_settings, to_arguments
 from commhooks import HookConfigError
 from commhooks.comm.wire import WRAPPERS
 

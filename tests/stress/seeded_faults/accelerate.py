@@ -117,8 +117,8 @@ MUTANTS = [
     ),
     Mutant(
         "Accelerate's options do not arrive",
-        "accelerate_commhooks/handler.py",
-        "self.comm_state_option or None",
+        "accelerate_commhooks/stock_fields.py",
+        "handler.comm_state_option or None",
         "None",
         "with_accelerate/test_accelerate_stock_script.py::test_case",
     ),

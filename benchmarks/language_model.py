@@ -5,7 +5,9 @@
 A byte-level transformer with 2.8 M parameters reads the source of Python's standard library (every tenth file is held
 out), AdamW with a one-cycle schedule, the same for every hook; nothing is tuned for any. The batch of a step is divided
 among the ranks, so runs with 2 and 4 ranks see the same data. PowerSGD begins after 10 % of the steps, as by default,
-the other hooks at once. A seed decides weights and batches, so hooks are compared seed by seed.
+the other hooks at once. `powersgd-4/per-layer` has a rank for each layer, chosen as hook="auto" does from the gradients
+of the last three steps before, so that together they send at most what rank 4 for all sends. A seed decides weights and
+batches, so hooks are compared seed by seed.
 
 The ranks are simulated in one process per run (commhooks.engine.simulation, bit-equal to real ranks in the tests), one
 torch thread each, as many runs at once as there are cores. Finished runs are appended to --results and not repeated:
@@ -31,6 +33,7 @@ from typing import Any
 import torch
 from common import Row, number, parse, parser, report
 from machine import machine
+from per_layer_ranks import ranks_per_layer
 from torch import nn
 from torch.nn import functional
 
@@ -40,11 +43,13 @@ from commhooks.hook.request import HookRequest
 
 CONTEXT, BATCH = 64, 8
 TEXT_BYTES = 12_000_000
+LOOKED_AT = 3  # steps, for ranks per layer
 POINTS, FEW, ALL = 10, 16, 128  # validations in a run; their batches on the way and at the end
 NAMES = {"powersgd": "powerSGD", "int8": "int8_compress", "int4": "int4_compress", "bf16": "bf16_compress"}
 HOOKS = ["allreduce", "bf16", "int8", "int8/no-feedback", "int4", "int4/no-feedback"]
 HOOKS += ["powersgd-1", "powersgd-4", "powersgd-4/no-feedback", "powersgd-16"]
 HOOKS += ["powersgd-1+int8", "powersgd-4+int8", "powersgd-16+int8"]
+QUICK = ["allreduce", "powersgd-4+int8", "powersgd-4/per-layer"]
 Job = tuple[str, int, int, int]  # hook, seed, ranks, steps
 
 
@@ -94,13 +99,19 @@ def loss_of(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
     return functional.cross_entropy(output.flatten(0, 1), batch[:, 1:].flatten())
 
 
-def compressor_of(label: str) -> Compressor[Any]:
-    """`powersgd-4`, `int8`, `powersgd-4+int8` (a wrapper), `int4/no-feedback`."""
-    label, _, without = label.partition("/")
+def rank_of(label: str) -> int | None:
+    rank = label.partition("/")[0].partition("+")[0].partition("-")[2]
+    return int(rank) if rank else None
+
+
+def compressor_of(label: str, by_layer: dict[str, int] | None = None) -> Compressor[Any]:
+    """`powersgd-4`, `int8`, `powersgd-4+int8` (a wrapper), `int4/no-feedback`; with ranks `by_layer`
+    `powersgd-4/per-layer`."""
+    label, _, variant = label.partition("/")
     label, _, wrapper = label.partition("+")
-    kind, _, rank = label.partition("-")
-    options: dict[str, Any] = {"matrix_approximation_rank": int(rank)} if rank else {}
-    if without:
+    kind, rank = label.partition("-")[0], rank_of(label)
+    options: dict[str, Any] = {} if rank is None else {"matrix_approximation_rank": by_layer or rank}
+    if variant == "no-feedback":
         options["use_error_feedback"] = False
     made = HookRequest.parse(NAMES.get(kind, kind), hook_options=options, wrapper=wrapper or None).new_compressor(1)
     assert made is not None
@@ -116,13 +127,17 @@ def train(job: Job) -> Row:
     model = ByteTransformer()
     parameters = dict(reversed(list(model.named_parameters())))  # the order of DDP's buckets
     sizes = [p.numel() for p in parameters.values()]
-    exact = SimulatedRanks(lambda: compressor_of("allreduce"), world_size, parameters)
-    ranks = SimulatedRanks(lambda: compressor_of(label), world_size, parameters)
+    used = [SimulatedRanks(lambda: compressor_of("allreduce"), world_size, parameters)]
     start = steps // 10 if label.startswith("powersgd") else 0
+    by_layer: dict[str, int] | None = None
+    looked_at: list[torch.Tensor] = []
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.01, fused=True)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 1e-3, steps, pct_start=0.1)
     batches = torch.Generator().manual_seed(seed)
     validation = windows(held_out, ALL * BATCH, torch.Generator().manual_seed(1234)).split(BATCH)
+
+    def megabytes() -> float:
+        return sum(each.bytes_sent for each in used) / 1e6
 
     def validation_loss(count: int) -> float:
         with torch.no_grad():
@@ -135,15 +150,21 @@ def train(job: Job) -> Row:
             model.zero_grad()
             loss_of(model, part).backward()
             flats.append(torch.cat([p.grad.flatten() for p in parameters.values() if p.grad is not None]))
-        if not (ranks if step > start else exact).step(flats):
+        if step == start + 1:
+            if label.endswith("/per-layer"):
+                by_layer = ranks_per_layer(parameters, looked_at, like=rank_of(label) or 1)
+            used.append(SimulatedRanks(functools.partial(compressor_of, label, by_layer), world_size, parameters))
+        if not used[-1].step(flats):
             raise RuntimeError(f"{label}: the gradients of step {step} are not finite")
+        if start - LOOKED_AT < step <= start:
+            looked_at.append(flats[0].clone())
         for parameter, mean in zip(parameters.values(), flats[0].split(sizes), strict=True):
             parameter.grad = mean.view_as(parameter)
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         schedule.step()
         if step % max(1, steps // POINTS) == 0:
-            curve.append([step, (exact.bytes_sent + ranks.bytes_sent) / 1e6, validation_loss(min(FEW, steps // 5))])
+            curve.append([step, megabytes(), validation_loss(min(FEW, steps // 5))])
     return {
         "hook": label,
         "seed": seed,
@@ -151,8 +172,9 @@ def train(job: Job) -> Row:
         "steps": steps,
         "text": text_sum(),
         "loss": validation_loss(min(ALL, steps)),
-        "megabytes": (exact.bytes_sent + ranks.bytes_sent) / 1e6,
-        "bytes_per_step": ranks.bytes_sent / (steps - start),
+        "megabytes": megabytes(),
+        "bytes_per_step": used[-1].bytes_sent / (steps - start),
+        "by_layer": by_layer,
         "curve": curve,
     }
 
@@ -254,7 +276,7 @@ def main() -> None:
     arguments.add_argument("--steps", type=int, default=1500)
     arguments.add_argument("--results", type=Path, default=Path("language_model.jsonl"), help="finished runs")
     arguments.add_argument("--plot", type=Path, metavar="PNG", help="draw loss against bytes")
-    args = parse(arguments, seeds=[0], ranks=[2], steps=20, hooks=["allreduce", "powersgd-4+int8"])
+    args = parse(arguments, seeds=[0], ranks=[2], steps=20, hooks=QUICK)
     if "allreduce" not in args.hooks:
         args.hooks.insert(0, "allreduce")
     at = machine()

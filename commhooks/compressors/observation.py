@@ -33,6 +33,19 @@ class Watch:
     end: int
 
 
+@dataclass(frozen=True)
+class Rehearsal:
+    """Seconds.
+
+    Attributes:
+        fastest_s: of the fastest round over all buckets.
+        spent_s: of all that the rehearsal did.
+    """
+
+    fastest_s: float
+    spent_s: float
+
+
 class Seen(Protocol):
     """One committed backward pass of this rank, as the engine saw it. Seconds on this rank's clock."""
 
@@ -56,9 +69,9 @@ class Seen(Protocol):
     def plans(self, compressor: Compressor[Any]) -> list[list[UnitPlan]]:
         """What `compressor` would do to each bucket. Can be called later, too."""
 
-    def rehearse(self, compressor: Compressor[Any], rounds: int, look: Look | None = None) -> float:
+    def rehearse(self, compressor: Compressor[Any], rounds: int, look: Look | None = None) -> Rehearsal:
         """Let `compressor` reduce copies of the buckets without other ranks, `rounds` times in a row, and throw the
-        results away. Returns the seconds of its fastest round over all buckets. Call it within `observe` only.
+        results away. Call it within `observe` only.
 
         Args:
             look: called for each bucket after its last round.

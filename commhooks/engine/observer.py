@@ -15,7 +15,7 @@ from commhooks.comm.counters import Counters
 from commhooks.comm.link import Link, measure_link
 from commhooks.comm.nodes import ranks_per_host
 from commhooks.compressors.base import Compressor
-from commhooks.compressors.observation import Look, Watch
+from commhooks.compressors.observation import Look, Rehearsal, Watch
 from commhooks.compressors.plan import ParameterInfo, UnitPlan
 from commhooks.engine.rehearsal import rehearse
 from commhooks.gradients.layout import BucketLayout
@@ -42,12 +42,13 @@ class SeenPass:
             for layout in self.layouts
         ]
 
-    def rehearse(self, compressor: Compressor[Any], rounds: int, look: Look | None = None) -> float:
-        return sum(
+    def rehearse(self, compressor: Compressor[Any], rounds: int, look: Look | None = None) -> Rehearsal:
+        each = [
             rehearse(compressor, layout, plans, gradient, rounds, look)
             for layout, plans, gradient in zip(self.layouts, self.plans(compressor), self.gradients, strict=True)
             if not layout.sparse
-        )
+        ]
+        return Rehearsal(sum(one.fastest_s for one in each), sum(one.spent_s for one in each))
 
 
 class Observer:

@@ -9,7 +9,7 @@ import torch
 
 from commhooks.comm.link import synchronize
 from commhooks.compressors.base import Compressor, StepInfo
-from commhooks.compressors.observation import Look
+from commhooks.compressors.observation import Look, Rehearsal
 from commhooks.compressors.plan import UnitPlan
 from commhooks.engine.average import average
 from commhooks.engine.loopback import run_alone
@@ -25,13 +25,14 @@ def rehearse(
     gradient: torch.Tensor,
     rounds: int,
     look: Look | None = None,
-) -> float:
+) -> Rehearsal:
     """Reduce copies of `gradient`, 1-D, `rounds` times with learned state of their own; the first round begins with
-    none. Needs memory for a copy, a workspace and that state. Returns the seconds of the fastest round.
+    none. Needs memory for a copy, a workspace and that state.
 
     Args:
         look: called after the last round; see `Look`.
     """
+    entered = time.perf_counter()
     state = LearnedState.of(compressor.state_fields)
     compresses = any(plan.compressed for plan in plans)
     work = compressor.workspace(layout, plans) if compresses else None
@@ -45,10 +46,12 @@ def rehearse(
             if compresses:
                 exchange = compressor.exchange(copy, work, state, StepInfo(number, world_size=1))
             else:
-                exchange = average(copy, compressor.wire_dtype_for(copy.dtype), 1)
+                wire_dtype = compressor.wire_dtype_for(copy.dtype)
+                exchange = average(copy, wire_dtype, 1, judged=compressor.transactional)
             run_alone([exchange], layout.device)
             synchronize(layout.device)
             fastest = min(fastest, time.perf_counter() - began)
         if look is not None:
             look(layout, gradient, state)
-    return fastest
+            synchronize(layout.device)
+    return Rehearsal(fastest, time.perf_counter() - entered)

@@ -245,7 +245,7 @@ class Session:
         self._observer.add(known.layout)
         step = StepInfo(current.step, group.size(), current.residual_factor, group.rank())
         left = []
-        if current.compressing and self.state.local and not self.compressor.per_bucket:
+        if self.state.local and not self.compressor.per_bucket:
             left = leftovers(known.layout, known.plans, self.state)
         if not known.compresses or not current.compressing:
             judged = self.compressor.judges_averages or bool(left)

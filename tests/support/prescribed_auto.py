@@ -39,6 +39,7 @@ class PrescribedAuto(Auto):
     """Of every candidate but all-reduce and bf16."""
     tried_s: float = 0.1
     """A step with anything but all-reduce."""
+    rehearsals: int = 1
 
 
 class PrescribedRanks:
@@ -76,6 +77,7 @@ class PrescribedAutoCompressor(AutoCompressor):
             step_s=1.0 if plain else self.config.tried_s,
             waiting_s=0.05,
             spent_s=0.0,
+            rehearsals=self.config.rehearsals,
             computing_s=(0.001,) * len(self._watcher.layouts),
             codec_s=tuple(0.0 if label in ("allreduce", "bf16") else self.config.codec_s for label in labels),
         )

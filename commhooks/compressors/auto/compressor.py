@@ -186,6 +186,8 @@ class AutoCompressor(Compressor[Auto]):
             return self._next(phases.after_rest(self.decision, self.config, step, report))
         if self.decision.phase == "trying":
             return self._next(phases.after_trial(self.decision, self.config, step, report))
+        if report.rehearsals == 0 and self.decision.extended < phases.MOST_EXTENSIONS:
+            return self._next(phases.extended(self.decision, self.config, step))
         return self._next(self._after_measuring(report, ranks, step))
 
     def _report(self) -> Report:
@@ -231,7 +233,7 @@ class AutoCompressor(Compressor[Auto]):
         codec_s = codec_times(made, candidates.compressors(probes), probe_codec_s, seen)
         loads = {label: load_of(each, seen, codec_s[label]) for label, each in made.items()}
         label = now.candidate.label
-        numels = [layout.numel for layout in watcher.layouts]
+        numels = [0 if layout.sparse else layout.numel for layout in watcher.layouts]
         predicted = predicted_s(loads, label, report.step_s, report.computing_s, network, numels)
         figures = Figures(
             step_s=report.step_s,
@@ -242,6 +244,6 @@ class AutoCompressor(Compressor[Auto]):
             counted_bytes={each: load.counted_bytes for each, load in loads.items()},
             mbit_per_s=network.link.mbit_per_s,
             latency_ms=network.link.latency_ms,
-            spent_s=report.spent_s,
+            spent_s=report.spent_s + network.link.took_s,
         )
         return phases.after_measuring(now, self.config, step, offered, figures)

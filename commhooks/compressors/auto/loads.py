@@ -12,9 +12,13 @@ from commhooks.compressors.observation import Seen
 
 
 def load_of(compressor: Compressor[Any], seen: Seen, codec_s: float) -> Load:
-    """The load of one candidate on the buckets of `seen`. `codec_s`: of all buckets together."""
-    sent = []
-    for plans in seen.plans(compressor):
+    """The load of one candidate on the buckets of `seen`. `codec_s`: of all buckets together. Sparse gradients send few
+    rows, whatever is chosen: they count as nothing."""
+    sent: list[tuple[tuple[Op, float], ...]] = []
+    for layout, plans in zip(seen.layouts, seen.plans(compressor), strict=True):
+        if layout.sparse:
+            sent.append((("sum", 0.0),))
+            continue
         compresses = any(plan.compressed for plan in plans)
         size = sum(plan.sent_bytes(compressor.wire_dtype) for plan in plans)
         size += sum(plan.flags * plan.wire_itemsize(compressor.wire_dtype) for plan in plans if plan.compressed)

@@ -27,8 +27,26 @@ def extended(now: Decision, config: Auto, step: int) -> Decision:
     """Too few passes made sense on some rank: measure longer, or give up until the next look."""
     if now.extended < MOST_EXTENSIONS:
         return dataclasses.replace(now, extended=now.extended + 1, watch=Watch(step, step + TRY_STEPS))
+    if now.phase == "trying" and now.figures.tried_s:
+        return _untried(now, config, step)
     since = step if now.since is None else now.since
     return resting(dataclasses.replace(now, why=words.NO_TIMES, since=since), config, step)
+
+
+def _untried(now: Decision, config: Auto, step: int) -> Decision:
+    """Take back a choice whose trial could not be measured: the fastest of those that were."""
+    tried, known = now.figures.tried_s, now.known
+    label = min((each for each in tried if each in known), key=lambda each: tried[each], default=now.candidate.label)
+    made = dataclasses.replace(
+        now,
+        candidate=known[label],
+        others=without(list(known.values()), label),
+        since=step,
+        switches=now.switches + 1,
+        why=words.not_tried(now.candidate.label),
+        figures=_measured_as(now.figures, label),
+    )
+    return resting(made, config, step)
 
 
 def after_measuring(now: Decision, config: Auto, step: int, offered: Sequence[Candidate], figures: Figures) -> Decision:
@@ -92,6 +110,7 @@ def decided(now: Decision, config: Auto, step: int) -> Decision:
         now,
         candidate=known[label],
         others=without(list(known.values()), label),
+        figures=now.figures if label == before else _measured_as(now.figures, label),
         since=now.since if label == before and now.since is not None else step,
         extended=0,
         switches=now.switches + (label != before),
@@ -100,6 +119,14 @@ def decided(now: Decision, config: Auto, step: int) -> Decision:
     if label in tried:
         return resting(made, config, step)
     return dataclasses.replace(made, phase="trying", watch=Watch(step, step + TRY_STEPS))
+
+
+def _measured_as(figures: Figures, label: str) -> Figures:
+    """With the step of the candidate that comes into force, if it was measured: it is what a later look compares with.
+    How long that one waited is not kept."""
+    if label not in figures.tried_s:
+        return figures
+    return dataclasses.replace(figures, step_s=figures.tried_s[label], waiting_s=math.nan)
 
 
 def resting(now: Decision, config: Auto, step: int) -> Decision:

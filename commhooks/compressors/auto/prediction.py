@@ -64,7 +64,9 @@ def predicted_s(
     numels: Sequence[int],
 ) -> dict[str, float]:
     """Seconds of a step with each candidate: the measured time, plus how much longer the candidate's pipeline is than
-    that of the candidate in force. What the model leaves out of both cancels out. NaN where something is missing.
+    that of the candidate in force. What the model leaves out of both cancels out. Where the model is longer than what
+    was measured, as when the link was busy in the moment of measuring it, the two pipelines count in proportion. NaN
+    where something is missing.
 
     Args:
         loads: by label.
@@ -73,8 +75,10 @@ def predicted_s(
         numels: elements of each bucket, by which the codec's time is divided.
     """
     modelled = {label: _modelled_s(load, computing_s, network, numels) for label, load in loads.items()}
-    # A model that is longer than what it models cannot shorten it to less than nothing.
-    return {label: max(measured_s + own - modelled[now], min(own, measured_s)) for label, own in modelled.items()}
+    in_force = modelled[now]
+    if in_force > measured_s:
+        return {label: measured_s * own / in_force for label, own in modelled.items()}
+    return {label: measured_s + own - in_force for label, own in modelled.items()}
 
 
 def _modelled_s(load: Load, computing_s: Sequence[float], network: Network, numels: Sequence[int]) -> float:

@@ -14,6 +14,7 @@ class Report:
         passes: how many passes were measured.
         step_s, waiting_s: as in `Seen`.
         spent_s: of all rehearsals together.
+        rehearsals: how often each probe was rehearsed, at least.
         computing_s: as in `Seen`, per bucket.
         codec_s: per probe: of the fastest rehearsal.
     """
@@ -22,12 +23,14 @@ class Report:
     step_s: float
     waiting_s: float
     spent_s: float
+    rehearsals: int
     computing_s: tuple[float, ...]
     codec_s: tuple[float, ...]
 
     def numbers(self) -> list[float]:
         """In the form that ranks exchange: as many numbers on each rank."""
-        return [self.passes, self.step_s, self.waiting_s, self.spent_s, *self.computing_s, *self.codec_s]
+        first = [self.passes, self.step_s, self.waiting_s, self.spent_s, self.rehearsals]
+        return [*first, *self.computing_s, *self.codec_s]
 
 
 def median_pass(passes: Sequence[tuple[float, float, tuple[float, ...]]], buckets: int) -> tuple[float, ...]:
@@ -45,7 +48,7 @@ def count_sound(passes: Sequence[tuple[float, float, tuple[float, ...]]]) -> int
 
 
 def combined(table: Sequence[Sequence[float]], buckets: int) -> Report:
-    """All ranks' reports as one: each time that of the slowest rank, the number of passes the smallest. Two times are
+    """All ranks' reports as one: each time that of the slowest rank, the two counts the smallest. Two times are
     the least of any rank. Waiting: the others wait for that rank, too, and not only for the network. The step: all
     ranks end it together, and the others have waited in it for that rank, whose rehearsals after the step before took
     longest. A time that any rank could not measure is NaN.
@@ -54,12 +57,16 @@ def combined(table: Sequence[Sequence[float]], buckets: int) -> Report:
         table: a row of `Report.numbers` per rank.
         buckets: how many of the times are computing times.
     """
-    passes, step, waiting, *_ = zip(*table, strict=True)
+    passes, step, waiting, _, rehearsals, *_ = zip(*table, strict=True)
     times = [max(column) if all(_usable(each) for each in column) else math.nan for column in zip(*table, strict=True)]
-    least = min(passes) if all(math.isfinite(each) for each in passes) else 0
     waiting_s = min(waiting) if all(_usable(each) for each in waiting) else math.nan
     step_s = min(step) if all(_usable(each) for each in step) else math.nan
-    return Report(int(least), step_s, waiting_s, times[3], tuple(times[4 : 4 + buckets]), tuple(times[4 + buckets :]))
+    computing_s, codec_s = tuple(times[5 : 5 + buckets]), tuple(times[5 + buckets :])
+    return Report(_least(passes), step_s, waiting_s, times[3], _least(rehearsals), computing_s, codec_s)
+
+
+def _least(counts: Sequence[float]) -> int:
+    return int(min(counts)) if all(math.isfinite(each) for each in counts) else 0
 
 
 def _usable(seconds: float) -> bool:

@@ -4,14 +4,15 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import torch
-
 from commhooks.compressors.auto.energy import Energies
 from commhooks.compressors.auto.report import Report, count_sound, median_pass
 from commhooks.compressors.base import Compressor
 from commhooks.compressors.kernel import Kernel
 from commhooks.compressors.observation import Seen
+from commhooks.errors import logger_of
 from commhooks.gradients.layout import BucketLayout
+
+logger = logger_of(__name__)
 
 ROUNDS = 2
 """Of a rehearsal: the first allocates memory."""
@@ -65,7 +66,14 @@ class Watcher:
         """What was measured so far. Ranks with the same buckets give as many numbers."""
         step, waiting, *computing = median_pass(self._passes, len(self.layouts))
         codec_s = tuple(_fastest(times) for times in self._codec_s.values())
-        return Report(count_sound(self._passes), step, waiting, self._spent_s, tuple(computing), codec_s)
+        passes = count_sound(self._passes)
+        return Report(passes, step, waiting, self._spent_s, self._rehearsals, tuple(computing), codec_s)
+
+    @property
+    def _rehearsals(self) -> int:
+        """How often each probe has had its turn, at least."""
+        probes = len(self._probes) + (self._spectrum is not None)
+        return self._turn // probes if probes else REHEARSALS
 
     def _rehearse_one(self, seen: Seen) -> bool:
         """Rehearse the probe whose turn it is. Returns whether there was one."""
@@ -77,13 +85,15 @@ class Watcher:
         try:
             if label is None:
                 assert self._spectrum is not None
-                self._spent_s += SPECTRUM_ROUNDS * seen.rehearse(self._spectrum, SPECTRUM_ROUNDS, self.energies.look)
+                self._spent_s += seen.rehearse(self._spectrum, SPECTRUM_ROUNDS, self.energies.look).spent_s
             else:
-                seconds = seen.rehearse(self._probes[label], ROUNDS)
-                self._codec_s[label].append(seconds)
-                self._spent_s += ROUNDS * seconds
-        except torch.OutOfMemoryError:
-            # A candidate whose copies do not fit here is not measured, and so not chosen, on any rank.
+                rehearsal = seen.rehearse(self._probes[label], ROUNDS)
+                self._codec_s[label].append(rehearsal.fastest_s)
+                self._spent_s += rehearsal.spent_s
+        except (RuntimeError, MemoryError) as error:
+            # As where the copies do not fit into memory. Without the candidate, which no rank chooses then, the
+            # training goes on as before.
+            logger.info("auto: %s could not be rehearsed: %s", label or "powerSGD", error)
             if label is not None:
                 self._codec_s[label].append(math.nan)
         return True

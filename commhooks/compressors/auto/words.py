@@ -9,6 +9,11 @@ from commhooks.compressors.auto.decision import Decision, Figures
 NO_TIMES = "the measured times make no sense, so nothing changes"
 
 
+def not_tried(label: str) -> str:
+    """Why another one is in force again."""
+    return f"the times measured with {label} make no sense"
+
+
 def reason(figures: Figures, times: Mapping[str, float], label: str, before: str) -> str:
     """Why `label` was chosen where `before` was in force. `times`: seconds of a step by label; see `expected_s`."""
     said = ["nothing helps here"] if label == PLAIN else []

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from ddp_steps import process_group_of_one
 from prescribed_auto import decided, decision_of, new
-from training import Run
+from training import Run, residuals
 
 from commhooks import HookConfigError, HookRunError, PayloadError
 from commhooks.compressors.auto.candidates import Candidate, simple
@@ -121,6 +121,26 @@ def test_a_choice_that_the_quality_no_longer_allows_is_made_anew() -> None:
         run = Run.new(hook=Auto()).load(saved)
         assert decision_of(run).candidate.label == "allreduce" and decision_of(run).since is None
         assert decision_of(run).watch.begin == 7
+
+
+def test_the_residuals_of_a_choice_that_is_not_allowed_go_with_the_next_gradient() -> None:
+    """And not some steps later, when it decides anew; by then the loss scale may be another one."""
+    with process_group_of_one():
+        run = new(quality="close").train(6)
+        saved = run.save(residual="per_rank")
+        saved["hook"]["loss_scale"] = 2.0
+        kept = residuals(run.hook)
+        assert kept and run.hook.stats()["chosen"].startswith("powerSGD")
+        again, plain = new().load(saved), Run.new(hook="allreduce")
+        assert decision_of(again).since is None
+        plain.ddp.module.load_state_dict(saved["model"])
+        plain.step = saved["step"]
+        plain.train(1)
+        again.train(1)
+        zeros = {name: torch.zeros(each.numel()) for name, each in again.ddp.module.named_parameters()}
+        added = torch.cat([each.flatten() for each in (zeros | kept).values()]) / 2
+        assert torch.allclose(again.gradients[0], plain.gradients[0] + added, rtol=1e-5, atol=1e-7)
+        assert added.norm() > 0.01 * plain.gradients[0].norm() and not residuals(again.hook)
 
 
 POWER = Candidate(

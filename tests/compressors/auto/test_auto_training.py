@@ -213,6 +213,14 @@ def test_times_that_make_no_sense_on_one_rank_leave_all_with_all_reduce(run_rank
     assert [len(rank["lines"]) for rank in ranks] == [1, 0]
 
 
+def test_what_was_never_rehearsed_makes_it_measure_longer() -> None:
+    with process_group_of_one():
+        run = new(rehearsals=0).train(3)
+        assert decision_of(run).phase == "measuring" and decision_of(run).extended == 1
+        run.train(MOST_EXTENSIONS * TRY_STEPS)
+        assert decision_of(run).since == 2 + MOST_EXTENSIONS * TRY_STEPS  # with what is known
+
+
 def _one_rank_has_seen_nothing() -> Decision:
     run = new().train(2)
     compressor = session_of(run.hook).compressor

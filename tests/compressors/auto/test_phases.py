@@ -22,7 +22,7 @@ OFFERED = candidates.simple(CONFIG)
 
 
 def report(step_s: float, waiting_s: float = 0.1) -> Report:
-    return Report(9, step_s, waiting_s, 0.0, (0.1,), ())
+    return Report(9, step_s, waiting_s, 0.0, 1, (0.1,), ())
 
 
 def trying() -> Decision:
@@ -55,6 +55,26 @@ def test_after_a_trial(step_s: float, label: str, phase: str) -> None:
     made = phases.after_trial(trying(), CONFIG, 18, report(step_s))
     assert (made.candidate.label, made.phase) == (label, phase)
     assert made.since == (10 if label == "int8" else 18) and made.figures.tried_s["int8"] == step_s
+
+
+def test_after_a_trial_that_failed_a_look_compares_with_what_is_in_force() -> None:
+    """And not with the trial: it would measure, try and fail again after each rest."""
+    failed = phases.after_trial(trying(), CONFIG, 18, report(1.5))
+    assert failed.candidate.label == "allreduce"
+    for waiting_s in (0.1, 0.5):  # all-reduce waits longer than the trial did
+        assert phases.after_rest(failed, CONFIG, 118, report(1.0, waiting_s)).phase == "resting"
+    assert phases.after_rest(failed, CONFIG, 118, report(1.4)).phase == "measuring"
+
+
+def test_a_trial_that_cannot_be_measured_is_taken_back() -> None:
+    now = trying()
+    for turn in range(MOST_EXTENSIONS):
+        now = phases.extended(now, CONFIG, 18 + TRY_STEPS * turn)
+        assert now.phase == "trying" and now.candidate.label == "int8"
+    now = phases.extended(now, CONFIG, 60)
+    assert (now.phase, now.since, now.candidate.label, now.switches) == ("resting", 60, "allreduce", 2)
+    assert "measured with int8 make no sense" in now.why and now.figures.step_s == 1.0
+    assert set(now.known) == set(PREDICTED)
 
 
 def test_every_candidate_is_tried_once_at_most() -> None:

@@ -12,16 +12,16 @@ NAN = math.nan
 
 
 def row(passes: float = 5, step: float = 1.0, waiting: float = 0.2, **more: float) -> list[float]:
-    report = Report(5, step, waiting, more.get("spent", 0.1), (0.3, 0.4), (more.get("codec", 0.05), 0.06))
+    report = Report(5, step, waiting, more.get("spent", 0.1), 3, (0.3, 0.4), (more.get("codec", 0.05), 0.06))
     return [passes, *report.numbers()[1:]]
 
 
 def test_the_slowest_rank_counts() -> None:
     # The second rank computes ten times longer; the first waits for it.
-    slow = [5, 4.0, 0.1, 0.2, 3.0, 4.0, 0.5, 0.02]
-    found = combined([[5, 4.0, 3.5, 0.1, 0.3, 0.4, 0.05, 0.06], slow], 2)
-    assert found == Report(5, 4.0, 0.1, 0.2, (3.0, 4.0), (0.5, 0.06))
-    assert combined([slow], 2) == Report(5, 4.0, 0.1, 0.2, (3.0, 4.0), (0.5, 0.02))
+    slow = [5, 4.0, 0.1, 0.2, 2, 3.0, 4.0, 0.5, 0.02]
+    found = combined([[5, 4.0, 3.5, 0.1, 3, 0.3, 0.4, 0.05, 0.06], slow], 2)
+    assert found == Report(5, 4.0, 0.1, 0.2, 2, (3.0, 4.0), (0.5, 0.06))
+    assert combined([slow], 2) == Report(5, 4.0, 0.1, 0.2, 2, (3.0, 4.0), (0.5, 0.02))
 
 
 def test_what_ranks_wait_for_the_rehearsals_of_another_is_no_part_of_a_step() -> None:

@@ -7,9 +7,11 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 
 from commhooks.compressors.auto.watcher import REHEARSALS, ROUNDS, Watcher
+from commhooks.compressors.observation import Rehearsal
 
 PROBES: dict[str, Any] = {"first": SimpleNamespace(name="first"), "second": SimpleNamespace(name="second")}
 
@@ -22,6 +24,7 @@ class Pass:
     takes_s: float = 0.01
     bucket: str = "w"
     full: tuple[str, ...] = ()
+    error: type[Exception] = torch.OutOfMemoryError
     waiting_s: float = 0.2
     computing_s: tuple[float, ...] = (0.3,)
     rehearsed: list[tuple[str, Any]] = field(default_factory=list)
@@ -30,11 +33,11 @@ class Pass:
     def layouts(self) -> Any:
         return [SimpleNamespace(names=[self.bucket])]
 
-    def rehearse(self, compressor: Any, rounds: int, look: Any = None) -> float:
+    def rehearse(self, compressor: Any, rounds: int, look: Any = None) -> Rehearsal:
         self.rehearsed.append((compressor.name, compressor.kernel))
         if compressor.name in self.full:
-            raise torch.OutOfMemoryError
-        return self.takes_s
+            raise self.error
+        return Rehearsal(self.takes_s, ROUNDS * self.takes_s)
 
     def plans(self, compressor: Any) -> Any:
         raise AssertionError
@@ -62,11 +65,19 @@ def test_rehearsals_stop_at_half_a_step_and_when_all_have_had_their_turns() -> N
     assert {kernel for _, kernel in fast.rehearsed} == {"of all ranks"}
     report = watcher.report()
     assert report.codec_s == (0.01, 0.01)
+    assert report.rehearsals == REHEARSALS
     assert math.isclose(report.spent_s, ROUNDS * (0.3 + 0.01 * len(fast.rehearsed)))
 
 
-def test_what_does_not_fit_into_memory_is_not_known() -> None:
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError, RuntimeError, MemoryError])
+def test_what_does_not_fit_into_memory_is_not_known(error: type[Exception]) -> None:
     """Also if it did once: one rehearsal after each of these passes."""
-    slow = {"takes_s": 0.3}
+    slow: dict[str, Any] = {"takes_s": 0.3, "error": error}
     report = _watched(Pass(), Pass(**slow), Pass(**slow), Pass(**slow, full=("first",))).report()
     assert math.isnan(report.codec_s[0]) and report.codec_s[1] == 0.3
+
+
+def test_how_often_each_probe_had_its_turn() -> None:
+    slow = {"takes_s": 0.3}
+    assert _watched(Pass(), Pass(**slow)).report().rehearsals == 0
+    assert _watched(Pass(), Pass(**slow), Pass(**slow)).report().rehearsals == 1

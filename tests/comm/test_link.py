@@ -1,0 +1,45 @@
+"""Measuring the network between the ranks: the same numbers on all of them, whatever happens on one."""
+
+from __future__ import annotations
+
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+
+from commhooks.comm import link
+from commhooks.comm.link import Link, measure_link
+
+CPU = torch.device("cpu")
+_ones = torch.ones
+
+
+def _measured() -> Link:
+    return measure_link(dist.group.WORLD, CPU)  # type: ignore[arg-type]
+
+
+def test_all_ranks_get_the_same(run_ranks: Any) -> None:
+    first, *others = run_ranks(_measured, world_size=3)
+    assert others == [first] * 2
+    assert first.mbit_per_s > 0 and 0 < first.latency_ms / 1000 < first.took_s
+
+
+def _full_on_rank_1() -> tuple[Link, int]:
+    """Where one rank has no memory for larger buffers, all go on with the size that they have."""
+    sizes = []
+
+    def ones(numel: int, **more: Any) -> torch.Tensor:
+        if dist.get_rank() == 1 and 4 * numel > 2**17:
+            raise torch.OutOfMemoryError
+        sizes.append(numel)
+        return _ones(numel, **more)
+
+    with mock.patch.object(torch, "ones", ones), mock.patch.object(link, "_ENOUGH_S", float("inf")):
+        return _measured(), max(sizes)
+
+
+def test_a_rank_without_memory_for_more(run_ranks: Any) -> None:
+    (first, most), (second, least) = run_ranks(_full_on_rank_1)
+    assert first == second and first.mbit_per_s > 0
+    assert 4 * least == 2**17 and most == 2 * least

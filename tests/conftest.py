@@ -33,6 +33,7 @@ def _set_environ(environ: dict[str, str]) -> None:
 # Before torch is imported, which reads the number of threads and the visible devices; the workers inherit it.
 _set_environ(clean_env.cleaned(os.environ, _hf_home, keep_cuda=KEEP_CUDA))
 
+import compilers  # noqa: E402, F401  (compiles the kernels: some tests give their ranks less time than that takes)
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 from registries import registries_as_before  # noqa: E402
@@ -126,7 +127,7 @@ def worker_pool() -> Iterator[WorkerPool]:
 
 @pytest.fixture
 def run_ranks(request: pytest.FixtureRequest, worker_pool: WorkerPool) -> Callable[..., list[Any]]:
-    """`run_ranks(fn, *args, world_size=2, timeout_s=60, init=True, **kwargs)`: see `workers.WorkerPool.run`."""
+    """`run_ranks(fn, *args, world_size=2, timeout_s=120, init=True, **kwargs)`: see `workers.WorkerPool.run`."""
     worker_pool.import_first(*_frameworks(request.node.nodeid))
     return worker_pool.run
 

@@ -242,7 +242,6 @@ def print_cli_outcomes() -> None:
 
 
 @whole_numbers_in_config_classes
-@pytest.mark.timeout(150)
 def test_lightning_cli() -> None:
     """In a process of its own, as a command line is: after many other tests of one process jsonargparse has been seen
     to read the step 7 as 7.0, which is refused."""
@@ -252,7 +251,7 @@ def test_lightning_cli() -> None:
         env={**os.environ, "PYTHONPATH": paths},
         capture_output=True,
         text=True,
-        timeout=140,
+        timeout=280,
     )
     assert done.returncode == 0, done.stderr
     for chosen, found in zip(CLI_CASES, json.loads(done.stdout.splitlines()[-1]), strict=True):

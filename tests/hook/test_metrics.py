@@ -21,7 +21,7 @@ import commhooks
 from commhooks.gradients import precision
 from commhooks.hook.metrics import NAMES, Meter
 
-DELAY_S = 0.3  # far more than a step takes on a busy machine
+DELAY_S = 0.8  # far more than a step takes on a busy machine
 POWERSGD: dict[str, Any] = {"matrix_approximation_rank": 2, "start_powerSGD_iter": 1}
 KINDS: dict[str, dict[str, Any]] = {
     "powerSGD": {"hook": "powerSGD", "hook_options": POWERSGD},

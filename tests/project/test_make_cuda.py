@@ -16,7 +16,7 @@ def _make(target: str, **environment: str) -> subprocess.CompletedProcess[str]:
     env = {name: value for name, value in os.environ.items() if not name.startswith("MAKE") and name != "MFLAGS"}
     env |= {"CUDA_VISIBLE_DEVICES": "", **environment}
     command = ["make", target, f"PYTHON={sys.executable}"]
-    return subprocess.run(command, cwd=REPOSITORY, env=env, capture_output=True, text=True, timeout=90)
+    return subprocess.run(command, cwd=REPOSITORY, env=env, capture_output=True, text=True, timeout=280)
 
 
 @pytest.mark.parametrize("target", ["test-cuda", "bench-gpu"])
@@ -33,7 +33,7 @@ def _run(lines: str, cwd: Path = REPOSITORY) -> subprocess.CompletedProcess[str]
     code = (
         f"import sys; sys.path[:0] = [{str(TESTS / 'cuda')!r}, {str(REPOSITORY / 'benchmarks')!r}]; import run\n{lines}"
     )
-    return subprocess.run([sys.executable, "-c", code], cwd=cwd, capture_output=True, text=True, timeout=60)
+    return subprocess.run([sys.executable, "-c", code], cwd=cwd, capture_output=True, text=True, timeout=280)
 
 
 @pytest.mark.parametrize("name", ["torch", "pytest"])

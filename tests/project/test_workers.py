@@ -110,9 +110,9 @@ def _hang_on_rank_1() -> None:
 def test_a_hang_is_cut_and_the_next_task_works(run_ranks):
     before = run_ranks(_pid)
     begin = time.monotonic()
-    with pytest.raises(RanksFailed, match="rank 1 did not answer within 1 s") as raised:
-        run_ranks(_hang_on_rank_1, timeout_s=1)
-    assert time.monotonic() - begin < 10
+    with pytest.raises(RanksFailed, match="rank 1 did not answer within 5 s") as raised:
+        run_ranks(_hang_on_rank_1, timeout_s=5)
+    assert time.monotonic() - begin < 30
     assert "in _hang_on_rank_1" in str(raised.value)  # where it hung
     assert "rank 0" not in str(raised.value)
     assert not set(before) & set(run_ranks(_pid))
@@ -211,7 +211,7 @@ def test_the_fixtures_of_the_main_process_can_fail(tmp_path):
     env = dict(os.environ, SLURM_JOB_ID="17", CUDA_VISIBLE_DEVICES="0")
     env["PYTHONPATH"] = os.pathsep.join([str(TESTS), str(SUPPORT), str(REPOSITORY / "examples")])
     command = [sys.executable, "-m", "pytest", "-q", "-p", "conftest", "--rootdir", str(tmp_path), "test_leaks.py"]
-    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=100)
+    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=280)
     assert "ERROR at teardown of test_leaks" in done.stdout, done.stdout + done.stderr
     assert "left a torch.distributed process group behind" in done.stdout
     assert "2 passed, 1 error" in done.stdout
@@ -234,7 +234,7 @@ def _run_clean(tmp_path: Path, script: str, *args: str) -> subprocess.CompletedP
     (tmp_path / "script.py").write_text(script)
     command = [sys.executable, str(REPOSITORY / "examples" / "clean_env.py"), str(tmp_path / "script.py"), *args]
     env = dict(os.environ, SLURM_JOB_ID="17", WORLD_SIZE="8")
-    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=60)
+    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=280)
 
 
 def test_clean_env_runs_a_script(tmp_path):

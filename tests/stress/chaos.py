@@ -85,7 +85,8 @@ def run(framework: str, folder: Path, kills: list[dict[str, Any]], steps: int, p
         # ("connectFullMesh failed ... Connection refused"), with a hook or without.
         "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
     }
-    command = [python, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={RANKS.get(framework, 2)}"]
+    command = [python, "-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1"]
+    command += [f"--nproc-per-node={RANKS.get(framework, 2)}"]
     command += [f"--max-restarts={len(kills)}", "--monitor-interval=0.1", str(SCRIPT), framework, str(folder)]
     started = time.monotonic()
     failures = []

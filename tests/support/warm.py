@@ -20,6 +20,7 @@ import json
 import os
 import runpy
 import selectors
+import shlex
 import shutil
 import signal
 import socket
@@ -54,8 +55,10 @@ def python(*modules: str, server: int = 0) -> str:
 
 def _start() -> tuple[subprocess.Popen[bytes], Path]:
     folder = Path(tempfile.mkdtemp(prefix="commhooks-warm-"))
-    stub = folder / "python"
-    stub.write_text(f"#!{sys.executable} -IS\nSOCKET = {str(folder / 'socket')!r}\nREAL = {sys.executable!r}\n{_STUB}")
+    stub, program = folder / "python", folder / "stub.py"
+    program.write_text(f"SOCKET = {str(folder / 'socket')!r}\nREAL = {sys.executable!r}\n{_STUB}")
+    # Not Python in its first line: there may be a space in the path.
+    stub.write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} -IS {shlex.quote(str(program))} "$@"\n')
     stub.chmod(0o755)
     env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     read, write = os.pipe()

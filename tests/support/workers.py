@@ -1,6 +1,6 @@
 """A pool of persistent worker processes: multi-rank tests without starting Python and torch for each of them.
 
-    results = run_ranks(fn, *args, world_size=2, timeout_s=60, init=True, **kwargs)     # a fixture of conftest.py
+    results = run_ranks(fn, *args, world_size=2, timeout_s=120, init=True, **kwargs)     # a fixture of conftest.py
 
 Worker `i` is rank `i`; what it does is in `worker_side.py`. It is started when the first test asks for it, forked from
 a process that has imported torch (`warm.py`; with `COMMHOOKS_TEST_CUDA=1` it is started alone), uses one thread, and is
@@ -81,7 +81,7 @@ class WorkerPool:
         fn: Callable[..., Any],
         *args: Any,
         world_size: int = 2,
-        timeout_s: float = 60.0,
+        timeout_s: float = 120.0,
         init: bool = True,
         **kwargs: Any,
     ) -> list[Any]:
@@ -237,7 +237,7 @@ class WorkerPool:
         silent = [rank for rank in ranks if rank not in done]
         for rank in silent:
             with contextlib.suppress(subprocess.TimeoutExpired):
-                self._processes[rank].wait(0.2)
+                self._processes[rank].wait(5)  # it has closed its connection, or hangs
         alive = [rank for rank in silent if self._processes[rank].poll() is None]
         for rank in alive:  # faulthandler in the worker writes the stacks of all its threads
             with contextlib.suppress(OSError, AttributeError):

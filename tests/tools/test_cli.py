@@ -67,7 +67,7 @@ def test_the_explanation_stands_below_its_option(capsys):
 def test_as_a_module():
     def run(*arguments: str) -> subprocess.CompletedProcess[str]:
         command = [sys.executable, "-m", "commhooks", *arguments]
-        return subprocess.run(command, capture_output=True, text=True, timeout=100, env=dict(os.environ))
+        return subprocess.run(command, capture_output=True, text=True, timeout=280, env=dict(os.environ))
 
     done = run("--version")
     assert done.returncode == 0 and done.stdout.strip() == f"commhooks {commhooks.__version__}"
@@ -95,7 +95,7 @@ def test_a_reader_that_has_seen_enough() -> None:
     reading, writing = os.pipe()
     os.close(reading)
     done = subprocess.run(
-        [sys.executable, "-m", "commhooks", "hooks"], stdout=writing, stderr=subprocess.PIPE, timeout=60
+        [sys.executable, "-m", "commhooks", "hooks"], stdout=writing, stderr=subprocess.PIPE, timeout=280
     )
     os.close(writing)
     assert done.returncode == 1 and done.stderr == b""

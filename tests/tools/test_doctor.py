@@ -176,11 +176,14 @@ def test_ranks_that_ask_for_different_things(run_ranks: Callable[..., list[Any]]
         )
 
 
+SLOW_S = 0.08
+
+
 def _slow_rank() -> Any:
     ddp = wrap(mlp())
 
     def batch_fn(model: nn.Module) -> torch.Tensor:
-        time.sleep(0.03 if dist.get_rank() == 1 else 0)
+        time.sleep(SLOW_S if dist.get_rank() == 1 else 0)
         return model(batch(0)).square().mean()
 
     report = commhooks.doctor(
@@ -197,9 +200,9 @@ def test_the_slowest_rank_decides_and_options(run_ranks: Callable[..., list[Any]
     assert ranks[0] == ranks[1]
     report, short, useless, text = ranks[0]
     for label, each in report["candidates"].items():
-        assert min(each["step_ms"]) >= 30, label  # on both ranks
-        # The rank that is never waited for waits least: 30 ms of waiting for it are not the network's.
-        assert min(each["waiting_ms"]) < 20, label
+        assert min(each["step_ms"]) >= 1000 * SLOW_S, label  # on both ranks
+        # The rank that is never waited for waits least: what the other one waits for it is not the network's.
+        assert min(each["waiting_ms"]) < 600 * SLOW_S, label
     assert report["candidates"]["powerSGD rank 1"]["hook_options"]["exclude"] == ["4.*"]
     # `seconds` ends a candidate, after one measured step at least.
     assert {len(each["step_ms"]) for each in short["candidates"].values()} == {1}

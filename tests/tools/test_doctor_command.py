@@ -124,6 +124,8 @@ def test_under_torchrun(tmp_path: Path) -> None:
         "-m",
         "torch.distributed.run",
         "--standalone",
+        "--local-addr",
+        "127.0.0.1",
         "--nproc-per-node",
         "2",
         "--no-python",
@@ -143,7 +145,7 @@ def test_under_torchrun(tmp_path: Path) -> None:
         start_new_session=True,
     )
     try:
-        output, errors = process.communicate(timeout=90)
+        output, errors = process.communicate(timeout=280)
     except subprocess.TimeoutExpired:
         os.killpg(process.pid, signal.SIGKILL)
         output, errors = process.communicate()

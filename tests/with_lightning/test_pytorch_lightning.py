@@ -265,7 +265,7 @@ def test_the_cli_takes_the_strategy(run_ranks: Any, tmp_path: Path, monkeypatch:
 
 
 def _prints(code: str) -> list[str]:
-    done = subprocess.run([sys.executable, "-c", f"import sys; {code}"], capture_output=True, text=True, timeout=110)
+    done = subprocess.run([sys.executable, "-c", f"import sys; {code}"], capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stderr
     return done.stdout.splitlines()
 

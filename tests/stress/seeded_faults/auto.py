@@ -214,7 +214,7 @@ MUTANTS = [
     Mutant(
         "auto: what was measured does not anchor the prediction",
         f"{_AUTO}/prediction.py",
-        "max(measured_s + own - modelled[now], min(own, measured_s))",
+        "measured_s + own - in_force",
         "own",
         "compressors/auto/test_prediction.py::test_the_candidate_in_force_takes_what_was_measured",
     ),

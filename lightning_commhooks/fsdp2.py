@@ -9,7 +9,7 @@ from torch.distributed.constants import default_pg_timeout
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 
-from commhooks import CommHook, HookConfigError
+from commhooks import CommHook, HookConfigError, HookRunError
 from commhooks.hook.for_plugins import HookRequest, attach_request
 from lightning_commhooks.checkpoint import HookCheckpoint
 from lightning_commhooks.hook_folder import HookFolder
@@ -142,8 +142,14 @@ class HookedFSDP2(HookedStrategy, ModelParallelStrategy):
     ) -> None:
         full = "optimizer_states" in checkpoint
         path = Path(self.broadcast(filepath))
+        failed = ""
         if self.global_rank == 0:
-            HookFolder(path).remove()
+            try:
+                HookFolder(path).remove()
+            except OSError as error:
+                failed = str(error)
+        if failed := self.broadcast(failed):
+            raise HookRunError(f"the hook's state in the checkpoint at {path} cannot be replaced: {failed}")
         super().save_checkpoint(checkpoint, path, storage_options)
         module = self.lightning_module
         if full and self._comm_hook is not None and module is not None and self.hook_belongs_to(module):

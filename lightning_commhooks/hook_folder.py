@@ -1,5 +1,6 @@
 """The folder of the hook in a distributed checkpoint of Lightning."""
 
+import contextlib
 import io
 import shutil
 from pathlib import Path
@@ -26,7 +27,8 @@ class HookFolder:
         Raises:
             OSError: it is still there, and would be loaded.
         """
-        self._last_file.unlink(missing_ok=True)
+        with contextlib.suppress(NotADirectoryError):  # the checkpoint is a file, which Lightning replaces
+            self._last_file.unlink(missing_ok=True)
         shutil.rmtree(self._path, ignore_errors=True)
 
     @property

@@ -33,9 +33,9 @@ def _set_environ(environ: dict[str, str]) -> None:
 # Before torch is imported, which reads the number of threads and the visible devices; the workers inherit it.
 _set_environ(clean_env.cleaned(os.environ, _hf_home, keep_cuda=KEEP_CUDA))
 
-import compilers  # noqa: E402, F401  (compiles the kernels: some tests give their ranks less time than that takes)
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
+from compilers import compile_kernels  # noqa: E402
 from registries import registries_as_before  # noqa: E402
 from workers import WorkerPool  # noqa: E402
 
@@ -120,6 +120,7 @@ def gradients_stay_on() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def worker_pool() -> Iterator[WorkerPool]:
+    compile_kernels()  # some tests give their ranks less time than that may take
     pool = WorkerPool()
     yield pool
     pool.close()

@@ -13,7 +13,7 @@ from inside import session_of
 from training import Run, residuals
 
 OPTIONS = {"matrix_approximation_rank": 2, "start_powerSGD_iter": 1}
-LIMIT_S = 1.5
+LIMIT_S = 4.0
 
 
 def _run() -> Run:

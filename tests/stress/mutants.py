@@ -34,7 +34,7 @@ COPIED = (
     "pyproject.toml",
     "constraints-dev.txt",
 )
-TIME_LIMIT_S = 240
+TIME_LIMIT_S = 400
 
 
 def run(mutant: Mutant, console: Console) -> str:

@@ -11,7 +11,7 @@ import torch.distributed.checkpoint as dcp
 from lightning_support import data, trainer
 from test_lightning_fsdp2 import Sharded, fit, strategy
 
-from commhooks import PayloadError
+from commhooks import HookRunError, PayloadError
 
 
 def _saved(root: str, hook: str) -> Any:
@@ -77,3 +77,29 @@ def _hostile(root: str) -> bool:
 
 def test_what_is_no_plain_data_is_not_read(run_ranks: Any, tmp_path: Path) -> None:
     assert run_ranks(_hostile, str(tmp_path), world_size=2) == [False] * 2
+
+
+def _in_the_way(root: str) -> tuple[str, bool]:
+    made = _saved(root, "int8")
+    path = Path(root, "file.ckpt")
+    if dist.get_rank() == 0:
+        path.write_text("a checkpoint in one file")
+    dist.barrier()
+    made.save_checkpoint(path)
+    last = path / "commhooks" / ".metadata"
+    dist.barrier()
+    replaced = last.is_file()
+    dist.barrier()
+    if dist.get_rank() == 0:
+        last.unlink()
+        last.mkdir()  # cannot be removed as a file
+    dist.barrier()
+    with pytest.raises(HookRunError) as error:
+        made.save_checkpoint(path)
+    return str(error.value), replaced
+
+
+def test_what_is_in_the_way_of_a_save(run_ranks: Any, tmp_path: Path) -> None:
+    """A file is replaced, as by Lightning. What cannot be removed is an error on all ranks."""
+    for text, replaced in run_ranks(_in_the_way, str(tmp_path), world_size=2):
+        assert replaced and "file.ckpt cannot be replaced: " in text and ".metadata" in text

@@ -24,7 +24,7 @@ class Figures:
         predicted_s: by label.
         tried_s: by label, where a candidate was in force since it was last measured.
         codec_s: by label, in the hook.
-        counted_bytes: by label, of a step; see `Counters`.
+        counted_bytes: by label, of a step, without sparse gradients; see `Counters`.
         mbit_per_s, latency_ms: of the link.
         spent_s: what measuring has cost this time.
     """

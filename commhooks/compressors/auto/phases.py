@@ -28,13 +28,13 @@ def extended(now: Decision, config: Auto, step: int) -> Decision:
     if now.extended < MOST_EXTENSIONS:
         return dataclasses.replace(now, extended=now.extended + 1, watch=Watch(step, step + TRY_STEPS))
     if now.phase == "trying" and now.figures.tried_s:
-        return _untried(now, config, step)
+        return _taken_back(now, config, step)
     since = step if now.since is None else now.since
     return resting(dataclasses.replace(now, why=words.NO_TIMES, since=since), config, step)
 
 
-def _untried(now: Decision, config: Auto, step: int) -> Decision:
-    """Take back a choice whose trial could not be measured: the fastest of those that were."""
+def _taken_back(now: Decision, config: Auto, step: int) -> Decision:
+    """The decision after a trial that could not be measured: the fastest of the candidates that were measured."""
     tried, known = now.figures.tried_s, now.known
     label = min((each for each in tried if each in known), key=lambda each: tried[each], default=now.candidate.label)
     made = dataclasses.replace(
@@ -43,7 +43,7 @@ def _untried(now: Decision, config: Auto, step: int) -> Decision:
         others=without(list(known.values()), label),
         since=step,
         switches=now.switches + 1,
-        why=words.not_tried(now.candidate.label),
+        why=words.not_measured(now.candidate.label),
         figures=_measured_as(now.figures, label),
     )
     return resting(made, config, step)

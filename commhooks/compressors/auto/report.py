@@ -14,7 +14,7 @@ class Report:
         passes: how many passes were measured.
         step_s, waiting_s: as in `Seen`.
         spent_s: of all rehearsals together.
-        rehearsals: how often each probe was rehearsed, at least.
+        rehearsals: how often each probe had its turn, at least.
         computing_s: as in `Seen`, per bucket.
         codec_s: per probe: of the fastest rehearsal.
     """

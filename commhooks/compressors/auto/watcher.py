@@ -1,6 +1,7 @@
 """Collect what this rank measures during a watch."""
 
 import math
+import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -82,6 +83,7 @@ class Watcher:
             return False
         label = labels[self._turn % len(labels)]
         self._turn += 1
+        began = time.perf_counter()
         try:
             if label is None:
                 assert self._spectrum is not None
@@ -93,6 +95,7 @@ class Watcher:
         except (RuntimeError, MemoryError) as error:
             # As where the copies do not fit into memory. Without the candidate, which no rank chooses then, the
             # training goes on as before.
+            self._spent_s += time.perf_counter() - began
             logger.info("auto: %s could not be rehearsed: %s", label or "powerSGD", error)
             if label is not None:
                 self._codec_s[label].append(math.nan)

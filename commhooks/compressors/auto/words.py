@@ -9,9 +9,9 @@ from commhooks.compressors.auto.decision import Decision, Figures
 NO_TIMES = "the measured times make no sense, so nothing changes"
 
 
-def not_tried(label: str) -> str:
-    """Why another one is in force again."""
-    return f"the times measured with {label} make no sense"
+def not_measured(label: str) -> str:
+    """Why another candidate is in force again after the trial of this one."""
+    return f"{label} could not be measured"
 
 
 def reason(figures: Figures, times: Mapping[str, float], label: str, before: str) -> str:

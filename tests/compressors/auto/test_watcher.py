@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -36,6 +37,7 @@ class Pass:
     def rehearse(self, compressor: Any, rounds: int, look: Any = None) -> Rehearsal:
         self.rehearsed.append((compressor.name, compressor.kernel))
         if compressor.name in self.full:
+            time.sleep(0.02)
             raise self.error
         return Rehearsal(self.takes_s, ROUNDS * self.takes_s)
 
@@ -75,6 +77,12 @@ def test_what_does_not_fit_into_memory_is_not_known(error: type[Exception]) -> N
     slow: dict[str, Any] = {"takes_s": 0.3, "error": error}
     report = _watched(Pass(), Pass(**slow), Pass(**slow), Pass(**slow, full=("first",))).report()
     assert math.isnan(report.codec_s[0]) and report.codec_s[1] == 0.3
+
+
+def test_what_fails_takes_time_too() -> None:
+    failing = Pass(step_s=0.02, full=("first", "second"))
+    report = _watched(Pass(), failing).report()
+    assert len(failing.rehearsed) == 1 and report.spent_s >= 0.02
 
 
 def test_how_often_each_probe_had_its_turn() -> None:

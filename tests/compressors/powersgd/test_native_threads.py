@@ -150,7 +150,7 @@ def test_calls_from_several_threads_at_once(threads: Callable[[int], None]) -> N
 
 
 FORKED = """
-import os, sys, torch
+import os, signal, sys, torch
 from commhooks.compressors.native import threads as kernel_threads
 from commhooks.compressors.powersgd import fused_codec
 torch.set_num_threads(2)
@@ -162,6 +162,7 @@ before = kernel_threads.threads_available()
 torch.ones(2**22).sum()  # in torch's threads; the kernel has not run yet
 child = os.fork()
 if child == 0:
+    signal.alarm(60)  # ends it
     os._exit(0 if (kernel_threads.threads_available(), step()) == (1, 600 * 600) else 1)
 print(before, os.waitpid(child, 0)[1], kernel_threads.threads_available())
 """

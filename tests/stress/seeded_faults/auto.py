@@ -8,6 +8,13 @@ _RESUME = "compressors/auto/test_auto_resume.py"
 
 MUTANTS = [
     Mutant(
+        "auto: a rehearsal that fails costs nothing",
+        f"{_AUTO}/watcher.py",
+        "            self._spent_s += time.perf_counter() - began\n",
+        "",
+        "compressors/auto/test_watcher.py::test_what_fails_takes_time_too",
+    ),
+    Mutant(
         "auto: after a failed trial a look compares with the trial",
         "commhooks/compressors/auto/phases.py",
         "        figures=now.figures if label == before else _measured_as(now.figures, label),\n",

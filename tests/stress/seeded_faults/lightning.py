@@ -4,6 +4,13 @@ from seeded_faults.mutant import Mutant
 
 MUTANTS = [
     Mutant(
+        "FSDP2 checkpoints: a folder that cannot be removed is an error on rank 0 only",
+        "lightning_commhooks/fsdp2.py",
+        "        if failed := self.broadcast(failed):\n",
+        "        if failed:\n",
+        "with_lightning/test_lightning_fsdp2_folder.py::test_what_is_in_the_way_of_a_save",
+    ),
+    Mutant(
         "FSDP2 checkpoints: new weights beside the hook of the save before",
         "lightning_commhooks/fsdp2.py",
         "            HookFolder(path).remove()\n",

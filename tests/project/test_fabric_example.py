@@ -18,7 +18,7 @@ def _run(folder: Path) -> str:
     options = ["--epochs=2", "--checkpoint", str(folder / "state.ckpt")]
     command = [warm.python("lightning.pytorch"), clean, script, *options]
     environ = {**os.environ, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, cwd=folder, env=environ, capture_output=True, text=True, timeout=110)
+    done = subprocess.run(command, cwd=folder, env=environ, capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout + done.stderr
 

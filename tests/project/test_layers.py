@@ -26,7 +26,7 @@ def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def lint(folder: Path) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-c", LINT, "--no-logo", "--no-cache"]
     return subprocess.run(
-        command, cwd=folder, env={"PYTHONPATH": str(folder)}, capture_output=True, text=True, timeout=60
+        command, cwd=folder, env={"PYTHONPATH": str(folder)}, capture_output=True, text=True, timeout=280
     )
 
 

@@ -21,7 +21,7 @@ def test_a_python_without_ensurepip_is_one_sentence(tmp_path):
     command = ["make", "venv", f"PYTHON={python}", f"VENV={venv}"]
     # Not as a part of the make that may be running these tests.
     env = {name: value for name, value in os.environ.items() if not name.startswith("MAKE") and name != "MFLAGS"}
-    done = subprocess.run(command, cwd=REPOSITORY, env=env, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, cwd=REPOSITORY, env=env, capture_output=True, text=True, timeout=280)
     assert done.returncode != 0 and not venv.exists()
     sentence, *rest = done.stderr.splitlines()
     assert sentence.startswith(f"'{python}' cannot create virtual environments: install its venv package")

@@ -98,7 +98,7 @@ parser.parse_args(["--strategy=lightning_commhooks.CommHookDDP", "--strategy.hoo
 
 def test_help_explains_it_once_it_is_registered() -> None:
     """LightningCLI takes its config class where the module was imported before `lightning_commhooks`."""
-    said = subprocess.run([sys.executable, "-c", HELP], capture_output=True, text=True, timeout=100, cwd=REPOSITORY)
+    said = subprocess.run([sys.executable, "-c", HELP], capture_output=True, text=True, timeout=280, cwd=REPOSITORY)
     assert said.returncode == 0, said.stderr
     assert "of the elements of each parameter that travel in a step" in " ".join(said.stdout.split())
 

@@ -33,7 +33,7 @@ def test_the_nav_names_every_page_once():
 
 def _build(folder: Path) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "zensical", "build", "--strict"]
-    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=100)
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=280)
 
 
 def test_the_site(tmp_path):

@@ -14,7 +14,7 @@ import warm
 from accelerate_script import ACCUMULATED, SAVE_AT, START, STEPS
 from repository import PYTHONPATH, SUPPORT
 
-LIMIT_S = 90
+LIMIT_S = 280
 
 
 def launch(*arguments: str) -> None:

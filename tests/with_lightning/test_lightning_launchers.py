@@ -14,7 +14,7 @@ import warm
 from repository import REPOSITORY, SUPPORT
 
 SCRIPT = SUPPORT / "lightning_script.py"
-TIMEOUT_S = 90
+TIMEOUT_S = 180
 
 
 def _launch(start_method: str, folder: Path, *more: str) -> list[dict[str, Any]]:

@@ -49,7 +49,7 @@ NAMES = {"powersgd": "powerSGD", "int8": "int8_compress", "int4": "int4_compress
 HOOKS = ["allreduce", "bf16", "int8", "int8/no-feedback", "int4", "int4/no-feedback"]
 HOOKS += ["powersgd-1", "powersgd-4", "powersgd-4/no-feedback", "powersgd-16"]
 HOOKS += ["powersgd-1+int8", "powersgd-4+int8", "powersgd-16+int8"]
-QUICK = ["allreduce", "powersgd-4+int8", "powersgd-4/per-layer"]
+QUICK = ["allreduce", "powersgd-4+int8/per-layer"]
 Job = tuple[str, int, int, int]  # hook, seed, ranks, steps
 
 

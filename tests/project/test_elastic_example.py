@@ -30,7 +30,7 @@ def _launcher(port: int, folder: Path, log: str) -> subprocess.Popen[bytes]:
     command = [sys.executable, "-m", "torch.distributed.run", *elastic, *rendezvous, *script]
     environment = clean_env.cleaned(os.environ, str(folder)) | {
         "PYTHONPATH": str(REPOSITORY),
-        "PAUSE_S": "0.3",
+        "PAUSE_S": "0.2",
         "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
     }
     with (folder / log).open("w") as output:

@@ -43,6 +43,7 @@ from commhooks.hook.request import HookRequest
 
 CONTEXT, BATCH = 64, 8
 TEXT_BYTES = 12_000_000
+VARIANTS = ["", "no-feedback", "per-layer"]  # after a slash
 LOOKED_AT = 3  # steps, for ranks per layer
 POINTS, FEW, ALL = 10, 16, 128  # validations in a run; their batches on the way and at the end
 NAMES = {"powersgd": "powerSGD", "int8": "int8_compress", "int4": "int4_compress", "bf16": "bf16_compress"}
@@ -110,6 +111,8 @@ def compressor_of(label: str, by_layer: dict[str, int] | None = None) -> Compres
     label, _, variant = label.partition("/")
     label, _, wrapper = label.partition("+")
     kind, rank = label.partition("-")[0], rank_of(label)
+    if variant not in VARIANTS:
+        raise SystemExit(f"--hooks: {variant!r} is none of {', '.join(VARIANTS[1:])}")
     options: dict[str, Any] = {} if rank is None else {"matrix_approximation_rank": by_layer or rank}
     if variant == "no-feedback":
         options["use_error_feedback"] = False

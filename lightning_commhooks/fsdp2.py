@@ -149,7 +149,10 @@ class HookedFSDP2(HookedStrategy, ModelParallelStrategy):
             except OSError as error:
                 failed = str(error)
         if failed := self.broadcast(failed):
-            raise HookRunError(f"the hook's state in the checkpoint at {path} cannot be replaced: {failed}")
+            raise HookRunError(
+                f"the hook's state in the checkpoint at {path} cannot be replaced: {failed}. Remove it, or save to "
+                "another path"
+            )
         super().save_checkpoint(checkpoint, path, storage_options)
         module = self.lightning_module
         if full and self._comm_hook is not None and module is not None and self.hook_belongs_to(module):

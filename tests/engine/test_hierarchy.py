@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import os
 from typing import Any
 from unittest import mock
 
@@ -16,9 +15,6 @@ from models import masks
 from training import Run, make_model, residuals
 
 import commhooks
-from commhooks import AttachError, HookConfigError
-from commhooks.comm.nodes import find_nodes
-from commhooks.engine.node_shares import owners_of
 
 RANDOM_K = "examples.random_k:RandomKCompressor"
 POWERSGD: dict[str, Any] = {"matrix_approximation_rank": 2, "start_powerSGD_iter": 2}
@@ -369,63 +365,3 @@ def test_sparse_and_complex_gradients(run_ranks: Any, hook: str) -> None:
     flat, nodes = (run_ranks(_sparse_and_complex, each, hook, world_size=4) for each in (None, 2))
     for one, other in zip(flat, nodes, strict=True):
         assert len(one) == 3 and all(_far(got, wanted) < 1e-6 for got, wanted in zip(other, one, strict=True))
-
-
-# ---- which nodes -----------------------------------------------------------------------------------------------------
-
-
-def _nodes(ranks_per_node: Any, group_ranks: list[str] | None) -> Any:
-    environment = {} if group_ranks is None else {"GROUP_RANK": group_ranks[dist.get_rank()]}
-    with mock.patch.dict(os.environ, environment):
-        assert dist.group.WORLD is not None
-        try:
-            nodes = find_nodes(ranks_per_node, dist.group.WORLD, torch.device("cpu"))
-        except AttachError as error:
-            return str(error)
-    if nodes is None:
-        return None
-    return dist.get_process_group_ranks(nodes.node), dist.get_process_group_ranks(nodes.across)
-
-
-@pytest.mark.parametrize(
-    ("ranks_per_node", "group_ranks", "expected"),
-    [
-        (2, None, [([0, 1], [0, 2]), ([0, 1], [1, 3]), ([2, 3], [0, 2]), ([2, 3], [1, 3])]),
-        ("auto", ["0", "1", "0", "1"], [([0, 2], [0, 1]), ([1, 3], [0, 1]), ([0, 2], [2, 3]), ([1, 3], [2, 3])]),
-        (4, None, [None] * 4),
-        (1, None, [None] * 4),
-        ("auto", ["0"] * 4, [None] * 4),
-        ("auto", ["0", "1", "2", "3"], [None] * 4),
-    ],
-)
-def test_which_ranks_are_a_node(run_ranks: Any, ranks_per_node: Any, group_ranks: Any, expected: Any) -> None:
-    assert run_ranks(_nodes, ranks_per_node, group_ranks, world_size=4) == expected
-
-
-@pytest.mark.parametrize(("ranks_per_node", "group_ranks"), [(3, None), ("auto", ["0", "0", "0", "1"])])
-def test_nodes_of_different_sizes_are_refused(run_ranks: Any, ranks_per_node: Any, group_ranks: Any) -> None:
-    for text in run_ranks(_nodes, ranks_per_node, group_ranks, world_size=4):
-        assert "the nodes have 3 and 1 ranks" in text and "ranks_per_node=None" in text
-
-
-def test_owners_share_the_work() -> None:
-    owners = owners_of({"a": 100, "b": 60, "c": 50, "d": 30, "e": 1}, 2)
-    assert owners == {"a": 0, "b": 1, "c": 1, "d": 0, "e": 1}
-
-
-@pytest.mark.parametrize(
-    ("arguments", "text"),
-    [
-        ({"hook": "powerSGD", "ranks_per_node": 0}, "ranks_per_node=0; expected 'auto', a number of ranks"),
-        ({"hook": "powerSGD", "ranks_per_node": "all"}, "ranks_per_node='all'; expected 'auto'"),
-        ({"hook": "noop", "ranks_per_node": 2}, "'noop', which sends nothing"),
-        ({"hook": "batched_powerSGD", "ranks_per_node": 2}, "which compresses whole buckets"),
-        ({"hook": lambda state, bucket: None, "ranks_per_node": 2}, "a function: write a compressor"),
-    ],
-)
-def test_what_is_refused(arguments: dict[str, Any], text: str) -> None:
-    from commhooks.hook.request import HookRequest
-
-    hook = arguments.pop("hook")
-    with pytest.raises(HookConfigError, match=text):
-        HookRequest.parse(hook, **arguments)

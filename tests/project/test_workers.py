@@ -112,7 +112,7 @@ def test_a_hang_is_cut_and_the_next_task_works(run_ranks):
     begin = time.monotonic()
     with pytest.raises(RanksFailed, match="rank 1 did not answer within 5 s") as raised:
         run_ranks(_hang_on_rank_1, timeout_s=5)
-    assert time.monotonic() - begin < 30
+    assert time.monotonic() - begin < 14
     assert "in _hang_on_rank_1" in str(raised.value)  # where it hung
     assert "rank 0" not in str(raised.value)
     assert not set(before) & set(run_ranks(_pid))

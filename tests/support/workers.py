@@ -236,8 +236,9 @@ class WorkerPool:
         done = answers if cleaned is None else cleaned
         silent = [rank for rank in ranks if rank not in done]
         for rank in silent:
+            ends = self._connections[rank].closed or self._connections[rank].poll()  # one that hangs says nothing
             with contextlib.suppress(subprocess.TimeoutExpired):
-                self._processes[rank].wait(5)  # it has closed its connection, or hangs
+                self._processes[rank].wait(5 if ends else 0.2)
         alive = [rank for rank in silent if self._processes[rank].poll() is None]
         for rank in alive:  # faulthandler in the worker writes the stacks of all its threads
             with contextlib.suppress(OSError, AttributeError):

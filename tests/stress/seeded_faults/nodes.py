@@ -125,14 +125,14 @@ MUTANTS = [
         _SHARES,
         "        owners[name] = load.index(min(load))\n",
         "        owners[name] = 0\n",
-        f"{_TESTS}::test_owners_share_the_work",
+        "engine/test_which_nodes.py::test_owners_share_the_work",
     ),
     Mutant(
         "nodes: ranks with consecutive numbers are one node, whatever the launcher says",
         "commhooks/comm/nodes.py",
         "[rank for rank, each in enumerate(places) if each == place]",
         "[rank for rank in range(group.size()) if rank * len(set(places)) // group.size() == int(place[-1])]",
-        f"{_TESTS}::test_which_ranks_are_a_node",
+        "engine/test_which_nodes.py::test_which_ranks_are_a_node",
     ),
     Mutant(
         "nodes: a saved mean covers this rank's parameters only",

@@ -144,7 +144,8 @@ class SavedLearnedState:
     def _drop_uncompressed(self, state: LearnedState, compressor: Compressor[Any]) -> None:
         """Drop residuals of parameters that are no longer compressed: no step would use them, but they would be saved
         again, and a later run that compresses these parameters would add them."""
-        if not compressor.selective:  # it does not compress now, and sends residuals with the next gradient
+        # It does not compress now, or changes what it compresses, and sends residuals with the next gradient.
+        if not compressor.selective or compressor.chosen:
             return
         # Empty for compressors of whole buckets, where every parameter may have a residual.
         plans = self._plans_with(compressor)

@@ -2,7 +2,7 @@
 
 import torch
 
-from commhooks.comm.wire import all_finite, put_plain
+from commhooks.comm.wire import all_finite
 from commhooks.compressors.base import Exchange, Send, Verdict
 from commhooks.gradients.torch_private import sparse_values
 
@@ -14,11 +14,9 @@ def average(flat: torch.Tensor, wire_dtype: torch.dtype, world_size: int, *, jud
         judged: False: do not read the result; the verdict is that it is finite.
     """
     # Gradients of sparse embeddings keep their dtype: they send few rows, and gloo sums their values by index.
-    if flat.is_sparse or wire_dtype == flat.dtype:
-        wire = flat.div_(world_size)
-    else:
-        wire = torch.empty_like(flat, dtype=wire_dtype)
-        put_plain(flat, wire, world_size)
+    wire = flat.div_(world_size)  # before it is narrowed, so that fewer numbers overflow
+    if not flat.is_sparse:
+        wire = wire.to(wire_dtype)
     reduced: torch.Tensor = yield Send(wire, last=True)
     if reduced is not flat:
         flat.copy_(reduced)

@@ -22,6 +22,7 @@ from ddp_steps import (
     weights,
     wrap,
 )
+from kinds import AUTO
 from torch import nn
 from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
@@ -130,7 +131,7 @@ def test_unused_parameters_keep_their_residual(run_ranks):
 # ------------------------------------------------------------------------------------------------------- uneven inputs
 
 
-def uneven_inputs(config: commhooks.HookConfig) -> dict[str, torch.Tensor]:
+def uneven_inputs(config: commhooks.HookConfig | str) -> dict[str, torch.Tensor]:
     """Rank 0 has three batches, rank 1 six."""
     ddp = wrap(mlp())
     hook = commhooks.attach(ddp, config)
@@ -145,7 +146,7 @@ def uneven_inputs(config: commhooks.HookConfig) -> dict[str, torch.Tensor]:
     return weights(ddp.module)
 
 
-def even_inputs(config: commhooks.HookConfig) -> dict[str, torch.Tensor]:
+def even_inputs(config: commhooks.HookConfig | str) -> dict[str, torch.Tensor]:
     """The same in plain DDP: rank 0 has six batches, the last three of which weigh nothing."""
     ddp = wrap(mlp())
     commhooks.attach(ddp, config)
@@ -157,7 +158,7 @@ def even_inputs(config: commhooks.HookConfig) -> dict[str, torch.Tensor]:
     return weights(ddp.module)
 
 
-@pytest.mark.parametrize("config", [commhooks.AllReduce(), POWER_SGD], ids=["allreduce", "powerSGD"])
+@pytest.mark.parametrize("config", [commhooks.AllReduce(), POWER_SGD, AUTO], ids=["allreduce", "powerSGD", "auto"])
 def test_join_with_uneven_inputs_is_as_inputs_without_weight(run_ranks, config):
     joined, _ = run_ranks(uneven_inputs, config, timeout_s=30)
     plain, _ = run_ranks(even_inputs, config)

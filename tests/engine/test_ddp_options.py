@@ -25,6 +25,7 @@ from ddp_steps import (
     wrap,
 )
 from features import delayed_in_small_buckets, mixed_precision_of_ddp
+from kinds import AUTO
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
@@ -37,7 +38,7 @@ POWER_SGD = commhooks.PowerSGD(start_powerSGD_iter=0, matrix_approximation_rank=
 # ------------------------------------------------------------------------------------------------------------- works
 
 
-def same_weights(config: commhooks.HookConfig) -> None:
+def same_weights(config: commhooks.HookConfig | str) -> None:
     """Options that must not change a bit."""
     found = {}
     for option in ("", "static_graph", "gradient_as_bucket_view", "find_unused_parameters"):
@@ -52,7 +53,7 @@ def same_weights(config: commhooks.HookConfig) -> None:
             assert torch.equal(ours[name], weight), (option, name)
 
 
-@pytest.mark.parametrize("config", [commhooks.AllReduce(), POWER_SGD], ids=["allreduce", "powerSGD"])
+@pytest.mark.parametrize("config", [commhooks.AllReduce(), POWER_SGD, AUTO], ids=["allreduce", "powerSGD", "auto"])
 def test_static_graph_bucket_views_and_unused_search_change_nothing(run_ranks, config):
     run_ranks(same_weights, config)
 

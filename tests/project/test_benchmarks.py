@@ -114,6 +114,14 @@ def test_convergence(tmp_path):
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
+def test_energies(tmp_path):
+    rows = _run("energies", tmp_path)
+    assert [row["step"] for row in rows] == [2, 3]
+    for row in rows:
+        kept = [row[f"median_{rank}"] for rank in (1, 2, 4, 8, 16)]
+        assert 0 < kept[0] and kept == sorted(kept) and kept[-1] <= 1 and row["lowest_1"] <= kept[0]
+
+
 def test_language_model(tmp_path):
     picture = tmp_path / "figures.png"
     rows = {row["hook"]: row for row in _run("language_model", tmp_path, "--plot", str(picture))}

@@ -61,7 +61,7 @@ KINDS = {
     "batched, int8 wrapper": Kind("batched_powerSGD", POWERSGD, "int8", layouts_matter=True, pads=True),
     "random_k": Kind(RANDOM_K, {"share": 0.2, "start_iter": START}),
     "auto, chooses int8": Kind(AUTO, pads=True),
-    "auto, chooses powerSGD": Kind(AUTO, {"quality": "close"}),
+    "auto, chooses powerSGD": Kind(AUTO, {"quality": "close", "target": 1}),
     "random_k, bf16 wrapper": Kind(RANDOM_K, {"share": 0.2, "start_iter": START}, "bf16"),
 }
 ALL = [

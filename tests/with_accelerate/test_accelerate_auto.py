@@ -37,9 +37,10 @@ def test_save_state_keeps_the_decision(run_ranks: Any, tmp_path: Path) -> None:
 
 def test_the_yaml(run_ranks: Any, tmp_path: Path) -> None:
     path = tmp_path / "accelerate.yaml"
-    path.write_text(f"num_processes: 2\ncomm_hook_config:\n  hook: {AUTO}\n  hook_options: {{quality: close}}\n")
+    options = "{quality: close, target: 1}"
+    path.write_text(f"num_processes: 2\ncomm_hook_config:\n  hook: {AUTO}\n  hook_options: {options}\n")
     for rank in run_ranks(_save_and_resume, str(tmp_path / "state"), str(path)):
-        assert torch.equal(*rank["weights"]) and rank["chosen"][0].startswith("powerSGD like rank")
+        assert torch.equal(*rank["weights"]) and rank["chosen"][0].startswith("powerSGD, 1 bytes")
     path.write_text(
         "comm_hook_config:\n  hook: auto\n  hook_options: {quality: close, target: 0.5, exclude: ['*e*']}\n"
     )

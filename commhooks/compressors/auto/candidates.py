@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from commhooks.compressors.auto.config import Auto
-from commhooks.compressors.auto.ranks import EQUIVALENTS, LARGEST
+from commhooks.compressors.auto.ranks import LARGEST
 from commhooks.compressors.base import Compressor
 from commhooks.compressors.cast import AllReduceCompressor, BF16Compressor
 from commhooks.compressors.powersgd.compressor import PowerSGDCompressor
@@ -78,14 +78,11 @@ def excluding(candidate: Candidate, config: Auto) -> Candidate:
     return replace(candidate, options={**candidate.options, "exclude": list(config.exclude)})
 
 
-def target_label(target: int | float) -> str:
-    """Of the PowerSGD candidate for the config's target."""
+def target_label(target: int | float | None) -> str:
+    """Of the PowerSGD candidate for the config's target; its ranks follow, in brackets."""
+    if target is None:
+        return "powerSGD"
     return f"powerSGD, {target} bytes" if isinstance(target, int) else f"powerSGD, {target:g} of energy"
-
-
-def like_label(rank: int) -> str:
-    """Of a PowerSGD candidate where there is no target."""
-    return f"powerSGD like rank {rank}"
 
 
 def allowed(candidate: Candidate, config: Auto) -> bool:
@@ -95,15 +92,17 @@ def allowed(candidate: Candidate, config: Auto) -> bool:
         return candidate.hook in [each.Config.hook_name for each in _BY_QUALITY[config.quality]]
     if config.quality != "close" or excluding(candidate, config) != candidate:
         return False
-    wanted = map(like_label, EQUIVALENTS) if config.target is None else [target_label(config.target)]
-    return any(candidate.label.startswith(f"{each} (") for each in wanted)  # its ranks follow
+    return candidate.label.startswith(f"{target_label(config.target)} (")
 
 
 def probes(config: Auto) -> list[Candidate]:
     """What is rehearsed to learn how long codecs take: the simple candidates, and PowerSGD at its extremes."""
     found = simple(config)
     if config.quality == "close":
-        found += [powersgd(config, rank, f"powerSGD rank {rank}") for rank in (1, LARGEST)]
+        for rank in (1, LARGEST):
+            probe = powersgd(config, rank, f"powerSGD rank {rank}")
+            # Also the layers in which a candidate has a lower rank, because this one would not halve them.
+            found.append(replace(probe, options={**probe.options, "min_compression_rate": 1.0}))
     return found
 
 

@@ -18,8 +18,8 @@ def choose(
 ) -> str:
     """The label of the candidate to use.
 
-    Among those that are about as fast as the fastest, the one that changes the gradients least; and the one in force,
-    unless another gains at least `margin`. Candidates without a usable time are left out.
+    Among those that are about as fast as the fastest and gain at least `margin`, the one that changes the gradients
+    least; the one in force if there are none. Candidates without a usable time are left out.
 
     Args:
         predicted_s: seconds of a step, by label.
@@ -30,11 +30,10 @@ def choose(
     times = {label: each for label, each in expected_s(predicted_s, tried_s, changes).items() if _usable(each)}
     if not times or now not in times:
         return now
-    fastest = min(times.values())
-    about = [label for label, seconds in times.items() if seconds <= MARGIN * fastest]
+    longest = min(MARGIN * min(times.values()), times[now] / margin)
+    about = [label for label, seconds in times.items() if seconds <= longest]
     # The first of equals is the same on all ranks: the order of the labels is.
-    best = min(about, key=lambda label: (changes[label], times[label]))
-    return best if times[best] * margin <= times[now] else now
+    return min(about, key=lambda label: (changes[label], times[label]), default=now)
 
 
 def expected_s(

@@ -190,14 +190,19 @@ class AutoCompressor(Compressor[Auto]):
             return self._next(phases.extended(self.decision, self.config, step))
         return self._next(self._after_measuring(report, ranks, step))
 
+    @property
+    def _low_rank(self) -> bool:
+        """Whether the averaged gradients are approximations: which ranks they need cannot be seen in them."""
+        return self.decision.candidate.hook == candidates.POWERSGD
+
     def _report(self) -> Report:
         return self._watcher.report()
 
     def _new_watcher(self) -> Watcher:
         if self.decision.phase != "measuring":
             return Watcher({}, None)
-        close = self.config.quality == "close"
-        return Watcher(self._probes(), candidates.spectrum(self.config) if close else None)
+        by_energy = self.config.target is not None and not self._low_rank
+        return Watcher(self._probes(), candidates.spectrum(self.config) if by_energy else None)
 
     def _probes(self) -> dict[str, Compressor[Any]]:
         return candidates.compressors(candidates.probes(self.config))
@@ -225,7 +230,7 @@ class AutoCompressor(Compressor[Auto]):
         probes = candidates.probes(self.config)
         probe_codec_s = dict(zip([each.label for each in probes], report.codec_s, strict=True))
         offered = candidates.simple(self.config)
-        if self.config.quality == "close":
+        if self.config.quality == "close" and not self._low_rank:
             offered += powersgd_candidates(self.config, seen, watcher.energies, ranks)
         if now.candidate not in offered:
             offered = [each for each in offered if each.label != now.candidate.label] + [now.candidate]

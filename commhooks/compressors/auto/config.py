@@ -15,10 +15,10 @@ class Auto(HookConfig):
 
     Args:
         quality: among which hooks it chooses. "same": all-reduce, bf16 and int8 with error feedback, whose training is
-            that of all-reduce within its noise. "close": int4 and PowerSGD as well, with a rank per layer.
+            that of all-reduce within its noise. "close": int4 and PowerSGD of rank 16 as well.
         target: of PowerSGD's ranks, with quality="close". A float strictly between 0 and 1: the share of each layer's
             gradient energy that its rank should keep. An int: bytes per step and rank that PowerSGD may send. None:
-            several sizes are candidates; of those with about the shortest step the largest is taken.
+            rank 16, or the highest that halves the layer.
         measure_steps: steps of plain all-reduce that are measured before the first decision.
         check_again_every: steps after which it looks again at the time of a step, and measures anew if that has
             changed by a lot; more if measuring would take more than 1 % of the time. None: never.

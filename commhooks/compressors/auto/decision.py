@@ -129,7 +129,7 @@ class Decision:
                 _a(str, saved["why"]),
                 figures,
             )
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
+        except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
             raise HookConfigError(f"'notes' does not hold a decision of hook 'auto' ({error})") from error
 
 

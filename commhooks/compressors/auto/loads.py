@@ -41,7 +41,7 @@ def codec_times(
         probes, probe_s: what was rehearsed, and its seconds.
     """
     low_rank = [label for label, each in probes.items() if each.name == POWERSGD]
-    known = sorted((_factors(probes[label], seen), probe_s[label]) for label in low_rank)
+    known = sorted((size, probe_s[label]) for label in low_rank if (size := _factors(probes[label], seen)))
     return {
         label: probe_s[label] if label in probe_s else _between(known, _factors(each, seen))
         for label, each in made.items()
@@ -54,10 +54,10 @@ def _factors(compressor: Compressor[Any], seen: Seen) -> int:
 
 
 def _between(known: list[tuple[int, float]], size: int) -> float:
-    """The straight line through two measured points."""
+    """The straight line through two measured points; in proportion to the size where there is one."""
     if not known:
         return math.nan
     (small, fast), (large, slow) = known[0], known[-1]
     if large == small:
-        return slow
+        return slow * size / large
     return max(0.0, fast + (slow - fast) * (size - small) / (large - small))

@@ -83,10 +83,11 @@ def resumed(saved: Decision, config: Auto, step: int, *, same_ranks: bool) -> De
     now = dataclasses.replace(saved, candidate=candidate, others=others, figures=figures)
     if not same_ranks:
         return _measuring(now, config, step)
-    if now.phase == "measuring" or not saved.others:  # nothing to choose from was known yet
+    if now.phase == "measuring":
         return now
     missing = {each.label for each in simple(config)} - now.known.keys()
-    if missing or now.known != saved.known:
+    # Without others nothing could be measured: the next look will try again.
+    if saved.others and (missing or now.known != saved.known):
         return _measuring(now, config, step)
     anew = resting(now, config, step)
     if now.phase == "resting" and (now.watch is None or anew.watch is None or now.watch.end > anew.watch.end):

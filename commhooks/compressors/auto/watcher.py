@@ -21,6 +21,9 @@ SPECTRUM_ROUNDS = 3
 """Power iterations, to find the largest singular values."""
 REHEARSALS = 3
 """Of each probe, at most."""
+ENOUGH_CALM = 3
+"""Passes after which nothing was rehearsed. If there are as many, only they count: a pass after rehearsals is longer
+where another rank rehearses longer."""
 MOST_OF_A_STEP = 0.5
 """Rehearsals after one pass take no more than one more rehearsal and this share of a step."""
 
@@ -38,8 +41,10 @@ class Watcher:
         self._probes = dict(probes)
         self._spectrum = spectrum
         self._passes: list[tuple[float, float, tuple[float, ...]]] = []
+        self._calm: list[tuple[float, float, tuple[float, ...]]] = []
         self._codec_s: dict[str, list[float]] = {label: [] for label in probes}
         self._turn = 0
+        self._rehearsed = False
         self._spent_s = 0.0
 
     def compute_with(self, kernel: Kernel) -> None:
@@ -56,16 +61,23 @@ class Watcher:
         """Take in one pass. The first with new buckets allocates memory and is not counted."""
         if self.latest is None or _names(self.latest) != _names(seen):
             self._passes.clear()
+            self._calm.clear()
+            self._rehearsed = False
         else:
-            self._passes.append((seen.step_s, seen.waiting_s, seen.computing_s))
-            before_s = self._spent_s
+            times = (seen.step_s, seen.waiting_s, seen.computing_s)
+            self._passes.append(times)
+            if not self._rehearsed:
+                self._calm.append(times)
+            before_s, before = self._spent_s, self._turn
             while self._rehearse_one(seen) and self._spent_s - before_s < MOST_OF_A_STEP * seen.step_s:
                 pass
+            self._rehearsed = self._turn > before
         self.latest = seen
 
     def report(self) -> Report:
         """What was measured so far. Ranks with the same buckets give as many numbers."""
-        step, waiting, *computing = median_pass(self._passes, len(self.layouts))
+        enough = count_sound(self._calm) >= ENOUGH_CALM
+        step, waiting, *computing = median_pass(self._calm if enough else self._passes, len(self.layouts))
         codec_s = tuple(_fastest(times) for times in self._codec_s.values())
         passes = count_sound(self._passes)
         return Report(passes, step, waiting, self._spent_s, self._rehearsals, tuple(computing), codec_s)

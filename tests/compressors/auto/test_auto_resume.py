@@ -6,16 +6,20 @@ import dataclasses
 import json
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from ddp_steps import process_group_of_one
+from inside import session_of
 from prescribed_auto import decided, decision_of, new
 from training import Run, residuals
 
 from commhooks import HookConfigError, HookRunError, PayloadError
+from commhooks.compressors.auto import compressor as compressor_module
 from commhooks.compressors.auto.candidates import Candidate, simple
+from commhooks.compressors.auto.compressor import AutoCompressor
 from commhooks.compressors.auto.config import Auto
 from commhooks.compressors.auto.decision import Decision, Figures
 from commhooks.compressors.auto.phases import TRY_STEPS, resumed, without
@@ -25,7 +29,7 @@ from commhooks.tools.inspect.payload import inspect_path
 
 
 def _saved_while(steps: int) -> dict[str, Any]:
-    options = {"measure_steps": 4, "quality": "close", "check_again_every": 10}
+    options = {"measure_steps": 4, "quality": "close", "target": 1, "check_again_every": 10}
     run = new(**options).train(steps)
     saved = run.save(residual="mean")
     again = new(**options).load(saved)
@@ -95,6 +99,47 @@ def test_another_number_of_ranks_measures_anew_with_the_choice_in_force(run_rank
         assert torch.equal(rank["weights"], ranks[0]["weights"])
 
 
+def _save_low_rank() -> dict[str, Any]:
+    return new(quality="close", target=1).train(12).save(residual="mean")
+
+
+def _elastic_low_rank(saved: dict[str, Any]) -> dict[str, Any]:
+    run = new(quality="close", target=1).load(saved)
+    before = decision_of(run)
+    watcher = AutoCompressor._new_watcher(session_of(run.hook).compressor)  # type: ignore[arg-type]
+    with mock.patch.object(compressor_module, "powersgd_candidates", side_effect=AssertionError("looked at them")):
+        run.train(4)
+    return {"before": before, "after": decision_of(run), "looks": watcher._spectrum is not None}
+
+
+def test_ranks_are_not_chosen_anew_from_approximated_gradients(run_ranks: Any) -> None:
+    """They would seem to need no more than they have."""
+    saved = run_ranks(_save_low_rank)[0]
+    for rank in run_ranks(_elastic_low_rank, saved, world_size=3):
+        before, after = rank["before"], rank["after"]
+        assert before.phase == "measuring" and after.phase == "resting" and not rank["looks"]
+        assert before.candidate == after.candidate and after.candidate.label == "powerSGD, 1 bytes (rank 1)"
+        assert after.figures.tried_s and set(after.known) == {
+            *(each.label for each in simple(Auto(quality="close"))),
+            after.candidate.label,
+        }
+
+
+def test_residuals_of_what_is_excluded_now_go_with_the_next_gradient() -> None:
+    with process_group_of_one():
+        saved = new().train(6).save(residual="per_rank")
+        again, plain = new(exclude=["3.*"]).load(saved), Run.new(hook="allreduce")
+        plain.ddp.module.load_state_dict(saved["model"])
+        plain.step = saved["step"]
+        left = residuals(again.hook)["3.weight"]
+        plain.train(1)
+        again.train(1)
+        with_left, without = (each.ddp.module[3].weight.grad.flatten() for each in (again, plain))  # type: ignore[index]
+        assert left.any() and torch.allclose(with_left, without + left, rtol=1e-5, atol=1e-8)
+        assert again.hook.stats()["chosen"] == "int8"
+        assert residuals(again.hook).keys() == {"0.weight", "5.weight", "7.weight"}
+
+
 def _one_rank_loads(saved: dict[str, Any]) -> str:
     run = new()
     if dist.get_rank() == 0:
@@ -126,7 +171,7 @@ def test_a_choice_that_the_quality_no_longer_allows_is_made_anew() -> None:
 def test_the_residuals_of_a_choice_that_is_not_allowed_go_with_the_next_gradient() -> None:
     """And not some steps later, when it decides anew; by then the loss scale may be another one."""
     with process_group_of_one():
-        run = new(quality="close").train(6)
+        run = new(quality="close", target=1).train(6)
         saved = run.save(residual="per_rank")
         saved["hook"]["loss_scale"] = 2.0
         kept = residuals(run.hook)
@@ -143,9 +188,7 @@ def test_the_residuals_of_a_choice_that_is_not_allowed_go_with_the_next_gradient
         assert added.norm() > 0.01 * plain.gradients[0].norm() and not residuals(again.hook)
 
 
-POWER = Candidate(
-    "powerSGD like rank 4 (rank 2)", "powerSGD", {"matrix_approximation_rank": {"*": 2}, "exclude": []}, 2.25
-)
+POWER = Candidate("powerSGD (rank 2)", "powerSGD", {"matrix_approximation_rank": {"*": 2}, "exclude": []}, 3.0)
 OFFERED = {each.label: each for each in (*simple(Auto(quality="close")), POWER)}
 
 
@@ -212,6 +255,8 @@ def test_another_quality_counts_after_a_resume() -> None:
 
 def test_when_to_look_again_counts_after_a_resume() -> None:
     now = _resting("int8")
+    given_up = dataclasses.replace(BEGUN, since=3, phase="resting", watch=None)
+    assert _resumed(given_up).watch == Watch(99, 107) and _resumed(given_up, check_again_every=None).watch is None
     assert _resumed(now, check_again_every=None).watch is None
     assert _resumed(now, check_again_every=20).watch == Watch(19, 27)
     assert _resumed(dataclasses.replace(now, watch=None)).watch == Watch(99, 107)
@@ -225,6 +270,7 @@ BAD: list[tuple[str, Any]] = [
     ("candidates", [{"label": "int8", "hook": "int8_compress", "options": {"block_size": 7}, "changes": 1.0}]),
     ("candidates", [{"label": "int8", "hook": "int8_compress", "options": {"no": 7}, "changes": 1.0}]),
     ("candidates", [{"label": "int8", "hook": "int8_compress", "options": {}, "changes": "x"}]),
+    ("candidates", [{"label": "int8", "hook": "int8_compress", "options": {}, "changes": 10**400}]),
     ("since", -1),
     ("since", 2**63),
     ("since", 1.5),
@@ -237,6 +283,7 @@ BAD: list[tuple[str, Any]] = [
     ("figures", {}),
     ("figures", decided(figures=Figures(predicted_s={"int9": 1.0})).to_plain()["figures"]),
     ("figures", None),
+    ("figures", {**decided().to_plain()["figures"], "step_s": 10**400}),
 ]
 
 

@@ -49,6 +49,12 @@ def test_a_later_change_has_to_gain_more() -> None:
     assert choose(predicted, {}, CHANGES, "allreduce", LATER_MARGIN) == "allreduce"
 
 
+def test_a_later_change_gains_enough_with_another_than_the_gentlest() -> None:
+    predicted = {"allreduce": 1.0, "bf16": 0.92, "int8": 0.9, "int4": 0.9}
+    assert choose(predicted, {}, CHANGES, "allreduce", LATER_MARGIN) == "int8"
+    assert choose(predicted, {}, CHANGES, "allreduce") == "bf16"
+
+
 def test_an_overrun_concerns_what_compresses_and_was_not_tried() -> None:
     predicted = {"allreduce": 1.0, "int8": 0.4, "int4": 0.3}
     found = expected_s(predicted, {"allreduce": 1.5, "int8": 0.8}, CHANGES)

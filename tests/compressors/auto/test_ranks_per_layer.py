@@ -11,10 +11,11 @@ import pytest
 import torch
 from torch import nn
 
-from commhooks.compressors.auto.candidates import powersgd, spectrum
+from commhooks.compressors.auto.candidates import compressors, powersgd, spectrum
+from commhooks.compressors.auto.candidates import probes as probes_of
 from commhooks.compressors.auto.config import Auto
 from commhooks.compressors.auto.energy import Energies, by_layer
-from commhooks.compressors.auto.loads import load_of
+from commhooks.compressors.auto.loads import codec_times, load_of
 from commhooks.compressors.auto.per_layer import powersgd_candidates
 from commhooks.compressors.auto.ranks import LARGEST, ranks_for_bytes, ranks_for_share, truncated
 from commhooks.compressors.plan import ParameterInfo
@@ -139,6 +140,32 @@ def test_ranks_for_bytes_count_what_is_planned(limit: int) -> None:
 
     assert chosen == ranks_for_bytes({name: truncated(kept[name], *layers[name]) for name in layers}, limit, planned)
     assert planned(chosen) <= limit or set(chosen.values()) == {1}
+
+
+def test_without_a_target_a_layer_has_rank_16_or_the_highest_that_halves_it() -> None:
+    shapes = {"a": (40, 60), "bias": (40,), "b": (200, 100), "small": (3, 3)}
+    flat, layout = _of_one_bucket({name: torch.randn(shape) for name, shape in shapes.items()})
+    names = ModelNames(zip(layout.names, layout.parameters, strict=True))
+    seen = SeenPass(1.0, 0.1, (0.5,), [layout], names, [flat])
+    (found,) = powersgd_candidates(Auto(quality="close"), seen, Energies(), Alone())
+    assert found.label == "powerSGD (ranks 11 to 16)"
+    assert found.options["matrix_approximation_rank"] == {"a": 11, "b": 16}  # (40 + 60) * 11 * 2 < 2400
+
+
+def test_codecs_of_other_ranks_lie_between_those_that_were_rehearsed() -> None:
+    """The highest one on all layers, also where no candidate has it because it would not halve the layer."""
+    shapes = {"a": (40, 60), "bias": (40,), "b": (200, 100)}
+    flat, layout = _of_one_bucket({name: torch.randn(shape) for name, shape in shapes.items()})
+    seen = SeenPass(1.0, 0.1, (0.5,), [layout], ModelNames(zip(layout.names, layout.parameters, strict=True)), [flat])
+    config = Auto(quality="close")
+    probes = compressors(probes_of(config))
+    times = dict.fromkeys(probes, 0.1) | {"powerSGD rank 1": 1.0, "powerSGD rank 16": 2.0}
+    made = {str(rank): powersgd(config, {"a": min(rank, 11), "b": rank}, "").new() for rank in (1, 8, 16)}
+    found = codec_times(made, probes, times, seen)
+    assert found["1"] == 1.0 and found["8"] == pytest.approx(1 + 7 / 15) and 1.9 < found["16"] < 2.0
+    small, layout = _of_one_bucket({"a": torch.randn(24, 24)})  # rank 16 saves nothing, rank 5 halves it
+    seen = SeenPass(1.0, 0.1, (0.5,), [layout], ModelNames(zip(layout.names, layout.parameters, strict=True)), [small])
+    assert codec_times({"5": powersgd(config, {"a": 5}, "").new()}, probes, times, seen) == {"5": 5.0}
 
 
 class Alone:

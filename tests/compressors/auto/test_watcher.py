@@ -71,6 +71,16 @@ def test_rehearsals_stop_at_half_a_step_and_when_all_have_had_their_turns() -> N
     assert math.isclose(report.spent_s, ROUNDS * (0.3 + 0.01 * len(fast.rehearsed)))
 
 
+def test_steps_are_those_that_follow_no_rehearsal_if_there_are_enough() -> None:
+    """In the others a rank waits for the one that rehearses longest."""
+    rehearsals = REHEARSALS * len(PROBES)  # one after each of these passes
+    busy = [Pass(), Pass(takes_s=0.6), *(Pass(5.0, waiting_s=4.2, takes_s=3.0) for _ in range(rehearsals))]
+    report = _watched(*busy, Pass(), Pass()).report()
+    assert (report.passes, report.step_s, report.waiting_s) == (rehearsals + 3, 1.0, 0.2)
+    assert _watched(*busy, Pass()).report().step_s == 5.0
+    assert _watched(*busy, Pass(), Pass(3.0, bucket="other"), Pass(3.0, bucket="other")).report().step_s == 3.0
+
+
 @pytest.mark.parametrize("error", [torch.OutOfMemoryError, RuntimeError, MemoryError])
 def test_what_does_not_fit_into_memory_is_not_known(error: type[Exception]) -> None:
     """Also if it did once: one rehearsal after each of these passes."""

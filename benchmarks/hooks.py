@@ -85,7 +85,7 @@ def wrap(
         return wrapped, None
     config: Any = SIMPLE[label]() if label in SIMPLE else label
     if label in CHOOSING:
-        config = commhooks.Auto(quality=CHOOSING[label], check_again_every=None)
+        config = commhooks.Auto(quality=CHOOSING[label])
     elif label.removeprefix("fused-") in QUANTISED:
         config = QUANTISED[label.removeprefix("fused-")](start_iter=start, fused=label.startswith("fused-"))
     elif kind in OPTIONS:

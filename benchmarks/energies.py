@@ -12,7 +12,7 @@ import statistics
 
 import torch
 from common import Row, number, parse, parser, report
-from language_model import BATCH, ByteTransformer, loss_of, text, windows
+from language_model import BATCH, ByteTransformer, loss_of, recipe, text, windows
 from machine import machine
 from torch import nn
 
@@ -32,8 +32,7 @@ def watch(seed: int, steps: int, at: list[int]) -> dict[int, list[list[float]]]:
     torch.manual_seed(seed)
     source, _ = text()
     model = ByteTransformer()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.01, fused=True)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 1e-3, steps, pct_start=0.1)
+    optimizer, schedule = recipe(model, steps)
     batches = torch.Generator().manual_seed(seed)
     found = {}
     for step in range(1, max(at) + 1):

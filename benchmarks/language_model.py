@@ -100,6 +100,12 @@ def loss_of(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
     return functional.cross_entropy(output.flatten(0, 1), batch[:, 1:].flatten())
 
 
+def recipe(model: nn.Module, steps: int) -> tuple[torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler]:
+    """Optimizer and schedule of a training of that many steps."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.01, fused=True)
+    return optimizer, torch.optim.lr_scheduler.OneCycleLR(optimizer, 1e-3, steps, pct_start=0.1)
+
+
 def rank_of(label: str) -> int | None:
     rank = label.partition("/")[0].partition("+")[0].partition("-")[2]
     return int(rank) if rank else None
@@ -134,8 +140,7 @@ def train(job: Job) -> Row:
     start = steps // 10 if label.startswith("powersgd") else 0
     by_layer: dict[str, int] | None = None
     looked_at: list[torch.Tensor] = []
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.01, fused=True)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 1e-3, steps, pct_start=0.1)
+    optimizer, schedule = recipe(model, steps)
     batches = torch.Generator().manual_seed(seed)
     validation = windows(held_out, ALL * BATCH, torch.Generator().manual_seed(1234)).split(BATCH)
 

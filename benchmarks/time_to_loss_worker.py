@@ -50,8 +50,7 @@ def language(seed: int, steps: int) -> Training:
     """As in language_model.py: the batch of a step is divided among the ranks."""
     source, held_out = language_model.text()
     model = language_model.ByteTransformer()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.01, fused=True)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 1e-3, steps, pct_start=0.1)
+    optimizer, schedule = language_model.recipe(model, steps)
     generator, validation = torch.Generator().manual_seed(seed), torch.Generator().manual_seed(1234)
     held = language_model.windows(held_out, VALIDATION_BATCHES * language_model.BATCH, validation)
 

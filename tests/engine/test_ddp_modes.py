@@ -141,6 +141,7 @@ def uneven_inputs(config: commhooks.HookConfig | str) -> dict[str, torch.Tensor]
             descend(ddp)
     assert hook.stats()["step"] == hook.stats()["backward_passes"] == 6
     assert hook.stats()["collectives_last_pass"] > 1
+    assert config != AUTO or hook.stats()["chosen"] in ("bf16", "int8")
     ddp.zero_grad(set_to_none=True)  # the rank that ran out of batches has old ones
     assert replicas_equal(ddp)
     return weights(ddp.module)

@@ -47,6 +47,7 @@ def same_weights(config: commhooks.HookConfig | str) -> None:
         train(ddp, 4)
         assert replicas_equal(ddp), option
         assert hook.stats()["step"] == 4 and hook.stats()["collectives_last_pass"] > 2, option
+        assert config != AUTO or hook.stats()["chosen"] in ("bf16", "int8"), option
         found[option] = weights(ddp.module)
     for option, ours in found.items():
         for name, weight in found[""].items():

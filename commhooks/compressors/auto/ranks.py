@@ -16,10 +16,15 @@ Kept = Mapping[str, Sequence[float]]
 """By layer: the share of the energy that rank 1, 2, ... keeps, 0 to 1, not decreasing."""
 
 
+def highest_rank(n: int, m: int) -> int:
+    """The highest rank at which PowerSGD compresses an `n x m` matrix, from 1 to `LARGEST`."""
+    return max((rank for rank in range(1, LARGEST + 1) if (n + m) * rank * SAVING < n * m), default=1)
+
+
 def truncated(shares: Sequence[float], n: int, m: int) -> list[float]:
     """The shares of the ranks at which PowerSGD compresses an `n x m` matrix, at least of rank 1. Where nothing was
     measured (all are 0, or not numbers), they grow evenly."""
-    ranks = [rank for rank in range(1, len(shares) + 1) if (n + m) * rank * SAVING < n * m] or [1]
+    ranks = range(1, highest_rank(n, m) + 1)
     if not any(each > 0 for each in shares):
         return [rank / min(n, m) for rank in ranks]
     return list(shares[: len(ranks)])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import math
 import threading
@@ -15,8 +14,8 @@ import torch.distributed as dist
 from ddp_steps import log_lines, process_group_of_one
 from inside import session_of
 from models import masks
-from prescribed_auto import PrescribedAuto, PrescribedAutoCompressor, decided, decision_of, new
-from training import Run, batch, make_model, residuals
+from prescribed_auto import PrescribedAutoCompressor, decided, decision_of, new
+from training import Run, residuals
 
 import commhooks
 from commhooks import HookConfigError, HookRunError
@@ -26,7 +25,6 @@ from commhooks.compressors.auto.decision import Decision
 from commhooks.compressors.auto.phases import MOST_EXTENSIONS, TRY_STEPS
 from commhooks.compressors.auto.watcher import Watcher
 from commhooks.compressors.observation import Watch
-from commhooks.compressors.registry import register_compressor
 from commhooks.engine.observer import GroupRanks
 
 FAST_LINK = 1e7
@@ -121,102 +119,6 @@ def test_real_clocks_lead_to_one_decision(run_ranks: Any) -> None:
 
 
 # ---- the change ------------------------------------------------------------------------------------------------------
-
-
-def _mean_gradient(run: Run) -> torch.Tensor:
-    """The true mean at the weights of this moment, of the next step's batch."""
-    model = copy.deepcopy(run.ddp.module)
-    images, labels = batch(run.step, dist.get_rank())
-    torch.nn.functional.cross_entropy(model(images), labels).backward()
-    own = torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None]).double()
-    dist.all_reduce(own)
-    return own / dist.get_world_size()
-
-
-def _sent_in_the_end() -> dict[str, Any]:
-    run = new(tried_s=2.0)  # worse than predicted
-    true, kept, labels = torch.zeros((), dtype=torch.float64), [], []
-    for _ in range(2 + TRY_STEPS + 2):
-        true = true + _mean_gradient(run)
-        run.train(1)
-        kept.append(bool(residuals(run.hook)))
-        labels.append(run.hook.stats()["chosen"])
-    applied = torch.stack(run.gradients).double().sum(0)
-    return {
-        "labels": labels,
-        "kept": kept,
-        "error": float((applied - true).norm() / true.norm()),
-        "weights": run.weights(),
-        "decision": decision_of(run),
-    }
-
-
-def test_a_choice_that_does_not_hold_is_taken_back_and_nothing_is_lost(run_ranks: Any) -> None:
-    """After the change back, all gradients that error feedback had left were applied, to rounding."""
-    ranks = run_ranks(_sent_in_the_end)
-    for rank in ranks:
-        assert rank["labels"] == ["allreduce"] * 2 + ["int8"] * TRY_STEPS + ["allreduce"] * 2
-        assert rank["kept"] == [False] * 2 + [True] * TRY_STEPS + [False] * 2
-        assert rank["error"] < 1e-6
-        assert torch.equal(rank["weights"], ranks[0]["weights"])
-        assert rank["decision"].phase == "resting" and rank["decision"].switches == 2
-
-
-class Branching(torch.nn.Module):
-    """A part of it is not used while it `skips`."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.trunk, self.branch = make_model(), torch.nn.Linear(10, 10)
-        self.skips = False
-
-    def forward(self, images: torch.Tensor) -> torch.Tensor:
-        scores = self.trunk(images)
-        return scores if self.skips else scores + self.branch(scores)
-
-
-def _branch_is_not_used_at_the_change() -> dict[str, Any]:
-    register_compressor(PrescribedAutoCompressor)
-    options = {"find_unused_parameters": True}
-    run = Run.new(Branching(), hook=PrescribedAuto(tried_s=2.0), ddp=options).train(2 + TRY_STEPS)
-    model: Any = run.ddp.module
-    before = residuals(run.hook)["branch.weight"]
-    model.skips = True
-    run.train(1)  # int8 is taken back
-    after = residuals(run.hook)
-    saved = run.save(residual="per_rank")
-    again = Run.new(Branching(), hook=PrescribedAuto(tried_s=2.0), ddp=options).load(saved)
-    model.skips = False
-    true = _mean_gradient(run)[-110:-10]  # of branch.weight
-    left = before.double()
-    dist.all_reduce(left)
-    run.train(1)
-    again.train(1)
-    saved["hook"]["loss_scale"] = 2.0
-    scaled = Run.new(Branching(), hook=PrescribedAuto(tried_s=2.0), ddp=options).load(saved)
-    scaled.ddp.module.skips = True  # type: ignore[assignment]
-    scaled.train(1)
-    return {
-        "scaled": residuals(scaled.hook)["branch.weight"],
-        "chosen": run.hook.stats()["chosen"],
-        "kept": {name: torch.equal(each, before) for name, each in after.items() if name == "branch.weight"},
-        "names": set(after),
-        "applied": model.branch.weight.grad.flatten().double(),
-        "owed": true + left / dist.get_world_size(),
-        "before": before,
-        "end": [residuals(each.hook) for each in (run, again)],
-        "weights": [each.weights() for each in (run, again)],
-    }
-
-
-def test_what_is_left_for_a_branch_that_is_not_used_at_the_change_waits_for_its_next_gradient(run_ranks: Any) -> None:
-    """DDP drops what the hook returns for it. Also through a checkpoint that is made meanwhile."""
-    for rank in run_ranks(_branch_is_not_used_at_the_change):
-        assert rank["chosen"] == "allreduce" and rank["before"].any()
-        assert rank["kept"] == {"branch.weight": True} and rank["names"] == {"branch.weight"}
-        assert torch.allclose(rank["applied"], rank["owed"], rtol=1e-5, atol=1e-8)
-        assert torch.equal(rank["scaled"], rank["before"] / 2)
-        assert rank["end"] == [{}, {}] and torch.equal(*rank["weights"])
 
 
 def _looks_again() -> dict[str, Any]:

@@ -4,6 +4,7 @@ from seeded_faults.mutant import Mutant
 
 _AUTO = "commhooks/compressors/auto"
 _TRAINING = "compressors/auto/test_auto_training.py"
+_LEFTOVERS = "compressors/auto/test_leftovers.py"
 _RESUME = "compressors/auto/test_auto_resume.py"
 
 MUTANTS = [
@@ -186,8 +187,8 @@ MUTANTS = [
     Mutant(
         "auto: without a target the lowest ranks",
         "commhooks/compressors/auto/per_layer.py",
-        "{name: len(shares) for",
-        "{name: 1 for",
+        "{plan.name: highest_rank(plan.n, plan.m) for",
+        "{plan.name: 1 for",
         "compressors/auto/test_ranks_per_layer.py::test_without_a_target_a_layer_has_rank_16_or_the_highest_that_halves_it",
     ),
     Mutant(
@@ -272,14 +273,14 @@ MUTANTS = [
         "commhooks/engine/leftovers.py",
         "    used = dict(zip(slots, map(bool, flags.tolist()), strict=True))\n",
         "    used = dict.fromkeys(slots, True)\n",
-        f"{_TRAINING}::test_what_is_left_for_a_branch_that_is_not_used_at_the_change_waits_for_its_next_gradient",
+        f"{_LEFTOVERS}::test_what_is_left_for_a_branch_that_is_not_used_at_the_change_waits_for_its_next_gradient",
     ),
     Mutant(
         "auto: residuals that wait do not follow the loss scale",
         "commhooks/engine/leftovers.py",
         "                elif not is_one(factor):\n                    residuals[slot.name].mul_(factor)\n",
         "",
-        f"{_TRAINING}::test_what_is_left_for_a_branch_that_is_not_used_at_the_change_waits_for_its_next_gradient",
+        f"{_LEFTOVERS}::test_what_is_left_for_a_branch_that_is_not_used_at_the_change_waits_for_its_next_gradient",
     ),
     Mutant(
         "auto: residuals that wait are lost in a checkpoint",
@@ -321,14 +322,14 @@ MUTANTS = [
         "commhooks/engine/leftovers.py",
         "        slot.of(flat).add_(residuals[slot.name] * factor)\n",
         "        pass\n",
-        f"{_TRAINING}::test_a_choice_that_does_not_hold_is_taken_back_and_nothing_is_lost",
+        f"{_LEFTOVERS}::test_a_choice_that_does_not_hold_is_taken_back_and_nothing_is_lost",
     ),
     Mutant(
         "auto: residuals are sent again and again after a change",
         "commhooks/engine/leftovers.py",
         "                residuals.pop(slot.name, None)\n",
         "                pass\n",
-        f"{_TRAINING}::test_a_choice_that_does_not_hold_is_taken_back_and_nothing_is_lost",
+        f"{_LEFTOVERS}::test_a_choice_that_does_not_hold_is_taken_back_and_nothing_is_lost",
     ),
     Mutant(
         "auto: measuring changes the gradients",
@@ -342,7 +343,7 @@ MUTANTS = [
         f"{_AUTO}/phases.py",
         '    return dataclasses.replace(made, phase="trying", watch=Watch(step, step + TRY_STEPS))\n',
         "    return resting(made, config, step)\n",
-        f"{_TRAINING}::test_a_choice_that_does_not_hold_is_taken_back_and_nothing_is_lost",
+        f"{_LEFTOVERS}::test_a_choice_that_does_not_hold_is_taken_back_and_nothing_is_lost",
     ),
     Mutant(
         "auto: it never measures again",

@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 
 from commhooks.comm.collective import new_future
-from commhooks.gradients.ddp import bucket_of
+from commhooks.gradients.ddp import checked_bucket
 
 __all__ = ["noop_hook"]
 
@@ -17,7 +17,7 @@ def noop_hook(_: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Ten
     For measurements only: if training is not much faster with this hook, the network is not the bottleneck, and no
     compression will help. Replaces torch's `noop_hook`.
     """
-    buffer = bucket_of(bucket).flat
+    buffer = checked_bucket(bucket).buffer()
     future = new_future(buffer.device)
     future.set_result(buffer)
     return future

@@ -21,7 +21,7 @@ from commhooks.compressors.cast import (
 )
 from commhooks.ddp_comm_hooks.powerSGD_hook import lowered
 from commhooks.engine.at_once import reduce_at_once
-from commhooks.gradients.ddp import bucket_of
+from commhooks.gradients.ddp import BucketReader, checked_bucket
 
 __all__ = [
     "allreduce_hook",
@@ -46,7 +46,7 @@ def allreduce_hook(
 
     Replaces torch's `allreduce_hook`.
     """
-    return reduce_at_once(_ALLREDUCE, bucket_of(bucket), resolve_group(process_group))
+    return reduce_at_once(_ALLREDUCE, BucketReader().read(bucket), resolve_group(process_group))
 
 
 def fp16_compress_hook(
@@ -56,7 +56,7 @@ def fp16_compress_hook(
 
     Values beyond 65504 become inf. Replaces torch's `fp16_compress_hook`.
     """
-    return reduce_at_once(_FP16, bucket_of(bucket), resolve_group(process_group))
+    return reduce_at_once(_FP16, BucketReader().read(bucket), resolve_group(process_group))
 
 
 def bf16_compress_hook(
@@ -66,7 +66,7 @@ def bf16_compress_hook(
 
     Works on gloo and NCCL. Replaces torch's `bf16_compress_hook`.
     """
-    return reduce_at_once(_BF16, bucket_of(bucket), resolve_group(process_group))
+    return reduce_at_once(_BF16, BucketReader().read(bucket), resolve_group(process_group))
 
 
 def fp16_compress_wrapper(hook: Hook) -> Hook:
@@ -91,7 +91,7 @@ def _wrap(hook: Hook, wire_dtype: torch.dtype, name: str) -> Hook:
     hook_name = str(getattr(hook, "__name__", type(hook).__name__))
 
     def wrapped(hook_state: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-        buffer = bucket_of(bucket).flat
+        buffer = checked_bucket(bucket).buffer()
         if buffer.is_sparse or buffer.dtype == wire_dtype:
             return checked_future(hook(hook_state, bucket), hook_name)
         bucket.set_buffer(buffer.to(wire_dtype))

@@ -20,7 +20,7 @@ from commhooks.engine.session import Binding, Session
 from commhooks.engine.session_state import SessionState
 from commhooks.engine.state import LearnedState
 from commhooks.errors import AttachError, HookConfigError, HookRunError, logger_of
-from commhooks.gradients.ddp import bucket_of
+from commhooks.gradients.ddp import BucketReader
 from commhooks.gradients.names import PositionalNames
 
 __all__ = ["PowerSGDState", "batched_powerSGD_hook", "powerSGD_hook"]
@@ -84,6 +84,7 @@ class PowerSGDState(SessionState):
     def _new_session(self, options: PowerSGD, state: LearnedState, counters: Counters) -> None:
         compressor = PowerSGDCompressor(options)
         self.session = Session(compressor, Binding(PositionalNames(), lambda: self.process_group), state, counters)
+        self._reader = BucketReader()
 
     def bind(self, binding: Binding, model: torch.nn.Module, function: Callable[..., Any]) -> None:
         """Bind the state to a model; `commhooks.attach` calls this on every rank. `model`: the module that DDP wraps;
@@ -99,6 +100,7 @@ class PowerSGDState(SessionState):
                 "PowerSGDState for each model"
             )
         self._serves = weakref.ref(model)
+        self._reader = BucketReader(len(binding.names.known()))
         if not self.session.has_run:
             if self.process_group is None:
                 self.process_group = binding.group()
@@ -228,7 +230,7 @@ class PowerSGDState(SessionState):
                 "this PowerSGDState already serves another hook (powerSGD_hook, batched_powerSGD_hook, or one of them "
                 "in another wrapper): make a PowerSGDState of its own for each hook"
             )
-        return session.run(bucket_of(bucket))
+        return session.run(self._reader.read(bucket))
 
     def use(self, form: "Form") -> None:
         """Switch to this form. Allowed only before the first backward pass."""

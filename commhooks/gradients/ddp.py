@@ -10,6 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from commhooks.errors import AttachError, HookRunError
 from commhooks.gradients import precision
+from commhooks.gradients.after_backward import current_task
 from commhooks.gradients.bucket import Bucket
 from commhooks.gradients.exclude import all_names, own_name
 from commhooks.gradients.names import ModelNames
@@ -20,13 +21,55 @@ from commhooks.gradients.torch_private import has_optimizer_in_backward, joined_
 class DDPBucket(Bucket):
     """The bucket that DDP passes to a hook. Its parameters are read on demand: torch makes a new list at each call."""
 
-    def __init__(self, grad_bucket: dist.GradBucket) -> None:
-        super().__init__(grad_bucket.buffer(), (), grad_bucket.index(), grad_bucket.is_last())
+    def __init__(self, grad_bucket: dist.GradBucket, index: int, is_last: bool) -> None:
+        super().__init__(grad_bucket.buffer(), (), index, is_last)
         self._grad_bucket = grad_bucket
 
     @property
     def parameters(self) -> Sequence[torch.Tensor]:
         return self._grad_bucket.parameters()
+
+
+class BucketReader:
+    """Converts the buckets that DDP passes to a hook.
+
+    With `static_graph`, DDP reduces all buckets of its first backward pass together, at the end of the pass; it calls
+    each of them number 0 and none the last, and waits for their futures at once (torch 2.13, `delay_all_reduce`). They
+    are numbered here, and the last one is known by the number of parameters.
+
+    Args:
+        parameters: how many parameters DDP reduces; None: not known.
+    """
+
+    def __init__(self, parameters: int | None = None) -> None:
+        self._parameters = parameters
+        self._task = -1
+        self._read = 0
+        self._index = 0
+
+    def read(self, grad_bucket: object) -> DDPBucket:
+        """The next bucket of this rank.
+
+        Raises:
+            HookRunError: it is not a GradBucket, which happens with compiled DDP; or a CUDA graph is being captured; or
+                nothing tells which bucket is the last.
+        """
+        found = checked_bucket(grad_bucket)
+        index, is_last, task = found.index(), found.is_last(), current_task()
+        if index == 0 and not is_last and task != -1:
+            if task != self._task:
+                self._task, self._read, self._index = task, 0, 0
+            elif self._parameters is None:
+                raise HookRunError(
+                    "DistributedDataParallel(static_graph=True) reduces the first backward pass in several buckets (of "
+                    "several dtypes, or with sparse gradients) and does not say which is the last: attach with "
+                    "commhooks.attach(ddp_model, hook, hook_state=state), which knows, in place of register_comm_hook"
+                )
+            else:
+                self._index += 1
+            self._read += len(found.parameters())
+            index, is_last = self._index, self._read == self._parameters
+        return DDPBucket(found, index, is_last)
 
 
 class DDPGradients(GradientSource):
@@ -93,8 +136,8 @@ class DDPGradients(GradientSource):
         return [(n, p) for n, p in ddp_model.module.named_parameters() if n not in ddp_model.parameters_to_ignore]
 
 
-def bucket_of(grad_bucket: object) -> DDPBucket:
-    """Convert the `GradBucket` that DDP passes to a hook.
+def checked_bucket(grad_bucket: object) -> dist.GradBucket:
+    """What DDP passes to a hook, if a hook can handle it.
 
     Raises:
         HookRunError: it is not a GradBucket, which happens with compiled DDP; or a CUDA graph is being captured.
@@ -104,14 +147,13 @@ def bucket_of(grad_bucket: object) -> DDPBucket:
             "this hook was called without a GradBucket: compiled DDP with optimize_ddp='python_reducer' is not "
             "supported; set torch._dynamo.config.optimize_ddp = 'ddp_optimizer'"
         )
-    bucket = DDPBucket(grad_bucket)
-    if precision.has_streams(bucket.flat.device) and torch.cuda.is_current_stream_capturing():
+    if precision.has_streams(grad_bucket.buffer().device) and torch.cuda.is_current_stream_capturing():
         raise HookRunError(
             "this backward pass is being captured in a CUDA graph: communication hooks are Python, which a replay does "
             "not run. Capture parts of the model with torch.cuda.make_graphed_callables before wrapping it in DDP, so "
             "that the hook runs outside of the graphs; or train without a hook"
         )
-    return bucket
+    return grad_bucket
 
 
 def reduced_parameters(ddp_model: DistributedDataParallel) -> list[tuple[str, torch.Tensor]]:

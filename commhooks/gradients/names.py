@@ -49,8 +49,9 @@ class ModelNames:
         except KeyError:
             shapes = [tuple(p.shape) for p in parameters if id(p) not in self._names]
             raise HookRunError(
-                f"DDP reduces parameters of shapes {shapes} that the model did not have when the hook was attached: "
-                "wrap the model in DistributedDataParallel again after adding parameters, and attach again"
+                f"DDP reduces parameters of shapes {shapes} that the model did not have when the hook was attached, or "
+                "that were frozen then: wrap the model in DistributedDataParallel again after adding or freezing "
+                "parameters, and attach again"
             ) from None
 
     def known(self) -> dict[str, torch.Tensor]:

@@ -15,7 +15,7 @@ from commhooks.comm.shards import speaks
 from commhooks.errors import HookConfigError, PayloadError, logger_of, shown
 from commhooks.gradients.after_backward import in_backward, run_after_backward
 from commhooks.gradients.bucket import Bucket
-from commhooks.gradients.ddp import bucket_of
+from commhooks.gradients.ddp import BucketReader
 from commhooks.gradients.source import GradientSource, Reducer
 from commhooks.hook.announce import announce, say
 from commhooks.hook.copies import Registered
@@ -52,6 +52,7 @@ class CommHook:
         self._request = request
         self._runner = runner
         self._source = source
+        self._reader = BucketReader(len(source.names.known()))
         self._distributed = DistributedState(runner.saved_state, source)
         self._rank, self._world_size = dist.get_rank(source.group), dist.get_world_size(source.group)
         self._speaks = speaks(source.group, source.shard_group)
@@ -87,11 +88,11 @@ class CommHook:
 
     @property
     def _reducer(self) -> Reducer:
-        return Reducer(self.name, Registered(self.name, self._run).run, self._reduce, self._end_pass)
+        return Reducer(self.name, Registered(self.name, self._run).named_run, self._reduce, self._end_pass)
 
     def _run(self, state: Any, bucket: dist.GradBucket) -> Future:
         """The hook function for DDP."""
-        own = bucket_of(bucket)
+        own = self._reader.read(bucket)
         future = self._reduce(own, bucket)
         if own.is_last:
             self._finish_pass()

@@ -5,6 +5,7 @@ torch keeps the hook's function in the model and pickles it with the model: `tor
 the gradients itself.
 """
 
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -37,6 +38,16 @@ class Registered:
                 "attach one with commhooks.attach(copied_model, ...)"
             )
         return self._function(state, bucket)
+
+    @property
+    def named_run(self) -> Run:
+        """`run`, with the name of the hook: DDP's logging data show the qualified name of the function."""
+
+        def run(self: Registered, state: Any, bucket: dist.GradBucket) -> Future:
+            return self.run(state, bucket)
+
+        run.__qualname__ = self._name
+        return types.MethodType(run, self)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _copied, (self._name,)

@@ -85,3 +85,14 @@ def _called_in_a_copy() -> None:
 
 def test_the_function_in_a_copy_says_that_it_has_no_hook(run_ranks: Any) -> None:
     run_ranks(_called_in_a_copy, world_size=1)
+
+
+def _name_in_the_logging_data() -> str:
+    ddp = wrap(mlp())
+    commhooks.attach(ddp, "int8")
+    found: str = ddp._get_ddp_logging_data()["comm_hook"]
+    return found
+
+
+def test_ddp_knows_the_hook_by_its_name(run_ranks: Any) -> None:
+    assert run_ranks(_name_in_the_logging_data) == ["int8_compress"] * 2

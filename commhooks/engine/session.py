@@ -246,7 +246,8 @@ class Session:
         step = StepInfo(current.step, group.size(), current.residual_factor, group.rank())
         left = leftovers(known.layout, known.compressed, self.state) if self.state.local else []
         if not known.compresses or not current.compressing:
-            judged = self.compressor.judges_averages or bool(left)
+            # Residuals that any bucket of this pass sends are lost if the optimizer skips it for the sake of this one.
+            judged = self.compressor.judges_averages or self.state.has_local()
             exchange = average(flat, self.compressor.wire_dtype_for(flat.dtype), group.size(), judged=judged)
         else:
             exchange = arrangement.exchange(self.compressor, flat, known.work, self.state, step)

@@ -290,6 +290,13 @@ MUTANTS = [
         f"{_LEFTOVERS}::test_what_is_left_waits_if_another_bucket_of_the_pass_is_not_finite",
     ),
     Mutant(
+        "auto: a run that ends at the step of the decision is thought to compress",
+        f"{_AUTO}/compressor.py",
+        "watch.end < total_steps:",
+        "watch.end <= total_steps:",
+        "engine/test_start_step.py::test_auto_that_never_decides_is_a_warning",
+    ),
+    Mutant(
         "auto: residuals that wait are lost in a checkpoint",
         "commhooks/checkpoint/learned_state.py",
         "if not compressor.selective or compressor.chosen:",

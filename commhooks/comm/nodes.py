@@ -10,7 +10,9 @@ import torch
 import torch.distributed as dist
 
 from commhooks.comm.collective import gather_texts
-from commhooks.errors import AttachError
+from commhooks.errors import AttachError, logger_of
+
+logger = logger_of(__name__)
 
 RanksPerNode = int | str | None
 """A number, "auto" or None."""
@@ -52,7 +54,8 @@ def find_nodes(ranks_per_node: RanksPerNode, group: dist.ProcessGroup, device: t
         device: where the ranks exchange their names for "auto".
 
     Returns:
-        None where there is nothing to divide: one node, or one rank per node.
+        None where there is nothing to divide: one node, or one rank per node. Rank 0 warns if `ranks_per_node` is
+        larger than the number of ranks.
 
     Raises:
         AttachError: on all ranks, if the nodes have different numbers of ranks.
@@ -64,6 +67,15 @@ def find_nodes(ranks_per_node: RanksPerNode, group: dist.ProcessGroup, device: t
         places = gather_texts(own, group, device, "the names of the nodes")
     else:
         places = [str(rank // int(ranks_per_node)) for rank in range(group.size())]
+        # A run that goes on with fewer ranks must not fail; a rank that is alone is told that anyway.
+        if 1 < group.size() < int(ranks_per_node) and group.rank() == 0:
+            logger.warning(
+                "ranks_per_node=%s, but there are only %s ranks: they count as one node, and the hook compresses "
+                "between all of them, as without ranks_per_node. A number is that of the ranks on one machine; 'auto' "
+                "finds it out.",
+                ranks_per_node,
+                group.size(),
+            )
     members = [[rank for rank, each in enumerate(places) if each == place] for place in dict.fromkeys(places)]
     sizes = [len(each) for each in members]
     if len(set(sizes)) > 1:

@@ -299,6 +299,16 @@ class Compressor(ABC, Generic[ConfigT]):
         """A copy with another start step."""
         return type(self)(self.config.with_start(start), self.wire_dtype)
 
+    def never_acts(self, total_steps: int) -> str:
+        """What to tell the user if it begins only after a run of so many steps has ended; "" if it begins before."""
+        start, option = self.start_step, self.config.start_option
+        if option is None or start < total_steps:
+            return ""
+        return (
+            f"{self.called} begins after {start} steps, but this run has only {total_steps}: nothing will be "
+            f"compressed. Set {option} to a smaller number, or to a fraction of the run."
+        )
+
     def may_compress(self, infos: Sequence[ParameterInfo]) -> list[bool]:
         """Whether each parameter could come to be compressed, and have a residual, with these options."""
         return [plan.compressed for plan in self.plan(infos)]

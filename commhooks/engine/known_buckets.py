@@ -31,9 +31,15 @@ class KnownBucket:
 
     compresses: bool = field(init=False)
     """Whether anything in the bucket is compressed."""
+    compressed: set[str] = field(init=False)
+    """The names of the parameters and the keys of the units that are compressed."""
 
     def __post_init__(self) -> None:
         self.compresses = any(plan.compressed for plan in self.plans)
+        names = self.layout.names
+        plans = self.plans if len(self.plans) == len(names) else self.plans * len(names)  # one plan for the bucket
+        self.compressed = {name for name, plan in zip(names, plans, strict=False) if plan.compressed}
+        self.compressed |= {plan.key for plan in self.plans if plan.compressed}
 
 
 class KnownBuckets:
@@ -90,8 +96,9 @@ class KnownBuckets:
         known.used = True
         return known
 
-    def names_in_use(self) -> set[str]:
-        return {name for known in self._buckets.values() if known.used for name in known.layout.names}
+    def compressed(self) -> set[str]:
+        """The names of the parameters and the keys of the units that are compressed in the buckets of this pass."""
+        return {name for known in self._buckets.values() if known.used for name in known.compressed}
 
     def forget_dead_state(self) -> None:
         """Delete the per-bucket state of layouts that no longer exist. Call in a commit."""

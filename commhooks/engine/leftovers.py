@@ -1,25 +1,24 @@
 """Send what error feedback has left for parameters that are not compressed any more, with their next gradient.
 
-A compressor that changes what it does leaves residuals behind. They are gradients that were not applied yet.
+A compressor that changes what it does leaves residuals behind, and so does one of whole buckets when DDP divides its
+first bucket into others. They are gradients that were not applied yet.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import torch
 
 from commhooks.comm.collective import Send
 from commhooks.compressors.base import Exchange, State, StepInfo, Verdict
-from commhooks.compressors.plan import UnitPlan
 from commhooks.gradients.layout import BucketLayout, Slot
-from commhooks.gradients.loss_scale import is_one
 
 
-def leftovers(layout: BucketLayout, plans: Sequence[UnitPlan], state: State) -> list[Slot]:
-    """The parameters of a bucket that have a residual and are not compressed."""
+def leftovers(layout: BucketLayout, compressed: Collection[str], state: State) -> list[Slot]:
+    """The parameters of a bucket that have a residual and are not among the names in `compressed`."""
     residuals = state["residual"]
-    if not residuals or layout.sparse or len(plans) != len(layout.slots):
+    if not residuals or layout.sparse:
         return []
-    return [s for s, plan in zip(layout.slots, plans, strict=True) if not plan.compressed and s.name in residuals]
+    return [slot for slot in layout.slots if slot.name in residuals and slot.name not in compressed]
 
 
 def with_leftovers(
@@ -33,8 +32,8 @@ def with_leftovers(
     residuals, factor = state["residual"], step.residual_factor
     flags = torch.stack([slot.of(flat).any() for slot in slots]).to(torch.uint8)
     flags = yield Send(flags, "gradients that are not zero", op="max")
-    used = dict(zip(slots, map(bool, flags.tolist()), strict=True))
-    for slot in (each for each in slots if used[each]):
+    sent = [slot for slot, has_gradient in zip(slots, flags.tolist(), strict=True) if has_gradient]
+    for slot in sent:
         slot.of(flat).add_(residuals[slot.name] * factor)
     answer = None
     while True:
@@ -44,8 +43,5 @@ def with_leftovers(
             return end.value
         answer = yield yielded
         if isinstance(yielded, Verdict) and bool(answer):
-            for slot in slots:
-                if used[slot]:
-                    residuals.pop(slot.name, None)
-                elif not is_one(factor):
-                    residuals[slot.name].mul_(factor)
+            for slot in sent:
+                residuals.pop(slot.name, None)

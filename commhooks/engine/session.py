@@ -244,11 +244,10 @@ class Session:
 
         self._observer.add(known.layout)
         step = StepInfo(current.step, group.size(), current.residual_factor, group.rank())
-        left = []
-        if self.state.local and not self.compressor.per_bucket:
-            left = leftovers(known.layout, known.plans, self.state)
+        left = leftovers(known.layout, known.compressed, self.state) if self.state.local else []
         if not known.compresses or not current.compressing:
-            judged = self.compressor.judges_averages or bool(left)
+            # Residuals that any bucket of this pass sends are lost if the optimizer skips it for the sake of this one.
+            judged = self.compressor.judges_averages or self.state.has_local()
             exchange = average(flat, self.compressor.wire_dtype_for(flat.dtype), group.size(), judged=judged)
         else:
             exchange = arrangement.exchange(self.compressor, flat, known.work, self.state, step)
@@ -296,16 +295,17 @@ class Session:
             self.settle()
         self._buckets.forget_dead_state()
         if verdict is not False and not is_one(current.residual_factor):
-            self._rescale_unused(chosen(verdict, current.residual_factor, 1.0))
+            self._rescale_the_rest(current, chosen(verdict, current.residual_factor, 1.0))
         if current.compressing:
             self._log.add(current, self.counters, self.compressor.stats_every)
 
-    def _rescale_unused(self, factor: LossScale) -> None:
-        """Multiply by `factor` what follows the loss scale and is in no bucket of this pass."""
-        in_use = self._buckets.names_in_use()
+    def _rescale_the_rest(self, current: BackwardPass, factor: LossScale) -> None:
+        """Multiply by `factor` what follows the loss scale and was not compressed in this pass, where the exchange does
+        it."""
+        compressed = self._buckets.compressed() if current.compressing else ()
         for each in self.compressor.state_fields:
             for name, tensor in self.state[each.key].items() if each.scales_with_loss else ():
-                if name not in in_use:
+                if name not in compressed:
                     tensor.mul_(factor)
 
     def _drain_after_backward(self, current: BackwardPass) -> None:

@@ -88,7 +88,8 @@ def attach(
         ranks_per_node: average exactly inside a node and compress between nodes only; every rank then compresses and
             keeps residuals for its share of the parameters. A number: so many consecutive ranks are a node. "auto":
             those that one launcher has started, or that have one host name. None: compress between all ranks. With
-            one node, or one rank per node, there is nothing to divide.
+            one node, or one rank per node, there is nothing to divide; a number larger than that of the ranks is
+            warned of.
         process_group: the group over which to average a DDP model; None: the model's group.
         replicate_group: for a model sharded by `fully_shard`: the group, or the mesh of one dimension, over which to
             average: the ranks that hold the same shard, such as `mesh["replicate"]`.
@@ -166,7 +167,9 @@ def attach_request(
         runner, state = _runner_of_function(source, request, binding)
     else:
         if speaks(source.group, source.shard_group):
-            _warn_if_never_reached(compressor, total_steps)
+            problem = compressor.never_acts(total_steps) if total_steps is not None else ""
+            if problem:
+                logger.warning("%s", problem)
         runner, state = _runner_of_compressor(source, request, compressor, binding), None
     described = describe_request(request, runner.options, loss_scale is not None)
     asked = Asked(described, source.described(), [repr(row) for row in runner.plan().parameters])
@@ -251,16 +254,3 @@ def _check_signature(function: Callable[..., Any], name: str) -> None:
         ) from None
     except ValueError:  # a builtin without a signature
         return
-
-
-def _warn_if_never_reached(compressor: Compressor[Any], total_steps: int | None) -> None:
-    start, option = compressor.start_step, compressor.config.start_option
-    if total_steps is not None and option is not None and start >= total_steps:
-        logger.warning(
-            "%s begins after %s steps, but this run has only %s: nothing will be compressed. Set "
-            "%s to a smaller number, or to a fraction of the run.",
-            compressor.called,
-            start,
-            total_steps,
-            option,
-        )

@@ -76,6 +76,21 @@ def test_a_start_that_is_never_reached_is_a_warning(run_ranks, start, total_step
     assert on_1[2] == []
 
 
+def warned_by_auto(total_steps: int) -> list[str]:
+    with log_lines() as lines:
+        commhooks.attach(wrap(mlp()), commhooks.Auto(measure_steps=6), total_steps=total_steps)
+    return lines
+
+
+def test_auto_that_never_decides_is_a_warning(run_ranks):
+    on_0, on_1 = run_ranks(warned_by_auto, 6)
+    assert on_0 == [
+        "commhooks: auto decides after 6 steps, but this run has only 6: nothing will be compressed. Set measure_steps "
+        "to a smaller number, or name the hook."
+    ]
+    assert on_1 == [] and run_ranks(warned_by_auto, 7) == [[], []]
+
+
 def nothing_to_compress() -> list[str]:
     with log_lines() as lines:
         for model in (nn.Linear(4, 4), mlp()):

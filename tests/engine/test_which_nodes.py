@@ -9,6 +9,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from ddp_steps import log_lines
 
 from commhooks import AttachError, HookConfigError
 from commhooks.comm.nodes import find_nodes
@@ -48,6 +49,19 @@ def test_which_ranks_are_a_node(run_ranks: Any, ranks_per_node: Any, group_ranks
 def test_nodes_of_different_sizes_are_refused(run_ranks: Any, ranks_per_node: Any, group_ranks: Any) -> None:
     for text in run_ranks(_nodes, ranks_per_node, group_ranks, world_size=4):
         assert "the nodes have 3 and 1 ranks" in text and "ranks_per_node=None" in text
+
+
+def _warnings(ranks_per_node: Any) -> list[str]:
+    with log_lines() as lines:
+        assert _nodes(ranks_per_node, None) is None
+    return lines
+
+
+def test_a_number_larger_than_that_of_the_ranks_is_a_warning(run_ranks: Any) -> None:
+    on_0, on_1 = run_ranks(_warnings, 3)
+    assert len(on_0) == 1 and "ranks_per_node=3, but there are only 2 ranks" in on_0[0] and on_1 == []
+    assert run_ranks(_warnings, 2) == [[], []]
+    assert run_ranks(_warnings, 8, world_size=1) == [[]]
 
 
 def test_owners_share_the_work() -> None:

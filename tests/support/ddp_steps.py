@@ -40,11 +40,12 @@ def batch(step: int, rank: int | None = None, width: int = 24, dtype: torch.dtyp
     return torch.randn(8, width, generator=generator, dtype=dtype)
 
 
-def backward(model: nn.Module, step: int) -> None:
-    """One forward and backward pass of `mlp` on this rank's batch, into gradients that start as None."""
+def backward(model: nn.Module, step: int, scale: float = 1.0) -> None:
+    """One forward and backward pass of `mlp` on this rank's batch, into gradients that start as None. `scale`: of the
+    loss."""
     model.zero_grad(set_to_none=True)
     dtype = next(model.parameters()).dtype
-    model(batch(step, dtype=dtype)).square().mean().backward()
+    (model(batch(step, dtype=dtype)).square().mean() * scale).backward()
 
 
 def descend(model: nn.Module, lr: float = 0.1) -> None:

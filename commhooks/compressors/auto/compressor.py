@@ -91,6 +91,15 @@ class AutoCompressor(Compressor[Auto]):
     def start_step(self) -> int:
         return LARGEST_STEP if self.decision.since is None else self.decision.since
 
+    def never_acts(self, total_steps: int) -> str:
+        watch = self.decision.watch
+        if self.decision.since is not None or watch is None or watch.end < total_steps:
+            return ""
+        return (
+            f"auto decides after {watch.end} steps, but this run has only {total_steps}: nothing will be compressed. "
+            "Set measure_steps to a smaller number, or name the hook."
+        )
+
     @property
     def words(self) -> str:
         return f'quality="{self.config.quality}"; {words.state(self.decision)}'

@@ -45,7 +45,7 @@ class AlternatingExchange(HostExchange):
         s, message = self._work, self._with_p
         for i, matrix in enumerate(s.matrices):
             gradient = self.buffer[matrix.start : matrix.stop]
-            self._flag(gradient, message.flags[i])
+            self._put_flags_of(i, message)
             delta, residual = self._load_delta(i, gradient)
             p, q = s.p[i], s.q[i]
             if self._makes_q[i]:
@@ -64,7 +64,7 @@ class AlternatingExchange(HostExchange):
         has_gradient = (self._with_p.flags > 0).tolist()
         for i, matrix in enumerate(self._work.matrices):
             if bool(good) and not has_gradient[i]:
-                self._skip(matrix)
+                self._skip(matrix.slots)
             else:
                 self._commit(i, matrix, bool(good))
 

@@ -11,6 +11,7 @@ import torch
 from commhooks.comm.wire import all_finite, largest_gradient, put_all_plain, put_factor, put_projection
 from commhooks.compressors.base import Exchange, State, StepInfo, Verdict
 from commhooks.compressors.powersgd.device_workspace import DeviceWorkspace
+from commhooks.gradients.loss_scale import chosen, is_one
 from commhooks.gradients.pieces import divide, join
 
 Blocks = list[tuple[slice, torch.Tensor]]
@@ -33,6 +34,8 @@ class DeviceExchange:
         self._plain = [pieces[i] for i in work.place_of_plain]
         gradients = [pieces[i] for i in work.place_of_matrix]
         self._gradients = [gradients[x.first : x.first + len(x)] for x in work.stacks]
+        self._used: torch.Tensor | None = None
+        """Which elements of a matrix of several parameters belong to one that has a gradient on some rank."""
         self._blocks: list[Blocks] = [x.blocks(own) for x, own in zip(work.stacks, self._gradients, strict=True)]
 
     def run(self) -> Exchange:
@@ -68,10 +71,16 @@ class DeviceExchange:
         """Orthonormalise the received P, form Q = delta^T P and write it into the second message. P of a matrix
         without a gradient on any rank becomes zero: its residual then stays, and its averaged gradient is zero."""
         work = self._work
-        self._has_gradient = work.first.flags > 0
+        self._has_gradient = used = work.first.flags > 0
+        if work.parts is not None:
+            self._has_gradient = used.any().view(1)
+            self._used = torch.cat([used, used.new_zeros(1)])
+            self._used = self._used.repeat_interleave(work.parts, output_size=work.stacks[0].n * work.stacks[0].m)
         work.p.orthonormalise(work.first.packed, self._has_gradient)
         for stack, blocks in zip(work.stacks, self._blocks, strict=True):
             for part, delta in blocks:
+                if self._used is not None:  # what stays where it is takes no part in what is sent for the others
+                    delta.mul_(self._used.view_as(delta))
                 torch.bmm(stack.p[part], delta, out=stack.q[part])
         put_projection(work.q.flat, work.second.packed, self._step.world_size, rank=work.largest_rank)
 
@@ -99,18 +108,23 @@ class DeviceExchange:
         for stack, blocks in zip(work.stacks, self._blocks, strict=True):
             for part, delta in blocks:
                 torch.bmm(stack.p[part].transpose(1, 2), stack.q[part], out=delta)
+                if self._used is not None:
+                    delta.mul_(self._used.view_as(delta))
         work.first.store(self._flat, self._residuals, self._step, good)
         self._store_gradients()
 
     def _commit_residuals(self, good: torch.Tensor) -> None:
         work = self._work
         whole = work.residuals.bind(self._residuals)
-        each_residual = work.residuals_of_stacks(whole)
-        for stack, blocks, residuals in zip(work.stacks, self._blocks, each_residual, strict=True):
+        for blocks, residuals in zip(self._blocks, work.residuals_of_stacks(whole), strict=True):
             for part, delta in blocks:
-                torch.where(good, delta, residuals[part], out=residuals[part])
-            if stack.padded:  # drop the residual of the padding
-                residuals.flatten(1)[:, stack.filled :].zero_()
+                keep = good
+                if self._used is not None:  # the padding keeps no residual
+                    keep = good & self._used.view_as(delta)
+                    factor = chosen(good, self._step.residual_factor, 1.0)
+                    if not is_one(factor):
+                        residuals[part].mul_(factor)
+                torch.where(keep, delta, residuals[part], out=residuals[part])
 
     # ---- delta, flags, Q -------------------------------------------------------------------------------------------
 
@@ -125,13 +139,18 @@ class DeviceExchange:
             join(gradients, flat[: stack.filled * len(stack)])
 
     def _put_flags(self) -> None:
-        """Set the flag of each matrix: 1 if its gradient is not zero, 0 if it is zero, NaN if it is too large for the
-        wire dtype."""
+        """Set the flag of each parameter in the matrices: 1 if its gradient is not zero, 0 if it is zero, NaN if it is
+        too large for the wire dtype."""
         work, flags = self._work, self._work.first.flags
         for stack, blocks in zip(work.stacks, self._blocks, strict=True):
             largest = work.largest[stack.first : stack.first + len(stack)]
             for part, delta in blocks:
-                torch.linalg.vector_norm(delta, float("inf"), dim=(1, 2), out=largest[part])
+                if work.parts is None:
+                    torch.linalg.vector_norm(delta, float("inf"), dim=(1, 2), out=largest[part])
+                    continue
+                for slot, out in zip(work.slots, work.largest, strict=True):
+                    gradient = delta.view(-1)[slot.offset : slot.stop]
+                    torch.linalg.vector_norm(gradient, float("inf"), out=out)
         has_gradient = work.largest != 0
         limit = largest_gradient(flags.dtype)
         if limit < torch.finfo(work.layout.dtype).max:

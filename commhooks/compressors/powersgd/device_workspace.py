@@ -26,7 +26,10 @@ class DeviceWorkspace:
         matrices: in the order in which they are sent.
         stacks: the same matrices, grouped by shape.
         p, q: the factors of all matrices.
-        largest: per matrix the largest absolute value of its gradient.
+        slots: the parameters in the matrices.
+        parts: of a bucket that is one matrix, the numbers of elements of each parameter and of the padding; None if
+            every matrix is one parameter.
+        largest: per parameter in the matrices the largest absolute value of its gradient.
         first, second: what is sent: P, the uncompressed gradients and the flags first, then Q.
         both: their buffers, one after the other.
         spans: `(start, stop)` of each matrix and of everything else in the bucket, in its order.
@@ -44,14 +47,21 @@ class DeviceWorkspace:
         self.p, self.q = self._factors("P"), self._factors("Q")
         for stack in self.stacks:
             stack.p, stack.q = self._of_stack(self.p.flat, stack, "P"), self._of_stack(self.q.flat, stack, "Q")
-        self.largest = torch.zeros(len(self.matrices), dtype=self.dtype, device=layout.device)
+        self.slots = [slot for x in self.matrices for slot in x.slots]
+        self.parts: torch.Tensor | None = None
+        whole = self.matrices[0]
+        if len(whole.slots) > 1 or not whole.fills_bucket_span:
+            padding = whole.n * whole.m - layout.numel
+            self.parts = torch.tensor([*(slot.numel for slot in whole.slots), padding]).to(layout.device)
+        self.largest = torch.zeros(len(self.slots), dtype=self.dtype, device=layout.device)
         compressed, beside = spans_of(self.matrices), spans_of(setup.messages.beside)
         plain = complement(sorted([*compressed, *beside]), layout.numel)
         self.spans = sorted([*compressed, *beside, *plain])
         self.place_of_matrix = [self.spans.index(span) for span in compressed]
         self.place_of_plain = [self.spans.index(span) for span in plain]
-        first = Contents([(x.name, (x.rank, x.n)) for x in self.matrices], sum(stop - start for start, stop in plain))
-        second = Contents([(x.name, (x.rank, x.m)) for x in self.matrices], alone=True)
+        beside_numel = sum(stop - start for start, stop in plain)
+        first = Contents([(x.name, (x.rank, x.n)) for x in self.matrices], beside_numel, len(self.slots))
+        second = Contents([(x.name, (x.rank, x.m)) for x in self.matrices])
         sizes = [setup.messages.numel(first), setup.messages.numel(second)]
         self.both = setup.messages.new_buffer(sum(sizes))
         parts = self.both.split(sizes)

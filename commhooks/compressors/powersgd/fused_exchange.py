@@ -57,7 +57,7 @@ class FusedExchange(HostExchange):
         has_gradient = (self._with_p.flags > 0).tolist()
         for matrix, has in zip(self._work.matrices, has_gradient, strict=True):
             if not has:
-                self._skip(matrix)
+                self._skip(matrix.slots)
         self._split([i for i, has in enumerate(has_gradient) if has])
 
     def _split(self, places: list[int]) -> None:
@@ -91,7 +91,7 @@ class FusedExchange(HostExchange):
                 torch.where(zero, refill, rows, out=work.q[i])
 
     def _put_flags(self, largest: torch.Tensor) -> None:
-        """Set the flags as `_flag` does, from the largest absolute value of each gradient."""
+        """Set the flags as `_put_flags_of` does, from the largest absolute value of each gradient."""
         flags = (largest > 0).to(torch.float64)
         too_large = largest > largest_gradient(self._with_p.flags.dtype)
         self._with_p.flags.copy_(flags.masked_fill_(too_large, float("nan")))

@@ -78,7 +78,7 @@ class HostExchange:
         s = self._work
         for i, matrix in enumerate(s.matrices):
             gradient = self.buffer[matrix.start : matrix.stop]
-            self._flag(gradient, self._with_p.flags[i])
+            self._put_flags_of(i, self._with_p)
             delta, residual = self._load_delta(i, gradient)
             self._set_factor(s.q[i], matrix, self._starting_q(matrix))
             s.kernels.add_and_project_p(delta, residual, self._residual_factor, s.q[i], matrix.rank, out=s.p[i])
@@ -89,6 +89,9 @@ class HostExchange:
         """Orthonormalise the received P, form Q = delta^T P and write it into the second message."""
         s = self._work
         for i, matrix in enumerate(s.matrices):
+            if len(matrix.slots) > 1:  # what stays where it is takes no part in what is sent for the others
+                for slot in self._idle[i]:
+                    self._part(slot, matrix, self._delta[i]).zero_()
             self._set_factor(s.p[i], matrix, self._orthonormal(self._with_p.factors[i].to(s.dtype), matrix, "P"))
             s.kernels.add_and_project_q(self._delta[i], None, 1.0, s.p[i], matrix.rank, out=s.q[i])
             put_projection(s.q[i][: matrix.rank], self._with_q.factors[i], self._world_size)
@@ -101,14 +104,13 @@ class HostExchange:
         s = self._work
         self._store_beside(self._with_p, good)
         nan_if_bad = torch.where(self.good_here, 0.0, float("nan")).to(s.dtype)
-        has_gradient = (self._with_p.flags > 0).tolist()
         for i, matrix in enumerate(s.matrices):
-            self._commit_matrix(i, matrix, bool(good), has_gradient[i], nan_if_bad)
+            self._commit_matrix(i, matrix, bool(good), nan_if_bad)
 
-    def _commit_matrix(self, i: int, matrix: Matrix, good: bool, has_gradient: bool, nan_if_bad: torch.Tensor) -> None:
-        s, delta = self._work, self._delta[i]
-        if good and not has_gradient:
-            self._skip(matrix)
+    def _commit_matrix(self, i: int, matrix: Matrix, good: bool, nan_if_bad: torch.Tensor) -> None:
+        s, delta, idle = self._work, self._delta[i], self._idle[i]
+        if good and len(idle) == len(matrix.slots):
+            self._skip(idle)
             return
         if not good:
             q = s.q[i]
@@ -122,16 +124,23 @@ class HostExchange:
             residual = self._residual(matrix.slots[0]).view(matrix.n, matrix.m)
             s.kernels.split(delta, (s.p[i], s.q[i]), (s.p[i], q), matrix.rank, residual)
         else:
-            self._store_residual(i, matrix, delta)
+            self._store_residual(i, matrix, delta, idle)
             self._store_gradient(i, matrix, delta, q)
+        self._skip(idle)
 
-    def _skip(self, matrix: Matrix) -> None:
+    @functools.cached_property
+    def _idle(self) -> list[list[Slot]]:
+        """Per matrix the parameters that have no gradient on any rank; known after the first all-reduce."""
+        used = iter((self._with_p.flags > 0).tolist())
+        return [[slot for slot in matrix.slots if not next(used)] for matrix in self._work.matrices]
+
+    def _skip(self, slots: Sequence[Slot]) -> None:
         """No rank had a gradient: keep the residual. DDP may drop the result for a parameter that no rank used, and a
         residual sent in it would be lost."""
-        for slot in matrix.slots:
+        for slot in slots:
             if slot.name in self._residuals and self._residual_factor != 1:
                 self._residuals[slot.name].mul_(self._residual_factor)
-        self.buffer[matrix.start : matrix.stop].zero_()
+            slot.of(self.buffer).zero_()
 
     # ---- gradients that are not compressed as matrices --------------------------------------------------------------
 
@@ -162,9 +171,13 @@ class HostExchange:
             for slot in matrix.slots:
                 residual = self._residuals.get(slot.name)
                 if residual is not None:
-                    begin = slot.offset - matrix.start
-                    flat[begin : begin + slot.numel].add_(residual, alpha=self._residual_factor)
+                    self._part(slot, matrix, flat).add_(residual, alpha=self._residual_factor)
         return self._delta[i], None
+
+    def _part(self, slot: Slot, matrix: Matrix, delta: torch.Tensor) -> torch.Tensor:
+        """The part of one parameter in the delta of its matrix, 1-D."""
+        begin = slot.offset - matrix.start
+        return delta.view(-1)[begin : begin + slot.numel]
 
     def _residual(self, slot: Slot) -> torch.Tensor:
         residuals = self._residuals
@@ -172,13 +185,12 @@ class HostExchange:
             residuals[slot.name] = torch.zeros(slot.numel, dtype=self._work.dtype, device=self.buffer.device)
         return residuals[slot.name]
 
-    def _store_residual(self, i: int, matrix: Matrix, delta: torch.Tensor) -> None:
+    def _store_residual(self, i: int, matrix: Matrix, delta: torch.Tensor, idle: Sequence[Slot] = ()) -> None:
         s = self._work
         s.kernels.remainder(delta, s.p[i], s.q[i], matrix.rank, out=delta)
-        flat = delta.view(-1)
         for slot in matrix.slots:  # the padding after the last slot keeps no residual
-            begin = slot.offset - matrix.start
-            self._residual(slot).copy_(flat[begin : begin + slot.numel])
+            if slot not in idle:
+                self._residual(slot).copy_(self._part(slot, matrix, delta))
 
     def _store_gradient(
         self, i: int, matrix: Matrix, delta: torch.Tensor, q: torch.Tensor, p: torch.Tensor | None = None
@@ -227,11 +239,15 @@ class HostExchange:
                 return basis
         return codec.orthonormal_rows(rows, self._work.refill(matrix, side))[0]
 
-    def _flag(self, gradient: torch.Tensor, flag: torch.Tensor) -> None:
-        """Set `flag`: 1 if the gradient is not zero, 0 if it is zero, NaN if it is too large for the wire dtype."""
-        if self._on_host:
-            # The first 64 elements nearly always contain a nonzero one.
-            flag.fill_(float(bool(gradient[:64].any()) or bool(gradient.any())))
-        else:
-            flag.copy_(gradient.any())
-        put_overflow(gradient, flag)
+    def _put_flags_of(self, i: int, message: Message) -> None:
+        """Set the flag of each parameter in matrix i: 1 if its gradient is not zero, 0 if it is zero, NaN if it is too
+        large for the wire dtype."""
+        flags = message.flags[self._work.flags_of[i]]
+        for slot, flag in zip(self._work.matrices[i].slots, flags, strict=True):
+            gradient = slot.of(self.buffer)
+            if self._on_host:
+                # The first 64 elements nearly always contain a nonzero one.
+                flag.fill_(float(bool(gradient[:64].any()) or bool(gradient.any())))
+            else:
+                flag.copy_(gradient.any())
+            put_overflow(gradient, flag)

@@ -48,6 +48,12 @@ def by_shape(matrices: Sequence[Matrix]) -> list[list[Matrix]]:
     return [list(group) for _, group in itertools.groupby(ordered, key=shape)]
 
 
+def flags_of(matrices: Iterable[Matrix]) -> list[slice]:
+    """Per matrix the places of its parameters among those of all matrices."""
+    counts = [len(matrix.slots) for matrix in matrices]
+    return [slice(stop - count, stop) for count, stop in zip(counts, itertools.accumulate(counts), strict=True)]
+
+
 def spans_of(units: Iterable[Matrix | Slot]) -> list[tuple[int, int]]:
     """Where these begin and end in the bucket."""
     return [(x.start, x.stop) if isinstance(x, Matrix) else (x.offset, x.stop) for x in units]

@@ -24,18 +24,17 @@ class Contents:
     Attributes:
         factors: per matrix its name and the shape of the factor, `r x length`.
         plain: number of uncompressed elements.
-        alone: the factors only; otherwise also uncompressed gradients and a flag per matrix.
+        flags: number of flags, one per parameter in the matrices; 0 in a message of the factors alone.
     """
 
     factors: Sequence[tuple[str, tuple[int, int]]]
     plain: int = 0
-    alone: bool = False
+    flags: int = 0
 
     @property
     def numels(self) -> tuple[int, int, int]:
         """The numbers of elements of all factors, of `plain`, and of the flags."""
-        factors = sum(rank * length for _, (rank, length) in self.factors)
-        return (factors, 0, 0) if self.alone else (factors, self.plain, len(self.factors))
+        return sum(rank * length for _, (rank, length) in self.factors), self.plain, self.flags
 
 
 class Message:
@@ -46,7 +45,8 @@ class Message:
         packed: the factors of all matrices, 1-D.
         factors: per matrix a view of `packed`, `r x length`.
         plain: uncompressed gradients, 1-D, in the order of the bucket.
-        flags: per matrix 1 if its gradient is not zero, 0 otherwise; after the sum positive if a rank has a gradient.
+        flags: per parameter in the matrices 1 if its gradient is not zero, 0 otherwise; after the sum positive if any
+            rank has a gradient.
     """
 
     def __init__(self, contents: Contents, buffer: torch.Tensor) -> None:

@@ -88,7 +88,7 @@ def plan_bucket(parameters: Sequence[ParameterInfo], rank: int) -> MatrixPlan:
     # The key identifies the sequence of parameters: another bucket layout has another matrix.
     key = f"batched.{agreement_key([info.name for info in parameters]):016x}"
     return MatrixPlan(
-        label, (numel,), numel, dtype, compressed=True, flags=1, state_name=key, n=side, m=side, rank=rank
+        label, (numel,), numel, dtype, compressed=True, flags=len(parameters), state_name=key, n=side, m=side, rank=rank
     )
 
 

@@ -64,7 +64,7 @@ class QuantisedMessage(Message):
         super().__init__(contents, buffer)
         self._bad = buffer[-1]
         self._messages = messages
-        self._gradients = None if contents.alone else messages.gradients
+        self._gradients = messages.gradients if contents.flags else None
         code, factors = messages.code, [(name, rank * length) for name, (rank, length) in contents.factors]
         beside = [] if self._gradients is None else self._gradients.units
         self._first = sum(blocks for _, blocks in beside)

@@ -17,7 +17,7 @@ from commhooks.gradients.precision import compute_dtype
 @dataclass(frozen=True)
 class QuantisedPlan(MatrixPlan):
     """A gradient as two factors in blocks, or in blocks as it is (`rank` 0), or uncompressed with a reason. A flag of
-    one byte says whether there is a gradient."""
+    one byte per parameter says whether there is a gradient."""
 
     bits: int = 0
     blocks: int = 0
@@ -59,7 +59,7 @@ def quantised_plan(plan: MatrixPlan, code: BlockCode, *, as_it_is: bool) -> Quan
     block_bytes = code.block_bytes + itemsize
     made = QuantisedPlan(**{each.name: getattr(plan, each.name) for each in dataclasses.fields(plan)})
     quantised = dataclasses.replace(
-        made, compressed=True, flags=1, itemsize_sent=1, bits=code.bits, block_bytes=block_bytes
+        made, compressed=True, flags=plan.flags or 1, itemsize_sent=1, bits=code.bits, block_bytes=block_bytes
     )
     smallest, least = made, plan.numel * real_itemsize(plan.dtype)
     if plan.compressed:

@@ -9,7 +9,7 @@ import torch
 
 from commhooks.compressors.native import library
 from commhooks.compressors.powersgd import codec, fused_codec
-from commhooks.compressors.powersgd.matrix import Matrix, complement, spans_of
+from commhooks.compressors.powersgd.matrix import Matrix, complement, flags_of, spans_of
 from commhooks.compressors.powersgd.message import Contents, Message, Messages
 from commhooks.gradients import precision
 from commhooks.gradients.layout import BucketLayout
@@ -108,6 +108,7 @@ class Workspace:
             None if self._lives_in_bucket(x) else torch.zeros(x.n, x.m, dtype=dtype, device=device) for x in matrices
         ]
         self.in_place = [own is None and len(x.slots) == 1 for own, x in zip(self.delta, matrices, strict=True)]
+        self.flags_of = flags_of(matrices)
         self.plain_spans = complement(sorted(spans_of([*matrices, *setup.messages.beside])), layout.numel)
         self._plain_numel = sum(stop - start for start, stop in self.plain_spans)
         self.spare: dict[tuple[str, int], torch.Tensor] = {}
@@ -128,7 +129,8 @@ class Workspace:
         key = (*lengths, -1) if alone else tuple(lengths)
         if key not in self._messages:
             factors = [(x.name, (x.rank, length)) for x, length in zip(self.matrices, lengths, strict=True)]
-            self._messages[key] = self._new_message(Contents(factors, self._plain_numel, alone))
+            beside = () if alone else (self._plain_numel, self.flags_of[-1].stop)
+            self._messages[key] = self._new_message(Contents(factors, *beside))
         return self._messages[key]
 
     def refill(self, matrix: Matrix, side: str) -> torch.Tensor:

@@ -181,6 +181,21 @@ def test_quantised_factors_wait_for_nothing(wrapper: str) -> None:
     assert counter.waits == []
 
 
+def test_a_whole_bucket_waits_for_nothing() -> None:
+    """Not even for the flags of its parameters. One kernel per parameter computes its flag."""
+    counts = {}
+    for layers in (4, 12):
+        with process_group_of_one(), masks():
+            ddp = torch.nn.parallel.DistributedDataParallel(mlp(16, layers))
+            options = {"matrix_approximation_rank": 2, "start_powerSGD_iter": 0}
+            hook = commhooks.attach(ddp, "batched_powerSGD", hook_options=options, loss_scale=lambda: torch.tensor(2.0))
+            counter = _count_one_step(ddp)
+            assert hook.stats()["compressed_steps"] == 4
+        assert counter.waits == []
+        counts[layers] = counter.kernels
+    assert (counts[12] - counts[4]) / 16 <= 1
+
+
 def _count_one_step(ddp: torch.nn.parallel.DistributedDataParallel, width: int = 16) -> _Counter:
     counter = _Counter()
     whole = Session.run

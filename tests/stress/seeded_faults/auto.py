@@ -32,8 +32,8 @@ MUTANTS = [
     Mutant(
         "auto: residuals of a choice that is not allowed lie idle while it measures",
         "commhooks/engine/session.py",
-        "        if self.state.local and not self.compressor.per_bucket:\n",
-        "        if current.compressing and self.state.local and not self.compressor.per_bucket:\n",
+        "self.state) if self.state.local else []\n",
+        "self.state) if self.state.local and current.compressing else []\n",
         "compressors/auto/test_auto_resume.py::test_the_residuals_of_a_choice_that_is_not_allowed_go_with_the_next_gradient",
     ),
     Mutant(
@@ -271,16 +271,30 @@ MUTANTS = [
     Mutant(
         "auto: residuals of a branch that is not used at the change are lost",
         "commhooks/engine/leftovers.py",
-        "    used = dict(zip(slots, map(bool, flags.tolist()), strict=True))\n",
-        "    used = dict.fromkeys(slots, True)\n",
+        "zip(slots, flags.tolist(), strict=True) if has_gradient]\n",
+        "zip(slots, flags.tolist(), strict=True)]\n",
         f"{_LEFTOVERS}::test_what_is_left_for_a_branch_that_is_not_used_at_the_change_waits_for_its_next_gradient",
     ),
     Mutant(
         "auto: residuals that wait do not follow the loss scale",
-        "commhooks/engine/leftovers.py",
-        "                elif not is_one(factor):\n                    residuals[slot.name].mul_(factor)\n",
-        "",
+        "commhooks/engine/known_buckets.py",
+        "if known.used for name in known.compressed}",
+        "if known.used for name in known.layout.names}",
         f"{_LEFTOVERS}::test_what_is_left_for_a_branch_that_is_not_used_at_the_change_waits_for_its_next_gradient",
+    ),
+    Mutant(
+        "auto: residuals are lost in a pass in which another bucket is not finite",
+        "commhooks/engine/session.py",
+        "self.compressor.judges_averages or self.state.has_local()",
+        "self.compressor.judges_averages or bool(left)",
+        f"{_LEFTOVERS}::test_what_is_left_waits_if_another_bucket_of_the_pass_is_not_finite",
+    ),
+    Mutant(
+        "auto: a run that ends at the step of the decision is thought to compress",
+        f"{_AUTO}/compressor.py",
+        "watch.end < total_steps:",
+        "watch.end <= total_steps:",
+        "engine/test_start_step.py::test_auto_that_never_decides_is_a_warning",
     ),
     Mutant(
         "auto: residuals that wait are lost in a checkpoint",

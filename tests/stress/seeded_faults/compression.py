@@ -2,6 +2,7 @@
 
 from seeded_faults.mutant import Mutant
 
+_BATCHED = "compressors/powersgd/test_batched_powersgd.py"
 _EARLIER = (
     "        for earlier in self.running[:-1]:\n"
     "            if earlier.has_round_left:\n"
@@ -260,9 +261,37 @@ MUTANTS = [
     Mutant(
         "idle parameters lose their residual",
         "commhooks/compressors/powersgd/host_exchange.py",
-        "        if good and not has_gradient:\n",
+        "        if good and len(idle) == len(matrix.slots):\n",
         "        if False:\n",
         "compressors/powersgd/test_idle_layers.py",
+    ),
+    Mutant(
+        "batched: idle parameters lose their residual",
+        "commhooks/compressors/powersgd/host_exchange.py",
+        "            self._store_residual(i, matrix, delta, idle)\n",
+        "            self._store_residual(i, matrix, delta)\n",
+        f"{_BATCHED}::test_a_parameter_that_no_rank_uses_keeps_its_residual",
+    ),
+    Mutant(
+        "batched: idle parameters lose their residual behind a mask",
+        "commhooks/compressors/powersgd/device_exchange.py",
+        "                    keep = good & self._used.view_as(delta)\n",
+        "",
+        f"{_BATCHED}::test_a_parameter_that_no_rank_uses_keeps_its_residual",
+    ),
+    Mutant(
+        "batched: the residual of an idle parameter is mixed into the others",
+        "commhooks/compressors/powersgd/host_exchange.py",
+        "            if len(matrix.slots) > 1:  #",
+        "            if False:  #",
+        f"{_BATCHED}::test_against_the_oracle",
+    ),
+    Mutant(
+        "batched: residuals of buckets that are too small stay for ever",
+        "commhooks/engine/session.py",
+        "self.state) if self.state.local else []\n",
+        "self.state) if self.state.local and not self.compressor.per_bucket else []\n",
+        f"{_BATCHED}::test_residuals_of_buckets_that_are_too_small_now_go_with_the_next_gradient",
     ),
     Mutant(
         "starts one step late",

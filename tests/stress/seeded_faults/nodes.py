@@ -9,6 +9,13 @@ _SAME = f"{_TESTS}::test_the_same_as_without_nodes"
 
 MUTANTS = [
     Mutant(
+        "nodes: a number larger than that of the ranks is ignored in silence",
+        "commhooks/comm/nodes.py",
+        "        if 1 < group.size() < int(ranks_per_node) and",
+        "        if False and",
+        "engine/test_which_nodes.py::test_a_number_larger_than_that_of_the_ranks_is_a_warning",
+    ),
+    Mutant(
         "nodes: the average of sums is not divided",
         _HIERARCHY,
         "        own.div_(after)\n",

@@ -61,7 +61,9 @@ def draw(rows: list[Row], within: float) -> Any:
 
     title = "How soon plain DDP's last loss is reached"
     if "auto" in reached:
-        title = f"With auto, plain DDP's last loss is reached after {reached['auto']} {units} instead of {reached['ddp']}"
+        title = (
+            f"With auto, plain DDP's last loss is reached after {reached['auto']} {units} instead of {reached['ddp']}"
+        )
     figure.suptitle(title, x=0.02, ha="left", fontsize=13)
     rate = plain["rate"].replace("mbit", " Mbit/s").replace("gbit", " Gbit/s")
     circumstances = f"Validation loss of {TASKS[plain['task']]}, {steps:,} steps on two ranks; {rate} between them"

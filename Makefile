@@ -8,11 +8,12 @@ VERSIONS ?=
 PY := $(VENV)/bin/python
 CLEAN := $(PY) examples/clean_env.py
 READY := $(VENV)/.ready
+READY_FOR_DEMO := $(VENV)/.ready-for-demo
 
 .PHONY: demo demo-accelerate test test-cuda test-versions test-mutants test-peers exits bench bench-gpu soak chaos lint docs docs-serve venv clean
 .DELETE_ON_ERROR:
 
-demo: $(READY)
+demo: $(READY_FOR_DEMO)
 	@$(CLEAN) examples/demo.py $(ARGS)
 
 demo-accelerate: $(READY)
@@ -84,12 +85,18 @@ clean:
 	rm -rf $(VENV) .venvs build dist site *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
 
 # Installed once, and again when what is asked for changes. An environment that works is kept and only updated.
-$(READY): pyproject.toml constraints-dev.txt
+# The demo needs a third of the packages; the others come when something else is asked for.
+$(READY_FOR_DEMO): pyproject.toml constraints-dev.txt
 	@command -v $(PYTHON) >/dev/null 2>&1 || { echo "No '$(PYTHON)' found: install Python 3.10 or newer, or name one with 'make PYTHON=/path/to/python3'." >&2; exit 1; }
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || { echo "commhooks needs Python 3.10 or newer, and '$(PYTHON)' is older: name a newer one with 'make PYTHON=python3.11'." >&2; exit 1; }
 	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || { echo "'$(PYTHON)' cannot create virtual environments: install its venv package ('apt-get install python3-venv' on Debian and Ubuntu)." >&2; exit 1; }
 	@echo "Setting up $(VENV): this is done once, downloads PyTorch and takes some minutes."
 	@$(PY) -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear $(VENV)
 	$(PY) -m pip install "pip>=23"
+	$(PY) -m pip install --constraint constraints-dev.txt --editable ".[demo]"
+	@touch $@
+
+$(READY): $(READY_FOR_DEMO)
+	@echo "Adding to $(VENV) what the tests, the linters and the site need: this is done once, too."
 	$(PY) -m pip install --constraint constraints-dev.txt --editable ".[dev]"
 	@touch $@

@@ -1,9 +1,17 @@
-"""Curves of time_to_loss.py: validation loss against seconds and bytes. A point is [step, seconds, MB, loss]."""
+"""Curves of time_to_loss.py: validation loss against time. A point is [step, seconds, MB, loss]."""
 
-from pathlib import Path
 from typing import Any
 
 Row = dict[str, Any]
+
+NAMES = {
+    "ddp": ("plain DDP", "#222222"),
+    "bf16": ("bf16", "#8c8c8c"),
+    "fused-int4": ("int4", "#8c8c8c"),
+    "auto": ("auto", "#1d4ed8"),
+}
+"""Name and colour of each hook that is drawn, if it comes to plain DDP's last loss; the table has all."""
+TASKS = {"language": "a language model with 2.8 M parameters", "digits": "scikit-learn's digits"}
 
 
 def reached_after(curve: list[list[float]], loss: float) -> float | None:
@@ -19,29 +27,58 @@ def reached_after(curve: list[list[float]], loss: float) -> float | None:
     return None
 
 
-def draw(rows: list[Row], file: Path) -> None:
-    """Loss against seconds and against bytes: a row of pictures per task and rate, the first seed."""
-    import matplotlib
+def draw(rows: list[Row], within: float) -> Any:
+    """The figure of the first task, rate and seed: loss against time. Each line has its name and time where it is above
+    plain DDP's last loss by a share of `within`."""
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
 
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
+    by_hook = {row["hook"]: row for row in rows if row["section"] == rows[0]["section"]}
+    plain = by_hook["ddp"]
+    (_, _, _, highest), *_, (steps, longest, _, last) = plain["curves"][0]
+    unit_s, unit, units = (60, "min", "minutes") if longest > 120 else (1, "s", "seconds")
+    goal, height, width = last * (1 + within), highest - last, 1.04 * longest / unit_s
+    below = {"y": goal - height / 25, "ha": "center", "va": "top", "linespacing": 1.25}
+    small: dict[str, Any] = {"color": "#555555", "fontsize": 9}
 
-    sections = list(dict.fromkeys(row["section"] for row in rows))
-    hooks = list(dict.fromkeys(row["hook"] for row in rows))
-    size = (10, 3.6 * len(sections))
-    figure, axes = pyplot.subplots(len(sections), 2, figsize=size, squeeze=False, facecolor="white")
-    for section, (left, right) in zip(sections, axes, strict=True):
-        for row in (each for each in rows if each["section"] == section):
-            style = {"color": f"C{hooks.index(row['hook'])}", "ls": "--" if "auto" in row["hook"] else "-"}
-            curve = row["curves"][0]
-            name = f"{row['hook']} ({row['chosen']})" if row["chosen"] else row["hook"]
-            left.plot([p[1] for p in curve], [p[3] for p in curve], label=name, **style)
-            right.plot([p[2] for p in curve], [p[3] for p in curve], **style)
-        left.set(xscale="log", xlabel="seconds", ylabel="validation loss", title=section)
-        right.set(xscale="log", xlabel="MB sent per rank")
-        left.legend(fontsize=7)
-        for axis in (left, right):
-            axis.grid(alpha=0.3)
-    figure.tight_layout()
-    figure.savefig(file, dpi=110)
-    pyplot.close(figure)
+    figure = Figure(figsize=(8.4, 4.4), facecolor="white")
+    axis = figure.subplots()
+    axis.plot([0, width], [goal, goal], color="#cccccc", lw=1, zorder=0)
+    axis.text(x=0.63 * width, s=f"{100 * within:g} % above plain DDP's last loss", **below, **small)
+    reached = {}
+    for hook, row in by_hook.items():
+        curve = row["curves"][0]
+        seconds = reached_after(curve, goal)
+        if hook not in NAMES or seconds is None:
+            continue
+        name, color = NAMES[hook]
+        reached[hook] = _rounded(seconds / unit_s)
+        axis.plot([point[1] / unit_s for point in curve], [point[3] for point in curve], color=color, lw=2)
+        axis.plot(seconds / unit_s, goal, color=color, marker="o", ms=7)
+        text = f"{reached[hook]} {unit}\n{name}" + (f"\n(chose {row['chosen']})" if row["chosen"] else "")
+        weight = "bold" if hook == "auto" else "normal"
+        axis.text(x=seconds / unit_s, s=text, color=color, weight=weight, fontsize=11, **below)
+
+    title = "How soon plain DDP's last loss is reached"
+    if "auto" in reached:
+        title = (
+            f"With auto, plain DDP's last loss is reached after {reached['auto']} {units} instead of {reached['ddp']}"
+        )
+    figure.suptitle(title, x=0.02, ha="left", fontsize=13)
+    rate = plain["rate"].replace("mbit", " Mbit/s").replace("gbit", " Gbit/s")
+    circumstances = f"Validation loss of {TASKS[plain['task']]}, {steps:,} steps on two ranks; {rate} between them"
+    figure.text(0.02, 0.895, circumstances, **small)
+    axis.set(xlim=(0, width), ylim=(last - height / 3, last + 1.05 * height))
+    levels = MaxNLocator(4, steps=[1, 2, 5, 10]).tick_values(last, highest)
+    axis.set_yticks([level for level in levels if last - height / 20 < level < highest])
+    times = [time for time in axis.get_xticks() if time <= width]
+    axis.set_xticks(times, [f"{time:g} {unit}" if time else "0" for time in times])
+    axis.tick_params(length=0, colors="#555555", labelsize=9)
+    for side in axis.spines.values():
+        side.set_visible(False)
+    figure.tight_layout(rect=(0, 0, 1, 0.96))
+    return figure
+
+
+def _rounded(time: float) -> str:
+    return f"{time:.0f}" if time >= 10 else f"{time:.2g}"

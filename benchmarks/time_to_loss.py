@@ -128,7 +128,7 @@ def main() -> None:
     arguments.add_argument("--steps", type=int, help="instead of those above; curves are comparable only as a whole")
     arguments.add_argument("--within", type=float, default=0.005, help="share of plain DDP's loss")
     arguments.add_argument("--results", type=Path, default=Path("time_to_loss.jsonl"), help="finished trainings")
-    arguments.add_argument("--plot", type=Path, metavar="PNG", help="draw loss against seconds and bytes")
+    arguments.add_argument("--plot", type=Path, metavar="PNG", help="draw loss against time")
     args = parse(arguments, tasks=["digits"], rates=["100mbit"], hooks=["ddp", "fused-2"], steps=30)
     if "ddp" not in args.hooks:
         args.hooks.insert(0, "ddp")
@@ -156,7 +156,7 @@ def main() -> None:
     }
     report("time_to_loss", f"time to loss: 2 ranks, {len(args.seeds)} seeds", args, at, rows, columns)
     if args.plot is not None:
-        draw(rows, args.plot)
+        draw(rows, args.within).savefig(args.plot, dpi=150)
 
 
 if __name__ == "__main__":

@@ -257,6 +257,21 @@ def test_when_a_curve_reaches_a_loss():
     assert reached_after(curve, 0.9) is None
 
 
+def test_the_figure_of_times_has_plain_names_and_units():
+    def row(hook, seconds, chosen=""):
+        curve = [[1, seconds / 2, 0, 3.0], [2, seconds, 0, 1.0]]
+        of_task = {"section": "language 100mbit", "task": "language", "rate": "100mbit"}
+        return {**of_task, "hook": hook, "chosen": chosen, "curves": [curve]}
+
+    rows = [row("ddp", 1200.0), row("fused-int4", 240.0), row("torch-4", 300.0), row("auto", 600.0, "int8")]
+    figure = _alone("loss_curves").draw(rows, 0.0)
+    (axis,) = figure.axes
+    texts = [text.get_text() for text in [*figure.texts, *axis.texts, *axis.get_xticklabels()]]
+    assert {"20 min\nplain DDP", "4 min\nint4", "10 min\nauto\n(chose int8)", "15 min"} <= {*texts}
+    assert axis.get_legend() is None and "fused" not in str(texts) and "torch" not in str(texts)
+    assert "after 10 minutes instead of 20" in figure.get_suptitle()
+
+
 def test_names_of_lines_do_not_touch():
     places = _alone("link_figure").spread_out({"a": 0.5, "b": 0.52, "c": 0.53, "far": 100})
     assert places["b"] > 1.2 * places["a"] and places["c"] > 1.2 * places["b"] and places["far"] == pytest.approx(100)

@@ -133,7 +133,7 @@ def test_quoted_errors_are_those_of_the_code():
 
 
 def test_the_counters_are_explained():
-    rows = re.findall(r"^\| (`.+?) \|", (REPOSITORY / "docs/working.md").read_text(encoding="utf-8"), re.MULTILINE)
+    rows = re.findall(r"^\| (`.+?) \|", (REPOSITORY / "docs/metrics.md").read_text(encoding="utf-8"), re.MULTILINE)
     explained = {name for row in rows for name in re.findall(r"`([a-z_]+)`", row)}
     counted = set(re.findall(r'^ +"(\w+)": ', inspect.getsource(commhooks.CommHook.stats), re.MULTILINE))
     assert counted and counted <= explained
@@ -145,7 +145,7 @@ def test_the_doctors_threshold_is_the_one_on_the_page():
 
 
 def test_the_options_are_explained():
-    page = (REPOSITORY / "docs/start_and_rank.md").read_text(encoding="utf-8")
+    page = (REPOSITORY / "docs/options.md").read_text(encoding="utf-8")
     assert [name for name in commhooks.available_hooks()["powerSGD"]["options"] if f"`{name}`" not in page] == []
 
 
@@ -176,7 +176,7 @@ def test_the_pages_show_each_kind():
         ("python", "ddp"),
         ("python", "continued"),
     } <= kinds["README.md"]
-    assert {("yaml", ""), ("python", "transformers")} <= kinds["docs/quickstart.md"]
+    assert ("yaml", "") in kinds["docs/lightning.md"] and ("python", "transformers") in kinds["docs/quickstart.md"]
     assert {("diff", "lightning ranks"), ("diff", "accelerate"), ("diff", "ddp")} <= kinds["docs/migrating.md"]
     assert ("README.md", "commhooks hooks") in INLINE_COMMANDS
 

@@ -1,9 +1,11 @@
-"""The Makefile where Python is not what it needs; and the seeded faults, which must fit the code that they break."""
+"""The Makefile where Python is not what it needs, and what it installs for whom; and the seeded faults, which must fit
+the code that they break."""
 
 from __future__ import annotations
 
 import ast
 import os
+import re
 import subprocess
 import sys
 
@@ -12,20 +14,54 @@ import pytest
 from repository import REPOSITORY
 
 
+def _make(*arguments: str) -> subprocess.CompletedProcess[str]:
+    # Not as a part of the make that may be running these tests.
+    env = {name: value for name, value in os.environ.items() if not name.startswith("MAKE") and name != "MFLAGS"}
+    command = ["make", *arguments]
+    return subprocess.run(command, cwd=REPOSITORY, env=env, capture_output=True, text=True, timeout=280)
+
+
 def test_a_python_without_ensurepip_is_one_sentence(tmp_path):
     python = tmp_path / "python-without-ensurepip"
     code = "import sys; sys.modules['ensurepip'] = None; exec(sys.argv[1])"
     python.write_text(f'#!/bin/sh\n[ "$1" = -c ] || exit 97\nexec "{sys.executable}" -c "{code}" "$2"\n')
     python.chmod(0o755)
     venv = tmp_path / "venv"
-    command = ["make", "venv", f"PYTHON={python}", f"VENV={venv}"]
-    # Not as a part of the make that may be running these tests.
-    env = {name: value for name, value in os.environ.items() if not name.startswith("MAKE") and name != "MFLAGS"}
-    done = subprocess.run(command, cwd=REPOSITORY, env=env, capture_output=True, text=True, timeout=280)
+    done = _make("venv", f"PYTHON={python}", f"VENV={venv}")
     assert done.returncode != 0 and not venv.exists()
     sentence, *rest = done.stderr.splitlines()
     assert sentence.startswith(f"'{python}' cannot create virtual environments: install its venv package")
     assert all(line.startswith("make: ***") for line in rest) and "Setting up" not in done.stdout
+
+
+def test_the_demo_installs_only_what_it_needs_and_nothing_twice(tmp_path):
+    venv = tmp_path / "venv"
+    python = venv / "bin" / "python"
+    python.parent.mkdir(parents=True)
+    python.write_text("#!/bin/sh\necho it runs: $@\n")
+    python.chmod(0o755)
+
+    def installed(target: str) -> list[str]:
+        done = _make(target, f"PYTHON={sys.executable}", f"VENV={venv}")
+        assert done.returncode == 0, done.stderr
+        return re.findall(r"it runs: -m pip install .*--editable (\S+)", done.stdout)
+
+    assert installed("demo") == [".[demo]"] and installed("demo") == []
+    assert installed("test") == [".[dev]"] and installed("test") == installed("demo") == []
+    for stamp in venv.glob(".ready*"):
+        stamp.unlink()
+    assert installed("test") == [".[demo]", ".[dev]"] and installed("demo") == []
+
+
+def test_the_demo_imports_what_it_installs():
+    imported = set()
+    for name in ("clean_env", "demo", "lightning_digits"):
+        for node in ast.walk(ast.parse((REPOSITORY / "examples" / f"{name}.py").read_text())):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            names += [node.module] if isinstance(node, ast.ImportFrom) else []
+            imported |= {name.partition(".")[0] for name in names}
+    ours = {"clean_env", "lightning_commhooks"}
+    assert imported - ours - sys.stdlib_module_names == {"torch", "lightning", "sklearn", "rich"}
 
 
 @pytest.mark.parametrize("mutant", mutants.MUTANTS, ids=lambda mutant: mutant.name)

@@ -140,7 +140,7 @@ def test_wheel_metadata(wheel, imported):
     assert metadata["Name"] == "commhooks"
     assert metadata["License-Expression"] == "Apache-2.0"
     assert metadata["License-File"] == "LICENSE"
-    for_users, for_us = {"lightning", "accelerate", "transformers", "cli", "plot"}, {"dev", "bench", "docs"}
+    for_users, for_us = {"lightning", "accelerate", "transformers", "cli", "plot"}, {"dev", "demo", "bench", "docs"}
     assert for_users <= set(metadata.get_all("Provides-Extra")) <= for_users | for_us
     unconditional = {line for line in metadata.get_all("Requires-Dist") if "extra ==" not in line}
     assert unconditional == {"torch>=2.8.0", "omegaconf>=2.3.0", "rich"}

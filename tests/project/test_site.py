@@ -17,18 +17,30 @@ else:
     import tomli as tomllib
 
 
-def _pages_of_nav() -> list[str]:
-    def leaves(entry):
-        if isinstance(entry, str):
-            return [entry]
-        children = entry.values() if isinstance(entry, dict) else entry
-        return [leaf for child in children for leaf in leaves(child)]
+NAV = tomllib.loads((REPOSITORY / "zensical.toml").read_text())["project"]["nav"]
 
-    return leaves(tomllib.loads((REPOSITORY / "zensical.toml").read_text())["project"]["nav"])
+
+def _pages_of_nav(entry=NAV) -> list[str]:
+    if isinstance(entry, str):
+        return [entry]
+    children = entry.values() if isinstance(entry, dict) else entry
+    return [leaf for child in children for leaf in _pages_of_nav(child)]
 
 
 def test_the_nav_names_every_page_once():
     assert sorted(_pages_of_nav()) == sorted(path.name for path in (REPOSITORY / "docs").glob("*.md"))
+
+
+def test_long_tables_are_on_reference_pages():
+    (reference,) = (entry["Reference"] for entry in NAV if "Reference" in entry)
+    for_developers = ["architecture.md"]
+    long = []
+    for page in [REPOSITORY / "README.md", *(REPOSITORY / "docs").glob("*.md")]:
+        for table in re.findall(r"(?:^\|.*\n)+", page.read_text(encoding="utf-8"), re.MULTILINE):
+            if table.count("\n") > 2 + 8:
+                long.append((page.name, table.splitlines()[0]))
+    assert "messages.md" in dict(long)
+    assert [each for each in long if each[0] not in _pages_of_nav(reference) + for_developers] == []
 
 
 def _build(folder: Path) -> subprocess.CompletedProcess[str]:

@@ -11,6 +11,7 @@ A fence that needs more than `import torch` names what it needs in a comment abo
     <!-- snippet: ddp -->         `model`, `optimizer` and `batches`, in a process group
     <!-- snippet: attached -->    the same, and `ddp_model` with its `hook`, three steps old
     <!-- snippet: accelerate -->  as for `ddp`, and `train_loader`; in processes as `accelerate launch` starts them
+    <!-- snippet: accelerate yaml --> the same with settings from outside, as from a YAML file
     <!-- snippet: transformers --> `model`, `args` and `train_dataset` for a Trainer; in processes of torchrun
     <!-- snippet: continued -->   whatever the snippet above it left
     <!-- snippet: lightning -->   `model` and `train_loader`; the snippet is a script of its own, started from a shell
@@ -34,7 +35,9 @@ from dataclasses import dataclass
 LANGUAGES = ("python", "diff", "yaml", "bash", "text")
 RUN_AS_SCRIPTS = ("lightning", "lightning notebook")
 _LIGHTNING_NEEDS = ("lightning", "lightning ranks", "lightning notebook")
-NEEDS = ("", "ddp", "attached", "accelerate", "transformers", "continued", "output", "fabric ranks", *_LIGHTNING_NEEDS)
+_ACCELERATE_NEEDS = ("accelerate", "accelerate yaml")
+_OTHER_NEEDS = ("transformers", "continued", "output", "fabric ranks")
+NEEDS = ("", "ddp", "attached", *_ACCELERATE_NEEDS, *_OTHER_NEEDS, *_LIGHTNING_NEEDS)
 
 _COMMENT = re.compile(r"^\s*<!-- snippet: (.*?) -->\s*$")
 _FENCE = re.compile(r"^(\s*)(```+|~~~+)\s*(\S*)")

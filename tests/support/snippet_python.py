@@ -83,6 +83,9 @@ def execute(chain: list[tuple[str, str]], needs: str, folder: str) -> None:
 
     `chain` holds where each snippet stands and its text.
     """
+    config = str(REPOSITORY / "examples" / "accelerate_config.yaml")
+    outside = {"ACCELERATE_COMM_HOOK_CONFIG": config} if needs == "accelerate yaml" else {}
+    needs = needs.removesuffix(" yaml")
     namespace: dict[str, Any] = {"__name__": "__main__"}
     exec(_DDP if needs in ("ddp", "attached", "accelerate") else "import torch", namespace)
     if needs == "attached":
@@ -97,7 +100,7 @@ def execute(chain: list[tuple[str, str]], needs: str, folder: str) -> None:
         if needs in ("accelerate", "transformers"):
             from accelerators import accelerate_launched
 
-            undo.enter_context(accelerate_launched())
+            undo.enter_context(accelerate_launched(**outside))
         if needs in ("lightning ranks", "fabric ranks"):
             undo.enter_context(mock.patch.dict(os.environ, _torchrun()))
             exec(_LIGHTNING, namespace)

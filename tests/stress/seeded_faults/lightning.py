@@ -110,6 +110,13 @@ MUTANTS = [
         "with_lightning/test_interrupted_trainer.py::test_what_ends_a_training_leaves_a_checkpoint_that_resumes",
     ),
     Mutant(
+        "a function that is called with a signal's number is taken for its handler",
+        "lightning_commhooks/checkpoint.py",
+        "        interrupted is frame.f_back and ",
+        "        ",
+        "with_lightning/test_lightning_saving_alone.py::test_what_is_no_handled_signal_saves_exactly",
+    ),
+    Mutant(
         "a joint save in the requeue signal",
         "lightning_commhooks/checkpoint.py",
         "    return trainer.interrupted or in_signal_handler()\n",

@@ -118,7 +118,8 @@ class CommHookTrainerMixin(_Base):
 
     @property
     def comm_hook(self) -> CommHook | None:
-        """The hook of the model that is or was trained last: `stats()`, `plan()`. None before the first `train()`."""
+        """The hook of the model that is or was trained last: `stats()`, `plan()`. None before the first `train()`,
+        closed after each (see `CommHook.close`)."""
         return self._hook_handler.attached
 
     # ---- what the Trainer calls --------------------------------------------------------------------------------------
@@ -199,10 +200,17 @@ class CommHookTrainer(CommHookTrainerMixin, Trainer):
 
 
 class _CommHookCallback(TrainerCallback):
-    """Prepares the hook between wrapping and the first step, and checks that each checkpoint contains the hook."""
+    """Prepares the hook between wrapping and the first step, closes it after the last one, and checks that each
+    checkpoint contains it."""
 
     def __init__(self, trainer: CommHookTrainerMixin) -> None:
-        self.trainer = trainer
+        self._trainer = weakref.ref(trainer)  # which holds this callback
+
+    @property
+    def trainer(self) -> CommHookTrainerMixin:
+        trainer = self._trainer()
+        assert trainer is not None  # it is the caller
+        return trainer
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         trainer = self.trainer
@@ -222,6 +230,11 @@ class _CommHookCallback(TrainerCallback):
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.trainer._read_metrics()
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        hook = self.trainer.comm_hook
+        if hook is not None:
+            hook.close()
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         trainer = self.trainer

@@ -8,6 +8,8 @@ finder, which restores its own checkpoint, also resets the hook.
 
 import inspect
 import signal
+from itertools import pairwise
+from types import FrameType
 from typing import TYPE_CHECKING, Any, Literal, Optional
 
 from commhooks import CommHook
@@ -131,24 +133,32 @@ def _saves_alone(trainer: "pl.Trainer") -> bool:
     There are two cases. An exception on one rank: Lightning sets `trainer.interrupted` before it calls the callbacks'
     `on_exception`, in which ModelCheckpoint(save_on_exception=True) and OnExceptionCheckpoint save. A signal:
     Lightning's SLURM handler and users' handlers save between any two bytecodes of the main thread, with `interrupted`
-    False. All other cases, such as a save inside `if trainer.is_global_zero`, end at the time limit of the joint save
-    and lose only the residuals.
+    False. All other cases, such as a save inside `if trainer.is_global_zero`, or in a handler that has deleted its
+    arguments, end at the time limit of the joint save and lose only the residuals.
     """
     return trainer.interrupted or in_signal_handler()
 
 
 def in_signal_handler() -> bool:
-    """Whether a Python function that is registered as a signal handler is on the stack of this thread."""
-    codes = set()
-    for number in signal.valid_signals():
-        handler: Any = signal.getsignal(number)
-        handler = getattr(handler, "func", handler)  # functools.partial
-        code = getattr(handler, "__code__", None) or getattr(type(handler).__call__, "__code__", None)
-        codes.add(code)
-    codes.discard(None)
+    """Whether Python has called a function on the stack of this thread to handle a signal: with the number of a signal
+    and the frame that was interrupted, which is then the frame that the function returns to. Which functions are
+    registered says neither: programs call them directly, too, and a handler may have deregistered itself."""
     frame = inspect.currentframe()
     while frame is not None:
-        if frame.f_code in codes:
+        if _handles_signal(frame):
             return True
         frame = frame.f_back
     return False
+
+
+def _handles_signal(frame: FrameType) -> bool:
+    code = frame.f_code
+    if frame.f_back is None or (code.co_argcount < 2 and not code.co_flags & inspect.CO_VARARGS):
+        return False
+    names, rest, _, values = inspect.getargvalues(frame)
+    given = [values.get(name) for name in names]
+    given += values[rest] if rest is not None and isinstance(values.get(rest), tuple) else ()
+    return any(
+        interrupted is frame.f_back and isinstance(number, int) and number in signal.valid_signals()
+        for number, interrupted in pairwise(given)
+    )

@@ -82,7 +82,8 @@ class HookedFSDP2(HookedStrategy, ModelParallelStrategy):
 
     @property
     def comm_hook(self) -> CommHook | None:
-        """The attached hook: `stats()`, `plan()`. None before fit has set up the model; kept when fit is over."""
+        """The attached hook: `stats()`, `plan()`. None before fit has set up the model; kept when fit is over,
+        closed (see `CommHook.close`)."""
         return self._comm_hook
 
     @property
@@ -127,8 +128,6 @@ class HookedFSDP2(HookedStrategy, ModelParallelStrategy):
             return
         module = self.lightning_module
         assert module is not None
-        if self._comm_hook is not None and self.hook_belongs_to(module):
-            self._comm_hook.detach()  # of an earlier fit
         self._comm_hook = attach_request(
             _sharded_root(module),
             with_start(self._request, trainer),
@@ -136,6 +135,11 @@ class HookedFSDP2(HookedStrategy, ModelParallelStrategy):
             loss_scale=loss_scale(trainer.precision_plugin, self.root_device),
         )
         self._hooked_module = weakref.ref(module)
+
+    def teardown(self) -> None:
+        super().teardown()
+        if self._comm_hook is not None:
+            self._comm_hook.close()  # which another fit of this module could not attach a hook beside
 
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None

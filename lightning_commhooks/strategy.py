@@ -93,7 +93,7 @@ class HookedDDP(HookedStrategy, DDPStrategy):
     @property
     def comm_hook(self) -> CommHook | None:
         """The attached hook: `stats()`, `plan()`. None before the model is wrapped, and with `hook=None`; kept when fit
-        is over.
+        is over, closed (see `CommHook.close`).
 
         With the spawn and fork launchers, as in notebooks, it lives in the worker processes and stays None in the main
         one: `hook_stats(trainer)` has its numbers.
@@ -159,6 +159,11 @@ class HookedDDP(HookedStrategy, DDPStrategy):
                 f"the checkpoint holds no state of a communication hook (it was saved without CommHookDDP): hook "
                 f"{hook.name!r} begins with fresh memory"
             )
+
+    def teardown(self) -> None:
+        super().teardown()
+        if self._comm_hook is not None:
+            self._comm_hook.close()
 
     def __getstate__(self) -> dict[str, Any]:
         # Pickles (of the spawn launcher) and copies contain the configuration, never the hook of a wrapped model.

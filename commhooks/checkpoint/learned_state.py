@@ -18,6 +18,7 @@ from commhooks.compressors.state_field import StateField
 from commhooks.engine.session import Session
 from commhooks.engine.state import LearnedState
 from commhooks.errors import HookConfigError, logger_of
+from commhooks.gradients.process_group import held_weakly
 
 logger = logger_of(__name__)
 
@@ -55,7 +56,7 @@ class SavedLearnedState:
     ) -> None:
         self._hook = hook
         self._session = session
-        self._group = group
+        self._group = held_weakly(group)
         self._plans_with = plans
         self._rank, self._world_size = dist.get_rank(group), dist.get_world_size(group)
         self._joint_save: tuple[int, JointSave] | None = None
@@ -138,7 +139,7 @@ class SavedLearnedState:
         if nonce is None:
             return None
         if self._joint_save is None or self._joint_save[0] != nonce:
-            self._joint_save = (nonce, JointSave(self._group, nonce))
+            self._joint_save = (nonce, JointSave(self._group, self._rank, self._world_size, nonce))
         return self._joint_save[1]
 
     def _drop_uncompressed(self, state: LearnedState, compressor: Compressor[Any]) -> None:

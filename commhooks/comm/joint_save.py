@@ -1,6 +1,7 @@
 """Collectives for saving that can neither hang nor interfere with those of the training.
 
-They run on a separate gloo group, on CPU copies, in pieces with a time limit each. Before the first piece each rank
+They run on a gloo group of each save's own, on CPU copies, in pieces with a time limit each. It ends with the save, so
+that no training leaves one behind, and none is idle for hours between two saves. Before the first piece each rank
 writes a vote to the store of the process group. The decision whether to start is made once, by the first rank to write
 it (an atomic compare-and-set): rank 0 when all votes are there, or any rank whose time limit has passed. A save that
 not every rank joins is therefore detected before any collective starts. A second vote after the last piece tells every
@@ -15,28 +16,30 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from commhooks.gradients.torch_private import store_of
+from commhooks.errors import HookRunError
+from commhooks.gradients.torch_private import address_key, store_of
 
 PIECE_NUMEL = 1 << 22
 """Elements per collective: 16 MiB in float32, a few seconds at 100 Mbit/s."""
 
 
 class JointSave:
-    """Joint saves of one session. Every rank of `group` makes one, with the same `nonce`.
+    """Joint saves of one session. Every rank of the group makes one, with the same `nonce`.
 
     Args:
+        group: returns the group of the ranks that save; raises HookRunError once it was destroyed.
+        rank, size: of this rank in it, and of it.
         nonce: distinguishes the keys of this session in the store from those of others.
     """
 
-    def __init__(self, group: dist.ProcessGroup, nonce: int) -> None:
-        self._rank, self._size = group.rank(), group.size()
-        self._store = dist.PrefixStore(f"commhooks/{nonce:016x}", store_of(group))
+    def __init__(self, group: Callable[[], dist.ProcessGroup], rank: int, size: int, nonce: int) -> None:
+        self._ranks, self._rank, self._size, self._nonce = group, rank, size, nonce
         self._limit = timedelta(0)
         self._voted: list[str] = []
         self._saves: Counter[int] = Counter()
-        self._group: Any = None  # a ProcessGroupGloo; torch's type stubs lack its collectives
-        self._generation = 0
-        self._broken = True  # no group was made yet
+        # Of the running save. The group is a ProcessGroupGloo; torch's type stubs lack its collectives.
+        self._store: Any = None
+        self._group: Any = None
         self.speaker = 0
         """The one rank that logs a warning about the latest failure; it is a rank that knows of it."""
 
@@ -55,19 +58,25 @@ class JointSave:
         self._limit = timedelta(seconds=limit_s)
         self.speaker = 0
         self._saves[step] += 1
-        place = f"{step}.{self._saves[step]}"
-        generation = self._generation + (1 if self._broken else 0)
-        late = f"not every rank took part within {limit_s:g} s"
-        decision = self._try_vote(f"{place}/begin", str(generation))
-        if decision is None:
+        try:
+            self._store = dist.PrefixStore(f"commhooks/{self._nonce:016x}", store_of(self._ranks()))
+            return self._run(f"{step}.{self._saves[step]}", collect)
+        except HookRunError as error:  # the group of the ranks was destroyed
+            self.speaker = self._rank
+            return str(error)
+        finally:
+            self._store = self._group = None
+
+    def _run(self, place: str, collect: Callable[["JointSave"], None]) -> str:
+        late = f"not every rank took part within {self._limit.total_seconds():g} s"
+        if self._try_vote(f"{place}/begin", "") is None:
             return late
-        failure = self._try_collecting(max(map(int, decision)), collect)
+        failure = self._try_collecting(place, collect)
         outcome = self._try_vote(f"{place}/end", failure)
         failures = [late] if outcome is None else [each for each in outcome if each]
         if failures:
-            self._broken = True
             return failures[0]
-        self._forget_votes(place)
+        self._forget(place)
         return ""
 
     def _try_vote(self, place: str, vote: str) -> list[str] | None:
@@ -77,11 +86,12 @@ class JointSave:
             self.speaker = self._rank
             return None
 
-    def _try_collecting(self, generation: int, collect: Callable[["JointSave"], None]) -> str:
+    def _try_collecting(self, place: str, collect: Callable[["JointSave"], None]) -> str:
         """Connect the ranks and run `collect`. Returns "" or what failed: a dead rank or a timeout, for which torch has
         no narrower class than Exception."""
         try:
-            self._use_generation(generation)
+            store = dist.PrefixStore(f"{place}/gloo", self._store)
+            self._group = dist.ProcessGroupGloo(store, self._rank, self._size, self._limit)
         except Exception as error:
             return (
                 f"rank {self._rank} could not connect to the other ranks over gloo (on several machines set "
@@ -90,13 +100,16 @@ class JointSave:
         try:
             collect(self)
         except Exception as error:
+            self._group = None  # closes the connections: the others need not wait for this rank
             return f"rank {self._rank} failed: {type(error).__name__}: {error}"
         return ""
 
-    def _forget_votes(self, place: str) -> None:
-        """Delete the votes that no rank reads any more. All ranks have voted at the end of `place`, so they have
-        finished its first vote and all earlier saves."""
+    def _forget(self, place: str) -> None:
+        """Delete what no rank reads any more. All ranks have voted at the end of `place`, so they have connected, and
+        have finished its first vote and all earlier saves."""
         if self._rank == 0:
+            for rank in range(self._size):
+                self._store.delete_key(f"{place}/gloo/{address_key(rank)}")
             for old in (*self._voted, f"{place}/begin"):
                 for key in ("decision", *(f"vote{rank}" for rank in range(self._size))):
                     self._store.delete_key(f"{old}/{key}")
@@ -106,7 +119,7 @@ class JointSave:
         """The mean of `tensor` over the ranks, on the CPU. All ranks must call this with equal shapes and dtypes."""
         total = tensor.detach().to("cpu", copy=True).contiguous()
         for piece in total.view(-1).split(PIECE_NUMEL):
-            self._live_group().allreduce([piece]).wait(self._limit)
+            self._group.allreduce([piece]).wait(self._limit)
         return total.div_(self._size)
 
     def gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
@@ -115,20 +128,8 @@ class JointSave:
         gathered = [torch.empty_like(own) for _ in range(self._size)]
         pieces = [own.view(-1).split(PIECE_NUMEL)] + [each.view(-1).split(PIECE_NUMEL) for each in gathered]
         for mine, *theirs in zip(*pieces, strict=True):
-            self._live_group().allgather([theirs], [mine]).wait(self._limit)
+            self._group.allgather([theirs], [mine]).wait(self._limit)
         return gathered
-
-    def _live_group(self) -> Any:
-        assert self._group is not None
-        return self._group
-
-    def _use_generation(self, generation: int) -> None:
-        """Make a new gloo group if there is none, or after a failure: a group in which a collective has failed cannot
-        be used again."""
-        if self._group is None or self._broken or generation != self._generation:
-            store = dist.PrefixStore(f"gloo{generation}", self._store)
-            self._group = dist.ProcessGroupGloo(store, self._rank, self._size, self._limit)
-            self._generation, self._broken = generation, False
 
     def _vote(self, place: str, vote: str) -> list[str] | None:
         """The votes of all ranks, or None if not all of them voted in time. All ranks get the same result."""

@@ -2,15 +2,16 @@
 
 import os
 import socket
+import weakref
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 
 from commhooks.comm.collective import gather_texts
 from commhooks.errors import AttachError, logger_of
+from commhooks.gradients.process_group import held_weakly
 
 logger = logger_of(__name__)
 
@@ -18,30 +19,32 @@ RanksPerNode = int | str | None
 """A number, "auto" or None."""
 
 
-@dataclass(frozen=True, eq=False)
 class Nodes:
     """Nodes with equal numbers of ranks, as this rank sees them.
 
     Attributes:
-        node: the ranks of this node; the rank in this group is the local rank.
-        across: the ranks with this local rank, one of each node, in the same order of nodes everywhere.
+        local_rank: the rank in `node`.
+        count: how many nodes there are.
     """
 
-    node: dist.ProcessGroup
-    across: dist.ProcessGroup
+    def __init__(self, node: dist.ProcessGroup, across: dist.ProcessGroup) -> None:
+        self.local_rank, self.ranks_per_node, self.count = node.rank(), node.size(), across.size()
+        self._node, self._across = held_weakly(node), held_weakly(across)
 
     @property
-    def local_rank(self) -> int:
-        return self.node.rank()
+    def node(self) -> dist.ProcessGroup:
+        """The ranks of this node."""
+        return self._node()
 
     @property
-    def ranks_per_node(self) -> int:
-        return self.node.size()
+    def across(self) -> dist.ProcessGroup:
+        """The ranks with this local rank, one of each node, in the same order of nodes everywhere."""
+        return self._across()
 
-    @property
-    def count(self) -> int:
-        """How many nodes there are."""
-        return self.across.size()
+
+# Of each group, the nodes into which it was divided, by their members: a second training takes those of the first. In
+# torch 2.13 a group cannot be destroyed and made again with the same ranks: it connects to the addresses of the first.
+_KNOWN: "weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, Nodes]]" = weakref.WeakKeyDictionary()
 
 
 def find_nodes(ranks_per_node: RanksPerNode, group: dist.ProcessGroup, device: torch.device) -> Nodes | None:
@@ -88,7 +91,11 @@ def find_nodes(ranks_per_node: RanksPerNode, group: dist.ProcessGroup, device: t
         return None
     mine = next(each for each in members if group.rank() in each)
     local_rank = mine.index(group.rank())
-    return Nodes(_new_group(mine, group), _new_group([each[local_rank] for each in members], group))
+    known, division = _KNOWN.setdefault(group, {}), str(members)
+    if division not in known:
+        across = [each[local_rank] for each in members]
+        known[division] = Nodes(_new_group(mine, group), _new_group(across, group))
+    return known[division]
 
 
 def ranks_per_host(group: dist.ProcessGroup, device: torch.device) -> int:

@@ -83,8 +83,19 @@ class PowerSGDState(SessionState):
 
     def _new_session(self, options: PowerSGD, state: LearnedState, counters: Counters) -> None:
         compressor = PowerSGDCompressor(options)
-        self.session = Session(compressor, Binding(PositionalNames(), lambda: self.process_group), state, counters)
+        self.session = Session(compressor, Binding(PositionalNames(), self._group_or()), state, counters)
         self._reader = BucketReader()
+
+    def _group_or(self, otherwise: Callable[[], dist.ProcessGroup | None] = lambda: None) -> Any:
+        """Returns a function that returns `process_group`, and where that is None `otherwise()`. It holds this object
+        weakly, which holds the session that calls it."""
+        weak = weakref.ref(self)
+
+        def group() -> dist.ProcessGroup | None:
+            state = weak()
+            return otherwise() if state is None or state.process_group is None else state.process_group
+
+        return group
 
     def bind(self, binding: Binding, model: torch.nn.Module, function: Callable[..., Any]) -> None:
         """Bind the state to a model; `commhooks.attach` calls this on every rank. `model`: the module that DDP wraps;
@@ -102,9 +113,7 @@ class PowerSGDState(SessionState):
         self._serves = weakref.ref(model)
         self._reader = BucketReader(len(binding.names.known()))
         if not self.session.has_run:
-            if self.process_group is None:
-                self.process_group = binding.group()
-            self.session.bind(dataclasses.replace(binding, group=lambda: self.process_group))
+            self.session.bind(dataclasses.replace(binding, group=self._group_or(binding.group)))
             form = form_of(function)
             if form is not None:
                 self.use(form)
@@ -203,7 +212,8 @@ class PowerSGDState(SessionState):
     _serves: "weakref.ref[torch.nn.Module] | None" = None
 
     def _adapt_pickled_state(self) -> None:
-        state, here = self.session.state, (dist.get_rank(self.process_group), dist.get_world_size(self.process_group))
+        group = self.session.binding.group()
+        state, here = self.session.state, (dist.get_rank(group), dist.get_world_size(group))
         if self._saved_on is not None and self._saved_on != here:
             state.local_missing = state.has_local()
             state.forget_local()

@@ -52,14 +52,18 @@ class Binding:
         names: stable names of the parameters.
         group: called at each backward pass; returns the process group, or None for the default group.
         loss_scale: returns the current scale of the GradScaler; None without one.
-        shard_group: of a sharded model, the ranks that hold the other shards of this replica: a pass is committed on
-            all of them or on none.
+        shards: returns, for a sharded model, the ranks that hold the other shards of this replica: a pass is committed
+            on all of them or on none.
     """
 
     names: ParameterNames
     group: Callable[[], dist.ProcessGroup | None]
     loss_scale: Callable[[], LossScale] | None = None
-    shard_group: dist.ProcessGroup | None = None
+    shards: Callable[[], dist.ProcessGroup | None] = lambda: None
+
+    @property
+    def shard_group(self) -> dist.ProcessGroup | None:
+        return self.shards()
 
 
 class Session:
@@ -158,6 +162,15 @@ class Session:
         """End the running pass, whose latest bucket was not marked as the last: no further one will arrive."""
         if self._pass is not None:
             self._drain_if_open(self._pass)
+
+    def close(self) -> None:
+        """Free the buffers, and move the learned state to the host. No further backward pass may follow."""
+        self._drop_pass()
+        for known in self._buckets:
+            known.work = None
+        with self.settled():
+            for tensors in self.state.entries.values():
+                tensors.update((name, tensor.cpu()) for name, tensor in tensors.items())
 
     def settle(self) -> None:
         """Bring `state.step` up to date, for which the host may wait for the latest commit on an accelerator. The

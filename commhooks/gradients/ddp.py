@@ -90,7 +90,7 @@ class DDPGradients(GradientSource):
             AttachError: the model has a communication hook of its own.
         """
         _check_free(ddp_model)
-        self.group = ddp_model.process_group if group is None else group
+        super().__init__(ddp_model.process_group if group is None else group)
         self.names = ModelNames(reduced_parameters(ddp_model), all_names(ddp_model.module))
         self.sparse = sparse_parameters(ddp_model.module)
         # All parameters may have been frozen after wrapping.

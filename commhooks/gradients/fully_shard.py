@@ -29,6 +29,7 @@ from commhooks.gradients.bucket import Bucket
 from commhooks.gradients.exclude import all_names, own_name
 from commhooks.gradients.local_shard import NOTHING_SHARDED, LocalShard, common_mesh, is_sharded, local_values
 from commhooks.gradients.names import ModelNames
+from commhooks.gradients.process_group import held_weakly
 from commhooks.gradients.source import Extent, GradientSource, Reducer, described_parameter
 from commhooks.gradients.tensors_in import tensors_in
 from commhooks.gradients.torch_private import has_accumulate_hooks
@@ -52,8 +53,8 @@ class FullyShardGradients(GradientSource):
             unit.reshard()  # after an evaluation the root's parameters may still be whole
         sharded = {own_name(name): p for name, p in model.named_parameters() if is_sharded(name, p)}
         mesh = common_mesh(sharded)
-        self.group = group
-        self.shard_group = mesh.get_group()
+        super().__init__(group)
+        self._shard_group = held_weakly(mesh.get_group())
         self._mesh = mesh
         self.device = local_values(next(iter(sharded.values()))).device
         if self.device.type != mesh.device_type:
@@ -76,6 +77,10 @@ class FullyShardGradients(GradientSource):
         self._pass: RunningPass | None = None
         self._handles: list[RemovableHandle] = []
         self._checked: set[tuple[int, ...]] = set()
+
+    @property
+    def shard_group(self) -> dist.ProcessGroup:
+        return self._shard_group()
 
     @property
     def module(self) -> torch.nn.Module | None:
@@ -151,6 +156,9 @@ class FullyShardGradients(GradientSource):
             unit.set_all_reduce_hook(None)  # type: ignore[arg-type]
         while self._handles:
             self._handles.pop().remove()
+
+    def close(self) -> None:
+        self.unregister()
 
     # ---- what torch calls --------------------------------------------------------------------------------------------
 

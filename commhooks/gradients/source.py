@@ -12,6 +12,7 @@ from commhooks.errors import AttachError
 from commhooks.gradients.bucket import Bucket
 from commhooks.gradients.exclude import own_name
 from commhooks.gradients.names import ModelNames, ParameterNames
+from commhooks.gradients.process_group import held_weakly
 
 Future = torch.futures.Future[torch.Tensor]
 
@@ -51,13 +52,13 @@ class Extent:
 
 
 class GradientSource(ABC):
-    """A wrapped model as a source of buckets. It holds the parameters, and the modules weakly.
+    """A wrapped model as a source of buckets. It holds the parameters, and the modules and process groups weakly.
+
+    Args:
+        group: the process group over which the gradients are averaged.
 
     Attributes:
         names: the parameters that are reduced. For a sharded model these are this rank's shards.
-        group: the process group over which the gradients are averaged.
-        shard_group: the ranks that hold the other shards of the same replica; None if nothing is sharded. A step is
-            committed on all of them or on none.
         device: where the gradients are.
         sparse: ids of the parameters whose gradients are sparse.
         nothing_to_reduce: the error message if `names` is empty.
@@ -66,13 +67,25 @@ class GradientSource(ABC):
     """
 
     names: ModelNames
-    group: dist.ProcessGroup
-    shard_group: dist.ProcessGroup | None = None
     device: torch.device
     sparse: set[int]
     nothing_to_reduce: ClassVar[str]
     gives_grad_buckets: ClassVar[bool]
     averages_alone: ClassVar[bool]
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group = held_weakly(group)
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        """The process group over which the gradients are averaged. Raises HookRunError if it was destroyed."""
+        return self._group()
+
+    @property
+    def shard_group(self) -> dist.ProcessGroup | None:
+        """The ranks that hold the other shards of the same replica; None if nothing is sharded. A step is committed on
+        all of them or on none."""
+        return None
 
     @property
     @abstractmethod
@@ -108,6 +121,10 @@ class GradientSource(ABC):
         raise AttachError(
             "a DistributedDataParallel model keeps its communication hook for life; wrap the model anew to change it"
         )
+
+    def close(self) -> None:
+        """Undo `register` where that is possible; no further backward pass will call the hook."""
+        return None
 
     # ---- shards; by default a parameter is one -----------------------------------------------------------------------
 

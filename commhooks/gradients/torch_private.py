@@ -54,6 +54,11 @@ def store_of(group: dist.ProcessGroup) -> dist.Store:
     return store
 
 
+def address_key(rank: int) -> str:
+    """The key under which `ProcessGroupGloo` puts the address of a rank into the store that it is made with."""
+    return f"0/{rank}"
+
+
 def joined_with_uneven_division(ddp_model: DistributedDataParallel) -> bool:
     """Whether DDP runs in `Join(divide_by_initial_world_size=False)`: DDP's join hook sets it."""
     return getattr(ddp_model, "_divide_by_initial_world_size", True) is False

@@ -157,7 +157,7 @@ def attach_request(
     _check_topology(request, source)
     if request.off and not source.averages_alone:
         request = request.as_plain_average()
-    binding = Binding(source.names, lambda: source.group, loss_scale, source.shard_group)
+    binding = Binding(source.names, lambda: source.group, loss_scale, lambda: source.shard_group)
     compressor = request.new_compressor(total_steps)
     runner: Runner
     state: Any

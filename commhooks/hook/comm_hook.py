@@ -12,7 +12,7 @@ from commhooks.checkpoint.learned_state import SaveRequest
 from commhooks.comm.clocks import has_clock
 from commhooks.comm.collective import agreement_key
 from commhooks.comm.shards import speaks
-from commhooks.errors import HookConfigError, PayloadError, logger_of, shown
+from commhooks.errors import HookConfigError, HookRunError, PayloadError, logger_of, shown
 from commhooks.gradients.after_backward import in_backward, run_after_backward
 from commhooks.gradients.bucket import Bucket
 from commhooks.gradients.ddp import BucketReader
@@ -60,6 +60,7 @@ class CommHook:
         self._replicas = ReplicaCheck(source, every, runner.counters) if every is not None else None
         self._cosine: CosineSampler | None = None
         self._announced = False
+        self._closed = False
         # Bucket indices increase within a pass: an index that does not increase begins another pass.
         self._last_index = _NO_BUCKET_YET
 
@@ -84,6 +85,19 @@ class CommHook:
         """
         self._source.unregister()
 
+    def close(self) -> None:
+        """Free what only backward passes need, at the end of a training: the buffers, and on a model sharded by
+        `fully_shard` the place in it. What was learned moves to the host. `stats()`, `plan()` and `state_dict()` remain
+        usable; a further backward pass raises HookRunError. Nothing is communicated, so no rank waits for another one.
+        Repeated calls do nothing.
+
+        The plugins for Lightning and transformers call this at the end of each training. Otherwise all of this is freed
+        with the model.
+        """
+        self._closed = True
+        self._source.close()
+        self._runner.close()
+
     # ---- what the source of the gradients calls ----------------------------------------------------------------------
 
     @property
@@ -92,6 +106,11 @@ class CommHook:
 
     def _run(self, state: Any, bucket: dist.GradBucket) -> Future:
         """The hook function for DDP."""
+        if self._closed:
+            raise HookRunError(
+                f"a backward pass after close() of this hook ({self.name!r}), which ended its training: wrap the model "
+                "in a new DistributedDataParallel, and attach a hook to that"
+            )
         own = self._reader.read(bucket)
         future = self._reduce(own, bucket)
         if own.is_last:

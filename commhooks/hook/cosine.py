@@ -18,6 +18,7 @@ from commhooks.gradients.bucket import Bucket
 from commhooks.gradients.layout import BucketLayout, read_layout
 from commhooks.gradients.names import ParameterNames
 from commhooks.gradients.precision import compute_dtype
+from commhooks.gradients.process_group import held_weakly
 
 
 @dataclass
@@ -57,7 +58,7 @@ class CosineSampler:
         self.every = every
         self.latest: Sample | None = None
         self._names = names
-        self._group = group
+        self._group = held_weakly(group)
         self._passes = 0
         self._sampling = False
         self._kept: list[_Kept] = []
@@ -108,9 +109,9 @@ class CosineSampler:
         for each in kept:
             assert each.future is not None
             try:
-                dist.all_reduce(each.gradient, group=self._group)
+                dist.all_reduce(each.gradient, group=self._group())
             except RuntimeError as error:
-                raise lost("the true gradient (sample_cosine)", self._group, error) from error
+                raise lost("the true gradient (sample_cosine)", self._group(), error) from error
             reduced = each.future.wait()
             for slot in each.layout.slots:
                 a, b = slot.of(reduced).double(), slot.of(each.gradient).double()

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
@@ -44,6 +45,8 @@ class LearningHook(Runner):
         function: Callable[[dist.GradBucket], Future] | None = None,
     ) -> None:
         self.counters = session.counters
+        # Not a method: bound, it would hold this object in a cycle, and with it the learned state.
+        self._own_plans = functools.partial(_plans_of_parameters, session, sparse)
         self.saved_state = SavedLearnedState(name, session, group, self._own_plans)
         self._name = name
         self._session = session
@@ -58,6 +61,9 @@ class LearningHook(Runner):
 
     def end_pass(self) -> None:
         self._session.end_pass()
+
+    def close(self) -> None:
+        self._session.close()
 
     def settle(self) -> None:
         self._session.settle()
@@ -161,10 +167,11 @@ class LearningHook(Runner):
             return []
         return [f"{compressor.phrase} compresses no parameter of this model: print(hook.plan()) says why for each."]
 
-    def _own_plans(self, compressor: Compressor[Any]) -> list[UnitPlan]:
-        """The plans of all parameters with `compressor`; empty for one of whole buckets. Computed at each call, because
-        loading a state may change options."""
-        if compressor.per_bucket:
-            return []
-        infos = parameter_infos(self._session.binding.names, compressor.planning_config, self._sparse)
-        return compressor.plan(list(infos.values()))
+
+def _plans_of_parameters(session: Session, sparse: Collection[int], compressor: Compressor[Any]) -> list[UnitPlan]:
+    """The plans of all parameters with `compressor`; empty for one of whole buckets. Computed at each call, because
+    loading a state may change options."""
+    if compressor.per_bucket:
+        return []
+    infos = parameter_infos(session.binding.names, compressor.planning_config, sparse)
+    return compressor.plan(list(infos.values()))

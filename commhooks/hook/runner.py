@@ -66,6 +66,10 @@ class Runner(ABC):
         """Complete the futures of all buckets, if the last one was not marked as the last."""
         return None
 
+    def close(self) -> None:
+        """Free the buffers; no further backward pass will follow."""
+        return None
+
     def settle(self) -> None:
         """Bring counters and step up to date; may synchronise with an accelerator."""
         return None

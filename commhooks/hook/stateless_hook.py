@@ -18,6 +18,7 @@ from commhooks.engine.session import Binding, Session
 from commhooks.engine.state import LearnedState
 from commhooks.gradients.bucket import Bucket
 from commhooks.gradients.names import ParameterNames
+from commhooks.gradients.process_group import held_weakly
 from commhooks.hook.plan import ModelPlan
 from commhooks.hook.plan_model import parameter_infos, whole_plan
 from commhooks.hook.runner import Future, Runner, several_devices
@@ -51,7 +52,7 @@ class StatelessHook(Runner):
         self._name = name
         self._compressor = compressor
         self._names = names
-        self._group = group
+        self._group = held_weakly(group)
         self._sparse = sparse
         self._one_device = one_device
 
@@ -62,7 +63,7 @@ class StatelessHook(Runner):
         counters = self.counters
         counters.bytes_uncompressed += bucket.numel_here * bucket.flat.element_size()
         return run_with_clocks(
-            lambda: reduce_at_once(self._compressor, bucket, self._group, counters), bucket.flat.device, counters
+            lambda: reduce_at_once(self._compressor, bucket, self._group(), counters), bucket.flat.device, counters
         )
 
     @property
@@ -85,7 +86,7 @@ class StatelessHook(Runner):
         return StatelessNodesHook(self, arrangement)
 
     def remarks(self, *, checked: bool) -> list[str]:
-        if self._compressor.config.sends or self._group.size() == 1:
+        if self._compressor.config.sends or self._group().size() == 1:
             return []
         return [
             f"hook {self._name!r} averages nothing: every rank trains on its own data only, and the ranks drift apart. "
@@ -107,8 +108,8 @@ class StatelessNodesHook(StatelessHook):
     """
 
     def __init__(self, flat: StatelessHook, arrangement: Flat) -> None:
-        super().__init__(flat._name, flat._compressor, flat._names, flat._group, flat._sparse)
-        binding = Binding(flat._names, lambda: flat._group)
+        super().__init__(flat._name, flat._compressor, flat._names, flat._group(), flat._sparse)
+        binding = Binding(flat._names, flat._group)
         self._session = Session(Awaited(flat._compressor), binding, LearnedState.of(()), self.counters)
         self._session.arrange(arrangement)
         self.compute_with(flat.choice)
@@ -121,6 +122,9 @@ class StatelessNodesHook(StatelessHook):
 
     def end_pass(self) -> None:
         self._session.end_pass()
+
+    def close(self) -> None:
+        self._session.close()
 
     def settle(self) -> None:
         self._session.settle()

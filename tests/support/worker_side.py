@@ -68,7 +68,8 @@ def worker_main(stack_path: str) -> None:
 
 
 def _collect_garbage() -> None:
-    """Hook and model refer to each other, and keep the task's process groups until then, with three threads for each.
+    """Models and what users' functions keep of them refer to each other, and hold the task's process groups until then,
+    with three threads for each.
 
     What was imported since the last time is exempted from this and later collections, to make them short."""
     time.sleep(

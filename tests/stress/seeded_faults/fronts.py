@@ -60,16 +60,9 @@ MUTANTS = [
     Mutant(
         "names are registered with lightning.pytorch only",
         "lightning_commhooks/__init__.py",
-        'when_imported("pytorch_lightning", _for_pytorch_lightning)\n',
-        "",
-        f"{TWIN}::test_names_are_registered_with_what_is_imported_later",
-    ),
-    Mutant(
-        "the loader of a package that is imported later stays ours",
-        "lightning_commhooks/when_imported.py",
-        "        module.__spec__.loader = self.found\n",
-        "",
-        f"{TWIN}::test_names_are_registered_with_what_is_imported_later",
+        '"lightning": "lightning_pytorch", "pytorch_lightning": "pytorch_lightning"',
+        '"lightning": "lightning_pytorch"',
+        f"{TWIN}::test_names_are_registered_at_once",
     ),
     Mutant(
         "the twin imports lightning",

@@ -55,8 +55,8 @@ MUTANTS = [
     Mutant(
         "the hook of an earlier fit stays on the shards",
         "lightning_commhooks/fsdp2.py",
-        "            self._comm_hook.detach()  # of an earlier fit\n",
-        "            pass\n",
+        "            self._comm_hook.close()  # which another",
+        "            pass  # which another",
         "with_lightning/test_lightning_fsdp2.py::test_fits_follow_each_other",
     ),
     Mutant(
@@ -108,6 +108,20 @@ MUTANTS = [
         "    return trainer.interrupted or in_signal_handler()\n",
         "    return in_signal_handler()\n",
         "with_lightning/test_interrupted_trainer.py::test_what_ends_a_training_leaves_a_checkpoint_that_resumes",
+    ),
+    Mutant(
+        "a finished fit keeps the buffers of its hook",
+        "lightning_commhooks/strategy.py",
+        "            self._comm_hook.close()\n",
+        "            pass\n",
+        "with_lightning/test_lightning_sweeps.py::test_a_sweep_leaves_nothing_behind",
+    ),
+    Mutant(
+        "a function that is called with a signal's number is taken for its handler",
+        "lightning_commhooks/checkpoint.py",
+        "        interrupted is frame.f_back and ",
+        "        ",
+        "with_lightning/test_lightning_saving_alone.py::test_what_is_no_handled_signal_saves_exactly",
     ),
     Mutant(
         "a joint save in the requeue signal",

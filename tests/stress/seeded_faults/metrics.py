@@ -41,7 +41,7 @@ MUTANTS = [
     Mutant(
         "a sample of this rank alone",
         "commhooks/hook/cosine.py",
-        "                dist.all_reduce(each.gradient, group=self._group)\n",
+        "                dist.all_reduce(each.gradient, group=self._group())\n",
         "                pass\n",
         "hook/test_metrics.py::test_the_cosine_is_right_and_leaves_no_trace",
     ),

@@ -48,9 +48,7 @@ MUTANTS = [
     Mutant(
         "an old twin of others' breaks their import",
         "lightning_commhooks/__init__.py",
-        """    with suppress(TooOld):
-        check_version(sys.modules["pytorch_lightning"])
-""",
+        "    with suppress(Exception):\n",
         "    with suppress(KeyError):\n",
         "project/test_versions.py::test_an_old_framework_of_others_is_left_alone",
     ),
@@ -64,7 +62,7 @@ MUTANTS = [
     Mutant(
         "noop trains apart in silence",
         "commhooks/hook/stateless_hook.py",
-        "if self._compressor.config.sends or self._group.size() == 1:",
+        "if self._compressor.config.sends or self._group().size() == 1:",
         "if True:",
         "hook/test_no_hook.py::test_noop_warns_and_marks_what_it_saves",
     ),

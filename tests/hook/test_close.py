@@ -1,0 +1,172 @@
+"""What a training leaves behind: nothing that waits for the garbage collector, or that cannot end in a fork."""
+
+from __future__ import annotations
+
+import gc
+import os
+import weakref
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from inside import session_of
+from sweeps import assert_nothing_piles_up, loader, tensor_bytes, threads_after_each
+from torch.nn.parallel import DistributedDataParallel
+from training import Run
+
+import commhooks
+
+OPTIONS = {"matrix_approximation_rank": 2, "start_powerSGD_iter": 1}
+HOOKS: dict[str, Any] = {
+    "powerSGD": OPTIONS,
+    "batched_powerSGD": OPTIONS,
+    "int8_compress": {},
+    "auto": {},
+    "drop-in": {},
+}
+
+
+def _works_of(hook: commhooks.CommHook) -> list[weakref.ref[Any]]:
+    return [weakref.ref(known.work) for known in session_of(hook)._buckets if known.work is not None]
+
+
+def _closed() -> None:
+    run = Run.new(hook_options=OPTIONS).train(3)
+    hook, works = run.hook, _works_of(run.hook)
+    before = hook.stats() | {"last_issued": None}, str(hook.plan()), hook.norms()
+    gc.disable()  # what is freed is freed at once
+    hook.close()
+    hook.close()
+    assert len(works) > 1 and not any(work() for work in works)
+    gc.enable()
+    assert (hook.stats() | {"last_issued": None}, str(hook.plan()), hook.norms()) == before
+    saved = hook.state_dict("mean")
+    assert saved["exact"] and saved["residual"] == "mean" and saved["step"] == 3
+    with pytest.raises(commhooks.HookRunError, match=r"after close\(\) of this hook \('powerSGD'\)"):
+        run.train(1)
+
+
+def test_a_closed_hook_keeps_what_users_read(run_ranks: Any) -> None:
+    run_ranks(_closed)
+
+
+def _one_closes() -> bool:
+    run = Run.new(hook_options=OPTIONS).train(3)
+    if dist.get_rank() == 1:
+        run.hook.close()
+    return run.hook.state_dict("mean")["exact"]
+
+
+def test_no_rank_waits_for_one_that_closes_alone(run_ranks: Any) -> None:
+    assert run_ranks(_one_closes, timeout_s=30) == [True, True]
+
+
+def _deleted(hook: str, options: dict[str, Any]) -> list[int]:
+    """Bytes of tensors before a training and after each of two."""
+
+    def train() -> int:
+        function, state = hook, None
+        if hook == "drop-in":
+            function, state = commhooks.powerSGD_hook, commhooks.PowerSGDState(None, 2, start_powerSGD_iter=1)
+        run = Run.new(hook=function, hook_state=state, hook_options=options, save_residual="mean").train(4)
+        run.hook.state_dict()
+        run.optimizer.zero_grad()
+        del run, state
+        return tensor_bytes()
+
+    train()  # torch imports modules in the first, whose frames stay until the garbage is collected
+    gc.collect()
+    gc.disable()
+    try:
+        return [tensor_bytes(), train(), train()]
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize("hook", HOOKS)
+def test_buffers_go_with_the_model(run_ranks: Any, hook: str) -> None:
+    for before, *after in run_ranks(_deleted, hook, HOOKS[hook]):
+        assert max(after) < before + 5_000  # a model has 45,000; gloo may hold a last message a moment longer
+
+
+def _destroyed(folder: str) -> list[int]:
+    """As a notebook that destroys the process group after each training, and keeps the hooks to compare them."""
+    kept: list[commhooks.CommHook] = []
+    rank = dist.get_rank()
+
+    def train() -> None:
+        dist.destroy_process_group()
+        store = dist.FileStore(os.path.join(folder, str(len(kept))), 2)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
+        run = Run.new(hook_options=OPTIONS, save_residual="mean").train(3)
+        assert run.hook.state_dict()["exact"]
+        run.train(1)
+        kept.append(run.hook)
+        for _ in loader():
+            pass
+
+    threads = threads_after_each(train, 5)
+    dist.barrier()
+    assert [hook.stats()["step"] for hook in kept] == [4] * 5 and kept[0].plan().parameters
+    saved = kept[0].state_dict()  # no other rank can be asked for its residuals
+    assert not saved["exact"] and saved["step"] == 4
+    return threads
+
+
+def test_a_destroyed_group_ends_though_the_hook_is_kept(run_ranks: Any, tmp_path: Path) -> None:
+    for threads in run_ranks(_destroyed, str(tmp_path)):
+        assert_nothing_piles_up(threads)
+
+
+def _sweep() -> list[int]:
+    def train() -> None:
+        model = DistributedDataParallel(torch.nn.Sequential(torch.nn.Linear(16, 64), torch.nn.Linear(64, 8)))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        hook = commhooks.attach(model, "powerSGD", hook_options=OPTIONS, save_residual="mean")
+        for x, y in loader():
+            optimizer.zero_grad()
+            torch.nn.functional.mse_loss(model(x), y).backward()
+            optimizer.step()
+        assert hook.state_dict()["exact"]
+        circle: list[Any] = [model, hook]  # as in a Trainer and its parts
+        circle.append(circle)
+
+    return threads_after_each(train)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_sweep_leaves_nothing_behind(run_ranks: Any, world_size: int) -> None:
+    for threads in run_ranks(_sweep, world_size=world_size):
+        assert_nothing_piles_up(threads)
+
+
+def _between_nodes() -> list[int]:
+    def train() -> None:
+        Run.new(hook_options=OPTIONS, ranks_per_node=2).train(3).hook.close()
+
+    return threads_after_each(train, 5)
+
+
+def test_trainings_share_the_groups_of_nodes(run_ranks: Any) -> None:
+    for threads in run_ranks(_between_nodes, world_size=4):
+        assert_nothing_piles_up(threads)
+
+
+def _keys() -> list[int]:
+    """Of the store, after each of three saves."""
+    run = Run.new(hook_options=OPTIONS, save_residual="mean").train(2)
+    store = dist.group.WORLD.get_group_store()
+    counts = []
+    for _ in range(3):
+        assert run.train(1).hook.state_dict()["exact"]
+        dist.barrier()
+        counts.append(store.num_keys())
+        dist.barrier()
+    return counts
+
+
+def test_saves_leave_no_keys_in_the_store(run_ranks: Any) -> None:
+    for first, *later in run_ranks(_keys):
+        assert later == [first] * 2

@@ -1,0 +1,52 @@
+"""Several trainings in one process, as of Optuna, with forked DataLoader workers in which Python collects garbage."""
+
+from __future__ import annotations
+
+import gc
+import os
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, Dataset, get_worker_info
+
+TRAININGS = 10
+
+
+class CollectsGarbage(Dataset[Any]):
+    """Regression, whose worker collects what the trainings before it have left: as any allocation may."""
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        if get_worker_info() is not None and index < 2:
+            gc.collect()
+        generator = torch.Generator().manual_seed(index)
+        return torch.randn(16, generator=generator), torch.randn(8, generator=generator)
+
+
+def loader() -> DataLoader[Any]:
+    """Its worker is forked. A worker that hangs is an error after 30 s."""
+    return DataLoader(CollectsGarbage(), 2, num_workers=1, multiprocessing_context="fork", timeout=30)
+
+
+def threads_after_each(train: Callable[[], object], times: int = TRAININGS) -> list[int]:
+    """The number of threads of this process, C++'s included, after each call of `train`. Nothing may wait for the
+    garbage collector: here it works in the forked processes only."""
+    gc.collect()
+    gc.disable()
+    try:
+        return [(train(), len(os.listdir("/proc/self/task")))[1] for _ in range(times)]
+    finally:
+        gc.enable()
+
+
+def assert_nothing_piles_up(threads: list[int]) -> None:
+    # A gloo group has three threads. One or two of torch or of the DataLoader come and go.
+    assert min(threads[-3:]) < threads[0] + 3, threads
+
+
+def tensor_bytes() -> int:
+    """Of all tensors that Python knows."""
+    return sum(each.numel() * each.element_size() for each in gc.get_objects() if isinstance(each, torch.Tensor))

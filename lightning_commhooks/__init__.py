@@ -36,7 +36,7 @@ def _installed(package: str) -> bool:
 
 
 if not _installed("lightning") and not _installed("pytorch_lightning"):
-    raise ImportError('lightning_commhooks needs Lightning: pip install "commhooks[lightning]"')
+    raise ImportError("lightning_commhooks needs Lightning: pip install lightning")
 
 
 def _for_lightning() -> None:

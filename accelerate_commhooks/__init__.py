@@ -5,17 +5,25 @@
 `save_state` and `load_state` include the learned state of the hook; no further calls are needed.
 """
 
-try:
-    import accelerate
-except ModuleNotFoundError as error:
-    if error.name != "accelerate":
-        raise
-    raise ImportError('accelerate_commhooks needs Accelerate: pip install "commhooks[accelerate]"') from error
+from typing import TYPE_CHECKING, Any
 
-from commhooks.hook.for_plugins import check_version
-
-check_version(accelerate)
-
-from accelerate_commhooks.handler import CommHookKwargs  # noqa: E402
+if TYPE_CHECKING:
+    from accelerate_commhooks.handler import CommHookKwargs
 
 __all__ = ["CommHookKwargs"]
+
+
+def __getattr__(name: str) -> Any:
+    # Accelerate and torch take seconds to import, and the command needs them only when it runs.
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from accelerate_commhooks.installed import check_accelerate
+
+    check_accelerate()
+    from accelerate_commhooks.handler import CommHookKwargs
+
+    return CommHookKwargs
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

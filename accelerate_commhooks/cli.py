@@ -1,59 +1,76 @@
 """The `accelerate-commhooks` command."""
 
 import argparse
-import dataclasses
+import re
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from accelerate_commhooks.yaml_config import SECTION, CommHookConfig, overridden
-from commhooks import HookConfigError, __version__
+from accelerate_commhooks.flags import FLAGS, SECTION, add_flags
+from commhooks import __version__
+from commhooks.errors import HookConfigError
 
 LAUNCH_HELP = "start a script as `accelerate launch` does, with the hook that the configuration file asks for"
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Entry point; returns the exit status: 2 for an invalid request."""
+    """Entry point; returns the exit status: 2 for an invalid request, 1 without Accelerate."""
     given = sys.argv[1:] if arguments is None else arguments
+    args = None if given[:1] == ["launch"] else _parsed(given)  # launch: for Accelerate's launcher and the script
+    from accelerate_commhooks.installed import check_accelerate
+
     try:
-        if given[:1] == ["launch"]:  # the other arguments are for Accelerate's launcher and the script
+        check_accelerate()
+    except ImportError as error:
+        print(f"accelerate-commhooks: {error}", file=sys.stderr)
+        return 1
+    try:
+        if args is None:
             from accelerate_commhooks.launcher import launch
 
             return launch(given[1:])
-        args = _parser().parse_args(given)
         return _write_config(args) if args.command == "config" else _check(args)
     except HookConfigError as error:
         print(f"accelerate-commhooks {given[0]}: error: {error}", file=sys.stderr)
         return 2
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parsed(given: list[str]) -> argparse.Namespace:
+    """The arguments of the other commands. None takes abbreviations."""
     parser = argparse.ArgumentParser(
-        prog="accelerate-commhooks", description="Communication hooks for Accelerate, set in its configuration file."
+        prog="accelerate-commhooks",
+        description="Communication hooks for Accelerate, set in its configuration file.",
+        allow_abbrev=False,
     )
     parser.add_argument("--version", action="version", version=f"commhooks {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     commands.add_parser("launch", help=LAUNCH_HELP)
-
     config = commands.add_parser(
         "config",
         help=f"write the section {SECTION} of a configuration file",
         description=f"Writes the section {SECTION} by flags, in place of an older one; the rest of the file stays.",
+        allow_abbrev=False,
     )
     config.add_argument("file", type=Path, help="Accelerate's configuration file, or a file of its own")
     config.add_argument("--force", action="store_true", help="also write into Accelerate's default configuration file")
-    for field in dataclasses.fields(CommHookConfig):
-        names = dict.fromkeys([f"--{field.name}", f"--{field.name.replace('_', '-')}"])
-        about: dict[str, Any] = {"metavar": "VALUE", "help": f"default: {field.default}"}
-        if field.name == "hook":
-            about = {"metavar": "NAME", "required": True, "help": "`commhooks hooks` lists them"}
-        elif field.name == "hook_options":
-            about = {"metavar": "NAME=VALUE", "nargs": "+", "help": "e.g. matrix_approximation_rank=4"}
-        config.add_argument(*names, dest=field.name, **about)
-
-    check = commands.add_parser("check", help="validate a file and print what will happen")
+    add_flags(config)
+    check = commands.add_parser("check", help="validate a file and print what will happen", allow_abbrev=False)
     check.add_argument("file", type=Path, help="Accelerate's configuration file, or a file of its own")
-    return parser
+    with suppress(ImportError):  # argcomplete is optional
+        import argcomplete
+
+        argcomplete.autocomplete(parser)  # does nothing unless a shell asks for completions
+    args, unknown = parser.parse_known_args(given)
+    if not unknown:
+        return args
+    if args.command != "config" or not unknown[0].startswith("-"):
+        parser.error(f"unrecognized arguments: {' '.join(unknown)}")
+    from commhooks.hook.for_plugins import unknown_flag
+
+    flag, _, value = unknown[0].partition("=")
+    value = value or next(iter(each for each in given[given.index(unknown[0]) + 1 :][:1]), "VALUE")
+    config.error(unknown_flag(flag, value, args.hook, re.findall(r"--[\w-]+", config.format_usage()), "--hook_options"))
 
 
 # --------------------------------------------------------------------------------------------------------------- config
@@ -64,7 +81,7 @@ def _write_config(args: argparse.Namespace) -> int:
 
     from accelerate_commhooks.handed_over import HandedOver
     from accelerate_commhooks.section_file import write_section
-    from accelerate_commhooks.yaml_config import read_settings
+    from accelerate_commhooks.yaml_config import overridden, read_settings
 
     path: Path = args.file
     if not args.force and path.resolve() in (
@@ -77,12 +94,12 @@ def _write_config(args: argparse.Namespace) -> int:
             "project of yours. Write into a file of its own and launch with --config_file, or add --force"
         )
     flags = []
-    for field in dataclasses.fields(CommHookConfig):
-        value = getattr(args, field.name)
-        if field.name == "hook_options":
+    for name in FLAGS:
+        value = getattr(args, name)
+        if name == "hook_options":
             flags += [f"hook_options.{each}" for each in value or ()]
         elif value is not None:
-            flags.append(f"{field.name}={value}")
+            flags.append(f"{name}={value}")
     settings = overridden({}, flags, "flags")
     _check_settings(HandedOver(settings, "flags"))
     new = not path.exists()
@@ -108,52 +125,37 @@ def _check_settings(given: Any) -> None:
 
 def _check(args: argparse.Namespace) -> int:
     import yaml
-    from rich.console import Console
-    from rich.table import Table
 
     from accelerate_commhooks.handed_over import LINE_TO_ADD, HandedOver
-    from accelerate_commhooks.yaml_config import read_settings
+    from accelerate_commhooks.yaml_config import read_settings, source_of
 
     settings = read_settings(args.file)
-    _check_settings(HandedOver(settings, str(args.file)))
-    table = Table(title=str(args.file), title_justify="left")
-    for column in ("setting", "value", ""):
-        table.add_column(column, no_wrap=column == "setting", overflow="fold")
-    for name, value, note in described(settings):
-        table.add_row(name, str(value), note)
-    console = Console(highlight=False, soft_wrap=True, markup=False, emoji=False)
-    console.print(table)
-    content = yaml.safe_load(args.file.read_text(encoding="utf-8"))
-    console.print(how_it_starts(args.file, content))
-    console.print(f"The script needs this line: {LINE_TO_ADD}")
+    _check_settings(HandedOver(settings, source_of(args.file)))
+    start = how_it_starts(args.file, yaml.safe_load(args.file.read_text(encoding="utf-8")))
+    rows = described(settings)
+    widest = max(len(name) for name, _ in rows)
+    print(f"{args.file}:")
+    for name, text in rows:
+        print(f"  {name:{widest}}  {text}")
+    print(f"All other settings have their defaults.\n{start}\nThe script needs this line: {LINE_TO_ADD}")
     return 0
 
 
-def described(settings: dict[str, Any]) -> list[tuple[str, Any, str]]:
-    """Rows (setting, value, note). The note is the description of the hook, "default", a computed start step, or
-    empty for a value from the file."""
+def described(settings: dict[str, Any]) -> list[tuple[str, str]]:
+    """The settings of a file, each with its value, or what it means; and the step at which compression begins."""
     from commhooks.hook.for_plugins import COMPRESSORS, canonical_name
 
-    rows: list[tuple[str, Any, str]] = []
     compressor = COMPRESSORS.get(canonical_name(settings["hook"]) or "")
-    known = None if compressor is None else compressor.Config
-    for field in dataclasses.fields(CommHookConfig):
-        value = settings.get(field.name, field.default)
-        note = "" if field.name in settings else "default"
-        if field.name == "hook" and known is not None:
-            rows.append(("hook", known.hook_name, (known.__doc__ or "").strip().splitlines()[0]))
-        elif field.name != "hook_options" or known is None:
-            rows.append((field.name, value, note))
-        else:
-            made = known(**(value or {}))
-            for option in dataclasses.fields(known):
-                shown, about = getattr(made, option.name), "" if option.name in (value or {}) else "default"
-                if option.name == known.start_option:
-                    start = made.resolved(settings.get("total_steps")).configured_start
-                    if start != shown:
-                        about = f"plain all-reduce for the first {start} steps"
-                rows.append((f"hook_options.{option.name}", shown, about))
-    return rows
+    if compressor is None:
+        return [(name, str(value)) for name, value in settings.items()]
+    known, options = compressor.Config, settings.get("hook_options") or {}
+    rows = {name: str(value) for name, value in settings.items() if name != "hook_options"}
+    rows["hook"] = f"{known.hook_name}: {(known.__doc__ or '').strip().splitlines()[0]}"
+    rows |= {f"hook_options.{name}": str(value) for name, value in options.items()}
+    if known.start_option is not None:
+        start = known(**options).resolved(settings.get("total_steps")).configured_start
+        rows[f"hook_options.{known.start_option}"] = f"plain all-reduce for the first {start} steps"
+    return list(rows.items())
 
 
 def how_it_starts(file: Path, content: dict[str, Any]) -> str:

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from accelerate_commhooks.yaml_config import read_settings
+from accelerate_commhooks.yaml_config import read_settings, source_of
 from commhooks.errors import HookConfigError
 
 VARIABLE = "ACCELERATE_COMM_HOOK_CONFIG"
@@ -63,7 +63,7 @@ def handed_over() -> HandedOver | None:
         return None
     if not text.startswith("{"):
         try:
-            return HandedOver(read_settings(text), source=text)
+            return HandedOver(read_settings(text), source=source_of(text))
         except HookConfigError as error:
             raise HookConfigError(f"{VARIABLE}={text}: {error}") from error
     try:

@@ -16,10 +16,11 @@ from accelerate_commhooks.calling_accelerator import calling_accelerator, loss_s
 from accelerate_commhooks.handed_over import VARIABLE, HandedOver, handed_over, refuse_to_ignore_the_launcher
 from accelerate_commhooks.hooked_models import HookedModel, alive
 from accelerate_commhooks.saving import saved_hooks
-from accelerate_commhooks.yaml_config import overridden, read_settings, saying_where, to_arguments
+from accelerate_commhooks.yaml_config import overridden, read_settings, saying_where, source_of, to_arguments
 from commhooks import AttachError, CommHook, HookConfigError, HookRunError
 from commhooks.errors import logger_of
 from commhooks.hook.for_plugins import (
+    HOOKS,
     PREFIX,
     HookRequest,
     Meter,
@@ -128,7 +129,7 @@ class CommHookKwargs(DistributedDataParallelKwargs):
         overrides = _texts(overrides)
         if path is not None:
             settings = read_settings(path, overrides)
-            with saying_where(path):
+            with saying_where(source_of(path)):
                 return cls(**to_arguments(settings))
         given = handed_over()
         if given is None:
@@ -311,9 +312,8 @@ class CommHookKwargs(DistributedDataParallelKwargs):
             hook, options, wrapper = stock_fields.translated(self)
         if not self._asks_for_something():
             raise HookConfigError(
-                "CommHookKwargs needs hook=: a name such as 'powerSGD' (see commhooks.available_hooks()), a config "
-                "object such as commhooks.PowerSGD(), or a callable; or settings from outside, by "
-                f"`accelerate-commhooks launch` or a YAML file named in {VARIABLE}. hook=None is DDP without a hook"
+                f"CommHookKwargs needs hook=: {HOOKS}; or settings from outside, by `accelerate-commhooks launch` or a "
+                f"YAML file named in {VARIABLE}. hook=None is DDP without a hook"
             )
         request = HookRequest.parse(
             hook,

@@ -30,8 +30,21 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
 from accelerate_commhooks.handed_over import VARIABLE, HandedOver, handed_over, unused
 from accelerate_commhooks.handler import CommHookKwargs
-from accelerate_commhooks.yaml_config import HOW_TO_WRITE, SECTION, has_section, saying_where, section_settings
+from accelerate_commhooks.yaml_config import (
+    HOW_TO_WRITE,
+    SECTION,
+    has_section,
+    saying_where,
+    section_settings,
+    source_of,
+)
 from commhooks import HookConfigError
+
+WHAT_IT_ADDS = (
+    f"Starts a script as `accelerate launch` does, with its arguments. The section {SECTION} of the configuration "
+    f"file, or the file that {VARIABLE} names, goes to all processes, where CommHookKwargs() reads it; it is checked "
+    "before anything starts. The exit status is that of the script; it is 1 if no model got the hook."
+)
 
 REMINDER_S = 120.0
 """Seconds after the start at which a line is printed if the script has not used the settings yet."""
@@ -59,7 +72,9 @@ def launch(arguments: list[str]) -> int:
         HookConfigError: before anything is started: there are no settings, they are invalid, or no hook could be
             attached in such a launch.
     """
-    args = launch_command_parser().parse_args(arguments)
+    parser = launch_command_parser()
+    parser.prog, parser.description = "accelerate-commhooks launch", WHAT_IT_ADDS
+    args = parser.parse_args(arguments)
     file = config_file(args)
     given, content = _settings(file), _content(file)
     check_settings(given)
@@ -158,7 +173,7 @@ def _settings(file: str | None) -> HandedOver:
         )
     if with_section:
         assert file is not None
-        return HandedOver(section_settings(file), f"{file}, section {SECTION}")
+        return HandedOver(section_settings(file), source_of(file))
     given = handed_over()
     if given is None:
         where = (

@@ -23,7 +23,7 @@ from accelerate_commhooks.hooked_models import HookedModel
 from accelerate_commhooks.whole_files import WholeFiles
 from commhooks import CommHook, PayloadError
 from commhooks.errors import logger_of
-from commhooks.hook.for_plugins import payload_parts
+from commhooks.hook.for_plugins import cut_off, payload_parts, reason_first
 
 logger = logger_of(__name__)
 
@@ -86,6 +86,7 @@ class SavedHooks:
                 if writes_shared:
                     files.write(shared, _path(folder, number))
 
+    @reason_first()
     def load(self, folder: str) -> None:
         """Load the files of `save`. All ranks must call this. States of models that are not prepared yet are applied
         when they are.
@@ -153,7 +154,7 @@ class SavedHooks:
             raise PayloadError(f"{path}: {error}") from error
         except Exception as error:  # torch.load raises many kinds of exceptions for truncated or foreign files
             raise PayloadError(
-                f"{path} cannot be read ({type(error).__name__}: {_first_line(error)}). Load another checkpoint, or "
+                f"{path} {_unreadable(path, error)}. Load another checkpoint, or "
                 "remove the comm_hook*.pt files to continue with fresh memory"
             ) from error
         needed = payload_parts.ranks_needed(shared, rank, world_size)
@@ -184,7 +185,7 @@ class SavedHooks:
             except FileNotFoundError:
                 problem = "is missing"
             except Exception as error:  # as above
-                problem = f"cannot be read ({type(error).__name__}: {_first_line(error)})"
+                problem = _unreadable(path, error)
             if problem is not None:
                 logger.warning("%s %s: it counts as missing.", path, problem)
             yield part if problem is None else None
@@ -216,5 +217,7 @@ def _checked(hook: CommHook, saved: dict[str, Any], path: Path) -> Callable[[], 
         raise PayloadError(f"{path}: {error}") from error
 
 
-def _first_line(error: Exception) -> str:
-    return (str(error).splitlines() or [""])[0]
+def _unreadable(path: Path, error: Exception) -> str:
+    cut = cut_off(path, error)
+    reason = (str(error).splitlines() or [""])[0]
+    return f"cannot be read: {cut}" if cut else f"cannot be read ({type(error).__name__}: {reason})"

@@ -7,31 +7,35 @@ The Trainer creates its accelerator itself and has no argument for a hook. `Comm
 """
 
 import contextlib
+import inspect
 import os
 import weakref
 from typing import TYPE_CHECKING, Any
 
 try:
+    import accelerate
     import transformers
 except ModuleNotFoundError as error:
-    if error.name != "transformers":
+    if error.name not in ("accelerate", "transformers"):
         raise
     raise ImportError(
-        'accelerate_commhooks.transformers needs transformers: pip install "commhooks[transformers]"'
+        "accelerate_commhooks.transformers needs transformers and Accelerate: pip install transformers accelerate"
     ) from error
 
 from accelerate import DistributedDataParallelKwargs
 from transformers import Trainer, TrainerCallback
 from transformers.trainer_utils import IntervalStrategy, get_last_checkpoint
 
+from accelerate_commhooks.console import print_no_metrics
 from accelerate_commhooks.handler import CommHookKwargs
 from accelerate_commhooks.jit_checkpoint import save_between_steps
 from accelerate_commhooks.saving import saved_hooks
 from accelerate_commhooks.stock_fields import ddp_arguments
 from commhooks import AttachError, CommHook, HookConfigError
 from commhooks.errors import logger_of
-from commhooks.hook.for_plugins import Meter, check_version, misplaced_option
+from commhooks.hook.for_plugins import Meter, check_version, misplaced_option, unknown_argument
 
+check_version(accelerate)
 check_version(transformers)
 
 if TYPE_CHECKING:
@@ -53,7 +57,7 @@ class CommHookTrainerMixin(_Base):
     is loaded from the checkpoint, in which every rank has saved its part.
 
     Where the Trainer reports (`report_to`), it reports the metrics of the hook beside the loss, with the names of
-    `commhooks.hook.metrics`; gradient norms are those after clipping.
+    `commhooks.hook.metrics`; gradient norms are those after clipping. The lines that it prints leave them out.
 
     Args:
         hook: as for `CommHookKwargs`: a config object, a name, a path "package.module:function" or a callable. Or a
@@ -90,10 +94,7 @@ class CommHookTrainerMixin(_Base):
         ranks_per_node: int | str | None = None,
         **kwargs: Any,
     ) -> None:
-        for name, value in kwargs.items():
-            misplaced = misplaced_option(type(self).__name__, name, value, hook)
-            if misplaced is not None:
-                raise misplaced
+        _check_arguments(type(self), kwargs, hook)
         settings = {
             "hook_options": hook_options,
             "hook_state": hook_state,
@@ -114,6 +115,7 @@ class CommHookTrainerMixin(_Base):
         self._metrics_at: dict[int, dict[str, float]] = {}
         super().__init__(*args, **kwargs)
         self.add_callback(_CommHookCallback(self))
+        print_no_metrics(self)
         save_between_steps(self)
 
     @property
@@ -247,6 +249,24 @@ class _CommHookCallback(TrainerCallback):
                 trainer.comm_hook.name,  # type: ignore[union-attr]
                 type(trainer).__name__,
             )
+
+
+def _check_arguments(trainer: type[CommHookTrainerMixin], given: dict[str, Any], hook: Any) -> None:
+    """Raise HookConfigError for an argument that no constructor of `trainer` has. One with `**kwargs` may have any:
+    then only for an option of the hook."""
+    constructors = [vars(each)["__init__"] for each in trainer.__mro__[:-1] if "__init__" in vars(each)]
+    known = [each for constructor in constructors for each in inspect.signature(constructor).parameters.values()]
+    takes_all = [each for each in known if each.kind is each.VAR_KEYWORD]
+    names = {each.name for each in known} - {"self", "args", "kwargs"}
+    for name, value in given.items():
+        if len(takes_all) > 1:  # not the mixin's alone
+            problem = misplaced_option(trainer.__name__, name, value, hook)
+        elif name not in names:
+            problem = unknown_argument(trainer.__name__, name, value, hook, names)
+        else:
+            problem = None
+        if problem is not None:
+            raise problem
 
 
 def _handler(hook: Any, settings: dict[str, Any]) -> CommHookKwargs:

@@ -15,7 +15,9 @@ The keys are the arguments of `CommHookKwargs`. Arguments that are objects in Py
 
 import contextlib
 import dataclasses
+import difflib
 import inspect
+import re
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,21 +26,24 @@ from typing import Any, Optional, Union
 import yaml
 from accelerate import DistributedDataParallelKwargs
 
+from accelerate_commhooks.flags import SECTION
 from accelerate_commhooks.stock_fields import STOCK_HOOK_FIELDS
 from commhooks.errors import HookConfigError
 from commhooks.hook.for_plugins import (
     COMPRESSORS,
     OFF,
     canonical_name,
-    checked_types,
     closest,
     converted,
     import_path,
     means_no_hook,
+    unresolved,
 )
 
-SECTION = "comm_hook_config"
-"""The key of the section in Accelerate's configuration file."""
+SECTION_OF = ", section "
+"""Stands between a file and its section in the name of a source."""
+NEAR = 0.7
+"""A key that is so similar to `SECTION`, from 0 to 1, is a misspelt one."""
 
 
 @dataclass
@@ -107,6 +112,11 @@ def overridden(settings: Mapping[str, Any], overrides: Iterable[str], source: st
     return _checked(source, "", _resolved(source, OmegaConf.create(dict(settings)), "", overrides))
 
 
+def source_of(path: str | Path) -> str:
+    """The name of the settings in this file, for messages."""
+    return f"{path}{SECTION_OF}{SECTION}" if has_section(path) else str(path)
+
+
 def has_section(path: str | Path) -> bool:
     return SECTION in _load(path)
 
@@ -124,11 +134,17 @@ def to_arguments(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def saying_where(source: str | Path) -> Iterator[None]:
-    """Prefix the messages of errors in the body with `source`."""
+    """Prefix the messages of errors in the body with `source`, a file or `file, section comm_hook_config`, and the key
+    there."""
     try:
         yield
     except HookConfigError as error:
-        raise HookConfigError(f"{source}: {error}") from error
+        file, _, section = str(source).partition(SECTION_OF)
+        message = str(error)
+        option = re.match(r"(\w+)=", message)
+        if option is not None and option[1] not in (each.name for each in dataclasses.fields(CommHookConfig)):
+            section = _full(section, "hook_options")
+        raise HookConfigError(_at_its_key(file, section, message)) from error
 
 
 HOW_TO_WRITE = (
@@ -142,6 +158,7 @@ HOW_TO_WRITE = (
 
 def _load(path: str | Path) -> Any:
     from omegaconf import DictConfig, OmegaConf  # a local import, because it is slow
+    from omegaconf.errors import OmegaConfBaseException
 
     try:
         loaded = OmegaConf.load(path)
@@ -149,8 +166,14 @@ def _load(path: str | Path) -> Any:
         raise HookConfigError(f"{path} cannot be read: {error.strerror or error}") from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise HookConfigError(f"{path} is not YAML: {' '.join(str(error).split())}") from error
+    except OmegaConfBaseException as error:
+        raise HookConfigError(f"{path}: {error.full_key}: {unresolved(error)}") from error
     if not isinstance(loaded, DictConfig):
-        raise HookConfigError(f"{path} holds a {type(loaded).__name__}, not settings ('key: value')")
+        raise HookConfigError(f"{path} holds a list, not settings ('key: value')")  # OmegaConf reads nothing else
+    if SECTION not in loaded and "hook" not in loaded:
+        near = [key for key in map(str, loaded) if difflib.SequenceMatcher(None, key, SECTION).ratio() > NEAR]
+        if near and near[0] != SECTION:  # with the value "???"
+            raise HookConfigError(f"{path}: {near[0]}: the section for the hook is called {SECTION}: rename it")
     return loaded
 
 
@@ -172,7 +195,9 @@ def _resolved(source: str | Path, loaded: Any, section: str, overrides: Iterable
             return node
         return OmegaConf.to_container(node, resolve=True, throw_on_missing=True)
     except OmegaConfBaseException as error:
-        raise HookConfigError(f"{source}: {error.full_key or section}: {_first_line(error)}") from error
+        raise HookConfigError(f"{source}: {error.full_key or section}: {unresolved(error)}") from error
+    except TypeError as error:  # a list in the file, and an override of a key in it
+        raise HookConfigError(f"{source}: overrides {given}: {section} is no 'key: value' in this file") from error
     except yaml.YAMLError as error:
         raise HookConfigError(f"{source}: overrides {given}: {' '.join(str(error).split())}") from error
 
@@ -215,21 +240,24 @@ def _check_keys(
 
 def _typed(source: str, section: str, config: type, values: dict[str, Any]) -> dict[str, Any]:
     """`values` with the types of the dataclass `config`."""
-    from omegaconf.errors import OmegaConfBaseException
-
-    values = checked_types(config, values, f"{source}: {section}." if section else f"{source}: ")
+    where = f"{source}: {section}." if section else f"{source}: "
     try:
-        made = converted(config, values)
-    except OmegaConfBaseException as error:
-        raise HookConfigError(f"{source}: {_full(section, error.full_key or '')}: {_first_line(error)}") from error
-    except HookConfigError as error:  # a value of the right type that is invalid
-        raise HookConfigError(f"{source}: {section}: {error}") from error
+        made = converted(config, values, where)
+    except HookConfigError as error:
+        if str(error).startswith(where):
+            raise
+        raise HookConfigError(_at_its_key(source, section, str(error))) from error  # of the right type, and invalid
     return {name: getattr(made, name) for name in values}
+
+
+def _at_its_key(source: str, section: str, message: str) -> str:
+    """`message` with the path of the key that it is about, in place of an argument of Python."""
+    argument = re.match(r"(?:\w+: )?(\w+)=", message)
+    if argument is not None:
+        return f"{source}: {_full(section, argument[1])}: {message[argument.end() :]}"
+    key = _full(section, "hook") if message.startswith("unknown hook") else section
+    return f"{source}: {key}: {message}" if key else f"{source}: {message}"
 
 
 def _full(section: str, name: object) -> str:
     return ".".join(part for part in (section, str(name)) if part)
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).splitlines()[0]

@@ -5,90 +5,26 @@
 The hooks are also drop-in replacements for `torch.distributed.algorithms.ddp_comm_hooks`, function by function.
 """
 
-from commhooks import ddp_comm_hooks
-from commhooks.compressors.auto.config import Auto
-from commhooks.compressors.base import (
-    RESIDUAL,
-    Compressor,
-    Exchange,
-    Send,
-    State,
-    StateField,
-    StepInfo,
-    Trial,
-    Verdict,
-)
-from commhooks.compressors.cast import AllReduce, BF16Compress, FP16Compress
-from commhooks.compressors.config import HookConfig
-from commhooks.compressors.error_feedback import keep_residual, with_residual
-from commhooks.compressors.noop import Noop
-from commhooks.compressors.plan import ParameterInfo, UnitPlan
-from commhooks.compressors.powersgd.config import BatchedPowerSGD, PowerSGD
-from commhooks.compressors.quantized.config import Int4Compress, Int8Compress
-from commhooks.compressors.registry import register_compressor
-from commhooks.ddp_comm_hooks.debugging_hooks import noop_hook
-from commhooks.ddp_comm_hooks.default_hooks import (
-    allreduce_hook,
-    bf16_compress_hook,
-    bf16_compress_wrapper,
-    fp16_compress_hook,
-    fp16_compress_wrapper,
-)
-from commhooks.ddp_comm_hooks.powerSGD_hook import PowerSGDState, batched_powerSGD_hook, powerSGD_hook
-from commhooks.errors import AttachError, CommHookError, DoctorError, HookConfigError, HookRunError, PayloadError
-from commhooks.gradients.layout import BucketLayout
-from commhooks.hook.attach import attach
-from commhooks.hook.comm_hook import CommHook
-from commhooks.hook.request import available_hooks, register_hook
-from commhooks.tools.doctor.run import doctor
+import sys
+from typing import TYPE_CHECKING
 
 __version__ = "0.1.0"
 
-__all__ = [
-    "RESIDUAL",
-    "AllReduce",
-    "AttachError",
-    "Auto",
-    "BF16Compress",
-    "BatchedPowerSGD",
-    "BucketLayout",
-    "CommHook",
-    "CommHookError",
-    "Compressor",
-    "DoctorError",
-    "Exchange",
-    "FP16Compress",
-    "HookConfig",
-    "HookConfigError",
-    "HookRunError",
-    "Int4Compress",
-    "Int8Compress",
-    "Noop",
-    "ParameterInfo",
-    "PayloadError",
-    "PowerSGD",
-    "PowerSGDState",
-    "Send",
-    "State",
-    "StateField",
-    "StepInfo",
-    "Trial",
-    "UnitPlan",
-    "Verdict",
-    "allreduce_hook",
-    "attach",
-    "available_hooks",
-    "batched_powerSGD_hook",
-    "bf16_compress_hook",
-    "bf16_compress_wrapper",
-    "ddp_comm_hooks",
-    "doctor",
-    "fp16_compress_hook",
-    "fp16_compress_wrapper",
-    "keep_residual",
-    "noop_hook",
-    "powerSGD_hook",
-    "register_compressor",
-    "register_hook",
-    "with_residual",
-]
+if TYPE_CHECKING:
+    from commhooks.public import *  # noqa: F403
+    from commhooks.public import __all__ as __all__
+else:
+
+    def __getattr__(name):
+        # torch takes seconds to import, and the commands need it only when they run.
+        if not (name.startswith("__") and name != "__all__"):
+            import commhooks.public  # noqa: F401
+
+            public = sys.modules["commhooks.public"]  # it may be half imported, and then no attribute of ours yet
+            globals().update((each, getattr(public, each)) for each in ("__all__", *public.__all__))
+            if name in globals():  # also a subpackage
+                return globals()[name]
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+    def __dir__():
+        return sorted({*globals(), *__getattr__("__all__")})

@@ -10,6 +10,9 @@ from typing import TYPE_CHECKING, Any
 class CommHookError(Exception):
     """Base class of every error that this package defines."""
 
+    said = False
+    """Whether rank 0 has printed the message in a line of its own."""
+
 
 class HookConfigError(CommHookError, ValueError):
     """An invalid hook, option or combination of options; the message names it."""
@@ -43,11 +46,19 @@ def shown(value: object) -> str:
 
 def closest(name: str, candidates: Iterable[str]) -> str:
     """`" (did you mean 'x'?)"`, or an empty string if no candidate is similar."""
+    found = closest_name(name, candidates)
+    return "" if found is None else f" (did you mean {found!r}?)"
+
+
+def closest_name(name: str, candidates: Iterable[str]) -> str | None:
+    """The candidate that `name` most likely means: that begins with it ("start" for "start_iter"), is spelt similarly,
+    or contains it ("rank" for "matrix_approximation_rank"). None if there is none."""
     by_lower = {candidate.lower(): candidate for candidate in candidates}
-    matches = difflib.get_close_matches(name.lower(), by_lower, n=1, cutoff=0.5)
-    if not matches and len(name) > 2:  # "rank" for "matrix_approximation_rank"
-        matches = [candidate for candidate in by_lower if name.lower() in candidate][:1]
-    return f" (did you mean {by_lower[matches[0]]!r}?)" if matches else ""
+    given, long = name.lower(), len(name) > 2
+    matches = sorted((each for each in by_lower if long and each.startswith(given)), key=len)
+    matches += difflib.get_close_matches(given, by_lower, n=1, cutoff=0.5 if len(name) > 4 else 0.6)
+    matches += [each for each in by_lower if long and given in each]
+    return by_lower[matches[0]] if matches else None
 
 
 WARNING_PREFIX = "commhooks: "

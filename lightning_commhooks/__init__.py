@@ -39,7 +39,7 @@ _OURS = {"lightning": "lightning_pytorch", "pytorch_lightning": "pytorch_lightni
 
 _there = [package for package in _OURS if _installed(package)]
 if not _there:
-    raise ImportError('lightning_commhooks needs Lightning: pip install "commhooks[lightning]"')
+    raise ImportError("lightning_commhooks needs Lightning: pip install lightning")
 for _package in [package for package in _there if package in sys.modules] or _there:
     # One that is too old or broken may be there for other libraries: the error is for who asks for our classes.
     with suppress(Exception):

@@ -6,13 +6,16 @@ and only for full checkpoints. Therefore `validate(ckpt_path=...)` does not chan
 finder, which restores its own checkpoint, also resets the hook.
 """
 
+import contextlib
 import inspect
 import signal
+from collections.abc import Iterator
 from itertools import pairwise
+from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, Literal, Optional
 
-from commhooks import CommHook
+from commhooks import CommHook, PayloadError
 from commhooks.hook.for_plugins import HookRequest
 from lightning_commhooks.hooked_strategy import HookedStrategy, hooked_strategy_of
 from lightning_commhooks.messages import warn
@@ -125,6 +128,21 @@ class HookCheckpoint(Callback):
                 f"save_residual='per_rank' puts about {size / 1e9:.1f} GB of residuals ({world_size} ranks) into every "
                 "checkpoint, gathered on every rank; save_residual='mean' needs one copy of the model only"
             )
+
+
+@contextlib.contextmanager
+def naming(path: str | Path) -> Iterator[None]:
+    """Let errors about the hook's state name the checkpoint of Lightning that holds it, and say what to do there."""
+    try:
+        yield
+    except PayloadError as error:
+        text = f"{path}, key {CHECKPOINT_KEY!r}: {error}"
+        if "damaged" in text or "not the state" in text:
+            text += (
+                ". Resume Lightning from another checkpoint; or, to begin with fresh memory, torch.load this one, "
+                "delete the key, and torch.save it"
+            )
+        raise PayloadError(text) from error
 
 
 def _saves_alone(trainer: "pl.Trainer") -> bool:

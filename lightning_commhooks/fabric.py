@@ -12,7 +12,7 @@ except ModuleNotFoundError as error:
     if error.name != "lightning":
         raise
     raise ImportError(
-        'this needs lightning.fabric: pip install "commhooks[lightning]". For lightning_fabric write '
+        "this needs lightning.fabric: pip install lightning. For lightning_fabric write "
         "`from lightning_commhooks.lightning_fabric import CommHookDDP`"
     ) from error
 

@@ -10,8 +10,21 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from commhooks import CommHook, HookConfigError, PayloadError
-from commhooks.hook.for_plugins import HookRequest, attach_request, check_total_steps
-from lightning_commhooks.checkpoint import CHECKPOINT_KEY, DEFAULT_SAVE_RESIDUAL, SaveResidual, in_signal_handler
+from commhooks.hook.for_plugins import (
+    HookRequest,
+    attach_request,
+    check_total_steps,
+    cut_off,
+    explains_arguments,
+    reason_first,
+)
+from lightning_commhooks.checkpoint import (
+    CHECKPOINT_KEY,
+    DEFAULT_SAVE_RESIDUAL,
+    SaveResidual,
+    in_signal_handler,
+    naming,
+)
 from lightning_commhooks.ddp_arguments import check_ddp_arguments
 from lightning_commhooks.messages import warn
 from lightning_commhooks.run import loss_scale
@@ -44,6 +57,7 @@ class HookedFabricDDP(DDPStrategy):
             offered), a value of the wrong type, or an impossible combination.
     """
 
+    @explains_arguments
     def __init__(
         self,
         hook: HookType,
@@ -136,14 +150,21 @@ class HookedFabricDDP(DDPStrategy):
             )
         super().save_checkpoint(path=path, state=state, storage_options=storage_options, filter=filter)
 
+    @reason_first()
     def load_checkpoint(
         self, path: str | Path, state: Any = None, strict: bool = True, weights_only: bool | None = None
     ) -> dict[str, Any]:
         # Fabric 2.6 would execute code in a checkpoint from the web by default.
         weights_only = True if weights_only is None else weights_only
-        rest = super().load_checkpoint(path=path, state=state, strict=strict, weights_only=weights_only)
+        try:
+            rest = super().load_checkpoint(path=path, state=state, strict=strict, weights_only=weights_only)
+        except Exception as error:  # torch raises many kinds of exceptions for truncated files
+            if cut := cut_off(path, error):
+                raise PayloadError(f"{path} cannot be read: {cut}. Load another checkpoint") from error
+            raise
         if isinstance(state, dict) and state:
-            self._load_hooks(state, rest.pop(CHECKPOINT_KEY, {}), strict=strict and self._request.strict)
+            with naming(path):
+                self._load_hooks(state, rest.pop(CHECKPOINT_KEY, {}), strict=strict and self._request.strict)
         elif not state and self._hooks and CHECKPOINT_KEY in rest:
             warn(
                 "the hooks were not restored: fabric.load restores the hook of a model that it is given, as in "

@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 
 from commhooks import CommHook, HookConfigError, HookRunError
-from commhooks.hook.for_plugins import HookRequest, attach_request
+from commhooks.hook.for_plugins import HookRequest, attach_request, explains_arguments
 from lightning_commhooks.checkpoint import HookCheckpoint
 from lightning_commhooks.hook_folder import HookFolder
 from lightning_commhooks.hooked_strategy import HookedStrategy
@@ -45,6 +45,7 @@ class HookedFSDP2(HookedStrategy, ModelParallelStrategy):
         commhooks.HookConfigError: at construction, as `CommHookDDP`.
     """
 
+    @explains_arguments
     def __init__(
         self,
         hook: HookType,

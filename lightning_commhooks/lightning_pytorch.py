@@ -8,7 +8,7 @@ except ModuleNotFoundError as error:
     if error.name != "lightning":
         raise
     raise ImportError(
-        'this needs lightning.pytorch: pip install "commhooks[lightning]". For pytorch_lightning write '
+        "this needs lightning.pytorch: pip install lightning. For pytorch_lightning write "
         "`from lightning_commhooks.pytorch_lightning import ...`"
     ) from error
 

@@ -9,8 +9,16 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Optional, Union
 from torch.nn.parallel import DistributedDataParallel
 
 from commhooks import CommHook, HookConfigError, PayloadError
-from commhooks.hook.for_plugins import COMPRESSORS, HookConfig, HookRequest, attach_request
-from lightning_commhooks.checkpoint import CHECKPOINT_KEY, DEFAULT_SAVE_RESIDUAL, HookCheckpoint, SaveResidual
+from commhooks.hook.for_plugins import (
+    COMPRESSORS,
+    HookConfig,
+    HookRequest,
+    attach_request,
+    cut_off,
+    explains_arguments,
+    reason_first,
+)
+from lightning_commhooks.checkpoint import CHECKPOINT_KEY, DEFAULT_SAVE_RESIDUAL, HookCheckpoint, SaveResidual, naming
 from lightning_commhooks.ddp_arguments import check_ddp_arguments
 from lightning_commhooks.hooked_strategy import HookedStrategy
 from lightning_commhooks.messages import warn
@@ -57,6 +65,7 @@ class HookedDDP(HookedStrategy, DDPStrategy):
     checkpoint_callback: ClassVar[type[HookCheckpoint]]
     """`CommHookCheckpoint` of the Trainer's package."""
 
+    @explains_arguments
     def __init__(
         self,
         hook: HookType,
@@ -87,6 +96,7 @@ class HookedDDP(HookedStrategy, DDPStrategy):
         self._comm_hook: CommHook | None = None
         self._hooked_module: weakref.ref[pl.LightningModule] | None = None
         self._trained_at_wrap: dict[str, bool] = {}
+        self._checkpoint_path: str | Path = "the checkpoint"
 
     # ---- what users call ---------------------------------------------------------------------------------------------
 
@@ -131,26 +141,32 @@ class HookedDDP(HookedStrategy, DDPStrategy):
         )
         self._comm_hook = None if self._request.off else hook
 
+    @reason_first()
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
         # Security: by default Lightning 2.6 can execute code in a checkpoint. Default to weights_only=True here; for
         # trusted files `fit` accepts weights_only=False.
+        self._checkpoint_path = checkpoint_path
         try:
             return super().load_checkpoint(checkpoint_path, weights_only=True if weights_only is None else weights_only)
-        except OSError:  # its message names the file
-            raise
         except Exception as error:  # torch raises many kinds of exceptions for truncated or foreign files
+            if cut := cut_off(checkpoint_path, error):
+                raise PayloadError(f"{checkpoint_path} cannot be read: {cut}. Resume from another one") from error
+            if isinstance(error, OSError):  # its message names the file
+                raise
             reason = (str(error).splitlines() or [""])[0]
             raise PayloadError(
                 f"{checkpoint_path} cannot be read ({type(error).__name__}: {reason}). Nothing in it was run; if you "
                 "trust what made it and it is whole, pass weights_only=False to the Trainer's method"
             ) from error
 
+    @reason_first()
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         hook = self._comm_hook
         take_over = None
         if hook is not None and CHECKPOINT_KEY in checkpoint:
             # Check everything before the optimizers load their states.
-            take_over = hook.prepare_load(checkpoint[CHECKPOINT_KEY], self._request.strict)
+            with naming(self._checkpoint_path):
+                take_over = hook.prepare_load(checkpoint[CHECKPOINT_KEY], self._request.strict)
         super().load_optimizer_state_dict(checkpoint)
         if take_over is not None:
             take_over()

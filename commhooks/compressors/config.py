@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, TypeVar, Union
 
-from commhooks.compressors.plain_values import plain
+from commhooks.compressors.plain_values import plain, unresolved
 from commhooks.errors import HookConfigError, closest, shown
 
 DEFAULT_START_STEP = 1000
@@ -125,7 +125,8 @@ class HookConfig:
         if total_steps is None:
             raise HookConfigError(
                 f"{self.start_option}={start!r} is a fraction of the run, whose length is unknown here: "
-                f"pass total_steps=, or give {self.start_option} as an int, a number of steps"
+                "pass total_steps=N (in YAML, write `total_steps: N` beside `hook`), or give "
+                f"{self.start_option} as an int, a number of steps"
             )
         return self.with_start(math.ceil(start * total_steps))
 
@@ -168,14 +169,7 @@ def from_options(config: type[HookConfig], options: Mapping[str, Any]) -> HookCo
     for name in options:
         if name not in fields:
             raise HookConfigError(no_such_option(f"hook {config.hook_name!r}", str(name), fields))
-    from omegaconf.errors import OmegaConfBaseException
-
-    values = checked_types(config, options, f"hook {config.hook_name!r}: option ")
-    try:
-        made = converted(config, values)
-    except OmegaConfBaseException as error:
-        reason = str(error).splitlines()[0]
-        raise HookConfigError(f"hook {config.hook_name!r}: option {error.full_key}: {reason}") from None
+    made = converted(config, options, f"hook {config.hook_name!r}: option ")
     assert isinstance(made, HookConfig)
     return made
 
@@ -187,13 +181,31 @@ def no_such_option(whose: str, name: str, known: Sequence[str]) -> str:
     return f"{whose} has no option {name!r}{closest(name, known)}; its options are {', '.join(known)}"
 
 
-def converted(config: type, values: dict[str, Any]) -> Any:
-    """An object of the dataclass `config` from `checked_types`, which OmegaConf converts and completes.
+def converted(config: type, options: Mapping[str, Any], where: str) -> Any:
+    """An object of the dataclass `config` from these options, which OmegaConf converts and completes. `where` begins
+    messages about a single option.
 
     Raises:
-        OmegaConfBaseException: a value of the wrong type.
-        HookConfigError: one that is out of range.
+        HookConfigError: a value of the wrong type, or out of range.
     """
+    from omegaconf.errors import InterpolationResolutionError, MissingMandatoryValue, OmegaConfBaseException
+
+    values = _checked_types(config, options, where)
+    try:
+        return _made(config, values)
+    except (InterpolationResolutionError, MissingMandatoryValue) as error:
+        raise HookConfigError(f"{where}{error.full_key}: {unresolved(error)}") from None
+    except OmegaConfBaseException as error:
+        name = re.split(r"[.\[]", error.full_key or "")[0]
+        given, hint = values.get(name), typing.get_type_hints(config).get(name)
+        raise HookConfigError(
+            f"{where}{name}: {shown(given)} is of type {type(given).__name__}; expected {_describe(hint)}"
+            if name in values
+            else f"{where}{error.full_key}: {unresolved(error)}"
+        ) from None
+
+
+def _made(config: type, values: dict[str, Any]) -> Any:
     from omegaconf import OmegaConf
 
     by_glob = [name for name, hint in typing.get_type_hints(config).items() if hint == NUMBER_OR_NUMBERS]
@@ -214,7 +226,7 @@ def converted(config: type, values: dict[str, Any]) -> Any:
     return config(**vars(OmegaConf.to_object(merged)))
 
 
-def checked_types(config: type, options: Mapping[str, Any], where: str) -> dict[str, Any]:
+def _checked_types(config: type, options: Mapping[str, Any], where: str) -> dict[str, Any]:
     """Prepare `options` for OmegaConf, whose conversions are too lenient in one case (4 becomes True) and too strict
     in another ("4" from an environment variable is not accepted as `int | float`). `where` begins error messages.
 
@@ -297,6 +309,8 @@ def _describe(hint: Any) -> str:
         return "a list of text"
     if hint == dict[str, int]:
         return "numbers by globs on names, as in {'*attention*': 8, '*': 2}"
+    if typing.get_origin(hint) is dict:
+        return "options, as 'name: value'"
     return "None" if hint is type(None) else hint.__name__
 
 

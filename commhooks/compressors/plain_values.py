@@ -1,5 +1,7 @@
-"""Plain dicts and lists in place of OmegaConf's containers, which Hydra passes to the objects that it makes."""
+"""Plain dicts and lists in place of the containers of OmegaConf, which Hydra passes to the objects that it makes;
+our words in place of its errors."""
 
+import re
 import sys
 from typing import Any
 
@@ -24,10 +26,20 @@ def plain(name: str, value: Any) -> Any:
         try:
             return OmegaConf.to_container(value, resolve=True, throw_on_missing=True)
         except OmegaConfBaseException as error:
-            reason = str(error).splitlines()[0]
-            raise HookConfigError(f"{name}: {error.full_key}: {reason}") from error
+            raise HookConfigError(f"{name}: {error.full_key}: {unresolved(error)}") from error
     if type(value) is dict:
         return {key: plain(f"{name}.{key}", each) for key, each in value.items()}
     if type(value) is list:
         return [plain(f"{name}[{place}]", each) for place, each in enumerate(value)]
     return value
+
+
+def unresolved(error: Exception) -> str:
+    """Why OmegaConf could not read a value, in words for users: it is missing, or has a "${...}" without a value."""
+    text = str(error).partition("\n")[0]
+    if text.startswith("Missing mandatory value"):
+        return "'???' stands for a value that is still missing: write it"
+    name = re.search(r"'([^']*)' not found|interpolation type (\w+)|mandatory value: (\S+)", text)
+    if name is None:
+        return "'${' begins a reference to another key that cannot be read: write ${key}, ${oc.env:NAME} or the value"
+    return f"its ${{...}} leads to {next(filter(None, name.groups()))!r}, which is not there"

@@ -5,11 +5,12 @@ import difflib
 import functools
 import inspect
 from collections.abc import Callable, Collection
-from typing import ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 from commhooks.compressors.config import HookConfig
 from commhooks.compressors.registry import COMPRESSORS, canonical_name
-from commhooks.errors import HookConfigError, closest
+from commhooks.errors import HookConfigError, closest, closest_name
+from commhooks.hook.announce import reason_first
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -35,18 +36,43 @@ def misplaced_option(caller: str, name: str, value: object, hook: object) -> Hoo
     return HookConfigError(f"{caller} has no argument {name!r}: {_where_it_belongs(name, name, value, hook)}")
 
 
+def unknown_flag(flag: str, value: str, hook: str, known: Collection[str], options_flag: str) -> str:
+    """The message about a `flag` that a command lacks, with its `value`. `options_flag`: the one that takes options of
+    `hook`, as NAME=VALUE."""
+    similar = difflib.get_close_matches(flag, known, n=1, cutoff=0.85)
+    option = None if similar else _option(flag.lstrip("-").replace("-", "_"), hook, ())
+    if option is None:
+        return f"there is no flag {flag}{closest(flag, known)}"
+    return f"there is no flag {flag}; {option} is an option of the hook: write {options_flag} {option}={value}"
+
+
+HOOKS = (
+    "a name such as 'powerSGD' (see commhooks.available_hooks()), a config object such as commhooks.PowerSGD(), or a "
+    "callable"
+)
+"""What the argument `hook` can be."""
+
+
 def explains_arguments(function: Callable[P, T]) -> Callable[P, T]:
-    """Decorator: an unknown keyword argument raises `unknown_argument` instead of TypeError. `function` has the
-    parameter `hook` in second place."""
-    known = list(inspect.signature(function).parameters)
+    """Decorator: an unknown keyword argument raises `unknown_argument` instead of TypeError, and a missing hook says
+    what it can be. `function`, also an `__init__`, has the parameter `hook` in second place."""
+    parameters = inspect.signature(function).parameters
+    takes_all = any(each.kind is each.VAR_KEYWORD for each in parameters.values())
 
     @functools.wraps(function)
     def checked(*args: P.args, **kwargs: P.kwargs) -> T:
+        with reason_first():
+            check(args, kwargs)
+            return function(*args, **kwargs)
+
+    def check(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        caller = type(args[0]).__name__ if function.__name__ == "__init__" else function.__name__
         for name, value in kwargs.items():
-            if name not in known:
+            if name not in parameters and not takes_all:
                 hook = args[1] if len(args) > 1 else kwargs.get("hook")
-                raise unknown_argument(function.__name__, name, value, hook, known)
-        return function(*args, **kwargs)
+                raise unknown_argument(caller, name, value, hook, [each for each in parameters if each != "self"])
+        if len(args) == 1 and "hook" not in kwargs:
+            raise HookConfigError(f"{caller} needs a hook: {HOOKS}. hook=None is plain averaging without a hook")
 
     return checked
 
@@ -56,12 +82,10 @@ def _option(name: str, hook: object, known: Collection[str]) -> str | None:
     options = _options(hook)
     if name in options:
         return name
-    parts = [option for option in options if len(name) > 2 and name.lower() in option.lower()]
-    if parts:  # "rank" for "matrix_approximation_rank"
-        return parts[0]
-    if difflib.get_close_matches(name, known, n=1):
-        return None
-    return next(iter(difflib.get_close_matches(name, options, n=1)), None)
+    found = closest_name(name, options)
+    if found is not None and name.lower() in found.lower():  # "rank" for "matrix_approximation_rank"
+        return found
+    return None if difflib.get_close_matches(name, known, n=1) else found
 
 
 def _where_it_belongs(option: str, name: str, value: object, hook: object) -> str:

@@ -26,7 +26,7 @@ from commhooks.engine.state import LearnedState
 from commhooks.errors import AttachError, HookConfigError, logger_of
 from commhooks.gradients.exclude import warn_if_unmatched
 from commhooks.gradients.source import GradientSource
-from commhooks.hook.announce import announce
+from commhooks.hook.announce import announce, reason_first
 from commhooks.hook.arguments import explains_arguments
 from commhooks.hook.comm_hook import CommHook
 from commhooks.hook.learning_hook import LearningHook
@@ -132,6 +132,7 @@ def attach(
     )
 
 
+@reason_first()
 def attach_request(
     model: torch.nn.Module,
     request: HookRequest,

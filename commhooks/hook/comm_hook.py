@@ -17,7 +17,7 @@ from commhooks.gradients.after_backward import in_backward, run_after_backward
 from commhooks.gradients.bucket import Bucket
 from commhooks.gradients.ddp import BucketReader
 from commhooks.gradients.source import GradientSource, Reducer
-from commhooks.hook.announce import announce, say
+from commhooks.hook.announce import announce, reason_first, say
 from commhooks.hook.copies import Registered
 from commhooks.hook.cosine import CosineSampler
 from commhooks.hook.norms import Norms, measure
@@ -320,6 +320,7 @@ class CommHook:
         kept = {} if residual == "drop" else self._runner.kept_residuals(self._source.whole)
         return self._distributed.save(kept, self.joint_save_limit_s)
 
+    @reason_first()
     def load_state_dict(self, saved: dict[str, Any], strict: bool | None = None) -> None:
         """Load the result of `state_dict`. *All ranks must call* this, before the next backward pass.
 

@@ -1,13 +1,16 @@
 """Internal names that the Lightning and Accelerate plugins use. Change them together with the plugins."""
 
 from commhooks.checkpoint import parts as payload_parts
-from commhooks.compressors.config import HookConfig, checked_types, converted
+from commhooks.checkpoint.cut_off import cut_off
+from commhooks.compressors.config import HookConfig, converted
 from commhooks.compressors.dotted_path import import_path
+from commhooks.compressors.plain_values import unresolved
 from commhooks.compressors.registry import COMPRESSORS, OFF, canonical_name, means_no_hook
 from commhooks.errors import closest
 from commhooks.gradients.loss_scale import LossScale, scale_of
 from commhooks.gradients.torch_private import compiled_from
-from commhooks.hook.arguments import misplaced_option, unknown_argument
+from commhooks.hook.announce import reason_first
+from commhooks.hook.arguments import HOOKS, explains_arguments, misplaced_option, unknown_argument, unknown_flag
 from commhooks.hook.attach import attach_request, check_total_steps
 from commhooks.hook.metrics import NAMES, PREFIX, Meter
 from commhooks.hook.request import HookRequest
@@ -15,6 +18,7 @@ from commhooks.hook.supported import TooOld, check_version
 
 __all__ = [
     "COMPRESSORS",
+    "HOOKS",
     "NAMES",
     "OFF",
     "PREFIX",
@@ -27,14 +31,18 @@ __all__ = [
     "canonical_name",
     "check_total_steps",
     "check_version",
-    "checked_types",
     "closest",
     "compiled_from",
     "converted",
+    "cut_off",
+    "explains_arguments",
     "import_path",
     "means_no_hook",
     "misplaced_option",
     "payload_parts",
+    "reason_first",
     "scale_of",
     "unknown_argument",
+    "unknown_flag",
+    "unresolved",
 ]

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 
 from commhooks.compressors.plan import MemoryPlan, UnitPlan
+from commhooks.compressors.units import Unit
 
 LATEST_PASS = "as in the latest backward pass"
 
@@ -58,6 +59,11 @@ class ModelPlan:
     def flag_bytes(self) -> int:
         """Further bytes sent per rank and step, such as a flag per matrix."""
         return sum(p.flags * p.wire_itemsize(self.wire_dtype) for p in self.compressed)
+
+    @property
+    def unit(self) -> Unit:
+        """The unit of all sizes in texts about this plan."""
+        return Unit.of(self.bytes_before)
 
     @property
     def compressed(self) -> tuple[UnitPlan, ...]:
@@ -152,11 +158,12 @@ class ModelPlan:
         return 0 if self.sends is False else parameter.sent_bytes(self.wire_dtype)
 
     def summary(self) -> str:
-        """One line: what is compressed, and the MB sent per step and rank."""
+        """One line: what is compressed, and what is sent per step and rank."""
         if self._unknown:
             return f"{self.hook}: the plan follows DDP's buckets; it is known after the first backward pass"
-        after = "what the hook sends" if self.sends is None else f"{self.bytes_after / 1e6:.3f} MB"
-        sent = f"{self.bytes_before / 1e6:.3f} MB -> {after} per step and rank"
+        unit = self.unit
+        after = "what the hook sends" if self.sends is None else unit.text(self.bytes_after)
+        sent = f"{unit.text(self.bytes_before)} -> {after} per step and rank"
         if not self.selective:
             return f"{len(self.parameters)} parameters, {sent}"
         return (

@@ -26,9 +26,9 @@ def memory_line(plan: "ModelPlan") -> str:
         return ""
     parts = {"residuals": memory.residual, memory.factors_are: memory.factors, "packed to send": memory.packed}
     parts |= {"copies of gradients": memory.copies}
-    shown = ", ".join(f"{_mb(size)} {name}" for name, size in parts.items() if size)
+    shown = ", ".join(f"{plan.unit.number(size)} {name}" for name, size in parts.items() if size)
     whose = "of this rank" if plan.arrangement else "per rank"
-    return f"Memory {whose}: {_mb(memory.total)} MB ({shown})\n"
+    return f"Memory {whose}: {plan.unit.text(memory.total)} ({shown})\n"
 
 
 def _parameters(plan: "ModelPlan") -> Any:
@@ -41,8 +41,8 @@ def _parameters(plan: "ModelPlan") -> Any:
     columns = max((type(p).columns for p in plan.parameters), key=len, default=())
     for name in columns:
         table.add_column(name, justify="left" if " x " in name else "right", no_wrap=True)
-    table.add_column("MB", justify="right", no_wrap=True)
-    table.add_column("MB sent", justify="right", no_wrap=True)
+    table.add_column(plan.unit.name, justify="right", no_wrap=True)
+    table.add_column(f"{plan.unit.name} sent", justify="right", no_wrap=True)
     if plan.selective:
         table.add_column("not compressed because", overflow="fold")
     for p in plan.parameters:
@@ -51,8 +51,8 @@ def _parameters(plan: "ModelPlan") -> Any:
             p.name,
             "x".join(map(str, p.shape)) or "scalar",
             *cells,
-            _mb(p.size_bytes()),
-            "?" if plan.sends is None else _mb(plan.sent_bytes(p)),
+            plan.unit.number(p.size_bytes()),
+            "?" if plan.sends is None else plan.unit.number(plan.sent_bytes(p)),
             *([p.reason] if plan.selective else []),
         )
     return table
@@ -62,13 +62,13 @@ def _buckets(plan: "ModelPlan") -> Any:
     table = _new_table(f"Buckets, {plan.buckets_from}")
     table.add_column("bucket", justify="right", no_wrap=True)
     table.add_column("parameters", overflow="fold")
-    table.add_column("MB", justify="right", no_wrap=True)
-    table.add_column("MB sent", justify="right", no_wrap=True)
+    table.add_column(plan.unit.name, justify="right", no_wrap=True)
+    table.add_column(f"{plan.unit.name} sent", justify="right", no_wrap=True)
     for place, bucket in enumerate(plan.buckets):
         names = bucket.parameters
         shown = names[0] if len(names) == 1 else f"{names[0]} .. {names[-1]} ({len(names)})"
-        sent = "?" if plan.sends is None else _mb(bucket.bytes_after)
-        table.add_row(str(place), shown, _mb(bucket.bytes_before), sent)
+        sent = "?" if plan.sends is None else plan.unit.number(bucket.bytes_after)
+        table.add_row(str(place), shown, plan.unit.number(bucket.bytes_before), sent)
     return table
 
 
@@ -77,7 +77,3 @@ def _new_table(title: str) -> Any:
     from rich.table import Table
 
     return Table(title=title, box=box.SIMPLE)
-
-
-def _mb(size: float) -> str:
-    return f"{size / 1e6:.3f}"

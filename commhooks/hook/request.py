@@ -20,6 +20,7 @@ from commhooks.compressors.registry import (
     COMPRESSORS,
     FACTORIES,
     OFF,
+    aliases,
     canonical_name,
     check_free,
     check_name,
@@ -163,7 +164,7 @@ class HookRequest:
                 names = hook_names()
                 package, dot, function = hook.rpartition(".")
                 hint = f" (for a function of your own write '{package}:{function}')" if dot and package else ""
-                offer = hint or closest(hook, names_to_offer())
+                offer = hint or closest(hook, [*names_to_offer(), *aliases()])
                 raise HookConfigError(
                     f"unknown hook {hook!r}{offer}; known are {', '.join(names)}, and "
                     "'package.module:function' for one of your own; 'none' trains without a hook"

@@ -22,7 +22,8 @@ _WHAT = "what each rank attaches (attach the hook on every rank, or on none)"
 
 
 def describe_request(request: HookRequest, options: Mapping[str, Any], loss_scale: bool) -> str:
-    """A line that is equal on two ranks if their requests are. `options`: the options in force."""
+    """Lines that are equal on two ranks if their requests are: the hook, and a setting each. `options`: the options in
+    force."""
     # Compare a user's objects by their type only: their repr may contain an address.
     plain = (bool, int, float, str, type(None))
 
@@ -32,10 +33,8 @@ def describe_request(request: HookRequest, options: Mapping[str, Any], loss_scal
 
     shown = [f"{k}={v!r}" if is_plain(v) else f"{k}=<{type(v).__qualname__}>" for k, v in options.items()]
     shown += [f"wrapper={request.wrapper!r}", f"save_residual={request.form!r}"]
-    shown += [f"check_every={request.check_every}", f"ranks_per_node={request.ranks_per_node!r}"] + (
-        ["with a loss scale"] if loss_scale else []
-    )
-    return f"{request.name} ({', '.join(shown)})"
+    shown += [f"check_every={request.check_every}", f"ranks_per_node={request.ranks_per_node!r}"]
+    return "\n".join([request.name, *shown, f"loss_scale={'given' if loss_scale else None}"])
 
 
 @dataclass(frozen=True)
@@ -100,8 +99,16 @@ def _check_replicas(asked: Asked, offer: Offer, group: dist.ProcessGroup, device
 
 
 def _different_hooks(requests: list[str]) -> str:
-    by_rank = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(requests))
-    return f"the ranks attach different hooks: {by_rank}. Give every rank the same hook, options and wrapper"
+    """What differs, and nothing else: the hooks, or else their settings."""
+    lines = [text.split("\n") for text in requests]
+    several = len({name for name, *_ in lines}) > 1
+    common = set.intersection(*(set(settings) for _, *settings in lines))
+    ranks: dict[str, list[str]] = {}
+    for rank, (name, *settings) in enumerate(lines):
+        own = name if several else ", ".join(each for each in settings if each not in common)
+        ranks.setdefault(own, []).append(str(rank))
+    found = "; ".join(f"rank{'s' * (len(each) > 1)} {', '.join(each)}: {own}" for own, each in ranks.items())
+    return f"the ranks attach different hooks: {found}. Give every rank the same hook, options and wrapper"
 
 
 def _first_difference(lines: list[list[str]]) -> str:

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from commhooks.checkpoint.user_state import SavedUserState
 from commhooks.comm.counters import Counters
 from commhooks.compressors.base import Compressor
+from commhooks.compressors.units import Unit
 from commhooks.engine.arrangement import Flat
 from commhooks.engine.at_once import reduce_at_once, run_with_clocks
 from commhooks.engine.awaited import Awaited
@@ -95,7 +96,8 @@ class StatelessHook(Runner):
 
     def announcement(self, plan: ModelPlan) -> str:
         before, sent = self.counters.bytes_uncompressed, self.counters.last_pass.bytes_sent
-        return f": {before / 1e6:.3f} MB -> {sent / 1e6:.3f} MB per step and rank"
+        unit = Unit.of(before)
+        return f": {unit.text(before)} -> {unit.text(sent)} per step and rank"
 
 
 class StatelessNodesHook(StatelessHook):

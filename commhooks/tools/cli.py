@@ -1,53 +1,31 @@
-"""The `commhooks` command. Each subcommand is a separate module, listed in `COMMANDS`."""
+"""The `commhooks` command. Each subcommand is a separate module, listed in `COMMANDS` of `arguments.py`."""
 
 import argparse
+import importlib
 import os
+import re
 import sys
-from typing import Protocol
+from contextlib import suppress
 
 import commhooks
-from commhooks.errors import CommHookError
-from commhooks.tools import hooks_command, plan_command
-from commhooks.tools.doctor import command as doctor_command
-from commhooks.tools.inspect import command as inspect_command
-
-
-class Command(Protocol):
-    """The interface of a module that implements a subcommand."""
-
-    HELP: str
-    """One line for the list of commands."""
-
-    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
-        """Add the arguments; `parser.description` may be set too."""
-
-    def run(self, arguments: argparse.Namespace) -> int:
-        """Run the subcommand and return the exit status. A `CommHookError` becomes one line on stderr and status 1."""
-
-
-COMMANDS: dict[str, Command] = {
-    "hooks": hooks_command,
-    "plan": plan_command,
-    "doctor": doctor_command,
-    "inspect": inspect_command,
-}
+from commhooks.errors import CommHookError, closest
+from commhooks.tools.arguments import COMMANDS
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Entry point; returns the exit status."""
-    parser = argparse.ArgumentParser(
-        prog="commhooks", description="Communication hooks for DistributedDataParallel: compressed gradients."
-    )
-    parser.add_argument("--version", action="version", version=f"commhooks {commhooks.__version__}")
-    subparsers = parser.add_subparsers(dest="command", metavar="COMMAND")
-    for name, command in COMMANDS.items():
-        command.add_arguments(subparsers.add_parser(name, help=command.HELP, description=command.HELP))
-    parsed = parser.parse_args(arguments)
+    parser, parsers = _parsers()
+    given = sys.argv[1:] if arguments is None else arguments
+    parsed, unknown = parser.parse_known_args(given)
+    if unknown:
+        if parsed.command is None:
+            parser.error(f"unrecognized arguments: {' '.join(unknown)}")
+        parsers[parsed.command].error(_about_unknown(unknown[0], given, parsed, parsers[parsed.command]))
     if parsed.command is None:
         parser.print_help()
         return 0
     try:
-        status = COMMANDS[parsed.command].run(parsed)
+        status: int = importlib.import_module(COMMANDS[parsed.command].module).run(parsed)
         sys.stdout.flush()
         return status
     except CommHookError as error:
@@ -56,3 +34,46 @@ def main(arguments: list[str] | None = None) -> int:
     except BrokenPipeError:  # the reader has closed the pipe, as in `commhooks plan ... | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # otherwise Python reports it again at exit
         return 1
+
+
+def _parsers() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParser]]:
+    """The parser, and those of the subcommands. None takes abbreviations: `--rank` must not mean `--ranks-per-node`."""
+    parser = argparse.ArgumentParser(
+        prog="commhooks",
+        description="Communication hooks for DistributedDataParallel: compressed gradients.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--version", action="version", version=f"commhooks {commhooks.__version__}")
+    subparsers = parser.add_subparsers(dest="command", metavar="COMMAND")
+    parsers = {}
+    for name, command in COMMANDS.items():
+        parsers[name] = subparsers.add_parser(
+            name,
+            help=command.help,
+            description=command.help,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+            allow_abbrev=False,
+        )
+        command.add_arguments(parsers[name])
+    with suppress(ImportError):  # argcomplete is optional
+        import argcomplete
+
+        argcomplete.autocomplete(parser)  # does nothing unless a shell asks for completions
+    return parser, parsers
+
+
+def _about_unknown(argument: str, given: list[str], parsed: argparse.Namespace, parser: argparse.ArgumentParser) -> str:
+    """The message about an argument that a subcommand does not have. An option of the hook is the likeliest."""
+    flag, _, value = argument.partition("=")
+    flags = re.findall(r"--[\w-]+", parser.format_usage())
+    if not flag.startswith("-"):
+        return f"unrecognized arguments: {argument}"
+    if "options" not in parsed:
+        return f"there is no flag {flag}{closest(flag, flags)}"
+    from commhooks.hook.arguments import unknown_flag
+
+    after = given[given.index(argument) + 1 :]
+    value = value or next((each for each in after[:1] if not each.startswith("-")), "VALUE")
+    if parsed.command == "doctor" and flag in ("--rank", "--ranks", "--matrix-approximation-rank"):
+        return f"there is no flag {flag}; write --powersgd-ranks {value}"
+    return unknown_flag(flag, value, getattr(parsed, "hook", None) or "powerSGD", flags, "--options")

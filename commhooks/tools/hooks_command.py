@@ -7,12 +7,6 @@ from commhooks.compressors.config import explained_options
 from commhooks.compressors.registry import COMPRESSORS, aliases
 from commhooks.hook.request import available_hooks
 
-HELP = "list the hooks and their options"
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """This subcommand has no arguments."""
-
 
 def run(arguments: argparse.Namespace) -> int:
     """Print the table."""

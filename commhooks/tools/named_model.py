@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from commhooks.checkpoint.checks import shown
+from commhooks.checkpoint.cut_off import cut_off
 from commhooks.compressors.dotted_path import FILE_ENDING, current_folder_first, import_path
 from commhooks.errors import CommHookError, HookConfigError
 from commhooks.gradients.ddp import sparse_parameters
@@ -128,6 +129,8 @@ def load_plain(path: Path) -> Any:
     except OSError as error:
         raise UnreadableFileError(f"{path} cannot be read: {error.strerror or error}") from error
     except Exception as error:  # torch raises many kinds of exceptions for truncated or foreign files
+        if cut := cut_off(path, error):
+            raise UnreadableFileError(f"{path} cannot be read: {cut}") from None
         foreign = _FOREIGN.search(str(error))
         if foreign is not None:
             raise UnreadableFileError(

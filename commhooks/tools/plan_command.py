@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 
-from commhooks.comm.wire import WRAPPERS
 from commhooks.compressors.base import Compressor
 from commhooks.compressors.dotted_path import current_folder_first
 from commhooks.compressors.kernel import TORCH
@@ -21,17 +20,20 @@ from commhooks.tools.cluster import ASSUMED as ASSUMED_ON_NODES
 from commhooks.tools.cluster import CANDIDATES, Cluster, cluster_table, predict
 from commhooks.tools.codec_time import CodecTime, measure_codec
 from commhooks.tools.named_model import NamedModel, named_model
+from commhooks.tools.options import parse_options
 
-HELP = "show what a hook will compress in your model, and from which bandwidth on it matters"
-DESCRIPTION = """\
-Shows what a hook will do to a model before there is a training: per parameter, per bucket of DDP and for all of it,
-what is compressed or why not, MB per step and rank, the memory that is needed, and below which bandwidth a step sends
-faster with the hook. The same for a training that runs: print(hook.plan()).
-
-  commhooks plan package.module:build_model --hook powerSGD --options matrix_approximation_rank=4
-  commhooks plan checkpoint.ckpt --hook powerSGD --exclude '*embed*' '*head*'
-  commhooks plan package.module:build_model --nodes 16 --ranks-per-node 8 --bandwidth 25
-"""
+FOR_ONE_HOOK: dict[str, Any] = {
+    "hook": "powerSGD",
+    "options": [],
+    "exclude": None,
+    "wrapper": None,
+    "world_size": 2,
+    "device": None,
+    "codec_ms": None,
+}
+"""Flags of the plan of one hook, which --nodes ignores, with their defaults."""
+ON_NODES = {"ranks_per_node": 8, "bandwidth": 25.0, "inside": 400.0, "latency_us": 30.0, "backend": "nccl"}
+"""Flags that only --nodes needs, with their defaults."""
 GBIT_S = (0.1, 1.0, 10.0, 100.0)
 ASSUMED = (
     "Assumed: a ring all-reduce at the full bandwidth, no latency, nothing overlaps with the backward pass. Where the "
@@ -39,53 +41,43 @@ ASSUMED = (
 )
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.description = DESCRIPTION
-    parser.add_argument(
-        "model",
-        metavar="MODULE:FUNCTION|FILE",
-        help="a function without arguments that returns an nn.Module (package.module:build or train.py:build), or a "
-        "file of torch.save with a state dict",
-    )
-    parser.add_argument("--hook", default="powerSGD", help="its name (powerSGD)")
-    parser.add_argument(
-        "--options", nargs="+", default=[], metavar="NAME=VALUE", help="options of the hook; values are YAML"
-    )
-    parser.add_argument("--exclude", nargs="+", metavar="GLOB", help="the same as --options \"exclude=['GLOB', ...]\"")
-    parser.add_argument("--wrapper", choices=WRAPPERS, help="what is made of the numbers that are sent")
-    parser.add_argument("--bucket-cap-mb", type=float, metavar="MB", help="as DDP's argument (25)")
-    parser.add_argument("--total-steps", type=int, metavar="N", help="of the run, for a start that is a fraction")
-    parser.add_argument("--world-size", type=int, default=2, metavar="N", help="ranks, for the estimate (2)")
-    parser.add_argument(
-        "--nodes", type=int, metavar="N", help="instead of the plan: a table of all hooks on that many nodes"
-    )
-    parser.add_argument("--ranks-per-node", type=int, default=8, metavar="N", help="with --nodes (8)")
-    parser.add_argument("--bandwidth", type=float, default=25.0, metavar="GBIT", help="between nodes, Gbit/s (25)")
-    parser.add_argument("--inside", type=float, default=400.0, metavar="GBIT", help="inside a node, Gbit/s (400)")
-    parser.add_argument("--latency-us", type=float, default=30.0, metavar="US", help="per message between nodes (30)")
-    parser.add_argument("--backend", choices=["nccl", "gloo"], default="nccl", help="with --nodes (nccl)")
-    parser.add_argument("--device", choices=("cpu", "cuda"), help="where the codec is timed (cuda if there is one)")
-    parser.add_argument("--codec-ms", type=float, metavar="MS", help="the codec's time per step, instead of timing it")
-    parser.add_argument("--json", action="store_true", help="print JSON, bytes and seconds")
-
-
 def run(arguments: argparse.Namespace) -> int:
     """Print the plan, or with --nodes a table of all hooks."""
+    settle_flags(arguments)
     if arguments.nodes is not None:
         return run_cluster(arguments)
     plan, note, codec = make_plan(arguments)
-    estimate = estimated(plan, codec, arguments.world_size)
+    estimate = None if codec is None else estimated(plan, codec, arguments.world_size)
     if arguments.json:
         print(json.dumps(plan.as_dict() | {"model": arguments.model, "note": note, "estimate": estimate}, indent=2))
         return 0
     print(plan)
-    print("\n".join(part for part in (note, network_text(plan, estimate)) if part))
+    print("\n".join(part for part in (note, network_text(plan, estimate) if estimate else "") if part))
     return 0
 
 
-def make_plan(arguments: argparse.Namespace) -> tuple[ModelPlan, str, CodecTime]:
-    """The plan, a remark about the model, and the codec's time."""
+def settle_flags(arguments: argparse.Namespace) -> None:
+    """Refuse flags that would be ignored, and give the others their defaults."""
+    many = arguments.nodes is not None
+    for name, default in (FOR_ONE_HOOK | ON_NODES).items():
+        if getattr(arguments, name) is None:
+            setattr(arguments, name, default)
+        elif many and name in FOR_ONE_HOOK:
+            raise HookConfigError(
+                f"{_flag(name)} with --nodes, which compares all hooks on many nodes: leave out one of the two"
+            )
+        elif not many and name in ON_NODES:
+            raise HookConfigError(f"{_flag(name)} is for the table of many nodes: add --nodes N, or leave it out")
+    if arguments.device is not None and arguments.codec_ms is not None:
+        raise HookConfigError("--device says where the codec is timed, and --codec-ms how long it takes: give one")
+
+
+def _flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
+
+
+def make_plan(arguments: argparse.Namespace) -> tuple[ModelPlan, str, CodecTime | None]:
+    """The plan, a remark about the model, and the codec's time; None if only a training decides what to compute."""
     _check_numbers(arguments, {"world_size": 2, "total_steps": 1}, above_0=("bucket_cap_mb", "codec_ms"))
     options = parse_options(arguments.options)
     if arguments.exclude:
@@ -102,6 +94,12 @@ def make_plan(arguments: argparse.Namespace) -> tuple[ModelPlan, str, CodecTime]
         unmatched_sentence(config.option_globs, model.every_name, config.glob_option),
     ]
     note = " ".join([*([model.note] if model.note else []), *(f"{each}." for each in unmatched if each)])
+    if compressor.chosen and compressor.chosen_at is None:
+        undecided = (
+            f"{compressor.name} decides during the training, from what it measures there. This is how it begins, with "
+            f"{compressor.chosen}; the plan of what it may choose: --hook powerSGD, --hook int8 and so on."
+        )
+        return plan, " ".join(part for part in (note, undecided) if part), None
     if arguments.codec_ms is not None:
         return plan, note, CodecTime(arguments.codec_ms / 1e3, "", 0, 1.0)
     device = torch.device(arguments.device or ("cuda" if torch.cuda.is_available() else "cpu"))
@@ -146,7 +144,7 @@ def _check_numbers(arguments: argparse.Namespace, least: Mapping[str, int], abov
         if value is None or (value > 0 if name in above_0 else value >= least[name]):
             continue
         limit = "above 0" if name in above_0 else f"from {least[name]}"
-        raise HookConfigError(f"--{name.replace('_', '-')} {value}: expected a number {limit}")
+        raise HookConfigError(f"{_flag(name)} {value}: expected a number {limit}")
 
 
 def _planned(
@@ -164,21 +162,6 @@ def _planned(
     compressor = request.new_compressor(total_steps)
     assert compressor is not None  # `plan_model` has raised for a user's hook
     return plan, compressor
-
-
-def parse_options(texts: list[str]) -> dict[str, Any]:
-    """`["fused=true", "exclude=['*embed*']"]` as a dict; values are YAML."""
-    from omegaconf import OmegaConf
-
-    for text in texts:
-        if not text.partition("=")[0].strip() or "=" not in text:
-            raise HookConfigError(f"--options {text}: expected NAME=VALUE, for example matrix_approximation_rank=4")
-    try:
-        values = OmegaConf.to_container(OmegaConf.from_dotlist(texts), resolve=True)
-    except Exception as error:  # exceptions of OmegaConf and of YAML
-        raise HookConfigError(f"--options {' '.join(texts)}: {' '.join(str(error).split())}") from None
-    assert isinstance(values, dict)
-    return {str(name): value for name, value in values.items()}
 
 
 def estimated(plan: ModelPlan, codec: CodecTime, world_size: int) -> dict[str, Any]:
@@ -208,9 +191,10 @@ def estimated(plan: ModelPlan, codec: CodecTime, world_size: int) -> dict[str, A
 
 def network_text(plan: ModelPlan, estimate: dict[str, Any]) -> str:
     """The estimates as text."""
+    before, after = plan.unit.text(estimate["wire_bytes_before"]), plan.unit.text(estimate["wire_bytes_after"])
     lines = [
-        f"On the wire each of {estimate['world_size']} ranks sends {estimate['wire_bytes_before'] / 1e6:.3f} MB per "
-        f"step without and {estimate['wire_bytes_after'] / 1e6:.3f} MB with the hook (ring all-reduce)."
+        f"On the wire each of {estimate['world_size']} ranks sends {before} per step without and {after} with the hook "
+        "(ring all-reduce)."
     ]
     if plan.sends is False:
         return lines[0]

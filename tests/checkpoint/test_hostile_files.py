@@ -33,8 +33,9 @@ PACKAGES = ("commhooks", "lightning_commhooks", "accelerate_commhooks")
 
 # ---- the source ------------------------------------------------------------------------------------------------------
 
-# What imports by name: what a user's configuration or command line names. No checkpoint reaches it.
-BY_NAME = {("commhooks/compressors/dotted_path.py", "importlib.import_module")}
+# What imports by name: what a user's configuration or command line names, and the subcommands, from a table in the
+# source. No checkpoint reaches it.
+BY_NAME = {(f"commhooks/{file}.py", "importlib.import_module") for file in ("compressors/dotted_path", "tools/cli")}
 RUNS_WHAT_IT_READS = {
     *("eval", "exec", "compile", "__import__", "importlib.import_module", "pkgutil.resolve_name"),
     *("pickle", "cPickle", "dill", "cloudpickle", "joblib", "shelve", "marshal", "runpy", "copyreg"),

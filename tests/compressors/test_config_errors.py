@@ -101,6 +101,9 @@ CASES = [
         "powerSGD",
         _options(rank=2),
     ),
+    Expected("start of an option's name", "hook 'powerSGD' has no option 'start' (did you mean 'start_powerSGD_iter'?)",
+             options=_options(start=2)),
+    Expected("short name", "unknown hook 'itn8' (did you mean 'int8'?)", "itn8"),
     Expected("option of none", "hook 'allreduce' has no options, got 'rank'", "allreduce", _options(rank=2)),
     Expected("wrapper typo", "wrapper='fp61' (did you mean 'fp16'?); expected one of None, 'fp16', 'bf16'",
              options={"wrapper": "fp61"}),
@@ -121,7 +124,7 @@ CASES = [
     # values
     Expected("rank 0", "PowerSGD: matrix_approximation_rank=0; expected at least 1",
              options=_options(matrix_approximation_rank=0)),
-    Expected("rank of wrong type", "option matrix_approximation_rank: Value 'two' of type 'str' could not be converted",
+    Expected("rank of wrong type", "option matrix_approximation_rank: 'two' is of type str; expected int or numbers",
              options=_options(matrix_approximation_rank="two")),
     Expected("negative start", "start_powerSGD_iter=-1; expected a number of steps, 0 or more",
              options=_options(start_powerSGD_iter=-1)),

@@ -1,5 +1,7 @@
 """Ranks that ask for different hooks, or have different models, are told so at `attach`, all of them."""
 
+import contextlib
+import io
 import time
 from datetime import timedelta
 from typing import Any
@@ -28,12 +30,12 @@ def made(options: dict[str, Any], group: Any) -> tuple[Any, Any]:
 
 # What rank 0 asks for, what rank 1 asks for, and what the message says of each.
 DIFFERENT = {
-    "hook": ({"hook": "powerSGD"}, {"hook": "fp16"}, "rank 0: powerSGD (matrix_app", "rank 1: fp16_compress ("),
+    "hook": ({"hook": "powerSGD"}, {"hook": "fp16"}, "rank 0: powerSGD;", "rank 1: fp16_compress."),
     "rank": (
         {"hook": commhooks.PowerSGD(matrix_approximation_rank=2)},
         {"hook": "powerSGD", "hook_options": {"matrix_approximation_rank": 4}},
-        "matrix_approximation_rank=2",
-        "matrix_approximation_rank=4",
+        "rank 0: matrix_approximation_rank=2;",
+        "rank 1: matrix_approximation_rank=4.",
     ),
     "length of the run": (
         {"hook": "powerSGD", "total_steps": 100},
@@ -44,7 +46,12 @@ DIFFERENT = {
     "wrapper": ({"hook": "powerSGD", "wrapper": "bf16"}, {"hook": "powerSGD"}, "wrapper='bf16'", "wrapper=None"),
     "own hook": ({"hook": mine}, {"hook": "allreduce"}, "rank 0: mine", "rank 1: allreduce"),
     "check_every": ({"hook": "fp16", "check_every": 5}, {"hook": "fp16"}, "check_every=5", "check_every=None"),
-    "loss scale": ({"hook": "powerSGD", "loss_scale": lambda: 2.0}, {"hook": "powerSGD"}, "a loss scale", "rank 1"),
+    "loss scale": (
+        {"hook": "powerSGD", "loss_scale": lambda: 2.0},
+        {"hook": "powerSGD"},
+        "rank 0: loss_scale=given;",
+        "rank 1: loss_scale=None.",
+    ),
 }
 
 
@@ -78,7 +85,22 @@ def _one_of_three() -> str:
 
 def test_one_of_three_ranks(run_ranks: Any) -> None:
     for text in run_ranks(_one_of_three, world_size=3):
-        assert text.index("rank 0: fp16") < text.index("rank 1: fp16") < text.index("rank 2: bf16")
+        assert ": ranks 0, 1: fp16_compress; rank 2: bf16_compress. Give" in text
+
+
+def _said() -> str:
+    with contextlib.redirect_stderr(io.StringIO()) as said, pytest.raises(commhooks.AttachError):
+        Run.new(hook="bf16" if dist.get_rank() else "fp16")
+    with contextlib.redirect_stderr(said), pytest.raises(commhooks.HookConfigError):
+        Run.new(hook="fp17")
+    return said.getvalue()
+
+
+def test_rank_0_says_the_reason_in_a_line_before_the_tracebacks(run_ranks: Any) -> None:
+    first, other = run_ranks(_said)
+    different, unknown = first.splitlines()
+    assert different.startswith("commhooks: error: the ranks attach different hooks: rank 0: fp16_compress; rank 1: ")
+    assert unknown.startswith("commhooks: error: unknown hook 'fp17'") and other == ""
 
 
 def _models() -> list[str]:

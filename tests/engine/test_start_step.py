@@ -128,12 +128,12 @@ LINES = {
         "powerSGD",
         None,
     ): "commhooks: powerSGD (rank 2, from step 2): 3 of 6 parameters compressed (96.7 % of the bytes), "
-    "0.011 MB -> 0.002 MB per step and rank",
+    "10.592 kB -> 1.760 kB per step and rank",
     ("powerSGD", "bf16"): "commhooks: powerSGD (rank 2, from step 2): 3 of 6 parameters compressed (96.7 % of the "
-    "bytes), 0.011 MB -> 0.001 MB per step and rank, bf16 on the wire",
-    ("allreduce", None): "commhooks: allreduce: 0.011 MB -> 0.011 MB per step and rank",
-    ("fp16", None): "commhooks: fp16_compress: 0.011 MB -> 0.005 MB per step and rank",
-    ("noop", None): "commhooks: noop: 0.011 MB -> 0.000 MB per step and rank",
+    "bytes), 10.592 kB -> 0.880 kB per step and rank, bf16 on the wire",
+    ("allreduce", None): "commhooks: allreduce: 10.592 kB -> 10.592 kB per step and rank",
+    ("fp16", None): "commhooks: fp16_compress: 10.592 kB -> 5.296 kB per step and rank",
+    ("noop", None): "commhooks: noop: 10.592 kB -> 0.000 kB per step and rank",
 }
 
 
@@ -196,5 +196,5 @@ def test_batched_is_announced_with_its_buckets(run_ranks):
     (line,) = [line for line in run_ranks(batched)[0] if line.startswith("commhooks: ")]
     assert line == (
         "commhooks: batched_powerSGD (rank 1, from step 0): 1 of 1 parameters compressed (100.0 % of the bytes), "
-        "0.011 MB -> 0.000 MB per step and rank"
+        "10.592 kB -> 0.416 kB per step and rank"
     )

@@ -143,8 +143,8 @@ def test_the_table_shows_every_parameter():
     text = str(hook.plan())
     assert "powerSGD: compressed from step 7 on" in text
     rows = {line.split()[0]: line.split() for line in text.splitlines() if line.startswith(("  0.", "  1."))}
-    assert rows["0.weight"][1:] == ["32x3x3x3", "32", "x", "27", "1", "0.003", "0.000"]
-    assert rows["1.bias"][1:] == ["32", "0.000", "0.000", "vector"]
+    assert rows["0.weight"][1:] == ["32x3x3x3", "32", "x", "27", "1", "3.456", "0.236"]
+    assert rows["1.bias"][1:] == ["32", "0.128", "0.128", "vector"]
     assert text.splitlines()[-1].startswith("2 of 4 parameters compressed (")
 
 
@@ -172,7 +172,7 @@ def test_a_hook_of_another_kind_claims_no_compression_by_low_rank():
             assert "from step" not in text and "compressed (" not in text and "because" not in text
             assert text.splitlines()[0].strip() == {"fp16": "fp16_compress"}.get(name, name)
             assert (
-                text.splitlines()[-1] == f"6 parameters, 0.011 MB -> {'0.005' if name == 'fp16' else '0.011'} MB "
+                text.splitlines()[-1] == f"6 parameters, 10.592 kB -> {'5.296' if name == 'fp16' else '10.592'} kB "
                 "per step and rank"
             )
 

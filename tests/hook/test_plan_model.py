@@ -68,14 +68,14 @@ def test_the_same_as_the_attached_hook(name: str, wrapper: str | None) -> None:
         assert sum(b.bytes_before for b in late.buckets) == late.bytes_before
         assert "Buckets, as in the latest backward pass" in str(late)
     if name == "noop":
-        assert early.bytes_after == 0 and "0.000 MB per step" in early.summary()
+        assert early.bytes_after == 0 and "0.000 kB per step" in early.summary()
 
 
 def test_a_hook_of_the_users_own_is_not_known() -> None:
     with process_group_of_one():
         plan = commhooks.attach(wrap(mlp()), lambda state, bucket: commhooks.allreduce_hook(None, bucket)).plan()
     assert plan.as_dict()["bytes_after"] is None and "?" in str(plan)
-    assert plan.summary().endswith("MB -> what the hook sends per step and rank")
+    assert plan.summary().endswith("kB -> what the hook sends per step and rank")
     with pytest.raises(HookConfigError, match="only its own code knows"):
         plan_model(dict(mlp().named_parameters()), HookRequest.parse(needs_an_argument))
 

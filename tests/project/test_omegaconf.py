@@ -14,7 +14,10 @@ from repository import REPOSITORY
 IN_BOTH = {
     "omegaconf.OmegaConf",
     "omegaconf.DictConfig",
-    "omegaconf.errors.OmegaConfBaseException",
+    *(
+        f"omegaconf.errors.{name}"
+        for name in ("OmegaConfBaseException", "InterpolationResolutionError", "MissingMandatoryValue")
+    ),
     *(
         f"OmegaConf.{name}"
         for name in ("create", "from_dotlist", "is_config", "load", "merge", "structured", "to_container", "to_object")

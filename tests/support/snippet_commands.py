@@ -153,10 +153,11 @@ def _check_torchrun(words: list[str]) -> None:
 def _check_doctor(words: list[str]) -> None:
     """The one command that only torchrun can start."""
     from commhooks.compressors.dotted_path import current_folder_first
+    from commhooks.tools.arguments import COMMANDS
     from commhooks.tools.doctor import command
 
     parser = argparse.ArgumentParser()
-    command.add_arguments(parser)
+    COMMANDS["doctor"].add_arguments(parser)
     try:
         assert words[:1] == ["doctor"]
         with current_folder_first():

@@ -7,13 +7,17 @@ import os
 import re
 import subprocess
 import sys
+from pathlib import Path
+from typing import Any
 
 import pytest
 from ddp_steps import mlp, process_group_of_one, wrap
 
 import commhooks
+from commhooks.comm.wire import WRAPPERS
 from commhooks.compressors.config import explained_options
 from commhooks.compressors.registry import COMPRESSORS
+from commhooks.tools import arguments
 from commhooks.tools.cli import main
 
 
@@ -26,6 +30,58 @@ def test_an_unknown_command_is_refused(capsys):
     with pytest.raises(SystemExit) as stopped:
         main(["hoks"])
     assert stopped.value.code == 2 and "invalid choice: 'hoks'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        (["plan", "m:f", "--rank", "4"], "write --options matrix_approximation_rank=4"),
+        (["plan", "m:f", "--rank=4"], "write --options matrix_approximation_rank=4"),
+        (["plan", "m:f", "--start", "4", "--hook", "int8"], "write --options start_iter=4"),
+        (["plan", "m:f", "--rank"], "write --options matrix_approximation_rank=VALUE"),
+        (["plan", "m:f", "--exclud", "a"], "there is no flag --exclud (did you mean '--exclude'?)"),
+        (["doctor", "m:f", "--rank", "4"], "write --powersgd-ranks 4"),
+        (["doctor", "m:f", "--step", "4"], "there is no flag --step (did you mean '--steps'?)"),
+        (["inspect", "f", "--js"], "there is no flag --js (did you mean '--json'?)"),
+        (["hooks", "powerSGD"], "unrecognized arguments: powerSGD"),
+        (["--vers"], "unrecognized arguments: --vers"),
+    ],
+)
+def test_no_command_takes_abbreviations(given: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        main(given)
+    assert stopped.value.code == 2 and says in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("package", "commands", "typed"),
+    [
+        ("commhooks.tools", ["hooks", "plan", "doctor", "inspect"], "commhooks plan --wr"),
+        ("accelerate_commhooks", ["config", "check"], "accelerate-commhooks config --wr"),
+    ],
+)
+def test_help_and_completion_need_no_torch(package: str, commands: list[str], typed: str, tmp_path: Path) -> None:
+    """Which takes seconds to import: here nothing can import it. Completion as bash asks argcomplete for it."""
+    code = f"""
+import contextlib, os, sys
+sys.modules |= dict.fromkeys(["torch", "accelerate", "omegaconf", "rich"])
+from {package}.cli import main
+for arguments in ["--help"], ["--version"], *([command, "--help"] for command in {commands}):
+    with contextlib.suppress(SystemExit):
+        main(arguments)
+os.environ |= dict(_ARGCOMPLETE="1", COMP_LINE={typed!r}, COMP_POINT="{len(typed)}", COMP_TYPE="9")
+os.environ["_ARGCOMPLETE_STDOUT_FILENAME"] = "found"
+main([])
+"""
+    run: Any = {"cwd": tmp_path, "capture_output": True, "text": True, "timeout": 280}
+    done = subprocess.run([sys.executable, "-c", code], **run)
+    assert done.returncode == 0 and done.stdout.count("usage: ") == 1 + len(commands), done.stderr
+    assert (tmp_path / "found").read_text().strip() == "--wrapper"
+
+
+def test_what_the_arguments_repeat() -> None:
+    assert arguments.WRAPPERS == WRAPPERS
+    assert "powerSGD" in arguments.hook_names() and "noop" not in arguments.hook_names()
 
 
 @pytest.mark.parametrize("columns", [80, 100, 200])

@@ -163,7 +163,10 @@ def test_the_picture(tmp_path: Path) -> None:
     assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
     report.plot(tmp_path / "a.svg")  # text as paths, with the words in comments
     drawing = (tmp_path / "a.svg").read_text()
-    for words in ("powerSGD rank 1 (estimate)", "allreduce (estimate)", "measured (median, quartiles)", "your link"):
-        assert f"<!-- {words} -->" in drawing
+    labels = ("powerSGD rank 1", "fp16", "allreduce (no hook)", "noop (no exchange)")
+    for words in (*labels, "your link: measured (median, quartiles)"):
+        assert drawing.count(f"<!-- {words} -->") == 1
+    assert "fill: #d62728" in drawing.partition("<!-- powerSGD rank 1 -->")[2][:200]  # the advice
+    assert "fill: #d62728" not in drawing.partition("<!-- fp16 -->")[2][:200]
     with pytest.raises(DoctorError, match="the plot cannot be written"):
         report.plot(tmp_path / "a.docx")

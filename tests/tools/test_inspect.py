@@ -214,9 +214,9 @@ def test_nothing_in_a_file_is_executed(tmp_path: Path, capsys: Any) -> None:
     "content, text",
     [
         (None, "cannot be read: No such file or directory"),
-        (b"", "is not a file of torch.save, or damaged (EOFError: it ends too early)"),
+        (b"", "cannot be read: it is empty"),
         (b"import torch\n", "is not a file of torch.save, or damaged"),
-        (b"PK\x03\x04" + bytes(200), "is not a file of torch.save, or damaged"),
+        (b"PK\x03\x04" + bytes(200), "cannot be read: it is cut off after 204 bytes"),
     ],
 )
 def test_files_that_are_none(tmp_path: Path, capsys: Any, content: bytes | None, text: str) -> None:

@@ -97,13 +97,20 @@ def test_of_large_models_a_sample_is_timed(rows: tuple[int, ...], share: float, 
 def test_text(hook: str, capsys: Any) -> None:
     assert main(["plan", "plan_models:build_mlp", "--hook", hook, "--codec-ms", "0.01"]) == 0
     text = " ".join(capsys.readouterr().out.split())
-    assert "On the wire each of 2 ranks sends 0.011 MB per step without and" in text
+    assert "On the wire each of 2 ranks sends 10.592 kB per step without and" in text
     assert ("Memory per rank: " in text) == (hook not in ("allreduce", "noop"))
     assert ("Gbit/s per rank (codec 0.01 ms)." in text) == (hook not in ("allreduce", "noop"))
     assert ("Break-even: none, the hook saves no bytes." in text) == (hook == "allreduce")
     assert ("Gbit/s without, ms with the hook, ms" in text) == (hook != "noop")
     assert ("Assumed: a ring all-reduce" in text) == (hook != "noop")
     assert hook == "batched_powerSGD" or "Buckets, estimated: how DDP cuts them after the first step" in text
+
+
+def test_auto_says_that_a_training_decides(capsys: Any) -> None:
+    assert run_json(capsys, "--hook", "auto")["estimate"] is None
+    assert main(["plan", "plan_models:build_mlp", "--hook", "auto"]) == 0
+    text = capsys.readouterr().out
+    assert "auto decides during the training" in text and "Break-even" not in text
 
 
 def test_a_pattern_without_a_match_is_told(capsys: Any) -> None:
@@ -124,6 +131,11 @@ def test_a_pattern_without_a_match_is_told(capsys: Any) -> None:
         (["--hook", "plan_models:no_model"], "only its own code knows what it sends"),
         (["--bucket-cap-mb", "0"], "--bucket-cap-mb 0.0: expected a number above 0"),
         (["--world-size", "1"], "--world-size 1: expected a number from 2"),
+        (["--ranks-per-node", "4"], "--ranks-per-node is for the table of many nodes: add --nodes N"),
+        (["--latency-us", "0"], "--latency-us is for the table of many nodes"),
+        (["--nodes", "4", "--hook", "int8"], "--hook with --nodes, which compares all hooks"),
+        (["--device", "cpu", "--codec-ms", "1"], "give one"),
+        (["--hook", "itn8"], "did you mean 'int8'?"),
     ],
 )
 def test_what_is_wrong_is_one_line(arguments: list[str], text: str, capsys: Any) -> None:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -12,9 +15,12 @@ from accelerate_yaml import ACCELERATE
 
 from accelerate_commhooks import CommHookKwargs
 from accelerate_commhooks.cli import main
+from accelerate_commhooks.flags import FLAGS, YES_NO
 from accelerate_commhooks.section_file import write_section
-from accelerate_commhooks.yaml_config import read_settings
+from accelerate_commhooks.yaml_config import CommHookConfig, read_settings
 from commhooks import HookConfigError
+from commhooks.checkpoint.payload import SAVE_RESIDUAL
+from commhooks.comm.wire import WRAPPERS
 
 COMMENTED = """\
 # mine
@@ -29,8 +35,7 @@ distributed_type: MULTI_GPU
 num_processes: 2"""
 
 
-def test_config_keeps_the_rest_of_the_file(tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
-    monkeypatch.setenv("COLUMNS", "160")  # of rich
+def test_config_keeps_the_rest_of_the_file(tmp_path: Path, capsys: Any) -> None:
     path = tmp_path / "accelerate.yaml"
     path.write_text(COMMENTED)
     path.chmod(0o640)
@@ -49,6 +54,7 @@ def test_config_keeps_the_rest_of_the_file(tmp_path: Path, monkeypatch: Any, cap
     printed = capsys.readouterr().out
     for text in ("plain all-reduce for the first 5 steps", "starts 2 processes", "CommHookKwargs()"):
         assert text in printed
+    assert "check_every" not in printed  # a default
 
 
 def test_config_of_new_and_json_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -69,14 +75,19 @@ def test_config_of_new_and_json_files(tmp_path: Path, capsys: pytest.CaptureFixt
     [
         (["--hook", "powerSDG"], "did you mean 'powerSGD'"),
         (["--hook", "powerSGD", "--hook_options", "rank=2"], "hook_options.rank"),
-        (["--hook", "powerSGD", "--wrapper", "fp8"], "wrapper='fp8'"),
+        (["--hook", "powerSGD", "--wrapper", "fp8"], "argument --wrapper: invalid choice: 'fp8'"),
         (["--hook", "powerSGD", "--total_steps", "many"], "total_steps"),
+        (["--hook", "powerSGD", "--rank", "4"], "write --hook_options matrix_approximation_rank=4"),
+        (["--hook", "powerSGD", "--total", "4"], "there is no flag --total (did you mean '--total_steps'?)"),
     ],
 )
 def test_wrong_flags_change_nothing(flags: list[str], says: str, tmp_path: Path, capsys: Any) -> None:
     path = tmp_path / "accelerate.yaml"
     path.write_text(COMMENTED)
-    assert main(["config", str(path), *flags]) == 2
+    try:
+        assert main(["config", str(path), *flags]) == 2
+    except SystemExit as stopped:  # argparse
+        assert stopped.code == 2
     assert says in capsys.readouterr().err
     assert path.read_text() == COMMENTED
 
@@ -115,8 +126,37 @@ def test_patterns_are_written_and_shown_as_they_are(tmp_path: Path, capsys: Any)
     assert read_settings(path)["hook_options"] == {"exclude": ["*embed*", "[ab]*", ":x:"]}
     capsys.readouterr()
     assert main(["check", str(path)]) == 0
-    shown = "".join(line.split("│")[2].strip() for line in capsys.readouterr().out.splitlines() if line.count("│") == 4)
-    assert "['*embed*','[ab]*',':x:']" in shown.replace(" ", "")
+    assert "hook_options.exclude              ['*embed*', '[ab]*', ':x:']\n" in capsys.readouterr().out
+
+
+def test_every_setting_has_a_flag_that_says_what_it_means() -> None:
+    """Also with another version of Accelerate, whose settings of DDP may be others."""
+    settings = {each.name: each for each in dataclasses.fields(CommHookConfig)}
+    assert FLAGS.keys() == settings.keys()
+    for name, (text, choices) in FLAGS.items():
+        default, shown = settings[name].default, text.rpartition("(")[2].rstrip(")")
+        assert len(text) > 20
+        assert (choices == YES_NO) == isinstance(default, bool)
+        if default is not None and name != "hook":
+            assert shown == str(default).lower()
+    assert (FLAGS["wrapper"][1], set(FLAGS["save_residual"][1])) == (WRAPPERS, set(SAVE_RESIDUAL))
+
+
+def test_without_accelerate_it_is_one_line() -> None:
+    block = "import sys; sys.modules['accelerate'] = None; from accelerate_commhooks.cli import main; "
+    for arguments, status in ((["launch", "script.py"], 1), (["check", "file.yaml"], 1), (["--version"], 0)):
+        command = [sys.executable, "-c", f"{block}sys.exit(main({arguments}))"]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=280)
+        line = "accelerate-commhooks: accelerate_commhooks needs Accelerate: pip install accelerate\n"
+        assert (done.returncode, done.stderr) == (status, line if status else "")
+
+
+def test_the_help_of_launch_says_what_it_adds(capsys: Any) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        main(["launch", "--help"])
+    text = " ".join(capsys.readouterr().out.split())
+    assert stopped.value.code == 0 and text.startswith("usage: accelerate-commhooks launch ")
+    assert "The section comm_hook_config of the configuration file" in text and "--num_processes" in text
 
 
 @pytest.mark.parametrize(
@@ -130,7 +170,8 @@ def test_check_refuses(text: str, says: str, tmp_path: Path, capsys: Any) -> Non
     path = tmp_path / "accelerate.yaml"
     path.write_text(text)
     assert main(["check", str(path)]) == 2
-    assert says in capsys.readouterr().err
+    out, err = capsys.readouterr()
+    assert out == "" and says in err
 
 
 def test_a_file_that_cannot_be_written_stays(tmp_path: Path) -> None:

@@ -35,8 +35,8 @@ def _rewrite(path: Path, **changes: Any) -> None:
 
 DAMAGE_OF_ONE_RANK = {
     "missing": (lambda folder: (folder / BOTH[2]).unlink(), "is missing"),
-    "truncated": (lambda folder: truncate(folder / BOTH[2]), "cannot be read"),
-    "empty": (lambda folder: (folder / BOTH[2]).write_bytes(b""), "cannot be read"),
+    "truncated": (lambda folder: truncate(folder / BOTH[2]), "cannot be read: it is cut off after "),
+    "empty": (lambda folder: (folder / BOTH[2]).write_bytes(b""), "cannot be read: it is empty"),
     "of another save": (lambda folder: _rewrite(folder / BOTH[2], fingerprint="0"), "is of another save"),
     "of another rank": (lambda folder: shutil.copy(folder / BOTH[1], folder / BOTH[2]), "is of rank 0, not of rank 1"),
     "of another kind": (lambda folder: shutil.copy(folder / BOTH[0], folder / BOTH[2]), "is not the part of one rank"),
@@ -70,7 +70,7 @@ def test_another_world_size_needs_the_files_of_all(run_ranks: Any, checkpoint: P
 
 
 DAMAGE_OF_THE_SHARED_FILE = {
-    "truncated": (lambda folder: truncate(folder / BOTH[0]), "comm_hook.pt cannot be read"),
+    "truncated": (lambda folder: truncate(folder / BOTH[0]), "comm_hook.pt cannot be read: it is cut off after "),
     "missing": (lambda folder: (folder / BOTH[0]).unlink(), "comm_hook.pt is missing, though comm_hook_rank"),
     "changed": (lambda folder: _rewrite(folder / BOTH[0], step=7), "fingerprint do not belong together"),
     "newer": (lambda folder: _rewrite(folder / BOTH[0], version=99), "has version 99"),

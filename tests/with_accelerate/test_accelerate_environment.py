@@ -65,7 +65,7 @@ def test_wrong_content_of_the_variable(named: Path, monkeypatch: pytest.MonkeyPa
             CommHookKwargs()
     named.write_text("hook: powerSDG")
     monkeypatch.setenv(VARIABLE, str(named))
-    with pytest.raises(HookConfigError, match="hook.yaml: unknown hook 'powerSDG'"):
+    with pytest.raises(HookConfigError, match="hook.yaml: hook: unknown hook 'powerSDG'"):
         CommHookKwargs()
 
 

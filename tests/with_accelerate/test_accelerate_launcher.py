@@ -215,7 +215,7 @@ def test_hooks_of_the_script_are_left_to_it(tmp_path: Path, in_this_process: Pat
     assert launch_one(config, code) == 0
     config.write_text(config.read_text().replace("}", ", wrapper: fp8}"))
     assert launch_one(config, code) == 2
-    assert "wrapper='fp8'" in capfd.readouterr().err
+    assert "comm_hook_config.wrapper: 'fp8'" in capfd.readouterr().err
 
 
 def test_two_places_and_none(config: Path, in_this_process: Path, monkeypatch: Any, capfd: Any) -> None:

@@ -95,6 +95,7 @@ def my_hook(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.T
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
+        ({}, "CommHookDDP needs a hook: a name such as 'powerSGD'"),
         ({"hook": "powerSDG"}, r"unknown hook 'powerSDG' \(did you mean 'powerSGD'\?\)"),
         (
             {"hook": "powerSGD", "hook_options": {"matrix_rank": 2}},

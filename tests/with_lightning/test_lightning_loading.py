@@ -16,7 +16,7 @@ from lightning_fits import HOOK, SAVED_AT, fit, path_at, residuals
 from lightning_support import STEPS_PER_EPOCH, Model, Watch, assert_equal, data, strategy, trainer, weights
 from workers import RanksFailed
 
-from commhooks import PowerSGD
+from commhooks import PayloadError, PowerSGD
 
 
 def _from_plain_ddp(root: str) -> dict[str, Any]:
@@ -66,6 +66,30 @@ def test_another_hook_or_model(run_ranks: Any, tmp_path: Path, kind: str, text: 
         assert rank["start"] == [0 if kind == "hook" else SAVED_AT]
         assert_equal(rank["final"], ranks[0]["final"])
     assert any("fresh memory" in warning for warning in ranks[0]["warnings"])
+
+
+def _from_damaged(root: str) -> dict[str, str]:
+    fit(root, save=True, epochs=2)
+    path = next(Path(root).glob("*.ckpt"))
+    saved = torch.load(path, weights_only=True)
+    torch.save(saved | {"commhooks": saved["commhooks"] | {"step": -1}}, f"{root}/damaged.ckpt")
+    Path(f"{root}/cut.ckpt").write_bytes(path.read_bytes()[:-100])
+    Path(f"{root}/empty.ckpt").touch()
+    texts = {}
+    for name in ("damaged", "cut", "empty"):
+        with pytest.raises(PayloadError) as error:
+            fit(root, ckpt_path=f"{root}/{name}.ckpt")
+        texts[name] = str(error.value)
+    return texts
+
+
+def test_a_damaged_file_is_named_and_a_truncated_one_called_cut_off(run_ranks: Any, tmp_path: Path) -> None:
+    (texts,) = run_ranks(_from_damaged, str(tmp_path), world_size=1)
+    assert texts["damaged"].startswith(f"{tmp_path}/damaged.ckpt, key 'commhooks': damaged hook state: 'step' is -1")
+    assert "Resume Lightning from another checkpoint" in texts["damaged"]
+    assert texts["cut"].startswith(f"{tmp_path}/cut.ckpt cannot be read: it is cut off after ")
+    assert texts["empty"].startswith(f"{tmp_path}/empty.ckpt cannot be read: it is empty: ")
+    assert "trust" not in texts["cut"] + texts["empty"]
 
 
 def test_another_rank_keeps_step_start_and_residuals(run_ranks: Any, tmp_path: Path) -> None:

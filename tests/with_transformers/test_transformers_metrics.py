@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import os
 from pathlib import Path
 from typing import Any
@@ -21,9 +23,11 @@ from transformers_runs import make_trainer, outcome  # noqa: E402
 def _run(folder: Path, logs: Path, report_to: str, resume: str | None = None) -> dict[str, Any]:
     with mock.patch.dict(os.environ, {"TENSORBOARD_LOGGING_DIR": str(logs)}):
         trainer = make_trainer(folder, report_to=report_to, logging_steps=2)
-        trainer.train(resume_from_checkpoint=resume)
+        printed = io.StringIO()
+        with contextlib.redirect_stdout(printed):
+            trainer.train(resume_from_checkpoint=resume)
     entries = [entry for entry in trainer.state.log_history if "loss" in entry]
-    return outcome(trainer) | {"logged": {entry["step"]: entry for entry in entries}}
+    return outcome(trainer) | {"printed": printed.getvalue(), "logged": {entry["step"]: entry for entry in entries}}
 
 
 def test_report_to_gets_the_metrics_of_rank_0(run_ranks: Any, tmp_path: Path) -> None:
@@ -40,6 +44,7 @@ def test_report_to_gets_the_metrics_of_rank_0(run_ranks: Any, tmp_path: Path) ->
         assert (entry["commhooks/compression_rate"] > 1) == (step > 2)
         assert ("commhooks/residual_over_gradient" in entry) == (step > 2)
     assert first["logged"][8]["commhooks/bytes_sent"] == first["stats"]["bytes_sent"]
+    assert "'loss': " in first["printed"] and "commhooks" not in first["printed"]
     [events] = (tmp_path / "logs" / "tensorboard").glob("**/events*")
     tags = EventAccumulator(str(events)).Reload().Tags()["scalars"]
     assert {"train/loss", "train/commhooks/compression_rate", "train/commhooks/codec_ms"} <= set(tags)

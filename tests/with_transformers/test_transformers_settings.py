@@ -110,6 +110,8 @@ def test_one_process_trains_without_a_hook_and_says_so(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("hook", "text"),
     [
+        ({"hook": "powerSGD", "rank": 2}, "CommHookTrainer has no argument 'rank': there is an option"),
+        ({"hook": "powerSGD", "train_datset": 2}, "has no argument 'train_datset' (did you mean 'train_dataset'?)"),
         ({"hook": "powerSDG"}, "unknown hook 'powerSDG' (did you mean 'powerSGD'?)"),
         ({"hook": "powerSGD", "hook_options": {"rank": 4}}, "no option 'rank'"),
         ({"hook": "powerSGD", "hook_options": {"start_powerSGD_iter": 1.5}}, "start_powerSGD_iter"),
@@ -153,7 +155,9 @@ def test_a_model_that_is_not_in_ddp_is_an_error(tmp_path: Path) -> None:
 def test_without_transformers_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(sys.modules, "accelerate_commhooks.transformers")
     monkeypatch.setitem(sys.modules, "transformers", None)
-    sentence = 'accelerate_commhooks.transformers needs transformers: pip install "commhooks[transformers]"'
+    sentence = (
+        "accelerate_commhooks.transformers needs transformers and Accelerate: pip install transformers accelerate"
+    )
     with pytest.raises(ImportError) as caught:
         import accelerate_commhooks.transformers  # noqa: F401
     assert str(caught.value) == sentence

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 
 from commhooks.compressors.auto.candidates import PLAIN
 from commhooks.compressors.auto.decision import Decision, Figures
+from commhooks.compressors.units import Unit
 
 NO_TIMES = "the measured times make no sense, so nothing changes"
 
@@ -33,7 +34,7 @@ def line(decision: Decision) -> str:
     """What rank 0 says after a decision."""
     label, figures = decision.candidate.label, decision.figures
     sent = figures.counted_bytes.get(label)
-    size = "" if sent is None else f", {sent / 1e6:.3f} MB per step and rank"
+    size = "" if sent is None else f", {Unit.of(sent).text(sent)} per step and rank"
     return f"auto: {label} from step {decision.since} on{size}: {decision.why}"
 
 

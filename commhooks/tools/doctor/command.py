@@ -5,7 +5,6 @@ import contextlib
 import os
 import sys
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any, TextIO
 
 import torch
@@ -17,48 +16,7 @@ from commhooks.errors import DoctorError
 from commhooks.tools.doctor.check import CONTRACT, check_world_size
 from commhooks.tools.doctor.report import check_output
 from commhooks.tools.doctor.run import doctor
-
-HELP = "measure on your own ranks and network which hook makes training faster, if any"
-DESCRIPTION = """\
-Measures on your own ranks and network which hook makes training faster, and says when none does. Start it as you
-start the training:
-
-  torchrun --nproc-per-node 2 -m commhooks doctor package.module:build
-
-The function build takes no argument and returns (model, batch_fn): the model on its device, wrapped in
-DistributedDataParallel or not, and a function batch_fn(model) that makes a batch, calls the model that it is given and
-returns the loss:
-
-  def build():
-      model = Net().to(device)
-      def batch_fn(model):
-          inputs, targets = next(batches)
-          return cross_entropy(model(inputs), targets)
-      return model, batch_fn
-
-The process group is there when build is called, and on a GPU the device of LOCAL_RANK is set. Nothing is trained:
-copies of the model are measured. examples/doctor_transformer.py is a whole one."""
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.description = DESCRIPTION
-    parser.add_argument("build", metavar="MODULE:FUNCTION", help="returns (model, batch_fn), see above")
-    parser.add_argument("--steps", type=int, default=10, help="measured steps per candidate (10)")
-    parser.add_argument(
-        "--powersgd-ranks", type=int, nargs="*", default=[1, 2, 4], metavar="RANK", help="to be tried (1 2 4)"
-    )
-    parser.add_argument(
-        "--options", nargs="+", default=[], metavar="NAME=VALUE", help="further options of PowerSGD, e.g. fused=true"
-    )
-    parser.add_argument(
-        "--seconds", type=float, default=60, help="a candidate that has used as many takes no further part (60)"
-    )
-    parser.add_argument("--backend", help="of the process group: nccl, gloo (default: torch's choice)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures and the advice here")
-    parser.add_argument(
-        "--plot", type=Path, metavar="FILE", help="write a picture of step time against bandwidth here (PNG)"
-    )
+from commhooks.tools.options import parse_options
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -106,24 +64,6 @@ class Progress:
         """Remove the line from the terminal."""
         if self._stream.isatty():
             print("\r\x1b[2K", end="", file=self._stream, flush=True)
-
-
-def parse_options(texts: list[str]) -> dict[str, Any]:
-    """`["fused=true", "exclude=['*embed*']"]` as a dict; values are YAML."""
-    if not texts:
-        return {}
-    from omegaconf import OmegaConf
-
-    for text in texts:
-        name, equals, _ = text.partition("=")
-        if not name or not equals:
-            raise DoctorError(f"--options {text}: expected NAME=VALUE, for example fused=true")
-    try:
-        values = OmegaConf.to_container(OmegaConf.from_dotlist(texts))
-    except Exception as error:
-        raise DoctorError(f"--options {' '.join(texts)}: {error}") from None
-    assert isinstance(values, dict)
-    return {str(name): value for name, value in values.items()}
 
 
 @contextlib.contextmanager

@@ -3,26 +3,11 @@
 import argparse
 import json
 import sys
-from pathlib import Path
 from typing import Any
 
 from commhooks.checkpoint.checks import REPLICAS_EQUAL, shown
 from commhooks.tools.inspect.payload import inspect_path
 from commhooks.tools.named_model import plain
-
-HELP = "show the hook's state in a checkpoint"
-DESCRIPTION = """\
-Shows what a communication hook has saved: hook, options, step, and per parameter the shapes of Q and P, the norm of the
-residual and the size. PATH is a checkpoint of Lightning, a folder of Accelerate's save_state or of the transformers
-Trainer (checkpoint-N), or any file of torch.save with what hook.state_dict() returned in it. Nothing in the file is
-executed. The exit status is 1 if the state is damaged or incomplete."""
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.description = DESCRIPTION
-    parser.add_argument("path", metavar="PATH", type=Path, help="a file or a folder")
-    parser.add_argument("--json", action="store_true", help="print JSON")
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -1,0 +1,25 @@
+"""Options of a hook on a command line."""
+
+from typing import Any
+
+from commhooks.compressors.plain_values import unresolved
+from commhooks.errors import HookConfigError
+
+
+def parse_options(texts: list[str]) -> dict[str, Any]:
+    """`["fused=true", "exclude=['*embed*']"]` as a dict; values are YAML."""
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+    from yaml import YAMLError
+
+    for text in texts:
+        if not text.partition("=")[0].strip() or "=" not in text:
+            raise HookConfigError(f"--options {text}: expected NAME=VALUE, for example matrix_approximation_rank=4")
+    try:
+        values = OmegaConf.to_container(OmegaConf.from_dotlist(texts), resolve=True)
+    except OmegaConfBaseException as error:
+        raise HookConfigError(f"--options {' '.join(texts)}: {error.full_key}: {unresolved(error)}") from None
+    except YAMLError as error:
+        raise HookConfigError(f"--options {' '.join(texts)}: {' '.join(str(error).split())}") from None
+    assert isinstance(values, dict)
+    return {str(name): value for name, value in values.items()}

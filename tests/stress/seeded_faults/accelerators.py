@@ -53,8 +53,8 @@ MUTANTS = [
     Mutant(
         "behind a mask: padding remembers",
         _EXCHANGE,
-        "                residuals.flatten(1)[:, stack.filled :].zero_()\n",
-        "                pass\n",
+        "                    keep = good & self._used.view_as(delta)\n",
+        "                    keep = good\n",
         "compressors/powersgd/test_masked_exchange.py::test_padding_remembers_nothing",
     ),
     Mutant(
@@ -313,7 +313,7 @@ MUTANTS = [
     Mutant(
         "a CUDA graph is captured",
         "commhooks/gradients/ddp.py",
-        "    if precision.has_streams(bucket.flat.device) and torch",
+        "    if precision.has_streams(grad_bucket.buffer().device) and torch",
         "    if False and torch",
         "gradients/test_cuda_graphs.py",
     ),

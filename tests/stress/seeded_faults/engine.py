@@ -91,14 +91,14 @@ MUTANTS = [
     Mutant(
         "residuals of buckets that DDP left out keep the old loss scale",
         f"{_ENGINE}/session.py",
-        "                if name not in in_use:\n",
+        "                if name not in compressed:\n",
         "                if False:\n",
         "gradients/test_loss_scale.py::test_buckets_that_ddp_leaves_out_follow_the_scale",
     ),
     Mutant(
         "residuals in use are scaled twice",
         f"{_ENGINE}/session.py",
-        "                if name not in in_use:\n",
+        "                if name not in compressed:\n",
         "                if True:\n",
         "gradients/test_loss_scale.py",
     ),

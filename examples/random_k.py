@@ -68,7 +68,7 @@ class RandomKCompressor(commhooks.Compressor[RandomK]):
                 part = torch.cat([delta[index], check.view(1)])
             parts.append((part / step.world_size).to(wire))
         own, sizes = torch.cat(parts), [len(part) for part in parts]
-        mean = yield commhooks.Send(own.clone(), "values", last=True)
+        mean = yield commhooks.Send(own.clone(), op="sum", last=True)
         good = yield commhooks.Verdict(mean.isfinite().all())
         for slot, sent, arrived in zip(layout.slots, own.split(sizes), mean.split(sizes), strict=True):
             if slot.name not in deltas:

@@ -165,17 +165,20 @@ class SavedLearnedState:
         """The tensors that differ between ranks, for the payload. All ranks must call this unless `request` needs no
         communication."""
         state, everyone = self._session.state, list(range(self._world_size))
-        if request.residual == "per_rank" and not request.gather:
-            if state.local_missing:
-                # Rank 0 warns if residuals were missing in a loaded payload, which concerns all ranks; this rank warns
-                # if a commit failed on it.
-                self._warn_inexact("this rank has lost its own", 0 if state.missing_was_said else self._rank)
-                return Contribution(exact=False)
+        alone, saver = request.residual == "per_rank" and not request.gather, self.joint_save()
+        if state.local_missing:
+            if not alone and request.joint and saver is not None:
+                saver.decline(state.step, f"rank {self._rank} has lost its own")
+            # Rank 0 warns if residuals were missing in a loaded payload, which concerns all ranks; this rank warns
+            # if a commit failed on it.
+            self._warn_inexact("this rank has lost its own", 0 if state.missing_was_said else self._rank)
+            return Contribution(exact=False)
+        if alone:
             own = {key: {name: [tensor] for name, tensor in state[key].items()} for key in state.local}
             shares = bool(state.local) and not self._session.arrangement.complete
             return Contribution("per_rank", [self._rank], own, shares=shares)
         entries = self._local_entries()
-        if self._world_size == 1 or (state.local_shared and not state.local_missing):
+        if self._world_size == 1 or state.local_shared:
             # No communication needed: the residual of each rank is the mean.
             return Contribution("mean", everyone, _by_field(entries))
         kind = "mean" if request.residual == "mean" else "per_rank"
@@ -185,7 +188,6 @@ class SavedLearnedState:
             for key, name, mine in entries:
                 collected.append((key, name, group.mean(mine) if kind == "mean" else group.gather(mine)))
 
-        saver = self.joint_save()
         if not request.joint:
             reason = "this rank saves on its own"
         elif saver is None:

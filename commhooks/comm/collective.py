@@ -4,8 +4,8 @@ import contextlib
 import hashlib
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import KW_ONLY, dataclass
+from typing import Literal, get_args
 
 import torch
 import torch.distributed as dist
@@ -32,6 +32,7 @@ class Send:
     """
 
     tensor: torch.Tensor
+    _: KW_ONLY
     what: str = ""
     """Description for messages, e.g. "P"; the bucket and the step are added."""
     op: Op = "sum"
@@ -47,6 +48,13 @@ class Send:
     over: Reach = "all"
     """Over which ranks. Set by the engine where the ranks form nodes: those of this "node", or those with this local
     rank on all "nodes"."""
+
+    def __post_init__(self) -> None:
+        if self.op not in get_args(Op):
+            raise HookRunError(
+                f"Send(op={self.op!r}); expected one of {', '.join(map(repr, get_args(Op)))}. For a mean, divide what "
+                "is sent by step.world_size"
+            )
 
     @property
     def numel_here(self) -> int:

@@ -8,6 +8,7 @@ not every rank joins is therefore detected before any collective starts. A secon
 rank whether all of them succeeded.
 """
 
+import contextlib
 from collections import Counter
 from collections.abc import Callable
 from datetime import timedelta
@@ -37,6 +38,7 @@ class JointSave:
         self._limit = timedelta(0)
         self._voted: list[str] = []
         self._saves: Counter[int] = Counter()
+        self._declined = ""
         # Of the running save. The group is a ProcessGroupGloo; torch's type stubs lack its collectives.
         self._store: Any = None
         self._group: Any = None
@@ -56,10 +58,10 @@ class JointSave:
             longer than the limits and never raises because of another rank.
         """
         self._limit = timedelta(seconds=limit_s)
-        self.speaker = 0
+        self.speaker, self._declined = 0, ""
         self._saves[step] += 1
         try:
-            self._store = dist.PrefixStore(f"commhooks/{self._nonce:016x}", store_of(self._ranks()))
+            self._store = self._shared_store()
             return self._run(f"{step}.{self._saves[step]}", collect)
         except HookRunError as error:  # the group of the ranks was destroyed
             self.speaker = self._rank
@@ -67,10 +69,27 @@ class JointSave:
         finally:
             self._store = self._group = None
 
+    def decline(self, step: int, reason: str) -> None:
+        """Tell the ranks that save, or will, why this one cannot take part, so that they need not wait for it.
+
+        Args:
+            step: this rank's. A commit that failed here may have succeeded there, so that they are one step ahead.
+        """
+        with contextlib.suppress(HookRunError, RuntimeError):  # there is nobody to tell any more
+            shared = self._shared_store()
+            for each in (step, step + 1):
+                self._saves[each] += 1
+                store = dist.PrefixStore(f"{each}.{self._saves[each]}/begin", shared)
+                store.compare_set("decision", "", f"{self._rank} {reason}")
+                store.set(f"vote{self._rank}", "")
+
+    def _shared_store(self) -> dist.Store:
+        return dist.PrefixStore(f"commhooks/{self._nonce:016x}", store_of(self._ranks()))
+
     def _run(self, place: str, collect: Callable[["JointSave"], None]) -> str:
         late = f"not every rank took part within {self._limit.total_seconds():g} s"
         if self._try_vote(f"{place}/begin", "") is None:
-            return late
+            return self._declined or late
         failure = self._try_collecting(place, collect)
         outcome = self._try_vote(f"{place}/end", failure)
         failures = [late] if outcome is None else [each for each in outcome if each]
@@ -146,6 +165,8 @@ class JointSave:
         else:
             decision = store.get("decision")
         if decision != b"all":
-            self.speaker = int(decision)  # the rank whose time limit passed: rank 0 may not have joined this save
+            # The rank that declined, or whose time limit passed: rank 0 may not have joined this save.
+            rank, _, self._declined = decision.decode().partition(" ")
+            self.speaker = int(rank)
             return None
         return [store.get(ballot).decode() for ballot in ballots]

@@ -21,7 +21,7 @@ def good_on_all_shards(good: torch.Tensor, shard_group: dist.ProcessGroup) -> to
     """Whether `good` (0-dim bool tensor) is true on all ranks of `shard_group`. All of them must call this; no host
     waits for an accelerator. Not counted in the bytes of the hook, which are those between replicas."""
     bad = (~good).to(torch.int32).view(1)
-    return start(Send(bad, "the verdict of all shards", op="max"), shard_group, None).wait()[0] == 0
+    return start(Send(bad, what="the verdict of all shards", op="max"), shard_group, None).wait()[0] == 0
 
 
 def speaks(group: dist.ProcessGroup, shard_group: dist.ProcessGroup | None) -> bool:

@@ -6,6 +6,7 @@ it yields a `Verdict` before it writes learned state. The engine runs the exchan
 collectives, waits for them, counts bytes, measures times, follows the loss scale, and commits or abandons the pass.
 """
 
+import copy
 from abc import ABC, abstractmethod
 from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -297,7 +298,9 @@ class Compressor(ABC, Generic[ConfigT]):
 
     def with_start(self, start: int) -> "Compressor[Any]":
         """A copy with another start step."""
-        return type(self)(self.config.with_start(start), self.wire_dtype)
+        made = copy.copy(self)  # whatever arguments its class takes
+        made.config = self.config.with_start(start)
+        return made
 
     def never_acts(self, total_steps: int) -> str:
         """What to tell the user if it begins only after a run of so many steps has ended; "" if it begins before."""

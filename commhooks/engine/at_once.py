@@ -12,8 +12,8 @@ from commhooks.comm.clocks import has_clock
 from commhooks.comm.collective import Send, new_future
 from commhooks.comm.counters import Counters
 from commhooks.compressors.base import Compressor, State, StepInfo
-from commhooks.engine.exchange_checks import checked_exchange, checked_result, checked_yield
 from commhooks.engine.streams import keep_for_current_stream
+from commhooks.engine.task import Done, ExchangeTask
 from commhooks.errors import HookRunError
 from commhooks.gradients.bucket import Bucket
 
@@ -44,24 +44,13 @@ def reduce_at_once(
     flat = bucket.flat
     number = 0 if counters is None else max(0, counters.backward_passes - 1)  # those before this one
     made = compressor.exchange(flat, None, NO_STATE, StepInfo(number, group.size(), rank=group.rank()))
-    exchange = checked_exchange(made, compressor.name)
-
-    def go_on(answer: torch.Tensor | None) -> Send | torch.Tensor:
-        """Resume the exchange; returns its next collective or its result."""
-        try:
-            yielded = exchange.send(answer)
-        except StopIteration as end:
-            return checked_result(end.value, compressor.name, flat)
-        if isinstance(yielded, Send):
-            return yielded
-        checked_yield(yielded, compressor.name)
-        raise HookRunError(f"the exchange of {compressor.name} asks for a verdict, but it is not transactional")
-
-    step = go_on(None)
-    if not isinstance(step, Send):
+    task = ExchangeTask(made, flat, compressor.name, judged=False)
+    step = task.advance(None)
+    if isinstance(step, Done):
         done = new_future(flat.device)
-        done.set_result(step)
+        done.set_result(step.result)
         return done
+    assert isinstance(step, Send)
     if not step.last:
         raise HookRunError(
             f"the exchange of {compressor.name}: put last=True on its only Send; a compressor that is not "
@@ -78,13 +67,13 @@ def reduce_at_once(
         # Runs in a thread of the backend: hold no reference to the process group here. If it were the last one, the
         # group would end in its own thread, which aborts the process.
         # On CUDA it has a stream of its own, and these tensors are freed before the kernels that read them have run.
-        keep_for_current_stream(_tensors_in(exchange))
+        keep_for_current_stream(_tensors_in(task.exchange))
         if new_answer is not None:
             keep_for_current_stream([new_answer])
-        result = go_on(sent.value()[0] if new_answer is None else new_answer)
-        if isinstance(result, Send):
+        end = task.advance(sent.value()[0] if new_answer is None else new_answer)
+        if not isinstance(end, Done):
             raise HookRunError(f"the exchange of {compressor.name} sends again after its last Send")
-        return result
+        return end.result
 
     return pending.future().then(finish)
 

@@ -12,9 +12,8 @@ from collections.abc import Callable
 import torch
 
 from commhooks.comm.collective import Pending, Send, new_future
-from commhooks.compressors.base import Exchange
-from commhooks.engine.exchange_checks import checked_exchange, checked_result, checked_yield
-from commhooks.errors import HookRunError
+from commhooks.compressors.base import Exchange, Verdict
+from commhooks.engine.task import Done, ExchangeTask
 from commhooks.gradients.loss_scale import LossScale
 
 Issue = Callable[[Send], Pending]
@@ -35,8 +34,7 @@ class RunningExchange:
         self.result = flat
         """Holds the averaged gradient after the commit: the bucket, unless the exchange returns another tensor."""
         self.future = new_future(flat.device)
-        self._exchange = checked_exchange(exchange, name)
-        self._name = name
+        self._task = ExchangeTask(exchange, flat, name)
         self._issue = issue
         self._pending: Pending | None = None
         self._last_sent = False
@@ -68,51 +66,31 @@ class RunningExchange:
     def commit(self, good: torch.Tensor | bool) -> None:
         """Pass the verdict on the whole pass to the exchange, and run it to its end, or to what the ranks of a node
         send each other then."""
-        self._conclude(good)
+        self._resume(good)
 
     def finish(self) -> None:
         """Run the exchange to its end."""
         while self._pending is not None:
-            answer = self._pending.wait()
-            self._pending = None
-            self._conclude(answer)
-
-    def _conclude(self, answer: torch.Tensor | bool) -> None:
-        try:
-            yielded = self._exchange.send(answer)
-        except StopIteration as end:
-            self.result = checked_result(end.value, self._name, self.flat)
-            return
-        if not isinstance(yielded, Send) or yielded.over != "node":
-            raise HookRunError(
-                f"the exchange of {self._name} goes on after the verdict: it must yield one Verdict, and nothing after "
-                "it"
-            )
-        self._pending = self._issue(yielded)
+            self.step()
 
     def close(self) -> Pending | None:
         """Close the exchange of an abandoned pass. Its exceptions are suppressed: they would hide the error that ended
         the pass. Returns the pending collective if that may still write into the bucket."""
         with contextlib.suppress(Exception):
-            self._exchange.close()
+            self._task.exchange.close()
         pending, self._pending = self._pending, None
         return pending if pending is not None and pending.writes(self.flat) else None
 
-    def _resume(self, answer: torch.Tensor | None) -> None:
-        try:
-            yielded = self._exchange.send(answer)
-        except StopIteration:
-            raise HookRunError(
-                f"the exchange of {self._name} ended before its verdict: it must yield Verdict(finite) once, before it "
-                "writes its state"
-            ) from None
-        step = checked_yield(yielded, self._name)
-        if isinstance(step, Send):
+    def _resume(self, answer: torch.Tensor | bool | None) -> None:
+        step = self._task.advance(answer)
+        if isinstance(step, Done):
+            self.result = step.result
+        elif isinstance(step, Verdict):
+            self._finite = step.finite
+        else:
             self._pending, self._last_sent = self._issue(step), step.last
             if step.meanwhile is not None:
                 step.meanwhile()
-        else:
-            self._finite = step.finite
 
 
 class BackwardPass:

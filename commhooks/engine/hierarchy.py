@@ -37,6 +37,7 @@ from commhooks.engine.node_shares import (
     replicated_fields,
 )
 from commhooks.engine.state import LearnedState
+from commhooks.engine.task import Done, ExchangeTask
 from commhooks.gradients.layout import BucketLayout
 from commhooks.gradients.precision import compute_dtype
 
@@ -97,18 +98,16 @@ class Hierarchy(Flat):
             own.add_(each)
 
         inner = self._between_nodes(compressor, work, state, step)
-        finite = torch.ones((), dtype=torch.bool, device=flat.device)
-        if inner is not None:
-            yielded = next(inner)
-            while isinstance(yielded, Send):
-                yielded.over = "nodes"
-                yielded = inner.send((yield yielded))
-            finite = yielded.finite
-        good = yield Verdict(finite)
-        if inner is not None:
-            result = _end(inner, good)
-            if result is not None and result is not own:
-                own.copy_(result)
+        if inner is None:
+            yield Verdict(torch.ones((), dtype=torch.bool, device=flat.device))
+        else:
+            task, answer = ExchangeTask(inner, own, compressor.name), None
+            while not isinstance(next_one := task.advance(answer), Done):
+                if isinstance(next_one, Send):
+                    next_one.over = "nodes"
+                answer = yield next_one
+            if next_one.result is not own:
+                own.copy_(next_one.result)
         own.div_(after)
 
         yield self._inside("averages", work.results(state), work.from_owners, work.averages)
@@ -139,7 +138,7 @@ class Hierarchy(Flat):
 
     def _inside(self, what: str, tensor: torch.Tensor, splits: Splits, into: torch.Tensor) -> Send:
         """An exchange of parts inside the node."""
-        return Send(tensor, f"the node's {what}", "all_to_all", splits=splits, into=into, over="node")
+        return Send(tensor, what=f"the node's {what}", op="all_to_all", splits=splits, into=into, over="node")
 
     def _between_nodes(
         self, compressor: Compressor[Any], work: NodeShares, state: LearnedState, step: StepInfo
@@ -174,13 +173,3 @@ class Hierarchy(Flat):
             dist.all_reduce(tensor, op, group=self.nodes.node)
         except RuntimeError as error:
             raise lost(f"{what} in the node", self.nodes.node, error) from error
-
-
-def _end(exchange: Exchange, good: torch.Tensor | bool) -> torch.Tensor | None:
-    """The result of an exchange that has yielded its verdict."""
-    try:
-        exchange.send(good)
-    except StopIteration as end:
-        result: torch.Tensor | None = end.value
-        return result
-    raise AssertionError("an exchange goes on after the verdict")

@@ -10,6 +10,7 @@ import torch
 
 from commhooks.comm.collective import Send
 from commhooks.compressors.base import Exchange, State, StepInfo, Verdict
+from commhooks.engine.task import Done, ExchangeTask
 from commhooks.gradients.layout import BucketLayout, Slot
 
 
@@ -22,26 +23,23 @@ def leftovers(layout: BucketLayout, compressed: Collection[str], state: State) -
 
 
 def with_leftovers(
-    exchange: Exchange, flat: torch.Tensor, slots: Sequence[Slot], state: State, step: StepInfo
+    task: ExchangeTask, flat: torch.Tensor, slots: Sequence[Slot], state: State, step: StepInfo
 ) -> Exchange:
-    """`exchange`, not begun yet, of a bucket to which the residuals of `slots` are added first. They are deleted when
-    the pass is committed; the host reads the verdict.
+    """The exchange of `task`, not begun yet, of a bucket to which the residuals of `slots` are added first. They are
+    deleted when the pass is committed; the host reads the verdict.
 
     Where no rank has a gradient the residual stays for another pass: DDP may drop the result for a parameter that no
     rank used. The ranks agree on that, so that the same residuals remain on all of them."""
     residuals, factor = state["residual"], step.residual_factor
     flags = torch.stack([slot.of(flat).any() for slot in slots]).to(torch.uint8)
-    flags = yield Send(flags, "gradients that are not zero", op="max")
+    flags = yield Send(flags, what="gradients that are not zero", op="max")
     sent = [slot for slot, has_gradient in zip(slots, flags.tolist(), strict=True) if has_gradient]
     for slot in sent:
         slot.of(flat).add_(residuals[slot.name] * factor)
     answer = None
-    while True:
-        try:
-            yielded = exchange.send(answer)
-        except StopIteration as end:
-            return end.value
-        answer = yield yielded
-        if isinstance(yielded, Verdict) and bool(answer):
+    while not isinstance(next_one := task.advance(answer), Done):
+        answer = yield next_one
+        if isinstance(next_one, Verdict) and bool(answer):
             for slot in sent:
                 residuals.pop(slot.name, None)
+    return next_one.result

@@ -164,7 +164,7 @@ class GroupRanks:
         if self._group.rank() != 0:
             own.zero_()
         self._counters.handshakes += 1
-        found: list[float] = start(Send(own, "what rank 0 has measured"), self._group, None).wait().tolist()
+        found: list[float] = start(Send(own, what="what rank 0 has measured"), self._group, None).wait().tolist()
         return found
 
     def link(self) -> Link:

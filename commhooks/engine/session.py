@@ -31,6 +31,7 @@ from commhooks.engine.outcomes import Outcomes
 from commhooks.engine.state import LearnedState
 from commhooks.engine.statistics_log import StatisticsLog
 from commhooks.engine.streams import CommitMark, computing_on, keep_for_current_stream, wait_for_codec
+from commhooks.engine.task import ExchangeTask
 from commhooks.errors import logger_of
 from commhooks.gradients import precision
 from commhooks.gradients.after_backward import run_after_backward
@@ -265,7 +266,8 @@ class Session:
         else:
             exchange = arrangement.exchange(self.compressor, flat, known.work, self.state, step)
         if left:
-            exchange = with_leftovers(exchange, flat, left, self.state, step)
+            task = ExchangeTask(exchange, flat, self.compressor.name)
+            exchange = with_leftovers(task, flat, left, self.state, step)
         return RunningExchange(exchange, flat, issue, self.compressor.name)
 
     def _drain(self, current: BackwardPass) -> None:

@@ -232,7 +232,7 @@ class HookRequest:
     @property
     def off(self) -> bool:
         """Whether the user asks for training without a hook."""
-        return self.name == OFF
+        return self.config is None and self.factory is None and self.function is None
 
     def as_plain_average(self) -> "HookRequest":
         """The same request with the hook that averages exactly, for models whose gradients nobody else averages."""

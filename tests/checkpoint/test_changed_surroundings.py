@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import logging
 import pickle
 from typing import Any
 from unittest import mock
@@ -9,6 +10,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from ddp_steps import log_lines
 from features import switches_per_library
 from inside import session_of
 from torch.nn.parallel import DistributedDataParallel
@@ -166,6 +168,29 @@ def _torn() -> tuple[str, bool, bool]:
 
 def test_a_commit_that_fails_is_not_saved_as_a_whole_one(run_ranks: Any) -> None:
     assert run_ranks(_torn) == [("none", False, True)] * 2
+
+
+def _torn_on_one(torn_rank: int) -> tuple[str, bool, list[str]]:
+    """The commit of one rank fails; then all ranks save the mean."""
+    run = Run.new(hook_options=OPTIONS).train(3)
+    run.hook.joint_save_limit_s = 1000.0  # longer than the test may take
+    if dist.get_rank() == torn_rank:
+        failing = mock.Mock(side_effect=MemoryError)
+        with mock.patch.object(RunningExchange, "commit", failing), pytest.raises(MemoryError):
+            run.train(1)
+    else:
+        run.train(1)
+    with log_lines("commhooks", logging.WARNING) as lines:
+        found = [run.hook.state_dict("mean") for _ in range(2)]
+    return found[1]["residual"], found[0]["exact"], lines
+
+
+@pytest.mark.parametrize("torn_rank", [0, 1])
+def test_nobody_waits_for_a_rank_whose_commit_failed(run_ranks: Any, torn_rank: int) -> None:
+    for rank, (residual, exact, lines) in enumerate(run_ranks(_torn_on_one, torn_rank, world_size=3)):
+        assert residual == "none" and not exact
+        said = [line for line in lines if "this rank has lost its own" in line]
+        assert len(said) == len(lines) == (2 if rank == torn_rank else 0)
 
 
 def _wrapped_anew(model: torch.nn.Module, state: commhooks.PowerSGDState) -> Run:

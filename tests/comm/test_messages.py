@@ -42,7 +42,7 @@ def _too_few() -> str:
     group, messages = dist.new_group([0, 1], timeout=timedelta(seconds=4)), Messages()
     for number in range(2 if dist.get_rank() == 1 else 3):
         rows = torch.full((2, 4), 10.0 * dist.get_rank() + number)
-        pending = start(Send(rows, f"number {number}", "all_to_all"), group, None, messages=messages)
+        pending = start(Send(rows, what=f"number {number}", op="all_to_all"), group, None, messages=messages)
         if dist.get_rank() == 0 and number == 2:
             with pytest.raises(HookRunError) as caught:
                 pending.wait()

@@ -42,7 +42,7 @@ def compressor(exchange: Any, **attributes: Any) -> type[commhooks.Compressor[An
 
 
 def average(self: Any, flat: Any, work: Any, state: Any, step: Any) -> Any:
-    reduced = yield commhooks.Send(flat.div_(step.world_size), "all", last=True)
+    reduced = yield commhooks.Send(flat.div_(step.world_size), what="all", last=True)
     yield commhooks.Verdict(reduced.isfinite().all())
 
 
@@ -119,6 +119,43 @@ def test_a_workspace_of_none_is_a_workspace() -> None:
     assert seen and not any(seen)
 
 
+def _between_nodes() -> list[str]:
+    found = []
+    for exchange in (no_verdict, goes_on, too_short):
+        with mock.patch.dict(registry.COMPRESSORS):
+            ddp = wrap(mlp())
+            commhooks.attach(ddp, compressor(exchange), ranks_per_node=2)
+            with pytest.raises(HookRunError) as raised:
+                backward(ddp, 0)
+            found.append(str(raised.value))
+    return found
+
+
+def test_between_nodes_the_same_rules_hold(run_ranks: Any) -> None:
+    for messages in run_ranks(_between_nodes, world_size=4):
+        expected = ["ended before its verdict: it must yield Verdict", "goes on after the verdict", "returns a tensor"]
+        assert all(text in message for text, message in zip(expected, messages, strict=True))
+
+
+def test_the_operation_of_a_send_is_named() -> None:
+    with pytest.raises(TypeError):
+        commhooks.Send(torch.zeros(2), "gather")  # type: ignore[misc]
+    with pytest.raises(HookRunError, match=r"op='mean'.*expected one of 'sum', 'max', .* divide what is sent by"):
+        commhooks.Send(torch.zeros(2), op="mean")  # type: ignore[arg-type]
+
+
+def test_a_compressor_whose_class_takes_other_arguments_can_begin_later() -> None:
+    made = compressor(average)
+
+    class Wrapping(made):  # type: ignore[misc, valid-type]
+        def __init__(self, inner: Any) -> None:
+            super().__init__(inner.config, inner.wire_dtype)
+            self.inner = inner
+
+    wrapping = Wrapping(made(made.Config()))
+    assert wrapping.with_start(7).inner is wrapping.inner
+
+
 def test_all_ranks_rows_are_gathered_at_once(run_ranks: Any) -> None:
     run_ranks(_gathered)
 
@@ -152,7 +189,7 @@ def _exchanged() -> None:
         flat.zero_()
 
     def sends_too_little(self: Any, flat: Any, work: Any, state: Any, step: Any) -> Any:
-        yield commhooks.Send(flat[:2].clone(), "rows", op="all_to_all", last=True)
+        yield commhooks.Send(flat[:2].clone(), what="rows", op="all_to_all", last=True)
 
     with mock.patch.dict(registry.COMPRESSORS):
         model = wrap(mlp(), bucket_cap_mb=25)
@@ -251,7 +288,7 @@ def test_a_field_comes_back_as_it_was(run_ranks: Any) -> None:
 
     def remembers(self: Any, flat: Any, work: Any, state: Any, step: Any) -> Any:
         layout, _ = work
-        reduced = yield commhooks.Send(flat.div_(step.world_size), "all", last=True)
+        reduced = yield commhooks.Send(flat.div_(step.world_size), what="all", last=True)
         good = yield commhooks.Verdict(reduced.isfinite().all())
         for slot in layout.slots if good else ():
             state["mean"][slot.name] = slot.of(reduced).double() / 3

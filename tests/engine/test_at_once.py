@@ -35,7 +35,7 @@ class Greedy(Stateless[Steps]):
 
     def exchange(self, flat: torch.Tensor, work: Any, state: State, step: StepInfo) -> Exchange:
         for each in self._script:
-            yield Verdict(torch.tensor(True)) if each == "verdict" else Send(flat, each, last=each == "last")
+            yield Verdict(torch.tensor(True)) if each == "verdict" else Send(flat, what=each, last=each == "last")
         return flat * 2
 
 

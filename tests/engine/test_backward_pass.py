@@ -41,7 +41,7 @@ class Log:
         """One that sends as often as `rounds` has letters."""
         try:
             for i, letter in enumerate(rounds):
-                yield Send(torch.zeros(1), f"{letter}{bucket}", last=i == len(rounds) - 1)
+                yield Send(torch.zeros(1), what=f"{letter}{bucket}", last=i == len(rounds) - 1)
             good = yield Verdict(finite)
             self.lines.append((f"committed {bucket}", good))
         finally:
@@ -110,7 +110,7 @@ def test_an_abandoned_pass_closes_its_exchanges(log: Log) -> None:
 
 def test_an_exchange_without_a_verdict_is_told(log: Log) -> None:
     def silent() -> Exchange:
-        yield Send(torch.zeros(1), "A", last=True)
+        yield Send(torch.zeros(1), what="A", last=True)
         return None
 
     current = BackwardPass(True, 1.0, 1.0, 0, 0)
@@ -121,7 +121,7 @@ def test_an_exchange_without_a_verdict_is_told(log: Log) -> None:
 
 def test_an_exchange_that_goes_on_after_its_verdict_is_told(log: Log) -> None:
     def talkative() -> Exchange:
-        yield Send(torch.zeros(1), "A", last=True)
+        yield Send(torch.zeros(1), what="A", last=True)
         yield Verdict(TRUE)
         yield Verdict(TRUE)
         return None

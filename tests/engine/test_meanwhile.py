@@ -46,7 +46,9 @@ class Busy(Compressor[Options]):
     def exchange(self, flat: torch.Tensor, work: Any, state: State, step: StepInfo) -> Exchange:
         for what in ("first", "last"):
             self._done.append(what)
-            yield Send(flat, what, last=what == "last", meanwhile=functools.partial(self._done.append, "meanwhile"))
+            yield Send(
+                flat, what=what, last=what == "last", meanwhile=functools.partial(self._done.append, "meanwhile")
+            )
         self._done.append("answer")
         yield Verdict(torch.tensor(True))
         return None

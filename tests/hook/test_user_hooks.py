@@ -319,3 +319,17 @@ def test_an_error_in_a_hook_is_raised_in_backward():
         commhooks.attach(ddp, raises)
         with pytest.raises(ZeroDivisionError, match="in the user's code"):
             backward(ddp, 0)
+
+
+def test_a_callable_named_none_is_called():
+    def none(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+        return scaled_average(3.0, bucket)
+
+    none.__qualname__ = "none"
+    with process_group_of_one():
+        ddp = wrap(mlp())
+        local = local_gradients(ddp, partial(backward, step=0))
+        commhooks.attach(ddp, none)
+        backward(ddp, 0)
+        for name, found in gradients(ddp).items():
+            torch.testing.assert_close(found, 3 * local[name])

@@ -72,16 +72,16 @@ class ScaledCompressor(commhooks.Compressor[Scaled]):
             largest = state["largest"].get(slot.name)
             if largest is not None:
                 delta.clamp_(-2 * largest[0], 2 * largest[0])
-        units = yield Send(torch.stack([delta.abs().amax() for delta in deltas]), "scale", op="max")
+        units = yield Send(torch.stack([delta.abs().amax() for delta in deltas]), what="scale", op="max")
         units = units / self.config.levels + 1e-30
-        counts = yield Send(torch.stack([delta.abs().mean() for delta in deltas]), "means", op="gather")
+        counts = yield Send(torch.stack([delta.abs().mean() for delta in deltas]), what="means", op="gather")
         assert counts.shape == (step.world_size, len(deltas))
         # Ranks with large gradients count for more.
         own = [counts[:, i] / counts[:, i].sum() for i in range(len(deltas))]
         # Plus 0: a sum over ranks keeps no minus before a zero.
         sent = [torch.round(delta / unit) + 0.0 for delta, unit in zip(deltas, units, strict=True)]
         buffer = torch.cat([each / step.world_size for each in sent])
-        mean = yield Send(buffer, "numbers", last=True)
+        mean = yield Send(buffer, what="numbers", last=True)
         good = yield Verdict(mean.isfinite().all())
         arrived: Sequence[torch.Tensor] = mean.split([len(each) for each in sent])
         for i, (slot, plan) in enumerate(zip(layout.slots, plans, strict=True)):

@@ -63,11 +63,6 @@ class _LowRank(Compressor[AnyPowerSGD]):
     def quantised(self, bits: int) -> "Compressor[Any]":
         return type(self)(self.config, code=BlockCode(bits, BLOCK_SIZE))
 
-    def with_start(self, start: int) -> "Compressor[Any]":
-        made: _LowRank[AnyPowerSGD] = super().with_start(start)  # type: ignore[assignment]
-        made.code = self.code
-        return made
-
     @property
     def wire(self) -> str:
         return super().wire if self.code is None else f"int{self.code.bits}"

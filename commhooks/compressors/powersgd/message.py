@@ -61,7 +61,7 @@ class Message:
         self, step: StepInfo, what: str, *, last: bool = False, meanwhile: Callable[[], None] | None = None
     ) -> Averaging:
         """Replace the buffer by its sum over the ranks. For `what`, `last` and `meanwhile` see `Send`."""
-        yield Send(self.buffer, what, last=last, meanwhile=meanwhile)
+        yield Send(self.buffer, what=what, last=last, meanwhile=meanwhile)
 
     def subtract_lost(self, factors: Sequence[torch.Tensor]) -> None:
         """Subtract from `factors`, those of this rank, what was lost of them on the way, so that their mean over the

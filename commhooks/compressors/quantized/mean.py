@@ -52,7 +52,7 @@ class QuantisedMean(MeanBuffers):
         of = f" of {what}" if what else ""
         own = blocks.index_select(0, self.shares.blocks[rank]).div_(self.world_size)
         self._quantise(blocks, largest)
-        messages = yield Send(self.sent, f"shares{of}", op="all_to_all")
+        messages = yield Send(self.sent, what=f"shares{of}", op="all_to_all")
         self._average(self.format.parts(messages), own, rank, largest)
 
         def finish_lost() -> None:
@@ -60,7 +60,7 @@ class QuantisedMean(MeanBuffers):
             if meanwhile is not None:
                 meanwhile()
 
-        messages = yield Send(self.mean, f"means{of}", op="gather", last=last, meanwhile=finish_lost)
+        messages = yield Send(self.mean, what=f"means{of}", op="gather", last=last, meanwhile=finish_lost)
         return Averaged(self, messages)
 
     def _quantise(self, blocks: torch.Tensor, largest: float) -> None:

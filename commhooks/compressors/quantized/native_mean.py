@@ -78,13 +78,13 @@ class NativeMean(MeanBuffers):
         others.point_to_messages(self.format.parts(self.sent))
         self.kernel.quantise(others.table, self.code, most, delta.factor)
         self.put_beside()
-        messages = yield Send(self.sent, "shares", op="all_to_all")
+        messages = yield Send(self.sent, what="shares", op="all_to_all")
         arrived = self.format.parts(messages)
         own.point_to_delta(delta)
         own.point_to_share(self.format.parts(self.mean), arrived)
         self.kernel.average(own.table, self.code, most, delta.factor, self.world_size, rank, self.format.size)
         self.average_beside(arrived)
-        messages = yield Send(self.mean, "means", op="gather", last=True)
+        messages = yield Send(self.mean, what="means", op="gather", last=True)
         return NativeAveraged(self, messages, self._all)
 
 

@@ -6,7 +6,6 @@ _ENGINE, _COMPRESSORS = "commhooks/engine", "commhooks/compressors"
 _TURNS = "engine/test_backward_pass.py::test_a_bucket_starts_and_each_earlier_one_takes_a_step"
 _REAL = "engine/test_simulation.py::test_simulated_ranks_are_real_ones"
 _FEEDBACK = "compressors/test_error_feedback.py"
-_ENDED = '            raise HookRunError(\n                f"the exchange of {self._name} ended before'
 
 MUTANTS = [
     Mutant(
@@ -49,7 +48,7 @@ MUTANTS = [
     Mutant(
         "abandoned exchanges stay open",
         f"{_ENGINE}/backward_pass.py",
-        "        with contextlib.suppress(Exception):\n            self._exchange.close()\n",
+        "        with contextlib.suppress(Exception):\n            self._task.exchange.close()\n",
         "",
         "engine/test_backward_pass.py::test_an_abandoned_pass_closes_its_exchanges",
     ),
@@ -62,9 +61,9 @@ MUTANTS = [
     ),
     Mutant(
         "an exchange may end without a verdict",
-        f"{_ENGINE}/backward_pass.py",
-        _ENDED,
-        f"            self._finite = torch.tensor(True)\n            return\n{_ENDED}",
+        f"{_ENGINE}/task.py",
+        "            if self._judged and not self._decided:\n",
+        "            if False:\n",
         "engine/test_backward_pass.py::test_an_exchange_without_a_verdict_is_told",
     ),
     Mutant(
@@ -82,10 +81,17 @@ MUTANTS = [
         "engine/test_at_once.py::test_more_than_one_collective_is_refused",
     ),
     Mutant(
+        "an exchange may go on after its verdict",
+        f"{_ENGINE}/task.py",
+        "        if self._decided and not",
+        "        if False and not",
+        "compressors/test_author_errors.py::test_between_nodes_the_same_rules_hold",
+    ),
+    Mutant(
         "at once: a verdict is tolerated",
-        f"{_ENGINE}/at_once.py",
-        "        checked_yield(yielded, compressor.name)\n",
-        "        return go_on(True)\n",
+        f"{_ENGINE}/task.py",
+        "        if not self._judged:\n",
+        "        if False:\n",
         "engine/test_at_once.py::test_a_verdict_is_refused",
     ),
     Mutant(

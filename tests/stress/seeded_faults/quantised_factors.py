@@ -71,9 +71,9 @@ MUTANTS = [
     ),
     Mutant(
         "quantised factors: a loaded state has no wrapper",
-        f"{_POWERSGD}/compressor.py",
-        "        made.code = self.code\n",
-        "",
+        "commhooks/compressors/base.py",
+        "        made = copy.copy(self)",
+        "        made = type(self)(self.config, self.wire_dtype)",
         "compressors/test_every_compressor.py::test_resume_is_bit_equal[powerSGD, int8 wrapper-mean]",
     ),
     Mutant(

@@ -69,7 +69,7 @@ MUTANTS = [
     Mutant(
         "a rank that saves alone is not warned",
         "commhooks/comm/joint_save.py",
-        "            self.speaker = int(decision)",
+        "            self.speaker = int(rank)",
         "            self.speaker = 0",
         "comm/test_joint_save.py::test_one_rank_warns",
     ),
@@ -194,9 +194,16 @@ MUTANTS = [
         "comm/test_joint_save.py::test_a_failure_in_the_middle",
     ),
     Mutant(
+        "the others wait for a rank whose commit failed",
+        "commhooks/checkpoint/learned_state.py",
+        "            if not alone and request.joint and saver is not None:\n",
+        "            if False:\n",
+        "checkpoint/test_changed_surroundings.py::test_nobody_waits_for_a_rank_whose_commit_failed",
+    ),
+    Mutant(
         "a vote that came too late counts",
         "commhooks/comm/joint_save.py",
-        "            return late\n",
+        "            return self._declined or late\n",
         '            return ""\n',
         "comm/test_joint_save.py::test_a_rank_that_comes_too_late",
     ),

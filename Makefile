@@ -58,6 +58,7 @@ bench: $(READY)
 	@$(CLEAN) benchmarks/memory.py --ranks 4
 	@$(CLEAN) benchmarks/checkpoint.py --rounds 3
 	@$(CLEAN) benchmarks/launches.py
+	@$(CLEAN) benchmarks/size.py
 	@$(CLEAN) benchmarks/paper.py
 	@$(CLEAN) benchmarks/convergence.py --epochs 10
 

@@ -143,6 +143,13 @@ def test_launches(tmp_path):
             assert all(row["operators"] <= low["operators"] and row["views"] <= low["views"] for row in higher), hook
 
 
+def test_size(tmp_path):
+    """Bounds a little above today's counts: a change that makes a step enter more files or functions shows."""
+    rows = {row["hook"]: row for row in _run("size", tmp_path, "--hooks", "powerSGD", "int8", "bf16")}
+    for hook, (files, functions) in {"powerSGD": (43, 185), "int8": (45, 168), "bf16": (18, 58)}.items():
+        assert 10 < rows[hook]["files"] <= files and 20 < rows[hook]["functions"] <= functions, rows[hook]
+
+
 def test_gpu_rehearsed_on_the_cpu(tmp_path):
     rows = _run("gpu", tmp_path, "--device", "cpu", "--ranks", "1", "--markdown")
     setups = {(row["model"], row["buckets"], row["batch"]) for row in rows}

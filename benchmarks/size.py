@@ -1,0 +1,106 @@
+"""How much code one training step enters, and how much there is: what a reader has to follow.
+
+    python benchmarks/size.py [--hooks powerSGD int8 allreduce bf16]
+
+A model of six linear layers in one process; `sys.setprofile` notes every function of the packages that one steady step
+enters, in the thread that runs the backward pass.
+
+  files, functions    of the packages that the step enters
+  changes of file     how often a call or a return leads into another file
+"""
+
+import logging
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from common import Row, number, parse, parser, report
+from machine import machine
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import commhooks
+
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGES = ("commhooks", "lightning_commhooks", "accelerate_commhooks")
+STEPS_BEFORE = 5
+OPTIONS = {"powerSGD": {"start_powerSGD_iter": 1}, "int8": {"start_iter": 1}, "int4": {"start_iter": 1}}
+
+
+class Followed:
+    """The way of one step through the packages."""
+
+    def __init__(self) -> None:
+        self.functions: set[tuple[str, int]] = set()
+        self.changes = 0
+        self._file = ""
+        self._package = str(Path(commhooks.__file__).parent) + os.sep
+
+    @contextmanager
+    def __call__(self) -> Iterator[None]:
+        sys.setprofile(self._event)
+        try:
+            yield
+        finally:
+            sys.setprofile(None)
+
+    def _event(self, frame: FrameType, event: str, argument: Any) -> None:
+        code = frame.f_code
+        if event not in ("call", "return") or not code.co_filename.startswith(self._package):
+            return
+        if event == "call":
+            self.functions.add((code.co_filename, code.co_firstlineno))
+        self.changes += code.co_filename != self._file
+        self._file = code.co_filename
+
+
+def follow(hook: str) -> Row:
+    """The figures of one step with this hook."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(6)))
+    ddp = DistributedDataParallel(model, bucket_cap_mb=0.03)
+    commhooks.attach(ddp, hook, hook_options=OPTIONS.get(hook)).quiet()
+    for _ in range(STEPS_BEFORE):
+        ddp(torch.randn(8, 64)).square().mean().backward()
+    followed = Followed()
+    loss = ddp(torch.randn(8, 64)).square().mean()
+    with followed():
+        loss.backward()
+    files = {file for file, _ in followed.functions}
+    return {
+        "hook": hook,
+        "files": len(files),
+        "functions": len(followed.functions),
+        "changes of file": followed.changes,
+    }
+
+
+def lines(package: str) -> tuple[int, int]:
+    """The number of files of a package, and of their lines: Python and C, as they are tracked."""
+    command = ["git", "ls-files", f"{package}/*.py", f"{package}/*.c", f"{package}/*.h"]
+    names = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
+    return len(names), sum(len((ROOT / name).read_text().splitlines()) for name in names)
+
+
+def main() -> None:
+    made = parser(__doc__)
+    made.add_argument("--hooks", nargs="+", default=["powerSGD", "int8", "allreduce", "bf16"])
+    args = parse(made, hooks=["powerSGD"])
+    logging.disable(logging.WARNING)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    rows = [follow(hook) for hook in args.hooks]
+    dist.destroy_process_group()
+    columns = {name: number(name) for name in ("hook", "files", "functions", "changes of file")}
+    notes = ["{}: {} files, {} lines".format(package, *lines(package)) for package in PACKAGES]
+    report("size", "size: what a steady step enters, CPU, DDP", args, machine(), rows, columns, notes)
+
+
+if __name__ == "__main__":
+    main()

@@ -297,7 +297,7 @@ class CommHook:
             raise HookConfigError(
                 "joint=False with a state for torch.distributed.checkpoint: it needs all ranks, as dcp.save does"
             )
-        kept = {} if residual == "drop" else self._runner.kept_residuals(self._source.whole)
+        kept = None if residual == "drop" else self._runner.kept_residuals(self._source.whole)
         return self._distributed.save(kept, self.joint_save_limit_s)
 
     def load_state_dict(self, saved: dict[str, Any], strict: bool | None = None) -> None:

@@ -6,8 +6,9 @@ already. So this form has the same keys on every rank, at every step and for eve
     {"commhooks": bytes, "residual": {name: tensor, ...}}
 
 `residual` holds the mean over the replicas, in the shape and with the placement of the parameter, for every parameter
-whose residual could be kept if nothing were sharded. Everything else is small and differs between shards, such as Q:
-`commhooks` holds the payloads of all shards without residuals (see `payload`), as bytes.
+whose residual could be kept if nothing were sharded. Everything else is small and differs between shards, such as Q and
+the residual of a shard that is compressed although the whole parameter would not be: `commhooks` holds the payloads of
+all shards without the other residuals (see `payload`), as bytes.
 """
 
 import io
@@ -45,20 +46,22 @@ class DistributedState:
         self._saved = saved
         self._source = source
 
-    def save(self, residuals: Mapping[str, torch.dtype], limit_s: float) -> dict[str, Any]:
+    def save(self, residuals: Mapping[str, torch.dtype] | None, limit_s: float) -> dict[str, Any]:
         """The state in DCP's form. All ranks of the model must call this.
 
         Args:
-            residuals: the parameters that may have a residual, with its dtype; equal on all ranks. Empty: save none.
+            residuals: the parameters that could have a residual if nothing were sharded, with its dtype; equal on all
+                ranks. None: save no residuals.
             limit_s: see `SaveRequest`.
         """
         source = self._source
-        payload = self._saved.save(SaveRequest("mean" if residuals else "drop", limit_s=limit_s))
+        payload = self._saved.save(SaveRequest("drop" if residuals is None else "mean", limit_s=limit_s))
         found: dict[str, torch.Tensor] = {}
-        for name, entry in payload.get("parameters", {}).items():
-            if entry["residual"] is not None:
-                found[name], entry["residual"] = entry["residual"], None
-        if "residual" in payload:
+        entries = payload.get("parameters", {})
+        for name in entries.keys() & (residuals or {}):
+            if entries[name]["residual"] is not None:
+                found[name], entries[name]["residual"] = entries[name]["residual"], None
+        if "residual" in payload and all(entry["residual"] is None for entry in entries.values()):
             payload |= {"residual": "none", "residual_ranks": []}
         payloads, exact = [_to_bytes(payload)], bool(payload.get("exact", True))
         if source.shard_group is not None:
@@ -70,7 +73,7 @@ class DistributedState:
         if residuals:
             known = source.names.known()
             state[RESIDUAL] = {
-                name: source.as_whole(name, found.get(name, torch.zeros(known[name].shape, dtype=dtype)))
+                name: source.as_whole(name, found.get(name, torch.zeros(known[name].shape)).to(dtype))
                 for name, dtype in residuals.items()
             }
         return state
@@ -94,11 +97,13 @@ class DistributedState:
                 check_learned(each)
         if not shards:
             raise damaged("'shards' is empty")
-        index, count = self._source.place
-        payload = shards[index] if len(shards) == count else fitted_to_shard(shards, self._source)
+        payload = fitted_to_shard(shards, self._source)
         residuals = state.get(RESIDUAL, {})
         if rest.get("exact") is not True:
             payload["exact"] = False
+            if "parameters" in payload:
+                payload |= {"residual": "none", "residual_ranks": []}
+                payload["parameters"] = {n: each | {"residual": None} for n, each in payload["parameters"].items()}
         elif residuals and "parameters" in payload:  # not so if it was saved by a hook without memory
             payload["residual"] = "mean"
             for name, entry in payload["parameters"].items():

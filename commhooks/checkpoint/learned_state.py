@@ -205,14 +205,19 @@ class SavedLearnedState:
         """(field, name, this rank's tensor) of the tensors that differ between ranks; the same fields and names on all
         ranks."""
         session, state = self._session, self._session.state
-        keys = sorted(state.local)
+        fields = sorted((f for f in session.compressor.state_fields if f.key in state.local), key=lambda f: f.key)
         if session.arrangement.complete or (state.local_shared and not state.has_local()):
-            known = session.binding.names.known()
-            return [(key, name, state[key][name]) for key in keys for name in known if name in state[key]]
-        fields = [each for each in session.compressor.state_fields if each.key in keys]
+            target = self._target(session.compressor)
+            # In one dtype, whichever FSDP reduces in: the run that saves goes on with what it has saved.
+            return [
+                (each.key, name, state[each.key][name].to(target.kept_dtype(each, name)))
+                for each in fields
+                for name in target.parameters
+                if name in state[each.key]
+            ]
         return [
             (each.key, plan.name, _or_zeros(state[each.key].get(plan.name), each, plan))
-            for each in sorted(fields, key=lambda field: field.key)
+            for each in fields
             for plan in self._plans_with(session.compressor)
             if plan.compressed
         ]

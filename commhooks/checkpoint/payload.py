@@ -68,6 +68,11 @@ class Target:
     rank: int
     world_size: int
 
+    def kept_dtype(self, field: StateField, name: str) -> torch.dtype:
+        """The dtype in which a field of a parameter of this name is kept, as far as the weights tell."""
+        plan = self.plans.get(name)
+        return compute_dtype(self.parameters[name].dtype) if plan is None else field.dtype(plan)
+
 
 @dataclass(frozen=True)
 class Contribution:
@@ -174,8 +179,8 @@ def read(payload: dict[str, Any], target: Target, *, strict: bool) -> LearnedSta
                 state.local_missing |= saved is None
                 value = None if saved is None else each.from_saved(saved, parameter, entry["row_dim"])
             if value is not None:
-                plan = target.plans.get(name)
-                dtype = compute_dtype(parameter.dtype) if plan is None else each.dtype(plan)
+                # A wider one stays: FSDP's reduce_dtype, known in the first pass only, may be wider than the weights.
+                dtype = torch.promote_types(value.dtype, target.kept_dtype(each, name))
                 state[each.key][name] = value.to(parameter.device, dtype, copy=not each.replicated).contiguous()
     if payload["residual"] == "none" and payload["exact"] is False and state.local:
         state.local_missing = state.missing_was_said = True

@@ -1,9 +1,11 @@
 """Average one bucket uncompressed: before compression begins, and if no unit of the bucket is compressed."""
 
+from typing import Any
+
 import torch
 
 from commhooks.comm.wire import all_finite
-from commhooks.compressors.base import Exchange, Send, Verdict
+from commhooks.compressors.base import Compressor, Exchange, Send, State, StepInfo, Verdict
 from commhooks.gradients.torch_private import sparse_values
 
 
@@ -25,3 +27,13 @@ def average(flat: torch.Tensor, wire_dtype: torch.dtype, world_size: int, *, jud
     else:
         yield Verdict(torch.ones((), dtype=torch.bool, device=flat.device))
     return None
+
+
+def exchange_or_average(
+    compressor: Compressor[Any], compresses: bool, flat: torch.Tensor, work: Any, state: State, step: StepInfo
+) -> Exchange:
+    """The exchange of one bucket, or its average if nothing in it is compressed: the compressor has no workspace then.
+    For the arguments see `Compressor.exchange`."""
+    if compresses:
+        return compressor.exchange(flat, work, state, step)
+    return average(flat, compressor.wire_dtype_for(flat.dtype), step.world_size)

@@ -1,6 +1,6 @@
 """The bucket layouts that a session has seen, each with its plan and its workspace."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -121,7 +121,8 @@ class KnownBuckets:
                 self._dead_units += [plan.key for plan in known.plans if plan.compressed]
 
     def _fit_state(self, known: KnownBucket, infos: list[ParameterInfo]) -> None:
-        """Check loaded state against the parameters of those names; move it to their device and refit it.
+        """Check loaded state against the parameters of those names; move it to their device and refit it. It takes the
+        dtype of this bucket's computation, which FSDP's `reduce_dtype` may make another than that of the weights.
 
         Raises:
             HookRunError: an entry cannot belong to its parameter.
@@ -131,7 +132,7 @@ class KnownBuckets:
             for plan in known.plans if each.per == "bucket" else of_parameters:
                 value = self._state[each.key].get(plan.key)
                 if value is not None and (plan.compressed or not each.replicated):
-                    self._fit(each, plan, value, known.layout.device)
+                    self._fit(each, replace(plan, dtype=known.layout.dtype), value, known.layout.device)
 
     def _fit(self, field: StateField, plan: UnitPlan, value: torch.Tensor, device: torch.device) -> None:
         problem = field.problem(value, plan)

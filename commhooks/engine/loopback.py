@@ -11,7 +11,7 @@ import torch
 from commhooks.comm.collective import Send
 from commhooks.compressors.base import Compressor, Exchange, StepInfo, Verdict
 from commhooks.compressors.plan import ParameterInfo
-from commhooks.engine.average import average
+from commhooks.engine.average import exchange_or_average
 from commhooks.engine.kernel_choice import use_own_kernel
 from commhooks.engine.state import LearnedState
 from commhooks.gradients import precision
@@ -60,9 +60,7 @@ class Loopback:
         self._state.step += 1
 
     def _exchange(self, flat: torch.Tensor, work: Any, info: StepInfo) -> Exchange:
-        if work is None:
-            return average(flat, self._compressor.wire_dtype_for(flat.dtype), 1)
-        return self._compressor.exchange(flat, work, self._state, info)
+        return exchange_or_average(self._compressor, work is not None, flat, work, self._state, info)
 
 
 def run_alone(exchanges: Sequence[Exchange], device: torch.device) -> None:

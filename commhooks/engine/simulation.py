@@ -11,6 +11,7 @@ import torch
 from commhooks.comm.collective import Send
 from commhooks.compressors.base import Compressor, Exchange, StepInfo, Verdict
 from commhooks.compressors.plan import ParameterInfo, UnitPlan
+from commhooks.engine.average import exchange_or_average
 from commhooks.engine.kernel_choice import use_own_kernel
 from commhooks.engine.state import LearnedState
 from commhooks.errors import HookRunError
@@ -46,7 +47,11 @@ class SimulatedRanks:
         names, config = ModelNames(parameters.items()), self._compressors[0].planning_config
         infos = [ParameterInfo.of(name, parameter, names, config) for name, parameter in parameters.items()]
         self.plans: list[UnitPlan] = self._compressors[0].plan(infos)
-        self._works = [each.workspace(self.layout, self.plans) for each in self._compressors]
+        first_one = self._compressors[0]
+        self._compresses = not first_one.transactional or any(plan.compressed for plan in self.plans)
+        self._works = [
+            each.workspace(self.layout, self.plans) if self._compresses else None for each in self._compressors
+        ]
         self.states = [LearnedState.of(each.state_fields) for each in self._compressors]
         self.bytes_sent = 0
 
@@ -55,7 +60,9 @@ class SimulatedRanks:
         without learned state, which averages non-finite values as they are."""
         with precision.full_precision(self.layout.device):
             exchanges = [
-                compressor.exchange(flat, work, state, StepInfo(state.step, len(buckets), rank=rank))
+                exchange_or_average(
+                    compressor, self._compresses, flat, work, state, StepInfo(state.step, len(buckets), rank=rank)
+                )
                 for rank, (compressor, flat, work, state) in enumerate(
                     zip(self._compressors, buckets, self._works, self.states, strict=True)
                 )

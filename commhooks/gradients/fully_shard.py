@@ -32,7 +32,7 @@ from commhooks.gradients.names import ModelNames
 from commhooks.gradients.process_group import held_weakly
 from commhooks.gradients.source import Extent, GradientSource, Reducer, described_parameter
 from commhooks.gradients.tensors_in import tensors_in
-from commhooks.gradients.torch_private import has_accumulate_hooks
+from commhooks.gradients.torch_private import count_accumulate_hooks
 from commhooks.gradients.unit_buffer import RunningPass, UnitBuffer
 
 
@@ -125,7 +125,7 @@ class FullyShardGradients(GradientSource):
         assert model is not None
         for shard in self._shards.values():
             # Such a hook would see the gradient of this replica, before it is averaged.
-            if has_accumulate_hooks(shard.parameter):
+            if count_accumulate_hooks(shard.parameter):
                 raise AttachError(
                     f"parameter {shard.name} has a post-accumulate-grad hook: an earlier communication hook, or an "
                     "optimizer that steps in the backward pass. Neither can be combined with "
@@ -188,6 +188,12 @@ class FullyShardGradients(GradientSource):
     def _on_accumulated(self, parameter: torch.Tensor) -> None:
         """The post-accumulate hook of all parameters."""
         shard, current = self._shards[id(parameter)], self._pass
+        if count_accumulate_hooks(parameter) > 1:  # the other one runs after this
+            raise HookRunError(
+                f"parameter {shard.name} has got a post-accumulate-grad hook since the communication hook was "
+                "attached, such as that of an optimizer that steps in the backward pass: it would see the gradient of "
+                "one replica. Remove it, or call hook.detach()"
+            )
         if current is None or current.filling is None or shard.numel_padded == 0:
             return
         unit = current.filling

@@ -69,9 +69,9 @@ def has_optimizer_in_backward(parameter: torch.Tensor) -> bool:
     return hasattr(parameter, "_in_backward_optimizers")
 
 
-def has_accumulate_hooks(parameter: torch.Tensor) -> bool:
-    """Whether somebody called `parameter.register_post_accumulate_grad_hook`."""
-    return bool(getattr(parameter, "_post_accumulate_grad_hooks", None))
+def count_accumulate_hooks(parameter: torch.Tensor) -> int:
+    """How many hooks `parameter.register_post_accumulate_grad_hook` has registered."""
+    return len(getattr(parameter, "_post_accumulate_grad_hooks", None) or ())
 
 
 def delays_all_reduce(ddp_model: DistributedDataParallel) -> bool:

@@ -317,7 +317,7 @@ class CommHook:
             raise HookConfigError(
                 "joint=False with a state for torch.distributed.checkpoint: it needs all ranks, as dcp.save does"
             )
-        kept = {} if residual == "drop" else self._runner.kept_residuals(self._source.whole)
+        kept = None if residual == "drop" else self._runner.kept_residuals(self._source.whole)
         return self._distributed.save(kept, self.joint_save_limit_s)
 
     @reason_first()

@@ -114,10 +114,10 @@ class LearningHook(Runner):
             factor = float(state.loss_scale) * self._session.arrangement.ranks_per_residual
             yield {n: t for key in state.local for n, t in state[key].items()}, factor
 
-    def kept_residuals(self, names: ParameterNames) -> dict[str, torch.dtype]:
+    def kept_residuals(self, names: ParameterNames) -> dict[str, torch.dtype] | None:
         compressor = self._session.compressor
         if not self._session.state.local:
-            return {}
+            return None
         infos = list(parameter_infos(names, compressor.planning_config, self._sparse).values())
         if not compressor.per_bucket:
             infos = [info for info, may in zip(infos, compressor.may_compress(infos), strict=True) if may]

@@ -124,3 +124,12 @@ def test_a_step_that_is_not_finite_is_told_and_leaves_nothing(name: str) -> None
     assert not ranks.step(buckets)
     assert [(state.step, state.nonfinite_steps) for state in ranks.states] == [(0, 1), (0, 1)]
     assert not any(_learned(state) for state in ranks.states)
+
+
+@pytest.mark.parametrize("name", ["powerSGD", "alternate", "int8"])
+def test_simulated_ranks_average_what_is_not_compressed(name: str) -> None:
+    ranks = SimulatedRanks(lambda: _compressor(name), 2, {"v": torch.zeros(3), "w": torch.zeros(1, 1)})
+    buckets = [torch.arange(4.0), torch.ones(4)]
+    assert ranks.step(buckets) and ranks.bytes_sent == 4 * 4
+    assert all(bucket.tolist() == [0.5, 1, 1.5, 2] for bucket in buckets)
+    assert [state.step for state in ranks.states] == [1, 1] and not any(map(_learned, ranks.states))

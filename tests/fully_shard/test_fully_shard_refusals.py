@@ -174,6 +174,25 @@ def test_parameters_that_came_later_are_an_error(run_ranks: Any, how: str) -> No
         assert "that the model did not have when the hook was attached, or that were frozen then" in message
 
 
+def _hooked_after_attach() -> dict[str, Any]:
+    mesh = mesh_of(2, 1)
+    model = shard(Prescribed(), mesh["shard"])
+    hook = commhooks.attach(model, "allreduce", replicate_group=mesh["replicate"])
+    seen: list[torch.Tensor] = []
+    model.get_parameter("even.weight").register_post_accumulate_grad_hook(seen.append)
+    try:
+        backward(model, random_gradients(0))
+    except HookRunError as error:
+        return {"said": str(error), "seen": len(seen), "passes": hook.stats()["compressed_steps"]}
+    return {"said": "", "seen": len(seen)}
+
+
+def test_a_hook_on_a_parameter_that_came_later_is_refused(run_ranks: Any) -> None:
+    for outcome in run_ranks(_hooked_after_attach, world_size=2):
+        assert "parameter even.weight has got a post-accumulate-grad hook since the comm" in outcome["said"]
+        assert outcome["seen"] == 0
+
+
 def _detached() -> dict[str, bool]:
     mesh = mesh_of(2, 1)
     model = shard(Prescribed(), mesh["shard"])

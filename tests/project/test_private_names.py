@@ -164,7 +164,7 @@ def test_without_the_other_names_nothing_is_refused():
     anything = SimpleNamespace()
     assert not torch_private.joined_with_uneven_division(anything)
     assert not torch_private.has_optimizer_in_backward(anything)
-    assert not torch_private.has_accumulate_hooks(anything)
+    assert not torch_private.count_accumulate_hooks(anything)
     assert not torch_private.delays_all_reduce(anything)
     assert torch_private.compiled_from(anything) is None
 

@@ -66,8 +66,10 @@ def load(source: Path, flags: Sequence[str], dtype: torch.dtype) -> ctypes.CDLL:
 
 
 def source_text(source: Path) -> bytes:
-    """The files of the kernel, one after another: those of its folder, and the headers that it may include."""
-    return b"".join(path.read_bytes() for path in (*sorted(source.parent.iterdir()), *sorted(HEADERS.glob("*.h"))))
+    """The kernel and the headers that it may include, one after another. Whatever else lies in their folders, such as
+    what an editor or a system leaves there, is not part of it."""
+    headers = [path for folder in (source.parent, HEADERS) for path in sorted(folder.glob("*.h")) if path.is_file()]
+    return b"".join(path.read_bytes() for path in (source, *headers))
 
 
 def supports(device: torch.device, dtype: torch.dtype) -> bool:

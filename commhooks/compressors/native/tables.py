@@ -1,27 +1,45 @@
 """Tables for native kernels: one row of 64-bit fields per piece of work, as a struct in the kernel's source."""
 
-from collections.abc import Sequence
-from typing import ClassVar
+from collections.abc import Mapping, Sequence
+from typing import ClassVar, TypeVar
 
 import torch
+
+from commhooks.errors import HookRunError
+
+AnyTable = TypeVar("AnyTable", bound="Table")
 
 
 class Table:
     """
     Args:
         rows: each holds the values of the first fields; the others are 0.
+        dtype: of the numbers that `pointers` point to.
 
     Attributes:
         fields: the members of the struct, in order.
+        pointers: the fields that `point` writes, in order, after those that hold sizes. Each points to as many numbers
+            as the product of two sizes, the fields with these two places.
         rows: `rows x fields`, int64.
     """
 
     fields: ClassVar[tuple[str, ...]]
+    pointers: ClassVar[Mapping[str, tuple[int, int]]] = {}
 
-    def __init__(self, rows: Sequence[Sequence[int]]) -> None:
+    def __init__(self, rows: Sequence[Sequence[int]], dtype: torch.dtype) -> None:
+        self.dtype = dtype
+        self._sizes = rows
         width = len(self.fields)
         filled = [[*row, *[0] * (width - len(row))] for row in rows]
         self.rows = torch.tensor(filled, dtype=torch.int64).view(-1, width)
+
+    @classmethod
+    def of_one(
+        cls: type[AnyTable], sizes: Sequence[int], tensors: Sequence[torch.Tensor | None], dtype: torch.dtype
+    ) -> AnyTable:
+        """One row: these sizes, and `tensors` for the first of `pointers`."""
+        places = zip(tensors, cls.pointers.values(), strict=False)
+        return cls([[*sizes, *(_address(x, dtype, sizes[i] * sizes[j]) for x, (i, j) in places)]], dtype)
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -32,13 +50,30 @@ class Table:
 
     def point(self, field: str, tensors: Sequence[torch.Tensor | None]) -> None:
         """Write the addresses of `tensors`, or 0 for None, into the field. Whoever calls the kernel must keep them."""
-        self.column(field).copy_(torch.tensor([0 if x is None else address(x) for x in tensors]))
+        i, j = self.pointers[field]
+        pairs = zip(tensors, self._sizes, strict=True)
+        addresses = [_address(x, self.dtype, sizes[i] * sizes[j]) for x, sizes in pairs]
+        self.column(field).copy_(torch.tensor(addresses, dtype=torch.int64))
 
     def point_from(self, field: str, start: int, offsets: torch.Tensor) -> None:
-        """Write the address `start` plus `offsets` (bytes, one per row) into the field."""
+        """Write `start`, an `address`, plus `offsets` (bytes, one per row) into the field."""
         torch.add(offsets, start, out=self.column(field))
 
 
-def address(tensor: torch.Tensor) -> int:
-    assert tensor.is_contiguous()
+def address(tensor: torch.Tensor, dtype: torch.dtype, numel: int) -> int:
+    """Where the numbers of `tensor` begin. C takes every address from here, and believes what it is told.
+
+    Raises:
+        HookRunError: C would not find `numel` numbers of `dtype` there.
+    """
+    if tensor.dtype != dtype or tensor.numel() < numel or not tensor.is_contiguous() or not tensor.is_cpu:
+        raise HookRunError(
+            f"the native kernel needs {numel} numbers of {dtype} one after another on the CPU, and got a tensor of "
+            f"shape {tuple(tensor.shape)} and stride {tensor.stride()} of {tensor.dtype} on {tensor.device}; "
+            "fused=False does without the kernel"
+        )
     return tensor.data_ptr()
+
+
+def _address(tensor: torch.Tensor | None, dtype: torch.dtype, numel: int) -> int:
+    return 0 if tensor is None else address(tensor, dtype, numel)

@@ -11,7 +11,6 @@ from pathlib import Path
 import torch
 
 from commhooks.compressors.native import library
-from commhooks.compressors.native.tables import address
 from commhooks.compressors.native.threads import team
 from commhooks.compressors.powersgd import codec
 from commhooks.compressors.powersgd.kernel_tables import FactorTable, MatrixTable
@@ -113,16 +112,15 @@ class FusedCodec:
 
     def _matrix(self, rank: int, *tensors: torch.Tensor | None) -> MatrixTable:
         delta = tensors[0]
-        assert delta is not None and all(x is None or x.dtype == self.dtype for x in tensors)
-        return MatrixTable([[*delta.shape, rank, *[0 if x is None else address(x) for x in tensors]]])
+        assert delta is not None
+        return MatrixTable.of_one([*delta.shape, rank], tensors, self.dtype)
 
     def _unit_rows(
         self, rows: torch.Tensor, refill: torch.Tensor | None, orthogonal: bool
     ) -> tuple[torch.Tensor, None] | None:
         """None if there are rows that are zero or dependent, and were not replaced."""
         rows, out = rows.contiguous(), torch.empty_like(rows, memory_format=torch.contiguous_format)
-        assert rows.dtype == self.dtype and (refill is None or refill.dtype == self.dtype)
-        table = FactorTable([[*rows.shape, address(rows), 0 if refill is None else address(refill), address(out)]])
+        table = FactorTable.of_one(rows.shape, (rows, refill, out), self.dtype)
         self.unit_rows_of(table, orthogonal=orthogonal)
         return None if any(table.missing) else (out, None)
 

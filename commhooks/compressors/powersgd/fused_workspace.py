@@ -29,12 +29,12 @@ class FusedWorkspace(Workspace):
         self.kernel = fused_codec.load(self.dtype)
         self.all_p, self.p = self._packed([(x.rank, x.n) for x in matrices])
         self.all_q, self.q = self._packed([(x.rank, x.m) for x in matrices])
-        self.table = MatrixTable([[x.n, x.m, x.rank] for x in matrices])
+        self.table = MatrixTable([[x.n, x.m, x.rank] for x in matrices], self.dtype)
         for field, tensors in (("p", self.p), ("q", self.q), ("mean_p", self.p)):
             self.table.point(field, tensors)
-        self.unit_q = FactorTable([[x.rank, x.m] for x in matrices])
+        self.unit_q = FactorTable([[x.rank, x.m] for x in matrices], self.dtype)
         self.unit_q.point("to", self.q)
-        self.basis_p = FactorTable([[x.rank, x.n] for x in matrices])
+        self.basis_p = FactorTable([[x.rank, x.n] for x in matrices], self.dtype)
         self.basis_p.point("to", self.p)
         self.equal_ranks: list[tuple[slice, int]] = []
         begin = 0
@@ -47,7 +47,7 @@ class FusedWorkspace(Workspace):
     def point_to_deltas(self, bucket: torch.Tensor) -> None:
         """Write into `table` where the deltas lie: in `bucket`, the bucket's buffer, unless the dtypes differ."""
         if self.layout.dtype == self.dtype:
-            self.table.point_from("delta", address(bucket), self._offsets)
+            self.table.point_from("delta", address(bucket, self.dtype, self.layout.numel), self._offsets)
         else:
             self.table.point("delta", self.delta)
 

@@ -1,6 +1,7 @@
 """The tables for the native kernel: one row per matrix, as the structs in `native/tables.h`."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import ClassVar
 
 import torch
 
@@ -8,12 +9,22 @@ from commhooks.compressors.native.tables import Table
 
 
 class MatrixTable(Table):
-    """Matrices: `n`, `m` and `r`, then the addresses of delta and residual (n x m) and of factors (r x n and r x m)."""
+    """Matrices: `n`, `m` and `r`, then the addresses of delta and residual (n x m) and of factors (r x n and r x m) of
+    the compute dtype."""
 
     fields = ("n", "m", "r", "delta", "residual", "p", "q", "mean_p", "mean_q", "scratch", "largest")
 
-    def __init__(self, rows: Sequence[Sequence[int]]) -> None:
-        super().__init__(rows)
+    pointers: ClassVar[Mapping[str, tuple[int, int]]] = {
+        "delta": (0, 1),
+        "residual": (0, 1),
+        "p": (2, 0),
+        "q": (2, 1),
+        "mean_p": (2, 0),
+        "mean_q": (2, 1),
+    }
+
+    def __init__(self, rows: Sequence[Sequence[int]], dtype: torch.dtype) -> None:
+        super().__init__(rows, dtype)
         self.elements = sum(row[0] * row[1] for row in rows)
 
     @property
@@ -26,7 +37,7 @@ class MatrixTable(Table):
         """The rows at `places`, which ascend: a copy, or this table if these are all."""
         if len(places) == len(self):
             return self
-        return MatrixTable(self.rows[list(places)].tolist())
+        return MatrixTable(self.rows[list(places)].tolist(), self.dtype)
 
 
 class FactorTable(Table):
@@ -34,8 +45,10 @@ class FactorTable(Table):
 
     fields = ("r", "k", "source", "refill", "to", "missing")
 
-    def __init__(self, rows: Sequence[Sequence[int]]) -> None:
-        super().__init__(rows)
+    pointers: ClassVar[Mapping[str, tuple[int, int]]] = {"source": (0, 1), "refill": (0, 1), "to": (0, 1)}
+
+    def __init__(self, rows: Sequence[Sequence[int]], dtype: torch.dtype) -> None:
+        super().__init__(rows, dtype)
         self.elements = sum(row[0] ** 2 * row[1] for row in rows)
 
     @property

@@ -28,6 +28,9 @@ class MessageFormat:
         plain: number and dtype of the uncompressed elements.
         code_bytes: number of bytes of codes.
         flags: number of flags.
+
+    Attributes:
+        scales_at, codes_at: where these sections begin, in bytes.
     """
 
     def __init__(
@@ -38,6 +41,7 @@ class MessageFormat:
         for numel, dtype in (scales, plain, (code_bytes, torch.uint8), (flags, torch.uint8)):
             self._sections.append((self.size, numel * dtype.itemsize, dtype))
             self.size += -(-numel * dtype.itemsize // _ALIGNMENT) * _ALIGNMENT
+        self.scales_at, _, self.codes_at, _ = (at for at, _, _ in self._sections)
 
     def parts(self, messages: torch.Tensor) -> Parts:
         """The sections of `messages` (uint8, last dimension of `size` bytes) as views."""

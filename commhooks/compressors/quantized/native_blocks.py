@@ -21,12 +21,13 @@ FLAGS = ("-ffp-contract=off", "-fno-trapping-math")
 
 
 class PieceTable(Table):
-    """Pieces of parameters, in whole blocks: the number of elements and the block size, then addresses."""
+    """Pieces of parameters, in whole blocks: the number of elements and the block size, then addresses. Those of codes
+    and scales are set by `point_from`: they lie in messages."""
 
     fields = ("numel", "block", "bucket", "residual", "codes", "scales", "arrived_codes", "arrived_scales")
 
-    def __init__(self, rows: Sequence[Sequence[int]]) -> None:
-        super().__init__(rows)
+    def __init__(self, rows: Sequence[Sequence[int]], dtype: torch.dtype) -> None:
+        super().__init__(rows, dtype)
         self.elements = sum(row[0] for row in rows)
 
 

@@ -43,7 +43,7 @@ class NativeGradients:
         else:
             join(self._parts(flat), self.delta.bucket)
         self._read = [residuals.get(slot.name) if self.error_feedback else None for slot in self.slots]
-        self.delta.residuals = torch.tensor([0 if each is None else address(each) for each in self._read])
+        self.delta.residuals = torch.tensor([self._place(*each) for each in zip(self.slots, self._read, strict=True)])
         self.delta.factor = float(factor)
 
     def commit(
@@ -75,7 +75,10 @@ class NativeGradients:
             residuals[slot.name] = torch.zeros(slot.numel, dtype=self._dtype)
         elif not used and not is_one(factor):
             residuals[slot.name].mul_(factor)
-        return address(residuals[slot.name]) if used else 0
+        return self._place(slot, residuals[slot.name] if used else None)
+
+    def _place(self, slot: Slot, residual: torch.Tensor | None) -> int:
+        return 0 if residual is None else address(residual, self._dtype, slot.numel)
 
     def _parts(self, flat: torch.Tensor) -> list[torch.Tensor]:
         return [slot.of(flat) for slot in self.slots]

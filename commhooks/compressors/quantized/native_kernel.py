@@ -31,14 +31,13 @@ def results_of(kernel: NativeBlocks, dtype: torch.dtype) -> bytes:
         bucket, residual = fixed_numbers(numel, 1, dtype), fixed_numbers(numel, 2, dtype)
         codes = torch.zeros(2, blocks * code.block_bytes, dtype=torch.uint8)
         scales = torch.zeros(2, blocks, dtype=dtype)
-        table = PieceTable([[numel, code.block_size, address(bucket), address(residual)]])
+        gradients = [address(each, dtype, numel) for each in (bucket, residual)]
+        arrived = [address(codes, torch.uint8, 2 * blocks * code.block_bytes), address(scales, dtype, 2 * blocks)]
         most = code.largest_scale(torch.finfo(dtype).max, dtype)
         for which, start in enumerate((0, 1)):
-            table.point("codes", [codes[which]])
-            table.point("scales", [scales[which]])
+            own = [address(codes[which], torch.uint8, blocks * code.block_bytes), address(scales[which], dtype, blocks)]
+            table = PieceTable([[numel, code.block_size, *gradients, *own, *arrived]], dtype)
             kernel.quantise(table, code, most, 0.7 + start)
-        table.point("arrived_codes", [codes[0]])
-        table.point("arrived_scales", [scales[0]])
         kernel.average(table, code, most, 0.7, 2, 1, 0)
         kernel.dequantise(table, code)
         results += [bucket, residual, codes, scales]

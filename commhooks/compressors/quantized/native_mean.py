@@ -10,7 +10,6 @@ from commhooks.comm.collective import Send
 from commhooks.compressors.native.tables import address
 from commhooks.compressors.quantized import native_blocks
 from commhooks.compressors.quantized.mean_buffers import Arrived, MeanBuffers, MeanContents
-from commhooks.compressors.quantized.message import Parts
 from commhooks.compressors.quantized.native_blocks import PieceTable
 
 
@@ -75,13 +74,13 @@ class NativeMean(MeanBuffers):
         most = self.code.largest_scale(largest, self.dtype)
         own, others = self._divided(rank)
         others.point_to_delta(delta)
-        others.point_to_messages(self.format.parts(self.sent))
+        others.point_to_messages(self.sent)
         self.kernel.quantise(others.table, self.code, most, delta.factor)
         self.put_beside()
         messages = yield Send(self.sent, what="shares", op="all_to_all")
         arrived = self.format.parts(messages)
         own.point_to_delta(delta)
-        own.point_to_share(self.format.parts(self.mean), arrived)
+        own.point_to_share(self.mean, messages)
         self.kernel.average(own.table, self.code, most, delta.factor, self.world_size, rank, self.format.size)
         self.average_beside(arrived)
         messages = yield Send(self.mean, what="means", op="gather", last=True)
@@ -94,12 +93,13 @@ class NativeAveraged(Arrived):
     def __init__(self, mean: NativeMean, messages: torch.Tensor, pieces: "_Pieces") -> None:
         super().__init__(mean, messages)
         self._mean = mean
+        self._messages = messages
         self._pieces = pieces
 
     def decode(self, delta: NativeDelta) -> None:
         """Move what is in the bucket to the residuals, where there are any, and write the averages into the bucket."""
         self._pieces.point_to_delta(delta)
-        self._pieces.point_to_messages(self.parts)
+        self._pieces.point_to_messages(self._messages)
         self._mean.kernel.dequantise(self._pieces.table, self._mean.code)
 
 
@@ -122,31 +122,37 @@ class _Pieces:
     """Some pieces, and their table for the kernel."""
 
     def __init__(self, pieces: Sequence[_Piece], mean: MeanBuffers) -> None:
-        size, code = mean.dtype.itemsize, mean.code
-        self.table = PieceTable([[each.numel, code.block_size] for each in pieces])
+        size, code, layout = mean.dtype.itemsize, mean.code, mean.format
+        self.table = PieceTable([[each.numel, code.block_size] for each in pieces], mean.dtype)
+        self._end = max((each.offset + each.numel for each in pieces), default=0)
+        self._message_bytes, self._all_bytes = layout.size, mean.world_size * layout.size
         self._unit = _column([each.unit for each in pieces])
         self._in_bucket = _column([size * each.offset for each in pieces])
         self._in_parameter = _column([size * each.begin for each in pieces])
-        self._codes = _column([each.place * code.block_bytes for each in pieces])
-        self._scales = _column([each.place * size for each in pieces])
-        self._message = _column([each.owner * mean.format.size for each in pieces])
+        self._codes = _column([layout.codes_at + each.place * code.block_bytes for each in pieces])
+        self._scales = _column([layout.scales_at + each.place * size for each in pieces])
+        self._message = _column([each.owner * layout.size for each in pieces])
 
     def point_to_delta(self, delta: NativeDelta) -> None:
         residuals = delta.residuals.index_select(0, self._unit)
         self.table.column("residual").copy_(torch.where(residuals == 0, 0, residuals + self._in_parameter))
-        self.table.point_from("bucket", address(delta.bucket), self._in_bucket)
+        self.table.point_from("bucket", address(delta.bucket, self.table.dtype, self._end), self._in_bucket)
 
-    def point_to_messages(self, parts: Parts) -> None:
+    def point_to_messages(self, messages: torch.Tensor) -> None:
         """The codes and scales are those in the messages to or from the owners, one per rank."""
-        self.table.point_from("codes", parts.codes.data_ptr(), self._codes + self._message)
-        self.table.point_from("scales", parts.scales.data_ptr(), self._scales + self._message)
+        start = address(messages, torch.uint8, self._all_bytes)
+        self.table.point_from("codes", start, self._codes + self._message)
+        self.table.point_from("scales", start, self._scales + self._message)
 
-    def point_to_share(self, mean: Parts, arrived: Parts) -> None:
-        """The codes and scales are those in one message; from rank 0 arrived the first of `arrived`."""
-        self.table.point_from("codes", mean.codes.data_ptr(), self._codes)
-        self.table.point_from("scales", mean.scales.data_ptr(), self._scales)
-        self.table.point_from("arrived_codes", arrived.codes.data_ptr(), self._codes)
-        self.table.point_from("arrived_scales", arrived.scales.data_ptr(), self._scales)
+    def point_to_share(self, mean: torch.Tensor, arrived: torch.Tensor) -> None:
+        """The codes and scales are those in the message `mean`; those that have arrived begin with the message of rank
+        0."""
+        start = address(mean, torch.uint8, self._message_bytes)
+        start_arrived = address(arrived, torch.uint8, self._all_bytes)
+        self.table.point_from("codes", start, self._codes)
+        self.table.point_from("scales", start, self._scales)
+        self.table.point_from("arrived_codes", start_arrived, self._codes)
+        self.table.point_from("arrived_scales", start_arrived, self._scales)
 
 
 def _column(values: Sequence[int]) -> torch.Tensor:

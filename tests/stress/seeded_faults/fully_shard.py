@@ -6,6 +6,7 @@ _SOURCE, _SHARD, _TESTS = "commhooks/gradients/fully_shard.py", "commhooks/gradi
 _MODES = f"{_TESTS}/test_fully_shard_modes.py"
 _BAD_STEP = f"{_TESTS}/test_fully_shard_transactions.py::test_a_bad_step_changes_nothing_anywhere"
 _CHECKPOINTS = f"{_TESTS}/test_fully_shard_checkpoints.py"
+_SETUPS = f"{_TESTS}/test_fully_shard_other_setups.py"
 _EXACT = f"{_TESTS}/test_fully_shard_gradients.py::test_an_all_reduce_in_the_hook_is_the_mean"
 
 MUTANTS = [
@@ -139,15 +140,43 @@ MUTANTS = [
     Mutant(
         "a second hook replaces the first",
         _SOURCE,
-        "            if has_accumulate_hooks(shard.parameter):\n",
+        "            if count_accumulate_hooks(shard.parameter):\n",
         "            if False:\n",
         f"{_TESTS}/test_fully_shard_refusals.py::test_refused_in_attach",
     ),
     Mutant(
-        "every shard continues with the Q of the first one",
+        "a hook that is registered after the attach sees the gradient of one replica",
+        _SOURCE,
+        "        if count_accumulate_hooks(parameter) > 1:",
+        "        if False:",
+        f"{_TESTS}/test_fully_shard_refusals.py::test_a_hook_on_a_parameter_that_came_later_is_refused",
+    ),
+    Mutant(
+        "loaded state takes the dtype of the weights, not that of the reduction",
+        "commhooks/engine/known_buckets.py",
+        "replace(plan, dtype=known.layout.dtype)",
+        "plan",
+        f"{_SETUPS}::test_weights_and_reduction_of_different_widths",
+    ),
+    Mutant(
+        "the residual of a shard whose whole parameter is not compressed is dropped",
         "commhooks/checkpoint/distributed.py",
-        "        payload = shards[index] if len(shards) == count",
-        "        payload = shards[0] if len(shards) == count",
+        "        for name in entries.keys() & (residuals or {}):\n",
+        "        for name in entries:\n",
+        f"{_SETUPS}::test_a_shard_that_is_compressed_although_the_whole_is_not",
+    ),
+    Mutant(
+        "shards are put together along the dimension of the new ones",
+        "commhooks/checkpoint/reshard.py",
+        "    for dim in (extent.dim, *range(len(whole))):\n",
+        "    for dim in (extent.dim,):\n",
+        f"{_SETUPS}::test_shards_along_another_dimension",
+    ),
+    Mutant(
+        "every shard continues with the Q of the first one",
+        "commhooks/checkpoint/reshard.py",
+        "        return payloads[index]\n",
+        "        return payloads[0]\n",
         f"{_CHECKPOINTS}::test_a_resumed_run_is_bit_equal",
     ),
     Mutant(
@@ -160,8 +189,8 @@ MUTANTS = [
     Mutant(
         "a new shard takes the Q of the last one that began before its end",
         "commhooks/checkpoint/reshard.py",
-        "        if first_row <= extent.start:\n",
-        "        if first_row < extent.start + extent.shape[dim]:\n",
+        "        if first_row <= begin:\n",
+        "        if first_row < begin + extent.shape[dim]:\n",
         f"{_CHECKPOINTS}::test_a_new_shard_goes_on_with_the_q_of_the_one_that_held_its_first_row",
     ),
     Mutant(

@@ -46,6 +46,20 @@ MUTANTS = [
         "compressors/powersgd/test_fused_kernel.py::test_a_compiler_that_hangs",
     ),
     Mutant(
+        "kernel: it reads numbers of another dtype",
+        "commhooks/compressors/native/tables.py",
+        "    if tensor.dtype != dtype or ",
+        "    if ",
+        "compressors/test_native_sources.py::test_c_gets_no_address_of_anything_else",
+    ),
+    Mutant(
+        "kernel: whatever lies beside its source is part of it",
+        "commhooks/compressors/native/library.py",
+        'folder.glob("*.h")',
+        'folder.glob("*")',
+        "compressors/test_native_sources.py::test_stray_files_are_no_part_of_a_kernel",
+    ),
+    Mutant(
         "machines: different ones are warned of although the weights are compared",
         "commhooks/engine/kernel_choice.py",
         "        if self.drift and not checked:\n",

@@ -9,11 +9,12 @@ from typing import Any
 import torch
 
 from commhooks.comm.collective import Send
-from commhooks.compressors.base import Compressor, Exchange, StepInfo, Verdict
+from commhooks.compressors.base import Compressor, StepInfo, Verdict
 from commhooks.compressors.plan import ParameterInfo
 from commhooks.engine.average import exchange_or_average
 from commhooks.engine.kernel_choice import use_own_kernel
 from commhooks.engine.state import LearnedState
+from commhooks.engine.task import Done, ExchangeTask
 from commhooks.gradients import precision
 from commhooks.gradients.layout import read_layout
 from commhooks.gradients.names import ModelNames
@@ -56,36 +57,27 @@ class Loopback:
         info = StepInfo(self._state.step, world_size=1)
         device = self._buckets[0][0].device
         with precision.full_precision(device):
-            run_alone([self._exchange(flat, work, info) for flat, work in self._buckets], device)
+            run_alone([self._task(flat, work, info) for flat, work in self._buckets], device)
         self._state.step += 1
 
-    def _exchange(self, flat: torch.Tensor, work: Any, info: StepInfo) -> Exchange:
-        return exchange_or_average(self._compressor, work is not None, flat, work, self._state, info)
+    def _task(self, flat: torch.Tensor, work: Any, info: StepInfo) -> ExchangeTask:
+        compressor = self._compressor
+        exchange = exchange_or_average(compressor, work is not None, flat, work, self._state, info)
+        return ExchangeTask(exchange, flat, compressor.name, judged=compressor.transactional)
 
 
-def run_alone(exchanges: Sequence[Exchange], device: torch.device) -> None:
+def run_alone(tasks: Sequence[ExchangeTask], device: torch.device) -> None:
     """Run the exchanges of several buckets on `device` to their ends, one round of all after the other."""
-    answers: list[Any] = [None] * len(exchanges)
-    while exchanges:
-        going_on, next_answers = [], []
-        for exchange, answer in zip(exchanges, answers, strict=True):
-            yielded = _resumed(exchange, answer)
-            if yielded is not None:
-                going_on.append(exchange)
-                next_answers.append(_answer(yielded, device))
-        exchanges, answers = going_on, next_answers
+    answers: list[Any] = [None] * len(tasks)
+    while tasks:
+        steps = [(task, task.advance(answer)) for task, answer in zip(tasks, answers, strict=True)]
+        tasks = [task for task, step in steps if not isinstance(step, Done)]
+        answers = [_answer(step, device) for _, step in steps if not isinstance(step, Done)]
 
 
-def _resumed(exchange: Exchange, answer: Any) -> Send | Verdict | None:
-    try:
-        return exchange.send(answer)
-    except StopIteration:
-        return None
-
-
-def _answer(yielded: Send | Verdict, device: torch.device) -> Any:
-    if isinstance(yielded, Verdict):
-        return True if precision.is_host_readable(device) else yielded.finite
-    if yielded.meanwhile is not None:
-        yielded.meanwhile()
-    return yielded.tensor[None] if yielded.op == "gather" else yielded.tensor
+def _answer(step: Send | Verdict, device: torch.device) -> Any:
+    if isinstance(step, Verdict):
+        return True if precision.is_host_readable(device) else step.finite
+    if step.meanwhile is not None:
+        step.meanwhile()
+    return step.tensor[None] if step.op == "gather" else step.tensor

@@ -14,6 +14,7 @@ from commhooks.compressors.plan import UnitPlan
 from commhooks.engine.average import average
 from commhooks.engine.loopback import run_alone
 from commhooks.engine.state import LearnedState
+from commhooks.engine.task import ExchangeTask
 from commhooks.gradients import precision
 from commhooks.gradients.layout import BucketLayout
 
@@ -48,7 +49,8 @@ def rehearse(
             else:
                 wire_dtype = compressor.wire_dtype_for(copy.dtype)
                 exchange = average(copy, wire_dtype, 1, judged=compressor.transactional)
-            run_alone([exchange], layout.device)
+            judged = compressor.transactional or not compresses
+            run_alone([ExchangeTask(exchange, copy, compressor.name, judged=judged)], layout.device)
             synchronize(layout.device)
             fastest = min(fastest, time.perf_counter() - began)
         if look is not None:

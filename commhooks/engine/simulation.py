@@ -9,11 +9,12 @@ from typing import Any
 import torch
 
 from commhooks.comm.collective import Send
-from commhooks.compressors.base import Compressor, Exchange, StepInfo, Verdict
+from commhooks.compressors.base import Compressor, StepInfo, Verdict
 from commhooks.compressors.plan import ParameterInfo, UnitPlan
 from commhooks.engine.average import exchange_or_average
 from commhooks.engine.kernel_choice import use_own_kernel
 from commhooks.engine.state import LearnedState
+from commhooks.engine.task import Done, ExchangeTask
 from commhooks.errors import HookRunError
 from commhooks.gradients import precision
 from commhooks.gradients.layout import BucketLayout, read_layout
@@ -59,38 +60,43 @@ class SimulatedRanks:
         """Reduce one flat bucket (1-D) per rank in place. Returns whether the step was committed; True for a compressor
         without learned state, which averages non-finite values as they are."""
         with precision.full_precision(self.layout.device):
-            exchanges = [
-                exchange_or_average(
-                    compressor, self._compresses, flat, work, state, StepInfo(state.step, len(buckets), rank=rank)
+            tasks = [
+                ExchangeTask(
+                    exchange_or_average(
+                        compressor, self._compresses, flat, work, state, StepInfo(state.step, len(buckets), rank=rank)
+                    ),
+                    flat,
+                    compressor.name,
+                    judged=compressor.transactional,
                 )
                 for rank, (compressor, flat, work, state) in enumerate(
                     zip(self._compressors, buckets, self._works, self.states, strict=True)
                 )
             ]
-            yielded: list[Send | Verdict | torch.Tensor | None] = [_resume(each, None) for each in exchanges]
-            while isinstance(yielded[0], Send):
-                sends = [each for each in yielded if isinstance(each, Send)]
+            steps = [task.advance(None) for task in tasks]
+            while isinstance(steps[0], Send):
+                sends = [each for each in steps if isinstance(each, Send)]
                 self.bytes_sent += sends[0].counted_bytes(len(sends))
                 answers = _reduce(sends)
                 for send in sends:
                     if send.meanwhile is not None:
                         send.meanwhile()
-                yielded = [_resume(each, answer) for each, answer in zip(exchanges, answers, strict=True)]
-            if not self._compressors[0].transactional:
-                for flat, result in zip(buckets, yielded, strict=True):
-                    if isinstance(result, torch.Tensor) and result is not flat:
-                        flat.copy_(result)
-                return True
-            verdicts = {bool(each.finite) for each in yielded if isinstance(each, Verdict)}
-            if len(verdicts) > 1:
-                raise HookRunError(
-                    "the ranks come to different verdicts: a Verdict must depend on reduced numbers only"
-                )
-            good = verdicts.pop()
-            for each, state in zip(exchanges, self.states, strict=True):
-                _finish(each, good)
-                state.step += good
-                state.nonfinite_steps += not good
+                steps = [task.advance(answer) for task, answer in zip(tasks, answers, strict=True)]
+            good = True
+            if self._compressors[0].transactional:
+                verdicts = {bool(each.finite) for each in steps if isinstance(each, Verdict)}
+                if len(verdicts) > 1:
+                    raise HookRunError(
+                        "the ranks come to different verdicts: a Verdict must depend on reduced numbers only"
+                    )
+                good = verdicts.pop()
+                steps = [task.advance(good) for task in tasks]
+                for state in self.states:
+                    state.step += good
+                    state.nonfinite_steps += not good
+            for flat, step in zip(buckets, steps, strict=True):
+                if isinstance(step, Done) and step.result is not flat:
+                    flat.copy_(step.result)
         return good
 
 
@@ -105,20 +111,3 @@ def _reduce(sends: Sequence[Send]) -> list[torch.Tensor]:
     for each in sends:
         each.tensor.copy_(total)
     return [each.tensor for each in sends]
-
-
-def _resume(exchange: Exchange, answer: torch.Tensor | None) -> Send | Verdict | torch.Tensor | None:
-    """What the exchange yields next, or its result if it ends here."""
-    try:
-        return exchange.send(answer)
-    except StopIteration as end:
-        result: torch.Tensor | None = end.value
-        return result
-
-
-def _finish(exchange: Exchange, good: bool) -> None:
-    try:
-        exchange.send(good)
-    except StopIteration:
-        return
-    raise AssertionError("an exchange goes on after the verdict")

@@ -301,8 +301,8 @@ MUTANTS = [
     Mutant(
         "the loopback gathers without rows",
         f"{_ENGINE}/loopback.py",
-        'yielded.tensor[None] if yielded.op == "gather" else yielded.tensor',
-        "yielded.tensor",
+        'step.tensor[None] if step.op == "gather" else step.tensor',
+        "step.tensor",
         "engine/test_simulation.py::test_the_loopback_is_a_simulated_rank_alone",
     ),
 ]

@@ -33,9 +33,12 @@ PACKAGES = ("commhooks", "lightning_commhooks", "accelerate_commhooks")
 
 # ---- the source ------------------------------------------------------------------------------------------------------
 
-# What imports by name: what a user's configuration or command line names, and the subcommands, from a table in the
-# source. No checkpoint reaches it.
-BY_NAME = {(f"commhooks/{file}.py", "importlib.import_module") for file in ("compressors/dotted_path", "tools/cli")}
+# What imports by name: what a user's configuration or command line names; the subcommands and packages of Lightning,
+# from a table in the source. No checkpoint reaches it.
+BY_NAME = {
+    (f"{file}.py", "importlib.import_module")
+    for file in ("commhooks/compressors/dotted_path", "commhooks/tools/cli", "lightning_commhooks/__init__")
+}
 RUNS_WHAT_IT_READS = {
     *("eval", "exec", "compile", "__import__", "importlib.import_module", "pkgutil.resolve_name"),
     *("pickle", "cPickle", "dill", "cloudpickle", "joblib", "shelve", "marshal", "runpy", "copyreg"),

@@ -101,7 +101,7 @@ def test_the_plan_of_a_model_is_that_of_the_hook(name: str) -> None:
     with process_group_of_one():
         run = kind.new()
         assert plan_model(dict(run.ddp.module.named_parameters()), request).parameters == run.hook.plan().parameters
-        assert "MB" in str(run.hook.plan())
+        assert "kB" in str(run.hook.plan())
 
 
 # ---- what is not finite did not happen -------------------------------------------------------------------------------

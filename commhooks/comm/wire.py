@@ -59,7 +59,7 @@ def put_overflow(gradient: torch.Tensor, out: torch.Tensor) -> None:
     """Set `out`, a number that is sent together with P, to NaN if the gradient is too large for clamping (see
     `CLAMPED_STEPS`). All ranks then receive NaN and skip the step."""
     limit = largest_gradient(out.dtype)
-    if limit < torch.finfo(gradient.dtype).max:
+    if limit < torch.finfo(gradient.dtype).max and gradient.numel() > 0:
         low, high = torch.aminmax(gradient)
         out.add_(torch.where(torch.maximum(-low, high) > limit, float("nan"), 0.0).to(out.dtype))
 

@@ -150,7 +150,10 @@ class DeviceExchange:
                     continue
                 for slot, out in zip(work.slots, work.largest, strict=True):
                     gradient = delta.view(-1)[slot.offset : slot.stop]
-                    torch.linalg.vector_norm(gradient, float("inf"), out=out)
+                    if slot.numel == 0:
+                        out.zero_()
+                    else:
+                        torch.linalg.vector_norm(gradient, float("inf"), out=out)
         has_gradient = work.largest != 0
         limit = largest_gradient(flags.dtype)
         if limit < torch.finfo(work.layout.dtype).max:

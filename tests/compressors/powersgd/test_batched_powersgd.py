@@ -271,3 +271,20 @@ def test_a_saved_q_of_another_width_is_not_used(run_ranks):
     (on_0, compressed), (on_1, _) = run_ranks(another_width)
     assert [line.partition(" has ")[2] for line in on_0] == ["shape (1, 25), it needs (1, 35): it starts afresh"]
     assert on_1 == [] and compressed == 3
+
+
+def _with_an_empty_parameter(masked: bool) -> bool:
+    with masks(masked):
+        model = mlp()
+        model.register_parameter("nothing", nn.Parameter(torch.empty(0, 3)))
+        ddp = wrap(model, bucket_cap_mb=25, find_unused_parameters=True)
+        hook = commhooks.attach(ddp, "batched_powerSGD", hook_options={"start_powerSGD_iter": 0}, wrapper="fp16")
+        for step in range(2):
+            backward(ddp, step)
+            descend(ddp)
+        return replicas_equal(ddp) and hook.stats()["compressed_steps"] == 2
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_an_empty_parameter_on_a_narrow_wire(run_ranks, masked):
+    assert all(run_ranks(_with_an_empty_parameter, masked))

@@ -257,7 +257,7 @@ def _check_arguments(trainer: type[CommHookTrainerMixin], given: dict[str, Any],
     constructors = [vars(each)["__init__"] for each in trainer.__mro__[:-1] if "__init__" in vars(each)]
     known = [each for constructor in constructors for each in inspect.signature(constructor).parameters.values()]
     takes_all = [each for each in known if each.kind is each.VAR_KEYWORD]
-    names = {each.name for each in known} - {"self", "args", "kwargs"}
+    names = {each.name for each in known if each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD)} - {"self"}
     for name, value in given.items():
         if len(takes_all) > 1:  # not the mixin's alone
             problem = misplaced_option(trainer.__name__, name, value, hook)

@@ -9,6 +9,7 @@ finder, which restores its own checkpoint, also resets the hook.
 import contextlib
 import inspect
 import signal
+import sys
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
@@ -176,6 +177,8 @@ def _handles_signal(frame: FrameType) -> bool:
     names, rest, _, values = inspect.getargvalues(frame)
     given = [values.get(name) for name in names]
     given += values[rest] if rest is not None and isinstance(values.get(rest), tuple) else ()
+    if sys.version_info < (3, 13):
+        values.clear()  # a copy, with which the frame would keep the caller's variables after they were deleted
     return any(
         interrupted is frame.f_back and isinstance(number, int) and number in signal.valid_signals()
         for number, interrupted in pairwise(given)

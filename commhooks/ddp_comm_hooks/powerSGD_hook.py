@@ -3,6 +3,7 @@
 Annotations must be real objects here (no `from __future__ import annotations`): `register_comm_hook` checks them.
 """
 
+import contextlib
 import dataclasses
 import logging
 import weakref
@@ -112,8 +113,12 @@ class PowerSGDState(SessionState):
             )
         self._serves = weakref.ref(model)
         self._reader = BucketReader(len(binding.names.known()))
-        if not self.session.has_run:
-            self.session.bind(dataclasses.replace(binding, group=self._group_or(binding.group)))
+        binding = dataclasses.replace(binding, group=self._group_or(binding.group))
+        if self.session.has_run:  # a second training: what it knows of the parameters stays
+            self.session.binding = dataclasses.replace(binding, names=self.session.binding.names)
+            self.session.replaced(self.session.compressor)  # perhaps among other ranks, which compare their states
+        else:
+            self.session.bind(binding)
             form = form_of(function)
             if form is not None:
                 self.use(form)
@@ -178,14 +183,18 @@ class PowerSGDState(SessionState):
         _as_torch.warning("NOTE: Process group is not serializable and excluded from a saved state.")
         session = self.session
         session.settle()
-        rank = dist.get_rank(self.process_group) if dist.is_initialized() else None
+        saved_on = None
+        with contextlib.suppress(HookRunError):  # the group was destroyed
+            if dist.is_initialized():
+                group = session.binding.group()
+                saved_on = (dist.get_rank(group), dist.get_world_size(group))
         counters = {f.name: getattr(session.counters, f.name) for f in dataclasses.fields(Counters)}
         return {
             "format": 2,
             "options": dataclasses.asdict(self._options),
             "learned": vars(session.state.apart()),
             "counters": {name: value for name, value in counters.items() if isinstance(value, (int, str))},
-            "saved_on": None if rank is None else (rank, dist.get_world_size(self.process_group)),
+            "saved_on": saved_on,
             "names": type(session.binding.names).__name__,
         }
 

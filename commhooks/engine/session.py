@@ -99,6 +99,7 @@ class Session:
         self._buckets = KnownBuckets(compressor, state, binding.names)
         self._agreed = False
         self._pass: BackwardPass | None = None
+        self._closed = False
         self._log = StatisticsLog()
         self._observer = Observer(binding.names, self.counters)
 
@@ -165,8 +166,9 @@ class Session:
             self._drain_if_open(self._pass)
 
     def close(self) -> None:
-        """Free the buffers, and move the learned state to the host. No further backward pass may follow."""
+        """Free the buffers, and move the learned state to the host, until another training of the model begins."""
         self._drop_pass()
+        self._closed = True
         for known in self._buckets:
             known.work = None
         with self.settled():
@@ -218,6 +220,9 @@ class Session:
     def _begin(self, bucket: Bucket) -> BackwardPass:
         if self._pass is not None and not self._pass.done:
             self._drop_pass()
+        if self._closed:
+            self._buckets.clear()
+            self._closed = False
         group = resolve_group(self.binding.group())
         self._agree_once(group, bucket.flat)  # before ranks at different steps decide on different collectives
         self._reconsider(group, bucket.flat.device)

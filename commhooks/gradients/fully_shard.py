@@ -159,6 +159,9 @@ class FullyShardGradients(GradientSource):
 
     def close(self) -> None:
         self.unregister()
+        model = self.module
+        for unit in _units(model) if model is not None else ():
+            unit.set_all_reduce_hook(_refuse_closed)
 
     # ---- what torch calls --------------------------------------------------------------------------------------------
 
@@ -264,6 +267,13 @@ class FullyShardGradients(GradientSource):
                     f"of torch ({torch.__version__}) packs buffers in a way that commhooks does not know"
                 )
         self._checked.add(key)
+
+
+def _refuse_closed(flat: torch.Tensor) -> None:
+    raise HookRunError(
+        "a backward pass after close() of this model's communication hook, which ended its training: the replicas "
+        "would drift apart. Attach a hook to the model for another training"
+    )
 
 
 def _refuse_reentrant() -> None:

@@ -221,3 +221,21 @@ def test_compression_begins_after_that_many_steps(run_ranks, start):
 def test_a_state_takes_no_fraction(start):
     with pytest.raises(commhooks.HookConfigError, match=r"expected a number of steps \(int\)"):
         commhooks.PowerSGDState(None, start_powerSGD_iter=start)
+
+
+def of_a_subgroup() -> tuple[bool, list[str]]:
+    """A state of a model in a group of its own, pickled and gone on with there."""
+    groups = [dist.new_group([0]), dist.new_group([1, 2])]
+    group = groups[min(dist.get_rank(), 1)]
+    state = commhooks.PowerSGDState(None, 1, start_powerSGD_iter=1)
+    with log_lines() as lines:
+        for _ in range(2):
+            ddp = wrap(mlp(), process_group=group)
+            commhooks.attach(ddp, commhooks.powerSGD_hook, hook_state=state)
+            train(ddp, 3)
+            state = pickle.loads(pickle.dumps(state))
+    return state.session.state.has_local(), [line for line in lines if "residual of at least one rank" in line]
+
+
+def test_the_residuals_of_a_model_in_a_group_of_its_own_survive_pickling(run_ranks):
+    assert run_ranks(of_a_subgroup, world_size=3) == [(True, [])] * 3

@@ -209,6 +209,20 @@ def _detached() -> dict[str, bool]:
     }
 
 
+def _closed() -> str:
+    mesh = mesh_of(2, 1)
+    model = shard(Prescribed(), mesh["shard"])
+    commhooks.attach(model, "powerSGD", replicate_group=mesh["replicate"]).close()
+    with pytest.raises(HookRunError) as raised:
+        backward(model, random_gradients(0))
+    return str(raised.value)
+
+
+def test_a_backward_pass_after_the_end_of_the_training_is_refused(run_ranks: Any) -> None:
+    for message in run_ranks(_closed, world_size=2):
+        assert "after close() of this model's communication hook" in message
+
+
 def test_a_detached_hook_makes_room_for_another(run_ranks: Any) -> None:
     for outcome in run_ranks(_detached, world_size=2):
         assert all(outcome.values()), outcome

@@ -52,6 +52,35 @@ def test_a_closed_hook_keeps_what_users_read(run_ranks: Any) -> None:
     run_ranks(_closed)
 
 
+def _trained_again(close: bool) -> tuple[int, bool, list[bool]]:
+    """A state serves two trainings of one model, each with a process group of its own."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(24, 32), torch.nn.Linear(32, 24))
+    state = commhooks.PowerSGDState(None, 2, start_powerSGD_iter=1)
+    same = []
+    for _ in range(2):
+        group = dist.new_group()
+        ddp = DistributedDataParallel(model, process_group=group, bucket_cap_mb=0.003, find_unused_parameters=True)
+        hook = commhooks.attach(ddp, commhooks.powerSGD_hook, hook_state=state)
+        for _ in range(3):
+            ddp(torch.randn(8, 24)).square().mean().backward()
+        if close:
+            hook.close()
+        gradients = torch.cat([each.grad.flatten() for each in model.parameters() if each.grad is not None])
+        others = [torch.empty_like(gradients) for _ in range(dist.get_world_size())]
+        dist.all_gather(others, gradients)
+        same.append(all(torch.equal(each, gradients) for each in others))
+        del ddp, hook
+        dist.destroy_process_group(group)
+        del group
+    return state.iter, state.session.state.has_local(), same
+
+
+@pytest.mark.parametrize("close", [True, False])
+def test_a_state_serves_another_training_after_its_group_was_destroyed(run_ranks: Any, close: bool) -> None:
+    assert run_ranks(_trained_again, close) == [(6, True, [True, True])] * 2
+
+
 def _one_closes() -> bool:
     run = Run.new(hook_options=OPTIONS).train(3)
     if dist.get_rank() == 1:

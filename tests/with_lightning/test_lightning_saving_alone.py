@@ -6,6 +6,7 @@ import enum
 import functools
 import os
 import signal
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -89,6 +90,21 @@ def test_a_save_in_a_signal_handler_communicates_nothing(run_ranks: Any, tmp_pat
     payload = torch.load(tmp_path / "hpc_ckpt_1.ckpt", weights_only=True)[CHECKPOINT_KEY]
     assert (payload["exact"], payload["residual"], payload["step"]) == (False, "none", SAVED_AT)
     assert torch.load(path_at(tmp_path, SAVED_AT), weights_only=True)[CHECKPOINT_KEY]["exact"] is True
+
+
+class _Kept:
+    """Something that a caller holds in a variable."""
+
+
+def test_looking_for_a_handler_keeps_nothing_of_the_callers_alive() -> None:
+    def sweep(first: int, second: int) -> bool:
+        kept = _Kept()
+        weak = weakref.ref(kept)
+        in_signal_handler()
+        del kept
+        return weak() is None
+
+    assert sweep(1, 2)
 
 
 def test_signal_handlers_of_every_kind_are_known() -> None:

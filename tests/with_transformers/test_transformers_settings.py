@@ -93,7 +93,8 @@ def _alone(folder: Path, **hook: Any) -> CommHookTrainer:
         str(folder), use_cpu=True, max_steps=1, report_to="none", disable_tqdm=True, save_strategy="no",
         dataloader_pin_memory=False, ddp_bucket_cap_mb=5,
     )  # fmt: skip
-    return CommHookTrainer(make_model(width=16), args, batch, manual(32)[0], **hook)
+    model = make_model(width=16)
+    return CommHookTrainer(model=model, args=args, data_collator=batch, train_dataset=manual(32)[0], **hook)
 
 
 def test_one_process_trains_without_a_hook_and_says_so(tmp_path: Path) -> None:

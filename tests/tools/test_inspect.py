@@ -228,6 +228,28 @@ def test_files_that_are_none(tmp_path: Path, capsys: Any, content: bytes | None,
     assert f"commhooks inspect: {path} {text}" in err and err.count("\n") == 1
 
 
+@pytest.mark.parametrize("error", [None, OSError(22, "Invalid argument")])
+@pytest.mark.parametrize("missing", [1 / 2, 100])
+@pytest.mark.parametrize("command", ["inspect", "plan"])
+def test_a_checkpoint_that_is_cut_off(
+    tmp_path: Path, capsys: Any, monkeypatch: Any, command: str, missing: float, error: OSError | None
+) -> None:
+    path = tmp_path / "cut.pt"
+    torch.save({"state_dict": {"w": torch.ones(256, 256)}}, path)
+    whole = path.read_bytes()
+    path.write_bytes(whole[: -int(missing if missing > 1 else missing * len(whole))])
+    if error is not None:
+        monkeypatch.setattr(torch, "load", lambda *args, **kwargs: _raise(error))
+    assert main([command, str(path)]) == 1
+    err = capsys.readouterr().err
+    assert f"commhooks {command}: {path} cannot be read: it is cut off after {path.stat().st_size} bytes" in err
+    assert err.count("\n") == 1
+
+
+def _raise(error: Exception) -> None:
+    raise error
+
+
 def test_files_and_folders_without_a_state(tmp_path: Path) -> None:
     torch.save({"state_dict": {"w": torch.ones(1)}, "epoch": 1}, tmp_path / "plain.pt")
     with pytest.raises(UnreadableFileError, match="no state of a communication hook, only 'state_dict', 'epoch'"):

@@ -78,6 +78,9 @@ def test_config_of_new_and_json_files(tmp_path: Path, capsys: pytest.CaptureFixt
         (["--hook", "powerSGD", "--wrapper", "fp8"], "argument --wrapper: invalid choice: 'fp8'"),
         (["--hook", "powerSGD", "--total_steps", "many"], "total_steps"),
         (["--hook", "powerSGD", "--rank", "4"], "write --hook_options matrix_approximation_rank=4"),
+        (["--hook", "int8", "--rank", "4"], "write --hook powerSGD --hook_options matrix_approximation_rank=4"),
+        (["--hook", "int8", "--exclude", "*x*"], "write --hook_options \"exclude=['*x*']\"\n"),
+        (["--hook", "int8", "--hook_options", "exclude=[*x*]"], "put text with special characters in quotes"),
         (["--hook", "powerSGD", "--total", "4"], "there is no flag --total (did you mean '--total_steps'?)"),
     ],
 )

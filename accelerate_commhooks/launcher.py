@@ -155,7 +155,8 @@ def refuse_without_ddp(args: argparse.Namespace, file: str | None, content: dict
     if (content or {}).get("compute_environment") == "AMAZON_SAGEMAKER":
         raise HookConfigError(
             f"{file}: compute_environment: AMAZON_SAGEMAKER: the script runs on machines that this launcher does not "
-            f"reach. Use `accelerate launch`, with a file of settings beside the script and {VARIABLE} in the job's variables"
+            f"reach. Use `accelerate launch`, with a file of settings beside the script and {VARIABLE} in the job's "
+            "variables"
         )
 
 

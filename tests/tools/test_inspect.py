@@ -83,9 +83,10 @@ def test_every_kind_of_payload(kind: str, capsys: Any) -> None:
         assert each["size_bytes"] == size
         total += size
     assert [each["name"] for each in report.get("batched_q", [])] == list(saved.get("batched_q", {}))
-    if kind == "mean":
-        assert report["size_bytes"] == total > 0
     text = report_text(report)
+    assert "MB" not in text
+    if kind == "mean":
+        assert report["size_bytes"] == total > 0 and f"size        {total / 1000:.3f} kB" in text
     assert f"hook        {saved['hook']}" in text and "step        4" in text
     assert {"inexact": "not all ranks took part in saving", "drop": "not saved", "mean": "the mean over 2 ranks",
             "gathered": "of each of 2 ranks", "per_rank": "of rank 0 only"}.get(kind, "") in text  # fmt: skip

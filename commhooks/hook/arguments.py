@@ -82,7 +82,9 @@ def explains_arguments(function: Callable[P, T]) -> Callable[P, T]:
                 hook = args[1] if len(args) > 1 else kwargs.get("hook")
                 raise unknown_argument(caller, name, value, hook, [each for each in parameters if each != "self"])
         if len(args) == 1 and "hook" not in kwargs:
-            raise HookConfigError(f"{caller} needs a hook: {HOOKS}. hook=None is plain averaging without a hook")
+            meant = [each for each in kwargs if each not in parameters and closest_name(each, ["hook"])]
+            also = "".join(f"; it has no argument {each!r} (did you mean 'hook'?)" for each in meant)
+            raise HookConfigError(f"{caller} needs a hook: {HOOKS}. hook=None is plain averaging without a hook{also}")
 
     return checked
 

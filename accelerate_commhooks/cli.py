@@ -143,11 +143,12 @@ def _check(args: argparse.Namespace) -> int:
 
 def described(settings: dict[str, Any]) -> list[tuple[str, str]]:
     """The settings of a file, each with its value, or what it means; and the step at which compression begins."""
-    from commhooks.hook.for_plugins import COMPRESSORS, canonical_name
+    from commhooks.hook.for_plugins import COMPRESSORS, OFF, canonical_name
 
     compressor = COMPRESSORS.get(canonical_name(settings["hook"]) or "")
     if compressor is None:
-        return [(name, str(value)) for name, value in settings.items()]
+        plain = {"hook": "none: plain DDP, without a communication hook"} if settings["hook"] == OFF else {}
+        return [(name, str(value)) for name, value in (settings | plain).items()]
     known, options = compressor.Config, settings.get("hook_options") or {}
     rows = {name: str(value) for name, value in settings.items() if name != "hook_options"}
     rows["hook"] = f"{known.hook_name}: {(known.__doc__ or '').strip().splitlines()[0]}"
@@ -162,15 +163,11 @@ def how_it_starts(file: Path, content: dict[str, Any]) -> str:
     """A sentence about `accelerate-commhooks launch --config_file file`."""
     from accelerate.commands.launch import launch_command_parser
 
-    from accelerate_commhooks.handed_over import VARIABLE
-    from accelerate_commhooks.launcher import one_process_only, refuse_without_ddp
+    from accelerate_commhooks.launcher import one_process_only, refuse_without_ddp, settings_only
 
-    if "distributed_type" not in content:
-        return (
-            f"Settings only: use it with CommHookKwargs.from_config({str(file)!r}), or with {VARIABLE}={file} and "
-            "CommHookKwargs(). For `accelerate-commhooks launch` it needs Accelerate's own settings too."
-        )
+    if sentence := settings_only(str(file), content):
+        return sentence
     args = launch_command_parser().parse_args(["script.py"])
-    refuse_without_ddp(args, content)
+    refuse_without_ddp(args, str(file), content)
     launch = f"accelerate-commhooks launch --config_file {file} script.py"
     return one_process_only(args, content) or f"`{launch}` starts {content.get('num_processes')} processes."

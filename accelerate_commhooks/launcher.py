@@ -78,7 +78,9 @@ def launch(arguments: list[str]) -> int:
     file = config_file(args)
     given, content = _settings(file), _content(file)
     check_settings(given)
-    refuse_without_ddp(args, content)
+    if _accelerate_reads(args) and (sentence := settings_only(file, content)):
+        raise HookConfigError(f"{file}: {sentence}")
+    refuse_without_ddp(args, file, content)
     if sentence := one_process_only(args, content):
         print(f"accelerate-commhooks launch: {sentence}", file=sys.stderr)
     with tempfile.TemporaryDirectory(prefix="commhooks-launch-") as folder:
@@ -128,20 +130,33 @@ def check_settings(given: HandedOver) -> None:
             ) from error
 
 
-def refuse_without_ddp(args: argparse.Namespace, content: dict[str, Any] | None) -> None:
+def settings_only(file: str | None, content: dict[str, Any] | None) -> str | None:
+    """A sentence about a configuration file that lacks Accelerate's own settings, else None."""
+    if content is None or "distributed_type" in content:
+        return None
+    return (
+        f"Settings only: use it with CommHookKwargs.from_config({file!r}), or with {VARIABLE}={file} and "
+        "CommHookKwargs(). For `accelerate-commhooks launch` it needs Accelerate's own settings too."
+    )
+
+
+def refuse_without_ddp(args: argparse.Namespace, file: str | None, content: dict[str, Any] | None) -> None:
     """Raise HookConfigError if Accelerate would not wrap models in DDP under these arguments and this configuration."""
     flags = [name for name in ("multi_gpu", *_NOT_DDP.values()) if getattr(args, name)]
     kind = (content or {}).get("distributed_type")
-    asked = flags or [name for known, name in _NOT_DDP.items() if kind == known.value]
-    if not args.cpu and (names := [name for name in asked if name in _NOT_DDP.values()]):
+    asked = [f"--{name}" for name in flags if name in _NOT_DDP.values()]
+    if not flags and kind in [each.value for each in _NOT_DDP]:
+        asked = [f"{file}: distributed_type: {kind}"]
+    if asked and not args.cpu:
         raise HookConfigError(
-            f"{names[0]}: Accelerate does not wrap models in DistributedDataParallel then, so there is nothing to "
+            f"{asked[0]}: Accelerate does not wrap models in DistributedDataParallel then, so there is nothing to "
             f"attach a communication hook to. Use `accelerate launch`, and a configuration without {SECTION!r}"
         )
     if (content or {}).get("compute_environment") == "AMAZON_SAGEMAKER":
         raise HookConfigError(
-            "compute_environment: AMAZON_SAGEMAKER: the script runs on machines that this launcher does not reach. "
-            f"Use `accelerate launch`, with a file of settings beside the script and {VARIABLE} in the job's variables"
+            f"{file}: compute_environment: AMAZON_SAGEMAKER: the script runs on machines that this launcher does not "
+            f"reach. Use `accelerate launch`, with a file of settings beside the script and {VARIABLE} in the job's "
+            "variables"
         )
 
 

@@ -199,7 +199,10 @@ def _resolved(source: str | Path, loaded: Any, section: str, overrides: Iterable
     except TypeError as error:  # a list in the file, and an override of a key in it
         raise HookConfigError(f"{source}: overrides {given}: {section} is no 'key: value' in this file") from error
     except yaml.YAMLError as error:
-        raise HookConfigError(f"{source}: overrides {given}: {' '.join(str(error).split())}") from error
+        raise HookConfigError(
+            f"{source}: overrides {given}: a value is not YAML; put text with special characters in quotes, as in "
+            "hook_options.exclude=['*embed*']"
+        ) from error
 
 
 # ------------------------------------------------------------------------------------------------------------ checking

@@ -59,12 +59,13 @@ def draw(rows: list[Row], within: float) -> Any:
         weight = "bold" if hook == "auto" else "normal"
         axis.text(x=seconds / unit_s, s=text, color=color, weight=weight, fontsize=11, **below)
 
-    title = "How soon plain DDP's last loss is reached"
+    title = f"How soon a loss within {100 * within:g} % of plain DDP's last is reached"
     if "auto" in reached:
         title = (
-            f"With auto, plain DDP's last loss is reached after {reached['auto']} {units} instead of {reached['ddp']}"
+            f"With auto, a loss within {100 * within:g} % of plain DDP's last is reached after {reached['auto']} "
+            f"{units} instead of {reached['ddp']}"
         )
-    figure.suptitle(title, x=0.02, ha="left", fontsize=13)
+    figure.suptitle(title, x=0.02, ha="left", fontsize=12)
     rate = plain["rate"].replace("mbit", " Mbit/s").replace("gbit", " Gbit/s")
     circumstances = f"Validation loss of {TASKS[plain['task']]}, {steps:,} steps on two ranks; {rate} between them"
     figure.text(0.02, 0.895, circumstances, **small)

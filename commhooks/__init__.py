@@ -27,4 +27,4 @@ else:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
     def __dir__():
-        return sorted({*globals(), *__getattr__("__all__")})
+        return sorted({*globals(), *__getattr__("__all__")} - {"TYPE_CHECKING", "sys"})

@@ -52,12 +52,14 @@ def closest(name: str, candidates: Iterable[str]) -> str:
 
 def closest_name(name: str, candidates: Iterable[str]) -> str | None:
     """The candidate that `name` most likely means: that begins with it ("start" for "start_iter"), is spelt similarly,
-    or contains it ("rank" for "matrix_approximation_rank"). None if there is none."""
+    or contains it ("rank" for "matrix_approximation_rank"), but not its plural ("ranks_per_node"). None if there is
+    none."""
     by_lower = {candidate.lower(): candidate for candidate in candidates}
     given, long = name.lower(), len(name) > 2
-    matches = sorted((each for each in by_lower if long and each.startswith(given)), key=len)
+    contain = [each for each in by_lower if long and given in each.replace(f"{given}s", "")]
+    matches = sorted((each for each in contain if each.startswith(given)), key=len)
     matches += difflib.get_close_matches(given, by_lower, n=1, cutoff=0.5 if len(name) > 4 else 0.6)
-    matches += [each for each in by_lower if long and given in each]
+    matches += contain
     return by_lower[matches[0]] if matches else None
 
 

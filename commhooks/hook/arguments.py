@@ -21,9 +21,13 @@ def unknown_argument(
 ) -> HookConfigError:
     """The error for `caller(hook, name=value)`, where `name` is none of the `known` arguments. `introduction`: what
     comes before the list of these."""
-    option = _option(name, hook, known)
-    if option is not None:
+    if (option := _option(name, hook, known)) is not None:
         return HookConfigError(f"{caller} has no argument {name!r}: {_where_it_belongs(option, name, value, hook)}")
+    if (option := _option(name, ELSEWHERE, known, surely=True)) is not None:
+        return HookConfigError(
+            f"{caller} has no argument {name!r}: {option!r} is an option of hook {ELSEWHERE!r}; write "
+            f"hook={ELSEWHERE!r}, hook_options={{{option!r}: {value!r}}}"
+        )
     offer = closest(name, known)
     return HookConfigError(f"{caller} has no argument {name!r}{offer}{introduction} {', '.join(sorted(known))}")
 
@@ -39,13 +43,19 @@ def misplaced_option(caller: str, name: str, value: object, hook: object) -> Hoo
 def unknown_flag(flag: str, value: str, hook: str, known: Collection[str], options_flag: str) -> str:
     """The message about a `flag` that a command lacks, with its `value`. `options_flag`: the one that takes options of
     `hook`, as NAME=VALUE."""
-    similar = difflib.get_close_matches(flag, known, n=1, cutoff=0.85)
-    option = None if similar else _option(flag.lstrip("-").replace("-", "_"), hook, ())
-    if option is None:
-        return f"there is no flag {flag}{closest(flag, known)}"
-    return f"there is no flag {flag}; {option} is an option of the hook: write {options_flag} {option}={value}"
+    name = flag.lstrip("-").replace("-", "_")
+    if not difflib.get_close_matches(flag, known, n=1, cutoff=0.85):
+        if (option := _option(name, hook, ())) is not None:
+            written = _on_command_line(option, value)
+            return f"there is no flag {flag}; {option} is an option of the hook: write {options_flag} {written}"
+        if (option := _option(name, ELSEWHERE, (), surely=True)) is not None:
+            written = f"--hook {ELSEWHERE} {options_flag} {_on_command_line(option, value)}"
+            return f"there is no flag {flag}; {option} is an option of hook {ELSEWHERE!r}: write {written}"
+    return f"there is no flag {flag}{closest(flag, known)}"
 
 
+ELSEWHERE = "powerSGD"
+"""The hook whose options are explained beside other hooks, too."""
 HOOKS = (
     "a name such as 'powerSGD' (see commhooks.available_hooks()), a config object such as commhooks.PowerSGD(), or a "
     "callable"
@@ -72,20 +82,32 @@ def explains_arguments(function: Callable[P, T]) -> Callable[P, T]:
                 hook = args[1] if len(args) > 1 else kwargs.get("hook")
                 raise unknown_argument(caller, name, value, hook, [each for each in parameters if each != "self"])
         if len(args) == 1 and "hook" not in kwargs:
-            raise HookConfigError(f"{caller} needs a hook: {HOOKS}. hook=None is plain averaging without a hook")
+            meant = [each for each in kwargs if each not in parameters and closest_name(each, ["hook"])]
+            also = "".join(f"; it has no argument {each!r} (did you mean 'hook'?)" for each in meant)
+            raise HookConfigError(f"{caller} needs a hook: {HOOKS}. hook=None is plain averaging without a hook{also}")
 
     return checked
 
 
-def _option(name: str, hook: object, known: Collection[str]) -> str | None:
-    """The option of `hook` that `name` probably means; None if an argument of the caller is as likely."""
+def _on_command_line(option: str, value: str) -> str:
+    if option != "exclude":
+        return f"{option}={value}"
+    patterns = [each.strip(" '\"") for each in value.strip("[]").split(",")]
+    return f'"{option}={patterns}"'  # quoted for YAML, where * begins an alias, and for the shell
+
+
+def _option(name: str, hook: object, known: Collection[str], surely: bool = False) -> str | None:
+    """The option of `hook` that `name` probably means; None if an argument of the caller is as likely. `surely`: not by
+    a slight likeness."""
     options = _options(hook)
     if name in options:
         return name
     found = closest_name(name, options)
     if found is not None and name.lower() in found.lower():  # "rank" for "matrix_approximation_rank"
         return found
-    return None if difflib.get_close_matches(name, known, n=1) else found
+    if difflib.get_close_matches(name, known, n=1) or (surely and not difflib.get_close_matches(name, options, 1, 0.8)):
+        return None
+    return found
 
 
 def _where_it_belongs(option: str, name: str, value: object, hook: object) -> str:

@@ -12,6 +12,7 @@ from typing import Any
 from commhooks.comm.collective import Op
 from commhooks.comm.cost import Backend, collective_cost
 from commhooks.compressors.base import Compressor
+from commhooks.compressors.units import Unit
 from commhooks.hook.plan import ModelPlan
 
 CANDIDATES: tuple[tuple[str, dict[str, Any], str | None], ...] = (
@@ -112,9 +113,10 @@ def cluster_table(predictions: Sequence[Prediction], cluster: Cluster) -> str:
     from rich.table import Table
 
     link = f"{cluster.bandwidth / 1e9:g} Gbit/s between nodes, {cluster.backend}"
+    unit = Unit.of(max(each.leaving for each in predictions))
     shown = Table(title=f"{cluster.nodes} nodes of {cluster.ranks_per_node} ranks, {link}")
     shown.add_column("hook")
-    for column in ("MB leave a node", "exchange, ms", "with ranks_per_node: MB", "exchange, ms"):
+    for column in (f"{unit.name} leave a node", "exchange, ms", f"with ranks_per_node: {unit.name}", "exchange, ms"):
         shown.add_column(column, justify="right")
     for hook in dict.fromkeys(each.hook for each in predictions):
         found = {each.between_nodes: each for each in predictions if each.hook == hook}
@@ -122,7 +124,7 @@ def cluster_table(predictions: Sequence[Prediction], cluster: Cluster) -> str:
             text
             for between in (False, True)
             for text in (
-                (f"{found[between].leaving / 1e6:.3f}", f"{1e3 * found[between].seconds:.4g}")
+                (unit.number(found[between].leaving), f"{1e3 * found[between].seconds:.4g}")
                 if between in found
                 else ("", "")
             )

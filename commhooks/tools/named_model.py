@@ -126,11 +126,11 @@ def load_plain(path: Path) -> Any:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # warnings about unusual pickles; real problems raise errors
             return torch.load(path, map_location="cpu", weights_only=True, mmap=lazily)
-    except OSError as error:
-        raise UnreadableFileError(f"{path} cannot be read: {error.strerror or error}") from error
-    except Exception as error:  # torch raises many kinds of exceptions for truncated or foreign files
+    except Exception as error:  # torch raises many kinds of exceptions for truncated or foreign files, OSError as well
         if cut := cut_off(path, error):
             raise UnreadableFileError(f"{path} cannot be read: {cut}") from None
+        if isinstance(error, OSError):
+            raise UnreadableFileError(f"{path} cannot be read: {error.strerror or error}") from error
         foreign = _FOREIGN.search(str(error))
         if foreign is not None:
             raise UnreadableFileError(

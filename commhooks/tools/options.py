@@ -19,7 +19,11 @@ def parse_options(texts: list[str]) -> dict[str, Any]:
         values = OmegaConf.to_container(OmegaConf.from_dotlist(texts), resolve=True)
     except OmegaConfBaseException as error:
         raise HookConfigError(f"--options {' '.join(texts)}: {error.full_key}: {unresolved(error)}") from None
-    except YAMLError as error:
-        raise HookConfigError(f"--options {' '.join(texts)}: {' '.join(str(error).split())}") from None
+    except YAMLError:
+        quoted = "\"exclude=['*embed*']\""
+        raise HookConfigError(
+            f"--options {' '.join(texts)}: a value is not YAML; put text with special characters in quotes, and the "
+            f"whole in quotes for the shell: --options {quoted}"
+        ) from None
     assert isinstance(values, dict)
     return {str(name): value for name, value in values.items()}

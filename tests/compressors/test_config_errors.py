@@ -172,6 +172,9 @@ CASES = [
     Expected("a part of an option beside the hook", "attach has no argument 'rank': there is an option "
              "'matrix_approximation_rank' of hook 'powerSGD'; write hook_options={'matrix_approximation_rank': 2}",
              "power_sgd", {"rank": 2}),
+    Expected("an option of PowerSGD beside another hook", "attach has no argument 'rank': 'matrix_approximation_rank' "
+             "is an option of hook 'powerSGD'; write hook='powerSGD', hook_options={'matrix_approximation_rank': 2}",
+             "int8", {"rank": 2}),
     Expected("an option beside a config", "attach has no argument 'exclude': that is an option of the hook; write "
              "PowerSGD(exclude=['*'])", commhooks.PowerSGD(), {"exclude": ["*"]}),
     Expected("an argument, misspelt", "attach has no argument 'wraper' (did you mean 'wrapper'?); it knows check_every",

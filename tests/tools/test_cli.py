@@ -39,6 +39,8 @@ def test_an_unknown_command_is_refused(capsys):
         (["plan", "m:f", "--rank=4"], "write --options matrix_approximation_rank=4"),
         (["plan", "m:f", "--start", "4", "--hook", "int8"], "write --options start_iter=4"),
         (["plan", "m:f", "--rank"], "write --options matrix_approximation_rank=VALUE"),
+        (["plan", "m:f", "--rank", "4", "--hook", "auto"], "--hook powerSGD --options matrix_approximation_rank=4"),
+        (["plan", "m:f", "--rank", "4", "--hook", "int8"], "is an option of hook 'powerSGD': write --hook powerSGD"),
         (["plan", "m:f", "--exclud", "a"], "there is no flag --exclud (did you mean '--exclude'?)"),
         (["doctor", "m:f", "--rank", "4"], "write --powersgd-ranks 4"),
         (["doctor", "m:f", "--step", "4"], "there is no flag --step (did you mean '--steps'?)"),

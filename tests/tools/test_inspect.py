@@ -83,9 +83,10 @@ def test_every_kind_of_payload(kind: str, capsys: Any) -> None:
         assert each["size_bytes"] == size
         total += size
     assert [each["name"] for each in report.get("batched_q", [])] == list(saved.get("batched_q", {}))
-    if kind == "mean":
-        assert report["size_bytes"] == total > 0
     text = report_text(report)
+    assert "MB" not in text
+    if kind == "mean":
+        assert report["size_bytes"] == total > 0 and f"size        {total / 1000:.3f} kB" in text
     assert f"hook        {saved['hook']}" in text and "step        4" in text
     assert {"inexact": "not all ranks took part in saving", "drop": "not saved", "mean": "the mean over 2 ranks",
             "gathered": "of each of 2 ranks", "per_rank": "of rank 0 only"}.get(kind, "") in text  # fmt: skip
@@ -226,6 +227,28 @@ def test_files_that_are_none(tmp_path: Path, capsys: Any, content: bytes | None,
     assert main(["inspect", str(path)]) == 1
     err = capsys.readouterr().err
     assert f"commhooks inspect: {path} {text}" in err and err.count("\n") == 1
+
+
+@pytest.mark.parametrize("error", [None, OSError(22, "Invalid argument")])
+@pytest.mark.parametrize("missing", [1 / 2, 100])
+@pytest.mark.parametrize("command", ["inspect", "plan"])
+def test_a_checkpoint_that_is_cut_off(
+    tmp_path: Path, capsys: Any, monkeypatch: Any, command: str, missing: float, error: OSError | None
+) -> None:
+    path = tmp_path / "cut.pt"
+    torch.save({"state_dict": {"w": torch.ones(256, 256)}}, path)
+    whole = path.read_bytes()
+    path.write_bytes(whole[: -int(missing if missing > 1 else missing * len(whole))])
+    if error is not None:
+        monkeypatch.setattr(torch, "load", lambda *args, **kwargs: _raise(error))
+    assert main([command, str(path)]) == 1
+    err = capsys.readouterr().err
+    assert f"commhooks {command}: {path} cannot be read: it is cut off after {path.stat().st_size} bytes" in err
+    assert err.count("\n") == 1
+
+
+def _raise(error: Exception) -> None:
+    raise error
 
 
 def test_files_and_folders_without_a_state(tmp_path: Path) -> None:

@@ -124,7 +124,7 @@ def test_a_pattern_without_a_match_is_told(capsys: Any) -> None:
         (["--hook", "powerSDG"], "unknown hook 'powerSDG' (did you mean 'powerSGD'?)"),
         (["--options", "rank=4"], "no option 'rank' (did you mean 'matrix_approximation_rank'?)"),
         (["--options", "rank"], "--options rank: expected NAME=VALUE"),
-        (["--options", "exclude=[*a*]"], "--options exclude=[*a*]: while scanning an alias"),
+        (["--options", "exclude=[*a*]"], "--options exclude=[*a*]: a value is not YAML; put text with special"),
         (["--options", "exclude=['a']", "--exclude", "b"], "give the patterns in one of them"),
         (["--hook", "batched_powerSGD", "--exclude", "b"], "whole buckets are compressed here; use PowerSGD"),
         (["--options", "start_powerSGD_iter=0.5"], "is a fraction of the run, whose length is unknown"),

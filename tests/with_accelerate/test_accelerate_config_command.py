@@ -78,6 +78,9 @@ def test_config_of_new_and_json_files(tmp_path: Path, capsys: pytest.CaptureFixt
         (["--hook", "powerSGD", "--wrapper", "fp8"], "argument --wrapper: invalid choice: 'fp8'"),
         (["--hook", "powerSGD", "--total_steps", "many"], "total_steps"),
         (["--hook", "powerSGD", "--rank", "4"], "write --hook_options matrix_approximation_rank=4"),
+        (["--hook", "int8", "--rank", "4"], "write --hook powerSGD --hook_options matrix_approximation_rank=4"),
+        (["--hook", "int8", "--exclude", "*x*"], "write --hook_options \"exclude=['*x*']\"\n"),
+        (["--hook", "int8", "--hook_options", "exclude=[*x*]"], "put text with special characters in quotes"),
         (["--hook", "powerSGD", "--total", "4"], "there is no flag --total (did you mean '--total_steps'?)"),
     ],
 )
@@ -129,6 +132,13 @@ def test_patterns_are_written_and_shown_as_they_are(tmp_path: Path, capsys: Any)
     assert "hook_options.exclude              ['*embed*', '[ab]*', ':x:']\n" in capsys.readouterr().out
 
 
+def test_a_file_without_a_hook(tmp_path: Path, capsys: Any) -> None:
+    path = tmp_path / "hook.yaml"
+    path.write_text("hook: none\n")
+    assert main(["check", str(path)]) == 0
+    assert "hook  none: plain DDP, without a communication hook\n" in capsys.readouterr().out
+
+
 def test_every_setting_has_a_flag_that_says_what_it_means() -> None:
     """Also with another version of Accelerate, whose settings of DDP may be others."""
     settings = {each.name: each for each in dataclasses.fields(CommHookConfig)}
@@ -162,7 +172,10 @@ def test_the_help_of_launch_says_what_it_adds(capsys: Any) -> None:
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("distributed_type: FSDP\nnum_processes: 2\ncomm_hook_config: {hook: fp16}\n", "use_fsdp"),
+        (
+            "distributed_type: FSDP\nnum_processes: 2\ncomm_hook_config: {hook: fp16}\n",
+            "yaml: distributed_type: FSDP: ",
+        ),
         ("comm_hook_config: {hook: fp17}\n", "unknown hook 'fp17'"),
     ],
 )

@@ -113,6 +113,9 @@ REFUSED = [
         {"hook": "powerSGD", "rank": 2}, "CommHookKwargs has no argument 'rank': there is an option 'matrix_approxim"
     ),
     Refused(
+        {"rank": 2}, "'matrix_approximation_rank' is an option of hook 'powerSGD'; write hook='powerSGD', hook_opt"
+    ),
+    Refused(
         {"hook": "powerSGD", "bucket_cap": 2}, "no argument 'bucket_cap' .did you mean 'bucket_cap_mb'.*; it knows"
     ),
     Refused({"hook": PowerSGD(), "hook_options": {"min_compression_rate": 2}}, "write the options into PowerSGD"),

@@ -192,9 +192,10 @@ def test_a_reminder_while_it_runs(config: Path, in_this_process: Path, monkeypat
         (ACCELERATE + "comm_hook_config: {hook: fp16, wraper: bf16}\n", [], "comm_hook_config.wraper: no such setting"),
         (ACCELERATE + "comm_hook_config: {hook: powerSGD, hook_options: {start_powerSGD_iter: 0.5}}\n", [], "fraction"),
         (ACCELERATE, [], "has no section 'comm_hook_config'"),
-        (ACCELERATE + SECTION, ["--use_fsdp"], "use_fsdp: Accelerate does not wrap"),
-        (ACCELERATE.replace("MULTI_GPU", "DEEPSPEED") + SECTION, [], "use_deepspeed: Accelerate does not wrap"),
+        (ACCELERATE + SECTION, ["--use_fsdp"], "error: --use_fsdp: Accelerate does not wrap"),
+        (ACCELERATE.replace("MULTI_GPU", "DEEPSPEED") + SECTION, [], "yaml: distributed_type: DEEPSPEED: Accelerate"),
         (ACCELERATE.replace("LOCAL_MACHINE", "AMAZON_SAGEMAKER") + SECTION, [], "AMAZON_SAGEMAKER"),
+        (SECTION, [], "accelerate.yaml: Settings only: use it with CommHookKwargs.from_config("),
     ],
 )
 def test_refused(text: str, flags: list[str], says: str, tmp_path: Path, in_this_process: Path, capfd: Any) -> None:

@@ -96,6 +96,7 @@ def my_hook(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.T
     ("arguments", "text"),
     [
         ({}, "CommHookDDP needs a hook: a name such as 'powerSGD'"),
+        ({"hok": "powerSGD"}, r"needs a hook: .*; it has no argument 'hok' \(did you mean 'hook'\?\)"),
         ({"hook": "powerSDG"}, r"unknown hook 'powerSDG' \(did you mean 'powerSGD'\?\)"),
         (
             {"hook": "powerSGD", "hook_options": {"matrix_rank": 2}},

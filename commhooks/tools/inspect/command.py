@@ -6,6 +6,7 @@ import sys
 from typing import Any
 
 from commhooks.checkpoint.checks import REPLICAS_EQUAL, shown
+from commhooks.compressors.units import Unit
 from commhooks.tools.inspect.payload import inspect_path
 from commhooks.tools.named_model import plain
 
@@ -41,7 +42,7 @@ def report_text(report: dict[str, Any], width: int = 120) -> str:
         lines.append(f"  non-finite  {report['nonfinite_steps']} steps")
         lines.append(f"  loss scale  {report['loss_scale']:g}")
         lines.append(f"  residuals   {_residual_text(report)}")
-        lines.append(f"  size        {report['size_bytes'] / 1e6:.3f} MB")
+        lines.append(f"  size        {Unit.of(report['size_bytes']).text(report['size_bytes'])}")
     if report["hook_state"] is not None:
         lines.append(f"  hook_state  {report['hook_state']}")
     return "\n".join(lines) + "\n" + _tables(report, width)
@@ -75,7 +76,8 @@ def _tables(report: dict[str, Any], width: int) -> str:
     for column in ("shape", "Q", "P"):
         table.add_column(column, overflow="fold")
     table.add_column("residual norm", overflow="fold", justify="right")
-    table.add_column("MB", justify="right", no_wrap=True)
+    unit = Unit.of(report.get("size_bytes", 0))
+    table.add_column(unit.name, justify="right", no_wrap=True)
     for each in report.get("parameters", ()):
         table.add_row(
             plain(each["name"]),
@@ -83,10 +85,10 @@ def _tables(report: dict[str, Any], width: int) -> str:
             _shape(each["q"]),
             _shape(each["p"]),
             _norms(each),
-            f"{each['size_bytes'] / 1e6:.3f}",
+            unit.number(each["size_bytes"]),
         )
     for each in report.get("batched_q", ()):
-        table.add_row(plain(each["name"]), "", _shape(each["shape"]), "", "", f"{each['size_bytes'] / 1e6:.3f}")
+        table.add_row(plain(each["name"]), "", _shape(each["shape"]), "", "", unit.number(each["size_bytes"]))
     if not table.row_count:
         return ""
     console = Console(width=width, color_system=None, markup=False, emoji=False, highlight=False)

@@ -80,8 +80,9 @@ class Killer:
         self.note("start", step=step)
         self.hook = hook
         parameter = dict(model.named_parameters())[MIDDLE]
-        if isinstance(parameter, DTensor):  # fully_shard calls this when the unit was reduced
-            parameter.register_post_accumulate_grad_hook(lambda _: self.at("backward"))
+        if isinstance(parameter, DTensor):  # later units were reduced then
+            layer = model.get_submodule(MIDDLE.rpartition(".")[0])
+            layer.register_full_backward_hook(lambda *_: self.at("backward"))
         else:
             parameter.register_hook(lambda gradient: self.at("backward"))
         if "after_s" in self.plan:

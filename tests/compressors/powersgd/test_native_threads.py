@@ -41,12 +41,12 @@ def _all_steps(dtype: torch.dtype, rank: int) -> list[torch.Tensor]:
         return [torch.randn(x[2], x[side], generator=generator, dtype=dtype) for x in shapes]
 
     delta, residual, p, q, mean_q = draw(), draw(), factors(0), factors(1), factors(1)
-    table = MatrixTable(shapes)
+    table = MatrixTable(shapes, dtype)
     for field, tensors in {"delta": delta, "residual": residual, "p": p, "q": q, "mean_p": p, "mean_q": mean_q}.items():
         table.point(field, tensors)
     kernel.form_p_of(table, 0.5)
     rows = [each.clone() for each in p]
-    basis = FactorTable([[r, n] for n, _, r in shapes])
+    basis = FactorTable([[r, n] for n, _, r in shapes], dtype)
     basis.point("source", rows)
     basis.point("to", p)
     kernel.unit_rows_of(basis, orthogonal=True)

@@ -61,12 +61,11 @@ class AlternatingExchange(HostExchange):
     def commit(self, good: torch.Tensor | bool) -> None:
         """Write the gradient into the bucket and, if `good`, the residual and the received factor."""
         self._store_beside(self._with_p, good)
-        has_gradient = (self._with_p.flags > 0).tolist()
-        for i, matrix in enumerate(self._work.matrices):
-            if bool(good) and not has_gradient[i]:
-                self._skip(matrix.slots)
-            else:
+        for i, (matrix, idle) in enumerate(zip(self._work.matrices, self._idle, strict=True)):
+            if not good or len(idle) < len(matrix.slots):
                 self._commit(i, matrix, bool(good))
+            if good:
+                self._skip(idle)
 
     def _commit(self, i: int, matrix: Matrix, good: bool) -> None:
         s, delta, arrived = self._work, self._delta[i], self._with_p.factors[i]
@@ -88,7 +87,7 @@ class AlternatingExchange(HostExchange):
             s.kernels.split(delta, (p, q), (mean_p, mean_q), matrix.rank, residual)
             return
         if self._error_feedback:
-            self._store_residual(i, matrix, delta)
+            self._store_residual(i, matrix, delta, self._idle[i])
         self._store_gradient(i, matrix, delta, mean_q, mean_p)
 
     def _factor(self, learned: dict[str, torch.Tensor], matrix: Matrix, length: int) -> torch.Tensor:

@@ -273,6 +273,36 @@ def test_a_saved_q_of_another_width_is_not_used(run_ranks):
     assert on_1 == [] and compressed == 3
 
 
+class Halves(nn.Module):
+    """Two layers, of which one is never used."""
+
+    def __init__(self, used: int) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList([nn.Linear(24, 24), nn.Linear(24, 24)])
+        self.used = used
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layers[self.used](x)
+
+
+def _alternating_drop_in(used: int) -> list[float]:
+    ddp = wrap(Halves(used), bucket_cap_mb=25, find_unused_parameters=True)
+    state = commhooks.PowerSGDState(None, 2, start_powerSGD_iter=0, alternate=True)
+    ddp.register_comm_hook(state, commhooks.batched_powerSGD_hook)
+    norms = []
+    for step in range(3):
+        backward(ddp, step)
+        norms.append(float(ddp.module.layers[used].weight.grad.norm()))
+    return norms
+
+
+@pytest.mark.parametrize("used", [0, 1])
+def test_an_idle_parameter_does_not_stop_the_others_with_alternate(run_ranks, used):
+    for norms in run_ranks(_alternating_drop_in, used):
+        assert all(norm > 0 for norm in norms)
+
+
 def _with_an_empty_parameter(masked: bool) -> bool:
     with masks(masked):
         model = mlp()

@@ -168,7 +168,9 @@ class SavedLearnedState:
         alone, saver = request.residual == "per_rank" and not request.gather, self.joint_save()
         if state.local_missing:
             if not alone and request.joint and saver is not None:
-                saver.decline(state.step, f"rank {self._rank} has lost its own")
+                # A commit that failed here may have succeeded on the other ranks, which are one step ahead then.
+                steps = [state.step, state.step + 1] if self._session.torn else [state.step]
+                saver.decline(steps, f"rank {self._rank} has lost its own")
             # Rank 0 warns if residuals were missing in a loaded payload, which concerns all ranks; this rank warns
             # if a commit failed on it.
             self._warn_inexact("this rank has lost its own", 0 if state.missing_was_said else self._rank)

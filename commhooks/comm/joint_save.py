@@ -10,7 +10,7 @@ rank whether all of them succeeded.
 
 import contextlib
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -69,15 +69,12 @@ class JointSave:
         finally:
             self._store = self._group = None
 
-    def decline(self, step: int, reason: str) -> None:
-        """Tell the ranks that save, or will, why this one cannot take part, so that they need not wait for it.
-
-        Args:
-            step: this rank's. A commit that failed here may have succeeded there, so that they are one step ahead.
-        """
+    def decline(self, steps: Sequence[int], reason: str) -> None:
+        """Tell the ranks that save, or will, at one of these steps why this one cannot take part, so that they need not
+        wait for it."""
         with contextlib.suppress(HookRunError, RuntimeError):  # there is nobody to tell any more
             shared = self._shared_store()
-            for each in (step, step + 1):
+            for each in steps:
                 self._saves[each] += 1
                 store = dist.PrefixStore(f"{each}.{self._saves[each]}/begin", shared)
                 store.compare_set("decision", "", f"{self._rank} {reason}")

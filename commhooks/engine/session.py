@@ -80,6 +80,7 @@ class Session:
         outcomes: the outcomes of the passes, and the lock of the learned state.
         nonce: a number that the ranks agreed on in the first backward pass; None before it.
         choice: the kernel that the ranks agreed on, in `attach` or in the first backward pass; None before.
+        torn: the latest commit failed on this rank; not so after a load.
         remarks: what the compressor wants rank 0 to tell the user. Whoever tells it clears the list.
     """
 
@@ -94,6 +95,7 @@ class Session:
         self.nonce: int | None = None
         self.choice: Choice | None = None
         self.remarks: list[str] = []
+        self.torn = False
         self._mark = CommitMark()
         self._messages = Messages()
         self._buckets = KnownBuckets(compressor, state, binding.names)
@@ -202,7 +204,7 @@ class Session:
         self.compressor = self._buckets.compressor = compressor
         if self.choice is not None:
             compressor.kernel = self.choice.kernel
-        self._agreed = False
+        self._agreed = self.torn = False
         self._buckets.clear()
 
     def plans(self) -> list[UnitPlan]:
@@ -288,7 +290,7 @@ class Session:
             except BaseException:
                 # The tensors are a mix of this step and the one before: none of them may be saved.
                 state.forget_local()
-                state.local_missing = True
+                state.local_missing = self.torn = True
                 raise
             finally:
                 self._mark.set(good.device)
@@ -309,7 +311,7 @@ class Session:
         state.loss_scale = chosen(verdict, current.loss_scale, state.loss_scale)
         if verdict is not False:
             # After a failed commit the residual started at zero; from this commit on it is valid again.
-            state.local_missing = False
+            state.local_missing = self.torn = False
         self.outcomes.add(good, current.compressing and self.compressor.selective)
         if on_host:
             self.settle()

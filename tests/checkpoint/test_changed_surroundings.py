@@ -193,6 +193,27 @@ def test_nobody_waits_for_a_rank_whose_commit_failed(run_ranks: Any, torn_rank: 
         assert len(said) == len(lines) == (2 if rank == torn_rank else 0)
 
 
+def _declined_before_a_step() -> list[tuple[str, bool]]:
+    """Rank 1 loads a payload without residuals, so that it declines the next joint save, but not the one after it."""
+    run = Run.new(hook_options=OPTIONS).train(3)
+    run.hook.joint_save_limit_s = 5.0
+    payload = run.hook.state_dict("per_rank", gather=False)
+    if dist.get_rank() == 1:
+        payload.update(residual="none", residual_ranks=[], exact=False)
+        for entry in payload["parameters"].values():
+            entry["residual"] = None
+    run.hook.load_state_dict(payload)
+    saved = [run.hook.state_dict("mean")]
+    run.train(1)
+    saved.append(run.hook.state_dict("mean"))
+    return [(each["residual"], each["exact"]) for each in saved]
+
+
+def test_a_rank_that_declined_a_joint_save_takes_part_in_that_of_the_next_step(run_ranks: Any) -> None:
+    for declined, joint in run_ranks(_declined_before_a_step):
+        assert declined == ("none", False) and joint[0] == "mean"
+
+
 def _wrapped_anew(model: torch.nn.Module, state: commhooks.PowerSGDState) -> Run:
     ddp = DistributedDataParallel(model, bucket_cap_mb=0.001)
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.05)

@@ -132,7 +132,7 @@ MUTANTS = [
     Mutant(
         "inexact for ever after a commit that failed",
         "commhooks/engine/session.py",
-        "            state.local_missing = False\n",
+        "            state.local_missing = self.torn = False\n",
         "            pass\n",
         "checkpoint/test_changed_surroundings.py::test_after_a_commit_that_failed_the_next_one_is_whole_again",
     ),
@@ -324,7 +324,7 @@ MUTANTS = [
     Mutant(
         "a torn commit goes unmarked",
         "commhooks/engine/session.py",
-        "                state.forget_local()\n                state.local_missing = True\n",
+        "                state.forget_local()\n                state.local_missing = self.torn = True\n",
         "",
         "checkpoint/test_changed_surroundings.py::test_a_commit_that_fails_is_not_saved_as_a_whole_one",
     ),

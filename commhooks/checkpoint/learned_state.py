@@ -74,11 +74,11 @@ class SavedLearnedState:
     def save(self, request: SaveRequest) -> dict[str, Any]:
         """See `CommHook.state_dict`."""
         session = self._session
-        with session.outcomes.lock, contextlib.ExitStack() as body:
+        with session.held.lock, contextlib.ExitStack() as body:
             # A signal handler may run in the middle of a commit of the same thread, which holds this reentrant lock.
-            torn = session.outcomes.committing
+            torn = session.held.in_commit
             if not torn:
-                body.enter_context(session.settled())
+                body.enter_context(session.held.settled())
             if request.residual == "drop":
                 local = Contribution(exact=not torn)
             elif torn:
@@ -135,7 +135,7 @@ class SavedLearnedState:
 
     def joint_save(self) -> JointSave | None:
         """The joint saves of this session; None before the first backward pass, in which the ranks agree on a nonce."""
-        nonce = self._session.nonce
+        nonce = self._session.consensus.nonce
         if nonce is None:
             return None
         if self._joint_save is None or self._joint_save[0] != nonce:
@@ -169,7 +169,7 @@ class SavedLearnedState:
         if state.local_missing:
             if not alone and request.joint and saver is not None:
                 # A commit that failed here may have succeeded on the other ranks, which are one step ahead then.
-                steps = [state.step, state.step + 1] if self._session.torn else [state.step]
+                steps = [state.step, state.step + 1] if self._session.held.torn else [state.step]
                 saver.decline(steps, f"rank {self._rank} has lost its own")
             # Rank 0 warns if residuals were missing in a loaded payload, which concerns all ranks; this rank warns
             # if a commit failed on it.
@@ -177,7 +177,7 @@ class SavedLearnedState:
             return Contribution(exact=False)
         if alone:
             own = {key: {name: [tensor] for name, tensor in state[key].items()} for key in state.local}
-            shares = bool(state.local) and not self._session.arrangement.complete
+            shares = bool(state.local) and not self._session.consensus.arrangement.complete
             return Contribution("per_rank", [self._rank], own, shares=shares)
         entries = self._local_entries()
         if self._world_size == 1 or state.local_shared:
@@ -208,7 +208,7 @@ class SavedLearnedState:
         ranks."""
         session, state = self._session, self._session.state
         fields = sorted((f for f in session.compressor.state_fields if f.key in state.local), key=lambda f: f.key)
-        if session.arrangement.complete or (state.local_shared and not state.has_local()):
+        if session.consensus.arrangement.complete or (state.local_shared and not state.has_local()):
             target = self._target(session.compressor)
             # In one dtype, whichever FSDP reduces in: the run that saves goes on with what it has saved.
             return [
@@ -229,10 +229,10 @@ class SavedLearnedState:
         session, state = self._session, self._session.state
         for key, name, mean in means:
             kept: dict[str, torch.Tensor] = {}
-            session.arrangement.rebase(kept, name, mean)
+            session.consensus.arrangement.rebase(kept, name, mean)
             if name in kept and name in state[key]:
-                session.overwrite(state[key][name], kept[name])
-        state.local_shared = session.arrangement.complete
+                session.held.overwrite(state[key][name], kept[name])
+        state.local_shared = session.consensus.arrangement.complete
 
     def _warn_inexact(self, reason: str, speaker: int) -> None:
         """Log one warning on rank `speaker`: rank 0 if all ranks know of the failure, else a rank that does."""
@@ -248,16 +248,16 @@ class SavedLearnedState:
 
     def _take_over(self, state: LearnedState, compressor: Compressor[Any]) -> None:
         session = self._session
-        with session.outcomes.lock:
+        with session.held.lock:
             # Unread outcomes of earlier steps belong to the state that is replaced now.
-            session.settle()
+            session.held.settle()
             for each in dataclasses.fields(LearnedState):
                 setattr(session.state, each.name, getattr(state, each.name))
-            session.replaced(compressor)
+            session.consensus.replaced(compressor)
 
     def _target(self, compressor: Compressor[Any]) -> payload.Target:
         compressed = {plan.name: plan for plan in self._plans_with(compressor) if plan.compressed}
-        names = self._session.binding.names
+        names = self._session.consensus.binding.names
         return payload.Target(self._hook, compressor, names.known(), compressed, self._rank, self._world_size)
 
 

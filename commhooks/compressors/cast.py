@@ -48,9 +48,6 @@ class Stateless(Compressor[ConfigT]):
     def plan_one(self, info: ParameterInfo) -> UnitPlan:
         return UnitPlan.left_alone(info, f"hook {self.name}")
 
-    def lowered(self, dtype: torch.dtype) -> Compressor[Any]:
-        return Lowered(self, dtype)
-
     def computes(self, plan: UnitPlan) -> bool:
         return plan.wire_itemsize(self.wire_dtype) < plan.wire_itemsize(None)
 
@@ -63,15 +60,22 @@ class Cast(Stateless[ConfigT]):
     """The mean over the ranks, in the bucket's dtype or in a narrower one."""
 
     def __init__(self, config: ConfigT, wire_dtype: torch.dtype | None = None) -> None:
-        own = self.Config.own_wire
-        super().__init__(config, wire_dtype if own is None else WIRE_DTYPES[own])
+        own = None if self.Config.own_wire is None else WIRE_DTYPES[self.Config.own_wire]
+        super().__init__(config, own if wire_dtype is None else wire_dtype)
+        self._casts = [dtype for dtype in (wire_dtype, own) if dtype is not None]
 
     def exchange(self, flat: torch.Tensor, work: Any, state: State, step: StepInfo) -> Exchange:
         # Cast before dividing, as torch does. Gradients of sparse embeddings keep their dtype.
-        low = flat if self.wire_dtype is None or flat.is_sparse else flat.to(self.wire_dtype)
+        wider, low = [], flat
+        for dtype in () if flat.is_sparse else self._casts:
+            if low.dtype != dtype:
+                wider.append(low)
+                low = low.to(dtype)
         low.div_(step.world_size)
         reduced: torch.Tensor = yield Send(low, last=True)
-        return reduced if low is flat else flat.copy_(reduced)
+        for each in reversed(wider):
+            reduced = each.copy_(reduced)
+        return reduced
 
 
 class AllReduceCompressor(Cast[AllReduce]):
@@ -101,22 +105,3 @@ class BF16Compressor(Cast[BF16Compress]):
     def trials(cls, ranks: Sequence[int], options: Mapping[str, Any]) -> Sequence[Trial]:
         # A smaller value than fp16's, so that it is preferred: it needs no GradScaler.
         return (Trial("bf16", changes=0.5),)
-
-
-class Lowered(Stateless[Any]):
-    """A compressor without learned state behind a wrapper that casts the bucket to a narrower dtype."""
-
-    def __init__(self, inner: Compressor[Any], dtype: torch.dtype) -> None:
-        super().__init__(inner.config, dtype)
-        self._inner = inner
-
-    @property
-    def name(self) -> str:
-        return self._inner.name
-
-    def exchange(self, flat: torch.Tensor, work: Any, state: State, step: StepInfo) -> Exchange:
-        if flat.is_sparse or flat.dtype == self.wire_dtype:
-            return (yield from self._inner.exchange(flat, work, state, step))
-        low = flat.to(self.wire_dtype)
-        reduced = yield from self._inner.exchange(low, work, state, step)
-        return flat.copy_(low if reduced is None else reduced)

@@ -20,7 +20,7 @@ from commhooks.compressors.cast import (
     FP16Compressor,
 )
 from commhooks.ddp_comm_hooks.powerSGD_hook import lowered
-from commhooks.engine.at_once import reduce_at_once
+from commhooks.engine.immediate import reduce_immediately
 from commhooks.gradients.ddp import BucketReader, checked_bucket
 
 __all__ = [
@@ -46,7 +46,7 @@ def allreduce_hook(
 
     Replaces torch's `allreduce_hook`.
     """
-    return reduce_at_once(_ALLREDUCE, BucketReader().read(bucket), resolve_group(process_group))
+    return reduce_immediately(_ALLREDUCE, BucketReader().read(bucket), resolve_group(process_group))
 
 
 def fp16_compress_hook(
@@ -56,7 +56,7 @@ def fp16_compress_hook(
 
     Values beyond 65504 become inf. Replaces torch's `fp16_compress_hook`.
     """
-    return reduce_at_once(_FP16, BucketReader().read(bucket), resolve_group(process_group))
+    return reduce_immediately(_FP16, BucketReader().read(bucket), resolve_group(process_group))
 
 
 def bf16_compress_hook(
@@ -66,7 +66,7 @@ def bf16_compress_hook(
 
     Works on gloo and NCCL. Replaces torch's `bf16_compress_hook`.
     """
-    return reduce_at_once(_BF16, BucketReader().read(bucket), resolve_group(process_group))
+    return reduce_immediately(_BF16, BucketReader().read(bucket), resolve_group(process_group))
 
 
 def fp16_compress_wrapper(hook: Hook) -> Hook:

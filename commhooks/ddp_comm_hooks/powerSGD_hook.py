@@ -17,7 +17,8 @@ from commhooks.comm.counters import Counters
 from commhooks.compressors.powersgd.compressor import BatchedPowerSGDCompressor, PowerSGDCompressor
 from commhooks.compressors.powersgd.config import PowerSGD
 from commhooks.ddp_comm_hooks.old_pickles import converted
-from commhooks.engine.session import Binding, Session
+from commhooks.engine.consensus import Binding
+from commhooks.engine.session import Session
 from commhooks.engine.session_state import SessionState
 from commhooks.engine.state import LearnedState
 from commhooks.errors import AttachError, HookConfigError, HookRunError, logger_of
@@ -115,10 +116,12 @@ class PowerSGDState(SessionState):
         self._reader = BucketReader(len(binding.names.known()))
         binding = dataclasses.replace(binding, group=self._group_or(binding.group))
         if self.session.has_run:  # a second training: what it knows of the parameters stays
-            self.session.binding = dataclasses.replace(binding, names=self.session.binding.names)
-            self.session.replaced(self.session.compressor)  # perhaps among other ranks, which compare their states
+            self.session.consensus.binding = dataclasses.replace(binding, names=self.session.consensus.binding.names)
+            self.session.consensus.replaced(
+                self.session.compressor
+            )  # perhaps among other ranks, which compare their states
         else:
-            self.session.bind(binding)
+            self.session.consensus.bind(binding)
             form = form_of(function)
             if form is not None:
                 self.use(form)
@@ -131,7 +134,7 @@ class PowerSGDState(SessionState):
     @property
     def iter(self) -> int:
         """Number of committed synchronised backward passes, that is, those that were finite on every rank."""
-        self.session.settle()
+        self.session.held.settle()
         return self.session.state.step
 
     @property
@@ -182,11 +185,11 @@ class PowerSGDState(SessionState):
         """The options and the learned state as plain types and tensors, without the process group and buffers."""
         _as_torch.warning("NOTE: Process group is not serializable and excluded from a saved state.")
         session = self.session
-        session.settle()
+        session.held.settle()
         saved_on = None
         with contextlib.suppress(HookRunError):  # the group was destroyed
             if dist.is_initialized():
-                group = session.binding.group()
+                group = session.consensus.binding.group()
                 saved_on = (dist.get_rank(group), dist.get_world_size(group))
         counters = {f.name: getattr(session.counters, f.name) for f in dataclasses.fields(Counters)}
         return {
@@ -195,7 +198,7 @@ class PowerSGDState(SessionState):
             "learned": vars(session.state.apart()),
             "counters": {name: value for name, value in counters.items() if isinstance(value, (int, str))},
             "saved_on": saved_on,
-            "names": type(session.binding.names).__name__,
+            "names": type(session.consensus.binding.names).__name__,
         }
 
     def __setstate__(self, saved: dict[str, Any]) -> None:
@@ -221,13 +224,13 @@ class PowerSGDState(SessionState):
     _serves: "weakref.ref[torch.nn.Module] | None" = None
 
     def _adapt_pickled_state(self) -> None:
-        group = self.session.binding.group()
+        group = self.session.consensus.binding.group()
         state, here = self.session.state, (dist.get_rank(group), dist.get_world_size(group))
         if self._saved_on is not None and self._saved_on != here:
             state.local_missing = state.has_local()
             state.forget_local()
         known = state.local_missing or any(state.entries.values())
-        if known and self._saved_names not in (None, type(self.session.binding.names).__name__):
+        if known and self._saved_names not in (None, type(self.session.consensus.binding.names).__name__):
             state.forget_replicated()
             state.drop_local()
             if here[0] == 0:
@@ -249,12 +252,12 @@ class PowerSGDState(SessionState):
                 "this PowerSGDState already serves another hook (powerSGD_hook, batched_powerSGD_hook, or one of them "
                 "in another wrapper): make a PowerSGDState of its own for each hook"
             )
-        return session.run(self._reader.read(bucket))
+        return session.run(self._reader.read(bucket, session.end_pass))
 
     def use(self, form: "Form") -> None:
         """Switch to this form. Allowed only before the first backward pass."""
         if not form.fits(self.session):
-            self.session.replaced(form.compressor(self._options))
+            self.session.consensus.replaced(form.compressor(self._options))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -30,6 +30,10 @@ class Flat:
         """Whether this rank keeps the local tensors (residuals) of the parameter `name`."""
         return True
 
+    def plans(self, compressor: Compressor[Any], plans: Sequence[UnitPlan]) -> list[UnitPlan]:
+        """The plans of the parameters of a bucket, in which those that `exchange` has to do with are compressed."""
+        return list(plans)
+
     def workspace(self, compressor: Compressor[Any], layout: BucketLayout, plans: Sequence[UnitPlan]) -> Any:
         """What `exchange` needs for buckets of this layout, at least one unit of which is compressed."""
         return compressor.workspace(layout, plans)

@@ -10,9 +10,10 @@ import contextlib
 from collections.abc import Callable
 
 import torch
+import torch.distributed as dist
 
 from commhooks.comm.collective import Pending, Send, new_future
-from commhooks.compressors.base import Exchange, Verdict
+from commhooks.compressors.base import Verdict
 from commhooks.engine.task import Done, ExchangeTask
 from commhooks.gradients.loss_scale import LossScale
 
@@ -23,18 +24,17 @@ class RunningExchange:
     """The exchange of one bucket, with its pending collective.
 
     Args:
-        exchange: what `Compressor.exchange` returned, not started yet.
+        task: the exchange, not begun yet.
         flat: the bucket's buffer.
-        name: of the compressor, for messages.
         issue: starts a collective for this bucket.
     """
 
-    def __init__(self, exchange: Exchange, flat: torch.Tensor, issue: Issue, name: str) -> None:
+    def __init__(self, task: ExchangeTask, flat: torch.Tensor, issue: Issue) -> None:
         self.flat = flat
         self.result = flat
         """Holds the averaged gradient after the commit: the bucket, unless the exchange returns another tensor."""
         self.future = new_future(flat.device)
-        self._task = ExchangeTask(exchange, flat, name)
+        self._task = task
         self._issue = issue
         self._pending: Pending | None = None
         self._last_sent = False
@@ -97,25 +97,29 @@ class BackwardPass:
     """The buckets of one backward pass, in order. All ranks run the same sequence.
 
     Attributes:
+        group: the process group.
         compressing: whether compression has begun.
         loss_scale: the loss scale of this pass.
         residual_factor: this loss scale / the one with which fields with `scales_with_loss` were written.
         step: committed passes before this one; on an accelerator a lower bound.
         step_at_most: the upper bound.
-        last_index: index of the latest bucket.
-        done: the pass was committed, or skipped because a number was not finite.
     """
 
     def __init__(
-        self, compressing: bool, residual_factor: LossScale, loss_scale: LossScale, step: int, step_at_most: int
+        self,
+        group: dist.ProcessGroup,
+        compressing: bool,
+        residual_factor: LossScale,
+        loss_scale: LossScale,
+        step: int,
+        step_at_most: int,
     ) -> None:
+        self.group = group
         self.compressing = compressing
         self.residual_factor = residual_factor
         self.loss_scale = loss_scale
         self.step = step
         self.step_at_most = step_at_most
-        self.last_index = -1
-        self.done = False
         self.running: list[RunningExchange] = []
 
     @property
@@ -148,7 +152,6 @@ class BackwardPass:
 
     def fulfil(self) -> None:
         """Complete the futures that DDP waits for."""
-        self.done = True
         for each in self.running:
             each.future.set_result(each.result)
         # Release the buckets: DDP may rebuild them now.

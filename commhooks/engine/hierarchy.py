@@ -26,7 +26,8 @@ from commhooks.comm.nodes import Nodes
 from commhooks.compressors.base import Compressor, Exchange, StepInfo, Verdict
 from commhooks.compressors.plan import MemoryPlan, UnitPlan
 from commhooks.engine.arrangement import Flat
-from commhooks.engine.average import average
+from commhooks.engine.average import exchange_or_average
+from commhooks.engine.immediate import NO_STATE
 from commhooks.engine.node_shares import (
     NodeShares,
     Splits,
@@ -60,6 +61,15 @@ class Hierarchy(Flat):
     def keeps(self, name: str) -> bool:
         return self._owners[name] == self.nodes.local_rank
 
+    def plans(self, compressor: Compressor[Any], plans: Sequence[UnitPlan]) -> list[UnitPlan]:
+        if compressor.transactional:
+            return list(plans)
+        # Without learned state all parameters take part, but for sparse gradients, which cannot be shared out.
+        return [
+            dataclasses.replace(plan, compressed=True, numel_compressed=plan.numel) if plan.lowered else plan
+            for plan in plans
+        ]
+
     def workspace(self, compressor: Compressor[Any], layout: BucketLayout, plans: Sequence[UnitPlan]) -> NodeShares:
         return NodeShares(compressor, layout, plans, self._owners, self.nodes)
 
@@ -69,6 +79,7 @@ class Hierarchy(Flat):
         """`factors`: with what the other owners of the node have learned. `copies`: with what the ranks of a node send
         each other."""
         count, local = self.nodes.ranks_per_node, self.nodes.local_rank
+        plans, buckets = self.plans(compressor, plans), [self.plans(compressor, bucket) for bucket in buckets]
         own = compressor.memory_plan(
             plans_of_owners(plans, self._owners, count)[local],
             [plans_of_owners(bucket, self._owners, count)[local] for bucket in buckets],
@@ -97,17 +108,19 @@ class Hierarchy(Flat):
         for each in others:  # in this order, so that no bit depends on the bucket
             own.add_(each)
 
-        inner = self._between_nodes(compressor, work, state, step)
-        if inner is None:
-            yield Verdict(torch.ones((), dtype=torch.bool, device=flat.device))
-        else:
-            task, answer = ExchangeTask(inner, own, compressor.name), None
+        judged = False
+        if own.numel() > 0:
+            task, answer = self._between_nodes(compressor, work, state, step), None
             while not isinstance(next_one := task.advance(answer), Done):
                 if isinstance(next_one, Send):
                     next_one.over = "nodes"
+                else:
+                    judged = True
                 answer = yield next_one
             if next_one.result is not own:
                 own.copy_(next_one.result)
+        if not judged:
+            yield Verdict(torch.ones((), dtype=torch.bool, device=flat.device))
         own.div_(after)
 
         yield self._inside("averages", work.results(state), work.from_owners, work.averages)
@@ -142,15 +155,13 @@ class Hierarchy(Flat):
 
     def _between_nodes(
         self, compressor: Compressor[Any], work: NodeShares, state: LearnedState, step: StepInfo
-    ) -> Exchange | None:
-        """The exchange of this rank's share of a bucket; None if that is empty."""
-        count = self.nodes.count
-        if work.own.numel() == 0:
-            return None
-        if not work.compresses:
-            return average(work.own, compressor.wire_dtype_for(work.own.dtype), count)
-        mine = StepInfo(step.number, count, step.residual_factor, self.nodes.across.rank())
-        return compressor.exchange(work.own, work.work, state, mine)
+    ) -> ExchangeTask:
+        """The exchange of this rank's share of a bucket."""
+        own, mine = work.own, StepInfo(step.number, self.nodes.count, step.residual_factor, self.nodes.across.rank())
+        if not compressor.transactional:
+            return ExchangeTask(compressor.exchange(own, None, NO_STATE, mine), own, compressor, judged=False)
+        exchange = exchange_or_average(compressor, work.compresses, own, work.work, state, mine)
+        return ExchangeTask(exchange, own, compressor)
 
     def _collect(self, tensors: dict[str, torch.Tensor], parameters: Mapping[str, torch.Tensor]) -> None:
         """Add up, at its owner, what the ranks of this node have for each parameter, if any other rank has something.

@@ -5,11 +5,14 @@ from typing import Any
 
 import torch
 
-from commhooks.compressors.base import Compressor
+from commhooks.compressors.base import Compressor, Exchange, StepInfo
 from commhooks.compressors.plan import ParameterInfo, UnitPlan
 from commhooks.compressors.state_field import StateField
-from commhooks.engine.arrangement import FLAT, Flat
+from commhooks.engine.arrangement import Flat
+from commhooks.engine.average import average
+from commhooks.engine.leftovers import leftovers, with_leftovers
 from commhooks.engine.state import LearnedState
+from commhooks.engine.task import ExchangeTask
 from commhooks.errors import HookRunError, logger_of
 from commhooks.gradients.bucket import Bucket
 from commhooks.gradients.layout import BucketLayout, read_layout
@@ -41,19 +44,38 @@ class KnownBucket:
         self.compressed = {name for name, plan in zip(names, plans, strict=False) if plan.compressed}
         self.compressed |= {plan.key for plan in self.plans if plan.compressed}
 
+    def exchange(
+        self,
+        compressor: Compressor[Any],
+        arrangement: Flat,
+        flat: torch.Tensor,
+        state: LearnedState,
+        step: StepInfo,
+        *,
+        compressing: bool,
+    ) -> Exchange:
+        """The exchange of a bucket of this layout. `compressing`: whether compression has begun."""
+        if self.compresses and compressing:
+            exchange = arrangement.exchange(compressor, flat, self.work, state, step)
+        else:
+            # Residuals that any bucket of this pass sends are lost if the optimizer skips it for the sake of this one.
+            judged = compressor.judges_averages or state.has_local()
+            exchange = average(flat, compressor.wire_dtype_for(flat.dtype), step.world_size, judged=judged)
+        left = leftovers(self.layout, self.compressed, state) if state.local else []
+        if not left:
+            return exchange
+        return with_leftovers(ExchangeTask(exchange, flat, compressor), flat, left, state, step)
+
 
 class KnownBuckets:
     """The known bucket layouts; derived from the buckets and the options, never saved.
 
     Attributes:
         speaker: this rank logs the warnings that concern all ranks.
-        arrangement: how the ranks share the work.
     """
 
-    def __init__(self, compressor: Compressor[Any], state: LearnedState, names: ParameterNames) -> None:
-        self.compressor = compressor
+    def __init__(self, state: LearnedState, names: ParameterNames) -> None:
         self.speaker = True
-        self.arrangement: Flat = FLAT
         self._state = state
         self._names = names
         self._buckets: dict[tuple[int, ...], KnownBucket] = {}
@@ -69,10 +91,21 @@ class KnownBuckets:
         for known in self._buckets.values():
             known.used = False
 
-    def find(self, bucket: Bucket, *, first: bool) -> KnownBucket:
+    def plans(self) -> list[UnitPlan]:
+        """The plans of all known buckets, in the order in which the parameters were registered."""
+        plans = [plan for known in self for plan in known.plans]
+        order = {name: place for place, name in enumerate(self._names.known())}
+        return sorted(plans, key=lambda plan: order.get(plan.name, 0))
+
+    def names(self) -> tuple[tuple[str, ...], ...]:
+        """The names of the parameters in each known bucket."""
+        return tuple(tuple(known.layout.names) for known in self)
+
+    def find(self, bucket: Bucket, compressor: Compressor[Any], arrangement: Flat, *, first: bool) -> KnownBucket:
         """Look up the layout of `bucket`; plan it and allocate its workspace at its first occurrence.
 
         Args:
+            arrangement: how the ranks share the work.
             first: this is the first bucket of its backward pass.
 
         Raises:
@@ -81,17 +114,17 @@ class KnownBuckets:
         key = bucket.layout_key
         known = self._buckets.get(key)
         if known is None:
-            self._forget_dead(bucket)
+            self._forget_dead(bucket, compressor)
             names = self._names.of_bucket(list(bucket.parameters), first)
             layout = read_layout(bucket.flat, bucket.parameters, names)
-            config = self.compressor.planning_config
+            config = compressor.planning_config
             infos = [
                 ParameterInfo.of(slot.name, slot.parameter, self._names, config, layout.sparse) for slot in layout.slots
             ]
-            known = KnownBucket(layout, self.compressor.plan(infos), None)
-            self._fit_state(known, infos)
+            known = KnownBucket(layout, arrangement.plans(compressor, compressor.plan(infos)), None)
+            self._fit_state(known, infos, compressor)
             if known.compresses:
-                known.work = self.arrangement.workspace(self.compressor, layout, known.plans)
+                known.work = arrangement.workspace(compressor, layout, known.plans)
             self._buckets[key] = known
         known.used = True
         return known
@@ -100,15 +133,15 @@ class KnownBuckets:
         """The names of the parameters and the keys of the units that are compressed in the buckets of this pass."""
         return {name for known in self._buckets.values() if known.used for name in known.compressed}
 
-    def forget_dead_state(self) -> None:
+    def forget_dead_state(self, compressor: Compressor[Any]) -> None:
         """Delete the per-bucket state of layouts that no longer exist. Call in a commit."""
         for key in self._dead_units:
-            for each in self.compressor.state_fields:
+            for each in compressor.state_fields:
                 if each.per == "bucket":
                     self._state[each.key].pop(key, None)
         self._dead_units.clear()
 
-    def _forget_dead(self, new: Bucket) -> None:
+    def _forget_dead(self, new: Bucket, compressor: Compressor[Any]) -> None:
         """Delete layouts that share parameters with `new` and do not occur in this pass: DDP rebuilds its buckets once
         and never returns to the old ones. This frees their workspaces before the new one is allocated. Other unused
         layouts stay, because their buckets may merely have been skipped."""
@@ -117,30 +150,33 @@ class KnownBuckets:
             if known.used or not any(id(p) in parameters for p in known.layout.parameters):
                 continue
             del self._buckets[key]
-            if self.compressor.per_bucket:  # no other layout has the same unit
+            if compressor.per_bucket:  # no other layout has the same unit
                 self._dead_units += [plan.key for plan in known.plans if plan.compressed]
 
-    def _fit_state(self, known: KnownBucket, infos: list[ParameterInfo]) -> None:
+    def _fit_state(self, known: KnownBucket, infos: list[ParameterInfo], compressor: Compressor[Any]) -> None:
         """Check loaded state against the parameters of those names; move it to their device and refit it. It takes the
         dtype of this bucket's computation, which FSDP's `reduce_dtype` may make another than that of the weights.
 
         Raises:
             HookRunError: an entry cannot belong to its parameter.
         """
-        of_parameters = [UnitPlan.left_alone(info, "") for info in infos] if self.compressor.per_bucket else known.plans
-        for each in self.compressor.state_fields:
+        of_parameters = [UnitPlan.left_alone(info, "") for info in infos] if compressor.per_bucket else known.plans
+        for each in compressor.state_fields:
             for plan in known.plans if each.per == "bucket" else of_parameters:
                 value = self._state[each.key].get(plan.key)
                 if value is not None and (plan.compressed or not each.replicated):
-                    self._fit(each, replace(plan, dtype=known.layout.dtype), value, known.layout.device)
+                    plan = replace(plan, dtype=known.layout.dtype)
+                    self._fit(each, plan, value, compressor, known.layout.device)
 
-    def _fit(self, field: StateField, plan: UnitPlan, value: torch.Tensor, device: torch.device) -> None:
+    def _fit(
+        self, field: StateField, plan: UnitPlan, value: torch.Tensor, compressor: Compressor[Any], device: torch.device
+    ) -> None:
         problem = field.problem(value, plan)
         if problem is not None:
             raise HookRunError(f"the saved state has {problem}: it was saved for another model")
         fitted: torch.Tensor | None = value
         if plan.compressed and tuple(value.shape) != field.shape(plan):
-            fitted = field.refit(value, plan, self.compressor.fresh(field, plan, value.dtype))
+            fitted = field.refit(value, plan, compressor.fresh(field, plan, value.dtype))
         if fitted is not None:
             self._state[field.key][plan.key] = fitted.to(device, field.dtype(plan))
             return

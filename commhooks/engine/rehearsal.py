@@ -50,7 +50,7 @@ def rehearse(
                 wire_dtype = compressor.wire_dtype_for(copy.dtype)
                 exchange = average(copy, wire_dtype, 1, judged=compressor.transactional)
             judged = compressor.transactional or not compresses
-            run_alone([ExchangeTask(exchange, copy, compressor.name, judged=judged)], layout.device)
+            run_alone([ExchangeTask(exchange, copy, compressor, judged=judged)], layout.device)
             synchronize(layout.device)
             fastest = min(fastest, time.perf_counter() - began)
         if look is not None:

@@ -5,7 +5,8 @@ from typing import Any
 
 import torch
 
-from commhooks.engine.session import Binding, Session
+from commhooks.engine.consensus import Binding
+from commhooks.engine.session import Session
 
 
 class SessionState:

@@ -1,6 +1,6 @@
 """Learned state: the tensors and counters that a compressor keeps from step to step and that a checkpoint holds."""
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -77,6 +77,19 @@ class LearnedState:
         self.forget_local()
         self.local_missing = False
         self.local_shared = True
+
+    def rescale(self, fields: Iterable[StateField], factor: LossScale, but: Collection[str]) -> None:
+        """Multiply by `factor` the tensors of the fields that follow the loss scale, except those of the names in
+        `but`."""
+        for each in fields:
+            for name, tensor in self[each.key].items() if each.scales_with_loss else ():
+                if name not in but:
+                    tensor.mul_(factor)
+
+    def to_host(self) -> None:
+        """Move all tensors to the CPU."""
+        for tensors in self.entries.values():
+            tensors.update((name, tensor.cpu()) for name, tensor in tensors.items())
 
     def has_local(self) -> bool:
         return any(self[key] for key in self.local)

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from commhooks.compressors.base import Exchange, Send, Verdict
+from commhooks.compressors.base import Compressor, Exchange, Send, Verdict
 from commhooks.errors import HookRunError
 
 
@@ -23,24 +23,30 @@ class ExchangeTask:
     Args:
         exchange: what `Compressor.exchange` has returned, not begun yet.
         flat: the bucket's buffer.
-        name: of the compressor.
+        compressor: for messages.
         judged: whether it yields a verdict; False for a compressor that is not transactional.
 
     Raises:
         HookRunError: `exchange` is not a generator.
     """
 
-    def __init__(self, exchange: Exchange, flat: torch.Tensor, name: str, *, judged: bool = True) -> None:
+    def __init__(
+        self, exchange: Exchange, flat: torch.Tensor, compressor: Compressor[Any], *, judged: bool = True
+    ) -> None:
         if not (callable(getattr(exchange, "send", None)) and callable(getattr(exchange, "close", None))):
             raise HookRunError(
-                f"the exchange of {name} is a {type(exchange).__name__}, not a generator: it must yield its "
+                f"the exchange of {compressor.name} is a {type(exchange).__name__}, not a generator: it must yield its "
                 "collectives (Send)"
             )
         self.exchange = exchange
         self._flat = flat
-        self._name = name
+        self._compressor = compressor
         self._judged = judged
         self._decided = False
+
+    @property
+    def _named(self) -> str:
+        return f"the exchange of {self._compressor.name}"
 
     def advance(self, answer: torch.Tensor | bool | None) -> Send | Verdict | Done:
         """Run the exchange up to what it yields next, or to its end.
@@ -57,34 +63,31 @@ class ExchangeTask:
         except StopIteration as end:
             if self._judged and not self._decided:
                 raise HookRunError(
-                    f"the exchange of {self._name} ended before its verdict: it must yield Verdict(finite) once, "
+                    f"{self._named} ended before its verdict: it must yield Verdict(finite) once, "
                     "before it writes its state"
                 ) from None
             return Done(self._checked_result(end.value))
         # What the ranks of a node send each other may follow; it is the engine's own.
         if self._decided and not (isinstance(yielded, Send) and yielded.over == "node"):
             raise HookRunError(
-                f"the exchange of {self._name} goes on after the verdict: it must yield one Verdict, and nothing after "
-                "it"
+                f"{self._named} goes on after the verdict: it must yield one Verdict, and nothing after it"
             )
         if isinstance(yielded, Verdict):
             self._decided = True
             return self._checked_verdict(yielded)
         if not isinstance(yielded, Send):
-            raise HookRunError(
-                f"the exchange of {self._name} yields a {type(yielded).__name__}; expected Send or Verdict"
-            )
+            raise HookRunError(f"{self._named} yields a {type(yielded).__name__}; expected Send or Verdict")
         return yielded
 
     def _checked_verdict(self, verdict: Verdict) -> Verdict:
         finite: Any = verdict.finite
         if not (isinstance(finite, torch.Tensor) and finite.dim() == 0 and finite.dtype == torch.bool):
             raise HookRunError(
-                f"the exchange of {self._name} yields Verdict({finite!r}); expected a bool tensor without dimensions, "
+                f"{self._named} yields Verdict({finite!r}); expected a bool tensor without dimensions, "
                 "such as reduced.isfinite().all()"
             )
         if not self._judged:
-            raise HookRunError(f"the exchange of {self._name} asks for a verdict, but it is not transactional")
+            raise HookRunError(f"{self._named} asks for a verdict, but it is not transactional")
         return verdict
 
     def _checked_result(self, value: Any) -> torch.Tensor:
@@ -95,7 +98,7 @@ class ExchangeTask:
             if isinstance(value, torch.Tensor):
                 what = f"a tensor of shape {tuple(value.shape)}"
             raise HookRunError(
-                f"the exchange of {self._name} returns {what}; expected None, with the result in the bucket, or a "
+                f"{self._named} returns {what}; expected None, with the result in the bucket, or a "
                 f"tensor of shape {tuple(self._flat.shape)}"
             )
         return value

@@ -15,17 +15,22 @@ class Bucket:
 
     Attributes:
         flat: 1-D, this rank's gradients, replaced in place by the result. A sparse tensor for a sparse gradient.
-        index: increases within a backward pass; a bucket whose index is not larger than the previous one begins a new
-            pass.
-        is_last: this is the last bucket of its backward pass.
+        index: increases within a backward pass.
+        is_first, is_last: this is the first, the last bucket of its backward pass.
     """
 
     def __init__(
-        self, flat: torch.Tensor, parameters: Sequence[torch.Tensor], index: int = 0, is_last: bool = True
+        self,
+        flat: torch.Tensor,
+        parameters: Sequence[torch.Tensor],
+        index: int = 0,
+        is_last: bool = True,
+        is_first: bool | None = None,
     ) -> None:
-        """`parameters`: in their order in the buffer."""
+        """`parameters`: in their order in the buffer. `is_first`: None: the one with index 0 is."""
         self.flat = flat
         self.index = index
+        self.is_first = index == 0 if is_first is None else is_first
         self.is_last = is_last
         self._parameters = parameters
 

@@ -1,7 +1,9 @@
 """`DistributedDataParallel` as a source of gradients: its buckets, its parameters, and its limits for hooks."""
 
+import functools
+import sys
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -10,19 +12,21 @@ from torch.nn.parallel import DistributedDataParallel
 
 from commhooks.errors import AttachError, HookRunError
 from commhooks.gradients import precision
-from commhooks.gradients.after_backward import current_task
+from commhooks.gradients.after_backward import current_task, run_after_backward
 from commhooks.gradients.bucket import Bucket
 from commhooks.gradients.exclude import all_names, own_name
 from commhooks.gradients.names import ModelNames
 from commhooks.gradients.source import GradientSource, Reducer, described_parameter
 from commhooks.gradients.torch_private import has_optimizer_in_backward, joined_with_uneven_division
 
+_NO_BUCKET_YET = sys.maxsize
+
 
 class DDPBucket(Bucket):
     """The bucket that DDP passes to a hook. Its parameters are read on demand: torch makes a new list at each call."""
 
-    def __init__(self, grad_bucket: dist.GradBucket, index: int, is_last: bool) -> None:
-        super().__init__(grad_bucket.buffer(), (), index, is_last)
+    def __init__(self, grad_bucket: dist.GradBucket, index: int, is_first: bool, is_last: bool) -> None:
+        super().__init__(grad_bucket.buffer(), (), index, is_last, is_first)
         self._grad_bucket = grad_bucket
 
     @property
@@ -31,7 +35,7 @@ class DDPBucket(Bucket):
 
 
 class BucketReader:
-    """Converts the buckets that DDP passes to a hook.
+    """Converts the buckets that DDP passes to a hook, and finds out where a backward pass begins and ends.
 
     With `static_graph`, DDP reduces all buckets of its first backward pass together, at the end of the pass; it calls
     each of them number 0 and none the last, and waits for their futures at once (torch 2.13, `delay_all_reduce`). They
@@ -43,22 +47,26 @@ class BucketReader:
 
     def __init__(self, parameters: int | None = None) -> None:
         self._parameters = parameters
-        self._task = -1
+        self._index = _NO_BUCKET_YET  # of the latest bucket of the running pass
+        self._task = -1  # in which it was read
         self._read = 0
-        self._index = 0
 
-    def read(self, grad_bucket: object) -> DDPBucket:
+    def read(self, grad_bucket: object, end_pass: Callable[[], None] | None = None) -> DDPBucket:
         """The next bucket of this rank.
+
+        Args:
+            end_pass: called at the end of a backward pass whose last bucket never arrives, which happens when DDP skips
+                buckets that no rank uses. DDP waits for the futures in a callback of the same kind, queued later.
 
         Raises:
             HookRunError: it is not a GradBucket, which happens with compiled DDP; or a CUDA graph is being captured; or
                 nothing tells which bucket is the last.
         """
-        found = checked_bucket(grad_bucket)
-        index, is_last, task = found.index(), found.is_last(), current_task()
+        found, before, task = checked_bucket(grad_bucket), self._task, current_task()
+        index, is_last = found.index(), found.is_last()
         if index == 0 and not is_last and task != -1:
-            if task != self._task:
-                self._task, self._read, self._index = task, 0, 0
+            if task != before:
+                self._read = 0
             elif self._parameters is None:
                 raise HookRunError(
                     "DistributedDataParallel(static_graph=True) reduces the first backward pass in several buckets (of "
@@ -66,10 +74,21 @@ class BucketReader:
                     "commhooks.attach(ddp_model, hook, hook_state=state), which knows, in place of register_comm_hook"
                 )
             else:
-                self._index += 1
+                index = self._index + 1
             self._read += len(found.parameters())
-            index, is_last = self._index, self._read == self._parameters
-        return DDPBucket(found, index, is_last)
+            is_last = self._read == self._parameters
+        # An index that does not increase follows a pass that ended in an exception.
+        is_first = index <= self._index
+        self._index, self._task = _NO_BUCKET_YET if is_last else index, task
+        # A callback that is queued in a backward pass inside this one (reentrant checkpointing) ends with that.
+        if end_pass is not None and not is_last and (is_first or task != before):
+            run_after_backward(functools.partial(self._at_the_end, end_pass))
+        return DDPBucket(found, index, is_first, is_last)
+
+    def _at_the_end(self, end_pass: Callable[[], None]) -> None:
+        if self._index != _NO_BUCKET_YET:
+            self._index = _NO_BUCKET_YET
+            end_pass()
 
 
 class DDPGradients(GradientSource):

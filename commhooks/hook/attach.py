@@ -11,31 +11,31 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 
 from commhooks.checkpoint.payload import SAVE_RESIDUAL
-from commhooks.comm.counters import Counters
 from commhooks.comm.hook_result import checked_future
 from commhooks.comm.nodes import RanksPerNode, find_nodes
 from commhooks.comm.shards import speaks
 from commhooks.compressors.base import Compressor
+from commhooks.compressors.cast import AllReduce, AllReduceCompressor
 from commhooks.compressors.config import HookConfig
 from commhooks.compressors.registry import compressor_of
 from commhooks.ddp_comm_hooks.default_hooks import bf16_compress_wrapper, fp16_compress_wrapper
+from commhooks.engine.consensus import Binding
 from commhooks.engine.hierarchy import Hierarchy
-from commhooks.engine.session import Binding, Session
+from commhooks.engine.session import Session
 from commhooks.engine.session_state import SessionState
 from commhooks.engine.state import LearnedState
 from commhooks.errors import AttachError, HookConfigError, logger_of
 from commhooks.gradients.exclude import warn_if_unmatched
+from commhooks.gradients.process_group import held_weakly
 from commhooks.gradients.source import GradientSource
 from commhooks.hook.announce import announce, reason_first
 from commhooks.hook.arguments import explains_arguments
 from commhooks.hook.comm_hook import CommHook
-from commhooks.hook.learning_hook import LearningHook
-from commhooks.hook.no_hook import NoHook
+from commhooks.hook.engine_hook import EngineHook
 from commhooks.hook.request import HookRequest, check_choice
 from commhooks.hook.request_check import Asked, check_requests, describe_request
 from commhooks.hook.runner import Runner
 from commhooks.hook.sources import source_of
-from commhooks.hook.stateless_hook import StatelessHook
 from commhooks.hook.user_hook import UserHook
 
 logger = logger_of(__name__)
@@ -158,12 +158,14 @@ def attach_request(
     _check_topology(request, source)
     if request.off and not source.averages_alone:
         request = request.as_plain_average()
-    binding = Binding(source.names, lambda: source.group, loss_scale, lambda: source.shard_group)
+    shards = None if source.shard_group is None else held_weakly(source.shard_group)
+    binding = Binding(source.names, held_weakly(source.group), loss_scale, shards)
     compressor = request.new_compressor(total_steps)
     runner: Runner
     state: Any
     if request.off:
-        runner, state = NoHook(source.names, source.group, source.sparse, request.ignored), None
+        runner, state = _runner_of_compressor(source, request, AllReduceCompressor(AllReduce()), binding), None
+        runner.counts_bytes = False
     elif compressor is None:
         runner, state = _runner_of_function(source, request, binding)
     else:
@@ -180,11 +182,12 @@ def attach_request(
     runner.compute_with(choice)
     nodes = find_nodes(request.ranks_per_node, source.group, source.device)
     if nodes is not None:
-        runner = runner.arranged(Hierarchy(nodes, source.names.known()))
+        runner.arrange(Hierarchy(nodes, source.names.known()))
     attached = CommHook(request, runner, source)
     if request.off:  # there will be no first backward pass of the hook, at which others say this
         if speaks(source.group, source.shard_group):
-            announce(request.name, runner.announcement(runner.plan()))
+            ignored = f" ({' and '.join(request.ignored)} without effect)" if request.ignored else ""
+            announce(request.name, f": no hook, DDP averages the gradients itself{ignored}")
         return attached
     source.register(attached._reducer, state)
     module = source.module
@@ -200,11 +203,9 @@ def attach_request(
 def _runner_of_compressor(
     source: GradientSource, request: HookRequest, compressor: Compressor[Any], binding: Binding
 ) -> Runner:
-    if not compressor.transactional:
-        nodes = request.ranks_per_node is not None
-        return StatelessHook(request.name, compressor, source.names, source.group, source.sparse, one_device=nodes)
-    session = Session(compressor, binding, LearnedState.of(compressor.state_fields), Counters())
-    return LearningHook(request.name, session, source.group, source.sparse)
+    session = Session(compressor, binding, LearnedState.of(compressor.state_fields))
+    nodes = request.ranks_per_node is not None
+    return EngineHook(request.name, session, source.group, source.sparse, in_nodes=nodes)
 
 
 def _runner_of_function(source: GradientSource, request: HookRequest, binding: Binding) -> tuple[Runner, Any]:
@@ -226,7 +227,7 @@ def _runner_of_function(source: GradientSource, request: HookRequest, binding: B
     def run(grad_bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
         return checked_future(function(state, grad_bucket), request.name)
 
-    return LearningHook(request.name, state.session, source.group, source.sparse, run), state
+    return EngineHook(request.name, state.session, source.group, source.sparse, run), state
 
 
 def _check_topology(request: HookRequest, source: GradientSource) -> None:

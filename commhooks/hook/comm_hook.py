@@ -1,6 +1,5 @@
 """`CommHook`: a hook that is attached to a DDP model, and the user's handle on it."""
 
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -13,7 +12,7 @@ from commhooks.comm.clocks import has_clock
 from commhooks.comm.collective import agreement_key
 from commhooks.comm.shards import speaks
 from commhooks.errors import HookConfigError, HookRunError, PayloadError, logger_of, shown
-from commhooks.gradients.after_backward import in_backward, run_after_backward
+from commhooks.gradients.after_backward import in_backward
 from commhooks.gradients.bucket import Bucket
 from commhooks.gradients.ddp import BucketReader
 from commhooks.gradients.source import GradientSource, Reducer
@@ -29,7 +28,6 @@ from commhooks.hook.runner import Future, Runner
 logger = logger_of(__name__)
 
 JOINT_SAVE_LIMIT_S = 60.0
-_NO_BUCKET_YET = sys.maxsize
 
 
 class CommHook:
@@ -61,8 +59,6 @@ class CommHook:
         self._cosine: CosineSampler | None = None
         self._announced = False
         self._closed = False
-        # Bucket indices increase within a pass: an index that does not increase begins another pass.
-        self._last_index = _NO_BUCKET_YET
 
     def __repr__(self) -> str:
         module = self._source.module
@@ -111,18 +107,15 @@ class CommHook:
                 f"a backward pass after close() of this hook ({self.name!r}), which ended its training: wrap the model "
                 "in a new DistributedDataParallel, and attach a hook to that"
             )
-        own = self._reader.read(bucket)
+        own = self._reader.read(bucket, self._end_pass)
         future = self._reduce(own, bucket)
         if own.is_last:
             self._finish_pass()
-        else:  # the last bucket may never arrive: DDP can skip buckets that no rank uses
-            run_after_backward(self._finish_pass)
         return future
 
     def _reduce(self, bucket: Bucket, grad_bucket: dist.GradBucket | None = None) -> Future:
-        if bucket.index <= self._last_index:
+        if bucket.is_first:
             self._begin_pass()
-        self._last_index = bucket.index
         if self._cosine is not None:
             self._cosine.keep(bucket)
         future = self._runner.run(bucket, grad_bucket)
@@ -131,7 +124,7 @@ class CommHook:
         return future
 
     def _end_pass(self) -> None:
-        """Complete the futures of a pass whose source does not mark the last bucket."""
+        """Complete the futures of a pass whose last bucket was not marked as the last."""
         self._runner.end_pass()
         self._finish_pass()
 
@@ -141,12 +134,10 @@ class CommHook:
             self._runner.settle()
             plan = agreement_key(*(repr(row) for row in self.plan().parameters))
             self._replicas.compare(self._runner.saved_state.step, plan, taking_part=in_backward())
-        self._runner.begin_pass()
         if self._cosine is not None:
             self._cosine.begin_pass()
 
     def _finish_pass(self) -> None:
-        self._last_index = _NO_BUCKET_YET
         if self._cosine is not None:
             self._cosine.compare(self._runner.counters.backward_passes)
         if not self._announced:

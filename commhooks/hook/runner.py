@@ -58,10 +58,6 @@ class Runner(ABC):
         """Reduce one bucket; `grad_bucket` is the same bucket as DDP passed it, None without DDP. All ranks must call
         this, in the same order."""
 
-    def begin_pass(self) -> None:
-        """Called before the first bucket of a backward pass."""
-        return None
-
     def end_pass(self) -> None:
         """Complete the futures of all buckets, if the last one was not marked as the last."""
         return None
@@ -114,9 +110,8 @@ class Runner(ABC):
         """Use the kernel on which all ranks have agreed."""
         self.choice = choice
 
-    def arranged(self, arrangement: Flat) -> "Runner":
-        """The runner that shares the work among the ranks in this way: this one or another. Called once, on all ranks,
-        before the first backward pass."""
+    def arrange(self, arrangement: Flat) -> None:
+        """Share the work among the ranks in this way. Called once, on all ranks, before the first backward pass."""
         raise NotImplementedError  # requests for hooks that cannot are refused
 
     def remarks(self, *, checked: bool) -> list[str]:

@@ -44,10 +44,9 @@ class UserHook(Runner):
         self._function = function
         self._names = names
 
-    def begin_pass(self) -> None:
-        self.counters.begin_pass()
-
     def run(self, bucket: Bucket, grad_bucket: dist.GradBucket | None) -> Future:
+        if bucket.is_first:
+            self.counters.begin_pass()
         self.counters.bytes_uncompressed += bucket.numel_here * bucket.flat.element_size()
         return checked_future(self._function(self._state, grad_bucket), self._request.name)
 

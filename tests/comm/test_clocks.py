@@ -46,7 +46,6 @@ def events(now: Any = time.perf_counter, device_at: float | None = None) -> Iter
         mock.patch.object(precision, "is_host_readable", lambda device: False),
         mock.patch.object(clocks, "has_clock", lambda device: True),
         mock.patch("commhooks.hook.comm_hook.has_clock", lambda device: True),
-        mock.patch("commhooks.engine.at_once.has_clock", lambda device: True),
         mock.patch.object(clocks, "event_on", lambda device: _Event(now())),
     ):
         yield _Event

@@ -167,7 +167,7 @@ def test_a_second_save_at_the_same_step(run_ranks: Any) -> None:
 def _saved_in_mid_commit() -> tuple[bool, str]:
     """A signal handler may save while the state is being written: then the residuals are not to be trusted."""
     run = _run()
-    session_of(run.hook).outcomes.committing = True
+    session_of(run.hook).held.in_commit = True
     saved = run.hook.state_dict(residual="per_rank")
     return saved["exact"], saved["residual"]
 

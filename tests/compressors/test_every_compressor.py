@@ -21,7 +21,8 @@ import commhooks
 from commhooks.comm.counters import Counters
 from commhooks.compressors.base import Compressor
 from commhooks.compressors.registry import COMPRESSORS
-from commhooks.engine.session import Binding, Session
+from commhooks.engine.consensus import Binding
+from commhooks.engine.session import Session
 from commhooks.engine.simulation import SimulatedRanks
 from commhooks.engine.state import LearnedState
 from commhooks.gradients.bucket import Bucket

@@ -16,7 +16,8 @@ from commhooks.comm.collective import Pending, resolve_group
 from commhooks.comm.counters import Counters
 from commhooks.compressors.powersgd.compressor import PowerSGDCompressor
 from commhooks.engine import session as session_module
-from commhooks.engine.session import Binding, Session
+from commhooks.engine.consensus import Binding
+from commhooks.engine.session import Session
 from commhooks.engine.state import LearnedState
 from commhooks.gradients.bucket import Bucket
 from commhooks.gradients.names import ModelNames

@@ -5,6 +5,7 @@ A collective is issued by being written down, and answered when it is waited for
 
 from collections.abc import Iterator
 from contextlib import closing
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,9 +13,12 @@ import torch
 
 from commhooks.compressors.base import Exchange, Send, Verdict
 from commhooks.engine.backward_pass import BackwardPass, RunningExchange
+from commhooks.engine.task import ExchangeTask
 from commhooks.errors import HookRunError
 
 TRUE, FALSE = torch.tensor(True), torch.tensor(False)
+GROUP: Any = None
+MINE: Any = SimpleNamespace(name="mine")
 
 
 class Log:
@@ -53,7 +57,8 @@ class Log:
 
 
 def _add(current: BackwardPass, log: Log, exchange: Exchange) -> None:
-    current.add(RunningExchange(exchange, torch.zeros(1), log.issue, "mine"))
+    flat = torch.zeros(1)
+    current.add(RunningExchange(ExchangeTask(exchange, flat, MINE), flat, log.issue))
 
 
 @pytest.fixture
@@ -62,7 +67,7 @@ def log() -> Iterator[Log]:
 
 
 def test_a_bucket_starts_and_each_earlier_one_takes_a_step(log: Log) -> None:
-    current, after = BackwardPass(True, 1.0, 1.0, 0, 0), []
+    current, after = BackwardPass(GROUP, True, 1.0, 1.0, 0, 0), []
     for bucket, rounds in enumerate(["PQR", "PQ", "A", "PQR"]):
         _add(current, log, log.exchange(bucket, rounds))
         after.append(log.words("sent"))
@@ -83,7 +88,7 @@ def test_a_bucket_starts_and_each_earlier_one_takes_a_step(log: Log) -> None:
 
 
 def test_nothing_is_committed_before_all_have_told_whether_they_are_finite(log: Log) -> None:
-    current = BackwardPass(True, 1.0, 1.0, 0, 0)
+    current = BackwardPass(GROUP, True, 1.0, 1.0, 0, 0)
     for bucket, finite in enumerate([TRUE, FALSE, TRUE]):
         _add(current, log, log.exchange(bucket, "PQ", finite))
     good = current.drain()
@@ -95,11 +100,11 @@ def test_nothing_is_committed_before_all_have_told_whether_they_are_finite(log: 
     ]
     futures = [each.future for each in current.running]
     current.fulfil()
-    assert current.done and not current.running and all(future.done() for future in futures)
+    assert not current.running and all(future.done() for future in futures)
 
 
 def test_an_abandoned_pass_closes_its_exchanges(log: Log) -> None:
-    current = BackwardPass(True, 1.0, 1.0, 0, 0)
+    current = BackwardPass(GROUP, True, 1.0, 1.0, 0, 0)
     kept = [log.exchange(bucket, "PQ") for bucket in range(3)]
     for exchange in kept:
         _add(current, log, exchange)
@@ -113,7 +118,7 @@ def test_an_exchange_without_a_verdict_is_told(log: Log) -> None:
         yield Send(torch.zeros(1), what="A", last=True)
         return None
 
-    current = BackwardPass(True, 1.0, 1.0, 0, 0)
+    current = BackwardPass(GROUP, True, 1.0, 1.0, 0, 0)
     _add(current, log, silent())
     with pytest.raises(HookRunError, match="the exchange of mine ended before its verdict"):
         current.drain()
@@ -126,7 +131,7 @@ def test_an_exchange_that_goes_on_after_its_verdict_is_told(log: Log) -> None:
         yield Verdict(TRUE)
         return None
 
-    current = BackwardPass(True, 1.0, 1.0, 0, 0)
+    current = BackwardPass(GROUP, True, 1.0, 1.0, 0, 0)
     with closing(talkative()) as exchange:
         _add(current, log, exchange)
         assert bool(current.drain())

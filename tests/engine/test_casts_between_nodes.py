@@ -13,9 +13,12 @@ from training import Run, make_model
 
 import commhooks
 from commhooks.comm.collective import resolve_group
+from commhooks.engine.consensus import Binding
+from commhooks.engine.session import Session
+from commhooks.engine.state import LearnedState
 from commhooks.gradients.names import ModelNames
+from commhooks.hook.engine_hook import EngineHook
 from commhooks.hook.request import HookRequest
-from commhooks.hook.stateless_hook import StatelessHook
 
 CASTS: dict[str, tuple[dict[str, Any], torch.dtype | None]] = {
     "allreduce": ({"hook": "allreduce"}, None),
@@ -140,7 +143,9 @@ def test_parameters_on_several_devices_are_refused_when_it_is_attached() -> None
     compressor = HookRequest.parse("bf16").new_compressor(None)
     assert compressor is not None
     with process_group_of_one():
-        arguments = "bf16", compressor, ModelNames(parameters.items(), {}), resolve_group(None), set[int]()
-        assert StatelessHook(*arguments).offer(parameters).cannot == ""
-        problem = StatelessHook(*arguments, one_device=True).offer(parameters).cannot
+        group = resolve_group(None)
+        binding = Binding(ModelNames(parameters.items(), {}), lambda: group)
+        session = Session(compressor, binding, LearnedState.of(()))
+        assert EngineHook("bf16", session, group, ()).offer(parameters).cannot == ""
+        problem = EngineHook("bf16", session, group, (), in_nodes=True).offer(parameters).cannot
         assert "are on cpu, meta" in problem and problem.endswith("'bf16_compress', without ranks_per_node")

@@ -103,7 +103,7 @@ def test_the_same_as_without_nodes(
 def _memory(kind: str) -> dict[str, Any]:
     run = _new(kind, 2).train(5)
     session = session_of(run.hook)
-    shares = [known.work for known in session._buckets if known.compresses]
+    shares = [known.work for known in session.consensus.buckets if known.compresses]
     plan = run.hook.plan()
     return {
         "residuals": sum(each.nbytes for each in residuals(run.hook).values()),
@@ -257,7 +257,7 @@ def _mean_before_the_first_pass(ranks_per_node: int | None, saved: dict[str, Any
     """The residuals that take part in the first step after a load."""
     run = _new("powerSGD", ranks_per_node).load(copy.deepcopy(saved))
     session = session_of(run.hook)
-    session.arrangement.rehome(session.state, session.binding.names.known())
+    session.consensus.arrangement.rehome(session.state, session.consensus.binding.names.known())
     return residuals(run.hook)
 
 

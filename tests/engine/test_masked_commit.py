@@ -62,7 +62,7 @@ def _rewind_with_open_verdicts() -> dict[str, Any]:
         run = Run.new(hook_options=OPTIONS).train(4)
         saved = run.save()
         run.train(3)
-        unread = session_of(run.hook).outcomes.unread_passes
+        unread = session_of(run.hook).held.unread_passes
         return {"unsettled": unread, "step": run.load(saved).train(2).hook.stats()["step"]}
 
 
@@ -76,7 +76,7 @@ def _warm_up() -> list[int]:
     """How many verdicts are still with the device after each step."""
     with mock.patch.object(precision, "is_host_readable", lambda device: False):
         run = Run.new(hook_options={**OPTIONS, "start_powerSGD_iter": 4})
-        return [session_of(run.train(1).hook).outcomes.unread_passes for _ in range(7)]
+        return [session_of(run.train(1).hook).held.unread_passes for _ in range(7)]
 
 
 def test_the_host_asks_once_when_compression_may_begin(run_ranks: Any) -> None:

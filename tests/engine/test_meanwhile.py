@@ -14,13 +14,16 @@ from ddp_steps import process_group_of_one
 from commhooks.comm import collective
 from commhooks.comm.collective import Pending, resolve_group
 from commhooks.compressors.base import Compressor, Exchange, Send, State, StepInfo, Verdict
+from commhooks.compressors.cast import AllReduce, AllReduceCompressor
 from commhooks.compressors.config import HookConfig
 from commhooks.compressors.plan import ParameterInfo, UnitPlan
 from commhooks.engine.backward_pass import RunningExchange
+from commhooks.engine.consensus import Binding
 from commhooks.engine.loopback import Loopback
-from commhooks.engine.session import Binding, Session
+from commhooks.engine.session import Session
 from commhooks.engine.simulation import SimulatedRanks
 from commhooks.engine.state import LearnedState
+from commhooks.engine.task import ExchangeTask
 from commhooks.gradients.bucket import Bucket
 from commhooks.gradients.names import PositionalNames
 
@@ -95,7 +98,8 @@ def test_its_errors_end_the_pass() -> None:
 
     with process_group_of_one():
         group = resolve_group(None)
-        running = RunningExchange(exchange(), torch.zeros(1), lambda send: collective.start(send, group, None), "mine")
+        task = ExchangeTask(exchange(), torch.zeros(1), AllReduceCompressor(AllReduce()))
+        running = RunningExchange(task, torch.zeros(1), lambda send: collective.start(send, group, None))
         with pytest.raises(RuntimeError, match="^mine$"):
             running.start()
         assert running.has_round_left is False and running.close() is None

@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import commhooks
 from commhooks.comm.clocks import Clocks
-from commhooks.engine.outcomes import Outcomes
+from commhooks.engine.held_state import HeldState
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -36,9 +36,9 @@ class Training:
 
     def while_waiting(self, event: Callable[[], Any]) -> None:
         """`event` happens when the host has the device's answer, before it does anything with it."""
-        outcomes = session_of(self.hook).outcomes
-        good, *rest = outcomes._unread
-        outcomes._unread = (_Verdict(good, event), *rest)
+        held = session_of(self.hook).held
+        good, *rest = held._unread
+        held._unread = (_Verdict(good, event), *rest)
 
 
 class _Verdict:
@@ -77,8 +77,8 @@ def test_a_handler_that_saves_while_the_host_waits() -> None:
     training.while_waiting(lambda: signal.raise_signal(signal.SIGUSR1))
 
     def save(*_: Any) -> None:
-        outcomes = session_of(training.hook).outcomes
-        outcomes._unread = (outcomes._unread[0]._good, *outcomes._unread[1:])
+        held = session_of(training.hook).held
+        held._unread = (held._unread[0]._good, *held._unread[1:])
         saved.append(training.hook.state_dict(joint=False))
 
     with handler(save):
@@ -107,15 +107,15 @@ def test_a_pass_waits_for_a_thread_that_counts_steps() -> None:
     """Otherwise this rank would not know that compression begins with this pass, and send something else."""
     training, waiting, go_on = Training(start=5), threading.Event(), threading.Event()
     training.step(5)
-    count = Outcomes._count
+    count = HeldState._count
 
-    def slowly(self: Outcomes, *arguments: Any) -> None:
+    def slowly(self: HeldState, *arguments: Any) -> None:
         self._unread = None
         waiting.set()
         go_on.wait(1)
         count(self, *arguments)
 
-    with mock.patch.object(Outcomes, "_count", slowly):
+    with mock.patch.object(HeldState, "_count", slowly):
         saver = threading.Thread(target=training.hook.state_dict, kwargs={"joint": False})
         saver.start()
         waiting.wait()

@@ -15,8 +15,9 @@ from commhooks.compressors.powersgd.compressor import PowerSGDCompressor
 from commhooks.compressors.powersgd.config import PowerSGD
 from commhooks.compressors.quantized.compressor import Int8Compressor
 from commhooks.compressors.quantized.config import Int8Compress
+from commhooks.engine.consensus import Binding
 from commhooks.engine.loopback import Loopback
-from commhooks.engine.session import Binding, Session
+from commhooks.engine.session import Session
 from commhooks.engine.simulation import SimulatedRanks
 from commhooks.engine.state import LearnedState
 from commhooks.gradients.bucket import Bucket

@@ -107,9 +107,9 @@ def test_the_mean_of_a_joint_save_is_written_in_the_order_of_the_codec(cuda: Cud
         return copy(self, *args, **kwargs)
 
     def write() -> None:
-        with mock.patch.object(torch.Tensor, "copy_", named_copy), session.settled():
+        with mock.patch.object(torch.Tensor, "copy_", named_copy), session.held.settled():
             before = set(cuda.current().after)
-            session.overwrite(residual, torch.ones(residual.shape))
+            session.held.overwrite(residual, torch.ones(residual.shape))
             assert cuda.current().after == before  # the host waits for no P
         assert "mean" in cuda.codec.after and residual.eq(1).all()
 

@@ -156,7 +156,7 @@ def test_a_bare_registration_has_no_names():
     with process_group_of_one():
         state = commhooks.PowerSGDState(None)
         # Only a pickle of an earlier version can bring one along.
-        state.session.replaced(PowerSGDCompressor(PowerSGD(start_powerSGD_iter=0, exclude=["*embed*"])))
+        state.session.consensus.replaced(PowerSGDCompressor(PowerSGD(start_powerSGD_iter=0, exclude=["*embed*"])))
         pickled = pickle.dumps(state)
         ddp = wrap(Net())
         ddp.register_comm_hook(pickle.loads(pickled), commhooks.powerSGD_hook)

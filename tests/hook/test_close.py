@@ -29,7 +29,7 @@ HOOKS: dict[str, Any] = {
 
 
 def _works_of(hook: commhooks.CommHook) -> list[weakref.ref[Any]]:
-    return [weakref.ref(known.work) for known in session_of(hook)._buckets if known.work is not None]
+    return [weakref.ref(known.work) for known in session_of(hook).consensus.buckets if known.work is not None]
 
 
 def _closed() -> None:

@@ -107,7 +107,7 @@ def test_the_memory_that_is_planned_is_taken(options: dict[str, Any], dtype: tor
         for step in range(4):
             backward(ddp, step)
         session, state = session_of(hook), session_of(hook).state
-        works: list[Workspace] = [known.work for known in session._buckets if known.work]
+        works: list[Workspace] = [known.work for known in session.consensus.buckets if known.work]
         planned = hook.plan().memory
 
     assert planned.residual == _size(state["residual"].values())
@@ -136,7 +136,7 @@ def test_the_native_kernel_takes_no_more_than_is_planned() -> None:
                 backward(ddp, step)
             assert hook.stats()["kernel"] == "native"
             session, state = session_of(hook), session_of(hook).state
-            works: list[Any] = [known.work for known in session._buckets if known.work]
+            works: list[Any] = [known.work for known in session.consensus.buckets if known.work]
             planned = hook.plan().memory
 
         assert planned.residual == _size(state["residual"].values())

@@ -4,7 +4,7 @@ from typing import Any
 
 from commhooks import CommHook
 from commhooks.engine.session import Session
-from commhooks.hook.learning_hook import LearningHook
+from commhooks.hook.engine_hook import EngineHook
 
 
 def session_of(hook: CommHook | None) -> Session:
@@ -15,7 +15,7 @@ def session_of(hook: CommHook | None) -> Session:
 
 def learns(hook: CommHook) -> bool:
     """Whether the engine runs it with learned state."""
-    return isinstance(hook._runner, LearningHook)
+    return isinstance(hook._runner, EngineHook) and hook._runner.counts_outcomes
 
 
 def user_state(hook: CommHook) -> Any:

@@ -125,7 +125,7 @@ def learned(hook: CommHook) -> dict[str, torch.Tensor]:
     if not learns(hook):
         return {}
     session = session_of(hook)
-    session.settle()
+    session.held.settle()
     state = session.state
     found = {f"{key} of {name}": t.clone() for key, own in state.entries.items() for name, t in own.items()}
     return found | {"step": torch.tensor(state.step), "nonfinite": torch.tensor(state.nonfinite_steps)}

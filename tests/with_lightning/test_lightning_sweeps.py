@@ -28,7 +28,7 @@ class Works(pl.Callback):
     """Weak references to the buffers that the hook works with."""
 
     def on_train_end(self, trainer: pl.Trainer, *_: Any) -> None:
-        known = session_of(trainer.strategy.comm_hook)._buckets
+        known = session_of(trainer.strategy.comm_hook).consensus.buckets
         self.refs = [weakref.ref(each.work) for each in known if each.work is not None]
 
 

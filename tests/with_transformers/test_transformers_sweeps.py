@@ -37,7 +37,7 @@ class Works(TrainerCallback):
     """Weak references to the buffers that the hook works with."""
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        known = session_of(self.trainer.comm_hook)._buckets
+        known = session_of(self.trainer.comm_hook).consensus.buckets
         self.refs = [weakref.ref(each.work) for each in known if each.work is not None]
 
 

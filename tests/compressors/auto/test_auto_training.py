@@ -202,7 +202,7 @@ def _different_decisions(differ: str) -> str:
     compressor = session.compressor
     assert isinstance(compressor, AutoCompressor)
     other = {"what": decided("int4"), "when": decided(phase="resting", watch=Watch(9, 17))}[differ]
-    session.replaced(compressor._with(other if dist.get_rank() else decided("int8")))
+    session.consensus.replaced(compressor._with(other if dist.get_rank() else decided("int8")))
     with pytest.raises(HookRunError) as caught:
         run.train(1)
     return str(caught.value)

@@ -79,7 +79,9 @@ def _another_bucket_is_not_finite() -> dict[str, Any]:
     run.train(1)
     return {
         "chosen": run.hook.stats()["chosen"],
-        "alone": [list(names) for names in session_of(run.hook).buckets() if not set(names) & before.keys()],
+        "alone": [
+            list(names) for names in session_of(run.hook).consensus.buckets.names() if not set(names) & before.keys()
+        ],
         "finite": finite,
         "kept": before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before),
         "error": float((run.gradients[-1] - owed).norm() / owed.norm()),

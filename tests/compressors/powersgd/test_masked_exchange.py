@@ -302,7 +302,7 @@ def test_padding_remembers_nothing() -> None:
         hook = commhooks.attach(ddp, commhooks.BatchedPowerSGD(matrix_approximation_rank=1, start_powerSGD_iter=0))
         for step in range(4):
             backward(ddp, random_gradients({"w": (5, 7)}, 0, step))
-        (bucket,) = session_of(hook)._buckets
+        (bucket,) = session_of(hook).consensus.buckets
         whole = bucket.work.residuals.gather(session_of(hook).state["residual"])
         assert len(whole) == 36 and whole[:35].all() and whole[35] == 0
         assert hook.stats()["compressed_steps"] == 4

@@ -199,9 +199,9 @@ MUTANTS = [
     ),
     Mutant(
         "steps are counted twice or never when a signal comes",
-        "commhooks/engine/outcomes.py",
-        "                if self._unread is unread:\n",
-        "                if True:\n",
+        "commhooks/engine/held_state.py",
+        "            if self._unread is unread:\n",
+        "            if True:\n",
         "engine/test_settle.py::test_a_handler_that_saves_while_the_host_waits",
     ),
     Mutant(
@@ -214,7 +214,7 @@ MUTANTS = [
     Mutant(
         "a pass begins while another thread counts steps",
         "commhooks/engine/session.py",
-        "        with self.outcomes.lock:  # another",
+        "        with self.held.lock:  # another",
         "        if True:  # another",
         "engine/test_settle.py::test_a_pass_waits_for_a_thread_that_counts_steps",
     ),
@@ -270,8 +270,8 @@ MUTANTS = [
     Mutant(
         "streams: a save waits for the caller's kernels",
         "commhooks/checkpoint/learned_state.py",
-        "                body.enter_context(session.settled())\n",
-        "                session.settle()\n",
+        "                body.enter_context(session.held.settled())\n",
+        "                session.held.settle()\n",
         f"{_ORDER}::test_a_thread_that_saves_waits_for_the_latest_commit_only",
     ),
     Mutant(
@@ -283,16 +283,15 @@ MUTANTS = [
     ),
     Mutant(
         "streams: a commit that failed is not marked",
-        "commhooks/engine/session.py",
-        "            finally:\n                self._mark.set(good.device)\n",
-        "            else:\n                self._mark.set(good.device)\n            finally:\n",
+        "commhooks/engine/held_state.py",
+        "            finally:\n                self._mark.set(device)\n",
+        "            else:\n                self._mark.set(device)\n            finally:\n",
         f"{_ORDER}::test_a_commit_that_failed_is_waited_for_too",
     ),
     Mutant(
         "streams: loaded tensors are freed too early",
-        "commhooks/engine/session.py",
-        "        keep_for_current_stream(tensor for entries in self.state.entries.values() for tensor in "
-        "entries.values())\n",
+        "commhooks/engine/consensus.py",
+        "        keep_for_current_stream(tensor for entries in state.entries.values() for tensor in entries.values())\n",
         "",
         f"{_ORDER}::test_loaded_tensors_stay_until_the_codec_has_read_them",
     ),

@@ -284,9 +284,9 @@ MUTANTS = [
     ),
     Mutant(
         "auto: residuals are lost in a pass in which another bucket is not finite",
-        "commhooks/engine/session.py",
-        "self.compressor.judges_averages or self.state.has_local()",
-        "self.compressor.judges_averages or bool(left)",
+        "commhooks/engine/known_buckets.py",
+        "compressor.judges_averages or state.has_local()",
+        "compressor.judges_averages",
         f"{_LEFTOVERS}::test_what_is_left_waits_if_another_bucket_of_the_pass_is_not_finite",
     ),
     Mutant(

@@ -131,8 +131,8 @@ MUTANTS = [
     ),
     Mutant(
         "inexact for ever after a commit that failed",
-        "commhooks/engine/session.py",
-        "            state.local_missing = self.torn = False\n",
+        "commhooks/engine/held_state.py",
+        "            self.state.local_missing = self.torn = False\n",
         "            pass\n",
         "checkpoint/test_changed_surroundings.py::test_after_a_commit_that_failed_the_next_one_is_whole_again",
     ),
@@ -181,9 +181,9 @@ MUTANTS = [
     ),
     Mutant(
         "the loss scale of a skipped step",
-        "commhooks/engine/session.py",
-        "chosen(verdict, current.loss_scale, state.loss_scale)",
-        "current.loss_scale",
+        "commhooks/engine/held_state.py",
+        "chosen(verdict, loss_scale, self.state.loss_scale)",
+        "loss_scale",
         "gradients/test_loss_scale.py::test_a_changing_scale_changes_nothing",
     ),
     Mutant(
@@ -323,8 +323,8 @@ MUTANTS = [
     ),
     Mutant(
         "a torn commit goes unmarked",
-        "commhooks/engine/session.py",
-        "                state.forget_local()\n                state.local_missing = self.torn = True\n",
+        "commhooks/engine/held_state.py",
+        "                self.state.forget_local()\n                self.state.local_missing = self.torn = True\n",
         "",
         "checkpoint/test_changed_surroundings.py::test_a_commit_that_fails_is_not_saved_as_a_whole_one",
     ),
@@ -345,8 +345,8 @@ MUTANTS = [
     Mutant(
         "residual does not follow the loss scale",
         "commhooks/engine/session.py",
-        "        return BackwardPass(compressing, loss_scale / state.loss_scale, ",
-        "        return BackwardPass(compressing, 1.0, ",
+        "        return BackwardPass(group, compressing, loss_scale / state.loss_scale, ",
+        "        return BackwardPass(group, compressing, 1.0, ",
         "gradients/test_loss_scale.py",
     ),
 ]

@@ -31,7 +31,7 @@ MUTANTS = [
     ),
     Mutant(
         "a simple hook reads an answer before it is there",
-        "commhooks/engine/at_once.py",
+        "commhooks/engine/immediate.py",
         "    return pending.future().then(finish)\n",
         "    done = new_future(flat.device)\n    done.set_result(go_on(pending.answer))\n    return done\n",
         f"{_LATE}[fp16-cpu]",

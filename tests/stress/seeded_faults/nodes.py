@@ -151,7 +151,7 @@ MUTANTS = [
     Mutant(
         "nodes: the plan counts the residuals of the whole model",
         "commhooks/hook/learning_hook.py",
-        '            LATEST_PASS if session.has_run else "",\n            session.arrangement,\n',
+        '            LATEST_PASS if session.has_run else "",\n            session.consensus.arrangement,\n',
         '            LATEST_PASS if session.has_run else "",\n',
         "engine/test_hierarchy.py::test_the_plan_shows_what_a_rank_of_a_node_needs",
     ),

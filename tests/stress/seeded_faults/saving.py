@@ -139,9 +139,9 @@ MUTANTS = [
     ),
     Mutant(
         "ranks do not compare their state",
-        "commhooks/engine/agreement.py",
-        "    if not complete:\n        state.drop_local()\n",
-        "",
+        "commhooks/engine/consensus.py",
+        "            state.drop_local()\n",
+        "            pass\n",
         "checkpoint/test_resume.py::test_the_residual_of_another_rank_is_never_used",
     ),
     Mutant(
@@ -154,15 +154,15 @@ MUTANTS = [
     Mutant(
         "step not restored",
         "commhooks/checkpoint/learned_state.py",
-        "            session.replaced(",
-        "            session.state.step = 0\n            session.replaced(",
+        "            session.consensus.replaced(",
+        "            session.state.step = 0\n            session.consensus.replaced(",
         "checkpoint/test_resume.py::test_resume_is_bit_equal",
     ),
     Mutant(
         "saved start does not win",
         "commhooks/checkpoint/learned_state.py",
-        "            session.replaced(compressor)\n",
-        "            session.replaced(session.compressor)\n",
+        "            session.consensus.replaced(compressor)\n",
+        "            session.consensus.replaced(session.compressor)\n",
         "checkpoint/test_resume.py::test_loading_into_a_running_hook",
     ),
     Mutant(
@@ -175,7 +175,7 @@ MUTANTS = [
     Mutant(
         "saving a mean leaves the residuals alone",
         "commhooks/checkpoint/learned_state.py",
-        "                session.overwrite(state[key][name], kept[name])\n",
+        "                session.held.overwrite(state[key][name], kept[name])\n",
         "                pass\n",
         "checkpoint/test_resume.py::test_resume_is_bit_equal",
     ),
@@ -237,7 +237,7 @@ MUTANTS = [
     ),
     Mutant(
         "learned state waits for the garbage collector",
-        "commhooks/hook/learning_hook.py",
+        "commhooks/hook/engine_hook.py",
         "        self._session = session\n",
         "        self._session = session\n        self._circle = self\n",
         "hook/test_close.py::test_buffers_go_with_the_model",
@@ -266,7 +266,7 @@ MUTANTS = [
     Mutant(
         "steps of a memory that a load replaced",
         "commhooks/checkpoint/learned_state.py",
-        "            session.settle()\n            for each in",
+        "            session.held.settle()\n            for each in",
         "            pass\n            for each in",
         "engine/test_masked_commit.py::test_steps_that_nobody_asked_about_do_not_count_after_a_load",
     ),

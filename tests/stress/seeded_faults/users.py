@@ -61,9 +61,9 @@ MUTANTS = [
     ),
     Mutant(
         "noop trains apart in silence",
-        "commhooks/hook/stateless_hook.py",
-        "if self._compressor.config.sends or self._group().size() == 1:",
-        "if True:",
+        "commhooks/hook/engine_hook.py",
+        "if not compressor.config.sends and self._size > 1:",
+        "if False:",
         "hook/test_no_hook.py::test_noop_warns_and_marks_what_it_saves",
     ),
     Mutant(

@@ -1,14 +1,13 @@
-"""Run compressors without learned state: each hook call returns at once, and DDP waits for the futures."""
+"""Compressors without learned state: each hook call returns at once, and each future completes by itself."""
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from commhooks.comm import collective
-from commhooks.comm.clocks import has_clock
 from commhooks.comm.collective import Send, new_future
 from commhooks.comm.counters import Counters
 from commhooks.compressors.base import Compressor, State, StepInfo
@@ -30,7 +29,25 @@ class _NoState:
 NO_STATE: State = _NoState()
 
 
-def reduce_at_once(
+def reduce_and_count(
+    compressor: Compressor[Any], bucket: Bucket, group: dist.ProcessGroup, counters: Counters
+) -> Future:
+    """`reduce_immediately`, with the pass, its bytes and its times counted."""
+    if bucket.is_first:
+        counters.begin_pass()
+    counters.bytes_uncompressed += bucket.numel_here * bucket.flat.element_size()
+    with counters.clocks.codec(bucket.flat.device):
+        future = reduce_immediately(compressor, bucket, group, counters)
+    answered = counters.clocks.left_to_ddp(bucket.flat.device)
+
+    def note(answer: Future) -> torch.Tensor:
+        answered()
+        return answer.value()
+
+    return future.then(note)
+
+
+def reduce_immediately(
     compressor: Compressor[Any], bucket: Bucket, group: dist.ProcessGroup, counters: Counters | None = None
 ) -> Future:
     """Start the exchange of one bucket. All ranks must call this, in the same order. The future holds the reduced
@@ -43,8 +60,8 @@ def reduce_at_once(
     """
     flat = bucket.flat
     number = 0 if counters is None else max(0, counters.backward_passes - 1)  # those before this one
-    made = compressor.exchange(flat, None, NO_STATE, StepInfo(number, group.size(), rank=group.rank()))
-    task = ExchangeTask(made, flat, compressor.name, judged=False)
+    exchange = compressor.exchange(flat, None, NO_STATE, StepInfo(number, group.size(), rank=group.rank()))
+    task = ExchangeTask(exchange, flat, compressor, judged=False)
     step = task.advance(None)
     if isinstance(step, Done):
         done = new_future(flat.device)
@@ -56,20 +73,19 @@ def reduce_at_once(
             f"the exchange of {compressor.name}: put last=True on its only Send; a compressor that is not "
             "transactional sends once"
         )
-
     pending = collective.start(step, group, counters, "" if counters is None else f"bucket {bucket.index}")
     if step.meanwhile is not None:
         step.meanwhile()
     new_answer = None if step.reduces else pending.answer
 
     def finish(sent: torch.futures.Future[list[torch.Tensor]]) -> torch.Tensor:
-        # The result of a sparse all-reduce is available only in the future.
         # Runs in a thread of the backend: hold no reference to the process group here. If it were the last one, the
         # group would end in its own thread, which aborts the process.
         # On CUDA it has a stream of its own, and these tensors are freed before the kernels that read them have run.
         keep_for_current_stream(_tensors_in(task.exchange))
         if new_answer is not None:
             keep_for_current_stream([new_answer])
+        # The result of a sparse all-reduce is available only in the future.
         end = task.advance(sent.value()[0] if new_answer is None else new_answer)
         if not isinstance(end, Done):
             raise HookRunError(f"the exchange of {compressor.name} sends again after its last Send")
@@ -83,18 +99,3 @@ def _tensors_in(exchange: object) -> Iterator[torch.Tensor]:
     while inspect.isgenerator(exchange):
         yield from (each for each in inspect.getgeneratorlocals(exchange).values() if isinstance(each, torch.Tensor))
         exchange = exchange.gi_yieldfrom
-
-
-def run_with_clocks(run: Callable[[], Future], device: torch.device, counters: Counters) -> Future:
-    """Call a hook whose future DDP waits for; time the call and the wait."""
-    if not has_clock(device):
-        return run()
-    with counters.clocks.codec(device):
-        future = run()
-    answered = counters.clocks.left_to_ddp(device)
-
-    def note(answer: Future) -> torch.Tensor:
-        answered()
-        return answer.value()
-
-    return future.then(note)

@@ -14,7 +14,7 @@ from commhooks.comm.counters import Counters
 from commhooks.compressors.base import Exchange, Send, State, StepInfo, Verdict
 from commhooks.compressors.cast import Stateless
 from commhooks.compressors.config import HookConfig
-from commhooks.engine.at_once import reduce_at_once
+from commhooks.engine.immediate import reduce_immediately
 from commhooks.errors import HookRunError
 from commhooks.gradients.bucket import Bucket
 
@@ -44,7 +44,7 @@ def _run(*script: str) -> tuple[torch.Tensor, int]:
     counters = Counters()
     with process_group_of_one():
         flat = torch.arange(4.0)
-        future = reduce_at_once(Greedy(list(script)), Bucket(flat, [flat]), resolve_group(None), counters)
+        future = reduce_immediately(Greedy(list(script)), Bucket(flat, [flat]), resolve_group(None), counters)
         return future.wait(), counters.collectives
 
 
@@ -86,7 +86,7 @@ class Gathers(Stateless[Steps]):
 
 def _gathered(_: None) -> torch.Tensor:
     flat = torch.arange(4.0) + 10 * dist.get_rank()
-    return reduce_at_once(Gathers(), Bucket(flat, [flat]), resolve_group(None)).wait()
+    return reduce_immediately(Gathers(), Bucket(flat, [flat]), resolve_group(None)).wait()
 
 
 def test_a_gather_has_a_row_of_each_rank(run_ranks: Any) -> None:
@@ -98,6 +98,6 @@ def test_what_the_callback_reads_is_kept_for_its_stream() -> None:
     """On CUDA it has another stream than the hook, on which these tensors were allocated."""
     compressor, flat = Gathers(), torch.arange(4.0)
     with process_group_of_one(), cuda_stand_ins() as cuda:
-        result = reduce_at_once(compressor, Bucket(flat, [flat]), resolve_group(None)).wait()
+        result = reduce_immediately(compressor, Bucket(flat, [flat]), resolve_group(None)).wait()
     assert torch.equal(result, 1.5 * torch.arange(4.0))
     assert {storage(each) for each in compressor.made} <= {where for where, _ in cuda.kept}

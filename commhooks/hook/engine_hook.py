@@ -1,4 +1,4 @@
-"""A compressor with learned state behind `CommHook`: every backward pass is a transaction of the engine."""
+"""A compressor behind `CommHook`: the engine's session runs it."""
 
 import contextlib
 import dataclasses
@@ -10,9 +10,11 @@ import torch
 import torch.distributed as dist
 
 from commhooks.checkpoint.learned_state import SavedLearnedState
+from commhooks.checkpoint.user_state import SavedUserState
 from commhooks.compressors.base import Compressor
 from commhooks.compressors.kernel import TORCH
 from commhooks.compressors.plan import UnitPlan
+from commhooks.compressors.units import Unit
 from commhooks.engine.arrangement import Flat
 from commhooks.engine.kernel_choice import Choice, Offer
 from commhooks.engine.session import Session
@@ -24,7 +26,7 @@ from commhooks.hook.plan_model import parameter_infos, whole_plan
 from commhooks.hook.runner import Future, Runner, several_devices
 
 
-class LearningHook(Runner):
+class EngineHook(Runner):
     """
     Args:
         name: name of the hook.
@@ -32,9 +34,8 @@ class LearningHook(Runner):
         group: the process group of the hook.
         sparse: ids of the parameters whose gradients are sparse.
         function: a hook function that runs the session, called instead of it; None: call the session itself.
+        in_nodes: whether ranks_per_node is asked for.
     """
-
-    counts_outcomes = True
 
     def __init__(
         self,
@@ -43,15 +44,25 @@ class LearningHook(Runner):
         group: dist.ProcessGroup,
         sparse: Collection[int],
         function: Callable[[dist.GradBucket], Future] | None = None,
+        *,
+        in_nodes: bool = False,
     ) -> None:
         self.counters = session.counters
+        self.counts_outcomes = self._learns = session.compressor.transactional
         # Not a method: bound, it would hold this object in a cycle, and with it the learned state.
         self._own_plans = functools.partial(_plans_of_parameters, session, sparse)
-        self.saved_state = SavedLearnedState(name, session, group, self._own_plans)
+        if self._learns:
+            self.saved_state = SavedLearnedState(name, session, group, self._own_plans)
+        else:
+            config = session.compressor.config
+            options = dataclasses.asdict(config)
+            self.saved_state = SavedUserState(name, options, self.counters, group, replicas_equal=config.sends)
         self._name = name
         self._session = session
         self._sparse = sparse
         self._function = function
+        self._in_nodes = in_nodes
+        self._size = dist.get_world_size(group)
 
     def run(self, bucket: Bucket, grad_bucket: dist.GradBucket | None) -> Future:
         if self._function is None:
@@ -66,7 +77,7 @@ class LearningHook(Runner):
         self._session.close()
 
     def settle(self) -> None:
-        self._session.settle()
+        self._session.held.settle()
 
     @property
     def options(self) -> dict[str, Any]:
@@ -74,26 +85,33 @@ class LearningHook(Runner):
 
     @property
     def run_number(self) -> int | None:
-        return self._session.nonce
+        return self._session.consensus.nonce if self._learns else None
 
     def plan(self) -> ModelPlan:
         session = self._session
         if session.compressor.per_bucket:  # each row is a bucket
-            return whole_plan(self._name, session.compressor, session.plans())
-        buckets = session.buckets() if session.has_run else ()
+            return whole_plan(self._name, session.compressor, session.consensus.buckets.plans())
+        buckets = session.consensus.buckets.names() if session.has_run else ()
         return whole_plan(
             self._name,
             session.compressor,
             self._own_plans(session.compressor),
             buckets,
             LATEST_PASS if session.has_run else "",
-            session.arrangement,
+            session.consensus.arrangement,
         )
 
     def announcement(self, plan: ModelPlan) -> str:
-        return f" ({self._words}): {plan.summary()}"
+        if self._learns:
+            return f" ({self._words}): {plan.summary()}"
+        nodes = self._session.consensus.arrangement.words
+        before, sent = self.counters.bytes_uncompressed, self.counters.last_pass.bytes_sent
+        unit = Unit.of(before)
+        return (f" ({nodes})" if nodes else "") + f": {unit.text(before)} -> {unit.text(sent)} per step and rank"
 
     def announcement_alone(self, unit: str) -> str:
+        if not self._learns:
+            return super().announcement_alone(unit)
         # Its residuals must be those that a run with several ranks can go on with, and take over from one.
         return (
             f" ({self._words}){super().announcement_alone(unit)}. The gradients are compressed as among several, so "
@@ -103,15 +121,15 @@ class LearningHook(Runner):
     @property
     def _words(self) -> str:
         kernel = "" if self.choice.kernel == TORCH else f"; {self.choice.kernel.name} kernel"
-        nodes = f"; {self._session.arrangement.words}" if self._session.arrangement.words else ""
+        nodes = f"; {self._session.consensus.arrangement.words}" if self._session.consensus.arrangement.words else ""
         return f"{self._session.compressor.words}{kernel}{nodes}"
 
     @contextlib.contextmanager
     def residuals(self) -> Iterator[tuple[Mapping[str, torch.Tensor], float]]:
         state = self._session.state
-        with self._session.outcomes.lock:
+        with self._session.held.lock:
             self.settle()
-            factor = float(state.loss_scale) * self._session.arrangement.ranks_per_residual
+            factor = float(state.loss_scale) * self._session.consensus.arrangement.ranks_per_residual
             yield {n: t for key in state.local for n, t in state[key].items()}, factor
 
     def kept_residuals(self, names: ParameterNames) -> dict[str, torch.dtype] | None:
@@ -124,34 +142,43 @@ class LearningHook(Runner):
         return {each.name: precision.compute_dtype(each.parameter.dtype) for each in infos if not each.sparse}
 
     def measured(self, names: set[str]) -> set[str]:
+        if not self._learns:
+            return names
         if self._session.compressor.per_bucket:
             state = self._session.state
             return {name for key in state.local for name in state[key]} or names
-        keeps = self._session.arrangement.keeps
+        keeps = self._session.consensus.arrangement.keeps
         plans = self._own_plans(self._session.compressor)
         return {plan.name for plan in plans if plan.compressed and keeps(plan.name)}
 
     def offer(self, parameters: Mapping[str, torch.Tensor]) -> Offer:
         compressor = self._session.compressor
-        devices, dtypes = {p.device for p in parameters.values()}, {p.dtype for p in parameters.values()}
-        problem = several_devices(parameters, compressor)
+        problem = several_devices(parameters, compressor) if self._learns or self._in_nodes else ""
         if problem:  # other ranks may support it
-            return Offer(cannot=problem)
+            return Offer(cannot=problem if self._learns else f"{problem}, without ranks_per_node")
+        if not self._learns:
+            return Offer()
+        devices, dtypes = {p.device for p in parameters.values()}, {p.dtype for p in parameters.values()}
         return Offer.of(compressor, devices.pop(), dtypes) if devices else Offer()
 
     def compute_with(self, choice: Choice) -> None:
         super().compute_with(choice)
-        self._session.compute_with(choice)
+        self._session.consensus.compute_with(choice)
 
-    def arranged(self, arrangement: Flat) -> Runner:
-        self._session.arrange(arrangement)
-        return self
+    def arrange(self, arrangement: Flat) -> None:
+        self._session.consensus.arrangement = arrangement
 
     def remarks(self, *, checked: bool) -> list[str]:
-        return self.choice.remarks(self._session.compressor.called, checked=checked)
+        compressor = self._session.compressor
+        if not compressor.config.sends and self._size > 1:
+            return [
+                f"hook {self._name!r} averages nothing: every rank trains on its own data only, and the ranks drift "
+                "apart. It is for measuring how long a step takes without a network; hook=None trains without a hook"
+            ]
+        return self.choice.remarks(compressor.called, checked=checked)
 
     def said(self) -> list[str]:
-        remarks, self._session.remarks = self._session.remarks, []
+        remarks, self._session.consensus.remarks = self._session.consensus.remarks, []
         return remarks
 
     @property
@@ -173,5 +200,5 @@ def _plans_of_parameters(session: Session, sparse: Collection[int], compressor: 
     loading a state may change options."""
     if compressor.per_bucket:
         return []
-    infos = parameter_infos(session.binding.names, compressor.planning_config, sparse)
+    infos = parameter_infos(session.consensus.binding.names, compressor.planning_config, sparse)
     return compressor.plan(list(infos.values()))

@@ -1,0 +1,202 @@
+"""What the ranks agree on: at a start, after a load or a change of the compressor, before the first bucket is reduced.
+
+The step number and the options determine which collectives a step runs. Ranks that disagree on them would pair
+collectives of different sizes: gloo aborts, NCCL hangs. Error feedback needs the residuals of all ranks, or none.
+"""
+
+import secrets
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from commhooks.comm.collective import agreement_key, gather_rows
+from commhooks.comm.counters import Counters
+from commhooks.comm.shards import on_all_shards, speaks
+from commhooks.compressors.base import Compressor
+from commhooks.engine.arrangement import FLAT, Flat
+from commhooks.engine.held_state import HeldState
+from commhooks.engine.kernel_choice import Choice, Offer, agreed_choice
+from commhooks.engine.known_buckets import KnownBuckets
+from commhooks.engine.observer import GroupRanks
+from commhooks.engine.streams import keep_for_current_stream
+from commhooks.errors import HookRunError, logger_of
+from commhooks.gradients.loss_scale import LossScale
+from commhooks.gradients.names import ParameterNames
+
+logger = logger_of(__name__)
+
+
+@dataclass(frozen=True)
+class Binding:
+    """The model and the ranks that a session works for.
+
+    Attributes:
+        names: stable names of the parameters.
+        group: called at each backward pass; returns the process group, or None for the default group.
+        loss_scale: returns the current scale of the GradScaler; None without one.
+        shards: returns, for a sharded model, the ranks that hold the other shards of this replica: a pass is committed
+            on all of them or on none. None: nothing is sharded.
+    """
+
+    names: ParameterNames
+    group: Callable[[], dist.ProcessGroup | None]
+    loss_scale: Callable[[], LossScale] | None = None
+    shards: Callable[[], dist.ProcessGroup | None] | None = None
+
+    @property
+    def shard_group(self) -> dist.ProcessGroup | None:
+        return None if self.shards is None else self.shards()
+
+
+class Consensus:
+    """What all ranks of one session do alike, and when they compare it.
+
+    Attributes:
+        compressor: the compressor in force; a load or its own decision may replace it (`replaced`).
+        binding: the model and the ranks.
+        buckets: the known buckets.
+        arrangement: how the ranks share the work.
+        choice: the kernel of all ranks; None before `attach` or the first backward pass.
+        nonce: a random number, the same on all ranks; None before the first backward pass.
+        remarks: what the compressor wants rank 0 to tell the user. Whoever tells it clears the list.
+    """
+
+    def __init__(self, compressor: Compressor[Any], binding: Binding, held: HeldState, counters: Counters) -> None:
+        self.compressor = compressor
+        self.arrangement: Flat = FLAT
+        self.choice: Choice | None = None
+        self.nonce: int | None = None
+        self.remarks: list[str] = []
+        self._held = held
+        self._counters = counters
+        self._reached = False
+        self.bind(binding)
+
+    def bind(self, binding: Binding) -> None:
+        """Work for this model. Allowed only before the first backward pass."""
+        self.binding = binding
+        self.buckets = KnownBuckets(self._held.state, binding.names)
+
+    def compute_with(self, choice: Choice) -> None:
+        """Use the kernel on which all ranks have agreed."""
+        self.choice = choice
+        if self.compressor.kernel != choice.kernel:
+            self.compressor.kernel = choice.kernel
+            self.buckets.clear()  # their workspaces were made for another one
+
+    def replaced(self, compressor: Compressor[Any]) -> None:
+        """Use `compressor` from now on. Call it after a load: at the next backward pass the ranks compare their states
+        again, and the loaded state is checked and refitted."""
+        self.compressor = compressor
+        if self.choice is not None:
+            compressor.kernel = self.choice.kernel
+        self._reached = self._held.torn = False
+        self.buckets.clear()
+
+    def reach(self, group: dist.ProcessGroup, flat: torch.Tensor) -> None:
+        """Before each backward pass: let the compressor decide anew at the end of its watch, and compare the states of
+        the ranks after a start, a load or a change of the compressor. All ranks of `group` must call this.
+
+        Args:
+            flat: the first bucket.
+
+        Raises:
+            HookRunError: on all ranks, if the steps or the configurations differ, if some ranks cannot run the hook, or
+                if they have no kernel in common; the message names the ranks.
+            HookConfigError: no rank can run the hook.
+        """
+        self._compare(group, flat)  # before ranks at different steps decide on different collectives
+        self._reconsider(group, flat.device)
+        self._compare(group, flat)
+
+    def _reconsider(self, group: dist.ProcessGroup, device: torch.device) -> None:
+        """Let the compressor decide anew at the end of its watch, on all ranks at the same committed step."""
+        watch, held = self.compressor.watch, self._held
+        if watch is None or held.step_at_most < watch.end:
+            return
+        held.settle()
+        if held.state.step < watch.end:
+            return
+        # Without the lock: a save in another thread may hold it while it waits for the other ranks' saves.
+        compressor, remark = self.compressor.reconsidered(GroupRanks(group, device, self._counters), held.state.step)
+        if compressor is not self.compressor:
+            with held.lock:  # no save may read what is half replaced
+                held.state.keep_fields(compressor.state_fields)
+                self.replaced(compressor)
+        if remark:
+            self.remarks.append(remark)
+
+    def _compare(self, group: dist.ProcessGroup, flat: torch.Tensor) -> None:
+        """Compare step and configuration over the ranks of `group`, and choose a kernel if none was chosen. Of a
+        sharded model, compare the step with the other shards, too. If one rank lacks its local tensors, all ranks drop
+        theirs."""
+        if self._reached:
+            return
+        compressor, state, names, shard_group = (
+            self.compressor,
+            self._held.state,
+            self.binding.names.known(),
+            self.binding.shard_group,
+        )
+        self._held.settle()
+        # A load allocated them on its own stream.
+        keep_for_current_stream(tensor for entries in state.entries.values() for tensor in entries.values())
+        shapes = sorted((name, tuple(parameter.shape)) for name, parameter in names.items())
+        in_force = compressor.config, compressor.planning_config, compressor.chosen, compressor.watch
+        configuration = agreement_key(compressor.name, in_force, compressor.wire, shapes)
+        chosen, device = self.choice, flat.device
+        offer = Offer.of(compressor, device, [flat.dtype]) if chosen is None else chosen.as_offer()
+        numbers = [state.step, configuration, int(state.local_missing), secrets.randbits(62), offer.key]
+
+        def agree() -> tuple[list[list[int]], Choice]:
+            what = "the comparison of the ranks' state (load on every rank, or on none)"
+            own = torch.tensor(numbers, dtype=torch.int64, device=device)
+            table: list[list[int]] = gather_rows(own, group, self._counters, what).tolist()
+            _check_steps([row[0] for row in table])
+            _check_configurations([row[1] for row in table])
+            return table, agreed_choice(offer, [row[4] for row in table], group, device, HookRunError)
+
+        (table, choice), steps = on_all_shards(agree, [state.step], shard_group, device, HookRunError)
+        _check_steps([row[0] for row in steps])
+        self.buckets.speaker = speaker = speaks(group, shard_group)
+        if chosen is None:
+            self.compute_with(choice)
+            for remark in choice.remarks(compressor.called) if speaker else ():
+                logger.warning("%s", remark)
+        if self.nonce is None:
+            self.nonce = table[0][3]
+        if any(row[2] for row in table):
+            state.drop_local()
+            if speaker and not state.missing_was_said:
+                logger.warning(
+                    "%s: the residual of at least one rank is missing or belongs to another rank; all ranks start "
+                    "from residuals of zero. Step and Q are kept.",
+                    compressor.called,
+                )
+        self.arrangement.rehome(state, names)
+        self._reached = True
+
+
+def _check_configurations(configurations: list[int]) -> None:
+    if len(set(configurations)) > 1:
+        groups = sorted({tuple(r for r, c in enumerate(configurations) if c == value) for value in configurations})
+        raise HookRunError(
+            "the ranks run different hooks, options or models: "
+            + " differ from ".join(f"ranks {list(ranks)}" for ranks in groups)
+            + ". Give every rank the same hook, options, wrapper and model"
+        )
+
+
+def _check_steps(steps: list[int]) -> None:
+    if len(set(steps)) > 1:
+        raise HookRunError(
+            f"the ranks are at different steps of the hook: {_by_rank(steps)}. Load the same checkpoint on every rank "
+            "before the first backward pass, or on none"
+        )
+
+
+def _by_rank(values: list[int]) -> str:
+    return ", ".join(f"rank {rank}: {value}" for rank, value in enumerate(values))

@@ -28,7 +28,8 @@ class Send:
 
     The result of "sum" and "max" is `tensor` itself, reduced in place; that of "gather" is a new tensor of shape
     `(world_size, *shape)`. For "all_to_all", `tensor` has the shape `(world_size, ...)`: row i goes to rank i. The
-    result is a new tensor of that shape, whose row i came from rank i. With `splits`, both are 1-D and in parts.
+    result is a new tensor of that shape, whose row i came from rank i. With `splits`, tensors and results of "gather"
+    and "all_to_all" are 1-D and in parts.
     """
 
     tensor: torch.Tensor
@@ -42,7 +43,8 @@ class Send:
     """Work that neither needs the result nor touches `tensor`: called as soon as the collective is on its way, so that
     an accelerator does it while the network is busy."""
     splits: tuple[Sequence[int], Sequence[int]] | None = None
-    """For "all_to_all" with parts of different sizes: how many elements go to each rank, and come from each."""
+    """For parts of different sizes: how many elements go to each rank, and come from each. With "gather" all of
+    `tensor` goes to each."""
     into: torch.Tensor | None = None
     """With `splits`: memory for the result; None: new memory."""
     over: Reach = "all"
@@ -70,7 +72,7 @@ class Send:
         size = self.numel_here * self.tensor.element_size()
         if self.reduces:
             return size
-        whole = size * world_size if self.op == "gather" else size
+        whole = size * world_size if self.op == "gather" else size  # a rank's parts are as large as its own
         return -(-whole // 2)
 
 
@@ -179,12 +181,17 @@ def start(
     work: dist.Work | MessageWork
     try:
         if send.op == "gather":
-            answer = torch.empty((group.size(), *send.tensor.shape), dtype=answer.dtype, device=answer.device)
             own = send.tensor.contiguous()
-            if messages is not None and messages.serve(group, own):
-                work = messages.exchange(own.expand_as(answer), answer, group)
+            if send.splits is None:
+                answer = torch.empty((group.size(), *own.shape), dtype=own.dtype, device=own.device)
+                parts = answer.unbind(0)
             else:
-                work = dist.all_gather(list(answer.unbind(0)), own, group=group, async_op=True)
+                answer = own.new_empty(sum(send.splits[1])) if send.into is None else send.into
+                parts = answer.split(list(send.splits[1]))
+            if messages is not None and messages.serve(group, own.device):
+                work = messages.exchange([own] * group.size(), parts, group)
+            else:
+                work = dist.all_gather(list(parts), own, group=group, async_op=True)
         elif send.op == "all_to_all":
             sent = arriving = None
             if send.splits is None:
@@ -194,8 +201,8 @@ def start(
                 sent, arriving = map(list, send.splits)
                 answer = send.tensor.new_empty(sum(arriving)) if send.into is None else send.into
             tensor = send.tensor.contiguous()
-            if messages is not None and sent is None and messages.serve(group, tensor[0]):
-                work = messages.exchange(tensor, answer, group)
+            if messages is not None and sent is None and messages.serve(group, tensor.device):
+                work = messages.exchange(tensor.unbind(0), answer.unbind(0), group)
             else:
                 work = dist.all_to_all_single(answer, tensor, arriving, sent, group=group, async_op=True)
         else:

@@ -5,6 +5,8 @@ rank posts its send first, so that on a busy link its announcement queues behind
 message waits as long as that takes to send. With the receives first both directions are busy all the time.
 """
 
+from collections.abc import Sequence
+
 import torch
 import torch.distributed as dist
 
@@ -36,20 +38,28 @@ class Messages:
         self._in_flight: set[MessageWork] = set()
 
     @staticmethod
-    def serve(group: dist.ProcessGroup, row: torch.Tensor) -> bool:
-        """Whether rows like this one travel as messages in `group`."""
-        if row.device.type != "cpu" or row.numel() == 0 or group.size() == 1:
-            return False
-        return backend_of(group, row.device) == "gloo"
+    def serve(group: dist.ProcessGroup, device: torch.device) -> bool:
+        """Whether tensors on `device` travel as messages in `group`."""
+        return device.type == "cpu" and group.size() > 1 and backend_of(group, device) == "gloo"
 
-    def exchange(self, rows: torch.Tensor, answer: torch.Tensor, group: dist.ProcessGroup) -> MessageWork:
-        """Start to send `rows[i]` to rank i of `group`, and to receive `answer[i]` from it. Both are contiguous and of
-        equal rows; `rows` may be expanded from one row. All ranks of `group` must call this, in the same order."""
+    def exchange(
+        self, sent: Sequence[torch.Tensor], arriving: Sequence[torch.Tensor], group: dist.ProcessGroup
+    ) -> MessageWork:
+        """Start to send `sent[i]` to rank i of `group`, and to receive `arriving[i]` from it: contiguous tensors, of
+        which the empty ones do not travel. All ranks of `group` must call this, in the same order."""
         here, size = group.rank(), group.size()
         before = [(here - distance) % size for distance in range(1, size)]
-        works = [dist.irecv(answer[other], group=group, group_src=other, tag=TAG) for other in before]
-        works += [dist.isend(rows[other], group=group, group_dst=other, tag=TAG) for other in reversed(before)]
-        answer[here].copy_(rows[here])
+        works = [
+            dist.irecv(arriving[other], group=group, group_src=other, tag=TAG)
+            for other in before
+            if arriving[other].numel()
+        ]
+        works += [
+            dist.isend(sent[other], group=group, group_dst=other, tag=TAG)
+            for other in reversed(before)
+            if sent[other].numel()
+        ]
+        arriving[here].copy_(sent[here])
         return MessageWork([work for work in works if work is not None], self._in_flight)
 
     def forget_abandoned(self) -> None:

@@ -30,7 +30,6 @@ from commhooks.engine.average import exchange_or_average
 from commhooks.engine.immediate import NO_STATE
 from commhooks.engine.node_shares import (
     NodeShares,
-    Splits,
     buffer_sizes,
     owners_of,
     part_sizes,
@@ -100,7 +99,15 @@ class Hierarchy(Flat):
         self, compressor: Compressor[Any], flat: torch.Tensor, work: NodeShares, state: LearnedState, step: StepInfo
     ) -> Exchange:
         own = work.own
-        yield self._inside("gradients", work.by_owner(flat), work.to_owners, work.gradients)
+        gradients = work.by_owner(flat)
+        yield Send(
+            gradients,
+            what="the node's gradients",
+            op="all_to_all",
+            splits=work.to_owners,
+            into=work.gradients,
+            over="node",
+        )
         count = self.nodes.ranks_per_node
         before, after = (1, count) if state.local else (count, 1)
         first, *others = work.gradients.div_(before).view(count, own.numel())
@@ -123,7 +130,10 @@ class Hierarchy(Flat):
             yield Verdict(torch.ones((), dtype=torch.bool, device=flat.device))
         own.div_(after)
 
-        yield self._inside("averages", work.results(state), work.from_owners, work.averages)
+        results = work.results(state)
+        yield Send(
+            results, what="the node's averages", op="gather", splits=work.from_owners, into=work.averages, over="node"
+        )
         work.take(flat, state)
         return None
 
@@ -148,10 +158,6 @@ class Hierarchy(Flat):
     def rebase(self, tensors: dict[str, torch.Tensor], name: str, mean: torch.Tensor) -> None:
         if self.keeps(name):
             tensors[name] = mean * self.nodes.ranks_per_node
-
-    def _inside(self, what: str, tensor: torch.Tensor, splits: Splits, into: torch.Tensor) -> Send:
-        """An exchange of parts inside the node."""
-        return Send(tensor, what=f"the node's {what}", op="all_to_all", splits=splits, into=into, over="node")
 
     def _between_nodes(
         self, compressor: Compressor[Any], work: NodeShares, state: LearnedState, step: StepInfo

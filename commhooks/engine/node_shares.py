@@ -56,7 +56,7 @@ def part_sizes(gradient_bytes: int, fields: Sequence[Field]) -> list[int]:
 def buffer_sizes(sizes: Sequence[Sequence[int]], local_rank: int) -> tuple[int, int]:
     """Bytes of the memory for what this rank sends, and for what arrives. `sizes`: `part_sizes` of each owner."""
     count, own, total = len(sizes), sizes[local_rank], sum(each[0] for each in sizes)
-    return max(total, count * sum(own)), max(count * own[0], sum(map(sum, sizes)))
+    return max(total, sum(own)), max(count * own[0], sum(map(sum, sizes)))
 
 
 class NodeShares:
@@ -94,15 +94,15 @@ class NodeShares:
         gradient_bytes = [numel * layout.dtype.itemsize for numel in numels]
         self._sizes = [part_sizes(*each) for each in zip(gradient_bytes, self._fields, strict=True)]
         self.to_owners: Splits = (numels, [numels[local]] * count)
-        self.from_owners: Splits = ([sum(self._sizes[local])] * count, [sum(each) for each in self._sizes])
+        self.from_owners: Splits = ([sum(self._sizes[local])], [sum(each) for each in self._sizes])
         # The gradients have arrived before the averages are sent: both use the same memory.
         total, share = layout.numel * layout.dtype.itemsize, gradient_bytes[local]
-        results, averages = count * sum(self._sizes[local]), sum(map(sum, self._sizes))
+        results, averages = sum(self._sizes[local]), sum(map(sum, self._sizes))
         sent, arrived = (
             torch.zeros(size, dtype=torch.uint8, device=layout.device) for size in buffer_sizes(self._sizes, local)
         )
         self._by_owner = sent[:total].view(layout.dtype)
-        self._results = sent[:results].view(count, results // count)
+        self._results = sent[:results]
         self.gradients = arrived[: count * share].view(layout.dtype)
         self.averages = arrived[:averages]
         self.own = torch.zeros(numels[local], dtype=layout.dtype, device=layout.device)
@@ -117,10 +117,10 @@ class NodeShares:
         return self._by_owner
 
     def results(self, state: LearnedState) -> torch.Tensor:
-        """What this rank sends to each rank of the node (uint8, a row for each): `own`, the replicated tensors that the
-        compressor has learned for it, and a flag for each of these: whether there is one."""
+        """What this rank sends to all ranks of the node (uint8): `own`, the replicated tensors that the compressor has
+        learned for it, and a flag for each of these: whether there is one."""
         fields = self._fields[self._local_rank]
-        pieces = self._results[0].split(self._sizes[self._local_rank])
+        pieces = self._results.split(self._sizes[self._local_rank])
         pieces[0].copy_(self.own.view(torch.uint8))
         for (field, plan), piece in zip(fields, pieces[1:-1], strict=True):
             learned = state[field.key].get(plan.key)
@@ -128,8 +128,7 @@ class NodeShares:
                 piece.copy_(_bytes(learned))
         if fields:
             pieces[-1].copy_(torch.tensor([plan.key in state[field.key] for field, plan in fields], dtype=torch.uint8))
-        self._results[1:] = self._results[0]
-        return self._results.view(-1)
+        return self._results
 
     def take(self, flat: torch.Tensor, state: LearnedState) -> None:
         """Write the results of all ranks of the node, which are in `averages`, into the bucket and into the learned

@@ -64,10 +64,10 @@ def _abandoned() -> list[float]:
     got = []
     for turn in range(3):
         rows = torch.full((2, 500_000), 10.0 * turn + dist.get_rank())
-        messages.exchange(rows, torch.empty_like(rows), group)
+        messages.exchange(rows.unbind(0), torch.empty_like(rows).unbind(0), group)
         rows = rows + 5
         answer = torch.empty_like(rows)
-        messages.exchange(rows, answer, group).wait()
+        messages.exchange(rows.unbind(0), answer.unbind(0), group).wait()
         got += answer[:, 0].tolist()
         messages.forget_abandoned()
     return got

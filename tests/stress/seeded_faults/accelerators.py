@@ -291,7 +291,7 @@ MUTANTS = [
     Mutant(
         "streams: loaded tensors are freed too early",
         "commhooks/engine/consensus.py",
-        "        keep_for_current_stream(tensor for entries in state.entries.values() for tensor in entries.values())\n",
+        "        keep_for_current_stream(tensor for entries in state.entries.values() for tensor in entries.values())\n",  # noqa: E501
         "",
         f"{_ORDER}::test_loaded_tensors_stay_until_the_codec_has_read_them",
     ),

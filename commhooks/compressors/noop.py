@@ -1,12 +1,11 @@
 """A hook without communication, to measure the cost of the network."""
 
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
 
-from commhooks.compressors.base import Exchange, State, StepInfo, Trial
+from commhooks.compressors.base import Exchange, State, StepInfo
 from commhooks.compressors.cast import Stateless
 from commhooks.compressors.config import HookConfig
 
@@ -28,7 +27,3 @@ class NoopCompressor(Stateless[Noop]):
     def exchange(self, flat: torch.Tensor, work: Any, state: State, step: StepInfo) -> Exchange:
         return flat
         yield  # a generator that sends nothing
-
-    @classmethod
-    def trials(cls, ranks: Sequence[int], options: Mapping[str, Any]) -> Sequence[Trial]:
-        return (Trial("noop"),)

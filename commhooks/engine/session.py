@@ -17,6 +17,7 @@ from commhooks.comm.collective import Pending, Send, agreement_key, outlast, res
 from commhooks.comm.counters import Counters
 from commhooks.comm.messages import Messages
 from commhooks.comm.shards import good_on_all_shards, speaks
+from commhooks.compressors.adaptive import AdaptiveCompressor, Ranks
 from commhooks.compressors.base import Compressor, StepInfo
 from commhooks.compressors.plan import UnitPlan
 from commhooks.engine.agreement import Terms, agree
@@ -26,7 +27,7 @@ from commhooks.engine.backward_pass import BackwardPass, RunningExchange
 from commhooks.engine.kernel_choice import Choice, Offer
 from commhooks.engine.known_buckets import KnownBuckets
 from commhooks.engine.leftovers import leftovers, with_leftovers
-from commhooks.engine.observer import GroupRanks, Observer
+from commhooks.engine.observer import Observer
 from commhooks.engine.outcomes import Outcomes
 from commhooks.engine.state import LearnedState
 from commhooks.engine.statistics_log import StatisticsLog
@@ -103,13 +104,13 @@ class Session:
         self._pass: BackwardPass | None = None
         self._closed = False
         self._log = StatisticsLog()
-        self._observer = Observer(binding.names, self.counters)
+        self._observer = Observer(binding.names)
 
     def bind(self, binding: Binding) -> None:
         """Use another model. Allowed only before the first backward pass."""
         self.binding = binding
         self._buckets = KnownBuckets(self.compressor, self.state, binding.names)
-        self._observer = Observer(binding.names, self.counters)
+        self._observer = Observer(binding.names)
 
     def compute_with(self, choice: Choice) -> None:
         """Use the kernel on which all ranks have agreed."""
@@ -140,11 +141,6 @@ class Session:
             HookRunError: the ranks disagree, a collective failed, or the learned state belongs to another model.
             HookConfigError: the buckets are on several devices.
         """
-        watch, device = self.compressor.watch, bucket.flat.device
-        # Without the lock: if another thread reads outcomes just now, one pass less is measured.
-        watched = watch is not None and self.state.step + self.outcomes.unread_passes + 1 >= watch.begin
-        if watched:
-            self._observer.entered(device)
         with self._computing(bucket.flat):
             current = self._pass
             # An unfinished pass ended in an exception and was never committed: drop it.
@@ -158,8 +154,6 @@ class Session:
                 current.add(exchange)
                 if bucket.is_last:
                     self._drain(current)
-        if watched:
-            self._observer.left(device)
         return exchange.future
 
     def end_pass(self) -> None:
@@ -240,7 +234,7 @@ class Session:
         if compressing and self.compressor.selective and self.counters.numel_before == 0:
             logger.info("Start to apply %s after %s iterations.", self.compressor.called, state.step)
         self._buckets.begin_pass()
-        self._observer.begin_pass(step_at_most, self.compressor.watch)
+        self._observer.begin_pass(step_at_most, self.compressor)
         # Without a scaler the scale is 1; residuals saved with one are rescaled to it.
         loss_scale = usable(read_scale(self.binding.loss_scale), state.loss_scale)
         self.counters.begin_pass()
@@ -298,7 +292,7 @@ class Session:
         self._messages.forget_abandoned()
         if self._observer.active:
             self.settle()  # `current.step` may be less than the step
-            self._observer.show(self.compressor, self.state.step - 1, good, [each.result for each in current.running])
+            self._observer.show(self.state.step - 1, good, [each.result for each in current.running])
         current.fulfil()
 
     def _commit(self, current: BackwardPass, good: torch.Tensor) -> None:
@@ -366,14 +360,16 @@ class Session:
 
     def _reconsider(self, group: dist.ProcessGroup, device: torch.device) -> None:
         """Let the compressor decide anew at the end of its watch, on all ranks at the same committed step."""
-        watch = self.compressor.watch
-        if watch is None or self.outcomes.step_at_most < watch.end:
+        adaptive = self.compressor
+        if not isinstance(adaptive, AdaptiveCompressor) or adaptive.watch is None:
+            return
+        if self.outcomes.step_at_most < adaptive.watch.end:
             return
         self.settle()
-        if self.state.step < watch.end:
+        if self.state.step < adaptive.watch.end:
             return
         # Without the lock: a save in another thread may hold it while it waits for the other ranks' saves.
-        compressor, remark = self.compressor.reconsidered(GroupRanks(group, device, self.counters), self.state.step)
+        compressor, remark = adaptive.reconsidered(Ranks(group, device, self.counters), self.state.step)
         if compressor is not self.compressor:
             with self.outcomes.lock:  # no save may read what is half replaced
                 self.state.keep_fields(compressor.state_fields)
@@ -390,7 +386,7 @@ class Session:
         keep_for_current_stream(tensor for entries in self.state.entries.values() for tensor in entries.values())
         compressor = self.compressor
         shapes = {name: tuple(parameter.shape) for name, parameter in self.binding.names.known().items()}
-        in_force = compressor.config, compressor.planning_config, compressor.chosen, compressor.watch
+        in_force = compressor.config, compressor.notes if isinstance(compressor, AdaptiveCompressor) else None
         configuration = agreement_key(compressor.name, in_force, compressor.wire, sorted(shapes.items()))
         self._buckets.speaker = speaks(group, self.binding.shard_group)
         chosen = self.choice

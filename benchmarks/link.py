@@ -20,7 +20,7 @@ of the slowest rank.
   state          residuals and factors of the rank that has most of them
 
 Hooks that choose (auto, auto-close) begin anew at each rate and amount of computation, with a new model, and decide
-before they are measured, after a dozen of plain steps. The column "chosen" says what they do.
+before they are measured: after a dozen of plain steps they try their candidates. The column "chosen" says what they do.
 
 Hooks have DDP's usual buckets (25 MB), torch's PowerSGD (torch-RANK) has one: with more it hangs on gloo. A hook that
 has used --seconds at one rate takes no further part there: plain DDP needs 94 s for a step of the transformer at
@@ -46,7 +46,7 @@ from common import Row, number, parse, parser, report, spread, summary
 from hooks import CHOOSING, LABELS
 from link_figure import draw
 from link_ranks import LinkRanks
-from link_worker import DECIDED_WITHIN, SIZES
+from link_worker import SIZES
 from machine import machine
 from models import make, numel
 from namespaces import Link, bits_per_second, missing
@@ -99,7 +99,9 @@ def measure(args: argparse.Namespace) -> list[Row]:
                         # Four times the duration of a plain all-reduce of all gradients per step, at most one hour.
                         wire_s = 0 if rate == "unlimited" else 8 * gradient / bits_per_second(rate)
                         limit_s = min(3600, 300 + len(args.hooks) * (args.seconds + 4 * wire_s) * 2)
-                        limit_s += len(CHOOSING.keys() & set(args.hooks)) * DECIDED_WITHIN * (4 * wire_s + 5)
+                        limit_s += (
+                            len(CHOOSING.keys() & set(args.hooks)) * 60 * (4 * wire_s + 5)
+                        )  # trials of long steps
                         size = SIZES[model][compute]
                         answer = ranks.job(limit_s, size=size, steps=args.steps, seconds=args.seconds)
                         idle = [x for x, n in answer["compressed"].items() if x.startswith("powersgd") and not n]

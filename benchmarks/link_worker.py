@@ -23,7 +23,8 @@ SIZES = {
     "tiny_transformer": {"light": 64, "heavy": 128},
 }
 START, WARM_UP = 2, 4
-DECIDED_WITHIN = 60
+DECIDED_WITHIN = 500
+"""Steps: more of a few milliseconds are tried than of long ones."""
 
 
 def worker(rank: int, world_size: int, ranks_per_node: int, interface: str, model_name: str, hooks: list[str]) -> None:

@@ -1,14 +1,12 @@
 """A rank of PowerSGD for each layer, chosen from gradients as hook="auto" chooses it."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
-from commhooks import Auto, PowerSGD
-from commhooks.compressors.auto.candidates import spectrum
+from commhooks import PowerSGD
 from commhooks.compressors.auto.energy import Energies, by_layer
 from commhooks.compressors.auto.ranks import ranks_for_bytes, truncated
-from commhooks.compressors.auto.watcher import SPECTRUM_ROUNDS
 from commhooks.compressors.powersgd.compressor import PowerSGDCompressor
 from commhooks.compressors.powersgd.plan import MatrixPlan
 from commhooks.engine.simulation import SimulatedRanks
@@ -23,13 +21,11 @@ def ranks_per_layer(
         parameters: name -> parameter, in the order of the gradients.
         gradients: averaged gradients of some steps, each flat (1-D).
     """
-    energies = Energies()
-    for gradient in gradients:
-        watched = SimulatedRanks(lambda: spectrum(Auto(quality="close")), 1, parameters)
-        for _ in range(SPECTRUM_ROUNDS):
-            watched.step([gradient.clone()])
-        energies.look(watched.layout, gradient, watched.states[0])
     plans = {rank: _plans(parameters, rank) for rank in (1, like)}
+    energies = Energies()
+    slots = {slot.name: slot for slot in SimulatedRanks(_low_rank(1), 1, parameters).layout.slots}
+    for gradient in gradients:
+        energies.look({each.name: slots[each.name].of(gradient).view(each.n, each.m) for each in plans[1].values()})
     names = list(plans[1])
     sent = {name: plan.sent_bytes(torch.float32) for name, plan in plans[1].items()}
     kept = {
@@ -41,6 +37,9 @@ def ranks_per_layer(
 
 
 def _plans(parameters: Mapping[str, torch.Tensor], rank: int) -> dict[str, MatrixPlan]:
-    config = PowerSGD(matrix_approximation_rank=rank, start_powerSGD_iter=0)
-    planned = SimulatedRanks(lambda: PowerSGDCompressor(config), 1, parameters).plans
+    planned = SimulatedRanks(_low_rank(rank), 1, parameters).plans
     return {plan.name: plan for plan in planned if isinstance(plan, MatrixPlan) and plan.compressed}
+
+
+def _low_rank(rank: int) -> Callable[[], PowerSGDCompressor]:
+    return lambda: PowerSGDCompressor(PowerSGD(matrix_approximation_rank=rank, start_powerSGD_iter=0))

@@ -10,7 +10,6 @@ from commhooks.compressors.base import (
     State,
     StateField,
     StepInfo,
-    Trial,
     Verdict,
 )
 from commhooks.compressors.cast import AllReduce, BF16Compress, FP16Compress
@@ -65,7 +64,6 @@ __all__ = [
     "State",
     "StateField",
     "StepInfo",
-    "Trial",
     "UnitPlan",
     "Verdict",
     "allreduce_hook",

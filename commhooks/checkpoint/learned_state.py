@@ -12,6 +12,7 @@ from commhooks.checkpoint import payload
 from commhooks.checkpoint.checks import check_count, damaged
 from commhooks.checkpoint.payload import Contribution
 from commhooks.comm.joint_save import JointSave
+from commhooks.compressors.adaptive import AdaptiveCompressor
 from commhooks.compressors.base import Compressor
 from commhooks.compressors.plan import UnitPlan
 from commhooks.compressors.state_field import StateField
@@ -101,7 +102,8 @@ class SavedLearnedState:
         same_ranks = content.get("world_size") == self._world_size
         try:
             compressor = self._session.compressor.with_start(start)
-            compressor = compressor.with_notes(content.get("notes"), content["step"], same_ranks=same_ranks)
+            if isinstance(compressor, AdaptiveCompressor):
+                compressor = compressor.with_notes(content.get("notes"), content["step"], same_ranks=same_ranks)
         except HookConfigError as error:
             raise damaged(str(error)) from error
         state = payload.read(content, self._target(compressor), strict=strict)
@@ -146,7 +148,7 @@ class SavedLearnedState:
         """Drop residuals of parameters that are no longer compressed: no step would use them, but they would be saved
         again, and a later run that compresses these parameters would add them."""
         # It does not compress now, or changes what it compresses, and sends residuals with the next gradient.
-        if not compressor.selective or compressor.chosen:
+        if not compressor.selective or isinstance(compressor, AdaptiveCompressor):
             return
         # Empty for compressors of whole buckets, where every parameter may have a residual.
         plans = self._plans_with(compressor)

@@ -22,6 +22,7 @@ from commhooks.checkpoint.checks import (
     check_range,
     damaged,
 )
+from commhooks.compressors.adaptive import AdaptiveCompressor
 from commhooks.compressors.base import Compressor
 from commhooks.compressors.plan import UnitPlan
 from commhooks.compressors.state_field import StateField
@@ -134,7 +135,7 @@ def build(target: Target, state: LearnedState, local: Contribution, counters: di
             for key, each in of_buckets.items()
         },
         "hook_state": None,
-        **({} if target.compressor.notes is None else {"notes": target.compressor.notes}),
+        **({"notes": target.compressor.notes} if isinstance(target.compressor, AdaptiveCompressor) else {}),
     }
 
 

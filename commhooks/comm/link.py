@@ -1,18 +1,78 @@
-"""Measure the network between the ranks with a few plain all-reduces."""
+"""The network between the ranks: a model of what a collective costs on it, and how to measure it.
 
+The model: a message costs a latency (alpha), and a byte 1 / bandwidth (beta). The ranks of a node share its network
+card. What leaves a node for one collective, if it counts c bytes (see `Counters`), of W ranks, L of which are on each
+node:
+
+    all-reduce   2 (W - 1) / W c. Messages one after another: 2 (W - 1) in a ring or 2 log2(W) in a tree, whichever is
+                 less: NCCL chooses, gloo has rings
+    all-to-all   each rank to each rank of other nodes: 2 L (W - L) / W c, W - L messages
+    all-gather   NCCL: 2 (W - 1) / W c, a ring: W - 1 messages; gloo: as an all-to-all (`messages.py`)
+"""
+
+import math
 import statistics
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 import torch.distributed as dist
 
-from commhooks.comm.collective import gather_rows
+from commhooks.comm.collective import Op, gather_rows
+
+Backend = Literal["nccl", "gloo"]
 
 _ENOUGH_S = 0.05
 _LARGEST_BYTES = 32 * 2**20
 _SMALLEST_BYTES = 64 * 2**10
 _REPEATS = 3
+
+
+@dataclass(frozen=True)
+class Network:
+    """The model.
+
+    Attributes:
+        ranks: how many reduce together.
+        bits_per_s: bandwidth of a node.
+        latency_s: seconds per message.
+        per_node: how many of the ranks are on each node.
+        backend: what carries the collectives.
+    """
+
+    ranks: int
+    bits_per_s: float
+    latency_s: float = 0.0
+    per_node: int = 1
+    backend: Backend = "nccl"
+
+    def leaving(self, counted: float, ops: Sequence[Op] = ("sum",)) -> float:
+        """Bytes that leave a node for collectives of so many counted bytes, divided equally among `ops`."""
+        return sum(2 * self._shares(op) / self.ranks * counted / len(ops) for op in ops)
+
+    def seconds(self, counted: float, ops: Sequence[Op] = ("sum",), buckets: int = 1) -> float:
+        """The time of the collectives of a step, one after another: `ops` for each bucket."""
+        messages = buckets * sum(map(self._messages, ops))
+        return 8 * self.leaving(counted, ops) / self.bits_per_s + messages * self.latency_s
+
+    def _shares(self, op: Op) -> int:
+        """How many of the W shares of a message leave the node, there and back."""
+        return self.per_node * (self.ranks - self.per_node) if self._to_each(op) else self.ranks - 1
+
+    def _messages(self, op: Op) -> int:
+        """How many follow one another."""
+        if self._to_each(op):
+            return self.ranks - self.per_node
+        if op == "gather":
+            return self.ranks - 1
+        tree = math.ceil(math.log2(self.ranks)) if self.backend == "nccl" else self.ranks
+        return 2 * min(self.ranks - 1, tree)
+
+    def _to_each(self, op: Op) -> bool:
+        """Whether each rank sends to each other one."""
+        return op == "all_to_all" or (op == "gather" and self.backend == "gloo")
 
 
 @dataclass(frozen=True)
@@ -28,11 +88,6 @@ class Link:
     mbit_per_s: float
     latency_ms: float
     took_s: float = 0.0
-
-
-def wire_s(payload_bytes: float, mbit_per_s: float, world_size: int) -> float:
-    """Seconds to send a ring all-reduce of `payload_bytes` over a link: each rank sends 2 (W - 1) / W of the bytes."""
-    return payload_bytes * 2 * (world_size - 1) / world_size * 8 / (mbit_per_s * 1e6)
 
 
 def measure_link(group: dist.ProcessGroup, device: torch.device) -> Link:
@@ -52,7 +107,7 @@ def measure_link(group: dist.ProcessGroup, device: torch.device) -> Link:
     # The first all-reduce of a size uses fresh memory; the fastest one was disturbed least.
     took_s = min(took_s, *(_all_reduce_s(buffer, group) for _ in range(_REPEATS)))
     sent_s = max(took_s - latency_s, took_s / 10)
-    mbit_per_s = wire_s(buffer.nbytes, 1.0, group.size()) / sent_s
+    mbit_per_s = Network(group.size(), 1e6).seconds(buffer.nbytes) / sent_s
     return Link(mbit_per_s, 1000 * latency_s, _slowest(time.perf_counter() - began, group, device))
 
 

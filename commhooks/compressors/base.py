@@ -8,8 +8,8 @@ collectives, waits for them, counts bytes, measures times, follows the loss scal
 
 import copy
 from abc import ABC, abstractmethod
-from collections.abc import Generator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Generator, Sequence
+from dataclasses import dataclass
 from typing import Any, ClassVar, Generic, Protocol
 
 import torch
@@ -18,13 +18,12 @@ from commhooks.comm.collective import Op, Send
 from commhooks.comm.wire import WIRE_BITS, WIRE_DTYPES, dtype_name, wire_dtype_of
 from commhooks.compressors.config import ConfigT, HookConfig
 from commhooks.compressors.kernel import TORCH, Kernel, KernelsHere
-from commhooks.compressors.observation import Ranks, Seen, Watch
 from commhooks.compressors.plan import MemoryPlan, ParameterInfo, UnitPlan, real_itemsize
 from commhooks.compressors.state_field import RESIDUAL, StateField
 from commhooks.gradients.layout import BucketLayout
 from commhooks.gradients.loss_scale import LossScale
 
-__all__ = ["RESIDUAL", "Compressor", "Exchange", "Send", "State", "StateField", "StepInfo", "Trial", "Verdict"]
+__all__ = ["RESIDUAL", "Compressor", "Exchange", "Send", "State", "StateField", "StepInfo", "Verdict"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -63,28 +62,6 @@ class StepInfo:
     """This rank's number among the ranks that reduce the gradients."""
 
 
-@dataclass(frozen=True)
-class Trial:
-    """One configuration of a hook that the doctor measures.
-
-    Attributes:
-        label: row label in the doctor's table.
-        options: hook options; compression begins at step 0.
-        changes: how much the gradients change, to choose the most exact of equally fast trials: 0 not at all, up to 1
-            for another dtype, above 1 for lossy compression.
-        note: printed when this trial is recommended.
-        slow_note: printed when the codec takes longer than the communication and computed with torch.
-        wrapper: as in `attach`.
-    """
-
-    label: str
-    options: Mapping[str, Any] = field(default_factory=dict)
-    changes: float = 2.0
-    note: str = ""
-    slow_note: str = ""
-    wrapper: str | None = None
-
-
 class Compressor(ABC, Generic[ConfigT]):
     """How a bucket of gradients is averaged over the ranks. One object serves one model.
 
@@ -107,10 +84,6 @@ class Compressor(ABC, Generic[ConfigT]):
         flat_only: it works where all ranks compress all of every parameter: neither between nodes only, nor on shards.
         judges_averages: buckets that the engine averages for it are read, to see whether they are finite. False: what
             is in them does not matter for what it has learned, and they count as finite.
-        watch: when it is shown what the engine measures; see `observation.py`. None: never.
-        notes: what it has learned besides tensors, saved with them: plain types, equal on all ranks. None: nothing.
-        chosen: what it has chosen to do, for plans and statistics; "" if it does not choose.
-        chosen_at: the step at which that came into force; None if it did not.
         kernel: the kernel to compute with, one of `kernels_here`. The engine sets it, to the same one on all ranks,
             before it asks for a workspace.
     """
@@ -128,10 +101,6 @@ class Compressor(ABC, Generic[ConfigT]):
     collectives: Sequence[Op] = ("sum",)
     kernel: Kernel = TORCH
     judges_averages: bool = True
-    watch: Watch | None = None
-    notes: dict[str, Any] | None = None
-    chosen: str = ""
-    chosen_at: int | None = None
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -188,28 +157,6 @@ class Compressor(ABC, Generic[ConfigT]):
         the engine chooses the first one of rank 0 that all ranks have."""
         return KernelsHere()
 
-    def with_notes(self, notes: Any, step: int, *, same_ranks: bool) -> "Compressor[Any]":
-        """A copy that continues with saved `notes`.
-
-        Args:
-            notes: as saved; they may be damaged. None if nothing was.
-            step: committed steps at the save.
-            same_ranks: as many ranks as at the save.
-
-        Raises:
-            HookConfigError: they cannot be used.
-        """
-        return self
-
-    def observe(self, seen: Seen) -> None:
-        """Take in what the engine has measured in a pass of `watch`, on this rank. Called after its commit."""
-
-    def reconsidered(self, ranks: Ranks, step: int) -> tuple["Compressor[Any]", str]:
-        """The compressor from now on, another one or this, and what rank 0 should tell the user, or "". Called at the
-        end of `watch`, on all ranks at the same committed step, before the first bucket of a pass. All ranks must come
-        to the same end."""
-        return self, ""
-
     @classmethod
     def not_between_nodes(cls) -> str:
         """Why it cannot work between nodes only, to follow "which"; "" if it can."""
@@ -218,12 +165,6 @@ class Compressor(ABC, Generic[ConfigT]):
         if cls.flat_only:
             return "measures ranks that all compress the whole model"
         return "compresses whole buckets" if cls.per_bucket else ""
-
-    @classmethod
-    def trials(cls, ranks: Sequence[int], options: Mapping[str, Any]) -> Sequence[Trial]:
-        """The configurations that the doctor measures. `ranks`, `options`: the doctor's arguments for PowerSGD."""
-        start = cls.Config.start_option
-        return (Trial(cls.Config.hook_name, {} if start is None else {start: 0}),)
 
     # ---- derived from the definitions above --------------------------------------------------------------------------
 

@@ -1,14 +1,14 @@
 """Averaging in the bucket's dtype or in 16 bits: one all-reduce per bucket, no learned state. The hook call returns at
 once, unless ranks form nodes."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
 
 from commhooks.comm.wire import WIRE_DTYPES
-from commhooks.compressors.base import Compressor, Exchange, Send, State, StepInfo, Trial
+from commhooks.compressors.base import Compressor, Exchange, Send, State, StepInfo
 from commhooks.compressors.config import ConfigT, HookConfig
 from commhooks.compressors.plan import MemoryPlan, ParameterInfo, UnitPlan
 
@@ -82,26 +82,12 @@ class AllReduceCompressor(Cast[AllReduce]):
     Config = AllReduce
     title = "all-reduce"
 
-    @classmethod
-    def trials(cls, ranks: Sequence[int], options: Mapping[str, Any]) -> Sequence[Trial]:
-        return (Trial("allreduce", changes=0.0),)
-
 
 class FP16Compressor(Cast[FP16Compress]):
     Config = FP16Compress
     title = "fp16 compression"
 
-    @classmethod
-    def trials(cls, ranks: Sequence[int], options: Mapping[str, Any]) -> Sequence[Trial]:
-        note = "Gradients beyond 65504 become inf in float16: use it with a GradScaler."
-        return (Trial("fp16", changes=1.0, note=note),)
-
 
 class BF16Compressor(Cast[BF16Compress]):
     Config = BF16Compress
     title = "bf16 compression"
-
-    @classmethod
-    def trials(cls, ranks: Sequence[int], options: Mapping[str, Any]) -> Sequence[Trial]:
-        # A smaller value than fp16's, so that it is preferred: it needs no GradScaler.
-        return (Trial("bf16", changes=0.5),)

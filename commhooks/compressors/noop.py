@@ -1,12 +1,11 @@
 """A hook without communication, to measure the cost of the network."""
 
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
 
-from commhooks.compressors.base import Exchange, State, StepInfo, Trial
+from commhooks.compressors.base import Exchange, State, StepInfo
 from commhooks.compressors.cast import Stateless
 from commhooks.compressors.config import HookConfig
 
@@ -30,7 +29,3 @@ class NoopCompressor(Stateless[Noop]):
             return flat
         return flat.copy_(flat.to(self.wire_dtype))
         yield  # a generator that sends nothing
-
-    @classmethod
-    def trials(cls, ranks: Sequence[int], options: Mapping[str, Any]) -> Sequence[Trial]:
-        return (Trial("noop"),)

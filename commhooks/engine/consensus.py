@@ -15,12 +15,12 @@ import torch.distributed as dist
 from commhooks.comm.collective import agreement_key, gather_rows
 from commhooks.comm.counters import Counters
 from commhooks.comm.shards import on_all_shards, speaks
+from commhooks.compressors.adaptive import AdaptiveCompressor, Ranks
 from commhooks.compressors.base import Compressor
 from commhooks.engine.arrangement import FLAT, Flat
 from commhooks.engine.held_state import HeldState
 from commhooks.engine.kernel_choice import Choice, Offer, agreed_choice
 from commhooks.engine.known_buckets import KnownBuckets
-from commhooks.engine.observer import GroupRanks
 from commhooks.engine.streams import keep_for_current_stream
 from commhooks.errors import HookRunError, logger_of
 from commhooks.gradients.loss_scale import LossScale
@@ -114,14 +114,16 @@ class Consensus:
 
     def _reconsider(self, group: dist.ProcessGroup, device: torch.device) -> None:
         """Let the compressor decide anew at the end of its watch, on all ranks at the same committed step."""
-        watch, held = self.compressor.watch, self._held
-        if watch is None or held.step_at_most < watch.end:
+        adaptive, held = self.compressor, self._held
+        if not isinstance(adaptive, AdaptiveCompressor) or adaptive.watch is None:
+            return
+        if held.step_at_most < adaptive.watch.end:
             return
         held.settle()
-        if held.state.step < watch.end:
+        if held.state.step < adaptive.watch.end:
             return
         # Without the lock: a save in another thread may hold it while it waits for the other ranks' saves.
-        compressor, remark = self.compressor.reconsidered(GroupRanks(group, device, self._counters), held.state.step)
+        compressor, remark = adaptive.reconsidered(Ranks(group, device, self._counters), held.state.step)
         if compressor is not self.compressor:
             with held.lock:  # no save may read what is half replaced
                 held.state.keep_fields(compressor.state_fields)
@@ -145,7 +147,7 @@ class Consensus:
         # A load allocated them on its own stream.
         keep_for_current_stream(tensor for entries in state.entries.values() for tensor in entries.values())
         shapes = sorted((name, tuple(parameter.shape)) for name, parameter in names.items())
-        in_force = compressor.config, compressor.planning_config, compressor.chosen, compressor.watch
+        in_force = compressor.config, compressor.notes if isinstance(compressor, AdaptiveCompressor) else None
         configuration = agreement_key(compressor.name, in_force, compressor.wire, shapes)
         chosen, device = self.choice, flat.device
         offer = Offer.of(compressor, device, [flat.dtype]) if chosen is None else chosen.as_offer()

@@ -62,7 +62,7 @@ class Session:
         self._pass: BackwardPass | None = None
         self._closed = False
         self._log = StatisticsLog()
-        self._observer = Observer(binding.names, self.counters)
+        self._observer = Observer(binding.names)
 
     @property
     def compressor(self) -> Compressor[Any]:
@@ -86,11 +86,6 @@ class Session:
         compressor, device = self.compressor, bucket.flat.device
         if not compressor.transactional and self.consensus.arrangement is FLAT:
             return reduce_and_count(compressor, bucket, resolve_group(self.consensus.binding.group()), self.counters)
-        watch = compressor.watch
-        # Without the lock: if another thread reads outcomes just now, one pass less is measured.
-        watched = watch is not None and self.state.step + self.held.unread_passes + 1 >= watch.begin
-        if watched:
-            self._observer.entered(device)
         with self._computing(bucket.flat):
             if bucket.is_first or self._pass is None:
                 self._pass = self._begin(bucket)
@@ -99,8 +94,6 @@ class Session:
                 self._pass.add(exchange)
                 if bucket.is_last:
                     self._drain(self._pass)
-        if watched:
-            self._observer.left(device)
         return exchange.future
 
     def end_pass(self) -> None:
@@ -138,7 +131,7 @@ class Session:
         if compressing and compressor.selective and self.counters.numel_before == 0:
             logger.info("Start to apply %s after %s iterations.", compressor.called, state.step)
         self.consensus.buckets.begin_pass()
-        self._observer.begin_pass(step_at_most, compressor.watch)
+        self._observer.begin_pass(step_at_most, compressor)
         # Without a scaler the scale is 1; residuals saved with one are rescaled to it.
         loss_scale = usable(read_scale(self.consensus.binding.loss_scale), state.loss_scale)
         self.counters.begin_pass()
@@ -175,7 +168,7 @@ class Session:
         self._messages.forget_abandoned()
         if self._observer.active:
             self.held.settle()  # `current.step` may be less than the step
-            self._observer.show(self.compressor, self.state.step - 1, good, [each.result for each in current.running])
+            self._observer.show(self.state.step - 1, good, [each.result for each in current.running])
         current.fulfil()
         self._pass = None
 

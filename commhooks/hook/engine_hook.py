@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from commhooks.checkpoint.learned_state import SavedLearnedState
 from commhooks.checkpoint.user_state import SavedUserState
+from commhooks.compressors.adaptive import AdaptiveCompressor
 from commhooks.compressors.base import Compressor
 from commhooks.compressors.kernel import TORCH
 from commhooks.compressors.plan import UnitPlan
@@ -184,7 +185,7 @@ class EngineHook(Runner):
     @property
     def chosen(self) -> tuple[str | None, int | None]:
         compressor = self._session.compressor
-        return compressor.chosen or None, compressor.chosen_at
+        return (compressor.chosen, compressor.chosen_at) if isinstance(compressor, AdaptiveCompressor) else (None, None)
 
     def problems(self) -> list[str]:
         compressor = self._session.compressor

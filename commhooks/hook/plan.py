@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 
+from commhooks.comm.link import Network
 from commhooks.compressors.plan import MemoryPlan, UnitPlan
 from commhooks.compressors.units import Unit
 
@@ -99,7 +100,7 @@ class ModelPlan:
         saved = self.bytes_before - self.bytes_after - self.flag_bytes
         if self.sends is None or saved <= 0 or codec_s <= 0:
             return None
-        return saved * ring_factor(world_size) * 8 / 1e9 / codec_s
+        return Network(world_size, 1e9).seconds(saved) / codec_s
 
     def as_dict(self) -> dict[str, Any]:
         """Everything as plain types, for JSON. Bytes are per rank and step."""
@@ -177,8 +178,3 @@ class ModelPlan:
         from commhooks.hook.plan_table import plan_table
 
         return plan_table(self) + self.summary()
-
-
-def ring_factor(world_size: int) -> float:
-    """Bytes that a rank sends per byte passed to a ring all-reduce."""
-    return 2 * (world_size - 1) / world_size

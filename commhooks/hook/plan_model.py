@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 
+from commhooks.compressors.adaptive import AdaptiveCompressor
 from commhooks.compressors.base import Compressor
 from commhooks.compressors.config import HookConfig
 from commhooks.compressors.plan import ParameterInfo, UnitPlan, real_itemsize
@@ -41,7 +42,7 @@ def whole_plan(
     by_name = {row.name: row for row in rows}
     known = [[by_name[name] for name in bucket] for bucket in buckets]
     return ModelPlan(
-        f"{hook}: {compressor.chosen}" if compressor.chosen else hook,
+        f"{hook}: {compressor.chosen}" if isinstance(compressor, AdaptiveCompressor) else hook,
         tuple(rows),
         compressor.wire_dtype,
         compressor.wire,

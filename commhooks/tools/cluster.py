@@ -1,29 +1,25 @@
 """Predict bytes and seconds of the exchange on many nodes, from a plan and an alpha-beta model.
 
-The model is that of `comm/cost.py`: of W = N L ranks on N nodes of L, the ranks of a node share its network card.
-Between nodes only (`ranks_per_node`), each of L groups of N ranks does the same with its share. Inside a node every
-gradient travels twice, in its own dtype.
+The model is that of `comm/link.py`. Between nodes only (`ranks_per_node`), each of L groups of N ranks exchanges its
+share over the card of its node, which is as one group with all of it. Inside a node every gradient travels twice, in
+its own dtype, as in an all-reduce.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from commhooks.comm.collective import Op
-from commhooks.comm.cost import Backend, collective_cost
+from commhooks.comm.link import Backend, Network
 from commhooks.compressors.base import Compressor
+from commhooks.compressors.candidates import ALLREDUCE, BF16, INT4, INT8, powersgd
 from commhooks.compressors.units import Unit
 from commhooks.hook.plan import ModelPlan
 
-CANDIDATES: tuple[tuple[str, dict[str, Any], str | None], ...] = (
-    ("allreduce", {}, None),
-    ("bf16_compress", {}, None),
-    ("int8_compress", {}, None),
-    ("int4_compress", {}, None),
-    *(("powerSGD", {"matrix_approximation_rank": rank}, None) for rank in (16, 4, 1)),
-    ("powerSGD", {"matrix_approximation_rank": 1}, "int8"),
+CANDIDATES = (
+    *(ALLREDUCE, BF16, INT8, INT4),
+    *(powersgd(rank, {}) for rank in (16, 4, 1)),
+    powersgd(1, {}, wrapper="int8"),
 )
-"""Name, options, wrapper."""
 ASSUMED = (
     "Assumed: the ranks of a node have consecutive numbers and share its network card, nothing overlaps with the "
     "backward pass, no time for the codec (see `commhooks plan` without --nodes). Compared with measurements on gloo, "
@@ -49,9 +45,9 @@ class Cluster:
     latency: float
     backend: Backend = "nccl"
 
-    @property
-    def ranks(self) -> int:
-        return self.nodes * self.ranks_per_node
+    def between(self, together: int) -> Network:
+        """The network between nodes. `together`: ranks of a node in one group: all, or one of each node."""
+        return Network(self.nodes * together, self.bandwidth, self.latency, together, self.backend)
 
 
 @dataclass(frozen=True)
@@ -82,29 +78,17 @@ def predict(plan: ModelPlan, compressor: Compressor[Any], buckets: int, cluster:
     hook = compressor.name if ranks is None else f"{compressor.name}, {ranks}"
     hook += f", {compressor.wire}" if compressor.wire and compressor.Config.own_wire is None else ""
     counted = plan.bytes_after + plan.flag_bytes
-    leaving, seconds = _outside(counted, compressor.collectives, buckets, cluster, cluster.ranks_per_node)
-    found = [Prediction(hook, leaving, seconds, between_nodes=False)]
+    where = {False: cluster.between(cluster.ranks_per_node)}
     if not compressor.not_between_nodes() and cluster.ranks_per_node > 1:
-        leaving, seconds = _outside(counted, compressor.collectives, buckets, cluster, 1)
-        others = (cluster.ranks_per_node - 1) / cluster.ranks_per_node
-        inside = 8 * 2 * plan.bytes_before * others / cluster.inside
-        found.append(Prediction(hook, leaving, seconds + inside, between_nodes=True))
+        where[True] = cluster.between(1)
+    found = []
+    for between_nodes, network in where.items():
+        seconds = network.seconds(counted, compressor.collectives, buckets)
+        if between_nodes:
+            seconds += Network(cluster.ranks_per_node, cluster.inside).seconds(plan.bytes_before)
+        leaving = network.leaving(counted, compressor.collectives)
+        found.append(Prediction(hook, leaving, seconds, between_nodes))
     return found
-
-
-def _outside(
-    counted: float, collectives: Sequence[Op], buckets: int, cluster: Cluster, together: int
-) -> tuple[float, float]:
-    """Bytes that leave a node, and their seconds.
-
-    Args:
-        counted: counted bytes of a step.
-        together: ranks of a node in one group: all, or one of each node.
-    """
-    ranks = cluster.nodes * together
-    costs = [collective_cost(op, counted / len(collectives), ranks, together, cluster.backend) for op in collectives]
-    leaving, messages = sum(each.sent for each in costs), sum(each.messages for each in costs)
-    return leaving, 8 * leaving / cluster.bandwidth + buckets * messages * cluster.latency
 
 
 def cluster_table(predictions: Sequence[Prediction], cluster: Cluster) -> str:

@@ -8,12 +8,14 @@ from typing import Any
 
 import torch
 
+from commhooks.comm.link import Network
+from commhooks.compressors.adaptive import AdaptiveCompressor
 from commhooks.compressors.base import Compressor
 from commhooks.compressors.dotted_path import current_folder_first
 from commhooks.compressors.kernel import TORCH
 from commhooks.errors import HookConfigError
 from commhooks.gradients.exclude import unmatched_sentence
-from commhooks.hook.plan import ModelPlan, ring_factor
+from commhooks.hook.plan import ModelPlan
 from commhooks.hook.plan_model import plan_model
 from commhooks.hook.request import HookRequest
 from commhooks.tools.cluster import ASSUMED as ASSUMED_ON_NODES
@@ -94,7 +96,7 @@ def make_plan(arguments: argparse.Namespace) -> tuple[ModelPlan, str, CodecTime 
         unmatched_sentence(config.option_globs, model.every_name, config.glob_option),
     ]
     note = " ".join([*([model.note] if model.note else []), *(f"{each}." for each in unmatched if each)])
-    if compressor.chosen and compressor.chosen_at is None:
+    if isinstance(compressor, AdaptiveCompressor):
         undecided = (
             f"{compressor.name} decides during the training, from what it measures there. This is how it begins, with "
             f"{compressor.chosen}; the plan of what it may choose: --hook powerSGD, --hook int8 and so on."
@@ -124,8 +126,8 @@ def run_cluster(arguments: argparse.Namespace) -> int:
     )
     model = named_model(arguments.model)
     predictions = []
-    for hook, options, wrapper in CANDIDATES:
-        request = HookRequest.parse(hook, hook_options=options, wrapper=wrapper)
+    for each in CANDIDATES:
+        request = HookRequest.parse(each.hook, hook_options=each.options or None, wrapper=each.wrapper)
         plan, compressor = _planned(model, request, arguments.bucket_cap_mb, arguments.total_steps)
         predictions += predict(plan, compressor, len(plan.bucket_names), cluster)
     if arguments.json:
@@ -167,11 +169,11 @@ def _planned(
 def estimated(plan: ModelPlan, codec: CodecTime, world_size: int) -> dict[str, Any]:
     """Estimates for JSON and text: times in seconds, bandwidths in Gbit/s per rank."""
     before, after = plan.bytes_before, plan.bytes_after + plan.flag_bytes
-    bits = {name: 8 * size * ring_factor(world_size) for name, size in (("without", before), ("with", after))}
+    networks = {speed: Network(world_size, 1e9 * speed) for speed in GBIT_S}
     return {
         "world_size": world_size,
-        "wire_bytes_before": int(before * ring_factor(world_size)),
-        "wire_bytes_after": int(after * ring_factor(world_size)),
+        "wire_bytes_before": int(Network(world_size, 1.0).leaving(before)),
+        "wire_bytes_after": int(Network(world_size, 1.0).leaving(after)),
         "codec_s": codec.seconds,
         "codec_measured_on": codec.device or None,
         "codec_threads": codec.threads or None,
@@ -179,11 +181,8 @@ def estimated(plan: ModelPlan, codec: CodecTime, world_size: int) -> dict[str, A
         "codec_sample_share": codec.share,
         "break_even_gbit_s": plan.break_even_gbit_s(codec.seconds, world_size),
         "at_gbit_s": {
-            str(speed): {
-                "without_s": bits["without"] / speed / 1e9,
-                "with_s": bits["with"] / speed / 1e9 + codec.seconds,
-            }
-            for speed in GBIT_S
+            str(speed): {"without_s": network.seconds(before), "with_s": network.seconds(after) + codec.seconds}
+            for speed, network in networks.items()
         },
         "assumed": ASSUMED,
     }

@@ -5,14 +5,27 @@ from __future__ import annotations
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 import torch.distributed as dist
 
 from commhooks.comm import link
-from commhooks.comm.link import Link, measure_link
+from commhooks.comm.collective import Op
+from commhooks.comm.link import Link, Network, measure_link
 
 CPU = torch.device("cpu")
 _ones = torch.ones
+
+
+def test_bytes_and_messages_by_hand() -> None:
+    """With several ranks per node see tests/tools/test_cluster.py."""
+    assert Network(2, 1e9).seconds(100e6) == pytest.approx(0.8)
+    assert Network(4, 1e9).seconds(100e6) == pytest.approx(1.2)
+    # Up and down a tree of 8, for each of 3 buckets; a ring with gloo.
+    assert Network(8, 1e9, latency_s=1.0).seconds(0, buckets=3) == 3 * 2 * 3
+    assert Network(8, 1e9, latency_s=1.0, backend="gloo").seconds(0, buckets=3) == 3 * 2 * 7
+    quantised: tuple[Op, ...] = ("all_to_all", "gather")
+    assert Network(8, 1e9, latency_s=1.0).seconds(0, quantised) == 2 * 7
 
 
 def _measured() -> Link:

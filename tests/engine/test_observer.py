@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 from torch import nn
 
-from commhooks.comm.counters import Counters
-from commhooks.compressors.observation import Watch
+from commhooks.compressors.adaptive import ObservedPass, Watch
+from commhooks.compressors.auto.compressor import AutoCompressor
+from commhooks.compressors.auto.config import Auto
+from commhooks.compressors.auto.decision import Decision
+from commhooks.compressors.candidates import ALLREDUCE
 from commhooks.engine import observer as module
 from commhooks.engine.observer import Observer
 from commhooks.gradients.layout import read_layout
@@ -31,14 +33,15 @@ class Clock:
         return self.now
 
 
-class Rehearses:
+class Looks(AutoCompressor):
     """A compressor that is shown passes, and takes two seconds to look at each."""
 
-    def __init__(self, clock: Clock) -> None:
+    def __init__(self, clock: Clock, watch: Watch) -> None:
+        super().__init__(Auto(), decision=Decision(ALLREDUCE, watch))
         self.clock, self.seen = clock, []  # type: ignore[var-annotated]
 
-    def observe(self, seen: Any) -> None:
-        self.seen.append((seen.step_s, seen.waiting_s, seen.computing_s, len(seen.gradients)))
+    def observe(self, seen: ObservedPass) -> None:
+        self.seen.append((seen.step_s, [layout.names for layout in seen.layouts], len(seen.gradients)))
         self.clock.now += 2.0
 
 
@@ -51,29 +54,20 @@ def clock() -> Iterator[Clock]:
 
 
 class Training:
-    """Passes of two buckets: 3 s before the first, 1 s between them; 0.5 s in each hook call, 0.25 s waiting."""
+    """Passes of two buckets that take five seconds."""
 
     def __init__(self, clock: Clock, watch: Watch) -> None:
-        self.clock, self.watch, self.step = clock, watch, 0
-        counters = Counters()
-        counters.clocks = mock.Mock()
-        counters.clocks.last_pass.waiting_s = 0.25
-        self.observer = Observer(ModelNames(PARAMETERS.items()), counters)
-        self.shown = Rehearses(clock)
+        self.clock, self.step = clock, 0
+        self.shown = Looks(clock, watch)
+        self.observer = Observer(ModelNames(PARAMETERS.items()))
 
-    def run(self, good: bool = True, buckets: int = 2) -> None:
-        observer, clock, flat = self.observer, self.clock, torch.zeros(4)
-        for number, name in enumerate(NAMES[:buckets]):
-            clock.now += 1.0 if number else 3.0
-            observer.entered(CPU)
-            if number == 0:
-                observer.begin_pass(self.step, self.watch)
-            observer.add(read_layout(flat, [PARAMETERS[name]], [name]))
-            clock.now += 0.5
-            if number == buckets - 1 and observer.active:
-                results = [flat] * 2
-                observer.show(self.shown, self.step, torch.tensor(good), results)  # type: ignore[arg-type]
-            observer.left(CPU)
+    def run(self, good: bool = True) -> None:
+        self.observer.begin_pass(self.step, self.shown)
+        for name in NAMES:
+            self.observer.add(read_layout(torch.zeros(4), [PARAMETERS[name]], [name]))
+        self.clock.now += 5.0
+        if self.observer.active:
+            self.observer.show(self.step, torch.tensor(good), [torch.zeros(4)] * 2)
         self.step += good
 
 
@@ -81,8 +75,8 @@ def test_times_and_what_is_no_part_of_them(clock: Clock) -> None:
     training = Training(clock, Watch(0, 9))
     for _ in range(3):
         training.run()
-    # The first pass follows none that was measured. What the compressor rehearsed after a pass is not in the next step.
-    assert training.shown.seen == [(5.0, 0.25, (3.0, 1.0), 2)] * 2
+    # The first pass follows none that was measured. What was done after a pass to look at it is not in the next step.
+    assert training.shown.seen == [(5.0, [["a"], ["b"]], 2)] * 2
 
 
 @pytest.mark.parametrize("good", [True, False])
@@ -94,11 +88,10 @@ def test_only_the_steps_of_the_watch_are_shown(clock: Clock, good: bool) -> None
     assert len(training.shown.seen) == 2  # steps 3 and 4
 
 
-@pytest.mark.parametrize("spoiled", [{"good": False}, {"buckets": 1}])
-def test_a_pass_that_was_not_committed_or_lacks_a_bucket_is_not_shown(clock: Clock, spoiled: dict[str, Any]) -> None:
+def test_a_pass_that_was_not_committed_is_not_shown(clock: Clock) -> None:
     training = Training(clock, Watch(0, 9))
     training.run()
-    training.run(**spoiled)
+    training.run(good=False)
     assert training.shown.seen == []
     training.run()
     assert len(training.shown.seen) == 1

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from commhooks import DoctorError
-from commhooks.comm.link import Link, wire_s
+from commhooks.comm.link import Link
 from commhooks.tools.doctor.judge import Advice, estimate_ms, judge, pays_below
 from commhooks.tools.doctor.measure import Measured, quartiles
 from commhooks.tools.doctor.report import DoctorReport, bandwidth
@@ -41,7 +41,7 @@ def advice(found: dict[str, Measured], mbit_per_s: float = 1000) -> Advice:
     [
         (figures(noop=24, allreduce=1539, fp16=773, bf16=756, r1=46, r2=59, r4=76), "powerSGD rank 1"),
         (figures(noop=37, allreduce=156, fp16=95, bf16=94, r1=41, r2=42, r4=53), "powerSGD rank 2"),
-        (figures(noop=25, allreduce=45, fp16=47, bf16=43, r1=40, r2=40, r4=47), "allreduce"),
+        (figures(noop=25, allreduce=45, fp16=47, bf16=43, r1=42, r2=42, r4=47), "allreduce"),
         (figures(noop=192, allreduce=1093, fp16=592, bf16=590, r1=277, r4=297), "powerSGD rank 4"),
         # A fast network: nothing could be won, whatever a lucky candidate shows.
         (figures(noop=95, allreduce=100, fp16=70, bf16=99, r1=60), "allreduce"),
@@ -51,8 +51,8 @@ def advice(found: dict[str, Measured], mbit_per_s: float = 1000) -> Advice:
         # Faster in the middle, and not to be told from chance.
         (figures(noop=50, allreduce=(60, 90, 100, 110, 120), r1=(20, 30, 70, 95, 100)), "allreduce"),
         (figures(noop=50, allreduce=(98, 99, 100, 110, 120), r1=(20, 30, 70, 75, 79)), "powerSGD rank 1"),
-        (figures(noop=50, allreduce=100, r1=84), "allreduce"),
-        (figures(noop=50, allreduce=100, r1=82), "powerSGD rank 1"),
+        (figures(noop=50, allreduce=100, r1=92), "allreduce"),
+        (figures(noop=50, allreduce=100, r1=90), "powerSGD rank 1"),
         (figures(noop=50, allreduce=100), "allreduce"),
     ],
 )
@@ -71,7 +71,7 @@ def test_advice(found: dict[str, Measured], use: str) -> None:
 
 def test_advice_says_why_not_and_what_is_uncertain() -> None:
     assert "no hook could make it faster by more than 5 %" in advice(figures(noop=95, allreduce=100)).reason
-    assert "the fastest, powerSGD rank 1, takes 90 ms" in advice(figures(noop=50, allreduce=100, r1=90)).reason
+    assert "the fastest, powerSGD rank 1, takes 92 ms" in advice(figures(noop=50, allreduce=100, r1=92)).reason
     steady = advice(figures(noop=50, allreduce=100, r1=60))
     assert not any("vary a lot" in note or "fewer than 5" in note for note in steady.notes)
     busy = figures(noop=24, allreduce=156, r1=45)
@@ -98,8 +98,6 @@ def test_estimates_meet_the_measured_point_and_fall_with_bandwidth() -> None:
     # On a faster one its bytes are gone from the step before all of their time is: half of these 400 ms are hidden.
     half = figures(noop=500, allreduce=700)
     assert estimate_ms(half["allreduce"], half["noop"], link, 4000, 2) == pytest.approx(500.1)
-    assert wire_s(100e6, 1000, 2) == pytest.approx(0.8) and wire_s(100e6, 1000, 4) == pytest.approx(1.2)
-    # The codec of 10 ms pays until the network's share is about 1.2 times the gain.
     below = pays_below(found, link, 2)
     assert below is not None and below > 2000
     assert advice(found, 2000).pays_below_mbit_per_s == below
@@ -117,7 +115,7 @@ def test_noise_does_not_let_more_bytes_win_on_a_slow_link() -> None:
     # Nor does it make a hook look worthwhile where there is nothing to win.
     assert estimate_ms(found["allreduce"], found["noop"], link, 1e7, 2) == pytest.approx(50, abs=0.3)
     below = pays_below(found, link, 2)
-    assert below is not None and below < 200_000
+    assert below is not None and below < 400_000
 
 
 def test_quartiles_and_bandwidths() -> None:

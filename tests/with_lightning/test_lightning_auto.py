@@ -14,7 +14,7 @@ from test_lightning_config import _cli_fit, _config
 
 
 def _fit_and_resume(root: str) -> dict[str, Any]:
-    auto: dict[str, Any] = {"hook": AUTO, "hook_options": {"mbit_per_s": 0.1}}
+    auto: dict[str, Any] = {"hook": AUTO}
     through = fit(root, **auto, save=True)
     again = fit(root, **auto, seed=99, ckpt_path=path_at(root, SAVED_AT))
     return {"through": through, "again": again}

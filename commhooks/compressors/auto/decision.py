@@ -1,57 +1,18 @@
 """What `hook="auto"` has decided and why: learned state, as plain types in checkpoints."""
 
-import dataclasses
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
-from commhooks.compressors.auto.candidates import Candidate
-from commhooks.compressors.observation import Watch
+from commhooks.compressors.adaptive import Watch
+from commhooks.compressors.auto.candidates import new
+from commhooks.compressors.candidates import Candidate
+from commhooks.compressors.units import Unit
 from commhooks.errors import HookConfigError, shown
 
-Phase = Literal["measuring", "trying", "resting"]
 _PHASES = ("measuring", "trying", "resting")
 _LARGEST = 2**62
-
-
-@dataclass(frozen=True)
-class Figures:
-    """What a decision rests on; equal on all ranks. Seconds of a step; see `report.combined`.
-
-    Attributes:
-        step_s, waiting_s: measured with the candidate in force.
-        predicted_s: by label.
-        tried_s: by label, where a candidate was in force since it was last measured.
-        codec_s: by label, in the hook.
-        counted_bytes: by label, of a step, without sparse gradients; see `Counters`.
-        mbit_per_s, latency_ms: of the link.
-        spent_s: what measuring has cost this time.
-    """
-
-    step_s: float = math.nan
-    waiting_s: float = math.nan
-    predicted_s: Mapping[str, float] = field(default_factory=dict)
-    tried_s: Mapping[str, float] = field(default_factory=dict)
-    codec_s: Mapping[str, float] = field(default_factory=dict)
-    counted_bytes: Mapping[str, float] = field(default_factory=dict)
-    mbit_per_s: float = math.nan
-    latency_ms: float = math.nan
-    spent_s: float = 0.0
-
-    def of(self, labels: Collection[str]) -> "Figures":
-        """Those of some candidates only."""
-
-        def chosen(by_label: Mapping[str, float]) -> dict[str, float]:
-            return {label: each for label, each in by_label.items() if label in labels}
-
-        return dataclasses.replace(
-            self,
-            predicted_s=chosen(self.predicted_s),
-            tried_s=chosen(self.tried_s),
-            codec_s=chosen(self.codec_s),
-            counted_bytes=chosen(self.counted_bytes),
-        )
 
 
 @dataclass(frozen=True)
@@ -59,47 +20,67 @@ class Decision:
     """
     Attributes:
         candidate: the one in force.
-        others: the other candidates of the latest decision.
-        since: it is in force after so many committed steps; None: nothing was decided yet.
-        phase: "measuring" before a decision, "trying" while a new choice is measured, "resting" after it.
         watch: the steps of this phase that are measured; None: it never looks again.
+        others: the other candidates.
+        since: it is in force after so many committed steps; None: nothing was decided yet.
+        phase: see `trials.py`.
         extended: how many times in a row too few passes made sense.
-        switches: how many times another candidate was chosen.
-        why: the reason, a sentence without a full stop.
+        switches: how many times another candidate came into force.
+        why: the reason for the latest choice, a sentence without a full stop.
+        tried_s: by label: seconds of a step in the latest trials; NaN where it could not be measured. The first is the
+            one that was in force before.
+        counted_bytes: by label: of a step, without sparse gradients; see `Counters`.
     """
 
     candidate: Candidate
     watch: Watch | None
     others: tuple[Candidate, ...] = ()
     since: int | None = None
-    phase: Phase = "measuring"
+    phase: str = "measuring"
     extended: int = 0
     switches: int = 0
     why: str = ""
-    figures: Figures = field(default_factory=Figures)
-
-    @classmethod
-    def begin(cls, plain: Candidate, step: int, measure_steps: int) -> "Decision":
-        """Nothing decided: plain all-reduce until it was measured."""
-        return cls(plain, Watch(step, step + measure_steps))
+    tried_s: Mapping[str, float] = field(default_factory=dict)
+    counted_bytes: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def known(self) -> dict[str, Candidate]:
         """All candidates by label."""
         return {each.label: each for each in (self.candidate, *self.others)}
 
+    @property
+    def words(self) -> str:
+        """The state of things in a few words, for the line at the first backward pass."""
+        if self.since is not None:
+            return f"{self.candidate.label} since step {self.since}: {self.why}"
+        end = self.watch.end if self.watch is not None else 0
+        return f"plain all-reduce, measured until it decides at step {end}"
+
+    @property
+    def line(self) -> str:
+        """What rank 0 says after a choice."""
+        sent = self.counted_bytes.get(self.candidate.label)
+        size = "" if sent is None else f", {Unit.of(sent).text(sent)} per step and rank"
+        return f"auto: {self.candidate.label} from step {self.since} on{size}: {self.why}"
+
     def to_plain(self) -> dict[str, Any]:
-        """As dicts, lists, strings and numbers."""
+        """As dicts, lists, strings and numbers; None for NaN, for which JSON has no number."""
         return {
             "label": self.candidate.label,
-            "candidates": [_plain_candidate(each) for each in self.known.values()],
+            "candidates": [
+                {"label": each.label, "hook": each.hook, "options": dict(each.options), "changes": each.changes}
+                for each in self.known.values()
+            ],
             "since": self.since,
             "phase": self.phase,
             "watch": None if self.watch is None else [self.watch.begin, self.watch.end],
             "extended": self.extended,
             "switches": self.switches,
             "why": self.why,
-            "figures": {key: _plain_number(each) for key, each in dataclasses.asdict(self.figures).items()},
+            "figures": {
+                "tried_s": {label: each if math.isfinite(each) else None for label, each in self.tried_s.items()},
+                "counted_bytes": dict(self.counted_bytes),
+            },
         }
 
     @classmethod
@@ -110,55 +91,41 @@ class Decision:
             HookConfigError: it is not what `to_plain` returns.
         """
         try:
-            candidates = {each["label"]: _checked_candidate(each) for each in _a(list, saved["candidates"])}
-            chosen = candidates.pop(_a(str, saved["label"]))
+            known = {each["label"]: _checked_candidate(each) for each in _a(list, saved["candidates"])}
+            labels = set(known)
             watch, since, phase = saved["watch"], saved["since"], saved["phase"]
             if phase not in _PHASES:
                 raise ValueError(f"phase {shown(phase)}")
-            figures = _checked_figures(saved["figures"])
-            if not figures.predicted_s.keys() <= {chosen.label, *candidates}:
-                raise ValueError("it predicts times of what is no candidate")
+            tried_s, counted_bytes = (_by_label(saved["figures"][key]) for key in ("tried_s", "counted_bytes"))
+            if not tried_s.keys() <= labels or not counted_bytes.keys() <= labels:
+                raise ValueError("it has figures of what is no candidate")
+            if phase == "trying" and not (tried_s and counted_bytes.keys() == labels):
+                raise ValueError("trials without figures")
             return cls(
-                chosen,
+                known.pop(_a(str, saved["label"])),
                 None if watch is None else Watch(*(_count(each) for each in _a(list, watch))),
-                tuple(candidates.values()),
+                tuple(known.values()),
                 None if since is None else _count(since),
                 phase,
                 _count(saved["extended"]),
                 _count(saved["switches"]),
                 _a(str, saved["why"]),
-                figures,
+                tried_s,
+                counted_bytes,
             )
         except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
             raise HookConfigError(f"'notes' does not hold a decision of hook 'auto' ({error})") from error
 
 
-def _plain_number(value: Any) -> Any:
-    """None for NaN, for which JSON has no number."""
-    if isinstance(value, dict):
-        return {key: _plain_number(each) for key, each in value.items()}
-    return value if math.isfinite(value) else None
-
-
-def _plain_candidate(candidate: Candidate) -> dict[str, Any]:
-    return {**dataclasses.asdict(candidate), "options": dict(candidate.options)}
-
-
 def _checked_candidate(saved: Any) -> Candidate:
-    made = Candidate(
-        _a(str, saved["label"]), _a(str, saved["hook"]), _a(dict, saved["options"]), _number(saved["changes"])
-    )
-    made.new()  # raises for anything else than the candidates and their options
+    label, hook, options = _a(str, saved["label"]), _a(str, saved["hook"]), _a(dict, saved["options"])
+    made = Candidate(label, hook, options, _number(saved["changes"]))
+    new(made)  # raises for anything else than the candidates and their options
     return made
 
 
-def _checked_figures(saved: Any) -> Figures:
-    made: dict[str, Any] = {}
-    for each in dataclasses.fields(Figures):
-        value = saved[each.name]
-        by_label = each.type in (Mapping[str, float], "Mapping[str, float]")
-        made[each.name] = {_a(str, k): _number(v) for k, v in _a(dict, value).items()} if by_label else _number(value)
-    return Figures(**made)
+def _by_label(saved: Any) -> dict[str, float]:
+    return {_a(str, label): math.nan if each is None else _number(each) for label, each in _a(dict, saved).items()}
 
 
 def _a(kind: type, value: Any) -> Any:
@@ -168,10 +135,8 @@ def _a(kind: type, value: Any) -> Any:
 
 
 def _number(value: Any) -> float:
-    if value is None:
-        return math.nan
-    if type(value) not in (int, float):
-        raise TypeError(f"{shown(value)} is not a number")
+    if type(value) not in (int, float) or value < 0:
+        raise TypeError(f"{shown(value)} is not a number from 0")
     return float(value)
 
 

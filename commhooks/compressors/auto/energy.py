@@ -1,45 +1,51 @@
 """Measure which share of its gradient's energy each rank keeps, per layer."""
 
+from collections.abc import Mapping
+
 import torch
 
 from commhooks.compressors.auto.ranks import LARGEST
-from commhooks.compressors.base import State
-from commhooks.gradients.layout import BucketLayout
+
+POWER_ITERATIONS = 3
+
+
+def kept_energy(matrix: torch.Tensor) -> torch.Tensor | None:
+    """The shares of its energy that the best approximations of rank 1, 2, ..., at most `LARGEST`, keep, by power
+    iterations; 1-D, on the CPU. None for a matrix of zeros, or one that is not finite."""
+    norm = torch.linalg.vector_norm(matrix, dtype=torch.float64)
+    if not (bool(norm.isfinite()) and norm > 0):
+        return None
+    matrix = matrix.to(torch.promote_types(matrix.dtype, torch.float32)) / norm
+    rank = min(*matrix.shape, LARGEST)
+    generator = torch.Generator().manual_seed(0)
+    q = torch.randn(matrix.shape[1], rank, generator=generator).to(matrix)
+    for _ in range(POWER_ITERATIONS):
+        p = torch.linalg.qr(matrix @ q).Q
+        q = matrix.T @ p
+    # With orthonormal P, Q has the singular values of the approximation P Q^T.
+    return torch.linalg.svdvals(q.double()).square().cumsum(0).clamp(0, 1).cpu()
 
 
 class Energies:
-    """Means over the gradients that it looks at. A `Look` for the rehearsal of PowerSGD at rank `LARGEST` without error
-    feedback: with orthonormal P, Q = gradient^T P has the singular values of the approximated gradient."""
+    """Means over the gradients that it looks at."""
 
     def __init__(self) -> None:
-        self._sums: dict[str, torch.Tensor] = {}
-        self._counts: dict[str, int] = {}
+        self._shares: dict[str, list[torch.Tensor]] = {}
 
-    def look(self, layout: BucketLayout, gradient: torch.Tensor, state: State) -> None:
-        """Add the layers of one bucket."""
-        learned = state["q"]
-        if not bool(gradient.isfinite().all()):
-            return
-        for slot in layout.slots:
-            q = learned.get(slot.name)
-            if q is None:  # not compressed
-                continue
-            energy = torch.linalg.vector_norm(slot.of(gradient), dtype=torch.float64).square()
-            if not bool(energy > 0):
-                continue
-            squares = torch.linalg.svdvals(q.double()).square()
-            shares = (squares.cumsum(0) / energy).clamp(0, 1).cpu()
-            self._sums[slot.name] = self._sums.get(slot.name, 0) + shares
-            self._counts[slot.name] = self._counts.get(slot.name, 0) + 1
+    def look(self, matrices: Mapping[str, torch.Tensor]) -> None:
+        """Add the gradients of some layers, by name, as matrices."""
+        for name, matrix in matrices.items():
+            shares = kept_energy(matrix)
+            if shares is not None:
+                self._shares.setdefault(name, []).append(shares)
 
     def numbers(self, names: list[str]) -> list[float]:
         """`LARGEST` shares for each of these layers, flat. A layer that was not seen keeps nothing at any rank; a layer
         that has fewer ranks keeps with higher ones what it keeps with its highest."""
         found: list[float] = []
         for name in names:
-            shares = [0.0]
-            if name in self._sums:
-                shares = (self._sums[name] / self._counts[name]).tolist()
+            seen = self._shares.get(name, [torch.zeros(1)])
+            shares = torch.stack(seen).mean(0).tolist()
             found += [*shares, *[shares[-1]] * (LARGEST - len(shares))]
         return found
 

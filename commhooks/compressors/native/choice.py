@@ -49,11 +49,3 @@ def computes_natively(kernel: Kernel, fused: bool | None, device: torch.device, 
     """Whether a bucket with this compute dtype is computed by the native kernel, where `kernel` was chosen."""
     # A bucket may have another dtype than those for which the kernel was chosen (bare register_comm_hook).
     return bool(fused) or (kernel.name == NAME and library.supports(device, dtype))
-
-
-def slow_note(label: str) -> str:
-    """`Trial.slow_note` of the trial `label`."""
-    return (
-        f"{label} computes longer than it waits: on a CPU it is faster with the native kernel, which needs a C "
-        "compiler such as gcc on every machine, and fused not set to False."
-    )

@@ -4,16 +4,14 @@ Source: Vogels, Karimireddy, Jaggi, "PowerSGD", NeurIPS 2019, Algorithms 1 and 2
 """
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
 from typing import Any, TypeVar, cast
 
 import torch
 
 from commhooks.comm.collective import Op
 from commhooks.comm.wire import WRAPPERS
-from commhooks.compressors.base import RESIDUAL, Compressor, Exchange, State, StateField, StepInfo, Trial
-from commhooks.compressors.config import from_options
+from commhooks.compressors.base import RESIDUAL, Compressor, Exchange, State, StateField, StepInfo
 from commhooks.compressors.kernel import KernelsHere
 from commhooks.compressors.native import choice
 from commhooks.compressors.plan import MemoryPlan, ParameterInfo, UnitPlan
@@ -179,28 +177,6 @@ class PowerSGDCompressor(_LowRank[PowerSGD]):
         bucket = PlannedBucket.of(layout, plans, self.code, self.wire_dtype_for(layout.dtype))
         return OnlyBlocks(bucket, error_feedback=True)
 
-    @classmethod
-    def trials(cls, ranks: Sequence[int], options: Mapping[str, Any]) -> Sequence[Trial]:
-        made: list[Trial] = []
-        for rank in dict.fromkeys(ranks):
-            given = {"matrix_approximation_rank": rank, **options}
-            from_options(PowerSGD, given)  # raises for options that it would not take: now, not in the middle
-            label = f"powerSGD rank {rank}"
-            made.append(
-                Trial(
-                    label,
-                    {**given, "start_powerSGD_iter": 0},
-                    changes=2 + 1 / rank,  # the higher ranks first
-                    note="PowerSGD changes the gradients: compare the accuracy that you reach. Its first "
-                    "start_powerSGD_iter steps (by default 10 % of the run, 1000 at most) are plain all-reduce.",
-                    slow_note=choice.slow_note(label),
-                )
-            )
-        if made:  # the fewest bytes of all
-            least = min(made, key=lambda trial: trial.options["matrix_approximation_rank"])
-            made.append(replace(least, label=f"{least.label}, int8", changes=least.changes + 1, wrapper="int8"))
-        return made
-
 
 class BatchedPowerSGDCompressor(_LowRank[BatchedPowerSGD]):
     """Each bucket as one square matrix, padded with zeros."""
@@ -217,10 +193,6 @@ class BatchedPowerSGDCompressor(_LowRank[BatchedPowerSGD]):
         assert rank is not None  # the config takes no globs
         made = plan_bucket(parameters, rank)
         return [made if self.code is None else quantised_plan(made, self.code, as_it_is=False)]
-
-    @classmethod
-    def trials(cls, ranks: Sequence[int], options: Mapping[str, Any]) -> Sequence[Trial]:
-        return ()  # usually less accurate than PowerSGD per parameter, and not faster
 
     def workspace(self, layout: BucketLayout, plans: Sequence[UnitPlan]) -> Workspace | DeviceWorkspace:
         (plan,) = plans

@@ -1,11 +1,11 @@
 """The quantised hooks as compressors."""
 
-from collections.abc import Mapping, Sequence
-from typing import Any, TypeVar
+from collections.abc import Sequence
+from typing import TypeVar
 
 import torch
 
-from commhooks.compressors.base import RESIDUAL, Compressor, Exchange, State, StateField, StepInfo, Trial
+from commhooks.compressors.base import RESIDUAL, Compressor, Exchange, State, StateField, StepInfo
 from commhooks.compressors.kernel import KernelsHere
 from commhooks.compressors.native import choice
 from commhooks.compressors.plan import MemoryPlan, ParameterInfo, UnitPlan
@@ -86,15 +86,7 @@ class Int8Compressor(QuantizedCompressor[Int8Compress]):
     Config = Int8Compress
     title = "int8 compression"
 
-    @classmethod
-    def trials(cls, ranks: Sequence[int], options: Mapping[str, Any]) -> Sequence[Trial]:
-        return (Trial("int8", {"start_iter": 0}, changes=1.2, slow_note=choice.slow_note("int8")),)
-
 
 class Int4Compressor(QuantizedCompressor[Int4Compress]):
     Config = Int4Compress
     title = "int4 compression"
-
-    @classmethod
-    def trials(cls, ranks: Sequence[int], options: Mapping[str, Any]) -> Sequence[Trial]:
-        return (Trial("int4", {"start_iter": 0}, changes=1.6, slow_note=choice.slow_note("int4")),)

@@ -5,15 +5,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from commhooks.comm.link import Link, wire_s
+from commhooks.comm.link import Link, Network
+from commhooks.compressors.candidates import MARGIN, choose
 from commhooks.compressors.kernel import TORCH
 from commhooks.compressors.registry import COMPRESSORS
-from commhooks.tools.doctor.measure import NOOP, PLAIN, Candidate, Measured
+from commhooks.tools.doctor.measure import NOTHING, PLAIN, Measured
 
-WORTH = 1.2
-"""A hook must speed up the step by this factor to be recommended: it changes the gradients, and measurements vary."""
-ABOUT_AS_FAST = 1.1
-"""Among hooks whose step times differ by less than this factor, the one that changes the gradients least is best."""
+SLOW_CODEC = (
+    "{} computes longer than it waits: on a CPU it is faster with the native kernel, which needs a C compiler such as "
+    "gcc on every machine, and fused not set to False."
+)
 _NOISY = 0.3
 _GRID_MBIT = [10 ** (exponent / 20) for exponent in range(0, 121)]  # 1 Mbit/s to 1 Tbit/s
 
@@ -48,41 +49,39 @@ class Advice:
 
 def judge(measured: Mapping[str, Measured], link: Link, world_size: int) -> Advice:
     """Make the recommendation. `measured` holds noop, plain all-reduce and the candidates."""
-    noop, plain = measured[NOOP], measured[PLAIN]
-    hooks = [each for label, each in measured.items() if label not in (NOOP, PLAIN)]
+    noop, plain = measured[NOTHING], measured[PLAIN]
+    hooks = [each for label, each in measured.items() if label not in (NOTHING, PLAIN)]
     headroom = plain.median_ms / noop.median_ms
     figures = f"{plain.median_ms:.4g} ms with plain all-reduce and {noop.median_ms:.4g} ms without any exchange"
-    # Fast enough, and not by chance: its third quartile must lie below the first quartile of plain all-reduce.
-    worth = [
-        each
-        for each in hooks
-        if each.median_ms * WORTH <= plain.median_ms and each.quartiles_ms[1] < plain.quartiles_ms[0]
-    ]
-    notes: list[str] = []
+    # What may be as fast as plain all-reduce by chance is left out: its third quartile must lie below the first one of
+    # plain all-reduce.
+    clear = {PLAIN: plain}
+    clear |= {each.candidate.label: each for each in hooks if each.quartiles_ms[1] < plain.quartiles_ms[0]}
     chosen = plain
-    if headroom < WORTH:
+    if headroom >= MARGIN:
+        known = {label: each.candidate for label, each in clear.items()}
+        chosen = clear[choose({label: each.median_ms for label, each in clear.items()}, known, PLAIN)]
+    notes: list[str] = []
+    if headroom < MARGIN:
         gain = max(0.0, 100 * (headroom - 1))
         reason = f"Do not compress. A step takes {figures}: no hook could make it faster by more than {gain:.0f} %."
-    elif not worth:
-        much = f"{100 * (WORTH - 1):.0f} %"
+    elif chosen is plain:
+        much = f"{100 * (MARGIN - 1):.0f} %"
         reason = f"Do not compress. A step takes {figures}, but no hook that was tried is clearly faster, by {much}"
         if hooks:
             fastest = min(hooks, key=lambda each: each.median_ms)
             reason += f"; the fastest, {fastest.candidate.label}, takes {fastest.median_ms:.4g} ms"
         reason += "."
     else:
-        chosen = _most_exact(worth)
         reason = (
             f"Use {chosen.candidate.label}. A step takes {chosen.median_ms:.4g} ms with it, {figures}: "
             f"{plain.median_ms / chosen.median_ms:.2f} times faster."
         )
         if chosen.candidate.note:
             notes.append(chosen.candidate.note)
-    slow_codec = [
-        each for each in hooks if each.candidate.slow_note and each.kernel == TORCH.name and _codec_rules(each, noop)
-    ]
-    if slow_codec and headroom >= WORTH:
-        notes.append(slow_codec[0].candidate.slow_note)
+    slow_codec = [each for each in hooks if each.kernel == TORCH.name and _codec_rules(each, noop)]
+    if slow_codec and headroom >= MARGIN:
+        notes.append(SLOW_CODEC.format(slow_codec[0].candidate.label))
     for each in {id(each): each for each in (noop, plain, chosen)}.values():
         low, high = each.quartiles_ms
         if high - low > _NOISY * each.median_ms:
@@ -97,7 +96,7 @@ def judge(measured: Mapping[str, Measured], link: Link, world_size: int) -> Advi
         compress=compress,
         use=chosen.candidate.label,
         hook=chosen.candidate.hook if compress else None,
-        hook_options=_without_start(chosen.candidate) if compress else {},
+        hook_options=dict(chosen.candidate.options) if compress else {},
         reason=reason,
         headroom=headroom,
         speedup=plain.median_ms / chosen.median_ms,
@@ -108,25 +107,12 @@ def judge(measured: Mapping[str, Measured], link: Link, world_size: int) -> Advi
 
 
 def _codec_rules(each: Measured, noop: Measured) -> bool:
-    """Whether the codec causes most of the time that the hook adds to the step, and a large part of the step."""
-    if not each.codec_ms:
+    """Whether a codec that has a native kernel causes most of the time that the hook adds to the step, and a large part
+    of the step."""
+    if not each.codec_ms or "fused" not in COMPRESSORS[each.candidate.hook].Config.__dataclass_fields__:
         return False
     codec_ms = statistics.median(each.codec_ms)
-    return codec_ms > (each.median_ms - noop.median_ms) / 2 and codec_ms > (WORTH - 1) * noop.median_ms
-
-
-def _most_exact(worth: list[Measured]) -> Measured:
-    """The candidate that changes the gradients least, among those that are about as fast as the fastest."""
-
-    fastest = min(each.median_ms for each in worth)
-    about = [each for each in worth if each.median_ms <= ABOUT_AS_FAST * fastest]
-    return min(about, key=lambda each: each.candidate.changes)
-
-
-def _without_start(candidate: Candidate) -> dict[str, Any]:
-    """The candidate's options without a start step: the doctor compresses at once, a training should not."""
-    start = COMPRESSORS[candidate.hook].Config.start_option
-    return {name: value for name, value in candidate.options.items() if name != start}
+    return codec_ms > (each.median_ms - noop.median_ms) / 2 and codec_ms > (MARGIN - 1) * noop.median_ms
 
 
 def estimate_ms(measured: Measured, noop: Measured, link: Link, mbit_per_s: float, world_size: int) -> float:
@@ -141,7 +127,7 @@ def estimate_ms(measured: Measured, noop: Measured, link: Link, mbit_per_s: floa
     plus the codec time. The rest of the waiting time (latency, delays of other ranks, noise) is assumed to fall in
     proportion to the bandwidth, so that it cannot make a hook look worthwhile at every bandwidth.
     """
-    here_ms = 1000 * wire_s(measured.bytes_sent, link.mbit_per_s, world_size)
+    here_ms = 1000 * Network(world_size, 1e6 * link.mbit_per_s).seconds(measured.bytes_sent)
     times_slower = link.mbit_per_s / mbit_per_s
     if times_slower >= 1:
         return measured.median_ms + (times_slower - 1) * here_ms
@@ -157,10 +143,10 @@ def estimate_ms(measured: Measured, noop: Measured, link: Link, mbit_per_s: floa
 def pays_below(measured: Mapping[str, Measured], link: Link, world_size: int) -> float | None:
     """The largest bandwidth in Mbit/s at which a hook is worth using according to the estimates; None if there is
     none."""
-    noop, plain = measured[NOOP], measured[PLAIN]
+    noop, plain = measured[NOTHING], measured[PLAIN]
     for mbit_per_s in reversed(_GRID_MBIT):
-        limit_ms = estimate_ms(plain, noop, link, mbit_per_s, world_size) / WORTH
+        limit_ms = estimate_ms(plain, noop, link, mbit_per_s, world_size) / MARGIN
         for label, each in measured.items():
-            if label not in (NOOP, PLAIN) and estimate_ms(each, noop, link, mbit_per_s, world_size) <= limit_ms:
+            if label not in (NOTHING, PLAIN) and estimate_ms(each, noop, link, mbit_per_s, world_size) <= limit_ms:
                 return mbit_per_s
     return None

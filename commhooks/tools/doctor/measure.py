@@ -4,7 +4,7 @@ import gc
 import statistics
 import time
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,31 +13,19 @@ from torch.nn.parallel import DistributedDataParallel
 
 from commhooks.comm.collective import gather_rows
 from commhooks.comm.link import synchronize
+from commhooks.compressors.candidates import ALLREDUCE, NOOP, Candidate
 from commhooks.compressors.kernel import TORCH
+from commhooks.compressors.registry import COMPRESSORS
 from commhooks.errors import AttachError, HookConfigError
 from commhooks.hook.attach import attach
 from commhooks.hook.comm_hook import CommHook
 from commhooks.tools.doctor.check import BatchFn
 from commhooks.tools.doctor.copies import RandomState, copy_of
 
-NOOP, PLAIN = "noop", "allreduce"
+NOTHING, PLAIN = NOOP.label, ALLREDUCE.label
 ROUNDS = 3
 # After the first backward pass DDP rebuilds its buckets; in the second pass the hook allocates buffers for these.
 _WARM_UP = 2
-
-
-@dataclass(frozen=True)
-class Candidate:
-    """A hook to measure: arguments of `attach`, and the data of its `Trial`."""
-
-    label: str
-    hook: str
-    options: Mapping[str, Any] = field(default_factory=dict)
-    changes: float = 0.0
-    """How much the hook changes the gradients; see `commhooks.Trial`."""
-    note: str = ""
-    slow_note: str = ""
-    wrapper: str | None = None
 
 
 @dataclass
@@ -73,6 +61,11 @@ class Measured:
     """Time used so far, including warm-up."""
 
     @property
+    def options(self) -> dict[str, Any]:
+        """Those with which it was measured: compression from the first step on."""
+        return self.candidate.options_at_once(COMPRESSORS[self.candidate.hook].Config)
+
+    @property
     def median_ms(self) -> float:
         return statistics.median(self.step_ms)
 
@@ -89,31 +82,29 @@ def quartiles(samples: Sequence[float]) -> tuple[float, float]:
     return low, high
 
 
-@dataclass(frozen=True)
-class Effort:
-    """The extent of the measurements.
+class Rounds:
+    """Measures the candidates in turn. One copy of the model exists at a time.
 
-    Attributes:
-        steps: number of measured steps per candidate.
+    Args:
+        steps: measured steps per candidate.
         seconds: a candidate that has used this time is not measured further; it gets at least one measured step.
         progress: called with a text before each part of the measurements.
     """
 
-    steps: int
-    seconds: float
-    progress: Callable[[str], None]
-
-
-class Rounds:
-    """Measures the candidates in turn. One copy of the model exists at a time."""
-
     def __init__(
-        self, ddp_model: DistributedDataParallel, batch_fn: BatchFn, random_state: RandomState, effort: Effort
+        self,
+        ddp_model: DistributedDataParallel,
+        batch_fn: BatchFn,
+        random_state: RandomState,
+        *,
+        steps: int,
+        seconds: float,
+        progress: Callable[[str], None],
     ) -> None:
         self._ddp_model = ddp_model
         self._batch_fn = batch_fn
         self._random_state = random_state
-        self._steps, self._seconds, self._progress = effort.steps, effort.seconds, effort.progress
+        self._steps, self._seconds, self._progress = steps, seconds, progress
         self._group = ddp_model.process_group
         self._device = next(p.device for p in ddp_model.module.parameters() if p.requires_grad)
 
@@ -147,7 +138,7 @@ class Rounds:
             hook = attach(
                 ddp_model,
                 candidate.hook,
-                hook_options=candidate.options or None,
+                hook_options=measured.options or None,
                 wrapper=candidate.wrapper,
                 process_group=self._group,
             )

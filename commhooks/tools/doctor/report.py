@@ -9,7 +9,7 @@ from typing import Any
 from commhooks.comm.link import Link
 from commhooks.errors import DoctorError
 from commhooks.tools.doctor.judge import Advice, estimate_ms
-from commhooks.tools.doctor.measure import NOOP, PLAIN, Measured
+from commhooks.tools.doctor.measure import NOTHING, PLAIN, Measured
 
 LEGEND = (
     "step: forward, backward and exchange, without the optimizer, from a common start to the end of the last rank. "
@@ -44,7 +44,7 @@ class DoctorReport:
 
     def estimate_ms(self, label: str, mbit_per_s: float) -> float:
         """Estimated step time of a candidate in ms on a link of another bandwidth."""
-        return estimate_ms(self.measured[label], self.measured[NOOP], self.link, mbit_per_s, self.world_size)
+        return estimate_ms(self.measured[label], self.measured[NOTHING], self.link, mbit_per_s, self.world_size)
 
     def as_dict(self) -> dict[str, Any]:
         """The report as plain types, for JSON. Times are lists with one number per measured step, in milliseconds."""
@@ -53,7 +53,7 @@ class DoctorReport:
             low, high = each.quartiles_ms
             candidates[label] = {
                 "hook": each.candidate.hook,
-                "hook_options": dict(each.candidate.options),
+                "hook_options": each.options,
                 "wrapper": each.candidate.wrapper,
                 "median_ms": each.median_ms,
                 "quartiles_ms": [low, high],

@@ -15,12 +15,16 @@ from torch.nn.parallel import DistributedDataParallel
 from commhooks.comm.backends import backend_of
 from commhooks.comm.collective import agreement_key, gather_rows
 from commhooks.comm.link import measure_link
-from commhooks.compressors.registry import COMPRESSORS
+from commhooks.compressors.adaptive import AdaptiveCompressor
+from commhooks.compressors.candidates import ALLREDUCE, BF16, FP16, INT4, INT8, NOOP, Candidate, powersgd
+from commhooks.compressors.config import from_options
+from commhooks.compressors.powersgd.config import PowerSGD
+from commhooks.compressors.registry import BUILT_IN, COMPRESSORS
 from commhooks.errors import DoctorError
 from commhooks.tools.doctor.check import BatchFn, check_batch_fn, check_model
 from commhooks.tools.doctor.copies import RandomState
 from commhooks.tools.doctor.judge import judge
-from commhooks.tools.doctor.measure import NOOP, Candidate, Effort, Rounds
+from commhooks.tools.doctor.measure import Rounds
 from commhooks.tools.doctor.report import DoctorReport
 
 logger = logging.getLogger(__name__)
@@ -81,7 +85,7 @@ def doctor(
             check_batch_fn(ddp_model, batch_fn)
             tell("the link between the ranks")
             link = measure_link(group, device)
-            rounds = Rounds(ddp_model, batch_fn, random_state, Effort(steps, float(seconds), tell))
+            rounds = Rounds(ddp_model, batch_fn, random_state, steps=steps, seconds=float(seconds), progress=tell)
             measured = rounds.measure(candidates)
     finally:
         random_state.restore()
@@ -99,16 +103,17 @@ def _candidates(powersgd_ranks: Sequence[int], options: Mapping[str, Any]) -> li
     for name in ("matrix_approximation_rank", "start_powerSGD_iter"):
         if name in options:
             raise DoctorError(f"powersgd_options={dict(options)!r}: {name} is the doctor's own; see powersgd_ranks")
-    candidates = [
-        Candidate(trial.label, name, trial.options, trial.changes, trial.note, trial.slow_note, trial.wrapper)
+    for rank in powersgd_ranks:  # raises for options that it would not take: now, not in the middle
+        from_options(PowerSGD, {"matrix_approximation_rank": rank, **options})
+    low_rank = [powersgd(rank, options) for rank in dict.fromkeys(powersgd_ranks)]
+    if low_rank:  # the fewest bytes of all
+        low_rank.append(powersgd(min(powersgd_ranks), options, wrapper="int8"))
+    others = [
+        Candidate(name, name)
         for name, compressor in COMPRESSORS.items()
-        for trial in compressor.trials(powersgd_ranks, options)
+        if compressor not in BUILT_IN and not issubclass(compressor, AdaptiveCompressor)
     ]
-    labels = [each.label for each in candidates]
-    for label in labels:
-        if labels.count(label) > 1:
-            raise DoctorError(f"two hooks offer a trial with the label {label!r}; see Compressor.trials")
-    return sorted(candidates, key=lambda each: each.label != NOOP)  # noop, the largest possible gain, comes first
+    return [NOOP, ALLREDUCE, FP16, BF16, INT8, INT4, *low_rank, *others]
 
 
 def _check_arguments(group: dist.ProcessGroup, device: torch.device, arguments: object) -> None:

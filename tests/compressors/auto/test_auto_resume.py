@@ -12,18 +12,17 @@ import pytest
 import torch
 import torch.distributed as dist
 from ddp_steps import process_group_of_one
-from inside import session_of
-from prescribed_auto import decided, decision_of, new
+from prescribed_auto import BEGIN, TRIAL, decided, decision_of, new
 from training import Run, residuals
 
 from commhooks import HookConfigError, HookRunError, PayloadError
-from commhooks.compressors.auto import compressor as compressor_module
-from commhooks.compressors.auto.candidates import Candidate, simple
-from commhooks.compressors.auto.compressor import AutoCompressor
+from commhooks.compressors.adaptive import Watch
+from commhooks.compressors.auto import candidates
+from commhooks.compressors.auto.candidates import simple
 from commhooks.compressors.auto.config import Auto
-from commhooks.compressors.auto.decision import Decision, Figures
-from commhooks.compressors.auto.phases import TRY_STEPS, resumed, without
-from commhooks.compressors.observation import Watch
+from commhooks.compressors.auto.decision import Decision
+from commhooks.compressors.auto.trials import TRIAL_STEPS, resumed
+from commhooks.compressors.candidates import Candidate
 from commhooks.tools.inspect.command import report_text
 from commhooks.tools.inspect.payload import inspect_path
 
@@ -34,8 +33,8 @@ def _saved_while(steps: int) -> dict[str, Any]:
     saved = run.save(residual="mean")
     again = new(**options).load(saved)
     decisions = [decision_of(run).to_plain(), decision_of(again).to_plain()]
-    run.train(26 - steps)
-    again.train(26 - steps)
+    run.train(34 - steps)
+    again.train(34 - steps)
     return {
         "exact": saved["hook"]["exact"],
         "phase": decisions[0]["phase"],
@@ -47,7 +46,7 @@ def _saved_while(steps: int) -> dict[str, Any]:
 
 @pytest.mark.parametrize(
     ("steps", "phase"),
-    [(1, "measuring"), (5, "trying"), (9, "trying"), (14, "resting")],
+    [(1, "measuring"), (5, "trying"), (9, "trying"), (17, "resting")],
 )
 def test_a_run_that_resumes_goes_on_as_the_one_that_saved(run_ranks: Any, steps: int, phase: str) -> None:
     """Also where it was saved while it measured, and just before it changes."""
@@ -62,7 +61,7 @@ def _too_late() -> dict[str, Any]:
     saved = run.save(residual="mean")
     again = new(measure_steps=4).load(saved)
     phases = []
-    for _ in range(TRY_STEPS + 2):
+    for _ in range(TRIAL_STEPS + 2):
         again.train(1)
         phases.append((decision_of(again).phase, decision_of(again).candidate.label))
     return {"phases": phases, "weights": again.weights()}
@@ -72,18 +71,18 @@ def test_a_run_that_has_measured_nothing_yet_measures_longer(run_ranks: Any) -> 
     """Saved just before the decision; what was measured until then is not saved."""
     ranks = run_ranks(_too_late)
     for rank in ranks:
-        assert rank["phases"] == [("measuring", "allreduce")] * TRY_STEPS + [("trying", "int8")] * 2
+        assert rank["phases"] == [("measuring", "allreduce")] * TRIAL_STEPS + [("trying", "int8")] * 2
         assert torch.equal(rank["weights"], ranks[0]["weights"])
 
 
-def _save() -> dict[str, Any]:
-    return new().train(12).save(residual="mean")
+def _save(steps: int = BEGIN + TRIAL + 1) -> dict[str, Any]:
+    return new().train(steps).save(residual="mean")
 
 
 def _elastic(saved: dict[str, Any]) -> dict[str, Any]:
     run = new().load(saved)
     before = decision_of(run)
-    run.train(4)
+    run.train(6)
     return {"before": before, "after": decision_of(run), "weights": run.weights()}
 
 
@@ -93,23 +92,30 @@ def test_another_number_of_ranks_measures_anew_with_the_choice_in_force(run_rank
     ranks = run_ranks(_elastic, saved, world_size=3)
     for rank in ranks:
         before, after = rank["before"], rank["after"]
-        assert before.candidate.label == after.candidate.label == "int8"
-        assert before.phase == "measuring" and (before.watch.begin, before.watch.end) == (12, 14)
-        assert not before.figures.tried_s and after.figures.tried_s
+        assert before.candidate.label == "int8" and list(after.tried_s) == ["int8"]
+        assert before.phase == "measuring" and (before.watch.begin, before.watch.end) == (14, 15)
+        assert not before.tried_s
         assert torch.equal(rank["weights"], ranks[0]["weights"])
 
 
+def test_with_another_number_of_ranks_a_trial_is_taken_back(run_ranks: Any) -> None:
+    saved = run_ranks(_save, BEGIN + 4)[0]
+    assert saved["hook"]["notes"]["phase"] == "trying"
+    for rank in run_ranks(_elastic, saved, world_size=3):
+        assert rank["before"].candidate.label == "allreduce" and rank["before"].phase == "measuring"
+
+
 def _save_low_rank() -> dict[str, Any]:
-    return new(quality="close", target=1).train(12).save(residual="mean")
+    return new(quality="close", target=1).train(BEGIN + TRIAL + 1).save(residual="mean")
 
 
 def _elastic_low_rank(saved: dict[str, Any]) -> dict[str, Any]:
     run = new(quality="close", target=1).load(saved)
     before = decision_of(run)
-    watcher = AutoCompressor._new_watcher(session_of(run.hook).compressor)  # type: ignore[arg-type]
-    with mock.patch.object(compressor_module, "powersgd_candidates", side_effect=AssertionError("looked at them")):
-        run.train(4)
-    return {"before": before, "after": decision_of(run), "looks": watcher._spectrum is not None}
+    looked_at_them = mock.Mock(side_effect=AssertionError)
+    with mock.patch.multiple(candidates, powersgd_candidates=looked_at_them, look_at=looked_at_them):
+        run.train(6)
+    return {"before": before, "after": decision_of(run)}
 
 
 def test_ranks_are_not_chosen_anew_from_approximated_gradients(run_ranks: Any) -> None:
@@ -117,17 +123,18 @@ def test_ranks_are_not_chosen_anew_from_approximated_gradients(run_ranks: Any) -
     saved = run_ranks(_save_low_rank)[0]
     for rank in run_ranks(_elastic_low_rank, saved, world_size=3):
         before, after = rank["before"], rank["after"]
-        assert before.phase == "measuring" and after.phase == "resting" and not rank["looks"]
-        assert before.candidate == after.candidate and after.candidate.label == "powerSGD, 1 bytes (rank 1)"
-        assert after.figures.tried_s and set(after.known) == {
+        assert before.phase == "measuring" and after.phase == "trying"
+        assert before.candidate.label == next(iter(after.tried_s)) == "powerSGD, 1 bytes (rank 1)"
+        assert after.known[before.candidate.label] == before.candidate
+        assert set(after.known) == {
             *(each.label for each in simple(Auto(quality="close"))),
-            after.candidate.label,
+            before.candidate.label,
         }
 
 
 def test_residuals_of_what_is_excluded_now_go_with_the_next_gradient() -> None:
     with process_group_of_one():
-        saved = new().train(6).save(residual="per_rank")
+        saved = new().train(BEGIN + TRIAL + 1).save(residual="per_rank")
         again, plain = new(exclude=["3.*"]).load(saved), Run.new(hook="allreduce")
         plain.ddp.module.load_state_dict(saved["model"])
         plain.step = saved["step"]
@@ -144,7 +151,7 @@ def _one_rank_loads(saved: dict[str, Any]) -> str:
     run = new()
     if dist.get_rank() == 0:
         saved["hook"]["notes"] = decided(phase="measuring", watch=Watch(9, 11)).to_plain()
-        run.load(saved)  # at step 12: it would decide in the next pass
+        run.load(saved)  # at a later step: it would decide in the next pass
     with pytest.raises(HookRunError) as caught:
         run.train(1)
     return str(caught.value)
@@ -153,7 +160,7 @@ def _one_rank_loads(saved: dict[str, Any]) -> str:
 def test_a_load_on_one_rank_only_is_an_error_before_that_rank_decides(run_ranks: Any) -> None:
     saved = run_ranks(_save)[0]
     for text in run_ranks(_one_rank_loads, saved):
-        assert "the ranks are at different steps of the hook: rank 0: 12, rank 1: 0" in text
+        assert "the ranks are at different steps of the hook: rank 0: 13, rank 1: 0" in text
 
 
 def test_a_choice_that_the_quality_no_longer_allows_is_made_anew() -> None:
@@ -165,7 +172,7 @@ def test_a_choice_that_the_quality_no_longer_allows_is_made_anew() -> None:
         assert decision_of(run).candidate.label == "int4"
         run = Run.new(hook=Auto()).load(saved)
         assert decision_of(run).candidate.label == "allreduce" and decision_of(run).since is None
-        assert decision_of(run).watch.begin == 7
+        assert decision_of(run).watch.begin == 9
 
 
 def test_the_residuals_of_a_choice_that_is_not_allowed_go_with_the_next_gradient() -> None:
@@ -195,8 +202,9 @@ OFFERED = {each.label: each for each in (*simple(Auto(quality="close")), POWER)}
 def _resting(label: str, **more: Any) -> Decision:
     """With quality="close"."""
     known = dict(OFFERED)
-    figures = Figures(1.0, 0.1, dict.fromkeys(known, 0.5), {label: 0.4}, dict.fromkeys(known, 0.01))
-    made = Decision(known.pop(label), Watch(40, 48), tuple(known.values()), 3, "resting", figures=figures)
+    sent = dict.fromkeys(known, 100.0)
+    made = Decision(known.pop(label), Watch(40, 48), tuple(known.values()), 3, "resting", counted_bytes=sent)
+    made = dataclasses.replace(made, tried_s={label: 0.4})
     return dataclasses.replace(made, **more)
 
 
@@ -208,10 +216,10 @@ def _resumed(saved: Decision, **options: Any) -> Decision:
 
 
 def _measures(made: Decision, saved: Decision) -> bool:
-    return (made.phase, made.watch, made.since) == ("measuring", Watch(7, 17), saved.since)
+    return (made.phase, made.watch, made.since) == ("measuring", Watch(9, 17), saved.since)
 
 
-BEGUN = Decision.begin(OFFERED["allreduce"], 7, 10)
+BEGUN = Decision(OFFERED["allreduce"], Watch(9, 17))
 
 
 @pytest.mark.parametrize("label", ["int8", POWER.label])
@@ -236,19 +244,16 @@ def test_another_target_counts_after_a_resume(target: float) -> None:
     made = _resumed(now, target=target)
     assert _measures(made, now) and POWER.label not in made.known
     assert _resumed(_resting(POWER.label), target=target) == BEGUN
-    again = _resting("int8", others=made.others, figures=made.figures)  # not measured at each resume
+    again = _resting("int8", others=made.others, counted_bytes=made.counted_bytes)  # not measured at each resume
     assert _resumed(again, target=target) == again
 
 
 def test_another_quality_counts_after_a_resume() -> None:
     now = _resting("int8")
     made = _resumed(now, quality="same")
-    assert _measures(made, now) and made.known.keys() == made.figures.predicted_s.keys() == {
-        "allreduce",
-        "bf16",
-        "int8",
-    }
-    same = _resting("int8", others=without(made.others, ""))  # saved with quality="same"
+    labels = {"allreduce", "bf16", "int8"}
+    assert _measures(made, now) and made.known.keys() == made.counted_bytes.keys() == labels
+    same = _resting("int8", others=made.others, counted_bytes=made.counted_bytes)  # saved with quality="same"
     assert _measures(_resumed(same), same)
     assert _resumed(_resting("int4"), quality="same") == BEGUN
 
@@ -281,9 +286,12 @@ BAD: list[tuple[str, Any]] = [
     ("extended", "1"),
     ("why", 3),
     ("figures", {}),
-    ("figures", decided(figures=Figures(predicted_s={"int9": 1.0})).to_plain()["figures"]),
+    ("figures", {"tried_s": {"int9": 1.0}, "counted_bytes": {}}),
+    ("figures", {"tried_s": {}, "counted_bytes": {"int9": 1.0}}),
+    ("figures", {"tried_s": {"int8": 10**400}, "counted_bytes": {}}),
+    ("figures", {"tried_s": {"int8": -1.0}, "counted_bytes": {}}),
     ("figures", None),
-    ("figures", {**decided().to_plain()["figures"], "step_s": 10**400}),
+    ("phase", "trying"),  # without figures
 ]
 
 
@@ -306,9 +314,19 @@ def test_notes_of_another_kind_are_refused(notes: Any) -> None:
 
 
 def test_a_decision_survives_the_way_through_plain_types() -> None:
-    made = decided("int4", since=3, why="because", switches=2)
-    again = Decision.from_plain(made.to_plain())
-    assert again.to_plain() == made.to_plain() and again.candidate == made.candidate and again.others == made.others
+    made = decided("int4", since=3, why="because", switches=2, tried_s={"allreduce": 1.0, "int4": 0.5})
+    assert Decision.from_plain(json.loads(json.dumps(made.to_plain()))) == made
+
+
+def test_decisions_of_earlier_versions_are_read() -> None:
+    """They had further figures, with which they predicted."""
+    made = _resting("int8", tried_s={"allreduce": 1.0, "int8": 0.4})
+    saved = made.to_plain()
+    saved["figures"] |= {"step_s": 0.4, "waiting_s": None, "predicted_s": {"int8": 0.5}, "codec_s": {}, "spent_s": 0.1}
+    saved["figures"] |= {"mbit_per_s": 941.0, "latency_ms": 0.2}
+    assert Decision.from_plain(saved) == made
+    trying = dataclasses.replace(made, phase="trying", tried_s={"allreduce": 1.0}).to_plain()
+    assert Decision.from_plain({**saved, **trying}).phase == "trying"
 
 
 def test_inspect_shows_the_decision(tmp_path: Path) -> None:

@@ -9,10 +9,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from inside import session_of
-from prescribed_auto import PrescribedAuto, PrescribedAutoCompressor, decision_of, new
+from prescribed_auto import TRIAL, PrescribedAuto, PrescribedAutoCompressor, decision_of, new
 from training import Run, batch, make_model, residuals
 
-from commhooks.compressors.auto.phases import TRY_STEPS
 from commhooks.compressors.registry import register_compressor
 
 LAST_BUCKET = ["7.*", "5.bias"]
@@ -30,9 +29,9 @@ def _mean_gradient(run: Run) -> torch.Tensor:
 
 
 def _sent_in_the_end() -> dict[str, Any]:
-    run = new(tried_s=2.0)  # worse than predicted
+    run = new(tried_s=2.0, bf16_s=None)  # worse than all-reduce
     true, kept, labels = torch.zeros((), dtype=torch.float64), [], []
-    for _ in range(2 + TRY_STEPS + 2):
+    for _ in range(2 + TRIAL + 2):
         true = true + _mean_gradient(run)
         run.train(1)
         kept.append(bool(residuals(run.hook)))
@@ -51,8 +50,8 @@ def test_a_choice_that_does_not_hold_is_taken_back_and_nothing_is_lost(run_ranks
     """After the change back, all gradients that error feedback had left were applied, to rounding."""
     ranks = run_ranks(_sent_in_the_end)
     for rank in ranks:
-        assert rank["labels"] == ["allreduce"] * 2 + ["int8"] * TRY_STEPS + ["allreduce"] * 2
-        assert rank["kept"] == [False] * 2 + [True] * TRY_STEPS + [False] * 2
+        assert rank["labels"] == ["allreduce"] * 2 + ["int8"] * TRIAL + ["allreduce"] * 2
+        assert rank["kept"] == [False] * 2 + [True] * TRIAL + [False] * 2
         assert rank["error"] < 1e-6
         assert torch.equal(rank["weights"], ranks[0]["weights"])
         assert rank["decision"].phase == "resting" and rank["decision"].switches == 2
@@ -60,7 +59,7 @@ def test_a_choice_that_does_not_hold_is_taken_back_and_nothing_is_lost(run_ranks
 
 def _another_bucket_is_not_finite() -> dict[str, Any]:
     """int8 is taken back in a pass in which the bucket without residuals overflows on one rank."""
-    run = new(tried_s=2.0, exclude=LAST_BUCKET).train(2 + TRY_STEPS)
+    run = new(tried_s=2.0, bf16_s=None, exclude=LAST_BUCKET).train(2 + TRIAL)
     before = residuals(run.hook)
     bias = run.ddp.module[7].bias  # type: ignore[index]
     spoil = bias.register_hook(lambda gradient: gradient / (0.0 if dist.get_rank() == 0 else 1.0))
@@ -113,14 +112,14 @@ class Branching(torch.nn.Module):
 def _branch_is_not_used_at_the_change() -> dict[str, Any]:
     register_compressor(PrescribedAutoCompressor)
     options = {"find_unused_parameters": True}
-    run = Run.new(Branching(), hook=PrescribedAuto(tried_s=2.0), ddp=options).train(2 + TRY_STEPS)
+    run = Run.new(Branching(), hook=PrescribedAuto(tried_s=2.0, bf16_s=None), ddp=options).train(2 + TRIAL)
     model: Any = run.ddp.module
     before = residuals(run.hook)["branch.weight"]
     model.skips = True
     run.train(1)  # int8 is taken back
     after = residuals(run.hook)
     saved = run.save(residual="per_rank")
-    again = Run.new(Branching(), hook=PrescribedAuto(tried_s=2.0), ddp=options).load(saved)
+    again = Run.new(Branching(), hook=PrescribedAuto(tried_s=2.0, bf16_s=None), ddp=options).load(saved)
     model.skips = False
     true = _mean_gradient(run)[-110:-10]  # of branch.weight
     left = before.double()
@@ -128,7 +127,7 @@ def _branch_is_not_used_at_the_change() -> dict[str, Any]:
     run.train(1)
     again.train(1)
     saved["hook"]["loss_scale"] = 2.0
-    scaled = Run.new(Branching(), hook=PrescribedAuto(tried_s=2.0), ddp=options).load(saved)
+    scaled = Run.new(Branching(), hook=PrescribedAuto(tried_s=2.0, bf16_s=None), ddp=options).load(saved)
     scaled.ddp.module.skips = True  # type: ignore[assignment]
     scaled.train(1)
     return {

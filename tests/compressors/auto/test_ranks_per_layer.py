@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import glob
 import itertools
 import math
@@ -11,17 +12,13 @@ import pytest
 import torch
 from torch import nn
 
-from commhooks.compressors.auto.candidates import compressors, powersgd, spectrum
-from commhooks.compressors.auto.candidates import probes as probes_of
+from commhooks.compressors.adaptive import ObservedPass
+from commhooks.compressors.auto.candidates import counted_bytes, look_at, new, powersgd_candidates, simple
 from commhooks.compressors.auto.config import Auto
 from commhooks.compressors.auto.energy import Energies, by_layer
-from commhooks.compressors.auto.loads import codec_times, load_of
-from commhooks.compressors.auto.per_layer import powersgd_candidates
 from commhooks.compressors.auto.ranks import LARGEST, ranks_for_bytes, ranks_for_share, truncated
-from commhooks.compressors.plan import ParameterInfo
-from commhooks.engine.observer import SeenPass
-from commhooks.engine.rehearsal import rehearse
-from commhooks.gradients.layout import BucketLayout, read_layout
+from commhooks.compressors.candidates import powersgd
+from commhooks.gradients.layout import read_layout
 from commhooks.gradients.names import ModelNames
 
 KEPT = {"steep": [0.9, 0.95, 0.97], "flat": [0.2, 0.4, 0.6], "thin": [0.5]}
@@ -74,49 +71,41 @@ def test_ranks_that_save_too_little_are_not_considered() -> None:
     assert truncated([math.nan] * LARGEST, 100, 50) == [rank / 50 for rank in range(1, 17)]
 
 
-def test_energies_are_those_of_the_singular_values() -> None:
-    """Against torch.linalg.svdvals, on two matrices in one bucket; a vector between them."""
-    torch.manual_seed(0)
-    shapes = {"a": (40, 60), "bias": (40,), "b": (70, 50)}
-    parameters = {name: nn.Parameter(torch.zeros(shape)) for name, shape in shapes.items()}
-    factor = torch.linspace(1, 0.01, 40)[:, None] ** 2
-    gradients = {name: torch.randn(shape) for name, shape in shapes.items()}
-    gradients["a"] = torch.linalg.qr(torch.randn(40, 40))[0] @ (factor * gradients["a"])
+def _seen(gradients: Mapping[str, torch.Tensor]) -> ObservedPass:
+    """A pass with one bucket."""
     flat = torch.cat([each.flatten() for each in gradients.values()])
-    layout = read_layout(flat, list(parameters.values()), list(parameters))
-    made = spectrum(Auto(quality="close"))
-    plans = made.plan([ParameterInfo(name, each) for name, each in parameters.items()])
-    energies = Energies()
-    untouched = flat.clone()
+    parameters = [nn.Parameter(torch.zeros_like(each)) for each in gradients.values()]
+    layout = read_layout(flat, parameters, list(gradients))
+    return ObservedPass(1.0, [layout], ModelNames(zip(gradients, parameters, strict=True)), [flat])
+
+
+def test_energies_are_those_of_the_singular_values() -> None:
+    """Against torch.linalg.svdvals, on two matrices in one bucket, whatever their size; a vector between them."""
+    torch.manual_seed(0)
+    gradients = {name: torch.randn(shape) for name, shape in {"a": (40, 60), "bias": (40,), "b": (70, 50)}.items()}
+    factor = torch.linspace(1, 0.01, 40)[:, None] ** 2
+    gradients["a"] = 1e-30 * torch.linalg.qr(torch.randn(40, 40))[0] @ (factor * gradients["a"])
+    seen, energies = _seen(gradients), Energies()
+    untouched = seen.gradients[0].clone()
     for _ in range(2):
-        rehearsal = rehearse(made, layout, plans, flat, 12, energies.look)
-        assert 0 < 12 * rehearsal.fastest_s < rehearsal.spent_s
-    assert torch.equal(flat, untouched)
+        look_at(seen, Auto(quality="close", target=1), energies)
+    assert torch.equal(seen.gradients[0], untouched)
     names = ["a", "b", "missing"]
     kept = by_layer(energies.numbers(names), names)
     for name in ("a", "b"):
         squares = torch.linalg.svdvals(gradients[name].double()).square()
         true = (squares.cumsum(0) / squares.sum())[:LARGEST]
-        assert torch.allclose(torch.tensor(kept[name], dtype=torch.float64), true, atol=0.03), name
+        assert torch.allclose(torch.tensor(kept[name], dtype=torch.float64), true, atol=0.04), name
         assert kept[name] == sorted(kept[name])
     assert kept["missing"] == [0.0] * LARGEST
 
 
-def _of_one_bucket(gradients: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, BucketLayout]:
-    flat = torch.cat([each.flatten() for each in gradients.values()])
-    parameters = [nn.Parameter(torch.zeros_like(each)) for each in gradients.values()]
-    return flat, read_layout(flat, parameters, list(gradients))
-
-
 @pytest.mark.parametrize("number", [0.0, math.inf, math.nan])
 def test_gradients_of_zeros_or_not_finite_are_not_measured(number: float) -> None:
-    """Whatever has been learned from them: on accelerators such a layer has a random Q."""
-    flat, layout = _of_one_bucket({"bad": torch.full((64, 64), number), "other": torch.ones(64, 64)})
     energies = Energies()
-    energies.look(layout, flat, {"q": {"bad": torch.randn(16, 64), "other": torch.ones(1, 64)}})
+    energies.look({"bad": torch.full((64, 64), number), "other": torch.ones(64, 64)})
     shares = by_layer(energies.numbers(["bad", "other"]), ["bad", "other"])
-    assert shares["bad"] == [0.0] * LARGEST
-    assert any(shares["other"]) == (number == 0.0)
+    assert shares["bad"] == [0.0] * LARGEST and shares["other"] == pytest.approx([1.0] * LARGEST)
 
 
 @pytest.mark.parametrize("limit", [1000, 5000, 9000, 20_000, 10**6])
@@ -124,19 +113,16 @@ def test_ranks_for_bytes_count_what_is_planned(limit: int) -> None:
     """Vectors and layers without a useful rank are part of it. Bytes are added up; plans are made here."""
     torch.manual_seed(0)
     shapes = {"a": (40, 60), "bias": (40,), "b.[0]": (70, 50), "small": (3, 3)}
-    flat, layout = _of_one_bucket({name: torch.randn(shape) for name, shape in shapes.items()})
-    names = ModelNames(zip(layout.names, layout.parameters, strict=True))
-    seen = SeenPass(1.0, 0.1, (0.5,), [layout], names, [flat])
+    seen = _seen({name: torch.randn(shape) for name, shape in shapes.items()})
     config, energies = Auto(quality="close", target=limit), Energies()
-    seen.rehearse(spectrum(config), 3, energies.look)
-    (found,) = powersgd_candidates(config, seen, energies, Alone())
+    look_at(seen, config, energies)
+    (found,) = powersgd_candidates(config, seen, energies, Alone())  # type: ignore[arg-type]
     chosen = {name.replace("[[]", "["): rank for name, rank in found.options["matrix_approximation_rank"].items()}
     layers = {"a": (40, 60), "b.[0]": (70, 50)}
     kept = by_layer(energies.numbers([*layers]), [*layers])
 
     def planned(ranks: Mapping[str, int]) -> float:
-        escaped = {glob.escape(name): rank for name, rank in ranks.items()}
-        return load_of(powersgd(config, escaped, "").new(), seen, 0.0).counted_bytes
+        return counted_bytes(new(powersgd({glob.escape(name): rank for name, rank in ranks.items()}, {})), seen)
 
     assert chosen == ranks_for_bytes({name: truncated(kept[name], *layers[name]) for name in layers}, limit, planned)
     assert planned(chosen) <= limit or set(chosen.values()) == {1}
@@ -144,28 +130,18 @@ def test_ranks_for_bytes_count_what_is_planned(limit: int) -> None:
 
 def test_without_a_target_a_layer_has_rank_16_or_the_highest_that_halves_it() -> None:
     shapes = {"a": (40, 60), "bias": (40,), "b": (200, 100), "small": (3, 3)}
-    flat, layout = _of_one_bucket({name: torch.randn(shape) for name, shape in shapes.items()})
-    names = ModelNames(zip(layout.names, layout.parameters, strict=True))
-    seen = SeenPass(1.0, 0.1, (0.5,), [layout], names, [flat])
-    (found,) = powersgd_candidates(Auto(quality="close"), seen, Energies(), Alone())
+    seen = _seen({name: torch.randn(shape) for name, shape in shapes.items()})
+    (found,) = powersgd_candidates(Auto(quality="close"), seen, Energies(), Alone())  # type: ignore[arg-type]
     assert found.label == "powerSGD (ranks 11 to 16)"
     assert found.options["matrix_approximation_rank"] == {"a": 11, "b": 16}  # (40 + 60) * 11 * 2 < 2400
 
 
-def test_codecs_of_other_ranks_lie_between_those_that_were_rehearsed() -> None:
-    """The highest one on all layers, also where no candidate has it because it would not halve the layer."""
-    shapes = {"a": (40, 60), "bias": (40,), "b": (200, 100)}
-    flat, layout = _of_one_bucket({name: torch.randn(shape) for name, shape in shapes.items()})
-    seen = SeenPass(1.0, 0.1, (0.5,), [layout], ModelNames(zip(layout.names, layout.parameters, strict=True)), [flat])
-    config = Auto(quality="close")
-    probes = compressors(probes_of(config))
-    times = dict.fromkeys(probes, 0.1) | {"powerSGD rank 1": 1.0, "powerSGD rank 16": 2.0}
-    made = {str(rank): powersgd(config, {"a": min(rank, 11), "b": rank}, "").new() for rank in (1, 8, 16)}
-    found = codec_times(made, probes, times, seen)
-    assert found["1"] == 1.0 and found["8"] == pytest.approx(1 + 7 / 15) and 1.9 < found["16"] < 2.0
-    small, layout = _of_one_bucket({"a": torch.randn(24, 24)})  # rank 16 saves nothing, rank 5 halves it
-    seen = SeenPass(1.0, 0.1, (0.5,), [layout], ModelNames(zip(layout.names, layout.parameters, strict=True)), [small])
-    assert codec_times({"5": powersgd(config, {"a": 5}, "").new()}, probes, times, seen) == {"5": 5.0}
+def test_sparse_gradients_count_as_nothing() -> None:
+    seen = _seen({"a": torch.randn(40, 60), "bias": torch.randn(40)})
+    plain = new(simple(Auto())[0])
+    assert counted_bytes(plain, seen) == 4 * (40 * 60 + 40)
+    sparse = dataclasses.replace(seen.layouts[0], sparse=True)
+    assert counted_bytes(plain, dataclasses.replace(seen, layouts=[sparse])) == 0
 
 
 class Alone:

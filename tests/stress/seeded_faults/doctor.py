@@ -69,22 +69,15 @@ MUTANTS = [
     Mutant(
         "the doctor advises where there is nothing to win",
         "commhooks/tools/doctor/judge.py",
-        "    if headroom < WORTH:\n",
-        "    if headroom < 0:\n",
+        "    if headroom >= MARGIN:\n",
+        "    if True:\n",
         "tools/test_doctor_advice.py::test_advice",
     ),
     Mutant(
         "the doctor advises what may be chance",
         "commhooks/tools/doctor/judge.py",
-        " and each.quartiles_ms[1] < plain.quartiles_ms[0]",
+        " if each.quartiles_ms[1] < plain.quartiles_ms[0]",
         "",
-        "tools/test_doctor_advice.py::test_advice",
-    ),
-    Mutant(
-        "the doctor prefers the fastest to the exact",
-        "commhooks/tools/doctor/judge.py",
-        "each.median_ms <= ABOUT_AS_FAST * fastest",
-        "each.median_ms <= fastest",
         "tools/test_doctor_advice.py::test_advice",
     ),
     Mutant(

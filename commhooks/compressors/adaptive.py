@@ -1,0 +1,138 @@
+"""The extension point of compressors that measure the training and decide what they do, such as `auto`.
+
+The engine measures the passes of `AdaptiveCompressor.watch` and gives each of them to `observe`. Before the pass at its
+end it calls `reconsidered`, on all ranks at the same step, which may exchange what was measured and return another
+compressor.
+"""
+
+from abc import abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from commhooks.comm.collective import Send, gather_rows, start
+from commhooks.comm.counters import Counters
+from commhooks.compressors.base import Compressor
+from commhooks.compressors.config import ConfigT
+from commhooks.compressors.plan import ParameterInfo, UnitPlan
+from commhooks.gradients.layout import BucketLayout
+from commhooks.gradients.names import ParameterNames
+
+
+@dataclass(frozen=True)
+class Watch:
+    """Committed steps that are measured: `begin` to `end - 1`. At `end` the compressor is reconsidered."""
+
+    begin: int
+    end: int
+
+
+@dataclass
+class ObservedPass:
+    """One committed backward pass of this rank.
+
+    Attributes:
+        step_s: seconds from the end of the pass before to the end of this one; NaN on a device without a clock.
+        layouts: its buckets.
+        gradients: their averages, each 1-D, while `observe` runs; empty later.
+    """
+
+    step_s: float
+    layouts: Sequence[BucketLayout]
+    names: ParameterNames
+    gradients: Sequence[torch.Tensor] = field(default=(), repr=False)
+
+    def plans(self, compressor: Compressor[Any]) -> list[list[UnitPlan]]:
+        """What `compressor` would do to each bucket."""
+        config = compressor.planning_config
+        return [
+            compressor.plan(
+                [ParameterInfo.of(s.name, s.parameter, self.names, config, layout.sparse) for s in layout.slots]
+            )
+            for layout in self.layouts
+        ]
+
+
+class Ranks:
+    """The ranks that average their gradients. All of them must call each method, in the same order.
+
+    Args:
+        device: where collectives of `group` need their tensors.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device, counters: Counters) -> None:
+        self._group = group
+        self._device = device
+        self._counters = counters
+
+    @property
+    def size(self) -> int:
+        return self._group.size()
+
+    def table(self, numbers: Sequence[float]) -> list[list[float]]:
+        """The numbers of every rank, a row each; equal on all ranks. All must give as many."""
+        what = "what each rank has measured (let every rank take part in each pass)"
+        rows: list[list[float]] = gather_rows(self._tensor(numbers), self._group, self._counters, what).tolist()
+        return rows
+
+    def of_first(self, numbers: Sequence[float]) -> list[float]:
+        """The numbers of rank 0. All must give as many."""
+        own = self._tensor(numbers)
+        if self._group.rank() != 0:
+            own.zero_()
+        self._counters.handshakes += 1
+        found: list[float] = start(Send(own, what="what rank 0 has measured"), self._group, None).wait().tolist()
+        return found
+
+    def _tensor(self, numbers: Sequence[float]) -> torch.Tensor:
+        return torch.tensor(numbers, dtype=torch.float64, device=self._device)
+
+
+class AdaptiveCompressor(Compressor[ConfigT]):
+    """A compressor that decides from measurements what it does."""
+
+    @property
+    @abstractmethod
+    def watch(self) -> Watch | None:
+        """The steps that are measured; None: none, and it decides no more."""
+
+    @property
+    @abstractmethod
+    def notes(self) -> dict[str, Any]:
+        """What it has decided, saved beside its tensors: plain types, equal on all ranks."""
+
+    @property
+    @abstractmethod
+    def chosen(self) -> str:
+        """What it does at the moment, for plans and statistics."""
+
+    @property
+    @abstractmethod
+    def chosen_at(self) -> int | None:
+        """The step at which that came into force; None if it has decided nothing yet."""
+
+    @abstractmethod
+    def with_notes(self, notes: Any, step: int, *, same_ranks: bool) -> "AdaptiveCompressor[ConfigT]":
+        """A copy that continues with saved `notes`.
+
+        Args:
+            notes: as saved; they may be damaged. None if nothing was.
+            step: committed steps at the save.
+            same_ranks: as many ranks as at the save.
+
+        Raises:
+            HookConfigError: they cannot be used.
+        """
+
+    @abstractmethod
+    def observe(self, seen: ObservedPass) -> None:
+        """Take in a pass of `watch`, on this rank. Called after its commit."""
+
+    @abstractmethod
+    def reconsidered(self, ranks: Ranks, step: int) -> tuple["AdaptiveCompressor[ConfigT]", str]:
+        """The compressor from now on, another one or this, and what rank 0 should tell the user, or "". Called at the
+        end of `watch`, on all ranks at the same committed step, before the first bucket of a pass. All ranks must come
+        to the same end."""

@@ -1,0 +1,145 @@
+"""Which candidate is tried next, and which is chosen, by tables: no clocks, no ranks."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+import pytest
+from prescribed_auto import TRIAL, decided
+
+from commhooks.compressors.adaptive import Watch
+from commhooks.compressors.auto import trials
+from commhooks.compressors.auto.candidates import simple
+from commhooks.compressors.auto.config import Auto
+from commhooks.compressors.auto.decision import Decision
+from commhooks.compressors.auto.trials import MOST_EXTENSIONS, TRIAL_STEPS, WARM_UP
+from commhooks.compressors.candidates import choose
+
+NAN, INF = math.nan, math.inf
+CONFIG = Auto(quality="close", measure_steps=10, check_again_every=100)
+OFFERED = simple(CONFIG)
+KNOWN = {each.label: each for each in OFFERED}
+SENT = {"allreduce": 100.0, "bf16": 50.0, "int8": 26.0, "int4": 14.0}
+
+
+@pytest.mark.parametrize(
+    ("times", "now", "expected"),
+    [
+        # The fastest.
+        ({"allreduce": 1.0, "bf16": 0.6, "int8": 0.4}, "allreduce", "int8"),
+        # Among those that are about as fast, the one that changes least.
+        ({"allreduce": 1.0, "bf16": 0.43, "int8": 0.4}, "allreduce", "bf16"),
+        ({"allreduce": 1.0, "bf16": 0.45, "int8": 0.4}, "allreduce", "int8"),
+        # Nothing helps, or not by the margin.
+        ({"allreduce": 1.0, "bf16": 1.0, "int8": 1.2}, "allreduce", "allreduce"),
+        ({"allreduce": 1.0, "bf16": 0.92, "int8": 1.2}, "allreduce", "allreduce"),
+        # The gentlest of those that gain enough.
+        ({"allreduce": 1.0, "bf16": 0.92, "int8": 0.9, "int4": 0.89}, "allreduce", "int8"),
+        # The times of a candidate make no sense.
+        ({"allreduce": 1.0, "int8": NAN, "int4": -1.0, "bf16": 0.9}, "allreduce", "bf16"),
+        ({"allreduce": 1.0, "int8": 0.0, "bf16": INF}, "allreduce", "allreduce"),
+        # Nothing is known about the one in force, or about anything.
+        ({"allreduce": NAN, "int8": 0.1}, "allreduce", "allreduce"),
+        ({}, "allreduce", "allreduce"),
+        # The one in force is among the equally fast ones, and changes more.
+        ({"allreduce": 0.41, "int8": 0.4}, "int8", "int8"),
+        ({"allreduce": 0.35, "int8": 0.4}, "int8", "allreduce"),
+    ],
+)
+def test_choose(times: dict[str, float], now: str, expected: str) -> None:
+    assert choose(times, KNOWN, now) == expected
+    assert choose(dict(reversed(times.items())), KNOWN, now) == expected
+
+
+def _begun(step_s: float = 1.0, config: Auto = CONFIG) -> Decision:
+    """After ten steps of all-reduce."""
+    return trials.after_measuring(trials.begin(config, 0), config, 10, step_s, simple(config), SENT)
+
+
+def _run(times: Mapping[str, float], config: Auto = CONFIG) -> tuple[list[str], Decision]:
+    """The labels that were tried, and the decision."""
+    now, step, labels = _begun(times["allreduce"], config), 10, []
+    while now.phase == "trying":
+        labels.append(now.candidate.label)
+        assert now.since == step and now.watch == Watch(step + WARM_UP, step + TRIAL)
+        step += TRIAL
+        now = trials.after_trial(now, config, step, times[now.candidate.label])
+    assert now.phase == "resting" and now.watch is not None and now.watch.end >= step + 100
+    return labels, now
+
+
+@pytest.mark.parametrize(
+    ("times", "tried", "chosen"),
+    [
+        # The network is nearly all of the step: the bytes of others alone would take longer.
+        ({"allreduce": 10.0, "int4": 1.4}, ["int4"], "int4"),
+        ({"allreduce": 10.0, "int4": 3.0, "int8": 2.7}, ["int4", "int8"], "int8"),
+        # It is hidden, or fast: nobody knows from bytes what a step takes.
+        ({"allreduce": 1.0, "int4": 0.95, "int8": 0.9, "bf16": 0.8}, ["int4", "int8", "bf16"], "bf16"),
+        # What computes long says nothing about the network.
+        ({"allreduce": 1.0, "int4": 2.0, "int8": 1.9, "bf16": 1.02}, ["int4", "int8", "bf16"], "allreduce"),
+        # Steps of 10 ms.
+        ({"allreduce": 0.0109, "int4": 0.0119, "int8": 0.0149, "bf16": 0.0089}, ["int4", "int8", "bf16"], "bf16"),
+    ],
+)
+def test_what_is_tried_and_chosen(times: dict[str, float], tried: list[str], chosen: str) -> None:
+    labels, now = _run(times)
+    assert labels == tried and now.candidate.label == chosen
+    assert dict(now.tried_s) == {"allreduce": times["allreduce"]} | {label: times[label] for label in tried}
+    untried = SENT.keys() - now.tried_s.keys()
+    assert ("not tried, because their bytes alone" in now.why) == bool(untried)
+    assert all(each in now.why for each in untried)
+    assert set(now.known) == set(SENT) and Decision.from_plain(now.to_plain()) == now
+
+
+def test_a_trial_without_a_time_ends_the_trials() -> None:
+    now = _begun()
+    for turn in range(MOST_EXTENSIONS):
+        now = trials.extended(now, CONFIG, 18 + TRIAL_STEPS * turn)
+        assert now.phase == "trying" and now.candidate.label == "int4" and now.watch is not None
+        assert (now.watch.begin, now.watch.end) == (10 + WARM_UP, 18 + TRIAL_STEPS * (turn + 1))
+    now = trials.extended(now, CONFIG, 60)
+    assert (now.phase, now.since, now.candidate.label, now.switches) == ("resting", 60, "allreduce", 2)
+    assert "int4 could not be measured" in now.why and set(now.known) == set(SENT)
+    assert Decision.from_plain(now.to_plain()).to_plain() == now.to_plain()
+
+
+def test_times_that_never_make_sense_end_the_measuring() -> None:
+    now = trials.begin(CONFIG, 0)
+    assert now.watch == Watch(WARM_UP, 10)
+    for turn in range(MOST_EXTENSIONS):
+        now = trials.extended(now, CONFIG, 10 + turn)
+        assert now.phase == "measuring" and now.watch == Watch(WARM_UP, 10 + turn + TRIAL_STEPS)
+    now = trials.extended(now, CONFIG, 99)
+    assert (now.phase, now.since, now.candidate.label, now.extended) == ("resting", 99, "allreduce", 0)
+    assert "make no sense" in now.why
+    # It is not known, so the next look measures.
+    assert trials.after_rest(now, CONFIG, 199, 1.0).phase == "measuring"
+
+
+@pytest.mark.parametrize(("step_s", "phase"), [(1.2, "resting"), (1.3, "measuring"), (0.7, "measuring")])
+def test_after_a_rest(step_s: float, phase: str) -> None:
+    now = decided("int8", since=10, tried_s={"allreduce": 3.0, "int8": 1.0}, counted_bytes=SENT)
+    made = trials.after_rest(now, CONFIG, 110, step_s)
+    assert made.phase == phase and made.candidate == now.candidate and made.since == 10
+    assert made.watch == (Watch(112, 120) if phase == "measuring" else Watch(210 - TRIAL_STEPS, 210))
+
+
+def test_later_trials_compare_with_the_choice_in_force() -> None:
+    now = trials.after_rest(decided("int8", since=10, tried_s={"allreduce": 3.0, "int8": 1.0}), CONFIG, 110, 2.0)
+    now = trials.after_measuring(now, CONFIG, 120, 2.0, OFFERED, SENT)
+    assert now.candidate.label == "int4" and list(now.tried_s) == ["int8"]
+    now = trials.after_trial(now, CONFIG, 130, 2.1)
+    assert now.candidate.label == "bf16"  # nothing is won by sending less: the network is not what takes long
+    now = trials.after_trial(now, CONFIG, 140, 1.85)
+    now = trials.after_trial(now, CONFIG, 150, 1.9)
+    assert (now.candidate.label, now.phase, now.since) == ("int8", "resting", 150)  # nothing gains a tenth
+
+
+def test_it_looks_again_later_where_trials_are_expensive() -> None:
+    labels, now = _run({"allreduce": 1.0, "int4": 3.0, "int8": 2.0, "bf16": 0.5})
+    # 8 steps each, of 3 s and 2 s in place of 0.5 s: 64 steps of half a second, 1 % of 6400.
+    assert now.watch is not None and now.watch.end == 10 + len(labels) * TRIAL + 6400
+    never = Auto(quality="close", check_again_every=None)
+    assert trials.resting(now, never, 50).watch is None

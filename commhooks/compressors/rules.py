@@ -1,0 +1,181 @@
+"""What the engine, plans and messages ask of a compressor beside what its author defines (`base.py`).
+
+The defaults suit every compressor; our own ones refine them: kernels, wrappers, whole buckets.
+"""
+
+import copy
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Any, ClassVar, Generic
+
+import torch
+
+from commhooks.comm.wire import WIRE_BITS, WIRE_DTYPES, dtype_name, wire_dtype_of
+from commhooks.compressors.config import ConfigT, HookConfig
+from commhooks.compressors.kernel import TORCH, Kernel, KernelsHere
+from commhooks.compressors.plan import MemoryPlan, ParameterInfo, UnitPlan, real_itemsize
+from commhooks.compressors.state_field import StateField
+
+
+class CompressorRules(ABC, Generic[ConfigT]):
+    """
+    Attributes:
+        computes_from_received: what it computes from what it has received may differ between kinds of processors in
+            the last bits, so that replicas on such machines drift apart. False: one correctly rounded operation on
+            each number alone, which gives the same bits everywhere.
+        selective: it decides per parameter whether to compress; plans then show the reasons.
+        per_bucket: it compresses whole buckets, so its plan is unknown until DDP has built its buckets.
+        stats_every: steps between two log lines with compression statistics; None: no such lines.
+        wrappers: what the option `wrapper` can be; see `lowered` and `quantised`.
+        flat_only: it works where all ranks compress all of every parameter: neither between nodes only, nor on shards.
+        judges_averages: buckets that the engine averages for it are read, to see whether they are finite. False: what
+            is in them does not matter for what it has learned, and they count as finite.
+        kernel: the kernel to compute with, one of `kernels_here`. The engine sets it, to the same one on all ranks,
+            before it asks for a workspace.
+    """
+
+    computes_from_received: ClassVar[bool] = True
+    selective: ClassVar[bool] = True
+    per_bucket: ClassVar[bool] = False
+    wrappers: ClassVar[tuple[str, ...]] = tuple(WIRE_DTYPES)
+    flat_only: ClassVar[bool] = False
+    stats_every: int | None = None
+    kernel: Kernel = TORCH
+    judges_averages: bool = True
+
+    # See `Compressor`.
+    Config: ClassVar[type[Any]]
+    title: ClassVar[str]
+    state_fields: Sequence[StateField]
+    config: ConfigT
+    wire_dtype: torch.dtype | None
+
+    @abstractmethod
+    def plan_parameter(self, info: ParameterInfo) -> UnitPlan:
+        """See `Compressor`."""
+
+    def check_here(self, device: torch.device, dtype: torch.dtype) -> None:
+        """Raise HookConfigError if this machine cannot compress gradients of `dtype` on `device`."""
+
+    def kernels_here(self, device: torch.device, dtype: torch.dtype) -> KernelsHere:
+        """The kernels that this machine has for gradients of `dtype` on `device`. They need not be equal on all ranks:
+        the engine chooses the first one of rank 0 that all ranks have."""
+        return KernelsHere()
+
+    @classmethod
+    def not_between_nodes(cls) -> str:
+        """Why it cannot work between nodes only, to follow "which"; "" if it can."""
+        if not cls.Config.sends:
+            return "sends nothing"
+        if cls.flat_only:
+            return "measures ranks that all compress the whole model"
+        return "compresses whole buckets" if cls.per_bucket else ""
+
+    @property
+    def name(self) -> str:
+        name: str = self.Config.hook_name
+        return name
+
+    @property
+    def planning_config(self) -> HookConfig:
+        """The config with whose globs parameters are compared before `plan`; see `ParameterInfo`."""
+        config: HookConfig = self.config
+        return config
+
+    @property
+    def start_step(self) -> int:
+        """Number of committed steps before compression begins; until then the engine averages buckets uncompressed."""
+        start = self.config.configured_start
+        assert isinstance(start, int)
+        return start
+
+    @property
+    def called(self) -> str:
+        """Display name in messages."""
+        return self.title or self.name
+
+    @property
+    def wire(self) -> str:
+        """What a wrapper makes of the numbers that are sent, such as "float16" or "int8"; "" without a wrapper."""
+        return dtype_name(self.wire_dtype)
+
+    @property
+    def words(self) -> str:
+        """Short summary of the options for the log line at the first backward pass."""
+        return f"from step {self.start_step}"
+
+    @property
+    def phrase(self) -> str:
+        """Display name with its main option, for messages about a model."""
+        return self.called
+
+    def plan(self, parameters: Sequence[ParameterInfo]) -> list[UnitPlan]:
+        """Decide for the parameters of a bucket or of a model: one plan each, in order."""
+        return [self.plan_one(info) for info in parameters]
+
+    def plan_one(self, info: ParameterInfo) -> UnitPlan:
+        """Leave sparse, excluded, complex and empty parameters uncompressed; call `plan_parameter` for the others."""
+        because = None
+        if info.sparse:
+            because = "sparse gradient"
+        elif info.excluded_by is not None:
+            because = f"excluded by {info.excluded_by!r}"
+        elif info.parameter.is_complex():
+            because = "complex numbers"
+        elif info.parameter.numel() == 0:
+            because = "empty"
+        return self.plan_parameter(info) if because is None else UnitPlan.left_alone(info, because)
+
+    def lowered(self, dtype: torch.dtype) -> Any:
+        """A copy that sends `dtype` where that is narrower, for the fp16 and bf16 wrappers."""
+        kind: Any = type(self)
+        return kind(self.config, dtype)
+
+    def quantised(self, bits: int) -> Any:
+        """A copy that sends integers of that width, for the int8 and int4 wrappers if they are in `wrappers`."""
+        raise NotImplementedError(f"{self.name} has no wrapper that quantises")
+
+    def wrapped(self, wrapper: str) -> Any:
+        """A copy that sends as `wrapper`, one of `wrappers`, says."""
+        if wrapper in WIRE_DTYPES:
+            return self.lowered(WIRE_DTYPES[wrapper])
+        return self.quantised(WIRE_BITS[wrapper])
+
+    def with_start(self, start: int) -> Any:
+        """A copy with another start step."""
+        made = copy.copy(self)  # whatever arguments its class takes
+        made.config = self.config.with_start(start)
+        return made
+
+    def never_acts(self, total_steps: int) -> str:
+        """What to tell the user if it begins only after a run of so many steps has ended; "" if it begins before."""
+        start, option = self.start_step, self.config.start_option
+        if option is None or start < total_steps:
+            return ""
+        return (
+            f"{self.called} begins after {start} steps, but this run has only {total_steps}: nothing will be "
+            f"compressed. Set {option} to a smaller number, or to a fraction of the run."
+        )
+
+    def may_compress(self, infos: Sequence[ParameterInfo]) -> list[bool]:
+        """Whether each parameter could come to be compressed, and have a residual, with these options."""
+        return [plan.compressed for plan in self.plan(infos)]
+
+    def computes(self, plan: UnitPlan) -> bool:
+        """Whether the codec has work to do for this unit before it is sent."""
+        return plan.compressed
+
+    def wire_dtype_for(self, dtype: torch.dtype) -> torch.dtype:
+        """The dtype that is sent for a bucket of `dtype`."""
+        return wire_dtype_of(dtype, self.wire_dtype)
+
+    def memory_plan(self, plans: Sequence[UnitPlan], buckets: Sequence[Sequence[UnitPlan]]) -> MemoryPlan:
+        """Bytes needed on each rank. `buckets`: the same plans grouped by bucket; one group if buckets are unknown."""
+        residual = others = 0
+        for plan in plans:
+            for each in self.state_fields if plan.compressed else ():
+                size = each.size_bytes(plan)
+                residual, others = (residual, others + size) if each.replicated else (residual + size, others)
+        packed = sum(plan.numel_sent * plan.wire_itemsize(self.wire_dtype) for plan in plans if plan.compressed)
+        copies = sum(plan.numel * max(4, real_itemsize(plan.dtype)) for plan in plans if plan.compressed)
+        return MemoryPlan(residual, others, packed, copies=copies)

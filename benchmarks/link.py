@@ -53,6 +53,7 @@ from namespaces import Link, bits_per_second, missing
 
 RATES = ["10mbit", "100mbit", "1gbit", "10gbit", "unlimited"]
 HOOKS = ["noop", "ddp", "fp16", "bf16", "powersgd-1", "powersgd-2", "powersgd-4", "torch-1", "torch-4"]
+LONG_STEPS_TO_DECIDE = 60
 WORKER = Path(__file__).with_name("link_worker.py")
 
 
@@ -99,9 +100,7 @@ def measure(args: argparse.Namespace) -> list[Row]:
                         # Four times the duration of a plain all-reduce of all gradients per step, at most one hour.
                         wire_s = 0 if rate == "unlimited" else 8 * gradient / bits_per_second(rate)
                         limit_s = min(3600, 300 + len(args.hooks) * (args.seconds + 4 * wire_s) * 2)
-                        limit_s += (
-                            len(CHOOSING.keys() & set(args.hooks)) * 60 * (4 * wire_s + 5)
-                        )  # trials of long steps
+                        limit_s += len(CHOOSING.keys() & set(args.hooks)) * LONG_STEPS_TO_DECIDE * (4 * wire_s + 5)
                         size = SIZES[model][compute]
                         answer = ranks.job(limit_s, size=size, steps=args.steps, seconds=args.seconds)
                         idle = [x for x, n in answer["compressed"].items() if x.startswith("powersgd") and not n]

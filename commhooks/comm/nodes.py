@@ -3,7 +3,6 @@
 import os
 import socket
 import weakref
-from collections import Counter
 from collections.abc import Sequence
 
 import torch
@@ -96,14 +95,6 @@ def find_nodes(ranks_per_node: RanksPerNode, group: dist.ProcessGroup, device: t
         across = [each[local_rank] for each in members]
         known[division] = Nodes(_new_group(mine, group), _new_group(across, group))
     return known[division]
-
-
-def ranks_per_host(group: dist.ProcessGroup, device: torch.device) -> int:
-    """How many ranks of `group` are on the host that has the most of them; 1 if all are on one host. All of its ranks
-    must call this."""
-    hosts = gather_texts(socket.gethostname(), group, device, "the names of the hosts")
-    counts = Counter(hosts).values()
-    return max(counts) if len(counts) > 1 else 1
 
 
 def _new_group(ranks: Sequence[int], within: dist.ProcessGroup) -> dist.ProcessGroup:

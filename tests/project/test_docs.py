@@ -19,7 +19,7 @@ from snippet_commands import commands
 from workers import RanksFailed
 
 import commhooks
-from commhooks.tools.doctor import judge
+from commhooks.compressors import candidates
 
 DOCS = sorted((REPOSITORY / "docs").glob("*.md"))
 PAGES = [REPOSITORY / "README.md", REPOSITORY / "CONTRIBUTING.md", *DOCS]
@@ -140,8 +140,10 @@ def test_the_counters_are_explained():
 
 
 def test_the_doctors_threshold_is_the_one_on_the_page():
-    page = (REPOSITORY / "docs/commands.md").read_text(encoding="utf-8")
-    assert f"step at least {100 * (judge.WORTH - 1):.0f} % faster" in page
+    """And of auto."""
+    much = f"{100 * (candidates.MARGIN - 1):.0f} %"
+    assert f"step at least {much} faster" in (REPOSITORY / "docs/commands.md").read_text(encoding="utf-8")
+    assert f"within {much} of the fastest and gain at least {much}" in (REPOSITORY / "docs/auto.md").read_text(encoding="utf-8")
 
 
 def test_the_options_are_explained():

@@ -16,15 +16,19 @@ from commhooks.compressors.auto import candidates, trials
 from commhooks.compressors.auto.config import Auto
 from commhooks.compressors.auto.decision import Decision
 from commhooks.compressors.auto.energy import Energies
-from commhooks.compressors.base import RESIDUAL, Compressor, Exchange, State, StateField, StepInfo
-from commhooks.compressors.config import LARGEST_STEP, HookConfig
+from commhooks.compressors.base import RESIDUAL, Compressor, StateField
+from commhooks.compressors.config import LARGEST_STEP
 from commhooks.compressors.kernel import TORCH, Kernel, KernelsHere
 from commhooks.compressors.native.choice import NAME as NATIVE
-from commhooks.compressors.plan import MemoryPlan, ParameterInfo, UnitPlan
-from commhooks.gradients.layout import BucketLayout
+from commhooks.compressors.plan import ParameterInfo
 
 LOOKS = 3
 """Gradients whose energies are looked at."""
+
+
+def _of_inner(name: str) -> Any:
+    """A property or method: that of the candidate in force."""
+    return property(lambda self: getattr(self.inner, name))
 
 
 class AutoCompressor(AdaptiveCompressor[Auto]):
@@ -58,6 +62,16 @@ class AutoCompressor(AdaptiveCompressor[Auto]):
         self._inner.kernel = self.kernel
         return self._inner
 
+    exchange = _of_inner("exchange")
+    workspace = _of_inner("workspace")
+    plan_one = _of_inner("plan_one")
+    fresh = _of_inner("fresh")
+    computes = _of_inner("computes")
+    memory_plan = _of_inner("memory_plan")
+    planning_config = _of_inner("planning_config")
+    stats_every = _of_inner("stats_every")
+    needs_exact_step = _of_inner("needs_exact_step")
+
     @property
     def state_fields(self) -> Sequence[StateField]:  # type: ignore[override]
         """Those in force, and the residual, which outlasts a change of the candidate."""
@@ -71,18 +85,6 @@ class AutoCompressor(AdaptiveCompressor[Auto]):
     @property
     def computes_from_received(self) -> bool:  # type: ignore[override]
         return any(each.computes_from_received for each in candidates.widest(self.config))
-
-    @property
-    def stats_every(self) -> int | None:  # type: ignore[override]
-        return self._inner.stats_every
-
-    @property
-    def needs_exact_step(self) -> bool:
-        return self._inner.needs_exact_step
-
-    @property
-    def planning_config(self) -> HookConfig:
-        return self._inner.planning_config
 
     @property
     def start_step(self) -> int:
@@ -102,35 +104,17 @@ class AutoCompressor(AdaptiveCompressor[Auto]):
         return f'quality="{self.config.quality}"; {self.decision.words}'
 
     @property
-    def chosen(self) -> str:
-        return self.decision.candidate.label
-
-    @property
     def judges_averages(self) -> bool:  # type: ignore[override]
         """While nothing is compressed, reading all gradients once more would be the only cost."""
         return self._inner.transactional
 
     @property
+    def chosen(self) -> str:
+        return self.decision.candidate.label
+
+    @property
     def chosen_at(self) -> int | None:
         return self.decision.since
-
-    def plan_one(self, info: ParameterInfo) -> UnitPlan:
-        return self._inner.plan_one(info)
-
-    def workspace(self, layout: BucketLayout, plans: Sequence[UnitPlan]) -> Any:
-        return self.inner.workspace(layout, plans)
-
-    def exchange(self, flat: torch.Tensor, work: Any, state: State, step: StepInfo) -> Exchange:
-        return self.inner.exchange(flat, work, state, step)
-
-    def fresh(self, field: StateField, plan: UnitPlan, dtype: torch.dtype) -> torch.Tensor | None:
-        return self._inner.fresh(field, plan, dtype)
-
-    def computes(self, plan: UnitPlan) -> bool:
-        return self._inner.computes(plan)
-
-    def memory_plan(self, plans: Sequence[UnitPlan], buckets: Sequence[Sequence[UnitPlan]]) -> MemoryPlan:
-        return self.inner.memory_plan(plans, buckets)
 
     def may_compress(self, infos: Sequence[ParameterInfo]) -> list[bool]:
         """Whether any candidate compresses the parameter."""

@@ -6,10 +6,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from commhooks.comm.link import Link, Network
-from commhooks.compressors.candidates import MARGIN, choose
+from commhooks.compressors.candidates import ALLREDUCE, MARGIN, NOOP, choose
 from commhooks.compressors.kernel import TORCH
 from commhooks.compressors.registry import COMPRESSORS
-from commhooks.tools.doctor.measure import NOTHING, PLAIN, Measured
+from commhooks.tools.doctor.measure import Measured
 
 SLOW_CODEC = (
     "{} computes longer than it waits: on a CPU it is faster with the native kernel, which needs a C compiler such as "
@@ -49,18 +49,18 @@ class Advice:
 
 def judge(measured: Mapping[str, Measured], link: Link, world_size: int) -> Advice:
     """Make the recommendation. `measured` holds noop, plain all-reduce and the candidates."""
-    noop, plain = measured[NOTHING], measured[PLAIN]
-    hooks = [each for label, each in measured.items() if label not in (NOTHING, PLAIN)]
+    noop, plain = measured[NOOP.label], measured[ALLREDUCE.label]
+    hooks = _hooks(measured)
     headroom = plain.median_ms / noop.median_ms
     figures = f"{plain.median_ms:.4g} ms with plain all-reduce and {noop.median_ms:.4g} ms without any exchange"
     # What may be as fast as plain all-reduce by chance is left out: its third quartile must lie below the first one of
     # plain all-reduce.
-    clear = {PLAIN: plain}
+    clear = {ALLREDUCE.label: plain}
     clear |= {each.candidate.label: each for each in hooks if each.quartiles_ms[1] < plain.quartiles_ms[0]}
     chosen = plain
     if headroom >= MARGIN:
         known = {label: each.candidate for label, each in clear.items()}
-        chosen = clear[choose({label: each.median_ms for label, each in clear.items()}, known, PLAIN)]
+        chosen = clear[choose({label: each.median_ms for label, each in clear.items()}, known, ALLREDUCE.label)]
     notes: list[str] = []
     if headroom < MARGIN:
         gain = max(0.0, 100 * (headroom - 1))
@@ -106,6 +106,10 @@ def judge(measured: Mapping[str, Measured], link: Link, world_size: int) -> Advi
     )
 
 
+def _hooks(measured: Mapping[str, Measured]) -> list[Measured]:
+    return [each for label, each in measured.items() if label not in (NOOP.label, ALLREDUCE.label)]
+
+
 def _codec_rules(each: Measured, noop: Measured) -> bool:
     """Whether a codec that has a native kernel causes most of the time that the hook adds to the step, and a large part
     of the step."""
@@ -143,10 +147,10 @@ def estimate_ms(measured: Measured, noop: Measured, link: Link, mbit_per_s: floa
 def pays_below(measured: Mapping[str, Measured], link: Link, world_size: int) -> float | None:
     """The largest bandwidth in Mbit/s at which a hook is worth using according to the estimates; None if there is
     none."""
-    noop, plain = measured[NOTHING], measured[PLAIN]
+    noop, plain = measured[NOOP.label], measured[ALLREDUCE.label]
+    hooks = _hooks(measured)
     for mbit_per_s in reversed(_GRID_MBIT):
         limit_ms = estimate_ms(plain, noop, link, mbit_per_s, world_size) / MARGIN
-        for label, each in measured.items():
-            if label not in (NOTHING, PLAIN) and estimate_ms(each, noop, link, mbit_per_s, world_size) <= limit_ms:
-                return mbit_per_s
+        if any(estimate_ms(each, noop, link, mbit_per_s, world_size) <= limit_ms for each in hooks):
+            return mbit_per_s
     return None

@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from commhooks.comm.collective import gather_rows
 from commhooks.comm.link import synchronize
-from commhooks.compressors.candidates import ALLREDUCE, NOOP, Candidate
+from commhooks.compressors.candidates import Candidate
 from commhooks.compressors.kernel import TORCH
 from commhooks.compressors.registry import COMPRESSORS
 from commhooks.errors import AttachError, HookConfigError
@@ -22,7 +22,6 @@ from commhooks.hook.comm_hook import CommHook
 from commhooks.tools.doctor.check import BatchFn
 from commhooks.tools.doctor.copies import RandomState, copy_of
 
-NOTHING, PLAIN = NOOP.label, ALLREDUCE.label
 ROUNDS = 3
 # After the first backward pass DDP rebuilds its buckets; in the second pass the hook allocates buffers for these.
 _WARM_UP = 2
@@ -82,83 +81,77 @@ def quartiles(samples: Sequence[float]) -> tuple[float, float]:
     return low, high
 
 
+@dataclass
 class Rounds:
     """Measures the candidates in turn. One copy of the model exists at a time.
 
-    Args:
+    Attributes:
         steps: measured steps per candidate.
         seconds: a candidate that has used this time is not measured further; it gets at least one measured step.
         progress: called with a text before each part of the measurements.
     """
 
-    def __init__(
-        self,
-        ddp_model: DistributedDataParallel,
-        batch_fn: BatchFn,
-        random_state: RandomState,
-        *,
-        steps: int,
-        seconds: float,
-        progress: Callable[[str], None],
-    ) -> None:
-        self._ddp_model = ddp_model
-        self._batch_fn = batch_fn
-        self._random_state = random_state
-        self._steps, self._seconds, self._progress = steps, seconds, progress
-        self._group = ddp_model.process_group
-        self._device = next(p.device for p in ddp_model.module.parameters() if p.requires_grad)
+    ddp_model: DistributedDataParallel
+    batch_fn: BatchFn
+    random_state: RandomState
+    steps: int
+    seconds: float
+    progress: Callable[[str], None]
+
+    def __post_init__(self) -> None:
+        self._group = self.ddp_model.process_group
+        self._device = next(p.device for p in self.ddp_model.module.parameters() if p.requires_grad)
 
     def measure(self, candidates: Sequence[Candidate]) -> dict[str, Measured]:
         """Measure all candidates. All ranks must call this; all get the same result."""
         measured = {candidate.label: Measured(candidate) for candidate in candidates}
         order = list(measured.values())
-        rounds = min(ROUNDS, self._steps)
+        rounds = min(ROUNDS, self.steps)
         for turn in range(rounds):
             # Each round begins with another candidate, so that a change of the machine's load affects all of them.
             first = turn * len(order) // rounds
-            upto = self._steps * (turn + 1) // rounds
             for each in order[first:] + order[:first]:
-                if not each.useless and (not each.step_ms or each.spent_s < self._seconds):
-                    self._progress(f"round {turn + 1} of {rounds}: {each.candidate.label}")
-                    freed = self._visit(each, upto)
-                    # Hooks are part of reference cycles that also hold the parameters. They are young objects:
-                    # collect the oldest generation, which is slow in a large program, only if that is not enough.
-                    for generation in range(1, 3):
-                        if freed() is not None:
-                            gc.collect(generation)
+                if not each.useless and (not each.step_ms or each.spent_s < self.seconds):
+                    self.progress(f"round {turn + 1} of {rounds}: {each.candidate.label}")
+                    self._visit(each, self.steps * (turn + 1) // rounds)
         return {label: each for label, each in measured.items() if not each.useless}
 
-    def _visit(self, measured: Measured, upto: int) -> Callable[[], torch.Tensor | None]:
-        """Run one copy of the model with one hook until it has `upto` measured steps in total. Returns a weak reference
-        that shows whether the copy was freed."""
-        self._random_state.restore()  # every candidate gets the same batches
-        ddp_model = copy_of(self._ddp_model)
-        candidate = measured.candidate
+    def _visit(self, measured: Measured, upto: int) -> None:
+        """Run one copy of the model with one hook until it has `upto` measured steps in total."""
+        self.random_state.restore()  # every candidate gets the same batches
+        ddp_model = copy_of(self.ddp_model)
+        parameter = weakref.ref(next(ddp_model.parameters()))
+        self._measure(ddp_model, measured, upto)
+        del ddp_model
+        # Hooks are part of reference cycles that also hold the parameters. They are young objects: collect the oldest
+        # generation, which is slow in a large program, only if that is not enough.
+        for generation in range(1, 3):
+            if parameter() is not None:
+                gc.collect(generation)
+
+    def _measure(self, ddp_model: DistributedDataParallel, measured: Measured, upto: int) -> None:
+        candidate, group = measured.candidate, self._group
         try:
+            options = measured.options or None
             hook = attach(
-                ddp_model,
-                candidate.hook,
-                hook_options=measured.options or None,
-                wrapper=candidate.wrapper,
-                process_group=self._group,
+                ddp_model, candidate.hook, hook_options=options, wrapper=candidate.wrapper, process_group=group
             )
         except (HookConfigError, AttachError) as error:  # raised on all ranks
-            self._progress(f"{candidate.label} cannot run here: {error}")
+            self.progress(f"{candidate.label} cannot run here: {error}")
             measured.useless = True
-            return weakref.ref(next(ddp_model.parameters()))
+            return
         plan = hook.plan()
         if plan.selective and plan.parameters and not plan.compressed:
             measured.useless = True
-            return weakref.ref(next(ddp_model.parameters()))
+            return
         hook.quiet()
-        warm_up = _WARM_UP
-        while warm_up and measured.spent_s < self._seconds / 5:
-            self._step(ddp_model, hook, measured, counts=False)
-            warm_up -= 1
+        for _ in range(_WARM_UP):
+            if measured.spent_s < self.seconds / 5:
+                self._step(ddp_model, hook, measured, counts=False)
         before = hook.stats()["compressed_steps"] or 0
         while len(measured.step_ms) < upto:
             self._step(ddp_model, hook, measured, counts=True)
-            if measured.spent_s >= self._seconds:
+            if measured.spent_s >= self.seconds:
                 break
         stats = hook.stats()
         measured.kernel = stats["kernel"] or TORCH.name
@@ -167,14 +160,13 @@ class Rounds:
         measured.bytes_sent = stats["bytes_sent"] // stats["backward_passes"]
         measured.collectives = stats["collectives_last_pass"]
         measured.bytes_uncompressed = stats["bytes_uncompressed"] // stats["backward_passes"]
-        return weakref.ref(next(ddp_model.parameters()))
 
     def _step(self, ddp_model: DistributedDataParallel, hook: CommHook, measured: Measured, *, counts: bool) -> None:
         ddp_model.zero_grad(set_to_none=True)
         synchronize(self._device)
         self._rows([0.0])  # a common start
         began = time.perf_counter()
-        self._batch_fn(ddp_model).backward()
+        self.batch_fn(ddp_model).backward()
         synchronize(self._device)
         passed = time.perf_counter() - began
         stats = hook.stats()

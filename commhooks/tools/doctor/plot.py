@@ -4,8 +4,8 @@ import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from commhooks.compressors.candidates import ALLREDUCE, NOOP
 from commhooks.errors import DoctorError
-from commhooks.tools.doctor.measure import NOTHING, PLAIN
 
 if TYPE_CHECKING:
     from commhooks.tools.doctor.report import DoctorReport
@@ -36,7 +36,7 @@ def draw(report: "DoctorReport", path: str | Path) -> None:
         color, width, above = ("C3", 2.5, 3) if advised else ("0.55", 1.0, 2)
         look = {"color": color, "linewidth": width, "zorder": above}
         curve = [report.estimate_ms(label, mbit_per_s) for mbit_per_s in grid]
-        axes.plot(grid, curve, label=label, linestyle=":" if label == NOTHING else "-", **look)
+        axes.plot(grid, curve, label=label, linestyle=":" if label == NOOP.label else "-", **look)
         first, third = each.quartiles_ms
         median = each.median_ms
         axes.errorbar([here], [median], yerr=[[median - first], [third - median]], fmt="o", capsize=3, **look)
@@ -66,7 +66,7 @@ def _label_lines(axes: Any, advised: str) -> None:
         heights[i] = max(heights[i], heights[i - 1] + _LABEL_HEIGHT)
     for line, height in zip(lines, heights, strict=True):
         label = line.get_label()
-        name = {NOTHING: f"{NOTHING} (no exchange)", PLAIN: f"{PLAIN} (no hook)"}.get(label, label)
+        name = label + {NOOP.label: " (no exchange)", ALLREDUCE.label: " (no hook)"}.get(label, "")
         axes.annotate(
             name,
             (0, height),

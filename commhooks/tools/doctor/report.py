@@ -7,9 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from commhooks.comm.link import Link
+from commhooks.compressors.candidates import ALLREDUCE, NOOP
 from commhooks.errors import DoctorError
 from commhooks.tools.doctor.judge import Advice, estimate_ms
-from commhooks.tools.doctor.measure import NOTHING, PLAIN, Measured
+from commhooks.tools.doctor.measure import Measured
 
 LEGEND = (
     "step: forward, backward and exchange, without the optimizer, from a common start to the end of the last rank. "
@@ -40,11 +41,11 @@ class DoctorReport:
     @property
     def gradient_mb(self) -> float:
         """MB of gradients per step and rank."""
-        return self.measured[PLAIN].bytes_uncompressed / 1e6
+        return self.measured[ALLREDUCE.label].bytes_uncompressed / 1e6
 
     def estimate_ms(self, label: str, mbit_per_s: float) -> float:
         """Estimated step time of a candidate in ms on a link of another bandwidth."""
-        return estimate_ms(self.measured[label], self.measured[NOTHING], self.link, mbit_per_s, self.world_size)
+        return estimate_ms(self.measured[label], self.measured[NOOP.label], self.link, mbit_per_s, self.world_size)
 
     def as_dict(self) -> dict[str, Any]:
         """The report as plain types, for JSON. Times are lists with one number per measured step, in milliseconds."""
@@ -68,7 +69,7 @@ class DoctorReport:
         return {
             "world_size": self.world_size,
             "backend": self.backend,
-            "gradient_bytes": self.measured[PLAIN].bytes_uncompressed,
+            "gradient_bytes": self.measured[ALLREDUCE.label].bytes_uncompressed,
             "link": asdict(self.link),
             "candidates": candidates,
             "not_measured": list(self.not_measured),
@@ -108,7 +109,7 @@ class DoctorReport:
         table.add_column("hook", no_wrap=True)
         for column in ("step, ms: median (quartiles)", "x faster", "MB sent", "codec, ms", "waiting, ms"):
             table.add_column(column, justify="right", no_wrap=True)
-        plain_ms = self.measured[PLAIN].median_ms
+        plain_ms = self.measured[ALLREDUCE.label].median_ms
         for label, each in self.measured.items():
             low, high = each.quartiles_ms
             table.add_row(

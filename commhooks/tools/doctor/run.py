@@ -85,7 +85,7 @@ def doctor(
             check_batch_fn(ddp_model, batch_fn)
             tell("the link between the ranks")
             link = measure_link(group, device)
-            rounds = Rounds(ddp_model, batch_fn, random_state, steps=steps, seconds=float(seconds), progress=tell)
+            rounds = Rounds(ddp_model, batch_fn, random_state, steps, float(seconds), tell)
             measured = rounds.measure(candidates)
     finally:
         random_state.restore()

@@ -124,6 +124,7 @@ def _tries_all() -> dict[str, Any]:
         "decision": decision_of(run).to_plain(),
         "lines": [line for line in lines if "auto: " in line],
         "weights": run.weights(),
+        "again": new(tried_s=2.0, bf16_s=1.5).train(run.step).weights(),
     }
 
 
@@ -132,7 +133,7 @@ def test_each_candidate_is_tried_in_training_steps(run_ranks: Any) -> None:
     for rank in ranks:
         assert rank["labels"] == ["allreduce"] * BEGIN + ["int8"] * TRIAL + ["bf16"] * TRIAL + ["allreduce"]
         assert rank["decision"] == ranks[0]["decision"] and rank["decision"]["phase"] == "resting"
-        assert torch.equal(rank["weights"], ranks[0]["weights"])
+        assert torch.equal(rank["weights"], ranks[0]["weights"]) and torch.equal(rank["weights"], rank["again"])
     (line,) = ranks[0]["lines"]
     assert f"auto: allreduce from step {BEGIN + 2 * TRIAL} on, " in line and ranks[1]["lines"] == []
     assert "nothing helps here; a step takes 1000 ms, 2000 ms with int8, 1500 ms with bf16" in line

@@ -55,7 +55,7 @@ MUTANTS = [
     Mutant(
         "a candidate of the doctor never ends",
         "commhooks/tools/doctor/measure.py",
-        "            if measured.spent_s >= self._seconds:\n                break\n",
+        "            if measured.spent_s >= self.seconds:\n                break\n",
         "",
         "tools/test_doctor.py::test_the_slowest_rank_decides_and_options",
     ),

@@ -30,14 +30,14 @@ MUTANTS = [
     Mutant(
         "quantised factors: what is lost of vectors is not in their residual",
         f"{_POWERSGD}/quantised_message.py",
-        "        gradients.delta.copy_(self._blocks[:first])\n",
-        "        gradients.delta.zero_()\n",
+        "gradients.keep(kernel.lost, residuals",
+        "gradients.keep(0 * kernel.lost, residuals",
         f"{_TESTS}::test_nothing_is_lost",
     ),
     Mutant(
         "quantised factors: the padding of blocks keeps NaN",
         f"{_POWERSGD}/quantised_message.py",
-        "        self._blocks[first:].zero_()\n",
+        "        kernel.delta[first:].zero_()\n",
         "",
         f"{_TESTS}::test_one_number_that_is_not_finite_anywhere_stops_the_step",
     ),

@@ -20,7 +20,7 @@ from commhooks.compressors.quantized.blocks import BlockCode
 from commhooks.compressors.quantized.exchange import put_flags
 from commhooks.compressors.quantized.mean import mean_over_ranks
 from commhooks.compressors.quantized.messages import Averaged, ShareMessages
-from commhooks.compressors.quantized.torch_kernel import GradientBlocks, TorchKernel
+from commhooks.compressors.quantized.torch_kernel import TorchKernel, residual_memory
 from commhooks.gradients.layout import BucketLayout, Slot
 from commhooks.gradients.precision import compute_dtype
 
@@ -43,7 +43,8 @@ class QuantisedMessages(Messages):
         self.code = code
         self.plain_dtype = plain_dtype
         self.largest = largest
-        self.gradients = GradientBlocks(beside, code, self.dtype, self.device)
+        self.residuals = residual_memory(beside, code, self.dtype, self.device)
+        """Of `beside`, whichever message takes them."""
 
     def numel(self, contents: Contents) -> int:
         return super().numel(contents) + 1
@@ -63,12 +64,11 @@ class QuantisedMessage(Message):
         super().__init__(contents, buffer)
         self._bad = buffer[-1]
         self._messages, code = messages, messages.code
-        # A message of the factors alone has no flags, and takes no gradients.
-        self._gradients = messages.gradients
-        if not contents.flags:
-            self._gradients = GradientBlocks([], code, messages.dtype, messages.device)
+        self._beside = messages.beside if contents.flags else ()  # a message of the factors alone has no flags
+        beside = [(slot.name, code.blocks_of(slot.numel)) for slot in self._beside]
         factors = [(name, code.blocks_of(rank * length)) for name, (rank, length) in contents.factors]
-        self._tensors = [*self._gradients.tensors, *factors]
+        self._tensors = [*beside, *factors]
+        self._first = sum(blocks for _, blocks in beside)
         self._decoded = torch.zeros(
             sum(blocks for _, blocks in self._tensors), code.block_size, dtype=messages.dtype, device=messages.device
         )
@@ -90,15 +90,16 @@ class QuantisedMessage(Message):
                 step.world_size,
                 messages.device,
                 plain=(len(self.plain), messages.plain_dtype),
-                flags=len(self._gradients.slots) + len(self.flags),
+                flags=len(self._beside) + len(self.flags),
             )
-            made = self._kernel = TorchKernel(shares, step.rank, self._gradients)
+            residuals = messages.residuals if self._beside else None
+            made = self._kernel = TorchKernel(shares, step.rank, self._beside, residuals)
         return made
 
     def sum_over_ranks(
         self, step: StepInfo, what: str, *, last: bool = False, meanwhile: Callable[[], None] | None = None
     ) -> Averaging:
-        kernel, first = self.kernel(step), self._gradients.blocks
+        kernel, first = self.kernel(step), self._first
         kernel.delta[first:].zero_()
         kernel.delta[first:].view(-1).index_copy_(0, self._places, self.packed * step.world_size)
         kernel.messages.plain.copy_(self.plain)
@@ -116,22 +117,18 @@ class QuantisedMessage(Message):
 
     def subtract_lost(self, factors: Sequence[torch.Tensor]) -> None:
         assert self._kernel is not None
-        lost = self._kernel.delta[self._gradients.blocks :].view(-1).index_select(0, self._places)
+        lost = self._kernel.delta[self._first :].view(-1).index_select(0, self._places)
         for factor, part in zip(factors, lost.split([each.numel() for each in factors]), strict=True):
             factor.sub_(part.view_as(factor))
 
     def load(self, flat: torch.Tensor, residuals: Residuals, step: StepInfo) -> None:
         kernel = self.kernel(step)
         kernel.load(flat, residuals, step.residual_factor)
-        put_flags(self._gradients.slots, flat, kernel.messages.flags)
+        put_flags(self._beside, flat, kernel.messages.flags)
 
     def store(self, flat: torch.Tensor, residuals: Residuals, step: StepInfo, good: torch.Tensor | bool) -> None:
-        gradients, kernel, averaged = self._gradients, self._kernel, self._averaged
-        assert kernel is not None and averaged is not None
-        used = gradients.used(averaged.flags[: len(gradients.slots)])
-        gradients.keep(kernel.lost, residuals, step.residual_factor, good, used)
-        gradients.write(self._decoded[: gradients.blocks], used, flat)
+        assert self._kernel is not None and self._averaged is not None
+        self._kernel.store(self._averaged, flat, residuals, step.residual_factor, good, self._decoded)
 
     def _flags_of_matrices(self, flags: torch.Tensor) -> torch.Tensor:
-        """Those after the flags of the gradients beside."""
-        return flags[len(flags) - len(self.flags) :]
+        return flags[len(self._beside) :]

@@ -18,7 +18,7 @@ from commhooks.compressors.quantized.blocks import BlockCode
 from commhooks.compressors.quantized.mean import BlockKernel, mean_over_ranks
 from commhooks.compressors.quantized.messages import ShareMessages
 from commhooks.compressors.quantized.native_kernel import NativeKernel
-from commhooks.compressors.quantized.torch_kernel import GradientBlocks, TorchKernel
+from commhooks.compressors.quantized.torch_kernel import TorchKernel, residual_memory
 from commhooks.gradients import precision
 from commhooks.gradients.layout import BucketLayout, Slot
 from commhooks.gradients.pieces import divide
@@ -68,11 +68,12 @@ class Workspace:
         tensors = [(slot.name, code.blocks_of(slot.numel)) for slot in self.slots]
         plain = sum(slot.numel for slot in self.plain), self._wire_dtype
         messages = ShareMessages(code, tensors, dtype, step.world_size, device, plain=plain, flags=len(self.slots))
-        feedback = self._error_feedback
         if self._natively:
-            return NativeKernel(messages, step.rank, self.slots, self._layout.dtype, error_feedback=feedback)
-        gradients = GradientBlocks(self.slots, code, dtype, device, error_feedback=feedback)
-        return TorchKernel(messages, step.rank, gradients)
+            return NativeKernel(
+                messages, step.rank, self.slots, self._layout.dtype, error_feedback=self._error_feedback
+            )
+        residuals = residual_memory(self.slots, code, dtype, device) if self._error_feedback else None
+        return TorchKernel(messages, step.rank, self.slots, residuals)
 
 
 def quantised_exchange(flat: torch.Tensor, work: Workspace, state: State, step: StepInfo) -> Exchange:

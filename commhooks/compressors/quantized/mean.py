@@ -15,6 +15,8 @@ from commhooks.gradients.loss_scale import LossScale
 
 Residuals = dict[str, torch.Tensor]
 """By name, flat in memory order."""
+Good = torch.Tensor | bool
+"""The answer to a `Verdict`."""
 
 
 class BlockKernel(Protocol):
@@ -35,17 +37,12 @@ class BlockKernel(Protocol):
         """
 
     def average(self, arrived: torch.Tensor, most: float) -> None:
-        """Average this rank's share over the ranks: its own part, which has not been rounded, then the others in the
-        order of the ranks. Write the mean, quantised, into `messages.mean`. What rounding loses of it stays in delta,
-        times the number of ranks."""
+        """Average this rank's share: its own part, which is not rounded, then the others in the order of the ranks.
+        Write the mean, quantised, into `messages.mean`. What rounding loses of it stays in delta, times the number of
+        ranks."""
 
     def store(
-        self,
-        averaged: Averaged,
-        flat: torch.Tensor,
-        residuals: Residuals,
-        factor: LossScale,
-        good: torch.Tensor | bool,
+        self, averaged: Averaged, flat: torch.Tensor, residuals: Residuals, factor: LossScale, good: Good
     ) -> None:
         """Keep what is in delta as residuals where `good`, and write the averages into the buffer.
 

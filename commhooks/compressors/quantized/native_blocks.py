@@ -3,6 +3,7 @@
 import ctypes
 import functools
 import hashlib
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -24,55 +25,26 @@ class PieceTable(Table):
     fields = ("numel", "block", "bucket", "residual", "codes", "scales", "arrived_codes", "arrived_scales")
 
 
-class NativeBlocks:
-    """One build of the kernel, for one compute dtype. `rows`: some rows of a `PieceTable`, one after another."""
-
-    def __init__(self, loaded: ctypes.CDLL) -> None:
-        number, size, pointer = ctypes.c_double, ctypes.c_size_t, ctypes.c_void_p
-        self._quantise, self._dequantise = loaded.commhooks_quantise, loaded.commhooks_dequantise
-        self._dequantise.argtypes = [pointer, ctypes.c_uint, size, pointer, ctypes.c_int]
-        self._quantise.argtypes = [*self._dequantise.argtypes, number, number, size, size, size]
-
-    def quantise(self, rows: torch.Tensor, bits: int, most: float, factor: float) -> None:
-        """Quantise what is in the bucket plus `factor` times the residuals (fields that are not 0). Writes codes and
-        scales; what is lost remains in the bucket.
-
-        Args:
-            most: the largest scale.
-        """
-        self._quantise(*_work(rows), bits, most, factor, 1, 0, 0)
-
-    def average(
-        self, rows: torch.Tensor, bits: int, most: float, factor: float, world_size: int, rank: int, stride: int
-    ) -> None:
-        """As `quantise`, for the mean over the ranks: their sum, divided by `world_size`, of what has arrived. What is
-        lost of the mean remains in the bucket, times `world_size`.
-
-        Args:
-            rank: this one, whose own part is not among what has arrived.
-            stride: bytes between what has arrived from one rank and from the next.
-        """
-        self._quantise(*_work(rows), bits, most, factor, world_size, rank, stride)
-
-    def dequantise(self, rows: torch.Tensor, bits: int) -> None:
-        """Move what is in the bucket to the residuals (fields that are not 0), and write what the codes and scales that
-        have arrived say into the bucket."""
-        self._dequantise(*_work(rows), bits)
-
-
-def _work(rows: torch.Tensor) -> tuple[int | None, int, int, int]:
-    start, threads = team(int(rows[:, 0].sum()))
-    return start, threads, len(rows), rows.data_ptr()
-
-
 @functools.cache
-def load(dtype: torch.dtype = torch.float32) -> NativeBlocks:
-    """Load the kernel for a compute dtype, float32 or float64; compile it first if the cache does not hold it.
+def load(dtype: torch.dtype = torch.float32) -> ctypes.CDLL:
+    """Load the kernel for a compute dtype, float32 or float64; compile it first if the cache does not hold it. See
+    `native/blocks.c` for its functions, and `run`.
 
     Raises:
         HookConfigError: see `library.load`.
     """
-    return NativeBlocks(library.load(SOURCE, FLAGS, dtype))
+    number, size, pointer = ctypes.c_double, ctypes.c_size_t, ctypes.c_void_p
+    loaded = library.load(SOURCE, FLAGS, dtype)
+    loaded.commhooks_dequantise.argtypes = [pointer, ctypes.c_uint, size, pointer, ctypes.c_int]
+    loaded.commhooks_quantise.argtypes = [*loaded.commhooks_dequantise.argtypes, number, number, size, size, size]
+    return loaded
+
+
+def run(function: Callable[..., int], rows: torch.Tensor, *more: float) -> None:
+    """Call a function of the kernel for some rows, one after another, of a `PieceTable`, in as many threads as torch
+    uses."""
+    start, threads = team(int(rows[:, 0].sum()))
+    function(start, threads, len(rows), rows.data_ptr(), *more)
 
 
 def build() -> str:
@@ -84,7 +56,7 @@ def build() -> str:
 
 
 @functools.cache
-def results_of(kernel: NativeBlocks, dtype: torch.dtype) -> bytes:
+def results_of(kernel: ctypes.CDLL, dtype: torch.dtype) -> bytes:
     """What the kernel computes from fixed numbers. All builds of one source should agree; one whose compiler joins
     multiplications and additions nevertheless does not."""
     results, numel = [], 1003
@@ -99,8 +71,8 @@ def results_of(kernel: NativeBlocks, dtype: torch.dtype) -> bytes:
         for which, start in enumerate((0, 1)):
             own = [address(codes[which], torch.uint8, codes[0].numel()), address(scales[which], dtype, blocks)]
             rows = PieceTable([[numel, code.block_size, *gradients, *own, *arrived]], dtype).rows
-            kernel.quantise(rows, code.bits, most, 0.7 + start)
-        kernel.average(rows, code.bits, most, 0.7, 2, 1, 0)
-        kernel.dequantise(rows, code.bits)
+            run(kernel.commhooks_quantise, rows, code.bits, most, 0.7 + start, 1, 0, 0)
+        run(kernel.commhooks_quantise, rows, code.bits, most, 0.7, 2, 1, 0)
+        run(kernel.commhooks_dequantise, rows, code.bits)
         results += [bucket, residual, codes, scales]
     return b"".join(each.numpy().tobytes() for each in results)

@@ -6,8 +6,9 @@ import torch
 
 from commhooks.compressors.native.tables import address
 from commhooks.compressors.quantized import native_blocks
-from commhooks.compressors.quantized.mean import Residuals
+from commhooks.compressors.quantized.mean import Good, Residuals
 from commhooks.compressors.quantized.messages import Averaged, ShareMessages
+from commhooks.compressors.quantized.native_blocks import PieceTable, run
 from commhooks.gradients.layout import Slot
 from commhooks.gradients.loss_scale import LossScale, is_one
 from commhooks.gradients.pieces import divide, join
@@ -28,7 +29,8 @@ class NativeKernel:
     ) -> None:
         self.messages, self.rank = messages, rank
         self._slots, self._error_feedback = slots, error_feedback
-        self._native = native_blocks.load(messages.dtype)
+        native, self._bits = native_blocks.load(messages.dtype), messages.code.bits
+        self._quantise, self._dequantise = native.commhooks_quantise, native.commhooks_dequantise
         self._copy: torch.Tensor | None = None
         self._starts = [slot.offset for slot in slots]
         if dtype != messages.dtype:
@@ -55,11 +57,11 @@ class NativeKernel:
             offsets.append((each.tensor, in_numbers, size * begin, codes_at, scales_at, each.owner * messages.size))
         columns = torch.tensor(offsets).unbind(1)
         self._tensor, self._in_numbers, self._in_tensor, self._codes_at, self._scales_at, self._of_owner = columns
-        self._table = table = native_blocks.PieceTable(sizes, messages.dtype)
+        self._table = table = PieceTable(sizes, messages.dtype)
         own = sum(each.owner == self.rank for each in pieces)
         self._own, self._others, self._all = slice(own), slice(own, None), slice(None)
         # Codes and scales are written where they are sent from.
-        written = self._of_owner + address(messages.sent, torch.uint8, messages.world_size * messages.size)
+        written = self._of_owner + address(messages.sent, torch.uint8, messages.sent.numel())
         written[self._own] = address(messages.mean, torch.uint8, messages.size)
         torch.add(written, self._codes_at, out=table.column("codes"))
         torch.add(written, self._scales_at, out=table.column("scales"))
@@ -76,30 +78,25 @@ class NativeKernel:
         self._factor = float(factor)
 
     def quantise(self, most: float) -> None:
-        self._native.quantise(self._table.rows[self._others], self.messages.code.bits, most, self._factor)
+        run(self._quantise, self._table.rows[self._others], self._bits, most, self._factor, 1, 0, 0)
 
     def average(self, arrived: torch.Tensor, most: float) -> None:
         messages, rows = self.messages, self._table.rows[self._own]
-        self._point_to_arrived(self._own, address(arrived, torch.uint8, messages.world_size * messages.size))
+        self._point_to_arrived(self._own, address(arrived, torch.uint8, messages.sent.numel()))
         mean_of = messages.world_size, self.rank, messages.size
-        self._native.average(rows, messages.code.bits, most, self._factor, *mean_of)
+        run(self._quantise, rows, self._bits, most, self._factor, *mean_of)
 
     def store(
-        self,
-        averaged: Averaged,
-        flat: torch.Tensor,
-        residuals: Residuals,
-        factor: LossScale,
-        good: torch.Tensor | bool,
+        self, averaged: Averaged, flat: torch.Tensor, residuals: Residuals, factor: LossScale, good: Good
     ) -> None:
-        messages, used = self.messages, (averaged.flags > 0).tolist()
+        used = (averaged.flags > 0).tolist()
         kept: list[torch.Tensor | None] = [None] * len(used)
         if self._error_feedback and bool(good):
             kept = [self._kept(*each, residuals, factor) for each in zip(self._slots, used, strict=True)]
         self._point_to_residuals(kept)
-        means = address(averaged.means, torch.uint8, messages.world_size * messages.size)
+        means = address(averaged.means, torch.uint8, self.messages.sent.numel())
         self._point_to_arrived(self._all, self._of_owner + means)
-        self._native.dequantise(self._table.rows, messages.code.bits)
+        run(self._dequantise, self._table.rows, self._bits)
         for slot, start, has in zip(self._slots, self._starts, used, strict=True):
             if not has:
                 self._numbers[start : start + slot.numel].zero_()

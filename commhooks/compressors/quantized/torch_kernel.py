@@ -1,139 +1,72 @@
 """The quantised mean with torch's operations, on any device. On an accelerator the host never waits for it."""
 
+import itertools
 from collections.abc import Sequence
 
 import torch
 
 from commhooks.compressors.named_views import NamedViews
 from commhooks.compressors.quantized.blocks import BlockCode
-from commhooks.compressors.quantized.mean import Residuals
+from commhooks.compressors.quantized.mean import Good, Residuals
 from commhooks.compressors.quantized.messages import Averaged, ShareMessages
 from commhooks.gradients import precision
 from commhooks.gradients.layout import Slot
 from commhooks.gradients.loss_scale import LossScale, chosen, is_one
 
 
-class GradientBlocks:
-    """The gradients of some parameters of a bucket in blocks, with their residuals (error feedback). Every parameter
-    begins a new block, so that blocks do not depend on the bucket layout; the rest of its last block is zero.
+def residual_memory(slots: Sequence[Slot], code: BlockCode, dtype: torch.dtype, device: torch.device) -> NamedViews:
+    """Memory for the residuals of `slots`, which a `TorchKernel` uses: each begins a new block."""
+    starts = _starts(slots, code)
+    names = [(slot.name, start, (slot.numel,)) for slot, start in zip(slots, starts, strict=False)]
+    return NamedViews(names, torch.zeros(starts[-1], dtype=dtype, device=device))
+
+
+class TorchKernel:
+    """See `BlockKernel`.
 
     Args:
-        slots: the parameters, in the order of the blocks.
-        error_feedback: keep residuals.
+        slots: the first tensors. Blocks of further ones are put and taken by the caller.
+        residuals: of `slots`; None: without error feedback.
 
     Attributes:
-        tensors: the name and the number of blocks of each parameter.
-        blocks: of all of them.
-        residuals: `blocks x block_size`; None without error feedback.
+        delta: `blocks + 1` rows; the last one is zero. The end of the last block of each of `slots` is zero, too.
     """
 
-    def __init__(
-        self,
-        slots: Sequence[Slot],
-        code: BlockCode,
-        dtype: torch.dtype,
-        device: torch.device,
-        *,
-        error_feedback: bool = True,
-    ) -> None:
-        self.slots = slots
-        self.tensors = [(slot.name, code.blocks_of(slot.numel)) for slot in slots]
-        counts, size = [count for _, count in self.tensors], code.block_size
-        starts = [size * sum(counts[:i]) for i in range(len(counts))]
-        self._spans = list(zip(slots, starts, strict=True))
-        ends = [at + size * count for at, count in zip(starts, counts, strict=True)]
-        self._padding = [(at + slot.numel, end) for (slot, at), end in zip(self._spans, ends, strict=True)]
-        self._slot_of_block = torch.arange(len(counts)).repeat_interleave(torch.tensor(counts, dtype=torch.int64))
-        self._slot_of_block = self._slot_of_block.to(device)
-        self.blocks = sum(counts)
-        self.residuals: torch.Tensor | None = None
-        if error_feedback:
-            self.residuals = torch.zeros(self.blocks, size, dtype=dtype, device=device)
-            names = [(slot.name, at, (slot.numel,)) for slot, at in self._spans]
-            self._views = NamedViews(names, self.residuals.view(-1))
+    def __init__(self, messages: ShareMessages, rank: int, slots: Sequence[Slot], residuals: NamedViews | None) -> None:
+        self.messages, self.rank = messages, rank
+        code, device, rows = messages.code, messages.sent.device, len(messages.shares.places) + 1
+        self.delta = torch.zeros(rows, code.block_size, dtype=messages.dtype, device=device)
+        self.codes = torch.zeros(rows, code.block_bytes, dtype=torch.uint8, device=device)
+        self.scales = torch.zeros(rows, dtype=messages.dtype, device=device)
+        self.residuals = residuals
+        starts = _starts(slots, code)
+        self._spans = list(zip(slots, starts, starts[1:], strict=False))
+        self._of_slots = self.delta[: starts[-1] // code.block_size]
+        blocks = torch.tensor(starts).diff() // code.block_size
+        self._slot_of_block = torch.arange(len(slots)).repeat_interleave(blocks).to(device)
+        self._own: torch.Tensor | None = None
 
-    def form_delta(self, flat: torch.Tensor, residuals: Residuals, factor: LossScale, delta: torch.Tensor) -> None:
-        """delta (`blocks x block_size`) = gradient + factor * residual. `flat`: the bucket's buffer."""
-        delta = delta.view(-1)
-        before = None if self.residuals is None else self._views.gather(residuals)
+    def load(self, flat: torch.Tensor, residuals: Residuals, factor: LossScale) -> None:
+        delta = self._of_slots.view(-1)
+        before = None if self.residuals is None else self.residuals.gather(residuals)
         if before is not None and not is_one(factor):
             before = torch.mul(before, factor, out=delta)
-        for slot, at in self._spans:
-            gradient, here = slot.of(flat), slice(at, at + slot.numel)
+        for slot, start, end in self._spans:
+            gradient, here = slot.of(flat), slice(start, start + slot.numel)
             if before is None:
                 delta[here].copy_(gradient)
             else:
                 torch.add(before[here], gradient, out=delta[here])
-        for begin, end in self._padding:
-            if begin < end:
-                delta[begin:end].zero_()
-
-    def used(self, flags: torch.Tensor) -> torch.Tensor | None:
-        """Which blocks belong to a parameter that has a gradient on some rank (bool, `blocks x 1`); None: all, as far
-        as the host knows. `flags`: those of all ranks."""
-        has_gradient = flags > 0
-        if precision.is_host_readable(flags.device) and bool(has_gradient.all()):
-            return None
-        return has_gradient.index_select(0, self._slot_of_block).unsqueeze(1)
-
-    def keep(
-        self,
-        lost: torch.Tensor,
-        residuals: Residuals,
-        factor: LossScale,
-        good: torch.Tensor | bool,
-        used: torch.Tensor | None,
-    ) -> None:
-        """What is `lost` (`blocks x block_size`) becomes the residual, where `good` and `used`."""
-        if good is False or self.residuals is None:
-            return
-        self._views.bind(residuals)
-        if good is True and used is None:
-            self.residuals.copy_(lost)
-            return
-        # Residuals that stay take the new loss scale only if the step is committed.
-        factor = chosen(good, factor, 1.0)
-        if not is_one(factor):
-            self.residuals.mul_(factor)
-        changes = torch.as_tensor(good, device=lost.device) if used is None else used & good
-        torch.where(changes, lost, self.residuals, out=self.residuals)
-
-    def write(self, mean: torch.Tensor, used: torch.Tensor | None, flat: torch.Tensor) -> None:
-        """Write the averages `mean` (`blocks x block_size`, changed in place) into the bucket: zero unless `used`."""
-        if used is not None:
-            mean.masked_fill_(~used, 0)
-        for slot, at in self._spans:
-            slot.of(flat).copy_(mean.view(-1)[at : at + slot.numel])
-
-
-class TorchKernel:
-    """See `BlockKernel`. The blocks of `gradients` come first; those of other tensors are put and taken by the caller.
-
-    Attributes:
-        delta: `blocks + 1` rows; the last one is zero.
-        lost: those of the gradients.
-    """
-
-    def __init__(self, messages: ShareMessages, rank: int, gradients: GradientBlocks) -> None:
-        self.messages, self.rank, self.gradients = messages, rank, gradients
-        code, device, rows = messages.code, messages.sent.device, len(messages.shares.places) + 1
-        self.delta = torch.zeros(rows, code.block_size, dtype=messages.dtype, device=device)
-        self.lost = self.delta[: gradients.blocks]
-        self.codes = torch.zeros(rows, code.block_bytes, dtype=torch.uint8, device=device)
-        self.scales = torch.zeros(rows, dtype=messages.dtype, device=device)
-        self._own: torch.Tensor | None = None
-        """This rank's own part of its share, exact, divided by the number of ranks."""
-
-    def load(self, flat: torch.Tensor, residuals: Residuals, factor: LossScale) -> None:
-        self.gradients.form_delta(flat, residuals, factor, self.lost)
+            if here.stop < end:
+                delta[here.stop : end].zero_()
 
     def quantise(self, most: float) -> None:
-        messages, shares, code = self.messages, self.messages.shares, self.messages.code
+        messages, shares = self.messages, self.messages.shares
         self._own = self.delta.index_select(0, shares.blocks[self.rank]).div_(messages.world_size)
-        code.quantise(self.delta[:-1], self.codes[:-1], self.scales[:-1], most)
-        sent, places = messages.sections(messages.sent), shares.blocks.view(-1)
-        sent.scales.copy_(self.scales.index_select(0, places).view_as(sent.scales))
-        sent.codes.copy_(self.codes.index_select(0, places).view_as(sent.codes))
+        messages.code.quantise(self.delta[:-1], self.codes[:-1], self.scales[:-1], most)
+        sent, order = messages.sections(messages.sent), shares.blocks.view(-1)
+        sent.scales.copy_(self.scales.index_select(0, order).view_as(sent.scales))
+        sent.codes.copy_(self.codes.index_select(0, order).view_as(sent.codes))
 
     def average(self, arrived: torch.Tensor, most: float) -> None:
         messages, shares, code = self.messages, self.messages.shares, self.messages.code
@@ -149,7 +82,7 @@ class TorchKernel:
         self.delta.index_copy_(0, shares.blocks[self.rank, :count], own[:count].mul_(messages.world_size))
 
     def decode(self, averaged: Averaged, out: torch.Tensor) -> torch.Tensor:
-        """Write the averaged blocks to `out` (`blocks x block_size`) and return it."""
+        """Write the averages of all blocks to `out` (`blocks x block_size`) and return it."""
         code, places = self.messages.code, self.messages.shares.places
         codes = averaged.sections.codes.reshape(-1, code.block_bytes).index_select(0, places)
         return code.dequantise(codes, averaged.sections.scales.reshape(-1).index_select(0, places), out)
@@ -160,8 +93,37 @@ class TorchKernel:
         flat: torch.Tensor,
         residuals: Residuals,
         factor: LossScale,
-        good: torch.Tensor | bool,
+        good: Good,
+        decoded: torch.Tensor | None = None,
     ) -> None:
-        used = self.gradients.used(averaged.flags)
-        self.gradients.keep(self.lost, residuals, factor, good, used)
-        self.gradients.write(self.decode(averaged, self.lost), used, flat)
+        """`decoded`: the averages of all blocks, where `decode` has been called; changed in place."""
+        has_gradient, used = averaged.flags[: len(self._spans)] > 0, None
+        if not (precision.is_host_readable(flat.device) and bool(has_gradient.all())):
+            used = has_gradient.index_select(0, self._slot_of_block).unsqueeze(1)
+        self._keep_lost(residuals, factor, good, used)
+        mean = self.decode(averaged, self._of_slots) if decoded is None else decoded[: len(self._of_slots)]
+        if used is not None:
+            mean.masked_fill_(~used, 0)
+        for slot, start, _ in self._spans:
+            slot.of(flat).copy_(mean.view(-1)[start : start + slot.numel])
+
+    def _keep_lost(self, residuals: Residuals, factor: LossScale, good: Good, used: torch.Tensor | None) -> None:
+        """`used`: which blocks belong to a tensor with a flag (bool, `n x 1`); None: all, as far as the host knows."""
+        if good is False or self.residuals is None:
+            return
+        lost = self._of_slots
+        before = self.residuals.bind(residuals).view_as(lost)
+        if good is True and used is None:
+            before.copy_(lost)
+            return
+        # Residuals that stay take the new loss scale only if the step is committed.
+        factor = chosen(good, factor, 1.0)
+        if not is_one(factor):
+            before.mul_(factor)
+        keep = torch.as_tensor(good, device=lost.device) if used is None else used & good
+        torch.where(keep, lost, before, out=before)
+
+
+def _starts(slots: Sequence[Slot], code: BlockCode) -> list[int]:
+    """Where each begins in the blocks, in elements, and where the last one ends."""
+    return list(itertools.accumulate((code.blocks_of(slot.numel) * code.block_size for slot in slots), initial=0))

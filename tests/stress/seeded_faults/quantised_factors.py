@@ -29,9 +29,9 @@ MUTANTS = [
     ),
     Mutant(
         "quantised factors: what is lost of vectors is not in their residual",
-        f"{_POWERSGD}/quantised_message.py",
-        "gradients.keep(kernel.lost, residuals",
-        "gradients.keep(0 * kernel.lost, residuals",
+        "commhooks/compressors/quantized/torch_kernel.py",
+        "        lost = self._of_slots\n",
+        "        lost = 0 * self._of_slots\n",
         f"{_TESTS}::test_nothing_is_lost",
     ),
     Mutant(

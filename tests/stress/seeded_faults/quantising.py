@@ -16,15 +16,15 @@ MUTANTS = [
     Mutant(
         "quantised: a parameter without a gradient loses its residual",
         f"{_QUANTIZED}/torch_kernel.py",
-        "        return has_gradient.index_select(0, self._slot_of_block).unsqueeze(1)\n",
-        "        return None\n",
+        "            used = has_gradient.index_select(0, self._slot_of_block).unsqueeze(1)\n",
+        "            pass\n",
         _ORACLE,
     ),
     Mutant(
         "quantised: on an accelerator a step that is not finite is committed",
         f"{_QUANTIZED}/torch_kernel.py",
-        "        torch.where(changes, lost, self.residuals, out=self.residuals)\n",
-        "        self.residuals.copy_(lost)\n",
+        "        torch.where(keep, lost, before, out=before)\n",
+        "        before.copy_(lost)\n",
         "compressors/quantized/test_quantized_cases.py::test_masks_keep_the_residual_of_a_step_that_is_not_finite",
     ),
     Mutant(
@@ -37,7 +37,7 @@ MUTANTS = [
     Mutant(
         "quantised: the padding keeps what was there",
         f"{_QUANTIZED}/torch_kernel.py",
-        "                delta[begin:end].zero_()\n",
+        "                delta[here.stop : end].zero_()\n",
         "                pass\n",
         "compressors/quantized/test_quantized_cases.py::test_one_number_that_is_not_finite_anywhere_stops_the_step",
     ),
@@ -61,6 +61,13 @@ MUTANTS = [
         "crc32(name.encode())",
         "number",
         "compressors/quantized/test_shares.py::test_another_layout_changes_no_bit",
+    ),
+    Mutant(
+        "quantized_all_reduce: zeros are no numbers, and keep the residual",
+        "commhooks/hook/quantized_all_reduce.py",
+        "fill_(1)",
+        "fill_(int(flat.any()))",
+        "hook/test_quantized_all_reduce.py::test_what_is_not_finite_makes_its_block_nan_and_changes_no_residual",
     ),
     Mutant(
         "an all-gather counts as an all-reduce of all ranks' parts",

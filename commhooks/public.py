@@ -33,6 +33,7 @@ from commhooks.errors import AttachError, CommHookError, DoctorError, HookConfig
 from commhooks.gradients.layout import BucketLayout
 from commhooks.hook.attach import attach
 from commhooks.hook.comm_hook import CommHook
+from commhooks.hook.quantized_all_reduce import quantized_all_reduce
 from commhooks.hook.request import available_hooks, register_hook
 from commhooks.tools.doctor.run import doctor
 
@@ -79,6 +80,7 @@ __all__ = [
     "keep_residual",
     "noop_hook",
     "powerSGD_hook",
+    "quantized_all_reduce",
     "register_compressor",
     "register_hook",
     "with_residual",

@@ -30,9 +30,8 @@ from commhooks.compressors.powersgd.quantised_message import QuantisedMessages
 from commhooks.compressors.powersgd.quantised_plan import quantised_bytes, quantised_plan
 from commhooks.compressors.powersgd.workspace import Draws, Workspace, WorkspaceSetup
 from commhooks.compressors.quantized.blocks import BlockCode
+from commhooks.compressors.quantized.exchange import Workspace as OnlyBlocks
 from commhooks.compressors.quantized.exchange import quantised_exchange
-from commhooks.compressors.quantized.workspace import PlannedBucket
-from commhooks.compressors.quantized.workspace import Workspace as OnlyBlocks
 from commhooks.gradients import precision
 from commhooks.gradients.layout import BucketLayout, Slot
 
@@ -174,8 +173,7 @@ class PowerSGDCompressor(_LowRank[PowerSGD]):
             beside = [slot for slot, plan in pairs if plan.compressed and not plan.rank]
             return self._new_workspace(layout, matrices, beside)
         assert self.code is not None
-        bucket = PlannedBucket.of(layout, plans, self.code, self.wire_dtype_for(layout.dtype))
-        return OnlyBlocks(bucket, error_feedback=True)
+        return OnlyBlocks(layout, plans, self.code, self.wire_dtype_for(layout.dtype), error_feedback=True)
 
 
 class BatchedPowerSGDCompressor(_LowRank[BatchedPowerSGD]):

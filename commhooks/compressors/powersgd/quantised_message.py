@@ -9,6 +9,7 @@ quantised mean (`quantized/mean.py`) takes the place of the all-reduce. What is 
     all others  have residuals of their own, as in the quantised hooks.
 """
 
+import itertools
 from collections.abc import Callable, Sequence
 
 import torch
@@ -16,9 +17,10 @@ import torch
 from commhooks.compressors.base import StepInfo
 from commhooks.compressors.powersgd.message import Averaging, Contents, Message, Messages, Residuals
 from commhooks.compressors.quantized.blocks import BlockCode
-from commhooks.compressors.quantized.gradient_blocks import GradientBlocks, put_flags
-from commhooks.compressors.quantized.mean import Averaged, QuantisedMean
-from commhooks.compressors.quantized.mean_buffers import MeanContents, Numbers
+from commhooks.compressors.quantized.exchange import put_flags
+from commhooks.compressors.quantized.mean import mean_over_ranks
+from commhooks.compressors.quantized.messages import Averaged, ShareMessages
+from commhooks.compressors.quantized.torch_kernel import TorchKernel, residual_memory
 from commhooks.gradients.layout import BucketLayout, Slot
 from commhooks.gradients.precision import compute_dtype
 
@@ -41,7 +43,8 @@ class QuantisedMessages(Messages):
         self.code = code
         self.plain_dtype = plain_dtype
         self.largest = largest
-        self.gradients = GradientBlocks(beside, code, self.new_blocks(sum(code.blocks_of(x.numel) for x in beside)))
+        self.residuals = residual_memory(beside, code, self.dtype, self.device)
+        """Of `beside`, whichever message takes them."""
 
     def numel(self, contents: Contents) -> int:
         return super().numel(contents) + 1
@@ -49,9 +52,6 @@ class QuantisedMessages(Messages):
     def new(self, contents: Contents, buffer: torch.Tensor | None = None) -> "QuantisedMessage":
         buffer = self.new_buffer(self.numel(contents)) if buffer is None else buffer
         return QuantisedMessage(self, contents, buffer)
-
-    def new_blocks(self, count: int) -> torch.Tensor:
-        return torch.zeros(count, self.code.block_size, dtype=self.dtype, device=self.device)
 
 
 class QuantisedMessage(Message):
@@ -63,82 +63,72 @@ class QuantisedMessage(Message):
     def __init__(self, messages: QuantisedMessages, contents: Contents, buffer: torch.Tensor) -> None:
         super().__init__(contents, buffer)
         self._bad = buffer[-1]
-        self._messages = messages
-        self._gradients = messages.gradients if contents.flags else None
-        code, factors = messages.code, [(name, rank * length) for name, (rank, length) in contents.factors]
-        beside = [] if self._gradients is None else self._gradients.units
+        self._messages, code = messages, messages.code
+        self._beside = messages.beside if contents.flags else ()  # a message of the factors alone has no flags
+        beside = [(slot.name, code.blocks_of(slot.numel)) for slot in self._beside]
+        factors = [(name, code.blocks_of(rank * length)) for name, (rank, length) in contents.factors]
+        self._tensors = [*beside, *factors]
         self._first = sum(blocks for _, blocks in beside)
-        self._contents = MeanContents(
-            code,
-            [*beside, *((name, code.blocks_of(numel)) for name, numel in factors)],
-            messages.dtype,
-            Numbers(len(self.plain), messages.plain_dtype),
-            flags=len(beside) + len(self.flags),
+        self._decoded = torch.zeros(
+            sum(blocks for _, blocks in self._tensors), code.block_size, dtype=messages.dtype, device=messages.device
         )
-        self._blocks = messages.new_blocks(self._contents.blocks + 1)
-        """What is sent, then what was lost of it. The last block is zero."""
-        self._decoded = messages.new_blocks(self._contents.blocks)
-        self._places = _places(factors, code).to(buffer.device)
+        starts = itertools.accumulate((blocks * code.block_size for _, blocks in factors), initial=0)
+        places = [torch.arange(start, start + each.numel()) for start, each in zip(starts, self.factors, strict=False)]
+        self._places = torch.cat(places).to(buffer.device)
         """Per element of `packed` its place in the blocks of the factors, as one row."""
-        self._means: dict[int, QuantisedMean] = {}
+        self._kernel: TorchKernel | None = None
         self._averaged: Averaged | None = None
+
+    def kernel(self, step: StepInfo) -> TorchKernel:
+        """The kernel for the ranks of this step, which are the same in every step."""
+        made, messages = self._kernel, self._messages
+        if made is None or (made.messages.world_size, made.rank) != (step.world_size, step.rank):
+            shares = ShareMessages(
+                messages.code,
+                self._tensors,
+                messages.dtype,
+                step.world_size,
+                messages.device,
+                plain=(len(self.plain), messages.plain_dtype),
+                flags=len(self._beside) + len(self.flags),
+            )
+            residuals = messages.residuals if self._beside else None
+            made = self._kernel = TorchKernel(shares, step.rank, self._beside, residuals)
+        return made
 
     def sum_over_ranks(
         self, step: StepInfo, what: str, *, last: bool = False, meanwhile: Callable[[], None] | None = None
     ) -> Averaging:
-        mean, first = self._mean(step.world_size), self._first
-        if self._gradients is not None:
-            self._blocks[:first].copy_(self._gradients.delta)
-        self._blocks[first:].zero_()
-        self._blocks[first:].view(-1).index_copy_(0, self._places, self.packed * step.world_size)
-        mean.plain.copy_(self.plain)
-        self._flags_of_matrices(mean.flags).copy_(self.flags)
+        kernel, first = self.kernel(step), self._first
+        kernel.delta[first:].zero_()
+        kernel.delta[first:].view(-1).index_copy_(0, self._places, self.packed * step.world_size)
+        kernel.messages.plain.copy_(self.plain)
+        self._flags_of_matrices(kernel.messages.flags).copy_(self.flags)
 
-        averaged = yield from mean.over_ranks(
-            self._blocks, step.rank, self._messages.largest, what=what, last=last, meanwhile=meanwhile
+        self._averaged = averaged = yield from mean_over_ranks(
+            kernel, self._messages.largest, what=what, last=last, meanwhile=meanwhile
         )
 
-        decoded = averaged.decode(self._decoded)[first:].view(-1)
+        decoded = kernel.decode(averaged, self._decoded)[first:].view(-1)
         torch.index_select(decoded, 0, self._places, out=self.packed)  # the mean of the factors, the sum of the parts
         self.plain.copy_(averaged.plain)
         self.flags.copy_(self._flags_of_matrices(averaged.flags))
         self._bad.copy_(torch.where(averaged.finite, 0.0, float("nan")))
-        self._averaged = averaged
 
     def subtract_lost(self, factors: Sequence[torch.Tensor]) -> None:
-        lost = self._blocks[self._first :].view(-1).index_select(0, self._places)
+        assert self._kernel is not None
+        lost = self._kernel.delta[self._first :].view(-1).index_select(0, self._places)
         for factor, part in zip(factors, lost.split([each.numel() for each in factors]), strict=True):
             factor.sub_(part.view_as(factor))
 
     def load(self, flat: torch.Tensor, residuals: Residuals, step: StepInfo) -> None:
-        if self._gradients is not None:
-            self._gradients.form_delta(flat, residuals, step.residual_factor)
-            put_flags(self._gradients.slots, flat, self._mean(step.world_size).flags)
+        kernel = self.kernel(step)
+        kernel.load(flat, residuals, step.residual_factor)
+        put_flags(self._beside, flat, kernel.messages.flags)
 
     def store(self, flat: torch.Tensor, residuals: Residuals, step: StepInfo, good: torch.Tensor | bool) -> None:
-        gradients, first, averaged = self._gradients, self._first, self._averaged
-        if gradients is None:
-            return
-        assert averaged is not None
-        gradients.delta.copy_(self._blocks[:first])
-        used = gradients.used(averaged.flags[: len(gradients.slots)])
-        gradients.keep_lost(residuals, step.residual_factor, good, used)
-        gradients.write(self._decoded[:first], used, flat)
+        assert self._kernel is not None and self._averaged is not None
+        self._kernel.store(self._averaged, flat, residuals, step.residual_factor, good, self._decoded)
 
     def _flags_of_matrices(self, flags: torch.Tensor) -> torch.Tensor:
-        """Those after the flags of the gradients beside."""
-        return flags[len(flags) - len(self.flags) :]
-
-    def _mean(self, world_size: int) -> QuantisedMean:
-        if world_size not in self._means:
-            self._means[world_size] = QuantisedMean(self._contents, world_size, self._messages.device)
-        return self._means[world_size]
-
-
-def _places(factors: Sequence[tuple[str, int]], code: BlockCode) -> torch.Tensor:
-    """The place of each element of some factors, which lie one after another, in blocks of their own."""
-    found, begin = [], 0
-    for _, numel in factors:
-        found.append(torch.arange(begin, begin + numel))
-        begin += code.blocks_of(numel) * code.block_size
-    return torch.cat(found)
+        return flags[len(self._beside) :]

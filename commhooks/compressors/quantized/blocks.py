@@ -42,13 +42,13 @@ class BlockCode:
         does not exceed it by rounding."""
         return largest / self.levels * (1 - 4 * torch.finfo(dtype).eps)
 
-    def quantise(self, blocks: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, largest: float) -> None:
+    def quantise(self, blocks: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, most: float) -> None:
         """Write `codes` and `scales`, and replace `blocks` by what is lost: blocks - codes * scales.
 
         Args:
-            largest: numbers beyond it are clamped; the rest of them is lost.
+            most: the largest scale; numbers beyond `levels` times it are clamped, and the rest of them is lost.
         """
-        scales.copy_(self._scales(blocks, largest))
+        scales.copy_(self._scales(blocks, most))
         divisors = torch.where(scales == 0, 1, scales).unsqueeze(1)
         for at in self._pieces(blocks):
             whole = torch.div(blocks[at], divisors[at]).round_().clamp_(-self.levels, self.levels)
@@ -67,11 +67,11 @@ class BlockCode:
         for at in self._pieces(total):
             total[at].add_(self._unpack(codes[at], torch.empty_like(total[at])).mul_(scales[at].unsqueeze(1)))
 
-    def _scales(self, blocks: torch.Tensor, largest: float) -> torch.Tensor:
+    def _scales(self, blocks: torch.Tensor, most: float) -> torch.Tensor:
         info = torch.finfo(blocks.dtype)
         top = torch.maximum(blocks.amax(1), blocks.amin(1).neg_())
         top.add_(top * 0)  # inf becomes NaN
-        top.div_(self.levels).clamp_(max=self.largest_scale(largest, blocks.dtype))  # NaN stays NaN
+        top.div_(self.levels).clamp_(max=most)  # NaN stays NaN
         # A denormal scale has few digits, and some devices take it for zero: such a block is not sent.
         return torch.where(top < info.tiny, 0, top)
 

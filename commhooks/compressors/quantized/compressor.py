@@ -9,12 +9,11 @@ from commhooks.compressors.base import RESIDUAL, Compressor, Exchange, State, St
 from commhooks.compressors.kernel import KernelsHere
 from commhooks.compressors.native import choice
 from commhooks.compressors.plan import MemoryPlan, ParameterInfo, UnitPlan
-from commhooks.compressors.quantized import native_blocks, native_kernel
+from commhooks.compressors.quantized import native_blocks
 from commhooks.compressors.quantized.blocks import BlockCode
 from commhooks.compressors.quantized.config import Int4Compress, Int8Compress, Quantized
-from commhooks.compressors.quantized.exchange import quantised_exchange
-from commhooks.compressors.quantized.plan import BlockPlan, left_alone, plan_parameter
-from commhooks.compressors.quantized.workspace import NativeWorkspace, PlannedBucket, Workspace
+from commhooks.compressors.quantized.exchange import Workspace, quantised_exchange
+from commhooks.compressors.quantized.plan import BlockPlan, plan_parameter
 from commhooks.gradients import precision
 from commhooks.gradients.layout import BucketLayout
 from commhooks.gradients.precision import compute_dtype
@@ -42,7 +41,7 @@ class QuantizedCompressor(Compressor[AnyQuantized]):
 
     def plan_one(self, info: ParameterInfo) -> UnitPlan:
         made = super().plan_one(info)
-        return made if isinstance(made, BlockPlan) else left_alone(info, made.reason)
+        return made if isinstance(made, BlockPlan) else BlockPlan.left_alone(info, made.reason)
 
     def plan_parameter(self, info: ParameterInfo) -> UnitPlan:
         return plan_parameter(info, self.code, self.wire_dtype_for(info.parameter.dtype))
@@ -51,16 +50,22 @@ class QuantizedCompressor(Compressor[AnyQuantized]):
         choice.check_here(device, compute_dtype(dtype), self.config.fused, native_blocks.load)
 
     def kernels_here(self, device: torch.device, dtype: torch.dtype) -> KernelsHere:
-        return choice.kernels_here(device, compute_dtype(dtype), self.config.fused, native_kernel.build)
+        return choice.kernels_here(device, compute_dtype(dtype), self.config.fused, native_blocks.build)
 
-    def workspace(self, layout: BucketLayout, plans: Sequence[UnitPlan]) -> Workspace | NativeWorkspace:
+    def workspace(self, layout: BucketLayout, plans: Sequence[UnitPlan]) -> Workspace:
         natively = precision.is_host_readable(layout.device) and choice.computes_natively(
             self.kernel, self.config.fused, layout.device, compute_dtype(layout.dtype)
         )
-        bucket = PlannedBucket.of(layout, plans, self.code, self.wire_dtype_for(layout.dtype))
-        return (NativeWorkspace if natively else Workspace)(bucket, error_feedback=self.config.use_error_feedback)
+        return Workspace(
+            layout,
+            plans,
+            self.code,
+            self.wire_dtype_for(layout.dtype),
+            error_feedback=self.config.use_error_feedback,
+            natively=natively,
+        )
 
-    def exchange(self, flat: torch.Tensor, work: Workspace | NativeWorkspace, state: State, step: StepInfo) -> Exchange:
+    def exchange(self, flat: torch.Tensor, work: Workspace, state: State, step: StepInfo) -> Exchange:
         return quantised_exchange(flat, work, state, step)
 
     def memory_plan(self, plans: Sequence[UnitPlan], buckets: Sequence[Sequence[UnitPlan]]) -> MemoryPlan:

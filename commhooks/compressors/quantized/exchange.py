@@ -7,20 +7,77 @@
 The server's error feedback in the owner's residual is that of DoubleSqueeze (Tang, Yu, Lian, Zhang, Liu: ICML 2019).
 """
 
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 
-from commhooks.comm.wire import put_plain
+from commhooks.comm.wire import put_all_plain
 from commhooks.compressors.base import Exchange, State, StepInfo, Verdict
-from commhooks.compressors.quantized.gradient_blocks import put_flags
-from commhooks.compressors.quantized.workspace import NativeWorkspace, Workspace
+from commhooks.compressors.plan import UnitPlan
+from commhooks.compressors.quantized.blocks import BlockCode
+from commhooks.compressors.quantized.mean import BlockKernel, mean_over_ranks
+from commhooks.compressors.quantized.messages import ShareMessages
+from commhooks.compressors.quantized.native_kernel import NativeKernel
+from commhooks.compressors.quantized.torch_kernel import TorchKernel, residual_memory
+from commhooks.gradients import precision
+from commhooks.gradients.layout import BucketLayout, Slot
+from commhooks.gradients.pieces import divide
+from commhooks.gradients.precision import compute_dtype
 
 
-def quantised_exchange(flat: torch.Tensor, work: Workspace | NativeWorkspace, state: State, step: StepInfo) -> Exchange:
-    """One bucket of one backward pass. Works on any device; on an accelerator the host never waits for it. The bits do
-    not depend on whether the workspace computes with torch or with the native kernel.
+class Workspace:
+    """The buffers for quantising the buckets of one layout, allocated once. They belong to one session and are never
+    saved.
+
+    Args:
+        plans: one per slot of the layout, in order.
+        wire_dtype: in which uncompressed elements travel.
+        natively: compute with the native kernel.
+
+    Attributes:
+        slots: the compressed parameters.
+        plain: the uncompressed ones.
+    """
+
+    def __init__(
+        self,
+        layout: BucketLayout,
+        plans: Sequence[UnitPlan],
+        code: BlockCode,
+        wire_dtype: torch.dtype,
+        *,
+        error_feedback: bool,
+        natively: bool = False,
+    ) -> None:
+        pairs = list(zip(layout.slots, plans, strict=True))
+        self.slots = [slot for slot, plan in pairs if plan.compressed]
+        self.plain = [slot for slot, plan in pairs if not plan.compressed]
+        self._layout, self._code, self._wire_dtype = layout, code, wire_dtype
+        self._natively, self._error_feedback = natively, error_feedback
+        self._kernel: BlockKernel | None = None
+
+    def kernel(self, step: StepInfo) -> BlockKernel:
+        """The kernel for the ranks of this step, which are the same in every step."""
+        made = self._kernel
+        if made is None or (made.messages.world_size, made.rank) != (step.world_size, step.rank):
+            made = self._kernel = self._new_kernel(step)
+        return made
+
+    def _new_kernel(self, step: StepInfo) -> BlockKernel:
+        code, device, dtype = self._code, self._layout.device, compute_dtype(self._layout.dtype)
+        tensors = [(slot.name, code.blocks_of(slot.numel)) for slot in self.slots]
+        plain = sum(slot.numel for slot in self.plain), self._wire_dtype
+        messages = ShareMessages(code, tensors, dtype, step.world_size, device, plain=plain, flags=len(self.slots))
+        if self._natively:
+            return NativeKernel(
+                messages, step.rank, self.slots, self._layout.dtype, error_feedback=self._error_feedback
+            )
+        residuals = residual_memory(self.slots, code, dtype, device) if self._error_feedback else None
+        return TorchKernel(messages, step.rank, self.slots, residuals)
+
+
+def quantised_exchange(flat: torch.Tensor, work: Workspace, state: State, step: StepInfo) -> Exchange:
+    """One bucket of one backward pass. Works on any device; on an accelerator the host never waits for it.
 
     What is not finite arrives as NaN on every rank. A parameter without a gradient on any rank keeps its residual, and
     its averaged gradient is zero.
@@ -31,26 +88,28 @@ def quantised_exchange(flat: torch.Tensor, work: Workspace | NativeWorkspace, st
         state: "residual" per parameter, flat in memory order; written after the verdict.
         step: the step of this backward pass.
     """
-    gradients: Any = work.gradients  # each kind of workspace has its own kind of gradients and mean
-    mean: Any = work.mean(step.world_size)
-    residuals = state["residual"]
-    put_flags(gradients.slots, flat, mean.flags)
-    gradients.form_delta(flat, residuals, step.residual_factor)
-    for at, gradient in _plain(flat, work):
-        put_plain(gradient, mean.plain[at : at + len(gradient)], step.world_size)
-
-    averaged = yield from mean.over_ranks(work.delta, step.rank, torch.finfo(flat.dtype).max)
-
+    kernel, residuals, factor = work.kernel(step), state["residual"], step.residual_factor
+    messages, plain = kernel.messages, [slot.of(flat) for slot in work.plain]
+    put_flags(work.slots, flat, messages.flags)
+    if plain:
+        put_all_plain(plain, messages.plain, step.world_size)
+    kernel.load(flat, residuals, factor)  # delta = gradient + residual
+    averaged = yield from mean_over_ranks(kernel, torch.finfo(flat.dtype).max)
     good = yield Verdict(averaged.finite)
-    gradients.commit(averaged, flat, residuals, step.residual_factor, good)
-    for at, gradient in _plain(flat, work):
-        gradient.copy_(averaged.plain[at : at + len(gradient)])
+    kernel.store(averaged, flat, residuals, factor, good)  # residual = what is lost of delta; gradient = average
+    if plain:
+        divide(averaged.plain, plain)
     return None
 
 
-def _plain(flat: torch.Tensor, work: Workspace | NativeWorkspace) -> Iterator[tuple[int, torch.Tensor]]:
-    """The uncompressed parts of the bucket, each with its offset if they lie one after another."""
-    at = 0
-    for slot in work.plain:
-        yield at, slot.of(flat)
-        at += slot.numel
+def put_flags(slots: Sequence[Slot], flat: torch.Tensor, flags: torch.Tensor) -> None:
+    """Write to `flags` (uint8), per parameter, 1 if its gradient in the bucket's buffer is not zero, else 0. DDP may
+    drop the result for a parameter that no rank used, and a residual sent in it would be lost."""
+    on_host = precision.is_host_readable(flat.device)
+    for i, slot in enumerate(slots):
+        gradient = slot.of(flat)
+        if on_host:
+            # The first 64 elements nearly always contain a nonzero one.
+            flags[i] = bool(gradient[:64].any()) or bool(gradient.any())
+        else:
+            flags[i].copy_(gradient.any())

@@ -1,17 +1,16 @@
-"""The work of `blocks` and `mean` on whole buckets as a small native kernel (`native/blocks.c`), for the CPU.
-
-Not one bit of the results differs: the kernel makes the same operations in the same order, in fewer passes.
-"""
+"""The C kernel of the quantised mean (`native/blocks.c`): load it, call it, and tell this machine's build apart."""
 
 import ctypes
 import functools
-from collections.abc import Sequence
+import hashlib
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
 
 from commhooks.compressors.native import library
-from commhooks.compressors.native.tables import Table
+from commhooks.compressors.native.fixed_numbers import fixed_numbers
+from commhooks.compressors.native.tables import Table, address
 from commhooks.compressors.native.threads import team
 from commhooks.compressors.quantized.blocks import BlockCode
 
@@ -21,66 +20,59 @@ FLAGS = ("-ffp-contract=off", "-fno-trapping-math")
 
 
 class PieceTable(Table):
-    """Pieces of parameters, in whole blocks: the number of elements and the block size, then addresses. Those of codes
-    and scales are set by `point_from`: they lie in messages."""
+    """Pieces of tensors, in whole blocks: the number of elements and the block size, then addresses."""
 
     fields = ("numel", "block", "bucket", "residual", "codes", "scales", "arrived_codes", "arrived_scales")
 
-    def __init__(self, rows: Sequence[Sequence[int]], dtype: torch.dtype) -> None:
-        super().__init__(rows, dtype)
-        self.elements = sum(row[0] for row in rows)
-
-
-class NativeBlocks:
-    """One build of the kernel, for one compute dtype."""
-
-    def __init__(self, loaded: ctypes.CDLL) -> None:
-        self._library = loaded
-        number, size = ctypes.c_double, ctypes.c_size_t
-        for name, more in (
-            ("quantise", [ctypes.c_int, number, number, size, size, size]),
-            ("dequantise", [ctypes.c_int]),
-        ):
-            function = getattr(loaded, f"commhooks_{name}")
-            function.argtypes = [ctypes.c_void_p, ctypes.c_uint, size, ctypes.c_void_p, *more]
-            function.restype = ctypes.c_int
-
-    def quantise(self, table: PieceTable, code: BlockCode, most: float, factor: float) -> None:
-        """Quantise what is in the bucket plus `factor` times the residuals (fields that are not 0). Writes codes and
-        scales; what is lost remains in the bucket.
-
-        Args:
-            most: the largest scale.
-        """
-        self._call("quantise", table, code.bits, most, factor, 1, 0, 0)
-
-    def average(
-        self, table: PieceTable, code: BlockCode, most: float, factor: float, world_size: int, rank: int, stride: int
-    ) -> None:
-        """As `quantise`, for the mean over the ranks: their sum, divided by `world_size`, of what has arrived. What is
-        lost of the mean remains in the bucket, times `world_size`.
-
-        Args:
-            rank: this one, whose own part is not among what has arrived.
-            stride: bytes between what has arrived from one rank and from the next.
-        """
-        self._call("quantise", table, code.bits, most, factor, world_size, rank, stride)
-
-    def dequantise(self, table: PieceTable, code: BlockCode) -> None:
-        """Move what is in the bucket to the residuals (fields that are not 0), and write what codes and scales say into
-        the bucket."""
-        self._call("dequantise", table, code.bits)
-
-    def _call(self, name: str, table: PieceTable, *more: float) -> None:
-        start, threads = team(table.elements)
-        getattr(self._library, f"commhooks_{name}")(start, threads, len(table), table.rows.data_ptr(), *more)
-
 
 @functools.cache
-def load(dtype: torch.dtype = torch.float32) -> NativeBlocks:
-    """Load the kernel for a compute dtype, float32 or float64; compile it first if the cache does not hold it.
+def load(dtype: torch.dtype = torch.float32) -> ctypes.CDLL:
+    """Load the kernel for a compute dtype, float32 or float64; compile it first if the cache does not hold it. See
+    `native/blocks.c` for its functions, and `run`.
 
     Raises:
         HookConfigError: see `library.load`.
     """
-    return NativeBlocks(library.load(SOURCE, FLAGS, dtype))
+    number, size, pointer = ctypes.c_double, ctypes.c_size_t, ctypes.c_void_p
+    loaded = library.load(SOURCE, FLAGS, dtype)
+    loaded.commhooks_dequantise.argtypes = [pointer, ctypes.c_uint, size, pointer, ctypes.c_int]
+    loaded.commhooks_quantise.argtypes = [*loaded.commhooks_dequantise.argtypes, number, number, size, size, size]
+    return loaded
+
+
+def run(function: Callable[..., int], rows: torch.Tensor, *more: float) -> None:
+    """Call a function of the kernel for some rows, one after another, of a `PieceTable`, in as many threads as torch
+    uses."""
+    start, threads = team(int(rows[:, 0].sum()))
+    function(start, threads, len(rows), rows.data_ptr(), *more)
+
+
+def build() -> str:
+    """`Kernel.build` of this machine. Raises HookConfigError if the kernel cannot be loaded."""
+    digest = hashlib.sha256(library.source_text(SOURCE))
+    for dtype in library.C_TYPES:
+        digest.update(results_of(load(dtype), dtype))
+    return digest.hexdigest()[:12]
+
+
+@functools.cache
+def results_of(kernel: ctypes.CDLL, dtype: torch.dtype) -> bytes:
+    """What the kernel computes from fixed numbers. All builds of one source should agree; one whose compiler joins
+    multiplications and additions nevertheless does not."""
+    results, numel = [], 1003
+    for code in (BlockCode(8, 64), BlockCode(4, 48)):
+        blocks = code.blocks_of(numel)
+        bucket, residual = fixed_numbers(numel, 1, dtype), fixed_numbers(numel, 2, dtype)
+        codes = torch.zeros(2, blocks * code.block_bytes, dtype=torch.uint8)
+        scales = torch.zeros(2, blocks, dtype=dtype)
+        gradients = [address(each, dtype, numel) for each in (bucket, residual)]
+        arrived = [address(codes, torch.uint8, codes.numel()), address(scales, dtype, 2 * blocks)]
+        most = code.largest_scale(torch.finfo(dtype).max, dtype)
+        for which, start in enumerate((0, 1)):
+            own = [address(codes[which], torch.uint8, codes[0].numel()), address(scales[which], dtype, blocks)]
+            rows = PieceTable([[numel, code.block_size, *gradients, *own, *arrived]], dtype).rows
+            run(kernel.commhooks_quantise, rows, code.bits, most, 0.7 + start, 1, 0, 0)
+        run(kernel.commhooks_quantise, rows, code.bits, most, 0.7, 2, 1, 0)
+        run(kernel.commhooks_dequantise, rows, code.bits)
+        results += [bucket, residual, codes, scales]
+    return b"".join(each.numpy().tobytes() for each in results)

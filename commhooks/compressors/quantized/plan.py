@@ -1,6 +1,5 @@
 """Which gradients are quantised, the bytes that they take, and the reasons for the others."""
 
-import dataclasses
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -28,32 +27,23 @@ class BlockPlan(UnitPlan):
 
     @property
     def details(self) -> dict[str, Any]:
-        compressed = self.compressed
-        return {
-            "bits": self.bits if compressed else None,
-            "blocks": self.blocks if compressed else None,
-            "block_size": self.block_size if compressed else None,
-        }
+        return {name: getattr(self, name) if self.compressed else None for name in ("bits", "blocks", "block_size")}
 
 
-def left_alone(info: ParameterInfo, reason: str) -> BlockPlan:
-    """The plan of a parameter that is not quantised."""
-    made = BlockPlan.left_alone(info, reason)
-    assert isinstance(made, BlockPlan)
-    return made
-
-
-def plan_parameter(info: ParameterInfo, code: BlockCode, wire_dtype: torch.dtype) -> BlockPlan:
+def plan_parameter(info: ParameterInfo, code: BlockCode, wire_dtype: torch.dtype) -> UnitPlan:
     """Decide for one dense, real parameter: matrices are quantised where that takes fewer bytes than `wire_dtype`."""
     parameter = info.parameter
     if parameter.dim() < 2:
-        return left_alone(info, "scalar" if parameter.dim() == 0 else "vector")
+        return BlockPlan.left_alone(info, "scalar" if parameter.dim() == 0 else "vector")
     blocks = code.blocks_of(parameter.numel())
     sent = blocks * (code.block_bytes + compute_dtype(parameter.dtype).itemsize)
     if sent >= parameter.numel() * wire_dtype.itemsize:
-        return left_alone(info, f"too small for a block of {code.block_size}")
-    return dataclasses.replace(
-        left_alone(info, ""),
+        return BlockPlan.left_alone(info, f"too small for a block of {code.block_size}")
+    return BlockPlan(
+        info.name,
+        tuple(parameter.shape),
+        info.numel,
+        parameter.dtype,
         compressed=True,
         numel_compressed=sent,
         itemsize_sent=1,

@@ -303,8 +303,9 @@ def test_the_plan_knows_bytes_and_memory() -> None:
     sent = sum(plan.sent_bytes(None) + plan.flags * plan.wire_itemsize(None) for plan in ranks.plans)
     assert 0 <= ranks.bytes_sent - sent <= 2 * 4 * 8  # sections begin at multiples of 8
     assert planned.residual == sum(each.nbytes for each in ranks.states[0]["residual"].values())
-    buffers = sum(x.buffer.nbytes + x._blocks.nbytes + x._decoded.nbytes for x in messages)
-    coded = sum(x._mean(1).codes.nbytes + x._mean(1).scales.nbytes + 3 * x._mean(1).sent.nbytes for x in messages)
+    buffers = sum(x.buffer.nbytes + x._kernel.delta.nbytes + x._decoded.nbytes for x in messages)
+    kernels = [x._kernel for x in messages]
+    coded = sum(x.codes.nbytes + x.scales.nbytes + 3 * x.messages.sent.nbytes for x in kernels)
     assert abs(planned.packed - buffers - coded) < 0.05 * planned.packed
 
 

@@ -15,7 +15,7 @@ def _through(code: BlockCode, blocks: torch.Tensor, largest: float = LARGEST) ->
     """What arrives, and what is lost."""
     codes = torch.full((len(blocks), code.block_bytes), 85, dtype=torch.uint8)
     scales, lost = torch.empty(len(blocks), dtype=blocks.dtype), blocks.clone()
-    code.quantise(lost, codes, scales, largest)
+    code.quantise(lost, codes, scales, code.largest_scale(largest, blocks.dtype))
     arrived = code.dequantise(codes, scales, torch.empty_like(blocks))
     total = torch.ones_like(blocks)
     code.add_dequantised(codes, scales, total)

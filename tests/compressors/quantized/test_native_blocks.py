@@ -19,8 +19,9 @@ from models import same_bits
 from commhooks import HookConfig, Int4Compress, Int8Compress
 from commhooks.compressors.kernel import TORCH
 from commhooks.compressors.native import threads as kernel_threads
-from commhooks.compressors.quantized import native_blocks, native_kernel
-from commhooks.compressors.quantized.workspace import NativeWorkspace, Workspace
+from commhooks.compressors.quantized import native_blocks
+from commhooks.compressors.quantized.native_kernel import NativeKernel
+from commhooks.compressors.quantized.torch_kernel import TorchKernel
 from commhooks.compressors.registry import compressor_of
 from commhooks.engine import simulation
 from commhooks.engine.simulation import SimulatedRanks
@@ -81,7 +82,6 @@ def _run(config: HookConfig, world_size: int, dtype: torch.dtype, steps: int = 4
     """After each step the verdict, and per rank the average and the residuals. One step is not finite, and one has
     another loss scale."""
     ranks = _ranks(config, world_size, dtype)
-    assert isinstance(ranks._works[0], NativeWorkspace if config.fused else Workspace)  # type: ignore[attr-defined]
     found = []
     with torch.no_grad():
         for step in range(steps):
@@ -91,6 +91,7 @@ def _run(config: HookConfig, world_size: int, dtype: torch.dtype, steps: int = 4
             with _residual_factor(0.7 if step == 2 else 1.0):
                 good = ranks.step(buckets)
             assert good == (step != 1)
+            assert isinstance(ranks._works[0]._kernel, NativeKernel if config.fused else TorchKernel)  # type: ignore[attr-defined]
             residuals = [state["residual"] for state in ranks.states] if _keeps(config) else []
             kept = [each.clone() for own in residuals for each in own.values()]
             # A NaN is a NaN, whichever its sign.
@@ -157,12 +158,12 @@ def test_the_bits_depend_neither_on_vectors_nor_on_the_compiler(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, compiler: str | None, flags: str
 ) -> None:
     """So machines of different kinds share the kernel."""
-    usual = native_kernel.build()
+    usual = native_blocks.build()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     if compiler is not None:
         monkeypatch.setenv("CC", compiler)
     with _flags(*flags.split()):
-        assert native_kernel.build() == usual
+        assert native_blocks.build() == usual
         for config in CONFIGS:
             _compare(config, 2, torch.float32)
 
@@ -170,10 +171,10 @@ def test_the_bits_depend_neither_on_vectors_nor_on_the_compiler(
 @X86
 @pytest.mark.skipif(torch.backends.cpu.get_cpu_capability() == "DEFAULT", reason="needs a processor that joins them")
 def test_a_build_that_joins_operations_is_another_one(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    usual = native_kernel.build()
+    usual = native_blocks.build()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     with _flags("-ffp-contract=fast"):
-        assert native_kernel.build() != usual
+        assert native_blocks.build() != usual
 
 
 @pytest.mark.parametrize("config", CONFIGS)
@@ -202,5 +203,3 @@ def test_no_bit_depends_on_the_number_of_threads(monkeypatch: pytest.MonkeyPatch
 
 def test_torch_where_it_is_asked_for() -> None:
     assert compressor_of(Int8Compress())(Int8Compress()).kernel == TORCH
-    ranks = _ranks(Int8Compress(fused=False, block_size=BLOCK), 1, torch.float32)
-    assert isinstance(ranks._works[0], Workspace)

@@ -176,11 +176,13 @@ def test_the_plan_knows_the_memory(error_feedback: bool) -> None:
     config = commhooks.Int8Compress(block_size=32, use_error_feedback=error_feedback, fused=False)
     planned, work, state = _after_a_step(config, torch.float32)
     assert planned.residual == sum(each.nbytes for each in state["residual"].values())
-    gradients, mean = work.gradients, work.mean(1)
-    buffers = [gradients.delta, gradients.residual_blocks] if error_feedback else [gradients.delta]
-    assert planned.residual + planned.copies == sum(each.nbytes for each in buffers)
-    assert planned.packed <= mean.codes.nbytes + mean.scales.nbytes + 3 * mean.sent.nbytes + 4 * 5 * 4
-    assert planned.packed >= 4 * (mean.codes[:-1].nbytes + mean.scales[:-1].nbytes)
+    kernel = work._kernel
+    buffers = [kernel.delta, *([kernel.residuals._whole] if error_feedback else [])]
+    # Delta has a block more than the plan knows, the empty one.
+    assert planned.residual + planned.copies == sum(each.nbytes for each in buffers) - kernel.delta[-1].nbytes
+    sent = kernel.messages.sent.nbytes
+    assert planned.packed <= kernel.codes.nbytes + kernel.scales.nbytes + 3 * sent + 4 * 5 * 4
+    assert planned.packed >= 4 * (kernel.codes[:-1].nbytes + kernel.scales[:-1].nbytes)
 
 
 @needs_compiler
@@ -190,6 +192,6 @@ def test_the_plan_knows_the_memory_of_the_native_kernel(error_feedback: bool, dt
     config = commhooks.Int8Compress(block_size=32, use_error_feedback=error_feedback, fused=True)
     planned, work, state = _after_a_step(config, dtype)
     assert planned.residual == sum(each.nbytes for each in state["residual"].values())
-    mean, blocks, plain = work.mean(1), 3 + 3, 4 * 5 * dtype.itemsize
-    assert planned.copies == (0 if dtype == torch.float32 else work.delta.bucket.nbytes)
-    assert planned.packed - plain == 3 * blocks * (32 + 4) <= 3 * mean.sent.nbytes
+    kernel, blocks, plain = work._kernel, 3 + 3, 4 * 5 * dtype.itemsize
+    assert planned.copies == (0 if dtype == torch.float32 else kernel._copy.nbytes)
+    assert planned.packed - plain == 3 * blocks * (32 + 4) <= 3 * kernel.messages.sent.nbytes

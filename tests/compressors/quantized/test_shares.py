@@ -6,7 +6,7 @@ from models import same_bits
 
 from commhooks import Int8Compress
 from commhooks.compressors.quantized.compressor import Int8Compressor
-from commhooks.compressors.quantized.shares import Shares, owners
+from commhooks.compressors.quantized.shares import Shares
 from commhooks.engine.simulation import SimulatedRanks
 
 PARAMETERS = [("a", 1), ("layers.0.weight", 100), ("b", 3), ("layers.1.weight", 101)]
@@ -29,9 +29,9 @@ def test_every_block_has_one_owner_and_no_rank_has_many_more(world_size: int) ->
 def test_a_parameter_is_divided_equally_wherever_its_name_begins() -> None:
     for name in "abcdefgh":
         for blocks, world_size in [(10, 4), (64, 8), (3, 5)]:
-            counts = torch.bincount(owners(name, blocks, world_size), minlength=world_size)
-            assert int(counts.max()) - int(counts.min()) <= 1
-    first = [int(owners(f"layers.{i}.bias", 1, 4)) for i in range(200)]
+            counts = Shares([(name, blocks)], world_size, torch.device("cpu")).counts
+            assert max(counts) - min(counts) <= 1
+    first = [Shares([(f"layers.{i}.bias", 1)], 4, torch.device("cpu")).pieces[0].owner for i in range(200)]
     assert min(first.count(rank) for rank in range(4)) > 25, "small parameters do not meet at one rank"
 
 

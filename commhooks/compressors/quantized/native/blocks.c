@@ -1,6 +1,6 @@
 /* The quantised all-reduce's work on blocks, on the CPU. Compiled once for each REAL: float and double.
  *
- * Every operation and its order are those of blocks.py and mean.py, without joined multiplications and
+ * Every operation and its order are those of blocks.py and torch_kernel.py, without joined multiplications and
  * additions (-ffp-contract=off): not one bit differs. Loops over a block are plain, for the compiler to vectorise; a
  * block is still in the first cache from one loop to the next.
  *
@@ -53,7 +53,8 @@ static int dequantise(const struct work *work, void *row, size_t part) {
         size_t n = block_numel(x, b);
         REAL *bucket = x->bucket + b * x->block;
         if (x->residual) move(x->residual + b * x->block, bucket, n);
-        decode(bucket, x->codes + b * code_bytes(x->block, call->bits), x->scales[b], n, x->block, call->bits, 0);
+        const uint8_t *codes = x->arrived_codes + b * code_bytes(x->block, call->bits);
+        decode(bucket, codes, x->arrived_scales[b], n, x->block, call->bits, 0);
     }
     streamed();
     return 0;
@@ -74,7 +75,8 @@ int commhooks_quantise(start_team *start, unsigned threads, size_t count, struct
     return share(start, threads, sizeof *table, &work);
 }
 
-/* Move what is in the bucket to the residual, unless that is NULL, and write codes * scales into the bucket. */
+/* Move what is in the bucket to the residual, unless that is NULL, and write codes * scales, of what has arrived, into
+ * the bucket. */
 int commhooks_dequantise(start_team *start, unsigned threads, size_t count, struct piece *table, int bits) {
     struct call call = {.bits = bits};
     struct work work = {.run = dequantise, .parts = parts, .table = table, .count = count, .call = &call};

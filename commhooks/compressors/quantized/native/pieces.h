@@ -1,13 +1,13 @@
 /* The rows of the table that native_blocks.py makes, each field of 64 bits; what is common to a call; and how pieces are
  * cut into parts. */
 
-/* Consecutive blocks of one parameter. */
+/* Consecutive blocks of one tensor. */
 struct piece {
     size_t numel, block; /* elements, and elements of a block; the last block may have fewer */
     REAL *bucket, *residual; /* residual may be NULL */
-    uint8_t *codes;
+    uint8_t *codes; /* written here */
     REAL *scales;
-    const uint8_t *arrived_codes; /* from rank 0 */
+    const uint8_t *arrived_codes; /* and read from here: of what all ranks send its owner, those of rank 0 */
     const REAL *arrived_scales;
 };
 

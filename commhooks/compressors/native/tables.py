@@ -20,6 +20,7 @@ class Table:
         fields: the members of the struct, in order.
         pointers: the fields that `point` writes, in order, after those that hold sizes. Each points to as many numbers
             as the product of two sizes, the fields with these two places.
+        sizes: the first fields of each row, as given.
         rows: `rows x fields`, int64.
     """
 
@@ -28,7 +29,7 @@ class Table:
 
     def __init__(self, rows: Sequence[Sequence[int]], dtype: torch.dtype) -> None:
         self.dtype = dtype
-        self._sizes = rows
+        self.sizes = rows
         width = len(self.fields)
         filled = [[*row, *[0] * (width - len(row))] for row in rows]
         self.rows = torch.tensor(filled, dtype=torch.int64).view(-1, width)
@@ -41,6 +42,10 @@ class Table:
         places = zip(tensors, cls.pointers.values(), strict=False)
         return cls([[*sizes, *(_address(x, dtype, sizes[i] * sizes[j]) for x, (i, j) in places)]], dtype)
 
+    def only(self: AnyTable, places: Sequence[int]) -> AnyTable:
+        """The rows at `places`, which ascend: a copy, or this table if these are all."""
+        return self if len(places) == len(self) else type(self)(self.rows[list(places)].tolist(), self.dtype)
+
     def __len__(self) -> int:
         return len(self.rows)
 
@@ -51,7 +56,7 @@ class Table:
     def point(self, field: str, tensors: Sequence[torch.Tensor | None]) -> None:
         """Write the addresses of `tensors`, or 0 for None, into the field. Whoever calls the kernel must keep them."""
         i, j = self.pointers[field]
-        pairs = zip(tensors, self._sizes, strict=True)
+        pairs = zip(tensors, self.sizes, strict=True)
         addresses = [_address(x, self.dtype, sizes[i] * sizes[j]) for x, sizes in pairs]
         self.column(field).copy_(torch.tensor(addresses, dtype=torch.int64))
 

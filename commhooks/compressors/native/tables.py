@@ -1,5 +1,6 @@
 """Tables for native kernels: one row of 64-bit fields per piece of work, as a struct in the kernel's source."""
 
+import ctypes
 from collections.abc import Mapping, Sequence
 from typing import ClassVar, TypeVar
 
@@ -33,14 +34,8 @@ class Table:
         width = len(self.fields)
         filled = [[*row, *[0] * (width - len(row))] for row in rows]
         self.rows = torch.tensor(filled, dtype=torch.int64).view(-1, width)
-
-    @classmethod
-    def of_one(
-        cls: type[AnyTable], sizes: Sequence[int], tensors: Sequence[torch.Tensor | None], dtype: torch.dtype
-    ) -> AnyTable:
-        """One row: these sizes, and `tensors` for the first of `pointers`."""
-        places = zip(tensors, cls.pointers.values(), strict=False)
-        return cls([[*sizes, *(_address(x, dtype, sizes[i] * sizes[j]) for x, (i, j) in places)]], dtype)
+        # The memory of `rows`, for single numbers: an operator of torch takes longer than writing a column of them.
+        self._numbers = (ctypes.c_int64 * self.rows.numel()).from_address(self.rows.data_ptr())
 
     def only(self: AnyTable, places: Sequence[int]) -> AnyTable:
         """The rows at `places`, which ascend: a copy, or this table if these are all."""
@@ -53,12 +48,13 @@ class Table:
         """A field of all rows, int64; a view."""
         return self.rows[:, self.fields.index(field)]
 
-    def point(self, field: str, tensors: Sequence[torch.Tensor | None]) -> None:
+    def point(self, field: str, tensors: Sequence[torch.Tensor | None] | None) -> None:
         """Write the addresses of `tensors`, or 0 for None, into the field. Whoever calls the kernel must keep them."""
         i, j = self.pointers[field]
-        pairs = zip(tensors, self.sizes, strict=True)
-        addresses = [_address(x, self.dtype, sizes[i] * sizes[j]) for x, sizes in pairs]
-        self.column(field).copy_(torch.tensor(addresses, dtype=torch.int64))
+        place = self.fields.index(field)
+        for sizes, tensor in zip(self.sizes, tensors or [None] * len(self.sizes), strict=True):
+            self._numbers[place] = 0 if tensor is None else address(tensor, self.dtype, sizes[i] * sizes[j])
+            place += len(self.fields)
 
     def point_from(self, field: str, start: int, offsets: torch.Tensor) -> None:
         """Write `start`, an `address`, plus `offsets` (bytes, one per row) into the field."""
@@ -78,7 +74,3 @@ def address(tensor: torch.Tensor, dtype: torch.dtype, numel: int) -> int:
             "fused=False does without the kernel"
         )
     return tensor.data_ptr()
-
-
-def _address(tensor: torch.Tensor | None, dtype: torch.dtype, numel: int) -> int:
-    return 0 if tensor is None else address(tensor, dtype, numel)

@@ -114,7 +114,7 @@ class _LowRank(Compressor[AnyPowerSGD]):
     def exchange(self, flat: torch.Tensor, work: AnyKernel | OnlyBlocks, state: State, step: StepInfo) -> Exchange:
         if isinstance(work, OnlyBlocks):
             return quantised_exchange(flat, work, state, step)
-        now = BucketPass(flat, work.work, state, step, alternate=self.config.alternate)
+        now = BucketPass(flat, work.work, state, step)
         if self.config.alternate:
             assert isinstance(work, HostKernel)
             return alternate(work, now)

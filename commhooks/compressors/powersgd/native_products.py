@@ -39,7 +39,7 @@ class MatrixTable(Table):
         "mean_q": (2, 1),
     }
 
-    @property
+    @functools.cached_property
     def elements(self) -> int:
         return sum(row[0] * row[1] for row in self.sizes)
 
@@ -51,7 +51,7 @@ class FactorTable(Table):
     fields = ("r", "k", "source", "refill", "to", "missing")
     pointers: ClassVar[Mapping[str, tuple[int, int]]] = {"source": (0, 1), "refill": (0, 1), "to": (0, 1)}
 
-    @property
+    @functools.cached_property
     def elements(self) -> int:
         return sum(row[0] ** 2 * row[1] for row in self.sizes)
 
@@ -96,32 +96,44 @@ class NativeProducts:
             out = (self.p if side == "P" else self.q)[i]
             if self._refills:
                 other = refill(i)
-                table = FactorTable.of_one(rows.shape, (rows, other, out), self._dtype)
+                table = FactorTable([rows.shape], self._dtype)
+                table.point("refill", [other])
+                table.point("to", [out])
                 if self._unit_rows(table, [rows], orthogonal=True):
                     out.copy_(codec.orthonormal_rows(rows, other)[0])
             else:
                 out.copy_(codec.basis(rows, functools.partial(refill, i)))
 
-    def form_p(self, places: Sequence[int], deltas: Tensors, residuals: Residuals, factor: float) -> torch.Tensor:
+    def form_p(
+        self, places: Sequence[int], deltas: Tensors, residuals: Residuals | None, factor: float
+    ) -> torch.Tensor | None:
         table = self._table(places, deltas, residuals)
         self._call("form_p", table, factor)
         return table.column("largest").view(torch.float64)
 
-    def form_q(self, places: Sequence[int], deltas: Tensors, residuals: Residuals, factor: float) -> None:
+    def form_q(
+        self, places: Sequence[int], deltas: Tensors, residuals: Residuals | None, factor: float
+    ) -> torch.Tensor | None:
         self._call("form_q", self._table(places, deltas, residuals), factor)
+        return None
 
     def split(
-        self, places: Sequence[int], deltas: Tensors, residuals: Residuals, mean_p: Tensors, mean_q: Residuals
+        self,
+        places: Sequence[int],
+        deltas: Tensors,
+        residuals: Tensors | None,
+        mean_p: Tensors,
+        mean_q: Tensors | None,
     ) -> None:
         table = self._table(places, deltas, residuals)
         table.point("mean_p", mean_p)
         table.point("mean_q", mean_q)
         self._call("split", table)
 
-    def _table(self, places: Sequence[int], deltas: Tensors, residuals: Residuals) -> MatrixTable:
+    def _table(self, places: Sequence[int], deltas: Tensors, residuals: Residuals | None) -> MatrixTable:
         table = self._matrices.only(places)
-        table.point("delta", [deltas[i] for i in places])
-        table.point("residual", [residuals[i] for i in places])
+        table.point("delta", deltas)
+        table.point("residual", residuals)
         return table
 
     def _unit_rows(self, table: FactorTable, sources: Tensors, *, orthogonal: bool) -> list[int]:

@@ -1,6 +1,6 @@
 """The products with the matrices of a bucket, with torch."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
@@ -53,36 +53,46 @@ class TorchProducts:
             self._set((self._p if side == "P" else self._q)[i], basis)
 
     def form_p(
-        self, places: Sequence[int], deltas: Tensors, residuals: Residuals, factor: float
+        self, places: Sequence[int], deltas: Tensors, residuals: Residuals | None, factor: float
     ) -> torch.Tensor | None:
-        """delta += factor * residual in place, then P = delta Q, for the matrices at `places`. `deltas`, `residuals`:
-        of all matrices, n x m and flat."""
-        for i in places:
-            self._add(deltas[i], residuals[i], factor)
-            torch.mm(self._q[i], deltas[i].t(), out=self._p[i])
+        """delta += factor * residual in place, then P = delta Q, for the matrices at `places`. The lists hold a tensor
+        for each place: `deltas` n x m; `residuals` flat, or None for those that have none."""
+        for i, delta in self._deltas(places, deltas, residuals, factor):
+            torch.mm(self._q[i], delta.t(), out=self._p[i])
+        return None
 
-    def form_q(self, places: Sequence[int], deltas: Tensors, residuals: Residuals, factor: float) -> None:
+    def form_q(
+        self, places: Sequence[int], deltas: Tensors, residuals: Residuals | None, factor: float
+    ) -> torch.Tensor | None:
         """delta += factor * residual in place, then Q = delta^T P, as `form_p`."""
-        for i in places:
-            self._add(deltas[i], residuals[i], factor)
-            torch.mm(self._p[i], deltas[i], out=self._q[i])
+        for i, delta in self._deltas(places, deltas, residuals, factor):
+            torch.mm(self._p[i], delta, out=self._q[i])
+        return None
 
     def split(
-        self, places: Sequence[int], deltas: Tensors, residuals: Residuals, mean_p: Tensors, mean_q: Residuals
+        self,
+        places: Sequence[int],
+        deltas: Tensors,
+        residuals: Tensors | None,
+        mean_p: Tensors,
+        mean_q: Tensors | None,
     ) -> None:
-        """residual = delta - P Q^T where there is one, then delta = mean_P mean_Q^T where there is a mean Q, for the
-        matrices at `places`. `deltas`, `residuals`: of all matrices; the means: one for each place."""
-        for i, p, q in zip(places, mean_p, mean_q, strict=True):
-            delta, residual = deltas[i], residuals[i]
-            if residual is not None:
-                codec.remainder(delta, self.p[i], self.q[i], out=residual.view_as(delta))
-            if q is not None:
-                codec.reconstruct(p, q, out=delta)
+        """residual = delta - P Q^T if there are residuals, then delta = mean_P mean_Q^T if there is a mean Q, for the
+        matrices at `places`. The lists hold a tensor for each place."""
+        for k, i in enumerate(places):
+            if residuals is not None:
+                codec.remainder(deltas[k], self.p[i], self.q[i], out=residuals[k].view_as(deltas[k]))
+            if mean_q is not None:
+                codec.reconstruct(mean_p[k], mean_q[k], out=deltas[k])
 
-    @staticmethod
-    def _add(delta: torch.Tensor, residual: torch.Tensor | None, factor: float) -> None:
-        if residual is not None:
-            delta.view(-1).add_(residual, alpha=factor)
+    def _deltas(
+        self, places: Sequence[int], deltas: Tensors, residuals: Residuals | None, factor: float
+    ) -> Iterator[tuple[int, torch.Tensor]]:
+        """The deltas one after another, each with its residual."""
+        for i, delta, residual in zip(places, deltas, residuals or [None] * len(places), strict=True):
+            if residual is not None:
+                delta.view(-1).add_(residual, alpha=factor)
+            yield i, delta
 
     @staticmethod
     def _set(padded: torch.Tensor, rows: torch.Tensor) -> None:

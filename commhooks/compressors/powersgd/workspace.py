@@ -55,6 +55,7 @@ class Workspace:
         self.layout, self.matrices = layout, matrices
         self.dtype = precision.compute_dtype(layout.dtype)
         self.error_feedback, self.warm_start = config.use_error_feedback, config.warm_start
+        self.alternate = config.alternate
         first = matrices[0]
         padded = first.span[1] - first.span[0] < first.n * first.m
         self.is_whole_bucket = padded or len(first.slots) > 1
@@ -116,6 +117,7 @@ class BucketPass:
         plain: what is uncompressed in the bucket.
         first: the message that also holds uncompressed gradients and flags.
         last: the message that ends the step; with `alternate` the same one.
+        makes_q: per matrix whether the step ends with Q. With `alternate` it may end with P.
         deltas: gradient + residual; set in `form_p`, in the form that the kernel works on.
         used, used_elements: masks of `DeviceKernel`: per matrix whether it has a gradient on some rank, and the same
             per element of a whole bucket.
@@ -125,14 +127,18 @@ class BucketPass:
     used: torch.Tensor
     used_elements: torch.Tensor | None = None
 
-    def __init__(self, flat: torch.Tensor, work: Workspace, state: State, step: StepInfo, *, alternate: bool) -> None:
+    def __init__(self, flat: torch.Tensor, work: Workspace, state: State, step: StepInfo) -> None:
         self.flat, self.work, self.step = flat, work, step
         self.q, self.p, self.residuals = state["q"], state["p"], state["residual"]
         pieces = flat.split(work.sizes)
         self.gradients = [pieces[i] for i in work.place_of_matrix]
         self.plain = [pieces[i] for i in work.place_of_plain]
-        self.makes_q = [not alternate or x.name in self.p for x in work.matrices]
-        self.first, self.last = (work.only_message(self.makes_q),) * 2 if alternate else work.messages
+        if work.alternate:
+            self.makes_q = [x.name in self.p for x in work.matrices]
+            self.first = self.last = work.only_message(self.makes_q)
+        else:
+            self.makes_q = [True] * len(work.matrices)
+            self.first, self.last = work.messages
 
     def put_uncompressed(self) -> None:
         """Write what is not compressed as a matrix into the first message."""

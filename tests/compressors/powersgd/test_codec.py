@@ -215,11 +215,11 @@ def _compare_products(products, dtype, rank, n, m):
     check(delta, expected)
     check(p.t(), expected @ q.double().t())
     p.fill_(7.0)
-    products.form_p([0], [delta], [None], 0.25)
+    products.form_p([0], [delta], None, 0.25)
     check(delta, expected)
     check(p.t(), expected @ q.double().t())
     p.copy_(draw(rank, n))
-    products.form_q([0], [delta], [None], 0.25)
+    products.form_q([0], [delta], None, 0.25)
     check(delta, expected)
     check(q.t(), expected.t() @ p.double().t())
     expected += 0.5 * residual.double()
@@ -231,10 +231,10 @@ def _compare_products(products, dtype, rank, n, m):
     products.split([0], [delta], [residual], [mean_p], [mean_q])
     check(residual, left)
     check(delta, mean_p.double().t() @ mean_q.double())
-    products.split([0], [delta], [None], [p], [q])
+    products.split([0], [delta], None, [p], [q])
     check(delta, p.double().t() @ q.double())
     delta.copy_(expected)
-    products.split([0], [delta], [delta], [p], [None])  # in place, and without the gradient
+    products.split([0], [delta], [delta], [p], None)  # in place, and without the gradient
     check(delta, left)
 
 

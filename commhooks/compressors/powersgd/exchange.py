@@ -9,6 +9,7 @@ import torch
 
 from commhooks.comm.wire import all_finite
 from commhooks.compressors.base import Exchange, Verdict
+from commhooks.compressors.powersgd.host_kernel import HostKernel
 from commhooks.compressors.powersgd.workspace import BucketPass
 
 
@@ -36,17 +37,6 @@ class LowRankKernel(Protocol):
         become NaN on every rank."""
 
 
-class AlternatingKernel(Protocol):
-    """The same for steps that send one factor of each matrix."""
-
-    def form_factor(self, now: BucketPass) -> None:
-        """delta = gradient + residual; P = delta Q with an orthonormal basis of Q, or Q = delta^T P, into the message,
-        with the flags."""
-
-    def form_remainder(self, now: BucketPass) -> None: ...
-    def split(self, now: BucketPass, good: torch.Tensor | bool, finite: torch.Tensor) -> None: ...
-
-
 def average(kernel: LowRankKernel, now: BucketPass) -> Exchange:
     """One step: Algorithm 1 on each matrix, inside the error feedback of Algorithm 2."""
     remainder = (lambda: kernel.form_remainder(now)) if now.work.error_feedback else None
@@ -63,7 +53,7 @@ def average(kernel: LowRankKernel, now: BucketPass) -> Exchange:
     return None
 
 
-def alternate(kernel: AlternatingKernel, now: BucketPass) -> Exchange:
+def alternate(kernel: HostKernel, now: BucketPass) -> Exchange:
     """One matrix product and one all-reduce per step: P and Q in turn.
 
     A step that has Q computes P = delta basis(Q), with an orthonormal basis of Q, and uses the gradient P basis(Q)^T.
@@ -74,7 +64,7 @@ def alternate(kernel: AlternatingKernel, now: BucketPass) -> Exchange:
     matrix sends next, so the host must know at each commit whether the step was finite and which matrices had a
     gradient, and synchronises with an accelerator.
     """
-    kernel.form_factor(now)
+    kernel.form_factor(now)  # delta = gradient + residual; P = delta basis(Q), or Q = delta^T basis(P)
     now.put_uncompressed()
     yield from now.first.sum_over_ranks(now.step, "P or Q", last=True)
     kernel.form_remainder(now)

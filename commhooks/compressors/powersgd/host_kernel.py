@@ -13,7 +13,7 @@ from commhooks.gradients.layout import Slot
 
 
 class HostKernel:
-    """A `LowRankKernel` and an `AlternatingKernel`. The latter works on accelerators, too, with torch.
+    """A `LowRankKernel`, with the steps of `alternate` besides, which run on accelerators, too, with torch.
 
     Attributes:
         own_deltas: per matrix memory for delta, n x m; None where that is computed in the bucket.

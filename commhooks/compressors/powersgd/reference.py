@@ -1,7 +1,7 @@
-"""PowerSGD written down as slowly and plainly as possible: simulated ranks, one matrix at a time, float64.
+"""PowerSGD written down as plainly as possible: simulated ranks, one matrix at a time, float64.
 
 From the formulas of Vogels, Karimireddy, Jaggi: PowerSGD (NeurIPS 2019), Algorithm 1, with the residual made from the
-rank's own projection. Shares no code with the package and is never optimised.
+rank's own projection. Tests compare `exchange.py` with it, so it shares no code with the package and is not optimised.
 """
 
 import torch

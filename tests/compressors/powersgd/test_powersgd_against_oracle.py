@@ -1,4 +1,4 @@
-"""Gradients and residuals equal those of a slow, plain implementation on simulated ranks (`oracle.py`)."""
+"""Gradients and residuals equal those of a slow, plain implementation on simulated ranks (`reference.py`)."""
 
 import itertools
 from typing import Any

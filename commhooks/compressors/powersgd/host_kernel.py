@@ -1,6 +1,7 @@
 """A step on the CPU, matrix by matrix. The products are those of torch or of the native kernel."""
 
 import functools
+import itertools
 
 import torch
 
@@ -95,9 +96,12 @@ class HostKernel:
 
     def split(self, now: BucketPass, good: torch.Tensor | bool, finite: torch.Tensor) -> None:
         products = self.products
+        factor = float(now.step.residual_factor)
         residuals: list[torch.Tensor] | None = None
+        idle_of: list[list[Slot]] = []
         if good:
-            places, mean_p, mean_q, residuals = self._keep(now)
+            idle_of = self._idle(now)
+            places, mean_p, mean_q, residuals = self._keep(now, idle_of)
         else:
             places, mean_p, mean_q = list(self._all), products.p, products.q
             nan_if_bad = torch.where(finite, 0.0, float("nan")).to(self.work.dtype)
@@ -106,15 +110,19 @@ class HostKernel:
         products.split(places, [now.deltas[i] for i in places], residuals, mean_p, mean_q)
         for i in () if self.work.in_bucket else places:
             now.gradients[i].copy_(now.deltas[i].view(-1)[: len(now.gradients[i])])
+        for slot in itertools.chain(*idle_of):  # their residuals wait, and follow the loss scale
+            if slot.name in now.residuals and factor != 1:
+                now.residuals[slot.name].mul_(factor)
+            slot.of(now.flat).zero_()
 
     def _keep(
-        self, now: BucketPass
+        self, now: BucketPass, idle_of: list[list[Slot]]
     ) -> tuple[list[int], list[torch.Tensor], list[torch.Tensor], list[torch.Tensor] | None]:
         """Update the learned state. Returns the matrices that have a gradient, their mean P and Q, and where their
         residuals go, unless these are written already."""
-        work, products, factor = self.work, self.products, float(now.step.residual_factor)
+        work, products = self.work, self.products
         places, mean_p, mean_q, residuals = [], [], [], []
-        for i, (matrix, idle) in enumerate(zip(work.matrices, self._idle(now), strict=True)):
+        for i, (matrix, idle) in enumerate(zip(work.matrices, idle_of, strict=True)):
             if len(idle) < len(matrix.slots):
                 learned = self._keep_factor(now, i)
                 places.append(i)
@@ -127,10 +135,6 @@ class HostKernel:
                     for slot in matrix.slots:  # the padding after the last slot keeps no residual
                         if slot not in idle:
                             self._residual(now, slot).copy_(self._part(now, slot))
-            for slot in idle:
-                if slot.name in now.residuals and factor != 1:
-                    now.residuals[slot.name].mul_(factor)
-                slot.of(now.flat).zero_()
         return places, mean_p, mean_q, residuals or None
 
     def _keep_factor(self, now: BucketPass, i: int) -> torch.Tensor:

@@ -15,7 +15,7 @@ class NamedViews:
     """
 
     def __init__(self, names: Sequence[tuple[str, int, tuple[int, ...]]], whole: torch.Tensor) -> None:
-        self._whole = whole
+        self.whole = whole
         self._views = {name: whole[begin : begin + torch.Size(own).numel()].view(own) for name, begin, own in names}
 
     def gather(self, entries: Mapping[str, torch.Tensor], fill: Fill | None = None) -> torch.Tensor:
@@ -33,7 +33,7 @@ class NamedViews:
                 view.copy_(fill(i))
             else:
                 view.zero_()
-        return self._whole
+        return self.whole
 
     def bind(self, entries: dict[str, torch.Tensor], fill: Fill | None = None) -> torch.Tensor:
         """As `gather`, and replace each entry of the dict by its piece of the whole tensor."""

@@ -165,9 +165,9 @@ class Hierarchy(Flat):
         """The exchange of this rank's share of a bucket."""
         own, mine = work.own, StepInfo(step.number, self.nodes.count, step.residual_factor, self.nodes.across.rank())
         if not compressor.transactional:
-            return ExchangeTask(compressor.exchange(own, None, NO_STATE, mine), own, compressor, judged=False)
+            return ExchangeTask(compressor.exchange(own, None, NO_STATE, mine), own, compressor.name, judged=False)
         exchange = exchange_or_average(compressor, work.compresses, own, work.work, state, mine)
-        return ExchangeTask(exchange, own, compressor)
+        return ExchangeTask(exchange, own, compressor.name)
 
     def _collect(self, tensors: dict[str, torch.Tensor], parameters: Mapping[str, torch.Tensor]) -> None:
         """Add up, at its owner, what the ranks of this node have for each parameter, if any other rank has something.

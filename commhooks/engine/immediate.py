@@ -61,7 +61,7 @@ def reduce_immediately(
     flat = bucket.flat
     number = 0 if counters is None else max(0, counters.backward_passes - 1)  # those before this one
     exchange = compressor.exchange(flat, None, NO_STATE, StepInfo(number, group.size(), rank=group.rank()))
-    task = ExchangeTask(exchange, flat, compressor, judged=False)
+    task = ExchangeTask(exchange, flat, compressor.name, judged=False)
     step = task.advance(None)
     if isinstance(step, Done):
         done = new_future(flat.device)

@@ -64,7 +64,7 @@ class KnownBucket:
         left = leftovers(self.layout, self.compressed, state) if state.local else []
         if not left:
             return exchange
-        return with_leftovers(ExchangeTask(exchange, flat, compressor), flat, left, state, step)
+        return with_leftovers(ExchangeTask(exchange, flat, compressor.name), flat, left, state, step)
 
 
 class KnownBuckets:

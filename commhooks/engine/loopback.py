@@ -63,7 +63,7 @@ class Loopback:
     def _task(self, flat: torch.Tensor, work: Any, info: StepInfo) -> ExchangeTask:
         compressor = self._compressor
         exchange = exchange_or_average(compressor, work is not None, flat, work, self._state, info)
-        return ExchangeTask(exchange, flat, compressor, judged=compressor.transactional)
+        return ExchangeTask(exchange, flat, compressor.name, judged=compressor.transactional)
 
 
 def run_alone(tasks: Sequence[ExchangeTask], device: torch.device) -> None:

@@ -155,7 +155,7 @@ class Session:
         self._observer.add(known.layout)
         step = StepInfo(current.step, group.size(), current.residual_factor, group.rank())
         exchange = known.exchange(compressor, arrangement, flat, state, step, compressing=current.compressing)
-        return RunningExchange(ExchangeTask(exchange, flat, compressor), flat, issue)
+        return RunningExchange(ExchangeTask(exchange, flat, compressor.name), flat, issue)
 
     def _drain(self, current: BackwardPass) -> None:
         """End a pass: run all remaining rounds, then commit."""

@@ -66,7 +66,7 @@ class SimulatedRanks:
                         compressor, self._compresses, flat, work, state, StepInfo(state.step, len(buckets), rank=rank)
                     ),
                     flat,
-                    compressor,
+                    compressor.name,
                     judged=compressor.transactional,
                 )
                 for rank, (compressor, flat, work, state) in enumerate(

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from commhooks.compressors.base import Compressor, Exchange, Send, Verdict
+from commhooks.compressors.base import Exchange, Send, Verdict
 from commhooks.errors import HookRunError
 
 
@@ -23,30 +23,24 @@ class ExchangeTask:
     Args:
         exchange: what `Compressor.exchange` has returned, not begun yet.
         flat: the bucket's buffer.
-        compressor: for messages.
+        name: of the compressor, for messages.
         judged: whether it yields a verdict; False for a compressor that is not transactional.
 
     Raises:
         HookRunError: `exchange` is not a generator.
     """
 
-    def __init__(
-        self, exchange: Exchange, flat: torch.Tensor, compressor: Compressor[Any], *, judged: bool = True
-    ) -> None:
+    def __init__(self, exchange: Exchange, flat: torch.Tensor, name: str, *, judged: bool = True) -> None:
         if not (callable(getattr(exchange, "send", None)) and callable(getattr(exchange, "close", None))):
             raise HookRunError(
-                f"the exchange of {compressor.name} is a {type(exchange).__name__}, not a generator: it must yield its "
+                f"the exchange of {name} is a {type(exchange).__name__}, not a generator: it must yield its "
                 "collectives (Send)"
             )
         self.exchange = exchange
         self._flat = flat
-        self._compressor = compressor
+        self._named = f"the exchange of {name}"
         self._judged = judged
         self._decided = False
-
-    @property
-    def _named(self) -> str:
-        return f"the exchange of {self._compressor.name}"
 
     def advance(self, answer: torch.Tensor | bool | None) -> Send | Verdict | Done:
         """Run the exchange up to what it yields next, or to its end.

@@ -12,10 +12,10 @@ import torch
 import commhooks
 from commhooks.compressors.native import library
 from commhooks.compressors.native.tables import address
-from commhooks.compressors.powersgd import fused_codec
+from commhooks.compressors.powersgd import native_products
 from commhooks.compressors.quantized import native_blocks
 
-SOURCES = {fused_codec.SOURCE: fused_codec.FLAGS, native_blocks.SOURCE: native_blocks.FLAGS}
+SOURCES = {native_products.SOURCE: native_products.FLAGS, native_blocks.SOURCE: native_blocks.FLAGS}
 WARNINGS = ("-Wall", "-Wextra", "-Werror", "-Wno-psabi")  # psabi: vectors in arguments, but of inlined functions only
 VECTORS = [(), ("-mno-avx512f", "-O1"), ("-mno-avx", "-O1")] if platform.machine() == "x86_64" else [()]
 

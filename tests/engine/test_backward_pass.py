@@ -5,7 +5,6 @@ A collective is issued by being written down, and answered when it is waited for
 
 from collections.abc import Iterator
 from contextlib import closing
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,7 +17,6 @@ from commhooks.errors import HookRunError
 
 TRUE, FALSE = torch.tensor(True), torch.tensor(False)
 GROUP: Any = None
-MINE: Any = SimpleNamespace(name="mine")
 
 
 class Log:
@@ -58,7 +56,7 @@ class Log:
 
 def _add(current: BackwardPass, log: Log, exchange: Exchange) -> None:
     flat = torch.zeros(1)
-    current.add(RunningExchange(ExchangeTask(exchange, flat, MINE), flat, log.issue))
+    current.add(RunningExchange(ExchangeTask(exchange, flat, "mine"), flat, log.issue))
 
 
 @pytest.fixture

@@ -14,7 +14,6 @@ from ddp_steps import process_group_of_one
 from commhooks.comm import collective
 from commhooks.comm.collective import Pending, resolve_group
 from commhooks.compressors.base import Compressor, Exchange, Send, State, StepInfo, Verdict
-from commhooks.compressors.cast import AllReduce, AllReduceCompressor
 from commhooks.compressors.config import HookConfig
 from commhooks.compressors.plan import ParameterInfo, UnitPlan
 from commhooks.engine.backward_pass import RunningExchange
@@ -98,7 +97,7 @@ def test_its_errors_end_the_pass() -> None:
 
     with process_group_of_one():
         group = resolve_group(None)
-        task = ExchangeTask(exchange(), torch.zeros(1), AllReduceCompressor(AllReduce()))
+        task = ExchangeTask(exchange(), torch.zeros(1), "mine")
         running = RunningExchange(task, torch.zeros(1), lambda send: collective.start(send, group, None))
         with pytest.raises(RuntimeError, match="^mine$"):
             running.start()

@@ -8,10 +8,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from models import worst_error
-from oracle import OracleMatrix
 from sharded import NAMES, POWERSGD, attached, backward, mean_over_ranks, random_gradients, rows_of
 
 from commhooks.compressors.powersgd import codec
+from commhooks.compressors.powersgd.reference import OracleMatrix
 
 STEPS = 5
 RANK = POWERSGD["matrix_approximation_rank"]

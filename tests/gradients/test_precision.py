@@ -73,13 +73,13 @@ def _run(case: str) -> dict[str, Any]:
     options = {"matrix_approximation_rank": 4, "start_powerSGD_iter": 0, "fused": False}  # products of torch
     hook = commhooks.attach(ddp, "powerSGD", hook_options=options)
     inside: set[tuple[Any, ...]] = set()
-    project_p = codec.project_p
+    reconstruct = codec.reconstruct
 
-    def observed(delta: torch.Tensor, q: torch.Tensor, out: torch.Tensor) -> None:
+    def observed(p: torch.Tensor, q: torch.Tensor, out: torch.Tensor) -> None:
         inside.add(_switches())
-        project_p(delta, q, out)
+        reconstruct(p, q, out)
 
-    with _restored(), mock.patch("commhooks.compressors.powersgd.codec.project_p", observed):
+    with _restored(), mock.patch("commhooks.compressors.powersgd.codec.reconstruct", observed):
         CASES[case]()
         legacy = torch.get_float32_matmul_precision() if case.startswith("precision") else None
         before = _switches()
@@ -129,7 +129,7 @@ def _raise_inside() -> list[tuple[Any, ...]]:
     commhooks.attach(ddp, "powerSGD", hook_options={"start_powerSGD_iter": 0, "fused": False})
     with (
         _restored(),
-        mock.patch("commhooks.compressors.powersgd.codec.project_p", side_effect=ValueError("inside the hook")),
+        mock.patch("commhooks.compressors.powersgd.codec.reconstruct", side_effect=ValueError("inside the hook")),
     ):
         for case in ("mkldnn bf16", "cuda tf32") if PER_LIBRARY else ("precision medium",):
             CASES[case]()

@@ -14,7 +14,7 @@ from torch import nn
 
 import commhooks
 from commhooks import HookConfigError
-from commhooks.compressors.powersgd.workspace import Workspace
+from commhooks.compressors.powersgd.host_kernel import HostKernel
 from commhooks.gradients.bucket_estimate import Reduced, estimate_buckets
 from commhooks.hook.plan import ModelPlan
 from commhooks.hook.plan_model import plan_model
@@ -85,6 +85,11 @@ def _size(tensors: Any) -> int:
     return sum(t.numel() * t.element_size() for t in tensors if t is not None)
 
 
+def _packed(kernel: HostKernel, alternate: bool = False) -> int:
+    messages = kernel.work._messages.values() if alternate else kernel.work.messages
+    return _size(each.buffer for each in messages)
+
+
 @pytest.mark.parametrize(
     "options, dtype, wrapper",
     [
@@ -107,7 +112,7 @@ def test_the_memory_that_is_planned_is_taken(options: dict[str, Any], dtype: tor
         for step in range(4):
             backward(ddp, step)
         session, state = session_of(hook), session_of(hook).state
-        works: list[Workspace] = [known.work for known in session.consensus.buckets if known.work]
+        kernels: list[HostKernel] = [known.work for known in session.consensus.buckets if known.work]
         planned = hook.plan().memory
 
     assert planned.residual == _size(state["residual"].values())
@@ -115,9 +120,9 @@ def test_the_memory_that_is_planned_is_taken(options: dict[str, Any], dtype: tor
     kept = _size([*state["q"].values(), *state["p"].values()])
     if options.get("alternate"):
         kept = sum(4 * p.rank * (p.n + p.m) for p in hook.plan().compressed)
-    assert planned.factors == kept + sum(_size(s.p) + _size(s.q) for s in works)
-    assert planned.copies == sum(_size(s.delta) for s in works)
-    packed = sum(_size(p.buffer for p in s._messages.values()) for s in works)
+    assert planned.factors == kept + sum(_size(x.products._p) + _size(x.products._q) for x in kernels)
+    assert planned.copies == sum(_size(x.own_deltas) for x in kernels)
+    packed = sum(_packed(x, alternate="alternate" in options) for x in kernels)
     if batched:  # a bucket that is not compressed is counted with them: an upper bound
         assert packed <= planned.packed < 2 * packed
     else:
@@ -136,13 +141,13 @@ def test_the_native_kernel_takes_no_more_than_is_planned() -> None:
                 backward(ddp, step)
             assert hook.stats()["kernel"] == "native"
             session, state = session_of(hook), session_of(hook).state
-            works: list[Any] = [known.work for known in session.consensus.buckets if known.work]
+            kernels: list[Any] = [known.work for known in session.consensus.buckets if known.work]
             planned = hook.plan().memory
 
         assert planned.residual == _size(state["residual"].values())
-        taken = _size(state["q"].values()) + sum(_size(s.p) + _size(s.q) for s in works)
+        taken = _size(state["q"].values()) + sum(_size(x.products.p) + _size(x.products.q) for x in kernels)
         assert planned.factors / 2 < taken <= planned.factors
-        assert planned.packed == sum(_size(p.buffer for p in s._messages.values()) for s in works)
+        assert planned.packed == sum(_packed(x) for x in kernels)
 
 
 def test_kinds_of_parameters() -> None:

@@ -9,7 +9,7 @@ import tempfile
 import pytest
 import torch
 
-from commhooks.compressors.powersgd import fused_codec
+from commhooks.compressors.powersgd import native_products
 from commhooks.compressors.quantized import native_blocks
 
 
@@ -28,7 +28,7 @@ needs_compiler = pytest.mark.skipif(not HAS_COMPILER, reason="needs a C compiler
 
 def compile_kernels() -> None:
     """Those that the cache does not hold. What fails here fails in their tests."""
-    for module in (fused_codec, native_blocks):
+    for module in (native_products, native_blocks):
         for dtype in (torch.float32, torch.float64):
             with contextlib.suppress(Exception):
                 module.load(dtype)

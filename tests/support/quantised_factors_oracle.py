@@ -1,8 +1,9 @@
-"""PowerSGD with quantised factors, written plainly: the formulas of `oracle.py`, each mean by `quantized_oracle.py`."""
+"""PowerSGD with quantised factors, plainly: as in `powersgd/reference.py`, each mean by `quantized_oracle.py`."""
 
 import torch
-from oracle import gram_schmidt
 from quantized_oracle import OracleRanks
+
+from commhooks.compressors.powersgd.reference import gram_schmidt
 
 BLOCK = 64
 

@@ -14,7 +14,7 @@ from compilers import needs_compiler
 
 import commhooks
 from commhooks.compressors.plan import ParameterInfo
-from commhooks.compressors.powersgd import fused_codec
+from commhooks.compressors.powersgd import native_products
 from commhooks.compressors.powersgd.compressor import PowerSGDCompressor
 from commhooks.tools import codec_time
 from commhooks.tools.cli import main
@@ -73,10 +73,10 @@ def test_the_codec_is_timed_with_the_kernel_that_a_training_would_use(capsys: An
 
 
 def test_a_plan_says_what_would_make_the_codec_faster(capsys: Any, tmp_path: Path) -> None:
-    fused_codec.load.cache_clear()
+    native_products.load.cache_clear()
     with mock.patch.dict(os.environ, {"CC": "/bin/false", "XDG_CACHE_HOME": str(tmp_path)}):
         found = run_json(capsys)
-    fused_codec.load.cache_clear()
+    native_products.load.cache_clear()
     assert found["estimate"]["codec_kernel"] == "torch"
     assert found["note"].startswith("Computed with torch: the native kernel cannot be compiled: /bin/false ")
 

@@ -1,5 +1,6 @@
 """Tables for native kernels: one row of 64-bit fields per piece of work, as a struct in the kernel's source."""
 
+import ctypes
 from collections.abc import Mapping, Sequence
 from typing import ClassVar, TypeVar
 
@@ -20,6 +21,7 @@ class Table:
         fields: the members of the struct, in order.
         pointers: the fields that `point` writes, in order, after those that hold sizes. Each points to as many numbers
             as the product of two sizes, the fields with these two places.
+        sizes: the first fields of each row, as given.
         rows: `rows x fields`, int64.
     """
 
@@ -28,18 +30,16 @@ class Table:
 
     def __init__(self, rows: Sequence[Sequence[int]], dtype: torch.dtype) -> None:
         self.dtype = dtype
-        self._sizes = rows
+        self.sizes = rows
         width = len(self.fields)
         filled = [[*row, *[0] * (width - len(row))] for row in rows]
         self.rows = torch.tensor(filled, dtype=torch.int64).view(-1, width)
+        # The memory of `rows`, for single numbers: an operator of torch takes longer than writing a column of them.
+        self._numbers = (ctypes.c_int64 * self.rows.numel()).from_address(self.rows.data_ptr())
 
-    @classmethod
-    def of_one(
-        cls: type[AnyTable], sizes: Sequence[int], tensors: Sequence[torch.Tensor | None], dtype: torch.dtype
-    ) -> AnyTable:
-        """One row: these sizes, and `tensors` for the first of `pointers`."""
-        places = zip(tensors, cls.pointers.values(), strict=False)
-        return cls([[*sizes, *(_address(x, dtype, sizes[i] * sizes[j]) for x, (i, j) in places)]], dtype)
+    def only(self: AnyTable, places: Sequence[int]) -> AnyTable:
+        """The rows at `places`, which ascend: a copy, or this table if these are all."""
+        return self if len(places) == len(self) else type(self)(self.rows[list(places)].tolist(), self.dtype)
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -48,12 +48,13 @@ class Table:
         """A field of all rows, int64; a view."""
         return self.rows[:, self.fields.index(field)]
 
-    def point(self, field: str, tensors: Sequence[torch.Tensor | None]) -> None:
+    def point(self, field: str, tensors: Sequence[torch.Tensor | None] | None) -> None:
         """Write the addresses of `tensors`, or 0 for None, into the field. Whoever calls the kernel must keep them."""
         i, j = self.pointers[field]
-        pairs = zip(tensors, self._sizes, strict=True)
-        addresses = [_address(x, self.dtype, sizes[i] * sizes[j]) for x, sizes in pairs]
-        self.column(field).copy_(torch.tensor(addresses, dtype=torch.int64))
+        place = self.fields.index(field)
+        for sizes, tensor in zip(self.sizes, tensors or [None] * len(self.sizes), strict=True):
+            self._numbers[place] = 0 if tensor is None else address(tensor, self.dtype, sizes[i] * sizes[j])
+            place += len(self.fields)
 
     def point_from(self, field: str, start: int, offsets: torch.Tensor) -> None:
         """Write `start`, an `address`, plus `offsets` (bytes, one per row) into the field."""
@@ -73,7 +74,3 @@ def address(tensor: torch.Tensor, dtype: torch.dtype, numel: int) -> int:
             "fused=False does without the kernel"
         )
     return tensor.data_ptr()
-
-
-def _address(tensor: torch.Tensor | None, dtype: torch.dtype, numel: int) -> int:
-    return 0 if tensor is None else address(tensor, dtype, numel)

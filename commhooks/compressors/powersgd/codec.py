@@ -1,22 +1,13 @@
-"""The low-rank codec: pure tensor mathematics, no communication.
+"""PowerSGD's mathematics of single factors and matrices: no communication, no state.
 
 Notation as in the paper (Vogels, Karimireddy, Jaggi: PowerSGD, NeurIPS 2019, Algorithm 1). Factors are kept transposed,
-`P` as r x n and `Q` as r x m: the thin products are then several times faster on CPU. A factor of rank 1 is padded to
-two rows with a row of zeros: the BLAS computes products with a single row in another way, and their bits depend on the
-alignment of the memory.
+`P` as r x n and `Q` as r x m: the thin products are then several times faster on CPU.
 """
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
-
-Factors = tuple[torch.Tensor, torch.Tensor]
-
-
-def new_factor(rank: int, length: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """A newly allocated zero factor with `rank` rows (at least two) and `length` columns."""
-    return torch.zeros(max(rank, 2), length, dtype=dtype, device=device)
 
 
 def draw(seed: int, name: str, purpose: str, rank: int, length: int, dtype: torch.dtype) -> torch.Tensor:
@@ -53,6 +44,18 @@ def orthonormal_rows(rows: torch.Tensor, refill: torch.Tensor | None) -> tuple[t
     if refill is not None:
         basis, _ = torch.linalg.qr(torch.where(missing, unit_rows(refill)[0].t(), basis))
     return basis.t(), missing
+
+
+def filled_unit_rows(rows: torch.Tensor, refill: Callable[[], torch.Tensor]) -> torch.Tensor:
+    """`unit_rows` on the CPU, with those of `refill` in the places of zero rows."""
+    unit, missing = unit_rows(rows)
+    return torch.where(missing, unit_rows(refill())[0], unit) if missing.any() else unit
+
+
+def basis(rows: torch.Tensor, refill: Callable[[], torch.Tensor]) -> torch.Tensor:
+    """`orthonormal_rows` on the CPU, which draws `refill` only where rows are dependent."""
+    found, missing = orthonormal_rows(rows, None)
+    return orthonormal_rows(rows, refill())[0] if missing.any() else found
 
 
 # A row is weak if less than 1/100 of its norm is independent of the rows before it. `_NUDGE` times
@@ -101,61 +104,27 @@ def unit_stack(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return rows / norm.clamp_min(1e-300), norm == 0
 
 
-def add_and_project_p(
-    delta: torch.Tensor, residual: torch.Tensor | None, factor: float, q: torch.Tensor, rank: int, out: torch.Tensor
-) -> None:
-    """delta += factor * residual in place, then P = delta Q.
-
-    Shapes: `delta` and `residual` n x m, `q` r x m (transposed Q), `out` r x n (transposed P). Of padded factors only
-    the first `rank` rows count.
-    """
-    if residual is not None:
-        delta.add_(residual, alpha=factor)
-    project_p(delta, q, out)
-
-
-def add_and_project_q(
-    delta: torch.Tensor, residual: torch.Tensor | None, factor: float, p: torch.Tensor, rank: int, out: torch.Tensor
-) -> None:
-    """delta += factor * residual in place, then Q = delta^T P. Shapes: as in `add_and_project_p`."""
-    if residual is not None:
-        delta.add_(residual, alpha=factor)
-    torch.mm(p, delta, out=out)
-
-
-def project_p(delta: torch.Tensor, q: torch.Tensor, out: torch.Tensor) -> None:
-    """P = delta Q. `delta` n x m, `q` r x m (transposed Q), `out` r x n (transposed P)."""
-    torch.mm(q, delta.t(), out=out)
-
-
-def split(delta: torch.Tensor, local: Factors, mean: Factors, rank: int, residual: torch.Tensor) -> None:
-    """residual = delta - P Q^T with the factors (P, Q) in `local`, then delta = P Q^T with the averaged ones in
-    `mean`."""
-    remainder(delta, *local, rank, out=residual)
-    reconstruct(*mean, rank, out=delta)
-
-
-def reconstruct(p: torch.Tensor, q: torch.Tensor, rank: int, out: torch.Tensor) -> None:
+def reconstruct(p: torch.Tensor, q: torch.Tensor, out: torch.Tensor) -> None:
     """Write P Q^T into `out` (n x m). `p` r x n, `q` r x m."""
-    if rank > _OUTER_RANK or out.device.type != "cpu":
-        torch.mm(p[:rank].t(), q[:rank], out=out)
+    if len(p) > _OUTER_RANK or out.device.type != "cpu":
+        torch.mm(p.t(), q, out=out)
         return
     for rows in _row_blocks(out):
         block = out[rows]
         torch.mul(p[0, rows, None], q[0], out=block)
-        for k in range(1, rank):
+        for k in range(1, len(p)):
             block.addcmul_(p[k, rows, None], q[k])
 
 
-def remainder(delta: torch.Tensor, p: torch.Tensor, q: torch.Tensor, rank: int, out: torch.Tensor) -> None:
+def remainder(delta: torch.Tensor, p: torch.Tensor, q: torch.Tensor, out: torch.Tensor) -> None:
     """Write delta - P Q^T into `out` (n x m), which may be `delta` itself."""
-    if rank > _OUTER_RANK or out.device.type != "cpu":
-        torch.addmm(delta, p[:rank].t(), q[:rank], alpha=-1, out=out)
+    if len(p) > _OUTER_RANK or out.device.type != "cpu":
+        torch.addmm(delta, p.t(), q, alpha=-1, out=out)
         return
     for rows in _row_blocks(out):
         block = out[rows]
         torch.addcmul(delta[rows], p[0, rows, None], q[0], value=-1, out=block)
-        for k in range(1, rank):
+        for k in range(1, len(p)):
             block.addcmul_(p[k, rows, None], q[k], value=-1)
 
 

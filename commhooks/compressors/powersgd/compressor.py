@@ -13,22 +13,20 @@ from commhooks.comm.collective import Op
 from commhooks.comm.wire import WRAPPERS
 from commhooks.compressors.base import RESIDUAL, Compressor, Exchange, State, StateField, StepInfo
 from commhooks.compressors.kernel import KernelsHere
-from commhooks.compressors.native import choice
+from commhooks.compressors.native import choice, library
 from commhooks.compressors.plan import MemoryPlan, ParameterInfo, UnitPlan
-from commhooks.compressors.powersgd import codec, fields, fused_codec, native_kernel
-from commhooks.compressors.powersgd.alternating_exchange import AlternatingExchange
+from commhooks.compressors.powersgd import codec, fields, native_products
 from commhooks.compressors.powersgd.config import BatchedPowerSGD, PowerSGD
-from commhooks.compressors.powersgd.device_exchange import DeviceExchange
-from commhooks.compressors.powersgd.device_workspace import DeviceWorkspace
-from commhooks.compressors.powersgd.fused_exchange import FusedExchange
-from commhooks.compressors.powersgd.fused_workspace import FusedWorkspace
-from commhooks.compressors.powersgd.host_exchange import HostExchange
-from commhooks.compressors.powersgd.matrix import Matrix
+from commhooks.compressors.powersgd.device_kernel import DeviceKernel, by_shape
+from commhooks.compressors.powersgd.exchange import alternate, average
+from commhooks.compressors.powersgd.host_kernel import HostKernel
 from commhooks.compressors.powersgd.message import Messages
+from commhooks.compressors.powersgd.native_products import NativeProducts
 from commhooks.compressors.powersgd.plan import MatrixPlan, memory_plan, packed_bytes, plan_bucket, plan_parameter
 from commhooks.compressors.powersgd.quantised_message import QuantisedMessages
 from commhooks.compressors.powersgd.quantised_plan import quantised_bytes, quantised_plan
-from commhooks.compressors.powersgd.workspace import Draws, Workspace, WorkspaceSetup
+from commhooks.compressors.powersgd.torch_products import TorchProducts
+from commhooks.compressors.powersgd.workspace import BucketPass, Matrix, Workspace
 from commhooks.compressors.quantized.blocks import BlockCode
 from commhooks.compressors.quantized.exchange import Workspace as OnlyBlocks
 from commhooks.compressors.quantized.exchange import quantised_exchange
@@ -36,7 +34,7 @@ from commhooks.gradients import precision
 from commhooks.gradients.layout import BucketLayout, Slot
 
 AnyPowerSGD = TypeVar("AnyPowerSGD", bound=PowerSGD)
-AnyWorkspace = Workspace | DeviceWorkspace | OnlyBlocks
+AnyKernel = HostKernel | DeviceKernel
 BLOCK_SIZE = 64
 """Elements of a block with the wrappers that quantise. Factors and vectors are short, and each begins a new block."""
 
@@ -98,10 +96,10 @@ class _LowRank(Compressor[AnyPowerSGD]):
         return codec.draw(self.config.random_seed, plan.key, purpose, plan.rank, plan.m, dtype)
 
     def check_here(self, device: torch.device, dtype: torch.dtype) -> None:
-        choice.check_here(device, precision.compute_dtype(dtype), self.config.fused, fused_codec.load)
+        choice.check_here(device, precision.compute_dtype(dtype), self.config.fused, native_products.load)
 
     def kernels_here(self, device: torch.device, dtype: torch.dtype) -> KernelsHere:
-        return choice.kernels_here(device, precision.compute_dtype(dtype), self.config.fused, native_kernel.build)
+        return choice.kernels_here(device, precision.compute_dtype(dtype), self.config.fused, native_products.build)
 
     def memory_plan(self, plans: Sequence[UnitPlan], buckets: Sequence[Sequence[UnitPlan]]) -> MemoryPlan:
         packed = 0
@@ -110,33 +108,28 @@ class _LowRank(Compressor[AnyPowerSGD]):
         matrices = cast(Sequence[MatrixPlan], plans)
         return memory_plan(matrices, packed, error_feedback=self.config.use_error_feedback)
 
-    def exchange(self, flat: torch.Tensor, work: AnyWorkspace, state: State, step: StepInfo) -> Exchange:
-        error_feedback = self.config.use_error_feedback
+    def exchange(self, flat: torch.Tensor, work: AnyKernel | OnlyBlocks, state: State, step: StepInfo) -> Exchange:
         if isinstance(work, OnlyBlocks):
             return quantised_exchange(flat, work, state, step)
-        if isinstance(work, DeviceWorkspace):
-            return DeviceExchange(flat, work, state, step, error_feedback=error_feedback).run()
-        kind: type[HostExchange] = AlternatingExchange if self.config.alternate else HostExchange
-        if isinstance(work, FusedWorkspace):
-            kind = FusedExchange
-        return kind(flat, work, state, step, error_feedback=error_feedback).run()
+        now = BucketPass(flat, work.work, state, step)
+        if self.config.alternate:
+            assert isinstance(work, HostKernel)
+            return alternate(work, now)
+        return average(work, now)
 
-    def _new_workspace(
-        self, layout: BucketLayout, matrices: list[Matrix], beside: Sequence[Slot] = ()
-    ) -> Workspace | DeviceWorkspace:
-        setup = WorkspaceSetup(
-            self._new_messages(layout, matrices, beside),
-            Draws(self.config.random_seed, self.config.warm_start),
-            fused=choice.computes_natively(
-                self.kernel, self.config.fused, layout.device, precision.compute_dtype(layout.dtype)
-            ),
-            stack_deltas=self.config.batch_tensors_with_same_shape,
-        )
+    def _new_kernel(self, layout: BucketLayout, matrices: list[Matrix], beside: Sequence[Slot] = ()) -> AnyKernel:
+        """With the buffers of one bucket."""
+        messages = self._new_messages(layout, matrices, beside)
         if not precision.is_host_readable(layout.device) and not self.config.alternate:
-            return DeviceWorkspace(layout, matrices, setup)
-        # The tables of the native kernel take matrices of one parameter, whose two factors are sent in every step.
-        in_tables = setup.fused and not self.config.alternate and not self.per_bucket
-        return (FusedWorkspace if in_tables else Workspace)(layout, matrices, setup)
+            work = Workspace(layout, by_shape(matrices), messages, self.config)
+            return DeviceKernel(work, stack_deltas=self.config.batch_tensors_with_same_shape)
+        work = Workspace(layout, matrices, messages, self.config)
+        shapes = [(x.n, x.m, x.rank) for x in matrices]
+        if not choice.computes_natively(self.kernel, self.config.fused, layout.device, work.dtype):
+            return HostKernel(work, TorchProducts(shapes, work.dtype, layout.device))
+        library.check_supported(layout.device, work.dtype)
+        refills = not (self.config.alternate or self.per_bucket)
+        return HostKernel(work, NativeProducts(native_products.load(work.dtype), shapes, work.dtype, refills=refills))
 
     def _new_messages(self, layout: BucketLayout, matrices: Sequence[Matrix], beside: Sequence[Slot]) -> Messages:
         wire_dtype = self.wire_dtype_for(layout.dtype)
@@ -166,12 +159,12 @@ class PowerSGDCompressor(_LowRank[PowerSGD]):
             return made
         return quantised_plan(made, self.code, as_it_is=self.config.use_error_feedback)
 
-    def workspace(self, layout: BucketLayout, plans: Sequence[UnitPlan]) -> AnyWorkspace:
+    def workspace(self, layout: BucketLayout, plans: Sequence[UnitPlan]) -> AnyKernel | OnlyBlocks:
         pairs = list(zip(layout.slots, cast(Sequence[MatrixPlan], plans), strict=True))
         matrices = [Matrix(plan.name, (slot,), plan.n, plan.m, plan.rank) for slot, plan in pairs if plan.rank]
         if matrices:
             beside = [slot for slot, plan in pairs if plan.compressed and not plan.rank]
-            return self._new_workspace(layout, matrices, beside)
+            return self._new_kernel(layout, matrices, beside)
         assert self.code is not None
         return OnlyBlocks(layout, plans, self.code, self.wire_dtype_for(layout.dtype), error_feedback=True)
 
@@ -192,7 +185,7 @@ class BatchedPowerSGDCompressor(_LowRank[BatchedPowerSGD]):
         made = plan_bucket(parameters, rank)
         return [made if self.code is None else quantised_plan(made, self.code, as_it_is=False)]
 
-    def workspace(self, layout: BucketLayout, plans: Sequence[UnitPlan]) -> Workspace | DeviceWorkspace:
+    def workspace(self, layout: BucketLayout, plans: Sequence[UnitPlan]) -> AnyKernel:
         (plan,) = plans
         assert isinstance(plan, MatrixPlan)
-        return self._new_workspace(layout, [Matrix(plan.key, layout.slots, plan.n, plan.m, plan.rank)])
+        return self._new_kernel(layout, [Matrix(plan.key, layout.slots, plan.n, plan.m, plan.rank)])

@@ -1,144 +1,163 @@
-"""PowerSGD's buffers for the matrices of one bucket layout, allocated once. They belong to one session and are never
-saved."""
+"""What PowerSGD's kernels share: the matrices of a bucket and its messages, and one bucket in one backward pass."""
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 
-from commhooks.compressors.native import library
-from commhooks.compressors.powersgd import codec, fused_codec
-from commhooks.compressors.powersgd.matrix import Matrix, complement, flags_of, spans_of
+from commhooks.comm.wire import put_all_plain
+from commhooks.compressors.base import State, StepInfo
+from commhooks.compressors.powersgd import codec
+from commhooks.compressors.powersgd.config import PowerSGD
 from commhooks.compressors.powersgd.message import Contents, Message, Messages
 from commhooks.gradients import precision
-from commhooks.gradients.layout import BucketLayout
+from commhooks.gradients.layout import BucketLayout, Slot
+from commhooks.gradients.pieces import divide
 
 
-class Kernels(Protocol):
-    """The operations on whole matrices: `codec`, or the native kernel in `fused_codec`. See `codec` for shapes."""
+@dataclass(frozen=True, eq=False)
+class Matrix:
+    """One matrix to compress: `n x m` at `rank`, made of the gradients in `slots`, which are adjacent in the bucket.
 
-    def unit_rows(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]: ...
-    def orthonormal_rows(
-        self, rows: torch.Tensor, refill: torch.Tensor | None
-    ) -> tuple[torch.Tensor, torch.Tensor | None]: ...
-    def add_and_project_p(
-        self,
-        delta: torch.Tensor,
-        residual: torch.Tensor | None,
-        factor: float,
-        q: torch.Tensor,
-        rank: int,
-        out: torch.Tensor,
-    ) -> None: ...
-    def add_and_project_q(
-        self,
-        delta: torch.Tensor,
-        residual: torch.Tensor | None,
-        factor: float,
-        p: torch.Tensor,
-        rank: int,
-        out: torch.Tensor,
-    ) -> None: ...
-    def split(
-        self, delta: torch.Tensor, local: codec.Factors, mean: codec.Factors, rank: int, residual: torch.Tensor
-    ) -> None: ...
-    def reconstruct(self, p: torch.Tensor, q: torch.Tensor, rank: int, out: torch.Tensor) -> None: ...
-    def remainder(
-        self, delta: torch.Tensor, p: torch.Tensor, q: torch.Tensor, rank: int, out: torch.Tensor
-    ) -> None: ...
-
-
-@dataclass(frozen=True)
-class Draws:
-    """PowerSGD's random numbers: equal on every rank, for every bucket layout and after a restart."""
-
-    seed: int
-    warm_start: bool
-
-    def q(self, matrix: Matrix, step: int, dtype: torch.dtype) -> torch.Tensor:
-        """The Q to start from, `r x m`, on the CPU."""
-        purpose = "Q" if self.warm_start else f"Q at step {step}"
-        return codec.draw(self.seed, matrix.name, purpose, matrix.rank, matrix.m, dtype)
-
-    def refill(self, matrix: Matrix, side: str, dtype: torch.dtype) -> torch.Tensor:
-        """Rows that replace dependent ones of P (`r x n`) or of Q (`r x m`), on the CPU."""
-        length = matrix.n if side == "P" else matrix.m
-        return codec.draw(self.seed, matrix.name, f"refill {side}", matrix.rank, length, dtype)
-
-
-@dataclass(frozen=True)
-class WorkspaceSetup:
-    """How a `Workspace` is made.
-
-    Attributes:
-        messages: makes the messages of the bucket.
-        draws: random numbers for the first Q and for rows that replace dependent ones.
-        fused: use `fused_codec`.
-        stack_deltas: on an accelerator, copy the gradients so that the deltas of one shape are one tensor.
+    Per-parameter PowerSGD: one slot of n * m elements. Batched PowerSGD: all slots of a bucket, padded with zeros to a
+    square.
     """
 
-    messages: Messages
-    draws: Draws
-    fused: bool = False
-    stack_deltas: bool = False
+    name: str
+    slots: tuple[Slot, ...]
+    n: int
+    m: int
+    rank: int
+
+    @property
+    def span(self) -> tuple[int, int]:
+        """Where it begins and ends in the bucket."""
+        return self.slots[0].offset, self.slots[-1].stop
 
 
 class Workspace:
-    """Buffers of one bucket layout, on its device.
+    """The matrices of one bucket layout, allocated once with their messages. It belongs to one session and is never
+    saved.
 
     Args:
-        matrices: the compressed matrices of the bucket.
-        setup: see `WorkspaceSetup`.
+        matrices: in the order in which they are sent.
+        new: makes the messages.
+
+    Attributes:
+        dtype: the compute dtype.
+        is_whole_bucket: there is one matrix, of several parameters or padded. Otherwise each is one parameter.
+        in_bucket: delta can be computed in the bucket: its dtype is the compute dtype, and no matrix is padded.
+        flags_of: per matrix the places of its parameters among those of all matrices.
     """
 
-    def __init__(self, layout: BucketLayout, matrices: list[Matrix], setup: WorkspaceSetup) -> None:
-        device, dtype = layout.device, precision.compute_dtype(layout.dtype)
-        if setup.fused:
-            library.check_supported(device, dtype)
-        self.kernels: Kernels = fused_codec.load(dtype) if setup.fused else codec
-        self.draws = setup.draws
-        self.layout = layout
-        self.dtype = dtype
-        self.matrices = matrices
-        """In the order in which they are sent."""
-        self.p = [codec.new_factor(x.rank, x.n, dtype, device) for x in matrices]
-        self.q = [codec.new_factor(x.rank, x.m, dtype, device) for x in matrices]
-        self.delta = [
-            None if self._lives_in_bucket(x) else torch.zeros(x.n, x.m, dtype=dtype, device=device) for x in matrices
-        ]
-        self.in_place = [own is None and len(x.slots) == 1 for own, x in zip(self.delta, matrices, strict=True)]
-        self.flags_of = flags_of(matrices)
-        self.plain_spans = complement(sorted(spans_of([*matrices, *setup.messages.beside])), layout.numel)
-        self._plain_numel = sum(stop - start for start, stop in self.plain_spans)
-        self.spare: dict[tuple[str, int], torch.Tensor] = {}
-        """Memory of factors that are not learned state just now (`alternate`), by matrix and length."""
-        self._new_message = setup.messages.new
+    def __init__(self, layout: BucketLayout, matrices: Sequence[Matrix], new: Messages, config: PowerSGD) -> None:
+        self.layout, self.matrices = layout, matrices
+        self.dtype = precision.compute_dtype(layout.dtype)
+        self.error_feedback, self.warm_start = config.use_error_feedback, config.warm_start
+        self.alternate = config.alternate
+        first = matrices[0]
+        padded = first.span[1] - first.span[0] < first.n * first.m
+        self.is_whole_bucket = padded or len(first.slots) > 1
+        self.in_bucket = layout.dtype == self.dtype and not padded
+        self.flags_of: list[slice] = []
+        self.flags = 0
+        for matrix in matrices:
+            self.flags_of.append(slice(self.flags, self.flags + len(matrix.slots)))
+            self.flags += len(matrix.slots)
+        compressed = [matrix.span for matrix in matrices]
+        known = sorted([*compressed, *((slot.offset, slot.stop) for slot in new.beside)])
+        plain = _gaps(known, layout.numel)
+        spans = sorted([*known, *plain])
+        self.sizes = [stop - start for start, stop in spans]
+        self.place_of_matrix = [spans.index(span) for span in compressed]
+        self.place_of_plain = [spans.index(span) for span in plain]
+        self._plain_numel = sum(stop - start for start, stop in plain)
+        self._seed, self._new = config.random_seed, new
         self._messages: dict[tuple[int, ...], Message] = {}
-        self._refills: dict[tuple[str, str], torch.Tensor] = {}
 
-    def _lives_in_bucket(self, matrix: Matrix) -> bool:
-        """Whether delta is a view of the bucket: true for float32 and float64 without padding."""
-        return self.layout.dtype == self.dtype and matrix.fills_bucket_span
+    @functools.cached_property
+    def messages(self) -> tuple[Message, Message]:
+        """P with everything uncompressed and the flags; then Q."""
+        first = Contents([(x.name, (x.rank, x.n)) for x in self.matrices], self._plain_numel, self.flags)
+        second = Contents([(x.name, (x.rank, x.m)) for x in self.matrices])
+        sizes = [self._new.numel(first), self._new.numel(second)]
+        self.buffer = self._new.new_buffer(sum(sizes))
+        parts = self.buffer.split(sizes)
+        return self._new.new(first, parts[0]), self._new.new(second, parts[1])
 
-    def message(self, lengths: Sequence[int], *, alone: bool = False) -> Message:
-        """The message with one factor of `rank x length` per matrix; every call returns the same one.
-
-        `alone`: the factors only, without uncompressed gradients and flags.
-        """
-        key = (*lengths, -1) if alone else tuple(lengths)
-        if key not in self._messages:
+    def only_message(self, makes_q: Sequence[bool]) -> Message:
+        """Of a step that sends one factor per matrix, P or Q, with everything uncompressed and the flags."""
+        lengths = tuple(x.m if q else x.n for x, q in zip(self.matrices, makes_q, strict=True))
+        if lengths not in self._messages:
             factors = [(x.name, (x.rank, length)) for x, length in zip(self.matrices, lengths, strict=True)]
-            beside = () if alone else (self._plain_numel, self.flags_of[-1].stop)
-            self._messages[key] = self._new_message(Contents(factors, *beside))
-        return self._messages[key]
+            self._messages[lengths] = self._new.new(Contents(factors, self._plain_numel, self.flags))
+        return self._messages[lengths]
+
+    def draw_q(self, matrix: Matrix, step: int) -> torch.Tensor:
+        """The Q to start from, `r x m`, on the CPU: equal on every rank, for every layout and after a restart."""
+        purpose = "Q" if self.warm_start else f"Q at step {step}"
+        return codec.draw(self._seed, matrix.name, purpose, matrix.rank, matrix.m, self.dtype)
 
     def refill(self, matrix: Matrix, side: str) -> torch.Tensor:
-        """Random rows (r x n or r x m) that replace dependent ones. Cached on accelerators, where testing for need
-        would synchronise; drawn at each call on the CPU, where they are rarely needed."""
-        if precision.is_host_readable(self.layout.device):
-            return self.draws.refill(matrix, side, self.dtype)
-        key = (matrix.name, side)
-        if key not in self._refills:
-            self._refills[key] = self.draws.refill(matrix, side, self.dtype).to(self.layout.device)
-        return self._refills[key]
+        """Random rows, on the CPU, that replace dependent ones of P (`r x n`) or of Q (`r x m`)."""
+        length = matrix.n if side == "P" else matrix.m
+        return codec.draw(self._seed, matrix.name, f"refill {side}", matrix.rank, length, self.dtype)
+
+
+class BucketPass:
+    """One bucket of one backward pass: what the kernels read and write.
+
+    Args:
+        flat: the bucket's buffer, 1-D, changed in place.
+        state: "q" per matrix, `r x m`; "residual" per parameter, flat in memory order; with `alternate` "p", `r x n`.
+
+    Attributes:
+        gradients: per matrix its part of the bucket, 1-D.
+        plain: what is uncompressed in the bucket.
+        first: the message that also holds uncompressed gradients and flags.
+        last: the message that ends the step; with `alternate` the same one.
+        makes_q: per matrix whether the step ends with Q. With `alternate` it may end with P.
+        deltas: gradient + residual; set in `form_p`, in the form that the kernel works on.
+        used, used_elements: masks of `DeviceKernel`: per matrix whether it has a gradient on some rank, and the same
+            per element of a whole bucket.
+    """
+
+    deltas: list[torch.Tensor]
+    used: torch.Tensor
+    used_elements: torch.Tensor | None = None
+
+    def __init__(self, flat: torch.Tensor, work: Workspace, state: State, step: StepInfo) -> None:
+        self.flat, self.work, self.step = flat, work, step
+        self.q, self.p, self.residuals = state["q"], state["p"], state["residual"]
+        pieces = flat.split(work.sizes)
+        self.gradients = [pieces[i] for i in work.place_of_matrix]
+        self.plain = [pieces[i] for i in work.place_of_plain]
+        if work.alternate:
+            self.makes_q = [x.name in self.p for x in work.matrices]
+            self.first = self.last = work.only_message(self.makes_q)
+        else:
+            self.makes_q = [True] * len(work.matrices)
+            self.first, self.last = work.messages
+
+    def put_uncompressed(self) -> None:
+        """Write what is not compressed as a matrix into the first message."""
+        if self.plain:
+            put_all_plain(self.plain, self.first.plain, self.step.world_size)
+        self.first.load(self.flat, self.residuals, self.step)
+
+    def store_uncompressed(self, good: torch.Tensor | bool) -> None:
+        """Write the averages of these gradients into the bucket."""
+        if self.plain:
+            divide(self.first.plain, self.plain)
+        self.first.store(self.flat, self.residuals, self.step, good)
+
+
+def _gaps(spans: list[tuple[int, int]], numel: int) -> list[tuple[int, int]]:
+    """The gaps between `spans` (sorted, disjoint) in 0..numel."""
+    gaps, at = [], 0
+    for begin, end in [*spans, (numel, numel)]:
+        if begin > at:
+            gaps.append((at, begin))
+        at = end
+    return gaps

@@ -2,13 +2,16 @@
 
 import functools
 import platform
+from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 from compilers import needs_compiler
 
-from commhooks.compressors.powersgd import codec, fused_codec
+from commhooks.compressors.powersgd import codec, native_products
+from commhooks.compressors.powersgd.native_products import NativeProducts
+from commhooks.compressors.powersgd.torch_products import TorchProducts
 
 LENGTH = 40
 RANKS = range(1, 17)
@@ -47,23 +50,39 @@ def _deviation(basis: torch.Tensor) -> float:
     return float((basis @ basis.T - torch.eye(len(basis))).abs().max())
 
 
-@pytest.fixture(params=["plain", pytest.param("fused", marks=needs_compiler)])
-def products(request):
-    """What works on factors and matrices: the plain form or the native kernel."""
-    return codec if request.param == "plain" else fused_codec.load()
+PLAIN = "plain"
 
 
+def _products(kind: str, shapes: list[tuple[int, int, int]], dtype: torch.dtype = torch.float32) -> Any:
+    """What works on factors and matrices: the plain form, or the native kernel compiled with the flags `kind`."""
+    if kind == PLAIN:
+        return TorchProducts(shapes, dtype, torch.device("cpu"))
+    return NativeProducts(_kernel(dtype, *kind.split()), shapes, dtype)
+
+
+@functools.cache
+def _kernel(dtype, *flags):
+    with mock.patch.object(native_products, "FLAGS", native_products.FLAGS + flags):
+        return native_products.load.__wrapped__(dtype)
+
+
+both = pytest.mark.parametrize("kind", [PLAIN, pytest.param("", marks=needs_compiler, id="fused")])
+
+
+def _basis(kind: str, rows: torch.Tensor, refill: torch.Tensor) -> torch.Tensor:
+    rank, length = rows.shape
+    products = _products(kind, [(length, length, rank)], rows.dtype)
+    products.orthonormalize("P", [0], [rows], lambda i: refill)
+    return products.p[0]
+
+
+@both
 @pytest.mark.parametrize("name", INPUTS)
-def test_orthonormal_whatever_comes_in(name, products):
+def test_orthonormal_whatever_comes_in(name, kind):
     for rank in RANKS:
         rows = INPUTS[name](rank)
-        for refill in (None, codec.draw(0, "w", "refill P", rank, LENGTH, torch.float32)):
-            basis, missing = products.orthonormal_rows(rows, refill)
-            assert basis.shape == (rank, LENGTH) and (missing is None or missing.shape == (rank,))
-            if missing is None:
-                assert products is not codec
-                assert refill is not None or not codec.orthonormal_rows(rows, None)[1].any()
-            assert _deviation(basis) <= 1e-5
+        basis = _basis(kind, rows, codec.draw(0, "w", "refill P", rank, LENGTH, torch.float32))
+        assert basis.shape == (rank, LENGTH) and _deviation(basis) <= 1e-5
 
 
 def test_orthonormal_where_as_many_rows_as_columns():
@@ -72,14 +91,12 @@ def test_orthonormal_where_as_many_rows_as_columns():
         assert _deviation(basis) <= 1e-5
 
 
-@pytest.mark.parametrize("refill", [None, codec.draw(0, "w", "refill P", 4, LENGTH, torch.float32)])
+@both
 @pytest.mark.parametrize("scale", [1e-38, 1.0, 1e30])
-def test_basis_spans_the_rows(scale, refill, products):
+def test_basis_spans_the_rows(scale, kind):
     rows = scale * _random(4)
-    basis, missing = products.orthonormal_rows(rows, refill)
-    assert missing is None or not missing.any()
+    basis = _basis(kind, rows, torch.zeros(4, LENGTH)).double()  # no row is missing
     rows = rows.double() / scale
-    basis = basis.double()
     # 1e-38 is below the smallest normal number of float32 and has lost some of its digits.
     assert (rows @ basis.T @ basis - rows).norm() / rows.norm() < (1e-2 if scale < 1e-30 else 1e-6)
 
@@ -91,13 +108,14 @@ def test_basis_of_independent_rows_needs_no_refill():
     torch.testing.assert_close(first.T @ first, second.T @ second, rtol=0, atol=1e-6)
 
 
-def test_missing_directions_are_found_and_refilled(products):
+@both
+def test_missing_directions_are_found_and_refilled(kind):
     rows = _random(4)
     rows[2] = rows[0] + rows[1]
     rows[3] = 0
+    assert codec.orthonormal_rows(rows, None)[1].tolist() == [False, False, True, True]
     refill = _random(4, seed=5)
-    basis, missing = products.orthonormal_rows(rows, refill)
-    assert missing is None or missing.tolist() == [False, False, True, True]
+    basis = _basis(kind, rows, refill)
     together = torch.cat([rows[:2], refill[2:]])
     assert (together @ basis.T @ basis - together).norm() / together.norm() < 1e-5
 
@@ -108,26 +126,24 @@ def test_orthonormal_in_float64(scale):
     rows = scale * torch.randn(5, LENGTH, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     rows[3] = 2 * rows[0] - rows[1]
     rows[4] *= 1e3
-    kernel, refill = fused_codec.load(torch.float64), _random(5, seed=3).double()
-    basis, _ = kernel.orthonormal_rows(rows, refill)
+    basis = _basis("", rows, _random(5, seed=3).double())
     assert (basis @ basis.T - torch.eye(5)).abs().max() < 1e-13
     kept = rows[[0, 1, 2, 4]] / scale
     assert (kept @ basis.T @ basis - kept).norm() / kept.norm() < 1e-13
-    basis, missing = kernel.orthonormal_rows(rows, None)  # from the plain form, which says what is missing
-    assert missing.tolist() == [False, False, False, True, False]
-    scaled, _ = kernel.unit_rows(rows)
-    torch.testing.assert_close(scaled.norm(dim=1), torch.ones(5, dtype=torch.float64))
+    products = _products("", [(LENGTH, LENGTH, 5)], torch.float64)
+    products.unit_rows([rows], lambda i: rows)
+    torch.testing.assert_close(products.q[0].norm(dim=1), torch.ones(5, dtype=torch.float64))
 
 
-def test_unit_rows(products):
+@both
+def test_unit_rows(kind):
     rows = torch.stack([_random(1)[0], 1e-38 * _random(1)[0], 1e30 * _random(1)[0], torch.zeros(LENGTH)])
-    scaled, missing = products.unit_rows(rows)
-    assert missing[:, 0].tolist() == [False, False, False, True]
-    torch.testing.assert_close(scaled.norm(dim=1), torch.tensor([1.0, 1.0, 1.0, 0.0]))
-    torch.testing.assert_close(scaled[2], scaled[0])
-    scaled, missing = products.unit_rows(rows[:3])
-    assert missing is None or not missing.any()
-    torch.testing.assert_close(scaled.norm(dim=1), torch.ones(3))
+    products = _products(kind, [(LENGTH, LENGTH, 4), (LENGTH, LENGTH, 3)])
+    products.unit_rows([rows, rows[:3]], lambda i: 5 * torch.eye(LENGTH)[:4])
+    for scaled in products.q:
+        torch.testing.assert_close(scaled.norm(dim=1), torch.ones(len(scaled)))
+        torch.testing.assert_close(scaled[2], scaled[0])
+    assert products.q[0][3].tolist() == torch.eye(LENGTH)[3].tolist()
 
 
 def test_draws_depend_on_seed_name_and_purpose_only():
@@ -161,18 +177,12 @@ SHAPES = [(7, 9), (1, 40), (40, 1), (64, 147), (33, 1500), (300, 16), (70, 512),
 SHORTER_VECTORS = pytest.mark.skipif(platform.machine() != "x86_64", reason="flags of x86_64")
 
 
-@functools.cache
-def _kernel(dtype, *flags):
-    with mock.patch.object(fused_codec, "FLAGS", fused_codec.FLAGS + flags):
-        return fused_codec.load.__wrapped__(dtype)
-
-
 @pytest.mark.parametrize("rank", [1, 2, 3, 4, 5, 9, 17])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize(
     "kind",
     [
-        "plain",
+        PLAIN,
         pytest.param("", marks=needs_compiler, id="fused"),
         pytest.param("-mno-avx512f", marks=[needs_compiler, SHORTER_VECTORS]),
         pytest.param("-mno-avx", marks=[needs_compiler, SHORTER_VECTORS]),
@@ -181,7 +191,7 @@ def _kernel(dtype, *flags):
 def test_products(kind, dtype, rank):
     for shape in SHAPES:
         if rank <= min(shape):
-            _compare_products(codec if kind == "plain" else _kernel(dtype, *kind.split()), dtype, rank, *shape)
+            _compare_products(_products(kind, [(*shape, rank)], dtype), dtype, rank, *shape)
 
 
 def _compare_products(products, dtype, rank, n, m):
@@ -190,44 +200,45 @@ def _compare_products(products, dtype, rank, n, m):
     def draw(*shape):
         return torch.randn(*shape, generator=generator, dtype=torch.float64)
 
-    def factor(length):
-        padded = codec.new_factor(rank, length, dtype, torch.device("cpu"))
-        padded[:rank] = draw(rank, length)
-        return padded
-
-    delta, residual, p, q, q_local = draw(n, m).to(dtype), draw(n, m).to(dtype), factor(n), factor(m), factor(m)
-    out_p, out_q = torch.full_like(p, 7.0), torch.full_like(q, 7.0)
+    delta, residual = draw(n, m).to(dtype), draw(n, m).to(dtype)
+    (p,), (q,) = products.p, products.q
     tolerance = {"rtol": 0, "atol": 2e-5 if dtype == torch.float32 else 1e-13}
 
     def check(got, expected):
         scale = expected.abs().max()
         torch.testing.assert_close(got.double() / scale, expected / scale, **tolerance)
 
-    expected = delta.double() + 0.25 * residual.double()
-    products.add_and_project_p(delta, residual, 0.25, q, rank, out_p)
+    q.copy_(draw(rank, m))
+    before, expected = delta.clone(), delta.double() + 0.25 * residual.double()
+    largest = products.form_p([0], [delta], [residual.view(-1)], 0.25)
+    assert largest is None or largest.tolist() == [before.abs().max()]
     check(delta, expected)
-    check(out_p[:rank].t(), expected @ q[:rank].double().t())
-    products.add_and_project_p(delta, None, 0.25, q, rank, out_p)
+    check(p.t(), expected @ q.double().t())
+    p.fill_(7.0)
+    products.form_p([0], [delta], None, 0.25)
     check(delta, expected)
-    products.add_and_project_q(delta, None, 0.25, p, rank, out_q)
+    check(p.t(), expected @ q.double().t())
+    p.copy_(draw(rank, n))
+    products.form_q([0], [delta], None, 0.25)
     check(delta, expected)
-    check(out_q[:rank].t(), expected.t() @ p[:rank].double().t())
+    check(q.t(), expected.t() @ p.double().t())
     expected += 0.5 * residual.double()
-    products.add_and_project_q(delta, residual, 0.5, p, rank, out_q)
+    products.form_q([0], [delta], [residual.view(-1)], 0.5)
     check(delta, expected)
-    check(out_q[:rank].t(), expected.t() @ p[:rank].double().t())
-    out = torch.empty_like(delta)
-    products.reconstruct(p, q, rank, out=out)
-    check(out, p[:rank].double().t() @ q[:rank].double())
-    left = expected - p[:rank].double().t() @ q_local[:rank].double()
-    products.remainder(delta, p, q_local, rank, out=out)
-    check(out, left)
-    q_mean, p_mean = factor(m), factor(n)
-    products.split(delta, (p, q_local), (p_mean, q_mean), rank, residual)
+    check(q.t(), expected.t() @ p.double().t())
+    left = expected - p.double().t() @ q.double()
+    mean_p, mean_q = draw(rank, n).to(dtype), draw(rank, m).to(dtype)
+    products.split([0], [delta], [residual], [mean_p], [mean_q])
     check(residual, left)
-    check(delta, p_mean[:rank].double().t() @ q_mean[:rank].double())
+    check(delta, mean_p.double().t() @ mean_q.double())
+    products.split([0], [delta], None, [p], [q])
+    check(delta, p.double().t() @ q.double())
+    delta.copy_(expected)
+    products.split([0], [delta], [delta], [p], None)  # in place, and without the gradient
+    check(delta, left)
 
 
 def test_rank_one_is_padded_to_two_rows():
-    assert codec.new_factor(1, 5, torch.float32, torch.device("cpu")).shape == (2, 5)
-    assert codec.new_factor(3, 5, torch.float32, torch.device("cpu")).shape == (3, 5)
+    products = _products(PLAIN, [(5, 7, 1), (5, 7, 3)])
+    assert [tuple(each.shape) for each in (*products._p, *products._q)] == [(2, 5), (3, 5), (2, 7), (3, 7)]
+    assert [tuple(each.shape) for each in products.p] == [(1, 5), (3, 5)]

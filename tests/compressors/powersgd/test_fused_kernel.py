@@ -14,14 +14,14 @@ from training import SEVERAL_BUCKETS_MB, Run, make_model
 
 import commhooks
 from commhooks.compressors.native import library
-from commhooks.compressors.powersgd import fused_codec
+from commhooks.compressors.powersgd import native_products
 from commhooks.ddp_comm_hooks import powerSGD_hook
 
 
 def _fresh_load(monkeypatch: pytest.MonkeyPatch, **environment: str) -> Any:
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
-    return fused_codec.load.__wrapped__()
+    return native_products.load.__wrapped__()
 
 
 @needs_compiler
@@ -74,9 +74,11 @@ def _refuses(folder: Path) -> Any:
 @needs_compiler
 def test_a_cache_folder_where_nothing_may_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr("commhooks.compressors.native.library.ctypes.CDLL", _refuses(tmp_path))
-    delta, q, out = torch.ones(3, 4), torch.ones(1, 4), torch.zeros(1, 3)
-    _fresh_load(monkeypatch, XDG_CACHE_HOME=str(tmp_path)).add_and_project_p(delta, None, 1.0, q, 1, out)
-    assert out.tolist() == [[4.0, 4.0, 4.0]]
+    kernel = _fresh_load(monkeypatch, XDG_CACHE_HOME=str(tmp_path))
+    products = native_products.NativeProducts(kernel, [(3, 4, 1)], torch.float32)
+    products.q[0].fill_(1)
+    products.form_p([0], [torch.ones(3, 4)], None, 1.0)
+    assert products.p[0].tolist() == [[4.0, 4.0, 4.0]]
 
 
 @needs_compiler
@@ -111,7 +113,9 @@ def test_nothing_is_left_where_there_is_no_cache_folder(monkeypatch: pytest.Monk
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     kernel = _fresh_load(monkeypatch, XDG_CACHE_HOME=str(blocked))
     assert list(tmp_path.iterdir()) == [blocked]
-    assert kernel.unit_rows(torch.tensor([[3.0, 4.0]]))[0].tolist() == [pytest.approx([0.6, 0.8])]
+    products = native_products.NativeProducts(kernel, [(2, 2, 1)], torch.float32)
+    products.unit_rows([torch.tensor([[3.0, 4.0]])], lambda i: torch.ones(1, 2))
+    assert products.q[0].tolist() == [pytest.approx([0.6, 0.8])]
 
 
 def test_a_compiler_that_hangs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -129,7 +133,7 @@ def _attach(cache: Path, without_compiler: list[int], ready_made_state: bool = F
     environment = {"XDG_CACHE_HOME": str(cache / f"of rank {rank}")}
     if rank in without_compiler:
         environment["CC"] = "/bin/false"
-    fused_codec.load.cache_clear()
+    native_products.load.cache_clear()
     try:
         with mock.patch.dict(os.environ, environment):
             ddp = DistributedDataParallel(make_model(), bucket_cap_mb=SEVERAL_BUCKETS_MB)
@@ -146,7 +150,7 @@ def _attach(cache: Path, without_compiler: list[int], ready_made_state: bool = F
                 ddp(torch.ones(4, 1, 8, 8)).sum().backward()
             return "compressed steps", str(hook.stats()["compressed_steps"])
     finally:
-        fused_codec.load.cache_clear()
+        native_products.load.cache_clear()
 
 
 def _attach_all(cache: Path) -> list[tuple[str, str]]:

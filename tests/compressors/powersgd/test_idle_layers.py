@@ -16,10 +16,10 @@ from models import (
     relative_error,
     wrap,
 )
-from oracle import OracleMatrix
 
 import commhooks
 from commhooks.compressors.powersgd import codec
+from commhooks.compressors.powersgd.reference import OracleMatrix
 
 LAYER = "second"
 QUIET = range(3, 6)

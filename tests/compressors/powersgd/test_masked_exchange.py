@@ -27,12 +27,13 @@ from models import (
     relative_error,
     wrap,
 )
-from oracle import OracleMatrix, plain_mean
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import commhooks
 from commhooks.compressors.powersgd import codec
-from commhooks.compressors.powersgd.device_exchange import DeviceExchange
+from commhooks.compressors.powersgd.device_kernel import DeviceKernel
+from commhooks.compressors.powersgd.reference import OracleMatrix, plain_mean
+from commhooks.compressors.powersgd.workspace import BucketPass
 from commhooks.engine.session import Session
 from commhooks.gradients.bucket import Bucket
 
@@ -303,7 +304,7 @@ def test_padding_remembers_nothing() -> None:
         for step in range(4):
             backward(ddp, random_gradients({"w": (5, 7)}, 0, step))
         (bucket,) = session_of(hook).consensus.buckets
-        whole = bucket.work.residuals.gather(session_of(hook).state["residual"])
+        whole = bucket.work._residuals.gather(session_of(hook).state["residual"])
         assert len(whole) == 36 and whole[:35].all() and whole[35] == 0
         assert hook.stats()["compressed_steps"] == 4
 
@@ -311,13 +312,13 @@ def test_padding_remembers_nothing() -> None:
 def test_no_exchange_outlives_its_pass() -> None:
     """It would keep a bucket that DDP has replaced."""
     alive = []
-    form_p = DeviceExchange.form_p
+    form_p = DeviceKernel.form_p
 
-    def watched(self: DeviceExchange) -> None:
-        alive.append(weakref.ref(self))
-        form_p(self)
+    def watched(self: DeviceKernel, now: BucketPass) -> None:
+        alive.append(weakref.ref(now))
+        form_p(self, now)
 
-    with process_group_of_one(), masks(), mock.patch.object(DeviceExchange, "form_p", watched):
+    with process_group_of_one(), masks(), mock.patch.object(DeviceKernel, "form_p", watched):
         ddp = wrap(SHAPES)
         commhooks.attach(ddp, "powerSGD", hook_options=_options(2, True))
         for step in range(3):

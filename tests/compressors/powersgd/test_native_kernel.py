@@ -22,7 +22,7 @@ from training import SEVERAL_BUCKETS_MB, flat, make_model
 import commhooks
 from commhooks.compressors.kernel import TORCH, KernelsHere
 from commhooks.compressors.native import choice
-from commhooks.compressors.powersgd import fused_codec, native_kernel
+from commhooks.compressors.powersgd import native_products
 from commhooks.compressors.powersgd.compressor import PowerSGDCompressor
 from commhooks.ddp_comm_hooks import powerSGD_hook
 from commhooks.engine.simulation import SimulatedRanks
@@ -41,13 +41,13 @@ joins_operations = pytest.mark.skipif(
 def _machine(cache: Path, broken: bool = False, other: bool = False) -> Iterator[None]:
     """This rank is on a machine without a compiler, or on one of another kind."""
     environment = {"XDG_CACHE_HOME": str(cache)} | (NO_COMPILER if broken else {})
-    flags = fused_codec.FLAGS + (OTHER_BUILD if other else ())
-    fused_codec.load.cache_clear()
+    flags = native_products.FLAGS + (OTHER_BUILD if other else ())
+    native_products.load.cache_clear()
     try:
-        with mock.patch.dict(os.environ, environment), mock.patch.object(fused_codec, "FLAGS", flags):
+        with mock.patch.dict(os.environ, environment), mock.patch.object(native_products, "FLAGS", flags):
             yield
     finally:
-        fused_codec.load.cache_clear()
+        native_products.load.cache_clear()
 
 
 def _trained(fused: bool | None, bare: bool) -> tuple[Any, ...]:
@@ -138,26 +138,31 @@ def test_machines_whose_kernels_differ(run_ranks: Any, tmp_path: Path) -> None:
 
 
 def _results(cache: Path, flags: tuple[str, ...]) -> bytes:
-    with mock.patch.dict(os.environ, {"XDG_CACHE_HOME": str(cache)}), mock.patch.object(fused_codec, "FLAGS", flags):
-        return native_kernel.results_of(fused_codec.load.__wrapped__())
+    with (
+        mock.patch.dict(os.environ, {"XDG_CACHE_HOME": str(cache)}),
+        mock.patch.object(native_products, "FLAGS", flags),
+    ):
+        return native_products.results_of(native_products.load.__wrapped__(), torch.float32)
 
 
 @needs_compiler
 @joins_operations
 def test_a_build_is_known_by_its_bits(tmp_path: Path) -> None:
-    usual = _results(tmp_path / "usual", fused_codec.FLAGS)
-    assert _results(tmp_path / "again", (*fused_codec.FLAGS, "-g")) == usual  # another file, the same numbers
-    assert _results(tmp_path / "other", fused_codec.FLAGS + OTHER_BUILD) != usual
+    usual = _results(tmp_path / "usual", native_products.FLAGS)
+    assert _results(tmp_path / "again", (*native_products.FLAGS, "-g")) == usual  # another file, the same numbers
+    assert _results(tmp_path / "other", native_products.FLAGS + OTHER_BUILD) != usual
     if torch.backends.cpu.get_cpu_capability() == "AVX512":  # vectors of another length add in another order
-        assert _results(tmp_path / "shorter", (*fused_codec.FLAGS, "-mno-avx512f")) != usual
+        assert _results(tmp_path / "shorter", (*native_products.FLAGS, "-mno-avx512f")) != usual
 
 
 def test_nothing_is_missing_where_the_kernel_does_not_apply() -> None:
-    assert choice.kernels_here(torch.device("cuda"), torch.float32, None, native_kernel.build) == KernelsHere((TORCH,))
+    assert choice.kernels_here(torch.device("cuda"), torch.float32, None, native_products.build) == KernelsHere(
+        (TORCH,)
+    )
 
 
 def test_fused_false_asks_for_no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fused_codec, "load", mock.Mock(side_effect=AssertionError("compiled")))
+    monkeypatch.setattr(native_products, "load", mock.Mock(side_effect=AssertionError("compiled")))
     with process_group_of_one():
         assert _trained(False, bare=False)[0] == "torch"
 

@@ -13,8 +13,7 @@ import torch
 from compilers import needs_compiler
 
 from commhooks.compressors.native import threads as kernel_threads
-from commhooks.compressors.powersgd import fused_codec
-from commhooks.compressors.powersgd.kernel_tables import FactorTable, MatrixTable
+from commhooks.compressors.powersgd.native_products import NativeProducts, load
 
 SHAPES = [(1, 1), (7, 1), (1, 9), (5, 3), (3, 50_000), (50_000, 3), (640, 1061), (600, 512), (65, 4608), (9001, 33)]
 DTYPES = [torch.float32, torch.float64]
@@ -31,29 +30,25 @@ def threads() -> Iterator[Callable[[int], None]]:
 def _all_steps(dtype: torch.dtype, rank: int) -> list[torch.Tensor]:
     """What the kernel computes from fixed numbers: for all shapes in one call, so that the threads have work."""
     generator = torch.Generator().manual_seed(rank)
-    kernel = fused_codec.load(dtype)
     shapes = [(n, m, min(n, m, rank)) for n, m in SHAPES]
+    everything = range(len(shapes))
+    products = NativeProducts(load(dtype), shapes, dtype)
 
-    def draw(length: int | None = None) -> list[torch.Tensor]:
+    def draw() -> list[torch.Tensor]:
         return [torch.randn(n, m, generator=generator, dtype=dtype) for n, m, _ in shapes]
 
-    def factors(side: int) -> list[torch.Tensor]:
-        return [torch.randn(x[2], x[side], generator=generator, dtype=dtype) for x in shapes]
+    def refill(i: int) -> torch.Tensor:
+        raise AssertionError("the rows of random numbers are independent")
 
-    delta, residual, p, q, mean_q = draw(), draw(), factors(0), factors(1), factors(1)
-    table = MatrixTable(shapes, dtype)
-    for field, tensors in {"delta": delta, "residual": residual, "p": p, "q": q, "mean_p": p, "mean_q": mean_q}.items():
-        table.point(field, tensors)
-    kernel.form_p_of(table, 0.5)
-    rows = [each.clone() for each in p]
-    basis = FactorTable([[r, n] for n, _, r in shapes], dtype)
-    basis.point("source", rows)
-    basis.point("to", p)
-    kernel.unit_rows_of(basis, orthogonal=True)
-    kernel.form_q_of(table, 0.25)
-    table.point("residual", residual)
-    kernel.split_of(table)
-    return [*delta, *residual, *rows, *p, *q, table.largest, torch.tensor(basis.missing)]
+    delta, residual = draw(), draw()
+    mean_q = [torch.randn(r, m, generator=generator, dtype=dtype) for _, m, r in shapes]
+    products.unit_rows(mean_q, refill)
+    largest = products.form_p(everything, delta, residual, 0.5).clone()
+    rows = [each.clone() for each in products.p]
+    products.orthonormalize("P", everything, rows, refill)
+    products.form_q(everything, delta, residual, 0.25)
+    products.split(everything, delta, residual, products.p, mean_q)
+    return [*delta, *residual, *rows, *products.p, *products.q, largest]
 
 
 def _same(first: list[torch.Tensor], second: list[torch.Tensor]) -> bool:
@@ -119,9 +114,10 @@ def test_small_work_wakes_no_threads(threads: Callable[[int], None], monkeypatch
     team = _Team()
     monkeypatch.setattr(kernel_threads, "_entry_point", lambda: team.address)
     threads(4)
-    delta, q, out = torch.ones(100, 600), torch.ones(1, 600), torch.zeros(1, 100)
-    fused_codec.load().add_and_project_p(delta, None, 1.0, q, 1, out)
-    assert team.asked == [] and out[0, 99] == 600
+    products = NativeProducts(load(), [(100, 600, 1)], torch.float32)
+    products.q[0].fill_(1)
+    products.form_p([0], [torch.ones(100, 600)], None, 1.0)
+    assert team.asked == [] and products.p[0][0, 99] == 600
 
 
 def test_where_torch_has_another_openmp(threads: Callable[[int], None], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -152,12 +148,14 @@ def test_calls_from_several_threads_at_once(threads: Callable[[int], None]) -> N
 FORKED = """
 import os, signal, sys, torch
 from commhooks.compressors.native import threads as kernel_threads
-from commhooks.compressors.powersgd import fused_codec
+from commhooks.compressors.powersgd.native_products import NativeProducts, load
 torch.set_num_threads(2)
-delta, q, out = torch.ones(600, 600), torch.ones(1, 600), torch.zeros(1, 600)
+products = NativeProducts(load(), [(600, 600, 1)], torch.float32)
+products.q[0].fill_(1)
+delta = torch.ones(600, 600)
 def step():
-    fused_codec.load().add_and_project_p(delta, None, 1.0, q, 1, out)
-    return int(out.sum())
+    products.form_p([0], [delta], None, 1.0)
+    return int(products.p[0].sum())
 before = kernel_threads.threads_available()
 torch.ones(2**22).sum()  # in torch's threads; the kernel has not run yet
 child = os.fork()

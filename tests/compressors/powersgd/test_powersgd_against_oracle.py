@@ -1,4 +1,4 @@
-"""Gradients and residuals equal those of a slow, plain implementation on simulated ranks (`oracle.py`)."""
+"""Gradients and residuals equal those of a slow, plain implementation on simulated ranks (`reference.py`)."""
 
 import itertools
 from typing import Any
@@ -7,10 +7,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from models import EVERY_PARAMETER, SHAPES, Gradients, backward, random_gradients, relative_error, wrap
-from oracle import OracleMatrix, plain_mean
 
 import commhooks
 from commhooks.compressors.powersgd import codec
+from commhooks.compressors.powersgd.reference import OracleMatrix, plain_mean
 
 STEPS = 8
 COMPRESSED = ("conv", "first", "second", "wide")

@@ -19,12 +19,12 @@ from models import (
     relative_error,
     wrap,
 )
-from oracle import AlternatingOracleMatrix, OracleMatrix, plain_mean
 from training import Run
 
 import commhooks
 from commhooks.compressors.native import library
 from commhooks.compressors.powersgd import codec
+from commhooks.compressors.powersgd.reference import AlternatingOracleMatrix, OracleMatrix, plain_mean
 
 STEPS = 9
 COMPRESSED = ("conv", "first", "second", "wide")

@@ -2,8 +2,8 @@
 
 from seeded_faults.mutant import Mutant
 
-_EXCHANGE, _VIEWS, _FACTORS, _CODEC = (
-    "commhooks/compressors/powersgd/device_exchange.py",
+_KERNEL, _VIEWS, _FACTORS, _CODEC = (
+    "commhooks/compressors/powersgd/device_kernel.py",
     "commhooks/compressors/named_views.py",
     "commhooks/compressors/powersgd/packed_factors.py",
     "commhooks/compressors/powersgd/codec.py",
@@ -17,16 +17,16 @@ _MASKS = "engine/test_masked_commit.py::test_masks_decide_as_the_host_does"
 MUTANTS = [
     Mutant(
         "behind a mask: a bad step is committed",
-        _EXCHANGE,
-        "        keep = (good & self._has_gradient)",
-        "        keep = self._has_gradient",
+        _KERNEL,
+        "        keep = (good & now.used)",
+        "        keep = now.used",
         _MASKS,
     ),
     Mutant(
         "behind a mask: an idle layer is committed",
-        _EXCHANGE,
-        "        keep = (good & self._has_gradient)",
-        "        keep = (good | (self._has_gradient & False))",
+        _KERNEL,
+        "        keep = (good & now.used)",
+        "        keep = (good | (now.used & False))",
         _ORACLE,
     ),
     Mutant(
@@ -38,36 +38,29 @@ MUTANTS = [
     ),
     Mutant(
         "behind a mask: a bad gradient looks good",
-        _EXCHANGE,
-        '        q.add_(torch.where(self.good_here, 0.0, float("nan")))\n',
+        _KERNEL,
+        '        q.add_(torch.where(finite, 0.0, float("nan")))\n',
         "",
         _HOST,
     ),
     Mutant(
-        "behind a mask: the residual with the mean Q",
-        _EXCHANGE,
-        "stack.q[part], alpha=-1)",
-        'self._work._of_stack(self._work.message.q, stack, "Q")[part].to(delta.dtype), alpha=-1)',
-        _ORACLE,
-    ),
-    Mutant(
         "behind a mask: padding remembers",
-        _EXCHANGE,
-        "                    keep = good & self._used.view_as(delta)\n",
-        "                    keep = good\n",
+        _KERNEL,
+        "                keep = good & now.used_elements\n",
+        "                keep = good\n",
         "compressors/powersgd/test_masked_exchange.py::test_padding_remembers_nothing",
     ),
     Mutant(
         "behind a mask: the scale is not followed",
-        _EXCHANGE,
-        "                    delta.addcmul_(residuals[part], self._step.residual_factor)\n",
-        "                    delta.add_(residuals[part])\n",
+        _KERNEL,
+        "                delta.addcmul_(residual, factor)\n",
+        "                delta.add_(residual)\n",
         "compressors/powersgd/test_masked_exchange.py::test_a_scale_on_the_device_changes_nothing",
     ),
     Mutant(
         "behind a mask: an overflow of the wire is not seen",
-        _EXCHANGE,
-        'torch.where(work.largest > limit, float("nan"), has_gradient.to(flags.dtype))',
+        _KERNEL,
+        'torch.where(self.largest > limit, float("nan"), has_gradient.to(flags.dtype))',
         "has_gradient",
         "compressors/test_hard_gradients.py::test_huge_ones_are_worked_off_or_refused",
     ),
@@ -101,16 +94,16 @@ MUTANTS = [
     ),
     Mutant(
         "stacks: gradients one by one",
-        "commhooks/compressors/powersgd/device_workspace.py",
-        "(stack_deltas and len(group) > 1)",
+        _KERNEL,
+        "(stack_deltas and len(members) > 1)",
         "False",
         "compressors/powersgd/test_masked_exchange.py::test_kernels_per_shape_and_no_wait",
     ),
     Mutant(
         "stacks: no shape is shared",
-        "commhooks/compressors/powersgd/matrix.py",
-        "        return matrix.n, matrix.m, matrix.rank\n",
-        "        return matrix.n, matrix.m, id(matrix)\n",
+        _KERNEL,
+        "    return matrix.n, matrix.m, matrix.rank\n",
+        "    return matrix.n, matrix.m, id(matrix)\n",
         "compressors/powersgd/test_masked_exchange.py::test_kernels_per_shape_and_no_wait",
     ),
     Mutant(
@@ -136,9 +129,9 @@ MUTANTS = [
     ),
     Mutant(
         "stacks: an exchange lives on",
-        _EXCHANGE,
-        "        self._step = step\n        pieces",
-        "        self._step = step\n        work.latest = self\n        pieces",
+        "commhooks/compressors/powersgd/workspace.py",
+        "        pieces = flat.split(work.sizes)\n",
+        "        work.latest = self\n        pieces = flat.split(work.sizes)\n",
         "compressors/powersgd/test_masked_exchange.py::test_no_exchange_outlives_its_pass",
     ),
     Mutant(

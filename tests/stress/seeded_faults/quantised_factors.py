@@ -15,16 +15,16 @@ MUTANTS = [
     ),
     Mutant(
         "quantised factors: on an accelerator what is lost of Q is not in the residual",
-        f"{_POWERSGD}/device_exchange.py",
-        "        self._work.second.subtract_lost([self._work.q.flat])\n",
+        f"{_POWERSGD}/device_kernel.py",
+        "        now.last.subtract_lost([self.q.flat])\n",
         "",
         f"{_TESTS}::test_nothing_is_lost",
     ),
     Mutant(
         "quantised factors: what is lost of the only factor of a step is not in the residual",
-        f"{_POWERSGD}/alternating_exchange.py",
-        "        self._with_p.subtract_lost(self._only_ranks(sent))\n",
-        "",
+        f"{_POWERSGD}/host_kernel.py",
+        "        now.last.subtract_lost(self._sent(now))  #",
+        "        pass  #",
         f"{_TESTS}::test_averages_and_residuals_are_those_of_the_oracle",
     ),
     Mutant(
@@ -79,8 +79,8 @@ MUTANTS = [
     Mutant(
         "quantised factors: vectors travel twice",
         f"{_POWERSGD}/workspace.py",
-        "[*matrices, *setup.messages.beside]",
-        "matrices",
+        "for slot in new.beside",
+        "for slot in ()",
         f"{_TESTS}::test_the_plan_knows_bytes_and_memory",
     ),
 ]

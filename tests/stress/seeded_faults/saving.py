@@ -19,9 +19,9 @@ MUTANTS = [
     ),
     Mutant(
         "residual not updated",
-        "commhooks/compressors/powersgd/host_exchange.py",
-        "            s.kernels.split(delta, (s.p[i], s.q[i]), (s.p[i], q), matrix.rank, residual)\n        else:",
-        "            self._store_gradient(i, matrix, delta, q)\n        else:",
+        "commhooks/compressors/powersgd/torch_products.py",
+        "            if residuals is not None:\n",
+        "            if False:\n",
         "compressors/powersgd/test_powersgd_cases.py::test_every_case",
     ),
     Mutant(
@@ -125,9 +125,9 @@ MUTANTS = [
     ),
     Mutant(
         "the residual is not sent with the next step",
-        "commhooks/compressors/powersgd/host_exchange.py",
-        "None if known is None else known.view(matrix.n, matrix.m)",
-        "None",
+        "commhooks/compressors/powersgd/torch_products.py",
+        "            if residual is not None:\n",
+        "            if False:\n",
         "compressors/powersgd/test_powersgd_cases.py::test_every_case",
     ),
     Mutant(

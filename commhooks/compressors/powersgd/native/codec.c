@@ -29,7 +29,7 @@
 #include "split.h"
 #include "unit_rows.h"
 
-/* What fused_codec.py calls. The result is 0, or -1 if there is no memory; then the matrices may be half done. */
+/* What native_products.py calls. The result is 0, or -1 if there is no memory; then the matrices may be half done. */
 
 /* delta += factor * residual where there is one; P = delta Q; largest = max |delta| before, without NaN. */
 int commhooks_form_p(start_team *start, unsigned threads, size_t count, struct matrix *table, double factor) {

@@ -1,7 +1,7 @@
-"""PowerSGD written down as slowly and plainly as possible: simulated ranks, one matrix at a time, float64.
+"""PowerSGD written down as plainly as possible: simulated ranks, one matrix at a time, float64.
 
 From the formulas of Vogels, Karimireddy, Jaggi: PowerSGD (NeurIPS 2019), Algorithm 1, with the residual made from the
-rank's own projection. Shares no code with the package and is never optimised.
+rank's own projection. Tests compare `exchange.py` with it, so it shares no code with the package and is not optimised.
 """
 
 import torch
@@ -33,9 +33,9 @@ class OracleMatrix:
             deltas = [delta + residual for delta, residual in zip(deltas, self.residuals, strict=True)]
         if all(bool((gradient == 0).all()) for gradient in gradients):
             return torch.zeros_like(deltas[0])  # no rank had a gradient: the residuals wait
-        p = gram_schmidt(sum(delta @ self.q for delta in deltas))
+        p = gram_schmidt(torch.stack([delta @ self.q for delta in deltas]).sum(0))
         local_qs = [delta.T @ p for delta in deltas]
-        q = sum(local_qs) / self.world_size
+        q = torch.stack(local_qs).mean(0)
         used = [q] * self.world_size if self.torch_residual else local_qs
         self.residuals = [delta - p @ each.T for delta, each in zip(deltas, used, strict=True)]
         self.q = q
@@ -65,13 +65,13 @@ class AlternatingOracleMatrix:
             local = [delta.T @ basis for delta in deltas]
             approximations = [basis @ q.T for q in local]
         self.residuals = [delta - each for delta, each in zip(deltas, approximations, strict=True)]
-        self.factor, self.makes_p = sum(local) / self.world_size, not self.makes_p
-        return sum(approximations) / self.world_size
+        self.factor, self.makes_p = torch.stack(local).mean(0), not self.makes_p
+        return torch.stack(approximations).mean(0)
 
 
 def plain_mean(gradients: list[torch.Tensor]) -> torch.Tensor:
     """What an uncompressed parameter gets."""
-    return sum(gradient.double() for gradient in gradients) / len(gradients)
+    return torch.stack([gradient.double() for gradient in gradients]).mean(0)
 
 
 def gram_schmidt(matrix: torch.Tensor) -> torch.Tensor:

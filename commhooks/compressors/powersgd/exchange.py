@@ -1,0 +1,75 @@
+"""PowerSGD for one bucket of one backward pass: Vogels, Karimireddy, Jaggi, NeurIPS 2019, Algorithms 1 and 2.
+
+`reference.py` says the same in plain torch for one matrix, without any of what makes it fast; tests compare both.
+"""
+
+from typing import Protocol
+
+import torch
+
+from commhooks.comm.wire import all_finite
+from commhooks.compressors.base import Exchange, Verdict
+from commhooks.compressors.powersgd.host_kernel import HostKernel
+from commhooks.compressors.powersgd.workspace import BucketPass
+
+
+class LowRankKernel(Protocol):
+    """The computations of a step, for all matrices of a bucket: `HostKernel` on the CPU, with branches; `DeviceKernel`
+    on an accelerator, which the host never asks, with masks."""
+
+    def form_p(self, now: BucketPass) -> None:
+        """delta = gradient + residual; P = delta Q, into the first message, with the flags: per parameter 1 if its
+        gradient is not zero, 0 if it is zero, NaN if it is too large for the wire dtype."""
+
+    def orthonormalize(self, now: BucketPass) -> None:
+        """P = an orthonormal basis of the mean P."""
+
+    def form_q(self, now: BucketPass) -> None:
+        """Q = delta^T P, into the last message. A parameter without a gradient on any rank takes no part."""
+
+    def form_remainder(self, now: BucketPass) -> None:
+        """What error feedback needs of this rank's own Q, as it was sent. Not called without error feedback."""
+
+    def split(self, now: BucketPass, good: torch.Tensor | bool, finite: torch.Tensor) -> None:
+        """gradient = P Q^T with the mean Q, into the bucket; and, where `good`, the mean Q and
+        residual = delta - P Q^T with this rank's own Q. A parameter without a gradient on any rank keeps its residual:
+        DDP may drop the result for it, and a residual sent in it would be lost. Where `finite` is false, gradients
+        become NaN on every rank."""
+
+
+def average(kernel: LowRankKernel, now: BucketPass) -> Exchange:
+    """One step: Algorithm 1 on each matrix, inside the error feedback of Algorithm 2."""
+    remainder = (lambda: kernel.form_remainder(now)) if now.work.error_feedback else None
+    kernel.form_p(now)  # 1. delta = gradient + residual; P = delta Q
+    now.put_uncompressed()
+    yield from now.first.sum_over_ranks(now.step, "P")  # 2. the mean of P
+    kernel.orthonormalize(now)  # 3.
+    kernel.form_q(now)  # 4. Q = delta^T P
+    yield from now.last.sum_over_ranks(now.step, "Q", last=True, meanwhile=remainder)  # 5. the mean of Q
+    finite = all_finite(now.work.buffer)
+    good = yield Verdict(finite)
+    now.store_uncompressed(good)
+    kernel.split(now, good, finite)  # 6. gradient = P Q^T; residual = delta - P Q^T with the own Q
+    return None
+
+
+def alternate(kernel: HostKernel, now: BucketPass) -> Exchange:
+    """One matrix product and one all-reduce per step: P and Q in turn.
+
+    A step that has Q computes P = delta basis(Q), with an orthonormal basis of Q, and uses the gradient P basis(Q)^T.
+    The next step computes Q = delta^T basis(P) with that P, and so on. Two such steps perform the power iteration of
+    one step of `average`. The scheme is that of epfml/powersgd, the code of PowerSGD's authors.
+
+    The learned state of a matrix holds the factor received last: either "q" or "p". It determines which factor the
+    matrix sends next, so the host must know at each commit whether the step was finite and which matrices had a
+    gradient, and synchronises with an accelerator.
+    """
+    kernel.form_factor(now)  # delta = gradient + residual; P = delta basis(Q), or Q = delta^T basis(P)
+    now.put_uncompressed()
+    yield from now.first.sum_over_ranks(now.step, "P or Q", last=True)
+    kernel.form_remainder(now)
+    finite = all_finite(now.first.buffer)
+    good = yield Verdict(finite)
+    now.store_uncompressed(good)
+    kernel.split(now, good, finite)
+    return None

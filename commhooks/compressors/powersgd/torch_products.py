@@ -1,0 +1,101 @@
+"""The products with the matrices of a bucket, with torch."""
+
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+
+from commhooks.compressors.powersgd import codec
+from commhooks.gradients import precision
+
+Tensors = Sequence[torch.Tensor]
+Residuals = Sequence[torch.Tensor | None]
+Refill = Callable[[int], torch.Tensor]
+"""Random rows for the matrix with this place, where its own are dependent."""
+
+
+class TorchProducts:
+    """One `mm` per matrix, never a batch, and on aligned memory, because bits can depend on both.
+
+    A factor of rank 1 is padded to two rows with a row of zeros: the BLAS computes products with a single row in
+    another way, and their bits depend on the alignment of the memory. Also for `alternate` on accelerators.
+
+    Args:
+        shapes: n, m and rank of each matrix.
+
+    Attributes:
+        p, q: the factors of all matrices, `r x n` and `r x m`: results, and operands of what follows.
+        pieces: the factors as they are divided and clamped at once: P, Q, and their rank.
+        finds_largest: `form_p` returns the largest absolute value of each gradient, float64; NaN does not count.
+    """
+
+    finds_largest = False
+
+    def __init__(self, shapes: Sequence[tuple[int, int, int]], dtype: torch.dtype, device: torch.device) -> None:
+        self._on_host = precision.is_host_readable(device)
+        self._p = [torch.zeros(max(r, 2), n, dtype=dtype, device=device) for n, _, r in shapes]
+        self._q = [torch.zeros(max(r, 2), m, dtype=dtype, device=device) for _, m, r in shapes]
+        self.p = [padded[:r] for padded, (_, _, r) in zip(self._p, shapes, strict=True)]
+        self.q = [padded[:r] for padded, (_, _, r) in zip(self._q, shapes, strict=True)]
+        self.pieces = [(p, q, len(p)) for p, q in zip(self.p, self.q, strict=True)]
+
+    def unit_rows(self, sources: Tensors, refill: Refill) -> None:
+        """`q` = the rows of `sources` (r x m), scaled to norm 1, with those of `refill` in the places of zero rows."""
+        for i, rows in enumerate(sources):
+            self._set(self._q[i], codec.filled_unit_rows(rows, lambda: refill(i)))  # noqa: B023 called at once
+
+    def orthonormalize(self, side: str, places: Sequence[int], sources: Tensors, refill: Refill) -> None:
+        """`p` or `q` of `places`, as `side` says, = orthonormal bases of the rows of `sources`, one for each place."""
+        for i, rows in zip(places, sources, strict=True):
+            if self._on_host:
+                basis = codec.basis(rows, lambda: refill(i))  # noqa: B023
+            else:  # without asking whether a row is missing
+                basis, _ = codec.orthonormal_rows(rows, refill(i))
+            self._set((self._p if side == "P" else self._q)[i], basis)
+
+    def form_p(
+        self, places: Sequence[int], deltas: Tensors, residuals: Residuals | None, factor: float
+    ) -> torch.Tensor | None:
+        """delta += factor * residual in place, then P = delta Q, for the matrices at `places`. The lists hold a tensor
+        for each place: `deltas` n x m; `residuals` flat, or None for those that have none."""
+        for i, delta in self._deltas(places, deltas, residuals, factor):
+            torch.mm(self._q[i], delta.t(), out=self._p[i])
+        return None
+
+    def form_q(
+        self, places: Sequence[int], deltas: Tensors, residuals: Residuals | None, factor: float
+    ) -> torch.Tensor | None:
+        """delta += factor * residual in place, then Q = delta^T P, as `form_p`."""
+        for i, delta in self._deltas(places, deltas, residuals, factor):
+            torch.mm(self._p[i], delta, out=self._q[i])
+        return None
+
+    def split(
+        self,
+        places: Sequence[int],
+        deltas: Tensors,
+        residuals: Tensors | None,
+        mean_p: Tensors,
+        mean_q: Tensors | None,
+    ) -> None:
+        """residual = delta - P Q^T if there are residuals, then delta = mean_P mean_Q^T if there is a mean Q, for the
+        matrices at `places`. The lists hold a tensor for each place."""
+        for k, i in enumerate(places):
+            if residuals is not None:
+                codec.remainder(deltas[k], self.p[i], self.q[i], out=residuals[k].view_as(deltas[k]))
+            if mean_q is not None:
+                codec.reconstruct(mean_p[k], mean_q[k], out=deltas[k])
+
+    def _deltas(
+        self, places: Sequence[int], deltas: Tensors, residuals: Residuals | None, factor: float
+    ) -> Iterator[tuple[int, torch.Tensor]]:
+        """The deltas one after another, each with its residual."""
+        for i, delta, residual in zip(places, deltas, residuals or [None] * len(places), strict=True):
+            if residual is not None:
+                delta.view(-1).add_(residual, alpha=factor)
+            yield i, delta
+
+    @staticmethod
+    def _set(padded: torch.Tensor, rows: torch.Tensor) -> None:
+        padded[: len(rows)] = rows
+        if len(rows) < len(padded):  # the padding row of rank 1: an inf in delta turns it into NaN
+            padded[len(rows) :].zero_()

@@ -19,7 +19,7 @@ from training import SEVERAL_BUCKETS_MB
 
 from accelerate_commhooks import CommHookKwargs
 from accelerate_commhooks.cli import main
-from accelerate_commhooks.handed_over import VARIABLE, HandedOver
+from accelerate_commhooks.settings import VARIABLE, Settings
 
 
 @launched
@@ -43,7 +43,7 @@ def _trained(folder: str, variable: str) -> dict[str, Any]:
 
 def test_it_trains_and_saves_as_plain_ddp(run_ranks: Any, tmp_path: Path) -> None:
     settings = {"hook": "none", "hook_options": {"matrix_approximation_rank": 2}, "bucket_cap_mb": SEVERAL_BUCKETS_MB}
-    given = HandedOver(settings, "my.yaml", tmp_path / "used")
+    given = Settings(settings, "my.yaml", tmp_path / "used")
     given.used.mkdir()
     ranks = run_ranks(_trained, str(tmp_path / "state"), given.to_environment())
     for rank in ranks:

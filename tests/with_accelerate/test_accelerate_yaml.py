@@ -10,8 +10,8 @@ import pytest
 from accelerate_yaml import ACCELERATE, section
 
 from accelerate_commhooks import CommHookKwargs
+from accelerate_commhooks.settings import CommHookConfig, Settings
 from accelerate_commhooks.stock_fields import STOCK_HOOK_FIELDS
-from accelerate_commhooks.yaml_config import CommHookConfig, read_settings, to_arguments
 from commhooks import HookConfigError
 from commhooks.comm.wire import WRAPPERS
 
@@ -66,7 +66,7 @@ def test_every_wrapper(wrapper: str, tmp_path: Path) -> None:
 def test_interpolations_see_the_whole_file(tmp_path: Path) -> None:
     path = tmp_path / "accelerate.yaml"
     path.write_text(section("hook: powerSGD\ntotal_steps: ${num_processes}"))
-    assert read_settings(path) == {"hook": "powerSGD", "total_steps": 2}
+    assert Settings.read(path).values == {"hook": "powerSGD", "total_steps": 2}
 
 
 class State:
@@ -77,17 +77,19 @@ SHARED_STATE = {"made": "once"}
 
 
 def test_hook_state_by_its_path() -> None:
-    named = {"hook": "test_accelerate_yaml:State", "hook_state": "test_accelerate_yaml:SHARED_STATE"}
-    assert to_arguments(named)["hook_state"] is SHARED_STATE
-    assert isinstance(to_arguments({"hook_state": "test_accelerate_yaml:State"})["hook_state"], State)
+    def state(path: str) -> Any:
+        return Settings({"hook": "test_accelerate_yaml:State", "hook_state": path}, "file").arguments()["hook_state"]
+
+    assert state("test_accelerate_yaml:SHARED_STATE") is SHARED_STATE
+    assert isinstance(state("test_accelerate_yaml:State"), State)
     for path, text in [
         ("no_such_module:x", "cannot import 'no_such_module'"),
         ("test_accelerate_yaml:nothing", "has no 'nothing'"),
     ]:
         with pytest.raises(HookConfigError, match=text):
-            to_arguments({"hook_state": path})
+            state(path)
     with pytest.raises(HookConfigError, match="expected 'package.module:name'"):
-        to_arguments({"hook_state": "test_accelerate_yaml.State"})
+        state("test_accelerate_yaml.State")
 
 
 # ---- what is wrong ---------------------------------------------------------------------------------------------------

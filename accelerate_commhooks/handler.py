@@ -166,13 +166,11 @@ class CommHookKwargs(DistributedDataParallelKwargs):
             if step % 50 == 0:
                 handler.log(accelerator, step=step)
 
-        The names are those of `commhooks.hook.metrics`: `commhooks/bytes_per_pass`, `commhooks/compression_rate`,
-        `commhooks/codec_ms`, `commhooks/waiting_ms`, `commhooks/residual_over_gradient` and so on; means are since the
-        previous call. With several models those of the second are `commhooks/1/bytes_per_pass` and so on. Without a
-        hook, as in one process, nothing is logged. Gradients are read from `.grad`: call this after `optimizer.step()`
-        and before `optimizer.zero_grad()`; otherwise the two metrics that need them are omitted. It does not
-        communicate: all ranks may call it, or only the main process. The cosine is included if
-        `handler.attached.sample_cosine(N)` was called.
+        The names are those of `commhooks.hook.metrics`: `commhooks/bytes_per_pass` and so on, `commhooks/1/...` for the
+        second of several models; means are since the previous call. Without a hook, as in one process, nothing is
+        logged. Gradients are read from `.grad`: call this after `optimizer.step()` and before `optimizer.zero_grad()`;
+        otherwise the two metrics that need them are omitted. It does not communicate: all ranks may call it, or only
+        the main process. The cosine is included if `handler.attached.sample_cosine(N)` was called.
 
         Args:
             accelerator: the accelerator with the trackers (`Accelerator(log_with=...)` with `init_trackers`).

@@ -19,7 +19,7 @@ class HookedModel:
 
     def __init__(self, ddp_model: DistributedDataParallel, hook: CommHook) -> None:
         self._ddp_model = weakref.ref(ddp_model)
-        self._module = weakref.ref(_unwrapped(ddp_model))
+        self._module = weakref.ref(unwrapped(ddp_model))
         self._hook = weakref.ref(hook)
 
     @property
@@ -27,19 +27,21 @@ class HookedModel:
         """The hook; None if its model was deleted."""
         return self._hook() if self._ddp_model() is not None else None
 
+    @property
+    def module(self) -> torch.nn.Module | None:
+        """The module inside, which may outlive the DDP model; None if it was deleted."""
+        return self._module()
+
     def is_of(self, model: torch.nn.Module) -> bool:
         """Whether `model` is the DDP model, the module inside it, or a compiled form of one of them."""
         ddp_model, inner = self._ddp_model(), _not_compiled(model)
-        return ddp_model is not None and (inner is ddp_model or inner is self._module())
+        return ddp_model is not None and (inner is ddp_model or inner is self.module)
 
-    def same_module(self, other: "HookedModel") -> bool:
-        """Whether both are DDP models around the same module."""
-        return self._module() is not None and self._module() is other._module()
 
-    def is_inside(self, models: list[torch.nn.Module]) -> bool:
-        """Whether the module, wrapped or not, is among `models`. It may outlive the DDP model."""
-        module = self._module()
-        return module is not None and any(_unwrapped(each) is module for each in models)
+def unwrapped(model: torch.nn.Module) -> torch.nn.Module:
+    """The original module in `model`, whether it is compiled, wrapped in DDP, or both."""
+    inner = _not_compiled(model)
+    return _not_compiled(inner.module) if isinstance(inner, DistributedDataParallel) else inner
 
 
 def calling_accelerator(handler: DistributedDataParallelKwargs) -> Accelerator | None:
@@ -70,11 +72,6 @@ def loss_scale_of(accelerator: Accelerator | None) -> Callable[[], LossScale] | 
         return scale_of(known.scaler, known.device)
 
     return loss_scale
-
-
-def _unwrapped(model: torch.nn.Module) -> torch.nn.Module:
-    inner = _not_compiled(model)
-    return _not_compiled(inner.module) if isinstance(inner, DistributedDataParallel) else inner
 
 
 def _not_compiled(model: torch.nn.Module) -> torch.nn.Module:

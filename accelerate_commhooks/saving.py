@@ -20,7 +20,7 @@ import torch
 from accelerate import Accelerator, DistributedType
 
 from accelerate_commhooks.atomic_write import write_together
-from accelerate_commhooks.prepared import HookedModel
+from accelerate_commhooks.prepared import HookedModel, unwrapped
 from commhooks import CommHook, PayloadError
 from commhooks.errors import logger_of
 from commhooks.hook.for_plugins import cut_off, payload_parts, reason_first
@@ -57,7 +57,7 @@ class SavedHooks:
         """Add a newly prepared model; a state loaded for it earlier is applied now."""
         if self._freed():
             self._models = []
-        number = next((i for i, known in enumerate(self._models) if known.same_module(model)), len(self._models))
+        number = next((i for i, known in enumerate(self._models) if known.module is model.module), len(self._models))
         self._models[number : number + 1] = [model]
         early = self._loaded_early.pop(number, None)
         if early is not None and model.hook is not None:
@@ -171,7 +171,10 @@ class SavedHooks:
         name; load hooks receive a copy, which other hooks may have emptied. Without that list: never.
         """
         prepared = getattr(self._live_accelerator(), "_models", None)
-        return prepared is not None and not any(known.is_inside(prepared) for known in self._models)
+        if prepared is None:
+            return False
+        modules = [unwrapped(each) for each in prepared]
+        return not any(known.module is each for known in self._models for each in modules)
 
     def _live_accelerator(self) -> Accelerator:
         accelerator = self._accelerator()

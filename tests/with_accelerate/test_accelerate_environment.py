@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import os
 import pickle
@@ -51,12 +50,11 @@ def test_argument_over_environment_over_default(named: Path) -> None:
     assert CommHookKwargs.from_config(other) == CommHookKwargs(hook="allreduce")
 
 
-@pytest.mark.parametrize("way", [copy.copy, copy.deepcopy, lambda handler: pickle.loads(pickle.dumps(handler))])
-def test_copies_do_not_ask_the_environment_again(named: Path, way: Any) -> None:
+def test_copies_do_not_ask_the_environment_again(named: Path) -> None:
     handler = CommHookKwargs(strict=True)
     with mock.patch.dict(os.environ, {VARIABLE: "/nothing.yaml"}):
-        assert way(handler) == handler
-        assert way(handler)._settings == handler._settings
+        other = pickle.loads(pickle.dumps(handler))
+        assert other == handler and other._settings == handler._settings
 
 
 def test_wrong_content_of_the_variable(named: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -53,12 +53,15 @@ HANDLER = CommHookKwargs(
 )
 
 
-@pytest.mark.parametrize("handler", [HANDLER, CommHookKwargs(comm_hook="power_sgd", comm_wrapper="fp16")])
+STOCK = CommHookKwargs(comm_hook="power_sgd", comm_wrapper="fp16")
+
+
+@pytest.mark.parametrize("handler", [HANDLER, STOCK, CommHookKwargs(hook=None)])
 @pytest.mark.parametrize("way", [copy.copy, copy.deepcopy, lambda handler: pickle.loads(pickle.dumps(handler))])
 def test_copies(handler: CommHookKwargs, way: Any) -> None:
     other = way(handler)
     assert type(other) is CommHookKwargs and other is not handler
-    assert other == handler
+    assert other == handler and other.off == handler.off
     other.bucket_cap_mb = 7
     assert other != handler
 

@@ -245,7 +245,7 @@ def _typed(source: str, section: str, config: type, values: dict[str, Any]) -> d
     """`values` with the types of the dataclass `config`."""
     where = f"{source}: {section}." if section else f"{source}: "
     try:
-        made = converted(config, values, where)
+        made: Any = converted(config, values, where)
     except HookConfigError as error:
         if str(error).startswith(where):
             raise

@@ -113,7 +113,7 @@ class HookRequest:
         Raises:
             HookConfigError: unknown hook or option, wrong type, or invalid combination; the message names it.
         """
-        hook_options = plain("hook_options", hook_options)
+        hook_options = plain("hook_options: ", hook_options)
         check_choice("wrapper", wrapper, (None, *WRAPPERS))
         check_choice("save_residual", save_residual, SAVE_RESIDUAL)
         if not isinstance(strict, bool):

@@ -25,7 +25,7 @@ from commhooks.hook.for_plugins import (
     HookRequest,
     Meter,
     attach_request,
-    check_total_steps,
+    check_arguments,
     unknown_argument,
 )
 
@@ -325,7 +325,7 @@ class CommHookKwargs(DistributedDataParallelKwargs):
             check_every=self.check_every,
             ranks_per_node=self.ranks_per_node,
         )
-        check_total_steps(self.total_steps)
+        check_arguments({"total_steps": self.total_steps})
         if request.config is not None:
             request.config.resolved(self.total_steps)  # a fraction needs total_steps
         return request

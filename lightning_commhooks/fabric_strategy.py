@@ -13,7 +13,7 @@ from commhooks import CommHook, HookConfigError, PayloadError
 from commhooks.hook.for_plugins import (
     HookRequest,
     attach_request,
-    check_total_steps,
+    check_arguments,
     cut_off,
     explains_arguments,
     reason_first,
@@ -73,7 +73,7 @@ class HookedFabricDDP(DDPStrategy):
         **ddp_kwargs: Any,
     ) -> None:
         check_ddp_arguments(hook, ddp_kwargs, HookedFabricDDP.__init__, super().__init__)
-        check_total_steps(total_steps)
+        check_arguments({"total_steps": total_steps})
         super().__init__(**ddp_kwargs)
         self._request = HookRequest.parse(
             hook,

@@ -10,7 +10,6 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 
-from commhooks.checkpoint.payload import SAVE_RESIDUAL
 from commhooks.comm.counters import Counters
 from commhooks.comm.hook_result import checked_future
 from commhooks.comm.nodes import RanksPerNode, find_nodes
@@ -31,12 +30,13 @@ from commhooks.hook.arguments import explains_arguments
 from commhooks.hook.comm_hook import CommHook
 from commhooks.hook.learning_hook import LearningHook
 from commhooks.hook.no_hook import NoHook
-from commhooks.hook.request import HookRequest, check_choice
+from commhooks.hook.request import HookRequest
 from commhooks.hook.request_check import Asked, check_requests, describe_request
 from commhooks.hook.runner import Runner
 from commhooks.hook.sources import source_of
 from commhooks.hook.stateless_hook import StatelessHook
 from commhooks.hook.user_hook import UserHook
+from commhooks.options.vocabulary import SAVE_RESIDUAL, check_arguments, check_choice
 
 logger = logger_of(__name__)
 
@@ -143,7 +143,7 @@ def attach_request(
     loss_scale: Callable[[], float | torch.Tensor] | None = None,
 ) -> CommHook:
     """`attach` for a request that was checked before; see `attach`."""
-    check_total_steps(total_steps)
+    check_arguments({"total_steps": total_steps})
     if loss_scale is not None and not callable(loss_scale):
         raise HookConfigError(
             f"loss_scale={loss_scale!r}; expected a function that returns the factor of this step, for example "
@@ -236,14 +236,6 @@ def _check_topology(request: HookRequest, source: GradientSource) -> None:
             f"hook {request.name!r} with a model sharded by fully_shard: it measures ranks that all compress the whole "
             "model. Ask the doctor on a DDP model, and name the hook that it recommends"
         )
-
-
-def check_total_steps(total_steps: object) -> None:
-    """Raise HookConfigError unless `total_steps` is None or a positive int."""
-    if total_steps is None:
-        return
-    if not isinstance(total_steps, int) or isinstance(total_steps, bool) or total_steps < 1:
-        raise HookConfigError(f"total_steps={total_steps!r}; expected a number of steps, 1 or more, or None")
 
 
 def _check_signature(function: Callable[..., Any], name: str) -> None:

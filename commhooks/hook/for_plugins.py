@@ -4,19 +4,22 @@ from commhooks.checkpoint import parts as payload_parts
 from commhooks.checkpoint.cut_off import cut_off
 from commhooks.compressors.config import HookConfig, converted
 from commhooks.compressors.dotted_path import import_path
-from commhooks.compressors.plain_values import unresolved
 from commhooks.compressors.registry import COMPRESSORS, OFF, canonical_name, means_no_hook
 from commhooks.errors import closest
 from commhooks.gradients.loss_scale import LossScale, scale_of
 from commhooks.gradients.torch_private import compiled_from
 from commhooks.hook.announce import reason_first
 from commhooks.hook.arguments import HOOKS, explains_arguments, misplaced_option, unknown_argument, unknown_flag
-from commhooks.hook.attach import attach_request, check_total_steps
+from commhooks.hook.attach import attach_request
 from commhooks.hook.metrics import NAMES, PREFIX, Meter
 from commhooks.hook.request import HookRequest
 from commhooks.hook.supported import TooOld, check_version
+from commhooks.options.values import unresolved
+from commhooks.options.vocabulary import ARGUMENTS, check_arguments, check_value
 
 __all__ = [
+    "ARGUMENTS",
+    "check_value",
     "COMPRESSORS",
     "HOOKS",
     "NAMES",
@@ -29,7 +32,7 @@ __all__ = [
     "TooOld",
     "attach_request",
     "canonical_name",
-    "check_total_steps",
+    "check_arguments",
     "check_version",
     "closest",
     "compiled_from",

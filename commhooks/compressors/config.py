@@ -10,8 +10,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, TypeVar
 
+from commhooks.compressors.plain_values import as_type, in_words, plain, why_not, with_references
 from commhooks.errors import HookConfigError, closest, shown
-from commhooks.options.values import as_type, in_words, plain, why_not, with_references
 
 DEFAULT_START_STEP = 1000
 LARGEST_STEP = 2**62

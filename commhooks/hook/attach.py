@@ -36,7 +36,7 @@ from commhooks.hook.runner import Runner
 from commhooks.hook.sources import source_of
 from commhooks.hook.stateless_hook import StatelessHook
 from commhooks.hook.user_hook import UserHook
-from commhooks.options.vocabulary import SAVE_RESIDUAL, check_arguments, check_choice
+from commhooks.hook.vocabulary import SAVE_RESIDUAL, check_arguments, check_choice
 
 logger = logger_of(__name__)
 

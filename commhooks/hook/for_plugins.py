@@ -4,6 +4,7 @@ from commhooks.checkpoint import parts as payload_parts
 from commhooks.checkpoint.cut_off import cut_off
 from commhooks.compressors.config import HookConfig, converted
 from commhooks.compressors.dotted_path import import_path
+from commhooks.compressors.plain_values import unresolved
 from commhooks.compressors.registry import COMPRESSORS, OFF, canonical_name, means_no_hook
 from commhooks.errors import closest
 from commhooks.gradients.loss_scale import LossScale, scale_of
@@ -14,8 +15,7 @@ from commhooks.hook.attach import attach_request
 from commhooks.hook.metrics import NAMES, PREFIX, Meter
 from commhooks.hook.request import HookRequest
 from commhooks.hook.supported import TooOld, check_version
-from commhooks.options.values import unresolved
-from commhooks.options.vocabulary import ARGUMENTS, check_arguments, check_value
+from commhooks.hook.vocabulary import ARGUMENTS, check_arguments, check_value
 
 __all__ = [
     "ARGUMENTS",

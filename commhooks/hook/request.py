@@ -14,6 +14,7 @@ from commhooks.compressors.base import Compressor
 from commhooks.compressors.cast import AllReduce
 from commhooks.compressors.config import HookConfig, from_options
 from commhooks.compressors.dotted_path import import_path
+from commhooks.compressors.plain_values import plain
 from commhooks.compressors.registry import (
     COMPRESSORS,
     FACTORIES,
@@ -28,8 +29,7 @@ from commhooks.compressors.registry import (
 )
 from commhooks.ddp_comm_hooks.drop_ins import DROP_INS
 from commhooks.errors import HookConfigError, closest
-from commhooks.options.values import plain
-from commhooks.options.vocabulary import ARGUMENTS, check_arguments
+from commhooks.hook.vocabulary import ARGUMENTS, check_arguments
 
 
 @dataclass(frozen=True)

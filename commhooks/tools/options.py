@@ -2,8 +2,8 @@
 
 from typing import Any
 
+from commhooks.compressors.plain_values import unresolved
 from commhooks.errors import HookConfigError
-from commhooks.options.values import unresolved
 
 
 def parse_options(texts: list[str]) -> dict[str, Any]:

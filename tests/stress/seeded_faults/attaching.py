@@ -61,7 +61,7 @@ MUTANTS = [
     ),
     Mutant(
         "True is taken for 1",
-        "commhooks/options/values.py",
+        "commhooks/compressors/plain_values.py",
         "    if value is None or isinstance(value, bool):\n",
         "    if value is None:\n",
         "compressors/test_config_errors.py::test_python_and_yaml_refuse_the_same_values",
@@ -103,7 +103,7 @@ MUTANTS = [
     ),
     Mutant(
         "exclude: what is in the list may be anything",
-        "commhooks/options/values.py",
+        "commhooks/compressors/plain_values.py",
         "if list[str] in kinds and all(isinstance(each, str) for each in value):",
         "if list[str] in kinds:",
         "compressors/test_config_errors.py::test_python_and_yaml_refuse_the_same_values",

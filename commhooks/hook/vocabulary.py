@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from commhooks.compressors.plain_values import as_type
 from commhooks.errors import HookConfigError, closest
-from commhooks.options.values import as_type
 
 WRAPPERS = ("fp16", "bf16", "int8", "int4")
 SAVE_RESIDUAL = ("mean", "per_rank", "drop")

@@ -19,9 +19,9 @@ import difflib
 import inspect
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from pathlib import Path
-from typing import Any, Optional, Union
+from typing import Any
 
 import yaml
 from accelerate import DistributedDataParallelKwargs
@@ -30,6 +30,7 @@ from accelerate_commhooks.flags import SECTION
 from accelerate_commhooks.stock_fields import STOCK_HOOK_FIELDS
 from commhooks.errors import HookConfigError
 from commhooks.hook.for_plugins import (
+    ARGUMENTS,
     COMPRESSORS,
     OFF,
     canonical_name,
@@ -46,34 +47,21 @@ NEAR = 0.7
 """A key that is so similar to `SECTION`, from 0 to 1, is a misspelt one."""
 
 
-@dataclass
-class _HookSettings:
-    """The settings of the hook, with `Optional` because OmegaConf 2.4 does not read `int | None`."""
-
-    hook: str = "???"
-    hook_options: Optional[dict[str, Any]] = None  # noqa: UP045
-    hook_state: Optional[str] = None  # noqa: UP045
-    wrapper: Optional[str] = None  # noqa: UP045
-    save_residual: str = "per_rank"
-    strict: bool = True
-    total_steps: Optional[int] = None  # noqa: UP045
-    check_every: Optional[int] = None  # noqa: UP045
-    ranks_per_node: Union[int, str, None] = None  # noqa: UP007
-
-
 def _ddp_fields() -> list[tuple[str, Any, Any]]:
     found = []
     for each in dataclasses.fields(DistributedDataParallelKwargs):
         if each.name not in STOCK_HOOK_FIELDS:
             # Annotated as int in Accelerate 1.15, but DDP accepts fractions of a megabyte.
-            hint = Union[int, float] if each.name == "bucket_cap_mb" else each.type  # noqa: UP007
+            hint = int | float if each.name == "bucket_cap_mb" else each.type
             found.append((each.name, hint, field(default=each.default)))
     return found
 
 
-CommHookConfig = dataclasses.make_dataclass("CommHookConfig", _ddp_fields(), bases=(_HookSettings,))
-"""The section as an OmegaConf structured config: the settings of the hook, and the DDP arguments of the installed
-Accelerate."""
+_HOOK_FIELDS = [
+    (name, each.kind, field(default="???" if name == "hook" else each.default)) for name, each in ARGUMENTS.items()
+]
+CommHookConfig = dataclasses.make_dataclass("CommHookConfig", _HOOK_FIELDS + _ddp_fields())
+"""The section: the arguments of all front ends, and the DDP arguments of the installed Accelerate."""
 
 
 def read_settings(path: str | Path, overrides: Iterable[str] = ()) -> dict[str, Any]:

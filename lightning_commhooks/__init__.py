@@ -19,7 +19,7 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from commhooks.hook.for_plugins import check_version
-from lightning_commhooks.stats import hook_stats
+from lightning_commhooks.hooked_strategy import hook_stats
 
 if TYPE_CHECKING:
     from lightning_commhooks.lightning_pytorch import CommHookCheckpoint, CommHookDDP, CommHookFSDP2, CommHookMonitor

@@ -134,16 +134,21 @@ class HookConfig:
 
 
 def explained_options(config: type[HookConfig]) -> dict[str, str]:
-    """Option -> what it does, in a sentence: the first one of its entry under "Args:" in the docstring of the class, of
-    its nearest base, or of another class derived from that. Without an entry: "". Without the options of no use."""
+    """Option -> what it does, in a sentence: the first one of its entry in the docstring of the class, of its nearest
+    base, or of another class derived from that. Without an entry: "". Without the options of no use."""
     found: dict[str, str] = {}
     bases = [each for each in config.__mro__ if issubclass(each, HookConfig) and each is not HookConfig]
     for each in (*bases, *(beside for base in bases for beside in base.__subclasses__())):
-        section = inspect.cleandoc(each.__doc__ or "").partition("\nArgs:\n")[2].partition("\n\n")[0]
-        for name, text in re.findall(r"^    (\w+): (.*(?:\n     +.*)*)", section, re.MULTILINE):
-            found.setdefault(name, " ".join(text.split()).partition(". ")[0].rstrip("."))
+        found = argument_entries(each.__doc__) | found
     names = [each.name for each in dataclasses.fields(config) if each.name not in config.without_use]
-    return {name: found.get(name, "") for name in names}
+    return {name: found.get(name, "").partition(". ")[0].rstrip(".") for name in names}
+
+
+def argument_entries(doc: str | None) -> dict[str, str]:
+    """Argument -> its entry under "Args:" in a docstring, in one line."""
+    section = inspect.cleandoc(doc or "").partition("\nArgs:\n")[2].partition("\n\n")[0]
+    entries = re.findall(r"^    (\w+): (.*(?:\n     +.*)*)", section, re.MULTILINE)
+    return {name: " ".join(text.split()) for name, text in entries}
 
 
 def from_options(config: type[ConfigT], options: Mapping[str, Any]) -> ConfigT:

@@ -1,19 +1,44 @@
-"""Explain an argument that a function does not have: most often it is an option of the hook that stands beside it."""
+"""What the signatures of the front ends share: the documentation of their arguments, and the error about an argument
+that a function does not have, which most often is an option of the hook that stands beside it."""
 
 import dataclasses
 import difflib
 import functools
 import inspect
+import re
 from collections.abc import Callable, Collection
 from typing import Any, ParamSpec, TypeVar
 
-from commhooks.compressors.config import HookConfig
+from commhooks.compressors.config import HookConfig, argument_entries
 from commhooks.compressors.registry import COMPRESSORS, canonical_name
 from commhooks.errors import HookConfigError, closest, closest_name
 from commhooks.hook.announce import reason_first
+from commhooks.hook.vocabulary import ARGUMENTS
 
 P = ParamSpec("P")
 T = TypeVar("T")
+
+
+def arguments_in(scope: dict[str, Any]) -> dict[str, Any]:
+    """Those of the arguments that front ends have in common which are in `scope`, the `locals()` of a constructor."""
+    return {name: scope[name] for name in ARGUMENTS if name in scope}
+
+
+def documented_by(source: object) -> Callable[[type[T]], type[T]]:
+    """Class decorator: in the docstring, the names in a line "a, b: as in `commhooks.attach`." get their entries in the
+    docstring of `source`. For `help()` and for jsonargparse."""
+    entries = argument_entries(source.__doc__)
+
+    def expanded(line: re.Match[str]) -> str:
+        return "\n".join(f"        {name}: {entries[name]}" for name in line[1].split(", "))
+
+    def decorate(owner: type[T]) -> type[T]:
+        owner.__doc__ = re.sub(
+            r"^ {8}([\w, ]+): as in `commhooks.attach`\.$", expanded, owner.__doc__ or "", flags=re.M
+        )
+        return owner
+
+    return decorate
 
 
 def unknown_argument(

@@ -26,7 +26,7 @@ from commhooks.errors import AttachError, HookConfigError, logger_of
 from commhooks.gradients.exclude import warn_if_unmatched
 from commhooks.gradients.source import GradientSource
 from commhooks.hook.announce import announce, reason_first
-from commhooks.hook.arguments import explains_arguments
+from commhooks.hook.arguments import arguments_in, explains_arguments
 from commhooks.hook.comm_hook import CommHook
 from commhooks.hook.learning_hook import LearningHook
 from commhooks.hook.no_hook import NoHook
@@ -36,7 +36,7 @@ from commhooks.hook.runner import Runner
 from commhooks.hook.sources import source_of
 from commhooks.hook.stateless_hook import StatelessHook
 from commhooks.hook.user_hook import UserHook
-from commhooks.hook.vocabulary import SAVE_RESIDUAL, check_arguments, check_choice
+from commhooks.hook.vocabulary import SAVE_RESIDUAL, check_choice
 
 logger = logger_of(__name__)
 
@@ -73,13 +73,14 @@ def attach(
             counts and learns nothing; a model sharded by `fully_shard` is averaged by plain all-reduce.
         hook_options: options of a hook given by name.
         hook_state: the state of a callable. It is saved and restored if it has `state_dict` and `load_state_dict`.
-        wrapper: "fp16" or "bf16": make the hook communicate in that dtype. "int8" or "int4", for PowerSGD: quantise its
-            factors, and with error feedback what it leaves uncompressed.
+        wrapper: let the hook communicate in float16 or bfloat16 ("fp16", "bf16"); for PowerSGD also in 8-bit or 4-bit
+            integers ("int8", "int4"), its factors and, with error feedback, what it leaves uncompressed.
         save_residual: default of `state_dict(residual=)`: "per_rank" (this rank's own residuals, without
             communication), "mean" (over the ranks; all of them must save), "drop" (no residuals), "distributed" (the
             mean, in a form for `torch.distributed.checkpoint`). "auto": "per_rank", or "distributed" for a model
             sharded by `fully_shard`, which takes that and "drop" only.
-        strict: whether loading a state of another model is an error.
+        strict: whether loading the state of another hook or model is an error (the default), or gives what does not
+            fit fresh memory and one warning.
         total_steps: synchronised backward passes in the whole run, if known; determines `start_powerSGD_iter` if that
             is None or a fraction.
         check_every: compare the weights of all ranks before every `check_every`-th backward pass, the first included.
@@ -106,16 +107,8 @@ def attach(
         HookRunError: another rank has failed, or did not take part within the process group's timeout.
     """
     check_choice("save_residual", save_residual, (*SAVE_RESIDUAL, "distributed", "auto"))
-    request = HookRequest.parse(
-        hook,
-        hook_options=hook_options,
-        hook_state=hook_state,
-        wrapper=wrapper,
-        save_residual={"distributed": "mean", "auto": "per_rank"}.get(save_residual, save_residual),
-        strict=strict,
-        check_every=check_every,
-        ranks_per_node=ranks_per_node,
-    )
+    kept = {"distributed": "mean", "auto": "per_rank"}.get(save_residual, save_residual)
+    request = HookRequest.parse(**arguments_in(locals()) | {"save_residual": kept})
     if isinstance(ddp_model, FSDPModule) and save_residual not in ("auto", "distributed", "drop"):
         raise HookConfigError(
             f"save_residual={save_residual!r} with a model sharded by fully_shard; expected 'distributed' (the "
@@ -143,7 +136,6 @@ def attach_request(
     loss_scale: Callable[[], float | torch.Tensor] | None = None,
 ) -> CommHook:
     """`attach` for a request that was checked before; see `attach`."""
-    check_arguments({"total_steps": total_steps})
     if loss_scale is not None and not callable(loss_scale):
         raise HookConfigError(
             f"loss_scale={loss_scale!r}; expected a function that returns the factor of this step, for example "

@@ -10,7 +10,15 @@ from commhooks.errors import closest
 from commhooks.gradients.loss_scale import LossScale, scale_of
 from commhooks.gradients.torch_private import compiled_from
 from commhooks.hook.announce import reason_first
-from commhooks.hook.arguments import HOOKS, explains_arguments, misplaced_option, unknown_argument, unknown_flag
+from commhooks.hook.arguments import (
+    HOOKS,
+    arguments_in,
+    documented_by,
+    explains_arguments,
+    misplaced_option,
+    unknown_argument,
+    unknown_flag,
+)
 from commhooks.hook.attach import attach_request
 from commhooks.hook.metrics import NAMES, PREFIX, Meter
 from commhooks.hook.request import HookRequest
@@ -31,6 +39,8 @@ __all__ = [
     "Meter",
     "TooOld",
     "attach_request",
+    "arguments_in",
+    "documented_by",
     "canonical_name",
     "check_arguments",
     "check_version",

@@ -62,12 +62,13 @@ class HookRequest:
         """Make a request from the user's arguments; see `attach` for them.
 
         Args:
-            common: wrapper, save_residual, strict, check_every, ranks_per_node.
+            common: wrapper, save_residual, strict, check_every, ranks_per_node. A total_steps is checked, too.
 
         Raises:
             HookConfigError: unknown hook or option, wrong type, or invalid combination; the message names it.
         """
         check_arguments(common)
+        common.pop("total_steps", None)
         hook_options = plain("hook_options: ", hook_options)
         if hook_options is not None and not isinstance(hook_options, Mapping):
             raise HookConfigError(f"hook_options={hook_options!r}; expected a dict of options")

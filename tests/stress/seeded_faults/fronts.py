@@ -67,8 +67,8 @@ MUTANTS = [
     Mutant(
         "the twin imports lightning",
         "lightning_commhooks/pytorch_lightning.py",
-        "import pytorch_lightning\n",
-        "import lightning.pytorch\n    import pytorch_lightning\n",
+        "    from pytorch_lightning import Callback\n",
+        "    import lightning.pytorch\n    from pytorch_lightning import Callback\n",
         f"{TWIN}::test_neither_package_imports_the_other",
     ),
     Mutant(

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal, Optional
 
 from commhooks import CommHook, PayloadError
 from commhooks.hook.for_plugins import ARGUMENTS, check_arguments
-from lightning_commhooks.hooked_strategy import HookedStrategy, hooked_strategy_of, keep_stats, warn
+from lightning_commhooks.hooked_strategy import HookedStrategy, hooked_strategy_of, keep_stats, warn, warn_if_unhooked
 from lightning_commhooks.twins import check_twin, unlike_the_trainer
 
 if TYPE_CHECKING:
@@ -76,12 +76,7 @@ class HookCheckpoint(Callback):
         mixed = unlike_the_trainer(trainer, [*callbacks, *trainer.loggers])
         if mixed is not None and stage == "fit":
             warn(mixed)
-        if hooked_strategy_of(trainer) is None:
-            strategy = type(trainer.strategy)
-            warn(
-                "CommHookCheckpoint has nothing to save: it saves the hook of a CommHookDDP strategy, and the strategy "
-                f"of this Trainer is {strategy.__module__}.{strategy.__qualname__}"
-            )
+        warn_if_unhooked(trainer, "CommHookCheckpoint has nothing to save: it saves the hook of a CommHookDDP strategy")
 
     def on_save_checkpoint(
         self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", checkpoint: dict[str, Any]

@@ -9,7 +9,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 
 from commhooks import HookConfigError, HookRunError, attach
-from commhooks.hook.for_plugins import HookRequest, arguments_in, documented_by, explains_arguments
+from commhooks.hook.for_plugins import HookRequest, arguments_in, check_value, documented_by, explains_arguments
 from lightning_commhooks.checkpoint import HookCheckpoint
 from lightning_commhooks.hook_folder import HookFolder
 from lightning_commhooks.hooked_strategy import HookedStrategy, warn
@@ -56,8 +56,7 @@ class HookedFSDP2(HookedStrategy, ModelParallelStrategy):
         process_group_backend: Optional[str] = None,  # noqa: UP045
         timeout: Optional[timedelta] = default_pg_timeout,  # noqa: UP045
     ) -> None:
-        if replicate_size != "auto" and (type(replicate_size) is not int or replicate_size < 1):
-            raise HookConfigError(f"replicate_size={replicate_size!r}; expected a number of replicas, or 'auto'")
+        check_value("replicate_size", replicate_size, int | str, "a number of replicas, or 'auto'")
         if save_residual not in (None, "drop"):
             raise HookConfigError(
                 f"save_residual={save_residual!r}; expected 'drop', or None: distributed checkpoints hold the mean"
@@ -76,8 +75,8 @@ class HookedFSDP2(HookedStrategy, ModelParallelStrategy):
             raise RuntimeError("the device mesh is there when the processes have connected, as in configure_model")
         return self._mesh
 
-    def __repr__(self) -> str:
-        return super().__repr__().replace(")", f", replicate_size={self._replicate_size!r})", 1)
+    def _arguments(self) -> str:
+        return f"{super()._arguments()}, replicate_size={self._replicate_size!r}"
 
     # ---- what Lightning calls ----------------------------------------------------------------------------------------
 

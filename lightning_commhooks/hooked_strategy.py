@@ -48,7 +48,10 @@ class HookedStrategy(ParallelStrategy):
         return self._request.save_residual
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}(hook={self._request.name!r})" + for_the_other_trainer(self)
+        return f"{type(self).__name__}({self._arguments()}){for_the_other_trainer(self)}"
+
+    def _arguments(self) -> str:
+        return f"hook={self._request.name!r}"
 
     def teardown(self) -> None:
         super().teardown()
@@ -101,6 +104,15 @@ def hooked_strategy_of(trainer: "pl.Trainer") -> HookedStrategy | None:
     return trainer.strategy if isinstance(trainer.strategy, HookedStrategy) else None
 
 
+def warn_if_unhooked(trainer: "pl.Trainer", text: str) -> bool:
+    """Warn, with this `text` of a callback, if the trainer's strategy has no hook. Return whether it has none."""
+    if hooked_strategy_of(trainer) is not None:
+        return False
+    strategy = type(trainer.strategy)
+    warn(f"{text}, and the strategy of this Trainer is {strategy.__module__}.{strategy.__qualname__}", stacklevel=6)
+    return True
+
+
 def hook_of(trainer: "pl.Trainer") -> CommHook | None:
     """The hook of the trainer's strategy, if there is one."""
     strategy = hooked_strategy_of(trainer)
@@ -127,11 +139,11 @@ def loss_scale(plugin: Any, device: torch.device) -> Callable[[], LossScale] | N
     return lambda: scale_of(plugin.scaler, device)
 
 
-def warn(text: str) -> None:
+def warn(text: str, stacklevel: int = 5) -> None:
     """Warn on rank 0."""
     from lightning_utilities.core.rank_zero import rank_zero_warn  # here, because without Lightning it is missing
 
-    rank_zero_warn(f"{WARNING_PREFIX}{text}", stacklevel=5)  # 4 and this function
+    rank_zero_warn(f"{WARNING_PREFIX}{text}", stacklevel=stacklevel)  # 4 and this function
 
 
 def _with_start(request: HookRequest, trainer: "pl.Trainer") -> HookRequest:

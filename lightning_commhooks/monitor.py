@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING, Any, Optional
 
 from commhooks import HookConfigError
 from commhooks.hook.for_plugins import NAMES, PREFIX, Meter, check_value, closest
-from lightning_commhooks.hooked_strategy import hook_of, hooked_strategy_of, warn
+from lightning_commhooks.hooked_strategy import hook_of, warn_if_unhooked
 from lightning_commhooks.twins import check_twin
 
 if TYPE_CHECKING:
@@ -67,14 +67,10 @@ class HookMonitor(Callback):
 
     def setup(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", stage: str) -> None:
         check_twin(self, trainer)
-        if stage != "fit" or self._warned or hooked_strategy_of(trainer) is not None:
-            return
-        self._warned = True
-        strategy = type(trainer.strategy)
-        warn(
-            "CommHookMonitor has nothing to log: it logs what the hook of a CommHookDDP strategy does, and the "
-            f"strategy of this Trainer is {strategy.__module__}.{strategy.__qualname__}"
-        )
+        if stage == "fit" and not self._warned:
+            self._warned = warn_if_unhooked(
+                trainer, "CommHookMonitor has nothing to log: it logs what the hook of a CommHookDDP strategy does"
+            )
 
     def on_train_start(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
         # Every fit wraps the model again and has a new hook.

@@ -41,14 +41,11 @@ _NOT_FOR_USERS = {"self", "kwargs", "ddp_kwargs", "module", "device_ids"}
 
 @documented_by(attach)
 class HookedDDP(HookedStrategy, DDPStrategy):
-    """`DDPStrategy` with a communication hook, on every device, saved and resumed with the trainer's checkpoints.
+    """`DDPStrategy` with a communication hook, on every device, saved and resumed with the trainer's checkpoints. With
+    `hook=None` it is plain DDP, for comparisons: `comm_hook` stays None and checkpoints hold nothing of a hook.
 
     Args:
-        hook: a config object such as `PowerSGD(matrix_approximation_rank=4)`, the name of a hook ("powerSGD",
-            "fp16_compress", ...), a path "package.module:function", or a callable
-            `(state, bucket) -> torch.futures.Future[torch.Tensor]`. None, "none" or "off": plain DDP without a hook,
-            for comparisons; `comm_hook` stays None and checkpoints hold nothing of a hook.
-        hook_options, hook_state, wrapper, strict, check_every, ranks_per_node: as in `commhooks.attach`.
+        hook, hook_options, hook_state, wrapper, strict, check_every, ranks_per_node: as in `commhooks.attach`.
         save_residual: what checkpoints hold of PowerSGD's error memory; see `CommHookCheckpoint`. Default "mean".
         ddp_kwargs: everything else goes to `DDPStrategy`, and through it to `DistributedDataParallel`.
 

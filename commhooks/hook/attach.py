@@ -67,10 +67,11 @@ def attach(
     Args:
         ddp_model: a `DistributedDataParallel` model that has no hook yet; or the root module of one that was sharded by
             `fully_shard` over a mesh of one dimension, with its parameters on their device.
-        hook: a config object (`PowerSGD(matrix_approximation_rank=4)`), a name (see `available_hooks()`), a path
-            `"package.module:function"`, or a callable `(state, bucket) -> torch.futures.Future[torch.Tensor]`. None,
-            "none" or "off": no hook, for comparisons. DDP then averages the gradients itself, and what is returned
-            counts and learns nothing; a model sharded by `fully_shard` is averaged by plain all-reduce.
+        hook: a config object such as `PowerSGD(matrix_approximation_rank=4)`, a name ("powerSGD", see
+            `available_hooks()`), a path `"package.module:function"`, or a callable
+            `(state, bucket) -> torch.futures.Future[torch.Tensor]`. None, "none" or "off": no hook, for comparisons.
+            DDP then averages the gradients itself, and what is returned counts and learns nothing; a model sharded by
+            `fully_shard` is averaged by plain all-reduce.
         hook_options: options of a hook given by name.
         hook_state: the state of a callable. It is saved and restored if it has `state_dict` and `load_state_dict`.
         wrapper: let the hook communicate in float16 or bfloat16 ("fp16", "bf16"); for PowerSGD also in 8-bit or 4-bit

@@ -178,9 +178,7 @@ def converted(config: type[AnyT], options: Mapping[str, Any], where: str) -> Any
     Raises:
         HookConfigError: a value of the wrong type, out of range, or a reference to nothing.
     """
-    hints, fields = _hints(config), dataclasses.fields(config)  # type: ignore[arg-type]
-    defaults = {each.name: each.default for each in fields if each.default is not dataclasses.MISSING}
-    values = with_references(where, options, defaults)
+    hints, values = _hints(config), with_references(where, options)
     for name, value in values.items():
         try:
             values[name] = as_type(value, hints[name], text=True)

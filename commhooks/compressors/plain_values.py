@@ -110,20 +110,19 @@ def plain(where: str, value: Any) -> Any:
     return value
 
 
-def with_references(where: str, values: Mapping[str, Any], others: Mapping[str, Any]) -> dict[str, Any]:
-    """`values` with each "${...}" in them replaced by what it refers to, which may be one of the `others`. `where`
-    begins messages."""
+def with_references(where: str, values: Mapping[str, Any]) -> dict[str, Any]:
+    """`values` with each "${...}" in them replaced by what it refers to. `where` begins messages."""
     if not _refers(values):
         return dict(values)
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
     try:
-        made = OmegaConf.create({**others, **values}, flags={"allow_objects": True})
+        made = OmegaConf.create(dict(values), flags={"allow_objects": True})
     except OmegaConfBaseException as error:
         raise HookConfigError(f"{where}{error.full_key}: {unresolved(error)}") from error
-    resolved = plain(where, made)
-    return {name: resolved[name] for name in values}
+    resolved: dict[str, Any] = plain(where, made)
+    return resolved
 
 
 def unresolved(error: Exception) -> str:

@@ -15,21 +15,23 @@ from accelerate_commhooks import stock_fields
 from accelerate_commhooks.prepared import HookedModel, calling_accelerator, loss_scale_of
 from accelerate_commhooks.saving import saved_hooks
 from accelerate_commhooks.settings import VARIABLE, Settings, refuse_to_ignore_the_launcher
-from commhooks import AttachError, CommHook, HookConfigError, HookRunError
+from commhooks import AttachError, CommHook, HookConfigError, HookRunError, attach
 from commhooks.errors import logger_of
 from commhooks.hook.for_plugins import (
+    ARGUMENTS,
     HOOKS,
     PREFIX,
     HookRequest,
     Meter,
     attach_request,
-    check_total_steps,
+    documented_by,
     unknown_argument,
 )
 
 logger = logger_of(__name__)
 
 
+@documented_by(attach)
 @dataclass(eq=False, repr=False)
 class CommHookKwargs(DistributedDataParallelKwargs):
     """`DistributedDataParallelKwargs` with a communication hook that is saved and resumed.
@@ -52,21 +54,10 @@ class CommHookKwargs(DistributedDataParallelKwargs):
             "fp16_compress", ...), a path "package.module:function", or a callable
             `(state, bucket) -> torch.futures.Future[torch.Tensor]`. "none", "off", or None if it is written:
             `CommHookKwargs(hook=None)`: plain DDP without a hook, for comparisons. Left out: see above.
-        hook_options: options of a hook given by name.
-        hook_state: the state of a callable. It is saved and restored if it has `state_dict` and `load_state_dict`.
-        wrapper: "fp16" or "bf16": make the hook communicate in that dtype. "int8" or "int4", for PowerSGD: quantise its
-            factors, and with error feedback what it leaves uncompressed.
         save_residual: which residuals `save_state` saves. "per_rank" (the default): those of each rank in a separate
             file, without communication. "mean": the mean over the ranks in the shared file; all ranks must call
             `save_state`. "drop": none.
-        strict: whether loading the state of another hook or model is an error (the default). If False, mismatched
-            parameters start with empty learned state, with one warning.
-        total_steps: synchronised backward passes in the whole run, if known; determines `start_powerSGD_iter` if that
-            is None or a fraction.
-        check_every: compare the weights of all ranks before every `check_every`-th backward pass. If they differ, all
-            ranks raise HookRunError with the names of the parameters. None: never.
-        ranks_per_node: average exactly inside a node and compress between nodes: "auto", or so many consecutive ranks.
-            None: compress between all ranks. See `commhooks.attach`.
+        hook_options, hook_state, wrapper, strict, total_steps, check_every, ranks_per_node: as in `commhooks.attach`.
 
     Raises:
         commhooks.HookConfigError: at construction, for an unknown hook or option (the message suggests the closest
@@ -313,17 +304,8 @@ class CommHookKwargs(DistributedDataParallelKwargs):
                 f"CommHookKwargs needs hook=: {HOOKS}; or settings from outside, by `accelerate-commhooks launch` or a "
                 f"YAML file named in {VARIABLE}. hook=None is DDP without a hook"
             )
-        request = HookRequest.parse(
-            hook,
-            hook_options=options,
-            hook_state=self.hook_state,
-            wrapper=wrapper,
-            save_residual=self.save_residual,
-            strict=self.strict,
-            check_every=self.check_every,
-            ranks_per_node=self.ranks_per_node,
-        )
-        check_total_steps(self.total_steps)
+        given = {name: getattr(self, name) for name in ARGUMENTS}
+        request = HookRequest.parse(**given | {"hook": hook, "hook_options": options, "wrapper": wrapper})
         if request.config is not None:
             request.config.resolved(self.total_steps)  # a fraction needs total_steps
         return request

@@ -17,7 +17,7 @@ import re
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Optional, Union
+from typing import Any
 
 import yaml
 
@@ -25,6 +25,7 @@ from accelerate_commhooks.flags import SECTION
 from accelerate_commhooks.stock_fields import DDP_FIELDS
 from commhooks.errors import HookConfigError
 from commhooks.hook.for_plugins import (
+    ARGUMENTS,
     COMPRESSORS,
     OFF,
     canonical_name,
@@ -48,32 +49,16 @@ LINE_TO_ADD = "accelerator = Accelerator(kwargs_handlers=[CommHookKwargs()])"
 WHAT_TO_DO = f"Write `{LINE_TO_ADD}`, with `from accelerate_commhooks import CommHookKwargs`"
 
 
-@dataclass
-class _HookSettings:
-    """The settings of the hook, with `Optional` because OmegaConf 2.4 does not read `int | None`."""
-
-    hook: str = "???"
-    hook_options: Optional[dict[str, Any]] = None  # noqa: UP045
-    hook_state: Optional[str] = None  # noqa: UP045
-    wrapper: Optional[str] = None  # noqa: UP045
-    save_residual: str = "per_rank"
-    strict: bool = True
-    total_steps: Optional[int] = None  # noqa: UP045
-    check_every: Optional[int] = None  # noqa: UP045
-    ranks_per_node: Union[int, str, None] = None  # noqa: UP007
-
-
 CommHookConfig = dataclasses.make_dataclass(
     "CommHookConfig",
-    [
-        # `bucket_cap_mb` is annotated as int in Accelerate 1.15, but DDP accepts fractions of a megabyte.
-        (each.name, Union[int, float] if each.name == "bucket_cap_mb" else each.type, field(default=each.default))  # noqa: UP007
+    [(name, each.kind, field(default="???" if name == "hook" else each.default)) for name, each in ARGUMENTS.items()]
+    # `bucket_cap_mb` is annotated as int in Accelerate 1.15, but DDP accepts fractions of a megabyte.
+    + [
+        (each.name, int | float if each.name == "bucket_cap_mb" else each.type, field(default=each.default))
         for each in DDP_FIELDS
     ],
-    bases=(_HookSettings,),
 )
-"""The section as an OmegaConf structured config: the settings of the hook, and the DDP arguments of the installed
-Accelerate."""
+"""The section: the arguments of all front ends, and the DDP arguments of the installed Accelerate."""
 _NAMES = [each.name for each in dataclasses.fields(CommHookConfig)]
 
 
@@ -267,7 +252,7 @@ def _typed(source: str, config: type, values: dict[str, Any], *keys: str) -> dic
     """`values` with the types of the dataclass `config`."""
     where = _place(source, *keys, "")
     try:
-        made = converted(config, values, where)
+        made: Any = converted(config, values, where)
     except HookConfigError as error:
         if str(error).startswith(where):
             raise

@@ -28,8 +28,14 @@ from transformers.trainer_utils import IntervalStrategy, get_last_checkpoint
 from accelerate_commhooks.handler import CommHookKwargs
 from accelerate_commhooks.saving import saved_hooks
 from accelerate_commhooks.trainer_callbacks import HookCallback, print_no_metrics, save_between_steps
-from commhooks import CommHook, HookConfigError
-from commhooks.hook.for_plugins import check_version, misplaced_option, unknown_argument
+from commhooks import CommHook, HookConfigError, attach
+from commhooks.hook.for_plugins import (
+    arguments_in,
+    check_version,
+    documented_by,
+    misplaced_option,
+    unknown_argument,
+)
 
 check_version(accelerate)
 check_version(transformers)
@@ -40,6 +46,7 @@ else:
     _Base = object
 
 
+@documented_by(attach)
 class CommHookTrainerMixin(_Base):
     """Adds a communication hook to a `Trainer` subclass: `class MyTrainer(CommHookTrainerMixin, TheirTrainer)`.
 
@@ -53,14 +60,14 @@ class CommHookTrainerMixin(_Base):
     Where the Trainer reports (`report_to`), it reports the metrics of the hook beside the loss, with the names of
     `commhooks.hook.metrics`; gradient norms are those after clipping. The lines that it prints leave them out.
 
-    The arguments are those of `CommHookKwargs`, with these differences:
-
     Args:
-        hook: also a `CommHookKwargs`, which can hold DDP arguments that the Trainer lacks. Left out: the settings that
-            `CommHookKwargs()` gets from the launcher or the environment.
-        hook_state: is not reset between calls of `train()`.
-        save_residual: which residuals checkpoints hold.
-        total_steps: default: the number of steps that the Trainer computes for each `train()`.
+        hook: as for `CommHookKwargs`; or a `CommHookKwargs`, which can also hold DDP arguments that the Trainer lacks.
+            Left out: the settings that `CommHookKwargs()` gets from the launcher or the environment.
+        hook_state: the state of a callable. It is not reset between calls of `train()`.
+        save_residual: which residuals checkpoints hold: "per_rank" (the default), "mean" or "drop".
+        total_steps: the length of the run for a `start_powerSGD_iter` that is None or a fraction; default: the number
+            of steps that the Trainer computes for each `train()`.
+        hook_options, wrapper, strict, check_every, ranks_per_node: as in `commhooks.attach`.
 
     Raises:
         commhooks.HookConfigError: at construction, for arguments that `CommHookKwargs` rejects, and if Accelerate does
@@ -82,16 +89,7 @@ class CommHookTrainerMixin(_Base):
         **kwargs: Any,
     ) -> None:
         _check_arguments(type(self), kwargs, hook)
-        settings = {
-            "hook_options": hook_options,
-            "hook_state": hook_state,
-            "wrapper": wrapper,
-            "save_residual": save_residual,
-            "strict": strict,
-            "total_steps": total_steps,
-            "check_every": check_every,
-            "ranks_per_node": ranks_per_node,
-        }
+        settings = {name: value for name, value in arguments_in(locals()).items() if name != "hook"}
         self._hook_handler = _handler(hook, {name: value for name, value in settings.items() if value is not None})
         # The user's values: the handler's own fields are merged with those of the Trainer later.
         self._given_total_steps = self._hook_handler.total_steps

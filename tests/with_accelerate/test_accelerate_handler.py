@@ -82,11 +82,7 @@ def test_repr_can_be_read_and_evaluated() -> None:
     assert repr(CommHookKwargs(hook=None)) == "CommHookKwargs(hook=None)"
 
 
-def test_fields_and_types() -> None:
-    names = [field.name for field in dataclasses.fields(HANDLER)]
-    stock = [field.name for field in dataclasses.fields(DistributedDataParallelKwargs)]
-    ours = ["hook", "hook_options", "hook_state", "wrapper", "save_residual", "strict", "total_steps", "check_every"]
-    assert names == [*stock, *ours, "ranks_per_node"]
+def test_it_is_a_handler_of_ddp_arguments() -> None:
     assert isinstance(HANDLER, CommHookKwargs) and isinstance(HANDLER, DistributedDataParallelKwargs)
     # One of Accelerate's two paths to DDP tests for truth, the other for None.
     assert not hasattr(CommHookKwargs, "__len__") and not hasattr(CommHookKwargs, "__bool__") and HANDLER

@@ -51,7 +51,7 @@ class HookMonitor(Callback):
         super().__init__()
         check_value("every_n_steps", every_n_steps, int | None)
         check_value("sample_cosine_every", sample_cosine_every, int | None)
-        check_value("per_layer", per_layer, bool, "True or False")
+        check_value("per_layer", per_layer, bool)
         if progress_bar is not None and progress_bar not in NAMES:
             offer = closest(progress_bar, NAMES) if isinstance(progress_bar, str) else ""
             raise HookConfigError(

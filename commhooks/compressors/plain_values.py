@@ -3,6 +3,7 @@
 A value is written in Python, where types are strict, or as text in YAML, the environment or a flag, where "4" stands
 for 4. It may also be a container of OmegaConf, which Hydra passes to the objects that it makes."""
 
+import contextlib
 import os
 import re
 import sys
@@ -31,29 +32,24 @@ def as_type(value: Any, hint: Any, *, text: bool = False) -> Any:
         OverflowError: a float is expected, and this number is too large for one.
     """
     kinds = _kinds(hint)
-    if text and isinstance(value, str) and str not in kinds:
-        value = _parsed(value, kinds)
-    elif text and str in kinds and int not in kinds and isinstance(value, (bool, int, float, os.PathLike)):
-        return str(value)
+    if text:
+        value = _read(value, kinds)
     if value is None or isinstance(value, bool):
-        fits = type(value) in kinds
+        if type(value) in kinds:
+            return value
     elif isinstance(value, Mapping):
         for kind in kinds:
             if typing.get_origin(kind) is dict and all(isinstance(key, str) for key in value):
                 item = typing.get_args(kind)[1]
                 return {key: each if item is Any else as_type(each, item, text=text) for key, each in value.items()}
-        fits = False
     elif isinstance(value, Sequence) and not isinstance(value, (str, bytes)):
         if list[str] in kinds and all(isinstance(each, str) for each in value):
             return list(value)
-        fits = False
     elif isinstance(value, int) and float in kinds and int not in kinds:
         return float(value)
-    else:
-        fits = isinstance(value, tuple(kind for kind in kinds if isinstance(kind, type)))
-    if not fits:
-        raise TypeError
-    return value
+    elif isinstance(value, tuple(kind for kind in kinds if isinstance(kind, type))):
+        return value
+    raise TypeError
 
 
 def in_words(hint: Any) -> str:
@@ -147,14 +143,16 @@ def _refers(value: object) -> bool:
     return isinstance(value, str) and ("${" in value or value == "???")
 
 
-def _parsed(text: str, kinds: tuple[Any, ...]) -> Any:
-    """What YAML reads in `text` as one of these types; `text` itself if that is none of them."""
+def _read(value: Any, kinds: tuple[Any, ...]) -> Any:
+    """What YAML reads in `value` as one of these types; `value` itself if that is none of them."""
+    if str in kinds:
+        return str(value) if int not in kinds and isinstance(value, (bool, int, float, os.PathLike)) else value
+    if not isinstance(value, str):
+        return value
     if bool in kinds:
-        return _YAML_BOOLS.get(text.lower(), text)
+        return _YAML_BOOLS.get(value.lower(), value)
     for kind in (int, float):
         if kind in kinds:
-            try:
-                return kind(text)
-            except ValueError:
-                pass
-    return text
+            with contextlib.suppress(ValueError):
+                return kind(value)
+    return value

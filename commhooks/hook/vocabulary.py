@@ -22,18 +22,15 @@ class Argument:
         kind: its type in YAML. In Python `hook` and `hook_state` may be other objects, too.
         help: one line for a flag, with the default.
         default: if nothing is given. Lightning writes one file for all ranks, so that its `save_residual` is "mean".
-        expected: the values, for messages; of numbers none is below 1.
         choices: the values, if there are few.
     """
 
     kind: Any
     help: str
     default: Any = None
-    expected: str = ""
     choices: tuple[str | None, ...] = ()
 
 
-_STEPS = "a number of steps, 1 or more, or None"
 ARGUMENTS = {
     "hook": Argument(str, "which hook, e.g. powerSGD: `commhooks hooks` lists them; none is DDP without a hook"),
     "hook_options": Argument(dict[str, Any] | None, "options of the hook, e.g. matrix_approximation_rank=4"),
@@ -42,28 +39,24 @@ ARGUMENTS = {
     "save_residual": Argument(
         str,
         "which residuals save_state writes: of each rank, their mean, or none (per_rank)",
-        default="per_rank",
+        "per_rank",
         choices=SAVE_RESIDUAL,
     ),
-    "strict": Argument(
-        bool,
-        "whether loading the state of another hook or model is an error (true)",
-        default=True,
-        expected="True or False",
-    ),
+    "strict": Argument(bool, "whether loading the state of another hook or model is an error (true)", True),
     "total_steps": Argument(
-        int | None,
-        "synchronised backward passes in the whole run, for a start that is a fraction of it",
-        expected=_STEPS,
+        int | None, "synchronised backward passes in the whole run, for a start that is a fraction of it"
     ),
     "check_every": Argument(
-        int | None, "compare the weights of all ranks before every so many backward passes (never)", expected=_STEPS
+        int | None, "compare the weights of all ranks before every so many backward passes (never)"
     ),
     "ranks_per_node": Argument(
-        int | str | None,
-        "average exactly inside a node of so many ranks, or `auto`; compress between nodes (no)",
-        expected="'auto', a number of ranks, 1 or more, or None",
+        int | str | None, "average exactly inside a node of so many ranks, or `auto`; compress between nodes (no)"
     ),
+}
+_EXPECTED = {
+    bool: "True or False",
+    int | None: "a number of steps, 1 or more, or None",
+    int | str | None: "'auto', a number of ranks, 1 or more, or None",
 }
 
 
@@ -76,11 +69,11 @@ def check_arguments(given: Mapping[str, object]) -> None:
     for name, argument in ARGUMENTS.items():
         if name in given and argument.choices:
             check_choice(name, given[name], argument.choices)
-        elif name in given and argument.expected:
-            check_value(name, given[name], argument.kind, argument.expected)
+        elif name in given and argument.kind in _EXPECTED:
+            check_value(name, given[name], argument.kind)
 
 
-def check_value(name: str, value: Any, kind: Any, expected: str = _STEPS) -> None:
+def check_value(name: str, value: Any, kind: Any, expected: str = "") -> None:
     """Raise HookConfigError unless `value`, of the argument `name`, is of the type `kind`; a number must be 1 or more,
     and the only text is "auto"."""
     try:
@@ -89,7 +82,7 @@ def check_value(name: str, value: Any, kind: Any, expected: str = _STEPS) -> Non
     except TypeError:
         fits = False
     if not fits:
-        raise HookConfigError(f"{name}={value!r}; expected {expected}")
+        raise HookConfigError(f"{name}={value!r}; expected {expected or _EXPECTED[kind]}")
 
 
 def check_choice(name: str, value: object, choices: tuple[object, ...]) -> None:

@@ -189,12 +189,11 @@ def _check_arguments(trainer: type[CommHookTrainerMixin], given: dict[str, Any],
     takes_all = [each for each in known if each.kind is each.VAR_KEYWORD]
     names = {each.name for each in known if each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD)} - {"self"}
     for name, value in given.items():
+        problem = None
         if len(takes_all) > 1:  # not the mixin's alone
             problem = misplaced_option(trainer.__name__, name, value, hook)
         elif name not in names:
             problem = unknown_argument(trainer.__name__, name, value, hook, names)
-        else:
-            problem = None
         if problem is not None:
             raise problem
 

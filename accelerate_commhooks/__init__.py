@@ -17,12 +17,23 @@ def __getattr__(name: str) -> Any:
     # Accelerate and torch take seconds to import, and the command needs them only when it runs.
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from accelerate_commhooks.installed import check_accelerate
-
     check_accelerate()
     from accelerate_commhooks.handler import CommHookKwargs
 
     return CommHookKwargs
+
+
+def check_accelerate() -> None:
+    """Raise ImportError if Accelerate is missing or too old; the message says what to install."""
+    from commhooks.hook.supported import check_version
+
+    try:
+        import accelerate
+    except ModuleNotFoundError as error:
+        if error.name != "accelerate":
+            raise
+        raise ImportError("accelerate_commhooks needs Accelerate: pip install accelerate") from error
+    check_version(accelerate)
 
 
 def __dir__() -> list[str]:

@@ -1,12 +1,16 @@
 """The `accelerate-commhooks` command."""
 
 import argparse
+import json
+import os
 import re
+import shutil
 import sys
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from accelerate_commhooks import check_accelerate
 from accelerate_commhooks.flags import FLAGS, SECTION, add_flags
 from commhooks import __version__
 from commhooks.errors import HookConfigError
@@ -18,8 +22,6 @@ def main(arguments: list[str] | None = None) -> int:
     """Entry point; returns the exit status: 2 for an invalid request, 1 without Accelerate."""
     given = sys.argv[1:] if arguments is None else arguments
     args = None if given[:1] == ["launch"] else _parsed(given)  # launch: for Accelerate's launcher and the script
-    from accelerate_commhooks.installed import check_accelerate
-
     try:
         check_accelerate()
     except ImportError as error:
@@ -69,7 +71,8 @@ def _parsed(given: list[str]) -> argparse.Namespace:
     from commhooks.hook.for_plugins import unknown_flag
 
     flag, _, value = unknown[0].partition("=")
-    value = value or next(iter(each for each in given[given.index(unknown[0]) + 1 :][:1]), "VALUE")
+    following = given[given.index(unknown[0]) + 1 :]
+    value = value or (following[0] if following else "VALUE")
     config.error(unknown_flag(flag, value, args.hook, re.findall(r"--[\w-]+", config.format_usage()), "--hook_options"))
 
 
@@ -79,32 +82,26 @@ def _parsed(given: list[str]) -> argparse.Namespace:
 def _write_config(args: argparse.Namespace) -> int:
     from accelerate.commands.config.config_args import default_json_config_file, default_yaml_config_file
 
-    from accelerate_commhooks.handed_over import HandedOver
-    from accelerate_commhooks.section_file import write_section
-    from accelerate_commhooks.yaml_config import overridden, read_settings
+    from accelerate_commhooks.launcher import check_settings
+    from accelerate_commhooks.settings import Settings
 
     path: Path = args.file
-    if not args.force and path.resolve() in (
-        Path(default_yaml_config_file).resolve(),
-        Path(default_json_config_file).resolve(),
-    ):
+    defaults = (Path(default_yaml_config_file).resolve(), Path(default_json_config_file).resolve())
+    if not args.force and path.resolve() in defaults:
         raise HookConfigError(
             f"{path} is Accelerate's default configuration file. Accelerate refuses keys that it does not know: with "
             f"{SECTION!r} in it, `accelerate launch`, `env`, `test` and `config update` end with an error in every "
             "project of yours. Write into a file of its own and launch with --config_file, or add --force"
         )
-    flags = []
-    for name in FLAGS:
-        value = getattr(args, name)
-        if name == "hook_options":
-            flags += [f"hook_options.{each}" for each in value or ()]
-        elif value is not None:
-            flags.append(f"{name}={value}")
-    settings = overridden({}, flags, "flags")
-    _check_settings(HandedOver(settings, "flags"))
+    flags = [
+        f"{name}={value}" for name in FLAGS if name != "hook_options" and (value := getattr(args, name)) is not None
+    ]
+    flags += [f"hook_options.{each}" for each in args.hook_options or ()]
+    settings = Settings({}, "flags").overridden(flags)
+    check_settings(settings)
     new = not path.exists()
-    write_section(path, settings)
-    read_settings(path)
+    write_section(path, settings.values)
+    Settings.read(path)
     print(f"{path}: the section {SECTION} is written. `accelerate-commhooks check {path}` shows what it does.")
     if new:
         print(
@@ -114,60 +111,96 @@ def _write_config(args: argparse.Namespace) -> int:
     return 0
 
 
-def _check_settings(given: Any) -> None:
-    from accelerate_commhooks.launcher import check_settings
+def write_section(path: Path, settings: dict[str, Any]) -> None:
+    """Write the section of a file in place of an older one; the rest of the file stays, also its comments. The file is
+    created if it is missing, and not changed by an error."""
+    import yaml
 
-    check_settings(given)
+    before = path.read_text(encoding="utf-8") if path.exists() else ""
+    try:
+        root = yaml.compose(before, Loader=yaml.SafeLoader)
+    except yaml.YAMLError as error:
+        raise HookConfigError(f"{path} is not YAML: {' '.join(str(error).split())}") from error
+    if root is not None and not isinstance(root, yaml.MappingNode):
+        raise HookConfigError(f"{path} does not hold settings ('key: value')")
+    if root is not None and root.flow_style:  # JSON or flow-style YAML: there are no comments to keep
+        text = json.dumps(yaml.safe_load(before) | {SECTION: settings}, indent=2) + "\n"
+    else:
+        text = _without_section(before, root)
+        text += "" if not text or text.endswith("\n") else "\n"
+        text += yaml.safe_dump({SECTION: settings}, sort_keys=False)
+    path = path.resolve()  # replace the target of a link, not the link
+    temporary = path.with_name(f".{path.name}.tmp")
+    try:
+        temporary.write_text(text, encoding="utf-8")
+        if path.exists():
+            shutil.copymode(path, temporary)
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def _without_section(text: str, root: Any) -> str:
+    for key, value in root.value if root is not None else ():
+        if key.value == SECTION:
+            lines = text.splitlines(keepends=True)
+            end = value.end_mark.line + (value.end_mark.column > 0)
+            # The parser ends a block before the next token. Blank lines and comments before that token belong to the
+            # token, unless they are indented as the block is.
+            while end > key.start_mark.line + 1 and (not lines[end - 1].strip() or lines[end - 1].startswith("#")):
+                end -= 1
+            return "".join(lines[: key.start_mark.line] + lines[end:])
+    return text
 
 
 # ---------------------------------------------------------------------------------------------------------------- check
 
 
 def _check(args: argparse.Namespace) -> int:
-    import yaml
+    from accelerate_commhooks.launcher import check_settings
+    from accelerate_commhooks.settings import LINE_TO_ADD, Settings
 
-    from accelerate_commhooks.handed_over import LINE_TO_ADD, HandedOver
-    from accelerate_commhooks.yaml_config import read_settings, source_of
-
-    settings = read_settings(args.file)
-    _check_settings(HandedOver(settings, source_of(args.file)))
-    start = how_it_starts(args.file, yaml.safe_load(args.file.read_text(encoding="utf-8")))
-    rows = described(settings)
-    widest = max(len(name) for name, _ in rows)
+    settings = Settings.read(args.file)
+    check_settings(settings)
+    start, rows = _how_it_starts(str(args.file)), _described(settings.values)
+    widest = max(map(len, rows))
     print(f"{args.file}:")
-    for name, text in rows:
+    for name, text in rows.items():
         print(f"  {name:{widest}}  {text}")
     print(f"All other settings have their defaults.\n{start}\nThe script needs this line: {LINE_TO_ADD}")
     return 0
 
 
-def described(settings: dict[str, Any]) -> list[tuple[str, str]]:
-    """The settings of a file, each with its value, or what it means; and the step at which compression begins."""
+def _described(settings: dict[str, Any]) -> dict[str, str]:
+    """Each setting of a file with its value, or what it means; and the step at which compression begins."""
     from commhooks.hook.for_plugins import COMPRESSORS, OFF, canonical_name
 
+    rows = {name: str(value) for name, value in settings.items()}
     compressor = COMPRESSORS.get(canonical_name(settings["hook"]) or "")
+    if settings["hook"] == OFF:
+        rows["hook"] = "none: plain DDP, without a communication hook"
     if compressor is None:
-        plain = {"hook": "none: plain DDP, without a communication hook"} if settings["hook"] == OFF else {}
-        return [(name, str(value)) for name, value in (settings | plain).items()]
+        return rows
     known, options = compressor.Config, settings.get("hook_options") or {}
-    rows = {name: str(value) for name, value in settings.items() if name != "hook_options"}
+    rows.pop("hook_options", None)
     rows["hook"] = f"{known.hook_name}: {(known.__doc__ or '').strip().splitlines()[0]}"
     rows |= {f"hook_options.{name}": str(value) for name, value in options.items()}
     if known.start_option is not None:
         start = known(**options).resolved(settings.get("total_steps")).configured_start
         rows[f"hook_options.{known.start_option}"] = f"plain all-reduce for the first {start} steps"
-    return list(rows.items())
+    return rows
 
 
-def how_it_starts(file: Path, content: dict[str, Any]) -> str:
+def _how_it_starts(file: str) -> str:
     """A sentence about `accelerate-commhooks launch --config_file file`."""
     from accelerate.commands.launch import launch_command_parser
 
-    from accelerate_commhooks.launcher import one_process_only, refuse_without_ddp, settings_only
+    from accelerate_commhooks.launcher import one_process_only, read_as_accelerate, refuse_without_ddp, settings_only
 
-    if sentence := settings_only(str(file), content):
+    content = read_as_accelerate(file)
+    if sentence := settings_only(file, content):
         return sentence
     args = launch_command_parser().parse_args(["script.py"])
-    refuse_without_ddp(args, str(file), content)
+    refuse_without_ddp(args, file, content)
     launch = f"accelerate-commhooks launch --config_file {file} script.py"
     return one_process_only(args, content) or f"`{launch}` starts {content.get('num_processes')} processes."

@@ -3,25 +3,22 @@
 import argparse
 from typing import Any
 
+from commhooks.hook.vocabulary import ARGUMENTS, Argument
+
 SECTION = "comm_hook_config"
 """The key of the section in Accelerate's configuration file."""
 YES_NO = ("true", "false")
+
+
+def _choices(argument: Argument) -> tuple[str, ...]:
+    """The default first."""
+    choices = [each for each in argument.choices if each is not None]
+    return tuple(sorted(choices, key=lambda each: each != argument.default))
+
+
 FLAGS: dict[str, tuple[str, tuple[str, ...]]] = {
-    "hook": ("which hook, e.g. powerSGD: `commhooks hooks` lists them; none is DDP without a hook", ()),
-    "hook_options": ("options of the hook, e.g. matrix_approximation_rank=4", ()),
-    "hook_state": ("state of a function of yours, as package.module:name (none)", ()),
-    "wrapper": ("what is made of the numbers that are sent (nothing)", ("fp16", "bf16", "int8", "int4")),
-    "save_residual": (
-        "which residuals save_state writes: of each rank, their mean, or none (per_rank)",
-        ("per_rank", "mean", "drop"),
-    ),
-    "strict": ("whether loading the state of another hook or model is an error (true)", YES_NO),
-    "total_steps": ("synchronised backward passes in the whole run, for a start that is a fraction of it", ()),
-    "check_every": ("compare the weights of all ranks before every so many backward passes (never)", ()),
-    "ranks_per_node": (
-        "average exactly inside a node of so many ranks, or `auto`; compress between nodes (no)",
-        (),
-    ),
+    name: (each.help, YES_NO if each.kind is bool else _choices(each)) for name, each in ARGUMENTS.items()
+} | {
     "dim": ("DDP: the dimension along which inputs are divided (0)", ()),
     "broadcast_buffers": ("DDP: copy the buffers of rank 0 to all ranks before each forward pass (true)", YES_NO),
     "bucket_cap_mb": ("DDP: size of a bucket of gradients, MiB (25)", ()),

@@ -12,26 +12,26 @@ from accelerate import Accelerator, DistributedDataParallelKwargs, DistributedTy
 from torch.nn.parallel import DistributedDataParallel
 
 from accelerate_commhooks import stock_fields
-from accelerate_commhooks.calling_accelerator import calling_accelerator, loss_scale_of
-from accelerate_commhooks.handed_over import VARIABLE, HandedOver, handed_over, refuse_to_ignore_the_launcher
-from accelerate_commhooks.hooked_models import HookedModel, alive
+from accelerate_commhooks.prepared import HookedModel, calling_accelerator, loss_scale_of
 from accelerate_commhooks.saving import saved_hooks
-from accelerate_commhooks.yaml_config import overridden, read_settings, saying_where, source_of, to_arguments
-from commhooks import AttachError, CommHook, HookConfigError, HookRunError
+from accelerate_commhooks.settings import VARIABLE, Settings, refuse_to_ignore_the_launcher
+from commhooks import AttachError, CommHook, HookConfigError, HookRunError, attach
 from commhooks.errors import logger_of
 from commhooks.hook.for_plugins import (
+    ARGUMENTS,
     HOOKS,
     PREFIX,
     HookRequest,
     Meter,
     attach_request,
-    check_total_steps,
+    documented_by,
     unknown_argument,
 )
 
 logger = logger_of(__name__)
 
 
+@documented_by(attach)
 @dataclass(eq=False, repr=False)
 class CommHookKwargs(DistributedDataParallelKwargs):
     """`DistributedDataParallelKwargs` with a communication hook that is saved and resumed.
@@ -54,21 +54,10 @@ class CommHookKwargs(DistributedDataParallelKwargs):
             "fp16_compress", ...), a path "package.module:function", or a callable
             `(state, bucket) -> torch.futures.Future[torch.Tensor]`. "none", "off", or None if it is written:
             `CommHookKwargs(hook=None)`: plain DDP without a hook, for comparisons. Left out: see above.
-        hook_options: options of a hook given by name.
-        hook_state: the state of a callable. It is saved and restored if it has `state_dict` and `load_state_dict`.
-        wrapper: "fp16" or "bf16": make the hook communicate in that dtype. "int8" or "int4", for PowerSGD: quantise its
-            factors, and with error feedback what it leaves uncompressed.
         save_residual: which residuals `save_state` saves. "per_rank" (the default): those of each rank in a separate
             file, without communication. "mean": the mean over the ranks in the shared file; all ranks must call
             `save_state`. "drop": none.
-        strict: whether loading the state of another hook or model is an error (the default). If False, mismatched
-            parameters start with empty learned state, with one warning.
-        total_steps: synchronised backward passes in the whole run, if known; determines `start_powerSGD_iter` if that
-            is None or a fraction.
-        check_every: compare the weights of all ranks before every `check_every`-th backward pass. If they differ, all
-            ranks raise HookRunError with the names of the parameters. None: never.
-        ranks_per_node: average exactly inside a node and compress between nodes: "auto", or so many consecutive ranks.
-            None: compress between all ranks. See `commhooks.attach`.
+        hook_options, hook_state, wrapper, strict, total_steps, check_every, ranks_per_node: as in `commhooks.attach`.
 
     Raises:
         commhooks.HookConfigError: at construction, for an unknown hook or option (the message suggests the closest
@@ -99,14 +88,14 @@ class CommHookKwargs(DistributedDataParallelKwargs):
         self._given: frozenset[str]
         self._hooked: list[HookedModel] = []
         self._meters: weakref.WeakKeyDictionary[CommHook, Meter] = weakref.WeakKeyDictionary()
-        self._handed_over: HandedOver | None = None
+        self._settings: Settings | None = None  # from outside
         self._warned_alone = False
-        given = None if self._asks_for_something() else handed_over()
+        given = None if self._asks_for_something() else Settings.from_environment()
         if given is None:
             self._checked_request()
             return
-        with saying_where(given.source):
-            for name, value in to_arguments(given.settings).items():
+        with given.locating_errors():
+            for name, value in given.arguments().items():
                 if name == "hook" or name not in self._given:
                     setattr(self, name, value)
             self._checked_request()
@@ -126,21 +115,19 @@ class CommHookKwargs(DistributedDataParallelKwargs):
         Raises:
             HookConfigError: no file, or invalid settings; the message names the file and the setting.
         """
-        overrides = _texts(overrides)
-        if path is not None:
-            settings = read_settings(path, overrides)
-            with saying_where(source_of(path)):
-                return cls(**to_arguments(settings))
-        given = handed_over()
+        if isinstance(overrides, str):
+            raise HookConfigError(f"overrides={overrides!r} is a text; expected a list of texts 'key=value'")
+        overrides = list(overrides)
+        given = Settings.from_environment() if path is None else Settings.read(path, overrides)
         if given is None:
             raise HookConfigError(
                 f"CommHookKwargs.from_config() without a path: nothing was handed over. Name a file here or in the "
                 f"environment variable {VARIABLE}, or start the script with `accelerate-commhooks launch`"
             )
-        if overrides:
-            given = dataclasses.replace(given, settings=overridden(given.settings, overrides, given.source))
-        with saying_where(given.source):
-            handler = cls(**to_arguments(given.settings))
+        if path is None and overrides:
+            given = given.overridden(overrides)
+        with given.locating_errors():
+            handler = cls(**given.arguments())
         handler._use(given)
         return handler
 
@@ -170,13 +157,11 @@ class CommHookKwargs(DistributedDataParallelKwargs):
             if step % 50 == 0:
                 handler.log(accelerator, step=step)
 
-        The names are those of `commhooks.hook.metrics`: `commhooks/bytes_per_pass`, `commhooks/compression_rate`,
-        `commhooks/codec_ms`, `commhooks/waiting_ms`, `commhooks/residual_over_gradient` and so on; means are since the
-        previous call. With several models those of the second are `commhooks/1/bytes_per_pass` and so on. Without a
-        hook, as in one process, nothing is logged. Gradients are read from `.grad`: call this after `optimizer.step()`
-        and before `optimizer.zero_grad()`; otherwise the two metrics that need them are omitted. It does not
-        communicate: all ranks may call it, or only the main process. The cosine is included if
-        `handler.attached.sample_cosine(N)` was called.
+        The names are those of `commhooks.hook.metrics`: `commhooks/bytes_per_pass` and so on, `commhooks/1/...` for the
+        second of several models; means are since the previous call. Without a hook, as in one process, nothing is
+        logged. Gradients are read from `.grad`: call this after `optimizer.step()` and before `optimizer.zero_grad()`;
+        otherwise the two metrics that need them are omitted. It does not communicate: all ranks may call it, or only
+        the main process. The cosine is included if `handler.attached.sample_cosine(N)` was called.
 
         Args:
             accelerator: the accelerator with the trackers (`Accelerator(log_with=...)` with `init_trackers`).
@@ -194,11 +179,11 @@ class CommHookKwargs(DistributedDataParallelKwargs):
                 f"CommHookKwargs.log: this accelerator has no trackers; it needs {missing}a call of "
                 "accelerator.init_trackers(...) before"
             )
-        self.warn_if_alone(accelerator)
+        if accelerator.distributed_type is DistributedType.NO:
+            self.warn_alone()
         values: dict[str, float] = {}
         for number, hook in enumerate(self.attached_hooks):
-            meter = self._meters.setdefault(hook, Meter())
-            values |= meter.read(hook, per_layer=per_layer, prefix=f"{PREFIX}/{number}" if number else PREFIX)
+            values |= self._metrics(hook, per_layer=per_layer, prefix=f"{PREFIX}/{number}" if number else PREFIX)
         if values:
             accelerator.log(values, step=step)
 
@@ -214,20 +199,18 @@ class CommHookKwargs(DistributedDataParallelKwargs):
                 "this accelerator has a DistributedDataParallelKwargs already, and it takes one only: give its "
                 "arguments to CommHookKwargs(...) instead"
             )
-        if accelerator.distributed_type not in _WITH_DDP:
+        kind = accelerator.distributed_type
+        # NO: one process without communication; the same script may be started with several processes later.
+        if kind is not DistributedType.NO and not kind.name.startswith("MULTI_"):
             raise HookConfigError(
-                f"this accelerator runs with {accelerator.distributed_type}, where models are not wrapped in "
+                f"this accelerator runs with {kind}, where models are not wrapped in "
                 "DistributedDataParallel: there is nothing to attach a communication hook to"
             )
         accelerator.ddp_handler = self
         saved_hooks(accelerator)
-        self.warn_if_alone(accelerator)
-        return self
-
-    def warn_if_alone(self, accelerator: Accelerator) -> None:
-        """Log once that there is no hook, if `accelerator` runs as one process, whose model it does not wrap in DDP."""
-        if accelerator.distributed_type == DistributedType.NO:
+        if kind is DistributedType.NO:
             self.warn_alone()
+        return self
 
     def warn_alone(self) -> None:
         """Log once that there is no hook, because there is one process and no DDP."""
@@ -249,23 +232,25 @@ class CommHookKwargs(DistributedDataParallelKwargs):
         return DistributedDataParallelKwargs
 
     def to_dict(self) -> dict[str, Any]:
-        return DistributedDataParallelKwargs(**stock_fields.ddp_arguments(self)).to_dict()
-
-    def to_kwargs(self) -> dict[str, Any]:
-        """The arguments of `DistributedDataParallel` that differ from Accelerate's defaults."""
-        return DistributedDataParallelKwargs(**stock_fields.ddp_arguments(self)).to_kwargs()
+        """The arguments of `DistributedDataParallel`, by name."""
+        return {f.name: getattr(self, f.name) for f in stock_fields.DDP_FIELDS}
 
     def register_comm_hook(self, model: DistributedDataParallel) -> None:
         """Attach a hook to a model that has just been wrapped. Every rank must call this."""
-        self._hooked = alive(self._hooked)
+        self._hooked = [each for each in self._hooked if each.hook is not None]
         request = self._checked_request()
-        if self._handed_over is None:
+        if self._settings is None or self._settings.used is None:
             refuse_to_ignore_the_launcher(self.hook)
-        self._refuse_shared_state(request)
+        if self.attached_hooks and callable(getattr(request.hook_state, "state_dict", None)):
+            raise AttachError(
+                f"hook_state ({type(request.hook_state).__name__}) is one object, and serves another model already. "
+                "Give each model a handler of its own, or make states by a factory: "
+                "commhooks.register_hook(name, factory)"
+            )
         accelerator = calling_accelerator(self)
         hook = attach_request(model, request, total_steps=self.total_steps, loss_scale=loss_scale_of(accelerator))
-        if self._handed_over is not None:
-            self._handed_over.note("attached")
+        if self._settings is not None:
+            self._settings.note("attached")
         if request.off:
             return
         hooked = HookedModel(model, hook)
@@ -290,9 +275,13 @@ class CommHookKwargs(DistributedDataParallelKwargs):
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Pickles and copies contain the configuration, never the hooks of wrapped models.
-        return _rebuild, (type(self), _values(self)), {"_handed_over": self._handed_over}
+        return _rebuild, (type(self), _values(self)), {"_settings": self._settings}
 
     # ---- helpers -----------------------------------------------------------------------------------------------------
+
+    def _metrics(self, hook: CommHook, **how: Any) -> dict[str, float]:
+        """The metrics of `hook` since the previous call for it; for the arguments see `Meter.read`."""
+        return self._meters.setdefault(hook, Meter()).read(hook, **how)
 
     def _checked_request(self) -> HookRequest:
         """The checked request. Made at each call, because the fields of Accelerate's handlers may be changed."""
@@ -315,17 +304,8 @@ class CommHookKwargs(DistributedDataParallelKwargs):
                 f"CommHookKwargs needs hook=: {HOOKS}; or settings from outside, by `accelerate-commhooks launch` or a "
                 f"YAML file named in {VARIABLE}. hook=None is DDP without a hook"
             )
-        request = HookRequest.parse(
-            hook,
-            hook_options=options,
-            hook_state=self.hook_state,
-            wrapper=wrapper,
-            save_residual=self.save_residual,
-            strict=self.strict,
-            check_every=self.check_every,
-            ranks_per_node=self.ranks_per_node,
-        )
-        check_total_steps(self.total_steps)
+        given = {name: getattr(self, name) for name in ARGUMENTS}
+        request = HookRequest.parse(**given | {"hook": hook, "hook_options": options, "wrapper": wrapper})
         if request.config is not None:
             request.config.resolved(self.total_steps)  # a fraction needs total_steps
         return request
@@ -334,25 +314,9 @@ class CommHookKwargs(DistributedDataParallelKwargs):
         """Whether a hook, or explicitly none, was given here, so that no settings from outside are needed."""
         return self.hook is not None or "hook" in self._given or bool(stock_fields.requests(self))
 
-    def _use(self, given: HandedOver) -> None:
-        self._handed_over = given
+    def _use(self, given: Settings) -> None:
+        self._settings = given
         given.note("read")
-
-    def _refuse_shared_state(self, request: HookRequest) -> None:
-        learns = callable(getattr(request.hook_state, "state_dict", None))
-        if learns and self.attached_hooks:
-            raise AttachError(
-                f"hook_state ({type(request.hook_state).__name__}) is one object, and serves another model already. "
-                "Give each model a handler of its own, or make states by a factory: "
-                "commhooks.register_hook(name, factory)"
-            )
-
-
-_WITH_DDP = {
-    # NO: one process without communication; the same script may be started with several processes later.
-    DistributedType.NO,
-    *(kind for kind in DistributedType if kind.name.startswith("MULTI_")),
-}
 
 
 def _values(handler: Any) -> dict[str, Any]:
@@ -362,12 +326,6 @@ def _values(handler: Any) -> dict[str, Any]:
 def _is_default(f: "dataclasses.Field[Any]", value: Any) -> bool:
     default = f.default if f.default_factory is dataclasses.MISSING else f.default_factory()
     return type(value) is type(default) and bool(value == default)
-
-
-def _texts(overrides: Iterable[str]) -> list[str]:
-    if isinstance(overrides, str):
-        raise HookConfigError(f"overrides={overrides!r} is a text; expected a list of texts 'key=value'")
-    return list(overrides)
 
 
 def _rebuild(cls: type[CommHookKwargs], values: dict[str, Any]) -> CommHookKwargs:

@@ -2,10 +2,11 @@
 
 Accelerate 1.15 rejects configuration files with unknown keys and does not pass the file's name to its workers. The
 section is therefore removed: Accelerate gets a copy of the file without it, in a folder that is removed when the run
-ends, and the workers get the section in the environment variable of `handed_over`.
+ends, and the workers get the section in the environment variable of `settings`.
 """
 
 import argparse
+import dataclasses
 import json
 import os
 import signal
@@ -13,8 +14,7 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -28,16 +28,9 @@ from accelerate.utils import patch_environment
 from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
-from accelerate_commhooks.handed_over import VARIABLE, HandedOver, handed_over, unused
+from accelerate_commhooks.flags import SECTION
 from accelerate_commhooks.handler import CommHookKwargs
-from accelerate_commhooks.yaml_config import (
-    HOW_TO_WRITE,
-    SECTION,
-    has_section,
-    saying_where,
-    section_settings,
-    source_of,
-)
+from accelerate_commhooks.settings import HOW_TO_WRITE, VARIABLE, WHAT_TO_DO, Settings, has_section
 from commhooks import HookConfigError
 
 WHAT_IT_ADDS = (
@@ -64,33 +57,41 @@ _NOT_DDP = {
 def launch(arguments: list[str]) -> int:
     """Run `accelerate launch` with these arguments, with the settings for the workers.
 
-    Returns:
-        The exit status of the script: that of the first process that failed; 128 + n after signal n; 1 if the script
-        succeeded without using the settings.
-
-    Raises:
-        HookConfigError: before anything is started: there are no settings, they are invalid, or no hook could be
-            attached in such a launch.
+    Returns the exit status of the script: that of the first process that failed; 128 + n after signal n; 1 if the
+    script succeeded without using the settings. Raises HookConfigError before anything is started.
     """
     parser = launch_command_parser()
     parser.prog, parser.description = "accelerate-commhooks launch", WHAT_IT_ADDS
     args = parser.parse_args(arguments)
-    file = config_file(args)
-    given, content = _settings(file), _content(file)
+    file = args.config_file
+    if file is None and os.path.isfile(default_config_file):
+        file = default_config_file
+    accelerate_reads = args.config_file is not None or not args.cpu  # with --cpu it ignores its default file
+    given, content = _settings(file), read_as_accelerate(file) if file is not None else {}
     check_settings(given)
-    if _accelerate_reads(args) and (sentence := settings_only(file, content)):
+    if accelerate_reads and (sentence := settings_only(file, content)):
         raise HookConfigError(f"{file}: {sentence}")
     refuse_without_ddp(args, file, content)
     if sentence := one_process_only(args, content):
         print(f"accelerate-commhooks launch: {sentence}", file=sys.stderr)
     with tempfile.TemporaryDirectory(prefix="commhooks-launch-") as folder:
-        if content is not None and content.pop(SECTION, None) is not None and _accelerate_reads(args):
-            args.config_file = _write(content, folder, file)
+        if content.pop(SECTION, None) is not None and accelerate_reads:
+            is_json = file.endswith(".json")
+            args.config_file = os.path.join(folder, "config.json" if is_json else "config.yaml")
+            text = json.dumps(content) if is_json else yaml.safe_dump(content)
+            Path(args.config_file).write_text(text, encoding="utf-8")
         # Other machines in a host file cannot write into this folder.
         watched = getattr(args, "mpirun_hostfile", None) is None
-        given = HandedOver(given.settings, given.source, Path(folder) if watched else None)
-        with patch_environment(**{VARIABLE: given.to_environment()}), _reminder(args.training_script, given):
-            status = _run(args)
+        given = dataclasses.replace(given, used=Path(folder) if watched else None)
+        # The check below comes at the end of the run, which may take days.
+        reminder = threading.Timer(REMINDER_S, _remind, [args.training_script, given])
+        reminder.daemon = True
+        reminder.start()
+        try:
+            with patch_environment(**{VARIABLE: given.to_environment()}):
+                status = _run(args)
+        finally:
+            reminder.cancel()
         if status == 0 and watched:
             # Accelerate's launcher has merged its configuration into `args`.
             sentence = unused(args.training_script, given, several_processes=args.multi_gpu and not args.cpu)
@@ -100,25 +101,46 @@ def launch(arguments: list[str]) -> int:
     return status
 
 
-def config_file(args: argparse.Namespace) -> str | None:
-    """The configuration file of a launch: the given one, or Accelerate's default file if that exists."""
-    if args.config_file is not None:
-        return str(args.config_file)
-    return default_config_file if os.path.isfile(default_config_file) else None
+def read_as_accelerate(file: str) -> dict[str, Any]:
+    """The content of a configuration file."""
+    text = Path(file).read_text(encoding="utf-8")
+    return (json.loads(text) if file.endswith(".json") else yaml.safe_load(text)) or {}
 
 
-def check_settings(given: HandedOver) -> None:
-    """Check the settings without importing dotted paths: only the workers have the script's folder in `sys.path`.
+# ------------------------------------------------------------------------------------------------------- before the run
 
-    Raises:
-        HookConfigError: the settings are invalid.
-    """
-    settings = {name: value for name, value in given.settings.items() if name != "hook_state"}
-    with saying_where(given.source):
-        if ":" in settings["hook"]:
-            # The path is not imported here; the script checks the options of a compressor given by its path.
-            settings["hook"] = _stand_in_for(settings["hook"])
-            settings.pop("hook_options", None)
+
+def _settings(file: str | None) -> Settings:
+    outside = os.environ.get(VARIABLE, "").strip()
+    if file is not None and has_section(file):
+        if outside:
+            raise HookConfigError(
+                f"{file} has a section {SECTION!r}, and {VARIABLE}={outside}: both ask for a communication hook. Unset "
+                "the variable or remove the section"
+            )
+        return Settings.read(file)
+    given = Settings.from_environment()
+    if given is None:
+        where = (
+            f"{file} has no section {SECTION!r}" if file else f"there is no configuration file ({default_config_file})"
+        )
+        raise HookConfigError(f"{where}, and {VARIABLE} is not set. {HOW_TO_WRITE}")
+    return given
+
+
+def check_settings(given: Settings) -> None:
+    """Raise HookConfigError for invalid settings. Imports no dotted paths: only the workers have the script's folder in
+    `sys.path`."""
+    settings = {name: value for name, value in given.values.items() if name != "hook_state"}
+    if ":" in settings["hook"]:
+
+        def stand_in(state: object, bucket: object) -> None: ...
+
+        # The path is not imported here; the script checks the options of a compressor given by its path.
+        stand_in.__qualname__ = settings["hook"]  # shown in messages
+        settings["hook"] = stand_in
+        settings.pop("hook_options", None)
+    with given.locating_errors():
         try:
             CommHookKwargs(**settings)
         except HookConfigError as error:
@@ -130,9 +152,9 @@ def check_settings(given: HandedOver) -> None:
             ) from error
 
 
-def settings_only(file: str | None, content: dict[str, Any] | None) -> str | None:
+def settings_only(file: str | None, content: dict[str, Any]) -> str | None:
     """A sentence about a configuration file that lacks Accelerate's own settings, else None."""
-    if content is None or "distributed_type" in content:
+    if file is None or "distributed_type" in content:
         return None
     return (
         f"Settings only: use it with CommHookKwargs.from_config({file!r}), or with {VARIABLE}={file} and "
@@ -140,19 +162,18 @@ def settings_only(file: str | None, content: dict[str, Any] | None) -> str | Non
     )
 
 
-def refuse_without_ddp(args: argparse.Namespace, file: str | None, content: dict[str, Any] | None) -> None:
+def refuse_without_ddp(args: argparse.Namespace, file: str | None, content: dict[str, Any]) -> None:
     """Raise HookConfigError if Accelerate would not wrap models in DDP under these arguments and this configuration."""
-    flags = [name for name in ("multi_gpu", *_NOT_DDP.values()) if getattr(args, name)]
-    kind = (content or {}).get("distributed_type")
-    asked = [f"--{name}" for name in flags if name in _NOT_DDP.values()]
-    if not flags and kind in [each.value for each in _NOT_DDP]:
+    asked = [f"--{flag}" for flag in _NOT_DDP.values() if getattr(args, flag)]
+    kind = content.get("distributed_type")
+    if not asked and not args.multi_gpu and kind in [each.value for each in _NOT_DDP]:
         asked = [f"{file}: distributed_type: {kind}"]
     if asked and not args.cpu:
         raise HookConfigError(
             f"{asked[0]}: Accelerate does not wrap models in DistributedDataParallel then, so there is nothing to "
             f"attach a communication hook to. Use `accelerate launch`, and a configuration without {SECTION!r}"
         )
-    if (content or {}).get("compute_environment") == "AMAZON_SAGEMAKER":
+    if content.get("compute_environment") == "AMAZON_SAGEMAKER":
         raise HookConfigError(
             f"{file}: compute_environment: AMAZON_SAGEMAKER: the script runs on machines that this launcher does not "
             f"reach. Use `accelerate launch`, with a file of settings beside the script and {VARIABLE} in the job's "
@@ -160,69 +181,18 @@ def refuse_without_ddp(args: argparse.Namespace, file: str | None, content: dict
         )
 
 
-def one_process_only(args: argparse.Namespace, content: dict[str, Any] | None) -> str | None:
+def one_process_only(args: argparse.Namespace, content: dict[str, Any]) -> str | None:
     """A warning if Accelerate starts one process for these arguments and this configuration, else None.
 
     Accelerate 1.15 has two launchers for local machines; the one for the CPU starts several processes only through MPI.
     """
-    kind = str((content or {}).get("distributed_type", ""))
-    several = args.multi_gpu or kind not in ("", "NO", "MULTI_CPU") or args.mpirun_hostfile
-    if (several or (content or {}).get("mpirun_config")) and not args.cpu:
+    several = args.multi_gpu or str(content.get("distributed_type", "")) not in ("", "NO", "MULTI_CPU")
+    if (several or args.mpirun_hostfile or content.get("mpirun_config")) and not args.cpu:
         return None
     return (
         "Accelerate starts one process here, whose model is not wrapped in DDP and gets no hook. For several write "
         "`distributed_type: MULTI_GPU` or --multi_gpu; on the CPU too, with Accelerator(cpu=True) in the script."
     )
-
-
-# ------------------------------------------------------------------------------------------------------- before the run
-
-
-def _settings(file: str | None) -> HandedOver:
-    with_section = file is not None and has_section(file)
-    outside = os.environ.get(VARIABLE, "").strip()
-    if with_section and outside:
-        raise HookConfigError(
-            f"{file} has a section {SECTION!r}, and {VARIABLE}={outside}: both ask for a communication hook. Unset the "
-            "variable or remove the section"
-        )
-    if with_section:
-        assert file is not None
-        return HandedOver(section_settings(file), source_of(file))
-    given = handed_over()
-    if given is None:
-        where = (
-            f"{file} has no section {SECTION!r}" if file else f"there is no configuration file ({default_config_file})"
-        )
-        raise HookConfigError(f"{where}, and {VARIABLE} is not set. {HOW_TO_WRITE}")
-    return given
-
-
-def _content(file: str | None) -> dict[str, Any] | None:
-    """The content of the configuration file as Accelerate reads it."""
-    if file is None:
-        return None
-    text = Path(file).read_text(encoding="utf-8")
-    return json.loads(text) if file.endswith(".json") else yaml.safe_load(text)
-
-
-def _accelerate_reads(args: argparse.Namespace) -> bool:
-    """Whether Accelerate reads the configuration file: with --cpu, Accelerate 1.15 ignores its default file."""
-    return args.config_file is not None or not args.cpu
-
-
-def _write(content: dict[str, Any], folder: str, file: str | None) -> str:
-    json_file = str(file).endswith(".json")
-    path = Path(folder) / ("config.json" if json_file else "config.yaml")
-    path.write_text(json.dumps(content) if json_file else yaml.safe_dump(content), encoding="utf-8")
-    return str(path)
-
-
-def _stand_in_for(path: str) -> Any:
-    def hook(state: object, bucket: object) -> None: ...
-
-    hook.__qualname__ = path  # shown in messages
-    return hook
 
 
 # -------------------------------------------------------------------------------------------------------------- the run
@@ -238,8 +208,10 @@ def _run(args: argparse.Namespace) -> int:
     try:
         launch_command(args)
     except subprocess.CalledProcessError as error:  # one process
-        print(f"{args.training_script} failed: {_what(error.returncode)}", file=sys.stderr)
-        return _as_shell(error.returncode)
+        code = error.returncode
+        what = f"exit status {code}" if code >= 0 else f"ended by signal {-code}"
+        print(f"{args.training_script} failed: {what}", file=sys.stderr)
+        return _as_shell(code)
     except ChildFailedError as error:  # several
         print(error, file=sys.stderr)
         return _as_shell(error.get_first_failure()[1].exitcode)
@@ -266,28 +238,28 @@ def _end_children(signum: signal.Signals | None = None) -> None:
             child.kill()
 
 
-def _what(returncode: int) -> str:
-    return f"exit status {returncode}" if returncode >= 0 else f"ended by signal {-returncode}"
-
-
 def _as_shell(returncode: int) -> int:
     return returncode if returncode >= 0 else 128 - returncode
 
 
-@contextmanager
-def _reminder(script: str, given: HandedOver) -> Iterator[None]:
-    """Print a line after `REMINDER_S` seconds if the settings are still unused. The final check comes only at the end
-    of the run, which may take days."""
+# ------------------------------------------------------------------------------------------------ what the script used
 
-    def remind() -> None:
-        if given.used is not None and not given.noted("read"):
-            sentence = unused(script, given, several_processes=False)
-            print(f"accelerate-commhooks launch: until now, {sentence}", file=sys.stderr)
 
-    timer = threading.Timer(REMINDER_S, remind)
-    timer.daemon = True
-    timer.start()
-    try:
-        yield
-    finally:
-        timer.cancel()
+def _remind(script: str, given: Settings) -> None:
+    if given.used is not None and not given.noted("read"):
+        sentence = unused(script, given, several_processes=False)
+        print(f"accelerate-commhooks launch: until now, {sentence}", file=sys.stderr)
+
+
+def unused(script: str, given: Settings, several_processes: bool) -> str | None:
+    """The error message for a script that has not used the settings, else None. With `several_processes` models should
+    have been wrapped in DDP, so that the hook must have been attached, too."""
+    if not given.noted("read"):
+        return f"{script} has not used the hook {given.values['hook']!r} that {given.source} asks for. {WHAT_TO_DO}"
+    if several_processes and not given.noted("attached"):
+        return (
+            f"{script} has attached the hook {given.values['hook']!r} that {given.source} asks for to no model: its "
+            f"CommHookKwargs() was not given to an Accelerator that wraps a model in DDP. {WHAT_TO_DO}, and let "
+            "`accelerator.prepare` wrap the model; start a script that only evaluates without such a section"
+        )
+    return None

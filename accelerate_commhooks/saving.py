@@ -19,8 +19,8 @@ from typing import Any
 import torch
 from accelerate import Accelerator, DistributedType
 
-from accelerate_commhooks.hooked_models import HookedModel
-from accelerate_commhooks.whole_files import WholeFiles
+from accelerate_commhooks.atomic_write import write_together
+from accelerate_commhooks.prepared import HookedModel, unwrapped
 from commhooks import CommHook, PayloadError
 from commhooks.errors import logger_of
 from commhooks.hook.for_plugins import cut_off, payload_parts, reason_first
@@ -57,7 +57,7 @@ class SavedHooks:
         """Add a newly prepared model; a state loaded for it earlier is applied now."""
         if self._freed():
             self._models = []
-        number = next((i for i, known in enumerate(self._models) if known.same_module(model)), len(self._models))
+        number = next((i for i, known in enumerate(self._models) if known.module is model.module), len(self._models))
         self._models[number : number + 1] = [model]
         early = self._loaded_early.pop(number, None)
         if early is not None and model.hook is not None:
@@ -69,22 +69,20 @@ class SavedHooks:
         No rank waits for another one, unless a hook has `save_residual="mean"`: then all ranks must call this.
 
         Raises:
-            OSError: a file could not be written; the message names it. None of this rank's files has changed.
+            OSError: as `write_together`.
         """
         rank = self._live_accelerator().process_index
-        with WholeFiles(rank) as files:
+
+        def files() -> Iterator[tuple[Path, dict[str, Any] | None]]:
             for number, model in enumerate(self._models):
-                hook = model.hook
-                if hook is None:
-                    continue
-                shared, own = payload_parts.split(hook.state_dict(), rank, hook.run_number)
-                own_path = _path(folder, number, rank)
-                if own is None:
-                    files.remove(own_path)  # left from an earlier save in this folder
-                else:
-                    files.write(own, own_path)
-                if writes_shared:
-                    files.write(shared, _path(folder, number))
+                if (hook := model.hook) is not None:
+                    shared, own = payload_parts.split(hook.state_dict(), rank, hook.run_number)
+                    path = _path(folder, number)
+                    yield _of_rank(path, rank), own  # None: an earlier save in this folder may have left one
+                    if writes_shared:
+                        yield path, shared
+
+        write_together(files(), rank)
 
     @reason_first()
     def load(self, folder: str) -> None:
@@ -101,12 +99,13 @@ class SavedHooks:
         early: dict[int, tuple[dict[str, Any], Path]] = {}
         number = 0
         while number < len(self._models) or _path(folder, number).exists():
-            hook = self._models[number].hook if number < len(self._models) else None
-            saved = self._read(folder, number, hook)
+            path, known = _path(folder, number), number < len(self._models)
+            hook = self._models[number].hook if known else None
+            saved = self._read(path, hook)
             if saved is not None and hook is not None:
-                take_over.append(_checked(hook, saved, _path(folder, number)))
-            if saved is not None and (number >= len(self._models) or self._freed()):
-                early[number] = saved, _path(folder, number)
+                take_over.append(_checked(hook, saved, path))
+            if saved is not None and (not known or self._freed()):
+                early[number] = saved, path
             number += 1
         for each in take_over:
             each()
@@ -117,25 +116,22 @@ class SavedHooks:
     def _save(self, models: list[torch.nn.Module], weights: list[dict[str, Any]], output_dir: str) -> None:
         accelerator = self._live_accelerator()
         everywhere = accelerator.project_configuration.save_on_each_node
-        self.save(
-            output_dir,
-            writes_shared=accelerator.is_local_main_process if everywhere else accelerator.is_main_process,
-        )
+        main = accelerator.is_local_main_process if everywhere else accelerator.is_main_process
+        self.save(output_dir, writes_shared=main)
 
     def _load(self, models: list[torch.nn.Module], input_dir: str) -> None:
         self.load(input_dir)
 
     # ---- helpers -----------------------------------------------------------------------------------------------------
 
-    def _read(self, folder: str, number: int, hook: CommHook | None) -> dict[str, Any] | None:
-        """The payload of the model with this number for this rank; None if the checkpoint has none."""
+    def _read(self, path: Path, hook: CommHook | None) -> dict[str, Any] | None:
+        """The payload for this rank, of the model whose shared file is `path`; None if the checkpoint has none."""
         accelerator = self._live_accelerator()
         rank, world_size = accelerator.process_index, accelerator.num_processes
-        path = _path(folder, number)
         if not path.exists():
-            if _path(folder, number, rank).exists():
+            if _of_rank(path, rank).exists():
                 raise PayloadError(
-                    f"{path} is missing, though {_path(folder, number, rank).name} is there: the shared part of the "
+                    f"{path} is missing, though {_of_rank(path, rank).name} is there: the shared part of the "
                     "communication hook's state is written by the main process. Copy it from there, or remove all "
                     "comm_hook*.pt files to continue with fresh memory"
                 )
@@ -143,7 +139,7 @@ class SavedHooks:
                 logger.warning(
                     "%s holds no state of a communication hook (%s): hook %r goes on with the memory that it has, "
                     "which is none in a new run.",
-                    folder,
+                    path.parent,
                     path.name,
                     hook.name,
                 )
@@ -165,30 +161,8 @@ class SavedHooks:
                 shared["world_size"],
                 world_size,
             )
-        parts = self._parts(folder, number, shared, needed)
+        parts = (_part(_of_rank(path, each), shared, each) for each in needed)  # one at a time: they are large
         return payload_parts.merge(shared, parts, rank, world_size)
-
-    def _parts(
-        self, folder: str, number: int, shared: dict[str, Any], ranks: list[int]
-    ) -> Iterator[dict[str, Any] | None]:
-        """The parts of `ranks`, one at a time; None and a warning for an unusable one.
-
-        Does not raise, because the other ranks would not know of the error. The ranks exchange at the next backward
-        pass whether residuals are missing.
-        """
-        for rank in ranks:
-            path = _path(folder, number, rank)
-            part: Any = None
-            try:
-                part = torch.load(path, map_location="cpu", weights_only=True)
-                problem = payload_parts.problem_of_part(shared, part, rank)
-            except FileNotFoundError:
-                problem = "is missing"
-            except Exception as error:  # as above
-                problem = _unreadable(path, error)
-            if problem is not None:
-                logger.warning("%s %s: it counts as missing.", path, problem)
-            yield part if problem is None else None
 
     def _freed(self) -> bool:
         """Whether the accelerator has released all models since they were prepared.
@@ -197,7 +171,10 @@ class SavedHooks:
         name; load hooks receive a copy, which other hooks may have emptied. Without that list: never.
         """
         prepared = getattr(self._live_accelerator(), "_models", None)
-        return prepared is not None and not any(known.is_inside(prepared) for known in self._models)
+        if prepared is None:
+            return False
+        modules = [unwrapped(each) for each in prepared]
+        return not any(known.module is each for known in self._models for each in modules)
 
     def _live_accelerator(self) -> Accelerator:
         accelerator = self._accelerator()
@@ -205,9 +182,32 @@ class SavedHooks:
         return accelerator
 
 
-def _path(folder: str, number: int, rank: int | None = None) -> Path:
-    model = f"_{number}" if number else ""
-    return Path(folder) / (f"comm_hook{model}.pt" if rank is None else f"comm_hook{model}_rank{rank}.pt")
+def _part(path: Path, shared: dict[str, Any], rank: int) -> dict[str, Any] | None:
+    """The part of `rank`; None and a warning if it is unusable.
+
+    Does not raise, because the other ranks would not know of the error. The ranks exchange at the next backward pass
+    whether residuals are missing.
+    """
+    part: Any = None
+    try:
+        part = torch.load(path, map_location="cpu", weights_only=True)
+        problem = payload_parts.problem_of_part(shared, part, rank)
+    except FileNotFoundError:
+        problem = "is missing"
+    except Exception as error:  # as above
+        problem = _unreadable(path, error)
+    if problem is None:
+        return part
+    logger.warning("%s %s: it counts as missing.", path, problem)
+    return None
+
+
+def _path(folder: str, number: int) -> Path:
+    return Path(folder) / (f"comm_hook_{number}.pt" if number else "comm_hook.pt")
+
+
+def _of_rank(path: Path, rank: int) -> Path:
+    return path.with_name(f"{path.stem}_rank{rank}.pt")
 
 
 def _checked(hook: CommHook, saved: dict[str, Any], path: Path) -> Callable[[], None]:

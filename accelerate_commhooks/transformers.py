@@ -9,7 +9,6 @@ The Trainer creates its accelerator itself and has no argument for a hook. `Comm
 import contextlib
 import inspect
 import os
-import weakref
 from typing import TYPE_CHECKING, Any
 
 try:
@@ -23,17 +22,20 @@ except ModuleNotFoundError as error:
     ) from error
 
 from accelerate import DistributedDataParallelKwargs
-from transformers import Trainer, TrainerCallback
+from transformers import Trainer
 from transformers.trainer_utils import IntervalStrategy, get_last_checkpoint
 
-from accelerate_commhooks.console import print_no_metrics
 from accelerate_commhooks.handler import CommHookKwargs
-from accelerate_commhooks.jit_checkpoint import save_between_steps
 from accelerate_commhooks.saving import saved_hooks
-from accelerate_commhooks.stock_fields import ddp_arguments
-from commhooks import AttachError, CommHook, HookConfigError
-from commhooks.errors import logger_of
-from commhooks.hook.for_plugins import Meter, check_version, misplaced_option, unknown_argument
+from accelerate_commhooks.trainer_callbacks import HookCallback, print_no_metrics, save_between_steps
+from commhooks import CommHook, HookConfigError, attach
+from commhooks.hook.for_plugins import (
+    arguments_in,
+    check_version,
+    documented_by,
+    misplaced_option,
+    unknown_argument,
+)
 
 check_version(accelerate)
 check_version(transformers)
@@ -43,9 +45,8 @@ if TYPE_CHECKING:
 else:
     _Base = object
 
-logger = logger_of(__name__)
 
-
+@documented_by(attach)
 class CommHookTrainerMixin(_Base):
     """Adds a communication hook to a `Trainer` subclass: `class MyTrainer(CommHookTrainerMixin, TheirTrainer)`.
 
@@ -60,20 +61,13 @@ class CommHookTrainerMixin(_Base):
     `commhooks.hook.metrics`; gradient norms are those after clipping. The lines that it prints leave them out.
 
     Args:
-        hook: as for `CommHookKwargs`: a config object, a name, a path "package.module:function" or a callable. Or a
-            `CommHookKwargs`, which can also hold DDP arguments that the Trainer lacks. None, "none" or "off": DDP
-            without a hook. Left out: the settings that `CommHookKwargs()` gets from the launcher or the environment.
-        hook_options: options of a hook given by name.
+        hook: as for `CommHookKwargs`; or a `CommHookKwargs`, which can also hold DDP arguments that the Trainer lacks.
+            Left out: the settings that `CommHookKwargs()` gets from the launcher or the environment.
         hook_state: the state of a callable. It is not reset between calls of `train()`.
-        wrapper: "fp16" or "bf16": make the hook communicate in that dtype. "int8" or "int4", for PowerSGD: quantise its
-            factors, and with error feedback what it leaves uncompressed.
         save_residual: which residuals checkpoints hold: "per_rank" (the default), "mean" or "drop".
-        strict: whether resuming from the state of another hook or model is an error (the default).
         total_steps: the length of the run for a `start_powerSGD_iter` that is None or a fraction; default: the number
             of steps that the Trainer computes for each `train()`.
-        check_every: compare the weights of all ranks before every `check_every`-th backward pass; if they differ, all
-            ranks raise HookRunError.
-        ranks_per_node: average exactly inside a node and compress between nodes: "auto", or so many consecutive ranks.
+        hook_options, wrapper, strict, check_every, ranks_per_node: as in `commhooks.attach`.
 
     Raises:
         commhooks.HookConfigError: at construction, for arguments that `CommHookKwargs` rejects, and if Accelerate does
@@ -95,26 +89,16 @@ class CommHookTrainerMixin(_Base):
         **kwargs: Any,
     ) -> None:
         _check_arguments(type(self), kwargs, hook)
-        settings = {
-            "hook_options": hook_options,
-            "hook_state": hook_state,
-            "wrapper": wrapper,
-            "save_residual": save_residual,
-            "strict": strict,
-            "total_steps": total_steps,
-            "check_every": check_every,
-            "ranks_per_node": ranks_per_node,
-        }
+        settings = {name: value for name, value in arguments_in(locals()).items() if name != "hook"}
         self._hook_handler = _handler(hook, {name: value for name, value in settings.items() if value is not None})
         # The user's values: the handler's own fields are merged with those of the Trainer later.
         self._given_total_steps = self._hook_handler.total_steps
-        self._given_ddp_arguments = ddp_arguments(self._hook_handler)
+        self._given_ddp_arguments = self._hook_handler.to_dict()
         self._resume_folder: str | None = None
         self._saved_at_step: int | None = None
-        self._meter: tuple[weakref.ref[CommHook], Meter] | None = None
         self._metrics_at: dict[int, dict[str, float]] = {}
         super().__init__(*args, **kwargs)
-        self.add_callback(_CommHookCallback(self))
+        self.add_callback(HookCallback(self))
         print_no_metrics(self)
         save_between_steps(self)
 
@@ -131,7 +115,7 @@ class CommHookTrainerMixin(_Base):
         super().create_accelerator_and_postprocess()
         trainers_own = self.accelerator.ddp_handler
         if trainers_own is not None:
-            for name, value in _merged(self._given_ddp_arguments, ddp_arguments(trainers_own)).items():
+            for name, value in _merged(self._given_ddp_arguments, trainers_own.to_dict()).items():
                 setattr(self._hook_handler, name, value)
             self.accelerator.ddp_handler = None  # replaced by our handler, which now holds its arguments
         self._hook_handler.attach(self.accelerator)
@@ -158,27 +142,23 @@ class CommHookTrainerMixin(_Base):
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         """As `Trainer.log`; if `report_to` names somebody, with the metrics of the hook beside the loss."""
-        hook = self.comm_hook
-        if hook is not None and "loss" in logs and self._reports_hook():
-            read = self._metrics_at.pop(self.state.global_step, None)
-            logs.update(self._meter_of(hook).read(hook) if read is None else read)
+        if "loss" in logs:
+            logs.update(self._metrics_at.pop(self.state.global_step, {}) or self._metrics())
         super().log(logs, *args, **kwargs)
 
     def _read_metrics(self) -> None:
         """Read the metrics for the step that is about to be made, while its gradients are there."""
-        hook, state, args = self.comm_hook, self.state, self.args
+        state, args = self.state, self.args
         step = state.global_step + 1
         due = args.logging_strategy == IntervalStrategy.STEPS and step % (state.logging_steps or step + 1) == 0
-        if hook is not None and self._reports_hook() and (due or step == 1 and args.logging_first_step):
-            self._metrics_at = {step: self._meter_of(hook).read(hook)}
+        if due or step == 1 and args.logging_first_step:
+            self._metrics_at = {step: self._metrics()}
 
-    def _reports_hook(self) -> bool:
-        return bool(self.args.report_to) and self.is_world_process_zero()
-
-    def _meter_of(self, hook: CommHook) -> Meter:
-        if self._meter is None or self._meter[0]() is not hook:
-            self._meter = (weakref.ref(hook), Meter())
-        return self._meter[1]
+    def _metrics(self) -> dict[str, float]:
+        """The metrics of the hook since the last call, if this rank reports to somebody."""
+        if self.comm_hook is None or not self.args.report_to or not self.is_world_process_zero():
+            return {}
+        return self._hook_handler._metrics(self.comm_hook)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """As `Trainer.save_model`; also saves the hook if called for a checkpoint.
@@ -201,56 +181,6 @@ class CommHookTrainer(CommHookTrainerMixin, Trainer):
     """
 
 
-class _CommHookCallback(TrainerCallback):
-    """Prepares the hook between wrapping and the first step, closes it after the last one, and checks that each
-    checkpoint contains it."""
-
-    def __init__(self, trainer: CommHookTrainerMixin) -> None:
-        self._trainer = weakref.ref(trainer)  # which holds this callback
-
-    @property
-    def trainer(self) -> CommHookTrainerMixin:
-        trainer = self._trainer()
-        assert trainer is not None  # it is the caller
-        return trainer
-
-    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        trainer = self.trainer
-        if trainer._hook_handler.is_attached(trainer.model_wrapped):
-            if trainer._resume_folder is not None:
-                saved_hooks(trainer.accelerator).load(trainer._resume_folder)
-        elif trainer._hook_handler.off:
-            return
-        elif trainer.accelerator.num_processes > 1:
-            raise AttachError(
-                f"hook {trainer._hook_handler.hook!r} is not attached: the model in training is a "
-                f"{type(trainer.model_wrapped).__name__} that the Trainer's accelerator has not wrapped in "
-                "DistributedDataParallel. Use the Trainer without a hook for models that are sharded or wrapped already"
-            )
-        else:
-            trainer._hook_handler.warn_alone()
-
-    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.trainer._read_metrics()
-
-    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        hook = self.trainer.comm_hook
-        if hook is not None:
-            hook.close()
-
-    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        trainer = self.trainer
-        due = trainer.comm_hook is not None and not args.save_only_model
-        if due and trainer._saved_at_step != state.global_step and state.is_world_process_zero:
-            logger.warning(
-                "the checkpoint of step %s does not hold the state of hook %r: %s.save_model does not call "
-                "super().save_model(output_dir, _internal_call).",
-                state.global_step,
-                trainer.comm_hook.name,  # type: ignore[union-attr]
-                type(trainer).__name__,
-            )
-
-
 def _check_arguments(trainer: type[CommHookTrainerMixin], given: dict[str, Any], hook: Any) -> None:
     """Raise HookConfigError for an argument that no constructor of `trainer` has. One with `**kwargs` may have any:
     then only for an option of the hook."""
@@ -259,12 +189,11 @@ def _check_arguments(trainer: type[CommHookTrainerMixin], given: dict[str, Any],
     takes_all = [each for each in known if each.kind is each.VAR_KEYWORD]
     names = {each.name for each in known if each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD)} - {"self"}
     for name, value in given.items():
+        problem = None
         if len(takes_all) > 1:  # not the mixin's alone
             problem = misplaced_option(trainer.__name__, name, value, hook)
         elif name not in names:
             problem = unknown_argument(trainer.__name__, name, value, hook, names)
-        else:
-            problem = None
         if problem is not None:
             raise problem
 
@@ -291,7 +220,7 @@ def _handler(hook: Any, settings: dict[str, Any]) -> CommHookKwargs:
 def _merged(given: dict[str, Any], trainers_own: dict[str, Any]) -> dict[str, Any]:
     """Merge DDP's arguments from a user's handler and from `TrainingArguments`: values that differ from the default
     take precedence."""
-    default = ddp_arguments(DistributedDataParallelKwargs())
+    default = DistributedDataParallelKwargs().to_dict()
     for name in given:
         if default[name] not in (given[name], trainers_own[name]) and given[name] != trainers_own[name]:
             raise HookConfigError(

@@ -19,7 +19,7 @@ from commhooks.compressors.noop import Noop
 from commhooks.compressors.plan import ParameterInfo, UnitPlan
 from commhooks.compressors.powersgd.config import BatchedPowerSGD, PowerSGD
 from commhooks.compressors.quantized.config import Int4Compress, Int8Compress
-from commhooks.compressors.registry import register_compressor
+from commhooks.compressors.registry import available_hooks, register_compressor, register_hook
 from commhooks.ddp_comm_hooks.debugging_hooks import noop_hook
 from commhooks.ddp_comm_hooks.default_hooks import (
     allreduce_hook,
@@ -34,7 +34,6 @@ from commhooks.gradients.layout import BucketLayout
 from commhooks.hook.attach import attach
 from commhooks.hook.comm_hook import CommHook
 from commhooks.hook.quantized_all_reduce import quantized_all_reduce
-from commhooks.hook.request import available_hooks, register_hook
 from commhooks.tools.doctor.run import doctor
 
 __all__ = [

@@ -19,7 +19,7 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from commhooks.hook.for_plugins import check_version
-from lightning_commhooks.stats import hook_stats
+from lightning_commhooks.hooked_strategy import hook_stats
 
 if TYPE_CHECKING:
     from lightning_commhooks.lightning_pytorch import CommHookCheckpoint, CommHookDDP, CommHookFSDP2, CommHookMonitor
@@ -27,17 +27,10 @@ if TYPE_CHECKING:
 __all__ = ["CommHookCheckpoint", "CommHookDDP", "CommHookFSDP2", "CommHookMonitor", "hook_stats"]
 
 
-def _installed(package: str) -> bool:
-    try:
-        return find_spec(package) is not None
-    except ModuleNotFoundError:
-        return False
-
-
 _OURS = {"lightning": "lightning_pytorch", "pytorch_lightning": "pytorch_lightning"}
 """Our module for each package with a Trainer; it registers the names when it is imported."""
 
-_there = [package for package in _OURS if _installed(package)]
+_there = [package for package in _OURS if find_spec(package) is not None]
 if not _there:
     raise ImportError("lightning_commhooks needs Lightning: pip install lightning")
 for _package in [package for package in _there if package in sys.modules] or _there:

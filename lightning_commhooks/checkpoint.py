@@ -17,10 +17,8 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any, Literal, Optional
 
 from commhooks import CommHook, PayloadError
-from commhooks.hook.for_plugins import HookRequest
-from lightning_commhooks.hooked_strategy import HookedStrategy, hooked_strategy_of
-from lightning_commhooks.messages import warn
-from lightning_commhooks.stats import keep_stats
+from commhooks.hook.for_plugins import ARGUMENTS, check_arguments
+from lightning_commhooks.hooked_strategy import HookedStrategy, hooked_strategy_of, keep_stats, warn, warn_if_unhooked
 from lightning_commhooks.twins import check_twin, unlike_the_trainer
 
 if TYPE_CHECKING:
@@ -38,6 +36,14 @@ DEFAULT_SAVE_RESIDUAL: Literal["mean"] = "mean"
 PER_RANK_WARNING_BYTES = 2 * 10**9
 
 SaveResidual = Literal["mean", "per_rank", "drop"]
+
+
+def with_defaults(save_residual: object, strict: object) -> dict[str, object]:
+    """The two arguments that strategy and callback share. None stands for the default."""
+    return {
+        "save_residual": DEFAULT_SAVE_RESIDUAL if save_residual is None else save_residual,
+        "strict": ARGUMENTS["strict"].default if strict is None else strict,
+    }
 
 
 class HookCheckpoint(Callback):
@@ -58,12 +64,7 @@ class HookCheckpoint(Callback):
     # `Optional` instead of `X | None`, because jsonargparse shows the annotation in `--help`.
     def __init__(self, save_residual: Optional[SaveResidual] = None, strict: Optional[bool] = None) -> None:  # noqa: UP045
         super().__init__()
-        # Only to check the arguments as CommHookDDP does.
-        HookRequest.parse(
-            "allreduce",
-            save_residual=DEFAULT_SAVE_RESIDUAL if save_residual is None else save_residual,
-            strict=True if strict is None else strict,
-        )
+        check_arguments(with_defaults(save_residual, strict))
         self.save_residual = save_residual
         self.strict = strict
         self._warned_about_size = False
@@ -75,12 +76,7 @@ class HookCheckpoint(Callback):
         mixed = unlike_the_trainer(trainer, [*callbacks, *trainer.loggers])
         if mixed is not None and stage == "fit":
             warn(mixed)
-        if hooked_strategy_of(trainer) is None:
-            strategy = type(trainer.strategy)
-            warn(
-                "CommHookCheckpoint has nothing to save: it saves the hook of a CommHookDDP strategy, and the strategy "
-                f"of this Trainer is {strategy.__module__}.{strategy.__qualname__}"
-            )
+        warn_if_unhooked(trainer, "CommHookCheckpoint has nothing to save: it saves the hook of a CommHookDDP strategy")
 
     def on_save_checkpoint(
         self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", checkpoint: dict[str, Any]

@@ -5,21 +5,15 @@ model, optimizer = fabric.setup(model, optimizer)
 fabric.save("state.ckpt", {"model": model, "optimizer": optimizer})   # with the state of the model's hook
 """
 
-try:
-    import lightning
-    from lightning.fabric.strategies import DDPStrategy
-except ModuleNotFoundError as error:
-    if error.name != "lightning":
-        raise
-    raise ImportError(
-        "this needs lightning.fabric: pip install lightning. For lightning_fabric write "
-        "`from lightning_commhooks.lightning_fabric import CommHookDDP`"
-    ) from error
-
-from commhooks.hook.for_plugins import check_version
 from lightning_commhooks.fabric_strategy import HookedFabricDDP
+from lightning_commhooks.twins import needed
 
-check_version(lightning)
+with needed(
+    "lightning",
+    "lightning.fabric: pip install lightning. For lightning_fabric write "
+    "`from lightning_commhooks.lightning_fabric import CommHookDDP`",
+):
+    from lightning.fabric.strategies import DDPStrategy
 
 __all__ = ["CommHookDDP"]
 

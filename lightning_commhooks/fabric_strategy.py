@@ -9,12 +9,13 @@ from typing import TYPE_CHECKING, Any, Literal
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from commhooks import CommHook, HookConfigError, PayloadError
+from commhooks import CommHook, HookConfigError, PayloadError, attach
 from commhooks.hook.for_plugins import (
     HookRequest,
+    arguments_in,
     attach_request,
-    check_total_steps,
     cut_off,
+    documented_by,
     explains_arguments,
     reason_first,
 )
@@ -25,10 +26,8 @@ from lightning_commhooks.checkpoint import (
     in_signal_handler,
     naming,
 )
-from lightning_commhooks.ddp_arguments import check_ddp_arguments
-from lightning_commhooks.messages import warn
-from lightning_commhooks.run import loss_scale
-from lightning_commhooks.strategy import HookType
+from lightning_commhooks.hooked_strategy import loss_scale, warn
+from lightning_commhooks.strategy import HookType, check_ddp_arguments
 
 if TYPE_CHECKING:
     from lightning.fabric.strategies import DDPStrategy
@@ -36,6 +35,7 @@ else:
     DDPStrategy = object  # of Fabric's package: see fabric.py and lightning_fabric.py
 
 
+@documented_by(attach)
 class HookedFabricDDP(DDPStrategy):
     """Fabric's `DDPStrategy` with a communication hook, on every device, saved and restored by `fabric.save` and
     `fabric.load`.
@@ -46,10 +46,8 @@ class HookedFabricDDP(DDPStrategy):
     models before loading. With `fabric.no_backward_sync(model)` the hook does not run.
 
     Args:
-        hook, hook_options, hook_state, wrapper, save_residual, strict, check_every, ranks_per_node: as in
-            `lightning_commhooks.CommHookDDP`. A `hook_state` is for one model.
-        total_steps: synchronised backward passes of a model in the whole run, if known; determines
-            `start_powerSGD_iter` if that is None or a fraction.
+        hook, save_residual: as in `lightning_commhooks.CommHookDDP`.
+        hook_options, hook_state, wrapper, strict, total_steps, check_every, ranks_per_node: as in `commhooks.attach`.
         ddp_kwargs: everything else goes to `DDPStrategy`, and through it to `DistributedDataParallel`.
 
     Raises:
@@ -73,18 +71,8 @@ class HookedFabricDDP(DDPStrategy):
         **ddp_kwargs: Any,
     ) -> None:
         check_ddp_arguments(hook, ddp_kwargs, HookedFabricDDP.__init__, super().__init__)
-        check_total_steps(total_steps)
         super().__init__(**ddp_kwargs)
-        self._request = HookRequest.parse(
-            hook,
-            hook_options=hook_options,
-            hook_state=hook_state,
-            wrapper=wrapper,
-            save_residual=save_residual,
-            strict=strict,
-            check_every=check_every,
-            ranks_per_node=ranks_per_node,
-        )
+        self._request = HookRequest.parse(**arguments_in(locals()))
         self._total_steps = total_steps
         self._hooks: weakref.WeakKeyDictionary[DistributedDataParallel, CommHook] = weakref.WeakKeyDictionary()
         self._warned_about_saving = False

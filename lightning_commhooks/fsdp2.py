@@ -1,6 +1,5 @@
 """`CommHookFSDP2`: Lightning's strategy for FSDP2, with a hook between replicas of the sharded model."""
 
-import weakref
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Optional, Union
@@ -9,15 +8,12 @@ from torch.distributed.constants import default_pg_timeout
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 
-from commhooks import CommHook, HookConfigError, HookRunError
-from commhooks.hook.for_plugins import HookRequest, attach_request, explains_arguments
+from commhooks import HookConfigError, HookRunError, attach
+from commhooks.hook.for_plugins import HookRequest, arguments_in, check_value, documented_by, explains_arguments
 from lightning_commhooks.checkpoint import HookCheckpoint
 from lightning_commhooks.hook_folder import HookFolder
-from lightning_commhooks.hooked_strategy import HookedStrategy
-from lightning_commhooks.messages import warn
-from lightning_commhooks.run import loss_scale, with_start
+from lightning_commhooks.hooked_strategy import HookedStrategy, warn
 from lightning_commhooks.strategy import HookType
-from lightning_commhooks.twins import for_the_other_trainer
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -26,6 +22,7 @@ else:
     ModelParallelStrategy = object  # of the Trainer's package: see lightning_pytorch.py and pytorch_lightning.py
 
 
+@documented_by(attach)
 class HookedFSDP2(HookedStrategy, ModelParallelStrategy):
     """`ModelParallelStrategy` for models that are sharded within groups of ranks, and averaged by a hook between these
     groups. The hook is saved and resumed with the trainer's checkpoints, which are distributed ones (a folder each).
@@ -34,8 +31,8 @@ class HookedFSDP2(HookedStrategy, ModelParallelStrategy):
     it under one call of `fully_shard`.
 
     Args:
-        hook, hook_options, wrapper, strict, check_every: as in `CommHookDDP`; `hook` may not be a callable, and None is
-            the plain average of the replicas.
+        hook: as in `CommHookDDP`, but not a callable; None is the plain average of the replicas.
+        hook_options, wrapper, strict, check_every: as in `commhooks.attach`.
         replicate_size: number of replicas of the model, each sharded over `world size / replicate_size` consecutive
             ranks. "auto": one per machine.
         save_residual: "drop" saves no residuals. None: their mean over the replicas.
@@ -59,33 +56,17 @@ class HookedFSDP2(HookedStrategy, ModelParallelStrategy):
         process_group_backend: Optional[str] = None,  # noqa: UP045
         timeout: Optional[timedelta] = default_pg_timeout,  # noqa: UP045
     ) -> None:
-        if replicate_size != "auto" and (type(replicate_size) is not int or replicate_size < 1):
-            raise HookConfigError(f"replicate_size={replicate_size!r}; expected a number of replicas, or 'auto'")
+        check_value("replicate_size", replicate_size, int | str, "a number of replicas, or 'auto'")
         if save_residual not in (None, "drop"):
             raise HookConfigError(
                 f"save_residual={save_residual!r}; expected 'drop', or None: distributed checkpoints hold the mean"
             )
         super().__init__(process_group_backend=process_group_backend, timeout=timeout)
-        self._request = HookRequest.parse(
-            hook,
-            hook_options=hook_options,
-            wrapper=wrapper,
-            save_residual=save_residual or "mean",
-            strict=strict,
-            check_every=check_every,
-        )
+        self._request = HookRequest.parse(**arguments_in(locals()) | {"save_residual": save_residual or "mean"})
         self._replicate_size = replicate_size
         self._mesh: DeviceMesh | None = None
-        self._comm_hook: CommHook | None = None
-        self._hooked_module: weakref.ref[pl.LightningModule] | None = None
 
     # ---- what users call ---------------------------------------------------------------------------------------------
-
-    @property
-    def comm_hook(self) -> CommHook | None:
-        """The attached hook: `stats()`, `plan()`. None before fit has set up the model; kept when fit is over,
-        closed (see `CommHook.close`)."""
-        return self._comm_hook
 
     @property
     def device_mesh(self) -> DeviceMesh:
@@ -94,9 +75,8 @@ class HookedFSDP2(HookedStrategy, ModelParallelStrategy):
             raise RuntimeError("the device mesh is there when the processes have connected, as in configure_model")
         return self._mesh
 
-    def __repr__(self) -> str:
-        text = f"{type(self).__name__}(hook={self._request.name!r}, replicate_size={self._replicate_size!r})"
-        return text + for_the_other_trainer(self)
+    def _arguments(self) -> str:
+        return f"{super()._arguments()}, replicate_size={self._replicate_size!r}"
 
     # ---- what Lightning calls ----------------------------------------------------------------------------------------
 
@@ -127,20 +107,8 @@ class HookedFSDP2(HookedStrategy, ModelParallelStrategy):
         super().setup(trainer)
         if trainer.state.fn != "fit":
             return
-        module = self.lightning_module
-        assert module is not None
-        self._comm_hook = attach_request(
-            _sharded_root(module),
-            with_start(self._request, trainer),
-            replicate_group=self.device_mesh["replicate"],
-            loss_scale=loss_scale(trainer.precision_plugin, self.root_device),
-        )
-        self._hooked_module = weakref.ref(module)
-
-    def teardown(self) -> None:
-        super().teardown()
-        if self._comm_hook is not None:
-            self._comm_hook.close()  # which another fit of this module could not attach a hook beside
+        assert self.lightning_module is not None
+        self._attach(_sharded_root(self.lightning_module), replicate_group=self.device_mesh["replicate"])
 
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None
@@ -177,21 +145,6 @@ class HookedFSDP2(HookedStrategy, ModelParallelStrategy):
                 f"or its save was interrupted): hook {hook.name!r} begins with fresh memory"
             )
         return loaded
-
-    # ---- what the callbacks call -------------------------------------------------------------------------------------
-
-    @property
-    def save_residual(self) -> str:
-        return self._request.save_residual
-
-    def hook_belongs_to(self, module: "pl.LightningModule") -> bool:
-        return self._hooked_module is not None and self._hooked_module() is module
-
-    def parameters_unfrozen_after_wrap(self) -> list[str]:
-        return []  # the next backward pass raises an error
-
-    def warn_if_never_reached(self, trainer: "pl.Trainer") -> None:
-        return None
 
 
 def _sharded_root(module: "pl.LightningModule") -> Any:

@@ -1,28 +1,22 @@
 """The strategies and callbacks for the Trainer of `lightning.pytorch`."""
 
-try:
-    import lightning
-    from lightning.pytorch import Callback
-    from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, StrategyRegistry
-except ModuleNotFoundError as error:
-    if error.name != "lightning":
-        raise
-    raise ImportError(
-        "this needs lightning.pytorch: pip install lightning. For pytorch_lightning write "
-        "`from lightning_commhooks.pytorch_lightning import ...`"
-    ) from error
-
-from commhooks.hook.for_plugins import check_version
 from lightning_commhooks.checkpoint import HookCheckpoint
 from lightning_commhooks.fsdp2 import HookedFSDP2
+from lightning_commhooks.hooked_strategy import hook_stats
 from lightning_commhooks.monitor import HookMonitor
 from lightning_commhooks.registry import register_strategy_names
-from lightning_commhooks.stats import hook_stats
 from lightning_commhooks.strategy import HookedDDP
+from lightning_commhooks.twins import needed
+
+with needed(
+    "lightning",
+    "lightning.pytorch: pip install lightning. For pytorch_lightning write "
+    "`from lightning_commhooks.pytorch_lightning import ...`",
+):
+    from lightning.pytorch import Callback
+    from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, StrategyRegistry
 
 __all__ = ["CommHookCheckpoint", "CommHookDDP", "CommHookFSDP2", "CommHookMonitor", "hook_stats"]
-
-check_version(lightning)
 
 
 class CommHookCheckpoint(HookCheckpoint, Callback):

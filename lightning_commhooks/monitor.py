@@ -2,10 +2,9 @@
 
 from typing import TYPE_CHECKING, Any, Optional
 
-from commhooks import CommHook, HookConfigError
-from commhooks.hook.for_plugins import NAMES, PREFIX, Meter, closest
-from lightning_commhooks.hooked_strategy import hooked_strategy_of
-from lightning_commhooks.messages import warn
+from commhooks import HookConfigError
+from commhooks.hook.for_plugins import NAMES, PREFIX, Meter, check_value, closest
+from lightning_commhooks.hooked_strategy import hook_of, warn_if_unhooked
 from lightning_commhooks.twins import check_twin
 
 if TYPE_CHECKING:
@@ -23,20 +22,7 @@ class HookMonitor(Callback):
 
         Trainer(strategy=CommHookDDP(hook="powerSGD"), callbacks=[CommHookMonitor()])
 
-    The names, for rank 0 (a value that does not exist for a hook is left out):
-
-        commhooks/bytes_sent               bytes handed to all-reduce so far
-        commhooks/bytes_per_pass           the same per backward pass, mean since the last time
-        commhooks/compression_rate         bytes that plain DDP would have sent over bytes sent, since the last time
-        commhooks/compressed_steps         steps that were compressed so far
-        commhooks/nonfinite_steps          steps with an inf or NaN on some rank so far: they changed no memory
-        commhooks/codec_ms                 time in the hook per backward pass without waiting, mean (CPU and CUDA)
-        commhooks/waiting_ms               time waiting for the network per backward pass, mean (CPU and CUDA)
-        commhooks/residual_norm            norm of what error feedback holds back
-        commhooks/gradient_norm            norm of the averaged gradient of the same parameters, before clipping
-        commhooks/residual_over_gradient   the one over the other
-        commhooks/cosine                   cosine of compressed and true mean gradient, if sampled since the last time
-        commhooks/layers/PARAMETER/...     the last four per parameter, with `per_layer=True`
+    The names and what they mean are in `commhooks.hook.metrics`; the values are those of rank 0.
 
     Nothing is computed in other steps, and the training is the same to the last bit with and without it.
 
@@ -63,11 +49,9 @@ class HookMonitor(Callback):
         progress_bar: Optional[str] = "compression_rate",  # noqa: UP045
     ) -> None:
         super().__init__()
-        for name, number in (("every_n_steps", every_n_steps), ("sample_cosine_every", sample_cosine_every)):
-            if number is not None and (not isinstance(number, int) or isinstance(number, bool) or number < 1):
-                raise HookConfigError(f"{name}={number!r}; expected a number of steps, 1 or more, or None")
-        if not isinstance(per_layer, bool):
-            raise HookConfigError(f"per_layer={per_layer!r}; expected True or False")
+        check_value("every_n_steps", every_n_steps, int | None)
+        check_value("sample_cosine_every", sample_cosine_every, int | None)
+        check_value("per_layer", per_layer, bool)
         if progress_bar is not None and progress_bar not in NAMES:
             offer = closest(progress_bar, NAMES) if isinstance(progress_bar, str) else ""
             raise HookConfigError(
@@ -83,26 +67,22 @@ class HookMonitor(Callback):
 
     def setup(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", stage: str) -> None:
         check_twin(self, trainer)
-        if stage != "fit" or self._warned or hooked_strategy_of(trainer) is not None:
-            return
-        self._warned = True
-        strategy = type(trainer.strategy)
-        warn(
-            "CommHookMonitor has nothing to log: it logs what the hook of a CommHookDDP strategy does, and the "
-            f"strategy of this Trainer is {strategy.__module__}.{strategy.__qualname__}"
-        )
+        if stage == "fit" and not self._warned:
+            self._warned = warn_if_unhooked(
+                trainer, "CommHookMonitor has nothing to log: it logs what the hook of a CommHookDDP strategy does"
+            )
 
     def on_train_start(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
         # Every fit wraps the model again and has a new hook.
         self._meter, self._last_step = Meter(), -1
-        hook = _hook_of(trainer)
+        hook = hook_of(trainer)
         if hook is not None and self.sample_cosine_every is not None:
             hook.sample_cosine(self.sample_cosine_every)
 
     def on_before_optimizer_step(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", optimizer: Any) -> None:
         # Here the gradients are averaged and unscaled, but not clipped. With several optimizers: at the first of a
         # batch.
-        hook = _hook_of(trainer)
+        hook = hook_of(trainer)
         if hook is None or not trainer.is_global_zero:
             return
         every = self.every_n_steps or trainer.log_every_n_steps  # type: ignore[attr-defined]
@@ -131,8 +111,3 @@ def _x_axis(trainer: "pl.Trainer") -> int:
     """The step that `LightningModule.log` and Lightning's monitors use as x axis: private (lightning 2.6). Without it,
     the optimizers' steps, which are more if there are several of them."""
     return getattr(trainer.fit_loop.epoch_loop, "_batches_that_stepped", trainer.global_step)
-
-
-def _hook_of(trainer: "pl.Trainer") -> CommHook | None:
-    strategy = hooked_strategy_of(trainer)
-    return None if strategy is None else strategy.comm_hook

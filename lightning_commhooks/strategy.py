@@ -1,29 +1,27 @@
 """`CommHookDDP`: Lightning's DDP strategy with a communication hook of commhooks."""
 
 import dataclasses
-import weakref
+import inspect
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Optional, Union
 
 from torch.nn.parallel import DistributedDataParallel
 
-from commhooks import CommHook, HookConfigError, PayloadError
+from commhooks import HookConfigError, PayloadError, attach
 from commhooks.hook.for_plugins import (
     COMPRESSORS,
     HookConfig,
     HookRequest,
-    attach_request,
+    arguments_in,
     cut_off,
+    documented_by,
     explains_arguments,
     reason_first,
+    unknown_argument,
 )
-from lightning_commhooks.checkpoint import CHECKPOINT_KEY, DEFAULT_SAVE_RESIDUAL, HookCheckpoint, SaveResidual, naming
-from lightning_commhooks.ddp_arguments import check_ddp_arguments
-from lightning_commhooks.hooked_strategy import HookedStrategy
-from lightning_commhooks.messages import warn
-from lightning_commhooks.run import loss_scale, steps_left, with_start
-from lightning_commhooks.twins import for_the_other_trainer
+from lightning_commhooks.checkpoint import CHECKPOINT_KEY, HookCheckpoint, SaveResidual, naming, with_defaults
+from lightning_commhooks.hooked_strategy import HookedStrategy, warn
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -37,24 +35,18 @@ else:
     HookType = Union[(None, *(each.Config for each in COMPRESSORS.values()), Callable, str)]
 
 
+_OF_ANOTHER_HOOK = ("ddp_comm_hook", "ddp_comm_state", "ddp_comm_wrapper", "model_averaging_period")
+_NOT_FOR_USERS = {"self", "kwargs", "ddp_kwargs", "module", "device_ids"}
+
+
+@documented_by(attach)
 class HookedDDP(HookedStrategy, DDPStrategy):
-    """`DDPStrategy` with a communication hook, on every device, saved and resumed with the trainer's checkpoints.
+    """`DDPStrategy` with a communication hook, on every device, saved and resumed with the trainer's checkpoints. With
+    `hook=None` it is plain DDP, for comparisons: `comm_hook` stays None and checkpoints hold nothing of a hook.
 
     Args:
-        hook: a config object such as `PowerSGD(matrix_approximation_rank=4)`, the name of a hook ("powerSGD",
-            "fp16_compress", ...), a path "package.module:function", or a callable
-            `(state, bucket) -> torch.futures.Future[torch.Tensor]`. None, "none" or "off": plain DDP without a hook,
-            for comparisons; `comm_hook` stays None and checkpoints hold nothing of a hook.
-        hook_options: options of a hook that is given by name.
-        hook_state: the state of a callable. One with `state_dict` and `load_state_dict` is saved and restored.
-        wrapper: let the hook communicate in float16 or bfloat16; for PowerSGD also in 8-bit or 4-bit integers.
+        hook, hook_options, hook_state, wrapper, strict, check_every, ranks_per_node: as in `commhooks.attach`.
         save_residual: what checkpoints hold of PowerSGD's error memory; see `CommHookCheckpoint`. Default "mean".
-        strict: whether resuming from a state of another hook or model is an error (the default), or gives what does
-            not fit fresh memory and one warning.
-        check_every: compare the weights of all ranks before every so many backward passes, and raise on all of them as
-            soon as they differ, with the names of the parameters. None: never.
-        ranks_per_node: average exactly inside a node and compress between nodes: "auto", or so many consecutive ranks.
-            None: compress between all ranks. See `commhooks.attach`.
         ddp_kwargs: everything else goes to `DDPStrategy`, and through it to `DistributedDataParallel`.
 
     Raises:
@@ -81,42 +73,9 @@ class HookedDDP(HookedStrategy, DDPStrategy):
     ) -> None:
         check_ddp_arguments(hook, ddp_kwargs, HookedDDP.__init__, super().__init__)
         super().__init__(**ddp_kwargs)
-        self._request = HookRequest.parse(
-            hook,
-            hook_options=hook_options,
-            hook_state=hook_state,
-            wrapper=wrapper,
-            save_residual=DEFAULT_SAVE_RESIDUAL if save_residual is None else save_residual,
-            strict=True if strict is None else strict,
-            check_every=check_every,
-            ranks_per_node=ranks_per_node,
-        )
         self._given: dict[str, Any] = {"save_residual": save_residual, "strict": strict}
-        # Set when the model is wrapped. Before that, and in pickles, there is only the configuration.
-        self._comm_hook: CommHook | None = None
-        self._hooked_module: weakref.ref[pl.LightningModule] | None = None
-        self._trained_at_wrap: dict[str, bool] = {}
+        self._request = HookRequest.parse(**arguments_in(locals()) | with_defaults(**self._given))
         self._checkpoint_path: str | Path = "the checkpoint"
-
-    # ---- what users call ---------------------------------------------------------------------------------------------
-
-    @property
-    def comm_hook(self) -> CommHook | None:
-        """The attached hook: `stats()`, `plan()`. None before the model is wrapped, and with `hook=None`; kept when fit
-        is over, closed (see `CommHook.close`).
-
-        With the spawn and fork launchers, as in notebooks, it lives in the worker processes and stays None in the main
-        one: `hook_stats(trainer)` has its numbers.
-        """
-        return self._comm_hook
-
-    @property
-    def save_residual(self) -> str:
-        """Which residuals checkpoints hold: "mean", "per_rank" or "drop"."""
-        return self._request.save_residual
-
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}(hook={self._request.name!r})" + for_the_other_trainer(self)
 
     # ---- what Lightning calls ----------------------------------------------------------------------------------------
 
@@ -128,18 +87,10 @@ class HookedDDP(HookedStrategy, DDPStrategy):
         super().setup_environment()
 
     def configure_ddp(self) -> None:
-        module = self.lightning_module
-        assert module is not None
         super().configure_ddp()
-        assert isinstance(self.model, DistributedDataParallel)
-        self._trained_at_wrap = {name: p.requires_grad for name, p in module.named_parameters()}
-        self._hooked_module = weakref.ref(module)
-        hook = attach_request(
-            self.model,
-            with_start(self._request, module.trainer),
-            loss_scale=loss_scale(module.trainer.precision_plugin, self.root_device),
-        )
-        self._comm_hook = None if self._request.off else hook
+        self._attach(self.model)
+        if self._request.off:
+            self._comm_hook = None
 
     @reason_first()
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
@@ -176,47 +127,6 @@ class HookedDDP(HookedStrategy, DDPStrategy):
                 f"{hook.name!r} begins with fresh memory"
             )
 
-    def teardown(self) -> None:
-        super().teardown()
-        if self._comm_hook is not None:
-            self._comm_hook.close()
-
-    def __getstate__(self) -> dict[str, Any]:
-        # Pickles (of the spawn launcher) and copies contain the configuration, never the hook of a wrapped model.
-        state = super().__getstate__()
-        return {**state, "_comm_hook": None, "_hooked_module": None, "_trained_at_wrap": {}}
-
-    # ---- what CommHookCheckpoint calls -------------------------------------------------------------------------------
-
-    def hook_belongs_to(self, module: "pl.LightningModule") -> bool:
-        """Whether the hook was attached for this module, not for a module trained earlier."""
-        return self._hooked_module is not None and self._hooked_module() is module
-
-    def parameters_unfrozen_after_wrap(self) -> list[str]:
-        """Names of parameters that require a gradient now and did not when the model was wrapped."""
-        module = self.lightning_module
-        if self._comm_hook is None or module is None:
-            return []
-        return [
-            name
-            for name, parameter in module.named_parameters()
-            if parameter.requires_grad and not self._trained_at_wrap.get(name, False)
-        ]
-
-    def warn_if_never_reached(self, trainer: "pl.Trainer") -> None:
-        """Log a warning if this run ends before the hook begins to compress."""
-        hook, left, config = self._comm_hook, steps_left(trainer), self._request.config
-        if hook is None or config is None or config.start_option is None or left is None:
-            return
-        start, step = hook.options[config.start_option], hook.stats()["step"]
-        if start < step + left:
-            return
-        about = "" if trainer.lightning_module.automatic_optimization else "about "
-        warn(
-            f"{hook.name} begins to compress after {start} steps, but this run ends after {about}{step + left}: "
-            f"nothing will be compressed. Set {config.start_option} to a smaller number, or to a fraction of the run."
-        )
-
     # ---- helpers -----------------------------------------------------------------------------------------------------
 
     def _settle_checkpointing(self, trainer: "pl.Trainer") -> None:
@@ -238,3 +148,25 @@ class HookedDDP(HookedStrategy, DDPStrategy):
                 )
             if theirs is not None:
                 self._request = dataclasses.replace(self._request, **{name: theirs})
+
+
+def check_ddp_arguments(hook: object, given: Mapping[str, Any], *takers: Callable[..., None]) -> None:
+    """Raise HookConfigError for an argument in `given` that neither DDP nor one of `takers` has, or that sets another
+    hook.
+
+    Args:
+        hook: the argument beside it, for the message.
+        takers: the constructors of the strategy and of `DDPStrategy`.
+    """
+    for name in _OF_ANOTHER_HOOK:
+        if given.get(name) is not None:
+            raise HookConfigError(
+                f"{name}= beside hook=: CommHookDDP attaches its own hook and DDP takes one only. Give your hook as "
+                "hook= (with hook_state= and wrapper=); post-local SGD stays with Lightning's DDPStrategy"
+            )
+    takers = (*takers, DistributedDataParallel.__init__)
+    known = {name for each in takers for name in inspect.signature(each).parameters} - _NOT_FOR_USERS
+    for name, value in given.items():
+        if name not in known:
+            others = ", and neither have DDPStrategy and DistributedDataParallel; they know"
+            raise unknown_argument("CommHookDDP", name, value, hook, known, others)

@@ -1,16 +1,34 @@
 """The two packages with a Trainer, `lightning.pytorch` and `pytorch_lightning`: each has classes of its own, and an
-object of one of them is a stranger to the other's Trainer."""
+object of one of them is a stranger to the other's Trainer. The same holds for the two with a Fabric."""
 
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 
 from commhooks import HookConfigError
+from commhooks.hook.for_plugins import check_version
 
 _TWIN = {"lightning": "pytorch_lightning", "pytorch_lightning": "lightning"}
 """The packages by the first parts of their names."""
 _NAME = {"lightning": "lightning.pytorch", "pytorch_lightning": "pytorch_lightning"}
 _OURS = {"lightning": "lightning_commhooks", "pytorch_lightning": "lightning_commhooks.pytorch_lightning"}
 """Where the classes of this package are imported from, for each."""
+
+
+@contextmanager
+def needed(package: str, remedy: str) -> Iterator[None]:
+    """Import `package` in the body.
+
+    Raises:
+        ImportError: it is not installed, with the `remedy`, or too old.
+    """
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        if error.name != package:
+            raise
+        raise ImportError(f"this needs {remedy}") from error
+    check_version(sys.modules[package])
 
 
 def check_twin(callback: object, trainer: object) -> None:
@@ -28,8 +46,7 @@ def for_the_other_trainer(strategy: object) -> str:
     """What the `repr` of a strategy of ours says beside its options where both packages are imported: the error of the
     other package's Trainer shows nothing of the strategy but its `repr`."""
     own = _package(strategy)
-    other = _TWIN.get(own or "")
-    if own is None or other not in sys.modules:
+    if own is None or (other := _TWIN[own]) not in sys.modules:
         return ""
     return (
         f" (a strategy for `{_NAME[own]}.Trainer`; a `{_NAME[other]}.Trainer` cannot use it: write `from "

@@ -5,22 +5,19 @@ import dataclasses
 import inspect
 import math
 import re
-import types
 import typing
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, TypeVar, Union
+from typing import Any, ClassVar, TypeVar
 
-from commhooks.compressors.plain_values import plain, unresolved
+from commhooks.compressors.plain_values import as_type, in_words, plain, why_not, with_references
 from commhooks.errors import HookConfigError, closest, shown
 
 DEFAULT_START_STEP = 1000
 LARGEST_STEP = 2**62
 """The largest step number that a checkpoint can hold."""
+AnyT = TypeVar("AnyT")
 ConfigT = TypeVar("ConfigT", bound="HookConfig")
-NUMBER_OR_NUMBERS = int | dict[str, int]
-"""The type of an option that is a number, or numbers by globs on parameter names."""
-_YAML_BOOLS = ("true", "false", "yes", "no", "on", "off", "y", "n")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,29 +52,19 @@ class HookConfig:
         return super().__new__(cls)
 
     def __post_init__(self) -> None:
-        # Check types as strictly as YAML does: a dataclass accepts any type.
-        hints = typing.get_type_hints(type(self))
-        for each in dataclasses.fields(self):
-            given, hint = getattr(self, each.name), hints[each.name]
-            value = plain(f"{type(self).__name__}: {each.name}", given)
-            if value is not given:
-                object.__setattr__(self, each.name, value)
-            if not _fits(value, hint):
+        # Check types as strictly as YAML does (a dataclass accepts any type), and convert as YAML does, so that
+        # configurations from Python and YAML compare equal across ranks. Copy: the caller may change its list later.
+        for name, hint in _hints(type(self)).items():
+            value = plain(f"{type(self).__name__}: {name}: ", getattr(self, name))
+            try:
+                object.__setattr__(self, name, as_type(value, hint))
+            except TypeError:
                 raise HookConfigError(
-                    f"{type(self).__name__}: {each.name}={shown(value)} is a {type(value).__name__}; "
-                    f"expected {_describe(hint)}"
-                )
-            if hint is float and isinstance(value, int):
-                # Convert as YAML does, so that configurations from Python and YAML compare equal across ranks.
-                try:
-                    object.__setattr__(self, each.name, float(value))
-                except OverflowError:
-                    raise HookConfigError(f"{type(self).__name__}: {each.name} is too large a number") from None
-            # Copy: the caller may change its list or dict later.
-            if hint == list[str]:
-                object.__setattr__(self, each.name, list(value))
-            elif isinstance(value, Mapping):
-                object.__setattr__(self, each.name, dict(value))
+                    f"{type(self).__name__}: {name}={shown(value)} is a {type(value).__name__}; expected "
+                    f"{in_words(hint)}"
+                ) from None
+            except OverflowError:
+                raise HookConfigError(f"{type(self).__name__}: {name} is too large a number") from None
         if self.start_option is not None:
             self._check_start(self.start_option)
 
@@ -147,31 +134,34 @@ class HookConfig:
 
 
 def explained_options(config: type[HookConfig]) -> dict[str, str]:
-    """Option -> what it does, in a sentence: the first one of its entry under "Args:" in the docstring of the class, of
-    its nearest base, or of another class derived from that. Without an entry: "". Without the options of no use."""
+    """Option -> what it does, in a sentence: the first one of its entry in the docstring of the class, of its nearest
+    base, or of another class derived from that. Without an entry: "". Without the options of no use."""
     found: dict[str, str] = {}
     bases = [each for each in config.__mro__ if issubclass(each, HookConfig) and each is not HookConfig]
     for each in (*bases, *(beside for base in bases for beside in base.__subclasses__())):
-        section = inspect.cleandoc(each.__doc__ or "").partition("\nArgs:\n")[2].partition("\n\n")[0]
-        for name, text in re.findall(r"^    (\w+): (.*(?:\n     +.*)*)", section, re.MULTILINE):
-            found.setdefault(name, " ".join(text.split()).partition(". ")[0].rstrip("."))
+        found = argument_entries(each.__doc__) | found
     names = [each.name for each in dataclasses.fields(config) if each.name not in config.without_use]
-    return {name: found.get(name, "") for name in names}
+    return {name: found.get(name, "").partition(". ")[0].rstrip(".") for name in names}
 
 
-def from_options(config: type[HookConfig], options: Mapping[str, Any]) -> HookConfig:
-    """Make a config from `hook_options`: values as parsed from YAML, checked by OmegaConf against the dataclass.
+def argument_entries(doc: str | None) -> dict[str, str]:
+    """Argument -> its entry under "Args:" in a docstring, in one line."""
+    section = inspect.cleandoc(doc or "").partition("\nArgs:\n")[2].partition("\n\n")[0]
+    entries = re.findall(r"^    (\w+): (.*(?:\n     +.*)*)", section, re.MULTILINE)
+    return {name: " ".join(text.split()) for name, text in entries}
+
+
+def from_options(config: type[ConfigT], options: Mapping[str, Any]) -> ConfigT:
+    """Make a config from `hook_options`: values as parsed from YAML.
 
     Raises:
         HookConfigError: an unknown name (the message suggests the closest one) or a value of the wrong type or range.
     """
-    fields = [field.name for field in dataclasses.fields(config)]
+    fields = list(_hints(config))
     for name in options:
         if name not in fields:
             raise HookConfigError(no_such_option(f"hook {config.hook_name!r}", str(name), fields))
-    made = converted(config, options, f"hook {config.hook_name!r}: option ")
-    assert isinstance(made, HookConfig)
-    return made
+    return converted(config, options, f"hook {config.hook_name!r}: option ")
 
 
 def no_such_option(whose: str, name: str, known: Sequence[str]) -> str:
@@ -181,142 +171,25 @@ def no_such_option(whose: str, name: str, known: Sequence[str]) -> str:
     return f"{whose} has no option {name!r}{closest(name, known)}; its options are {', '.join(known)}"
 
 
-def converted(config: type, options: Mapping[str, Any], where: str) -> Any:
-    """An object of the dataclass `config` from these options, which OmegaConf converts and completes. `where` begins
-    messages about a single option.
+def converted(config: type[AnyT], options: Mapping[str, Any], where: str) -> AnyT:
+    """An object of the dataclass `config` from options as parsed from YAML, which are converted to the types of its
+    fields. `${...}` may refer to other options. `where` begins messages about a single option.
 
     Raises:
-        HookConfigError: a value of the wrong type, or out of range.
+        HookConfigError: a value of the wrong type, out of range, or a reference to nothing.
     """
-    from omegaconf.errors import InterpolationResolutionError, MissingMandatoryValue, OmegaConfBaseException
-
-    values = _checked_types(config, options, where)
-    try:
-        return _made(config, values)
-    except (InterpolationResolutionError, MissingMandatoryValue) as error:
-        raise HookConfigError(f"{where}{error.full_key}: {unresolved(error)}") from None
-    except OmegaConfBaseException as error:
-        name = re.split(r"[.\[]", error.full_key or "")[0]
-        given, hint = values.get(name), typing.get_type_hints(config).get(name)
-        raise HookConfigError(
-            f"{where}{name}: {shown(given)} is of type {type(given).__name__}; expected {_describe(hint)}"
-            if name in values
-            else f"{where}{error.full_key}: {unresolved(error)}"
-        ) from None
-
-
-def _made(config: type, values: dict[str, Any]) -> Any:
-    from omegaconf import OmegaConf
-
-    by_glob = [name for name, hint in typing.get_type_hints(config).items() if hint == NUMBER_OR_NUMBERS]
-    if not by_glob:
-        return OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(config), values))
-    # OmegaConf knows no union of an int and a dict: it gets the one of them that the value is.
-    fields: list[Any] = []
-    for each in dataclasses.fields(config):
-        name, hint = each.name, typing.get_type_hints(config)[each.name]
-        own = {} if each.default is dataclasses.MISSING else {"default": each.default}
-        own |= {} if each.default_factory is dataclasses.MISSING else {"default_factory": each.default_factory}
-        if name in by_glob:
-            hint = dict[str, int] if isinstance(values.get(name), Mapping) else int
-            own = {"default_factory": dict} if hint is not int else own
-        fields.append((name, hint, dataclasses.field(**own)))
-    plain = dataclasses.make_dataclass(config.__name__, fields)
-    merged = OmegaConf.merge(OmegaConf.structured(plain), values)
-    return config(**vars(OmegaConf.to_object(merged)))
-
-
-def _checked_types(config: type, options: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """Prepare `options` for OmegaConf, whose conversions are too lenient in one case (4 becomes True) and too strict
-    in another ("4" from an environment variable is not accepted as `int | float`). `where` begins error messages.
-
-    Raises:
-        HookConfigError: an invalid bool, a number too large for a float, or a string where a list of strings is
-            expected.
-    """
-    hints, values = typing.get_type_hints(config), dict(options)
-    for name, value in options.items():
-        hint = hints[name]
-        if hint == list[str]:
-            # OmegaConf would convert list items of any type to strings.
-            if not _is_list_of_text(value):
-                raise HookConfigError(
-                    f"{where}{name}: Value {shown(value)} is not a list of text; write it as ['*embed*', 'head.weight']"
-                )
-            values[name] = list(value)
-            continue
-        if isinstance(value, Mapping) and hint == NUMBER_OR_NUMBERS:
-            if not all(isinstance(key, str) and not isinstance(each, bool) for key, each in value.items()):
-                raise HookConfigError(
-                    f"{where}{name}: Value {shown(value)} is neither a number nor numbers by globs on names; write it "
-                    "as 4, or as {'*attention*': 8, '*': 2}"
-                )
-            values[name] = dict(value)
-            continue
-        if isinstance(value, str):
-            values[name] = _number(value) if float in typing.get_args(hint) else value
-            wrong = _is_bool(hint) and "${" not in value and value.strip().lower() not in _YAML_BOOLS
-        else:
-            wrong = _is_bool(hint) and isinstance(value, (int, float)) and not isinstance(value, bool)
-        if wrong:
-            raise HookConfigError(
-                f"{where}{name}: Value {shown(value)} is not a valid bool; expected True or False"
-                + ("" if hint is bool else " or None")
-            )
-        if hint is float and isinstance(value, int) and not isinstance(value, bool):
-            try:
-                values[name] = float(value)
-            except OverflowError:
-                raise HookConfigError(f"{where}{name}: Value is too large a number") from None
-    return values
-
-
-def _number(text: str) -> Any:
-    """`text` parsed as an int or a float; `text` itself if it is neither."""
-    for kind in (int, float):
+    hints, values = _hints(config), with_references(where, options)
+    for name, value in values.items():
         try:
-            return kind(text)
-        except ValueError:
-            pass
-    return text
+            values[name] = as_type(value, hints[name], text=True)
+        except TypeError:
+            raise HookConfigError(f"{where}{name}: {why_not(value, hints[name])}") from None
+        except OverflowError:
+            raise HookConfigError(f"{where}{name}: Value is too large a number") from None
+    return config(**values)
 
 
-def _is_bool(hint: Any) -> bool:
-    """Whether the type is bool, or bool or None."""
-    return hint is bool or set(typing.get_args(hint)) == {bool, type(None)}
-
-
-def _fits(value: object, hint: Any) -> bool:
-    if typing.get_origin(hint) in (Union, types.UnionType):
-        return any(_fits(value, option) for option in typing.get_args(hint))
-    if hint is type(None):
-        return value is None
-    if hint == list[str]:
-        return _is_list_of_text(value)
-    if hint == dict[str, int]:
-        return isinstance(value, Mapping) and all(_fits(k, str) and _fits(v, int) for k, v in value.items())
-    if hint is bool or isinstance(value, bool):
-        return hint is bool and isinstance(value, bool)
-    if hint is float:
-        return isinstance(value, (int, float))
-    return isinstance(value, hint)
-
-
-def _describe(hint: Any) -> str:
-    if typing.get_origin(hint) in (Union, types.UnionType):
-        return " or ".join(_describe(option) for option in typing.get_args(hint))
-    if hint == list[str]:
-        return "a list of text"
-    if hint == dict[str, int]:
-        return "numbers by globs on names, as in {'*attention*': 8, '*': 2}"
-    if typing.get_origin(hint) is dict:
-        return "options, as 'name: value'"
-    return "None" if hint is type(None) else hint.__name__
-
-
-def _is_list_of_text(value: object) -> bool:
-    return (
-        isinstance(value, Sequence)
-        and not isinstance(value, (str, bytes))
-        and all(isinstance(item, str) for item in value)
-    )
+def _hints(config: Any) -> dict[str, Any]:
+    """Field -> type."""
+    hints = typing.get_type_hints(config)
+    return {each.name: hints[each.name] for each in dataclasses.fields(config)}

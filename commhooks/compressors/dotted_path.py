@@ -7,8 +7,7 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
-from commhooks.compressors.config import closest
-from commhooks.errors import CommHookError, HookConfigError
+from commhooks.errors import CommHookError, HookConfigError, closest
 
 FILE_ENDING = ".py"
 

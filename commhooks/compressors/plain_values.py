@@ -1,18 +1,90 @@
-"""Plain dicts and lists in place of the containers of OmegaConf, which Hydra passes to the objects that it makes;
-our words in place of its errors."""
+"""The one checker of options: a value and the type that it should have, to the checked plain value or an error.
 
+A value is written in Python, where types are strict, or as text in YAML, the environment or a flag, where "4" stands
+for 4. It may also be a container of OmegaConf, which Hydra passes to the objects that it makes."""
+
+import contextlib
+import os
 import re
 import sys
-from typing import Any
+import types
+import typing
+from collections.abc import Mapping, Sequence
+from typing import Any, Union
 
-from commhooks.errors import HookConfigError
+from commhooks.errors import HookConfigError, shown
+
+NUMBER_OR_NUMBERS = int | dict[str, int]
+"""The type of an option that is a number, or numbers by globs on parameter names."""
+_YAML_BOOLS = dict.fromkeys(("true", "yes", "on", "y"), True) | dict.fromkeys(("false", "no", "off", "n"), False)
 
 
-def plain(name: str, value: Any) -> Any:
+def as_type(value: Any, hint: Any, *, text: bool = False) -> Any:
+    """`value` if it is of the type `hint`; a list or dict as a copy, an int as a float where only a float is expected.
+
+    Args:
+        hint: bool, int, float, str, list[str], dict[str, int], dict[str, Any], another class, or a union of these
+            with None.
+        text: convert text to what YAML reads in it, and a number to text where text is expected.
+
+    Raises:
+        TypeError: it is of another type.
+        OverflowError: a float is expected, and this number is too large for one.
+    """
+    kinds = _kinds(hint)
+    if text:
+        value = _read(value, kinds)
+    if value is None or isinstance(value, bool):
+        if type(value) in kinds:
+            return value
+    elif isinstance(value, Mapping):
+        for kind in kinds:
+            if typing.get_origin(kind) is dict and all(isinstance(key, str) for key in value):
+                item = typing.get_args(kind)[1]
+                return {key: each if item is Any else as_type(each, item, text=text) for key, each in value.items()}
+    elif isinstance(value, Sequence) and not isinstance(value, (str, bytes)):
+        if list[str] in kinds and all(isinstance(each, str) for each in value):
+            return list(value)
+    elif isinstance(value, int) and float in kinds and int not in kinds:
+        return float(value)
+    elif isinstance(value, tuple(kind for kind in kinds if isinstance(kind, type))):
+        return value
+    raise TypeError
+
+
+def in_words(hint: Any) -> str:
+    """A type, for messages."""
+    if len(kinds := _kinds(hint)) > 1:
+        return " or ".join(map(in_words, kinds))
+    if hint == list[str]:
+        return "a list of text"
+    if hint == dict[str, int]:
+        return "numbers by globs on names, as in {'*attention*': 8, '*': 2}"
+    if typing.get_origin(hint) is dict:
+        return "options, as 'name: value'"
+    return "None" if hint is type(None) else hint.__name__
+
+
+def why_not(value: object, hint: Any) -> str:
+    """The sentence about a value of YAML that is not of the type."""
+    kinds = _kinds(hint)
+    if bool in kinds and isinstance(value, (str, int, float)):
+        return f"Value {shown(value)} is not a valid bool; expected True or False" + " or None" * (len(kinds) > 1)
+    if hint == list[str]:
+        return f"Value {shown(value)} is not a list of text; write it as ['*embed*', 'head.weight']"
+    if hint == NUMBER_OR_NUMBERS and isinstance(value, Mapping):
+        return (
+            f"Value {shown(value)} is neither a number nor numbers by globs on names; write it as 4, or as "
+            "{'*attention*': 8, '*': 2}"
+        )
+    return f"{shown(value)} is of type {type(value).__name__}; expected {in_words(hint)}"
+
+
+def plain(where: str, value: Any) -> Any:
     """`value` with all interpolations resolved and each container of OmegaConf, also inside dicts and lists, replaced.
 
     Args:
-        name: of the argument, for messages.
+        where: begins messages.
 
     Raises:
         HookConfigError: a value is missing ("???"), or an interpolation leads nowhere.
@@ -26,12 +98,27 @@ def plain(name: str, value: Any) -> Any:
         try:
             return OmegaConf.to_container(value, resolve=True, throw_on_missing=True)
         except OmegaConfBaseException as error:
-            raise HookConfigError(f"{name}: {error.full_key}: {unresolved(error)}") from error
+            raise HookConfigError(f"{where}{error.full_key}: {unresolved(error)}") from error
     if type(value) is dict:
-        return {key: plain(f"{name}.{key}", each) for key, each in value.items()}
+        return {key: plain(f"{where.removesuffix(': ')}.{key}: ", each) for key, each in value.items()}
     if type(value) is list:
-        return [plain(f"{name}[{place}]", each) for place, each in enumerate(value)]
+        return [plain(f"{where.removesuffix(': ')}[{place}]: ", each) for place, each in enumerate(value)]
     return value
+
+
+def with_references(where: str, values: Mapping[str, Any]) -> dict[str, Any]:
+    """`values` with each "${...}" in them replaced by what it refers to. `where` begins messages."""
+    if not _refers(values):
+        return dict(values)
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
+    try:
+        made = OmegaConf.create(dict(values), flags={"allow_objects": True})
+    except OmegaConfBaseException as error:
+        raise HookConfigError(f"{where}{error.full_key}: {unresolved(error)}") from error
+    resolved: dict[str, Any] = plain(where, made)
+    return resolved
 
 
 def unresolved(error: Exception) -> str:
@@ -43,3 +130,29 @@ def unresolved(error: Exception) -> str:
     if name is None:
         return "'${' begins a reference to another key that cannot be read: write ${key}, ${oc.env:NAME} or the value"
     return f"its ${{...}} leads to {next(filter(None, name.groups()))!r}, which is not there"
+
+
+def _kinds(hint: Any) -> tuple[Any, ...]:
+    return typing.get_args(hint) if typing.get_origin(hint) in (Union, types.UnionType) else (hint,)
+
+
+def _refers(value: object) -> bool:
+    """Whether a "${...}", or the "???" of a missing value, is in it."""
+    if isinstance(value, (Mapping, list, tuple)):
+        return any(map(_refers, value.values() if isinstance(value, Mapping) else value))
+    return isinstance(value, str) and ("${" in value or value == "???")
+
+
+def _read(value: Any, kinds: tuple[Any, ...]) -> Any:
+    """What YAML reads in `value` as one of these types; `value` itself if that is none of them."""
+    if str in kinds:
+        return str(value) if int not in kinds and isinstance(value, (bool, int, float, os.PathLike)) else value
+    if not isinstance(value, str):
+        return value
+    if bool in kinds:
+        return _YAML_BOOLS.get(value.lower(), value)
+    for kind in (int, float):
+        if kind in kinds:
+            with contextlib.suppress(ValueError):
+                return kind(value)
+    return value

@@ -5,6 +5,8 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+import torch.distributed as dist
+
 from commhooks.compressors.auto.compressor import AutoCompressor
 from commhooks.compressors.base import Compressor
 from commhooks.compressors.cast import AllReduceCompressor, BF16Compressor, FP16Compressor
@@ -27,7 +29,8 @@ BUILT_IN: tuple[type[Compressor[Any]], ...] = (
 )
 COMPRESSORS: dict[str, type[Compressor[Any]]] = {each.Config.hook_name: each for each in BUILT_IN}
 """Compressors by name. Global state: `register_compressor` adds to this table, `register_hook` to `FACTORIES`."""
-FACTORIES: dict[str, Callable[..., Any]] = {}
+Factory = Callable[[dict[str, Any], dist.ProcessGroup | None], tuple[Any, Callable[..., Any]]]
+FACTORIES: dict[str, Factory] = {}
 """Factories of users' own hooks by name; see `commhooks.register_hook`."""
 
 OFF = "none"
@@ -66,6 +69,42 @@ def register_compressor(compressor: CompressorClass) -> CompressorClass:
             check_free("register_compressor", each)
     COMPRESSORS[config.hook_name] = compressor
     return compressor
+
+
+def register_hook(name: str, factory: Factory) -> None:
+    """Register a user's hook by name, for Python, YAML and the command line.
+
+    If plans, statistics and checkpoints should cover the hook as they do the built-in ones, write a compressor and use
+    `register_compressor` instead.
+
+    Args:
+        name: the name of the hook; must not be taken.
+        factory: `factory(options: dict, process_group) -> (state, hook)`, called on every rank when the hook is
+            attached. `hook` has the signature `(state, bucket) -> torch.futures.Future[torch.Tensor]`. `state` is saved
+            and restored if it has `state_dict` and `load_state_dict` (plain types and tensors).
+
+    Raises:
+        HookConfigError: the name is taken or invalid, or the factory is not callable.
+    """
+    check_name("register_hook", name)
+    if not callable(factory):
+        raise HookConfigError(f"register_hook({name!r}): the factory is a {type(factory).__name__}, not callable")
+    check_free("register_hook", name)
+    FACTORIES[name] = factory
+
+
+def available_hooks() -> dict[str, dict[str, Any]]:
+    """Name -> {"description": one line, "options": {option: default}} of every registered hook."""
+    hooks: dict[str, dict[str, Any]] = {}
+    for name, compressor in COMPRESSORS.items():
+        hooks[name] = {
+            "description": ((compressor.Config.__doc__ or "").strip().splitlines() or [""])[0],
+            "options": dataclasses.asdict(compressor.Config()),
+        }
+    for name, factory in FACTORIES.items():
+        lines = (factory.__doc__ or "registered by register_hook").strip().splitlines()
+        hooks[name] = {"description": lines[0], "options": {}}
+    return hooks
 
 
 def _problem(compressor: type[Compressor[Any]]) -> str | None:

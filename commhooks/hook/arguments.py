@@ -1,19 +1,44 @@
-"""Explain an argument that a function does not have: most often it is an option of the hook that stands beside it."""
+"""What the signatures of the front ends share: the documentation of their arguments, and the error about an argument
+that a function does not have, which most often is an option of the hook that stands beside it."""
 
 import dataclasses
 import difflib
 import functools
 import inspect
+import re
 from collections.abc import Callable, Collection
 from typing import Any, ParamSpec, TypeVar
 
-from commhooks.compressors.config import HookConfig
+from commhooks.compressors.config import HookConfig, argument_entries
 from commhooks.compressors.registry import COMPRESSORS, canonical_name
 from commhooks.errors import HookConfigError, closest, closest_name
 from commhooks.hook.announce import reason_first
+from commhooks.hook.vocabulary import ARGUMENTS
 
 P = ParamSpec("P")
 T = TypeVar("T")
+
+
+def arguments_in(scope: dict[str, Any]) -> dict[str, Any]:
+    """Those of the arguments that front ends have in common which are in `scope`, the `locals()` of a constructor."""
+    return {name: scope[name] for name in ARGUMENTS if name in scope}
+
+
+def documented_by(source: object) -> Callable[[type[T]], type[T]]:
+    """Class decorator: in the docstring, the names in a line "a, b: as in `commhooks.attach`." get their entries in the
+    docstring of `source`. For `help()` and for jsonargparse."""
+    entries = argument_entries(source.__doc__)
+
+    def expanded(line: re.Match[str]) -> str:
+        return "\n".join(f"        {name}: {entries[name]}" for name in line[1].split(", "))
+
+    def decorate(owner: type[T]) -> type[T]:
+        owner.__doc__ = re.sub(
+            r"^ {8}([\w, ]+): as in `commhooks.attach`\.$", expanded, owner.__doc__ or "", flags=re.M
+        )
+        return owner
+
+    return decorate
 
 
 def unknown_argument(
@@ -21,36 +46,36 @@ def unknown_argument(
 ) -> HookConfigError:
     """The error for `caller(hook, name=value)`, where `name` is none of the `known` arguments. `introduction`: what
     comes before the list of these."""
-    if (option := _option(name, hook, known)) is not None:
-        return HookConfigError(f"{caller} has no argument {name!r}: {_where_it_belongs(option, name, value, hook)}")
-    if (option := _option(name, ELSEWHERE, known, surely=True)) is not None:
+    option, config = _meant(name, hook, known)
+    if config is not None:
         return HookConfigError(
-            f"{caller} has no argument {name!r}: {option!r} is an option of hook {ELSEWHERE!r}; write "
-            f"hook={ELSEWHERE!r}, hook_options={{{option!r}: {value!r}}}"
+            f"{caller} has no argument {name!r}: {_where_it_belongs(option, config, name, value, hook)}"
         )
-    offer = closest(name, known)
-    return HookConfigError(f"{caller} has no argument {name!r}{offer}{introduction} {', '.join(sorted(known))}")
+    return HookConfigError(
+        f"{caller} has no argument {name!r}{closest(name, known)}{introduction} {', '.join(sorted(known))}"
+    )
 
 
 def misplaced_option(caller: str, name: str, value: object, hook: object) -> HookConfigError | None:
     """The error if `name` is exactly the name of an option of `hook`, for callers that do not know all of their
     arguments."""
-    if name not in _options(hook):
-        return None
-    return HookConfigError(f"{caller} has no argument {name!r}: {_where_it_belongs(name, name, value, hook)}")
+    config = _config_class(hook)
+    return None if config is None or name not in _options(config) else unknown_argument(caller, name, value, hook, ())
 
 
 def unknown_flag(flag: str, value: str, hook: str, known: Collection[str], options_flag: str) -> str:
     """The message about a `flag` that a command lacks, with its `value`. `options_flag`: the one that takes options of
     `hook`, as NAME=VALUE."""
-    name = flag.lstrip("-").replace("-", "_")
     if not difflib.get_close_matches(flag, known, n=1, cutoff=0.85):
-        if (option := _option(name, hook, ())) is not None:
-            written = _on_command_line(option, value)
-            return f"there is no flag {flag}; {option} is an option of the hook: write {options_flag} {written}"
-        if (option := _option(name, ELSEWHERE, (), surely=True)) is not None:
-            written = f"--hook {ELSEWHERE} {options_flag} {_on_command_line(option, value)}"
-            return f"there is no flag {flag}; {option} is an option of hook {ELSEWHERE!r}: write {written}"
+        option, config = _meant(flag.lstrip("-").replace("-", "_"), hook, ())
+        if config is not None:
+            written = f"{options_flag} {_on_command_line(option, value)}"
+            if config is _config_class(hook):
+                return f"there is no flag {flag}; {option} is an option of the hook: write {written}"
+            return (
+                f"there is no flag {flag}; {option} is an option of hook {config.hook_name!r}: write --hook "
+                f"{config.hook_name} {written}"
+            )
     return f"there is no flag {flag}{closest(flag, known)}"
 
 
@@ -96,32 +121,37 @@ def _on_command_line(option: str, value: str) -> str:
     return f'"{option}={patterns}"'  # quoted for YAML, where * begins an alias, and for the shell
 
 
-def _option(name: str, hook: object, known: Collection[str], surely: bool = False) -> str | None:
-    """The option of `hook` that `name` probably means; None if an argument of the caller is as likely. `surely`: not by
-    a slight likeness."""
-    options = _options(hook)
-    if name in options:
-        return name
-    found = closest_name(name, options)
-    if found is not None and name.lower() in found.lower():  # "rank" for "matrix_approximation_rank"
-        return found
-    if difflib.get_close_matches(name, known, n=1) or (surely and not difflib.get_close_matches(name, options, 1, 0.8)):
-        return None
-    return found
+def _meant(name: str, hook: object, known: Collection[str]) -> tuple[str, type[HookConfig] | None]:
+    """The option that `name` probably means, with the config of `hook`, or of `ELSEWHERE`, that has it. ("", None) if
+    an argument of the caller is as likely."""
+    for each in (hook, ELSEWHERE):
+        config = _config_class(each)
+        options = [] if config is None else _options(config)
+        found = name if name in options else closest_name(name, options)
+        if found is None:
+            continue
+        if name.lower() in found.lower():  # "rank" for "matrix_approximation_rank"
+            return found, config
+        slight = each is not hook and not difflib.get_close_matches(name, options, 1, 0.8)
+        if not slight and not difflib.get_close_matches(name, known, n=1):
+            return found, config
+    return "", None
 
 
-def _where_it_belongs(option: str, name: str, value: object, hook: object) -> str:
-    config = _config_class(hook)
-    assert config is not None
+def _where_it_belongs(option: str, config: type[HookConfig], name: str, value: object, hook: object) -> str:
+    if config is not _config_class(hook):
+        return (
+            f"{option!r} is an option of hook {config.hook_name!r}; write hook={config.hook_name!r}, "
+            f"hook_options={{{option!r}: {value!r}}}"
+        )
     which = "that is an option" if option == name else f"there is an option {option!r}"
     if isinstance(hook, str):
         return f"{which} of hook {config.hook_name!r}; write hook_options={{{option!r}: {value!r}}}"
     return f"{which} of the hook; write {config.__name__}({option}={value!r})"
 
 
-def _options(hook: object) -> list[str]:
-    config = _config_class(hook)
-    return [] if config is None else [field.name for field in dataclasses.fields(config)]
+def _options(config: type[HookConfig]) -> list[str]:
+    return [field.name for field in dataclasses.fields(config)]
 
 
 def _config_class(hook: object) -> type[HookConfig] | None:

@@ -10,7 +10,6 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 
-from commhooks.checkpoint.payload import SAVE_RESIDUAL
 from commhooks.comm.hook_result import checked_future
 from commhooks.comm.nodes import RanksPerNode, find_nodes
 from commhooks.comm.shards import speaks
@@ -29,14 +28,15 @@ from commhooks.gradients.exclude import warn_if_unmatched
 from commhooks.gradients.process_group import held_weakly
 from commhooks.gradients.source import GradientSource
 from commhooks.hook.announce import announce, reason_first
-from commhooks.hook.arguments import explains_arguments
+from commhooks.hook.arguments import arguments_in, explains_arguments
 from commhooks.hook.comm_hook import CommHook
 from commhooks.hook.engine_hook import EngineHook
-from commhooks.hook.request import HookRequest, check_choice
+from commhooks.hook.request import HookRequest
 from commhooks.hook.request_check import Asked, check_requests, describe_request
 from commhooks.hook.runner import Runner
 from commhooks.hook.sources import source_of
 from commhooks.hook.user_hook import UserHook
+from commhooks.hook.vocabulary import SAVE_RESIDUAL, check_choice
 
 logger = logger_of(__name__)
 
@@ -67,19 +67,21 @@ def attach(
     Args:
         ddp_model: a `DistributedDataParallel` model that has no hook yet; or the root module of one that was sharded by
             `fully_shard` over a mesh of one dimension, with its parameters on their device.
-        hook: a config object (`PowerSGD(matrix_approximation_rank=4)`), a name (see `available_hooks()`), a path
-            `"package.module:function"`, or a callable `(state, bucket) -> torch.futures.Future[torch.Tensor]`. None,
-            "none" or "off": no hook, for comparisons. DDP then averages the gradients itself, and what is returned
-            counts and learns nothing; a model sharded by `fully_shard` is averaged by plain all-reduce.
+        hook: a config object such as `PowerSGD(matrix_approximation_rank=4)`, a name ("powerSGD", see
+            `available_hooks()`), a path `"package.module:function"`, or a callable
+            `(state, bucket) -> torch.futures.Future[torch.Tensor]`. None, "none" or "off": no hook, for comparisons.
+            DDP then averages the gradients itself, and what is returned counts and learns nothing; a model sharded by
+            `fully_shard` is averaged by plain all-reduce.
         hook_options: options of a hook given by name.
         hook_state: the state of a callable. It is saved and restored if it has `state_dict` and `load_state_dict`.
-        wrapper: "fp16" or "bf16": make the hook communicate in that dtype. "int8" or "int4", for PowerSGD: quantise its
-            factors, and with error feedback what it leaves uncompressed.
+        wrapper: let the hook communicate in float16 or bfloat16 ("fp16", "bf16"); for PowerSGD also in 8-bit or 4-bit
+            integers ("int8", "int4"), its factors and, with error feedback, what it leaves uncompressed.
         save_residual: default of `state_dict(residual=)`: "per_rank" (this rank's own residuals, without
             communication), "mean" (over the ranks; all of them must save), "drop" (no residuals), "distributed" (the
             mean, in a form for `torch.distributed.checkpoint`). "auto": "per_rank", or "distributed" for a model
             sharded by `fully_shard`, which takes that and "drop" only.
-        strict: whether loading a state of another model is an error.
+        strict: whether loading the state of another hook or model is an error (the default), or gives what does not
+            fit fresh memory and one warning.
         total_steps: synchronised backward passes in the whole run, if known; determines `start_powerSGD_iter` if that
             is None or a fraction.
         check_every: compare the weights of all ranks before every `check_every`-th backward pass, the first included.
@@ -106,16 +108,8 @@ def attach(
         HookRunError: another rank has failed, or did not take part within the process group's timeout.
     """
     check_choice("save_residual", save_residual, (*SAVE_RESIDUAL, "distributed", "auto"))
-    request = HookRequest.parse(
-        hook,
-        hook_options=hook_options,
-        hook_state=hook_state,
-        wrapper=wrapper,
-        save_residual={"distributed": "mean", "auto": "per_rank"}.get(save_residual, save_residual),
-        strict=strict,
-        check_every=check_every,
-        ranks_per_node=ranks_per_node,
-    )
+    kept = {"distributed": "mean", "auto": "per_rank"}.get(save_residual, save_residual)
+    request = HookRequest.parse(**arguments_in(locals()) | {"save_residual": kept})
     if isinstance(ddp_model, FSDPModule) and save_residual not in ("auto", "distributed", "drop"):
         raise HookConfigError(
             f"save_residual={save_residual!r} with a model sharded by fully_shard; expected 'distributed' (the "
@@ -143,7 +137,6 @@ def attach_request(
     loss_scale: Callable[[], float | torch.Tensor] | None = None,
 ) -> CommHook:
     """`attach` for a request that was checked before; see `attach`."""
-    check_total_steps(total_steps)
     if loss_scale is not None and not callable(loss_scale):
         raise HookConfigError(
             f"loss_scale={loss_scale!r}; expected a function that returns the factor of this step, for example "
@@ -237,14 +230,6 @@ def _check_topology(request: HookRequest, source: GradientSource) -> None:
             f"hook {request.name!r} with a model sharded by fully_shard: it measures ranks that all compress the whole "
             "model. Ask the doctor on a DDP model, and name the hook that it recommends"
         )
-
-
-def check_total_steps(total_steps: object) -> None:
-    """Raise HookConfigError unless `total_steps` is None or a positive int."""
-    if total_steps is None:
-        return
-    if not isinstance(total_steps, int) or isinstance(total_steps, bool) or total_steps < 1:
-        raise HookConfigError(f"total_steps={total_steps!r}; expected a number of steps, 1 or more, or None")
 
 
 def _check_signature(function: Callable[..., Any], name: str) -> None:

@@ -10,13 +10,24 @@ from commhooks.errors import closest
 from commhooks.gradients.loss_scale import LossScale, scale_of
 from commhooks.gradients.torch_private import compiled_from
 from commhooks.hook.announce import reason_first
-from commhooks.hook.arguments import HOOKS, explains_arguments, misplaced_option, unknown_argument, unknown_flag
-from commhooks.hook.attach import attach_request, check_total_steps
+from commhooks.hook.arguments import (
+    HOOKS,
+    arguments_in,
+    documented_by,
+    explains_arguments,
+    misplaced_option,
+    unknown_argument,
+    unknown_flag,
+)
+from commhooks.hook.attach import attach_request
 from commhooks.hook.metrics import NAMES, PREFIX, Meter
 from commhooks.hook.request import HookRequest
 from commhooks.hook.supported import TooOld, check_version
+from commhooks.hook.vocabulary import ARGUMENTS, check_arguments, check_value
 
 __all__ = [
+    "ARGUMENTS",
+    "check_value",
     "COMPRESSORS",
     "HOOKS",
     "NAMES",
@@ -28,8 +39,10 @@ __all__ = [
     "Meter",
     "TooOld",
     "attach_request",
+    "arguments_in",
+    "documented_by",
     "canonical_name",
-    "check_total_steps",
+    "check_arguments",
     "check_version",
     "closest",
     "compiled_from",

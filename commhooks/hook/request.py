@@ -8,9 +8,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from commhooks.checkpoint.payload import SAVE_RESIDUAL
 from commhooks.comm.nodes import RanksPerNode
-from commhooks.comm.wire import WIRE_DTYPES, WRAPPERS
+from commhooks.comm.wire import WIRE_DTYPES
 from commhooks.compressors.base import Compressor
 from commhooks.compressors.cast import AllReduce
 from commhooks.compressors.config import HookConfig, from_options
@@ -22,8 +21,6 @@ from commhooks.compressors.registry import (
     OFF,
     aliases,
     canonical_name,
-    check_free,
-    check_name,
     compressor_of,
     hook_names,
     means_no_hook,
@@ -32,44 +29,7 @@ from commhooks.compressors.registry import (
 )
 from commhooks.ddp_comm_hooks.drop_ins import DROP_INS
 from commhooks.errors import HookConfigError, closest
-
-Factory = Callable[[dict[str, Any], dist.ProcessGroup | None], tuple[Any, Callable[..., Any]]]
-
-
-def register_hook(name: str, factory: Factory) -> None:
-    """Register a user's hook by name, for Python, YAML and the command line.
-
-    If plans, statistics and checkpoints should cover the hook as they do the built-in ones, write a compressor and use
-    `register_compressor` instead.
-
-    Args:
-        name: the name of the hook; must not be taken.
-        factory: `factory(options: dict, process_group) -> (state, hook)`, called on every rank when the hook is
-            attached. `hook` has the signature `(state, bucket) -> torch.futures.Future[torch.Tensor]`. `state` is saved
-            and restored if it has `state_dict` and `load_state_dict` (plain types and tensors).
-
-    Raises:
-        HookConfigError: the name is taken or invalid, or the factory is not callable.
-    """
-    check_name("register_hook", name)
-    if not callable(factory):
-        raise HookConfigError(f"register_hook({name!r}): the factory is a {type(factory).__name__}, not callable")
-    check_free("register_hook", name)
-    FACTORIES[name] = factory
-
-
-def available_hooks() -> dict[str, dict[str, Any]]:
-    """Name -> {"description": one line, "options": {option: default}} of every registered hook."""
-    hooks: dict[str, dict[str, Any]] = {}
-    for name, compressor in COMPRESSORS.items():
-        hooks[name] = {
-            "description": ((compressor.Config.__doc__ or "").strip().splitlines() or [""])[0],
-            "options": dataclasses.asdict(compressor.Config()),
-        }
-    for name, factory in FACTORIES.items():
-        lines = (factory.__doc__ or "registered by register_hook").strip().splitlines()
-        hooks[name] = {"description": lines[0], "options": {}}
-    return hooks
+from commhooks.hook.vocabulary import ARGUMENTS, check_arguments
 
 
 @dataclass(frozen=True)
@@ -86,7 +46,7 @@ class HookRequest:
     function: Callable[..., Any] | None = None
     hook_state: Any = None
     wrapper: str | None = None
-    save_residual: str = "per_rank"
+    save_residual: str = ARGUMENTS["save_residual"].default
     strict: bool = True
     check_every: int | None = None
     ranks_per_node: RanksPerNode = None
@@ -97,137 +57,102 @@ class HookRequest:
 
     @classmethod
     def parse(
-        cls,
-        hook: HookConfig | Callable[..., Any] | str | None,
-        *,
-        hook_options: Mapping[str, Any] | None = None,
-        hook_state: Any = None,
-        wrapper: str | None = None,
-        save_residual: str = "per_rank",
-        strict: bool = True,
-        check_every: int | None = None,
-        ranks_per_node: RanksPerNode = None,
+        cls, hook: object, *, hook_options: Mapping[str, Any] | None = None, hook_state: Any = None, **common: Any
     ) -> "HookRequest":
         """Make a request from the user's arguments; see `attach` for them.
+
+        Args:
+            common: wrapper, save_residual, strict, check_every, ranks_per_node. A total_steps is checked, too.
 
         Raises:
             HookConfigError: unknown hook or option, wrong type, or invalid combination; the message names it.
         """
-        hook_options = plain("hook_options", hook_options)
-        check_choice("wrapper", wrapper, (None, *WRAPPERS))
-        check_choice("save_residual", save_residual, SAVE_RESIDUAL)
-        if not isinstance(strict, bool):
-            raise HookConfigError(f"strict={strict!r}; expected True or False")
+        check_arguments(common)
+        common.pop("total_steps", None)
+        hook_options = plain("hook_options: ", hook_options)
         if hook_options is not None and not isinstance(hook_options, Mapping):
             raise HookConfigError(f"hook_options={hook_options!r}; expected a dict of options")
-        if check_every is not None and (
-            not isinstance(check_every, int) or isinstance(check_every, bool) or check_every < 1
-        ):
-            raise HookConfigError(f"check_every={check_every!r}; expected a number of steps, 1 or more, or None")
-        _check_ranks_per_node(ranks_per_node)
-        common: dict[str, Any] = {
-            "wrapper": wrapper,
-            "save_residual": save_residual,
-            "strict": strict,
-            "check_every": check_every,
-            "ranks_per_node": ranks_per_node,
-        }
-
+        options = dict(hook_options or {})
         if means_no_hook(hook):
-            unused = {"hook_options": hook_options, "hook_state": hook_state, "wrapper": wrapper}
-            unused |= {"check_every": check_every, "ranks_per_node": ranks_per_node}
-            given = tuple(name for name, value in unused.items() if value is not None)
-            return cls(OFF, save_residual=save_residual, strict=strict, ignored=given)
-        if isinstance(hook, type) and issubclass(hook, Compressor):
-            hook = register_compressor(hook).Config.hook_name
-        if isinstance(hook, HookConfig):
-            if hook_options:
+            unused = ("wrapper", "check_every", "ranks_per_node")
+            given = {"hook_options": hook_options, "hook_state": hook_state} | {
+                each: common.get(each) for each in unused
+            }
+            rest = {name: value for name, value in common.items() if name not in unused}
+            return cls(OFF, ignored=tuple(name for name, value in given.items() if value is not None), **rest)
+        found = _found(hook)
+        if isinstance(found, HookConfig):
+            if options:
                 raise HookConfigError(
-                    f"hook_options={dict(hook_options)!r} beside {type(hook).__name__}(...): hook_options is for hooks "
-                    f"given by name; write the options into {type(hook).__name__}(...)"
+                    f"hook_options={options!r} beside {type(found).__name__}(...): hook_options is for hooks given by "
+                    f"name; write the options into {type(found).__name__}(...)"
                 )
-            compressor_of(hook)  # raises if there is none
-            return cls._from_config(hook, hook_state, common)
-        if isinstance(hook, type) and issubclass(hook, HookConfig):
-            raise HookConfigError(f"hook={hook.__name__} is a class; write {hook.__name__}() with its options inside")
-        if isinstance(hook, str):
-            if ":" in hook:
-                found = _import_hook(hook)
-                if isinstance(found, type) and issubclass(found, (Compressor, HookConfig)):
-                    config = found if issubclass(found, HookConfig) else register_compressor(found).Config
-                    made = from_options(config, hook_options or {})
-                    compressor_of(made)
-                    return cls._from_config(made, hook_state, common)
-                return cls._from_function(found, hook_options, hook_state, common, name=hook)
-            name = canonical_name(hook)
-            if name is None:
-                names = hook_names()
-                package, dot, function = hook.rpartition(".")
-                hint = f" (for a function of your own write '{package}:{function}')" if dot and package else ""
-                offer = hint or closest(hook, [*names_to_offer(), *aliases()])
+            request = cls(found.hook_name, config=found, hook_state=hook_state, **common)
+        elif isinstance(found, type) and issubclass(found, HookConfig):
+            config = from_options(found, options)
+            request = cls(config.hook_name, config=config, hook_state=hook_state, **common)
+        elif isinstance(found, str):
+            request = cls(found, factory=found, options=options, hook_state=hook_state, **common)
+        else:
+            name = hook if isinstance(hook, str) else str(getattr(found, "__qualname__", type(found).__qualname__))
+            if options:
                 raise HookConfigError(
-                    f"unknown hook {hook!r}{offer}; known are {', '.join(names)}, and "
-                    "'package.module:function' for one of your own; 'none' trains without a hook"
+                    f"hook_options={options!r} with the callable {name}: hook_options is for hooks given by name; put "
+                    "the options of a callable into its hook_state, or register a factory with register_hook"
                 )
-            if name in COMPRESSORS:
-                made = from_options(COMPRESSORS[name].Config, hook_options or {})
-                return cls._from_config(made, hook_state, common)
-            _no_state(name, hook_state)
-            _no_nodes(name, common)
-            _check_wrapper(wrapper, tuple(WIRE_DTYPES), f"hook {name!r}")
-            return cls(name, factory=name, options=dict(hook_options or {}), **common)
-        if callable(hook):
-            return cls._from_function(hook, hook_options, hook_state, common)
-        raise HookConfigError(
-            f"hook={hook!r} is a {type(hook).__name__}; expected a config object such as commhooks.PowerSGD(), a name, "
-            "'package.module:function', or a callable (state, bucket); None trains without a hook"
-        )
+            request = cls._of_function(name, found, hook_state, common)
+        return request._checked()
 
     @classmethod
-    def _from_config(cls, config: HookConfig, hook_state: Any, common: dict[str, Any]) -> "HookRequest":
-        _no_state(config.hook_name, hook_state)
-        if common["check_every"] is not None and not config.sends:
-            raise HookConfigError(
-                f"check_every with hook {config.hook_name!r}: without communication the replicas drift apart"
-            )
-        compressor = compressor_of(config)
-        if common["ranks_per_node"] is not None and compressor.not_between_nodes():
-            raise HookConfigError(
-                f"ranks_per_node with hook {config.hook_name!r}, which {compressor.not_between_nodes()}: it works with "
-                "hooks such as 'powerSGD', 'int8_compress' and 'bf16_compress'"
-            )
-        _check_wrapper(common["wrapper"], compressor.wrappers, f"hook {config.hook_name!r}")
-        return cls(config.hook_name, config=config, **common)
-
-    @classmethod
-    def _from_function(
-        cls,
-        function: Callable[..., Any],
-        hook_options: Mapping[str, Any] | None,
-        hook_state: Any,
-        common: dict[str, Any],
-        name: str | None = None,
+    def _of_function(
+        cls, name: str, function: Callable[..., Any], hook_state: Any, common: dict[str, Any]
     ) -> "HookRequest":
-        name = name or str(getattr(function, "__qualname__", type(function).__qualname__))
-        _no_nodes(name, common)
-        if hook_options:
-            raise HookConfigError(
-                f"hook_options={dict(hook_options)!r} with the callable {name}: hook_options is for hooks given by "
-                "name; put the options of a callable into its hook_state, or register a factory with register_hook"
-            )
         drop_in = next((each for ours, each in DROP_INS.items() if ours is function), None)
-        if drop_in is not None:
-            name = drop_in.hook_name
-            if hook_state is None:
-                return cls._from_config(COMPRESSORS[name].Config(), None, common)
-            if drop_in.state_class is not None and not isinstance(hook_state, drop_in.state_class):
+        if drop_in is None:
+            return cls(name, function=function, hook_state=hook_state, **common)
+        config = COMPRESSORS[drop_in.hook_name].Config
+        if hook_state is None:
+            return cls(drop_in.hook_name, config=config(), **common)
+        if drop_in.state_class is not None and not isinstance(hook_state, drop_in.state_class):
+            raise HookConfigError(
+                f"hook_state={hook_state!r} with {function.__name__}; expected a commhooks."
+                f"{drop_in.state_class.__name__}, or no state for one with the defaults of commhooks.{config.__name__}"
+            )
+        return cls(drop_in.hook_name, function=function, hook_state=hook_state, **common)
+
+    def _checked(self) -> "HookRequest":
+        """Itself, if its hook goes together with its other settings."""
+        compressor = None if self.config is None else compressor_of(self.config)
+        hook = f"hook {self.name!r}" if self.function is None else f"the function {self.name}"
+        if self.hook_state is not None and self.function is None:
+            raise HookConfigError(
+                f"hook_state with {hook}, which makes its own state: hook_state is for a callable of your own"
+            )
+        if self.check_every is not None and self.config is not None and not self.config.sends:
+            raise HookConfigError(f"check_every with {hook}: without communication the replicas drift apart")
+        if self.ranks_per_node is not None:
+            if compressor is None:
                 raise HookConfigError(
-                    f"hook_state={hook_state!r} with {function.__name__}; expected a "
-                    f"commhooks.{drop_in.state_class.__name__}, or no state for one with the defaults of "
-                    f"commhooks.{COMPRESSORS[name].Config.__name__}"
+                    f"ranks_per_node with the hook {self.name}, a function: write a compressor instead, which works "
+                    "between nodes"
                 )
-        _check_wrapper(common["wrapper"], tuple(WIRE_DTYPES), f"the function {name}")
-        return cls(name, function=function, hook_state=hook_state, **common)
+            if compressor.not_between_nodes():
+                raise HookConfigError(
+                    f"ranks_per_node with {hook}, which {compressor.not_between_nodes()}: it works with hooks such as "
+                    "'powerSGD', 'int8_compress' and 'bf16_compress'"
+                )
+        possible = tuple(WIRE_DTYPES) if compressor is None else compressor.wrappers
+        if self.wrapper is not None and not possible:
+            raise HookConfigError(
+                f"wrapper={self.wrapper!r} with {hook}, which chooses itself what to send: omit wrapper"
+            )
+        if self.wrapper is not None and self.wrapper not in possible:
+            others = " and ".join(repr(name) for name, each in COMPRESSORS.items() if self.wrapper in each.wrappers)
+            raise HookConfigError(
+                f"wrapper={self.wrapper!r} with {hook}: it is for {others}, given by name or by config; "
+                f"hook='{self.wrapper}_compress' quantises gradients as they are"
+            )
+        return self
 
     @property
     def off(self) -> bool:
@@ -278,48 +203,33 @@ class HookRequest:
         return self.hook_state, self.function
 
 
-def _import_hook(path: str) -> Callable[..., Any]:
-    found = import_path(path, f"hook {path!r}")
-    if not callable(found):
-        raise HookConfigError(f"hook {path!r} is a {type(found).__name__}, not a callable (state, bucket)")
-    return found
-
-
-def check_choice(name: str, value: object, choices: tuple[object, ...]) -> None:
-    """Raise HookConfigError unless `value`, of the argument `name`, is one of `choices`."""
-    if value not in choices:
-        offer = closest(value, [c for c in choices if isinstance(c, str)]) if isinstance(value, str) else ""
-        raise HookConfigError(f"{name}={value!r}{offer}; expected one of {', '.join(map(repr, choices))}")
-
-
-def _check_ranks_per_node(value: object) -> None:
-    if value is None or value == "auto" or (isinstance(value, int) and not isinstance(value, bool) and value >= 1):
-        return
-    raise HookConfigError(f"ranks_per_node={value!r}; expected 'auto', a number of ranks, 1 or more, or None")
-
-
-def _no_nodes(name: str, common: Mapping[str, Any]) -> None:
-    if common["ranks_per_node"] is not None:
+def _found(hook: Any) -> HookConfig | type[HookConfig] | str | Callable[..., Any]:
+    """What the argument `hook` stands for: a config, the config class of a hook by name, the name of a factory, or a
+    function."""
+    if isinstance(hook, type) and issubclass(hook, HookConfig):
+        raise HookConfigError(f"hook={hook.__name__} is a class; write {hook.__name__}() with its options inside")
+    if isinstance(hook, HookConfig):
+        compressor_of(hook)  # raises if there is none
+        return hook
+    found = import_path(hook, f"hook {hook!r}") if isinstance(hook, str) and ":" in hook else hook
+    if isinstance(found, type) and issubclass(found, Compressor):
+        return register_compressor(found).Config
+    if callable(found):
+        return found
+    if found is not hook:
+        raise HookConfigError(f"hook {hook!r} is a {type(found).__name__}, not a callable (state, bucket)")
+    if not isinstance(hook, str):
         raise HookConfigError(
-            f"ranks_per_node with the hook {name}, a function: write a compressor instead, which works between nodes"
+            f"hook={hook!r} is a {type(hook).__name__}; expected a config object such as commhooks.PowerSGD(), a name, "
+            "'package.module:function', or a callable (state, bucket); None trains without a hook"
         )
-
-
-def _check_wrapper(wrapper: str | None, possible: tuple[str, ...], hook: str) -> None:
-    """Raise HookConfigError unless `wrapper` is None or one of `possible`."""
-    if wrapper is None or wrapper in possible:
-        return
-    if not possible:
-        raise HookConfigError(f"wrapper={wrapper!r} with {hook}, which chooses itself what to send: omit wrapper")
-    others = [name for name, each in COMPRESSORS.items() if wrapper in each.wrappers]
-    raise HookConfigError(
-        f"wrapper={wrapper!r} with {hook}: it is for {' and '.join(map(repr, others))}, given by name or by config; "
-        f"hook='{wrapper}_compress' quantises gradients as they are"
-    )
-
-
-def _no_state(name: str, hook_state: Any) -> None:
-    if hook_state is not None:
+    name = canonical_name(hook)
+    if name is None:
+        package, _, function = hook.rpartition(".")
+        hint = f" (for a function of your own write '{package}:{function}')" if package else ""
         raise HookConfigError(
-            f"hook_state with hook {name!r}, which makes its own state: hook_state is for a callable of your own"
+            f"unknown hook {hook!r}{hint or closest(hook, [*names_to_offer(), *aliases()])}; known are "
+            f"{', '.join(hook_names())}, and 'package.module:function' for one of your own; 'none' trains without a "
+            "hook"
         )
+    return COMPRESSORS[name].Config if name in COMPRESSORS else name

@@ -6,6 +6,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from commhooks.hook.vocabulary import WRAPPERS
+
 PLAN = """\
 Shows what a hook will do to a model before there is a training: per parameter, per bucket of DDP and for all of it,
 what is compressed or why not, MB per step and rank, the memory that is needed, and below which bandwidth a step sends
@@ -39,8 +41,6 @@ Shows what a communication hook has saved: hook, options, step, and per paramete
 residual and the size. PATH is a checkpoint of Lightning, a folder of Accelerate's save_state or of the transformers
 Trainer (checkpoint-N), or any file of torch.save with what hook.state_dict() returned in it. Nothing in the file is
 executed. The exit status is 1 if the state is damaged or incomplete."""
-WRAPPERS = ("fp16", "bf16", "int8", "int4")
-"""As in `commhooks.comm.wire`, which needs torch."""
 
 
 class Command(NamedTuple):

@@ -4,8 +4,7 @@ import argparse
 
 from commhooks.comm.wire import WIRE_BITS, WIRE_DTYPES
 from commhooks.compressors.config import explained_options
-from commhooks.compressors.registry import COMPRESSORS, aliases
-from commhooks.hook.request import available_hooks
+from commhooks.compressors.registry import COMPRESSORS, aliases, available_hooks
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -21,7 +21,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.strategies import DDPStrategy
 from training import residuals
 
-from accelerate_commhooks.whole_files import WholeFiles
+from accelerate_commhooks.atomic_write import write_together
 from lightning_commhooks.checkpoint import CHECKPOINT_KEY
 
 LARGE = {"large": torch.arange(50_000.0)}
@@ -44,10 +44,7 @@ def files_up_to(size_bytes: int) -> Iterator[None]:
 
 
 def _write_both(folder: Path, value: Any) -> None:
-    with WholeFiles(3) as files:
-        files.write({"small": value}, folder / "a.pt")
-        files.write(LARGE, folder / "b.pt")
-        files.remove(folder / "old.pt")
+    write_together([(folder / "a.pt", {"small": value}), (folder / "b.pt", LARGE), (folder / "old.pt", None)], 3)
 
 
 def _contents(folder: Path) -> dict[str, Any]:
@@ -76,21 +73,25 @@ def test_the_error_names_the_file(tmp_path: Path) -> None:
         (tmp_path / "gone" / "a.pt", "No such file or directory"),
         (Path("/proc/a.pt"), ""),  # where nobody may make a file, not even root
     ):
-        with pytest.raises(OSError, match=f"{text}: '{path}'"), WholeFiles(0) as files:
-            files.write(LARGE, path)
+        with pytest.raises(OSError, match=f"{text}: '{path}'"):
+            write_together([(path, LARGE)], 0)
 
 
 def test_another_error_leaves_the_files_alone(tmp_path: Path) -> None:
     _write_both(tmp_path, 1)
     before = _contents(tmp_path)["a.pt"]
-    with pytest.raises(KeyboardInterrupt), WholeFiles(3) as files:
-        files.write({"small": 2}, tmp_path / "a.pt")
-        raise KeyboardInterrupt
+    with pytest.raises(KeyboardInterrupt):
+        write_together(_interrupted(tmp_path), 3)
     assert _contents(tmp_path)["a.pt"] == before
     assert len(list(tmp_path.iterdir())) == 2
-    with pytest.raises(RuntimeError, match="only Tensors"), WholeFiles(3) as files:
-        files.write({"value": _Unsaveable()}, tmp_path / "a.pt")
+    with pytest.raises(RuntimeError, match="only Tensors"):
+        write_together([(tmp_path / "a.pt", {"value": _Unsaveable()})], 3)
     assert _contents(tmp_path)["a.pt"] == before
+
+
+def _interrupted(folder: Path) -> Iterator[tuple[Path, dict[str, Any]]]:
+    yield folder / "a.pt", {"small": 2}
+    raise KeyboardInterrupt
 
 
 class _Unsaveable:

@@ -23,9 +23,8 @@ from lightning.pytorch.cli import LightningCLI
 from lightning_support import Model
 
 from accelerate_commhooks import CommHookKwargs
-from accelerate_commhooks.handed_over import VARIABLE, HandedOver
 from accelerate_commhooks.launcher import check_settings
-from accelerate_commhooks.yaml_config import overridden, section_settings
+from accelerate_commhooks.settings import VARIABLE, Settings
 from commhooks import HookConfigError, PowerSGD
 from commhooks.hook.request import HookRequest
 from lightning_commhooks import CommHookDDP
@@ -55,19 +54,15 @@ def _environment(text: str) -> Any:
 
 def _launch(options: Options) -> Any:
     """As `accelerate-commhooks launch` does for the processes that it starts."""
-    given = HandedOver(_read(options), "a file")
+    given = Settings.read(_file(options, section=True))
     check_settings(given)
     return _environment(given.to_environment())
-
-
-def _read(options: Options) -> Options:
-    return section_settings(_file(options, section=True))
 
 
 def _flags(options: Options) -> Any:
     """As `accelerate-commhooks config` reads its flags, and `from_config` its overrides."""
     flags = [f"hook_options.{name}={_as_flag(value)}" for name, value in options.items()]
-    return _config(CommHookKwargs(**overridden(SETTINGS, flags, "flags")))
+    return _config(CommHookKwargs(**Settings(SETTINGS, "flags").overridden(flags).values))
 
 
 def _as_flag(value: Any) -> str:

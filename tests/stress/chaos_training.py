@@ -285,9 +285,18 @@ def accelerate(folder: Path, killer: Killer) -> tuple[torch.Tensor, Any]:
     from accelerate.utils import InitProcessGroupKwargs
     from accelerators import Training, power_sgd
 
-    from accelerate_commhooks import whole_files
+    from accelerate_commhooks import atomic_write
 
-    killer.wrap_write(whole_files._Watched)
+    class File:
+        def __init__(self, file: Any) -> None:
+            self.file, self.flush = file, file.flush
+
+        def write(self, data: bytes) -> Any:
+            return self.file.write(data)
+
+    save: Any = atomic_write._save
+    atomic_write._save = lambda content, file: save(content, File(file))  # type: ignore[assignment]
+    killer.wrap_write(File)
     handler = power_sgd(OPTIONS)
     accelerator = Accelerator(cpu=True, kwargs_handlers=[handler, InitProcessGroupKwargs(timeout=TIMEOUT)])
     run = Training(handler, accelerator=accelerator)

@@ -25,7 +25,7 @@ def _check_accelerate_yaml(text: str, folder: Path) -> None:
     from accelerate.commands.config.config_args import load_config_from_file
 
     from accelerate_commhooks.cli import main
-    from accelerate_commhooks.yaml_config import SECTION
+    from accelerate_commhooks.flags import SECTION
 
     path = folder / "config.yaml"
     path.write_text(text)

@@ -14,10 +14,9 @@ import pytest
 from accelerate_yaml import ACCELERATE
 
 from accelerate_commhooks import CommHookKwargs
-from accelerate_commhooks.cli import main
+from accelerate_commhooks.cli import main, write_section
 from accelerate_commhooks.flags import FLAGS, YES_NO
-from accelerate_commhooks.section_file import write_section
-from accelerate_commhooks.yaml_config import CommHookConfig, read_settings
+from accelerate_commhooks.settings import CommHookConfig, Settings
 from commhooks import HookConfigError
 from commhooks.checkpoint.payload import SAVE_RESIDUAL
 from commhooks.comm.wire import WRAPPERS
@@ -46,7 +45,7 @@ def test_config_keeps_the_rest_of_the_file(tmp_path: Path, capsys: Any) -> None:
     assert path.read_text().startswith(f"{rest}\ncomm_hook_config:\n  hook: powerSGD\n")
     settings = {"hook": "powerSGD", "total_steps": 50, "strict": False, "bucket_cap_mb": 0.5}
     settings["hook_options"] = {"matrix_approximation_rank": 4, "start_powerSGD_iter": 0.1}
-    assert read_settings(path) == settings
+    assert Settings.read(path).values == settings
     assert path.stat().st_mode & 0o777 == 0o640
     assert [each.name for each in tmp_path.iterdir()] == ["accelerate.yaml"]
 
@@ -115,7 +114,7 @@ def test_config_protects_the_default_file(default_config: Path, tmp_path: Path, 
         assert default_config.read_text() == ACCELERATE
     # The reason: Accelerate itself cannot read it any more.
     assert main(["config", str(link), "--hook", "fp16", "--force"]) == 0
-    assert link.is_symlink() and read_settings(default_config) == {"hook": "fp16"}
+    assert link.is_symlink() and Settings.read(default_config).values == {"hook": "fp16"}
     from accelerate.commands.config.config_args import load_config_from_file
 
     with pytest.raises(ValueError, match="unknown keys.*comm_hook_config"):
@@ -126,7 +125,7 @@ def test_patterns_are_written_and_shown_as_they_are(tmp_path: Path, capsys: Any)
     path = tmp_path / "hook.yaml"
     flags = ["--hook", "powerSGD", "--hook_options", "exclude=['*embed*', '[ab]*', ':x:']"]
     assert main(["config", str(path), *flags]) == 0
-    assert read_settings(path)["hook_options"] == {"exclude": ["*embed*", "[ab]*", ":x:"]}
+    assert Settings.read(path).values["hook_options"] == {"exclude": ["*embed*", "[ab]*", ":x:"]}
     capsys.readouterr()
     assert main(["check", str(path)]) == 0
     assert "hook_options.exclude              ['*embed*', '[ab]*', ':x:']\n" in capsys.readouterr().out

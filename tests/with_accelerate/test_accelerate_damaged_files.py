@@ -6,12 +6,11 @@ import os
 import shutil
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
 from accelerate_checkpoints import BOTH, assert_equal, outcome, resume, truncate
-from accelerators import OPTIONS, WRONG, Training, hook_files, launched, new_accelerator, power_sgd
+from accelerators import OPTIONS, WRONG, Training, launched, new_accelerator, power_sgd
 from training import flat
 
 import commhooks
@@ -126,26 +125,3 @@ def test_another_model_is_an_error_that_lists_the_names(run_ranks: Any, checkpoi
         assert "comm_hook.pt: the saved hook state is of another model" in error
         assert "7.weight: in the saved state, not in the model" in error
         assert "weight: in the model, not in the saved state" in error
-
-
-@launched
-def _save_fails(folder: str) -> None:
-    run = Training().train(6).save(folder)
-    real, files = torch.save, hook_files(folder)
-    before = {name: (Path(folder) / name).read_bytes() for name in files}
-
-    def disk_full(content: Any, path: Any, **kwargs: Any) -> None:
-        real(content, path, **kwargs)
-        raise OSError("No space left on device")
-
-    run.train(1)
-    run.accelerator.wait_for_everyone()
-    with mock.patch.object(torch, "save", disk_full), pytest.raises(OSError, match="No space left"):
-        run.accelerator.save_state(folder)
-    run.accelerator.wait_for_everyone()
-    assert hook_files(folder) == files == BOTH
-    assert {name: (Path(folder) / name).read_bytes() for name in files} == before
-
-
-def test_a_save_that_fails_leaves_the_old_files_whole(run_ranks: Any, tmp_path: Path) -> None:
-    run_ranks(_save_fails, str(tmp_path))

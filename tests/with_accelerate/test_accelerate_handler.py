@@ -53,12 +53,15 @@ HANDLER = CommHookKwargs(
 )
 
 
-@pytest.mark.parametrize("handler", [HANDLER, CommHookKwargs(comm_hook="power_sgd", comm_wrapper="fp16")])
+STOCK = CommHookKwargs(comm_hook="power_sgd", comm_wrapper="fp16")
+
+
+@pytest.mark.parametrize("handler", [HANDLER, STOCK, CommHookKwargs(hook=None)])
 @pytest.mark.parametrize("way", [copy.copy, copy.deepcopy, lambda handler: pickle.loads(pickle.dumps(handler))])
 def test_copies(handler: CommHookKwargs, way: Any) -> None:
     other = way(handler)
     assert type(other) is CommHookKwargs and other is not handler
-    assert other == handler
+    assert other == handler and other.off == handler.off
     other.bucket_cap_mb = 7
     assert other != handler
 
@@ -79,11 +82,7 @@ def test_repr_can_be_read_and_evaluated() -> None:
     assert repr(CommHookKwargs(hook=None)) == "CommHookKwargs(hook=None)"
 
 
-def test_fields_and_types() -> None:
-    names = [field.name for field in dataclasses.fields(HANDLER)]
-    stock = [field.name for field in dataclasses.fields(DistributedDataParallelKwargs)]
-    ours = ["hook", "hook_options", "hook_state", "wrapper", "save_residual", "strict", "total_steps", "check_every"]
-    assert names == [*stock, *ours, "ranks_per_node"]
+def test_it_is_a_handler_of_ddp_arguments() -> None:
     assert isinstance(HANDLER, CommHookKwargs) and isinstance(HANDLER, DistributedDataParallelKwargs)
     # One of Accelerate's two paths to DDP tests for truth, the other for None.
     assert not hasattr(CommHookKwargs, "__len__") and not hasattr(CommHookKwargs, "__bool__") and HANDLER

@@ -21,7 +21,7 @@ from repository import PYTHONPATH, SUPPORT
 
 from accelerate_commhooks import launcher
 from accelerate_commhooks.cli import main
-from accelerate_commhooks.handed_over import VARIABLE
+from accelerate_commhooks.settings import VARIABLE
 
 LIMIT_S = 180
 OURS = ["-m", "accelerate_commhooks", "launch"]

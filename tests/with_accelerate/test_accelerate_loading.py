@@ -7,12 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from accelerate import DistributedType
 from accelerate_checkpoints import assert_equal, outcome, resume
 from accelerators import WRONG, Training, launched, new_accelerator, power_sgd
 
 import commhooks
-from accelerate_commhooks.saving import saved_hooks
 
 
 @launched
@@ -63,18 +61,3 @@ def _loaded_on_one_rank(folder: str) -> str:
 def test_loading_on_some_ranks_only_is_an_error_on_all(run_ranks: Any, checkpoint: Path) -> None:
     for error in run_ranks(_loaded_on_one_rank, str(checkpoint)):
         assert "rank 0: 0, rank 1: 6" in error
-
-
-class _Alone:
-    """An accelerator of one process, which wraps nothing in DDP."""
-
-    distributed_type = DistributedType.NO
-
-    def register_save_state_pre_hook(self, hook: Any) -> None: ...
-    def register_load_state_pre_hook(self, hook: Any) -> None: ...
-
-
-def test_one_process_reads_no_files_that_it_does_not_need(tmp_path: Path) -> None:
-    accelerator = _Alone()
-    (tmp_path / "comm_hook.pt").write_bytes(b"of a newer version, or damaged")
-    saved_hooks(accelerator).load(str(tmp_path))  # type: ignore[arg-type]

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator
-from accelerate_checkpoints import BOTH, assert_equal, outcome
+from accelerate_checkpoints import BOTH, assert_equal, outcome, truncate
 from accelerators import (
     WRONG,
     Training,
@@ -90,7 +90,8 @@ def _one_process(folder: str, made_by_two: str) -> dict[str, Any]:
         return {"attached": attached, "files": hook_files(folder), "warnings": texts}
 
 
-def test_one_process_has_no_hook(run_ranks: Any, checkpoint: Path, tmp_path: Path) -> None:
+def test_one_process_has_no_hook_and_reads_no_files_of_one(run_ranks: Any, checkpoint: Path, tmp_path: Path) -> None:
+    truncate(checkpoint / BOTH[0])
     (result,) = run_ranks(_one_process, str(tmp_path / "alone"), str(checkpoint), world_size=1, init=False)
     assert result == {"attached": False, "files": [], "warnings": []}
 

@@ -10,18 +10,8 @@ import pytest
 from accelerate_yaml import ACCELERATE, section
 
 from accelerate_commhooks import CommHookKwargs
-from accelerate_commhooks.stock_fields import STOCK_HOOK_FIELDS
-from accelerate_commhooks.yaml_config import CommHookConfig, read_settings, to_arguments
+from accelerate_commhooks.settings import Settings
 from commhooks import HookConfigError
-from commhooks.comm.wire import WRAPPERS
-
-
-def test_the_keys_are_the_arguments() -> None:
-    """One vocabulary: what `CommHookKwargs` takes and what the YAML takes are the same, with the same defaults."""
-    python = {f.name: f.default for f in dataclasses.fields(CommHookKwargs) if f.name not in STOCK_HOOK_FIELDS}
-    yaml = {f.name: f.default for f in dataclasses.fields(CommHookConfig)}
-    assert python | {"hook": "???"} == yaml  # in YAML it is mandatory
-
 
 FULL = """\
 hook: powersgd
@@ -56,17 +46,10 @@ def test_every_kind_of_value(text: str, tmp_path: Path, monkeypatch: pytest.Monk
     assert changed == CommHookKwargs(hook_options=options | {"matrix_approximation_rank": 8}, **expected)
 
 
-@pytest.mark.parametrize("wrapper", WRAPPERS)
-def test_every_wrapper(wrapper: str, tmp_path: Path) -> None:
-    path = tmp_path / "hook.yaml"
-    path.write_text(f"hook: powerSGD\nwrapper: {wrapper}")
-    assert CommHookKwargs.from_config(path) == CommHookKwargs(hook="powerSGD", wrapper=wrapper)
-
-
 def test_interpolations_see_the_whole_file(tmp_path: Path) -> None:
     path = tmp_path / "accelerate.yaml"
     path.write_text(section("hook: powerSGD\ntotal_steps: ${num_processes}"))
-    assert read_settings(path) == {"hook": "powerSGD", "total_steps": 2}
+    assert Settings.read(path).values == {"hook": "powerSGD", "total_steps": 2}
 
 
 class State:
@@ -77,17 +60,19 @@ SHARED_STATE = {"made": "once"}
 
 
 def test_hook_state_by_its_path() -> None:
-    named = {"hook": "test_accelerate_yaml:State", "hook_state": "test_accelerate_yaml:SHARED_STATE"}
-    assert to_arguments(named)["hook_state"] is SHARED_STATE
-    assert isinstance(to_arguments({"hook_state": "test_accelerate_yaml:State"})["hook_state"], State)
+    def state(path: str) -> Any:
+        return Settings({"hook": "test_accelerate_yaml:State", "hook_state": path}, "file").arguments()["hook_state"]
+
+    assert state("test_accelerate_yaml:SHARED_STATE") is SHARED_STATE
+    assert isinstance(state("test_accelerate_yaml:State"), State)
     for path, text in [
         ("no_such_module:x", "cannot import 'no_such_module'"),
         ("test_accelerate_yaml:nothing", "has no 'nothing'"),
     ]:
         with pytest.raises(HookConfigError, match=text):
-            to_arguments({"hook_state": path})
+            state(path)
     with pytest.raises(HookConfigError, match="expected 'package.module:name'"):
-        to_arguments({"hook_state": "test_accelerate_yaml.State"})
+        state("test_accelerate_yaml.State")
 
 
 # ---- what is wrong ---------------------------------------------------------------------------------------------------

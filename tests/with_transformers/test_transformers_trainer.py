@@ -66,16 +66,6 @@ def test_resume_is_bit_equal(run_ranks: Any, tmp_path: Path, more: dict[str, Any
 
 
 @trainer_resumes_on_cpu
-def test_control_without_a_hook(run_ranks: Any, tmp_path: Path) -> None:
-    """The Trainer itself resumes bit-equal here, so the test above is about the hook."""
-    through = run_ranks(_run, tmp_path, cls=Trainer)
-    resumed = _resume(run_ranks, tmp_path / "checkpoint-4", cls=Trainer)
-    for run, again in zip(through, resumed, strict=True):
-        assert_equal(run, again)
-    assert hook_files(tmp_path / "checkpoint-4") == []
-
-
-@trainer_resumes_on_cpu
 def test_without_the_hooks_files_the_resumed_run_differs(run_ranks: Any, tmp_path: Path) -> None:
     """And what `save_total_limit` and `save_only_model` leave in the folder."""
     through = run_ranks(_run, tmp_path, save_steps=2, save_total_limit=2)

@@ -2,7 +2,6 @@
 
 from seeded_faults import (
     accelerate,
-    accelerate_settings,
     accelerators,
     attaching,
     auto,
@@ -21,7 +20,6 @@ from seeded_faults import (
     quantised_factors,
     quantising,
     saving,
-    trainer,
     users,
 )
 
@@ -38,8 +36,6 @@ AREAS = (
     lightning,
     fronts,
     accelerate,
-    accelerate_settings,
-    trainer,
     metrics,
     nodes,
     doctor,

@@ -67,8 +67,8 @@ MUTANTS = [
     Mutant(
         "the twin imports lightning",
         "lightning_commhooks/pytorch_lightning.py",
-        "import pytorch_lightning\n",
-        "import lightning.pytorch\n    import pytorch_lightning\n",
+        "    from pytorch_lightning import Callback\n",
+        "    import lightning.pytorch\n    from pytorch_lightning import Callback\n",
         f"{TWIN}::test_neither_package_imports_the_other",
     ),
     Mutant(
@@ -88,15 +88,15 @@ MUTANTS = [
     Mutant(
         "interpolations reach a user's factory",
         "commhooks/hook/request.py",
-        '        hook_options = plain("hook_options", hook_options)\n',
+        '        hook_options = plain("hook_options: ", hook_options)\n',
         "",
         "hook/test_hydra_values.py",
     ),
     Mutant(
         "a container inside a config stays one",
         "commhooks/compressors/config.py",
-        '            value = plain(f"{type(self).__name__}: {each.name}", given)\n',
-        "            value = given\n",
+        'value = plain(f"{type(self).__name__}: {name}: ", getattr(self, name))\n',
+        "value = getattr(self, name)\n",
         "hook/test_hydra_values.py::test_a_value_that_is_not_there_is_an_error_with_its_name",
     ),
 ]

@@ -54,7 +54,7 @@ MUTANTS = [
     ),
     Mutant(
         "the hook of an earlier fit stays on the shards",
-        "lightning_commhooks/fsdp2.py",
+        "lightning_commhooks/hooked_strategy.py",
         "            self._comm_hook.close()  # which another",
         "            pass  # which another",
         "with_lightning/test_lightning_fsdp2.py::test_fits_follow_each_other",
@@ -111,9 +111,9 @@ MUTANTS = [
     ),
     Mutant(
         "a finished fit keeps the buffers of its hook",
-        "lightning_commhooks/strategy.py",
-        "            self._comm_hook.close()\n",
-        "            pass\n",
+        "lightning_commhooks/hooked_strategy.py",
+        "            self._comm_hook.close()  # which another",
+        "            pass  # which another",
         "with_lightning/test_lightning_sweeps.py::test_a_sweep_leaves_nothing_behind",
     ),
     Mutant(

@@ -139,13 +139,13 @@ MUTANTS = [
     Mutant(
         "the Trainer logs the metrics on all ranks",
         "accelerate_commhooks/transformers.py",
-        "return bool(self.args.report_to) and self.is_world_process_zero()",
-        "return bool(self.args.report_to)",
+        " or not self.is_world_process_zero():",
+        ":",
         "with_transformers/test_transformers_metrics.py::test_report_to_gets_the_metrics_of_rank_0",
     ),
     Mutant(
         "the Trainer reads the metrics after the gradients have gone",
-        "accelerate_commhooks/transformers.py",
+        "accelerate_commhooks/trainer_callbacks.py",
         "        self.trainer._read_metrics()\n",
         "        pass\n",
         "with_transformers/test_transformers_metrics.py::test_report_to_gets_the_metrics_of_rank_0",
@@ -194,7 +194,7 @@ MUTANTS = [
     ),
     Mutant(
         "a misspelt section is overlooked",
-        "accelerate_commhooks/yaml_config.py",
+        "accelerate_commhooks/settings.py",
         "ratio() > NEAR",
         "ratio() > 1",
         "with_accelerate/test_accelerate_yaml.py::test_files_that_hold_no_settings",

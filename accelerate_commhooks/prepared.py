@@ -1,0 +1,81 @@
+"""What is known of a model that an accelerator has prepared: its hook, the accelerator and the loss scale. All
+references are weak."""
+
+import sys
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from accelerate import Accelerator, DistributedDataParallelKwargs
+from torch.nn.parallel import DistributedDataParallel
+
+from commhooks import CommHook
+from commhooks.hook.for_plugins import LossScale, compiled_from, scale_of
+
+
+class HookedModel:
+    """A DDP model and its hook, which lives as long as the model."""
+
+    def __init__(self, ddp_model: DistributedDataParallel, hook: CommHook) -> None:
+        self._ddp_model = weakref.ref(ddp_model)
+        self._module = weakref.ref(unwrapped(ddp_model))
+        self._hook = weakref.ref(hook)
+
+    @property
+    def hook(self) -> CommHook | None:
+        """The hook; None if its model was deleted."""
+        return self._hook() if self._ddp_model() is not None else None
+
+    @property
+    def module(self) -> torch.nn.Module | None:
+        """The module inside, which may outlive the DDP model; None if it was deleted."""
+        return self._module()
+
+    def is_of(self, model: torch.nn.Module) -> bool:
+        """Whether `model` is the DDP model, the module inside it, or a compiled form of one of them."""
+        ddp_model, inner = self._ddp_model(), _not_compiled(model)
+        return ddp_model is not None and (inner is ddp_model or inner is self.module)
+
+
+def unwrapped(model: torch.nn.Module) -> torch.nn.Module:
+    """The original module in `model`, whether it is compiled, wrapped in DDP, or both."""
+    inner = _not_compiled(model)
+    return _not_compiled(inner.module) if isinstance(inner, DistributedDataParallel) else inner
+
+
+def calling_accelerator(handler: DistributedDataParallelKwargs) -> Accelerator | None:
+    """The accelerator that is calling `handler.register_comm_hook`.
+
+    Accelerate 1.15 passes only the model, so the accelerator is searched in the callers' frames: `prepare_model` is one
+    of its methods.
+    """
+    frame = sys._getframe(1)
+    while frame is not None:
+        caller = frame.f_locals.get("self")
+        if isinstance(caller, Accelerator) and caller.ddp_handler is handler:
+            return caller
+        frame = frame.f_back  # type: ignore[assignment]
+    return None
+
+
+def loss_scale_of(accelerator: Accelerator | None) -> Callable[[], LossScale] | None:
+    """Returns the current scale of the accelerator's GradScaler, 1 without one."""
+    if accelerator is None:
+        return None
+    weak = weakref.ref(accelerator)
+
+    def loss_scale() -> LossScale:
+        known: Any = weak()
+        if getattr(known, "scaler", None) is None:  # checked at each call, because it may be set later
+            return 1.0
+        return scale_of(known.scaler, known.device)
+
+    return loss_scale
+
+
+def _not_compiled(model: torch.nn.Module) -> torch.nn.Module:
+    """The original model of a model compiled by `torch.compile` or by Accelerate's regional compilation."""
+    while (original := compiled_from(model)) is not None:
+        model = original
+    return model

@@ -30,12 +30,11 @@ def documented_by(source: object) -> Callable[[type[T]], type[T]]:
     entries = argument_entries(source.__doc__)
 
     def expanded(line: re.Match[str]) -> str:
-        return "\n".join(f"        {name}: {entries[name]}" for name in line[1].split(", "))
+        return "\n".join(f"    {name}: {entries[name]}" for name in line[1].split(", "))
 
     def decorate(owner: type[T]) -> type[T]:
-        owner.__doc__ = re.sub(
-            r"^ {8}([\w, ]+): as in `commhooks.attach`\.$", expanded, owner.__doc__ or "", flags=re.M
-        )
+        doc = inspect.cleandoc(owner.__doc__ or "")  # as Python itself does it from 3.13 on
+        owner.__doc__ = re.sub(r"^ {4}([\w, ]+): as in `commhooks.attach`\.$", expanded, doc, flags=re.MULTILINE)
         return owner
 
     return decorate

@@ -1,4 +1,4 @@
-"""PowerSGD with quantised factors, written plainly: as in `powersgd/reference.py`, each mean by `quantized_oracle.py`."""
+"""PowerSGD with quantised factors, plainly: as in `powersgd/reference.py`, each mean by `quantized_oracle.py`."""
 
 import torch
 from quantized_oracle import OracleRanks

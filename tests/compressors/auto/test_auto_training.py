@@ -23,7 +23,7 @@ from commhooks.compressors.auto import candidates
 from commhooks.compressors.auto.compressor import AutoCompressor
 from commhooks.compressors.auto.config import Auto
 from commhooks.compressors.auto.decision import Decision
-from commhooks.compressors.auto.trials import MOST_EXTENSIONS, TRIAL_STEPS, WARM_UP
+from commhooks.compressors.auto.trials import MOST_EXTENSIONS, TRIAL_S, TRIAL_STEPS, WARM_UP
 
 # ---- as the choice by name -------------------------------------------------------------------------------------------
 
@@ -90,7 +90,6 @@ def _decides_by_the_clock() -> dict[str, Any]:
         "tried": labels,
         "decision": run.hook.state_dict()["notes"],
         "weights": run.weights(),
-        "steps": run.step,
     }
 
 
@@ -104,8 +103,6 @@ def test_real_clocks_lead_to_one_decision(run_ranks: Any) -> None:
         labels = [each["label"] for each in rank["decision"]["candidates"]]
         assert list(tried_s)[0] == "allreduce" and any(label.startswith("powerSGD, 0.9 of energy") for label in labels)
         assert all(each > 0 for each in tried_s.values()) and len(rank["tried"]) > 1
-        # Steps of some milliseconds: more than eight of each.
-        assert rank["steps"] > len(tried_s) * TRIAL
 
 
 # ---- the change ------------------------------------------------------------------------------------------------------
@@ -137,6 +134,14 @@ def test_each_candidate_is_tried_in_training_steps(run_ranks: Any) -> None:
     (line,) = ranks[0]["lines"]
     assert f"auto: allreduce from step {BEGIN + 2 * TRIAL} on, " in line and ranks[1]["lines"] == []
     assert "nothing helps here; a step takes 1000 ms, 2000 ms with int8, 1500 ms with bf16" in line
+
+
+def test_short_steps_are_tried_for_a_quarter_of_a_second() -> None:
+    with process_group_of_one():
+        run = new(tried_s=0.01).train(BEGIN + TRIAL + 1)
+        assert decision_of(run).phase == "trying" and decision_of(run).since == BEGIN
+        run.train(math.ceil(TRIAL_S / 0.01) - TRIAL_STEPS)
+        assert decision_of(run).phase == "resting" and run.hook.stats()["chosen"] == "int8"
 
 
 def _looks_again() -> dict[str, Any]:

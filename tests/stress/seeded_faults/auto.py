@@ -91,7 +91,7 @@ MUTANTS = [
         f"{_AUTO}/compressor.py",
         "        if missing_s > 0:\n",
         "        if False:\n",
-        f"{_TRAINING}::test_real_clocks_lead_to_one_decision",
+        f"{_TRAINING}::test_short_steps_are_tried_for_a_quarter_of_a_second",
     ),
     Mutant(
         "auto: with other ranks a trial stays in force",

@@ -18,7 +18,7 @@ from commhooks.compressors.state_field import StateField
 from commhooks.engine.session import Session
 from commhooks.engine.state import LearnedState
 from commhooks.errors import HookConfigError, logger_of
-from commhooks.gradients.process_group import held_weakly
+from commhooks.gradients.source import held_weakly
 
 logger = logger_of(__name__)
 

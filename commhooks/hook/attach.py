@@ -26,8 +26,7 @@ from commhooks.engine.session_state import SessionState
 from commhooks.engine.state import LearnedState
 from commhooks.errors import AttachError, HookConfigError, logger_of
 from commhooks.gradients.exclude import warn_if_unmatched
-from commhooks.gradients.process_group import held_weakly
-from commhooks.gradients.source import GradientSource
+from commhooks.gradients.source import GradientSource, held_weakly
 from commhooks.hook.announce import announce, reason_first
 from commhooks.hook.arguments import explains_arguments
 from commhooks.hook.comm_hook import CommHook

@@ -12,10 +12,10 @@ from commhooks.comm.clocks import has_clock
 from commhooks.comm.collective import agreement_key
 from commhooks.comm.shards import speaks
 from commhooks.errors import HookConfigError, HookRunError, PayloadError, logger_of, shown
-from commhooks.gradients.after_backward import in_backward
 from commhooks.gradients.bucket import Bucket
 from commhooks.gradients.ddp import BucketReader
 from commhooks.gradients.source import GradientSource, Reducer
+from commhooks.gradients.torch_private import current_task
 from commhooks.hook.announce import announce, reason_first, say
 from commhooks.hook.copies import Registered
 from commhooks.hook.cosine import CosineSampler
@@ -133,7 +133,8 @@ class CommHook:
         if self._replicas is not None and self._replicas.due():
             self._runner.settle()
             plan = agreement_key(*(repr(row) for row in self.plan().parameters))
-            self._replicas.compare(self._runner.saved_state.step, plan, taking_part=in_backward())
+            # Outside of a backward pass `Join` shadows the collectives of a rank that has run out of data.
+            self._replicas.compare(self._runner.saved_state.step, plan, taking_part=current_task() != -1)
         if self._cosine is not None:
             self._cosine.begin_pass()
 

@@ -18,7 +18,7 @@ from commhooks.gradients.bucket import Bucket
 from commhooks.gradients.layout import BucketLayout, read_layout
 from commhooks.gradients.names import ParameterNames
 from commhooks.gradients.precision import compute_dtype
-from commhooks.gradients.process_group import held_weakly
+from commhooks.gradients.source import held_weakly
 
 
 @dataclass

@@ -83,7 +83,7 @@ MUTANTS = [
     ),
     Mutant(
         "gradients in padded buffers keep the average of their replica",
-        "commhooks/gradients/unit_buffer.py",
+        "commhooks/gradients/local_shard.py",
         "        return torch.cat([piece for _, piece in self.pieces(self.flat, padded=True)])\n",
         "        return torch.cat([piece for _, piece in self.pieces(self.flat, padded=False)])\n",
         _EXACT,
@@ -91,8 +91,8 @@ MUTANTS = [
     Mutant(
         "padding is forgotten",
         _SHARD,
-        "        largest = -(-size // sharded.device_mesh.size())\n",
-        "        largest = size // sharded.device_mesh.size()\n",
+        "        largest = -(-size // mesh.size())\n",
+        "        largest = size // mesh.size()\n",
         _EXACT,
     ),
     Mutant(
@@ -133,7 +133,7 @@ MUTANTS = [
     Mutant(
         "a parameter reduced twice is sent twice",
         _SOURCE,
-        "        if again:\n",
+        "        if again is not None:\n",
         "        if False:\n",
         f"{_MODES}::test_a_unit_that_is_reduced_twice_is_refused",
     ),

@@ -97,8 +97,8 @@ MUTANTS = [
     Mutant(
         "names with the prefix of torch.compile",
         "commhooks/gradients/ddp.py",
-        "(own_name(name), parameter)",
-        "(name, parameter)",
+        "(own_name(name), p)",
+        "(name, p)",
         "checkpoint/test_changed_setup.py::test_changes_that_a_state_does_not_know_of",
     ),
     Mutant(
@@ -216,7 +216,7 @@ MUTANTS = [
     ),
     Mutant(
         "a joint save keeps the store of a destroyed group",
-        "commhooks/gradients/process_group.py",
+        "commhooks/gradients/source.py",
         "    weak = weakref.ref(group)\n",
         "    weak = lambda: group  # noqa: E731\n",
         "hook/test_close.py::test_a_destroyed_group_ends_though_the_hook_is_kept",

@@ -12,7 +12,7 @@ MUTANTS = [
     ),
     Mutant(
         "the switch of the process counts as full precision at medium",
-        "commhooks/gradients/float32_switches.py",
+        "commhooks/gradients/precision.py",
         '"medium": "bf16"',
         '"medium": "ieee"',
         "gradients/test_precision.py::test_the_switch_of_the_process_says_what_torch_says",

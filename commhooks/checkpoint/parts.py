@@ -14,9 +14,10 @@ from typing import Any
 
 import torch
 
-from commhooks.checkpoint import payload
 from commhooks.checkpoint.checks import (
+    VERSION,
     bucket_keys,
+    check_header,
     check_learned,
     check_range,
     check_tensor,
@@ -52,7 +53,7 @@ def split(saved: dict[str, Any], rank: int, run: int | None = None) -> tuple[dic
         return shared, None
     part = {
         "format": PART_FORMAT,
-        "version": payload.VERSION,
+        "version": VERSION,
         "fingerprint": shared["fingerprint"],
         "rank": rank,
         "world_size": saved["world_size"],
@@ -90,7 +91,7 @@ def check_shared(shared: object) -> dict[str, Any]:
     Raises:
         PayloadError: it is incomplete or damaged.
     """
-    checked = payload.check_header(shared)
+    checked = check_header(shared)
     if "parameters" in checked:
         check_learned(checked)
     else:
@@ -115,7 +116,7 @@ def ranks_needed(shared: dict[str, Any], rank: int, world_size: int) -> list[int
 
 def problem_of_part(shared: dict[str, Any], part: object, rank: int) -> str | None:
     """The reason why `part` cannot be used with `shared` as the part of `rank`; None if it can."""
-    if not isinstance(part, dict) or part.get("format") != PART_FORMAT or part.get("version") != payload.VERSION:
+    if not isinstance(part, dict) or part.get("format") != PART_FORMAT or part.get("version") != VERSION:
         return "is not the part of one rank of a hook state of this version"
     if part.get("fingerprint") != shared["fingerprint"]:
         return "is of another save than the shared file beside it"

@@ -5,9 +5,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from commhooks.checkpoint import payload
-from commhooks.checkpoint.checks import check_world_size, damaged
-from commhooks.checkpoint.learned_state import SaveRequest
+from commhooks.checkpoint.checks import COUNTERS, REPLICAS_EQUAL, VERSION, check_world_size, damaged
 from commhooks.checkpoint.plain_types import plain_types_problem
 from commhooks.comm.counters import Counters
 from commhooks.errors import CommHookError, PayloadError, logger_of, shown
@@ -59,18 +57,18 @@ class SavedUserState:
     def saves_state(self) -> bool:
         return all(callable(getattr(self._state, name, None)) for name in ("state_dict", "load_state_dict"))
 
-    def save(self, request: SaveRequest) -> dict[str, Any]:
-        """See `CommHook.state_dict`; there are no residuals."""
+    def save(self, *_: Any, **__: Any) -> dict[str, Any]:
+        """See `CommHook.state_dict`; there are no residuals, whichever are asked for."""
         return {
             "format": "commhooks",
-            "version": payload.VERSION,
+            "version": VERSION,
             "hook": self._hook,
             "options": dict(self._options),
             "step": self.step,
-            payload.COUNTERS: self._counters.so_far(),
+            COUNTERS: self._counters.so_far(),
             "world_size": self._world_size,
             "hook_state": self._own_state(),
-            **({} if self._replicas_equal else {payload.REPLICAS_EQUAL: False}),
+            **({} if self._replicas_equal else {REPLICAS_EQUAL: False}),
         }
 
     def _own_state(self) -> Any:
@@ -132,7 +130,7 @@ class SavedUserState:
             if saved is not None:
                 self._load_own_state(saved)
             self._passes_before = step - self._counters.backward_passes
-            self._counters.go_on_from(content.get(payload.COUNTERS, {}))
+            self._counters.go_on_from(content.get(COUNTERS, {}))
 
         return adopt
 

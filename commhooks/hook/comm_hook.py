@@ -5,9 +5,9 @@ from typing import Any
 
 import torch.distributed as dist
 
-from commhooks.checkpoint import payload
-from commhooks.checkpoint.distributed import DistributedState, is_distributed
-from commhooks.checkpoint.learned_state import SaveRequest
+from commhooks.checkpoint.checks import REPLICAS_EQUAL, check_header
+from commhooks.checkpoint.distributed import from_distributed, is_distributed, to_distributed
+from commhooks.checkpoint.payload import SAVE_RESIDUAL
 from commhooks.comm.clocks import has_clock
 from commhooks.comm.collective import agreement_key
 from commhooks.comm.shards import speaks
@@ -51,7 +51,6 @@ class CommHook:
         self._runner = runner
         self._source = source
         self._reader = BucketReader(len(source.names.known()))
-        self._distributed = DistributedState(runner.saved_state, source)
         self._rank, self._world_size = dist.get_rank(source.group), dist.get_world_size(source.group)
         self._speaks = speaks(source.group, source.shard_group)
         every = request.check_every
@@ -297,12 +296,12 @@ class CommHook:
         sharded = self._source.shard_group is not None
         if residual is None:
             residual = "distributed" if sharded and self._request.form != "drop" else self._request.form
-        choices = ("distributed", "drop") if sharded else (*payload.SAVE_RESIDUAL, "distributed")
+        choices = ("distributed", "drop") if sharded else (*SAVE_RESIDUAL, "distributed")
         if residual not in choices:
             raise HookConfigError(f"residual={residual!r}; expected one of {', '.join(map(repr, choices))}")
         if residual == "distributed" or sharded:
             return self._distributed_state(residual, joint)
-        return self._runner.saved_state.save(SaveRequest(residual, gather, joint, self.joint_save_limit_s))
+        return self._runner.saved_state.save(residual, gather=gather, joint=joint, limit_s=self.joint_save_limit_s)
 
     def _distributed_state(self, residual: str, joint: bool) -> dict[str, Any]:
         if not joint:
@@ -310,7 +309,8 @@ class CommHook:
                 "joint=False with a state for torch.distributed.checkpoint: it needs all ranks, as dcp.save does"
             )
         kept = None if residual == "drop" else self._runner.kept_residuals(self._source.whole)
-        return self._distributed.save(kept, self.joint_save_limit_s)
+        saved = self._runner.saved_state.save("drop" if kept is None else "mean", limit_s=self.joint_save_limit_s)
+        return to_distributed(saved, kept, self._source)
 
     @reason_first()
     def load_state_dict(self, saved: dict[str, Any], strict: bool | None = None) -> None:
@@ -337,8 +337,8 @@ class CommHook:
             PayloadError: `saved` is damaged or does not fit.
         """
         strict = self._request.strict if strict is None else strict
-        content = payload.check_header(self._distributed.read(saved) if is_distributed(saved) else saved)
-        if not content.get(payload.REPLICAS_EQUAL, True) and self._speaks:
+        content = check_header(from_distributed(saved, self._source) if is_distributed(saved) else saved)
+        if not content.get(REPLICAS_EQUAL, True) and self._speaks:
             logger.warning(
                 "the checkpoint is of hook %s, which averages nothing: the ranks had drifted apart, and the weights "
                 "saved with it are those of one of them.",

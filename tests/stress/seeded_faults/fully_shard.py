@@ -161,8 +161,8 @@ MUTANTS = [
     Mutant(
         "the residual of a shard whose whole parameter is not compressed is dropped",
         "commhooks/checkpoint/distributed.py",
-        "        for name in entries.keys() & (residuals or {}):\n",
-        "        for name in entries:\n",
+        "    for name in entries.keys() & (residuals or {}):\n",
+        "    for name in entries:\n",
         f"{_SETUPS}::test_a_shard_that_is_compressed_although_the_whole_is_not",
     ),
     Mutant(
@@ -196,8 +196,8 @@ MUTANTS = [
     Mutant(
         "each shard knows only whether its own residuals could be saved",
         "commhooks/checkpoint/distributed.py",
-        "            exact = bool(gather_rows(own, source.shard_group, None, _WHAT).all())\n",
-        "            gather_rows(own, source.shard_group, None, _WHAT)\n",
+        "        exact = bool(gather_rows(own, source.shard_group, None, _WHAT).all())\n",
+        "        gather_rows(own, source.shard_group, None, _WHAT)\n",
         f"{_CHECKPOINTS}::test_without_the_residuals_of_one_shard_none_are_loaded",
     ),
     Mutant(

@@ -13,8 +13,8 @@ MUTANTS = [
     Mutant(
         "alternate: whose turn it is is not saved",
         "commhooks/checkpoint/payload.py",
-        "            if saved is None:\n                continue\n",
-        '            if saved is None or each.key == "p":\n                continue\n',
+        "            if saved is None or (",
+        '            if saved is None or each.key == "p" or (',
         "compressors/powersgd/test_variants.py::test_resume_is_exact",
     ),
     Mutant(
@@ -27,8 +27,8 @@ MUTANTS = [
     Mutant(
         "rank 0's residual everywhere",
         "commhooks/checkpoint/payload.py",
-        "        place = ranks.index(target.rank)\n",
-        "        place = 0\n",
+        "saved[ranks.index(target.rank)]",
+        "saved[0]",
         "checkpoint/test_resume.py::test_residuals_of_all_ranks_in_one_file",
     ),
     Mutant(
@@ -90,8 +90,8 @@ MUTANTS = [
     Mutant(
         "residuals of what is compressed no longer are kept",
         "commhooks/checkpoint/learned_state.py",
-        "                state[key].pop(name, None)\n",
-        "                pass\n",
+        '            del state["residual"][name]\n',
+        "            pass\n",
         "checkpoint/test_changed_setup.py::test_what_is_compressed_no_longer_has_no_residual",
     ),
     Mutant(
@@ -112,8 +112,8 @@ MUTANTS = [
     Mutant(
         "another world takes the residual of rank 0",
         "commhooks/checkpoint/payload.py",
-        "        return lambda saved: torch.stack(saved).mean(0)\n",
-        "        return lambda saved: saved[0]\n",
+        "        own = torch.stack(saved).mean(0)\n",
+        "        own = saved[0]\n",
         "checkpoint/test_elastic_resume.py::test_from_any_number_of_ranks",
     ),
     Mutant(
@@ -133,8 +133,8 @@ MUTANTS = [
     Mutant(
         "one rank's file for another",
         "commhooks/checkpoint/payload.py",
-        "    if world_size == target.world_size and target.rank in ranks:\n        place = ranks.index(target.rank)\n",
-        "    if world_size == target.world_size:\n        place = 0\n",
+        "    elif world_size == target.world_size and target.rank in ranks:\n        own = saved[ranks.index(target.rank)]\n",
+        "    elif world_size == target.world_size:\n        own = saved[0]\n",
         "checkpoint/test_resume.py::test_the_residual_of_another_rank_is_never_used",
     ),
     Mutant(
@@ -147,8 +147,8 @@ MUTANTS = [
     Mutant(
         "Q not restored",
         "commhooks/checkpoint/payload.py",
-        "            if saved is None:\n                continue\n",
-        '            if saved is None or each.key == "q":\n                continue\n',
+        "            if saved is None or (",
+        '            if saved is None or each.key == "q" or (',
         "checkpoint/test_resume.py::test_resume_is_bit_equal",
     ),
     Mutant(
@@ -175,7 +175,7 @@ MUTANTS = [
     Mutant(
         "saving a mean leaves the residuals alone",
         "commhooks/checkpoint/learned_state.py",
-        "                session.held.overwrite(state[key][name], kept[name])\n",
+        '                session.held.overwrite(state["residual"][name], kept[name])\n',
         "                pass\n",
         "checkpoint/test_resume.py::test_resume_is_bit_equal",
     ),
@@ -196,7 +196,7 @@ MUTANTS = [
     Mutant(
         "the others wait for a rank whose commit failed",
         "commhooks/checkpoint/learned_state.py",
-        "            if not alone and request.joint and saver is not None:\n",
+        "            if not alone and joint and saver is not None:\n",
         "            if False:\n",
         "checkpoint/test_changed_surroundings.py::test_nobody_waits_for_a_rank_whose_commit_failed",
     ),

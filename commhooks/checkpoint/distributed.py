@@ -16,6 +16,7 @@ from collections.abc import Mapping
 from typing import Any, TypeGuard
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from commhooks.checkpoint.checks import check_count, check_header, check_learned, damaged
 from commhooks.checkpoint.reshard import fitted_to_shard
@@ -91,7 +92,7 @@ def from_distributed(state: Mapping[str, Any], source: GradientSource) -> dict[s
     elif residuals and "parameters" in payload:  # not so if it was saved by a hook without memory
         payload["residual"] = "mean"
         for name, entry in payload["parameters"].items():
-            own = source.local_part(residuals[name]).detach().cpu() if name in residuals else None
+            own = _local(residuals[name]) if name in residuals else None
             if own is not None and bool(own.any()):  # an absent residual stands for zeros
                 entry["residual"] = own
     return payload
@@ -100,6 +101,10 @@ def from_distributed(state: Mapping[str, Any], source: GradientSource) -> dict[s
 def is_distributed(state: object) -> TypeGuard[Mapping[str, Any]]:
     """Whether `state` has the form of `to_distributed`."""
     return isinstance(state, Mapping) and REST in state
+
+
+def _local(residual: torch.Tensor) -> torch.Tensor:
+    return (residual.to_local() if isinstance(residual, DTensor) else residual).detach().cpu()
 
 
 def _to_bytes(content: dict[str, Any]) -> bytes:

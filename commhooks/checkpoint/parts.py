@@ -72,8 +72,8 @@ def save_id(saved: dict[str, Any]) -> str:
     entries = saved.get("parameters", {}).items()
     factors = [(name, entry["q"]) for name, entry in entries]
     factors += [(f"P of {name}", entry["p"]) for name, entry in entries if "p" in entry]
-    others = [(name, entry, key) for name, entry in entries for key in factor_keys(entry) if key not in ("q", "p")]
-    factors += [(f"{key} of {name}", entry[key]) for name, entry, key in others]
+    for name, entry in entries:
+        factors += [(f"{key} of {name}", entry[key]) for key in factor_keys(entry) if key not in ("q", "p")]
     factors += sorted(saved.get("batched_q", {}).items())
     factors += [(f"{key} of {name}", each) for key in bucket_keys(saved) for name, each in sorted(saved[key].items())]
     for name, q in factors:
@@ -161,15 +161,12 @@ def merge(shared: dict[str, Any], parts: Iterable[dict[str, Any] | None], rank: 
     needed = ranks_needed(shared, rank, world_size)
     if not needed:
         return merged
-    total: dict[str, torch.Tensor] | None = {}
+    total: dict[str, torch.Tensor] = {}
     for part in parts:
-        if part is None or total is None:
-            total = None
-            break
+        if part is None:
+            return merged
         for name, residual in part["residuals"].items():
             total[name] = residual if name not in total else total[name] + residual
-    if total is None:
-        return merged
     entries = shared["parameters"]
     if shared["world_size"] == world_size:
         residuals: dict[str, Any] = {name: [residual] for name, residual in total.items()}

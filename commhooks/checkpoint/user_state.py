@@ -1,12 +1,13 @@
 """The checkpoint payload of hooks without a compressor's learned state: the step, and the state of a user's hook."""
 
+import collections
 from collections.abc import Callable
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from commhooks.checkpoint.checks import COUNTERS, REPLICAS_EQUAL, VERSION, check_world_size, damaged
-from commhooks.checkpoint.plain_types import plain_types_problem
 from commhooks.comm.counters import Counters
 from commhooks.errors import CommHookError, PayloadError, logger_of, shown
 
@@ -136,3 +137,32 @@ class SavedUserState:
 
     def resumed(self, content: dict[str, Any]) -> str:
         return ""
+
+
+_LEAVES = {str, int, float, bool, type(None), complex, bytes, torch.dtype, torch.device, torch.Size}
+_LEAVES |= {torch.Tensor, torch.nn.Parameter}
+_MAPPINGS = (dict, collections.OrderedDict)
+
+
+def plain_types_problem(value: Any, path: str = "", above: frozenset[int] = frozenset()) -> str | None:
+    """Path and type of the first value in `value` that `torch.load(weights_only=True)` would reject; None if there is
+    none. A single one makes the whole checkpoint unreadable.
+
+    Types must match exactly: `numpy.float64` is a subclass of float, but its pickle is rejected.
+    """
+    kind = type(value)
+    if kind in _LEAVES:
+        return None
+    if kind not in (list, tuple, set, *_MAPPINGS):
+        return f"{path or 'the value itself'} is a {kind.__module__}.{kind.__qualname__}"
+    if id(value) in above:
+        return f"{path} contains itself"
+    above |= {id(value)}
+    inner: list[tuple[Any, str]] = []
+    if kind in _MAPPINGS:
+        for key, item in value.items():
+            inner += [(key, f"the key {key!r} of {path or 'the value itself'}"), (item, f"{path}[{key!r}]")]
+    else:
+        inner = [(x, f"an element of {path}" if kind is set else f"{path}[{i}]") for i, x in enumerate(value)]
+    problems = (plain_types_problem(item, where, above) for item, where in inner)
+    return next((problem for problem in problems if problem is not None), None)

@@ -21,7 +21,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
 from commhooks.errors import AttachError, HookRunError
@@ -30,6 +29,7 @@ from commhooks.gradients.exclude import all_names, own_name
 from commhooks.gradients.local_shard import (
     NOTHING_SHARDED,
     LocalShard,
+    RunningPass,
     UnitBuffer,
     common_mesh,
     is_sharded,
@@ -38,23 +38,6 @@ from commhooks.gradients.local_shard import (
 from commhooks.gradients.names import ModelNames
 from commhooks.gradients.source import Extent, GradientSource, Reducer, described_parameter, held_weakly
 from commhooks.gradients.torch_private import count_accumulate_hooks, current_task, run_after_backward
-
-
-@dataclasses.dataclass(eq=False)
-class RunningPass:
-    """A running backward pass.
-
-    Attributes:
-        task: see `current_task`.
-        units: those that have been sent.
-        filling: the one whose parameters FSDP is naming.
-        earlier: gradients that earlier backward passes have accumulated, taken out of `.grad`.
-    """
-
-    task: int
-    units: list[UnitBuffer] = dataclasses.field(default_factory=list)
-    filling: UnitBuffer | None = None
-    earlier: list[tuple[LocalShard, torch.Tensor]] = dataclasses.field(default_factory=list)
 
 
 class FullyShardGradients(GradientSource):
@@ -70,7 +53,8 @@ class FullyShardGradients(GradientSource):
         Raises:
             AttachError: the model is sharded in a way that hooks cannot serve.
         """
-        for unit in _units(model):
+        self._module = weakref.ref(model)
+        for unit in self._units():
             unit.reshard()  # after an evaluation the root's parameters may still be whole
         sharded = {own_name(name): p for name, p in model.named_parameters() if is_sharded(name, p)}
         mesh = common_mesh(sharded)
@@ -84,7 +68,6 @@ class FullyShardGradients(GradientSource):
                 "CPUOffloadPolicy is not supported"
             )
         self.sparse = set()
-        self._module = weakref.ref(model)
         self._sharded = sharded
         shards = [LocalShard.of(name, p) for name, p in sharded.items() if p.requires_grad]
         self._shards = {shard.name: shard for shard in shards}
@@ -137,9 +120,6 @@ class FullyShardGradients(GradientSource):
     def as_whole(self, name: str, part: torch.Tensor) -> torch.Tensor:
         return self._shards[name].as_whole(part)
 
-    def local_part(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
     def register(self, reducer: Reducer, state: Any) -> None:
         model = self.module
         assert model is not None
@@ -152,7 +132,7 @@ class FullyShardGradients(GradientSource):
                     f"{reducer.name!r}: call hook.detach() on the earlier hook, or use an ordinary optimizer"
                 )
         self._reducer = reducer
-        for unit in _units(model):
+        for unit in self._units():
             try:
                 unit.set_all_reduce_hook(self._on_reduced)
             except ValueError as error:
@@ -171,17 +151,19 @@ class FullyShardGradients(GradientSource):
             self._handles.append(shard.parameter.register_post_accumulate_grad_hook(on_accumulated))
 
     def unregister(self) -> None:
-        model = self.module
-        for unit in _units(model) if model is not None else ():
+        for unit in self._units():
             unit.set_all_reduce_hook(None)  # type: ignore[arg-type]
         while self._handles:
             self._handles.pop().remove()
 
     def close(self) -> None:
         self.unregister()
-        model = self.module
-        for unit in _units(model) if model is not None else ():
+        for unit in self._units():
             unit.set_all_reduce_hook(_refuse_closed)
+
+    def _units(self) -> list[FSDPModule]:
+        model = self.module
+        return [] if model is None else [module for module in model.modules() if isinstance(module, FSDPModule)]
 
     # ---- what torch calls --------------------------------------------------------------------------------------------
 
@@ -310,10 +292,6 @@ def _check_filled(current: RunningPass) -> None:
             "fully_shard reduces parameters that the model did not have when the hook was attached, or that were "
             "frozen then: call hook.detach(), and attach a hook again after loading and unfreezing parameters"
         )
-
-
-def _units(model: torch.nn.Module) -> list[FSDPModule]:
-    return [module for module in model.modules() if isinstance(module, FSDPModule)]
 
 
 def _tensors_in(value: Any) -> Iterator[torch.Tensor]:

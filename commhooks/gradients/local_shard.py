@@ -104,6 +104,23 @@ class UnitBuffer:
         return found
 
 
+@dataclass(eq=False)
+class RunningPass:
+    """A running backward pass.
+
+    Attributes:
+        task: see `current_task`.
+        units: those that have been sent.
+        filling: the one whose parameters FSDP is naming.
+        earlier: gradients that earlier backward passes have accumulated, taken out of `.grad`.
+    """
+
+    task: int
+    units: list[UnitBuffer] = field(default_factory=list)
+    filling: UnitBuffer | None = None
+    earlier: list[tuple[LocalShard, torch.Tensor]] = field(default_factory=list)
+
+
 def is_sharded(name: str, parameter: torch.nn.Parameter) -> bool:
     """Whether hooks reduce this parameter; no for those that fully_shard ignores.
 

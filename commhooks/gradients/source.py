@@ -167,10 +167,6 @@ class GradientSource(ABC):
         """`part`, which belongs to this rank's shard of the parameter, as a tensor placed like the parameter."""
         return part
 
-    def local_part(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The inverse of `as_whole`."""
-        return tensor
-
     def check_pass(self) -> None:
         """Called before a backward pass. Raises HookRunError if hooks cannot be right in it."""
         return None

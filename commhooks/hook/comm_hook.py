@@ -16,10 +16,10 @@ from commhooks.gradients.bucket import Bucket
 from commhooks.gradients.ddp import BucketReader
 from commhooks.gradients.source import GradientSource, Reducer
 from commhooks.gradients.torch_private import current_task
-from commhooks.hook.announce import announce, reason_first, say
+from commhooks.hook.announce import reason_first, say
 from commhooks.hook.copies import Registered
 from commhooks.hook.cosine import CosineSampler
-from commhooks.hook.norms import Norms, measure
+from commhooks.hook.norms import Norms, measure, total
 from commhooks.hook.plan import ModelPlan
 from commhooks.hook.replica_check import ReplicaCheck
 from commhooks.hook.request import HookRequest
@@ -97,7 +97,7 @@ class CommHook:
 
     @property
     def _reducer(self) -> Reducer:
-        return Reducer(self.name, Registered(self.name, self._run).named_run, self._reduce, self._end_pass)
+        return Reducer(self.name, Registered(self.name, self._run), self._reduce, self._end_pass)
 
     def _run(self, state: Any, bucket: dist.GradBucket) -> Future:
         """The hook function for DDP."""
@@ -115,12 +115,9 @@ class CommHook:
     def _reduce(self, bucket: Bucket, grad_bucket: dist.GradBucket | None = None) -> Future:
         if bucket.is_first:
             self._begin_pass()
-        if self._cosine is not None:
-            self._cosine.keep(bucket)
-        future = self._runner.run(bucket, grad_bucket)
-        if self._cosine is not None:
-            self._cosine.answered(bucket, future)
-        return future
+        if self._cosine is None:
+            return self._runner.run(bucket, grad_bucket)
+        return self._cosine.around(bucket, lambda: self._runner.run(bucket, grad_bucket))
 
     def _end_pass(self) -> None:
         """Complete the futures of a pass whose last bucket was not marked as the last."""
@@ -143,7 +140,7 @@ class CommHook:
         if not self._announced:
             self._announced = True
             if self._speaks:
-                announce(self.name, self._announcement())
+                say(self.name + self._announcement())
                 for remark in self._runner.remarks(checked=self._replicas is not None):
                     logger.warning("%s", remark)
         for line in self._runner.said():
@@ -237,7 +234,7 @@ class CommHook:
         (with a GradScaler: after `unscale_` or the optimizer's step) and before the gradients are zeroed. A norm is
         None if there is nothing to measure.
         """
-        return Norms.total(list(self._norms().values())).as_dict()
+        return total(self._norms().values()).as_dict()
 
     def layers(self) -> dict[str, dict[str, float | None]]:
         """The values of `norms()` and the latest `cosine` per parameter, by name."""
@@ -365,6 +362,6 @@ class CommHook:
             take_over()
             if self._speaks and content["step"] > 0:
                 resumed = self._runner.saved_state.resumed(content)
-                announce(self.name, f" resumed at step {content['step']}{resumed}")
+                say(f"{self.name} resumed at step {content['step']}{resumed}")
 
         return resume

@@ -13,8 +13,8 @@ MUTANTS = [
     Mutant(
         "a copy of a model takes the hook along",
         "commhooks/hook/copies.py",
-        "        return _copied, (self._name,)\n",
-        "        return Registered, (self._name, self._function)\n",
+        "        return _copied, (self.__qualname__,)\n",
+        "        return Registered, (self.__qualname__, self._function)\n",
         "hook/test_copies.py::test_a_copy_averages_without_the_hook",
     ),
     Mutant(

@@ -188,7 +188,7 @@ MUTANTS = [
     Mutant(
         "two saves that differ in a further field look alike",
         "commhooks/checkpoint/parts.py",
-        '    factors += [(f"{key} of {name}", entry[key]) for name, entry, key in others]\n',
+        '        factors += [(f"{key} of {name}", entry[key]) for key in factor_keys(entry) if key not in ("q", "p")]\n',
         "",
         "checkpoint/test_further_fields.py::test_the_parts_of_two_saves_are_told_apart",
     ),

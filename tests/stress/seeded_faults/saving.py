@@ -182,15 +182,15 @@ MUTANTS = [
     Mutant(
         "a joint save goes ahead without all ranks",
         "commhooks/comm/joint_save.py",
-        '        if decision != b"all":\n',
-        "        if False:\n",
+        '            if decision == b"all":\n',
+        "            if True:\n",
         "comm/test_joint_save.py::test_rank_0_saves_alone",
     ),
     Mutant(
         "a failed save counts as a good one",
         "commhooks/comm/joint_save.py",
-        "        failures = [late] if outcome is None else [each for each in outcome if each]\n",
-        "        failures: list[str] = []\n",
+        "            failures = [late] if outcome is None else [each for each in outcome if each]\n",
+        "            failures: list[str] = []\n",
         "comm/test_joint_save.py::test_a_failure_in_the_middle",
     ),
     Mutant(
@@ -203,8 +203,8 @@ MUTANTS = [
     Mutant(
         "a vote that came too late counts",
         "commhooks/comm/joint_save.py",
-        "            return self._declined or late\n",
-        '            return ""\n',
+        "                return self._declined or late\n",
+        '                return ""\n',
         "comm/test_joint_save.py::test_a_rank_that_comes_too_late",
     ),
     Mutant(

@@ -74,9 +74,7 @@ class SavedUserState:
 
     def _own_state(self) -> Any:
         """The result of the user's `state_dict`; None, with a warning, if it contains types that cannot be loaded."""
-        if not self.saves_state:
-            return None
-        saved = self._state.state_dict()
+        saved = self._state.state_dict() if self.saves_state else None
         problem = plain_types_problem(saved)
         if problem is None:
             return saved
@@ -88,18 +86,6 @@ class SavedUserState:
         )
         return None
 
-    def _load_own_state(self, saved: Any) -> None:
-        try:
-            self._state.load_state_dict(saved)
-        except CommHookError:
-            raise
-        except Exception as error:
-            raise PayloadError(
-                f"load_state_dict of hook {self._hook!r}'s state ({type(self._state).__name__}) refused the saved "
-                f"hook_state ({type(error).__name__}: {shown(error)}). Whether it has changed anything, only its code "
-                "tells; the step is as it was"
-            ) from error
-
     def prepare_load(self, content: dict[str, Any], strict: bool) -> Callable[[], None]:
         """Check the keys of `content` that commhooks defines. Returns a function that applies it.
 
@@ -110,26 +96,33 @@ class SavedUserState:
         if "hook_state" not in content:
             raise damaged("there is no 'hook_state', not even None")
         step, saved = content["step"], content["hook_state"]
-        kind = type(self._state).__name__
+        kind, problem = type(self._state).__name__, ""
         if saved is not None and not self.saves_state:
-            text = f"the checkpoint holds a state of hook {self._hook!r}, but its hook_state now ({kind}) has no "
-            text += "load_state_dict"
+            problem = f"the checkpoint holds a state of hook {self._hook!r}, but its hook_state now ({kind}) has no "
+            problem += "load_state_dict"
             if strict:
                 raise PayloadError(
-                    f"{text}; strict=False beside hook=... or in the load loads the step and leaves that state out"
+                    f"{problem}; strict=False beside hook=... or in the load loads the step and leaves that state out"
                 )
             saved = None
-            problem = f"{text}: it is left out (strict=False)"
+            problem += ": it is left out (strict=False)"
         elif saved is None and self.saves_state:
             problem = f"the checkpoint holds no state of hook {self._hook!r}: its hook_state ({kind}) stays as it is"
-        else:
-            problem = ""
         if problem and self._rank == 0:
             logger.warning(problem)
 
         def adopt() -> None:
             if saved is not None:
-                self._load_own_state(saved)
+                try:
+                    self._state.load_state_dict(saved)
+                except CommHookError:
+                    raise
+                except Exception as error:
+                    raise PayloadError(
+                        f"load_state_dict of hook {self._hook!r}'s state ({kind}) refused the saved hook_state "
+                        f"({type(error).__name__}: {shown(error)}). Whether it has changed anything, only its code "
+                        "tells; the step is as it was"
+                    ) from error
             self._passes_before = step - self._counters.backward_passes
             self._counters.go_on_from(content.get(COUNTERS, {}))
 

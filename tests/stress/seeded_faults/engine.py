@@ -188,15 +188,15 @@ MUTANTS = [
     Mutant(
         "two saves that differ in a further field look alike",
         "commhooks/checkpoint/parts.py",
-        '        factors += [(f"{key} of {name}", entry[key]) for key in factor_keys(entry) if key not in ("q", "p")]\n',
-        "",
+        "for key in factor_keys(entry) if key not in",
+        "for key in () if key not in",
         "checkpoint/test_further_fields.py::test_the_parts_of_two_saves_are_told_apart",
     ),
     Mutant(
         "a further field is not looked at before it is loaded",
         "commhooks/checkpoint/checks.py",
-        '        if key not in ("q", "p"):\n',
-        "        if False:\n",
+        '        check_tensor(factor, f"{where}[{shown(key)}]")\n',
+        '        if key in ("q", "p"):\n            check_tensor(factor, f"{where}[{shown(key)}]")\n',
         "checkpoint/test_further_fields.py::test_a_damaged_one_is_refused_by_name",
     ),
     Mutant(

@@ -83,17 +83,14 @@ def check_learned(payload: dict[str, Any]) -> None:
             raise damaged(f"{key!r} is not a dict")
     for name, entry in payload["parameters"].items():
         _check_entry(name, entry, kind, len(ranks))
-    for name, q in payload["batched_q"].items():
-        if type(name) is not str or not name.startswith("batched."):
-            raise damaged(f"batched_q has a key {shown(name)}")
-        check_tensor(q, f"batched_q[{shown(name)}]")
-        if q.dim() != 2 or q.shape[0] < 1 or _largest(q) > torch.finfo(torch.float32).max:
-            raise damaged(f"batched_q[{shown(name)}] is not a matrix of float32 numbers")
-    for key in bucket_keys(payload):
+    for key in ("batched_q", *bucket_keys(payload)):
         for name, tensor in payload[key].items():
-            if type(name) is not str:
+            if type(name) is not str or (key == "batched_q" and not name.startswith("batched.")):
                 raise damaged(f"{key} has a key {shown(name)}")
             check_tensor(tensor, f"{key}[{shown(name)}]")
+            too_large = key == "batched_q" and _largest(tensor) > torch.finfo(torch.float32).max
+            if key == "batched_q" and (tensor.dim() != 2 or tensor.shape[0] < 1 or too_large):
+                raise damaged(f"batched_q[{shown(name)}] is not a matrix of float32 numbers")
 
 
 def check_range(name: str, entry: dict[str, Any], dtype: torch.dtype, loss_scale: float) -> None:
@@ -154,26 +151,20 @@ def _check_entry(name: object, entry: object, kind: str, copies: int) -> None:
     for key in ("shape", "row_dim", "q", "residual"):
         if key not in entry:
             raise damaged(f"{where} has no {key!r}")
-    shape, row_dim, q, residual = entry["shape"], entry["row_dim"], entry["q"], entry["residual"]
+    shape, row_dim, residual = entry["shape"], entry["row_dim"], entry["residual"]
     if type(shape) is not list or not all(type(size) is int and 0 <= size < _LARGEST for size in shape):
         raise damaged(f"{where}['shape'] is not a list of sizes")
     if type(row_dim) is not int or not 0 <= row_dim < max(len(shape), 1):
         raise damaged(f"{where}['row_dim'] is not a dimension")
-    if q is not None:
-        check_tensor(q, f"{where}['q']")
-        rest = shape[:row_dim] + shape[row_dim + 1 :]
-        if len(shape) < 2 or q.dim() < 2 or q.shape[0] < 1 or list(q.shape[1:]) != rest:
-            raise damaged(f"{where}['q'] does not fit the shape")
-    p = entry.get("p")
-    if p is not None:
-        check_tensor(p, f"{where}['p']")
-        if len(shape) < 2 or p.dim() != 2 or p.shape[0] < 1 or p.shape[1] != shape[row_dim]:
-            raise damaged(f"{where}['p'] does not fit the shape")
+    # As matrices: Q has a row of the other dimensions per rank of the approximation, P one of the row dimension.
+    rows = {"q": shape[:row_dim] + shape[row_dim + 1 :], "p": shape[row_dim : row_dim + 1]}
     for key in factor_keys(entry):
         if type(key) is not str:
             raise damaged(f"{where} has a key {shown(key)}")
-        if key not in ("q", "p"):
-            check_tensor(entry[key], f"{where}[{shown(key)}]")
+        factor = entry[key]
+        check_tensor(factor, f"{where}[{shown(key)}]")
+        if key in rows and (len(shape) < 2 or factor.shape[:1] == (0,) or list(factor.shape[1:]) != rows[key]):
+            raise damaged(f"{where}[{key!r}] does not fit the shape")
     if residual is None:
         return
     if isinstance(residual, list) != (kind == "per_rank") or kind == "none":

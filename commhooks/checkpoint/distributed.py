@@ -13,12 +13,12 @@ all shards without the other residuals (see `payload`), as bytes.
 
 import io
 from collections.abc import Mapping
-from typing import Any, Protocol, TypeGuard
+from typing import Any, TypeGuard
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from commhooks.checkpoint.checks import check_count, check_header, check_learned, damaged
-from commhooks.checkpoint.learned_state import SaveRequest
 from commhooks.checkpoint.reshard import fitted_to_shard
 from commhooks.comm.collective import gather_bytes, gather_rows
 from commhooks.errors import PayloadError
@@ -29,93 +29,82 @@ _FORMAT, _VERSION = "commhooks distributed", 1
 _WHAT = "the state of all shards (save on every rank, or on none)"
 
 
-class Saves(Protocol):
-    """Saves the state of this rank's shard; see `SavedLearnedState`."""
+def to_distributed(
+    payload: dict[str, Any], residuals: Mapping[str, torch.dtype] | None, source: GradientSource
+) -> dict[str, Any]:
+    """The state in DCP's form. All ranks of the model must call this.
 
-    def save(self, request: SaveRequest) -> dict[str, Any]: ...
-
-
-class DistributedState:
-    """
     Args:
-        saved: saves the state of this rank's shard as a payload.
+        payload: of this rank's shard, with the mean of its residuals, or none; is used up.
+        residuals: the parameters that could have a residual if nothing were sharded, with its dtype; equal on all
+            ranks. None: save no residuals.
         source: the model.
     """
+    found: dict[str, torch.Tensor] = {}
+    entries = payload.get("parameters", {})
+    for name in entries.keys() & (residuals or {}):
+        if entries[name]["residual"] is not None:
+            found[name], entries[name]["residual"] = entries[name]["residual"], None
+    if "residual" in payload and all(entry["residual"] is None for entry in entries.values()):
+        payload |= {"residual": "none", "residual_ranks": []}
+    payloads, exact = [_to_bytes(payload)], bool(payload.get("exact", True))
+    if source.shard_group is not None:
+        own = torch.tensor([int(exact)], device=source.device)
+        exact = bool(gather_rows(own, source.shard_group, None, _WHAT).all())
+        payloads = gather_bytes(payloads[0], source.shard_group, source.device, _WHAT)
+    rest = {"format": _FORMAT, "version": _VERSION, "exact": exact, "shards": payloads}
+    state: dict[str, Any] = {REST: _to_bytes(rest)}
+    if residuals:
+        known = source.names.known()
+        state[RESIDUAL] = {
+            name: source.as_whole(name, found.get(name, torch.zeros(known[name].shape)).to(dtype))
+            for name, dtype in residuals.items()
+        }
+    return state
 
-    def __init__(self, saved: Saves, source: GradientSource) -> None:
-        self._saved = saved
-        self._source = source
 
-    def save(self, residuals: Mapping[str, torch.dtype] | None, limit_s: float) -> dict[str, Any]:
-        """The state in DCP's form. All ranks of the model must call this.
+def from_distributed(state: Mapping[str, Any], source: GradientSource) -> dict[str, Any]:
+    """The payload of this rank's shard, for `prepare_load`, from a state in DCP's form.
 
-        Args:
-            residuals: the parameters that could have a residual if nothing were sharded, with its dtype; equal on all
-                ranks. None: save no residuals.
-            limit_s: see `SaveRequest`.
-        """
-        source = self._source
-        payload = self._saved.save(SaveRequest("drop" if residuals is None else "mean", limit_s=limit_s))
-        found: dict[str, torch.Tensor] = {}
-        entries = payload.get("parameters", {})
-        for name in entries.keys() & (residuals or {}):
-            if entries[name]["residual"] is not None:
-                found[name], entries[name]["residual"] = entries[name]["residual"], None
-        if "residual" in payload and all(entry["residual"] is None for entry in entries.values()):
+    Raises:
+        PayloadError: it is damaged.
+    """
+    rest = _from_bytes(state[REST])
+    if not isinstance(rest, dict) or rest.get("format") != _FORMAT or type(rest.get("shards")) is not list:
+        raise damaged(f"{REST!r} does not hold the state of a hook")
+    if check_count(rest, "version", 1) != _VERSION:
+        raise PayloadError(
+            f"the distributed hook state has version {rest['version']}: it was saved by a newer commhooks"
+        )
+    shards = [check_header(_from_bytes(each)) for each in rest["shards"]]
+    for each in shards:
+        if "parameters" in each:
+            check_learned(each)
+    if not shards:
+        raise damaged("'shards' is empty")
+    payload = fitted_to_shard(shards, source)
+    residuals = state.get(RESIDUAL, {})
+    if rest.get("exact") is not True:
+        payload["exact"] = False
+        if "parameters" in payload:
             payload |= {"residual": "none", "residual_ranks": []}
-        payloads, exact = [_to_bytes(payload)], bool(payload.get("exact", True))
-        if source.shard_group is not None:
-            own = torch.tensor([int(exact)], device=source.device)
-            exact = bool(gather_rows(own, source.shard_group, None, _WHAT).all())
-            payloads = gather_bytes(payloads[0], source.shard_group, source.device, _WHAT)
-        rest = {"format": _FORMAT, "version": _VERSION, "exact": exact, "shards": payloads}
-        state: dict[str, Any] = {REST: _to_bytes(rest)}
-        if residuals:
-            known = source.names.known()
-            state[RESIDUAL] = {
-                name: source.as_whole(name, found.get(name, torch.zeros(known[name].shape)).to(dtype))
-                for name, dtype in residuals.items()
-            }
-        return state
-
-    def read(self, state: Mapping[str, Any]) -> dict[str, Any]:
-        """The payload of this rank's shard, for `prepare_load`, from a state in DCP's form.
-
-        Raises:
-            PayloadError: it is damaged.
-        """
-        rest = _from_bytes(state[REST])
-        if not isinstance(rest, dict) or rest.get("format") != _FORMAT or type(rest.get("shards")) is not list:
-            raise damaged(f"{REST!r} does not hold the state of a hook")
-        if check_count(rest, "version", 1) != _VERSION:
-            raise PayloadError(
-                f"the distributed hook state has version {rest['version']}: it was saved by a newer commhooks"
-            )
-        shards = [check_header(_from_bytes(each)) for each in rest["shards"]]
-        for each in shards:
-            if "parameters" in each:
-                check_learned(each)
-        if not shards:
-            raise damaged("'shards' is empty")
-        payload = fitted_to_shard(shards, self._source)
-        residuals = state.get(RESIDUAL, {})
-        if rest.get("exact") is not True:
-            payload["exact"] = False
-            if "parameters" in payload:
-                payload |= {"residual": "none", "residual_ranks": []}
-                payload["parameters"] = {n: each | {"residual": None} for n, each in payload["parameters"].items()}
-        elif residuals and "parameters" in payload:  # not so if it was saved by a hook without memory
-            payload["residual"] = "mean"
-            for name, entry in payload["parameters"].items():
-                own = self._source.local_part(residuals[name]).detach().cpu() if name in residuals else None
-                if own is not None and bool(own.any()):  # an absent residual stands for zeros
-                    entry["residual"] = own
-        return payload
+            payload["parameters"] = {n: each | {"residual": None} for n, each in payload["parameters"].items()}
+    elif residuals and "parameters" in payload:  # not so if it was saved by a hook without memory
+        payload["residual"] = "mean"
+        for name, entry in payload["parameters"].items():
+            own = _local(residuals[name]) if name in residuals else None
+            if own is not None and bool(own.any()):  # an absent residual stands for zeros
+                entry["residual"] = own
+    return payload
 
 
 def is_distributed(state: object) -> TypeGuard[Mapping[str, Any]]:
-    """Whether `state` has the form of `DistributedState.save`."""
+    """Whether `state` has the form of `to_distributed`."""
     return isinstance(state, Mapping) and REST in state
+
+
+def _local(residual: torch.Tensor) -> torch.Tensor:
+    return (residual.to_local() if isinstance(residual, DTensor) else residual).detach().cpu()
 
 
 def _to_bytes(content: dict[str, Any]) -> bytes:

@@ -9,36 +9,18 @@ import torch
 import torch.distributed as dist
 
 from commhooks.checkpoint import payload
-from commhooks.checkpoint.checks import check_count, damaged
+from commhooks.checkpoint.checks import COUNTERS, check_count, damaged
 from commhooks.checkpoint.payload import Contribution
 from commhooks.comm.joint_save import JointSave
 from commhooks.compressors.adaptive import AdaptiveCompressor
 from commhooks.compressors.base import Compressor
 from commhooks.compressors.plan import UnitPlan
-from commhooks.compressors.state_field import StateField
 from commhooks.engine.session import Session
 from commhooks.engine.state import LearnedState
 from commhooks.errors import HookConfigError, logger_of
-from commhooks.gradients.process_group import held_weakly
+from commhooks.gradients.source import held_weakly
 
 logger = logger_of(__name__)
-
-
-@dataclasses.dataclass(frozen=True)
-class SaveRequest:
-    """The arguments of `CommHook.state_dict`.
-
-    Attributes:
-        residual: "per_rank", "mean" or "drop".
-        gather: with "per_rank", save the residuals of all ranks.
-        joint: all ranks take part in the save.
-        limit_s: seconds to wait for the other ranks.
-    """
-
-    residual: str
-    gather: bool = False
-    joint: bool = True
-    limit_s: float = 60.0
 
 
 class SavedLearnedState:
@@ -72,21 +54,21 @@ class SavedLearnedState:
     def step(self) -> int:
         return self._session.state.step
 
-    def save(self, request: SaveRequest) -> dict[str, Any]:
-        """See `CommHook.state_dict`."""
+    def save(self, residual: str, *, gather: bool = False, joint: bool = True, limit_s: float = 60.0) -> dict[str, Any]:
+        """See `CommHook.state_dict`. `limit_s`: seconds to wait for the other ranks."""
         session = self._session
         with session.held.lock, contextlib.ExitStack() as body:
             # A signal handler may run in the middle of a commit of the same thread, which holds this reentrant lock.
             torn = session.held.in_commit
             if not torn:
                 body.enter_context(session.held.settled())
-            if request.residual == "drop":
+            if residual == "drop":
                 local = Contribution(exact=not torn)
             elif torn:
                 self._warn_inexact("it was being written at that moment", self._rank)
                 local = Contribution(exact=False)
             else:
-                local = self._collect(request)
+                local = self._collect(residual == "mean", residual == "per_rank" and not gather, joint, limit_s)
             return payload.build(self._target(session.compressor), session.state, local, session.counters.so_far())
 
     def prepare_load(self, content: dict[str, Any], strict: bool) -> Callable[[], None]:
@@ -111,29 +93,27 @@ class SavedLearnedState:
 
         def take_over() -> None:
             self._take_over(state, compressor)
-            self._session.counters.go_on_from(content.get(payload.COUNTERS, {}))
+            self._session.counters.go_on_from(content.get(COUNTERS, {}))
 
         return take_over
 
     def resumed(self, content: dict[str, Any]) -> str:
         """What became of the residuals in `content`, which was loaded, and of the start step, for the log line."""
-        said, state = "", self._session.state
+        said, state, ranks = "", self._session.state, content["world_size"]
         if state.local:
-            said = f"; residuals: {self._residuals_of(content, state.local_missing)}"
+            if state.local_missing or content["residual"] == "none":
+                residuals = "none, they start from zero"
+            elif all(entry["residual"] is None for entry in content["parameters"].values()):
+                residuals = "zero"
+            elif content["residual"] == "per_rank" and ranks == self._world_size:
+                residuals = "each rank's own"
+            else:
+                residuals = f"mean of {ranks} rank{'s' if ranks > 1 else ''}"
+            said = f"; residuals: {residuals}"
         option, start = self._session.compressor.config.start_option, self._session.compressor.start_step
         if option is not None and start != self._first_start and max(start, self._first_start) > content["step"]:
             said += f"; {option}={start} as it was saved, not {self._first_start}"
         return said
-
-    def _residuals_of(self, content: dict[str, Any], missing: bool) -> str:
-        ranks = content["world_size"]
-        if missing or content["residual"] == "none":
-            return "none, they start from zero"
-        if all(entry["residual"] is None for entry in content["parameters"].values()):
-            return "zero"
-        if content["residual"] == "per_rank" and ranks == self._world_size:
-            return "each rank's own"
-        return f"mean of {ranks} rank{'s' if ranks > 1 else ''}"
 
     def joint_save(self) -> JointSave | None:
         """The joint saves of this session; None before the first backward pass, in which the ranks agree on a nonce."""
@@ -152,10 +132,9 @@ class SavedLearnedState:
             return
         # Empty for compressors of whole buckets, where every parameter may have a residual.
         plans = self._plans_with(compressor)
-        dropped = [plan.name for plan in plans if not plan.compressed for key in state.local if plan.name in state[key]]
+        dropped = [plan.name for plan in plans if not plan.compressed and plan.name in state["residual"]]
         for name in dropped:
-            for key in state.local:
-                state[key].pop(name, None)
+            del state["residual"][name]
         if dropped and self._rank == 0:
             logger.warning(
                 "hook %s compresses these parameters no longer, so that the residuals saved for them are dropped: %s",
@@ -163,13 +142,12 @@ class SavedLearnedState:
                 ", ".join(dropped),
             )
 
-    def _collect(self, request: SaveRequest) -> Contribution:
-        """The tensors that differ between ranks, for the payload. All ranks must call this unless `request` needs no
-        communication."""
-        state, everyone = self._session.state, list(range(self._world_size))
-        alone, saver = request.residual == "per_rank" and not request.gather, self.joint_save()
+    def _collect(self, mean: bool, alone: bool, joint: bool, limit_s: float) -> Contribution:
+        """The residuals for the payload: their mean; or those of this rank `alone`, without communication; or those of
+        all ranks. But for `alone`, and unless `joint` is false, all ranks must call this."""
+        state, everyone, saver = self._session.state, list(range(self._world_size)), self.joint_save()
         if state.local_missing:
-            if not alone and request.joint and saver is not None:
+            if not alone and joint and saver is not None:
                 # A commit that failed here may have succeeded on the other ranks, which are one step ahead then.
                 steps = [state.step, state.step + 1] if self._session.held.torn else [state.step]
                 saver.decline(steps, f"rank {self._rank} has lost its own")
@@ -178,62 +156,57 @@ class SavedLearnedState:
             self._warn_inexact("this rank has lost its own", 0 if state.missing_was_said else self._rank)
             return Contribution(exact=False)
         if alone:
-            own = {key: {name: [tensor] for name, tensor in state[key].items()} for key in state.local}
             shares = bool(state.local) and not self._session.consensus.arrangement.complete
+            own = {name: [tensor] for name, tensor in state["residual"].items()}
             return Contribution("per_rank", [self._rank], own, shares=shares)
-        entries = self._local_entries()
+        residuals = self._residuals()
         if self._world_size == 1 or state.local_shared:
             # No communication needed: the residual of each rank is the mean.
-            return Contribution("mean", everyone, _by_field(entries))
-        kind = "mean" if request.residual == "mean" else "per_rank"
-        collected: list[Any] = []
+            return Contribution("mean", everyone, residuals)
+        collected: dict[str, Any] = {}
 
         def collect(group: JointSave) -> None:
-            for key, name, mine in entries:
-                collected.append((key, name, group.mean(mine) if kind == "mean" else group.gather(mine)))
+            for name, mine in residuals.items():
+                collected[name] = group.mean(mine) if mean else group.gather(mine)
 
-        if not request.joint:
+        speaker = 0
+        if not joint:
             reason = "this rank saves on its own"
         elif saver is None:
             reason = "no backward pass has run since the hook was attached"
         else:
-            reason = saver.run(state.step, collect, request.limit_s)
+            reason, speaker = saver.run(state.step, collect, limit_s), saver.speaker
         if reason:
-            self._warn_inexact(reason, saver.speaker if request.joint and saver is not None else 0)
+            self._warn_inexact(reason, speaker)
             return Contribution(exact=False)
-        if kind == "mean":
+        if mean:
             self._rebase(collected)
-        return Contribution(kind, everyone, _by_field(collected))
+        return Contribution("mean" if mean else "per_rank", everyone, collected)
 
-    def _local_entries(self) -> list[tuple[str, str, torch.Tensor]]:
-        """(field, name, this rank's tensor) of the tensors that differ between ranks; the same fields and names on all
-        ranks."""
-        session, state = self._session, self._session.state
-        fields = sorted((f for f in session.compressor.state_fields if f.key in state.local), key=lambda f: f.key)
-        if session.consensus.arrangement.complete or (state.local_shared and not state.has_local()):
+    def _residuals(self) -> dict[str, torch.Tensor]:
+        """This rank's residuals; the same names on all ranks."""
+        session, state, own = self._session, self._session.state, self._session.state["residual"]
+        field = next((each for each in session.compressor.state_fields if not each.replicated), None)
+        if field is None:
+            return {}
+        if session.consensus.arrangement.complete or (state.local_shared and not own):
             target = self._target(session.compressor)
             # In one dtype, whichever FSDP reduces in: the run that saves goes on with what it has saved.
-            return [
-                (each.key, name, state[each.key][name].to(target.kept_dtype(each, name)))
-                for each in fields
-                for name in target.parameters
-                if name in state[each.key]
-            ]
-        return [
-            (each.key, plan.name, _or_zeros(state[each.key].get(plan.name), each, plan))
-            for each in fields
+            return {n: own[n].to(target.kept_dtype(field, n)) for n in target.parameters if n in own}
+        return {
+            plan.name: own[plan.name] if plan.name in own else torch.zeros(field.shape(plan), dtype=field.dtype(plan))
             for plan in self._plans_with(session.compressor)
             if plan.compressed
-        ]
+        }
 
-    def _rebase(self, means: list[tuple[str, str, torch.Tensor]]) -> None:
+    def _rebase(self, means: dict[str, torch.Tensor]) -> None:
         """Continue from the means that were saved, as a run that loads them does."""
         session, state = self._session, self._session.state
-        for key, name, mean in means:
+        for name, mean in means.items():
             kept: dict[str, torch.Tensor] = {}
             session.consensus.arrangement.rebase(kept, name, mean)
-            if name in kept and name in state[key]:
-                session.held.overwrite(state[key][name], kept[name])
+            if name in kept and name in state["residual"]:
+                session.held.overwrite(state["residual"][name], kept[name])
         state.local_shared = session.consensus.arrangement.complete
 
     def _warn_inexact(self, reason: str, speaker: int) -> None:
@@ -261,15 +234,3 @@ class SavedLearnedState:
         compressed = {plan.name: plan for plan in self._plans_with(compressor) if plan.compressed}
         names = self._session.consensus.binding.names
         return payload.Target(self._hook, compressor, names.known(), compressed, self._rank, self._world_size)
-
-
-def _or_zeros(tensor: torch.Tensor | None, field: StateField, plan: UnitPlan) -> torch.Tensor:
-    return torch.zeros(field.shape(plan), dtype=field.dtype(plan)) if tensor is None else tensor
-
-
-def _by_field(entries: Any) -> dict[str, dict[str, torch.Tensor]]:
-    """(field, name, tensor) -> field -> name -> tensor."""
-    found: dict[str, dict[str, torch.Tensor]] = {}
-    for key, name, tensor in entries:
-        found.setdefault(key, {})[name] = tensor
-    return found

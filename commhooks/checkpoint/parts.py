@@ -14,9 +14,10 @@ from typing import Any
 
 import torch
 
-from commhooks.checkpoint import payload
 from commhooks.checkpoint.checks import (
+    VERSION,
     bucket_keys,
+    check_header,
     check_learned,
     check_range,
     check_tensor,
@@ -52,7 +53,7 @@ def split(saved: dict[str, Any], rank: int, run: int | None = None) -> tuple[dic
         return shared, None
     part = {
         "format": PART_FORMAT,
-        "version": payload.VERSION,
+        "version": VERSION,
         "fingerprint": shared["fingerprint"],
         "rank": rank,
         "world_size": saved["world_size"],
@@ -71,8 +72,8 @@ def save_id(saved: dict[str, Any]) -> str:
     entries = saved.get("parameters", {}).items()
     factors = [(name, entry["q"]) for name, entry in entries]
     factors += [(f"P of {name}", entry["p"]) for name, entry in entries if "p" in entry]
-    others = [(name, entry, key) for name, entry in entries for key in factor_keys(entry) if key not in ("q", "p")]
-    factors += [(f"{key} of {name}", entry[key]) for name, entry, key in others]
+    for name, entry in entries:
+        factors += [(f"{key} of {name}", entry[key]) for key in factor_keys(entry) if key not in ("q", "p")]
     factors += sorted(saved.get("batched_q", {}).items())
     factors += [(f"{key} of {name}", each) for key in bucket_keys(saved) for name, each in sorted(saved[key].items())]
     for name, q in factors:
@@ -90,7 +91,7 @@ def check_shared(shared: object) -> dict[str, Any]:
     Raises:
         PayloadError: it is incomplete or damaged.
     """
-    checked = payload.check_header(shared)
+    checked = check_header(shared)
     if "parameters" in checked:
         check_learned(checked)
     else:
@@ -115,7 +116,7 @@ def ranks_needed(shared: dict[str, Any], rank: int, world_size: int) -> list[int
 
 def problem_of_part(shared: dict[str, Any], part: object, rank: int) -> str | None:
     """The reason why `part` cannot be used with `shared` as the part of `rank`; None if it can."""
-    if not isinstance(part, dict) or part.get("format") != PART_FORMAT or part.get("version") != payload.VERSION:
+    if not isinstance(part, dict) or part.get("format") != PART_FORMAT or part.get("version") != VERSION:
         return "is not the part of one rank of a hook state of this version"
     if part.get("fingerprint") != shared["fingerprint"]:
         return "is of another save than the shared file beside it"
@@ -160,15 +161,12 @@ def merge(shared: dict[str, Any], parts: Iterable[dict[str, Any] | None], rank: 
     needed = ranks_needed(shared, rank, world_size)
     if not needed:
         return merged
-    total: dict[str, torch.Tensor] | None = {}
+    total: dict[str, torch.Tensor] = {}
     for part in parts:
-        if part is None or total is None:
-            total = None
-            break
+        if part is None:
+            return merged
         for name, residual in part["residuals"].items():
             total[name] = residual if name not in total else total[name] + residual
-    if total is None:
-        return merged
     entries = shared["parameters"]
     if shared["world_size"] == world_size:
         residuals: dict[str, Any] = {name: [residual] for name, residual in total.items()}

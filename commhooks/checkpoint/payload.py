@@ -6,22 +6,13 @@ everything and returns new learned state, which the caller then applies.
 """
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
-from commhooks.checkpoint.checks import (
-    COUNTERS,
-    FLOATS,
-    REPLICAS_EQUAL,
-    VERSION,
-    check_header,
-    check_learned,
-    check_range,
-    damaged,
-)
+from commhooks.checkpoint.checks import COUNTERS, FLOATS, VERSION, check_learned, check_range, damaged
 from commhooks.compressors.adaptive import AdaptiveCompressor
 from commhooks.compressors.base import Compressor
 from commhooks.compressors.plan import UnitPlan
@@ -33,20 +24,6 @@ from commhooks.gradients.precision import compute_dtype
 
 logger = logger_of(__name__)
 
-__all__ = [
-    "COUNTERS",
-    "REPLICAS_EQUAL",
-    "SAVE_RESIDUAL",
-    "VERSION",
-    "Contribution",
-    "SaveResidual",
-    "Target",
-    "build",
-    "check_header",
-    "read",
-]
-
-SaveResidual = Literal["mean", "per_rank", "drop"]
 SAVE_RESIDUAL: tuple[str, ...] = ("mean", "per_rank", "drop")
 
 
@@ -77,19 +54,19 @@ class Target:
 
 @dataclass(frozen=True)
 class Contribution:
-    """The tensors of a payload that differ between ranks.
+    """The residuals of a payload: what differs between ranks.
 
     Attributes:
         kind: "mean", "per_rank" or "none".
-        ranks: the ranks whose tensors are included.
-        tensors: per field and parameter a tensor, or a list with one per rank, in the form of the learned state.
+        ranks: the ranks whose residuals are included.
+        residuals: per parameter a tensor, or a list with one per rank, in the form of the learned state.
         exact: a run that resumes from the payload continues exactly as this one.
-        shares: each rank has tensors for its share of the parameters only.
+        shares: each rank has residuals for its share of the parameters only.
     """
 
     kind: str = "none"
     ranks: list[int] = field(default_factory=list)
-    tensors: Mapping[str, Mapping[str, torch.Tensor | list[torch.Tensor]]] = field(default_factory=dict)
+    residuals: Mapping[str, torch.Tensor | list[torch.Tensor]] = field(default_factory=dict)
     exact: bool = True
     shares: bool = False
 
@@ -107,13 +84,17 @@ def build(target: Target, state: LearnedState, local: Contribution, counters: di
             "residual": None,
         }
         for each in fields:
-            value = (state[each.key] if each.replicated else local.tensors.get(each.key, {})).get(name)
+            value = (state[each.key] if each.replicated else local.residuals).get(name)
             if isinstance(value, list):
                 entry[each.key] = [each.to_saved(one, parameter) for one in value]
             elif value is not None:
-                entry[each.key] = _savable(each.to_saved(value, parameter), each.key)
+                entry[each.key] = saved = each.to_saved(value, parameter)
+                if saved.dtype not in FLOATS:
+                    raise PayloadError(
+                        f"the field {each.key!r} is kept in {saved.dtype}; a checkpoint takes float16, bfloat16, "
+                        "float32, float64"
+                    )
         parameters[name] = entry
-    of_buckets = {f"batched_{each.key}": each for each in target.compressor.state_fields if each.per == "bucket"}
     return {
         "format": "commhooks",
         "version": VERSION,
@@ -131,21 +112,13 @@ def build(target: Target, state: LearnedState, local: Contribution, counters: di
         "parameters": parameters,
         "batched_q": {},
         **{
-            key: {name: tensor.detach().to("cpu", copy=True) for name, tensor in state[each.key].items()}
-            for key, each in of_buckets.items()
+            f"batched_{each.key}": {n: tensor.detach().to("cpu", copy=True) for n, tensor in state[each.key].items()}
+            for each in target.compressor.state_fields
+            if each.per == "bucket"
         },
         "hook_state": None,
         **({"notes": target.compressor.notes} if isinstance(target.compressor, AdaptiveCompressor) else {}),
     }
-
-
-def _savable(tensor: torch.Tensor, key: str) -> torch.Tensor:
-    """Return `tensor`; raise PayloadError if its dtype cannot be loaded again."""
-    if tensor.dtype not in FLOATS:
-        raise PayloadError(
-            f"the field {key!r} is kept in {tensor.dtype}; a checkpoint takes float16, bfloat16, float32, float64"
-        )
-    return tensor
 
 
 def read(payload: dict[str, Any], target: Target, *, strict: bool) -> LearnedState:
@@ -161,24 +134,21 @@ def read(payload: dict[str, Any], target: Target, *, strict: bool) -> LearnedSta
     state.step, state.nonfinite_steps = payload["step"], payload["nonfinite_steps"]
     state.local_shared = payload["residual"] != "per_rank"
     state.loss_scale = float(payload["loss_scale"])
-    pick = _local_picker(payload["residual"], payload["residual_ranks"], payload["world_size"], target)
     fields = [each for each in target.compressor.state_fields if each.per == "parameter"]
     for name in fitting:
         entry, parameter = parameters[name], target.parameters[name]
         check_range(name, entry, compute_dtype(parameter.dtype), payload["loss_scale"])
         for each in fields:
             saved = entry.get(each.key)
-            if saved is None:
+            # The gradient of a complex parameter is sent uncompressed and leaves no residual.
+            if saved is None or (parameter.is_complex() and not each.replicated):
                 continue
             if each.replicated:
                 value = _fitted(each, saved, entry["row_dim"], name, target)
             else:
-                # The gradient of a complex parameter is sent uncompressed and leaves no residual.
-                if parameter.is_complex():
-                    continue
-                saved = pick(saved)
-                state.local_missing |= saved is None
-                value = None if saved is None else each.from_saved(saved, parameter, entry["row_dim"])
+                own = _own_residual(saved, payload, target)
+                state.local_missing |= own is None
+                value = None if own is None else each.from_saved(own, parameter, entry["row_dim"])
             if value is not None:
                 # A wider one stays: FSDP's reduce_dtype, known in the first pass only, may be wider than the weights.
                 dtype = torch.promote_types(value.dtype, target.kept_dtype(each, name))
@@ -215,15 +185,13 @@ def _fitted(field: StateField, saved: torch.Tensor, row_dim: int, name: str, tar
     try:
         value = field.from_saved(saved, target.parameters[name], row_dim)
         problem = None if value is None else field.problem(value, plan)
-        if value is None or problem is not None:
-            fitted = None
-        else:
-            fitted = field.refit(value, plan, target.compressor.fresh(field, plan, torch.float64))
+        if value is not None and problem is None:
+            value = field.refit(value, plan, target.compressor.fresh(field, plan, torch.float64))
     except Exception as error:  # fields of users' compressors: so far only checked to be finite tensors
         raise damaged(f"parameters[{shown(name)}][{field.key!r}] does not fit: {error}") from error
     if problem is not None:
         raise damaged(f"it has {problem}")
-    return fitted
+    return value
 
 
 def _compare(parameters: dict[str, Any], target: Target, strict: bool) -> list[str]:
@@ -253,15 +221,15 @@ def _compare(parameters: dict[str, Any], target: Target, strict: bool) -> list[s
     return [name for name in parameters if name not in problems]
 
 
-def _local_picker(kind: str, ranks: list[int], world_size: int, target: Target) -> Callable[[Any], torch.Tensor | None]:
-    """A function that selects this rank's tensor from the saved ones of a parameter; it returns None if that tensor was
-    not saved."""
-    if kind == "mean":
-        return lambda saved: saved
-    if world_size == target.world_size and target.rank in ranks:
-        place = ranks.index(target.rank)
-        return lambda saved: saved[place]
-    if len(ranks) == world_size != target.world_size:  # all ranks are included: `check_learned` excludes duplicates
+def _own_residual(saved: Any, payload: dict[str, Any], target: Target) -> torch.Tensor | None:
+    """This rank's residual from the saved ones of a parameter; None if it was not saved."""
+    ranks, world_size = payload["residual_ranks"], payload["world_size"]
+    own: torch.Tensor | None = None
+    if payload["residual"] == "mean":
+        own = saved
+    elif world_size == target.world_size and target.rank in ranks:
+        own = saved[ranks.index(target.rank)]
+    elif len(ranks) == world_size != target.world_size:  # all ranks are included: `check_learned` excludes duplicates
         # Another world size: every rank uses the mean, which preserves the mean over the ranks.
-        return lambda saved: torch.stack(saved).mean(0)
-    return lambda saved: None
+        own = torch.stack(saved).mean(0)
+    return own

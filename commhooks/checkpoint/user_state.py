@@ -1,14 +1,13 @@
 """The checkpoint payload of hooks without a compressor's learned state: the step, and the state of a user's hook."""
 
+import collections
 from collections.abc import Callable
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
-from commhooks.checkpoint import payload
-from commhooks.checkpoint.checks import check_world_size, damaged
-from commhooks.checkpoint.learned_state import SaveRequest
-from commhooks.checkpoint.plain_types import plain_types_problem
+from commhooks.checkpoint.checks import COUNTERS, REPLICAS_EQUAL, VERSION, check_world_size, damaged
 from commhooks.comm.counters import Counters
 from commhooks.errors import CommHookError, PayloadError, logger_of, shown
 
@@ -59,25 +58,23 @@ class SavedUserState:
     def saves_state(self) -> bool:
         return all(callable(getattr(self._state, name, None)) for name in ("state_dict", "load_state_dict"))
 
-    def save(self, request: SaveRequest) -> dict[str, Any]:
-        """See `CommHook.state_dict`; there are no residuals."""
+    def save(self, *_: Any, **__: Any) -> dict[str, Any]:
+        """See `CommHook.state_dict`; there are no residuals, whichever are asked for."""
         return {
             "format": "commhooks",
-            "version": payload.VERSION,
+            "version": VERSION,
             "hook": self._hook,
             "options": dict(self._options),
             "step": self.step,
-            payload.COUNTERS: self._counters.so_far(),
+            COUNTERS: self._counters.so_far(),
             "world_size": self._world_size,
             "hook_state": self._own_state(),
-            **({} if self._replicas_equal else {payload.REPLICAS_EQUAL: False}),
+            **({} if self._replicas_equal else {REPLICAS_EQUAL: False}),
         }
 
     def _own_state(self) -> Any:
         """The result of the user's `state_dict`; None, with a warning, if it contains types that cannot be loaded."""
-        if not self.saves_state:
-            return None
-        saved = self._state.state_dict()
+        saved = self._state.state_dict() if self.saves_state else None
         problem = plain_types_problem(saved)
         if problem is None:
             return saved
@@ -89,18 +86,6 @@ class SavedUserState:
         )
         return None
 
-    def _load_own_state(self, saved: Any) -> None:
-        try:
-            self._state.load_state_dict(saved)
-        except CommHookError:
-            raise
-        except Exception as error:
-            raise PayloadError(
-                f"load_state_dict of hook {self._hook!r}'s state ({type(self._state).__name__}) refused the saved "
-                f"hook_state ({type(error).__name__}: {shown(error)}). Whether it has changed anything, only its code "
-                "tells; the step is as it was"
-            ) from error
-
     def prepare_load(self, content: dict[str, Any], strict: bool) -> Callable[[], None]:
         """Check the keys of `content` that commhooks defines. Returns a function that applies it.
 
@@ -111,30 +96,66 @@ class SavedUserState:
         if "hook_state" not in content:
             raise damaged("there is no 'hook_state', not even None")
         step, saved = content["step"], content["hook_state"]
-        kind = type(self._state).__name__
+        kind, problem = type(self._state).__name__, ""
         if saved is not None and not self.saves_state:
-            text = f"the checkpoint holds a state of hook {self._hook!r}, but its hook_state now ({kind}) has no "
-            text += "load_state_dict"
+            problem = f"the checkpoint holds a state of hook {self._hook!r}, but its hook_state now ({kind}) has no "
+            problem += "load_state_dict"
             if strict:
                 raise PayloadError(
-                    f"{text}; strict=False beside hook=... or in the load loads the step and leaves that state out"
+                    f"{problem}; strict=False beside hook=... or in the load loads the step and leaves that state out"
                 )
             saved = None
-            problem = f"{text}: it is left out (strict=False)"
+            problem += ": it is left out (strict=False)"
         elif saved is None and self.saves_state:
             problem = f"the checkpoint holds no state of hook {self._hook!r}: its hook_state ({kind}) stays as it is"
-        else:
-            problem = ""
         if problem and self._rank == 0:
             logger.warning(problem)
 
         def adopt() -> None:
             if saved is not None:
-                self._load_own_state(saved)
+                try:
+                    self._state.load_state_dict(saved)
+                except CommHookError:
+                    raise
+                except Exception as error:
+                    raise PayloadError(
+                        f"load_state_dict of hook {self._hook!r}'s state ({kind}) refused the saved hook_state "
+                        f"({type(error).__name__}: {shown(error)}). Whether it has changed anything, only its code "
+                        "tells; the step is as it was"
+                    ) from error
             self._passes_before = step - self._counters.backward_passes
-            self._counters.go_on_from(content.get(payload.COUNTERS, {}))
+            self._counters.go_on_from(content.get(COUNTERS, {}))
 
         return adopt
 
     def resumed(self, content: dict[str, Any]) -> str:
         return ""
+
+
+_LEAVES = {str, int, float, bool, type(None), complex, bytes, torch.dtype, torch.device, torch.Size}
+_LEAVES |= {torch.Tensor, torch.nn.Parameter}
+_MAPPINGS = (dict, collections.OrderedDict)
+
+
+def plain_types_problem(value: Any, path: str = "", above: frozenset[int] = frozenset()) -> str | None:
+    """Path and type of the first value in `value` that `torch.load(weights_only=True)` would reject; None if there is
+    none. A single one makes the whole checkpoint unreadable.
+
+    Types must match exactly: `numpy.float64` is a subclass of float, but its pickle is rejected.
+    """
+    kind = type(value)
+    if kind in _LEAVES:
+        return None
+    if kind not in (list, tuple, set, *_MAPPINGS):
+        return f"{path or 'the value itself'} is a {kind.__module__}.{kind.__qualname__}"
+    if id(value) in above:
+        return f"{path} contains itself"
+    above |= {id(value)}
+    inner: list[tuple[Any, str]] = []
+    if kind in _MAPPINGS:
+        for key, item in value.items():
+            inner += [(key, f"the key {key!r} of {path or 'the value itself'}"), (item, f"{path}[{key!r}]")]
+    else:
+        inner = [(x, f"an element of {path}" if kind is set else f"{path}[{i}]") for i, x in enumerate(value)]
+    problems = (plain_types_problem(item, where, above) for item, where in inner)
+    return next((problem for problem in problems if problem is not None), None)

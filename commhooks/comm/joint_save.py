@@ -57,12 +57,18 @@ class JointSave:
             "" if it succeeded on every rank, else the reason of the failure; all ranks succeed or all fail. Never waits
             longer than the limits and never raises because of another rank.
         """
-        self._limit = timedelta(seconds=limit_s)
-        self.speaker, self._declined = 0, ""
+        self._limit, self.speaker, self._declined = timedelta(seconds=limit_s), 0, ""
         self._saves[step] += 1
+        place, late = f"{step}.{self._saves[step]}", f"not every rank took part within {limit_s:g} s"
         try:
             self._store = self._shared_store()
-            return self._run(f"{step}.{self._saves[step]}", collect)
+            if self._vote(f"{place}/begin", "") is None:
+                return self._declined or late
+            outcome = self._vote(f"{place}/end", self._try_collecting(place, collect))
+            failures = [late] if outcome is None else [each for each in outcome if each]
+            if not failures:
+                self._forget(place)
+            return failures[0] if failures else ""
         except HookRunError as error:  # the group of the ranks was destroyed
             self.speaker = self._rank
             return str(error)
@@ -82,25 +88,6 @@ class JointSave:
 
     def _shared_store(self) -> dist.Store:
         return dist.PrefixStore(f"commhooks/{self._nonce:016x}", store_of(self._ranks()))
-
-    def _run(self, place: str, collect: Callable[["JointSave"], None]) -> str:
-        late = f"not every rank took part within {self._limit.total_seconds():g} s"
-        if self._try_vote(f"{place}/begin", "") is None:
-            return self._declined or late
-        failure = self._try_collecting(place, collect)
-        outcome = self._try_vote(f"{place}/end", failure)
-        failures = [late] if outcome is None else [each for each in outcome if each]
-        if failures:
-            return failures[0]
-        self._forget(place)
-        return ""
-
-    def _try_vote(self, place: str, vote: str) -> list[str] | None:
-        try:
-            return self._vote(place, vote)
-        except RuntimeError:  # the process that hosts the store has ended
-            self.speaker = self._rank
-            return None
 
     def _try_collecting(self, place: str, collect: Callable[["JointSave"], None]) -> str:
         """Connect the ranks and run `collect`. Returns "" or what failed: a dead rank or a timeout, for which torch has
@@ -148,22 +135,26 @@ class JointSave:
         return gathered
 
     def _vote(self, place: str, vote: str) -> list[str] | None:
-        """The votes of all ranks, or None if not all of them voted in time. All ranks get the same result."""
+        """The votes of all ranks, or None if not all of them voted in time; the same on all ranks. None also where the
+        process that hosts the store has ended."""
         store = dist.PrefixStore(place, self._store)
-        store.set(f"vote{self._rank}", vote)
         ballots = [f"vote{rank}" for rank in range(self._size)]
         verdict = "all"
         try:
-            store.wait(ballots if self._rank == 0 else ["decision"], self._limit)
-        except RuntimeError:  # a timeout: DistStoreError from a TCPStore, RuntimeError from a FileStore
-            verdict = str(self._rank)
-        if self._rank == 0 or verdict != "all":
-            decision = store.compare_set("decision", "", verdict)
-        else:
-            decision = store.get("decision")
-        if decision != b"all":
+            store.set(f"vote{self._rank}", vote)
+            try:
+                store.wait(ballots if self._rank == 0 else ["decision"], self._limit)
+            except RuntimeError:  # a timeout: DistStoreError from a TCPStore, RuntimeError from a FileStore
+                verdict = str(self._rank)
+            if self._rank == 0 or verdict != "all":
+                decision = store.compare_set("decision", "", verdict)
+            else:
+                decision = store.get("decision")
+            if decision == b"all":
+                return [store.get(ballot).decode() for ballot in ballots]
             # The rank that declined, or whose time limit passed: rank 0 may not have joined this save.
             rank, _, self._declined = decision.decode().partition(" ")
             self.speaker = int(rank)
-            return None
-        return [store.get(ballot).decode() for ballot in ballots]
+        except RuntimeError:
+            self.speaker = self._rank
+        return None

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from commhooks.comm.collective import gather_texts
 from commhooks.errors import AttachError, logger_of
-from commhooks.gradients.process_group import held_weakly
+from commhooks.gradients.source import held_weakly
 
 logger = logger_of(__name__)
 

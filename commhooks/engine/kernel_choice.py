@@ -16,7 +16,7 @@ from commhooks.comm.collective import agreement_key, gather_texts
 from commhooks.compressors.base import Compressor
 from commhooks.compressors.kernel import TORCH, Kernel
 from commhooks.errors import CommHookError, HookConfigError
-from commhooks.gradients.arithmetic import arithmetic_of
+from commhooks.gradients.precision import arithmetic_of
 
 
 @dataclass(frozen=True)

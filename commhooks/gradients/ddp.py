@@ -12,12 +12,16 @@ from torch.nn.parallel import DistributedDataParallel
 
 from commhooks.errors import AttachError, HookRunError
 from commhooks.gradients import precision
-from commhooks.gradients.after_backward import current_task, run_after_backward
 from commhooks.gradients.bucket import Bucket
 from commhooks.gradients.exclude import all_names, own_name
 from commhooks.gradients.names import ModelNames
 from commhooks.gradients.source import GradientSource, Reducer, described_parameter
-from commhooks.gradients.torch_private import has_optimizer_in_backward, joined_with_uneven_division
+from commhooks.gradients.torch_private import (
+    current_task,
+    has_optimizer_in_backward,
+    joined_with_uneven_division,
+    run_after_backward,
+)
 
 _NO_BUCKET_YET = sys.maxsize
 
@@ -109,12 +113,13 @@ class DDPGradients(GradientSource):
             AttachError: the model has a communication hook of its own.
         """
         _check_free(ddp_model)
+        self._ddp_model = weakref.ref(ddp_model)
         super().__init__(ddp_model.process_group if group is None else group)
-        self.names = ModelNames(reduced_parameters(ddp_model), all_names(ddp_model.module))
+        reduced = [(own_name(name), p) for name, p in self._not_ignored() if p.requires_grad]
+        self.names = ModelNames(reduced, all_names(ddp_model.module))
         self.sparse = sparse_parameters(ddp_model.module)
         # All parameters may have been frozen after wrapping.
         self.device = next(iter([*self.names.known().values(), *ddp_model.module.parameters()])).device
-        self._ddp_model = weakref.ref(ddp_model)
 
     @property
     def module(self) -> torch.nn.Module | None:
@@ -145,8 +150,12 @@ class DDPGradients(GradientSource):
 
     def check_pass(self) -> None:
         ddp_model = self._ddp_model()
-        if ddp_model is not None:
-            forbid_uneven_division(ddp_model)
+        # Such a Join asks for the mean over the active ranks, but DDP does not pass their number to hooks.
+        if ddp_model is not None and joined_with_uneven_division(ddp_model):
+            raise HookRunError(
+                "a communication hook divides gradients by the world size; Join(divide_by_initial_world_size=False) "
+                "asks for the number of active ranks instead. Use divide_by_initial_world_size=True, or no hook"
+            )
 
     def _not_ignored(self) -> list[tuple[str, torch.Tensor]]:
         ddp_model = self._ddp_model()
@@ -175,15 +184,6 @@ def checked_bucket(grad_bucket: object) -> dist.GradBucket:
     return grad_bucket
 
 
-def reduced_parameters(ddp_model: DistributedDataParallel) -> list[tuple[str, torch.Tensor]]:
-    """Names and parameters that DDP reduces, in registration order; see `own_name`."""
-    return [
-        (own_name(name), parameter)
-        for name, parameter in ddp_model.module.named_parameters()
-        if parameter.requires_grad and name not in ddp_model.parameters_to_ignore
-    ]
-
-
 def sparse_parameters(module: torch.nn.Module) -> set[int]:
     """ids of the parameters whose gradients will be sparse."""
     return {
@@ -191,20 +191,6 @@ def sparse_parameters(module: torch.nn.Module) -> set[int]:
         for each in module.modules()
         if isinstance(each, (torch.nn.Embedding, torch.nn.EmbeddingBag)) and each.sparse
     }
-
-
-def forbid_uneven_division(ddp_model: DistributedDataParallel) -> None:
-    """Reject `Join(divide_by_initial_world_size=False)`, which requests the mean over the active ranks: DDP does not
-    pass their number to hooks.
-
-    Raises:
-        HookRunError: that option is active.
-    """
-    if joined_with_uneven_division(ddp_model):
-        raise HookRunError(
-            "a communication hook divides gradients by the world size; Join(divide_by_initial_world_size=False) asks "
-            "for the number of active ranks instead. Use divide_by_initial_world_size=True, or no hook"
-        )
 
 
 def _check_free(ddp_model: DistributedDataParallel) -> None:

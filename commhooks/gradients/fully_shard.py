@@ -13,27 +13,31 @@ the bucket is complete and can be sent. Its average is known at the end of the b
 step have been found finite: only then do the averages replace the `.grad`.
 """
 
+import dataclasses
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
 from commhooks.errors import AttachError, HookRunError
-from commhooks.gradients.after_backward import current_task, run_after_backward
 from commhooks.gradients.bucket import Bucket
 from commhooks.gradients.exclude import all_names, own_name
-from commhooks.gradients.local_shard import NOTHING_SHARDED, LocalShard, common_mesh, is_sharded, local_values
+from commhooks.gradients.local_shard import (
+    NOTHING_SHARDED,
+    LocalShard,
+    RunningPass,
+    UnitBuffer,
+    common_mesh,
+    is_sharded,
+    local_values,
+)
 from commhooks.gradients.names import ModelNames
-from commhooks.gradients.process_group import held_weakly
-from commhooks.gradients.source import Extent, GradientSource, Reducer, described_parameter
-from commhooks.gradients.tensors_in import tensors_in
-from commhooks.gradients.torch_private import count_accumulate_hooks
-from commhooks.gradients.unit_buffer import RunningPass, UnitBuffer
+from commhooks.gradients.source import Extent, GradientSource, Reducer, described_parameter, held_weakly
+from commhooks.gradients.torch_private import count_accumulate_hooks, current_task, run_after_backward
 
 
 class FullyShardGradients(GradientSource):
@@ -49,7 +53,8 @@ class FullyShardGradients(GradientSource):
         Raises:
             AttachError: the model is sharded in a way that hooks cannot serve.
         """
-        for unit in _units(model):
+        self._module = weakref.ref(model)
+        for unit in self._units():
             unit.reshard()  # after an evaluation the root's parameters may still be whole
         sharded = {own_name(name): p for name, p in model.named_parameters() if is_sharded(name, p)}
         mesh = common_mesh(sharded)
@@ -63,15 +68,14 @@ class FullyShardGradients(GradientSource):
                 "CPUOffloadPolicy is not supported"
             )
         self.sparse = set()
-        self._module = weakref.ref(model)
         self._sharded = sharded
         shards = [LocalShard.of(name, p) for name, p in sharded.items() if p.requires_grad]
-        self._shards = {id(shard.parameter): shard for shard in shards}
-        self._by_name = {shard.name: shard for shard in shards}
-        of_parameter = all_names(model)
+        self._shards = {shard.name: shard for shard in shards}
+        self._of_parameter = {id(shard.parameter): shard for shard in shards}
+        names = all_names(model)
         self.names = ModelNames(
-            {shard.name: shard.local for shard in shards}.items(),
-            {id(shard.local): of_parameter[id(shard.parameter)] for shard in shards},
+            [(shard.name, shard.local) for shard in shards],
+            {id(shard.local): names[id(shard.parameter)] for shard in shards},
         )
         self._reducer: Reducer | None = None
         self._pass: RunningPass | None = None
@@ -104,21 +108,17 @@ class FullyShardGradients(GradientSource):
 
     @property
     def whole(self) -> ModelNames:
-        def of(shard: LocalShard) -> torch.Tensor:
-            return torch.empty(shard.parameter.shape, dtype=shard.local.dtype, device="meta")
-
-        every = {name: (shard, of(shard)) for name, shard in self._by_name.items()}
-        all_names = {id(whole): self.names.all_names(name) for name, (_, whole) in every.items()}
-        return ModelNames({name: whole for name, (_, whole) in every.items()}.items(), all_names)
+        whole = {
+            name: torch.empty(shard.parameter.shape, dtype=shard.local.dtype, device="meta")
+            for name, shard in self._shards.items()
+        }
+        return ModelNames(whole.items(), {id(each): self.names.all_names(name) for name, each in whole.items()})
 
     def extent(self, name: str) -> Extent:
-        return self._by_name[name].extent
+        return self._shards[name].extent
 
     def as_whole(self, name: str, part: torch.Tensor) -> torch.Tensor:
-        return self._by_name[name].as_whole(part)
-
-    def local_part(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        return self._shards[name].as_whole(part)
 
     def register(self, reducer: Reducer, state: Any) -> None:
         model = self.module
@@ -132,7 +132,7 @@ class FullyShardGradients(GradientSource):
                     f"{reducer.name!r}: call hook.detach() on the earlier hook, or use an ordinary optimizer"
                 )
         self._reducer = reducer
-        for unit in _units(model):
+        for unit in self._units():
             try:
                 unit.set_all_reduce_hook(self._on_reduced)
             except ValueError as error:
@@ -151,22 +151,24 @@ class FullyShardGradients(GradientSource):
             self._handles.append(shard.parameter.register_post_accumulate_grad_hook(on_accumulated))
 
     def unregister(self) -> None:
-        model = self.module
-        for unit in _units(model) if model is not None else ():
+        for unit in self._units():
             unit.set_all_reduce_hook(None)  # type: ignore[arg-type]
         while self._handles:
             self._handles.pop().remove()
 
     def close(self) -> None:
         self.unregister()
-        model = self.module
-        for unit in _units(model) if model is not None else ():
+        for unit in self._units():
             unit.set_all_reduce_hook(_refuse_closed)
+
+    def _units(self) -> list[FSDPModule]:
+        model = self.module
+        return [] if model is None else [module for module in model.modules() if isinstance(module, FSDPModule)]
 
     # ---- what torch calls --------------------------------------------------------------------------------------------
 
     def _on_forward(self, module: torch.nn.Module, args: Any, output: Any) -> None:
-        for tensor in tensors_in(output):
+        for tensor in _tensors_in(output):
             if tensor.requires_grad:
                 tensor.register_hook(self._on_backward)
 
@@ -190,7 +192,7 @@ class FullyShardGradients(GradientSource):
 
     def _on_accumulated(self, parameter: torch.Tensor) -> None:
         """The post-accumulate hook of all parameters."""
-        shard, current = self._shards[id(parameter)], self._pass
+        shard, current = self._of_parameter[id(parameter)], self._pass
         if count_accumulate_hooks(parameter) > 1:  # the other one runs after this
             raise HookRunError(
                 f"parameter {shard.name} has got a post-accumulate-grad hook since the communication hook was "
@@ -200,7 +202,7 @@ class FullyShardGradients(GradientSource):
         if current is None or current.filling is None or shard.numel_padded == 0:
             return
         unit = current.filling
-        unit.add(shard)
+        unit.shards.append(shard)
         if unit.complete:
             current.filling = None
             self._send(unit, current)
@@ -219,10 +221,11 @@ class FullyShardGradients(GradientSource):
     @torch.no_grad()
     def _send(self, unit: UnitBuffer, current: RunningPass) -> None:
         assert self._reducer is not None
-        again = [shard.name for shard in unit.shards if current.has(shard)]
-        if again:
+        sent = {shard.name for each in current.units for shard in each.shards}
+        again = next((shard.name for shard in unit.shards if shard.name in sent), None)
+        if again is not None:
             raise HookRunError(
-                f"fully_shard has reduced {again[0]} twice in one backward pass: its module is called more than once "
+                f"fully_shard has reduced {again} twice in one backward pass: its module is called more than once "
                 "before the backward pass. Apply fully_shard to a module around all of these calls instead"
             )
         self._check_pieces(unit)
@@ -291,5 +294,17 @@ def _check_filled(current: RunningPass) -> None:
         )
 
 
-def _units(model: torch.nn.Module) -> list[FSDPModule]:
-    return [module for module in model.modules() if isinstance(module, FSDPModule)]
+def _tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    """The tensors in what a module returns, through mappings, lists, tuples and dataclasses."""
+    if isinstance(value, torch.Tensor):
+        yield value
+        return
+    inner: Any = ()
+    if isinstance(value, Mapping):
+        inner = value.values()
+    elif isinstance(value, (list, tuple)):
+        inner = value
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        inner = [getattr(value, item.name) for item in dataclasses.fields(value)]
+    for each in inner:
+        yield from _tensors_in(each)

@@ -85,24 +85,19 @@ def read_layout(flat: torch.Tensor, parameters: Sequence[torch.Tensor], names: S
     Raises:
         RuntimeError: the buffer does not have as many elements as the parameters.
     """
-    slots = []
+    slots: list[Slot] = []
     offset = 0
     for name, parameter in zip(names, parameters, strict=True):
         # DDP passes the gradient of a complex parameter as pairs of real numbers.
-        numel = parameter.numel() * (2 if parameter.is_complex() else 1)
-        if flat.is_sparse:
-            slots.append(Slot(name, parameter, 0, parameter.numel()))
-            continue
-        slots.append(Slot(name, parameter, offset, numel))
+        numel = parameter.numel() * (2 if parameter.is_complex() and not flat.is_sparse else 1)
+        slots.append(Slot(name, parameter, 0 if flat.is_sparse else offset, numel))
         offset += numel
-    if flat.is_sparse:
-        return BucketLayout(tuple(slots), sum(slot.numel for slot in slots), flat.dtype, flat.device, sparse=True)
-    if offset != flat.numel():
+    if not flat.is_sparse and offset != flat.numel():
         raise RuntimeError(
             f"the parameters of a bucket have {offset} elements, its buffer has {flat.numel()}: "
             f"this version of torch ({torch.__version__}) packs buckets in a way that commhooks does not know"
         )
-    return BucketLayout(tuple(slots), offset, flat.dtype, flat.device)
+    return BucketLayout(tuple(slots), offset, flat.dtype, flat.device, flat.is_sparse)
 
 
 def matrix_shape(parameter: torch.Tensor) -> tuple[int, int]:

@@ -1,14 +1,15 @@
-"""This rank's shards of the parameters of a model that `fully_shard` (FSDP2) has split."""
+"""This rank's shards of the parameters of a model that `fully_shard` (FSDP2) has split, and the buffers that they are
+reduced in."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from commhooks.errors import AttachError
-from commhooks.gradients.source import Extent
+from commhooks.gradients.source import Extent, Future
 
 NOTHING_SHARDED = (
     "no parameter of this model is both trainable and sharded by fully_shard, so a communication hook would have "
@@ -34,32 +35,26 @@ class LocalShard:
 
     Attributes:
         local: has the shape and dtype of the shard; stands for the parameter in buckets.
+        extent: where the shard lies in the parameter.
         numel_padded: elements in FSDP's buffers, those of the largest shard.
     """
 
     name: str
     parameter: torch.nn.Parameter
     local: torch.Tensor
+    extent: Extent
     numel_padded: int
 
     @classmethod
     def of(cls, name: str, parameter: torch.nn.Parameter) -> "LocalShard":
-        sharded = as_dtensor(parameter)
-        (placement,) = sharded.placements
+        sharded, local = as_dtensor(parameter), local_values(parameter)
+        (placement,), mesh = sharded.placements, sharded.device_mesh
         assert isinstance(placement, Shard)
         size = sharded.size(placement.dim)
-        largest = -(-size // sharded.device_mesh.size())
-        return cls(name, parameter, local_values(parameter), sharded.numel() // size * largest if size else 0)
-
-    @property
-    def extent(self) -> Extent:
-        sharded = as_dtensor(self.parameter)
-        (placement,) = sharded.placements
-        assert isinstance(placement, Shard)
-        dim, mesh = placement.dim, sharded.device_mesh
-        largest = -(-sharded.size(dim) // mesh.size())
-        start = min(mesh.get_local_rank() * largest, sharded.size(dim))
-        return Extent(tuple(sharded.shape), tuple(self.local.shape), dim, start)
+        largest = -(-size // mesh.size())
+        start = min(mesh.get_local_rank() * largest, size)
+        extent = Extent(tuple(sharded.shape), tuple(local.shape), placement.dim, start)
+        return cls(name, parameter, local, extent, sharded.numel() // size * largest if size else 0)
 
     def as_whole(self, part: torch.Tensor) -> DTensor:
         """`part`, of the shard's shape, as a DTensor that is placed like the parameter."""
@@ -74,6 +69,56 @@ class LocalShard:
         """This rank's shard of the gradient."""
         grad = self.parameter.grad
         return grad.to_local() if isinstance(grad, DTensor) else grad
+
+
+@dataclass(eq=False)
+class UnitBuffer:
+    """The buffer in which FSDP has reduced a unit: filled parameter by parameter, then sent.
+
+    Attributes:
+        flat: as FSDP passed it.
+        sent: the bucket's buffer: `flat`, or a copy of it without the padding.
+        average: of `sent`.
+    """
+
+    flat: torch.Tensor
+    shards: list[LocalShard] = field(default_factory=list)
+    sent: torch.Tensor = field(init=False)
+    average: Future = field(init=False)
+
+    @property
+    def complete(self) -> bool:
+        return sum(shard.numel_padded for shard in self.shards) == self.flat.numel()
+
+    def without_padding(self) -> torch.Tensor:
+        if all(shard.local.numel() == shard.numel_padded for shard in self.shards):
+            return self.flat
+        return torch.cat([piece for _, piece in self.pieces(self.flat, padded=True)])
+
+    def pieces(self, buffer: torch.Tensor, *, padded: bool) -> list[tuple[LocalShard, torch.Tensor]]:
+        """The part of `buffer` that belongs to each shard, 1-D."""
+        found, offset = [], 0
+        for shard in self.shards:
+            found.append((shard, buffer[offset : offset + shard.local.numel()]))
+            offset += shard.numel_padded if padded else shard.local.numel()
+        return found
+
+
+@dataclass(eq=False)
+class RunningPass:
+    """A running backward pass.
+
+    Attributes:
+        task: see `current_task`.
+        units: those that have been sent.
+        filling: the one whose parameters FSDP is naming.
+        earlier: gradients that earlier backward passes have accumulated, taken out of `.grad`.
+    """
+
+    task: int
+    units: list[UnitBuffer] = field(default_factory=list)
+    filling: UnitBuffer | None = None
+    earlier: list[tuple[LocalShard, torch.Tensor]] = field(default_factory=list)
 
 
 def is_sharded(name: str, parameter: torch.nn.Parameter) -> bool:

@@ -6,16 +6,17 @@ error feedback stores in the residual.
 """
 
 import contextlib
+import platform
 import threading
 from collections.abc import Iterable, Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
+import torch.backends.cuda
+import torch.backends.mkldnn
 
 from commhooks.errors import HookConfigError
-from commhooks.gradients.float32_switches import float32_switches
-
-_PRECISION_SWITCHES = float32_switches()
 
 
 def compute_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -50,6 +51,35 @@ def check_one_device(devices: Iterable[torch.device], what: str) -> None:
             f"the parameters of this model are on {', '.join(found)}; {what} works where those of one process are on "
             "one device. Use one device per process, or the hook 'fp16_compress' or 'bf16_compress'"
         )
+
+
+# ---- the switches that let float32 products be rounded (TF32, bfloat16) ----------------------------------------------
+
+
+class SwitchOfTheProcess:
+    """`torch.set_float32_matmul_precision` with the interface of the newer switches: one for all libraries."""
+
+    _NAMES = {"highest": "ieee", "high": "tf32", "medium": "bf16"}
+
+    @property
+    def fp32_precision(self) -> str:
+        """As of the newer switches: "ieee" rounds nothing."""
+        return self._NAMES[torch.get_float32_matmul_precision()]
+
+    @fp32_precision.setter
+    def fp32_precision(self, value: str) -> None:
+        """Takes "none" as well, which means torch's default, "ieee"."""
+        old = {new: old for old, new in self._NAMES.items()}
+        torch.set_float32_matmul_precision(old.get(value, "highest"))
+
+
+# Newer than torch 2.8: one per library that multiplies float32 matrices, oneDNN on CPU, cuBLAS on CUDA. Each is read
+# and restored separately; `torch.set_float32_matmul_precision`, the only one of 2.8, raises if a user has set these.
+_PRECISION_SWITCHES: tuple[Any, ...] = (
+    (torch.backends.mkldnn.matmul, torch.backends.cuda.matmul)
+    if hasattr(torch.backends.mkldnn, "matmul")
+    else (SwitchOfTheProcess(),)
+)
 
 
 @contextlib.contextmanager
@@ -91,3 +121,30 @@ def _switch_on() -> None:
             switch.fp32_precision = "none"
             if switch.fp32_precision != precision:
                 switch.fp32_precision = precision
+
+
+# ---- what the last bits depend on ------------------------------------------------------------------------------------
+
+
+def arithmetic_of(device: torch.device) -> str:
+    """A line that two machines share if torch computes equal bits on them, for example "torch 2.13.0+cpu, AMD EPYC 7763
+    64-Core Processor, AVX2, 8 threads": products of matrices sum in an order that depends on all of these."""
+    parts = [f"torch {torch.__version__}"]
+    if device.type == "cpu":
+        threads = torch.get_num_threads()
+        parts += [_processor(), torch.backends.cpu.get_cpu_capability(), f"{threads} thread{'s' * (threads > 1)}"]
+    elif device.type == "cuda":
+        major, minor = torch.cuda.get_device_capability(device)
+        parts += [torch.cuda.get_device_name(device), f"capability {major}.{minor}"]
+    else:
+        parts += [device.type]
+    return ", ".join(parts)
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(errors="replace").splitlines()
+    except OSError:  # not Linux
+        lines = []
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(names, "") or platform.processor() or platform.machine()

@@ -1,5 +1,6 @@
 """What a hook needs to know of the model whose gradients it reduces, whichever way that is wrapped."""
 
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -8,11 +9,10 @@ from typing import Any, ClassVar
 import torch
 import torch.distributed as dist
 
-from commhooks.errors import AttachError
+from commhooks.errors import AttachError, HookRunError
 from commhooks.gradients.bucket import Bucket
 from commhooks.gradients.exclude import own_name
 from commhooks.gradients.names import ModelNames, ParameterNames
-from commhooks.gradients.process_group import held_weakly
 
 Future = torch.futures.Future[torch.Tensor]
 
@@ -49,6 +49,27 @@ class Extent:
     shape: tuple[int, ...]
     dim: int = 0
     start: int = 0
+
+
+def held_weakly(group: dist.ProcessGroup) -> Callable[[], dist.ProcessGroup]:
+    """Returns a function that returns `group`, or raises HookRunError once it was destroyed.
+
+    torch keeps a group until `destroy_process_group`. A hook that kept it, too, would keep its threads and its store
+    for as long as somebody keeps the hook; and a group that ends in a forked process, as that of a DataLoader's worker
+    in which the garbage collector finds the hook, takes that process with it: its threads do not exist there.
+    """
+    weak = weakref.ref(group)
+
+    def alive() -> dist.ProcessGroup:
+        found = weak()
+        if found is None:
+            raise HookRunError(
+                "the process group of this communication hook was destroyed (destroy_process_group): wrap the model "
+                "anew after init_process_group, and attach a hook to it"
+            )
+        return found
+
+    return alive
 
 
 class GradientSource(ABC):
@@ -145,10 +166,6 @@ class GradientSource(ABC):
     def as_whole(self, name: str, part: torch.Tensor) -> torch.Tensor:
         """`part`, which belongs to this rank's shard of the parameter, as a tensor placed like the parameter."""
         return part
-
-    def local_part(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The inverse of `as_whole`."""
-        return tensor
 
     def check_pass(self) -> None:
         """Called before a backward pass. Raises HookRunError if hooks cannot be right in it."""

@@ -4,6 +4,7 @@ The names without which nothing works are looked up on import, so that a torch w
 once. The others are for refusing what cannot work: without them it is not refused.
 """
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -24,7 +25,7 @@ def _needed(owner: Any, name: str) -> Any:
         ) from None
 
 
-current_graph_task_id: Callable[[], int] = _needed(torch._C, "_current_graph_task_id")
+current_task: Callable[[], int] = _needed(torch._C, "_current_graph_task_id")
 """The id of the backward pass that runs in this thread, also in the callbacks at its end; -1 if none does."""
 
 current_autograd_node: Callable[[], Any] = _needed(torch._C, "_current_autograd_node")
@@ -44,6 +45,24 @@ sparse_values: Callable[[torch.Tensor], torch.Tensor] = _needed(torch.Tensor, "_
 
 sparse_indices: Callable[[torch.Tensor], torch.Tensor] = _needed(torch.Tensor, "_indices")
 """The indices of a sparse tensor; the public `indices()` wants a coalesced one."""
+
+
+def run_after_backward(callback: Callable[[], None], within: Callable[[], None] | None = None) -> None:
+    """Call `callback` at the end of the current backward pass unless that ends in an exception.
+
+    Call this at every bucket: reentrant checkpointing runs backward passes inside the backward pass, and a callback
+    queued in an inner pass is dropped at the end of that pass, where `within` is called instead. Outside of a backward
+    pass (when `Join` shadows the collectives of other ranks) it does nothing.
+    """
+
+    def at_the_end() -> None:
+        if current_autograd_node() is None:
+            callback()
+        elif within is not None:
+            within()
+
+    with contextlib.suppress(RuntimeError):
+        queue_callback(at_the_end)
 
 
 def store_of(group: dist.ProcessGroup) -> dist.Store:

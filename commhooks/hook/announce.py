@@ -13,13 +13,8 @@ from commhooks.errors import CommHookError
 logger = logging.getLogger(__name__)
 
 
-def announce(hook: str, what_it_does: str) -> None:
-    """Log the line, or print it if logging is not configured, so that users see that the hook is active."""
-    say(f"{hook}{what_it_does}")
-
-
 def say(line: str) -> None:
-    """Log a line for users, or print it if logging is not configured."""
+    """Log a line for users, or print it if logging is not configured, so that users see that the hook is active."""
     text = f"commhooks: {line}"
     if logger.isEnabledFor(logging.INFO) and logger.hasHandlers():
         logger.info(text)

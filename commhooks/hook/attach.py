@@ -25,9 +25,8 @@ from commhooks.engine.session_state import SessionState
 from commhooks.engine.state import LearnedState
 from commhooks.errors import AttachError, HookConfigError, logger_of
 from commhooks.gradients.exclude import warn_if_unmatched
-from commhooks.gradients.process_group import held_weakly
-from commhooks.gradients.source import GradientSource
-from commhooks.hook.announce import announce, reason_first
+from commhooks.gradients.source import GradientSource, held_weakly
+from commhooks.hook.announce import reason_first, say
 from commhooks.hook.arguments import arguments_in, explains_arguments
 from commhooks.hook.comm_hook import CommHook
 from commhooks.hook.engine_hook import EngineHook
@@ -180,7 +179,7 @@ def attach_request(
     if request.off:  # there will be no first backward pass of the hook, at which others say this
         if speaks(source.group, source.shard_group):
             ignored = f" ({' and '.join(request.ignored)} without effect)" if request.ignored else ""
-            announce(request.name, f": no hook, DDP averages the gradients itself{ignored}")
+            say(f"{request.name}: no hook, DDP averages the gradients itself{ignored}")
         return attached
     source.register(attached._reducer, state)
     module = source.module

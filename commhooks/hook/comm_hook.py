@@ -5,21 +5,21 @@ from typing import Any
 
 import torch.distributed as dist
 
-from commhooks.checkpoint import payload
-from commhooks.checkpoint.distributed import DistributedState, is_distributed
-from commhooks.checkpoint.learned_state import SaveRequest
+from commhooks.checkpoint.checks import REPLICAS_EQUAL, check_header
+from commhooks.checkpoint.distributed import from_distributed, is_distributed, to_distributed
+from commhooks.checkpoint.payload import SAVE_RESIDUAL
 from commhooks.comm.clocks import has_clock
 from commhooks.comm.collective import agreement_key
 from commhooks.comm.shards import speaks
 from commhooks.errors import HookConfigError, HookRunError, PayloadError, logger_of, shown
-from commhooks.gradients.after_backward import in_backward
 from commhooks.gradients.bucket import Bucket
 from commhooks.gradients.ddp import BucketReader
 from commhooks.gradients.source import GradientSource, Reducer
-from commhooks.hook.announce import announce, reason_first, say
+from commhooks.gradients.torch_private import current_task
+from commhooks.hook.announce import reason_first, say
 from commhooks.hook.copies import Registered
 from commhooks.hook.cosine import CosineSampler
-from commhooks.hook.norms import Norms, measure
+from commhooks.hook.norms import Norms, measure, total
 from commhooks.hook.plan import ModelPlan
 from commhooks.hook.replica_check import ReplicaCheck
 from commhooks.hook.request import HookRequest
@@ -51,7 +51,6 @@ class CommHook:
         self._runner = runner
         self._source = source
         self._reader = BucketReader(len(source.names.known()))
-        self._distributed = DistributedState(runner.saved_state, source)
         self._rank, self._world_size = dist.get_rank(source.group), dist.get_world_size(source.group)
         self._speaks = speaks(source.group, source.shard_group)
         every = request.check_every
@@ -98,7 +97,7 @@ class CommHook:
 
     @property
     def _reducer(self) -> Reducer:
-        return Reducer(self.name, Registered(self.name, self._run).named_run, self._reduce, self._end_pass)
+        return Reducer(self.name, Registered(self.name, self._run), self._reduce, self._end_pass)
 
     def _run(self, state: Any, bucket: dist.GradBucket) -> Future:
         """The hook function for DDP."""
@@ -116,12 +115,9 @@ class CommHook:
     def _reduce(self, bucket: Bucket, grad_bucket: dist.GradBucket | None = None) -> Future:
         if bucket.is_first:
             self._begin_pass()
-        if self._cosine is not None:
-            self._cosine.keep(bucket)
-        future = self._runner.run(bucket, grad_bucket)
-        if self._cosine is not None:
-            self._cosine.answered(bucket, future)
-        return future
+        if self._cosine is None:
+            return self._runner.run(bucket, grad_bucket)
+        return self._cosine.around(bucket, lambda: self._runner.run(bucket, grad_bucket))
 
     def _end_pass(self) -> None:
         """Complete the futures of a pass whose last bucket was not marked as the last."""
@@ -133,7 +129,8 @@ class CommHook:
         if self._replicas is not None and self._replicas.due():
             self._runner.settle()
             plan = agreement_key(*(repr(row) for row in self.plan().parameters))
-            self._replicas.compare(self._runner.saved_state.step, plan, taking_part=in_backward())
+            # Outside of a backward pass `Join` shadows the collectives of a rank that has run out of data.
+            self._replicas.compare(self._runner.saved_state.step, plan, taking_part=current_task() != -1)
         if self._cosine is not None:
             self._cosine.begin_pass()
 
@@ -143,7 +140,7 @@ class CommHook:
         if not self._announced:
             self._announced = True
             if self._speaks:
-                announce(self.name, self._announcement())
+                say(self.name + self._announcement())
                 for remark in self._runner.remarks(checked=self._replicas is not None):
                     logger.warning("%s", remark)
         for line in self._runner.said():
@@ -237,7 +234,7 @@ class CommHook:
         (with a GradScaler: after `unscale_` or the optimizer's step) and before the gradients are zeroed. A norm is
         None if there is nothing to measure.
         """
-        return Norms.total(list(self._norms().values())).as_dict()
+        return total(self._norms().values()).as_dict()
 
     def layers(self) -> dict[str, dict[str, float | None]]:
         """The values of `norms()` and the latest `cosine` per parameter, by name."""
@@ -296,12 +293,12 @@ class CommHook:
         sharded = self._source.shard_group is not None
         if residual is None:
             residual = "distributed" if sharded and self._request.form != "drop" else self._request.form
-        choices = ("distributed", "drop") if sharded else (*payload.SAVE_RESIDUAL, "distributed")
+        choices = ("distributed", "drop") if sharded else (*SAVE_RESIDUAL, "distributed")
         if residual not in choices:
             raise HookConfigError(f"residual={residual!r}; expected one of {', '.join(map(repr, choices))}")
         if residual == "distributed" or sharded:
             return self._distributed_state(residual, joint)
-        return self._runner.saved_state.save(SaveRequest(residual, gather, joint, self.joint_save_limit_s))
+        return self._runner.saved_state.save(residual, gather=gather, joint=joint, limit_s=self.joint_save_limit_s)
 
     def _distributed_state(self, residual: str, joint: bool) -> dict[str, Any]:
         if not joint:
@@ -309,7 +306,8 @@ class CommHook:
                 "joint=False with a state for torch.distributed.checkpoint: it needs all ranks, as dcp.save does"
             )
         kept = None if residual == "drop" else self._runner.kept_residuals(self._source.whole)
-        return self._distributed.save(kept, self.joint_save_limit_s)
+        saved = self._runner.saved_state.save("drop" if kept is None else "mean", limit_s=self.joint_save_limit_s)
+        return to_distributed(saved, kept, self._source)
 
     @reason_first()
     def load_state_dict(self, saved: dict[str, Any], strict: bool | None = None) -> None:
@@ -336,8 +334,8 @@ class CommHook:
             PayloadError: `saved` is damaged or does not fit.
         """
         strict = self._request.strict if strict is None else strict
-        content = payload.check_header(self._distributed.read(saved) if is_distributed(saved) else saved)
-        if not content.get(payload.REPLICAS_EQUAL, True) and self._speaks:
+        content = check_header(from_distributed(saved, self._source) if is_distributed(saved) else saved)
+        if not content.get(REPLICAS_EQUAL, True) and self._speaks:
             logger.warning(
                 "the checkpoint is of hook %s, which averages nothing: the ranks had drifted apart, and the weights "
                 "saved with it are those of one of them.",
@@ -364,6 +362,6 @@ class CommHook:
             take_over()
             if self._speaks and content["step"] > 0:
                 resumed = self._runner.saved_state.resumed(content)
-                announce(self.name, f" resumed at step {content['step']}{resumed}")
+                say(f"{self.name} resumed at step {content['step']}{resumed}")
 
         return resume

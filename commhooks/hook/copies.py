@@ -5,7 +5,6 @@ torch keeps the hook's function in the model and pickles it with the model: `tor
 the gradients itself.
 """
 
-import types
 from collections.abc import Callable
 from typing import Any
 
@@ -16,41 +15,31 @@ from commhooks.hook.runner import Future
 
 logger = logger_of(__name__)
 
-Run = Callable[[Any, dist.GradBucket], Future]
-
 
 class Registered:
-    """Its method `run` is what DDP calls. Copied, it leaves the hook behind, with process group and learned state.
+    """What DDP calls. Copied, it leaves the hook behind, with process group and learned state.
 
     Args:
-        name: name of the hook.
+        name: name of the hook, which DDP's logging data show.
         function: its function; None in a copy.
     """
 
-    def __init__(self, name: str, function: Run | None) -> None:
-        self._name = name
+    def __init__(self, name: str, function: Callable[[Any, dist.GradBucket], Future] | None) -> None:
+        self.__name__ = self.__qualname__ = name
         self._function = function
 
-    def run(self, state: Any, bucket: dist.GradBucket) -> Future:
+    def __call__(self, state: Any, bucket: dist.GradBucket) -> Future:
         if self._function is None:
             raise HookRunError(
-                f"this function is from a copy of a model with the hook {self._name!r}, and copies have no hook: "
-                "attach one with commhooks.attach(copied_model, ...)"
+                f"this function is from a copy of a model with the hook {self.__qualname__!r}, and copies have no "
+                "hook: attach one with commhooks.attach(copied_model, ...)"
             )
         return self._function(state, bucket)
 
-    @property
-    def named_run(self) -> Run:
-        """`run`, with the name of the hook: DDP's logging data show the qualified name of the function."""
-
-        def run(self: Registered, state: Any, bucket: dist.GradBucket) -> Future:
-            return self.run(state, bucket)
-
-        run.__qualname__ = self._name
-        return types.MethodType(run, self)
+    run = __call__  # models that were pickled by commhooks 1.0 ask for it
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _copied, (self._name,)
+        return _copied, (self.__qualname__,)
 
 
 def _copied(name: str) -> Registered:

@@ -6,6 +6,7 @@ all-reduce.
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -18,17 +19,7 @@ from commhooks.gradients.bucket import Bucket
 from commhooks.gradients.layout import BucketLayout, read_layout
 from commhooks.gradients.names import ParameterNames
 from commhooks.gradients.precision import compute_dtype
-from commhooks.gradients.process_group import held_weakly
-
-
-@dataclass
-class _Kept:
-    """A bucket of a sampled pass."""
-
-    layout: BucketLayout
-    gradient: torch.Tensor
-    """A copy of this rank's gradient, 1-D, float32 or float64."""
-    future: "torch.futures.Future[torch.Tensor] | None" = None
+from commhooks.gradients.source import Future, held_weakly
 
 
 @dataclass(frozen=True)
@@ -51,7 +42,7 @@ class Sample:
 class CosineSampler:
     """Samples every `every`-th backward pass. All ranks must make the same calls.
 
-    Per pass call `begin_pass`, then for each bucket `keep` before the hook and `answered` after it, then `compare`.
+    Per pass call `begin_pass`, then `around` for each bucket, then `compare`.
     """
 
     def __init__(self, every: int, names: ParameterNames, group: dist.ProcessGroup) -> None:
@@ -61,7 +52,8 @@ class CosineSampler:
         self._group = held_weakly(group)
         self._passes = 0
         self._sampling = False
-        self._kept: list[_Kept] = []
+        # Of a sampled pass: layout, copy of this rank's gradient (1-D, float32 or float64), the hook's future.
+        self._kept: list[tuple[BucketLayout, torch.Tensor, Future]] = []
 
     @classmethod
     def agreed(
@@ -82,20 +74,18 @@ class CosineSampler:
         self._sampling = self._passes % self.every == 0
         self._kept.clear()  # left over from a pass that was abandoned
 
-    @torch.no_grad()
-    def keep(self, bucket: Bucket) -> None:
-        """Copy the bucket if this pass is sampled and the bucket is not sparse."""
-        buffer = bucket.flat
-        if not self._sampling or buffer.is_sparse:
-            return
-        parameters = list(bucket.parameters)
-        layout = read_layout(buffer, parameters, self._names.of_bucket(parameters, first=False))
-        self._kept.append(_Kept(layout, buffer.to(compute_dtype(buffer.dtype), copy=True)))
-
-    def answered(self, bucket: Bucket, future: "torch.futures.Future[torch.Tensor]") -> None:
-        """Record `future`, which the hook returned for `bucket`, the one passed to `keep` last."""
-        if self._sampling and self._kept and not bucket.flat.is_sparse:
-            self._kept[-1].future = future
+    def around(self, bucket: Bucket, hook: Callable[[], Future]) -> Future:
+        """The result of `hook`, which reduces the bucket. If this pass is sampled and the bucket is not sparse, it is
+        copied before."""
+        if not self._sampling or bucket.flat.is_sparse:
+            return hook()
+        layout = read_layout(
+            bucket.flat, bucket.parameters, self._names.of_bucket(list(bucket.parameters), first=False)
+        )
+        gradient = bucket.flat.detach().to(compute_dtype(bucket.flat.dtype), copy=True)
+        future = hook()
+        self._kept.append((layout, gradient, future))
+        return future
 
     @torch.no_grad()
     def compare(self, backward_pass: int) -> None:
@@ -106,15 +96,14 @@ class CosineSampler:
             return
         names: list[str] = []
         products: list[torch.Tensor] = []
-        for each in kept:
-            assert each.future is not None
+        for layout, gradient, future in kept:
             try:
-                dist.all_reduce(each.gradient, group=self._group())
+                dist.all_reduce(gradient, group=self._group())
             except RuntimeError as error:
                 raise lost("the true gradient (sample_cosine)", self._group(), error) from error
-            reduced = each.future.wait()
-            for slot in each.layout.slots:
-                a, b = slot.of(reduced).double(), slot.of(each.gradient).double()
+            reduced = future.wait()
+            for slot in layout.slots:
+                a, b = slot.of(reduced).double(), slot.of(gradient).double()
                 names.append(slot.name)
                 products.append(
                     torch.stack([a.dot(b), a.dot(a), b.dot(b)]).to(products[0].device if products else a.device)

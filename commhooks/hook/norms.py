@@ -1,7 +1,7 @@
 """Norms of residuals and gradients, computed on request from existing tensors, never in a step."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -14,25 +14,21 @@ class Norms:
     residual: float | None
     gradient: float | None
 
-    @property
-    def ratio(self) -> float | None:
-        """Residual norm / gradient norm: about how many steps of gradient error feedback holds back."""
-        if self.residual is None or not self.gradient:
-            return None
-        return self.residual / self.gradient
-
-    @classmethod
-    def total(cls, parts: "list[Norms]") -> "Norms":
-        """The norms over all parts together."""
-        return cls(_together([part.residual for part in parts]), _together([part.gradient for part in parts]))
-
     def as_dict(self) -> dict[str, float | None]:
-        """The norms by their public names."""
-        return {
-            "residual_norm": self.residual,
-            "gradient_norm": self.gradient,
-            "residual_over_gradient": self.ratio,
-        }
+        """The norms by their public names, and their ratio: about how many steps of gradient error feedback holds
+        back."""
+        ratio = self.residual / self.gradient if self.residual is not None and self.gradient else None
+        return {"residual_norm": self.residual, "gradient_norm": self.gradient, "residual_over_gradient": ratio}
+
+
+def total(parts: Collection[Norms]) -> Norms:
+    """The norms over all parts together."""
+
+    def together(norms: list[float | None]) -> float | None:
+        known = [norm for norm in norms if norm is not None]
+        return math.hypot(*known) if known else None
+
+    return Norms(together([part.residual for part in parts]), together([part.gradient for part in parts]))
 
 
 @torch.no_grad()
@@ -43,28 +39,11 @@ def measure(
 
     Synchronises with the device once.
     """
-    found: list[torch.Tensor] = []
-
-    def place(tensor: torch.Tensor | None) -> int | None:
-        if tensor is None:
-            return None
-        values = tensor.coalesce().values() if tensor.is_sparse else tensor
-        norm = torch.linalg.vector_norm(values).double()
-        found.append(norm.to(found[0].device) if found else norm)
-        return len(found) - 1
-
-    places = {name: (place(residuals.get(name)), place(gradient)) for name, gradient in gradients.items()}
-    values = torch.stack(found).tolist() if found else []
-
-    def norms(residual: int | None, gradient: int | None) -> Norms:
-        return Norms(
-            None if residual is None else values[residual] / factor,
-            None if gradient is None else values[gradient],
-        )
-
-    return {name: norms(*where) for name, where in places.items()}
-
-
-def _together(norms: list[float | None]) -> float | None:
-    known = [norm for norm in norms if norm is not None]
-    return math.hypot(*known) if known else None
+    tensors = {("residual", name): residuals[name] for name in gradients if name in residuals}
+    tensors |= {("gradient", name): each for name, each in gradients.items() if each is not None}
+    values = [each.coalesce().values() if each.is_sparse else each for each in tensors.values()]
+    norms = [torch.linalg.vector_norm(each).double() for each in values]
+    read = torch.stack([each.to(norms[0].device) for each in norms]).tolist() if norms else []
+    found = dict(zip(tensors, read, strict=True))
+    unscaled = {name: norm / factor for (what, name), norm in found.items() if what == "residual"}
+    return {name: Norms(unscaled.get(name), found.get(("gradient", name))) for name in gradients}

@@ -16,7 +16,7 @@ from models import all_finite, relative_error
 
 import commhooks
 from commhooks.checkpoint import parts as payload_parts
-from commhooks.checkpoint.payload import VERSION
+from commhooks.checkpoint.checks import VERSION
 from commhooks.comm.counters import CONTINUED
 
 VERSIONS = sorted(int(folder.name[1:]) for folder in golden_runs.FOLDER.glob("v*"))

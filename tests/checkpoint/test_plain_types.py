@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from commhooks.checkpoint.plain_types import plain_types_problem
+from commhooks.checkpoint.user_state import plain_types_problem
 
 PLAIN: dict[str, Any] = {
     "scalars": ["a", 1, 10**30, 1.5, True, None, 1j, b"bytes"],

@@ -16,7 +16,7 @@ import golden_runs  # noqa: E402
 import torch  # noqa: E402
 from workers import WorkerPool  # noqa: E402
 
-from commhooks.checkpoint.payload import VERSION  # noqa: E402
+from commhooks.checkpoint.checks import VERSION  # noqa: E402
 
 
 def main() -> None:

@@ -14,7 +14,7 @@ from models import EVERY_PARAMETER, Gradients, bits_equal, random_gradients, wra
 import commhooks
 from commhooks.compressors.powersgd import codec
 from commhooks.gradients import precision
-from commhooks.gradients.float32_switches import SwitchOfTheProcess
+from commhooks.gradients.precision import SwitchOfTheProcess
 
 SHAPES = {"wide": (64, 300), "tall": (300, 64), "conv": (32, 16, 3, 3), "bias": (300,)}
 STEPS = 4

@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 import commhooks
-from commhooks.gradients.after_backward import run_after_backward
+from commhooks.gradients.torch_private import run_after_backward
 
 
 @pytest.fixture

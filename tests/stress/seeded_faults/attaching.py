@@ -13,8 +13,8 @@ MUTANTS = [
     Mutant(
         "a copy of a model takes the hook along",
         "commhooks/hook/copies.py",
-        "        return _copied, (self._name,)\n",
-        "        return Registered, (self._name, self._function)\n",
+        "        return _copied, (self.__qualname__,)\n",
+        "        return Registered, (self.__qualname__, self._function)\n",
         "hook/test_copies.py::test_a_copy_averages_without_the_hook",
     ),
     Mutant(
@@ -41,7 +41,7 @@ MUTANTS = [
     Mutant(
         "ranks without data are compared",
         "commhooks/hook/comm_hook.py",
-        "taking_part=in_backward()",
+        "taking_part=current_task() != -1",
         "taking_part=True or in_backward()",
         "hook/test_divergence.py::test_a_rank_without_data_is_left_out",
     ),

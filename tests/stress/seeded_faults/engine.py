@@ -188,22 +188,22 @@ MUTANTS = [
     Mutant(
         "two saves that differ in a further field look alike",
         "commhooks/checkpoint/parts.py",
-        '    factors += [(f"{key} of {name}", entry[key]) for name, entry, key in others]\n',
-        "",
+        "for key in factor_keys(entry) if key not in",
+        "for key in () if key not in",
         "checkpoint/test_further_fields.py::test_the_parts_of_two_saves_are_told_apart",
     ),
     Mutant(
         "a further field is not looked at before it is loaded",
         "commhooks/checkpoint/checks.py",
-        '        if key not in ("q", "p"):\n',
-        "        if False:\n",
+        '        check_tensor(factor, f"{where}[{shown(key)}]")\n',
+        '        if key in ("q", "p"):\n            check_tensor(factor, f"{where}[{shown(key)}]")\n',
         "checkpoint/test_further_fields.py::test_a_damaged_one_is_refused_by_name",
     ),
     Mutant(
         "what was learned at another rank is not refitted",
         "commhooks/checkpoint/payload.py",
-        "fitted = field.refit(value, plan, target.compressor.fresh(field, plan, torch.float64))",
-        "fitted = value",
+        "value = field.refit(value, plan, target.compressor.fresh(field, plan, torch.float64))",
+        "pass",
         "checkpoint/test_further_fields.py::test_it_is_refitted_where_an_option_has_changed",
     ),
     Mutant(

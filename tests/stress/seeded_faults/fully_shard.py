@@ -83,7 +83,7 @@ MUTANTS = [
     ),
     Mutant(
         "gradients in padded buffers keep the average of their replica",
-        "commhooks/gradients/unit_buffer.py",
+        "commhooks/gradients/local_shard.py",
         "        return torch.cat([piece for _, piece in self.pieces(self.flat, padded=True)])\n",
         "        return torch.cat([piece for _, piece in self.pieces(self.flat, padded=False)])\n",
         _EXACT,
@@ -91,8 +91,8 @@ MUTANTS = [
     Mutant(
         "padding is forgotten",
         _SHARD,
-        "        largest = -(-size // sharded.device_mesh.size())\n",
-        "        largest = size // sharded.device_mesh.size()\n",
+        "        largest = -(-size // mesh.size())\n",
+        "        largest = size // mesh.size()\n",
         _EXACT,
     ),
     Mutant(
@@ -133,7 +133,7 @@ MUTANTS = [
     Mutant(
         "a parameter reduced twice is sent twice",
         _SOURCE,
-        "        if again:\n",
+        "        if again is not None:\n",
         "        if False:\n",
         f"{_MODES}::test_a_unit_that_is_reduced_twice_is_refused",
     ),
@@ -161,8 +161,8 @@ MUTANTS = [
     Mutant(
         "the residual of a shard whose whole parameter is not compressed is dropped",
         "commhooks/checkpoint/distributed.py",
-        "        for name in entries.keys() & (residuals or {}):\n",
-        "        for name in entries:\n",
+        "    for name in entries.keys() & (residuals or {}):\n",
+        "    for name in entries:\n",
         f"{_SETUPS}::test_a_shard_that_is_compressed_although_the_whole_is_not",
     ),
     Mutant(
@@ -196,8 +196,8 @@ MUTANTS = [
     Mutant(
         "each shard knows only whether its own residuals could be saved",
         "commhooks/checkpoint/distributed.py",
-        "            exact = bool(gather_rows(own, source.shard_group, None, _WHAT).all())\n",
-        "            gather_rows(own, source.shard_group, None, _WHAT)\n",
+        "        exact = bool(gather_rows(own, source.shard_group, None, _WHAT).all())\n",
+        "        gather_rows(own, source.shard_group, None, _WHAT)\n",
         f"{_CHECKPOINTS}::test_without_the_residuals_of_one_shard_none_are_loaded",
     ),
     Mutant(

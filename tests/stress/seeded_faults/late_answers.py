@@ -39,8 +39,8 @@ MUTANTS = [
     Mutant(
         "the cosine is taken before the true mean is there",
         "commhooks/hook/cosine.py",
-        "dist.all_reduce(each.gradient, group=self._group())",
-        "dist.all_reduce(each.gradient, group=self._group(), async_op=True)",
+        "dist.all_reduce(gradient, group=self._group())",
+        "dist.all_reduce(gradient, group=self._group(), async_op=True)",
         f"{_LATE}[checks-cpu]",
     ),
     Mutant(

@@ -41,7 +41,7 @@ MUTANTS = [
     Mutant(
         "a sample of this rank alone",
         "commhooks/hook/cosine.py",
-        "                dist.all_reduce(each.gradient, group=self._group())\n",
+        "                dist.all_reduce(gradient, group=self._group())\n",
         "                pass\n",
         "hook/test_metrics.py::test_the_cosine_is_right_and_leaves_no_trace",
     ),
@@ -62,8 +62,8 @@ MUTANTS = [
     Mutant(
         "residuals are told with the loss scale",
         "commhooks/hook/norms.py",
-        "values[residual] / factor",
-        "values[residual]",
+        "name: norm / factor for",
+        "name: norm for",
         "hook/test_metrics.py::test_norms",
     ),
     Mutant(

@@ -13,8 +13,8 @@ MUTANTS = [
     Mutant(
         "alternate: whose turn it is is not saved",
         "commhooks/checkpoint/payload.py",
-        "            if saved is None:\n                continue\n",
-        '            if saved is None or each.key == "p":\n                continue\n',
+        "            if saved is None or (",
+        '            if saved is None or each.key == "p" or (',
         "compressors/powersgd/test_variants.py::test_resume_is_exact",
     ),
     Mutant(
@@ -27,8 +27,8 @@ MUTANTS = [
     Mutant(
         "rank 0's residual everywhere",
         "commhooks/checkpoint/payload.py",
-        "        place = ranks.index(target.rank)\n",
-        "        place = 0\n",
+        "saved[ranks.index(target.rank)]",
+        "saved[0]",
         "checkpoint/test_resume.py::test_residuals_of_all_ranks_in_one_file",
     ),
     Mutant(
@@ -90,15 +90,15 @@ MUTANTS = [
     Mutant(
         "residuals of what is compressed no longer are kept",
         "commhooks/checkpoint/learned_state.py",
-        "                state[key].pop(name, None)\n",
-        "                pass\n",
+        '            del state["residual"][name]\n',
+        "            pass\n",
         "checkpoint/test_changed_setup.py::test_what_is_compressed_no_longer_has_no_residual",
     ),
     Mutant(
         "names with the prefix of torch.compile",
         "commhooks/gradients/ddp.py",
-        "(own_name(name), parameter)",
-        "(name, parameter)",
+        "(own_name(name), p)",
+        "(name, p)",
         "checkpoint/test_changed_setup.py::test_changes_that_a_state_does_not_know_of",
     ),
     Mutant(
@@ -112,8 +112,8 @@ MUTANTS = [
     Mutant(
         "another world takes the residual of rank 0",
         "commhooks/checkpoint/payload.py",
-        "        return lambda saved: torch.stack(saved).mean(0)\n",
-        "        return lambda saved: saved[0]\n",
+        "        own = torch.stack(saved).mean(0)\n",
+        "        own = saved[0]\n",
         "checkpoint/test_elastic_resume.py::test_from_any_number_of_ranks",
     ),
     Mutant(
@@ -133,8 +133,8 @@ MUTANTS = [
     Mutant(
         "one rank's file for another",
         "commhooks/checkpoint/payload.py",
-        "    if world_size == target.world_size and target.rank in ranks:\n        place = ranks.index(target.rank)\n",
-        "    if world_size == target.world_size:\n        place = 0\n",
+        " and target.rank in ranks:\n        own = saved[ranks.index(target.rank)]\n",
+        ":\n        own = saved[0]\n",
         "checkpoint/test_resume.py::test_the_residual_of_another_rank_is_never_used",
     ),
     Mutant(
@@ -147,8 +147,8 @@ MUTANTS = [
     Mutant(
         "Q not restored",
         "commhooks/checkpoint/payload.py",
-        "            if saved is None:\n                continue\n",
-        '            if saved is None or each.key == "q":\n                continue\n',
+        "            if saved is None or (",
+        '            if saved is None or each.key == "q" or (',
         "checkpoint/test_resume.py::test_resume_is_bit_equal",
     ),
     Mutant(
@@ -175,36 +175,36 @@ MUTANTS = [
     Mutant(
         "saving a mean leaves the residuals alone",
         "commhooks/checkpoint/learned_state.py",
-        "                session.held.overwrite(state[key][name], kept[name])\n",
+        '                session.held.overwrite(state["residual"][name], kept[name])\n',
         "                pass\n",
         "checkpoint/test_resume.py::test_resume_is_bit_equal",
     ),
     Mutant(
         "a joint save goes ahead without all ranks",
         "commhooks/comm/joint_save.py",
-        '        if decision != b"all":\n',
-        "        if False:\n",
+        '            if decision == b"all":\n',
+        "            if True:\n",
         "comm/test_joint_save.py::test_rank_0_saves_alone",
     ),
     Mutant(
         "a failed save counts as a good one",
         "commhooks/comm/joint_save.py",
-        "        failures = [late] if outcome is None else [each for each in outcome if each]\n",
-        "        failures: list[str] = []\n",
+        "            failures = [late] if outcome is None else [each for each in outcome if each]\n",
+        "            failures: list[str] = []\n",
         "comm/test_joint_save.py::test_a_failure_in_the_middle",
     ),
     Mutant(
         "the others wait for a rank whose commit failed",
         "commhooks/checkpoint/learned_state.py",
-        "            if not alone and request.joint and saver is not None:\n",
+        "            if not alone and joint and saver is not None:\n",
         "            if False:\n",
         "checkpoint/test_changed_surroundings.py::test_nobody_waits_for_a_rank_whose_commit_failed",
     ),
     Mutant(
         "a vote that came too late counts",
         "commhooks/comm/joint_save.py",
-        "            return self._declined or late\n",
-        '            return ""\n',
+        "                return self._declined or late\n",
+        '                return ""\n',
         "comm/test_joint_save.py::test_a_rank_that_comes_too_late",
     ),
     Mutant(
@@ -216,7 +216,7 @@ MUTANTS = [
     ),
     Mutant(
         "a joint save keeps the store of a destroyed group",
-        "commhooks/gradients/process_group.py",
+        "commhooks/gradients/source.py",
         "    weak = weakref.ref(group)\n",
         "    weak = lambda: group  # noqa: E731\n",
         "hook/test_close.py::test_a_destroyed_group_ends_though_the_hook_is_kept",

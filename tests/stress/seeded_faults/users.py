@@ -12,7 +12,7 @@ MUTANTS = [
     ),
     Mutant(
         "the switch of the process counts as full precision at medium",
-        "commhooks/gradients/float32_switches.py",
+        "commhooks/gradients/precision.py",
         '"medium": "bf16"',
         '"medium": "ieee"',
         "gradients/test_precision.py::test_the_switch_of_the_process_says_what_torch_says",
@@ -69,7 +69,7 @@ MUTANTS = [
     Mutant(
         "noop: checkpoints are not marked",
         "commhooks/checkpoint/user_state.py",
-        "{payload.REPLICAS_EQUAL: False}",
+        "{REPLICAS_EQUAL: False}",
         "{}",
         "hook/test_no_hook.py::test_noop_warns_and_marks_what_it_saves",
     ),
@@ -118,7 +118,7 @@ MUTANTS = [
     Mutant(
         "counters so far begin again",
         "commhooks/checkpoint/learned_state.py",
-        "            self._session.counters.go_on_from(content.get(payload.COUNTERS, {}))\n",
+        "            self._session.counters.go_on_from(content.get(COUNTERS, {}))\n",
         "            pass\n",
         "checkpoint/test_resumed.py::test_what_was_counted_goes_on",
     ),

@@ -1,6 +1,6 @@
 """An exception in the middle of a backward pass leaves the last committed step behind, for a new DDP to go on from."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 from unittest import mock
 
@@ -100,10 +100,10 @@ def _fail_in_mid_backward(model: torch.nn.Sequential, loss: Callable[[], torch.T
     original, exchange = dist.all_reduce, Messages.exchange
 
     def recording_exchange(
-        self: Messages, rows: torch.Tensor, answer: torch.Tensor, group: dist.ProcessGroup
+        self: Messages, sent: Sequence[torch.Tensor], arriving: Sequence[torch.Tensor], group: dist.ProcessGroup
     ) -> MessageWork:
-        begun.append(answer)
-        return exchange(self, rows, answer, group)
+        begun.extend(arriving)
+        return exchange(self, sent, arriving, group)
 
     def recording(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         begun.append(tensor)

@@ -21,7 +21,7 @@ from machine import machine
 from models import TASKS
 from torch.utils._python_dispatch import TorchDispatchMode  # the only way to see what is dispatched; torch 2.13
 
-from commhooks.engine.loopback import Loopback
+from commhooks.engine.local_driver import LocalDriver
 from commhooks.gradients.bucket_estimate import Reduced, estimate_buckets
 from commhooks.hook.request import HookRequest
 
@@ -81,7 +81,7 @@ def count(shapes: Shapes, wrapper: str | None, options: Mapping[str, Any], cap_m
     given = {"start_powerSGD_iter": 0, **options}
     compressor = HookRequest.parse("powerSGD", hook_options=given, wrapper=wrapper).new_compressor(None)
     assert compressor is not None
-    loopback = Loopback(compressor, buckets, META)
+    loopback = LocalDriver(compressor, buckets, META)
     loopback.step()
     loopback.step()
     with Dispatched() as dispatched:

@@ -1,7 +1,7 @@
 """The names that `commhooks` has. It imports this module, and with it torch, when the first of them is asked for."""
 
 import commhooks.ddp_comm_hooks as ddp_comm_hooks
-from commhooks.compressors.auto.config import Auto
+from commhooks.compressors.auto.options import Auto
 from commhooks.compressors.base import (
     RESIDUAL,
     Compressor,
@@ -13,13 +13,13 @@ from commhooks.compressors.base import (
     Verdict,
 )
 from commhooks.compressors.cast import AllReduce, BF16Compress, FP16Compress
-from commhooks.compressors.config import HookConfig
 from commhooks.compressors.error_feedback import keep_residual, with_residual
+from commhooks.compressors.hook_config import HookConfig
 from commhooks.compressors.noop import Noop
-from commhooks.compressors.plan import ParameterInfo, UnitPlan
-from commhooks.compressors.powersgd.config import BatchedPowerSGD, PowerSGD
-from commhooks.compressors.quantized.config import Int4Compress, Int8Compress
+from commhooks.compressors.powersgd.options import BatchedPowerSGD, PowerSGD
+from commhooks.compressors.quantized.options import Int4Compress, Int8Compress
 from commhooks.compressors.registry import available_hooks, register_compressor, register_hook
+from commhooks.compressors.unit_plan import ParameterInfo, UnitPlan
 from commhooks.ddp_comm_hooks.debugging_hooks import noop_hook
 from commhooks.ddp_comm_hooks.default_hooks import (
     allreduce_hook,

@@ -48,7 +48,7 @@ class RandomKCompressor(commhooks.Compressor[RandomK]):
     needs_exact_step = True  # the choice depends on it
 
     def plan_parameter(self, info):
-        plan, k = commhooks.UnitPlan.left_alone(info, "too small"), int(self.config.share * info.numel)
+        plan, k = commhooks.UnitPlan.uncompressed(info, "too small"), int(self.config.share * info.numel)
         return plan if k < 1 else dataclasses.replace(plan, compressed=True, reason="", numel_compressed=k, flags=1)
 
     def choice(self, plan, step_number):

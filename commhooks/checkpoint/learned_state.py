@@ -14,7 +14,7 @@ from commhooks.checkpoint.payload import Contribution
 from commhooks.comm.joint_save import JointSave
 from commhooks.compressors.adaptive import AdaptiveCompressor
 from commhooks.compressors.base import Compressor
-from commhooks.compressors.plan import UnitPlan
+from commhooks.compressors.unit_plan import UnitPlan
 from commhooks.engine.session import Session
 from commhooks.engine.state import LearnedState
 from commhooks.errors import HookConfigError, logger_of
@@ -69,7 +69,7 @@ class SavedLearnedState:
                 local = Contribution(exact=False)
             else:
                 local = self._collect(residual == "mean", residual == "per_rank" and not gather, joint, limit_s)
-            return payload.build(self._target(session.compressor), session.state, local, session.counters.so_far())
+            return payload.build(self._target(session.compressor), session.state, local, session.counters.cumulative())
 
     def prepare_load(self, content: dict[str, Any], strict: bool) -> Callable[[], None]:
         """Check all of `content` without changing anything. Returns a function that applies it.
@@ -93,7 +93,7 @@ class SavedLearnedState:
 
         def take_over() -> None:
             self._take_over(state, compressor)
-            self._session.counters.go_on_from(content.get(COUNTERS, {}))
+            self._session.counters.resume_from(content.get(COUNTERS, {}))
 
         return take_over
 

@@ -15,8 +15,8 @@ import torch
 from commhooks.checkpoint.checks import COUNTERS, FLOATS, VERSION, check_learned, check_range, damaged
 from commhooks.compressors.adaptive import AdaptiveCompressor
 from commhooks.compressors.base import Compressor
-from commhooks.compressors.plan import UnitPlan
 from commhooks.compressors.state_field import StateField
+from commhooks.compressors.unit_plan import UnitPlan
 from commhooks.engine.state import LearnedState
 from commhooks.errors import PayloadError, logger_of, shown
 from commhooks.gradients.layout import memory_order
@@ -186,7 +186,7 @@ def _fitted(field: StateField, saved: torch.Tensor, row_dim: int, name: str, tar
         value = field.from_saved(saved, target.parameters[name], row_dim)
         problem = None if value is None else field.problem(value, plan)
         if value is not None and problem is None:
-            value = field.refit(value, plan, target.compressor.fresh(field, plan, torch.float64))
+            value = field.refit(value, plan, target.compressor.initial_value(field, plan, torch.float64))
     except Exception as error:  # fields of users' compressors: so far only checked to be finite tensors
         raise damaged(f"parameters[{shown(name)}][{field.key!r}] does not fit: {error}") from error
     if problem is not None:

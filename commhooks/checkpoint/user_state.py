@@ -66,7 +66,7 @@ class SavedUserState:
             "hook": self._hook,
             "options": dict(self._options),
             "step": self.step,
-            COUNTERS: self._counters.so_far(),
+            COUNTERS: self._counters.cumulative(),
             "world_size": self._world_size,
             "hook_state": self._own_state(),
             **({} if self._replicas_equal else {REPLICAS_EQUAL: False}),
@@ -124,7 +124,7 @@ class SavedUserState:
                         "tells; the step is as it was"
                     ) from error
             self._passes_before = step - self._counters.backward_passes
-            self._counters.go_on_from(content.get(COUNTERS, {}))
+            self._counters.resume_from(content.get(COUNTERS, {}))
 
         return adopt
 

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from commhooks.comm.counters import Counters
-from commhooks.comm.messages import Messages, MessageWork
+from commhooks.comm.point_to_point import MessageWork, PointToPoint
 from commhooks.errors import HookRunError, logger_of
 from commhooks.gradients.torch_private import sparse_values
 
@@ -117,7 +117,7 @@ class Pending:
             with contextlib.nullcontext() if clocks is None else clocks.waiting(self.answer.device):
                 self._work.wait()
         except RuntimeError as error:
-            raise lost(self._what, self._group, error) from error
+            raise collective_error(self._what, self._group, error) from error
         return self.answer
 
     def future(self) -> torch.futures.Future[list[torch.Tensor]]:
@@ -132,7 +132,7 @@ class Pending:
         return self.answer.untyped_storage().data_ptr() == buffer.untyped_storage().data_ptr()
 
 
-def outlast(abandoned: Sequence[Pending], limit_s: float) -> None:
+def wait_for_abandoned(abandoned: Sequence[Pending], limit_s: float) -> None:
     """Wait for collectives whose answers nobody needs, so that they do not write into buffers that are used again.
     With NCCL the current stream waits and the host does not; with gloo the host waits, at most `limit_s` seconds in
     all. Then one warning is logged. Raises nothing: the caller has an error to raise already."""
@@ -163,7 +163,7 @@ def start(
     group: dist.ProcessGroup,
     counters: Counters | None,
     where: str = "",
-    messages: Messages | None = None,
+    messages: PointToPoint | None = None,
 ) -> Pending:
     """Issue the collective `send`. All ranks of `group` must call this in the same order.
 
@@ -209,7 +209,7 @@ def start(
             op = dist.ReduceOp.MAX if send.op == "max" else dist.ReduceOp.SUM
             work = dist.all_reduce(send.tensor, op=op, group=group, async_op=True)
     except RuntimeError as error:
-        raise lost(what, group, error) from error
+        raise collective_error(what, group, error) from error
     if counters is not None and send.over != "node":
         counters.sent(counted)
     elif counters is not None:
@@ -237,7 +237,7 @@ def gather_rows(own: torch.Tensor, group: dist.ProcessGroup, counters: Counters 
     try:
         dist.all_gather(rows, own, group=group)
     except RuntimeError as error:
-        raise lost(what, group, error) from error
+        raise collective_error(what, group, error) from error
     if counters is not None:
         counters.handshakes += 1
     return torch.stack(rows)
@@ -273,7 +273,7 @@ def agreement_key(*parts: object) -> int:
     return int.from_bytes(digest[:8], "little") >> 2
 
 
-def lost(what: str, group: dist.ProcessGroup, error: RuntimeError) -> HookRunError:
+def collective_error(what: str, group: dist.ProcessGroup, error: RuntimeError) -> HookRunError:
     """The error to raise when a collective has failed on this rank."""
     return HookRunError(
         f"rank {group.rank()} of {group.size()}: the exchange of {what} failed. Another rank has probably ended, "

@@ -51,11 +51,11 @@ class Counters:
     """What the runs before this one have counted; see `so_far`."""
     clocks: Clocks = field(default_factory=Clocks)
 
-    def so_far(self) -> dict[str, int]:
+    def cumulative(self) -> dict[str, int]:
         """The counters that go on in a run that resumes, with the counts of the runs before it."""
         return {name: self.before.get(name, 0) + getattr(self, name) for name in CONTINUED}
 
-    def go_on_from(self, saved: Mapping[str, int]) -> None:
+    def resume_from(self, saved: Mapping[str, int]) -> None:
         """Let `so_far` be `saved` now. A counter that is not in it begins at 0."""
         self.before = {name: saved.get(name, 0) - getattr(self, name) for name in CONTINUED}
 

@@ -24,7 +24,7 @@ def good_on_all_shards(good: torch.Tensor, shard_group: dist.ProcessGroup) -> to
     return start(Send(bad, what="the verdict of all shards", op="max"), shard_group, None).wait()[0] == 0
 
 
-def speaks(group: dist.ProcessGroup, shard_group: dist.ProcessGroup | None) -> bool:
+def is_logging_rank(group: dist.ProcessGroup, shard_group: dist.ProcessGroup | None) -> bool:
     """Whether this rank is the one that logs what concerns all ranks of the model."""
     return group.rank() == 0 and (shard_group is None or shard_group.rank() == 0)
 

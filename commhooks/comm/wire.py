@@ -45,7 +45,7 @@ def largest_gradient(wire_dtype: torch.dtype) -> float:
     return CLAMPED_STEPS * torch.finfo(wire_dtype).max
 
 
-def put_factor(factor: torch.Tensor, out: torch.Tensor, world_size: int) -> None:
+def pack_factor(factor: torch.Tensor, out: torch.Tensor, world_size: int) -> None:
     """Write `factor / world_size` to `out`: finite numbers clamped so that the sum cannot overflow, others as NaN.
 
     Clamping P only changes the basis slightly.

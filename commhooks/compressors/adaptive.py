@@ -16,8 +16,8 @@ import torch.distributed as dist
 from commhooks.comm.collective import Send, gather_rows, start
 from commhooks.comm.counters import Counters
 from commhooks.compressors.base import Compressor
-from commhooks.compressors.config import ConfigT
-from commhooks.compressors.plan import ParameterInfo, UnitPlan
+from commhooks.compressors.hook_config import ConfigT
+from commhooks.compressors.unit_plan import ParameterInfo, UnitPlan
 from commhooks.gradients.layout import BucketLayout
 from commhooks.gradients.names import ParameterNames
 

@@ -14,10 +14,10 @@ from typing import Any, ClassVar, Protocol
 import torch
 
 from commhooks.comm.collective import Op, Send
-from commhooks.compressors.config import ConfigT
-from commhooks.compressors.plan import ParameterInfo, UnitPlan
+from commhooks.compressors.hook_config import ConfigT
 from commhooks.compressors.rules import CompressorRules
 from commhooks.compressors.state_field import RESIDUAL, StateField
+from commhooks.compressors.unit_plan import ParameterInfo, UnitPlan
 from commhooks.gradients.layout import BucketLayout
 from commhooks.gradients.loss_scale import LossScale
 
@@ -108,7 +108,7 @@ class Compressor(CompressorRules[ConfigT]):
     def plan_parameter(self, info: ParameterInfo) -> UnitPlan:
         """Decide for one parameter with a dense, real gradient. Only its shape, strides and dtype may be read: it may
         be on the meta device."""
-        return UnitPlan.left_alone(info, f"hook {self.name}")
+        return UnitPlan.uncompressed(info, f"hook {self.name}")
 
     def workspace(self, layout: BucketLayout, plans: Sequence[UnitPlan]) -> Any:
         """Buffers for the exchange of buckets with this layout, allocated once and never saved. Not called if no unit
@@ -120,6 +120,6 @@ class Compressor(CompressorRules[ConfigT]):
         """True if the exchange depends on the exact `step.number`: reading it synchronises with an accelerator."""
         return False
 
-    def fresh(self, field: StateField, plan: UnitPlan, dtype: torch.dtype) -> torch.Tensor | None:
+    def initial_value(self, field: StateField, plan: UnitPlan, dtype: torch.dtype) -> torch.Tensor | None:
         """The initial value of a field, on the CPU, for `StateField.refit`; None if it starts empty."""
         return None

@@ -9,8 +9,8 @@ import torch
 
 from commhooks.comm.wire import WIRE_DTYPES
 from commhooks.compressors.base import Compressor, Exchange, Send, State, StepInfo
-from commhooks.compressors.config import ConfigT, HookConfig
-from commhooks.compressors.plan import MemoryPlan, ParameterInfo, UnitPlan
+from commhooks.compressors.hook_config import ConfigT, HookConfig
+from commhooks.compressors.unit_plan import MemoryPlan, ParameterInfo, UnitPlan
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,7 +46,7 @@ class Stateless(Compressor[ConfigT]):
     computes_from_received = False
 
     def plan_one(self, info: ParameterInfo) -> UnitPlan:
-        return UnitPlan.left_alone(info, f"hook {self.name}")
+        return UnitPlan.uncompressed(info, f"hook {self.name}")
 
     def computes(self, plan: UnitPlan) -> bool:
         return plan.wire_itemsize(self.wire_dtype) < plan.wire_itemsize(None)

@@ -7,7 +7,7 @@ import torch
 
 from commhooks.compressors.base import Exchange, State, StepInfo
 from commhooks.compressors.cast import Stateless
-from commhooks.compressors.config import HookConfig
+from commhooks.compressors.hook_config import HookConfig
 
 
 @dataclass(frozen=True, kw_only=True)

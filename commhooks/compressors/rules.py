@@ -11,10 +11,10 @@ from typing import Any, ClassVar, Generic
 import torch
 
 from commhooks.comm.wire import WIRE_BITS, WIRE_DTYPES, dtype_name, wire_dtype_of
-from commhooks.compressors.config import ConfigT, HookConfig
+from commhooks.compressors.hook_config import ConfigT, HookConfig
 from commhooks.compressors.kernel import TORCH, Kernel, KernelsHere
-from commhooks.compressors.plan import MemoryPlan, ParameterInfo, UnitPlan, real_itemsize
 from commhooks.compressors.state_field import StateField
+from commhooks.compressors.unit_plan import MemoryPlan, ParameterInfo, UnitPlan, real_itemsize
 
 
 class CompressorRules(ABC, Generic[ConfigT]):
@@ -90,7 +90,7 @@ class CompressorRules(ABC, Generic[ConfigT]):
         return start
 
     @property
-    def called(self) -> str:
+    def display_name(self) -> str:
         """Display name in messages."""
         return self.title or self.name
 
@@ -107,7 +107,7 @@ class CompressorRules(ABC, Generic[ConfigT]):
     @property
     def phrase(self) -> str:
         """Display name with its main option, for messages about a model."""
-        return self.called
+        return self.display_name
 
     def plan(self, parameters: Sequence[ParameterInfo]) -> list[UnitPlan]:
         """Decide for the parameters of a bucket or of a model: one plan each, in order."""
@@ -124,7 +124,7 @@ class CompressorRules(ABC, Generic[ConfigT]):
             because = "complex numbers"
         elif info.parameter.numel() == 0:
             because = "empty"
-        return self.plan_parameter(info) if because is None else UnitPlan.left_alone(info, because)
+        return self.plan_parameter(info) if because is None else UnitPlan.uncompressed(info, because)
 
     def lowered(self, dtype: torch.dtype) -> Any:
         """A copy that sends `dtype` where that is narrower, for the fp16 and bf16 wrappers."""
@@ -153,7 +153,7 @@ class CompressorRules(ABC, Generic[ConfigT]):
         if option is None or start < total_steps:
             return ""
         return (
-            f"{self.called} begins after {start} steps, but this run has only {total_steps}: nothing will be "
+            f"{self.display_name} begins after {start} steps, but this run has only {total_steps}: nothing will be "
             f"compressed. Set {option} to a smaller number, or to a fraction of the run."
         )
 

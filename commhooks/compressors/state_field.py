@@ -7,7 +7,7 @@ from typing import Literal
 
 import torch
 
-from commhooks.compressors.plan import UnitPlan
+from commhooks.compressors.unit_plan import UnitPlan
 from commhooks.gradients.layout import to_logical, to_memory
 from commhooks.gradients.precision import compute_dtype
 

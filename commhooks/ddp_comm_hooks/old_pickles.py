@@ -12,9 +12,9 @@ from typing import Any
 
 from commhooks.comm.counters import Counters
 from commhooks.compressors.cast import AllReduce, BF16Compress, FP16Compress
-from commhooks.compressors.config import HookConfig
+from commhooks.compressors.hook_config import HookConfig
 from commhooks.compressors.noop import Noop
-from commhooks.compressors.powersgd.config import BatchedPowerSGD, PowerSGD
+from commhooks.compressors.powersgd.options import BatchedPowerSGD, PowerSGD
 
 
 class _OldObject:

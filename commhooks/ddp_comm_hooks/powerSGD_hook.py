@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from commhooks.comm.counters import Counters
 from commhooks.compressors.powersgd.compressor import BatchedPowerSGDCompressor, PowerSGDCompressor
-from commhooks.compressors.powersgd.config import PowerSGD
+from commhooks.compressors.powersgd.options import PowerSGD
 from commhooks.ddp_comm_hooks.old_pickles import converted
 from commhooks.engine.consensus import Binding
 from commhooks.engine.session import Session

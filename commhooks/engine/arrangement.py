@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from commhooks.comm.collective import Reach
 from commhooks.compressors.base import Compressor, Exchange, StepInfo
-from commhooks.compressors.plan import MemoryPlan, UnitPlan
+from commhooks.compressors.unit_plan import MemoryPlan, UnitPlan
 from commhooks.engine.state import LearnedState
 from commhooks.gradients.layout import BucketLayout
 
@@ -59,7 +59,7 @@ class Flat:
         all ranks received the same."""
         return good
 
-    def rehome(self, state: LearnedState, parameters: Mapping[str, torch.Tensor]) -> None:
+    def redistribute_residuals(self, state: LearnedState, parameters: Mapping[str, torch.Tensor]) -> None:
         """Move loaded local tensors (residuals) to the ranks that use them, without changing their mean over all ranks.
         All ranks call this when they have agreed on the state. `parameters`: name -> parameter of the whole model."""
 

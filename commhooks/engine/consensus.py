@@ -14,12 +14,12 @@ import torch.distributed as dist
 
 from commhooks.comm.collective import agreement_key, gather_rows
 from commhooks.comm.counters import Counters
-from commhooks.comm.shards import on_all_shards, speaks
+from commhooks.comm.shards import is_logging_rank, on_all_shards
 from commhooks.compressors.adaptive import AdaptiveCompressor, Ranks
 from commhooks.compressors.base import Compressor
 from commhooks.engine.arrangement import FLAT, Flat
 from commhooks.engine.held_state import HeldState
-from commhooks.engine.kernel_choice import Choice, Offer, agreed_choice
+from commhooks.engine.kernel_choice import Choice, KernelSupport, agreed_choice
 from commhooks.engine.known_buckets import KnownBuckets
 from commhooks.engine.streams import keep_for_current_stream
 from commhooks.errors import HookRunError, logger_of
@@ -150,8 +150,8 @@ class Consensus:
         in_force = compressor.config, compressor.notes if isinstance(compressor, AdaptiveCompressor) else None
         configuration = agreement_key(compressor.name, in_force, compressor.wire, shapes)
         chosen, device = self.choice, flat.device
-        offer = Offer.of(compressor, device, [flat.dtype]) if chosen is None else chosen.as_offer()
-        numbers = [state.step, configuration, int(state.local_missing), secrets.randbits(62), offer.key]
+        support = KernelSupport.of(compressor, device, [flat.dtype]) if chosen is None else chosen.as_support()
+        numbers = [state.step, configuration, int(state.local_missing), secrets.randbits(62), support.key]
 
         def agree() -> tuple[list[list[int]], Choice]:
             what = "the comparison of the ranks' state (load on every rank, or on none)"
@@ -159,14 +159,14 @@ class Consensus:
             table: list[list[int]] = gather_rows(own, group, self._counters, what).tolist()
             _check_steps([row[0] for row in table])
             _check_configurations([row[1] for row in table])
-            return table, agreed_choice(offer, [row[4] for row in table], group, device, HookRunError)
+            return table, agreed_choice(support, [row[4] for row in table], group, device, HookRunError)
 
         (table, choice), steps = on_all_shards(agree, [state.step], shard_group, device, HookRunError)
         _check_steps([row[0] for row in steps])
-        self.buckets.speaker = speaker = speaks(group, shard_group)
+        self.buckets.speaker = speaker = is_logging_rank(group, shard_group)
         if chosen is None:
             self.compute_with(choice)
-            for remark in choice.remarks(compressor.called) if speaker else ():
+            for remark in choice.remarks(compressor.display_name) if speaker else ():
                 logger.warning("%s", remark)
         if self.nonce is None:
             self.nonce = table[0][3]
@@ -176,9 +176,9 @@ class Consensus:
                 logger.warning(
                     "%s: the residual of at least one rank is missing or belongs to another rank; all ranks start "
                     "from residuals of zero. Step and Q are kept.",
-                    compressor.called,
+                    compressor.display_name,
                 )
-        self.arrangement.rehome(state, names)
+        self.arrangement.redistribute_residuals(state, names)
         self._reached = True
 
 

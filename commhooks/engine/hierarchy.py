@@ -21,10 +21,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from commhooks.comm.collective import Reach, Send, gather_rows, lost
+from commhooks.comm.collective import Reach, Send, collective_error, gather_rows
 from commhooks.comm.nodes import Nodes
 from commhooks.compressors.base import Compressor, Exchange, StepInfo, Verdict
-from commhooks.compressors.plan import MemoryPlan, UnitPlan
+from commhooks.compressors.unit_plan import MemoryPlan, UnitPlan
 from commhooks.engine.arrangement import Flat
 from commhooks.engine.average import exchange_or_average
 from commhooks.engine.immediate import NO_STATE
@@ -145,7 +145,7 @@ class Hierarchy(Flat):
         self._all_reduce(everywhere, dist.ReduceOp.MIN, "the verdict")
         return everywhere > 0
 
-    def rehome(self, state: LearnedState, parameters: Mapping[str, torch.Tensor]) -> None:
+    def redistribute_residuals(self, state: LearnedState, parameters: Mapping[str, torch.Tensor]) -> None:
         for key in sorted(state.local):
             if not state.local_shared:
                 self._collect(state[key], parameters)
@@ -189,4 +189,4 @@ class Hierarchy(Flat):
         try:
             dist.all_reduce(tensor, op, group=self.nodes.node)
         except RuntimeError as error:
-            raise lost(f"{what} in the node", self.nodes.node, error) from error
+            raise collective_error(f"{what} in the node", self.nodes.node, error) from error

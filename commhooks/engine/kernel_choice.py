@@ -1,7 +1,7 @@
 """Choose the kernel with which all ranks compute.
 
-Each rank makes an `Offer`. The ranks compare the keys of their offers in an exchange that they make anyway, and only if
-these differ do they exchange the offers themselves. Every rank then makes the same choice.
+Each rank notes its `KernelSupport`. The ranks compare the keys of these in an exchange that they make anyway, and only
+if they differ do they exchange the whole. Every rank then makes the same choice.
 """
 
 import json
@@ -20,7 +20,7 @@ from commhooks.gradients.precision import arithmetic_of
 
 
 @dataclass(frozen=True)
-class Offer:
+class KernelSupport:
     """What one rank can compute with.
 
     Attributes:
@@ -36,8 +36,8 @@ class Offer:
     cannot: str = ""
 
     @classmethod
-    def of(cls, compressor: Compressor[Any], device: torch.device, dtypes: Collection[torch.dtype]) -> "Offer":
-        """The offer of this rank for gradients of `dtypes`, at least one, on `device`."""
+    def of(cls, compressor: Compressor[Any], device: torch.device, dtypes: Collection[torch.dtype]) -> "KernelSupport":
+        """What this rank has for gradients of `dtypes`, at least one, on `device`."""
         try:
             for dtype in dtypes:
                 compressor.check_here(device, dtype)
@@ -50,7 +50,7 @@ class Offer:
 
     @property
     def key(self) -> int:
-        """Equal on two ranks if their offers are."""
+        """Equal on two ranks that support the same."""
         return agreement_key(self.as_text())
 
     def as_text(self) -> str:
@@ -58,7 +58,7 @@ class Offer:
         return json.dumps([kernels, self.missing, self.arithmetic, self.cannot])
 
     @classmethod
-    def from_text(cls, text: str) -> "Offer":
+    def from_text(cls, text: str) -> "KernelSupport":
         kernels, *others = json.loads(text)
         return cls(tuple(Kernel(*each) for each in kernels), *others)
 
@@ -68,7 +68,7 @@ class Choice:
     """The kernel of all ranks, and what rank 0 should log about it.
 
     Attributes:
-        kernel: the first one of rank 0's offer that all ranks have.
+        kernel: the first one of rank 0 that all ranks have.
         slower: why not a faster one; "" if there is none.
         drift: how the arithmetic of the ranks differs, so that replicas may drift apart; "" if it does not.
     """
@@ -91,9 +91,9 @@ class Choice:
             )
         return said
 
-    def as_offer(self) -> Offer:
+    def as_support(self) -> KernelSupport:
         """Nothing but the kernel chosen before."""
-        return Offer((self.kernel,))
+        return KernelSupport((self.kernel,))
 
 
 def use_own_kernel(compressor: Compressor[Any], device: torch.device, dtypes: Collection[torch.dtype]) -> Choice:
@@ -102,34 +102,34 @@ def use_own_kernel(compressor: Compressor[Any], device: torch.device, dtypes: Co
     Raises:
         HookConfigError: this machine cannot compress gradients of `dtypes` on `device`.
     """
-    choice = choose([Offer.of(compressor, device, dtypes)], 0, HookConfigError)
+    choice = choose([KernelSupport.of(compressor, device, dtypes)], 0, HookConfigError)
     compressor.kernel = choice.kernel
     return choice
 
 
 def agreed_choice(
-    own: Offer, keys: Sequence[int], group: dist.ProcessGroup, device: torch.device, error: type[CommHookError]
+    own: KernelSupport, keys: Sequence[int], group: dist.ProcessGroup, device: torch.device, error: type[CommHookError]
 ) -> Choice:
     """The choice of all ranks of `group`. All of them must call this.
 
     Args:
-        keys: `Offer.key` of every rank.
+        keys: `KernelSupport.key` of every rank.
         error: raised on all ranks if some of them cannot run the hook, or if they have no kernel in common.
 
     Raises:
         HookConfigError: on all ranks, if none of them can run the hook.
         HookRunError: another rank has failed, or did not take part within the process group's timeout.
     """
-    offers = [own] * len(keys)
+    supports = [own] * len(keys)
     if len(set(keys)) > 1:
         what = "what each rank can compute with"
-        offers = [Offer.from_text(text) for text in gather_texts(own.as_text(), group, device, what)]
-    return choose(offers, group.rank(), error)
+        supports = [KernelSupport.from_text(text) for text in gather_texts(own.as_text(), group, device, what)]
+    return choose(supports, group.rank(), error)
 
 
-def _kernels(offer: Offer) -> str:
-    names = [f"{kernel.name} {kernel.build}".rstrip() for kernel in offer.kernels]
-    return f"{' and '.join(names)} ({offer.arithmetic})"
+def _kernels(support: KernelSupport) -> str:
+    names = [f"{kernel.name} {kernel.build}".rstrip() for kernel in support.kernels]
+    return f"{' and '.join(names)} ({support.arithmetic})"
 
 
 def _by_rank(texts: Sequence[str]) -> str:
@@ -138,29 +138,29 @@ def _by_rank(texts: Sequence[str]) -> str:
     return "; ".join(f"ranks {which}: {text}" for text, which in ranks.items())
 
 
-def choose(offers: Sequence[Offer], rank: int, error: type[CommHookError]) -> Choice:
-    """The choice for these offers, one per rank; `rank` is this one. See `agreed_choice` for the errors."""
-    unable = [each for each, offer in enumerate(offers) if offer.cannot]
-    if len(unable) == len(offers):
-        raise HookConfigError(offers[rank].cannot)
+def choose(supports: Sequence[KernelSupport], rank: int, error: type[CommHookError]) -> Choice:
+    """The choice where each rank supports this; `rank` is this one. See `agreed_choice` for the errors."""
+    unable = [each for each, support in enumerate(supports) if support.cannot]
+    if len(unable) == len(supports):
+        raise HookConfigError(supports[rank].cannot)
     if unable:
         raise error(
-            f"of {len(offers)} ranks these cannot do what all of them ask for: {unable}. "
-            f"Why: {offers[unable[0]].cannot}"
+            f"of {len(supports)} ranks these cannot do what all of them ask for: {unable}. "
+            f"Why: {supports[unable[0]].cannot}"
         )
-    common = [kernel for kernel in offers[0].kernels if all(kernel in offer.kernels for offer in offers)]
-    builds = _by_rank([_kernels(offer) for offer in offers])
+    common = [kernel for kernel in supports[0].kernels if all(kernel in support.kernels for support in supports)]
+    builds = _by_rank([_kernels(support) for support in supports])
     if not common:
         raise error(
             f"the ranks have no kernel in common: {builds}. Their replicas would drift apart: use processors and "
             "compilers of one kind, or do not insist on a kernel in the options"
         )
     kernel = common[0]
-    lacking = [each for each, offer in enumerate(offers) if offer.missing]
+    lacking = [each for each, support in enumerate(supports) if support.missing]
     slower = ""
     if lacking:  # one reason will do: each may name other files
-        slower = (f"ranks {lacking}: " if len(offers) > 1 else "") + offers[lacking[0]].missing
-    elif offers[0].kernels[0] != kernel:
+        slower = (f"ranks {lacking}: " if len(supports) > 1 else "") + supports[lacking[0]].missing
+    elif supports[0].kernels[0] != kernel:
         slower = f"the ranks' faster kernels differ: {builds}"
-    arithmetic = [offer.arithmetic for offer in offers]
+    arithmetic = [support.arithmetic for support in supports]
     return Choice(kernel, slower, _by_rank(arithmetic) if len(set(arithmetic)) > 1 else "")

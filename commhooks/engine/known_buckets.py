@@ -6,11 +6,11 @@ from typing import Any
 import torch
 
 from commhooks.compressors.base import Compressor, Exchange, StepInfo
-from commhooks.compressors.plan import ParameterInfo, UnitPlan
 from commhooks.compressors.state_field import StateField
+from commhooks.compressors.unit_plan import ParameterInfo, UnitPlan
 from commhooks.engine.arrangement import Flat
 from commhooks.engine.average import average
-from commhooks.engine.leftovers import leftovers, with_leftovers
+from commhooks.engine.orphaned_residuals import orphaned, with_orphaned
 from commhooks.engine.state import LearnedState
 from commhooks.engine.task import ExchangeTask
 from commhooks.errors import HookRunError, logger_of
@@ -61,10 +61,10 @@ class KnownBucket:
             # Residuals that any bucket of this pass sends are lost if the optimizer skips it for the sake of this one.
             judged = compressor.judges_averages or state.has_local()
             exchange = average(flat, compressor.wire_dtype_for(flat.dtype), step.world_size, judged=judged)
-        left = leftovers(self.layout, self.compressed, state) if state.local else []
+        left = orphaned(self.layout, self.compressed, state) if state.local else []
         if not left:
             return exchange
-        return with_leftovers(ExchangeTask(exchange, flat, compressor.name), flat, left, state, step)
+        return with_orphaned(ExchangeTask(exchange, flat, compressor.name), flat, left, state, step)
 
 
 class KnownBuckets:
@@ -160,7 +160,7 @@ class KnownBuckets:
         Raises:
             HookRunError: an entry cannot belong to its parameter.
         """
-        of_parameters = [UnitPlan.left_alone(info, "") for info in infos] if compressor.per_bucket else known.plans
+        of_parameters = [UnitPlan.uncompressed(info, "") for info in infos] if compressor.per_bucket else known.plans
         for each in compressor.state_fields:
             for plan in known.plans if each.per == "bucket" else of_parameters:
                 value = self._state[each.key].get(plan.key)
@@ -176,7 +176,7 @@ class KnownBuckets:
             raise HookRunError(f"the saved state has {problem}: it was saved for another model")
         fitted: torch.Tensor | None = value
         if plan.compressed and tuple(value.shape) != field.shape(plan):
-            fitted = field.refit(value, plan, compressor.fresh(field, plan, value.dtype))
+            fitted = field.refit(value, plan, compressor.initial_value(field, plan, value.dtype))
         if fitted is not None:
             self._state[field.key][plan.key] = fitted.to(device, field.dtype(plan))
             return

@@ -8,8 +8,8 @@ import torch
 
 from commhooks.comm.nodes import Nodes
 from commhooks.compressors.base import Compressor
-from commhooks.compressors.plan import UnitPlan
 from commhooks.compressors.state_field import StateField
+from commhooks.compressors.unit_plan import UnitPlan
 from commhooks.engine.state import LearnedState
 from commhooks.gradients import precision
 from commhooks.gradients.layout import BucketLayout, Slot

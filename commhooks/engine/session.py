@@ -12,9 +12,9 @@ from typing import Any
 import torch
 
 from commhooks.comm import collective
-from commhooks.comm.collective import Pending, Send, outlast, resolve_group
+from commhooks.comm.collective import Pending, Send, resolve_group, wait_for_abandoned
 from commhooks.comm.counters import Counters
-from commhooks.comm.messages import Messages
+from commhooks.comm.point_to_point import PointToPoint
 from commhooks.comm.shards import good_on_all_shards
 from commhooks.compressors.base import Compressor, StepInfo
 from commhooks.engine.arrangement import FLAT
@@ -58,7 +58,7 @@ class Session:
         self.counters = counters if counters is not None else Counters()
         self.held = HeldState(state, self.counters)
         self.consensus = Consensus(compressor, binding, self.held, self.counters)
-        self._messages = Messages()
+        self._messages = PointToPoint()
         self._pass: BackwardPass | None = None
         self._closed = False
         self._log = StatisticsLog()
@@ -129,7 +129,7 @@ class Session:
             step, step_at_most = state.step, self.held.step_at_most
         compressing = step >= start
         if compressing and compressor.selective and self.counters.numel_before == 0:
-            logger.info("Start to apply %s after %s iterations.", compressor.called, state.step)
+            logger.info("Start to apply %s after %s iterations.", compressor.display_name, state.step)
         self.consensus.buckets.begin_pass()
         self._observer.begin_pass(step_at_most, compressor)
         # Without a scaler the scale is 1; residuals saved with one are rescaled to it.
@@ -141,7 +141,7 @@ class Session:
         flat, compressor, state, group = bucket.flat, self.compressor, self.state, current.group
         arrangement, counters = self.consensus.arrangement, self.counters
         if current.running and current.running[0].flat.device != flat.device:
-            precision.check_one_device([current.running[0].flat.device, flat.device], compressor.called)
+            precision.check_one_device([current.running[0].flat.device, flat.device], compressor.display_name)
         known = self.consensus.buckets.find(bucket, compressor, arrangement, first=not current.running)
         counters.bytes_uncompressed += flat.element_size() * bucket.numel_here
         if current.compressing:
@@ -197,7 +197,7 @@ class Session:
         except BaseException:
             with contextlib.suppress(RuntimeError):  # the device itself may have failed
                 wait_for_codec(flat.device)
-            outlast(self._drop_pass(), ABANDONED_LIMIT_S)
+            wait_for_abandoned(self._drop_pass(), ABANDONED_LIMIT_S)
             raise
 
     def _drop_pass(self) -> list[Pending]:

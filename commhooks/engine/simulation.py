@@ -10,7 +10,7 @@ import torch
 
 from commhooks.comm.collective import Send
 from commhooks.compressors.base import Compressor, StepInfo, Verdict
-from commhooks.compressors.plan import ParameterInfo, UnitPlan
+from commhooks.compressors.unit_plan import ParameterInfo, UnitPlan
 from commhooks.engine.average import exchange_or_average
 from commhooks.engine.kernel_choice import use_own_kernel
 from commhooks.engine.state import LearnedState

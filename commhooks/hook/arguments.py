@@ -9,7 +9,7 @@ import re
 from collections.abc import Callable, Collection
 from typing import Any, ParamSpec, TypeVar
 
-from commhooks.compressors.config import HookConfig, argument_entries
+from commhooks.compressors.hook_config import HookConfig, argument_entries
 from commhooks.compressors.registry import COMPRESSORS, canonical_name
 from commhooks.errors import HookConfigError, closest, closest_name
 from commhooks.hook.announce import reason_first

@@ -12,10 +12,10 @@ from torch.distributed.fsdp import FSDPModule
 
 from commhooks.comm.hook_result import checked_future
 from commhooks.comm.nodes import RanksPerNode, find_nodes
-from commhooks.comm.shards import speaks
+from commhooks.comm.shards import is_logging_rank
 from commhooks.compressors.base import Compressor
 from commhooks.compressors.cast import AllReduce, AllReduceCompressor
-from commhooks.compressors.config import HookConfig
+from commhooks.compressors.hook_config import HookConfig
 from commhooks.compressors.registry import compressor_of
 from commhooks.ddp_comm_hooks.default_hooks import bf16_compress_wrapper, fp16_compress_wrapper
 from commhooks.engine.consensus import Binding
@@ -161,14 +161,14 @@ def attach_request(
     elif compressor is None:
         runner, state = _runner_of_function(source, request, binding)
     else:
-        if speaks(source.group, source.shard_group):
+        if is_logging_rank(source.group, source.shard_group):
             problem = compressor.never_acts(total_steps) if total_steps is not None else ""
             if problem:
                 logger.warning("%s", problem)
         runner, state = _runner_of_compressor(source, request, compressor, binding), None
     described = describe_request(request, runner.options, loss_scale is not None)
     asked = Asked(described, source.described(), [repr(row) for row in runner.plan().parameters])
-    choice = check_requests(asked, runner.offer(source.names.known()), source)
+    choice = check_requests(asked, runner.kernel_support(source.names.known()), source)
     if not source.names.known():
         raise AttachError(source.nothing_to_reduce)
     runner.compute_with(choice)
@@ -177,13 +177,13 @@ def attach_request(
         runner.arrange(Hierarchy(nodes, source.names.known()))
     attached = CommHook(request, runner, source)
     if request.off:  # there will be no first backward pass of the hook, at which others say this
-        if speaks(source.group, source.shard_group):
+        if is_logging_rank(source.group, source.shard_group):
             ignored = f" ({' and '.join(request.ignored)} without effect)" if request.ignored else ""
             say(f"{request.name}: no hook, DDP averages the gradients itself{ignored}")
         return attached
     source.register(attached._reducer, state)
     module = source.module
-    if module is not None and speaks(source.group, source.shard_group):
+    if module is not None and is_logging_rank(source.group, source.shard_group):
         for problem in runner.problems():
             logger.warning("%s", problem)
         if request.config is not None:

@@ -10,7 +10,7 @@ from commhooks.checkpoint.distributed import from_distributed, is_distributed, t
 from commhooks.checkpoint.payload import SAVE_RESIDUAL
 from commhooks.comm.clocks import has_clock
 from commhooks.comm.collective import agreement_key
-from commhooks.comm.shards import speaks
+from commhooks.comm.shards import is_logging_rank
 from commhooks.errors import HookConfigError, HookRunError, PayloadError, logger_of, shown
 from commhooks.gradients.bucket import Bucket
 from commhooks.gradients.ddp import BucketReader
@@ -19,8 +19,8 @@ from commhooks.gradients.torch_private import current_task
 from commhooks.hook.announce import reason_first, say
 from commhooks.hook.copies import Registered
 from commhooks.hook.cosine import CosineSampler
+from commhooks.hook.model_plan import ModelPlan
 from commhooks.hook.norms import Norms, measure, total
-from commhooks.hook.plan import ModelPlan
 from commhooks.hook.replica_check import ReplicaCheck
 from commhooks.hook.request import HookRequest
 from commhooks.hook.runner import Future, Runner
@@ -52,7 +52,7 @@ class CommHook:
         self._source = source
         self._reader = BucketReader(len(source.names.known()))
         self._rank, self._world_size = dist.get_rank(source.group), dist.get_world_size(source.group)
-        self._speaks = speaks(source.group, source.shard_group)
+        self._is_logging_rank = is_logging_rank(source.group, source.shard_group)
         every = request.check_every
         self._replicas = ReplicaCheck(source, every, runner.counters) if every is not None else None
         self._cosine: CosineSampler | None = None
@@ -139,12 +139,12 @@ class CommHook:
             self._cosine.compare(self._runner.counters.backward_passes)
         if not self._announced:
             self._announced = True
-            if self._speaks:
+            if self._is_logging_rank:
                 say(self.name + self._announcement())
                 for remark in self._runner.remarks(checked=self._replicas is not None):
                     logger.warning("%s", remark)
         for line in self._runner.said():
-            if self._speaks:
+            if self._is_logging_rank:
                 say(line)
 
     def _announcement(self) -> str:
@@ -221,7 +221,7 @@ class CommHook:
             "handshakes": s.handshakes,
             "last_issued": s.last_issued or None,
         }
-        so_far = {name: None if counted[name] is None else count for name, count in s.so_far().items()}
+        so_far = {name: None if counted[name] is None else count for name, count in s.cumulative().items()}
         return counted | {"so_far": so_far}
 
     def norms(self) -> dict[str, float | None]:
@@ -335,7 +335,7 @@ class CommHook:
         """
         strict = self._request.strict if strict is None else strict
         content = check_header(from_distributed(saved, self._source) if is_distributed(saved) else saved)
-        if not content.get(REPLICAS_EQUAL, True) and self._speaks:
+        if not content.get(REPLICAS_EQUAL, True) and self._is_logging_rank:
             logger.warning(
                 "the checkpoint is of hook %s, which averages nothing: the ranks had drifted apart, and the weights "
                 "saved with it are those of one of them.",
@@ -349,7 +349,7 @@ class CommHook:
                 f"{text}. Attach the saved hook to continue with its memory, or give strict=False beside "
                 "hook=... or in the load to begin this one with fresh memory"
             )
-        if self._speaks:
+        if self._is_logging_rank:
             logger.warning(
                 "%s: it begins with fresh memory (strict=False)%s", text, self._runner.saved_state.not_begun_anew
             )
@@ -360,7 +360,7 @@ class CommHook:
 
         def resume() -> None:
             take_over()
-            if self._speaks and content["step"] > 0:
+            if self._is_logging_rank and content["step"] > 0:
                 resumed = self._runner.saved_state.resumed(content)
                 say(f"{self.name} resumed at step {content['step']}{resumed}")
 

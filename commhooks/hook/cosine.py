@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from commhooks.comm.collective import gather_rows, lost
+from commhooks.comm.collective import collective_error, gather_rows
 from commhooks.comm.counters import Counters
 from commhooks.errors import HookConfigError
 from commhooks.gradients.bucket import Bucket
@@ -100,7 +100,7 @@ class CosineSampler:
             try:
                 dist.all_reduce(gradient, group=self._group())
             except RuntimeError as error:
-                raise lost("the true gradient (sample_cosine)", self._group(), error) from error
+                raise collective_error("the true gradient (sample_cosine)", self._group(), error) from error
             reduced = future.wait()
             for slot in layout.slots:
                 a, b = slot.of(reduced).double(), slot.of(gradient).double()

@@ -14,15 +14,15 @@ from commhooks.checkpoint.user_state import SavedUserState
 from commhooks.compressors.adaptive import AdaptiveCompressor
 from commhooks.compressors.base import Compressor
 from commhooks.compressors.kernel import TORCH
-from commhooks.compressors.plan import UnitPlan
+from commhooks.compressors.unit_plan import UnitPlan
 from commhooks.compressors.units import Unit
 from commhooks.engine.arrangement import Flat
-from commhooks.engine.kernel_choice import Choice, Offer
+from commhooks.engine.kernel_choice import Choice, KernelSupport
 from commhooks.engine.session import Session
 from commhooks.gradients import precision
 from commhooks.gradients.bucket import Bucket
 from commhooks.gradients.names import ParameterNames
-from commhooks.hook.plan import LATEST_PASS, ModelPlan
+from commhooks.hook.model_plan import LATEST_PASS, ModelPlan
 from commhooks.hook.plan_model import parameter_infos, whole_plan
 from commhooks.hook.runner import Future, Runner, several_devices
 
@@ -152,15 +152,15 @@ class EngineHook(Runner):
         plans = self._own_plans(self._session.compressor)
         return {plan.name for plan in plans if plan.compressed and keeps(plan.name)}
 
-    def offer(self, parameters: Mapping[str, torch.Tensor]) -> Offer:
+    def kernel_support(self, parameters: Mapping[str, torch.Tensor]) -> KernelSupport:
         compressor = self._session.compressor
         problem = several_devices(parameters, compressor) if self._learns or self._in_nodes else ""
         if problem:  # other ranks may support it
-            return Offer(cannot=problem if self._learns else f"{problem}, without ranks_per_node")
+            return KernelSupport(cannot=problem if self._learns else f"{problem}, without ranks_per_node")
         if not self._learns:
-            return Offer()
+            return KernelSupport()
         devices, dtypes = {p.device for p in parameters.values()}, {p.dtype for p in parameters.values()}
-        return Offer.of(compressor, devices.pop(), dtypes) if devices else Offer()
+        return KernelSupport.of(compressor, devices.pop(), dtypes) if devices else KernelSupport()
 
     def compute_with(self, choice: Choice) -> None:
         super().compute_with(choice)
@@ -176,7 +176,7 @@ class EngineHook(Runner):
                 f"hook {self._name!r} averages nothing: every rank trains on its own data only, and the ranks drift "
                 "apart. It is for measuring how long a step takes without a network; hook=None trains without a hook"
             ]
-        return self.choice.remarks(compressor.called, checked=checked)
+        return self.choice.remarks(compressor.display_name, checked=checked)
 
     def said(self) -> list[str]:
         remarks, self._session.consensus.remarks = self._session.consensus.remarks, []

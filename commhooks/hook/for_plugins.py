@@ -2,8 +2,8 @@
 
 from commhooks.checkpoint import parts as payload_parts
 from commhooks.checkpoint.cut_off import cut_off
-from commhooks.compressors.config import HookConfig, converted
 from commhooks.compressors.dotted_path import import_path
+from commhooks.compressors.hook_config import HookConfig, converted
 from commhooks.compressors.plain_values import unresolved
 from commhooks.compressors.registry import COMPRESSORS, OFF, canonical_name, means_no_hook
 from commhooks.errors import closest

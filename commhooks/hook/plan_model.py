@@ -7,13 +7,13 @@ import torch
 
 from commhooks.compressors.adaptive import AdaptiveCompressor
 from commhooks.compressors.base import Compressor
-from commhooks.compressors.config import HookConfig
-from commhooks.compressors.plan import ParameterInfo, UnitPlan, real_itemsize
+from commhooks.compressors.hook_config import HookConfig
+from commhooks.compressors.unit_plan import ParameterInfo, UnitPlan, real_itemsize
 from commhooks.engine.arrangement import FLAT, Flat
 from commhooks.errors import HookConfigError
 from commhooks.gradients.bucket_estimate import ESTIMATE, Reduced, estimate_buckets
 from commhooks.gradients.names import ModelNames, ParameterNames
-from commhooks.hook.plan import ModelPlan
+from commhooks.hook.model_plan import ModelPlan
 from commhooks.hook.request import HookRequest
 
 BucketNames = Sequence[Sequence[str]]

@@ -3,7 +3,7 @@
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from commhooks.hook.plan import ModelPlan
+    from commhooks.hook.model_plan import ModelPlan
 
 
 def plan_table(plan: "ModelPlan", width: int = 120) -> str:

@@ -8,12 +8,12 @@ import torch.distributed as dist
 from commhooks.comm.collective import Send, resolve_group, start
 from commhooks.compressors.base import Exchange, StepInfo, Verdict
 from commhooks.compressors.native import library
-from commhooks.compressors.plan import UnitPlan
 from commhooks.compressors.quantized import native_blocks
 from commhooks.compressors.quantized.blocks import BlockCode
-from commhooks.compressors.quantized.config import Int4Compress, Int8Compress
 from commhooks.compressors.quantized.exchange import Workspace
 from commhooks.compressors.quantized.mean import BlockKernel, Residuals, mean_over_ranks
+from commhooks.compressors.quantized.options import Int4Compress, Int8Compress
+from commhooks.compressors.unit_plan import UnitPlan
 from commhooks.engine.task import Done, ExchangeTask
 from commhooks.errors import HookConfigError
 from commhooks.gradients import precision

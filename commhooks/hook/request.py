@@ -12,8 +12,8 @@ from commhooks.comm.nodes import RanksPerNode
 from commhooks.comm.wire import WIRE_DTYPES
 from commhooks.compressors.base import Compressor
 from commhooks.compressors.cast import AllReduce
-from commhooks.compressors.config import HookConfig, from_options
 from commhooks.compressors.dotted_path import import_path
+from commhooks.compressors.hook_config import HookConfig, from_options
 from commhooks.compressors.plain_values import plain
 from commhooks.compressors.registry import (
     COMPRESSORS,

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from commhooks.comm.collective import agreement_key, gather_rows, gather_texts
 from commhooks.comm.shards import on_all_shards
-from commhooks.engine.kernel_choice import Choice, Offer, agreed_choice
+from commhooks.engine.kernel_choice import Choice, KernelSupport, agreed_choice
 from commhooks.errors import AttachError
 from commhooks.gradients.source import GradientSource
 from commhooks.hook.request import HookRequest
@@ -52,7 +52,7 @@ class Asked:
     plan: list[str]
 
 
-def check_requests(asked: Asked, offer: Offer, source: GradientSource) -> Choice:
+def check_requests(asked: Asked, support: KernelSupport, source: GradientSource) -> Choice:
     """Compare requests, models and plans over the ranks that average together, and choose the kernel with which all of
     them compute. Compare the requests with those of the ranks that hold other shards. All ranks of the model must call
     this.
@@ -64,7 +64,7 @@ def check_requests(asked: Asked, offer: Offer, source: GradientSource) -> Choice
         HookRunError: another rank has failed, or did not take part within the process group's timeout.
     """
     choice, table = on_all_shards(
-        lambda: _check_replicas(asked, offer, source.group, source.device),
+        lambda: _check_replicas(asked, support, source.group, source.device),
         [agreement_key(asked.request)],
         source.shard_group,
         source.device,
@@ -77,12 +77,12 @@ def check_requests(asked: Asked, offer: Offer, source: GradientSource) -> Choice
     return choice
 
 
-def _check_replicas(asked: Asked, offer: Offer, group: dist.ProcessGroup, device: torch.device) -> Choice:
+def _check_replicas(asked: Asked, support: KernelSupport, group: dist.ProcessGroup, device: torch.device) -> Choice:
     request, model = asked.request, asked.model
-    row = [agreement_key(request), agreement_key(*model), agreement_key(*asked.plan), offer.key]
+    row = [agreement_key(request), agreement_key(*model), agreement_key(*asked.plan), support.key]
     own = torch.tensor(row, dtype=torch.int64, device=device)
     table = gather_rows(own, group, None, _WHAT) if group.size() > 1 else own[None]
-    requests, models, plans, offers = table.t().tolist()
+    requests, models, plans, supports = table.t().tolist()
     if len(set(requests)) > 1:
         texts = gather_texts(request, group, device, _WHAT)
         raise AttachError(_different_hooks(texts))
@@ -95,7 +95,7 @@ def _check_replicas(asked: Asked, offer: Offer, group: dist.ProcessGroup, device
             f"the ranks compress different things: {_first_difference(lines)}. A compressor must decide from names, "
             "shapes and options alone"
         )
-    return agreed_choice(offer, offers, group, device, AttachError)
+    return agreed_choice(support, supports, group, device, AttachError)
 
 
 def _different_hooks(requests: list[str]) -> str:

@@ -11,12 +11,12 @@ import torch.distributed as dist
 from commhooks.comm.counters import Counters
 from commhooks.compressors.base import Compressor
 from commhooks.engine.arrangement import Flat
-from commhooks.engine.kernel_choice import Choice, Offer
+from commhooks.engine.kernel_choice import Choice, KernelSupport
 from commhooks.errors import HookConfigError
 from commhooks.gradients import precision
 from commhooks.gradients.bucket import Bucket
 from commhooks.gradients.names import ParameterNames
-from commhooks.hook.plan import ModelPlan
+from commhooks.hook.model_plan import ModelPlan
 
 Future = torch.futures.Future[torch.Tensor]
 
@@ -103,9 +103,9 @@ class Runner(ABC):
         """The subset of `names` that `CommHook.norms` covers."""
         return names
 
-    def offer(self, parameters: Mapping[str, torch.Tensor]) -> Offer:
+    def kernel_support(self, parameters: Mapping[str, torch.Tensor]) -> KernelSupport:
         """What this machine can compute with. It may differ between ranks."""
-        return Offer()
+        return KernelSupport()
 
     def compute_with(self, choice: Choice) -> None:
         """Use the kernel on which all ranks have agreed."""
@@ -142,7 +142,7 @@ class Runner(ABC):
 def several_devices(parameters: Mapping[str, torch.Tensor], compressor: Compressor[Any]) -> str:
     """An error message if they are on several devices, which this compressor cannot do; "" otherwise."""
     try:
-        precision.check_one_device({p.device for p in parameters.values()}, compressor.called)
+        precision.check_one_device({p.device for p in parameters.values()}, compressor.display_name)
     except HookConfigError as error:
         return str(error)
     return ""

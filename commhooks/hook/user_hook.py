@@ -9,10 +9,10 @@ from commhooks.checkpoint.user_state import SavedUserState
 from commhooks.comm.counters import Counters
 from commhooks.comm.hook_result import checked_future
 from commhooks.comm.wire import dtype_name
-from commhooks.compressors.plan import MemoryPlan, ParameterInfo, UnitPlan
+from commhooks.compressors.unit_plan import MemoryPlan, ParameterInfo, UnitPlan
 from commhooks.gradients.bucket import Bucket
 from commhooks.gradients.names import ParameterNames
-from commhooks.hook.plan import ModelPlan
+from commhooks.hook.model_plan import ModelPlan
 from commhooks.hook.request import HookRequest
 from commhooks.hook.runner import Future, Runner
 
@@ -57,7 +57,7 @@ class UserHook(Runner):
     def plan(self) -> ModelPlan:
         name = self._request.name
         infos = [ParameterInfo(each, parameter) for each, parameter in self._names.known().items()]
-        rows = tuple(UnitPlan.left_alone(info, f"hook {name}") for info in infos)
+        rows = tuple(UnitPlan.uncompressed(info, f"hook {name}") for info in infos)
         wire = self._request.wire_dtype
         narrowed = [row for row in rows if row.wire_itemsize(wire) < row.wire_itemsize(None)]
         memory = MemoryPlan(packed=sum(row.numel_sent * row.wire_itemsize(wire) for row in narrowed))

@@ -13,7 +13,7 @@ from commhooks.comm.link import Backend, Network
 from commhooks.compressors.base import Compressor
 from commhooks.compressors.candidates import ALLREDUCE, BF16, INT4, INT8, powersgd
 from commhooks.compressors.units import Unit
-from commhooks.hook.plan import ModelPlan
+from commhooks.hook.model_plan import ModelPlan
 
 CANDIDATES = (
     *(ALLREDUCE, BF16, INT8, INT4),

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from commhooks.compressors.base import Compressor
-from commhooks.compressors.plan import UnitPlan
-from commhooks.engine.loopback import Loopback
+from commhooks.compressors.unit_plan import UnitPlan
+from commhooks.engine.local_driver import LocalDriver
 
 SAMPLE_NUMEL = 2**25
 """The largest number of elements to measure with; the time of a larger model is extrapolated."""
@@ -66,7 +66,7 @@ def measure_codec(compressor: Compressor[Any], plans: Sequence[UnitPlan], device
         sampled += sample.numel()
     if not sampled:
         return CodecTime(0.0, device.type, torch.get_num_threads(), 1.0)
-    loopback = Loopback(compressor, buckets, device)
+    loopback = LocalDriver(compressor, buckets, device)
 
     def once() -> float:
         loopback.fill()

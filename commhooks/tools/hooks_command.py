@@ -3,7 +3,7 @@
 import argparse
 
 from commhooks.comm.wire import WIRE_BITS, WIRE_DTYPES
-from commhooks.compressors.config import explained_options
+from commhooks.compressors.hook_config import explained_options
 from commhooks.compressors.registry import COMPRESSORS, aliases, available_hooks
 
 

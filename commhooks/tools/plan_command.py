@@ -15,7 +15,7 @@ from commhooks.compressors.dotted_path import current_folder_first
 from commhooks.compressors.kernel import TORCH
 from commhooks.errors import HookConfigError
 from commhooks.gradients.exclude import unmatched_sentence
-from commhooks.hook.plan import ModelPlan
+from commhooks.hook.model_plan import ModelPlan
 from commhooks.hook.plan_model import plan_model
 from commhooks.hook.request import HookRequest
 from commhooks.tools.cluster import ASSUMED as ASSUMED_ON_NODES

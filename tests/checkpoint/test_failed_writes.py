@@ -105,7 +105,7 @@ class _Unsaveable:
 @launched
 def _save_fails(folder: str, ranks: list[int]) -> dict[str, Any]:
     """Saved after 5 steps; the save after 7 fails on `ranks`; training goes on to 9."""
-    left_alone = Training().train(9).weights()
+    uncompressed = Training().train(9).weights()
     run = Training().train(5).save(folder)
     saved = residuals(run.hook)
     run.train(2)
@@ -116,7 +116,7 @@ def _save_fails(folder: str, ranks: list[int]) -> dict[str, Any]:
             run.accelerator.save_state(folder)
         except OSError as caught:
             error = str(caught)
-    return {"error": error, "saved": saved, "as if alone": torch.equal(run.train(2).weights(), left_alone)}
+    return {"error": error, "saved": saved, "as if alone": torch.equal(run.train(2).weights(), uncompressed)}
 
 
 @launched

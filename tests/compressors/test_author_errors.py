@@ -204,7 +204,7 @@ def _exchanged() -> None:
 
 def _different_plans() -> None:
     def plan_parameter(self: Any, info: commhooks.ParameterInfo) -> commhooks.UnitPlan:
-        plan = commhooks.UnitPlan.left_alone(info, "no")
+        plan = commhooks.UnitPlan.uncompressed(info, "no")
         compressed = dist.get_rank() == 0
         return commhooks.UnitPlan(plan.name, plan.shape, plan.numel, plan.dtype, compressed, "", 1)
 

@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import commhooks
 from commhooks import PowerSGDState, powerSGD_hook
-from commhooks.comm.messages import Messages, MessageWork
+from commhooks.comm.point_to_point import MessageWork, PointToPoint
 
 WIDTH, LAYERS = 24, 6
 BEFORE, AFTER = 3, 4
@@ -97,10 +97,10 @@ def _fail_in_mid_backward(model: torch.nn.Sequential, loss: Callable[[], torch.T
     """A backward pass with an exception in user code, on all ranks; returns the buffers of the all-reduces that it
     began, or the answers of its messages."""
     begun: list[torch.Tensor] = []
-    original, exchange = dist.all_reduce, Messages.exchange
+    original, exchange = dist.all_reduce, PointToPoint.exchange
 
     def recording_exchange(
-        self: Messages, sent: Sequence[torch.Tensor], arriving: Sequence[torch.Tensor], group: dist.ProcessGroup
+        self: PointToPoint, sent: Sequence[torch.Tensor], arriving: Sequence[torch.Tensor], group: dist.ProcessGroup
     ) -> MessageWork:
         begun.extend(arriving)
         return exchange(self, sent, arriving, group)
@@ -115,7 +115,7 @@ def _fail_in_mid_backward(model: torch.nn.Sequential, loss: Callable[[], torch.T
     handle = model[4].register_full_backward_hook(explode)
     with (
         mock.patch("commhooks.comm.collective.dist.all_reduce", recording),
-        mock.patch.object(Messages, "exchange", recording_exchange),
+        mock.patch.object(PointToPoint, "exchange", recording_exchange),
         pytest.raises(UserError),
     ):
         loss().backward()

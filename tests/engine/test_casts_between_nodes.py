@@ -146,6 +146,6 @@ def test_parameters_on_several_devices_are_refused_when_it_is_attached() -> None
         group = resolve_group(None)
         binding = Binding(ModelNames(parameters.items(), {}), lambda: group)
         session = Session(compressor, binding, LearnedState.of(()))
-        assert EngineHook("bf16", session, group, ()).offer(parameters).cannot == ""
-        problem = EngineHook("bf16", session, group, (), in_nodes=True).offer(parameters).cannot
+        assert EngineHook("bf16", session, group, ()).kernel_support(parameters).cannot == ""
+        problem = EngineHook("bf16", session, group, (), in_nodes=True).kernel_support(parameters).cannot
         assert "are on cpu, meta" in problem and problem.endswith("'bf16_compress', without ranks_per_node")

@@ -257,7 +257,7 @@ def _mean_before_the_first_pass(ranks_per_node: int | None, saved: dict[str, Any
     """The residuals that take part in the first step after a load."""
     run = _new("powerSGD", ranks_per_node).load(copy.deepcopy(saved))
     session = session_of(run.hook)
-    session.consensus.arrangement.rehome(session.state, session.consensus.binding.names.known())
+    session.consensus.arrangement.redistribute_residuals(session.state, session.consensus.binding.names.known())
     return residuals(run.hook)
 
 

@@ -13,7 +13,7 @@ from commhooks.comm.collective import resolve_group
 from commhooks.comm.counters import Counters
 from commhooks.compressors.base import Exchange, Send, State, StepInfo, Verdict
 from commhooks.compressors.cast import Stateless
-from commhooks.compressors.config import HookConfig
+from commhooks.compressors.hook_config import HookConfig
 from commhooks.engine.immediate import reduce_immediately
 from commhooks.errors import HookRunError
 from commhooks.gradients.bucket import Bucket

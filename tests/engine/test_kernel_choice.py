@@ -14,26 +14,26 @@ from inside import session_of
 import commhooks
 from commhooks.compressors.kernel import TORCH, Kernel, KernelsHere
 from commhooks.compressors.powersgd.compressor import PowerSGDCompressor
-from commhooks.engine.kernel_choice import Choice, Offer, choose
+from commhooks.engine.kernel_choice import Choice, KernelSupport, choose
 
 WIDE, NARROW = Kernel("fast", "wide"), Kernel("fast", "narrow")
 ALIKE = "torch 2, a processor, 1 thread"
 
 
-def chosen(*offers: Offer) -> Choice:
-    (choice,) = {choose(offers, rank, commhooks.AttachError) for rank in range(len(offers))}
+def chosen(*supports: KernelSupport) -> Choice:
+    (choice,) = {choose(supports, rank, commhooks.AttachError) for rank in range(len(supports))}
     return choice
 
 
 def test_what_all_ranks_have() -> None:
-    fast, plain = Offer((WIDE, TORCH), arithmetic=ALIKE), Offer(arithmetic=ALIKE)
+    fast, plain = KernelSupport((WIDE, TORCH), arithmetic=ALIKE), KernelSupport(arithmetic=ALIKE)
     assert chosen(fast, fast, fast) == Choice(WIDE)
     assert chosen(plain, plain) == Choice(TORCH)
-    assert chosen(fast, Offer((TORCH, WIDE), arithmetic=ALIKE)) == Choice(WIDE)
-    without = Offer(missing="install it", arithmetic=ALIKE)
+    assert chosen(fast, KernelSupport((TORCH, WIDE), arithmetic=ALIKE)) == Choice(WIDE)
+    without = KernelSupport(missing="install it", arithmetic=ALIKE)
     assert chosen(without) == Choice(TORCH, "install it")
     assert chosen(fast, without, fast, without) == Choice(TORCH, "ranks [1, 3]: install it")
-    other = Offer((NARROW, TORCH), arithmetic="another processor")
+    other = KernelSupport((NARROW, TORCH), arithmetic="another processor")
     assert chosen(fast, other) == Choice(
         TORCH,
         f"the ranks' faster kernels differ: ranks [0]: fast wide and torch ({ALIKE}); "
@@ -43,19 +43,36 @@ def test_what_all_ranks_have() -> None:
 
 
 def test_no_kernel_for_all() -> None:
-    one, other, unable = Offer((WIDE,)), Offer((NARROW,)), Offer(cannot="no disk")
+    one, other, unable = KernelSupport((WIDE,)), KernelSupport((NARROW,)), KernelSupport(cannot="no disk")
     with pytest.raises(commhooks.AttachError, match=r"no kernel in common: ranks \[0\]: fast wide .* drift apart"):
         choose([one, other], 0, commhooks.AttachError)
     with pytest.raises(commhooks.HookRunError, match=r"of 3 ranks these cannot do .*: \[1, 2\]\. Why: no disk"):
         choose([one, unable, unable], 0, commhooks.HookRunError)
     with pytest.raises(commhooks.HookConfigError, match="^no space$"):
-        choose([unable, Offer(cannot="no space")], 1, commhooks.AttachError)
+        choose([unable, KernelSupport(cannot="no space")], 1, commhooks.AttachError)
 
 
 def test_an_offer_survives_the_way() -> None:
-    offer = Offer((WIDE, TORCH), "it is \u201cmissing\u201d\n", ALIKE)
-    assert Offer.from_text(offer.as_text()) == offer and Offer.from_text(offer.as_text()).key == offer.key
-    assert len({each.key for each in (offer, Offer(), Offer((WIDE,)), Offer((NARROW,)), Offer(missing="x"))}) == 5
+    support = KernelSupport((WIDE, TORCH), "it is \u201cmissing\u201d\n", ALIKE)
+    assert (
+        KernelSupport.from_text(support.as_text()) == support
+        and KernelSupport.from_text(support.as_text()).key == support.key
+    )
+    assert (
+        len(
+            {
+                each.key
+                for each in (
+                    support,
+                    KernelSupport(),
+                    KernelSupport((WIDE,)),
+                    KernelSupport((NARROW,)),
+                    KernelSupport(missing="x"),
+                )
+            }
+        )
+        == 5
+    )
 
 
 class Picky(PowerSGDCompressor):
@@ -68,9 +85,9 @@ class Picky(PowerSGDCompressor):
 def test_a_kernel_must_fit_every_dtype() -> None:
     compressor = Picky(commhooks.PowerSGD(start_powerSGD_iter=0))
     cpu = torch.device("cpu")
-    assert Offer.of(compressor, cpu, [torch.float32]).kernels == (WIDE, TORCH)
-    assert Offer.of(compressor, cpu, [torch.float32, torch.float64]).kernels == (TORCH,)
-    assert Offer.of(compressor, cpu, [torch.float64]).arithmetic.startswith(f"torch {torch.__version__}, ")
+    assert KernelSupport.of(compressor, cpu, [torch.float32]).kernels == (WIDE, TORCH)
+    assert KernelSupport.of(compressor, cpu, [torch.float32, torch.float64]).kernels == (TORCH,)
+    assert KernelSupport.of(compressor, cpu, [torch.float64]).arithmetic.startswith(f"torch {torch.__version__}, ")
 
 
 # ---- ranks on different machines -------------------------------------------------------------------------------------

@@ -14,11 +14,11 @@ from ddp_steps import process_group_of_one
 from commhooks.comm import collective
 from commhooks.comm.collective import Pending, resolve_group
 from commhooks.compressors.base import Compressor, Exchange, Send, State, StepInfo, Verdict
-from commhooks.compressors.config import HookConfig
-from commhooks.compressors.plan import ParameterInfo, UnitPlan
+from commhooks.compressors.hook_config import HookConfig
+from commhooks.compressors.unit_plan import ParameterInfo, UnitPlan
 from commhooks.engine.backward_pass import RunningExchange
 from commhooks.engine.consensus import Binding
-from commhooks.engine.loopback import Loopback
+from commhooks.engine.local_driver import LocalDriver
 from commhooks.engine.session import Session
 from commhooks.engine.simulation import SimulatedRanks
 from commhooks.engine.state import LearnedState
@@ -42,7 +42,7 @@ class Busy(Compressor[Options]):
         self._done = done
 
     def plan_parameter(self, info: ParameterInfo) -> UnitPlan:
-        plan = UnitPlan.left_alone(info, "")
+        plan = UnitPlan.uncompressed(info, "")
         return UnitPlan(plan.name, plan.shape, plan.numel, plan.dtype, compressed=True)
 
     def exchange(self, flat: torch.Tensor, work: Any, state: State, step: StepInfo) -> Exchange:
@@ -72,7 +72,7 @@ def _session(done: list[str]) -> None:
 
 
 def _loopback(done: list[str]) -> None:
-    Loopback(Busy(done), [{"w": torch.zeros(4)}], torch.device("cpu")).step()
+    LocalDriver(Busy(done), [{"w": torch.zeros(4)}], torch.device("cpu")).step()
 
 
 def _simulation(done: list[str]) -> None:

@@ -11,8 +11,8 @@ from torch import nn
 
 from commhooks.compressors.adaptive import ObservedPass, Watch
 from commhooks.compressors.auto.compressor import AutoCompressor
-from commhooks.compressors.auto.config import Auto
 from commhooks.compressors.auto.decision import Decision
+from commhooks.compressors.auto.options import Auto
 from commhooks.compressors.candidates import ALLREDUCE
 from commhooks.engine import observer as module
 from commhooks.engine.observer import Observer

@@ -12,11 +12,11 @@ from scaled import Scaled, ScaledCompressor
 from commhooks.comm.counters import Counters
 from commhooks.compressors.base import Compressor
 from commhooks.compressors.powersgd.compressor import PowerSGDCompressor
-from commhooks.compressors.powersgd.config import PowerSGD
+from commhooks.compressors.powersgd.options import PowerSGD
 from commhooks.compressors.quantized.compressor import Int8Compressor
-from commhooks.compressors.quantized.config import Int8Compress
+from commhooks.compressors.quantized.options import Int8Compress
 from commhooks.engine.consensus import Binding
-from commhooks.engine.loopback import Loopback
+from commhooks.engine.local_driver import LocalDriver
 from commhooks.engine.session import Session
 from commhooks.engine.simulation import SimulatedRanks
 from commhooks.engine.state import LearnedState
@@ -86,7 +86,7 @@ def test_simulated_ranks_are_real_ones(run_ranks: Any, name: str) -> None:
 def test_the_loopback_is_a_simulated_rank_alone(name: str) -> None:
     """With two buckets, whose exchanges take turns."""
     alone = _simulated(name, 1)[0]
-    loopback = Loopback(_compressor(name), [_parameters(), {"other": torch.zeros(9, 7)}], torch.device("cpu"))
+    loopback = LocalDriver(_compressor(name), [_parameters(), {"other": torch.zeros(9, 7)}], torch.device("cpu"))
     (flat, _), (other, _) = loopback._buckets
     found = []
     for step in range(STEPS):
@@ -104,7 +104,7 @@ def test_the_loopback_is_a_simulated_rank_alone(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["powerSGD", "int8"])
 def test_the_loopback_averages_what_is_not_compressed(name: str) -> None:
-    loopback = Loopback(_compressor(name), [{"w": torch.zeros(12, 8)}, {"v": torch.zeros(3)}], torch.device("cpu"))
+    loopback = LocalDriver(_compressor(name), [{"w": torch.zeros(12, 8)}, {"v": torch.zeros(3)}], torch.device("cpu"))
     loopback.fill()
     before = loopback._buckets[1][0].clone()
     loopback.step()

@@ -11,10 +11,10 @@ from torch import nn
 
 import commhooks
 from commhooks.compressors.cast import AllReduceCompressor
-from commhooks.compressors.plan import ParameterInfo
 from commhooks.compressors.powersgd.compressor import PowerSGDCompressor
-from commhooks.compressors.powersgd.plan import MatrixPlan, square_side
-from commhooks.hook.plan import ModelPlan
+from commhooks.compressors.powersgd.matrix_plan import MatrixPlan, square_side
+from commhooks.compressors.unit_plan import ParameterInfo
+from commhooks.hook.model_plan import ModelPlan
 
 
 def _plan(parameter: torch.Tensor, rank: int = 1, min_rate: float = 2, sparse: bool = False) -> MatrixPlan:

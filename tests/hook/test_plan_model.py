@@ -16,7 +16,7 @@ import commhooks
 from commhooks import HookConfigError
 from commhooks.compressors.powersgd.host_kernel import HostKernel
 from commhooks.gradients.bucket_estimate import Reduced, estimate_buckets
-from commhooks.hook.plan import ModelPlan
+from commhooks.hook.model_plan import ModelPlan
 from commhooks.hook.plan_model import plan_model
 from commhooks.hook.request import HookRequest
 from commhooks.tools.named_model import from_module

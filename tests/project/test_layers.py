@@ -39,13 +39,13 @@ def test_the_layers_hold(copy: Path) -> None:
     ("file", "wrong", "contract"),
     [
         ("commhooks/comm/wire.py", "from commhooks.engine import session", "imports go down only"),
-        ("commhooks/compressors/plan.py", "from commhooks.compressors import registry", "no circles"),
+        ("commhooks/compressors/unit_plan.py", "from commhooks.compressors import registry", "no circles"),
         (
             "lightning_commhooks/monitor.py",
             "from commhooks.engine.session import Session",
             "plugins use the public names",
         ),
-        ("commhooks/hook/plan.py", "import lightning", "the core knows no framework"),
+        ("commhooks/hook/model_plan.py", "import lightning", "the core knows no framework"),
     ],
 )
 def test_a_wrong_import_is_found(copy: Path, file: str, wrong: str, contract: str) -> None:

@@ -117,9 +117,9 @@ def run(framework: str, folder: Path, kills: list[dict[str, Any]], steps: int, p
     return Outcome(framework, seconds, done, failures, final, training_s, text)
 
 
-def compare(outcome: Outcome, left_alone: torch.Tensor) -> Outcome:
+def compare(outcome: Outcome, uncompressed: torch.Tensor) -> Outcome:
     """With a failure more if the weights are not those of the training that was left alone."""
-    if outcome.final and not torch.equal(outcome.final[0]["weights"], left_alone):
+    if outcome.final and not torch.equal(outcome.final[0]["weights"], uncompressed):
         inexact = " (a checkpoint was marked inexact)" if "inexact" in outcome.output else ""
         outcome.failures.append("other weights than the training that was left alone" + inexact)
     return outcome
@@ -204,13 +204,13 @@ def campaign(kills: int, seed: int, steps: int, folder: Path, console: Console) 
         outcomes.append(alone)
         if alone.failures:
             continue
-        left_alone, done = alone.final[0]["weights"], 0
+        uncompressed, done = alone.final[0]["weights"], 0
         for attempt in range(2 * wanted):
             planned = [plan(generator, steps, alone.training_s) for _ in range(min(KILLS_PER_RUN, wanted - done))]
             if not planned:
                 break
             console.print(f"{framework}: {len(planned)} kills ...")
-            outcome = compare(run(framework, folder / framework / str(attempt), planned, steps), left_alone)
+            outcome = compare(run(framework, folder / framework / str(attempt), planned, steps), uncompressed)
             outcomes.append(outcome)
             done += len(outcome.kills)
             for failure in outcome.failures:

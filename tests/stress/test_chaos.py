@@ -44,10 +44,10 @@ def _left_alone(framework: str, folder: str) -> torch.Tensor:
 def _killed(run_ranks: Any, framework: str, folder: Path, kills: list[dict[str, Any]]) -> list[chaos.Kill]:
     (folder / "alone").mkdir()
     world_size = chaos.RANKS.get(framework, 2)
-    left_alone, *others = run_ranks(_left_alone, framework, str(folder / "alone"), world_size=world_size)
-    assert all(torch.equal(left_alone, other) for other in others)
+    uncompressed, *others = run_ranks(_left_alone, framework, str(folder / "alone"), world_size=world_size)
+    assert all(torch.equal(uncompressed, other) for other in others)
     python = warm.python(*PRELOADED.get(framework, []))
-    outcome = chaos.compare(chaos.run(framework, folder / "killed", kills, STEPS, python), left_alone)
+    outcome = chaos.compare(chaos.run(framework, folder / "killed", kills, STEPS, python), uncompressed)
     assert outcome.failures == [], outcome.output[-4000:]
     assert len(outcome.kills) == len(kills)
     for kill, planned in zip(outcome.kills, kills, strict=True):

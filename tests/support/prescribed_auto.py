@@ -17,11 +17,11 @@ from training import Run
 from commhooks.compressors.adaptive import ObservedPass, Ranks
 from commhooks.compressors.auto import candidates
 from commhooks.compressors.auto.compressor import AutoCompressor
-from commhooks.compressors.auto.config import Auto
 from commhooks.compressors.auto.decision import Decision
+from commhooks.compressors.auto.options import Auto
 from commhooks.compressors.auto.trials import TRIAL_STEPS, WARM_UP
 from commhooks.compressors.candidates import Candidate, powersgd
-from commhooks.compressors.config import LARGEST_STEP
+from commhooks.compressors.hook_config import LARGEST_STEP
 from commhooks.compressors.registry import register_compressor
 
 BEGIN = 2

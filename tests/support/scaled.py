@@ -60,7 +60,7 @@ class ScaledCompressor(commhooks.Compressor[Scaled]):
     state_fields = (Largest("largest"), RESIDUAL)
 
     def plan_parameter(self, info: ParameterInfo) -> UnitPlan:
-        alone = ScaledPlan.left_alone(info, "")
+        alone = ScaledPlan.uncompressed(info, "")
         assert isinstance(alone, ScaledPlan)
         return replace(alone, compressed=True, numel_compressed=info.numel, flags=2, remembered=self.config.remembered)
 

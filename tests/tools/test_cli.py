@@ -14,7 +14,7 @@ import pytest
 from ddp_steps import mlp, process_group_of_one, wrap
 
 import commhooks
-from commhooks.compressors.config import explained_options
+from commhooks.compressors.hook_config import explained_options
 from commhooks.compressors.registry import COMPRESSORS
 from commhooks.tools import arguments
 from commhooks.tools.cli import main

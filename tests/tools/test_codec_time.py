@@ -8,8 +8,8 @@ from models import masks
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from commhooks import PowerSGD
-from commhooks.compressors.plan import ParameterInfo
 from commhooks.compressors.powersgd.compressor import PowerSGDCompressor
+from commhooks.compressors.unit_plan import ParameterInfo
 from commhooks.gradients.names import ModelNames
 from commhooks.tools.codec_time import ROUNDS, measure_codec
 

@@ -9,8 +9,8 @@ import pytest
 
 from commhooks import DoctorError
 from commhooks.comm.link import Link
-from commhooks.tools.doctor.judge import Advice, estimate_ms, judge, pays_below
 from commhooks.tools.doctor.measure import Measured, quartiles
+from commhooks.tools.doctor.recommend import Advice, estimate_ms, pays_below, recommend
 from commhooks.tools.doctor.report import DoctorReport, bandwidth
 from commhooks.tools.doctor.run import _candidates
 
@@ -32,7 +32,7 @@ def figures(**ms: float | tuple[float, ...]) -> dict[str, Measured]:
 
 
 def advice(found: dict[str, Measured], mbit_per_s: float = 1000) -> Advice:
-    return judge(found, Link(mbit_per_s, 0.2), world_size=2)
+    return recommend(found, Link(mbit_per_s, 0.2), world_size=2)
 
 
 # Those measured on a link between two namespaces at 100 Mbit/s, 1 Gbit/s and without a limit, and made-up ones.

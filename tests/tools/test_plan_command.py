@@ -13,9 +13,9 @@ import torch
 from compilers import needs_compiler
 
 import commhooks
-from commhooks.compressors.plan import ParameterInfo
 from commhooks.compressors.powersgd import native_products
 from commhooks.compressors.powersgd.compressor import PowerSGDCompressor
+from commhooks.compressors.unit_plan import ParameterInfo
 from commhooks.tools import codec_time
 from commhooks.tools.cli import main
 

@@ -6,16 +6,16 @@ from dataclasses import replace
 from typing import Any
 
 from commhooks.compressors.adaptive import ObservedPass, Ranks
-from commhooks.compressors.auto.config import Auto
 from commhooks.compressors.auto.energy import Energies, by_layer
+from commhooks.compressors.auto.options import Auto
 from commhooks.compressors.auto.ranks import highest_rank, ranks_for_bytes, ranks_for_share, truncated
 from commhooks.compressors.base import Compressor
 from commhooks.compressors.candidates import ALLREDUCE, BF16, INT4, INT8, Candidate, powersgd
 from commhooks.compressors.cast import AllReduceCompressor, BF16Compressor
-from commhooks.compressors.plan import UnitPlan
 from commhooks.compressors.powersgd.compressor import PowerSGDCompressor
-from commhooks.compressors.powersgd.plan import MatrixPlan
+from commhooks.compressors.powersgd.matrix_plan import MatrixPlan
 from commhooks.compressors.quantized.compressor import Int4Compressor, Int8Compressor
+from commhooks.compressors.unit_plan import UnitPlan
 from commhooks.errors import HookConfigError
 
 POWERSGD = PowerSGDCompressor.Config.hook_name

@@ -13,14 +13,14 @@ import torch
 
 from commhooks.compressors.adaptive import AdaptiveCompressor, ObservedPass, Ranks, Watch
 from commhooks.compressors.auto import candidates, trials
-from commhooks.compressors.auto.config import Auto
 from commhooks.compressors.auto.decision import Decision
 from commhooks.compressors.auto.energy import Energies
+from commhooks.compressors.auto.options import Auto
 from commhooks.compressors.base import RESIDUAL, Compressor, StateField
-from commhooks.compressors.config import LARGEST_STEP
+from commhooks.compressors.hook_config import LARGEST_STEP
 from commhooks.compressors.kernel import TORCH, Kernel, KernelsHere
 from commhooks.compressors.native.choice import NAME as NATIVE
-from commhooks.compressors.plan import ParameterInfo
+from commhooks.compressors.unit_plan import ParameterInfo
 
 LOOKS = 3
 """Gradients whose energies are looked at."""
@@ -65,7 +65,7 @@ class AutoCompressor(AdaptiveCompressor[Auto]):
     exchange = _of_inner("exchange")
     workspace = _of_inner("workspace")
     plan_one = _of_inner("plan_one")
-    fresh = _of_inner("fresh")
+    initial_value = _of_inner("initial_value")
     computes = _of_inner("computes")
     memory_plan = _of_inner("memory_plan")
     planning_config = _of_inner("planning_config")

@@ -12,8 +12,8 @@ from dataclasses import replace
 
 from commhooks.compressors.adaptive import Watch
 from commhooks.compressors.auto.candidates import allowed, excluding, simple
-from commhooks.compressors.auto.config import Auto
 from commhooks.compressors.auto.decision import Decision
+from commhooks.compressors.auto.options import Auto
 from commhooks.compressors.candidates import ALLREDUCE, Candidate, choose
 
 WARM_UP = 2

@@ -14,15 +14,20 @@ from commhooks.comm.wire import WRAPPERS
 from commhooks.compressors.base import RESIDUAL, Compressor, Exchange, State, StateField, StepInfo
 from commhooks.compressors.kernel import KernelsHere
 from commhooks.compressors.native import choice, library
-from commhooks.compressors.plan import MemoryPlan, ParameterInfo, UnitPlan
 from commhooks.compressors.powersgd import codec, fields, native_products
-from commhooks.compressors.powersgd.config import BatchedPowerSGD, PowerSGD
 from commhooks.compressors.powersgd.device_kernel import DeviceKernel, by_shape
 from commhooks.compressors.powersgd.exchange import alternate, average
 from commhooks.compressors.powersgd.host_kernel import HostKernel
+from commhooks.compressors.powersgd.matrix_plan import (
+    MatrixPlan,
+    memory_plan,
+    packed_bytes,
+    plan_bucket,
+    plan_parameter,
+)
 from commhooks.compressors.powersgd.message import Messages
 from commhooks.compressors.powersgd.native_products import NativeProducts
-from commhooks.compressors.powersgd.plan import MatrixPlan, memory_plan, packed_bytes, plan_bucket, plan_parameter
+from commhooks.compressors.powersgd.options import BatchedPowerSGD, PowerSGD
 from commhooks.compressors.powersgd.quantised_message import QuantisedMessages
 from commhooks.compressors.powersgd.quantised_plan import quantised_bytes, quantised_plan
 from commhooks.compressors.powersgd.torch_products import TorchProducts
@@ -30,6 +35,7 @@ from commhooks.compressors.powersgd.workspace import BucketPass, Matrix, Workspa
 from commhooks.compressors.quantized.blocks import BlockCode
 from commhooks.compressors.quantized.exchange import Workspace as OnlyBlocks
 from commhooks.compressors.quantized.exchange import quantised_exchange
+from commhooks.compressors.unit_plan import MemoryPlan, ParameterInfo, UnitPlan
 from commhooks.gradients import precision
 from commhooks.gradients.layout import BucketLayout, Slot
 
@@ -88,7 +94,7 @@ class _LowRank(Compressor[AnyPowerSGD]):
         kept = (q, fields.P) if self.config.alternate else (q,)
         return (*kept, RESIDUAL) if self.config.use_error_feedback else kept
 
-    def fresh(self, field: StateField, plan: UnitPlan, dtype: torch.dtype) -> torch.Tensor | None:
+    def initial_value(self, field: StateField, plan: UnitPlan, dtype: torch.dtype) -> torch.Tensor | None:
         if field.key != "q" or not isinstance(plan, MatrixPlan):
             return None
         # The same numbers as `Draws.q` at the first step.
@@ -151,7 +157,7 @@ class PowerSGDCompressor(_LowRank[PowerSGD]):
 
     def plan_one(self, info: ParameterInfo) -> UnitPlan:
         made = super().plan_one(info)
-        return made if isinstance(made, MatrixPlan) else MatrixPlan.left_alone(info, made.reason)
+        return made if isinstance(made, MatrixPlan) else MatrixPlan.uncompressed(info, made.reason)
 
     def plan_parameter(self, info: ParameterInfo) -> UnitPlan:
         made = plan_parameter(info, self.config)

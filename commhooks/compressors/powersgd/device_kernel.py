@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
-from commhooks.comm.wire import largest_gradient, put_factor, put_projection
+from commhooks.comm.wire import largest_gradient, pack_factor, put_projection
 from commhooks.compressors.named_views import NamedViews
 from commhooks.compressors.powersgd.packed_factors import PackedFactors, new_packed
 from commhooks.compressors.powersgd.workspace import BucketPass, Matrix, Workspace
@@ -86,7 +86,7 @@ class DeviceKernel:
         self.q.unit_rows(self._starting_q(now))
         for block, delta in zip(self.blocks, now.deltas, strict=True):
             torch.bmm(block.q, delta.transpose(1, 2), out=block.p)
-        put_factor(self.p.flat, now.first.packed, now.step.world_size)
+        pack_factor(self.p.flat, now.first.packed, now.step.world_size)
 
     def orthonormalize(self, now: BucketPass) -> None:
         """P of a matrix without a gradient on any rank becomes zero: its residual then stays, and its averaged gradient

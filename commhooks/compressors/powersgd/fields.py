@@ -3,9 +3,9 @@ rank."""
 
 import torch
 
-from commhooks.compressors.plan import UnitPlan
-from commhooks.compressors.powersgd.plan import MatrixPlan
+from commhooks.compressors.powersgd.matrix_plan import MatrixPlan
 from commhooks.compressors.state_field import StateField
+from commhooks.compressors.unit_plan import UnitPlan
 from commhooks.gradients.layout import memory_order
 
 

@@ -5,7 +5,7 @@ import itertools
 
 import torch
 
-from commhooks.comm.wire import largest_gradient, put_factor, put_only_factor, put_overflow, put_projection
+from commhooks.comm.wire import largest_gradient, pack_factor, put_only_factor, put_overflow, put_projection
 from commhooks.compressors.powersgd.native_products import NativeProducts
 from commhooks.compressors.powersgd.torch_products import Residuals, TorchProducts
 from commhooks.compressors.powersgd.workspace import BucketPass, Workspace
@@ -51,7 +51,7 @@ class HostKernel:
         if finds_flags and largest is not None:
             flags.copy_((largest > 0).double().masked_fill_(largest > largest_gradient(flags.dtype), float("nan")))
         for p, out in self._sent_p:
-            put_factor(p, out, now.step.world_size)
+            pack_factor(p, out, now.step.world_size)
 
     def orthonormalize(self, now: BucketPass) -> None:
         arrived = [factor.to(self.work.dtype) for factor in now.first.factors]

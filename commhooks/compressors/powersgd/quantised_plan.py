@@ -8,9 +8,9 @@ from typing import Any, ClassVar
 
 import torch
 
-from commhooks.compressors.plan import real_itemsize
-from commhooks.compressors.powersgd.plan import MatrixPlan
+from commhooks.compressors.powersgd.matrix_plan import MatrixPlan
 from commhooks.compressors.quantized.blocks import BlockCode
+from commhooks.compressors.unit_plan import real_itemsize
 from commhooks.gradients.precision import compute_dtype
 
 

@@ -9,8 +9,8 @@ import torch
 from commhooks.comm.wire import put_all_plain
 from commhooks.compressors.base import State, StepInfo
 from commhooks.compressors.powersgd import codec
-from commhooks.compressors.powersgd.config import PowerSGD
 from commhooks.compressors.powersgd.message import Contents, Message, Messages
+from commhooks.compressors.powersgd.options import PowerSGD
 from commhooks.gradients import precision
 from commhooks.gradients.layout import BucketLayout, Slot
 from commhooks.gradients.pieces import divide

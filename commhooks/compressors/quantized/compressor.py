@@ -8,12 +8,12 @@ import torch
 from commhooks.compressors.base import RESIDUAL, Compressor, Exchange, State, StateField, StepInfo
 from commhooks.compressors.kernel import KernelsHere
 from commhooks.compressors.native import choice
-from commhooks.compressors.plan import MemoryPlan, ParameterInfo, UnitPlan
 from commhooks.compressors.quantized import native_blocks
+from commhooks.compressors.quantized.block_plan import BlockPlan, plan_parameter
 from commhooks.compressors.quantized.blocks import BlockCode
-from commhooks.compressors.quantized.config import Int4Compress, Int8Compress, Quantized
 from commhooks.compressors.quantized.exchange import Workspace, quantised_exchange
-from commhooks.compressors.quantized.plan import BlockPlan, plan_parameter
+from commhooks.compressors.quantized.options import Int4Compress, Int8Compress, Quantized
+from commhooks.compressors.unit_plan import MemoryPlan, ParameterInfo, UnitPlan
 from commhooks.gradients import precision
 from commhooks.gradients.layout import BucketLayout
 from commhooks.gradients.precision import compute_dtype
@@ -41,7 +41,7 @@ class QuantizedCompressor(Compressor[AnyQuantized]):
 
     def plan_one(self, info: ParameterInfo) -> UnitPlan:
         made = super().plan_one(info)
-        return made if isinstance(made, BlockPlan) else BlockPlan.left_alone(info, made.reason)
+        return made if isinstance(made, BlockPlan) else BlockPlan.uncompressed(info, made.reason)
 
     def plan_parameter(self, info: ParameterInfo) -> UnitPlan:
         return plan_parameter(info, self.code, self.wire_dtype_for(info.parameter.dtype))

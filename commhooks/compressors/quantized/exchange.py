@@ -13,12 +13,12 @@ import torch
 
 from commhooks.comm.wire import put_all_plain
 from commhooks.compressors.base import Exchange, State, StepInfo, Verdict
-from commhooks.compressors.plan import UnitPlan
 from commhooks.compressors.quantized.blocks import BlockCode
 from commhooks.compressors.quantized.mean import BlockKernel, mean_over_ranks
 from commhooks.compressors.quantized.messages import ShareMessages
 from commhooks.compressors.quantized.native_kernel import NativeKernel
 from commhooks.compressors.quantized.torch_kernel import TorchKernel, residual_memory
+from commhooks.compressors.unit_plan import UnitPlan
 from commhooks.gradients import precision
 from commhooks.gradients.layout import BucketLayout, Slot
 from commhooks.gradients.pieces import divide

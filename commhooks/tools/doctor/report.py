@@ -9,8 +9,8 @@ from typing import Any
 from commhooks.comm.link import Link
 from commhooks.compressors.candidates import ALLREDUCE, NOOP
 from commhooks.errors import DoctorError
-from commhooks.tools.doctor.judge import Advice, estimate_ms
 from commhooks.tools.doctor.measure import Measured
+from commhooks.tools.doctor.recommend import Advice, estimate_ms
 
 LEGEND = (
     "step: forward, backward and exchange, without the optimizer, from a common start to the end of the last rank. "

@@ -17,14 +17,14 @@ from commhooks.comm.collective import agreement_key, gather_rows
 from commhooks.comm.link import measure_link
 from commhooks.compressors.adaptive import AdaptiveCompressor
 from commhooks.compressors.candidates import ALLREDUCE, BF16, FP16, INT4, INT8, NOOP, Candidate, powersgd
-from commhooks.compressors.config import from_options
-from commhooks.compressors.powersgd.config import PowerSGD
+from commhooks.compressors.hook_config import from_options
+from commhooks.compressors.powersgd.options import PowerSGD
 from commhooks.compressors.registry import BUILT_IN, COMPRESSORS
 from commhooks.errors import DoctorError
 from commhooks.tools.doctor.check import BatchFn, check_batch_fn, check_model
 from commhooks.tools.doctor.copies import RandomState
-from commhooks.tools.doctor.judge import judge
 from commhooks.tools.doctor.measure import Rounds
+from commhooks.tools.doctor.recommend import recommend
 from commhooks.tools.doctor.report import DoctorReport
 
 logger = logging.getLogger(__name__)
@@ -93,7 +93,7 @@ def doctor(
         if device.type == "cuda":
             torch.cuda.empty_cache()
     world_size = group.size()
-    advice = judge(measured, link, world_size)
+    advice = recommend(measured, link, world_size)
     not_measured = tuple(each.label for each in candidates if each.label not in measured)
     return DoctorReport(measured, link, advice, world_size, backend_of(group, device), not_measured)
 

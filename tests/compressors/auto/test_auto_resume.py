@@ -19,8 +19,8 @@ from commhooks import HookConfigError, HookRunError, PayloadError
 from commhooks.compressors.adaptive import Watch
 from commhooks.compressors.auto import candidates
 from commhooks.compressors.auto.candidates import simple
-from commhooks.compressors.auto.config import Auto
 from commhooks.compressors.auto.decision import Decision
+from commhooks.compressors.auto.options import Auto
 from commhooks.compressors.auto.trials import TRIAL_STEPS, resumed
 from commhooks.compressors.candidates import Candidate
 from commhooks.tools.inspect.command import report_text

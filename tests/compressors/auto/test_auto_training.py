@@ -21,8 +21,8 @@ from commhooks import HookConfigError, HookRunError
 from commhooks.compressors.adaptive import Ranks, Watch
 from commhooks.compressors.auto import candidates
 from commhooks.compressors.auto.compressor import AutoCompressor
-from commhooks.compressors.auto.config import Auto
 from commhooks.compressors.auto.decision import Decision
+from commhooks.compressors.auto.options import Auto
 from commhooks.compressors.auto.trials import MOST_EXTENSIONS, TRIAL_S, TRIAL_STEPS, WARM_UP
 
 # ---- as the choice by name -------------------------------------------------------------------------------------------

@@ -14,8 +14,8 @@ from torch import nn
 
 from commhooks.compressors.adaptive import ObservedPass
 from commhooks.compressors.auto.candidates import counted_bytes, look_at, new, powersgd_candidates, simple
-from commhooks.compressors.auto.config import Auto
 from commhooks.compressors.auto.energy import Energies, by_layer
+from commhooks.compressors.auto.options import Auto
 from commhooks.compressors.auto.ranks import LARGEST, ranks_for_bytes, ranks_for_share, truncated
 from commhooks.compressors.candidates import powersgd
 from commhooks.gradients.layout import read_layout

@@ -11,8 +11,8 @@ from prescribed_auto import TRIAL, decided
 from commhooks.compressors.adaptive import Watch
 from commhooks.compressors.auto import trials
 from commhooks.compressors.auto.candidates import simple
-from commhooks.compressors.auto.config import Auto
 from commhooks.compressors.auto.decision import Decision
+from commhooks.compressors.auto.options import Auto
 from commhooks.compressors.auto.trials import MOST_EXTENSIONS, TRIAL_STEPS, WARM_UP
 from commhooks.compressors.candidates import choose
 

@@ -14,7 +14,7 @@ from training import Run, residuals
 
 import commhooks
 from commhooks import HookConfigError, HookRunError, PowerSGD
-from commhooks.compressors.config import from_options
+from commhooks.compressors.hook_config import from_options
 from commhooks.hook.plan_model import plan_model
 from commhooks.hook.request import HookRequest
 

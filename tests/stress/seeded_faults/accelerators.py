@@ -88,7 +88,7 @@ MUTANTS = [
     Mutant(
         "streams: all-reduces of an abandoned pass go on writing",
         "commhooks/engine/session.py",
-        "            outlast(self._drop_pass(), ABANDONED_LIMIT_S)\n",
+        "            wait_for_abandoned(self._drop_pass(), ABANDONED_LIMIT_S)\n",
         "            self._drop_pass()\n",
         "engine/test_abandoned_collectives.py",
     ),

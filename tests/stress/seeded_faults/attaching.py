@@ -27,7 +27,7 @@ MUTANTS = [
     Mutant(
         "nobody asks what the others attach",
         "commhooks/hook/attach.py",
-        "    choice = check_requests(asked, runner.offer(source.names.known()), source)\n",
+        "    choice = check_requests(asked, runner.kernel_support(source.names.known()), source)\n",
         "    _, choice = (check_requests, asked), runner.choice\n",
         "engine/test_disagreement.py::test_different_requests",
     ),

@@ -5,7 +5,7 @@ from seeded_faults.mutant import Mutant
 _AUTO = "commhooks/compressors/auto"
 _TRAINING = "compressors/auto/test_auto_training.py"
 _TRIALS = "compressors/auto/test_trials.py"
-_LEFTOVERS = "compressors/auto/test_leftovers.py"
+_LEFTOVERS = "compressors/auto/test_orphaned_residuals.py"
 _RESUME = "compressors/auto/test_auto_resume.py"
 
 MUTANTS = [
@@ -53,7 +53,7 @@ MUTANTS = [
     ),
     Mutant(
         "auto: residuals of a branch that is not used at the change are lost",
-        "commhooks/engine/leftovers.py",
+        "commhooks/engine/orphaned_residuals.py",
         "zip(slots, flags.tolist(), strict=True) if has_gradient]\n",
         "zip(slots, flags.tolist(), strict=True)]\n",
         f"{_LEFTOVERS}::test_what_is_left_for_a_branch_that_is_not_used_at_the_change_waits_for_its_next_gradient",
@@ -67,7 +67,7 @@ MUTANTS = [
     ),
     Mutant(
         "auto: residuals are lost at a change",
-        "commhooks/engine/leftovers.py",
+        "commhooks/engine/orphaned_residuals.py",
         "        slot.of(flat).add_(residuals[slot.name] * factor)\n",
         "        pass\n",
         f"{_LEFTOVERS}::test_a_choice_that_does_not_hold_is_taken_back_and_nothing_is_lost",

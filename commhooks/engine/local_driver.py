@@ -10,7 +10,7 @@ import torch
 
 from commhooks.comm.collective import Send
 from commhooks.compressors.base import Compressor, StepInfo, Verdict
-from commhooks.compressors.plan import ParameterInfo
+from commhooks.compressors.unit_plan import ParameterInfo
 from commhooks.engine.average import exchange_or_average
 from commhooks.engine.kernel_choice import use_own_kernel
 from commhooks.engine.state import LearnedState
@@ -20,7 +20,7 @@ from commhooks.gradients.layout import read_layout
 from commhooks.gradients.names import ModelNames
 
 
-class Loopback:
+class LocalDriver:
     """Buckets of random gradients, with their own learned state. Computes with the preferred kernel of this machine.
 
     Args:

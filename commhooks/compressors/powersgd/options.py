@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar, Union
 
-from commhooks.compressors.config import HookConfig
+from commhooks.compressors.hook_config import HookConfig
 
 
 @dataclass(frozen=True, kw_only=True)

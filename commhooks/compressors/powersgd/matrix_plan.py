@@ -9,8 +9,8 @@ from typing import Any, ClassVar
 import torch
 
 from commhooks.comm.collective import agreement_key
-from commhooks.compressors.plan import MemoryPlan, ParameterInfo, UnitPlan, real_itemsize
-from commhooks.compressors.powersgd.config import PowerSGD
+from commhooks.compressors.powersgd.options import PowerSGD
+from commhooks.compressors.unit_plan import MemoryPlan, ParameterInfo, UnitPlan, real_itemsize
 from commhooks.gradients.layout import matrix_shape
 from commhooks.gradients.precision import compute_dtype
 
@@ -128,6 +128,6 @@ def packed_bytes(rows: Sequence[MatrixPlan], wire: torch.dtype | None) -> int:
 
 
 def _left_alone(info: ParameterInfo, reason: str) -> MatrixPlan:
-    made = MatrixPlan.left_alone(info, reason)
+    made = MatrixPlan.uncompressed(info, reason)
     assert isinstance(made, MatrixPlan)
     return made

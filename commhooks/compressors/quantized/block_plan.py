@@ -5,8 +5,8 @@ from typing import Any, ClassVar
 
 import torch
 
-from commhooks.compressors.plan import ParameterInfo, UnitPlan
 from commhooks.compressors.quantized.blocks import BlockCode
+from commhooks.compressors.unit_plan import ParameterInfo, UnitPlan
 from commhooks.gradients.precision import compute_dtype
 
 
@@ -34,11 +34,11 @@ def plan_parameter(info: ParameterInfo, code: BlockCode, wire_dtype: torch.dtype
     """Decide for one dense, real parameter: matrices are quantised where that takes fewer bytes than `wire_dtype`."""
     parameter = info.parameter
     if parameter.dim() < 2:
-        return BlockPlan.left_alone(info, "scalar" if parameter.dim() == 0 else "vector")
+        return BlockPlan.uncompressed(info, "scalar" if parameter.dim() == 0 else "vector")
     blocks = code.blocks_of(parameter.numel())
     sent = blocks * (code.block_bytes + compute_dtype(parameter.dtype).itemsize)
     if sent >= parameter.numel() * wire_dtype.itemsize:
-        return BlockPlan.left_alone(info, f"too small for a block of {code.block_size}")
+        return BlockPlan.uncompressed(info, f"too small for a block of {code.block_size}")
     return BlockPlan(
         info.name,
         tuple(parameter.shape),

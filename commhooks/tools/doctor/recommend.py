@@ -47,7 +47,7 @@ class Advice:
     wrapper: str | None = None
 
 
-def judge(measured: Mapping[str, Measured], link: Link, world_size: int) -> Advice:
+def recommend(measured: Mapping[str, Measured], link: Link, world_size: int) -> Advice:
     """Make the recommendation. `measured` holds noop, plain all-reduce and the candidates."""
     noop, plain = measured[NOOP.label], measured[ALLREDUCE.label]
     hooks = _hooks(measured)

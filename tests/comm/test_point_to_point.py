@@ -8,14 +8,14 @@ import torch
 import torch.distributed as dist
 
 from commhooks.comm.collective import Send, start
-from commhooks.comm.messages import Messages
+from commhooks.comm.point_to_point import PointToPoint
 from commhooks.errors import HookRunError
 
 NUMELS = (1, 7, 0, 300_000, 5)
 
 
 def _both_ways() -> list[bool]:
-    group, messages = dist.group.WORLD, Messages()
+    group, messages = dist.group.WORLD, PointToPoint()
     assert group is not None
     size, generator = group.size(), torch.Generator().manual_seed(group.rank())
     sends = [
@@ -39,7 +39,7 @@ def test_the_same_as_gloos_collectives(run_ranks: Any, world_size: int) -> None:
 def _too_few() -> str:
     """Rank 1 begins only two of three exchanges, and rank 0 leaves the second one alone: the error is the time limit's.
     Nothing may be taken for another."""
-    group, messages = dist.new_group([0, 1], timeout=timedelta(seconds=4)), Messages()
+    group, messages = dist.new_group([0, 1], timeout=timedelta(seconds=4)), PointToPoint()
     for number in range(2 if dist.get_rank() == 1 else 3):
         rows = torch.full((2, 4), 10.0 * dist.get_rank() + number)
         pending = start(Send(rows, what=f"number {number}", op="all_to_all"), group, None, messages=messages)
@@ -58,8 +58,8 @@ def test_one_is_not_taken_for_another(run_ranks: Any) -> None:
 
 
 def _abandoned() -> list[float]:
-    """Messages for which nobody waits arrive in their own memory, not in that of later ones."""
-    group, messages = dist.group.WORLD, Messages()
+    """PointToPoint for which nobody waits arrive in their own memory, not in that of later ones."""
+    group, messages = dist.group.WORLD, PointToPoint()
     assert group is not None
     got = []
     for turn in range(3):

@@ -14,7 +14,7 @@ from commhooks.engine.task import Done, ExchangeTask
 from commhooks.gradients.layout import BucketLayout, Slot
 
 
-def leftovers(layout: BucketLayout, compressed: Collection[str], state: State) -> list[Slot]:
+def orphaned(layout: BucketLayout, compressed: Collection[str], state: State) -> list[Slot]:
     """The parameters of a bucket that have a residual and are not among the names in `compressed`."""
     residuals = state["residual"]
     if not residuals or layout.sparse:
@@ -22,7 +22,7 @@ def leftovers(layout: BucketLayout, compressed: Collection[str], state: State) -
     return [slot for slot in layout.slots if slot.name in residuals and slot.name not in compressed]
 
 
-def with_leftovers(
+def with_orphaned(
     task: ExchangeTask, flat: torch.Tensor, slots: Sequence[Slot], state: State, step: StepInfo
 ) -> Exchange:
     """The exchange of `task`, not begun yet, of a bucket to which the residuals of `slots` are added first. They are

@@ -5,7 +5,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from commhooks.compressors.config import HookConfig
+from commhooks.compressors.hook_config import HookConfig
 from commhooks.gradients.names import ParameterNames
 
 
@@ -90,7 +90,7 @@ class UnitPlan:
         return {}
 
     @classmethod
-    def left_alone(cls, info: ParameterInfo, reason: str) -> "UnitPlan":
+    def uncompressed(cls, info: ParameterInfo, reason: str) -> "UnitPlan":
         """The plan of a parameter that is not compressed."""
         p = info.parameter
         return cls(info.name, tuple(p.shape), info.numel, p.dtype, reason=reason, lowered=not info.sparse)

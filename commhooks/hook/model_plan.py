@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from commhooks.comm.link import Network
-from commhooks.compressors.plan import MemoryPlan, UnitPlan
+from commhooks.compressors.unit_plan import MemoryPlan, UnitPlan
 from commhooks.compressors.units import Unit
 
 LATEST_PASS = "as in the latest backward pass"

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from commhooks.comm.backends import backend_of
 
 TAG = 2**30
-"""Of all messages: beyond the tags of users who send in the same group. Messages of one pair arrive in their order."""
+"""Of all messages: beyond the tags of users who send in the same group. Those of one pair arrive in order."""
 
 
 class MessageWork:
@@ -31,7 +31,7 @@ class MessageWork:
         self._in_flight.discard(self)
 
 
-class Messages:
+class PointToPoint:
     """Collectives of one session as messages."""
 
     def __init__(self) -> None:

@@ -200,7 +200,21 @@ class AutoCompressor(AdaptiveCompressor[Auto]):
             offered = candidates.simple(self.config)
             if self.config.quality == "close" and not self._low_rank:
                 offered += candidates.powersgd_candidates(self.config, self._seen, self._energies, ranks)
-        return [now, *(each for each in offered if each.label != now.label)]
+        others = [each for each in offered if each.label != now.label]
+        # A trial that ran out of memory would end the training.
+        rows = ranks.table([float(self._has_memory_for(each)) for each in others])
+        return [now, *(each for each, *fits in zip(others, *rows, strict=True) if all(fits))]
+
+    def _has_memory_for(self, candidate: candidates.Candidate) -> bool:
+        """Whether this rank can allocate now what a hook needs besides what is in use."""
+        compressor = candidates.new(candidate)
+        buckets = self._seen.plans(compressor)
+        needed = compressor.memory_plan([plan for plans in buckets for plan in plans], buckets).total
+        try:
+            torch.empty(needed, dtype=torch.uint8, device=self._seen.layouts[0].device)
+        except (RuntimeError, MemoryError):  # torch's OutOfMemoryError is a RuntimeError
+            return False
+        return True
 
     @property
     def _low_rank(self) -> bool:

@@ -75,6 +75,24 @@ def test_the_choice_trains_as_by_name(run_ranks: Any, options: dict[str, Any], l
         assert set(ranks_by_glob) == {"0.weight", "3.weight", "5.weight", "7.weight"}
 
 
+def _without_memory() -> str:
+    """Rank 1 has no memory for what is tried, while all of it is asked for."""
+    empty = torch.empty
+
+    def refusing(*size: Any, **how: Any) -> torch.Tensor:
+        if dist.get_rank() == 1 and how.get("dtype") == torch.uint8 and isinstance(size[0], int):
+            raise torch.OutOfMemoryError("no memory left")
+        return empty(*size, **how)
+
+    with mock.patch.object(torch, "empty", refusing):
+        run = new(bf16_s=None).train(BEGIN + TRIAL + 2)
+    return run.hook.stats()["chosen"]
+
+
+def test_what_a_rank_has_no_memory_for_is_not_tried(run_ranks: Any) -> None:
+    assert run_ranks(_without_memory) == ["allreduce"] * 2
+
+
 def _decides_by_the_clock() -> dict[str, Any]:
     torch.manual_seed(0)
     run = Run.new(hook="auto", hook_options={"measure_steps": 8, "quality": "close", "target": 0.9})

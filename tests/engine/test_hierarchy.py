@@ -109,6 +109,7 @@ def _memory(kind: str) -> dict[str, Any]:
         "residuals": sum(each.nbytes for each in residuals(run.hook).values()),
         "learned": sum(t.nbytes for key in ("q", "p") for t in session.state[key].values()),
         "buffers": sum(t.untyped_storage().nbytes() for s in shares for t in (s._results, s.averages, s.own)),
+        "results once": all(len(s.results(session.state)) == s.from_owners[1][s._local_rank] for s in shares),
         "plan": plan.memory,
         "alone": session.compressor.memory_plan(plan.parameters, [plan.parameters]),
         "title": str(plan).splitlines()[0].strip(),
@@ -123,6 +124,7 @@ def test_the_plan_shows_what_a_rank_of_a_node_needs(run_ranks: Any, kind: str) -
         assert rank["plan"].residual == rank["residuals"] > 0
         assert rank["learned"] <= rank["plan"].factors and rank["buffers"] <= rank["plan"].copies
         assert rank["buffers"] > 0.5 * rank["plan"].copies
+        assert rank["results once"], "what all ranks of the node get needs no copy for each of them"
     assert sum(rank["plan"].residual for rank in ranks[:2]) == ranks[0]["alone"].residual
 
 

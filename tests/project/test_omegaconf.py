@@ -14,14 +14,8 @@ from repository import REPOSITORY
 IN_BOTH = {
     "omegaconf.OmegaConf",
     "omegaconf.DictConfig",
-    *(
-        f"omegaconf.errors.{name}"
-        for name in ("OmegaConfBaseException", "InterpolationResolutionError", "MissingMandatoryValue")
-    ),
-    *(
-        f"OmegaConf.{name}"
-        for name in ("create", "from_dotlist", "is_config", "load", "merge", "structured", "to_container", "to_object")
-    ),
+    *(f"omegaconf.errors.{name}" for name in ("OmegaConfBaseException",)),
+    *(f"OmegaConf.{name}" for name in ("create", "from_dotlist", "is_config", "load", "merge", "to_container")),
 }
 
 

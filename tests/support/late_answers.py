@@ -17,7 +17,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
-from commhooks.comm.point_to_point import Messages
+from commhooks.comm.point_to_point import PointToPoint
 
 DELAY_S = 0.003
 LIMIT_S = 60.0
@@ -36,7 +36,12 @@ def late_answers(delay_s: float = DELAY_S) -> Iterator[Seen]:
     """In the body every asynchronous collective of dense tensors, of those that hooks use, answers `delay_s` seconds
     late, or more."""
     seen = Seen()
-    reduce, gather, exchange, by_messages = dist.all_reduce, dist.all_gather, dist.all_to_all_single, Messages.exchange
+    reduce, gather, exchange, by_messages = (
+        dist.all_reduce,
+        dist.all_gather,
+        dist.all_to_all_single,
+        PointToPoint.exchange,
+    )
 
     def late(tensors: Sequence[torch.Tensor], begin: Callable[[list[torch.Tensor]], Any]) -> Any:
         """`begin` is called with copies of `tensors`, in which the answer will be."""
@@ -62,11 +67,13 @@ def late_answers(delay_s: float = DELAY_S) -> Iterator[Seen]:
             return exchange(output, *args, **kwargs)
         return late([output], lambda results: exchange(results[0], *args, async_op=True, **kwargs))
 
-    def messages(self: Messages, rows: torch.Tensor, answer: torch.Tensor, group: dist.ProcessGroup) -> Any:
-        return late([answer], lambda results: by_messages(self, rows, results[0], group))
+    def messages(
+        self: PointToPoint, sent: Sequence[torch.Tensor], arriving: Sequence[torch.Tensor], group: dist.ProcessGroup
+    ) -> Any:
+        return late(arriving, lambda results: by_messages(self, sent, results, group))
 
     own = {"all_reduce": all_reduce, "all_gather": all_gather, "all_to_all_single": all_to_all_single}
-    with mock.patch.multiple(dist, **own), mock.patch.object(Messages, "exchange", messages):
+    with mock.patch.multiple(dist, **own), mock.patch.object(PointToPoint, "exchange", messages):
         yield seen
 
 

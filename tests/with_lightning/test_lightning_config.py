@@ -53,8 +53,8 @@ def test_registered_names_train(run_ranks: Any, tmp_path: Path, name: str) -> No
     for rank in ranks:
         assert rank["stats"]["hook"] == NAMES[name]
         assert rank["stats"]["backward_passes"] == 12
-        if name == "ddp_auto":  # what it chooses, at step 10 of 12, is up to the machine
-            assert rank["stats"]["chosen_at"] is not None and rank["stats"]["chosen"] == ranks[0]["stats"]["chosen"]
+        if name == "ddp_auto":  # what it tries, from step 10 of 12 on, is up to the machine
+            assert rank["stats"]["chosen"] and rank["stats"]["chosen"] == ranks[0]["stats"]["chosen"]
         else:
             assert rank["stats"]["bytes_sent"] < 0.6 * rank["stats"]["bytes_uncompressed"]
         if "powersgd" in name:

@@ -8,15 +8,19 @@ if TYPE_CHECKING:
 
 def plan_table(plan: "ModelPlan", width: int = 120) -> str:
     """Tables of the parameters and buckets, and a line about memory; ends with a line break."""
+    tables = [_parameters(plan), *([_buckets(plan)] if plan.bucket_names else [])]
+    return text_of(*tables, width=width) + memory_line(plan)
+
+
+def text_of(*parts: Any, width: int = 120) -> str:
+    """What rich prints of `parts`, names literally: no markup, no emoji for ":x:"."""
     from rich.console import Console
 
-    # Print names literally: no markup, no emoji for ":x:".
     console = Console(width=width, color_system=None, markup=False, emoji=False, highlight=False)
     with console.capture() as capture:
-        console.print(_parameters(plan))
-        if plan.bucket_names:
-            console.print(_buckets(plan))
-    return capture.get() + memory_line(plan)
+        for part in parts:
+            console.print(part)
+    return capture.get()
 
 
 def memory_line(plan: "ModelPlan") -> str:

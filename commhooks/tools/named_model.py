@@ -88,18 +88,14 @@ def from_checkpoint(path: Path) -> NamedModel:
         state = {name.removeprefix("module."): tensor for name, tensor in state.items()}
     parameters: dict[str, torch.Tensor] = {}
     names: dict[int, list[str]] = {}
-    seen: dict[tuple[object, ...], int] = {}
+    first: dict[object, str] = {}  # the first name of the tensor at a place: tied ones share it
     for raw, tensor in state.items():
-        name = own_name(raw)
-        if not (tensor.is_floating_point() or tensor.is_complex()):
-            continue
-        place = (tensor.untyped_storage().data_ptr(), tensor.storage_offset(), tuple(tensor.shape), tensor.stride())
-        if tensor.numel() and place in seen:  # tied
-            names[seen[place]].append(name)
-            continue
-        parameters[name] = tensor
-        seen[place] = id(tensor)
-        names[id(tensor)] = [name]
+        if tensor.is_floating_point() or tensor.is_complex():
+            name, start = own_name(raw), (tensor.untyped_storage().data_ptr(), tensor.storage_offset())
+            place = (*start, tensor.shape, tensor.stride()) if tensor.numel() else name
+            if first.setdefault(place, name) == name:
+                parameters[name] = tensor
+            names.setdefault(id(parameters[first[place]]), []).append(name)
     if not parameters:
         raise HookConfigError(f"{path}: the state dict holds no floating-point tensor")
     note = "A checkpoint does not tell buffers and frozen parameters from the others: all of its tensors are shown."

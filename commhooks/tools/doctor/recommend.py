@@ -93,12 +93,12 @@ def recommend(measured: Mapping[str, Measured], link: Link, world_size: int) -> 
         notes.append("Some figures come from fewer than 5 steps: more steps, or more seconds, make them firmer.")
     compress, used = chosen is not plain, chosen.candidate
     return Advice(
-        compress,
-        used.label,
-        used.hook if compress else None,
-        dict(used.options) if compress else {},
-        reason,
-        headroom,
+        compress=compress,
+        use=used.label,
+        hook=used.hook if compress else None,
+        hook_options=dict(used.options) if compress else {},
+        reason=reason,
+        headroom=headroom,
         speedup=plain.median_ms / chosen.median_ms,
         pays_below_mbit_per_s=pays_below(measured, link, world_size),
         notes=tuple(notes),

@@ -16,7 +16,7 @@ from commhooks.errors import HookConfigError
 from commhooks.gradients.exclude import unmatched_sentence
 from commhooks.hook.model_plan import ModelPlan
 from commhooks.hook.plan_model import plan_model
-from commhooks.hook.plan_table import text_of
+from commhooks.hook.plan_table import new_table, text_of
 from commhooks.hook.request import HookRequest
 from commhooks.tools.cluster import ASSUMED as ASSUMED_ON_NODES
 from commhooks.tools.cluster import CANDIDATES, Cluster, cluster_table, predict
@@ -184,9 +184,6 @@ def _estimated(plan: ModelPlan, codec: CodecTime, world_size: int) -> dict[str, 
 
 def _estimate_text(plan: ModelPlan, estimate: dict[str, Any]) -> str:
     """The estimates as text: what is sent, the break-even, and a table of codec and sending at some bandwidths."""
-    from rich import box
-    from rich.table import Table
-
     before, after = plan.unit.text(estimate["wire_bytes_before"]), plan.unit.text(estimate["wire_bytes_after"])
     lines = [
         f"On the wire each of {estimate['world_size']} ranks sends {before} per step without and {after} with the hook "
@@ -207,7 +204,7 @@ def _estimate_text(plan: ModelPlan, estimate: dict[str, Any]) -> str:
         lines.append(f"Break-even: none (codec {codec}).")
     else:
         lines.append(f"Break-even: {limit:.2g} Gbit/s per rank (codec {codec}). Below that the hook sends faster.")
-    table = Table(box=box.SIMPLE)
+    table = new_table()
     for heading in ("Gbit/s", "without, ms", "with the hook, ms"):
         table.add_column(heading, justify="right")
     for speed, times in estimate["at_gbit_s"].items():

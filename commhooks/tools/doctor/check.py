@@ -68,15 +68,16 @@ def check_batch_fn(ddp_model: DistributedDataParallel, batch_fn: BatchFn) -> Non
     trial = copy_of(ddp_model, alone=True)
     attach(trial, Noop(), process_group=group).quiet()
     problem: DoctorError | None = None
+    own = works = "it works"
     try:
         _try(ddp_model, trial, batch_fn)
     except DoctorError as error:
-        problem = error
-    texts = gather_texts(str(problem or ""), group, device, "whether batch_fn works")
+        problem, own = error, str(error).encode(errors="backslashreplace").decode()
+    texts = gather_texts(own, group, device, "whether batch_fn works")
     if problem is not None:
         raise problem
     for rank, text in enumerate(texts):
-        if text:
+        if text != works:
             raise DoctorError(f"rank {rank} cannot go on: {text}")
 
 

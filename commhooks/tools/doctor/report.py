@@ -10,7 +10,7 @@ from typing import Any
 from commhooks.comm.link import Link
 from commhooks.compressors.candidates import ALLREDUCE, NOOP
 from commhooks.errors import DoctorError
-from commhooks.hook.plan_table import text_of
+from commhooks.hook.plan_table import new_table, text_of
 from commhooks.tools.doctor.measure import Measured
 from commhooks.tools.doctor.recommend import Advice, estimate_ms
 
@@ -99,11 +99,7 @@ class DoctorReport:
             random.setstate(state)
 
     def _table(self) -> Any:
-        from rich import box
-        from rich.table import Table
-
-        title = f"{self.world_size} ranks, {self.backend}, {self.gradient_mb:.3f} MB of gradients"
-        table = Table(title=title, box=box.SIMPLE)
+        table = new_table(f"{self.world_size} ranks, {self.backend}, {self.gradient_mb:.3f} MB of gradients")
         table.add_column("hook", no_wrap=True)
         for column in ("step, ms: median (quartiles)", "x faster", "MB sent", "codec, ms", "waiting, ms"):
             table.add_column(column, justify="right", no_wrap=True)

@@ -7,7 +7,7 @@ from typing import Any
 
 from commhooks.checkpoint.checks import REPLICAS_EQUAL, shown
 from commhooks.compressors.units import Unit
-from commhooks.hook.plan_table import text_of
+from commhooks.hook.plan_table import new_table, text_of
 from commhooks.tools.inspect.payload import inspect_path
 from commhooks.tools.named_model import plain
 
@@ -26,8 +26,8 @@ def run(arguments: argparse.Namespace) -> int:
     return 1 if any(report["problems"] for report in reports) else 0
 
 
-def report_text(report: dict[str, Any], width: int = 120) -> str:
-    """The report of one payload as text: header and tables."""
+def report_text(report: dict[str, Any]) -> str:
+    """The report of one payload as text: header and table."""
     options = ", ".join(f"{plain(str(name))}={shown(value)}" for name, value in report["options"].items())
     notes = [f"{k}={shown(v)}" for k, v in report.get("notes", {}).items() if not isinstance(v, (dict, list))]
     rows = {"hook": plain(report["hook"]), "options": options or "none"}
@@ -44,7 +44,7 @@ def report_text(report: dict[str, Any], width: int = 120) -> str:
         }
     rows |= {} if report["hook_state"] is None else {"hook_state": report["hook_state"]}
     lines = [f"  {name:10}  {row}" for name, row in rows.items()]
-    return "\n".join([plain(report["where"]), *lines]) + "\n" + _tables(report, width)
+    return "\n".join([plain(report["where"]), *lines]) + "\n" + _table(report)
 
 
 def _residual_text(report: dict[str, Any]) -> str:
@@ -62,12 +62,9 @@ def _residual_text(report: dict[str, Any]) -> str:
     return f"of rank {', '.join(map(str, ranks))} only"
 
 
-def _tables(report: dict[str, Any], width: int) -> str:
-    from rich import box
-    from rich.table import Table
-
+def _table(report: dict[str, Any]) -> str:
     unit = Unit.of(report.get("size_bytes", 0))
-    table = Table(box=box.SIMPLE)
+    table = new_table()
     for column in ("parameter", "shape", "Q", "P"):
         table.add_column(column, overflow="fold")
     table.add_column("residual norm", overflow="fold", justify="right")
@@ -77,7 +74,7 @@ def _tables(report: dict[str, Any], width: int) -> str:
         table.add_row(plain(each["name"]), *shapes, _norms(each), unit.number(each["size_bytes"]))
     for each in report.get("batched_q", ()):
         table.add_row(plain(each["name"]), "", _shape(each["shape"]), "", "", unit.number(each["size_bytes"]))
-    return text_of(table, width=width) if table.row_count else ""
+    return text_of(table) if table.row_count else ""
 
 
 def _norms(entry: dict[str, Any]) -> str:

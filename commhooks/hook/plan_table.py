@@ -6,17 +6,21 @@ if TYPE_CHECKING:
     from commhooks.hook.model_plan import ModelPlan
 
 
-def plan_table(plan: "ModelPlan", width: int = 120) -> str:
+def plan_table(plan: "ModelPlan") -> str:
     """Tables of the parameters and buckets, and a line about memory; ends with a line break."""
+    tables = [_parameters(plan), *([_buckets(plan)] if plan.bucket_names else [])]
+    return text_of(*tables) + memory_line(plan)
+
+
+def text_of(*parts: Any) -> str:
+    """What rich prints of `parts`, names literally: no markup, no emoji for ":x:"."""
     from rich.console import Console
 
-    # Print names literally: no markup, no emoji for ":x:".
-    console = Console(width=width, color_system=None, markup=False, emoji=False, highlight=False)
+    console = Console(width=120, color_system=None, markup=False, emoji=False, highlight=False)
     with console.capture() as capture:
-        console.print(_parameters(plan))
-        if plan.bucket_names:
-            console.print(_buckets(plan))
-    return capture.get() + memory_line(plan)
+        for part in parts:
+            console.print(part)
+    return capture.get()
 
 
 def memory_line(plan: "ModelPlan") -> str:
@@ -34,7 +38,7 @@ def memory_line(plan: "ModelPlan") -> str:
 def _parameters(plan: "ModelPlan") -> Any:
     title = f"{plan.hook}: compressed from step {plan.start_step} on" if plan.selective else plan.hook
     title += f", {plan.arrangement}" if plan.arrangement else ""
-    table = _new_table(title)
+    table = new_table(title)
     # Long names and reasons are wrapped, never truncated; numbers are not wrapped.
     table.add_column("parameter", overflow="fold")
     table.add_column("shape", overflow="fold")
@@ -59,7 +63,7 @@ def _parameters(plan: "ModelPlan") -> Any:
 
 
 def _buckets(plan: "ModelPlan") -> Any:
-    table = _new_table(f"Buckets, {plan.buckets_from}")
+    table = new_table(f"Buckets, {plan.buckets_from}")
     table.add_column("bucket", justify="right", no_wrap=True)
     table.add_column("parameters", overflow="fold")
     table.add_column(plan.unit.name, justify="right", no_wrap=True)
@@ -72,7 +76,7 @@ def _buckets(plan: "ModelPlan") -> Any:
     return table
 
 
-def _new_table(title: str) -> Any:
+def new_table(title: str | None = None) -> Any:
     from rich import box
     from rich.table import Table
 

@@ -44,21 +44,14 @@ executed. The exit status is 1 if the state is damaged or incomplete."""
 
 
 class Command(NamedTuple):
-    """A subcommand.
-
-    Attributes:
-        help: one line for the list of commands.
-        add_arguments: adds its arguments to a parser.
-        module: has the function `run(arguments)`, which runs it and returns the exit status; a `CommHookError` becomes
-            one line on stderr and status 1. It is imported only to run.
-    """
+    """A subcommand."""
 
     help: str
+    """One line for the list of commands."""
     add_arguments: Callable[[argparse.ArgumentParser], None]
     module: str
-
-
-def _no_arguments(parser: argparse.ArgumentParser) -> None: ...
+    """Has the function `run(arguments)`, which runs it and returns the exit status; a `CommHookError` becomes one line
+    on stderr and status 1. It is imported only to run."""
 
 
 def _plan(parser: argparse.ArgumentParser) -> None:
@@ -126,7 +119,7 @@ def hook_names(**_: object) -> list[str]:
 
 
 COMMANDS = {
-    "hooks": Command("list the hooks and their options", _no_arguments, "commhooks.tools.hooks_command"),
+    "hooks": Command("list the hooks and their options", lambda parser: None, "commhooks.tools.hooks_command"),
     "plan": Command(
         "show what a hook will compress in your model, and from which bandwidth on it matters",
         _plan,

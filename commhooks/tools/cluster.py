@@ -14,6 +14,7 @@ from commhooks.compressors.base import Compressor
 from commhooks.compressors.candidates import ALLREDUCE, BF16, INT4, INT8, powersgd
 from commhooks.compressors.units import Unit
 from commhooks.hook.model_plan import ModelPlan
+from commhooks.hook.plan_table import text_of
 
 CANDIDATES = (
     *(ALLREDUCE, BF16, INT8, INT4),
@@ -29,60 +30,42 @@ ASSUMED = (
 
 @dataclass(frozen=True)
 class Cluster:
-    """
-    Attributes:
-        nodes, ranks_per_node: how many.
-        bandwidth: between nodes, bit/s of a node.
-        inside: inside a node, bit/s of a rank.
-        latency: seconds per message between nodes.
-        backend: what carries the collectives.
-    """
-
     nodes: int
     ranks_per_node: int
     bandwidth: float
+    """Between nodes, bit/s of a node."""
     inside: float
+    """Inside a node, bit/s of a rank."""
     latency: float
+    """Seconds per message between nodes."""
     backend: Backend = "nccl"
-
-    def between(self, together: int) -> Network:
-        """The network between nodes. `together`: ranks of a node in one group: all, or one of each node."""
-        return Network(self.nodes * together, self.bandwidth, self.latency, together, self.backend)
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """The exchange of one step.
-
-    Attributes:
-        hook: its name and main option.
-        leaving: bytes that leave a node.
-        seconds: of the exchange.
-        between_nodes: with `ranks_per_node`.
-    """
+    """The exchange of one step."""
 
     hook: str
+    """Its name and main option."""
     leaving: float
+    """Bytes that leave a node."""
     seconds: float
     between_nodes: bool
+    """With `ranks_per_node`."""
 
 
 def predict(plan: ModelPlan, compressor: Compressor[Any], buckets: int, cluster: Cluster) -> list[Prediction]:
-    """The predictions for one hook: among all ranks, and between nodes if it can.
-
-    Args:
-        plan: of the model, with this compressor.
-        buckets: into how many buckets DDP divides the model.
-    """
+    """The predictions for one hook, in so many buckets of DDP: among all ranks, and between nodes if it can."""
     ranks = getattr(compressor.config, "rank_words", None)
     hook = compressor.name if ranks is None else f"{compressor.name}, {ranks}"
     hook += f", {compressor.wire}" if compressor.wire and compressor.Config.own_wire is None else ""
     counted = plan.bytes_after + plan.flag_bytes
-    where = {False: cluster.between(cluster.ranks_per_node)}
-    if not compressor.not_between_nodes() and cluster.ranks_per_node > 1:
-        where[True] = cluster.between(1)
     found = []
-    for between_nodes, network in where.items():
+    for between_nodes in (False, True):
+        if between_nodes and (compressor.not_between_nodes() or cluster.ranks_per_node == 1):
+            continue
+        together = 1 if between_nodes else cluster.ranks_per_node  # ranks of a node in one group
+        network = Network(cluster.nodes * together, cluster.bandwidth, cluster.latency, together, cluster.backend)
         seconds = network.seconds(counted, compressor.collectives, buckets)
         if between_nodes:
             seconds += Network(cluster.ranks_per_node, cluster.inside).seconds(plan.bytes_before)
@@ -93,7 +76,6 @@ def predict(plan: ModelPlan, compressor: Compressor[Any], buckets: int, cluster:
 
 def cluster_table(predictions: Sequence[Prediction], cluster: Cluster) -> str:
     """The predictions as text, one row per hook."""
-    from rich.console import Console
     from rich.table import Table
 
     link = f"{cluster.bandwidth / 1e9:g} Gbit/s between nodes, {cluster.backend}"
@@ -103,18 +85,9 @@ def cluster_table(predictions: Sequence[Prediction], cluster: Cluster) -> str:
     for column in (f"{unit.name} leave a node", "exchange, ms", f"with ranks_per_node: {unit.name}", "exchange, ms"):
         shown.add_column(column, justify="right")
     for hook in dict.fromkeys(each.hook for each in predictions):
-        found = {each.between_nodes: each for each in predictions if each.hook == hook}
-        cells = [
-            text
-            for between in (False, True)
-            for text in (
-                (unit.number(found[between].leaving), f"{1e3 * found[between].seconds:.4g}")
-                if between in found
-                else ("", "")
-            )
-        ]
-        shown.add_row(hook, *cells)
-    console = Console(width=120, color_system=None, markup=False, emoji=False, highlight=False)
-    with console.capture() as capture:
-        console.print(shown)
-    return capture.get() + ASSUMED
+        cells = [hook]
+        for each in predictions:  # among all ranks, then between nodes
+            if each.hook == hook:
+                cells += [unit.number(each.leaving), f"{1e3 * each.seconds:.4g}"]
+        shown.add_row(*cells)
+    return text_of(shown) + ASSUMED

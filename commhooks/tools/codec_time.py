@@ -1,6 +1,6 @@
-"""Measure how long the codec of a plan takes for one step on this machine: runs the exchange on random numbers, in one
-process and without a network."""
+"""Measure how long the codec of a plan takes for one step on this machine, on random numbers in one process."""
 
+import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from commhooks.comm.link import synchronize
 from commhooks.compressors.base import Compressor
 from commhooks.compressors.unit_plan import UnitPlan
 from commhooks.engine.local_driver import LocalDriver
@@ -24,10 +25,11 @@ class CodecTime:
     """Seconds per step, and the conditions of the measurement."""
 
     seconds: float
-    device: str
-    threads: int
+    device: str = ""
+    """Where it was measured; "" if it was not."""
+    threads: int = 0
     """Number of CPU threads."""
-    share: float
+    share: float = 1.0
     """Share of the elements that was measured, 0 to 1."""
     kernel: str = ""
     """Name of the kernel that computed; "" if nothing was measured."""
@@ -43,56 +45,52 @@ def measure_codec(compressor: Compressor[Any], plans: Sequence[UnitPlan], device
     """
     for dtype in {plan.dtype for plan in plans}:
         compressor.check_here(device, dtype)
-    rows = [plan for plan in plans if compressor.computes(plan)]
+    rows = [plan for plan in plans if plan.numel and compressor.computes(plan)]
+    rows.sort(key=lambda plan: plan.numel, reverse=True)
     total = sum(plan.numel for plan in rows)
-    # Sample the parameters evenly by size: small matrices take longer per element and must be represented.
-    stride = -(-total // SAMPLE_NUMEL)
-    chosen = sorted(rows, key=lambda plan: plan.numel, reverse=True)[stride // 2 :: stride] if total else []
-    left, sampled = SAMPLE_NUMEL, 0
+    buckets = _sample(rows, total)
+    sampled = sum(each.numel() for bucket in buckets for each in bucket.values())
+    if not sampled:
+        return CodecTime(0.0, device.type, torch.get_num_threads())
+    driver = LocalDriver(compressor, buckets, device)
+
+    def once() -> float:
+        driver.fill()
+        synchronize(device)
+        began = time.perf_counter()
+        driver.step()
+        synchronize(device)
+        return time.perf_counter() - began
+
+    once()
+    seconds = min(once() for _ in range(ROUNDS))  # the minimum is disturbed least by other load
+    kernel, share = driver.choice.kernel.name, min(1.0, sampled / total)
+    return CodecTime(
+        seconds * total / sampled, device.type, torch.get_num_threads(), share, kernel, driver.choice.slower
+    )
+
+
+def _sample(rows: Sequence[UnitPlan], total: int) -> list[dict[str, torch.Tensor]]:
+    """Buckets of parameters, chosen evenly by size: small matrices take longer per element and must be represented.
+
+    Args:
+        rows: the largest first.
+        total: their elements.
+    """
+    stride, left = max(1, -(-total // SAMPLE_NUMEL)), SAMPLE_NUMEL
     buckets: list[dict[str, torch.Tensor]] = [{}]
-    for plan in chosen or rows[:1]:
+    for plan in rows[stride // 2 :: stride] or rows[:1]:
         if left <= 0:
             break
-        shape = _shortened(plan.shape, left)
+        # One that is too large has fewer rows.
+        limit = left // max(1, math.prod(plan.shape[1:]))
+        shape = (max(1, min(plan.shape[0], limit)), *plan.shape[1:]) if plan.shape else ()
         # Only its shape and dtype are read. A complex gradient is sent as pairs of real numbers.
-        dtype = plan.dtype.to_real() if plan.dtype.is_complex else plan.dtype
-        sample = torch.empty(shape, dtype=dtype, device="meta")
+        sample = torch.empty(shape, dtype=plan.dtype.to_real(), device="meta")
         others = list(buckets[-1].values())
         full = sum(each.numel() for each in others) + sample.numel() > BUCKET_NUMEL
         if others and (full or others[-1].dtype != sample.dtype):
             buckets.append({})
         buckets[-1][plan.name] = sample
         left -= sample.numel()
-        sampled += sample.numel()
-    if not sampled:
-        return CodecTime(0.0, device.type, torch.get_num_threads(), 1.0)
-    loopback = LocalDriver(compressor, buckets, device)
-
-    def once() -> float:
-        loopback.fill()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        began = time.perf_counter()
-        loopback.step()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        return time.perf_counter() - began
-
-    once()
-    seconds = min(once() for _ in range(ROUNDS))  # the minimum is disturbed least by other load
-    return CodecTime(
-        seconds * total / sampled,
-        device.type,
-        torch.get_num_threads(),
-        min(1.0, sampled / total),
-        loopback.choice.kernel.name,
-        loopback.choice.slower,
-    )
-
-
-def _shortened(shape: tuple[int, ...], numel: int) -> tuple[int, ...]:
-    """`shape`, with fewer rows if it has more than `numel` elements."""
-    if not shape:
-        return shape
-    row = max(1, torch.Size(shape[1:]).numel())
-    return (max(1, min(shape[0], numel // row)), *shape[1:])
+    return buckets

@@ -23,20 +23,14 @@ def run(arguments: argparse.Namespace) -> int:
         for option, text in explained.items():
             lines += [f"  {option}={hook['options'][option]!r}", f"      {text}".rstrip()]
         table.add_row(f"{name}\n({short[name]})" if name in short else name, "\n".join(filter(None, lines)))
+    unwrapped = " and ".join(name for name, each in COMPRESSORS.items() if not each.wrappers)
+    quantisable = " and ".join(name for name, each in COMPRESSORS.items() if set(WIRE_BITS) <= set(each.wrappers))
     console = Console(markup=False, emoji=False, highlight=False)
     console.print(table)
     console.print(
         "Case, _ and - in names do not matter; names in parentheses are short forms. Every hook, but for "
-        f"{_unwrapped()}, can be had with wrapper={' or '.join(map(repr, WIRE_DTYPES))}, which halves what it sends, "
-        f"and {_quantisable()} with wrapper={' or '.join(map(repr, WIRE_BITS))}, a quarter or less. "
+        f"{unwrapped}, can be had with wrapper={' or '.join(map(repr, WIRE_DTYPES))}, which halves what it sends, "
+        f"and {quantisable} with wrapper={' or '.join(map(repr, WIRE_BITS))}, a quarter or less. "
         "A hook of your own is given as 'package.module:function'; 'none' is training without a hook."
     )
     return 0
-
-
-def _unwrapped() -> str:
-    return " and ".join(name for name, each in COMPRESSORS.items() if not each.wrappers)
-
-
-def _quantisable() -> str:
-    return " and ".join(name for name, each in COMPRESSORS.items() if set(WIRE_BITS) <= set(each.wrappers))

@@ -26,14 +26,17 @@ _STATE_KEYS = ("state_dict", "model", "model_state_dict", "module")
 class NamedModel:
     """Parameters that DDP would reduce, by name, in the order of registration."""
 
-    source: str
     parameters: dict[str, torch.Tensor]
-    all_names: dict[int, list[str]] = field(default_factory=dict)
-    every_name: list[str] = field(default_factory=list)
-    """Names of all parameters, including frozen ones."""
-    sparse: set[int] = field(default_factory=set)
-    note: str = ""
+    all_names: dict[int, list[str]]
+    """By id, including those of frozen parameters; tied ones have several."""
+    note: str
     """A remark about the model for the output, as a sentence."""
+    sparse: set[int] = field(default_factory=set)
+    """Ids of those with sparse gradients."""
+
+    @property
+    def every_name(self) -> list[str]:
+        return [name for names in self.all_names.values() for name in names]
 
 
 def named_model(target: str) -> NamedModel:
@@ -66,8 +69,7 @@ def from_module(source: str, module: torch.nn.Module) -> NamedModel:
     if not reduced:
         raise HookConfigError(f"{source}: the model has no parameter that requires a gradient")
     note = f"{frozen} frozen parameters are left out." if frozen else ""
-    every = [name for each in names.values() for name in each]
-    return NamedModel(source, reduced, names, every, sparse_parameters(module), note)
+    return NamedModel(reduced, names, note, sparse_parameters(module))
 
 
 def from_checkpoint(path: Path) -> NamedModel:
@@ -82,26 +84,22 @@ def from_checkpoint(path: Path) -> NamedModel:
             f"{path} holds no state dict of a model: looked for tensors, and under "
             f"{', '.join(map(repr, _STATE_KEYS))}; it has {keys or 'nothing'}"
         )
-    while state and all(name.startswith("module.") for name in state):  # saved from a DDP model
+    while all(name.startswith("module.") for name in state):  # saved from a DDP model
         state = {name.removeprefix("module."): tensor for name, tensor in state.items()}
     parameters: dict[str, torch.Tensor] = {}
     names: dict[int, list[str]] = {}
-    seen: dict[tuple[object, ...], int] = {}
+    first: dict[object, str] = {}  # the first name of the tensor at a place: tied ones share it
     for raw, tensor in state.items():
-        name = own_name(raw)
-        if not (tensor.is_floating_point() or tensor.is_complex()):
-            continue
-        place = (tensor.untyped_storage().data_ptr(), tensor.storage_offset(), tuple(tensor.shape), tensor.stride())
-        if tensor.numel() and place in seen:  # tied
-            names[seen[place]].append(name)
-            continue
-        parameters[name] = tensor
-        seen[place] = id(tensor)
-        names[id(tensor)] = [name]
+        if tensor.is_floating_point() or tensor.is_complex():
+            name, start = own_name(raw), (tensor.untyped_storage().data_ptr(), tensor.storage_offset())
+            place = (*start, tensor.shape, tensor.stride()) if tensor.numel() else name
+            if first.setdefault(place, name) == name:
+                parameters[name] = tensor
+            names.setdefault(id(parameters[first[place]]), []).append(name)
     if not parameters:
         raise HookConfigError(f"{path}: the state dict holds no floating-point tensor")
     note = "A checkpoint does not tell buffers and frozen parameters from the others: all of its tensors are shown."
-    return NamedModel(str(path), parameters, names, [name for each in names.values() for name in each], set(), note)
+    return NamedModel(parameters, names, note)
 
 
 # Messages of torch 2.13 about objects that weights_only=True rejects. Other errors mean truncated or foreign files.
@@ -131,8 +129,7 @@ def load_plain(path: Path) -> Any:
             raise UnreadableFileError(f"{path} cannot be read: {cut}") from None
         if isinstance(error, OSError):
             raise UnreadableFileError(f"{path} cannot be read: {error.strerror or error}") from error
-        foreign = _FOREIGN.search(str(error))
-        if foreign is not None:
+        if foreign := _FOREIGN.search(str(error)):
             raise UnreadableFileError(
                 f"{path} holds something else than tensors and plain types ({plain(foreign.group(1))}), so it is not "
                 "read; nothing in it was executed"

@@ -1,9 +1,8 @@
 """`commhooks plan`: show what a hook would compress in a model, without a training."""
 
 import argparse
-import dataclasses
 import json
-from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -17,6 +16,7 @@ from commhooks.errors import HookConfigError
 from commhooks.gradients.exclude import unmatched_sentence
 from commhooks.hook.model_plan import ModelPlan
 from commhooks.hook.plan_model import plan_model
+from commhooks.hook.plan_table import new_table, text_of
 from commhooks.hook.request import HookRequest
 from commhooks.tools.cluster import ASSUMED as ASSUMED_ON_NODES
 from commhooks.tools.cluster import CANDIDATES, Cluster, cluster_table, predict
@@ -24,15 +24,8 @@ from commhooks.tools.codec_time import CodecTime, measure_codec
 from commhooks.tools.named_model import NamedModel, named_model
 from commhooks.tools.options import parse_options
 
-FOR_ONE_HOOK: dict[str, Any] = {
-    "hook": "powerSGD",
-    "options": [],
-    "exclude": None,
-    "wrapper": None,
-    "world_size": 2,
-    "device": None,
-    "codec_ms": None,
-}
+FOR_ONE_HOOK: dict[str, Any] = {"hook": "powerSGD", "options": [], "world_size": 2}
+FOR_ONE_HOOK |= dict.fromkeys(("exclude", "wrapper", "device", "codec_ms"))
 """Flags of the plan of one hook, which --nodes ignores, with their defaults."""
 ON_NODES = {"ranks_per_node": 8, "bandwidth": 25.0, "inside": 400.0, "latency_us": 30.0, "backend": "nccl"}
 """Flags that only --nodes needs, with their defaults."""
@@ -45,20 +38,15 @@ ASSUMED = (
 
 def run(arguments: argparse.Namespace) -> int:
     """Print the plan, or with --nodes a table of all hooks."""
-    settle_flags(arguments)
-    if arguments.nodes is not None:
-        return run_cluster(arguments)
-    plan, note, codec = make_plan(arguments)
-    estimate = None if codec is None else estimated(plan, codec, arguments.world_size)
-    if arguments.json:
-        print(json.dumps(plan.as_dict() | {"model": arguments.model, "note": note, "estimate": estimate}, indent=2))
-        return 0
-    print(plan)
-    print("\n".join(part for part in (note, network_text(plan, estimate) if estimate else "") if part))
+    _settle_flags(arguments)
+    if arguments.nodes is None:
+        _run_one_hook(arguments)
+    else:
+        _run_on_nodes(arguments)
     return 0
 
 
-def settle_flags(arguments: argparse.Namespace) -> None:
+def _settle_flags(arguments: argparse.Namespace) -> None:
     """Refuse flags that would be ignored, and give the others their defaults."""
     many = arguments.nodes is not None
     for name, default in (FOR_ONE_HOOK | ON_NODES).items():
@@ -78,9 +66,56 @@ def _flag(name: str) -> str:
     return f"--{name.replace('_', '-')}"
 
 
-def make_plan(arguments: argparse.Namespace) -> tuple[ModelPlan, str, CodecTime | None]:
-    """The plan, a remark about the model, and the codec's time; None if only a training decides what to compute."""
-    _check_numbers(arguments, {"world_size": 2, "total_steps": 1}, above_0=("bucket_cap_mb", "codec_ms"))
+def _check_numbers(arguments: argparse.Namespace, **least: int | None) -> None:
+    """Raise HookConfigError for a number below its least value; None: it has to be above 0."""
+    for name, limit in least.items():
+        value = getattr(arguments, name)
+        if value is not None and not (value > 0 if limit is None else value >= limit):
+            expected = "above 0" if limit is None else f"from {limit}"
+            raise HookConfigError(f"{_flag(name)} {value}: expected a number {expected}")
+
+
+def _planned(
+    model: NamedModel, request: HookRequest, arguments: argparse.Namespace
+) -> tuple[ModelPlan, Compressor[Any]]:
+    """The plan of a model, and a compressor that makes such a plan."""
+    plan = plan_model(
+        model.parameters,
+        request,
+        all_names=model.all_names,
+        sparse=model.sparse,
+        bucket_cap_mb=arguments.bucket_cap_mb,
+        total_steps=arguments.total_steps,
+    )
+    compressor = request.new_compressor(arguments.total_steps)
+    assert compressor is not None  # `plan_model` has raised for a user's hook
+    return plan, compressor
+
+
+def _run_on_nodes(arguments: argparse.Namespace) -> None:
+    """Print the predictions for all hooks on many nodes."""
+    _check_numbers(
+        arguments, nodes=2, ranks_per_node=1, latency_us=0, total_steps=1,
+        bandwidth=None, inside=None, bucket_cap_mb=None,
+    )  # fmt: skip
+    between, inside, latency = 1e9 * arguments.bandwidth, 1e9 * arguments.inside, 1e-6 * arguments.latency_us
+    cluster = Cluster(arguments.nodes, arguments.ranks_per_node, between, inside, latency, arguments.backend)
+    model = named_model(arguments.model)
+    predictions = []
+    for each in CANDIDATES:
+        request = HookRequest.parse(each.hook, hook_options=each.options or None, wrapper=each.wrapper)
+        plan, compressor = _planned(model, request, arguments)
+        predictions += predict(plan, compressor, len(plan.bucket_names), cluster)
+    if arguments.json:
+        described = asdict(cluster) | {"model": arguments.model, "assumed": ASSUMED_ON_NODES}
+        print(json.dumps({"cluster": described, "predictions": [asdict(each) for each in predictions]}, indent=2))
+    else:
+        print(cluster_table(predictions, cluster))
+
+
+def _run_one_hook(arguments: argparse.Namespace) -> None:
+    """Print the plan of one hook."""
+    _check_numbers(arguments, world_size=2, total_steps=1, bucket_cap_mb=None, codec_ms=None)
     options = parse_options(arguments.options)
     if arguments.exclude:
         if "exclude" in options:
@@ -89,91 +124,50 @@ def make_plan(arguments: argparse.Namespace) -> tuple[ModelPlan, str, CodecTime 
     with current_folder_first():  # the hook may be a path 'package.module:Class'
         request = HookRequest.parse(arguments.hook, hook_options=options, wrapper=arguments.wrapper)
     model = named_model(arguments.model)
-    plan, compressor = _planned(model, request, arguments.bucket_cap_mb, arguments.total_steps)
-    config = compressor.config
-    unmatched = [
+    plan, compressor = _planned(model, request, arguments)
+    remarks, config = [model.note], compressor.config
+    for sentence in (
         unmatched_sentence(config.excluded_globs, model.every_name),
         unmatched_sentence(config.option_globs, model.every_name, config.glob_option),
-    ]
-    note = " ".join([*([model.note] if model.note else []), *(f"{each}." for each in unmatched if each)])
+    ):
+        remarks += [] if sentence is None else [f"{sentence}."]
+    estimate = None
     if isinstance(compressor, AdaptiveCompressor):
-        undecided = (
+        remarks.append(
             f"{compressor.name} decides during the training, from what it measures there. This is how it begins, with "
             f"{compressor.chosen}; the plan of what it may choose: --hook powerSGD, --hook int8 and so on."
         )
-        return plan, " ".join(part for part in (note, undecided) if part), None
+    else:
+        codec = _codec_time(arguments, compressor, plan)
+        remarks += [f"Computed with {codec.kernel}: {codec.missing}."] if codec.missing else []
+        estimate = _estimated(plan, codec, arguments.world_size)
+    note = " ".join(filter(None, remarks))
+    if arguments.json:
+        print(json.dumps(plan.as_dict() | {"model": arguments.model, "note": note, "estimate": estimate}, indent=2))
+    else:
+        print(plan)
+        print("\n".join(filter(None, (note, _estimate_text(plan, estimate) if estimate else ""))))
+
+
+def _codec_time(arguments: argparse.Namespace, compressor: Compressor[Any], plan: ModelPlan) -> CodecTime:
+    """Measured here, unless it is given."""
     if arguments.codec_ms is not None:
-        return plan, note, CodecTime(arguments.codec_ms / 1e3, "", 0, 1.0)
+        return CodecTime(arguments.codec_ms / 1e3)
     device = torch.device(arguments.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     if device.type == "cuda" and not torch.cuda.is_available():
         raise HookConfigError("--device cuda: this machine has none that torch can use")
-    codec = measure_codec(compressor, plan.parameters, device)
-    missing = f"Computed with {codec.kernel}: {codec.missing}." if codec.missing else ""
-    return plan, " ".join(part for part in (note, missing) if part), codec
+    return measure_codec(compressor, plan.parameters, device)
 
 
-def run_cluster(arguments: argparse.Namespace) -> int:
-    """Print the predictions for all hooks on many nodes."""
-    least = {"nodes": 2, "ranks_per_node": 1, "latency_us": 0, "total_steps": 1}
-    _check_numbers(arguments, least, above_0=("bandwidth", "inside", "bucket_cap_mb"))
-    cluster = Cluster(
-        arguments.nodes,
-        arguments.ranks_per_node,
-        1e9 * arguments.bandwidth,
-        1e9 * arguments.inside,
-        1e-6 * arguments.latency_us,
-        arguments.backend,
-    )
-    model = named_model(arguments.model)
-    predictions = []
-    for each in CANDIDATES:
-        request = HookRequest.parse(each.hook, hook_options=each.options or None, wrapper=each.wrapper)
-        plan, compressor = _planned(model, request, arguments.bucket_cap_mb, arguments.total_steps)
-        predictions += predict(plan, compressor, len(plan.bucket_names), cluster)
-    if arguments.json:
-        rows = [dataclasses.asdict(each) for each in predictions]
-        described = dataclasses.asdict(cluster) | {"model": arguments.model, "assumed": ASSUMED_ON_NODES}
-        print(json.dumps({"cluster": described, "predictions": rows}, indent=2))
-    else:
-        print(cluster_table(predictions, cluster))
-    return 0
-
-
-def _check_numbers(arguments: argparse.Namespace, least: Mapping[str, int], above_0: Sequence[str]) -> None:
-    """Raise HookConfigError for a number below its `least` value, or not above 0. None is none."""
-    for name in (*least, *above_0):
-        value = getattr(arguments, name)
-        if value is None or (value > 0 if name in above_0 else value >= least[name]):
-            continue
-        limit = "above 0" if name in above_0 else f"from {least[name]}"
-        raise HookConfigError(f"{_flag(name)} {value}: expected a number {limit}")
-
-
-def _planned(
-    model: NamedModel, request: HookRequest, bucket_cap_mb: float | None, total_steps: int | None
-) -> tuple[ModelPlan, Compressor[Any]]:
-    """The plan of a model, and the compressor that made it."""
-    plan = plan_model(
-        model.parameters,
-        request,
-        all_names=model.all_names,
-        sparse=model.sparse,
-        bucket_cap_mb=bucket_cap_mb,
-        total_steps=total_steps,
-    )
-    compressor = request.new_compressor(total_steps)
-    assert compressor is not None  # `plan_model` has raised for a user's hook
-    return plan, compressor
-
-
-def estimated(plan: ModelPlan, codec: CodecTime, world_size: int) -> dict[str, Any]:
+def _estimated(plan: ModelPlan, codec: CodecTime, world_size: int) -> dict[str, Any]:
     """Estimates for JSON and text: times in seconds, bandwidths in Gbit/s per rank."""
     before, after = plan.bytes_before, plan.bytes_after + plan.flag_bytes
     networks = {speed: Network(world_size, 1e9 * speed) for speed in GBIT_S}
+    sent = networks[1.0].leaving
     return {
         "world_size": world_size,
-        "wire_bytes_before": int(Network(world_size, 1.0).leaving(before)),
-        "wire_bytes_after": int(Network(world_size, 1.0).leaving(after)),
+        "wire_bytes_before": int(sent(before)),
+        "wire_bytes_after": int(sent(after)),
         "codec_s": codec.seconds,
         "codec_measured_on": codec.device or None,
         "codec_threads": codec.threads or None,
@@ -188,8 +182,8 @@ def estimated(plan: ModelPlan, codec: CodecTime, world_size: int) -> dict[str, A
     }
 
 
-def network_text(plan: ModelPlan, estimate: dict[str, Any]) -> str:
-    """The estimates as text."""
+def _estimate_text(plan: ModelPlan, estimate: dict[str, Any]) -> str:
+    """The estimates as text: what is sent, the break-even, and a table of codec and sending at some bandwidths."""
     before, after = plan.unit.text(estimate["wire_bytes_before"]), plan.unit.text(estimate["wire_bytes_after"])
     lines = [
         f"On the wire each of {estimate['world_size']} ranks sends {before} per step without and {after} with the hook "
@@ -197,10 +191,9 @@ def network_text(plan: ModelPlan, estimate: dict[str, Any]) -> str:
     ]
     if plan.sends is False:
         return lines[0]
-    codec = f"{_ms(estimate['codec_s'])} ms"
-    if estimate["codec_measured_on"] is not None:
-        where = estimate["codec_measured_on"]
-        where = f"{where}, {estimate['codec_threads']} threads" if where == "cpu" else where
+    codec, where = f"{_ms(estimate['codec_s'])} ms", estimate["codec_measured_on"]
+    if where is not None:
+        where += f", {estimate['codec_threads']} threads" if where == "cpu" else ""
         part = "" if estimate["codec_sample_share"] > 0.999 else ", on a sample of the matrices"
         kernel = "" if estimate["codec_kernel"] in (None, TORCH.name) else f", {estimate['codec_kernel']} kernel"
         codec = f"{codec}, measured here: {where}{kernel}{part}"
@@ -211,26 +204,13 @@ def network_text(plan: ModelPlan, estimate: dict[str, Any]) -> str:
         lines.append(f"Break-even: none (codec {codec}).")
     else:
         lines.append(f"Break-even: {limit:.2g} Gbit/s per rank (codec {codec}). Below that the hook sends faster.")
-    lines.append(_bandwidths(estimate["at_gbit_s"]))
-    lines.append(ASSUMED)
-    return "\n".join(lines)
-
-
-def _bandwidths(at_gbit_s: dict[str, dict[str, float]]) -> str:
-    """A table: codec and sending at some bandwidths."""
-    from rich import box
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table(box=box.SIMPLE)
+    table = new_table()
     for heading in ("Gbit/s", "without, ms", "with the hook, ms"):
         table.add_column(heading, justify="right")
-    for speed, times in at_gbit_s.items():
+    for speed, times in estimate["at_gbit_s"].items():
         table.add_row(speed, _ms(times["without_s"]), _ms(times["with_s"]))
-    console = Console(width=120, color_system=None, markup=False, emoji=False, highlight=False)
-    with console.capture() as capture:
-        console.print(table)
-    return "\n".join(line.rstrip() for line in capture.get().strip("\n").splitlines())
+    lines += [line.rstrip() for line in text_of(table).strip("\n").splitlines()]
+    return "\n".join([*lines, ASSUMED])
 
 
 def _ms(seconds: float) -> str:

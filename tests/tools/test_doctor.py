@@ -25,19 +25,17 @@ from commhooks.tools.doctor.copies import copy_of
 
 
 def _everything(ddp: DistributedDataParallel, optimizer: torch.optim.Optimizer, hook: Any) -> dict[str, Any]:
-    stats = {k: v for k, v in hook.stats().items()}
-    return copy.deepcopy(
-        {
-            "weights and buffers": ddp.state_dict(),
-            "gradients": [p.grad for p in ddp.parameters()],
-            "optimizer": optimizer.state_dict(),
-            "hook": hook.state_dict(),
-            "stats": stats,
-            "random": (torch.get_rng_state(), random.getstate()),
-            "hooks of modules": [len(m._forward_pre_hooks) for m in ddp.modules()],
-            "training": [m.training for m in ddp.modules()],
-        }
-    )
+    everything = {
+        "weights and buffers": ddp.state_dict(),
+        "gradients": [p.grad for p in ddp.parameters()],
+        "optimizer": optimizer.state_dict(),
+        "hook": hook.state_dict(),
+        "stats": hook.stats(),
+        "random": (torch.get_rng_state(), random.getstate()),
+        "hooks of modules": [len(m._forward_pre_hooks) for m in ddp.modules()],
+        "training": [m.training for m in ddp.modules()],
+    }
+    return copy.deepcopy(everything)
 
 
 def _equal(a: Any, b: Any) -> bool:
@@ -146,8 +144,7 @@ def _options_of_copies() -> list[Any]:
     ):
         if not options.keys() <= taken.keys():  # torch 2.8 has no list of limits
             continue
-        ddp = wrap(Net(), **options) if options != {"bucket_cap_mb_list": [1, 2]} else None
-        ddp = ddp if ddp is not None else DistributedDataParallel(Net(), **options)
+        ddp = DistributedDataParallel(Net(), **options) if "bucket_cap_mb_list" in options else wrap(Net(), **options)
         twin = copy_of(ddp)
         names = ["bucket_bytes_cap", "bucket_bytes_cap_default", "find_unused_parameters"]
         names += ["gradient_as_bucket_view", buffers, "static_graph", "process_group"]

@@ -9,7 +9,7 @@ import pytest
 
 from commhooks import DoctorError
 from commhooks.comm.link import Link
-from commhooks.tools.doctor.measure import Measured, quartiles
+from commhooks.tools.doctor.measure import Measured
 from commhooks.tools.doctor.recommend import Advice, estimate_ms, pays_below, recommend
 from commhooks.tools.doctor.report import DoctorReport, bandwidth
 from commhooks.tools.doctor.run import _candidates
@@ -119,7 +119,7 @@ def test_noise_does_not_let_more_bytes_win_on_a_slow_link() -> None:
 
 
 def test_quartiles_and_bandwidths() -> None:
-    assert quartiles([3.0]) == (3, 3) and quartiles([1, 2, 3, 4, 5]) == (2, 4)
+    assert measured("noop", 3.0).quartiles_ms == (3, 3) and measured("noop", 1, 2, 3, 4, 5).quartiles_ms == (2, 4)
     assert [bandwidth(x) for x in (94.3, 956, 999, 9600, 1.2e5)] == [
         "94 Mbit/s", "960 Mbit/s", "1 Gbit/s", "9.6 Gbit/s", "120 Gbit/s",
     ]  # fmt: skip

@@ -19,30 +19,23 @@ from doctor_models import loss_of
 from repository import REPOSITORY
 from torch import nn
 
-from commhooks import DoctorError, HookConfigError
-from commhooks.tools.arguments import COMMANDS
+from commhooks import DoctorError
 from commhooks.tools.cli import main
 from commhooks.tools.doctor import command
 from commhooks.tools.doctor.report import check_output
-from commhooks.tools.options import parse_options
 
 
-def test_what_cannot_be_written_is_said_before_measuring(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_cannot_be_written_is_said_before_measuring(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     check_output(None, None)
     check_output(tmp_path / "a.json", tmp_path / "a.png")
     with pytest.raises(DoctorError, match="there is no folder .*nowhere"):
         check_output(tmp_path / "nowhere" / "a.json", None)
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    with pytest.raises(DoctorError, match=r"the plot needs matplotlib .*: pip install matplotlib$"):
-        command.run(_arguments("a:b", "--plot", str(tmp_path / "a.png")))
-
-
-def _arguments(*words: str) -> Any:
-    import argparse
-
-    parser = argparse.ArgumentParser()
-    COMMANDS["doctor"].add_arguments(parser)
-    return parser.parse_args(words)
+    assert main(["doctor", "a:b", "--plot", str(tmp_path / "a.png")]) == 1
+    error = capsys.readouterr().err
+    assert "the plot needs matplotlib " in error and error.endswith(": pip install matplotlib\n")
 
 
 def frozen() -> Any:
@@ -81,16 +74,6 @@ def test_a_build_function_that_is_not_there(path: str, sentence: str) -> None:
     assert sentence in str(raised.value)
 
 
-def test_options_on_the_command_line() -> None:
-    assert parse_options([]) == {}
-    assert parse_options(["fused=true", "exclude=['*embed*']"]) == {
-        "fused": True,
-        "exclude": ["*embed*"],
-    }
-    with pytest.raises(HookConfigError, match="--options fused: expected NAME=VALUE"):
-        parse_options(["fused"])
-
-
 class _Terminal(io.StringIO):
     def isatty(self) -> bool:
         return True
@@ -121,31 +104,12 @@ def test_without_torchrun(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_under_torchrun(tmp_path: Path) -> None:
     """The example, started as its first lines say, on its way for some seconds."""
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--local-addr",
-        "127.0.0.1",
-        "--nproc-per-node",
-        "2",
-        "--no-python",
-        warm.python(),
-        "-m",
-        "commhooks",
-    ]
+    torchrun = "-m torch.distributed.run --standalone --local-addr 127.0.0.1 --nproc-per-node 2 --no-python"
+    command = [sys.executable, *torchrun.split(), warm.python(), "-m", "commhooks"]
     command += ["doctor", "examples.doctor_transformer:build", "--steps", "2", "--powersgd-ranks", "2"]
     command += ["--json", str(tmp_path / "a.json"), "--plot", str(tmp_path / "a.png")]
-    process = subprocess.Popen(
-        command,
-        cwd=REPOSITORY,
-        env=dict(os.environ),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
+    streams: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    process = subprocess.Popen(command, cwd=REPOSITORY, **streams, start_new_session=True)
     try:
         output, errors = process.communicate(timeout=280)
     except subprocess.TimeoutExpired:

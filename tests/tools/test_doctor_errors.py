@@ -32,7 +32,7 @@ def _wrong(case: str) -> None:
 
     other = nn.Linear(24, 1)
     functions: dict[str, Any] = {
-        "no argument": lambda: model_free(inputs),
+        "no argument": lambda: inputs.mean(),
         "dict": lambda model: {"loss": model(inputs).mean()},
         "shape": lambda model: model(inputs),
         "detached": lambda model: model(inputs).mean().detach(),
@@ -47,10 +47,6 @@ def _wrong(case: str) -> None:
         assert all(torch.equal(b, p.grad) for b, p in zip(before, ddp.parameters(), strict=True))
         backward(ddp, 1)  # goes on
         descend(ddp)
-
-
-def model_free(inputs: torch.Tensor) -> torch.Tensor:
-    return inputs.mean()
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from commhooks.comm.collective import gather_rows
+from commhooks.comm.collective import gather_texts
 from commhooks.compressors.noop import Noop
 from commhooks.errors import DoctorError
 from commhooks.gradients.torch_private import delays_all_reduce
@@ -68,20 +68,17 @@ def check_batch_fn(ddp_model: DistributedDataParallel, batch_fn: BatchFn) -> Non
     trial = copy_of(ddp_model, alone=True)
     attach(trial, Noop(), process_group=group).quiet()
     problem: DoctorError | None = None
+    own = works = "it works"
     try:
         _try(ddp_model, trial, batch_fn)
     except DoctorError as error:
-        problem = error
-    own = torch.tensor([problem is not None], dtype=torch.int64, device=device)
-    failed = gather_rows(own, group, None, "whether batch_fn works").flatten().tolist()
-    if not any(failed):
-        return
-    texts: list[Any] = [None] * len(failed)
-    dist.all_gather_object(texts, str(problem), group=group)
+        problem, own = error, str(error).encode(errors="backslashreplace").decode()
+    texts = gather_texts(own, group, device, "whether batch_fn works")
     if problem is not None:
         raise problem
-    first = failed.index(1)
-    raise DoctorError(f"rank {first} cannot go on: {texts[first]}")
+    for rank, text in enumerate(texts):
+        if text != works:
+            raise DoctorError(f"rank {rank} cannot go on: {text}")
 
 
 def _try(ddp_model: DistributedDataParallel, trial: DistributedDataParallel, batch_fn: BatchFn) -> None:
@@ -97,8 +94,14 @@ def _try(ddp_model: DistributedDataParallel, trial: DistributedDataParallel, bat
 
     guards = [module.register_forward_pre_hook(not_this_one) for module in (ddp_model, ddp_model.module)]
     try:
-        loss = batch_fn(trial)
-        _check_loss(loss)
+        loss: object = batch_fn(trial)
+        if not isinstance(loss, torch.Tensor):
+            raise DoctorError(f"batch_fn returned a {type(loss).__name__}. {CONTRACT}")
+        if loss.numel() != 1:
+            raise DoctorError(f"batch_fn returned a tensor of shape {tuple(loss.shape)}. {CONTRACT}")
+        if not loss.requires_grad:
+            without = "a tensor without a gradient (was it detached, or computed under no_grad?)"
+            raise DoctorError(f"batch_fn returned {without}. {CONTRACT}")
         loss.backward()
     except DoctorError:
         raise
@@ -115,15 +118,3 @@ def _try(ddp_model: DistributedDataParallel, trial: DistributedDataParallel, bat
         raise DoctorError(
             f"the loss of batch_fn does not depend on the parameters of the model that it was given. {CONTRACT}"
         )
-
-
-def _check_loss(loss: object) -> None:
-    wrong = ""
-    if not isinstance(loss, torch.Tensor):
-        wrong = f"a {type(loss).__name__}"
-    elif loss.numel() != 1:
-        wrong = f"a tensor of shape {tuple(loss.shape)}"
-    elif not loss.requires_grad:
-        wrong = "a tensor without a gradient (was it detached, or computed under no_grad?)"
-    if wrong:
-        raise DoctorError(f"batch_fn returned {wrong}. {CONTRACT}")

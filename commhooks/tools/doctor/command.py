@@ -54,11 +54,8 @@ class Progress:
         self._stream = stream
 
     def __call__(self, text: str) -> None:
-        line = f"commhooks doctor: {text}"
-        if self._stream.isatty():
-            print(f"\r\x1b[2K{line}", end="", file=self._stream, flush=True)
-        else:
-            print(line, file=self._stream, flush=True)
+        start, end = ("\r\x1b[2K", "") if self._stream.isatty() else ("", "\n")
+        print(f"{start}commhooks doctor: {text}", end=end, file=self._stream, flush=True)
 
     def end(self) -> None:
         """Remove the line from the terminal."""
@@ -112,6 +109,6 @@ def build_model(build: Callable[[], Any]) -> tuple[DistributedDataParallel, Any]
     trained = [p for p in model.parameters() if p.requires_grad]
     if not trained:
         raise DoctorError("the model has no parameter that requires a gradient: there is nothing to exchange")
-    devices = {p.device for p in model.parameters()}
-    on_one_gpu = len(devices) == 1 and trained[0].device.type == "cuda"
-    return DistributedDataParallel(model, device_ids=[trained[0].device] if on_one_gpu else None), batch_fn
+    device = trained[0].device
+    on_one_gpu = device.type == "cuda" and {p.device for p in model.parameters()} == {device}
+    return DistributedDataParallel(model, device_ids=[device] if on_one_gpu else None), batch_fn

@@ -1,9 +1,11 @@
-"""Temporary copies of a DDP model for the doctor, and the state of the random number generators to restore."""
+"""What lets a training go on as before: temporary copies of its model, and the kept state of random numbers."""
 
 import copy
 import inspect
 import random
 import sys
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -29,20 +31,11 @@ def copy_of(ddp_model: DistributedDataParallel, *, alone: bool = False) -> Distr
     taken = inspect.signature(DistributedDataParallel).parameters  # torch 2.8 takes fewer arguments than 2.13
     options: dict[str, Any] = {}
     if not alone:
-        options = {
-            name: getattr(ddp_model, name)
-            for name in (
-                "dim",
-                "find_unused_parameters",
-                "gradient_as_bucket_view",
-                "batched_grad_copy",
-                "skip_all_reduce_unused_params",
-            )
-            if name in taken
-        }
+        same = ["dim", "find_unused_parameters", "gradient_as_bucket_view"]
+        same += ["batched_grad_copy", "skip_all_reduce_unused_params"]
+        options = {name: getattr(ddp_model, name) for name in same if name in taken}
         # DDP stores limits in bytes. A default limit must be passed on as default: its first bucket is smaller.
-        limits = getattr(ddp_model, "bucket_bytes_cap_list", None)
-        if limits:
+        if limits := getattr(ddp_model, "bucket_bytes_cap_list", None):
             options["bucket_cap_mb_list"] = [limit / 2**20 for limit in limits]
         elif not ddp_model.bucket_bytes_cap_default:
             options["bucket_cap_mb"] = ddp_model.bucket_bytes_cap / 2**20
@@ -60,20 +53,19 @@ def copy_of(ddp_model: DistributedDataParallel, *, alone: bool = False) -> Distr
     )
 
 
-class RandomState:
-    """The state of the global random number generators: torch's on the CPU and on `devices`, Python's, numpy's."""
+def keep_random_state(devices: set[torch.device]) -> Callable[[], None]:
+    """A function that restores the present state of the global random number generators: torch's on the CPU and on
+    `devices`, Python's, numpy's."""
+    numpy = sys.modules.get("numpy")
+    restorers: list[Callable[[], Any]] = [
+        partial(torch.set_rng_state, torch.get_rng_state()),
+        *(partial(torch.cuda.set_rng_state, torch.cuda.get_rng_state(d), d) for d in devices if d.type == "cuda"),
+        partial(random.setstate, random.getstate()),
+        *([] if numpy is None else [partial(numpy.random.set_state, numpy.random.get_state())]),
+    ]
 
-    def __init__(self, devices: set[torch.device]) -> None:
-        self._cpu = torch.get_rng_state()
-        self._cuda = {d: torch.cuda.get_rng_state(d) for d in devices if d.type == "cuda"}
-        self._python = random.getstate()
-        numpy = sys.modules.get("numpy")
-        self._numpy = numpy.random.get_state() if numpy is not None else None
+    def restore() -> None:
+        for each in restorers:
+            each()
 
-    def restore(self) -> None:
-        torch.set_rng_state(self._cpu)
-        for device, state in self._cuda.items():
-            torch.cuda.set_rng_state(state, device)
-        random.setstate(self._python)
-        if self._numpy is not None:
-            sys.modules["numpy"].random.set_state(self._numpy)
+    return restore

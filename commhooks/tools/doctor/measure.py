@@ -20,7 +20,7 @@ from commhooks.errors import AttachError, HookConfigError
 from commhooks.hook.attach import attach
 from commhooks.hook.comm_hook import CommHook
 from commhooks.tools.doctor.check import BatchFn
-from commhooks.tools.doctor.copies import RandomState, copy_of
+from commhooks.tools.doctor.copies import copy_of
 
 ROUNDS = 3
 # After the first backward pass DDP rebuilds its buckets; in the second pass the hook allocates buffers for these.
@@ -70,42 +70,28 @@ class Measured:
 
     @property
     def quartiles_ms(self) -> tuple[float, float]:
-        return quartiles(self.step_ms)
-
-
-def quartiles(samples: Sequence[float]) -> tuple[float, float]:
-    """The first and the third quartile."""
-    if len(samples) == 1:
-        return samples[0], samples[0]
-    low, _, high = statistics.quantiles(samples, n=4, method="inclusive")
-    return low, high
+        """The first and the third quartile."""
+        if len(self.step_ms) == 1:
+            return self.step_ms[0], self.step_ms[0]
+        low, _, high = statistics.quantiles(self.step_ms, n=4, method="inclusive")
+        return low, high
 
 
 @dataclass
 class Rounds:
-    """Measures the candidates in turn. One copy of the model exists at a time.
-
-    Attributes:
-        steps: measured steps per candidate.
-        seconds: a candidate that has used this time is not measured further; it gets at least one measured step.
-        progress: called with a text before each part of the measurements.
-    """
+    """Measures the candidates in turn, with arguments of `doctor`. One copy of the model exists at a time.
+    `restore_random` gives every candidate the same batches."""
 
     ddp_model: DistributedDataParallel
     batch_fn: BatchFn
-    random_state: RandomState
+    restore_random: Callable[[], None]
     steps: int
     seconds: float
     progress: Callable[[str], None]
 
-    def __post_init__(self) -> None:
-        self._group = self.ddp_model.process_group
-        self._device = next(p.device for p in self.ddp_model.module.parameters() if p.requires_grad)
-
     def measure(self, candidates: Sequence[Candidate]) -> dict[str, Measured]:
         """Measure all candidates. All ranks must call this; all get the same result."""
-        measured = {candidate.label: Measured(candidate) for candidate in candidates}
-        order = list(measured.values())
+        order = [Measured(candidate) for candidate in candidates]
         rounds = min(ROUNDS, self.steps)
         for turn in range(rounds):
             # Each round begins with another candidate, so that a change of the machine's load affects all of them.
@@ -114,11 +100,11 @@ class Rounds:
                 if not each.useless and (not each.step_ms or each.spent_s < self.seconds):
                     self.progress(f"round {turn + 1} of {rounds}: {each.candidate.label}")
                     self._visit(each, self.steps * (turn + 1) // rounds)
-        return {label: each for label, each in measured.items() if not each.useless}
+        return {each.candidate.label: each for each in order if not each.useless}
 
     def _visit(self, measured: Measured, upto: int) -> None:
         """Run one copy of the model with one hook until it has `upto` measured steps in total."""
-        self.random_state.restore()  # every candidate gets the same batches
+        self.restore_random()
         ddp_model = copy_of(self.ddp_model)
         parameter = weakref.ref(next(ddp_model.parameters()))
         self._measure(ddp_model, measured, upto)
@@ -130,12 +116,10 @@ class Rounds:
                 gc.collect(generation)
 
     def _measure(self, ddp_model: DistributedDataParallel, measured: Measured, upto: int) -> None:
-        candidate, group = measured.candidate, self._group
+        candidate, options = measured.candidate, measured.options or None
+        wrapper, group = candidate.wrapper, ddp_model.process_group
         try:
-            options = measured.options or None
-            hook = attach(
-                ddp_model, candidate.hook, hook_options=options, wrapper=candidate.wrapper, process_group=group
-            )
+            hook = attach(ddp_model, candidate.hook, hook_options=options, wrapper=wrapper, process_group=group)
         except (HookConfigError, AttachError) as error:  # raised on all ranks
             self.progress(f"{candidate.label} cannot run here: {error}")
             measured.useless = True
@@ -162,25 +146,26 @@ class Rounds:
         measured.bytes_uncompressed = stats["bytes_uncompressed"] // stats["backward_passes"]
 
     def _step(self, ddp_model: DistributedDataParallel, hook: CommHook, measured: Measured, *, counts: bool) -> None:
+        group, device = ddp_model.process_group, next(p.device for p in ddp_model.parameters() if p.requires_grad)
+
+        def all_ranks(*own: float) -> Any:
+            row = torch.tensor(own, dtype=torch.float64, device=device)
+            return gather_rows(row, group, None, "the time of a step").T.tolist()
+
         ddp_model.zero_grad(set_to_none=True)
-        synchronize(self._device)
-        self._rows([0.0])  # a common start
+        synchronize(device)
+        all_ranks(0.0)  # a common start
         began = time.perf_counter()
         self.batch_fn(ddp_model).backward()
-        synchronize(self._device)
+        synchronize(device)
         passed = time.perf_counter() - began
         stats = hook.stats()
         timed = stats["codec_s_last_pass"] is not None
-        clocks = [stats["codec_s_last_pass"], stats["waiting_s_last_pass"]] if timed else [0.0, 0.0]
-        step, codec, waiting = zip(*self._rows([passed, *clocks]), strict=True)
+        clocks = (stats["codec_s_last_pass"], stats["waiting_s_last_pass"]) if timed else (0.0, 0.0)
+        step, codec, waiting = all_ranks(passed, *clocks)
         measured.spent_s += max(step)
         if counts:
             measured.step_ms.append(1000 * max(step))
         if counts and timed:
             measured.codec_ms.append(1000 * max(codec))
             measured.waiting_ms.append(1000 * min(waiting))
-
-    def _rows(self, numbers: list[float]) -> list[list[float]]:
-        own = torch.tensor(numbers, dtype=torch.float64, device=self._device)
-        rows: list[list[float]] = gather_rows(own, self._group, None, "the time of a step").tolist()
-        return rows

@@ -10,7 +10,6 @@ from commhooks.errors import DoctorError
 if TYPE_CHECKING:
     from commhooks.tools.doctor.report import DoctorReport
 
-
 _LABEL_HEIGHT = 0.045
 """Of the height of the plot."""
 
@@ -37,13 +36,12 @@ def draw(report: "DoctorReport", path: str | Path) -> None:
         look = {"color": color, "linewidth": width, "zorder": above}
         curve = [report.estimate_ms(label, mbit_per_s) for mbit_per_s in grid]
         axes.plot(grid, curve, label=label, linestyle=":" if label == NOOP.label else "-", **look)
-        first, third = each.quartiles_ms
-        median = each.median_ms
+        median, (first, third) = each.median_ms, each.quartiles_ms
         axes.errorbar([here], [median], yerr=[[median - first], [third - median]], fmt="o", capsize=3, **look)
     axes.axvline(here, color="0.8", zorder=0)
     on_line = axes.get_xaxis_transform()  # x in Mbit/s, y from 0 at the bottom to 1 at the top
-    said = "your link: measured (median, quartiles)"
-    axes.text(here, 0.98, said, transform=on_line, rotation=90, va="top", ha="right", color="0.4", fontsize="small")
+    look = {"rotation": 90, "va": "top", "ha": "right", "color": "0.4", "fontsize": "small"}
+    axes.text(here, 0.98, "your link: measured (median, quartiles)", transform=on_line, **look)
     axes.set(xscale="log", yscale="log", xlabel="bandwidth of the link, Mbit/s", ylabel="time of a step, ms")
     axes.set_xlim(low, high)
     axes.yaxis.tick_right()
@@ -67,15 +65,6 @@ def _label_lines(axes: Any, advised: str) -> None:
     for line, height in zip(lines, heights, strict=True):
         label = line.get_label()
         name = label + {NOOP.label: " (no exchange)", ALLREDUCE.label: " (no hook)"}.get(label, "")
-        axes.annotate(
-            name,
-            (0, height),
-            xycoords="axes fraction",
-            xytext=(-5, 0),
-            textcoords="offset points",
-            ha="right",
-            va="center",
-            fontsize="small",
-            color=line.get_color() if label == advised else "0.3",
-            fontweight="bold" if label == advised else "normal",
-        )
+        look = {"color": line.get_color(), "fontweight": "bold"} if label == advised else {"color": "0.3"}
+        place = {"xycoords": "axes fraction", "xytext": (-5, 0), "textcoords": "offset points"}
+        axes.annotate(name, (0, height), **place, ha="right", va="center", fontsize="small", **look)

@@ -16,7 +16,7 @@ SLOW_CODEC = (
     "gcc on every machine, and fused not set to False."
 )
 _NOISY = 0.3
-_GRID_MBIT = [10 ** (exponent / 20) for exponent in range(0, 121)]  # 1 Mbit/s to 1 Tbit/s
+_GRID_MBIT = [10 ** (exponent / 20) for exponent in range(120, -1, -1)]  # 1 Tbit/s down to 1 Mbit/s
 
 
 @dataclass(frozen=True)
@@ -55,12 +55,12 @@ def recommend(measured: Mapping[str, Measured], link: Link, world_size: int) -> 
     figures = f"{plain.median_ms:.4g} ms with plain all-reduce and {noop.median_ms:.4g} ms without any exchange"
     # What may be as fast as plain all-reduce by chance is left out: its third quartile must lie below the first one of
     # plain all-reduce.
-    clear = {ALLREDUCE.label: plain}
-    clear |= {each.candidate.label: each for each in hooks if each.quartiles_ms[1] < plain.quartiles_ms[0]}
+    clear = [plain, *(each for each in hooks if each.quartiles_ms[1] < plain.quartiles_ms[0])]
     chosen = plain
     if headroom >= MARGIN:
-        known = {label: each.candidate for label, each in clear.items()}
-        chosen = clear[choose({label: each.median_ms for label, each in clear.items()}, known, ALLREDUCE.label)]
+        known = {each.candidate.label: each.candidate for each in clear}
+        times = {each.candidate.label: each.median_ms for each in clear}
+        chosen = measured[choose(times, known, ALLREDUCE.label)]
     notes: list[str] = []
     if headroom < MARGIN:
         gain = max(0.0, 100 * (headroom - 1))
@@ -91,18 +91,18 @@ def recommend(measured: Mapping[str, Measured], link: Link, world_size: int) -> 
             )
     if min(len(each.step_ms) for each in measured.values()) < 5:
         notes.append("Some figures come from fewer than 5 steps: more steps, or more seconds, make them firmer.")
-    compress = chosen is not plain
+    compress, used = chosen is not plain, chosen.candidate
     return Advice(
         compress=compress,
-        use=chosen.candidate.label,
-        hook=chosen.candidate.hook if compress else None,
-        hook_options=dict(chosen.candidate.options) if compress else {},
+        use=used.label,
+        hook=used.hook if compress else None,
+        hook_options=dict(used.options) if compress else {},
         reason=reason,
         headroom=headroom,
         speedup=plain.median_ms / chosen.median_ms,
         pays_below_mbit_per_s=pays_below(measured, link, world_size),
         notes=tuple(notes),
-        wrapper=chosen.candidate.wrapper if compress else None,
+        wrapper=used.wrapper if compress else None,
     )
 
 
@@ -149,7 +149,7 @@ def pays_below(measured: Mapping[str, Measured], link: Link, world_size: int) ->
     none."""
     noop, plain = measured[NOOP.label], measured[ALLREDUCE.label]
     hooks = _hooks(measured)
-    for mbit_per_s in reversed(_GRID_MBIT):
+    for mbit_per_s in _GRID_MBIT:
         limit_ms = estimate_ms(plain, noop, link, mbit_per_s, world_size) / MARGIN
         if any(estimate_ms(each, noop, link, mbit_per_s, world_size) <= limit_ms for each in hooks):
             return mbit_per_s

@@ -4,11 +4,13 @@ import json
 import random
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from statistics import median_high
 from typing import Any
 
 from commhooks.comm.link import Link
 from commhooks.compressors.candidates import ALLREDUCE, NOOP
 from commhooks.errors import DoctorError
+from commhooks.hook.plan_table import new_table, text_of
 from commhooks.tools.doctor.measure import Measured
 from commhooks.tools.doctor.recommend import Advice, estimate_ms
 
@@ -51,13 +53,12 @@ class DoctorReport:
         """The report as plain types, for JSON. Times are lists with one number per measured step, in milliseconds."""
         candidates = {}
         for label, each in self.measured.items():
-            low, high = each.quartiles_ms
             candidates[label] = {
                 "hook": each.candidate.hook,
                 "hook_options": each.options,
                 "wrapper": each.candidate.wrapper,
                 "median_ms": each.median_ms,
-                "quartiles_ms": [low, high],
+                "quartiles_ms": list(each.quartiles_ms),
                 "step_ms": each.step_ms,
                 "codec_ms": each.codec_ms or None,
                 "waiting_ms": each.waiting_ms or None,
@@ -93,19 +94,12 @@ class DoctorReport:
     def __str__(self) -> str:
         state = random.getstate()  # importing rich draws a number (rich 15)
         try:
-            return self._table()
+            return text_of(*self._recommendation(), self._table(), *self._explanation()).strip("\n")
         finally:
             random.setstate(state)
 
-    def _table(self) -> str:
-        from rich import box
-        from rich.console import Console
-        from rich.table import Table
-
-        table = Table(
-            title=f"{self.world_size} ranks, {self.backend}, {self.gradient_mb:.3f} MB of gradients",
-            box=box.SIMPLE,
-        )
+    def _table(self) -> Any:
+        table = new_table(f"{self.world_size} ranks, {self.backend}, {self.gradient_mb:.3f} MB of gradients")
         table.add_column("hook", no_wrap=True)
         for column in ("step, ms: median (quartiles)", "x faster", "MB sent", "codec, ms", "waiting, ms"):
             table.add_column(column, justify="right", no_wrap=True)
@@ -117,17 +111,9 @@ class DoctorReport:
                 f"{each.median_ms:.1f} ({low:.1f} .. {high:.1f})",
                 f"{plain_ms / each.median_ms:.2f}",
                 f"{each.bytes_sent / 1e6:.3f}",
-                _median(each.codec_ms),
-                _median(each.waiting_ms),
+                *(f"{median_high(ms):.1f}" if ms else "-" for ms in (each.codec_ms, each.waiting_ms)),
             )
-        console = Console(width=120, color_system=None, markup=False, emoji=False, highlight=False)
-        with console.capture() as capture:
-            for line in self._recommendation():
-                console.print(line)
-            console.print(table)
-            for line in self._explanation():
-                console.print(line)
-        return capture.get().strip("\n")
+        return table
 
     def _recommendation(self) -> list[str]:
         advice, lines = self.advice, [self.advice.reason]
@@ -150,10 +136,6 @@ class DoctorReport:
             LEGEND,
             *(f"{label} compresses no parameter of this model: not measured." for label in self.not_measured),
         ]
-
-
-def _median(samples: list[float]) -> str:
-    return f"{sorted(samples)[len(samples) // 2]:.1f}" if samples else "-"
 
 
 def bandwidth(mbit_per_s: float) -> str:

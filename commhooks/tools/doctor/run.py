@@ -22,7 +22,7 @@ from commhooks.compressors.powersgd.options import PowerSGD
 from commhooks.compressors.registry import BUILT_IN, COMPRESSORS
 from commhooks.errors import DoctorError
 from commhooks.tools.doctor.check import BatchFn, check_batch_fn, check_model
-from commhooks.tools.doctor.copies import RandomState
+from commhooks.tools.doctor.copies import keep_random_state
 from commhooks.tools.doctor.measure import Rounds
 from commhooks.tools.doctor.recommend import recommend
 from commhooks.tools.doctor.report import DoctorReport
@@ -78,24 +78,23 @@ def doctor(
     parameters = list(ddp_model.module.parameters())
     device = next(p.device for p in parameters if p.requires_grad)
     _check_arguments(group, device, (steps, float(seconds), candidates))
-    random_state = RandomState({p.device for p in parameters})
+    restore_random = keep_random_state({p.device for p in parameters})
     tell = progress if progress is not None else logger.info
     try:
         with torch.inference_mode(False), torch.enable_grad():
             check_batch_fn(ddp_model, batch_fn)
             tell("the link between the ranks")
             link = measure_link(group, device)
-            rounds = Rounds(ddp_model, batch_fn, random_state, steps, float(seconds), tell)
+            rounds = Rounds(ddp_model, batch_fn, restore_random, steps, float(seconds), tell)
             measured = rounds.measure(candidates)
     finally:
-        random_state.restore()
+        restore_random()
         gc.collect()
         if device.type == "cuda":
             torch.cuda.empty_cache()
-    world_size = group.size()
-    advice = recommend(measured, link, world_size)
+    advice = recommend(measured, link, group.size())
     not_measured = tuple(each.label for each in candidates if each.label not in measured)
-    return DoctorReport(measured, link, advice, world_size, backend_of(group, device), not_measured)
+    return DoctorReport(measured, link, advice, group.size(), backend_of(group, device), not_measured)
 
 
 def _candidates(powersgd_ranks: Sequence[int], options: Mapping[str, Any]) -> list[Candidate]:
@@ -106,8 +105,7 @@ def _candidates(powersgd_ranks: Sequence[int], options: Mapping[str, Any]) -> li
     for rank in powersgd_ranks:  # raises for options that it would not take: now, not in the middle
         from_options(PowerSGD, {"matrix_approximation_rank": rank, **options})
     low_rank = [powersgd(rank, options) for rank in dict.fromkeys(powersgd_ranks)]
-    if low_rank:  # the fewest bytes of all
-        low_rank.append(powersgd(min(powersgd_ranks), options, wrapper="int8"))
+    low_rank += [powersgd(min(powersgd_ranks), options, wrapper="int8")] if low_rank else []  # the fewest bytes of all
     others = [
         Candidate(name, name)
         for name, compressor in COMPRESSORS.items()
@@ -121,6 +119,5 @@ def _check_arguments(group: dist.ProcessGroup, device: torch.device, arguments: 
     must call this."""
     own = torch.tensor([agreement_key(arguments)], dtype=torch.int64, device=device)
     found = gather_rows(own, group, None, "the arguments of the doctor (call it on every rank)").flatten().tolist()
-    if len(set(found)) > 1:
-        others = [rank for rank, value in enumerate(found) if value != found[0]]
+    if others := [rank for rank, value in enumerate(found) if value != found[0]]:
         raise DoctorError(f"ranks {others} call the doctor with other arguments than rank 0: give all the same")

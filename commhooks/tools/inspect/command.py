@@ -7,6 +7,7 @@ from typing import Any
 
 from commhooks.checkpoint.checks import REPLICAS_EQUAL, shown
 from commhooks.compressors.units import Unit
+from commhooks.hook.plan_table import new_table, text_of
 from commhooks.tools.inspect.payload import inspect_path
 from commhooks.tools.named_model import plain
 
@@ -25,31 +26,25 @@ def run(arguments: argparse.Namespace) -> int:
     return 1 if any(report["problems"] for report in reports) else 0
 
 
-def report_text(report: dict[str, Any], width: int = 120) -> str:
-    """The report of one payload as text: header and tables."""
-    lines = [f"{plain(report['where'])}", f"  hook        {plain(report['hook'])}"]
+def report_text(report: dict[str, Any]) -> str:
+    """The report of one payload as text: header and table."""
     options = ", ".join(f"{plain(str(name))}={shown(value)}" for name, value in report["options"].items())
-    lines.append(f"  options     {options or 'none'}")
-    notes = [f"{name}={shown(value)}" for name, value in report.get("notes", {}).items() if _is_short(value)]
-    lines += [f"  notes       {plain(', '.join(notes))}"] if notes else []
-    lines.append(f"  step        {report['step']}")
-    lines.append(f"  world size  {report['world_size']}")
+    notes = [f"{k}={shown(v)}" for k, v in report.get("notes", {}).items() if not isinstance(v, (dict, list))]
+    rows = {"hook": plain(report["hook"]), "options": options or "none"}
+    rows |= {"notes": plain(", ".join(notes))} if notes else {}
+    rows |= {"step": report["step"], "world size": report["world_size"]}
     if not report.get(REPLICAS_EQUAL, True):
-        lines.append(
-            "  replicas    had drifted apart: the hook averages nothing, and the weights are those of one rank"
-        )
+        rows["replicas"] = "had drifted apart: the hook averages nothing, and the weights are those of one rank"
     if "parameters" in report:
-        lines.append(f"  non-finite  {report['nonfinite_steps']} steps")
-        lines.append(f"  loss scale  {report['loss_scale']:g}")
-        lines.append(f"  residuals   {_residual_text(report)}")
-        lines.append(f"  size        {Unit.of(report['size_bytes']).text(report['size_bytes'])}")
-    if report["hook_state"] is not None:
-        lines.append(f"  hook_state  {report['hook_state']}")
-    return "\n".join(lines) + "\n" + _tables(report, width)
-
-
-def _is_short(value: Any) -> bool:
-    return not isinstance(value, (dict, list))
+        rows |= {
+            "non-finite": f"{report['nonfinite_steps']} steps",
+            "loss scale": f"{report['loss_scale']:g}",
+            "residuals": _residual_text(report),
+            "size": Unit.of(report["size_bytes"]).text(report["size_bytes"]),
+        }
+    rows |= {} if report["hook_state"] is None else {"hook_state": report["hook_state"]}
+    lines = [f"  {name:10}  {row}" for name, row in rows.items()]
+    return "\n".join([plain(report["where"]), *lines]) + "\n" + _table(report)
 
 
 def _residual_text(report: dict[str, Any]) -> str:
@@ -60,41 +55,26 @@ def _residual_text(report: dict[str, Any]) -> str:
     if report["residual"] == "none":
         return "not saved"
     ranks = report["residual_ranks"]
-    every = len(ranks) == report["world_size"]
     if not ranks:
         return "in files of the ranks, none of which is here, or none yet"
-    return f"of each of {len(ranks)} ranks" if every else f"of rank {', '.join(map(str, ranks)) or 'none'} only"
+    if len(ranks) == report["world_size"]:
+        return f"of each of {len(ranks)} ranks"
+    return f"of rank {', '.join(map(str, ranks))} only"
 
 
-def _tables(report: dict[str, Any], width: int) -> str:
-    from rich import box
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table(box=box.SIMPLE)
-    table.add_column("parameter", overflow="fold")
-    for column in ("shape", "Q", "P"):
+def _table(report: dict[str, Any]) -> str:
+    unit = Unit.of(report.get("size_bytes", 0))
+    table = new_table()
+    for column in ("parameter", "shape", "Q", "P"):
         table.add_column(column, overflow="fold")
     table.add_column("residual norm", overflow="fold", justify="right")
-    unit = Unit.of(report.get("size_bytes", 0))
     table.add_column(unit.name, justify="right", no_wrap=True)
     for each in report.get("parameters", ()):
-        table.add_row(
-            plain(each["name"]),
-            _shape(each["shape"]) or "scalar",
-            _shape(each["q"]),
-            _shape(each["p"]),
-            _norms(each),
-            unit.number(each["size_bytes"]),
-        )
+        shapes = (_shape(each["shape"]) or "scalar", _shape(each["q"]), _shape(each["p"]))
+        table.add_row(plain(each["name"]), *shapes, _norms(each), unit.number(each["size_bytes"]))
     for each in report.get("batched_q", ()):
         table.add_row(plain(each["name"]), "", _shape(each["shape"]), "", "", unit.number(each["size_bytes"]))
-    if not table.row_count:
-        return ""
-    console = Console(width=width, color_system=None, markup=False, emoji=False, highlight=False)
-    with console.capture() as capture:
-        console.print(table)
-    return capture.get()
+    return text_of(table) if table.row_count else ""
 
 
 def _norms(entry: dict[str, Any]) -> str:

@@ -42,12 +42,12 @@ def inspect_path(path: Path) -> list[dict[str, Any]]:
         return _inspect_file(path)
     shared = sorted((each for each in path.iterdir() if _SHARED.fullmatch(each.name)), key=lambda p: (len(p.name), p))
     reports = [report for each in shared for report in _inspect_file(each)]
-    known = {_shared_of(each) for each in shared}
+    known = {each.name for each in shared}
     for part in sorted(path.glob("comm_hook*_rank*.pt")):
-        if _shared_of(part) not in known:
-            known.add(_shared_of(part))
-            text = f"{_shared_of(part)} is missing, which the main process writes, though {part.name} is there"
-            reports.append({"where": str(part.parent), "problems": [text]})
+        if (name := _shared_of(part)) not in known:
+            known.add(name)
+            text = f"{name} is missing, which the main process writes, though {part.name} is there"
+            reports.append({"where": str(path), "problems": [text]})
     if not reports:
         folders = {str(each.parent) for each in path.glob("*/comm_hook*.pt")}
         inside = sorted(folders | {str(each) for each in path.glob("*.ckpt")})
@@ -105,10 +105,8 @@ def _inspect(path: Path, keys: tuple[str, ...], payload: dict[str, Any]) -> dict
     report["options"] = {_text(key): _plain_value(value) for key, value in header["options"].items()}
     if type(header.get("notes")) is dict:
         report["notes"] = _plain_notes(header["notes"])
-    state = header.get("hook_state")
-    if state is None:
-        state = next((part["hook_state"] for part in parts.values() if part["hook_state"] is not None), None)
-    report["hook_state"] = _described(state)
+    states = [header.get("hook_state"), *(part["hook_state"] for part in parts.values())]
+    report["hook_state"] = next((_described(state) for state in states if state is not None), None)
     if "parameters" in header:
         report["residual_ranks"] = sorted(parts) if "fingerprint" in header else header["residual_ranks"]
         scale = float(header["loss_scale"])
@@ -116,14 +114,10 @@ def _inspect(path: Path, keys: tuple[str, ...], payload: dict[str, Any]) -> dict
             _entry(name, entry, report["residual_ranks"], parts, scale) for name, entry in header["parameters"].items()
         ]
         report["batched_q"] = [
-            {"name": name, "shape": list(q.shape), "size_bytes": _size(q)} for name, q in header["batched_q"].items()
-        ]
-        others = [
-            {"name": name, "shape": list(each.shape), "size_bytes": _size(each)}
-            for key in bucket_keys(header)
+            {"name": name, "shape": list(each.shape), "size_bytes": each.nbytes}
+            for key in ("batched_q", *bucket_keys(header))
             for name, each in header[key].items()
         ]
-        report["batched_q"] += others
         report["size_bytes"] = sum(each["size_bytes"] for each in report["parameters"] + report["batched_q"])
     return report
 
@@ -140,30 +134,26 @@ def _read_parts(path: Path, shared: dict[str, Any], report: dict[str, Any]) -> d
     parts: dict[int, dict[str, Any]] = {}
     stem = path.name.removesuffix(".pt")
     for file in sorted(path.parent.glob(f"{stem}_rank*.pt")):
-        number = file.name[len(f"{stem}_rank") : -len(".pt")]
+        number = file.stem.removeprefix(f"{stem}_rank")
         if not number.isdecimal():
             continue
         try:
             part = load_plain(file)
-            problem = payload_parts.problem_of_part(shared, part, int(number))
         except UnreadableFileError as error:
             report["problems"].append(str(error))
             continue
+        problem = payload_parts.problem_of_part(shared, part, int(number))
         if problem is not None:
             report["problems"].append(f"{file} {problem}: it counts as missing")
         else:
             parts[int(number)] = part
-    entries = shared.get("parameters", {}).values()
-    if any(isinstance(entry["residual"], list) for entry in entries) or shared.get("hook_state") is not None:
-        missing = [rank for rank in range(shared["world_size"]) if rank not in parts]
-        if missing:
-            ranks = ", ".join(map(str, missing[:16])) + (" ..." if len(missing) > 16 else "")
-            report["problems"].append(
-                f"{path.parent} has no usable part of rank {ranks}: a run that resumes from it starts from residuals "
-                "of zero"
-                if shared.get("hook_state") is None
-                else f"{path.parent} has no usable part of rank {ranks}, which gets the state of the main process"
-            )
+    entries, users = shared.get("parameters", {}).values(), shared.get("hook_state") is not None
+    missing = [rank for rank in range(shared["world_size"]) if rank not in parts]
+    if missing and (users or any(isinstance(entry["residual"], list) for entry in entries)):
+        lost = f"no usable part of rank {', '.join(map(str, missing[:16]))}{' ...' if len(missing) > 16 else ''}"
+        then = ": a run that resumes from it starts from residuals of zero"
+        then = ", which gets the state of the main process" if users else then
+        report["problems"].append(f"{path.parent} has {lost}{then}")
     return parts
 
 
@@ -185,7 +175,7 @@ def _entry(
     if parts:
         residuals = [part["residuals"][name] for _, part in sorted(parts.items()) if name in part["residuals"]]
         ranks = [rank for rank, part in sorted(parts.items()) if name in part["residuals"]]
-    norms = [_norm(each) / loss_scale for each in residuals]
+    norms = [float(torch.linalg.vector_norm(each.detach(), dtype=torch.float64)) / loss_scale for each in residuals]
     per_rank = isinstance(entry["residual"], list)
     return {
         "name": name,
@@ -198,17 +188,13 @@ def _entry(
         **{key: list(entry[key].shape) for key in factor_keys(entry) if key not in ("q", "p")},
         "residual_norm": None if not norms or per_rank else norms[0],
         "residual_norm_per_rank": dict(zip(map(str, ranks), norms, strict=True)) if norms and per_rank else None,
-        "size_bytes": sum(_size(each) for each in (*(entry[key] for key in factor_keys(entry)), *residuals)),
+        "size_bytes": sum(each.nbytes for each in (*(entry[key] for key in factor_keys(entry)), *residuals)),
     }
 
 
 def _residuals(entry: dict[str, Any]) -> list[torch.Tensor]:
     residual = entry["residual"]
     return residual if isinstance(residual, list) else [] if residual is None else [residual]
-
-
-def _norm(tensor: torch.Tensor) -> float:
-    return float(torch.linalg.vector_norm(tensor.detach(), dtype=torch.float64))
 
 
 def _text(key: object) -> str:
@@ -235,13 +221,7 @@ def _plain_notes(value: Any, depth: int = 0) -> Any:
     return _plain_value(value)
 
 
-def _size(tensor: torch.Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
-
-
-def _described(state: Any) -> str | None:
-    if state is None:
-        return None
+def _described(state: Any) -> str:
     count = f" with {len(state)} entries" if isinstance(state, (dict, list, tuple)) else ""
     return f"a {type(state).__name__}{count}"
 

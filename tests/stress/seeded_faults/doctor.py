@@ -6,7 +6,7 @@ MUTANTS = [
     Mutant(
         "the doctor leaves the random state moved",
         "commhooks/tools/doctor/run.py",
-        "    finally:\n        random_state.restore()\n",
+        "    finally:\n        restore_random()\n",
         "    finally:\n",
         "tools/test_doctor.py::test_a_training_goes_on_as_if_nobody_had_asked",
     ),

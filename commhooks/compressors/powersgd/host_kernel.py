@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+from collections.abc import Callable
 
 import torch
 
@@ -24,7 +25,6 @@ class HostKernel:
         self.work, self.products = work, products
         self._all = range(len(work.matrices))
         self._on_host = precision.is_host_readable(work.layout.device)
-        self._refill = {side: functools.partial(self._refill_of, side) for side in "PQ"}
         self._refills: dict[tuple[str, int], torch.Tensor] = {}
         self.own_deltas = [
             None if work.in_bucket else torch.zeros(x.n, x.m, dtype=work.dtype, device=work.layout.device)
@@ -46,7 +46,7 @@ class HostKernel:
         residuals = self._load_deltas(now)
         # Only the space that Q spans matters, and without scaling P would grow with the square of the gradient.
         known = now.q if work.warm_start else {}
-        products.unit_rows([self._known_q(now, known, i) for i in self._all], self._refill["Q"])
+        products.unit_rows([self._known_q(now, known, i) for i in self._all], self._refill("Q"))
         largest = products.form_p(self._all, now.deltas, residuals, float(now.step.residual_factor))
         if finds_flags and largest is not None:
             flags.copy_((largest > 0).double().masked_fill_(largest > largest_gradient(flags.dtype), float("nan")))
@@ -55,7 +55,7 @@ class HostKernel:
 
     def orthonormalize(self, now: BucketPass) -> None:
         arrived = [factor.to(self.work.dtype) for factor in now.first.factors]
-        self.products.orthonormalize("P", self._all, arrived, self._refill["P"])
+        self.products.orthonormalize("P", self._all, arrived, self._refill("P"))
 
     def form_q(self, now: BucketPass) -> None:
         if self.work.is_whole_bucket:  # what stays where it is takes no part in what is sent for the others
@@ -75,11 +75,11 @@ class HostKernel:
             own = None if residuals is None else [residuals[i] for i in places]
             if makes_q:
                 known = [now.p[self.work.matrices[i].name] for i in places]
-                products.orthonormalize("P", places, known, self._refill["P"])
+                products.orthonormalize("P", places, known, self._refill("P"))
                 products.form_q(places, deltas, own, factor)
             else:
                 known = [self._known_q(now, now.q, i) for i in places]
-                products.orthonormalize("Q", places, known, self._refill["Q"])
+                products.orthonormalize("Q", places, known, self._refill("Q"))
                 products.form_p(places, deltas, own, factor)
         for mine, out in zip(self._sent(now), now.first.factors, strict=True):
             put_only_factor(mine, out, now.step.world_size)
@@ -180,6 +180,9 @@ class HostKernel:
         matrix = self.work.matrices[i]
         q = known.get(matrix.name)
         return self.work.draw_q(matrix, now.step.number).to(now.flat.device) if q is None else q
+
+    def _refill(self, side: str) -> Callable[[int], torch.Tensor]:
+        return functools.partial(self._refill_of, side)  # not kept: its buffers would be freed by a collection only
 
     def _refill_of(self, side: str, i: int) -> torch.Tensor:
         """Drawn at each call on the CPU, where it is rarely needed; cached on accelerators, where testing for need

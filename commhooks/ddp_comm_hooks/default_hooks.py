@@ -11,14 +11,7 @@ import torch.distributed as dist
 
 from commhooks.comm.collective import resolve_group
 from commhooks.comm.hook_result import checked_future, checked_value
-from commhooks.compressors.cast import (
-    AllReduce,
-    AllReduceCompressor,
-    BF16Compress,
-    BF16Compressor,
-    FP16Compress,
-    FP16Compressor,
-)
+from commhooks.compressors import cast
 from commhooks.ddp_comm_hooks.powerSGD_hook import lowered
 from commhooks.engine.immediate import reduce_immediately
 from commhooks.gradients.ddp import BucketReader, checked_bucket
@@ -32,11 +25,8 @@ __all__ = [
 ]
 
 Hook = Callable[[Any, dist.GradBucket], torch.futures.Future[torch.Tensor]]
-_ALLREDUCE, _FP16, _BF16 = (
-    AllReduceCompressor(AllReduce()),
-    FP16Compressor(FP16Compress()),
-    BF16Compressor(BF16Compress()),
-)
+_ALLREDUCE = cast.AllReduceCompressor(cast.AllReduce())
+_FP16, _BF16 = cast.FP16Compressor(cast.FP16Compress()), cast.BF16Compressor(cast.BF16Compress())
 
 
 def allreduce_hook(

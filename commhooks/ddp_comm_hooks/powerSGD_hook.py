@@ -31,6 +31,11 @@ logger = logger_of(__name__)
 _as_torch = logging.getLogger(__name__)  # for lines that are torch's, word by word
 
 
+def _option(name: str) -> Any:
+    """A read-only attribute of `PowerSGDState`: the option of this name."""
+    return property(lambda state: getattr(state._options, name))
+
+
 class PowerSGDState(SessionState):
     """Configuration and learned state of PowerSGD for one DDP model; replaces torch's `PowerSGDState`.
 
@@ -61,20 +66,10 @@ class PowerSGDState(SessionState):
         alternate: bool = False,
         fused: bool | None = None,
     ) -> None:
+        given = locals()
         self.process_group = process_group
-        options = PowerSGD(
-            matrix_approximation_rank=matrix_approximation_rank,
-            start_powerSGD_iter=start_powerSGD_iter,
-            min_compression_rate=min_compression_rate,
-            use_error_feedback=use_error_feedback,
-            warm_start=warm_start,
-            orthogonalization_epsilon=orthogonalization_epsilon,
-            random_seed=random_seed,
-            compression_stats_logging_frequency=compression_stats_logging_frequency,
-            batch_tensors_with_same_shape=batch_tensors_with_same_shape,
-            alternate=alternate,
-            fused=fused,
-        )
+        names = [option.name for option in dataclasses.fields(PowerSGD)]
+        options = PowerSGD(**{name: given[name] for name in names if name in given})
         if not isinstance(start_powerSGD_iter, int):
             raise HookConfigError(
                 f"PowerSGDState: start_powerSGD_iter={start_powerSGD_iter!r}; expected a number of steps (int). "
@@ -115,21 +110,19 @@ class PowerSGDState(SessionState):
         self._serves = weakref.ref(model)
         self._reader = BucketReader(len(binding.names.known()))
         binding = dataclasses.replace(binding, group=self._group_or(binding.group))
+        consensus = self.session.consensus
         if self.session.has_run:  # a second training: what it knows of the parameters stays
-            self.session.consensus.binding = dataclasses.replace(binding, names=self.session.consensus.binding.names)
-            self.session.consensus.replaced(
-                self.session.compressor
-            )  # perhaps among other ranks, which compare their states
+            consensus.binding = dataclasses.replace(binding, names=consensus.binding.names)
+            consensus.replaced(self.session.compressor)  # perhaps among other ranks, which compare their states
         else:
-            self.session.consensus.bind(binding)
+            consensus.bind(binding)
             form = form_of(function)
             if form is not None:
                 self.use(form)
 
     @property
     def _options(self) -> PowerSGD:
-        options: PowerSGD = self.session.compressor.config
-        return options
+        return self.session.compressor.config
 
     @property
     def iter(self) -> int:
@@ -137,43 +130,18 @@ class PowerSGDState(SessionState):
         self.session.held.settle()
         return self.session.state.step
 
-    @property
-    def matrix_approximation_rank(self) -> int | dict[str, int]:
-        return self._options.matrix_approximation_rank
-
-    @property
-    def start_powerSGD_iter(self) -> int:
-        start = self._options.start_powerSGD_iter
-        assert isinstance(start, int)
-        return start
-
-    @property
-    def min_compression_rate(self) -> float:
-        return self._options.min_compression_rate
-
-    @property
-    def use_error_feedback(self) -> bool:
-        return self._options.use_error_feedback
-
-    @property
-    def warm_start(self) -> bool:
-        return self._options.warm_start
-
-    @property
-    def orthogonalization_epsilon(self) -> float:
-        return self._options.orthogonalization_epsilon
-
-    @property
-    def random_seed(self) -> int:
-        return self._options.random_seed
+    matrix_approximation_rank: int | dict[str, int] = _option("matrix_approximation_rank")
+    start_powerSGD_iter: int = _option("start_powerSGD_iter")
+    min_compression_rate: float = _option("min_compression_rate")
+    use_error_feedback: bool = _option("use_error_feedback")
+    warm_start: bool = _option("warm_start")
+    orthogonalization_epsilon: float = _option("orthogonalization_epsilon")
+    random_seed: int = _option("random_seed")
+    batch_tensors_with_same_shape: bool = _option("batch_tensors_with_same_shape")
 
     @property
     def compression_stats_logging_frequency(self) -> int:
         return max(1, self._options.compression_stats_logging_frequency)
-
-    @property
-    def batch_tensors_with_same_shape(self) -> bool:
-        return self._options.batch_tensors_with_same_shape
 
     def compression_stats(self) -> tuple[float, int, int]:
         """(compression rate, elements before, elements after) over all compressed backward passes so far."""
@@ -279,8 +247,7 @@ class Form:
     def compressor(self, options: PowerSGD) -> PowerSGDCompressor | BatchedPowerSGDCompressor:
         # As in torch, one state serves both forms, so both compressors use the same options.
         kind: Any = BatchedPowerSGDCompressor if self.batched else PowerSGDCompressor
-        made: PowerSGDCompressor | BatchedPowerSGDCompressor = kind(options, self.wire_dtype)
-        return made
+        return kind(options, self.wire_dtype)
 
 
 FORMS: "weakref.WeakKeyDictionary[Callable[..., Any], Form]" = weakref.WeakKeyDictionary()

@@ -18,6 +18,7 @@ from commhooks.compressors.cast import AllReduce, AllReduceCompressor
 from commhooks.compressors.hook_config import HookConfig
 from commhooks.compressors.registry import compressor_of
 from commhooks.ddp_comm_hooks.default_hooks import bf16_compress_wrapper, fp16_compress_wrapper
+from commhooks.engine.arrangement import FLAT
 from commhooks.engine.consensus import Binding
 from commhooks.engine.hierarchy import Hierarchy
 from commhooks.engine.session import Session
@@ -31,7 +32,7 @@ from commhooks.hook.arguments import arguments_in, explains_arguments
 from commhooks.hook.comm_hook import CommHook
 from commhooks.hook.engine_hook import EngineHook
 from commhooks.hook.request import HookRequest
-from commhooks.hook.request_check import Asked, check_requests, describe_request
+from commhooks.hook.request_check import check_requests, describe_request
 from commhooks.hook.runner import Runner
 from commhooks.hook.sources import source_of
 from commhooks.hook.user_hook import UserHook
@@ -142,66 +143,64 @@ def attach_request(
             "scaler.get_scale, or None"
         )
     source = source_of(model, process_group, replicate_group)
-    if request.ranks_per_node is not None and source.shard_group is not None:
+    _check_arrangement(request, source)
+    if request.off and not source.averages_alone:
+        request = request.as_plain_average()
+    compressor = AllReduceCompressor(AllReduce()) if request.off else request.new_compressor(total_steps)
+    logging_rank = is_logging_rank(source.group, source.shard_group)
+    if compressor is not None and total_steps is not None and logging_rank:
+        problem = compressor.never_acts(total_steps)
+        if problem:
+            logger.warning("%s", problem)
+    shards = None if source.shard_group is None else held_weakly(source.shard_group)
+    binding = Binding(source.names, held_weakly(source.group), loss_scale, shards)
+    runner, state = _runner_of(request, source, compressor, binding)
+    described = describe_request(request, runner.options, loss_scale is not None)
+    plan = [repr(row) for row in runner.plan().parameters]
+    choice = check_requests(described, source.described(), plan, runner.kernel_support(), source)
+    parameters = source.names.known()
+    if not parameters:
+        raise AttachError(source.nothing_to_reduce)
+    nodes = find_nodes(request.ranks_per_node, source.group, source.device)
+    runner.agreed(choice, FLAT if nodes is None else Hierarchy(nodes, parameters))
+    attached = CommHook(request, runner, source)
+    if request.off:  # there will be no first backward pass of the hook, at which others say this
+        if logging_rank:
+            ignored = f" ({' and '.join(request.ignored)} without effect)" if request.ignored else ""
+            say(f"{request.name}: no hook, DDP averages the gradients itself{ignored}")
+        return attached
+    runner.register(state)
+    if source.module is not None and logging_rank:
+        for problem in runner.problems():
+            logger.warning("%s", problem)
+        if request.config is not None:
+            warn_if_unmatched(request.config.excluded_globs, source.module)
+            warn_if_unmatched(request.config.option_globs, source.module, request.config.glob_option)
+    return attached
+
+
+def _check_arrangement(request: HookRequest, source: GradientSource) -> None:
+    """Raise HookConfigError if the hook does not work with this arrangement of ranks."""
+    if source.shard_group is None:
+        return
+    if request.ranks_per_node is not None:
         raise HookConfigError(
             f"ranks_per_node={request.ranks_per_node!r} with a model sharded by fully_shard: shard within each node "
             "instead, and the hook averages between nodes only"
         )
-    _check_topology(request, source)
-    if request.off and not source.averages_alone:
-        request = request.as_plain_average()
-    shards = None if source.shard_group is None else held_weakly(source.shard_group)
-    binding = Binding(source.names, held_weakly(source.group), loss_scale, shards)
-    compressor = request.new_compressor(total_steps)
-    runner: Runner
-    state: Any
-    if request.off:
-        runner, state = _runner_of_compressor(source, request, AllReduceCompressor(AllReduce()), binding), None
-        runner.counts_bytes = False
-    elif compressor is None:
-        runner, state = _runner_of_function(source, request, binding)
-    else:
-        if is_logging_rank(source.group, source.shard_group):
-            problem = compressor.never_acts(total_steps) if total_steps is not None else ""
-            if problem:
-                logger.warning("%s", problem)
-        runner, state = _runner_of_compressor(source, request, compressor, binding), None
-    described = describe_request(request, runner.options, loss_scale is not None)
-    asked = Asked(described, source.described(), [repr(row) for row in runner.plan().parameters])
-    choice = check_requests(asked, runner.kernel_support(source.names.known()), source)
-    if not source.names.known():
-        raise AttachError(source.nothing_to_reduce)
-    runner.compute_with(choice)
-    nodes = find_nodes(request.ranks_per_node, source.group, source.device)
-    if nodes is not None:
-        runner.arrange(Hierarchy(nodes, source.names.known()))
-    attached = CommHook(request, runner, source)
-    if request.off:  # there will be no first backward pass of the hook, at which others say this
-        if is_logging_rank(source.group, source.shard_group):
-            ignored = f" ({' and '.join(request.ignored)} without effect)" if request.ignored else ""
-            say(f"{request.name}: no hook, DDP averages the gradients itself{ignored}")
-        return attached
-    source.register(attached._reducer, state)
-    module = source.module
-    if module is not None and is_logging_rank(source.group, source.shard_group):
-        for problem in runner.problems():
-            logger.warning("%s", problem)
-        if request.config is not None:
-            warn_if_unmatched(request.config.excluded_globs, module)
-            warn_if_unmatched(request.config.option_globs, module, request.config.glob_option)
-    return attached
+    if request.config is not None and compressor_of(request.config).flat_only:
+        raise HookConfigError(
+            f"hook {request.name!r} with a model sharded by fully_shard: it measures ranks that all compress the whole "
+            "model. Ask the doctor on a DDP model, and name the hook that it recommends"
+        )
 
 
-def _runner_of_compressor(
-    source: GradientSource, request: HookRequest, compressor: Compressor[Any], binding: Binding
-) -> Runner:
-    session = Session(compressor, binding, LearnedState.of(compressor.state_fields))
-    nodes = request.ranks_per_node is not None
-    return EngineHook(request.name, session, source.group, source.sparse, in_nodes=nodes)
-
-
-def _runner_of_function(source: GradientSource, request: HookRequest, binding: Binding) -> tuple[Runner, Any]:
-    """The runner of a hook `(state, bucket)`, and its state."""
+def _runner_of(
+    request: HookRequest, source: GradientSource, compressor: Compressor[Any] | None, binding: Binding
+) -> tuple[Runner, Any]:
+    """The runner of a compressor, or of a hook `(state, bucket)`, and the state that DDP passes to that."""
+    if compressor is not None:
+        return EngineHook(request, source, Session(compressor, binding, LearnedState.of(compressor.state_fields))), None
     if not source.gives_grad_buckets:
         raise HookConfigError(
             f"hook {request.name!r} is a function of a GradBucket, which only DistributedDataParallel has: for a model "
@@ -212,23 +211,14 @@ def _runner_of_function(source: GradientSource, request: HookRequest, binding: B
     if request.wrapper is not None:
         function = _WRAPPERS[request.wrapper](function)
     if not isinstance(state, SessionState):
-        return UserHook(request, state, function, source.names, source.group), state
+        return UserHook(request, source, state, function), state
     assert source.module is not None
     state.bind(binding, source.module, function)
 
     def run(grad_bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
         return checked_future(function(state, grad_bucket), request.name)
 
-    return EngineHook(request.name, state.session, source.group, source.sparse, run), state
-
-
-def _check_topology(request: HookRequest, source: GradientSource) -> None:
-    """Raise HookConfigError if the hook does not work with this arrangement of ranks."""
-    if request.config is not None and compressor_of(request.config).flat_only and source.shard_group is not None:
-        raise HookConfigError(
-            f"hook {request.name!r} with a model sharded by fully_shard: it measures ranks that all compress the whole "
-            "model. Ask the doctor on a DDP model, and name the hook that it recommends"
-        )
+    return EngineHook(request, source, state.session, run), state
 
 
 def _check_signature(function: Callable[..., Any], name: str) -> None:

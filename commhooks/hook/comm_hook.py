@@ -3,27 +3,18 @@
 from collections.abc import Callable
 from typing import Any
 
-import torch.distributed as dist
-
 from commhooks.checkpoint.checks import REPLICAS_EQUAL, check_header
 from commhooks.checkpoint.distributed import from_distributed, is_distributed, to_distributed
 from commhooks.checkpoint.payload import SAVE_RESIDUAL
 from commhooks.comm.clocks import has_clock
-from commhooks.comm.collective import agreement_key
-from commhooks.comm.shards import is_logging_rank
-from commhooks.errors import HookConfigError, HookRunError, PayloadError, logger_of, shown
-from commhooks.gradients.bucket import Bucket
-from commhooks.gradients.ddp import BucketReader
-from commhooks.gradients.source import GradientSource, Reducer
-from commhooks.gradients.torch_private import current_task
+from commhooks.errors import HookConfigError, PayloadError, logger_of, shown
+from commhooks.gradients.source import GradientSource
 from commhooks.hook.announce import reason_first, say
-from commhooks.hook.copies import Registered
 from commhooks.hook.cosine import CosineSampler
 from commhooks.hook.model_plan import ModelPlan
 from commhooks.hook.norms import Norms, measure, total
-from commhooks.hook.replica_check import ReplicaCheck
 from commhooks.hook.request import HookRequest
-from commhooks.hook.runner import Future, Runner
+from commhooks.hook.runner import Runner
 
 logger = logger_of(__name__)
 
@@ -39,37 +30,24 @@ class CommHook:
         joint_save_limit_s: seconds that a joint save waits for the other ranks before it continues without residuals.
     """
 
-    def __init__(
-        self,
-        request: HookRequest,
-        runner: Runner,
-        source: GradientSource,
-    ) -> None:
+    def __init__(self, request: HookRequest, runner: Runner, source: GradientSource) -> None:
         self.name = request.name
         self.joint_save_limit_s = JOINT_SAVE_LIMIT_S
         self._request = request
         self._runner = runner
         self._source = source
-        self._reader = BucketReader(len(source.names.known()))
-        self._rank, self._world_size = dist.get_rank(source.group), dist.get_world_size(source.group)
-        self._is_logging_rank = is_logging_rank(source.group, source.shard_group)
-        every = request.check_every
-        self._replicas = ReplicaCheck(source, every, runner.counters) if every is not None else None
-        self._cosine: CosineSampler | None = None
-        self._announced = False
-        self._closed = False
 
     def __repr__(self) -> str:
         module = self._source.module
         model = f"attached to {type(module).__name__}" if module is not None else "its model is gone"
         options = "".join(f", {name}={value!r}" for name, value in self.options.items())
         wrapper = f", wrapper={self._request.wrapper!r}" if self._request.wrapper is not None else ""
-        place = f"rank {self._rank} of {self._world_size}"
+        place = f"rank {self._runner.rank} of {self._runner.world_size}"
         return f"<CommHook({self.name!r}{options}{wrapper}), {model}, {place}>"
 
     def quiet(self) -> None:
         """Do not log the lines at the first backward pass, for callers such as the doctor."""
-        self._announced = True
+        self._runner.quiet = True
 
     def detach(self) -> None:
         """Take the hook off a model sharded by `fully_shard`, between two backward passes, so that another one can be
@@ -89,71 +67,7 @@ class CommHook:
         The plugins for Lightning and transformers call this at the end of each training. Otherwise all of this is freed
         with the model.
         """
-        self._closed = True
-        self._source.close()
         self._runner.close()
-
-    # ---- what the source of the gradients calls ----------------------------------------------------------------------
-
-    @property
-    def _reducer(self) -> Reducer:
-        return Reducer(self.name, Registered(self.name, self._run), self._reduce, self._end_pass)
-
-    def _run(self, state: Any, bucket: dist.GradBucket) -> Future:
-        """The hook function for DDP."""
-        if self._closed:
-            raise HookRunError(
-                f"a backward pass after close() of this hook ({self.name!r}), which ended its training: wrap the model "
-                "in a new DistributedDataParallel, and attach a hook to that"
-            )
-        own = self._reader.read(bucket, self._end_pass)
-        future = self._reduce(own, bucket)
-        if own.is_last:
-            self._finish_pass()
-        return future
-
-    def _reduce(self, bucket: Bucket, grad_bucket: dist.GradBucket | None = None) -> Future:
-        if bucket.is_first:
-            self._begin_pass()
-        if self._cosine is None:
-            return self._runner.run(bucket, grad_bucket)
-        return self._cosine.around(bucket, lambda: self._runner.run(bucket, grad_bucket))
-
-    def _end_pass(self) -> None:
-        """Complete the futures of a pass whose last bucket was not marked as the last."""
-        self._runner.end_pass()
-        self._finish_pass()
-
-    def _begin_pass(self) -> None:
-        self._source.check_pass()
-        if self._replicas is not None and self._replicas.due():
-            self._runner.settle()
-            plan = agreement_key(*(repr(row) for row in self.plan().parameters))
-            # Outside of a backward pass `Join` shadows the collectives of a rank that has run out of data.
-            self._replicas.compare(self._runner.saved_state.step, plan, taking_part=current_task() != -1)
-        if self._cosine is not None:
-            self._cosine.begin_pass()
-
-    def _finish_pass(self) -> None:
-        if self._cosine is not None:
-            self._cosine.compare(self._runner.counters.backward_passes)
-        if not self._announced:
-            self._announced = True
-            if self._is_logging_rank:
-                say(self.name + self._announcement())
-                for remark in self._runner.remarks(checked=self._replicas is not None):
-                    logger.warning("%s", remark)
-        for line in self._runner.said():
-            if self._is_logging_rank:
-                say(line)
-
-    def _announcement(self) -> str:
-        if self._world_size == 1:
-            return self._runner.announcement_alone("rank" if self._source.shard_group is None else "replica")
-        wrapper = self._request.wrapper
-        return self._runner.announcement(self.plan()) + (f", {wrapper} on the wire" if wrapper is not None else "")
-
-    # ---- what users call ---------------------------------------------------------------------------------------------
 
     @property
     def options(self) -> dict[str, Any]:
@@ -195,7 +109,7 @@ class CommHook:
         s, known, outcomes = runner.counters, runner.counts_bytes, runner.counts_outcomes
         clocks, timed = s.clocks, known and all(has_clock(p.device) for p in self._source.names.known().values())
         clocks.collect(wait=True)
-        sample = self._cosine.latest if self._cosine is not None else None
+        sample = self._runner.cosine.latest if self._runner.cosine is not None else None
         counted: dict[str, Any] = {
             "hook": self.name,
             "kernel": runner.choice.kernel.name if known else None,
@@ -238,7 +152,7 @@ class CommHook:
 
     def layers(self) -> dict[str, dict[str, float | None]]:
         """The values of `norms()` and the latest `cosine` per parameter, by name."""
-        sample = self._cosine.latest if self._cosine is not None else None
+        sample = self._runner.cosine.latest if self._runner.cosine is not None else None
         cosines = sample.per_parameter() if sample is not None else {}
         norms = self._norms(every=True)
         return {name: each.as_dict() | {"cosine": cosines.get(name)} for name, each in norms.items()}
@@ -267,7 +181,7 @@ class CommHook:
         if not self._runner.counts_bytes:
             whose = "is none" if self._request.off else "is your own"
             raise HookConfigError(f"sample_cosine: hook {self.name!r} {whose}; only the hooks of commhooks can be")
-        self._cosine = CosineSampler.agreed(every, self._source.names, self._source.group, self._runner.counters)
+        self._runner.cosine = CosineSampler.agreed(every, self._source.names, self._source.group, self._runner.counters)
 
     def state_dict(self, residual: str | None = None, *, gather: bool = False, joint: bool = True) -> dict[str, Any]:
         """The state of the hook for a checkpoint: step, Q, residuals, options; tensors are on the CPU.
@@ -335,33 +249,30 @@ class CommHook:
         """
         strict = self._request.strict if strict is None else strict
         content = check_header(from_distributed(saved, self._source) if is_distributed(saved) else saved)
-        if not content.get(REPLICAS_EQUAL, True) and self._is_logging_rank:
+        if not content.get(REPLICAS_EQUAL, True) and self._runner.is_logging_rank:
             logger.warning(
                 "the checkpoint is of hook %s, which averages nothing: the ranks had drifted apart, and the weights "
                 "saved with it are those of one of them.",
                 shown(content["hook"]),
             )
         if content["hook"] == self.name:
-            return self._saying_so(self._runner.saved_state.prepare_load(content, strict), content)
+            take_over = self._runner.saved_state.prepare_load(content, strict)
+
+            def resume() -> None:
+                take_over()
+                if self._runner.is_logging_rank and content["step"] > 0:
+                    resumed = self._runner.saved_state.resumed(content)
+                    say(f"{self.name} resumed at step {content['step']}{resumed}")
+
+            return resume
         text = f"the saved state is of hook {shown(content['hook'])}, this one is {self.name!r}"
         if strict:
             raise PayloadError(
                 f"{text}. Attach the saved hook to continue with its memory, or give strict=False beside "
                 "hook=... or in the load to begin this one with fresh memory"
             )
-        if self._is_logging_rank:
+        if self._runner.is_logging_rank:
             logger.warning(
                 "%s: it begins with fresh memory (strict=False)%s", text, self._runner.saved_state.not_begun_anew
             )
         return self._runner.saved_state.begin_anew
-
-    def _saying_so(self, take_over: Callable[[], None], content: dict[str, Any]) -> Callable[[], None]:
-        """`take_over`, after which rank 0 says where the run goes on."""
-
-        def resume() -> None:
-            take_over()
-            if self._is_logging_rank and content["step"] > 0:
-                resumed = self._runner.saved_state.resumed(content)
-                say(f"{self.name} resumed at step {content['step']}{resumed}")
-
-        return resume

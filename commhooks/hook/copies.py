@@ -11,7 +11,7 @@ from typing import Any
 import torch.distributed as dist
 
 from commhooks.errors import HookRunError, logger_of
-from commhooks.hook.runner import Future
+from commhooks.gradients.source import Future
 
 logger = logger_of(__name__)
 

@@ -19,51 +19,48 @@ from commhooks.compressors.units import Unit
 from commhooks.engine.arrangement import Flat
 from commhooks.engine.kernel_choice import Choice, KernelSupport
 from commhooks.engine.session import Session
+from commhooks.errors import HookConfigError
 from commhooks.gradients import precision
 from commhooks.gradients.bucket import Bucket
 from commhooks.gradients.names import ParameterNames
+from commhooks.gradients.source import Future, GradientSource
 from commhooks.hook.model_plan import LATEST_PASS, ModelPlan
 from commhooks.hook.plan_model import parameter_infos, whole_plan
-from commhooks.hook.runner import Future, Runner, several_devices
+from commhooks.hook.request import HookRequest
+from commhooks.hook.runner import Runner
 
 
 class EngineHook(Runner):
     """
     Args:
-        name: name of the hook.
         session: the session, bound to the model.
-        group: the process group of the hook.
-        sparse: ids of the parameters whose gradients are sparse.
         function: a hook function that runs the session, called instead of it; None: call the session itself.
-        in_nodes: whether ranks_per_node is asked for.
     """
 
     def __init__(
         self,
-        name: str,
+        request: HookRequest,
+        source: GradientSource,
         session: Session,
-        group: dist.ProcessGroup,
-        sparse: Collection[int],
         function: Callable[[dist.GradBucket], Future] | None = None,
-        *,
-        in_nodes: bool = False,
     ) -> None:
-        self.counters = session.counters
-        self.counts_outcomes = self._learns = session.compressor.transactional
+        name, config = request.name, session.compressor.config
+        self._learns = self.counts_outcomes = session.compressor.transactional
+        self.counts_bytes = not request.off
         # Not a method: bound, it would hold this object in a cycle, and with it the learned state.
-        self._own_plans = functools.partial(_plans_of_parameters, session, sparse)
-        if self._learns:
-            self.saved_state = SavedLearnedState(name, session, group, self._own_plans)
-        else:
-            config = session.compressor.config
-            options = dataclasses.asdict(config)
-            self.saved_state = SavedUserState(name, options, self.counters, group, replicas_equal=config.sends)
-        self._name = name
+        self._own_plans = functools.partial(_plans_of_parameters, session, source.sparse)
+        super().__init__(
+            request,
+            source,
+            session.counters,
+            SavedLearnedState(name, session, source.group, self._own_plans)
+            if self._learns
+            else SavedUserState(
+                name, dataclasses.asdict(config), session.counters, source.group, replicas_equal=config.sends
+            ),
+        )
         self._session = session
-        self._sparse = sparse
         self._function = function
-        self._in_nodes = in_nodes
-        self._size = dist.get_world_size(group)
 
     def run(self, bucket: Bucket, grad_bucket: dist.GradBucket | None) -> Future:
         if self._function is None:
@@ -75,6 +72,7 @@ class EngineHook(Runner):
         self._session.end_pass()
 
     def close(self) -> None:
+        super().close()
         self._session.close()
 
     def settle(self) -> None:
@@ -89,41 +87,40 @@ class EngineHook(Runner):
         return self._session.consensus.nonce if self._learns else None
 
     def plan(self) -> ModelPlan:
-        session = self._session
+        session, name = self._session, self._request.name
         if session.compressor.per_bucket:  # each row is a bucket
-            return whole_plan(self._name, session.compressor, session.consensus.buckets.plans())
-        buckets = session.consensus.buckets.names() if session.has_run else ()
+            return whole_plan(name, session.compressor, session.consensus.buckets.plans())
         return whole_plan(
-            self._name,
+            name,
             session.compressor,
             self._own_plans(session.compressor),
-            buckets,
+            session.consensus.buckets.names() if session.has_run else (),
             LATEST_PASS if session.has_run else "",
             session.consensus.arrangement,
         )
 
-    def announcement(self, plan: ModelPlan) -> str:
+    def announcement(self) -> str:
         if self._learns:
-            return f" ({self._words}): {plan.summary()}"
+            return f"{self._words}: {self.plan().summary()}"
         nodes = self._session.consensus.arrangement.words
         before, sent = self.counters.bytes_uncompressed, self.counters.last_pass.bytes_sent
         unit = Unit.of(before)
         return (f" ({nodes})" if nodes else "") + f": {unit.text(before)} -> {unit.text(sent)} per step and rank"
 
-    def announcement_alone(self, unit: str) -> str:
+    def announcement_alone(self, reason: str) -> str:
         if not self._learns:
-            return super().announcement_alone(unit)
+            return reason
         # Its residuals must be those that a run with several ranks can go on with, and take over from one.
         return (
-            f" ({self._words}){super().announcement_alone(unit)}. The gradients are compressed as among several, so "
-            "that the run can go on with any number of them; hook=None trains on exact gradients"
+            f"{self._words}{reason}. The gradients are compressed as among several, so that the run can go on with any "
+            "number of them; hook=None trains on exact gradients"
         )
 
     @property
     def _words(self) -> str:
         kernel = "" if self.choice.kernel == TORCH else f"; {self.choice.kernel.name} kernel"
-        nodes = f"; {self._session.consensus.arrangement.words}" if self._session.consensus.arrangement.words else ""
-        return f"{self._session.compressor.words}{kernel}{nodes}"
+        nodes = self._session.consensus.arrangement.words
+        return f" ({self._session.compressor.words}{kernel}{f'; {nodes}' if nodes else ''})"
 
     @contextlib.contextmanager
     def residuals(self) -> Iterator[tuple[Mapping[str, torch.Tensor], float]]:
@@ -137,7 +134,7 @@ class EngineHook(Runner):
         compressor = self._session.compressor
         if not self._session.state.local:
             return None
-        infos = list(parameter_infos(names, compressor.planning_config, self._sparse).values())
+        infos = list(parameter_infos(names, compressor.planning_config, self._source.sparse).values())
         if not compressor.per_bucket:
             infos = [info for info, may in zip(infos, compressor.may_compress(infos), strict=True) if may]
         return {each.name: precision.compute_dtype(each.parameter.dtype) for each in infos if not each.sparse}
@@ -152,29 +149,30 @@ class EngineHook(Runner):
         plans = self._own_plans(self._session.compressor)
         return {plan.name for plan in plans if plan.compressed and keeps(plan.name)}
 
-    def kernel_support(self, parameters: Mapping[str, torch.Tensor]) -> KernelSupport:
-        compressor = self._session.compressor
-        problem = several_devices(parameters, compressor) if self._learns or self._in_nodes else ""
-        if problem:  # other ranks may support it
-            return KernelSupport(cannot=problem if self._learns else f"{problem}, without ranks_per_node")
-        if not self._learns:
+    def kernel_support(self) -> KernelSupport:
+        compressor, parameters = self._session.compressor, self._source.names.known().values()
+        devices = {p.device for p in parameters}
+        if self._learns or self._request.ranks_per_node is not None:
+            try:
+                precision.check_one_device(devices, compressor.display_name)
+            except HookConfigError as error:  # other ranks may support it
+                return KernelSupport(cannot=str(error) if self._learns else f"{error}, without ranks_per_node")
+        if not self._learns or not devices:
             return KernelSupport()
-        devices, dtypes = {p.device for p in parameters.values()}, {p.dtype for p in parameters.values()}
-        return KernelSupport.of(compressor, devices.pop(), dtypes) if devices else KernelSupport()
+        return KernelSupport.of(compressor, devices.pop(), {p.dtype for p in parameters})
 
-    def compute_with(self, choice: Choice) -> None:
-        super().compute_with(choice)
+    def agreed(self, choice: Choice, arrangement: Flat) -> None:
+        super().agreed(choice, arrangement)
         self._session.consensus.compute_with(choice)
-
-    def arrange(self, arrangement: Flat) -> None:
         self._session.consensus.arrangement = arrangement
 
     def remarks(self, *, checked: bool) -> list[str]:
         compressor = self._session.compressor
-        if not compressor.config.sends and self._size > 1:
+        if not compressor.config.sends and self.world_size > 1:
             return [
-                f"hook {self._name!r} averages nothing: every rank trains on its own data only, and the ranks drift "
-                "apart. It is for measuring how long a step takes without a network; hook=None trains without a hook"
+                f"hook {self._request.name!r} averages nothing: every rank trains on its own data only, and the ranks "
+                "drift apart. It is for measuring how long a step takes without a network; hook=None trains without a "
+                "hook"
             ]
         return self.choice.remarks(compressor.display_name, checked=checked)
 

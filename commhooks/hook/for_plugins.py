@@ -1,3 +1,4 @@
+# ruff: noqa: F401
 """Internal names that the Lightning and Accelerate plugins use. Change them together with the plugins."""
 
 from commhooks.checkpoint import parts as payload_parts
@@ -24,38 +25,3 @@ from commhooks.hook.metrics import NAMES, PREFIX, Meter
 from commhooks.hook.request import HookRequest
 from commhooks.hook.supported import TooOld, check_version
 from commhooks.hook.vocabulary import ARGUMENTS, check_arguments, check_value
-
-__all__ = [
-    "ARGUMENTS",
-    "check_value",
-    "COMPRESSORS",
-    "HOOKS",
-    "NAMES",
-    "OFF",
-    "PREFIX",
-    "HookConfig",
-    "HookRequest",
-    "LossScale",
-    "Meter",
-    "TooOld",
-    "attach_request",
-    "arguments_in",
-    "documented_by",
-    "canonical_name",
-    "check_arguments",
-    "check_version",
-    "closest",
-    "compiled_from",
-    "converted",
-    "cut_off",
-    "explains_arguments",
-    "import_path",
-    "means_no_hook",
-    "misplaced_option",
-    "payload_parts",
-    "reason_first",
-    "scale_of",
-    "unknown_argument",
-    "unknown_flag",
-    "unresolved",
-]

@@ -1,5 +1,6 @@
 """The plan of a model: what is compressed and what is not, the bytes sent, and the memory needed."""
 
+import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
@@ -79,13 +80,12 @@ class ModelPlan:
     @property
     def buckets(self) -> tuple[BucketPlan, ...]:
         """Totals per bucket; empty if the buckets are unknown."""
-        plans = {p.name: p for p in self.parameters}
-        found = []
-        for names in self.bucket_names:
-            rows = [plans[name] for name in names]
-            before = sum(p.size_bytes() for p in rows)
-            found.append(BucketPlan(names, before, sum(self.sent_bytes(p) for p in rows)))
-        return tuple(found)
+        before = {p.name: p.size_bytes() for p in self.parameters}
+        after = {p.name: self.sent_bytes(p) for p in self.parameters}
+        return tuple(
+            BucketPlan(names, sum(before[name] for name in names), sum(after[name] for name in names))
+            for names in self.bucket_names
+        )
 
     def break_even_gbit_s(self, codec_s: float, world_size: int = 2) -> float | None:
         """The bandwidth in Gbit/s per rank below which the hook makes a step faster: at this bandwidth, sending the
@@ -116,11 +116,7 @@ class ModelPlan:
             "compression_rate": self.bytes_before / sent if sent else None,
             "compressed_share": self.compressed_share,
             "memory_bytes": {
-                "residual": self.memory.residual,
-                "factors": self.memory.factors,
-                "packed": self.memory.packed,
-                "copies": self.memory.copies,
-                "total": self.memory.total,
+                name: getattr(self.memory, name) for name in ("residual", "factors", "packed", "copies", "total")
             },
             "parameters": [
                 {
@@ -137,14 +133,7 @@ class ModelPlan:
                 }
                 for p in self.parameters
             ],
-            "buckets": [
-                {
-                    "parameters": list(each.parameters),
-                    "bytes_before": each.bytes_before,
-                    "bytes_after": each.bytes_after,
-                }
-                for each in self.buckets
-            ],
+            "buckets": [dataclasses.asdict(each) | {"parameters": list(each.parameters)} for each in self.buckets],
             "buckets_from": self.buckets_from,
         }
 

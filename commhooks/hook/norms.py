@@ -23,12 +23,9 @@ class Norms:
 
 def total(parts: Collection[Norms]) -> Norms:
     """The norms over all parts together."""
-
-    def together(norms: list[float | None]) -> float | None:
-        known = [norm for norm in norms if norm is not None]
-        return math.hypot(*known) if known else None
-
-    return Norms(together([part.residual for part in parts]), together([part.gradient for part in parts]))
+    residuals = [part.residual for part in parts if part.residual is not None]
+    gradients = [part.gradient for part in parts if part.gradient is not None]
+    return Norms(*(math.hypot(*known) if known else None for known in (residuals, gradients)))
 
 
 @torch.no_grad()

@@ -27,9 +27,19 @@ from commhooks.compressors.registry import (
     names_to_offer,
     register_compressor,
 )
-from commhooks.ddp_comm_hooks.drop_ins import DROP_INS
+from commhooks.ddp_comm_hooks import debugging_hooks, default_hooks, powerSGD_hook
 from commhooks.errors import HookConfigError, closest
 from commhooks.hook.vocabulary import ARGUMENTS, check_arguments
+
+_DROP_INS: dict[Callable[..., Any], str] = {
+    default_hooks.allreduce_hook: "allreduce",
+    default_hooks.fp16_compress_hook: "fp16_compress",
+    default_hooks.bf16_compress_hook: "bf16_compress",
+    debugging_hooks.noop_hook: "noop",
+    powerSGD_hook.powerSGD_hook: "powerSGD",
+    powerSGD_hook.batched_powerSGD_hook: "batched_powerSGD",
+}
+"""The hooks for which torch's names stand: such a function without a state is the hook of that name."""
 
 
 @dataclass(frozen=True)
@@ -80,19 +90,18 @@ class HookRequest:
             }
             rest = {name: value for name, value in common.items() if name not in unused}
             return cls(OFF, ignored=tuple(name for name, value in given.items() if value is not None), **rest)
-        found = _found(hook)
-        if isinstance(found, HookConfig):
+        found, common["hook_state"] = _found(hook), hook_state
+        if isinstance(found, type) and issubclass(found, HookConfig):
+            found, options = from_options(found, options), {}
+        if isinstance(found, str):
+            request = cls(found, factory=found, options=options, **common)
+        elif isinstance(found, HookConfig):
             if options:
                 raise HookConfigError(
                     f"hook_options={options!r} beside {type(found).__name__}(...): hook_options is for hooks given by "
                     f"name; write the options into {type(found).__name__}(...)"
                 )
-            request = cls(found.hook_name, config=found, hook_state=hook_state, **common)
-        elif isinstance(found, type) and issubclass(found, HookConfig):
-            config = from_options(found, options)
-            request = cls(config.hook_name, config=config, hook_state=hook_state, **common)
-        elif isinstance(found, str):
-            request = cls(found, factory=found, options=options, hook_state=hook_state, **common)
+            request = cls(found.hook_name, config=found, **common)
         else:
             name = hook if isinstance(hook, str) else str(getattr(found, "__qualname__", type(found).__qualname__))
             if options:
@@ -100,25 +109,23 @@ class HookRequest:
                     f"hook_options={options!r} with the callable {name}: hook_options is for hooks given by name; put "
                     "the options of a callable into its hook_state, or register a factory with register_hook"
                 )
-            request = cls._of_function(name, found, hook_state, common)
+            request = cls._of_function(name, found, common)
         return request._checked()
 
     @classmethod
-    def _of_function(
-        cls, name: str, function: Callable[..., Any], hook_state: Any, common: dict[str, Any]
-    ) -> "HookRequest":
-        drop_in = next((each for ours, each in DROP_INS.items() if ours is function), None)
+    def _of_function(cls, name: str, function: Callable[..., Any], common: dict[str, Any]) -> "HookRequest":
+        drop_in = next((hook for ours, hook in _DROP_INS.items() if ours is function), None)
         if drop_in is None:
-            return cls(name, function=function, hook_state=hook_state, **common)
-        config = COMPRESSORS[drop_in.hook_name].Config
-        if hook_state is None:
-            return cls(drop_in.hook_name, config=config(), **common)
-        if drop_in.state_class is not None and not isinstance(hook_state, drop_in.state_class):
+            return cls(name, function=function, **common)
+        config, state = COMPRESSORS[drop_in].Config, common["hook_state"]
+        if state is None:
+            return cls(drop_in, config=config(), **common)
+        if drop_in in ("powerSGD", "batched_powerSGD") and not isinstance(state, powerSGD_hook.PowerSGDState):
             raise HookConfigError(
-                f"hook_state={hook_state!r} with {function.__name__}; expected a commhooks."
-                f"{drop_in.state_class.__name__}, or no state for one with the defaults of commhooks.{config.__name__}"
+                f"hook_state={state!r} with {function.__name__}; expected a commhooks.PowerSGDState, or no state for "
+                f"one with the defaults of commhooks.{config.__name__}"
             )
-        return cls(drop_in.hook_name, function=function, hook_state=hook_state, **common)
+        return cls(drop_in, function=function, **common)
 
     def _checked(self) -> "HookRequest":
         """Itself, if its hook goes together with its other settings."""

@@ -4,8 +4,8 @@ Ranks that disagree would pair collectives of different sizes: gloo aborts, NCCL
 numbers.
 """
 
+import itertools
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -37,25 +37,17 @@ def describe_request(request: HookRequest, options: Mapping[str, Any], loss_scal
     return "\n".join([request.name, *shown, f"loss_scale={'given' if loss_scale else None}"])
 
 
-@dataclass(frozen=True)
-class Asked:
-    """A rank's request, model and plan as text, to compare them between ranks.
-
-    Attributes:
-        request: see `describe_request`.
-        model: see `GradientSource.described`.
-        plan: one line per parameter: whether and how it is compressed.
-    """
-
-    request: str
-    model: list[str]
-    plan: list[str]
-
-
-def check_requests(asked: Asked, support: KernelSupport, source: GradientSource) -> Choice:
+def check_requests(
+    request: str, model: list[str], plan: list[str], support: KernelSupport, source: GradientSource
+) -> Choice:
     """Compare requests, models and plans over the ranks that average together, and choose the kernel with which all of
     them compute. Compare the requests with those of the ranks that hold other shards. All ranks of the model must call
     this.
+
+    Args:
+        request: see `describe_request`.
+        model: see `GradientSource.described`.
+        plan: one line per parameter: whether and how it is compressed.
 
     Raises:
         AttachError: on all ranks, if the requests or the models differ, if some ranks cannot run the hook, or if they
@@ -63,44 +55,32 @@ def check_requests(asked: Asked, support: KernelSupport, source: GradientSource)
         HookConfigError: no rank can run the hook.
         HookRunError: another rank has failed, or did not take part within the process group's timeout.
     """
-    choice, table = on_all_shards(
-        lambda: _check_replicas(asked, support, source.group, source.device),
-        [agreement_key(asked.request)],
-        source.shard_group,
-        source.device,
-        AttachError,
-    )
-    if len({key for (key,) in table}) > 1:
-        assert source.shard_group is not None
-        texts = gather_texts(asked.request, source.shard_group, source.device, _WHAT)
-        raise AttachError(_different_hooks(texts))
+    group, shard_group, device = source.group, source.shard_group, source.device
+    texts = [request, "\n".join(model), "\n".join(plan)]
+
+    def lines_of_ranks(text: str, group: dist.ProcessGroup) -> list[list[str]]:
+        return [each.split("\n") for each in gather_texts(text, group, device, _WHAT)]
+
+    def compare_replicas() -> Choice:
+        own = torch.tensor([*map(agreement_key, texts), support.key], dtype=torch.int64, device=device)
+        table = gather_rows(own, group, None, _WHAT) if group.size() > 1 else own[None]
+        *keys, supports = table.t().tolist()
+        for text, of_ranks, different in zip(
+            texts, keys, (_different_hooks, _different_models, _different_plans), strict=True
+        ):
+            if len(set(of_ranks)) > 1:
+                raise AttachError(different(lines_of_ranks(text, group)))
+        return agreed_choice(support, supports, group, device, AttachError)
+
+    choice, shards = on_all_shards(compare_replicas, [agreement_key(request)], shard_group, device, AttachError)
+    if len({key for (key,) in shards}) > 1:
+        assert shard_group is not None
+        raise AttachError(_different_hooks(lines_of_ranks(request, shard_group)))
     return choice
 
 
-def _check_replicas(asked: Asked, support: KernelSupport, group: dist.ProcessGroup, device: torch.device) -> Choice:
-    request, model = asked.request, asked.model
-    row = [agreement_key(request), agreement_key(*model), agreement_key(*asked.plan), support.key]
-    own = torch.tensor(row, dtype=torch.int64, device=device)
-    table = gather_rows(own, group, None, _WHAT) if group.size() > 1 else own[None]
-    requests, models, plans, supports = table.t().tolist()
-    if len(set(requests)) > 1:
-        texts = gather_texts(request, group, device, _WHAT)
-        raise AttachError(_different_hooks(texts))
-    if len(set(models)) > 1:
-        lines = [text.split("\n") for text in gather_texts("\n".join(model), group, device, _WHAT)]
-        raise AttachError(f"the ranks have different models: {_first_difference(lines)}")
-    if len(set(plans)) > 1:
-        lines = [text.split("\n") for text in gather_texts("\n".join(asked.plan), group, device, _WHAT)]
-        raise AttachError(
-            f"the ranks compress different things: {_first_difference(lines)}. A compressor must decide from names, "
-            "shapes and options alone"
-        )
-    return agreed_choice(support, supports, group, device, AttachError)
-
-
-def _different_hooks(requests: list[str]) -> str:
+def _different_hooks(lines: list[list[str]]) -> str:
     """What differs, and nothing else: the hooks, or else their settings."""
-    lines = [text.split("\n") for text in requests]
     several = len({name for name, *_ in lines}) > 1
     common = set.intersection(*(set(settings) for _, *settings in lines))
     ranks: dict[str, list[str]] = {}
@@ -111,10 +91,19 @@ def _different_hooks(requests: list[str]) -> str:
     return f"the ranks attach different hooks: {found}. Give every rank the same hook, options and wrapper"
 
 
+def _different_models(lines: list[list[str]]) -> str:
+    return f"the ranks have different models: {_first_difference(lines)}"
+
+
+def _different_plans(lines: list[list[str]]) -> str:
+    return (
+        f"the ranks compress different things: {_first_difference(lines)}. A compressor must decide from names, shapes "
+        "and options alone"
+    )
+
+
 def _first_difference(lines: list[list[str]]) -> str:
-    longest = max(map(len, lines))
-    for place in range(longest):
-        found = [each[place] if place < len(each) else "no parameter" for each in lines]
+    for place, found in enumerate(itertools.zip_longest(*lines, fillvalue="no parameter")):
         if len(set(found)) > 1:
             return f"parameter {place} is " + ", ".join(f"{x} on rank {r}" for r, x in enumerate(found))
     raise AssertionError("no difference")

@@ -1,58 +1,142 @@
-"""The interface between `CommHook` and the kinds of hooks: those of the engine, and users' functions."""
+"""What the source of the gradients calls in a backward pass: base of the kinds of hooks, those of the engine and users'
+functions. `CommHook` asks it for all that differs between them."""
 
 import contextlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Protocol
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from commhooks.checkpoint.learned_state import SavedLearnedState
+from commhooks.checkpoint.user_state import SavedUserState
+from commhooks.comm.collective import agreement_key
 from commhooks.comm.counters import Counters
-from commhooks.compressors.base import Compressor
+from commhooks.comm.shards import is_logging_rank
 from commhooks.engine.arrangement import Flat
 from commhooks.engine.kernel_choice import Choice, KernelSupport
-from commhooks.errors import HookConfigError
-from commhooks.gradients import precision
+from commhooks.errors import HookRunError, logger_of
 from commhooks.gradients.bucket import Bucket
+from commhooks.gradients.ddp import BucketReader
 from commhooks.gradients.names import ParameterNames
+from commhooks.gradients.source import Future, GradientSource, Reducer
+from commhooks.gradients.torch_private import current_task
+from commhooks.hook.announce import say
+from commhooks.hook.copies import Registered
+from commhooks.hook.cosine import CosineSampler
 from commhooks.hook.model_plan import ModelPlan
+from commhooks.hook.replica_check import ReplicaCheck
+from commhooks.hook.request import HookRequest
 
-Future = torch.futures.Future[torch.Tensor]
-
-
-class SavedState(Protocol):
-    """Saves and loads the state of a hook."""
-
-    @property
-    def step(self) -> int: ...
-    @property
-    def not_begun_anew(self) -> str: ...
-    def save(
-        self, residual: str, *, gather: bool = False, joint: bool = True, limit_s: float = 60.0
-    ) -> dict[str, Any]: ...
-    def prepare_load(self, content: dict[str, Any], strict: bool) -> Callable[[], None]: ...
-    def begin_anew(self) -> None: ...
-    def resumed(self, content: dict[str, Any]) -> str:
-        """The end of the log line about `content`, which was loaded."""
+logger = logger_of(__name__)
 
 
 class Runner(ABC):
-    """Base of the kinds of hooks; `CommHook` delegates to it.
-
+    """
     Attributes:
         counters: the counters of this rank.
         saved_state: saves and loads the state of the hook.
         counts_bytes: whether the sent bytes are known.
-        choice: the kernel that all ranks use.
         counts_outcomes: whether it is known which steps were committed and which were compressed.
+        choice: the kernel that all ranks use.
+        cosine: samples the cosine, if the user asks for it.
+        quiet: do not log the lines at the first backward pass, or they were logged.
     """
 
-    counters: Counters
-    saved_state: SavedState
-    choice = Choice()
     counts_bytes = True
     counts_outcomes = False
+
+    def __init__(
+        self,
+        request: HookRequest,
+        source: GradientSource,
+        counters: Counters,
+        saved_state: SavedLearnedState | SavedUserState,
+    ) -> None:
+        self.counters = counters
+        self.saved_state = saved_state
+        self.choice = Choice()
+        self.cosine: CosineSampler | None = None
+        self.quiet = False
+        self.rank, self.world_size = dist.get_rank(source.group), dist.get_world_size(source.group)
+        self.is_logging_rank = is_logging_rank(source.group, source.shard_group)
+        self._request = request
+        self._source = source
+        self._reader = BucketReader(len(source.names.known()))
+        every = request.check_every
+        self._replicas = ReplicaCheck(source, every, counters) if every is not None else None
+        self._closed = False
+
+    # ---- the backward pass -------------------------------------------------------------------------------------------
+
+    def register(self, state: Any) -> None:
+        """Have the model call the hook from now on. `state`: what DDP passes to its function."""
+        name = self._request.name
+        self._source.register(Reducer(name, Registered(name, self._run), self._reduce, self._end_pass), state)
+
+    def _run(self, state: Any, bucket: dist.GradBucket) -> Future:
+        """The hook function for DDP."""
+        if self._closed:
+            raise HookRunError(
+                f"a backward pass after close() of this hook ({self._request.name!r}), which ended its training: wrap "
+                "the model in a new DistributedDataParallel, and attach a hook to that"
+            )
+        own = self._reader.read(bucket, self._end_pass)
+        future = self._reduce(own, bucket)
+        if own.is_last:
+            self._finish_pass()
+        return future
+
+    def _reduce(self, bucket: Bucket, grad_bucket: dist.GradBucket | None = None) -> Future:
+        if bucket.is_first:
+            self._begin_pass()
+        if self.cosine is None:
+            return self.run(bucket, grad_bucket)
+        return self.cosine.around(bucket, lambda: self.run(bucket, grad_bucket))
+
+    def _end_pass(self) -> None:
+        """The last bucket of the pass was not marked as the last."""
+        self.end_pass()
+        self._finish_pass()
+
+    def _begin_pass(self) -> None:
+        self._source.check_pass()
+        if self._replicas is not None and self._replicas.due():
+            self.settle()
+            plan = agreement_key(*(repr(row) for row in self.plan().parameters))
+            # Outside of a backward pass `Join` shadows the collectives of a rank that has run out of data.
+            self._replicas.compare(self.saved_state.step, plan, taking_part=current_task() != -1)
+        if self.cosine is not None:
+            self.cosine.begin_pass()
+
+    def _finish_pass(self) -> None:
+        if self.cosine is not None:
+            self.cosine.compare(self.counters.backward_passes)
+        if not self.quiet:
+            self.quiet = True
+            if self.is_logging_rank:
+                say(self._request.name + self._announcement())
+                for remark in self.remarks(checked=self._replicas is not None):
+                    logger.warning("%s", remark)
+        for line in self.said():
+            if self.is_logging_rank:
+                say(line)
+
+    def _announcement(self) -> str:
+        """The text after the hook's name in the log line at the end of the first backward pass."""
+        if self.world_size == 1:
+            unit = "rank" if self._source.shard_group is None else "replica"
+            return self.announcement_alone(f": there is one {unit}, so nothing is sent")
+        wrapper = self._request.wrapper
+        return self.announcement() + (f", {wrapper} on the wire" if wrapper is not None else "")
+
+    def close(self) -> None:
+        """See `CommHook.close`."""
+        self._closed = True
+        self._source.close()
+
+    # ---- what differs between the kinds of hooks ---------------------------------------------------------------------
 
     @abstractmethod
     def run(self, bucket: Bucket, grad_bucket: dist.GradBucket | None) -> Future:
@@ -61,10 +145,6 @@ class Runner(ABC):
 
     def end_pass(self) -> None:
         """Complete the futures of all buckets, if the last one was not marked as the last."""
-        return None
-
-    def close(self) -> None:
-        """Free the buffers; no further backward pass will follow."""
         return None
 
     def settle(self) -> None:
@@ -80,13 +160,13 @@ class Runner(ABC):
     def plan(self) -> ModelPlan:
         """See `CommHook.plan`."""
 
-    @abstractmethod
-    def announcement(self, plan: ModelPlan) -> str:
-        """The text after the hook's name in the log line at the end of the first backward pass."""
+    def announcement(self) -> str:
+        """What the hook does and sends, in the log line at the end of the first backward pass."""
+        return ""
 
-    def announcement_alone(self, unit: str) -> str:
-        """The same text where there is only one rank or one replica (`unit`), so that nothing is sent."""
-        return f": there is one {unit}, so nothing is sent"
+    def announcement_alone(self, reason: str) -> str:
+        """The same where nothing is sent, for this `reason`."""
+        return reason
 
     @contextlib.contextmanager
     def residuals(self) -> Iterator[tuple[Mapping[str, torch.Tensor], float]]:
@@ -103,17 +183,13 @@ class Runner(ABC):
         """The subset of `names` that `CommHook.norms` covers."""
         return names
 
-    def kernel_support(self, parameters: Mapping[str, torch.Tensor]) -> KernelSupport:
+    def kernel_support(self) -> KernelSupport:
         """What this machine can compute with. It may differ between ranks."""
         return KernelSupport()
 
-    def compute_with(self, choice: Choice) -> None:
-        """Use the kernel on which all ranks have agreed."""
+    def agreed(self, choice: Choice, arrangement: Flat) -> None:
+        """Use the kernel and share the work as all ranks have agreed, before the first backward pass."""
         self.choice = choice
-
-    def arrange(self, arrangement: Flat) -> None:
-        """Share the work among the ranks in this way. Called once, on all ranks, before the first backward pass."""
-        raise NotImplementedError  # requests for hooks that cannot are refused
 
     def remarks(self, *, checked: bool) -> list[str]:
         """Warnings about the ranks' machines that rank 0 logs at the end of the first backward pass. `checked`: the
@@ -121,7 +197,7 @@ class Runner(ABC):
         return []
 
     def said(self) -> list[str]:
-        """What the hook has decided since the last call, for rank 0 to say; see `Session.remarks`."""
+        """What the hook has decided since the last call, for rank 0 to say; see `Consensus.remarks`."""
         return []
 
     @property
@@ -137,12 +213,3 @@ class Runner(ABC):
     def problems(self) -> list[str]:
         """Warnings that rank 0 logs when the hook is attached."""
         return []
-
-
-def several_devices(parameters: Mapping[str, torch.Tensor], compressor: Compressor[Any]) -> str:
-    """An error message if they are on several devices, which this compressor cannot do; "" otherwise."""
-    try:
-        precision.check_one_device({p.device for p in parameters.values()}, compressor.display_name)
-    except HookConfigError as error:
-        return str(error)
-    return ""

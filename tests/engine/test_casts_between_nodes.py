@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -140,12 +141,14 @@ def test_one_node_is_as_none(run_ranks: Any) -> None:
 
 def test_parameters_on_several_devices_are_refused_when_it_is_attached() -> None:
     parameters = {"here": torch.zeros(2), "there": torch.zeros(2, device="meta")}
-    compressor = HookRequest.parse("bf16").new_compressor(None)
+    request, names = HookRequest.parse("bf16"), ModelNames(parameters.items(), {})
+    compressor = request.new_compressor()
     assert compressor is not None
     with process_group_of_one():
         group = resolve_group(None)
-        binding = Binding(ModelNames(parameters.items(), {}), lambda: group)
-        session = Session(compressor, binding, LearnedState.of(()))
-        assert EngineHook("bf16", session, group, ()).kernel_support(parameters).cannot == ""
-        problem = EngineHook("bf16", session, group, (), in_nodes=True).kernel_support(parameters).cannot
+        source: Any = SimpleNamespace(names=names, group=group, shard_group=None, sparse=set())
+        session = Session(compressor, Binding(names, lambda: group), LearnedState.of(()))
+        assert EngineHook(request, source, session).kernel_support().cannot == ""
+        request = HookRequest.parse("bf16", ranks_per_node=2)
+        problem = EngineHook(request, source, session).kernel_support().cannot
         assert "are on cpu, meta" in problem and problem.endswith("'bf16_compress', without ranks_per_node")

@@ -27,8 +27,8 @@ MUTANTS = [
     Mutant(
         "nobody asks what the others attach",
         "commhooks/hook/attach.py",
-        "    choice = check_requests(asked, runner.kernel_support(source.names.known()), source)\n",
-        "    _, choice = (check_requests, asked), runner.choice\n",
+        "    choice = check_requests(described, source.described(), plan, runner.kernel_support(), source)\n",
+        "    choice = (check_requests, described, plan, runner.choice)[3]\n",
         "engine/test_disagreement.py::test_different_requests",
     ),
     Mutant(

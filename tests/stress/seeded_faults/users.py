@@ -6,14 +6,14 @@ MUTANTS = [
     Mutant(
         "noop trains apart in silence",
         "commhooks/hook/engine_hook.py",
-        "if not compressor.config.sends and self._size > 1:",
+        "if not compressor.config.sends and self.world_size > 1:",
         "if False:",
         "hook/test_no_hook.py::test_noop_warns_and_marks_what_it_saves",
     ),
     Mutant(
         "one rank claims savings",
-        "commhooks/hook/comm_hook.py",
-        "        if self._world_size == 1:\n",
+        "commhooks/hook/runner.py",
+        "        if self.world_size == 1:\n",
         "        if False:\n",
         "engine/test_start_step.py::test_one_rank_is_told_that_it_sends_nothing",
     ),

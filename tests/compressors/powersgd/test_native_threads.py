@@ -43,10 +43,11 @@ def _all_steps(dtype: torch.dtype, rank: int) -> list[torch.Tensor]:
     delta, residual = draw(), draw()
     mean_q = [torch.randn(r, m, generator=generator, dtype=dtype) for _, m, r in shapes]
     products.unit_rows(mean_q, refill)
-    largest = products.form_p(everything, delta, residual, 0.5).clone()
+    products.form("P", everything, delta, residual, 0.5)
+    largest = products.largest.clone()
     rows = [each.clone() for each in products.p]
     products.orthonormalize("P", everything, rows, refill)
-    products.form_q(everything, delta, residual, 0.25)
+    products.form("Q", everything, delta, residual, 0.25)
     products.split(everything, delta, residual, products.p, mean_q)
     return [*delta, *residual, *rows, *products.p, *products.q, largest]
 
@@ -116,7 +117,7 @@ def test_small_work_wakes_no_threads(threads: Callable[[int], None], monkeypatch
     threads(4)
     products = NativeProducts(load(), [(100, 600, 1)], torch.float32)
     products.q[0].fill_(1)
-    products.form_p([0], [torch.ones(100, 600)], None, 1.0)
+    products.form("P", [0], [torch.ones(100, 600)], None, 1.0)
     assert team.asked == [] and products.p[0][0, 99] == 600
 
 
@@ -154,7 +155,7 @@ products = NativeProducts(load(), [(600, 600, 1)], torch.float32)
 products.q[0].fill_(1)
 delta = torch.ones(600, 600)
 def step():
-    products.form_p([0], [delta], None, 1.0)
+    products.form("P", [0], [delta], None, 1.0)
     return int(products.p[0].sum())
 before = kernel_threads.threads_available()
 torch.ones(2**22).sum()  # in torch's threads; the kernel has not run yet

@@ -6,6 +6,7 @@ import itertools
 import torch
 
 from commhooks.comm.wire import largest_gradient, pack_factor, put_only_factor, put_overflow, put_projection
+from commhooks.compressors.error_feedback import put_flags
 from commhooks.compressors.powersgd.native_products import NativeProducts
 from commhooks.compressors.powersgd.torch_products import Residuals, TorchProducts
 from commhooks.compressors.powersgd.workspace import BucketPass, Workspace
@@ -200,14 +201,9 @@ class HostKernel:
 
     def _put_flags(self, now: BucketPass) -> None:
         slots = [slot for matrix in self.work.matrices for slot in matrix.slots]
+        put_flags(slots, now.flat, now.first.flags)
         for slot, flag in zip(slots, now.first.flags, strict=True):
-            gradient = slot.of(now.flat)
-            if self._on_host:
-                # The first 64 elements nearly always contain a nonzero one.
-                flag.fill_(float(bool(gradient[:64].any()) or bool(gradient.any())))
-            else:
-                flag.copy_(gradient.any())
-            put_overflow(gradient, flag)
+            put_overflow(slot.of(now.flat), flag)
 
 
 def _pieces(packed: torch.Tensor, like: tuple[torch.Tensor, ...]) -> list[torch.Tensor]:

@@ -23,7 +23,7 @@ class BlockPlan(UnitPlan):
 
     @property
     def cells(self) -> tuple[str, ...]:
-        return (str(self.bits), f"{self.blocks} of {self.block_size}") if self.compressed else ("", "")
+        return str(self.bits), f"{self.blocks} of {self.block_size}"
 
     @property
     def details(self) -> dict[str, Any]:

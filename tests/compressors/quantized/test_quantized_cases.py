@@ -177,7 +177,7 @@ def test_the_plan_knows_the_memory(error_feedback: bool) -> None:
     planned, work, state = _after_a_step(config, torch.float32)
     assert planned.residual == sum(each.nbytes for each in state["residual"].values())
     kernel = work._kernel
-    buffers = [kernel.delta, *([kernel.residuals._whole] if error_feedback else [])]
+    buffers = [kernel.delta, *([kernel.residuals.whole] if error_feedback else [])]
     # Delta has a block more than the plan knows, the empty one.
     assert planned.residual + planned.copies == sum(each.nbytes for each in buffers) - kernel.delta[-1].nbytes
     sent = kernel.messages.sent.nbytes

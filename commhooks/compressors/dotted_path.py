@@ -73,12 +73,10 @@ def _imported_file(file: str, said: str, error_class: type[CommHookError]) -> An
     return module
 
 
-@contextlib.contextmanager
-def current_folder_first() -> Iterator[None]:
+def current_folder_first() -> contextlib.AbstractContextManager[None]:
     """Put the current directory first in `sys.path`, as `python -m` does. A console script has its own directory there
     instead."""
-    with _first_in_path(os.getcwd()):
-        yield
+    return _first_in_path(os.getcwd())
 
 
 @contextlib.contextmanager

@@ -30,6 +30,7 @@ class CompressorRules(ABC, Generic[ConfigT]):
         flat_only: it works where all ranks compress all of every parameter: neither between nodes only, nor on shards.
         judges_averages: buckets that the engine averages for it are read, to see whether they are finite. False: what
             is in them does not matter for what it has learned, and they count as finite.
+        Plan: the class of its plans, for the parameters that are never offered to `plan_parameter`.
         kernel: the kernel to compute with, one of `kernels_here`. The engine sets it, to the same one on all ranks,
             before it asks for a workspace.
     """
@@ -42,6 +43,7 @@ class CompressorRules(ABC, Generic[ConfigT]):
     stats_every: int | None = None
     kernel: Kernel = TORCH
     judges_averages: bool = True
+    Plan: ClassVar[type[UnitPlan]] = UnitPlan
 
     # See `Compressor`.
     Config: ClassVar[type[Any]]
@@ -124,7 +126,7 @@ class CompressorRules(ABC, Generic[ConfigT]):
             because = "complex numbers"
         elif info.parameter.numel() == 0:
             because = "empty"
-        return self.plan_parameter(info) if because is None else UnitPlan.uncompressed(info, because)
+        return self.plan_parameter(info) if because is None else self.Plan.uncompressed(info, because)
 
     def lowered(self, dtype: torch.dtype) -> Any:
         """A copy that sends `dtype` where that is narrower, for the fp16 and bf16 wrappers."""

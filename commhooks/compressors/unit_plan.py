@@ -1,12 +1,14 @@
 """A compressor's decision for each parameter: plain data, computed from shapes and options alone."""
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 
 from commhooks.compressors.hook_config import HookConfig
 from commhooks.gradients.names import ParameterNames
+
+AnyPlan = TypeVar("AnyPlan", bound="UnitPlan")
 
 
 @dataclass(frozen=True)
@@ -81,7 +83,7 @@ class UnitPlan:
 
     @property
     def cells(self) -> tuple[str, ...]:
-        """One string per column; empty strings if the parameter is not compressed."""
+        """One string per column, of a unit that is compressed."""
         return ("",) * len(self.columns)
 
     @property
@@ -90,7 +92,7 @@ class UnitPlan:
         return {}
 
     @classmethod
-    def uncompressed(cls, info: ParameterInfo, reason: str) -> "UnitPlan":
+    def uncompressed(cls: type[AnyPlan], info: ParameterInfo, reason: str) -> AnyPlan:
         """The plan of a parameter that is not compressed."""
         p = info.parameter
         return cls(info.name, tuple(p.shape), info.numel, p.dtype, reason=reason, lowered=not info.sparse)

@@ -51,8 +51,7 @@ def simple(config: Auto) -> list[Candidate]:
 
 def widest(config: Auto) -> list[Compressor[Any]]:
     """Compressors that compress whatever a candidate may: those of `simple`, and PowerSGD at the lowest rank."""
-    found = simple(config)
-    return [new(each) for each in (*found, *([powersgd(1, _exclude(config))] if config.quality == "close" else []))]
+    return [*map(new, simple(config)), *([_lowest(config)] if config.quality == "close" else [])]
 
 
 def _exclude(config: Auto) -> dict[str, Any]:

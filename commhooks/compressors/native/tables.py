@@ -56,10 +56,6 @@ class Table:
             self._numbers[place] = 0 if tensor is None else address(tensor, self.dtype, sizes[i] * sizes[j])
             place += len(self.fields)
 
-    def point_from(self, field: str, start: int, offsets: torch.Tensor) -> None:
-        """Write `start`, an `address`, plus `offsets` (bytes, one per row) into the field."""
-        torch.add(offsets, start, out=self.column(field))
-
 
 def address(tensor: torch.Tensor, dtype: torch.dtype, numel: int) -> int:
     """Where the numbers of `tensor` begin. C takes every address from here, and believes what it is told.

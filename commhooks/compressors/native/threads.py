@@ -15,18 +15,10 @@ _GRAIN = 2**15
 _IMPORTED_IN = os.getpid()
 
 
-def threads_available() -> int:
-    """How many threads a native kernel uses for large buckets, when called from this thread: as many as torch
-    (`torch.get_num_threads()`), or 1 where torch's threads cannot be used.
-
-    The results do not depend on it.
-    """
-    return team(2**62)[1]
-
-
 def team(elements: int) -> tuple[int | None, int]:
-    """The address of `GOMP_parallel` (None: there is none) and how many threads should share work on so many
-    elements."""
+    """The address of `GOMP_parallel` (None: there is none) and how many threads should share work on so many elements,
+    when called from this thread: at most as many as torch has, and 1 where torch's cannot be used. The results do not
+    depend on it."""
     start = _entry_point()
     threads = min(torch.get_num_threads(), max(1, elements // _GRAIN))
     if start is None or threads == 1:

@@ -25,16 +25,16 @@ from commhooks.compressors.powersgd.matrix_plan import (
     plan_bucket,
     plan_parameter,
 )
-from commhooks.compressors.powersgd.message import Messages
 from commhooks.compressors.powersgd.native_products import NativeProducts
 from commhooks.compressors.powersgd.options import BatchedPowerSGD, PowerSGD
-from commhooks.compressors.powersgd.quantised_message import QuantisedMessages
+from commhooks.compressors.powersgd.quantised_message import InBlocks
 from commhooks.compressors.powersgd.quantised_plan import quantised_bytes, quantised_plan
 from commhooks.compressors.powersgd.torch_products import TorchProducts
 from commhooks.compressors.powersgd.workspace import BucketPass, Matrix, Workspace
 from commhooks.compressors.quantized.blocks import BlockCode
 from commhooks.compressors.quantized.exchange import Workspace as OnlyBlocks
 from commhooks.compressors.quantized.exchange import quantised_exchange
+from commhooks.compressors.quantized.torch_kernel import residual_memory
 from commhooks.compressors.unit_plan import MemoryPlan, ParameterInfo, UnitPlan
 from commhooks.gradients import precision
 from commhooks.gradients.layout import BucketLayout, Slot
@@ -50,6 +50,7 @@ class _LowRank(Compressor[AnyPowerSGD]):
 
     title = "PowerSGD"
     wrappers = WRAPPERS
+    Plan = MatrixPlan
 
     def __init__(
         self, config: AnyPowerSGD, wire_dtype: torch.dtype | None = None, code: BlockCode | None = None
@@ -89,8 +90,10 @@ class _LowRank(Compressor[AnyPowerSGD]):
     def phrase(self) -> str:
         return f"{self.title} at {self.config.rank_words}"
 
-    def _fields(self, q: StateField) -> tuple[StateField, ...]:
+    @property
+    def state_fields(self) -> tuple[StateField, ...]:  # type: ignore[override]
         """Q, P with `alternate`, and the residual with error feedback."""
+        q = fields.BUCKET_Q if self.per_bucket else fields.Q
         kept = (q, fields.P) if self.config.alternate else (q,)
         return (*kept, RESIDUAL) if self.config.use_error_feedback else kept
 
@@ -108,11 +111,11 @@ class _LowRank(Compressor[AnyPowerSGD]):
         return choice.kernels_here(device, precision.compute_dtype(dtype), self.config.fused, native_products.build)
 
     def memory_plan(self, plans: Sequence[UnitPlan], buckets: Sequence[Sequence[UnitPlan]]) -> MemoryPlan:
-        packed = 0
-        for rows in cast(Sequence[Sequence[MatrixPlan]], buckets):  # made by `plan`
-            packed += packed_bytes(rows, self.wire_dtype) if self.code is None else quantised_bytes(rows, self.code)
-        matrices = cast(Sequence[MatrixPlan], plans)
-        return memory_plan(matrices, packed, error_feedback=self.config.use_error_feedback)
+        packed = sum(
+            packed_bytes(rows, self.wire_dtype) if self.code is None else quantised_bytes(rows, self.code)
+            for rows in cast(Sequence[Sequence[MatrixPlan]], buckets)  # made by `plan`
+        )
+        return memory_plan(cast(Sequence[MatrixPlan], plans), packed, error_feedback=self.config.use_error_feedback)
 
     def exchange(self, flat: torch.Tensor, work: AnyKernel | OnlyBlocks, state: State, step: StepInfo) -> Exchange:
         if isinstance(work, OnlyBlocks):
@@ -125,11 +128,18 @@ class _LowRank(Compressor[AnyPowerSGD]):
 
     def _new_kernel(self, layout: BucketLayout, matrices: list[Matrix], beside: Sequence[Slot] = ()) -> AnyKernel:
         """With the buffers of one bucket."""
-        messages = self._new_messages(layout, matrices, beside)
-        if not precision.is_host_readable(layout.device) and not self.config.alternate:
-            work = Workspace(layout, by_shape(matrices), messages, self.config)
+        on_device = not precision.is_host_readable(layout.device) and not self.config.alternate
+        wire_dtype, in_blocks = self.wire_dtype_for(layout.dtype), None
+        if self.code is not None:
+            dtype = precision.compute_dtype(layout.dtype)
+            residuals = residual_memory(beside, self.code, dtype, layout.device)
+            # An element of P Q^T, a sum of r products, has to fit into the bucket.
+            largest = torch.finfo(layout.dtype).max / math.sqrt(max(x.rank for x in matrices))
+            in_blocks = InBlocks(self.code, beside, residuals, wire_dtype, largest)
+            wire_dtype = dtype  # quantised on the way
+        work = Workspace(layout, by_shape(matrices) if on_device else matrices, self.config, wire_dtype, in_blocks)
+        if on_device:
             return DeviceKernel(work, stack_deltas=self.config.batch_tensors_with_same_shape)
-        work = Workspace(layout, matrices, messages, self.config)
         shapes = [(x.n, x.m, x.rank) for x in matrices]
         if not choice.computes_natively(self.kernel, self.config.fused, layout.device, work.dtype):
             return HostKernel(work, TorchProducts(shapes, work.dtype, layout.device))
@@ -137,27 +147,11 @@ class _LowRank(Compressor[AnyPowerSGD]):
         refills = not (self.config.alternate or self.per_bucket)
         return HostKernel(work, NativeProducts(native_products.load(work.dtype), shapes, work.dtype, refills=refills))
 
-    def _new_messages(self, layout: BucketLayout, matrices: Sequence[Matrix], beside: Sequence[Slot]) -> Messages:
-        wire_dtype = self.wire_dtype_for(layout.dtype)
-        if self.code is None:
-            return Messages(wire_dtype, layout.device)
-        # An element of P Q^T, a sum of r products, has to fit into the bucket.
-        largest = torch.finfo(layout.dtype).max / math.sqrt(max(x.rank for x in matrices))
-        return QuantisedMessages(layout, self.code, beside, wire_dtype, largest)
-
 
 class PowerSGDCompressor(_LowRank[PowerSGD]):
     """Low-rank factors P and Q of each matrix, with error feedback and warm start: two all-reduces per bucket."""
 
     Config = PowerSGD
-
-    @property
-    def state_fields(self) -> tuple[StateField, ...]:  # type: ignore[override]
-        return self._fields(fields.Q)
-
-    def plan_one(self, info: ParameterInfo) -> UnitPlan:
-        made = super().plan_one(info)
-        return made if isinstance(made, MatrixPlan) else MatrixPlan.uncompressed(info, made.reason)
 
     def plan_parameter(self, info: ParameterInfo) -> UnitPlan:
         made = plan_parameter(info, self.config)
@@ -180,10 +174,6 @@ class BatchedPowerSGDCompressor(_LowRank[BatchedPowerSGD]):
 
     Config = BatchedPowerSGD
     per_bucket = True
-
-    @property
-    def state_fields(self) -> tuple[StateField, ...]:  # type: ignore[override]
-        return self._fields(fields.BUCKET_Q)
 
     def plan(self, parameters: Sequence[ParameterInfo]) -> list[UnitPlan]:
         rank = self.config.rank_for(None)

@@ -9,12 +9,28 @@ from commhooks.compressors.unit_plan import UnitPlan
 from commhooks.gradients.layout import memory_order
 
 
-class FactorQ(StateField):
-    """Q of a parameter, transposed: `r x m`; saved as `r x (the other dimensions in logical order)`."""
+class _Factor(StateField):
+    """A factor of a matrix, transposed: `r x m` for Q, `r x n` for P."""
 
-    def shape(self, plan: UnitPlan) -> tuple[int, ...]:
+    def shape(self, plan: UnitPlan) -> tuple[int, int]:
         assert isinstance(plan, MatrixPlan)
-        return plan.rank, plan.m
+        return plan.rank, plan.m if self.key == "q" else plan.n
+
+    def refit(self, value: torch.Tensor, plan: UnitPlan, fresh: torch.Tensor | None) -> torch.Tensor | None:
+        """Truncate to the new rank; additional rows are taken from `fresh`. Without it they are zero, and the codec
+        replaces zero rows."""
+        rank, rows = self.shape(plan)[0], len(value)
+        if not rank:
+            return None
+        if rows >= rank:
+            return value[:rank].clone()
+        refitted = value.new_zeros(rank, value.shape[1]) if fresh is None else fresh.to(value)
+        refitted[:rows] = value
+        return refitted
+
+
+class FactorQ(_Factor):
+    """Q of a parameter, saved as `r x (the other dimensions in logical order)`."""
 
     def to_saved(self, value: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
         rest = memory_order(parameter)[1:]
@@ -30,31 +46,15 @@ class FactorQ(StateField):
         ordered = sorted(rest)
         return saved.detach().permute(0, *(1 + ordered.index(dim) for dim in rest)).reshape(saved.shape[0], -1)
 
-    def refit(self, value: torch.Tensor, plan: UnitPlan, fresh: torch.Tensor | None) -> torch.Tensor | None:
-        """Truncate to the new rank; additional rows are taken from `fresh`."""
-        assert isinstance(plan, MatrixPlan)
-        if not plan.rank:
-            return None
-        rows, rank = value.shape[0], plan.rank
-        if rows >= rank or fresh is None:
-            return value[:rank].clone()
-        refitted = fresh.to(value)
-        refitted[:rows] = value
-        return refitted
-
     def problem(self, value: torch.Tensor, plan: UnitPlan) -> str | None:
-        assert isinstance(plan, MatrixPlan)
-        if plan.rank and value.shape[1] != plan.m:
-            return f"a Q with {value.shape[1]} rows for {plan.name}, which needs {plan.m}"
+        rank, m = self.shape(plan)
+        if rank and value.shape[1] != m:
+            return f"a Q with {value.shape[1]} rows for {plan.name}, which needs {m}"
         return None
 
 
-class FactorP(StateField):
-    """P of a parameter, transposed: `r x n`. With `alternate`, present only while it is newer than Q."""
-
-    def shape(self, plan: UnitPlan) -> tuple[int, ...]:
-        assert isinstance(plan, MatrixPlan)
-        return plan.rank, plan.n
+class FactorP(_Factor):
+    """P of a parameter. With `alternate`, present only while it is newer than Q."""
 
     def to_saved(self, value: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
         return value.detach().to("cpu", copy=True)
@@ -62,35 +62,18 @@ class FactorP(StateField):
     def from_saved(self, saved: torch.Tensor, parameter: torch.Tensor, row_dim: int) -> torch.Tensor | None:
         return saved.detach() if row_dim == memory_order(parameter)[0] else None
 
-    def refit(self, value: torch.Tensor, plan: UnitPlan, fresh: torch.Tensor | None) -> torch.Tensor | None:
-        """Truncate to the new rank; additional rows are zero, and the codec replaces zero rows."""
-        assert isinstance(plan, MatrixPlan)
-        if not plan.rank:
-            return None
-        p = torch.zeros(plan.rank, value.shape[1], dtype=value.dtype)
-        rows = min(plan.rank, value.shape[0])
-        p[:rows] = value[:rows]
-        return p
-
     def problem(self, value: torch.Tensor, plan: UnitPlan) -> str | None:
-        assert isinstance(plan, MatrixPlan)
-        if plan.rank and value.shape[1] != plan.n:
-            return f"a P of shape {tuple(value.shape)} for {plan.name}, which needs {(plan.rank, plan.n)}"
+        rank, n = self.shape(plan)
+        if rank and value.shape[1] != n:
+            return f"a P of shape {tuple(value.shape)} for {plan.name}, which needs {(rank, n)}"
         return None
 
 
-class BucketQ(StateField):
-    """Q of a bucket that is compressed as one matrix, `r x m`, saved without conversion."""
-
-    def shape(self, plan: UnitPlan) -> tuple[int, ...]:
-        assert isinstance(plan, MatrixPlan)
-        return plan.rank, plan.m
+class BucketQ(_Factor):
+    """Q of a bucket that is compressed as one matrix, saved without conversion."""
 
     def refit(self, value: torch.Tensor, plan: UnitPlan, fresh: torch.Tensor | None) -> torch.Tensor | None:
-        assert isinstance(plan, MatrixPlan)
-        if value.shape[1] != plan.m:
-            return None
-        return FactorQ.refit(self, value, plan, fresh)  # type: ignore[arg-type]
+        return super().refit(value, plan, fresh) if value.shape[1] == self.shape(plan)[1] else None
 
     def problem(self, value: torch.Tensor, plan: UnitPlan) -> str | None:
         # The size of the matrix is unknown before DDP has built its buckets: a Q of another size is replaced later.

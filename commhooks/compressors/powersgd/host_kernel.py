@@ -7,6 +7,7 @@ from collections.abc import Callable
 import torch
 
 from commhooks.comm.wire import largest_gradient, pack_factor, put_only_factor, put_overflow, put_projection
+from commhooks.compressors.error_feedback import put_flags
 from commhooks.compressors.powersgd.native_products import NativeProducts
 from commhooks.compressors.powersgd.torch_products import Residuals, TorchProducts
 from commhooks.compressors.powersgd.workspace import BucketPass, Workspace
@@ -40,15 +41,15 @@ class HostKernel:
 
     def form_p(self, now: BucketPass) -> None:
         work, products, flags = self.work, self.products, now.first.flags
-        finds_flags = products.finds_largest and not work.is_whole_bucket
-        if not finds_flags:
+        largest = None if work.is_whole_bucket else products.largest
+        if largest is None:
             self._put_flags(now)
         residuals = self._load_deltas(now)
         # Only the space that Q spans matters, and without scaling P would grow with the square of the gradient.
         known = now.q if work.warm_start else {}
         products.unit_rows([self._known_q(now, known, i) for i in self._all], self._refill("Q"))
-        largest = products.form_p(self._all, now.deltas, residuals, float(now.step.residual_factor))
-        if finds_flags and largest is not None:
+        products.form("P", self._all, now.deltas, residuals, float(now.step.residual_factor))
+        if largest is not None:
             flags.copy_((largest > 0).double().masked_fill_(largest > largest_gradient(flags.dtype), float("nan")))
         for p, out in self._sent_p:
             pack_factor(p, out, now.step.world_size)
@@ -61,7 +62,7 @@ class HostKernel:
         if self.work.is_whole_bucket:  # what stays where it is takes no part in what is sent for the others
             for slot in self._idle(now)[0]:
                 self._part(now, slot).zero_()
-        self.products.form_q(self._all, now.deltas, None, 1.0)
+        self.products.form("Q", self._all, now.deltas)
         for q, out, rank in self._sent_q:
             put_projection(q, out, now.step.world_size, rank=rank)
 
@@ -76,11 +77,10 @@ class HostKernel:
             if makes_q:
                 known = [now.p[self.work.matrices[i].name] for i in places]
                 products.orthonormalize("P", places, known, self._refill("P"))
-                products.form_q(places, deltas, own, factor)
             else:
                 known = [self._known_q(now, now.q, i) for i in places]
                 products.orthonormalize("Q", places, known, self._refill("Q"))
-                products.form_p(places, deltas, own, factor)
+            products.form("Q" if makes_q else "P", places, deltas, own, factor)
         for mine, out in zip(self._sent(now), now.first.factors, strict=True):
             put_only_factor(mine, out, now.step.world_size)
 
@@ -205,14 +205,9 @@ class HostKernel:
 
     def _put_flags(self, now: BucketPass) -> None:
         slots = [slot for matrix in self.work.matrices for slot in matrix.slots]
+        put_flags(slots, now.flat, now.first.flags)
         for slot, flag in zip(slots, now.first.flags, strict=True):
-            gradient = slot.of(now.flat)
-            if self._on_host:
-                # The first 64 elements nearly always contain a nonzero one.
-                flag.fill_(float(bool(gradient[:64].any()) or bool(gradient.any())))
-            else:
-                flag.copy_(gradient.any())
-            put_overflow(gradient, flag)
+            put_overflow(slot.of(now.flat), flag)
 
 
 def _pieces(packed: torch.Tensor, like: tuple[torch.Tensor, ...]) -> list[torch.Tensor]:

@@ -38,7 +38,7 @@ class MatrixPlan(UnitPlan):
 
     @property
     def cells(self) -> tuple[str, ...]:
-        return (f"{self.n} x {self.m}", str(self.rank)) if self.compressed else ("", "")
+        return f"{self.n} x {self.m}", str(self.rank)
 
     @property
     def details(self) -> dict[str, Any]:
@@ -56,19 +56,18 @@ def plan_parameter(info: ParameterInfo, options: PowerSGD) -> MatrixPlan:
     """
     parameter = info.parameter
     if parameter.dim() < 2:
-        return _left_alone(info, "scalar" if parameter.dim() == 0 else "vector")
+        return MatrixPlan.uncompressed(info, "scalar" if parameter.dim() == 0 else "vector")
     wanted = options.rank_for(info.glob)
     if wanted is None:
-        return _left_alone(info, "no pattern of matrix_approximation_rank matches")
+        return MatrixPlan.uncompressed(info, "no pattern of matrix_approximation_rank matches")
     n, m = matrix_shape(parameter)
     rank = min(n, m, wanted)
     sent, min_rate = (n + m) * rank, options.min_compression_rate
     if sent >= parameter.numel() or sent * min_rate >= parameter.numel():
-        reason = f"saves only {parameter.numel() / sent:.2g}x (min_compression_rate={min_rate:g})"
-        return _left_alone(info, reason)
-    return dataclasses.replace(
-        _left_alone(info, ""), compressed=True, flags=1, n=n, m=m, rank=rank, alternate=options.alternate
-    )
+        saved = parameter.numel() / sent
+        return MatrixPlan.uncompressed(info, f"saves only {saved:.2g}x (min_compression_rate={min_rate:g})")
+    plan = MatrixPlan.uncompressed(info, "")
+    return dataclasses.replace(plan, compressed=True, flags=1, n=n, m=m, rank=rank, alternate=options.alternate)
 
 
 def plan_bucket(parameters: Sequence[ParameterInfo], rank: int) -> MatrixPlan:
@@ -125,9 +124,3 @@ def packed_bytes(rows: Sequence[MatrixPlan], wire: torch.dtype | None) -> int:
         return size_p + size_q + beside
     # Each factor is sent together with everything else; both use one buffer if all matrices are square.
     return size_p + beside + (size_q + beside if any(p.n != p.m for p in matrices) else 0)
-
-
-def _left_alone(info: ParameterInfo, reason: str) -> MatrixPlan:
-    made = MatrixPlan.uncompressed(info, reason)
-    assert isinstance(made, MatrixPlan)
-    return made

@@ -64,8 +64,6 @@ class NativeProducts:
         refills: replace dependent rows of P in the kernel, too; otherwise with torch.
     """
 
-    finds_largest = True
-
     def __init__(
         self,
         kernel: ctypes.CDLL,
@@ -84,6 +82,7 @@ class NativeProducts:
         self._matrices = MatrixTable(shapes, dtype)
         self._matrices.point("p", self.p)
         self._matrices.point("q", self.q)
+        self.largest = self._matrices.column("largest").view(torch.float64)
         self._rows = {"P": _to(self.p, dtype), "Q": _to(self.q, dtype)}
 
     def unit_rows(self, sources: Tensors, refill: Refill) -> None:
@@ -104,18 +103,10 @@ class NativeProducts:
             else:
                 out.copy_(codec.basis(rows, functools.partial(refill, i)))
 
-    def form_p(
-        self, places: Sequence[int], deltas: Tensors, residuals: Residuals | None, factor: float
-    ) -> torch.Tensor | None:
-        table = self._table(places, deltas, residuals)
-        self._call("form_p", table, factor)
-        return table.column("largest").view(torch.float64)
-
-    def form_q(
-        self, places: Sequence[int], deltas: Tensors, residuals: Residuals | None, factor: float
-    ) -> torch.Tensor | None:
-        self._call("form_q", self._table(places, deltas, residuals), factor)
-        return None
+    def form(
+        self, side: str, places: Sequence[int], deltas: Tensors, residuals: Residuals | None = None, factor: float = 1.0
+    ) -> None:
+        self._call(f"form_{side.lower()}", self._table(places, deltas, residuals), factor)
 
     def split(
         self,
@@ -196,10 +187,10 @@ def results_of(kernel: ctypes.CDLL, dtype: torch.dtype) -> bytes:
         delta, residual = (numbers[start : start + n * m].view(n, m).clone() for start in (1, 2))
         products.orthonormalize("Q", [0], [numbers[: rank * m].view(rank, m)], lambda i: numbers)
         first = products.q[0].clone()
-        products.form_p([0], [delta], [residual], 0.7)
+        products.form("P", [0], [delta], [residual], 0.7)
         arrived = products.p[0].clone()
         products.orthonormalize("P", [0], [arrived], lambda i: numbers)
-        products.form_q([0], [delta], [residual], 0.7)
+        products.form("Q", [0], [delta], [residual], 0.7)
         results += [first, arrived, products.p[0], products.q[0].clone()]
         products.split([0], [delta], [residual], products.p, [first])
         products.unit_rows([delta[:rank]], lambda i: numbers)

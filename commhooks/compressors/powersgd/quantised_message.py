@@ -11,68 +11,56 @@ quantised mean (`quantized/mean.py`) takes the place of the all-reduce. What is 
 
 import itertools
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 
 from commhooks.compressors.base import StepInfo
-from commhooks.compressors.powersgd.message import Averaging, Contents, Message, Messages, Residuals
+from commhooks.compressors.error_feedback import put_flags
+from commhooks.compressors.named_views import NamedViews
+from commhooks.compressors.powersgd.message import Averaging, Factors, Message, Residuals
 from commhooks.compressors.quantized.blocks import BlockCode
-from commhooks.compressors.quantized.exchange import put_flags
 from commhooks.compressors.quantized.mean import mean_over_ranks
 from commhooks.compressors.quantized.messages import Averaged, ShareMessages
-from commhooks.compressors.quantized.torch_kernel import TorchKernel, residual_memory
-from commhooks.gradients.layout import BucketLayout, Slot
-from commhooks.gradients.precision import compute_dtype
+from commhooks.compressors.quantized.torch_kernel import TorchKernel
+from commhooks.gradients.layout import Slot
 
 
-class QuantisedMessages(Messages):
-    """Makes the messages of one bucket layout. Their dtype is the compute dtype: they are quantised on the way.
+@dataclass(frozen=True, eq=False)
+class InBlocks:
+    """How the messages of one bucket layout are quantised. Every factor and every parameter begins a new block.
 
-    Args:
-        code: how blocks are quantised. Every factor and every parameter begins a new block.
+    Attributes:
         beside: the parameters that are quantised as they are, with error feedback.
+        residuals: of `beside`, whichever message takes them.
         plain_dtype: the dtype in which other uncompressed gradients travel.
         largest: numbers beyond it are clamped; error feedback keeps the rest.
     """
 
-    def __init__(
-        self, layout: BucketLayout, code: BlockCode, beside: Sequence[Slot], plain_dtype: torch.dtype, largest: float
-    ) -> None:
-        super().__init__(compute_dtype(layout.dtype), layout.device)
-        self.beside = beside
-        self.code = code
-        self.plain_dtype = plain_dtype
-        self.largest = largest
-        self.residuals = residual_memory(beside, code, self.dtype, self.device)
-        """Of `beside`, whichever message takes them."""
-
-    def numel(self, contents: Contents) -> int:
-        return super().numel(contents) + 1
-
-    def new(self, contents: Contents, buffer: torch.Tensor | None = None) -> "QuantisedMessage":
-        buffer = self.new_buffer(self.numel(contents)) if buffer is None else buffer
-        return QuantisedMessage(self, contents, buffer)
+    code: BlockCode
+    beside: Sequence[Slot]
+    residuals: NamedViews
+    plain_dtype: torch.dtype
+    largest: float
 
 
 class QuantisedMessage(Message):
-    """One message. The blocks of the gradients beside come first, then those of the factors.
+    """One message, in the compute dtype. The blocks of the gradients beside come first, then those of the factors.
 
     The last element of the buffer is NaN after the sum if anything that has arrived is not finite, else 0.
     """
 
-    def __init__(self, messages: QuantisedMessages, contents: Contents, buffer: torch.Tensor) -> None:
-        super().__init__(contents, buffer)
+    def __init__(self, how: InBlocks, factors: Factors, plain: int, flags: int, buffer: torch.Tensor) -> None:
+        super().__init__(factors, plain, flags, buffer)
         self._bad = buffer[-1]
-        self._messages, code = messages, messages.code
-        self._beside = messages.beside if contents.flags else ()  # a message of the factors alone has no flags
+        self._how, code = how, how.code
+        self._beside = how.beside if flags else ()  # a message of the factors alone has no flags
         beside = [(slot.name, code.blocks_of(slot.numel)) for slot in self._beside]
-        factors = [(name, code.blocks_of(rank * length)) for name, (rank, length) in contents.factors]
-        self._tensors = [*beside, *factors]
+        blocks_of = [(name, code.blocks_of(rank * length)) for name, (rank, length) in factors]
+        self._tensors = [*beside, *blocks_of]
         self._first = sum(blocks for _, blocks in beside)
-        self._decoded = torch.zeros(
-            sum(blocks for _, blocks in self._tensors), code.block_size, dtype=messages.dtype, device=messages.device
-        )
-        starts = itertools.accumulate((blocks * code.block_size for _, blocks in factors), initial=0)
+        self._decoded = buffer.new_zeros(sum(blocks for _, blocks in self._tensors), code.block_size)
+        starts = itertools.accumulate((blocks * code.block_size for _, blocks in blocks_of), initial=0)
         places = [torch.arange(start, start + each.numel()) for start, each in zip(starts, self.factors, strict=False)]
         self._places = torch.cat(places).to(buffer.device)
         """Per element of `packed` its place in the blocks of the factors, as one row."""
@@ -81,19 +69,18 @@ class QuantisedMessage(Message):
 
     def kernel(self, step: StepInfo) -> TorchKernel:
         """The kernel for the ranks of this step, which are the same in every step."""
-        made, messages = self._kernel, self._messages
+        made, how = self._kernel, self._how
         if made is None or (made.messages.world_size, made.rank) != (step.world_size, step.rank):
             shares = ShareMessages(
-                messages.code,
+                how.code,
                 self._tensors,
-                messages.dtype,
+                self.buffer.dtype,
                 step.world_size,
-                messages.device,
-                plain=(len(self.plain), messages.plain_dtype),
+                self.buffer.device,
+                plain=(len(self.plain), how.plain_dtype),
                 flags=len(self._beside) + len(self.flags),
             )
-            residuals = messages.residuals if self._beside else None
-            made = self._kernel = TorchKernel(shares, step.rank, self._beside, residuals)
+            made = self._kernel = TorchKernel(shares, step.rank, self._beside, how.residuals if self._beside else None)
         return made
 
     def sum_over_ranks(
@@ -106,7 +93,7 @@ class QuantisedMessage(Message):
         self._flags_of_matrices(kernel.messages.flags).copy_(self.flags)
 
         self._averaged = averaged = yield from mean_over_ranks(
-            kernel, self._messages.largest, what=what, last=last, meanwhile=meanwhile
+            kernel, self._how.largest, what=what, last=last, meanwhile=meanwhile
         )
 
         decoded = kernel.decode(averaged, self._decoded)[first:].view(-1)
@@ -124,7 +111,7 @@ class QuantisedMessage(Message):
     def load(self, flat: torch.Tensor, residuals: Residuals, step: StepInfo) -> None:
         kernel = self.kernel(step)
         kernel.load(flat, residuals, step.residual_factor)
-        put_flags(self._beside, flat, kernel.messages.flags)
+        put_flags(self._beside, flat, kernel.messages.flags[: len(self._beside)])
 
     def store(self, flat: torch.Tensor, residuals: Residuals, step: StepInfo, good: torch.Tensor | bool) -> None:
         assert self._kernel is not None and self._averaged is not None

@@ -30,7 +30,7 @@ class QuantisedPlan(MatrixPlan):
     @property
     def cells(self) -> tuple[str, ...]:
         matrix = (f"{self.n} x {self.m}", str(self.rank)) if self.rank else ("", "")
-        return (*matrix, str(self.bits)) if self.compressed else ("", "", "")
+        return *matrix, str(self.bits)
 
     @property
     def details(self) -> dict[str, Any]:

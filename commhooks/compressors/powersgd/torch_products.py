@@ -1,6 +1,6 @@
 """The products with the matrices of a bucket, with torch."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -25,10 +25,11 @@ class TorchProducts:
     Attributes:
         p, q: the factors of all matrices, `r x n` and `r x m`: results, and operands of what follows.
         pieces: the factors as they are divided and clamped at once: P, Q, and their rank.
-        finds_largest: `form_p` returns the largest absolute value of each gradient, float64; NaN does not count.
+        largest: per matrix the largest absolute value of its gradient, float64, found by `form`; NaN does not count.
+            None: these products do not find it.
     """
 
-    finds_largest = False
+    largest: torch.Tensor | None = None
 
     def __init__(self, shapes: Sequence[tuple[int, int, int]], dtype: torch.dtype, device: torch.device) -> None:
         self._on_host = precision.is_host_readable(device)
@@ -52,22 +53,19 @@ class TorchProducts:
                 basis, _ = codec.orthonormal_rows(rows, refill(i))
             self._set((self._p if side == "P" else self._q)[i], basis)
 
-    def form_p(
-        self, places: Sequence[int], deltas: Tensors, residuals: Residuals | None, factor: float
-    ) -> torch.Tensor | None:
-        """delta += factor * residual in place, then P = delta Q, for the matrices at `places`. The lists hold a tensor
-        for each place: `deltas` n x m; `residuals` flat, or None for those that have none."""
-        for i, delta in self._deltas(places, deltas, residuals, factor):
-            torch.mm(self._q[i], delta.t(), out=self._p[i])
-        return None
-
-    def form_q(
-        self, places: Sequence[int], deltas: Tensors, residuals: Residuals | None, factor: float
-    ) -> torch.Tensor | None:
-        """delta += factor * residual in place, then Q = delta^T P, as `form_p`."""
-        for i, delta in self._deltas(places, deltas, residuals, factor):
-            torch.mm(self._p[i], delta, out=self._q[i])
-        return None
+    def form(
+        self, side: str, places: Sequence[int], deltas: Tensors, residuals: Residuals | None = None, factor: float = 1.0
+    ) -> None:
+        """delta += factor * residual in place, then P = delta Q or Q = delta^T P, as `side` says, for the matrices at
+        `places`. The lists hold a tensor for each place: `deltas` n x m; `residuals` flat, or None for those that have
+        none."""
+        for i, delta, residual in zip(places, deltas, residuals or [None] * len(places), strict=True):
+            if residual is not None:
+                delta.view(-1).add_(residual, alpha=factor)
+            if side == "P":
+                torch.mm(self._q[i], delta.t(), out=self._p[i])
+            else:
+                torch.mm(self._p[i], delta, out=self._q[i])
 
     def split(
         self,
@@ -84,15 +82,6 @@ class TorchProducts:
                 codec.remainder(deltas[k], self.p[i], self.q[i], out=residuals[k].view_as(deltas[k]))
             if mean_q is not None:
                 codec.reconstruct(mean_p[k], mean_q[k], out=deltas[k])
-
-    def _deltas(
-        self, places: Sequence[int], deltas: Tensors, residuals: Residuals | None, factor: float
-    ) -> Iterator[tuple[int, torch.Tensor]]:
-        """The deltas one after another, each with its residual."""
-        for i, delta, residual in zip(places, deltas, residuals or [None] * len(places), strict=True):
-            if residual is not None:
-                delta.view(-1).add_(residual, alpha=factor)
-            yield i, delta
 
     @staticmethod
     def _set(padded: torch.Tensor, rows: torch.Tensor) -> None:

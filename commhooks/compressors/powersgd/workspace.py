@@ -1,6 +1,7 @@
 """What PowerSGD's kernels share: the matrices of a bucket and its messages, and one bucket in one backward pass."""
 
 import functools
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -9,8 +10,9 @@ import torch
 from commhooks.comm.wire import put_all_plain
 from commhooks.compressors.base import State, StepInfo
 from commhooks.compressors.powersgd import codec
-from commhooks.compressors.powersgd.message import Contents, Message, Messages
+from commhooks.compressors.powersgd.message import Factors, Message
 from commhooks.compressors.powersgd.options import PowerSGD
+from commhooks.compressors.powersgd.quantised_message import InBlocks, QuantisedMessage
 from commhooks.gradients import precision
 from commhooks.gradients.layout import BucketLayout, Slot
 from commhooks.gradients.pieces import divide
@@ -42,7 +44,8 @@ class Workspace:
 
     Args:
         matrices: in the order in which they are sent.
-        new: makes the messages.
+        wire_dtype: of the messages.
+        in_blocks: how the messages are quantised; None: they are not.
 
     Attributes:
         dtype: the compute dtype.
@@ -51,7 +54,14 @@ class Workspace:
         flags_of: per matrix the places of its parameters among those of all matrices.
     """
 
-    def __init__(self, layout: BucketLayout, matrices: Sequence[Matrix], new: Messages, config: PowerSGD) -> None:
+    def __init__(
+        self,
+        layout: BucketLayout,
+        matrices: Sequence[Matrix],
+        config: PowerSGD,
+        wire_dtype: torch.dtype,
+        in_blocks: InBlocks | None,
+    ) -> None:
         self.layout, self.matrices = layout, matrices
         self.dtype = precision.compute_dtype(layout.dtype)
         self.error_feedback, self.warm_start = config.use_error_feedback, config.warm_start
@@ -60,39 +70,44 @@ class Workspace:
         padded = first.span[1] - first.span[0] < first.n * first.m
         self.is_whole_bucket = padded or len(first.slots) > 1
         self.in_bucket = layout.dtype == self.dtype and not padded
-        self.flags_of: list[slice] = []
-        self.flags = 0
-        for matrix in matrices:
-            self.flags_of.append(slice(self.flags, self.flags + len(matrix.slots)))
-            self.flags += len(matrix.slots)
+        starts = list(itertools.accumulate((len(matrix.slots) for matrix in matrices), initial=0))
+        self.flags_of = list(map(slice, starts, starts[1:]))
         compressed = [matrix.span for matrix in matrices]
-        known = sorted([*compressed, *((slot.offset, slot.stop) for slot in new.beside)])
+        known = sorted([*compressed, *((slot.offset, slot.stop) for slot in (in_blocks.beside if in_blocks else ()))])
         plain = _gaps(known, layout.numel)
         spans = sorted([*known, *plain])
         self.sizes = [stop - start for start, stop in spans]
         self.place_of_matrix = [spans.index(span) for span in compressed]
         self.place_of_plain = [spans.index(span) for span in plain]
         self._plain_numel = sum(stop - start for start, stop in plain)
-        self._seed, self._new = config.random_seed, new
+        self._seed, self._wire_dtype, self._in_blocks = config.random_seed, wire_dtype, in_blocks
         self._messages: dict[tuple[int, ...], Message] = {}
 
     @functools.cached_property
     def messages(self) -> tuple[Message, Message]:
         """P with everything uncompressed and the flags; then Q."""
-        first = Contents([(x.name, (x.rank, x.n)) for x in self.matrices], self._plain_numel, self.flags)
-        second = Contents([(x.name, (x.rank, x.m)) for x in self.matrices])
-        sizes = [self._new.numel(first), self._new.numel(second)]
-        self.buffer = self._new.new_buffer(sum(sizes))
-        parts = self.buffer.split(sizes)
-        return self._new.new(first, parts[0]), self._new.new(second, parts[1])
+        p, q = self._new_messages([x.n for x in self.matrices], [x.m for x in self.matrices])
+        return p, q
 
     def only_message(self, makes_q: Sequence[bool]) -> Message:
         """Of a step that sends one factor per matrix, P or Q, with everything uncompressed and the flags."""
         lengths = tuple(x.m if q else x.n for x, q in zip(self.matrices, makes_q, strict=True))
         if lengths not in self._messages:
-            factors = [(x.name, (x.rank, length)) for x, length in zip(self.matrices, lengths, strict=True)]
-            self._messages[lengths] = self._new.new(Contents(factors, self._plain_numel, self.flags))
+            (self._messages[lengths],) = self._new_messages(lengths)
         return self._messages[lengths]
+
+    def _new_messages(self, *lengths: Sequence[int]) -> list[Message]:
+        """Messages with factors of these lengths, the first one with everything else. They share a buffer, so that one
+        operator tells whether all is finite."""
+        how, plain, flags = self._in_blocks, self._plain_numel, self.flags_of[-1].stop
+        contents: list[tuple[Factors, int, int]] = []
+        for each in lengths:
+            factors = [(x.name, (x.rank, length)) for x, length in zip(self.matrices, each, strict=True)]
+            contents.append((factors, *((0, 0) if contents else (plain, flags))))
+        sizes = [sum(r * n for _, (r, n) in factors) + sum(more) + (how is not None) for factors, *more in contents]
+        self.buffer = torch.zeros(sum(sizes), dtype=self._wire_dtype, device=self.layout.device)
+        parts = zip(contents, self.buffer.split(sizes), strict=True)
+        return [Message(*of, part) if how is None else QuantisedMessage(how, *of, part) for of, part in parts]
 
     def draw_q(self, matrix: Matrix, step: int) -> torch.Tensor:
         """The Q to start from, `r x m`, on the CPU: equal on every rank, for every layout and after a restart."""

@@ -1,5 +1,6 @@
 """Which gradients are quantised, the bytes that they take, and the reasons for the others."""
 
+import dataclasses
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -23,7 +24,7 @@ class BlockPlan(UnitPlan):
 
     @property
     def cells(self) -> tuple[str, ...]:
-        return (str(self.bits), f"{self.blocks} of {self.block_size}") if self.compressed else ("", "")
+        return str(self.bits), f"{self.blocks} of {self.block_size}"
 
     @property
     def details(self) -> dict[str, Any]:
@@ -39,11 +40,8 @@ def plan_parameter(info: ParameterInfo, code: BlockCode, wire_dtype: torch.dtype
     sent = blocks * (code.block_bytes + compute_dtype(parameter.dtype).itemsize)
     if sent >= parameter.numel() * wire_dtype.itemsize:
         return BlockPlan.uncompressed(info, f"too small for a block of {code.block_size}")
-    return BlockPlan(
-        info.name,
-        tuple(parameter.shape),
-        info.numel,
-        parameter.dtype,
+    return dataclasses.replace(
+        BlockPlan.uncompressed(info, ""),
         compressed=True,
         numel_compressed=sent,
         itemsize_sent=1,

@@ -26,6 +26,7 @@ class QuantizedCompressor(Compressor[AnyQuantized]):
 
     collectives = ("all_to_all", "gather")
     computes_from_received = False  # a code times its scale
+    Plan = BlockPlan
 
     @property
     def code(self) -> BlockCode:
@@ -38,10 +39,6 @@ class QuantizedCompressor(Compressor[AnyQuantized]):
     @property
     def words(self) -> str:
         return f"blocks of {self.config.block_size}, from step {self.start_step}"
-
-    def plan_one(self, info: ParameterInfo) -> UnitPlan:
-        made = super().plan_one(info)
-        return made if isinstance(made, BlockPlan) else BlockPlan.uncompressed(info, made.reason)
 
     def plan_parameter(self, info: ParameterInfo) -> UnitPlan:
         return plan_parameter(info, self.code, self.wire_dtype_for(info.parameter.dtype))

@@ -13,14 +13,14 @@ import torch
 
 from commhooks.comm.wire import put_all_plain
 from commhooks.compressors.base import Exchange, State, StepInfo, Verdict
+from commhooks.compressors.error_feedback import put_flags
 from commhooks.compressors.quantized.blocks import BlockCode
 from commhooks.compressors.quantized.mean import BlockKernel, mean_over_ranks
 from commhooks.compressors.quantized.messages import ShareMessages
 from commhooks.compressors.quantized.native_kernel import NativeKernel
 from commhooks.compressors.quantized.torch_kernel import TorchKernel, residual_memory
 from commhooks.compressors.unit_plan import UnitPlan
-from commhooks.gradients import precision
-from commhooks.gradients.layout import BucketLayout, Slot
+from commhooks.gradients.layout import BucketLayout
 from commhooks.gradients.pieces import divide
 from commhooks.gradients.precision import compute_dtype
 
@@ -59,21 +59,19 @@ class Workspace:
     def kernel(self, step: StepInfo) -> BlockKernel:
         """The kernel for the ranks of this step, which are the same in every step."""
         made = self._kernel
-        if made is None or (made.messages.world_size, made.rank) != (step.world_size, step.rank):
-            made = self._kernel = self._new_kernel(step)
-        return made
-
-    def _new_kernel(self, step: StepInfo) -> BlockKernel:
+        if made is not None and (made.messages.world_size, made.rank) == (step.world_size, step.rank):
+            return made
         code, device, dtype = self._code, self._layout.device, compute_dtype(self._layout.dtype)
         tensors = [(slot.name, code.blocks_of(slot.numel)) for slot in self.slots]
         plain = sum(slot.numel for slot in self.plain), self._wire_dtype
         messages = ShareMessages(code, tensors, dtype, step.world_size, device, plain=plain, flags=len(self.slots))
         if self._natively:
-            return NativeKernel(
-                messages, step.rank, self.slots, self._layout.dtype, error_feedback=self._error_feedback
-            )
-        residuals = residual_memory(self.slots, code, dtype, device) if self._error_feedback else None
-        return TorchKernel(messages, step.rank, self.slots, residuals)
+            kept = self._error_feedback
+            self._kernel = NativeKernel(messages, step.rank, self.slots, self._layout.dtype, error_feedback=kept)
+        else:
+            residuals = residual_memory(self.slots, code, dtype, device) if self._error_feedback else None
+            self._kernel = TorchKernel(messages, step.rank, self.slots, residuals)
+        return self._kernel
 
 
 def quantised_exchange(flat: torch.Tensor, work: Workspace, state: State, step: StepInfo) -> Exchange:
@@ -100,16 +98,3 @@ def quantised_exchange(flat: torch.Tensor, work: Workspace, state: State, step: 
     if plain:
         divide(averaged.plain, plain)
     return None
-
-
-def put_flags(slots: Sequence[Slot], flat: torch.Tensor, flags: torch.Tensor) -> None:
-    """Write to `flags` (uint8), per parameter, 1 if its gradient in the bucket's buffer is not zero, else 0. DDP may
-    drop the result for a parameter that no rank used, and a residual sent in it would be lost."""
-    on_host = precision.is_host_readable(flat.device)
-    for i, slot in enumerate(slots):
-        gradient = slot.of(flat)
-        if on_host:
-            # The first 64 elements nearly always contain a nonzero one.
-            flags[i] = bool(gradient[:64].any()) or bool(gradient.any())
-        else:
-            flags[i].copy_(gradient.any())

@@ -1,5 +1,6 @@
 """The quantised mean with the native kernel, on the CPU, in the buffer itself."""
 
+import itertools
 from collections.abc import Sequence
 
 import torch
@@ -35,7 +36,7 @@ class NativeKernel:
         self._starts = [slot.offset for slot in slots]
         if dtype != messages.dtype:
             self._copy = torch.empty(sum(slot.numel for slot in slots), dtype=messages.dtype)
-            self._starts = [sum(slot.numel for slot in slots[:i]) for i in range(len(slots))]
+            *self._starts, _ = itertools.accumulate((slot.numel for slot in slots), initial=0)
         self._end = max(start + slot.numel for start, slot in zip(self._starts, slots, strict=True))
         self._numbers = torch.empty(0)
         """The buffer or the copy: gradients, then what is lost of delta, then the averages."""

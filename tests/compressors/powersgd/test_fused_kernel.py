@@ -77,7 +77,7 @@ def test_a_cache_folder_where_nothing_may_run(monkeypatch: pytest.MonkeyPatch, t
     kernel = _fresh_load(monkeypatch, XDG_CACHE_HOME=str(tmp_path))
     products = native_products.NativeProducts(kernel, [(3, 4, 1)], torch.float32)
     products.q[0].fill_(1)
-    products.form_p([0], [torch.ones(3, 4)], None, 1.0)
+    products.form("P", [0], [torch.ones(3, 4)], None, 1.0)
     assert products.p[0].tolist() == [[4.0, 4.0, 4.0]]
 
 

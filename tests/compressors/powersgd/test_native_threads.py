@@ -43,10 +43,11 @@ def _all_steps(dtype: torch.dtype, rank: int) -> list[torch.Tensor]:
     delta, residual = draw(), draw()
     mean_q = [torch.randn(r, m, generator=generator, dtype=dtype) for _, m, r in shapes]
     products.unit_rows(mean_q, refill)
-    largest = products.form_p(everything, delta, residual, 0.5).clone()
+    products.form("P", everything, delta, residual, 0.5)
+    largest = products.largest.clone()
     rows = [each.clone() for each in products.p]
     products.orthonormalize("P", everything, rows, refill)
-    products.form_q(everything, delta, residual, 0.25)
+    products.form("Q", everything, delta, residual, 0.25)
     products.split(everything, delta, residual, products.p, mean_q)
     return [*delta, *residual, *rows, *products.p, *products.q, largest]
 
@@ -105,7 +106,7 @@ def test_as_many_threads_as_torch_uses(threads: Callable[[int], None], monkeypat
     monkeypatch.setattr(kernel_threads, "_entry_point", lambda: team.address)
     assert _same(_all_steps(torch.float32, 4), alone) and team.asked == []
     threads(3)
-    assert kernel_threads.threads_available() == 3
+    assert kernel_threads.team(2**62)[1] == 3
     assert _same(_all_steps(torch.float32, 4), alone)
     assert len(team.asked) >= 4 and set(team.asked) == {3}
 
@@ -116,7 +117,7 @@ def test_small_work_wakes_no_threads(threads: Callable[[int], None], monkeypatch
     threads(4)
     products = NativeProducts(load(), [(100, 600, 1)], torch.float32)
     products.q[0].fill_(1)
-    products.form_p([0], [torch.ones(100, 600)], None, 1.0)
+    products.form("P", [0], [torch.ones(100, 600)], None, 1.0)
     assert team.asked == [] and products.p[0][0, 99] == 600
 
 
@@ -124,7 +125,7 @@ def test_where_torch_has_another_openmp(threads: Callable[[int], None], monkeypa
     threads(2)
     usual = _all_steps(torch.float32, 1)
     monkeypatch.setattr(kernel_threads, "_entry_point", lambda: None)
-    assert kernel_threads.threads_available() == 1
+    assert kernel_threads.team(2**62)[1] == 1
     assert _same(_all_steps(torch.float32, 1), usual)
 
 
@@ -154,15 +155,15 @@ products = NativeProducts(load(), [(600, 600, 1)], torch.float32)
 products.q[0].fill_(1)
 delta = torch.ones(600, 600)
 def step():
-    products.form_p([0], [delta], None, 1.0)
+    products.form("P", [0], [delta], None, 1.0)
     return int(products.p[0].sum())
-before = kernel_threads.threads_available()
+before = kernel_threads.team(2**62)[1]
 torch.ones(2**22).sum()  # in torch's threads; the kernel has not run yet
 child = os.fork()
 if child == 0:
     signal.alarm(60)  # ends it
-    os._exit(0 if (kernel_threads.threads_available(), step()) == (1, 600 * 600) else 1)
-print(before, os.waitpid(child, 0)[1], kernel_threads.threads_available())
+    os._exit(0 if (kernel_threads.team(2**62)[1], step()) == (1, 600 * 600) else 1)
+print(before, os.waitpid(child, 0)[1], kernel_threads.team(2**62)[1])
 """
 
 

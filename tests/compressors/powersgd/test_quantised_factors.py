@@ -298,8 +298,7 @@ def test_the_plan_knows_bytes_and_memory() -> None:
     made = ranks._compressors[0]
     planned = made.memory_plan(ranks.plans, [ranks.plans])
     (work,) = ranks._works
-    messages = list(work.work.messages)
-    assert len(messages) == 2
+    messages = work.work.messages
     sent = sum(plan.sent_bytes(None) + plan.flags * plan.wire_itemsize(None) for plan in ranks.plans)
     assert 0 <= ranks.bytes_sent - sent <= 2 * 4 * 8  # sections begin at multiples of 8
     assert planned.residual == sum(each.nbytes for each in ranks.states[0]["residual"].values())

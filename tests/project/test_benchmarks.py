@@ -146,7 +146,7 @@ def test_launches(tmp_path):
 def test_size(tmp_path):
     """Bounds a little above today's counts: a change that makes a step enter more files or functions shows."""
     rows = {row["hook"]: row for row in _run("size", tmp_path, "--hooks", "powerSGD", "int8", "bf16")}
-    for hook, (files, functions) in {"powerSGD": (43, 185), "int8": (45, 168), "bf16": (18, 58)}.items():
+    for hook, (files, functions) in {"powerSGD": (39, 175), "int8": (42, 158), "bf16": (18, 58)}.items():
         assert 10 < rows[hook]["files"] <= files and 20 < rows[hook]["functions"] <= functions, rows[hook]
 
 

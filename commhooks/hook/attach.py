@@ -169,7 +169,7 @@ def attach_request(
             ignored = f" ({' and '.join(request.ignored)} without effect)" if request.ignored else ""
             say(f"{request.name}: no hook, DDP averages the gradients itself{ignored}")
         return attached
-    runner.register(state)
+    runner.register(state, attached)
     if source.module is not None and logging_rank:
         for problem in runner.problems():
             logger.warning("%s", problem)

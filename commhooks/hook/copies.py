@@ -22,11 +22,15 @@ class Registered:
     Args:
         name: name of the hook, which DDP's logging data show.
         function: its function; None in a copy.
+        owner: lives as long as the model.
     """
 
-    def __init__(self, name: str, function: Callable[[Any, dist.GradBucket], Future] | None) -> None:
+    def __init__(
+        self, name: str, function: Callable[[Any, dist.GradBucket], Future] | None, owner: object = None
+    ) -> None:
         self.__name__ = self.__qualname__ = name
         self._function = function
+        self._owner = owner
 
     def __call__(self, state: Any, bucket: dist.GradBucket) -> Future:
         if self._function is None:

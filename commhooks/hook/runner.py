@@ -70,10 +70,12 @@ class Runner(ABC):
 
     # ---- the backward pass -------------------------------------------------------------------------------------------
 
-    def register(self, state: Any) -> None:
-        """Have the model call the hook from now on. `state`: what DDP passes to its function."""
+    def register(self, state: Any, owner: object) -> None:
+        """Have the model call the hook from now on. `state`: what DDP passes to its function; `owner`: the `CommHook`,
+        which lives as long as the model, although nobody else may keep it."""
         name = self._request.name
-        self._source.register(Reducer(name, Registered(name, self._run), self._reduce, self._end_pass), state)
+        function = Registered(name, self._run, owner)
+        self._source.register(Reducer(name, function, self._reduce, self._end_pass), state)
 
     def _run(self, state: Any, bucket: dist.GradBucket) -> Future:
         """The hook function for DDP."""

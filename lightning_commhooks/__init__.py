@@ -27,10 +27,17 @@ if TYPE_CHECKING:
 __all__ = ["CommHookCheckpoint", "CommHookDDP", "CommHookFSDP2", "CommHookMonitor", "hook_stats"]
 
 
+def _installed(package: str) -> bool:
+    try:
+        return find_spec(package) is not None
+    except ModuleNotFoundError:
+        return False
+
+
 _OURS = {"lightning": "lightning_pytorch", "pytorch_lightning": "pytorch_lightning"}
 """Our module for each package with a Trainer; it registers the names when it is imported."""
 
-_there = [package for package in _OURS if find_spec(package) is not None]
+_there = [package for package in _OURS if _installed(package)]
 if not _there:
     raise ImportError("lightning_commhooks needs Lightning: pip install lightning")
 for _package in [package for package in _there if package in sys.modules] or _there:

@@ -271,7 +271,7 @@ def test_a_save_in_another_thread_does_not_wait_for_the_decision() -> None:
         gathered = Ranks.table
         with mock.patch.object(Ranks, "table", table):
             run.train(1)
-        assert waited == [False] and saved[0]["notes"]["phase"] == "measuring"
+        assert waited and not any(waited) and saved[0]["notes"]["phase"] == "measuring"
         assert decision_of(run).phase == "trying"
 
 

@@ -12,7 +12,7 @@ import platform
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -70,6 +70,14 @@ def source_text(source: Path) -> bytes:
     what an editor or a system leaves there, is not part of it."""
     headers = [path for folder in (source.parent, HEADERS) for path in sorted(folder.glob("*.h")) if path.is_file()]
     return b"".join(path.read_bytes() for path in (source, *headers))
+
+
+def build_of(source: Path, results_of: Callable[[torch.dtype], bytes]) -> str:
+    """`Kernel.build` of this machine: a hash of the source, and of what the kernel computes in each dtype."""
+    digest = hashlib.sha256(source_text(source))
+    for dtype in C_TYPES:
+        digest.update(results_of(dtype))
+    return digest.hexdigest()[:12]
 
 
 def supports(device: torch.device, dtype: torch.dtype) -> bool:

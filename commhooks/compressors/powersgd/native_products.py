@@ -6,7 +6,6 @@ reads a matrix once, where torch reads it several times.
 
 import ctypes
 import functools
-import hashlib
 import itertools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -163,10 +162,7 @@ def load(dtype: torch.dtype = torch.float32) -> ctypes.CDLL:
 
 def build() -> str:
     """`Kernel.build` of this machine. Raises HookConfigError if the kernel cannot be loaded."""
-    digest = hashlib.sha256(library.source_text(SOURCE))
-    for dtype in library.C_TYPES:
-        digest.update(results_of(load(dtype), dtype))
-    return digest.hexdigest()[:12]
+    return library.build_of(SOURCE, lambda dtype: results_of(load(dtype), dtype))
 
 
 @functools.cache

@@ -2,7 +2,6 @@
 
 import ctypes
 import functools
-import hashlib
 from collections.abc import Callable
 from pathlib import Path
 
@@ -49,10 +48,7 @@ def run(function: Callable[..., int], rows: torch.Tensor, *more: float) -> None:
 
 def build() -> str:
     """`Kernel.build` of this machine. Raises HookConfigError if the kernel cannot be loaded."""
-    digest = hashlib.sha256(library.source_text(SOURCE))
-    for dtype in library.C_TYPES:
-        digest.update(results_of(load(dtype), dtype))
-    return digest.hexdigest()[:12]
+    return library.build_of(SOURCE, lambda dtype: results_of(load(dtype), dtype))
 
 
 @functools.cache

@@ -30,10 +30,10 @@ test-cuda:
 
 # With the oldest and newest torch and frameworks, on the CPU; the environments (8 GB each) stay in .venvs.
 test-versions:
-	@$(PYTHON) tests/versions/run_versions.py $(VERSIONS) -- $(ARGS)
+	@$(PYTHON) -m tests.versions.run_versions $(VERSIONS) -- $(ARGS)
 
 test-mutants: $(READY)
-	@$(CLEAN) tests/stress/mutants.py $(ARGS)
+	@$(CLEAN) -m tests.stress.mutants $(ARGS)
 
 # Tests that ship inside torch and Accelerate, with our hooks and beside them without: some 10 minutes.
 # make test-peers ARGS="torch"
@@ -42,15 +42,15 @@ test-peers: $(READY)
 
 # How interpreters end after a training on two ranks, with hooks and without: some minutes.
 exits: $(READY)
-	@$(CLEAN) tests/stress/exits.py $(ARGS)
+	@$(CLEAN) -m tests.stress.exits $(ARGS)
 
 # 10,000 steps on 2 ranks, twice: some minutes. make soak ARGS="--steps 1000"
 soak: $(READY)
-	@$(CLEAN) tests/stress/soak.py $(ARGS)
+	@$(CLEAN) -m tests.stress.soak $(ARGS)
 
 # Kills 30 trainings at random times; takes some minutes.
 chaos: $(READY)
-	@$(CLEAN) tests/stress/chaos.py $(ARGS)
+	@$(CLEAN) -m tests.stress.chaos $(ARGS)
 
 # Short runs of all benchmarks that need neither root nor a GPU; `python benchmarks/NAME.py --help` has the long ones.
 bench: $(READY)

@@ -35,9 +35,10 @@ _set_environ(clean_env.cleaned(os.environ, _hf_home, keep_cuda=KEEP_CUDA))
 
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
-from compilers import compile_kernels  # noqa: E402
-from registries import registries_as_before  # noqa: E402
-from workers import WorkerPool  # noqa: E402
+
+from tests.support.compilers import compile_kernels  # noqa: E402
+from tests.support.registries import registries_as_before  # noqa: E402
+from tests.support.workers import WorkerPool  # noqa: E402
 
 # What takes long to import: where it is needed, by folder or file. With `pytest -n`, all of these tests run in one
 # process with the same workers (see `warm.py`), so that it is imported once; all others stay together by file.
@@ -136,7 +137,7 @@ def run_ranks(request: pytest.FixtureRequest, worker_pool: WorkerPool) -> Callab
 @pytest.fixture(scope="session")
 def saved_by_two(worker_pool: WorkerPool, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, torch.Tensor]:
     """Of the tests with Accelerate: see `accelerate_checkpoints.save_by_two`."""
-    from accelerate_checkpoints import save_by_two  # Accelerate takes a while to import
+    from tests.support.accelerate_checkpoints import save_by_two  # Accelerate takes a while to import
 
     return save_by_two(worker_pool, tmp_path_factory)
 

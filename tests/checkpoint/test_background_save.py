@@ -11,10 +11,10 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins import AsyncCheckpointIO, TorchCheckpointIO
-from lightning_support import STEPS_PER_EPOCH, Model, data, strategy, trainer
 
 from commhooks import PowerSGD
 from lightning_commhooks.checkpoint import CHECKPOINT_KEY
+from tests.support.lightning_support import STEPS_PER_EPOCH, Model, data, strategy, trainer
 
 HOOK = PowerSGD(start_powerSGD_iter=2, matrix_approximation_rank=2)
 STEPS_LATER = 3

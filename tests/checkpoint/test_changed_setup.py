@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 import torch
-from ddp_steps import log_lines
-from inside import learns, session_of
-from training import ONE_BUCKET_MB, Run, make_model
 
 import commhooks
+from tests.support.ddp_steps import log_lines
+from tests.support.inside import learns, session_of
+from tests.support.training import ONE_BUCKET_MB, Run, make_model
 
 OPTIONS = {"matrix_approximation_rank": 2, "start_powerSGD_iter": 1, "min_compression_rate": 1}
 STEPS = 4

@@ -10,15 +10,15 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from ddp_steps import log_lines
-from features import switches_per_library
-from inside import session_of
 from torch.nn.parallel import DistributedDataParallel
-from training import Run, make_model, residuals
 
 import commhooks
 from commhooks.engine.backward_pass import RunningExchange
 from commhooks.gradients import precision
+from tests.support.ddp_steps import log_lines
+from tests.support.features import switches_per_library
+from tests.support.inside import session_of
+from tests.support.training import Run, make_model, residuals
 
 OPTIONS = {"matrix_approximation_rank": 2, "start_powerSGD_iter": 1}
 

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from inside import session_of
-from training import Run, residuals
 
 from commhooks.checkpoint import parts as payload_parts
+from tests.support.inside import session_of
+from tests.support.training import Run, residuals
 
 OPTIONS = {"matrix_approximation_rank": 2, "start_powerSGD_iter": 4}
 WORLDS = (1, 2, 3, 4)

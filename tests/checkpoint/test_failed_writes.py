@@ -12,17 +12,17 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import lightning_support as support
 import pytest
 import torch
 import torch.distributed as dist
-from accelerators import WRONG, Training, Warnings, launched, power_sgd
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.strategies import DDPStrategy
-from training import residuals
 
 from accelerate_commhooks.atomic_write import write_together
 from lightning_commhooks.checkpoint import CHECKPOINT_KEY
+from tests.support import lightning_support as support
+from tests.support.accelerators import WRONG, Training, Warnings, launched, power_sgd
+from tests.support.training import residuals
 
 LARGE = {"large": torch.arange(50_000.0)}
 

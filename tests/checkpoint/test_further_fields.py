@@ -7,15 +7,15 @@ from unittest import mock
 
 import pytest
 import torch
-from ddp_steps import process_group_of_one
-from inside import session_of
-from models import EVERY_PARAMETER, SHAPES, Prescribed, backward, bits_equal, random_gradients, wrap
-from scaled import Scaled, ScaledCompressor
 from torch.nn.parallel import DistributedDataParallel
 
 import commhooks
 from commhooks.checkpoint import parts
 from commhooks.compressors import registry
+from tests.support.ddp_steps import process_group_of_one
+from tests.support.inside import session_of
+from tests.support.models import EVERY_PARAMETER, SHAPES, Prescribed, backward, bits_equal, random_gradients, wrap
+from tests.support.scaled import Scaled, ScaledCompressor
 
 STEPS = 3
 

@@ -8,16 +8,16 @@ from __future__ import annotations
 
 from typing import Any
 
-import golden_runs
 import pytest
 import torch
-from golden_runs import KINDS, OF_EACH_RANK, SAVED_AT
-from models import all_finite, relative_error
 
 import commhooks
 from commhooks.checkpoint import parts as payload_parts
 from commhooks.checkpoint.checks import VERSION
 from commhooks.comm.counters import CONTINUED
+from tests.support import golden_runs
+from tests.support.golden_runs import KINDS, OF_EACH_RANK, SAVED_AT
+from tests.support.models import all_finite, relative_error
 
 VERSIONS = sorted(int(folder.name[1:]) for folder in golden_runs.FOLDER.glob("v*"))
 LOADED = [kind for kind in KINDS if kind != "shared"]  # which is loaded with the parts

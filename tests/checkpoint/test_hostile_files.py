@@ -12,22 +12,22 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-import hostile
 import pytest
 import torch
 import torch.distributed as dist
-from accelerators import Training, Warnings, launched
-from ddp_steps import process_group_of_one
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
-from lightning_support import Model, data, trainer
-from repository import REPOSITORY
 from test_hostile_payloads import Subject, power_sgd, same, silent, try_to_load
-from training import Run
 
 from accelerate_commhooks.saving import saved_hooks
 from commhooks import CommHookError, HookRunError, PayloadError
 from commhooks.checkpoint import parts
 from lightning_commhooks import CommHookDDP
+from tests.support import hostile
+from tests.support.accelerators import Training, Warnings, launched
+from tests.support.ddp_steps import process_group_of_one
+from tests.support.lightning_support import Model, data, trainer
+from tests.support.repository import REPOSITORY
+from tests.support.training import Run
 
 PACKAGES = ("commhooks", "lightning_commhooks", "accelerate_commhooks")
 

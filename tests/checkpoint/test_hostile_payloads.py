@@ -11,16 +11,16 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-import hostile
 import pytest
 import torch
 import torch.distributed as dist
-from ddp_steps import backward, mlp, process_group_of_one, wrap
-from models import same_bits
 from torch.nn.parallel import DistributedDataParallel
 
 import commhooks
 from commhooks import CommHook, CommHookError
+from tests.support import hostile
+from tests.support.ddp_steps import backward, mlp, process_group_of_one, wrap
+from tests.support.models import same_bits
 
 OPTIONS = {"matrix_approximation_rank": 2, "start_powerSGD_iter": 1}
 

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 import torch
-from training import Run, make_model, residuals
 
 import commhooks
+from tests.support.training import Run, make_model, residuals
 
 OPTIONS = {"matrix_approximation_rank": 2, "start_powerSGD_iter": 1}
 

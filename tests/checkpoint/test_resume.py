@@ -5,8 +5,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from inside import session_of
-from training import ONE_BUCKET_MB, SEVERAL_BUCKETS_MB, Run, flat, make_model, residuals
+
+from tests.support.inside import session_of
+from tests.support.training import ONE_BUCKET_MB, SEVERAL_BUCKETS_MB, Run, flat, make_model, residuals
 
 OPTIONS = {"matrix_approximation_rank": 2, "start_powerSGD_iter": 4}
 # The resumed run is set up wrongly on purpose, so that loading must do the work.

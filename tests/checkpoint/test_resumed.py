@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from ddp_steps import log_lines
-from training import Run
 
 import commhooks
 from commhooks import PayloadError
+from tests.support.ddp_steps import log_lines
+from tests.support.training import Run
 
 OPTIONS = {"matrix_approximation_rank": 2, "start_powerSGD_iter": 3}
 

@@ -10,11 +10,11 @@ from unittest import mock
 
 import pytest
 import torch
-from training import Run
 
 from commhooks.comm import clocks
 from commhooks.comm.clocks import Clocks
 from commhooks.gradients import precision
+from tests.support.training import Run
 
 CPU = torch.device("cpu")
 

@@ -8,11 +8,11 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from models import EVERY_PARAMETER, backward, bits_equal, random_gradients, wrap
 
 import commhooks
 from commhooks.engine.session import Session
 from commhooks.gradients.bucket import Bucket
+from tests.support.models import EVERY_PARAMETER, backward, bits_equal, random_gradients, wrap
 
 RANK = 2
 SHAPES = {

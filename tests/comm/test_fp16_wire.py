@@ -5,10 +5,20 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from models import SHAPES, Gradients, all_finite, backward, masks, mlp, random_gradients, worst_error, wrap
 from torch.nn.parallel import DistributedDataParallel
 
 import commhooks
+from tests.support.models import (
+    SHAPES,
+    Gradients,
+    all_finite,
+    backward,
+    masks,
+    mlp,
+    random_gradients,
+    worst_error,
+    wrap,
+)
 
 SCALE, STEPS, FP16_MAX = 65536.0, 500, 65504.0
 

@@ -9,7 +9,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ddp_steps import (
+from torch.nn.parallel import DistributedDataParallel
+
+import commhooks
+from tests.support.ddp_steps import (
     backward,
     conservation_error,
     descend,
@@ -24,9 +27,6 @@ from ddp_steps import (
     weights,
     wrap,
 )
-from torch.nn.parallel import DistributedDataParallel
-
-import commhooks
 
 START = {"start_powerSGD_iter": 1, "matrix_approximation_rank": 2}
 

@@ -8,9 +8,10 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from ddp_steps import log_lines
-from inside import session_of
-from training import Run, residuals
+
+from tests.support.ddp_steps import log_lines
+from tests.support.inside import session_of
+from tests.support.training import Run, residuals
 
 OPTIONS = {"matrix_approximation_rank": 2, "start_powerSGD_iter": 1}
 LIMIT_S = 4.0

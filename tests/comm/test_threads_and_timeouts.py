@@ -9,9 +9,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
-from training import Run, batch, make_model
 
 import commhooks
+from tests.support.training import Run, batch, make_model
 
 OPTIONS = {"matrix_approximation_rank": 2, "start_powerSGD_iter": 0}
 

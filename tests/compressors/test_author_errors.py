@@ -10,13 +10,13 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from ddp_steps import backward, mlp, process_group_of_one, wrap
-from workers import RanksFailed
 
 import commhooks
 from commhooks import HookConfigError, HookRunError, PayloadError
 from commhooks.compressors import registry
 from commhooks.engine.simulation import SimulatedRanks
+from tests.support.ddp_steps import backward, mlp, process_group_of_one, wrap
+from tests.support.workers import RanksFailed
 
 
 @pytest.fixture(autouse=True)

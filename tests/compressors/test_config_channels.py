@@ -16,11 +16,9 @@ from unittest import mock
 
 import pytest
 import yaml
-from features import whole_numbers_in_config_classes
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from lightning.pytorch.cli import LightningCLI
-from lightning_support import Model
 
 from accelerate_commhooks import CommHookKwargs
 from accelerate_commhooks.launcher import check_settings
@@ -28,6 +26,8 @@ from accelerate_commhooks.settings import VARIABLE, Settings
 from commhooks import HookConfigError, PowerSGD
 from commhooks.hook.request import HookRequest
 from lightning_commhooks import CommHookDDP
+from tests.support.features import whole_numbers_in_config_classes
+from tests.support.lightning_support import Model
 
 Options = dict[str, Any]
 

@@ -10,8 +10,6 @@ from typing import Any
 from unittest import mock
 
 import pytest
-from ddp_steps import backward, mlp, process_group_of_one, wrap
-from features import structured_unions
 from omegaconf import OmegaConf
 from torch import nn
 
@@ -19,6 +17,8 @@ import commhooks
 from commhooks import AttachError, HookConfigError, HookRunError
 from commhooks.compressors import registry
 from commhooks.hook import request
+from tests.support.ddp_steps import backward, mlp, process_group_of_one, wrap
+from tests.support.features import structured_unions
 
 
 def callable_hook(state: Any, bucket: Any) -> Any:

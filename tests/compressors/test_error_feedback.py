@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from ddp_steps import process_group_of_one
-from inside import session_of
-from models import SHAPES, backward, masks, random_gradients, same_bits, wrap
 
 import commhooks
 from commhooks.compressors.base import StepInfo
 from commhooks.gradients.layout import Slot
+from tests.support.ddp_steps import process_group_of_one
+from tests.support.inside import session_of
+from tests.support.models import SHAPES, backward, masks, random_gradients, same_bits, wrap
 
 NAN_AT = 3
 # By powers of two, so that scaling rounds nothing; another one in the step that is not finite, as a GradScaler has it.

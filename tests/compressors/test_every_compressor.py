@@ -11,11 +11,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ddp_steps import log_lines, process_group_of_one
-from inside import learns, session_of
-from kinds import ALL, IN_32_BITS, KINDS, LEARNING, RANDOM_K, START, Kind
-from models import masks, same_bits
-from training import ONE_BUCKET_MB, SEVERAL_BUCKETS_MB, Run, make_model, residuals
 
 import commhooks
 from commhooks.comm.counters import Counters
@@ -29,6 +24,11 @@ from commhooks.gradients.bucket import Bucket
 from commhooks.gradients.names import ModelNames
 from commhooks.hook.plan_model import plan_model
 from commhooks.hook.request import HookRequest
+from tests.support.ddp_steps import log_lines, process_group_of_one
+from tests.support.inside import learns, session_of
+from tests.support.kinds import ALL, IN_32_BITS, KINDS, LEARNING, RANDOM_K, START, Kind
+from tests.support.models import masks, same_bits
+from tests.support.training import ONE_BUCKET_MB, SEVERAL_BUCKETS_MB, Run, make_model, residuals
 
 
 def test_every_built_in_compressor_is_here() -> None:

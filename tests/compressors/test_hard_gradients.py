@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from compilers import needs_compiler
-from models import Gradients, all_finite, backward, masks, relative_error, wrap
-from simulation import SimulatedPowerSGD
 
 import commhooks
+from tests.support.compilers import needs_compiler
+from tests.support.models import Gradients, all_finite, backward, masks, relative_error, wrap
+from tests.support.simulation import SimulatedPowerSGD
 
 N, M, RANK = 12, 8, 2
 BEFORE, HARD, WINDOW = 2, 4, 16

@@ -5,11 +5,11 @@ from typing import Any
 
 import pytest
 import torch
-from ddp_steps import wrap
-from doctor_models import Net
 from torch.nn.parallel import DistributedDataParallel
 
 import commhooks
+from tests.support.ddp_steps import wrap
+from tests.support.doctor_models import Net
 
 GRADIENT_BYTES = 4 * sum(parameter.numel() for parameter in Net().parameters())
 

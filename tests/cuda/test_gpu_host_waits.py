@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from places import NCCL, entered
 from torch.nn.parallel import DistributedDataParallel
-from training import SEVERAL_BUCKETS_MB, batch, make_model
 
 import commhooks
+from tests.support.places import NCCL, entered
+from tests.support.training import SEVERAL_BUCKETS_MB, batch, make_model
 
 pytestmark = pytest.mark.cuda
 

@@ -5,7 +5,8 @@ import subprocess
 import sys
 
 import pytest
-from repository import PYTHONPATH, REPOSITORY, SUPPORT
+
+from tests.support.repository import PYTHONPATH, REPOSITORY, SUPPORT
 
 LIMIT_S = 180
 

@@ -5,11 +5,11 @@ from typing import Any
 
 import pytest
 import torch
-from late_answers import late_answers
-from places import MASKED, ON_CUDA, entered, same, world_size
-from training import Run, make_model
 
 from commhooks import PowerSGD
+from tests.support.late_answers import late_answers
+from tests.support.places import MASKED, ON_CUDA, entered, same, world_size
+from tests.support.training import Run, make_model
 
 CONFIG = PowerSGD(matrix_approximation_rank=2, start_powerSGD_iter=2)
 WRONG = PowerSGD(matrix_approximation_rank=2, start_powerSGD_iter=900)  # so that loading must do the work

@@ -6,10 +6,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from places import CPU, GLOO, MASKED, ON_CUDA, entered, same, world_size
-from training import Run, make_model
 
 from commhooks import PowerSGD
+from tests.support.places import CPU, GLOO, MASKED, ON_CUDA, entered, same, world_size
+from tests.support.training import Run, make_model
 
 STEPS, START = 8, 2
 

@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from late_answers import late_answers, sleep_on
-from places import NCCL, PLACES, entered, same, world_size
-from training import ONE_BUCKET_MB, Run, make_model
 
 import commhooks
 from commhooks import BatchedPowerSGD, BF16Compress, FP16Compress, HookConfig, Int4Compress, Int8Compress, PowerSGD
+from tests.support.late_answers import late_answers, sleep_on
+from tests.support.places import NCCL, PLACES, entered, same, world_size
+from tests.support.training import ONE_BUCKET_MB, Run, make_model
 
 STEPS = 6
 

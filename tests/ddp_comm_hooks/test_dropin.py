@@ -14,13 +14,13 @@ import torch.distributed as dist
 import torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks as torch_debugging_hooks
 import torch.distributed.algorithms.ddp_comm_hooks.default_hooks as torch_default_hooks
 import torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook as torch_power_sgd
-from ddp_steps import log_lines, mlp, replicas_equal, train, wrap
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import commhooks
 from commhooks.ddp_comm_hooks import debugging_hooks, default_hooks
 from commhooks.ddp_comm_hooks import powerSGD_hook as power_sgd
+from tests.support.ddp_steps import log_lines, mlp, replicas_equal, train, wrap
 
 NAMES = {
     torch_default_hooks: [

@@ -8,9 +8,9 @@ import pickle
 import pytest
 import torch
 import torch.distributed as dist
-from ddp_steps import gradients, log_lines, mlp, replicas_equal, train, weights, wrap
 
 import commhooks
+from tests.support.ddp_steps import gradients, log_lines, mlp, replicas_equal, train, weights, wrap
 
 
 def _pickled(thing: object) -> bytes:

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from golden_runs import FOLDER, SAVED_AT, SHAPES, gradients
-from models import EVERY_PARAMETER, Prescribed, backward, same_bits, worst_error
 from torch.nn.parallel import DistributedDataParallel
 
 import commhooks
+from tests.support.golden_runs import FOLDER, SAVED_AT, SHAPES, gradients
+from tests.support.models import EVERY_PARAMETER, Prescribed, backward, same_bits, worst_error
 
 FILE = FOLDER / "pickles_0.1.pt"
 

@@ -7,12 +7,12 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from models import EVERY_PARAMETER, bits_equal, mlp
 from torch.nn.parallel import DistributedDataParallel
 
 import commhooks
 from commhooks import PowerSGDState, powerSGD_hook
 from commhooks.comm.point_to_point import MessageWork, PointToPoint
+from tests.support.models import EVERY_PARAMETER, bits_equal, mlp
 
 WIDTH, LAYERS = 24, 6
 BEFORE, AFTER = 3, 4

@@ -7,8 +7,6 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from cuda_stand_ins import cuda_stand_ins
-from ddp_steps import log_lines, process_group_of_one
 
 from commhooks import PowerSGD
 from commhooks.comm import collective
@@ -22,6 +20,8 @@ from commhooks.engine.session import Session
 from commhooks.engine.state import LearnedState
 from commhooks.gradients.bucket import Bucket
 from commhooks.gradients.names import ModelNames
+from tests.support.cuda_stand_ins import cuda_stand_ins
+from tests.support.ddp_steps import log_lines, process_group_of_one
 
 pytestmark = pytest.mark.timeout(60)
 

@@ -9,8 +9,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ddp_steps import process_group_of_one
-from training import Run, make_model
 
 import commhooks
 from commhooks.comm.collective import resolve_group
@@ -20,6 +18,8 @@ from commhooks.engine.state import LearnedState
 from commhooks.gradients.names import ModelNames
 from commhooks.hook.engine_hook import EngineHook
 from commhooks.hook.request import HookRequest
+from tests.support.ddp_steps import process_group_of_one
+from tests.support.training import Run, make_model
 
 CASTS: dict[str, tuple[dict[str, Any], torch.dtype | None]] = {
     "allreduce": ({"hook": "allreduce"}, None),

@@ -7,7 +7,12 @@ from functools import partial
 import pytest
 import torch
 import torch.distributed as dist
-from ddp_steps import (
+from torch import nn
+from torch.distributed.algorithms.join import Join
+from torch.nn.parallel import DistributedDataParallel
+
+import commhooks
+from tests.support.ddp_steps import (
     backward,
     batch,
     conservation_error,
@@ -22,12 +27,7 @@ from ddp_steps import (
     weights,
     wrap,
 )
-from kinds import AUTO
-from torch import nn
-from torch.distributed.algorithms.join import Join
-from torch.nn.parallel import DistributedDataParallel
-
-import commhooks
+from tests.support.kinds import AUTO
 
 POWER_SGD = commhooks.PowerSGD(start_powerSGD_iter=0, matrix_approximation_rank=2)
 

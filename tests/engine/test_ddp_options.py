@@ -9,7 +9,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ddp_steps import (
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
+
+import commhooks
+from tests.support.ddp_steps import (
     batch,
     conservation_error,
     descend,
@@ -24,13 +29,8 @@ from ddp_steps import (
     weights,
     wrap,
 )
-from features import delayed_in_small_buckets, mixed_precision_of_ddp
-from kinds import AUTO
-from torch import nn
-from torch.nn.parallel import DistributedDataParallel
-from torch.utils.checkpoint import checkpoint
-
-import commhooks
+from tests.support.features import delayed_in_small_buckets, mixed_precision_of_ddp
+from tests.support.kinds import AUTO
 
 POWER_SGD = commhooks.PowerSGD(start_powerSGD_iter=0, matrix_approximation_rank=2)
 

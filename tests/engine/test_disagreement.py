@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ddp_steps import log_lines
 from torch.nn.parallel import DistributedDataParallel
-from training import SEVERAL_BUCKETS_MB, Run, make_model
 
 import commhooks
+from tests.support.ddp_steps import log_lines
+from tests.support.training import SEVERAL_BUCKETS_MB, Run, make_model
 
 
 def mine(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:

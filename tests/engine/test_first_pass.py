@@ -10,13 +10,13 @@ from unittest import mock
 
 import pytest
 import torch
-from ddp_steps import replicas_equal
-from kinds import ALL, KINDS, Kind
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import commhooks
 from commhooks import HookRunError
+from tests.support.ddp_steps import replicas_equal
+from tests.support.kinds import ALL, KINDS, Kind
 
 STEPS = 4
 MODES = {"plain": {}, "static graph": {"static_graph": True}, "unused": {"find_unused_parameters": True}}

@@ -9,12 +9,12 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from features import complex_on_gloo
-from inside import session_of
-from models import masks
-from training import Run, make_model, residuals
 
 import commhooks
+from tests.support.features import complex_on_gloo
+from tests.support.inside import session_of
+from tests.support.models import masks
+from tests.support.training import Run, make_model, residuals
 
 RANDOM_K = "examples.random_k:RandomKCompressor"
 POWERSGD: dict[str, Any] = {"matrix_approximation_rank": 2, "start_powerSGD_iter": 2}

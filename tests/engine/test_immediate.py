@@ -6,8 +6,6 @@ from typing import Any, ClassVar
 import pytest
 import torch
 import torch.distributed as dist
-from cuda_stand_ins import cuda_stand_ins, storage
-from ddp_steps import process_group_of_one
 
 from commhooks.comm.collective import resolve_group
 from commhooks.comm.counters import Counters
@@ -17,6 +15,8 @@ from commhooks.compressors.hook_config import HookConfig
 from commhooks.engine.immediate import reduce_immediately
 from commhooks.errors import HookRunError
 from commhooks.gradients.bucket import Bucket
+from tests.support.cuda_stand_ins import cuda_stand_ins, storage
+from tests.support.ddp_steps import process_group_of_one
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,13 +8,13 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from ddp_steps import log_lines, mlp, train, wrap
-from inside import session_of
 
 import commhooks
 from commhooks.compressors.kernel import TORCH, Kernel, KernelsHere
 from commhooks.compressors.powersgd.compressor import PowerSGDCompressor
 from commhooks.engine.kernel_choice import Choice, KernelSupport, choose
+from tests.support.ddp_steps import log_lines, mlp, train, wrap
+from tests.support.inside import session_of
 
 WIDE, NARROW = Kernel("fast", "wide"), Kernel("fast", "narrow")
 ALIKE = "torch 2, a processor, 1 thread"

@@ -5,10 +5,10 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from inside import session_of
-from training import Run, residuals
 
 from commhooks.gradients import precision
+from tests.support.inside import session_of
+from tests.support.training import Run, residuals
 
 OPTIONS = {"matrix_approximation_rank": 2, "start_powerSGD_iter": 2}
 

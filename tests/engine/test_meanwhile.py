@@ -9,7 +9,6 @@ from unittest import mock
 
 import pytest
 import torch
-from ddp_steps import process_group_of_one
 
 from commhooks.comm import collective
 from commhooks.comm.collective import Pending, resolve_group
@@ -25,6 +24,7 @@ from commhooks.engine.state import LearnedState
 from commhooks.engine.task import ExchangeTask
 from commhooks.gradients.bucket import Bucket
 from commhooks.gradients.names import PositionalNames
+from tests.support.ddp_steps import process_group_of_one
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from models import EVERY_PARAMETER, Gradients, all_finite, backward, bits_equal, random_gradients, wrap
 
 import commhooks
+from tests.support.models import EVERY_PARAMETER, Gradients, all_finite, backward, bits_equal, random_gradients, wrap
 
 # Per bucket one compressed matrix and, behind a cap that ends a bucket with each matrix, one vector. Buckets are filled
 # from the last parameter on.

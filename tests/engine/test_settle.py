@@ -9,14 +9,14 @@ from unittest import mock
 
 import pytest
 import torch
-from ddp_steps import batch, mlp, process_group_of_one
-from inside import session_of
-from models import masks
 from torch.nn.parallel import DistributedDataParallel
 
 import commhooks
 from commhooks.comm.clocks import Clocks
 from commhooks.engine.held_state import HeldState
+from tests.support.ddp_steps import batch, mlp, process_group_of_one
+from tests.support.inside import session_of
+from tests.support.models import masks
 
 pytestmark = pytest.mark.timeout(60)
 

@@ -6,8 +6,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from models import same_bits
-from scaled import Scaled, ScaledCompressor
 
 from commhooks.comm.counters import Counters
 from commhooks.compressors.base import Compressor
@@ -22,6 +20,8 @@ from commhooks.engine.simulation import SimulatedRanks
 from commhooks.engine.state import LearnedState
 from commhooks.gradients.bucket import Bucket
 from commhooks.gradients.names import ModelNames
+from tests.support.models import same_bits
+from tests.support.scaled import Scaled, ScaledCompressor
 
 STEPS = 4
 SHAPES = {"0.0": (12, 8), "0.1": (10,), "0.2": (6, 20)}

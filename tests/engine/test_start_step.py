@@ -6,10 +6,10 @@ import contextlib
 import io
 
 import pytest
-from ddp_steps import backward, log_lines, mlp, train, wrap
 from torch import nn
 
 import commhooks
+from tests.support.ddp_steps import backward, log_lines, mlp, train, wrap
 
 # start_powerSGD_iter, total_steps -> the step
 STARTS = [

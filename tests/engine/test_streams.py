@@ -8,13 +8,13 @@ from unittest import mock
 
 import pytest
 import torch
-from cuda_stand_ins import Cuda, Stream, cuda_stand_ins, storage
-from ddp_steps import batch, mlp, process_group_of_one, wrap
-from inside import session_of
 
 import commhooks
 from commhooks.comm import collective
 from commhooks.engine.backward_pass import BackwardPass
+from tests.support.cuda_stand_ins import Cuda, Stream, cuda_stand_ins, storage
+from tests.support.ddp_steps import batch, mlp, process_group_of_one, wrap
+from tests.support.inside import session_of
 
 pytestmark = pytest.mark.timeout(60)
 

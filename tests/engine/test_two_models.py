@@ -14,12 +14,12 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from ddp_steps import gradients, replicas_equal
-from models import EVERY_PARAMETER, Gradients, Prescribed, all_finite, bits_equal, random_gradients
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import commhooks
+from tests.support.ddp_steps import gradients, replicas_equal
+from tests.support.models import EVERY_PARAMETER, Gradients, Prescribed, all_finite, bits_equal, random_gradients
 
 STEPS = 6
 Sent = list[tuple[int, torch.dtype, bool]]

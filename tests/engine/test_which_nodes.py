@@ -9,12 +9,12 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from ddp_steps import log_lines
 
 from commhooks import AttachError, HookConfigError
 from commhooks.comm.nodes import find_nodes
 from commhooks.engine.node_shares import owners_of
 from commhooks.hook.request import HookRequest
+from tests.support.ddp_steps import log_lines
 
 
 def _nodes(ranks_per_node: Any, group_ranks: list[str] | None) -> Any:

@@ -10,9 +10,13 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from inside import session_of
-from models import bits_equal, relative_error, same_bits, worst_error
-from sharded import (
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import commhooks
+from tests.support.inside import session_of
+from tests.support.models import bits_equal, relative_error, same_bits, worst_error
+from tests.support.sharded import (
     NAMES,
     POWERSGD,
     Prescribed,
@@ -25,10 +29,6 @@ from sharded import (
     whole_gradients,
     whole_residuals,
 )
-from torch import nn
-from torch.nn.parallel import DistributedDataParallel
-
-import commhooks
 
 SAVE_AT, STEPS = 4, 7
 INT8 = {"block_size": 32, "start_iter": 1}

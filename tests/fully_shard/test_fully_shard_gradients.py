@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from models import worst_error
-from sharded import NAMES, POWERSGD, attached, backward, mean_over_ranks, random_gradients, rows_of
 
 from commhooks.compressors.powersgd import codec
 from commhooks.compressors.powersgd.reference import OracleMatrix
+from tests.support.models import worst_error
+from tests.support.sharded import NAMES, POWERSGD, attached, backward, mean_over_ranks, random_gradients, rows_of
 
 STEPS = 5
 RANK = POWERSGD["matrix_approximation_rank"]

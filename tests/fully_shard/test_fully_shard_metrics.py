@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from inside import session_of
-from sharded import POWERSGD, Prescribed, attached, backward, mesh_of, random_gradients, rows_of, shard
 
 import commhooks
+from tests.support.inside import session_of
+from tests.support.sharded import POWERSGD, Prescribed, attached, backward, mesh_of, random_gradients, rows_of, shard
 
 OPTIONS = POWERSGD | {"start_powerSGD_iter": 0}
 

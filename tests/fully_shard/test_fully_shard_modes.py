@@ -8,10 +8,15 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ddp_steps import log_lines, process_group_of_one
-from features import fully_shard_on_gloo, reset_iter_state
-from models import bits_equal, worst_error
-from sharded import (
+from torch import nn
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.utils.checkpoint import checkpoint
+
+import commhooks
+from tests.support.ddp_steps import log_lines, process_group_of_one
+from tests.support.features import fully_shard_on_gloo, reset_iter_state
+from tests.support.models import bits_equal, worst_error
+from tests.support.sharded import (
     NAMES,
     POWERSGD,
     Prescribed,
@@ -25,11 +30,6 @@ from sharded import (
     units_synchronise,
     whole_gradients,
 )
-from torch import nn
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.utils.checkpoint import checkpoint
-
-import commhooks
 
 
 def _on_every_rank(run_ranks: Any, work: Callable[..., Any], *args: Any) -> None:

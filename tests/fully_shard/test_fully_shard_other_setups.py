@@ -10,15 +10,24 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from inside import session_of
-from models import bits_equal, relative_error, same_bits, worst_error
-from sharded import POWERSGD, Prescribed, backward, learned, mesh_of, random_gradients, shard, whole_residuals
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard
 from torch.nn.parallel import DistributedDataParallel
 
 import commhooks
+from tests.support.inside import session_of
+from tests.support.models import bits_equal, relative_error, same_bits, worst_error
+from tests.support.sharded import (
+    POWERSGD,
+    Prescribed,
+    backward,
+    learned,
+    mesh_of,
+    random_gradients,
+    shard,
+    whole_residuals,
+)
 
 SAVE_AT, STEPS = 4, 7
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {

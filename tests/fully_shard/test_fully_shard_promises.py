@@ -11,11 +11,14 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from ddp_steps import log_lines
-from features import fully_shard_on_gloo
-from kinds import ALL, KINDS, START
-from models import bits_equal, same_bits
-from sharded import (
+from torch import nn
+
+import commhooks
+from tests.support.ddp_steps import log_lines
+from tests.support.features import fully_shard_on_gloo
+from tests.support.kinds import ALL, KINDS, START
+from tests.support.models import bits_equal, same_bits
+from tests.support.sharded import (
     attached,
     backward,
     learned,
@@ -24,9 +27,6 @@ from sharded import (
     whole_gradients,
     whole_residuals,
 )
-from torch import nn
-
-import commhooks
 
 # A codec and a wrapper of each sort: with DDP all of them are tested in all combinations.
 SORTS = ("allreduce", "fp16", "powerSGD", "powerSGD, bf16 wrapper", "powerSGD, int8 wrapper", "alternate", "batched")

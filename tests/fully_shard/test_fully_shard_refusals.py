@@ -9,9 +9,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ddp_steps import log_lines, process_group_of_one
-from models import worst_error
-from sharded import Prescribed, backward, learned, mean_over_ranks, mesh_of, random_gradients, shard
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
@@ -20,6 +17,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 import commhooks
 from commhooks import AttachError, HookConfigError, HookRunError
+from tests.support.ddp_steps import log_lines, process_group_of_one
+from tests.support.models import worst_error
+from tests.support.sharded import Prescribed, backward, learned, mean_over_ranks, mesh_of, random_gradients, shard
 
 
 def _groups() -> dict[str, Any]:

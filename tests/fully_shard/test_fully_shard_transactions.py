@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
-from inside import session_of
-from models import bits_equal
-from sharded import POWERSGD, attached, backward, learned, random_gradients
 
 from commhooks import HookRunError
+from tests.support.inside import session_of
+from tests.support.models import bits_equal
+from tests.support.sharded import POWERSGD, attached, backward, learned, random_gradients
 
 INT8 = {"block_size": 32, "start_iter": 1}
 STEPS, BAD_STEP = 5, 3

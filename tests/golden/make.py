@@ -10,13 +10,13 @@ import sys
 from pathlib import Path
 
 TESTS = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(TESTS / "support"), str(TESTS.parent)]
+sys.path.insert(0, str(TESTS.parent))
 
-import golden_runs  # noqa: E402
 import torch  # noqa: E402
-from workers import WorkerPool  # noqa: E402
 
 from commhooks.checkpoint.checks import VERSION  # noqa: E402
+from tests.support import golden_runs  # noqa: E402
+from tests.support.workers import WorkerPool  # noqa: E402
 
 
 def main() -> None:

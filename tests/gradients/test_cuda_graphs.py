@@ -6,12 +6,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from cuda_stand_ins import cuda_stand_ins
-from ddp_steps import batch, mlp, process_group_of_one, wrap
 from torch.nn.parallel import DistributedDataParallel
 
 import commhooks
 from commhooks.ddp_comm_hooks import debugging_hooks, default_hooks, powerSGD_hook
+from tests.support.cuda_stand_ins import cuda_stand_ins
+from tests.support.ddp_steps import batch, mlp, process_group_of_one, wrap
 
 
 def own(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:

@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ddp_steps import local_gradients, log_lines, mean_over_ranks, process_group_of_one, residuals, wrap
 from torch import nn
 
 import commhooks
 from commhooks import HookRunError, PowerSGD
 from commhooks.compressors.powersgd.compressor import PowerSGDCompressor
 from commhooks.gradients.exclude import matching, unmatched_sentence
+from tests.support.ddp_steps import local_gradients, log_lines, mean_over_ranks, process_group_of_one, residuals, wrap
 
 
 class Net(nn.Module):

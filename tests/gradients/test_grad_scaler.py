@@ -6,11 +6,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from models import mlp
 from torch.nn.parallel import DistributedDataParallel
-from training import flat
 
 import commhooks
+from tests.support.models import mlp
+from tests.support.training import flat
 
 WIDTH, STEPS, OVERFLOWS = 32, 300, 12
 SCALE, GROWTH_INTERVAL = 2.0**16, 8

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from ddp_steps import mlp, process_group_of_one, wrap
 
 import commhooks
 from commhooks.gradients.layout import matrix_shape, memory_order, read_layout, to_logical, to_memory
+from tests.support.ddp_steps import mlp, process_group_of_one, wrap
 
 
 def _tensor(*shape: int) -> torch.Tensor:

@@ -7,12 +7,12 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from models import bits_equal, mlp
 from torch.nn.parallel import DistributedDataParallel
 
 import commhooks
 from commhooks.engine.session import Session
 from commhooks.gradients.bucket import Bucket
+from tests.support.models import bits_equal, mlp
 
 STEPS = 6
 # 2.6 MB in ten matrices: 10 or 11 buckets at 0.05 MB, 3 at 1 MB, 1 at 25 MB.

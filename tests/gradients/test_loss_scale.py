@@ -5,8 +5,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ddp_steps import process_group_of_one
-from models import (
+from torch.nn.parallel import DistributedDataParallel
+
+import commhooks
+from tests.support.ddp_steps import process_group_of_one
+from tests.support.models import (
     EVERY_PARAMETER,
     SHAPES,
     Gradients,
@@ -17,9 +20,6 @@ from models import (
     random_gradients,
     wrap,
 )
-from torch.nn.parallel import DistributedDataParallel
-
-import commhooks
 
 STEPS = 12
 # As a GradScaler does it: twice the scale now and then, half of it after an overflow (step 6, on rank 1).

@@ -7,7 +7,10 @@ from functools import partial
 
 import pytest
 import torch
-from ddp_steps import (
+from torch import nn
+
+import commhooks
+from tests.support.ddp_steps import (
     batch,
     conservation_error,
     descend,
@@ -19,10 +22,7 @@ from ddp_steps import (
     weights,
     wrap,
 )
-from features import complex_on_gloo
-from torch import nn
-
-import commhooks
+from tests.support.features import complex_on_gloo
 
 POWER_SGD = commhooks.PowerSGD(start_powerSGD_iter=0, matrix_approximation_rank=2)
 

@@ -9,12 +9,12 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from models import EVERY_PARAMETER, Gradients, bits_equal, random_gradients, wrap
 
 import commhooks
 from commhooks.compressors.powersgd import codec
 from commhooks.gradients import precision
 from commhooks.gradients.precision import SwitchOfTheProcess
+from tests.support.models import EVERY_PARAMETER, Gradients, bits_equal, random_gradients, wrap
 
 SHAPES = {"wide": (64, 300), "tall": (300, 64), "conv": (32, 16, 3, 3), "bias": (300,)}
 STEPS = 4

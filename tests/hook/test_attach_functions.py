@@ -8,11 +8,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
-from training import Run, batch, make_model, residuals
 
 import commhooks
 from commhooks import HookConfigError
 from commhooks.gradients.precision import check_one_device
+from tests.support.training import Run, batch, make_model, residuals
 
 
 def _functions() -> dict[str, Any]:

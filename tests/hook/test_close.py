@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from inside import session_of
-from sweeps import assert_nothing_piles_up, loader, tensor_bytes, threads_after_each
 from torch.nn.parallel import DistributedDataParallel
-from training import Run
 
 import commhooks
+from tests.support.inside import session_of
+from tests.support.sweeps import assert_nothing_piles_up, loader, tensor_bytes, threads_after_each
+from tests.support.training import Run
 
 OPTIONS = {"matrix_approximation_rank": 2, "start_powerSGD_iter": 1}
 HOOKS: dict[str, Any] = {

@@ -11,11 +11,20 @@ from typing import Any
 
 import pytest
 import torch
-from ddp_steps import backward, gradients, local_gradients, log_lines, mean_over_ranks, mlp, relative, wrap
 from torch.optim.swa_utils import AveragedModel
 
 import commhooks
 from commhooks import HookRunError
+from tests.support.ddp_steps import (
+    backward,
+    gradients,
+    local_gradients,
+    log_lines,
+    mean_over_ranks,
+    mlp,
+    relative,
+    wrap,
+)
 
 HOOKS: dict[str, Any] = {
     "powerSGD": commhooks.PowerSGD(start_powerSGD_iter=0, matrix_approximation_rank=1),

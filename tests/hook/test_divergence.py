@@ -5,13 +5,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ddp_steps import process_group_of_one
 from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
-from training import SEVERAL_BUCKETS_MB, Run, make_model
 
 import commhooks
 from commhooks.hook.replica_check import weights_checksum
+from tests.support.ddp_steps import process_group_of_one
+from tests.support.training import SEVERAL_BUCKETS_MB, Run, make_model
 
 OPTIONS = {"matrix_approximation_rank": 2, "start_powerSGD_iter": 1}
 

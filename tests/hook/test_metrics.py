@@ -12,14 +12,24 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from ddp_steps import backward, descend, gradients, local_gradients, log_lines, mean_over_ranks, mlp, train, wrap
-from inside import session_of
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as torch_powersgd
 
 import commhooks
 from commhooks.gradients import precision
 from commhooks.hook.metrics import NAMES, Meter
+from tests.support.ddp_steps import (
+    backward,
+    descend,
+    gradients,
+    local_gradients,
+    log_lines,
+    mean_over_ranks,
+    mlp,
+    train,
+    wrap,
+)
+from tests.support.inside import session_of
 
 DELAY_S = 0.8  # far more than a step takes on a busy machine
 POWERSGD: dict[str, Any] = {"matrix_approximation_rank": 2, "start_powerSGD_iter": 1}
@@ -118,7 +128,7 @@ class Model(nn.Module):
 
 
 def one_pass(model: nn.Module, step: int) -> None:
-    from ddp_steps import batch
+    from tests.support.ddp_steps import batch
 
     model.zero_grad(set_to_none=True)
     model(step, batch(step)).square().mean().backward()

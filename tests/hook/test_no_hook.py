@@ -10,14 +10,14 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ddp_steps import log_lines, mlp, process_group_of_one, train, weights, wrap
-from sharded import attached
 from torch.nn.parallel import DistributedDataParallel
-from training import SEVERAL_BUCKETS_MB, Run, make_model
 
 import commhooks
 from commhooks import HookConfigError
 from commhooks.hook import request
+from tests.support.ddp_steps import log_lines, mlp, process_group_of_one, train, weights, wrap
+from tests.support.sharded import attached
+from tests.support.training import SEVERAL_BUCKETS_MB, Run, make_model
 
 NONE = [None, "none", "None", "off", "OFF", False]  # False: what YAML makes of `off`
 

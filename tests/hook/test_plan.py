@@ -6,7 +6,6 @@ import dataclasses
 
 import pytest
 import torch
-from ddp_steps import mlp, process_group_of_one, wrap
 from torch import nn
 
 import commhooks
@@ -15,6 +14,7 @@ from commhooks.compressors.powersgd.compressor import PowerSGDCompressor
 from commhooks.compressors.powersgd.matrix_plan import MatrixPlan, square_side
 from commhooks.compressors.unit_plan import ParameterInfo
 from commhooks.hook.model_plan import ModelPlan
+from tests.support.ddp_steps import mlp, process_group_of_one, wrap
 
 
 def _plan(parameter: torch.Tensor, rank: int = 1, min_rate: float = 2, sparse: bool = False) -> MatrixPlan:

@@ -6,10 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from compilers import needs_compiler
-from ddp_steps import backward, mlp, process_group_of_one, wrap
-from inside import session_of
-from plan_models import Net, needs_an_argument
 from torch import nn
 
 import commhooks
@@ -20,6 +16,10 @@ from commhooks.hook.model_plan import ModelPlan
 from commhooks.hook.plan_model import plan_model
 from commhooks.hook.request import HookRequest
 from commhooks.tools.named_model import from_module
+from tests.support.compilers import needs_compiler
+from tests.support.ddp_steps import backward, mlp, process_group_of_one, wrap
+from tests.support.inside import session_of
+from tests.support.plan_models import Net, needs_an_argument
 
 
 def plan_of(module: nn.Module, hook: Any, wrapper: str | None = None, **arguments: Any) -> ModelPlan:

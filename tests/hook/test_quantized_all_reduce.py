@@ -10,10 +10,10 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from models import same_bits
 
 import commhooks
 from commhooks.hook import quantized_all_reduce as module
+from tests.support.models import same_bits
 
 LEVELS, BLOCK = {8: 127, 4: 7}, {8: 256, 4: 128}
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)

@@ -11,7 +11,9 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.algorithms.ddp_comm_hooks.default_hooks as torch_hooks
-from ddp_steps import (
+
+import commhooks
+from tests.support.ddp_steps import (
     backward,
     conservation_error,
     descend,
@@ -24,8 +26,6 @@ from ddp_steps import (
     residuals,
     wrap,
 )
-
-import commhooks
 
 WRAPPERS = {"fp16": commhooks.fp16_compress_wrapper, "bf16": commhooks.bf16_compress_wrapper}
 # Relative error of a gradient: cast, divided and summed in that dtype.

@@ -11,7 +11,10 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from ddp_steps import (
+
+import commhooks
+from commhooks.compressors import registry
+from tests.support.ddp_steps import (
     backward,
     descend,
     gradients,
@@ -26,9 +29,6 @@ from ddp_steps import (
     weights,
     wrap,
 )
-
-import commhooks
-from commhooks.compressors import registry
 
 
 @pytest.fixture(autouse=True)

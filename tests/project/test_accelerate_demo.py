@@ -16,7 +16,8 @@ import accelerate_digits
 import psutil
 import pytest
 from accelerate_demo import AccelerateTraining, failures
-from repository import REPOSITORY
+
+from tests.support.repository import REPOSITORY
 
 WHOLE = {"global_step": 345, "stats": {"compressed_steps": 325, "backward_passes": 345}}
 RESUMED = {"global_step": 345, "stats": {"compressed_steps": 184, "backward_passes": 184}}

@@ -14,8 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import warm
-from repository import REPOSITORY
+
+from tests.support import warm
+from tests.support.repository import REPOSITORY
 
 MACHINE = {"cpu", "cores", "gpu", "system", "python", "torch", "date"}
 

@@ -17,8 +17,9 @@ from pathlib import Path
 import demo
 import pytest
 import torch
-import warm
-from repository import REPOSITORY
+
+from tests.support import warm
+from tests.support.repository import REPOSITORY
 
 
 @pytest.fixture(autouse=True)

@@ -11,15 +11,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from doc_snippets import Snippet, WrongSnippet, find_snippets, old_and_new
-from features import trainer_resumes_on_cpu
-from repository import REPOSITORY
-from snippet_check import check
-from snippet_commands import commands
-from workers import RanksFailed
 
 import commhooks
 from commhooks.compressors import candidates
+from tests.support.doc_snippets import Snippet, WrongSnippet, find_snippets, old_and_new
+from tests.support.features import trainer_resumes_on_cpu
+from tests.support.repository import REPOSITORY
+from tests.support.snippet_check import check
+from tests.support.snippet_commands import commands
+from tests.support.workers import RanksFailed
 
 DOCS = sorted((REPOSITORY / "docs").glob("*.md"))
 PAGES = [REPOSITORY / "README.md", REPOSITORY / "CONTRIBUTING.md", *DOCS]

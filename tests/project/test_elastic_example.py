@@ -14,8 +14,9 @@ import clean_env
 import psutil
 import pytest
 import torch.distributed as dist
-import warm
-from repository import REPOSITORY
+
+from tests.support import warm
+from tests.support.repository import REPOSITORY
 
 SCRIPT = str(REPOSITORY / "examples/elastic_training.py")
 

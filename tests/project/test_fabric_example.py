@@ -7,8 +7,9 @@ import subprocess
 from pathlib import Path
 
 import pytest
-import warm
-from repository import REPOSITORY
+
+from tests.support import warm
+from tests.support.repository import REPOSITORY
 
 pytest.importorskip("lightning")
 

@@ -8,7 +8,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from repository import REPOSITORY
+
+from tests.support.repository import REPOSITORY
 
 PACKAGES = ("commhooks", "lightning_commhooks", "accelerate_commhooks")
 LINT = "from importlinter.cli import lint_imports_command; lint_imports_command()"

@@ -9,9 +9,10 @@ import re
 import subprocess
 import sys
 
-import mutants
 import pytest
-from repository import REPOSITORY
+
+from tests.stress import mutants
+from tests.support.repository import REPOSITORY
 
 
 def _make(*arguments: str) -> subprocess.CompletedProcess[str]:

@@ -8,7 +8,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from repository import REPOSITORY, TESTS
+
+from tests.support.repository import REPOSITORY, TESTS
 
 
 def _make(target: str, **environment: str) -> subprocess.CompletedProcess[str]:

@@ -9,7 +9,8 @@ import ast
 
 import omegaconf
 from omegaconf import errors
-from repository import REPOSITORY
+
+from tests.support.repository import REPOSITORY
 
 IN_BOTH = {
     "omegaconf.OmegaConf",

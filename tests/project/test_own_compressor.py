@@ -14,17 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import yaml
-from accelerators import Training, launched
-from ddp_steps import mlp, wrap
-from doctor_models import Net, loss_of
-from features import trainer_resumes_on_cpu
-from inside import session_of
 from jsonargparse import ArgumentParser
-from lightning_fits import fit, path_at, residuals
-from lightning_support import assert_equal
-from repository import REPOSITORY
-from training import Run
-from workers import WorkerPool
 
 import commhooks
 from accelerate_commhooks import CommHookKwargs
@@ -32,6 +22,16 @@ from commhooks import HookConfigError
 from commhooks.compressors import registry
 from commhooks.tools.cli import main
 from lightning_commhooks import CommHookDDP
+from tests.support.accelerators import Training, launched
+from tests.support.ddp_steps import mlp, wrap
+from tests.support.doctor_models import Net, loss_of
+from tests.support.features import trainer_resumes_on_cpu
+from tests.support.inside import session_of
+from tests.support.lightning_fits import fit, path_at, residuals
+from tests.support.lightning_support import assert_equal
+from tests.support.repository import REPOSITORY
+from tests.support.training import Run
+from tests.support.workers import WorkerPool
 
 PATH = "examples.random_k:RandomKCompressor"
 OPTIONS = {"share": 0.2, "start_iter": 2}
@@ -134,7 +134,7 @@ def test_accelerate_resumes_bit_equal(run_ranks: Any, tmp_path: Path, from_yaml:
 
 @launched
 def _trainer(folder: Path, resume: str | None) -> dict[str, Any]:
-    from transformers_runs import make_trainer
+    from tests.support.transformers_runs import make_trainer
 
     trainer = make_trainer(folder, seed=3 if resume is None else 99, hook=EVERYWHERE)
     trainer.train(resume_from_checkpoint=resume)
@@ -207,7 +207,7 @@ def test_the_commands_know_it(run_ranks: Any, tmp_path: Path, capsys: pytest.Cap
     report = json.loads(capsys.readouterr().out)
     assert "random_k" in json.dumps(report) and "residual_norm" in json.dumps(report)
     assert main(["inspect", str(file)]) == 0 and "random_k" in capsys.readouterr().out
-    plan = ["plan", "doctor_models:Net", "--hook", PATH, "--options", "share=0.05", "start_iter=0"]
+    plan = ["plan", "tests.support.doctor_models:Net", "--hook", PATH, "--options", "share=0.05", "start_iter=0"]
     assert main([*plan, "--codec-ms", "0.1", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["hook"] == "random_k" and found["bytes_after"] < found["bytes_before"] / 10

@@ -18,8 +18,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from compilers import HAS_COMPILER
-from repository import REPOSITORY
+
+from tests.support.compilers import HAS_COMPILER
+from tests.support.repository import REPOSITORY
 
 OUTSIDE = Path(__file__).with_name("outside")  # programs of users
 PACKAGES = ("commhooks", "lightning_commhooks", "accelerate_commhooks")

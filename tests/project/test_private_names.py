@@ -15,13 +15,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ddp_steps import process_group_of_one
-from repository import REPOSITORY
 from torch import nn
 from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
 
 from commhooks.gradients import torch_private
+from tests.support.ddp_steps import process_group_of_one
+from tests.support.repository import REPOSITORY
 
 TEXT = (REPOSITORY / "docs" / "versions.md").read_text(encoding="utf-8")
 LISTED = re.findall(r"^\| `([^`]+)` \|", TEXT.partition("## Private names")[2], re.MULTILINE)

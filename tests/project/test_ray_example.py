@@ -12,7 +12,8 @@ from typing import Any
 
 import clean_env
 import pytest
-from repository import REPOSITORY
+
+from tests.support.repository import REPOSITORY
 
 pytest.importorskip("ray.train")
 

@@ -9,7 +9,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from repository import REPOSITORY
+
+from tests.support.repository import REPOSITORY
 
 if sys.version_info >= (3, 11):
     import tomllib

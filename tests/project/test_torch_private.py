@@ -7,7 +7,6 @@ from collections.abc import Iterator
 import pytest
 import torch
 import torch.distributed as dist
-from ddp_steps import process_group_of_one
 from torch import nn
 from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
@@ -15,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 import commhooks
 from commhooks.gradients.torch_private import run_after_backward
+from tests.support.ddp_steps import process_group_of_one
 
 
 @pytest.fixture

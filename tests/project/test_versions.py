@@ -8,15 +8,14 @@ import re
 import subprocess
 from types import ModuleType
 
-import features
 import pytest
-import run_versions as run
 import torch
-import version_sets as sets
-import warm
-from repository import REPOSITORY
 
 from commhooks.hook.supported import OLDEST, check_version
+from tests.support import features, warm
+from tests.support.repository import REPOSITORY
+from tests.versions import run_versions as run
+from tests.versions import version_sets as sets
 
 DOCS = (REPOSITORY / "docs" / "versions.md").read_text(encoding="utf-8")
 PYPROJECT = (REPOSITORY / "pyproject.toml").read_text(encoding="utf-8")

@@ -7,9 +7,9 @@ import logging
 from pathlib import Path
 
 import pytest
-from repository import REPOSITORY
 
 from commhooks.errors import logger_of
+from tests.support.repository import REPOSITORY
 
 MODULES = sorted(
     path

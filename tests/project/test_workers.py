@@ -14,8 +14,9 @@ import clean_env
 import pytest
 import torch
 import torch.distributed as dist
-from repository import REPOSITORY, SUPPORT, TESTS
-from workers import RanksFailed
+
+from tests.support.repository import REPOSITORY
+from tests.support.workers import RanksFailed
 
 
 def _rank_and_sum(tensor: torch.Tensor, *, factor: int) -> tuple[int, int, torch.Tensor]:
@@ -209,9 +210,11 @@ def test_the_fixtures_of_the_main_process_can_fail(tmp_path):
         "    assert not dist.is_initialized()\n"
     )
     env = dict(os.environ, SLURM_JOB_ID="17", CUDA_VISIBLE_DEVICES="0")
-    env["PYTHONPATH"] = os.pathsep.join([str(TESTS), str(SUPPORT), str(REPOSITORY / "examples")])
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "conftest", "--rootdir", str(tmp_path), "test_leaks.py"]
-    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=280)
+    env["PYTHONPATH"] = os.pathsep.join([str(REPOSITORY), str(REPOSITORY / "examples")])
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "tests.conftest", "--rootdir", str(tmp_path)]
+    done = subprocess.run(
+        [*command, "test_leaks.py"], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=280
+    )
     assert "ERROR at teardown of test_leaks" in done.stdout, done.stdout + done.stderr
     assert "left a torch.distributed process group behind" in done.stdout
     assert "2 passed, 1 error" in done.stdout

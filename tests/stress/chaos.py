@@ -1,6 +1,6 @@
 """Kills trainings again and again: do they go on by themselves, to the same weights?
 
-    python examples/clean_env.py tests/stress/chaos.py [--kills 30] [--seed N]          # what `make chaos` runs
+    python examples/clean_env.py -m tests.stress.chaos [--kills 30] [--seed N]          # what `make chaos` runs
 
 Trainings with plain torch (PowerSGD, int8, PowerSGD between two nodes of two ranks, and a choice by auto), FSDP2,
 Lightning and Accelerate (chaos_training.py), each on two ranks (nodes and FSDP2 on four) under `torchrun
@@ -80,7 +80,7 @@ def run(framework: str, folder: Path, kills: list[dict[str, Any]], steps: int, p
         "CHAOS_STEPS": str(steps),
         "ACCELERATE_USE_CPU": "true",
         "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": os.pathsep.join([str(TESTS / "support"), str(TESTS.parent)]),
+        "PYTHONPATH": str(TESTS.parent),
         # torch 2.13's torchrun lets all attempts share one store, where gloo finds the addresses of ranks that are dead
         # ("connectFullMesh failed ... Connection refused"), with a hook or without.
         "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",

@@ -30,7 +30,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
-from training import Run, batch, flat, make_model
+
+from tests.support.training import Run, batch, flat, make_model
 
 STEPS = int(os.environ.get("CHAOS_STEPS", "30"))
 SAVE_EVERY = 5
@@ -142,9 +143,8 @@ def nodes(folder: Path, killer: Killer) -> tuple[torch.Tensor, Any]:
 
 def auto(folder: Path, killer: Killer) -> tuple[torch.Tensor, Any]:
     """As `plain`, with a hook that becomes int8 at step 12 and has been tried at step 20."""
-    from prescribed_auto import PrescribedAuto, PrescribedAutoCompressor
-
     from commhooks.compressors.registry import register_compressor
+    from tests.support.prescribed_auto import PrescribedAuto, PrescribedAutoCompressor
 
     register_compressor(PrescribedAutoCompressor)
     return plain(folder, killer, hook=PrescribedAuto(measure_steps=12), hook_options=None)
@@ -283,9 +283,9 @@ def lightning(folder: Path, killer: Killer) -> tuple[torch.Tensor, Any]:
 def accelerate(folder: Path, killer: Killer) -> tuple[torch.Tensor, Any]:
     from accelerate import Accelerator
     from accelerate.utils import InitProcessGroupKwargs
-    from accelerators import Training, power_sgd
 
     from accelerate_commhooks import atomic_write
+    from tests.support.accelerators import Training, power_sgd
 
     class File:
         def __init__(self, file: Any) -> None:

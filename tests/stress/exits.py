@@ -1,6 +1,6 @@
 """How interpreters end after a training with Accelerate on two CPU ranks, with a hook and without.
 
-    python tests/stress/exits.py [--runs 150] [--hooks none powerSGD int8_compress] [--ends destroy none]
+    python -m tests.stress.exits [--runs 150] [--hooks none powerSGD int8_compress] [--ends destroy none]
 
 Plain DDP on gloo now and then ends in "terminate called without an active exception", or hangs, while the interpreter
 exits: docs/reliability.md says why. This counts how often, for each hook and each way to end. The ranks are forked from

@@ -1,8 +1,8 @@
 """Seeded faults (`seeded_faults/`): each is put into a copy of the packages, and the test named beside it, which passes
 without it, must fail there.
 
-    python tests/stress/mutants.py [NAME ...]          # all of them, or those whose name contains one of the words
-    python tests/stress/mutants.py --cuda [NAME ...]   # those that need a GPU
+    python -m tests.stress.mutants [NAME ...]          # all of them, or those whose name contains one of the words
+    python -m tests.stress.mutants --cuda [NAME ...]   # those that need a GPU
 
 A test that passes on a broken program guards nothing. Run by `make test-mutants`; takes some minutes.
 """
@@ -20,8 +20,9 @@ from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
-from seeded_faults import MUTANTS
-from seeded_faults.mutant import Mutant
+
+from tests.stress.seeded_faults import MUTANTS
+from tests.stress.seeded_faults.mutant import Mutant
 
 ROOT = Path(__file__).resolve().parents[2]
 COPIED = (

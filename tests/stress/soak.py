@@ -1,6 +1,6 @@
 """A long run on 2 ranks: does memory grow, do the replicas drift, are the bits the same when it is run again?
 
-    python tests/stress/soak.py [--steps 10000]        # two runs; exit code 1 if one of them is not as it should be
+    python -m tests.stress.soak [--steps 10000]        # two runs; exit code 1 if one of them is not as it should be
 
 Run by `make soak`; `test_soak.py` runs a short one.
 """
@@ -11,17 +11,14 @@ import hashlib
 import os
 import sys
 import time
-from pathlib import Path
 from typing import Any
-
-sys.path.insert(1, str(Path(__file__).resolve().parents[1] / "support"))  # when this is run as a script
 
 import torch
 import torch.distributed as dist
-from models import mlp
 from torch.nn.parallel import DistributedDataParallel
 
 import commhooks
+from tests.support.models import mlp
 
 WIDTH, LAYERS = 24, 3
 SEVERAL_BUCKETS_MB = 0.002
@@ -113,7 +110,7 @@ def _resident_mb() -> float:
 
 
 def main() -> int:
-    from workers import WorkerPool
+    from tests.support.workers import WorkerPool
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=10_000)

@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import chaos
-import chaos_training
 import pytest
 import torch
-import warm
-from accelerators import accelerate_launched
+
+from tests.stress import chaos, chaos_training
+from tests.support import warm
+from tests.support.accelerators import accelerate_launched
 
 STEPS = chaos_training.STEPS
 PRELOADED = {"lightning": ["lightning.pytorch"], "accelerate": ["accelerate"]}

@@ -6,7 +6,7 @@ import os
 import subprocess
 import time
 
-import exits
+from tests.stress import exits
 
 
 def test_a_rank_that_hangs_does_not_count_for_the_other() -> None:

@@ -1,6 +1,6 @@
 """A short soak; `make soak` runs the long one."""
 
-import soak
+from tests.stress import soak
 
 STEPS = 600
 

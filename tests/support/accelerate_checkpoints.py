@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from accelerators import WRONG, Training, Warnings, hook_files, launched, power_sgd
-from training import residuals
-from workers import WorkerPool
+
+from tests.support.accelerators import WRONG, Training, Warnings, hook_files, launched, power_sgd
+from tests.support.training import residuals
+from tests.support.workers import WorkerPool
 
 BOTH = ["comm_hook.pt", "comm_hook_rank0.pt", "comm_hook_rank1.pt"]
 

@@ -15,9 +15,9 @@ import torch
 import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState
-from training import SEVERAL_BUCKETS_MB, batch, flat, make_model
 
 from accelerate_commhooks import CommHookKwargs
+from tests.support.training import SEVERAL_BUCKETS_MB, batch, flat, make_model
 
 OPTIONS = {"matrix_approximation_rank": 2, "start_powerSGD_iter": 3}
 # The resumed run is set up wrongly on purpose, so that loading must do the work.

@@ -5,8 +5,9 @@ from __future__ import annotations
 import random
 
 import torch
-from ddp_steps import mlp
 from torch import nn
+
+from tests.support.ddp_steps import mlp
 
 
 class Net(nn.Module):

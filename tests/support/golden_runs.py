@@ -11,13 +11,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from inside import learns, session_of, user_state
-from models import EVERY_PARAMETER, Prescribed, backward
-from repository import TESTS
 from torch.nn.parallel import DistributedDataParallel
 
 import commhooks
 from commhooks.checkpoint import parts as payload_parts
+from tests.support.inside import learns, session_of, user_state
+from tests.support.models import EVERY_PARAMETER, Prescribed, backward
+from tests.support.repository import TESTS
 
 FOLDER = TESTS / "golden"
 SHAPES = {"conv": (6, 2, 3, 3), "bias": (6,), "wide": (8, 10)}

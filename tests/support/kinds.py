@@ -7,12 +7,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
-from compilers import needs_compiler
-from training import Run
+
+from tests.support.compilers import needs_compiler
+from tests.support.training import Run
 
 START = 2
 RANDOM_K = "examples.random_k:RandomKCompressor"
-AUTO = "prescribed_auto:PrescribedAutoCompressor"
+AUTO = "tests.support.prescribed_auto:PrescribedAutoCompressor"
 POWERSGD = {"matrix_approximation_rank": 2, "start_powerSGD_iter": START}
 QUANTIZED = {"block_size": 32, "start_iter": START}
 

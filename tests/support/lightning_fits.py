@@ -6,14 +6,14 @@ import os
 from pathlib import Path
 from typing import Any
 
-import lightning_support as support
 import torch
 import torch.distributed as dist
 from lightning.fabric.plugins.environments import SLURMEnvironment
 from lightning.pytorch.callbacks import ModelCheckpoint
-from lightning_support import STEPS_PER_EPOCH, Model, Watch, data, strategy, trainer, weights
 
 from commhooks import PowerSGD
+from tests.support import lightning_support as support
+from tests.support.lightning_support import STEPS_PER_EPOCH, Model, Watch, data, strategy, trainer, weights
 
 # Compressing from the second epoch on; checkpoints at the end of the second, so that residuals are in them.
 HOOK = PowerSGD(start_powerSGD_iter=STEPS_PER_EPOCH, matrix_approximation_rank=2)

@@ -1,7 +1,7 @@
-"""A worker process of `workers.WorkerPool`: python one_worker.py STACK_FILE"""
+"""A worker process of `workers.WorkerPool`: python -m tests.support.one_worker STACK_FILE"""
 
 import sys
 
-import worker_side
+from tests.support import worker_side
 
 worker_side.worker_main(sys.argv[1])

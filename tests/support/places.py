@@ -18,7 +18,8 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.distributed as dist
-from models import masks, relative_error
+
+from tests.support.models import masks, relative_error
 
 CPU = "cpu"
 MASKED = "cpu as accelerator"  # the code that runs on accelerators, on CPU tensors

@@ -11,9 +11,6 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 from unittest import mock
 
-from inside import session_of
-from training import Run
-
 from commhooks.compressors.adaptive import ObservedPass, Ranks
 from commhooks.compressors.auto import candidates
 from commhooks.compressors.auto.compressor import AutoCompressor
@@ -23,6 +20,8 @@ from commhooks.compressors.auto.trials import TRIAL_STEPS, WARM_UP
 from commhooks.compressors.candidates import Candidate, powersgd
 from commhooks.compressors.hook_config import LARGEST_STEP
 from commhooks.compressors.registry import register_compressor
+from tests.support.inside import session_of
+from tests.support.training import Run
 
 BEGIN = 2
 """The step at which the trials begin."""

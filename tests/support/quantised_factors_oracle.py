@@ -1,9 +1,9 @@
 """PowerSGD with quantised factors, plainly: as in `powersgd/reference.py`, each mean by `quantized_oracle.py`."""
 
 import torch
-from quantized_oracle import OracleRanks
 
 from commhooks.compressors.powersgd.reference import gram_schmidt
+from tests.support.quantized_oracle import OracleRanks
 
 BLOCK = 64
 

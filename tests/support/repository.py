@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 SUPPORT = Path(__file__).resolve().parent
 TESTS = SUPPORT.parent
 REPOSITORY = TESTS.parent
-PYTHONPATH = os.pathsep.join([str(SUPPORT), str(REPOSITORY)])
-"""For processes that import the packages of this copy and what is in this folder."""
+PYTHONPATH = str(REPOSITORY)
+"""For processes that import the packages of this copy and `tests`."""

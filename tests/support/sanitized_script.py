@@ -15,9 +15,9 @@ import sys
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
-from training import SEVERAL_BUCKETS_MB, batch, make_model
 
 import commhooks
+from tests.support.training import SEVERAL_BUCKETS_MB, batch, make_model
 
 HOOKS = {
     "powerSGD": commhooks.PowerSGD(matrix_approximation_rank=2, start_powerSGD_iter=1),

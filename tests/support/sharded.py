@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from inside import learns, session_of
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
@@ -16,6 +15,7 @@ from torch.distributed.tensor import DTensor
 
 import commhooks
 from commhooks import CommHook
+from tests.support.inside import learns, session_of
 
 Gradients = dict[str, torch.Tensor]
 

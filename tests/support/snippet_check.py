@@ -8,10 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from doc_snippets import Snippet, WrongSnippet, versions
-from snippet_commands import check_command, commands
-from snippet_python import execute, run_script
-from snippet_yaml import check_yaml
+
+from tests.support.doc_snippets import Snippet, WrongSnippet, versions
+from tests.support.snippet_commands import check_command, commands
+from tests.support.snippet_python import execute, run_script
+from tests.support.snippet_yaml import check_yaml
 
 
 def check(snippet: Snippet, run_ranks: Callable[..., list[Any]], folder: Path) -> None:

@@ -13,10 +13,9 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from doc_snippets import WrongSnippet
-from repository import REPOSITORY
-
 from commhooks import DoctorError
+from tests.support.doc_snippets import WrongSnippet
+from tests.support.repository import REPOSITORY
 
 
 def commands(text: str) -> list[list[str]]:

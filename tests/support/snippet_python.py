@@ -15,11 +15,11 @@ from unittest import mock
 import clean_env
 import torch
 import torch.distributed as dist
-import warm
-from doc_snippets import WrongSnippet
-from repository import REPOSITORY
 
 from commhooks.compressors import registry
+from tests.support import warm
+from tests.support.doc_snippets import WrongSnippet
+from tests.support.repository import REPOSITORY
 
 SCRIPT_LIMIT_S = 150
 
@@ -98,7 +98,7 @@ def execute(chain: list[tuple[str, str]], needs: str, folder: str) -> None:
         undo.enter_context(mock.patch.dict(registry.COMPRESSORS))
         undo.enter_context(mock.patch.dict(registry.FACTORIES))  # a name that a snippet gives is free again afterwards
         if needs in ("accelerate", "transformers"):
-            from accelerators import accelerate_launched
+            from tests.support.accelerators import accelerate_launched
 
             undo.enter_context(accelerate_launched(**outside))
         if needs in ("lightning ranks", "fabric ranks"):

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 from unittest import mock
 
-from doc_snippets import WrongSnippet
+from tests.support.doc_snippets import WrongSnippet
 
 
 def check_yaml(text: str, folder: Path) -> None:

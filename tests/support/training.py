@@ -5,10 +5,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from inside import session_of
 from torch.nn.parallel import DistributedDataParallel
 
 import commhooks
+from tests.support.inside import session_of
 
 SEVERAL_BUCKETS_MB = 0.001
 ONE_BUCKET_MB = 25

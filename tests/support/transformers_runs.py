@@ -11,12 +11,12 @@ import torch.distributed as dist
 pytest.importorskip("transformers", reason="transformers needs Python 3.11 or newer")
 
 from accelerate import DistributedType  # noqa: E402
-from accelerators import OPTIONS  # noqa: E402
-from training import flat, residuals  # noqa: E402
 from transformers import Trainer, TrainerCallback, TrainingArguments  # noqa: E402
 from transformers_trainer import batch, make_model, manual  # noqa: E402  # of examples/
 
 from accelerate_commhooks.transformers import CommHookTrainer  # noqa: E402
+from tests.support.accelerators import OPTIONS  # noqa: E402
+from tests.support.training import flat, residuals  # noqa: E402
 
 FILES = ["comm_hook.pt", "comm_hook_rank0.pt", "comm_hook_rank1.pt"]
 EPOCH = 8  # steps, with two ranks and the default batch size

@@ -18,9 +18,10 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from registries import registries_as_before
-from surroundings import Surroundings
-from worker_messages import FINISH_TIMEOUT_S, RankFailure, from_bytes, to_bytes
+
+from tests.support.registries import registries_as_before
+from tests.support.surroundings import Surroundings
+from tests.support.worker_messages import FINISH_TIMEOUT_S, RankFailure, from_bytes, to_bytes
 
 GROUP_TIMEOUT_S = 30.0  # of a collective; below the default task limit, so that a lost rank shows as torch's own error
 _SELF_DESTRUCT_S = 30.0  # beyond the task's limit: no worker stays behind for ever, not even one that hangs in C++

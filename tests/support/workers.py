@@ -37,8 +37,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import warm
-from worker_messages import FINISH_TIMEOUT_S, RankFailure, from_bytes, to_bytes
+from tests.support import warm
+from tests.support.repository import PYTHONPATH
+from tests.support.worker_messages import FINISH_TIMEOUT_S, RankFailure, from_bytes, to_bytes
 
 MAX_WORLD_SIZE = 6
 START_TIMEOUT_S = 120.0  # importing torch on a busy machine, not part of a task's limit
@@ -138,8 +139,9 @@ class WorkerPool:
             ours, theirs = socket.socketpair()
             # Strings have other hashes in every second worker: an order that depends on them must not go unnoticed.
             python = _cuda_python() or warm.python(*self._modules, server=index % 2)
-            command = [python, str(Path(__file__).with_name("one_worker.py")), str(self._stack_file(index))]
-            self._processes.append(subprocess.Popen(command, stdin=theirs))
+            command = [python, "-m", "tests.support.one_worker", str(self._stack_file(index))]
+            environ = {**os.environ, "PYTHONPATH": PYTHONPATH}
+            self._processes.append(subprocess.Popen(command, stdin=theirs, env=environ))
             theirs.close()  # so that reading from a dead worker ends with EOFError
             self._connections.append(multiprocessing.connection.Connection(ours.detach()))
         answers = self._collect(list(new), START_TIMEOUT_S)

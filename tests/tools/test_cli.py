@@ -11,13 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from ddp_steps import mlp, process_group_of_one, wrap
 
 import commhooks
 from commhooks.compressors.hook_config import explained_options
 from commhooks.compressors.registry import COMPRESSORS
 from commhooks.tools import arguments
 from commhooks.tools.cli import main
+from tests.support.ddp_steps import mlp, process_group_of_one, wrap
 
 
 def test_alone_it_prints_its_help(capsys):

@@ -70,7 +70,7 @@ def test_the_command(capsys: Any) -> None:
     assert "16 nodes of 8 ranks, 25 Gbit/s between nodes" in text and "Assumed: the ranks" in text
     assert "MB leave a node" in text
     assert all(hook in text for hook in ("allreduce", "bf16_compress", "int8_compress", "powerSGD, rank 16"))
-    assert main(["plan", "plan_models:build_mlp", *arguments[2:]]) == 0
+    assert main(["plan", "tests.support.plan_models:build_mlp", *arguments[2:]]) == 0
     text = capsys.readouterr().out
     assert "kB leave a node" in text and "MB" not in text
     assert main([*arguments, "--json"]) == 0

@@ -4,7 +4,6 @@ from typing import Any
 
 import pytest
 import torch
-from models import masks
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from commhooks import PowerSGD
@@ -12,6 +11,7 @@ from commhooks.compressors.powersgd.compressor import PowerSGDCompressor
 from commhooks.compressors.unit_plan import ParameterInfo
 from commhooks.gradients.names import ModelNames
 from commhooks.tools.codec_time import ROUNDS, measure_codec
+from tests.support.models import masks
 
 STEPS = ROUNDS + 1  # one to warm up
 SHAPES = [(24, 16), (24, 16), (10, 40)]

@@ -14,14 +14,14 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ddp_steps import batch, mlp, wrap
-from doctor_models import Net, loss_of
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from workers import RanksFailed
 
 import commhooks
 from commhooks.tools.doctor.copies import copy_of
+from tests.support.ddp_steps import batch, mlp, wrap
+from tests.support.doctor_models import Net, loss_of
+from tests.support.workers import RanksFailed
 
 
 def _everything(ddp: DistributedDataParallel, optimizer: torch.optim.Optimizer, hook: Any) -> dict[str, Any]:

@@ -13,16 +13,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import warm
-from ddp_steps import mlp, process_group_of_one
-from doctor_models import loss_of
-from repository import REPOSITORY
 from torch import nn
 
 from commhooks import DoctorError
 from commhooks.tools.cli import main
 from commhooks.tools.doctor import command
 from commhooks.tools.doctor.report import check_output
+from tests.support import warm
+from tests.support.ddp_steps import mlp, process_group_of_one
+from tests.support.doctor_models import loss_of
+from tests.support.repository import REPOSITORY
 
 
 def test_what_cannot_be_written_is_said_before_measuring(

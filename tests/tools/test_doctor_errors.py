@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ddp_steps import backward, batch, descend, mlp, process_group_of_one, wrap
-from doctor_models import loss_of
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from workers import RanksFailed
 
 import commhooks
 from commhooks import DoctorError
+from tests.support.ddp_steps import backward, batch, descend, mlp, process_group_of_one, wrap
+from tests.support.doctor_models import loss_of
+from tests.support.workers import RanksFailed
 
 
 def _wrong(case: str) -> None:

@@ -11,10 +11,6 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-import accelerators
-import golden_runs
-import hostile
-import lightning_support as support
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
@@ -25,6 +21,8 @@ from commhooks.tools.cli import main
 from commhooks.tools.inspect.command import report_text
 from commhooks.tools.inspect.payload import _inspect, inspect_path
 from commhooks.tools.named_model import UnreadableFileError
+from tests.support import accelerators, golden_runs, hostile
+from tests.support import lightning_support as support
 
 
 def golden(kind: str, rank: int = 0) -> Path:

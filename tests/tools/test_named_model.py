@@ -8,26 +8,26 @@ from typing import Any
 
 import pytest
 import torch
-from ddp_steps import mlp
-from plan_models import Net
 
 from commhooks import HookConfigError
 from commhooks.tools.named_model import from_checkpoint, named_model
+from tests.support.ddp_steps import mlp
+from tests.support.plan_models import Net
 
 
 def test_from_functions() -> None:
     for function in ("build_mlp", "build_for_the_doctor"):
-        found = named_model(f"plan_models:{function}")
+        found = named_model(f"tests.support.plan_models:{function}")
         assert list(found.parameters) == [name for name, _ in mlp().named_parameters()]
-    assert "2 frozen parameters" in named_model("plan_models:Net").note
+    assert "2 frozen parameters" in named_model("tests.support.plan_models:Net").note
     for target, text in {
         "plan_models": "is neither a file nor 'package.module:function'",
-        "plan_models:": "expected 'package.module:function' with the full name",
+        "tests.support.plan_models:": "expected 'package.module:function' with the full name",
         "no_such_module:build": "cannot import 'no_such_module': No module named 'no_such_module'; start where",
-        "plan_models:build": "'plan_models' has no 'build' .did you mean 'build_mlp'",
-        "plan_models:not_callable": "is a int, not a function that returns an nn.Module",
-        "plan_models:needs_an_argument": "cannot be called without arguments",
-        "plan_models:no_model": "returned a int, not an nn.Module",
+        "tests.support.plan_models:build": "'tests.support.plan_models' has no 'build' .did you mean 'build_mlp'",
+        "tests.support.plan_models:not_callable": "is a int, not a function that returns an nn.Module",
+        "tests.support.plan_models:needs_an_argument": "cannot be called without arguments",
+        "tests.support.plan_models:no_model": "returned a int, not an nn.Module",
         "train.py": "write 'train.py:build', where build is the function in it that takes no arguments",
         "no_such_folder/train.py:build": "there is no file .*/no_such_folder/train.py",
         "torch.nn:Identity": "has no parameter that requires a gradient",

@@ -10,7 +10,6 @@ from unittest import mock
 
 import pytest
 import torch
-from compilers import needs_compiler
 
 import commhooks
 from commhooks.compressors.powersgd import native_products
@@ -18,10 +17,11 @@ from commhooks.compressors.powersgd.compressor import PowerSGDCompressor
 from commhooks.compressors.unit_plan import ParameterInfo
 from commhooks.tools import codec_time
 from commhooks.tools.cli import main
+from tests.support.compilers import needs_compiler
 
 
 def run_json(capsys: Any, *arguments: str) -> dict[str, Any]:
-    assert main(["plan", "plan_models:build_mlp", *arguments, "--json"]) == 0
+    assert main(["plan", "tests.support.plan_models:build_mlp", *arguments, "--json"]) == 0
     return json.loads(capsys.readouterr().out)
 
 
@@ -68,7 +68,7 @@ def test_the_codec_is_timed_with_ranks_by_globs(ranks: str, capsys: Any, monkeyp
 @needs_compiler
 def test_the_codec_is_timed_with_the_kernel_that_a_training_would_use(capsys: Any) -> None:
     assert run_json(capsys)["estimate"]["codec_kernel"] == "native"
-    assert main(["plan", "plan_models:build_mlp"]) == 0
+    assert main(["plan", "tests.support.plan_models:build_mlp"]) == 0
     assert "native kernel)" in " ".join(capsys.readouterr().out.split())
 
 
@@ -95,7 +95,7 @@ def test_of_large_models_a_sample_is_timed(rows: tuple[int, ...], share: float, 
 
 @pytest.mark.parametrize("hook", ["powerSGD", "batched_powerSGD", "fp16", "allreduce", "noop"])
 def test_text(hook: str, capsys: Any) -> None:
-    assert main(["plan", "plan_models:build_mlp", "--hook", hook, "--codec-ms", "0.01"]) == 0
+    assert main(["plan", "tests.support.plan_models:build_mlp", "--hook", hook, "--codec-ms", "0.01"]) == 0
     text = " ".join(capsys.readouterr().out.split())
     assert "On the wire each of 2 ranks sends 10.592 kB per step without and" in text
     assert ("Memory per rank: " in text) == (hook not in ("allreduce", "noop"))
@@ -108,13 +108,13 @@ def test_text(hook: str, capsys: Any) -> None:
 
 def test_auto_says_that_a_training_decides(capsys: Any) -> None:
     assert run_json(capsys, "--hook", "auto")["estimate"] is None
-    assert main(["plan", "plan_models:build_mlp", "--hook", "auto"]) == 0
+    assert main(["plan", "tests.support.plan_models:build_mlp", "--hook", "auto"]) == 0
     text = capsys.readouterr().out
     assert "auto decides during the training" in text and "Break-even" not in text
 
 
 def test_a_pattern_without_a_match_is_told(capsys: Any) -> None:
-    assert main(["plan", "plan_models:build_mlp", "--exclude", "0.wieght", "--codec-ms", "1"]) == 0
+    assert main(["plan", "tests.support.plan_models:build_mlp", "--exclude", "0.wieght", "--codec-ms", "1"]) == 0
     assert "matches '0.wieght' (the closest name is '0.weight')" in capsys.readouterr().out
 
 
@@ -128,7 +128,7 @@ def test_a_pattern_without_a_match_is_told(capsys: Any) -> None:
         (["--options", "exclude=['a']", "--exclude", "b"], "give the patterns in one of them"),
         (["--hook", "batched_powerSGD", "--exclude", "b"], "whole buckets are compressed here; use PowerSGD"),
         (["--options", "start_powerSGD_iter=0.5"], "is a fraction of the run, whose length is unknown"),
-        (["--hook", "plan_models:no_model"], "only its own code knows what it sends"),
+        (["--hook", "tests.support.plan_models:no_model"], "only its own code knows what it sends"),
         (["--bucket-cap-mb", "0"], "--bucket-cap-mb 0.0: expected a number above 0"),
         (["--world-size", "1"], "--world-size 1: expected a number from 2"),
         (["--nodes", "1"], "--nodes 1: expected a number from 2"),
@@ -142,6 +142,6 @@ def test_a_pattern_without_a_match_is_told(capsys: Any) -> None:
     ],
 )
 def test_what_is_wrong_is_one_line(arguments: list[str], text: str, capsys: Any) -> None:
-    assert main(["plan", "plan_models:build_mlp", *arguments]) == 1
+    assert main(["plan", "tests.support.plan_models:build_mlp", *arguments]) == 1
     out, err = capsys.readouterr()
     assert out == "" and err.startswith("commhooks plan: ") and text in err and err.count("\n") == 1

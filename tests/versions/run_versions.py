@@ -1,6 +1,6 @@
 """Runs the tests with the versions of `version_sets.py`, each in its own environment, and prints a Markdown table.
 
-    python3 tests/versions/run_versions.py 2.8 2.15 -- tests/comm -x   # make test-versions VERSIONS="2.8 2.15" ARGS=...
+    python3 -m tests.versions.run_versions 2.8 2.15 -- tests/comm -x   # make test-versions VERSIONS="2.8 2.15" ARGS=...
 
 The environments stay in .venvs/ for the next time. torch from PyPI brings the libraries of CUDA: count on 8 GB each,
 though nothing runs on a GPU.
@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from xml.etree import ElementTree
 
-import version_sets as sets
+from tests.versions import version_sets as sets
 
 ENVIRONMENTS = sets.ROOT / ".venvs"
 PYTEST = ("-p", "no:cacheprovider", "-q", "-rfE", "-n", "2", "--dist", "loadfile")

@@ -12,13 +12,13 @@ import pytest
 import torch
 from accelerate import DistributedDataParallelKwargs, DistributedType
 from accelerate.utils import TorchDynamoPlugin
-from accelerators import Training, Warnings, launched, new_accelerator, power_sgd
-from inside import session_of
-from training import make_model, residuals
 
 import commhooks
 from accelerate_commhooks import CommHookKwargs
 from commhooks import AttachError, HookConfigError
+from tests.support.accelerators import Training, Warnings, launched, new_accelerator, power_sgd
+from tests.support.inside import session_of
+from tests.support.training import make_model, residuals
 
 
 @launched

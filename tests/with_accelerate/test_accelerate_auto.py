@@ -6,11 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerators import Training, launched
-from kinds import AUTO
 
 from accelerate_commhooks import CommHookKwargs
 from commhooks import Auto
+from tests.support.accelerators import Training, launched
+from tests.support.kinds import AUTO
 
 
 @launched

@@ -11,7 +11,6 @@ from typing import Any
 from unittest import mock
 
 import pytest
-from accelerate_yaml import ACCELERATE
 
 from accelerate_commhooks import CommHookKwargs
 from accelerate_commhooks.cli import main, write_section
@@ -20,6 +19,7 @@ from accelerate_commhooks.settings import CommHookConfig, Settings
 from commhooks import HookConfigError
 from commhooks.checkpoint.payload import SAVE_RESIDUAL
 from commhooks.comm.wire import WRAPPERS
+from tests.support.accelerate_yaml import ACCELERATE
 
 COMMENTED = """\
 # mine

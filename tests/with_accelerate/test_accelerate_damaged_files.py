@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 import torch
-from accelerate_checkpoints import BOTH, assert_equal, outcome, resume, truncate
-from accelerators import OPTIONS, WRONG, Training, launched, new_accelerator, power_sgd
-from training import flat
 
 import commhooks
+from tests.support.accelerate_checkpoints import BOTH, assert_equal, outcome, resume, truncate
+from tests.support.accelerators import OPTIONS, WRONG, Training, launched, new_accelerator, power_sgd
+from tests.support.training import flat
 
 
 @launched

@@ -10,13 +10,13 @@ from typing import Any
 from unittest import mock
 
 import pytest
-from accelerators import launched, new_accelerator
-from training import make_model
 
 from accelerate_commhooks import CommHookKwargs
 from accelerate_commhooks.launcher import unused
 from accelerate_commhooks.settings import VARIABLE, Settings
 from commhooks import HookConfigError, PowerSGD
+from tests.support.accelerators import launched, new_accelerator
+from tests.support.training import make_model
 
 
 @pytest.fixture

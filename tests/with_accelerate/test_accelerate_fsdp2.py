@@ -8,12 +8,21 @@ import pytest
 import torch
 import torch.distributed as dist
 from accelerate.parallelism_config import ParallelismConfig
-from accelerators import launched, new_accelerator
-from models import worst_error
-from sharded import NAMES, POWERSGD, Prescribed, mean_over_ranks, mesh_of, random_gradients, shard, whole_gradients
 from torch.distributed.fsdp import fully_shard
 
 import commhooks
+from tests.support.accelerators import launched, new_accelerator
+from tests.support.models import worst_error
+from tests.support.sharded import (
+    NAMES,
+    POWERSGD,
+    Prescribed,
+    mean_over_ranks,
+    mesh_of,
+    random_gradients,
+    shard,
+    whole_gradients,
+)
 
 
 @launched

@@ -16,12 +16,12 @@ from typing import Any
 
 import psutil
 import pytest
-import warm
-from repository import PYTHONPATH, SUPPORT
 
 from accelerate_commhooks import launcher
 from accelerate_commhooks.cli import main
 from accelerate_commhooks.settings import VARIABLE
+from tests.support import warm
+from tests.support.repository import PYTHONPATH, SUPPORT
 
 LIMIT_S = 180
 OURS = ["-m", "accelerate_commhooks", "launch"]

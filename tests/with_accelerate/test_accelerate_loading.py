@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from accelerate_checkpoints import assert_equal, outcome, resume
-from accelerators import WRONG, Training, launched, new_accelerator, power_sgd
 
 import commhooks
+from tests.support.accelerate_checkpoints import assert_equal, outcome, resume
+from tests.support.accelerators import WRONG, Training, launched, new_accelerator, power_sgd
 
 
 @launched

@@ -9,13 +9,13 @@ import pytest
 import torch
 from accelerate import Accelerator
 from accelerate.tracking import GeneralTracker
-from accelerators import Training, launched, new_accelerator, power_sgd
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from training import make_model
 
 from accelerate_commhooks import CommHookKwargs
 from commhooks import HookRunError
 from commhooks.hook.metrics import NAMES
+from tests.support.accelerators import Training, launched, new_accelerator, power_sgd
+from tests.support.training import make_model
 
 ALL = {f"commhooks/{name}" for name in NAMES} - {"commhooks/chosen_at"}  # only `auto` chooses
 
@@ -137,7 +137,7 @@ def test_no_trackers(run_ranks: Any) -> None:
 
 
 def _one_process() -> tuple[int, list[str]]:
-    from accelerators import Warnings, accelerate_launched
+    from tests.support.accelerators import Warnings, accelerate_launched
 
     with accelerate_launched(none=True, ACCELERATE_USE_CPU="true"), Warnings() as texts:
         handler, notes = CommHookKwargs(hook="powerSGD"), Notes()

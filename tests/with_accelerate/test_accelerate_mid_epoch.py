@@ -13,9 +13,10 @@ import pytest
 import torch
 from accelerate import DataLoaderConfiguration, DistributedDataParallelKwargs
 from accelerate.utils import set_seed
-from accelerators import WRONG, launched, new_accelerator, power_sgd
 from torch.utils.data import DataLoader, TensorDataset
-from training import SEVERAL_BUCKETS_MB, flat, make_model, residuals
+
+from tests.support.accelerators import WRONG, launched, new_accelerator, power_sgd
+from tests.support.training import SEVERAL_BUCKETS_MB, flat, make_model, residuals
 
 STEPS, STEPS_PER_EPOCH, SAVE_AT, ACCUMULATED = 13, 6, 8, 2
 

@@ -10,14 +10,14 @@ from unittest import mock
 import pytest
 import torch
 from accelerate import DistributedDataParallelKwargs
-from accelerate_yaml import section
-from accelerators import Training, Warnings, hook_files, launched
-from ddp_steps import log_lines
-from training import SEVERAL_BUCKETS_MB
 
 from accelerate_commhooks import CommHookKwargs
 from accelerate_commhooks.cli import main
 from accelerate_commhooks.settings import VARIABLE, Settings
+from tests.support.accelerate_yaml import section
+from tests.support.accelerators import Training, Warnings, hook_files, launched
+from tests.support.ddp_steps import log_lines
+from tests.support.training import SEVERAL_BUCKETS_MB
 
 
 @launched

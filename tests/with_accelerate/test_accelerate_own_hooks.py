@@ -10,8 +10,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator
-from accelerate_checkpoints import BOTH, assert_equal, outcome, truncate
-from accelerators import (
+
+import commhooks
+from accelerate_commhooks import CommHookKwargs
+from tests.support.accelerate_checkpoints import BOTH, assert_equal, outcome, truncate
+from tests.support.accelerators import (
     WRONG,
     Training,
     Warnings,
@@ -21,9 +24,6 @@ from accelerators import (
     new_accelerator,
     power_sgd,
 )
-
-import commhooks
-from accelerate_commhooks import CommHookKwargs
 
 
 class Counter:

@@ -9,12 +9,21 @@ import pytest
 import torch
 import torch.distributed as dist
 from accelerate.utils import ProjectConfiguration
-from accelerate_checkpoints import BOTH, assert_equal, outcome, resume, train_and_save
-from accelerators import OPTIONS, WRONG, Training, Warnings, accelerate_launched, hook_files, launched, power_sgd
-from inside import session_of
-from models import relative_error
 
 from accelerate_commhooks import CommHookKwargs
+from tests.support.accelerate_checkpoints import BOTH, assert_equal, outcome, resume, train_and_save
+from tests.support.accelerators import (
+    OPTIONS,
+    WRONG,
+    Training,
+    Warnings,
+    accelerate_launched,
+    hook_files,
+    launched,
+    power_sgd,
+)
+from tests.support.inside import session_of
+from tests.support.models import relative_error
 
 # ---- the ordinary way ------------------------------------------------------------------------------------------------
 

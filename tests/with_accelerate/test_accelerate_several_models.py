@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from accelerate_checkpoints import BOTH, outcome, truncate
-from accelerators import OPTIONS, WRONG, Training, hook_files, launched, new_accelerator, power_sgd
-from features import ddp_models_stay_as_they_are
-from training import batch, flat, make_model, residuals
 
 import commhooks
+from tests.support.accelerate_checkpoints import BOTH, outcome, truncate
+from tests.support.accelerators import OPTIONS, WRONG, Training, hook_files, launched, new_accelerator, power_sgd
+from tests.support.features import ddp_models_stay_as_they_are
+from tests.support.training import batch, flat, make_model, residuals
 
 
 class Pair:

@@ -14,9 +14,9 @@ import torch
 from accelerate import DDPCommunicationHookType as Hook
 from accelerate import DistributedDataParallelKwargs
 from accelerate.test_utils.scripts import test_ddp_comm_hook as stock
-from accelerators import launched
 
 from accelerate_commhooks import CommHookKwargs
+from tests.support.accelerators import launched
 
 AT_ONCE = [
     (

@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from accelerators import accelerate_launched, new_accelerator, power_sgd
-from sweeps import assert_nothing_piles_up, loader, threads_after_each
+
+from tests.support.accelerators import accelerate_launched, new_accelerator, power_sgd
+from tests.support.sweeps import assert_nothing_piles_up, loader, threads_after_each
 
 OPTIONS = {"matrix_approximation_rank": 2, "start_powerSGD_iter": 1}
 

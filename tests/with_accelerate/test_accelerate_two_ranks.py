@@ -12,12 +12,12 @@ import torch
 from accelerate import DistributedDataParallelKwargs, DistributedType
 from accelerate.state import PartialState
 from accelerate.utils import DDPCommunicationHookType
-from accelerators import OPTIONS, Training, hook_files, launched, new_accelerator, power_sgd
-from inside import session_of
-from training import batch, make_model, residuals
 
 from accelerate_commhooks import CommHookKwargs
 from commhooks import BatchedPowerSGD, PowerSGD
+from tests.support.accelerators import OPTIONS, Training, hook_files, launched, new_accelerator, power_sgd
+from tests.support.inside import session_of
+from tests.support.training import batch, make_model, residuals
 
 
 @launched

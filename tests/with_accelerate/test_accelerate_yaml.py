@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from accelerate_yaml import ACCELERATE, section
 
 from accelerate_commhooks import CommHookKwargs
 from accelerate_commhooks.settings import Settings
 from commhooks import HookConfigError
+from tests.support.accelerate_yaml import ACCELERATE, section
 
 FULL = """\
 hook: powersgd

@@ -10,11 +10,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from lightning.fabric import Fabric
-from lightning_support import SEVERAL_BUCKETS_MB, PoolEnvironment, assert_equal, caught_warnings
-from workers import RanksFailed
 
 from commhooks import HookConfigError, PayloadError, PowerSGD
 from lightning_commhooks.fabric import CommHookDDP
+from tests.support.lightning_support import SEVERAL_BUCKETS_MB, PoolEnvironment, assert_equal, caught_warnings
+from tests.support.workers import RanksFailed
 
 HOOK = PowerSGD(start_powerSGD_iter=2, matrix_approximation_rank=2)
 

@@ -11,16 +11,16 @@ from typing import Any
 from unittest import mock
 
 import lightning.pytorch as pl
-import lightning_support as support
 import pytest
 import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
-from lightning_fits import Slurm
-from lightning_support import Model, Watch, assert_equal, data, strategy, trainer, weights
 
 from commhooks import PowerSGD
 from lightning_commhooks.checkpoint import CHECKPOINT_KEY
+from tests.support import lightning_support as support
+from tests.support.lightning_fits import Slurm
+from tests.support.lightning_support import Model, Watch, assert_equal, data, strategy, trainer, weights
 
 HOOK = PowerSGD(start_powerSGD_iter=2, matrix_approximation_rank=2)
 STOPS_AT = 6  # of four steps per epoch: in the middle of the second

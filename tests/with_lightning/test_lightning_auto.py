@@ -7,10 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from kinds import AUTO
-from lightning_fits import SAVED_AT, fit, path_at
-from lightning_support import assert_equal
 from test_lightning_config import _cli_fit, _config
+
+from tests.support.kinds import AUTO
+from tests.support.lightning_fits import SAVED_AT, fit, path_at
+from tests.support.lightning_support import assert_equal
 
 
 def _fit_and_resume(root: str) -> dict[str, Any]:

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
-import lightning_support as support
 import pytest
 import torch
 import torch.distributed as dist
@@ -18,14 +17,15 @@ from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.strategies import StrategyRegistry
 from lightning.pytorch.trainer.connectors import accelerator_connector
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from lightning_support import Model, assert_equal, data, trainer, weights
-from workers import RanksFailed
 
 import lightning_commhooks
 from commhooks import BF16Compress, FP16Compress, HookConfigError, PowerSGD
 from commhooks.comm.wire import WRAPPERS
 from lightning_commhooks import CommHookDDP
 from lightning_commhooks.twins import unlike_the_trainer
+from tests.support import lightning_support as support
+from tests.support.lightning_support import Model, assert_equal, data, trainer, weights
+from tests.support.workers import RanksFailed
 
 NAMES = {
     "ddp_powersgd": "powerSGD",

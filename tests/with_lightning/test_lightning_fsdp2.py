@@ -9,15 +9,23 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from features import fully_shard_on_gloo
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.cli import LightningCLI
-from lightning_support import Model, PoolEnvironment, assert_equal, caught_warnings, data, difference, trainer
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from commhooks import HookConfigError, PowerSGD
 from lightning_commhooks import CommHookCheckpoint, CommHookFSDP2, CommHookMonitor
+from tests.support.features import fully_shard_on_gloo
+from tests.support.lightning_support import (
+    Model,
+    PoolEnvironment,
+    assert_equal,
+    caught_warnings,
+    data,
+    difference,
+    trainer,
+)
 
 
 class Sharded(Model):

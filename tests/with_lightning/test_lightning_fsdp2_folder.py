@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from lightning_support import data, trainer
 from test_lightning_fsdp2 import Sharded, fit, strategy
 
 from commhooks import HookRunError, PayloadError
+from tests.support.lightning_support import data, trainer
 
 
 def _saved(root: str, hook: str) -> Any:

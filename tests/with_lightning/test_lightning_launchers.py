@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import warm
-from repository import REPOSITORY, SUPPORT
+
+from tests.support import warm
+from tests.support.repository import REPOSITORY, SUPPORT
 
 SCRIPT = SUPPORT / "lightning_script.py"
 TIMEOUT_S = 180

@@ -7,16 +7,25 @@ from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
-import lightning_support as support
 import pytest
 import torch
 from lightning.pytorch.callbacks import LearningRateFinder
 from lightning.pytorch.strategies import DDPStrategy
-from lightning_fits import HOOK, SAVED_AT, fit, path_at, residuals
-from lightning_support import STEPS_PER_EPOCH, Model, Watch, assert_equal, data, strategy, trainer, weights
-from workers import RanksFailed
 
 from commhooks import PayloadError, PowerSGD
+from tests.support import lightning_support as support
+from tests.support.lightning_fits import HOOK, SAVED_AT, fit, path_at, residuals
+from tests.support.lightning_support import (
+    STEPS_PER_EPOCH,
+    Model,
+    Watch,
+    assert_equal,
+    data,
+    strategy,
+    trainer,
+    weights,
+)
+from tests.support.workers import RanksFailed
 
 
 def _from_plain_ddp(root: str) -> dict[str, Any]:

@@ -5,14 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import lightning_fits
 import pytest
 import torch
 from lightning.pytorch.strategies import DDPStrategy
-from lightning_fits import SAVED_AT, fit, path_at
-from lightning_support import SEVERAL_BUCKETS_MB, assert_equal
 
 from lightning_commhooks import CommHookDDP, CommHookMonitor
+from tests.support import lightning_fits
+from tests.support.lightning_fits import SAVED_AT, fit, path_at
+from tests.support.lightning_support import SEVERAL_BUCKETS_MB, assert_equal
 
 
 def _fits(root: str) -> dict[str, Any]:

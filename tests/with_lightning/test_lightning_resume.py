@@ -6,15 +6,15 @@ import os
 from pathlib import Path
 from typing import Any
 
-import lightning_support as support
 import pytest
 import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import BackboneFinetuning
-from lightning_fits import SAVED_AT, fit, path_at, residuals
-from lightning_support import Model, assert_equal, difference
 
 from lightning_commhooks.checkpoint import CHECKPOINT_KEY
+from tests.support import lightning_support as support
+from tests.support.lightning_fits import SAVED_AT, fit, path_at, residuals
+from tests.support.lightning_support import Model, assert_equal, difference
 
 
 def _exact(root: str, save_residual: str, bucket_cap_mb: float) -> dict[str, Any]:

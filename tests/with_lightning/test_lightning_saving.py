@@ -11,13 +11,13 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins import AsyncCheckpointIO
 from lightning.pytorch.strategies import DDPStrategy
-from lightning_fits import HOOK, SAVED_AT, fit, keeper, path_at, residuals
-from lightning_support import STEPS_PER_EPOCH, Model, Watch, assert_equal, data, strategy, trainer
-from workers import RanksFailed
 
 from commhooks import CommHook, HookConfigError
 from lightning_commhooks import CommHookCheckpoint
 from lightning_commhooks.checkpoint import CHECKPOINT_KEY
+from tests.support.lightning_fits import HOOK, SAVED_AT, fit, keeper, path_at, residuals
+from tests.support.lightning_support import STEPS_PER_EPOCH, Model, Watch, assert_equal, data, strategy, trainer
+from tests.support.workers import RanksFailed
 
 
 def _named_paths(root: str) -> dict[str, Any]:

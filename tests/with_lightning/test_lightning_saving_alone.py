@@ -14,11 +14,11 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.callbacks import OnExceptionCheckpoint
-from lightning_fits import HOOK, SAVED_AT, Slurm, fit, keeper, path_at
-from lightning_support import Model, assert_equal, data, strategy, trainer
 
 from commhooks import CommHook
 from lightning_commhooks.checkpoint import CHECKPOINT_KEY, in_signal_handler
+from tests.support.lightning_fits import HOOK, SAVED_AT, Slurm, fit, keeper, path_at
+from tests.support.lightning_support import Model, assert_equal, data, strategy, trainer
 
 
 class _Breaks(Model):

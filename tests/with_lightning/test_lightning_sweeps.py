@@ -11,15 +11,15 @@ import lightning.pytorch as pl
 import pytest
 import torch
 import torch.distributed as dist
-from inside import session_of
 from lightning.fabric import Fabric
 from lightning.pytorch.callbacks import ModelCheckpoint
-from lightning_support import SEVERAL_BUCKETS_MB, Model, PoolEnvironment, strategy, trainer
-from sweeps import assert_nothing_piles_up, loader, threads_after_each
 
 from commhooks import PowerSGD
 from lightning_commhooks import fabric as ours
 from lightning_commhooks.checkpoint import CHECKPOINT_KEY
+from tests.support.inside import session_of
+from tests.support.lightning_support import SEVERAL_BUCKETS_MB, Model, PoolEnvironment, strategy, trainer
+from tests.support.sweeps import assert_nothing_piles_up, loader, threads_after_each
 
 HOOK = PowerSGD(start_powerSGD_iter=1, matrix_approximation_rank=2)
 

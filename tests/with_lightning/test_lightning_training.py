@@ -7,17 +7,17 @@ from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
-import lightning_support as support
 import pytest
 import torch
 from lightning.pytorch.callbacks import LearningRateFinder
 from lightning.pytorch.plugins.precision import MixedPrecision
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.tuner import Tuner
-from lightning_support import Model, assert_equal, data, strategy, trainer, weights
 
 from commhooks import PowerSGD
 from lightning_commhooks import CommHookCheckpoint, CommHookDDP
+from tests.support import lightning_support as support
+from tests.support.lightning_support import Model, assert_equal, data, strategy, trainer, weights
 
 
 def _plain(root: str, make: Callable[[], pl.LightningModule], **options: Any) -> tuple[pl.Trainer, pl.LightningModule]:

@@ -8,20 +8,20 @@ from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
-import lightning_support as support
 import pytest
 import torch
 import torch.distributed as dist
-from inside import session_of
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from lightning.pytorch.plugins.precision import MixedPrecision
 from lightning.pytorch.strategies import DDPStrategy
-from lightning_support import Model, assert_equal, data, strategy, trainer, weights
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from commhooks import HookConfigError
 from commhooks.hook.metrics import NAMES
 from lightning_commhooks import CommHookMonitor
+from tests.support import lightning_support as support
+from tests.support.inside import session_of
+from tests.support.lightning_support import Model, assert_equal, data, strategy, trainer, weights
 
 ALL = {f"commhooks/{name}" for name in NAMES} - {"commhooks/chosen_at"}  # only `auto` chooses
 

@@ -13,12 +13,12 @@ import lightning.pytorch
 import pytest
 import pytorch_lightning
 import torch
-from ddp_steps import log_lines
-from lightning_support import data
 
 import lightning_commhooks.fabric
 import lightning_commhooks.lightning_pytorch
 import lightning_commhooks.pytorch_lightning
+from tests.support.ddp_steps import log_lines
+from tests.support.lightning_support import data
 
 HOOK = {"hook": "powerSGD", "hook_options": {"start_powerSGD_iter": 1, "fused": False}}
 QUIET = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False}

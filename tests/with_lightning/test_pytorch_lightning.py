@@ -15,11 +15,11 @@ import lightning.fabric
 import pytest
 import torch
 import torch.distributed as dist
-from lightning_support import PoolEnvironment, assert_equal, caught_warnings, data, weights
-from workers import RanksFailed
 
 import lightning_commhooks
 from commhooks import HookConfigError, PowerSGD
+from tests.support.lightning_support import PoolEnvironment, assert_equal, caught_warnings, data, weights
+from tests.support.workers import RanksFailed
 
 twin = pytest.importorskip("pytorch_lightning")
 

@@ -11,7 +11,8 @@ from unittest import mock
 import lightning.pytorch as pl
 import torch.distributed as dist
 from lightning.pytorch.callbacks import ModelCheckpoint
-from lightning_support import Model, assert_equal, data, strategy, weights
+
+from tests.support.lightning_support import Model, assert_equal, data, strategy, weights
 
 
 def _variables() -> dict[str, str]:

@@ -7,13 +7,14 @@ from typing import Any
 
 import pytest
 import torch
-from features import trainer_resumes_on_cpu
+
+from tests.support.features import trainer_resumes_on_cpu
 
 pytest.importorskip("transformers", reason="transformers needs Python 3.11 or newer")
 
-from accelerators import launched  # noqa: E402
-from kinds import AUTO  # noqa: E402
-from transformers_runs import EPOCH, assert_equal, make_trainer, outcome  # noqa: E402
+from tests.support.accelerators import launched  # noqa: E402
+from tests.support.kinds import AUTO  # noqa: E402
+from tests.support.transformers_runs import EPOCH, assert_equal, make_trainer, outcome  # noqa: E402
 
 
 @launched

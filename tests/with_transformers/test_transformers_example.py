@@ -12,16 +12,17 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from features import trainer_resumes_on_cpu
-from repository import REPOSITORY, SUPPORT
+
+from tests.support import warm
+from tests.support.features import trainer_resumes_on_cpu
+from tests.support.repository import REPOSITORY, SUPPORT
 
 pytest.importorskip("transformers", reason="transformers needs Python 3.11 or newer")
 
 import clean_env  # noqa: E402
-import warm  # noqa: E402
-from transformers_runs import FILES  # noqa: E402
 
 from commhooks.checkpoint.parts import save_id  # noqa: E402
+from tests.support.transformers_runs import FILES  # noqa: E402
 
 LAUNCH_LIMIT_S = 150
 EXAMPLE = [str(REPOSITORY / "examples" / "transformers_trainer.py"), "--steps", "16", "--save-steps", "4"]

@@ -6,14 +6,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from features import trainer_resumes_on_cpu
+
+from tests.support.features import trainer_resumes_on_cpu
 
 pytest.importorskip("transformers", reason="transformers needs Python 3.11 or newer")
 
-from accelerators import hook_files, launched  # noqa: E402
 from transformers import TrainerCallback  # noqa: E402
 from transformers.trainer_jit_checkpoint import JITCheckpointCallback  # noqa: E402
-from transformers_runs import EPOCH, FILES, assert_equal, make_trainer, outcome  # noqa: E402
+
+from tests.support.accelerators import hook_files, launched  # noqa: E402
+from tests.support.transformers_runs import EPOCH, FILES, assert_equal, make_trainer, outcome  # noqa: E402
 
 
 class Preempted(TrainerCallback):

@@ -10,13 +10,15 @@ from typing import Any
 from unittest import mock
 
 import pytest
-from features import trainer_resumes_on_cpu
+
+from tests.support.features import trainer_resumes_on_cpu
 
 pytest.importorskip("transformers", reason="transformers needs Python 3.11 or newer")
 
-from accelerators import launched  # noqa: E402
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator  # noqa: E402
-from transformers_runs import make_trainer, outcome  # noqa: E402
+
+from tests.support.accelerators import launched  # noqa: E402
+from tests.support.transformers_runs import make_trainer, outcome  # noqa: E402
 
 
 @launched

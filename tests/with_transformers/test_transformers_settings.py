@@ -15,15 +15,15 @@ import torch.distributed as dist
 pytest.importorskip("transformers", reason="transformers needs Python 3.11 or newer")
 
 from accelerate import Accelerator, DistributedType  # noqa: E402
-from accelerators import OPTIONS, Warnings, accelerate_launched, hook_files, launched  # noqa: E402
-from training import flat  # noqa: E402
 from transformers import Trainer, TrainingArguments  # noqa: E402
-from transformers_runs import FILES, make_trainer  # noqa: E402
 from transformers_trainer import batch, make_model, manual  # noqa: E402  # of examples/
 
 import commhooks  # noqa: E402
 from accelerate_commhooks import CommHookKwargs  # noqa: E402
 from accelerate_commhooks.transformers import CommHookTrainer  # noqa: E402
+from tests.support.accelerators import OPTIONS, Warnings, accelerate_launched, hook_files, launched  # noqa: E402
+from tests.support.training import flat  # noqa: E402
+from tests.support.transformers_runs import FILES, make_trainer  # noqa: E402
 
 
 def test_ddp_arguments_and_a_handler_of_the_users(run_ranks: Any, tmp_path: Path) -> None:

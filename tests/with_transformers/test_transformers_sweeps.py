@@ -9,12 +9,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from accelerators import launched
-from inside import session_of
-from sweeps import CollectsGarbage, assert_nothing_piles_up, threads_after_each
-from transformers_runs import TrainerCallback, TrainingArguments
 
 from accelerate_commhooks.transformers import CommHookTrainer
+from tests.support.accelerators import launched
+from tests.support.inside import session_of
+from tests.support.sweeps import CollectsGarbage, assert_nothing_piles_up, threads_after_each
+from tests.support.transformers_runs import TrainerCallback, TrainingArguments
 
 OPTIONS = {"matrix_approximation_rank": 2, "start_powerSGD_iter": 1}
 

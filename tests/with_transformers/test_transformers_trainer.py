@@ -9,16 +9,17 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from features import trainer_resumes_on_cpu
+
+from tests.support.features import trainer_resumes_on_cpu
 
 pytest.importorskip("transformers", reason="transformers needs Python 3.11 or newer")
 
-from accelerators import OPTIONS, Warnings, hook_files, launched  # noqa: E402
 from transformers import Trainer  # noqa: E402
-from transformers_runs import EPOCH, FILES, POWER_SGD, assert_equal, make_trainer, outcome  # noqa: E402
 
 import commhooks  # noqa: E402
 from accelerate_commhooks.transformers import CommHookTrainer  # noqa: E402
+from tests.support.accelerators import OPTIONS, Warnings, hook_files, launched  # noqa: E402
+from tests.support.transformers_runs import EPOCH, FILES, POWER_SGD, assert_equal, make_trainer, outcome  # noqa: E402
 
 # For a run that resumes, so that loading must do the work.
 WRONG = {"hook": "powerSGD", "hook_options": OPTIONS | {"start_powerSGD_iter": 7}}

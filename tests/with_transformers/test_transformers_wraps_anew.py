@@ -9,17 +9,18 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from features import trainer_resumes_on_cpu
+
+from tests.support.features import trainer_resumes_on_cpu
 
 pytest.importorskip("transformers", reason="transformers needs Python 3.11 or newer")
 
-from accelerators import hook_files, launched  # noqa: E402
 from transformers import Trainer  # noqa: E402
 from transformers.trainer_utils import HPSearchBackend  # noqa: E402
-from transformers_runs import EPOCH, FILES, POWER_SGD, assert_equal, make_trainer, outcome  # noqa: E402
 from transformers_trainer import make_model  # noqa: E402  # of examples/
 
 from accelerate_commhooks.transformers import CommHookTrainerMixin  # noqa: E402
+from tests.support.accelerators import hook_files, launched  # noqa: E402
+from tests.support.transformers_runs import EPOCH, FILES, POWER_SGD, assert_equal, make_trainer, outcome  # noqa: E402
 
 
 @trainer_resumes_on_cpu

@@ -11,9 +11,6 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from ddp_steps import process_group_of_one
-from prescribed_auto import BEGIN, TRIAL, decided, decision_of, new
-from training import Run, residuals
 
 from commhooks import HookConfigError, HookRunError, PayloadError
 from commhooks.compressors.adaptive import Watch
@@ -25,6 +22,9 @@ from commhooks.compressors.auto.trials import TRIAL_STEPS, resumed
 from commhooks.compressors.candidates import Candidate
 from commhooks.tools.inspect.command import report_text
 from commhooks.tools.inspect.payload import inspect_path
+from tests.support.ddp_steps import process_group_of_one
+from tests.support.prescribed_auto import BEGIN, TRIAL, decided, decision_of, new
+from tests.support.training import Run, residuals
 
 
 def _saved_while(steps: int) -> dict[str, Any]:

@@ -10,11 +10,6 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from ddp_steps import log_lines, process_group_of_one
-from inside import session_of
-from models import masks
-from prescribed_auto import BEGIN, TRIAL, PrescribedAutoCompressor, decided, decision_of, new
-from training import Run, residuals
 
 import commhooks
 from commhooks import HookConfigError, HookRunError
@@ -24,6 +19,11 @@ from commhooks.compressors.auto.compressor import AutoCompressor
 from commhooks.compressors.auto.decision import Decision
 from commhooks.compressors.auto.options import Auto
 from commhooks.compressors.auto.trials import MOST_EXTENSIONS, TRIAL_S, TRIAL_STEPS, WARM_UP
+from tests.support.ddp_steps import log_lines, process_group_of_one
+from tests.support.inside import session_of
+from tests.support.models import masks
+from tests.support.prescribed_auto import BEGIN, TRIAL, PrescribedAutoCompressor, decided, decision_of, new
+from tests.support.training import Run, residuals
 
 # ---- as the choice by name -------------------------------------------------------------------------------------------
 

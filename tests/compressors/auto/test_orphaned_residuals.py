@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from inside import session_of
-from prescribed_auto import TRIAL, PrescribedAuto, PrescribedAutoCompressor, decision_of, new
-from training import Run, batch, make_model, residuals
 
 from commhooks.compressors.registry import register_compressor
+from tests.support.inside import session_of
+from tests.support.prescribed_auto import TRIAL, PrescribedAuto, PrescribedAutoCompressor, decision_of, new
+from tests.support.training import Run, batch, make_model, residuals
 
 LAST_BUCKET = ["7.*", "5.bias"]
 """The parameters of the first bucket that DDP fills."""

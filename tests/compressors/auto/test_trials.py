@@ -6,7 +6,6 @@ import math
 from collections.abc import Mapping
 
 import pytest
-from prescribed_auto import TRIAL, decided
 
 from commhooks.compressors.adaptive import Watch
 from commhooks.compressors.auto import trials
@@ -15,6 +14,7 @@ from commhooks.compressors.auto.decision import Decision
 from commhooks.compressors.auto.options import Auto
 from commhooks.compressors.auto.trials import MOST_EXTENSIONS, TRIAL_STEPS, WARM_UP
 from commhooks.compressors.candidates import choose
+from tests.support.prescribed_auto import TRIAL, decided
 
 NAN, INF = math.nan, math.inf
 CONFIG = Auto(quality="close", measure_steps=10, check_again_every=100)

@@ -9,7 +9,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ddp_steps import (
+from torch import nn
+
+import commhooks
+from tests.support.ddp_steps import (
     backward,
     batch,
     conservation_error,
@@ -24,10 +27,7 @@ from ddp_steps import (
     residuals,
     wrap,
 )
-from models import EVERY_PARAMETER, masks
-from torch import nn
-
-import commhooks
+from tests.support.models import EVERY_PARAMETER, masks
 
 BRANCH = ("branch.weight", "branch.bias")
 

@@ -2,11 +2,11 @@
 
 import pytest
 import torch
-from ddp_steps import backward, process_group_of_one, wrap
-from inside import session_of
 from torch import nn
 
 import commhooks
+from tests.support.ddp_steps import backward, process_group_of_one, wrap
+from tests.support.inside import session_of
 
 
 def _hooked(rank: int) -> tuple[nn.Module, commhooks.CommHook]:

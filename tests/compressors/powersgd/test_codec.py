@@ -7,11 +7,11 @@ from unittest import mock
 
 import pytest
 import torch
-from compilers import needs_compiler
 
 from commhooks.compressors.powersgd import codec, native_products
 from commhooks.compressors.powersgd.native_products import NativeProducts
 from commhooks.compressors.powersgd.torch_products import TorchProducts
+from tests.support.compilers import needs_compiler
 
 LENGTH = 40
 RANKS = range(1, 17)

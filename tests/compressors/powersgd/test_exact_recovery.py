@@ -5,9 +5,9 @@ import itertools
 import pytest
 import torch
 import torch.distributed as dist
-from models import EVERY_PARAMETER, Gradients, backward, worst_error, wrap
 
 import commhooks
+from tests.support.models import EVERY_PARAMETER, Gradients, backward, worst_error, wrap
 
 SHAPES = {"a": (20, 30), "b": (20, 30), "c": (20, 30), "wide": (12, 50), "tall": (50, 12), "bias": (20,)}
 TOLERANCE = {torch.float32: 2e-5, torch.float64: 5e-14}

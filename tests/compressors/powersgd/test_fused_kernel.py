@@ -8,14 +8,14 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from compilers import needs_compiler
 from torch.nn.parallel import DistributedDataParallel
-from training import SEVERAL_BUCKETS_MB, Run, make_model
 
 import commhooks
 from commhooks.compressors.native import library
 from commhooks.compressors.powersgd import native_products
 from commhooks.ddp_comm_hooks import powerSGD_hook
+from tests.support.compilers import needs_compiler
+from tests.support.training import SEVERAL_BUCKETS_MB, Run, make_model
 
 
 def _fresh_load(monkeypatch: pytest.MonkeyPatch, **environment: str) -> Any:

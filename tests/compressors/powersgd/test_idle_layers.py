@@ -5,8 +5,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from inside import session_of
-from models import (
+
+import commhooks
+from commhooks.compressors.powersgd import codec
+from commhooks.compressors.powersgd.reference import OracleMatrix
+from tests.support.inside import session_of
+from tests.support.models import (
     EVERY_PARAMETER,
     SHAPES,
     Gradients,
@@ -16,10 +20,6 @@ from models import (
     relative_error,
     wrap,
 )
-
-import commhooks
-from commhooks.compressors.powersgd import codec
-from commhooks.compressors.powersgd.reference import OracleMatrix
 
 LAYER = "second"
 QUIET = range(3, 6)

@@ -13,9 +13,18 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from ddp_steps import process_group_of_one
-from inside import session_of
-from models import (
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import commhooks
+from commhooks.compressors.powersgd import codec
+from commhooks.compressors.powersgd.device_kernel import DeviceKernel
+from commhooks.compressors.powersgd.reference import OracleMatrix, plain_mean
+from commhooks.compressors.powersgd.workspace import BucketPass
+from commhooks.engine.session import Session
+from commhooks.gradients.bucket import Bucket
+from tests.support.ddp_steps import process_group_of_one
+from tests.support.inside import session_of
+from tests.support.models import (
     EVERY_PARAMETER,
     SHAPES,
     Gradients,
@@ -27,15 +36,6 @@ from models import (
     relative_error,
     wrap,
 )
-from torch.utils._python_dispatch import TorchDispatchMode
-
-import commhooks
-from commhooks.compressors.powersgd import codec
-from commhooks.compressors.powersgd.device_kernel import DeviceKernel
-from commhooks.compressors.powersgd.reference import OracleMatrix, plain_mean
-from commhooks.compressors.powersgd.workspace import BucketPass
-from commhooks.engine.session import Session
-from commhooks.gradients.bucket import Bucket
 
 COMPRESSED = ("conv", "first", "second", "wide")
 STEPS, IDLE_AT = 7, 4

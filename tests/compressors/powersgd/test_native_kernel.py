@@ -14,10 +14,6 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from compilers import needs_compiler
-from ddp_steps import log_lines, process_group_of_one
-from models import same_bits
-from training import SEVERAL_BUCKETS_MB, flat, make_model
 
 import commhooks
 from commhooks.compressors.kernel import TORCH, KernelsHere
@@ -26,6 +22,10 @@ from commhooks.compressors.powersgd import native_products
 from commhooks.compressors.powersgd.compressor import PowerSGDCompressor
 from commhooks.ddp_comm_hooks import powerSGD_hook
 from commhooks.engine.simulation import SimulatedRanks
+from tests.support.compilers import needs_compiler
+from tests.support.ddp_steps import log_lines, process_group_of_one
+from tests.support.models import same_bits
+from tests.support.training import SEVERAL_BUCKETS_MB, flat, make_model
 
 NO_COMPILER = {"CC": "/bin/false"}
 """Of a machine without a compiler."""

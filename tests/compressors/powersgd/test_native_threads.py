@@ -10,10 +10,10 @@ from itertools import pairwise
 
 import pytest
 import torch
-from compilers import needs_compiler
 
 from commhooks.compressors.native import threads as kernel_threads
 from commhooks.compressors.powersgd.native_products import NativeProducts, load
+from tests.support.compilers import needs_compiler
 
 SHAPES = [(1, 1), (7, 1), (1, 9), (5, 3), (3, 50_000), (50_000, 3), (640, 1061), (600, 512), (65, 4608), (9001, 33)]
 DTYPES = [torch.float32, torch.float64]

@@ -6,11 +6,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from models import EVERY_PARAMETER, SHAPES, Gradients, backward, random_gradients, relative_error, wrap
 
 import commhooks
 from commhooks.compressors.powersgd import codec
 from commhooks.compressors.powersgd.reference import OracleMatrix, plain_mean
+from tests.support.models import EVERY_PARAMETER, SHAPES, Gradients, backward, random_gradients, relative_error, wrap
 
 STEPS = 8
 COMPRESSED = ("conv", "first", "second", "wide")

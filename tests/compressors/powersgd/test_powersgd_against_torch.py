@@ -17,11 +17,11 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from models import worst_error
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as theirs
 from torch.nn.parallel import DistributedDataParallel
 
 import commhooks
+from tests.support.models import worst_error
 
 START, STEPS = 2, 50
 Draws = dict[tuple[int, str], torch.Tensor]

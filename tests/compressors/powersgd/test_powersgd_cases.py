@@ -10,9 +10,18 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.distributed as dist
-from models import EVERY_PARAMETER, SHAPES, Gradients, all_finite, backward, bits_equal, random_gradients, wrap
 
 import commhooks
+from tests.support.models import (
+    EVERY_PARAMETER,
+    SHAPES,
+    Gradients,
+    all_finite,
+    backward,
+    bits_equal,
+    random_gradients,
+    wrap,
+)
 
 COMPRESSED_STEPS = 4
 # |mean residual + gradient - mean delta| / |mean delta|, by what travels.

@@ -9,18 +9,18 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from compilers import needs_compiler
-from models import EVERY_PARAMETER, all_finite, backward, masks, random_gradients, same_bits, wrap
-from models import SHAPES as LAYERS
-from quantised_factors_oracle import BLOCK, QuantisedAlternatingOracleMatrix, QuantisedOracleMatrix
-from quantized_oracle import OracleRanks
-from training import Run, residuals
 
 import commhooks
 from commhooks.compressors.base import Compressor, Send, StepInfo
 from commhooks.compressors.powersgd import codec
 from commhooks.engine.simulation import SimulatedRanks
 from commhooks.hook.request import HookRequest
+from tests.support.compilers import needs_compiler
+from tests.support.models import EVERY_PARAMETER, all_finite, backward, masks, random_gradients, same_bits, wrap
+from tests.support.models import SHAPES as LAYERS
+from tests.support.quantised_factors_oracle import BLOCK, QuantisedAlternatingOracleMatrix, QuantisedOracleMatrix
+from tests.support.quantized_oracle import OracleRanks
+from tests.support.training import Run, residuals
 
 LEVELS = {"int8": 127, "int4": 7}
 MATRICES = {"tall": (60, 30), "wide": (33, 70), "quiet": (40, 40)}

@@ -8,15 +8,15 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ddp_steps import log_lines, process_group_of_one, wrap
 from torch import nn
-from training import Run, residuals
 
 import commhooks
 from commhooks import HookConfigError, HookRunError, PowerSGD
 from commhooks.compressors.hook_config import from_options
 from commhooks.hook.plan_model import plan_model
 from commhooks.hook.request import HookRequest
+from tests.support.ddp_steps import log_lines, process_group_of_one, wrap
+from tests.support.training import Run, residuals
 
 START = {"start_powerSGD_iter": 1, "min_compression_rate": 1}
 # The matrices of `training.make_model`: "0.weight" (12 x 9), "3.weight" (24 x 432), "5.weight", "7.weight".

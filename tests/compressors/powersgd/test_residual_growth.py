@@ -5,9 +5,9 @@ of P is taken out of it at each step by the local projection and never by torch'
 """
 
 import torch
-from simulation import SimulatedPowerSGD
 
 from commhooks.compressors.powersgd.reference import OracleMatrix
+from tests.support.simulation import SimulatedPowerSGD
 
 SIDE, RANK, WORLD_SIZE = 64, 4, 8
 EARLY, LATE = 200, 2000

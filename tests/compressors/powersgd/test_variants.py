@@ -6,9 +6,14 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from compilers import needs_compiler
-from ddp_steps import process_group_of_one
-from models import (
+
+import commhooks
+from commhooks.compressors.native import library
+from commhooks.compressors.powersgd import codec
+from commhooks.compressors.powersgd.reference import AlternatingOracleMatrix, OracleMatrix, plain_mean
+from tests.support.compilers import needs_compiler
+from tests.support.ddp_steps import process_group_of_one
+from tests.support.models import (
     EVERY_PARAMETER,
     SHAPES,
     Gradients,
@@ -19,12 +24,7 @@ from models import (
     relative_error,
     wrap,
 )
-from training import Run
-
-import commhooks
-from commhooks.compressors.native import library
-from commhooks.compressors.powersgd import codec
-from commhooks.compressors.powersgd.reference import AlternatingOracleMatrix, OracleMatrix, plain_mean
+from tests.support.training import Run
 
 STEPS = 9
 COMPRESSED = ("conv", "first", "second", "wide")

@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-from models import same_bits
 
 from commhooks.compressors.quantized.blocks import BlockCode
+from tests.support.models import same_bits
 
 SIZE = 32
 CODES = [BlockCode(8, SIZE), BlockCode(4, SIZE)]

@@ -13,8 +13,6 @@ from unittest import mock
 
 import pytest
 import torch
-from compilers import needs_compiler
-from models import same_bits
 
 from commhooks import HookConfig, Int4Compress, Int8Compress
 from commhooks.compressors.kernel import TORCH
@@ -25,6 +23,8 @@ from commhooks.compressors.quantized.torch_kernel import TorchKernel
 from commhooks.compressors.registry import compressor_of
 from commhooks.engine import simulation
 from commhooks.engine.simulation import SimulatedRanks
+from tests.support.compilers import needs_compiler
+from tests.support.models import same_bits
 
 BLOCK = 32
 # Parts of a block, one block, a little more, blocks for some of the ranks only, and more than a part of the kernel.

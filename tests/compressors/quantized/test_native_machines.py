@@ -11,14 +11,14 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from compilers import needs_compiler
-from ddp_steps import log_lines
-from models import same_bits
-from training import SEVERAL_BUCKETS_MB, flat, make_model
 
 import commhooks
 from commhooks.compressors.native import choice
 from commhooks.compressors.quantized import native_blocks
+from tests.support.compilers import needs_compiler
+from tests.support.ddp_steps import log_lines
+from tests.support.models import same_bits
+from tests.support.training import SEVERAL_BUCKETS_MB, flat, make_model
 
 OPTIONS = (None, True, False)
 

@@ -4,13 +4,13 @@ from typing import Any
 
 import pytest
 import torch
-from compilers import needs_compiler
-from models import masks, same_bits
-from quantized_oracle import OracleRanks
 
 from commhooks import Int4Compress, Int8Compress
 from commhooks.compressors.registry import compressor_of
 from commhooks.engine.simulation import SimulatedRanks
+from tests.support.compilers import needs_compiler
+from tests.support.models import masks, same_bits
+from tests.support.quantized_oracle import OracleRanks
 
 BLOCK = 16
 STEPS = 4

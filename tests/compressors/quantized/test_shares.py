@@ -2,12 +2,12 @@
 
 import pytest
 import torch
-from models import same_bits
 
 from commhooks import Int8Compress
 from commhooks.compressors.quantized.compressor import Int8Compressor
 from commhooks.compressors.quantized.shares import Shares
 from commhooks.engine.simulation import SimulatedRanks
+from tests.support.models import same_bits
 
 PARAMETERS = [("a", 1), ("layers.0.weight", 100), ("b", 3), ("layers.1.weight", 101)]
 

@@ -1,6 +1,6 @@
 """The seeded faults of `mutants.py`, a module for each area. A new one goes into the list of its area."""
 
-from seeded_faults import (
+from tests.stress.seeded_faults import (
     accelerate,
     accelerators,
     attaching,

@@ -1,6 +1,6 @@
 """Seeded faults. `accelerate_commhooks`: the handler, `save_state` and `load_state`, settings, launcher, Trainer."""
 
-from seeded_faults.mutant import Mutant
+from tests.stress.seeded_faults.mutant import Mutant
 
 MUTANTS = [
     Mutant(

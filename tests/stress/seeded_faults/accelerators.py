@@ -1,6 +1,6 @@
 """Faults of what runs on accelerators; the tests run it on CPU tensors."""
 
-from seeded_faults.mutant import Mutant
+from tests.stress.seeded_faults.mutant import Mutant
 
 _KERNEL, _VIEWS, _FACTORS, _CODEC = (
     "commhooks/compressors/powersgd/device_kernel.py",

@@ -1,6 +1,6 @@
 """Seeded faults. What is attached: requests, options, names and replicas that the ranks compare."""
 
-from seeded_faults.mutant import Mutant
+from tests.stress.seeded_faults.mutant import Mutant
 
 MUTANTS = [
     Mutant(

@@ -1,6 +1,6 @@
 """Seeded faults. `auto`: trials, choice, the exchange of what was measured, the change, what is saved."""
 
-from seeded_faults.mutant import Mutant
+from tests.stress.seeded_faults.mutant import Mutant
 
 _AUTO = "commhooks/compressors/auto"
 _TRAINING = "compressors/auto/test_auto_training.py"

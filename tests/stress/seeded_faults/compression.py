@@ -1,6 +1,6 @@
 """Seeded faults. The compressed exchange: codec, wire, buckets, steps, the state of a running hook."""
 
-from seeded_faults.mutant import Mutant
+from tests.stress.seeded_faults.mutant import Mutant
 
 _BATCHED = "compressors/powersgd/test_batched_powersgd.py"
 _EARLIER = (

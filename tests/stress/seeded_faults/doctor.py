@@ -1,6 +1,6 @@
 """Seeded faults. `commhooks doctor`."""
 
-from seeded_faults.mutant import Mutant
+from tests.stress.seeded_faults.mutant import Mutant
 
 MUTANTS = [
     Mutant(

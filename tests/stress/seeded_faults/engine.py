@@ -1,6 +1,6 @@
 """Seeded faults. The engine and what compressors lean on: turns, verdicts, layouts, error feedback, further fields."""
 
-from seeded_faults.mutant import Mutant
+from tests.stress.seeded_faults.mutant import Mutant
 
 _ENGINE, _COMPRESSORS = "commhooks/engine", "commhooks/compressors"
 _TURNS = "engine/test_backward_pass.py::test_a_bucket_starts_and_each_earlier_one_takes_a_step"

@@ -1,6 +1,6 @@
 """Seeded faults. The front ends beside `lightning.pytorch`: `pytorch_lightning`, Fabric, values of Hydra."""
 
-from seeded_faults.mutant import Mutant
+from tests.stress.seeded_faults.mutant import Mutant
 
 FABRIC = "with_lightning/test_fabric.py"
 TWIN = "with_lightning/test_pytorch_lightning.py"

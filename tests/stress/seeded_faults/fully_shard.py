@@ -1,6 +1,6 @@
 """Seeded faults. Models sharded by `fully_shard`: buffers, the end of a pass, and what all shards must agree on."""
 
-from seeded_faults.mutant import Mutant
+from tests.stress.seeded_faults.mutant import Mutant
 
 _SOURCE, _SHARD, _TESTS = "commhooks/gradients/fully_shard.py", "commhooks/gradients/local_shard.py", "fully_shard"
 _MODES = f"{_TESTS}/test_fully_shard_modes.py"

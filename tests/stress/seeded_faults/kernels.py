@@ -1,6 +1,6 @@
 """Seeded faults. The kernel that all ranks share, and ranks on different machines."""
 
-from seeded_faults.mutant import Mutant
+from tests.stress.seeded_faults.mutant import Mutant
 
 MUTANTS = [
     Mutant(

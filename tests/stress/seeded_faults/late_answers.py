@@ -1,6 +1,6 @@
 """Faults that show only when an answer comes late; those with `cuda=True` show only on a GPU."""
 
-from seeded_faults.mutant import Mutant
+from tests.stress.seeded_faults.mutant import Mutant
 
 _LATE = "cuda/test_late_answers.py::test_late_answers_change_nothing"
 _NCCL = f"{_LATE}[powerSGD-cuda over nccl]"

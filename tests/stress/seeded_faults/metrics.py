@@ -1,6 +1,6 @@
 """Seeded faults. Counters, clocks, norms, samples, and what logs them."""
 
-from seeded_faults.mutant import Mutant
+from tests.stress.seeded_faults.mutant import Mutant
 
 MUTANTS = [
     Mutant(

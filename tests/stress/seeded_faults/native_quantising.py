@@ -1,6 +1,6 @@
 """Seeded faults. The native kernel of the quantised hooks: every operation of torch's form, in its order."""
 
-from seeded_faults.mutant import Mutant
+from tests.stress.seeded_faults.mutant import Mutant
 
 _QUANTIZED = "commhooks/compressors/quantized"
 _BITS = "compressors/quantized/test_native_blocks.py::test_the_bits_are_those_of_torch"

@@ -1,6 +1,6 @@
 """Seeded faults. Ranks in nodes: sums, owners, verdicts, what is learned, residuals in checkpoints."""
 
-from seeded_faults.mutant import Mutant
+from tests.stress.seeded_faults.mutant import Mutant
 
 _HIERARCHY, _SHARES = "commhooks/engine/hierarchy.py", "commhooks/engine/node_shares.py"
 _TESTS = "engine/test_hierarchy.py"

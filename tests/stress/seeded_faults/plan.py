@@ -1,6 +1,6 @@
 """Seeded faults. `commhooks plan` and `commhooks inspect`."""
 
-from seeded_faults.mutant import Mutant
+from tests.stress.seeded_faults.mutant import Mutant
 
 MUTANTS = [
     Mutant(

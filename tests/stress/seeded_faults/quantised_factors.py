@@ -1,6 +1,6 @@
 """Seeded faults. PowerSGD with quantised factors: what is fed back, what is never rounded, what is not finite."""
 
-from seeded_faults.mutant import Mutant
+from tests.stress.seeded_faults.mutant import Mutant
 
 _POWERSGD = "commhooks/compressors/powersgd"
 _TESTS = "compressors/powersgd/test_quantised_factors.py"

@@ -1,6 +1,6 @@
 """Seeded faults. The quantised exchange: scales, shares, both roundings, what is not committed."""
 
-from seeded_faults.mutant import Mutant
+from tests.stress.seeded_faults.mutant import Mutant
 
 _QUANTIZED = "commhooks/compressors/quantized"
 _ORACLE = "compressors/quantized/test_quantized_against_oracle.py::test_averages_and_residuals_are_those_of_the_oracle"

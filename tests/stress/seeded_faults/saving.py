@@ -1,6 +1,6 @@
 """Seeded faults. The hook in checkpoints: payloads, joint saves, what a resume takes over."""
 
-from seeded_faults.mutant import Mutant
+from tests.stress.seeded_faults.mutant import Mutant
 
 MUTANTS = [
     Mutant(

@@ -1,6 +1,6 @@
 """Seeded faults. What a new user meets: no hook, mistakes in arguments, lines that are logged, commands."""
 
-from seeded_faults.mutant import Mutant
+from tests.stress.seeded_faults.mutant import Mutant
 
 MUTANTS = [
     Mutant(

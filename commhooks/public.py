@@ -15,6 +15,7 @@ from commhooks.compressors.base import (
 from commhooks.compressors.cast import AllReduce, BF16Compress, FP16Compress
 from commhooks.compressors.error_feedback import keep_residual, with_residual
 from commhooks.compressors.hook_config import HookConfig
+from commhooks.compressors.local_steps.options import DiLoCo, LocalSGD
 from commhooks.compressors.noop import Noop
 from commhooks.compressors.powersgd.options import BatchedPowerSGD, PowerSGD
 from commhooks.compressors.quantized.options import Int4Compress, Int8Compress
@@ -47,6 +48,7 @@ __all__ = [
     "CommHook",
     "CommHookError",
     "Compressor",
+    "DiLoCo",
     "DoctorError",
     "Exchange",
     "FP16Compress",
@@ -55,6 +57,7 @@ __all__ = [
     "HookRunError",
     "Int4Compress",
     "Int8Compress",
+    "LocalSGD",
     "Noop",
     "ParameterInfo",
     "PayloadError",

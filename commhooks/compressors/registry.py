@@ -11,6 +11,7 @@ from commhooks.compressors.auto.compressor import AutoCompressor
 from commhooks.compressors.base import Compressor
 from commhooks.compressors.cast import AllReduceCompressor, BF16Compressor, FP16Compressor
 from commhooks.compressors.hook_config import HookConfig
+from commhooks.compressors.local_steps.compressor import DiLoCoCompressor, LocalSGDCompressor
 from commhooks.compressors.noop import NoopCompressor
 from commhooks.compressors.powersgd.compressor import BatchedPowerSGDCompressor, PowerSGDCompressor
 from commhooks.compressors.quantized.compressor import Int4Compressor, Int8Compressor
@@ -24,6 +25,8 @@ BUILT_IN: tuple[type[Compressor[Any]], ...] = (
     Int4Compressor,
     PowerSGDCompressor,
     BatchedPowerSGDCompressor,
+    DiLoCoCompressor,
+    LocalSGDCompressor,
     NoopCompressor,
     AutoCompressor,
 )

@@ -35,7 +35,7 @@ def reduce_and_count(
     """`reduce_immediately`, with the pass, its bytes and its times counted."""
     if bucket.is_first:
         counters.begin_pass()
-    counters.bytes_uncompressed += bucket.numel_here * bucket.flat.element_size()
+    counters.gradients(bucket.numel_here * bucket.flat.element_size())
     with counters.clocks.codec(bucket.flat.device):
         future = reduce_immediately(compressor, bucket, group, counters)
     answered = counters.clocks.left_to_ddp(bucket.flat.device)

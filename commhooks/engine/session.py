@@ -143,7 +143,7 @@ class Session:
         if current.running and current.running[0].flat.device != flat.device:
             precision.check_one_device([current.running[0].flat.device, flat.device], compressor.display_name)
         known = self.consensus.buckets.find(bucket, compressor, arrangement, first=not current.running)
-        counters.bytes_uncompressed += flat.element_size() * bucket.numel_here
+        counters.gradients(flat.element_size() * bucket.numel_here)
         if current.compressing:
             counters.numel_before += known.layout.numel
             counters.numel_after += sum(plan.numel_sent for plan in known.plans)

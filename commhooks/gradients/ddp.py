@@ -139,6 +139,11 @@ class DDPGradients(GradientSource):
                 "DDP takes one hook for life; wrap the model anew to change it"
             ) from error
 
+    def keep_buffers_apart(self) -> None:
+        ddp_model = self._ddp_model()
+        assert ddp_model is not None
+        ddp_model.broadcast_buffers = False  # else those of rank 0 come with each forward pass (torch 2.13)
+
     def described(self) -> list[str]:
         return [described_parameter(name, parameter) for name, parameter in self._not_ignored()]
 

@@ -143,6 +143,10 @@ class GradientSource(ABC):
             "a DistributedDataParallel model keeps its communication hook for life; wrap the model anew to change it"
         )
 
+    def keep_buffers_apart(self) -> None:
+        """Let each rank keep the buffers of its model, such as running statistics."""
+        return None
+
     def close(self) -> None:
         """Undo `register` where that is possible; no further backward pass will call the hook."""
         return None

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 
+from commhooks.comm.counters import RoundCounters
 from commhooks.comm.hook_result import checked_future
 from commhooks.comm.nodes import RanksPerNode, find_nodes
 from commhooks.comm.shards import is_logging_rank
@@ -31,6 +32,7 @@ from commhooks.hook.announce import reason_first, say
 from commhooks.hook.arguments import arguments_in, explains_arguments
 from commhooks.hook.comm_hook import CommHook
 from commhooks.hook.engine_hook import EngineHook
+from commhooks.hook.local_steps_hook import LocalStepsHook
 from commhooks.hook.request import HookRequest
 from commhooks.hook.request_check import check_requests, describe_request
 from commhooks.hook.runner import Runner
@@ -199,6 +201,11 @@ def _runner_of(
     request: HookRequest, source: GradientSource, compressor: Compressor[Any] | None, binding: Binding
 ) -> tuple[Runner, Any]:
     """The runner of a compressor, or of a hook `(state, bucket)`, and the state that DDP passes to that."""
+    if compressor is not None and compressor.on_weights:
+        counters = RoundCounters()
+        binding = dataclasses.replace(binding, loss_scale=None)  # weights have none
+        session = Session(compressor, binding, LearnedState.of(compressor.state_fields), counters)
+        return LocalStepsHook(request, source, session, counters), None
     if compressor is not None:
         return EngineHook(request, source, Session(compressor, binding, LearnedState.of(compressor.state_fields))), None
     if not source.gives_grad_buckets:

@@ -212,6 +212,8 @@ class CommHook:
             raise HookConfigError(f"residual={residual!r}; expected one of {', '.join(map(repr, choices))}")
         if residual == "distributed" or sharded:
             return self._distributed_state(residual, joint)
+        if joint:
+            self._runner.before_save()
         return self._runner.saved_state.save(residual, gather=gather, joint=joint, limit_s=self.joint_save_limit_s)
 
     def _distributed_state(self, residual: str, joint: bool) -> dict[str, Any]:
@@ -219,9 +221,23 @@ class CommHook:
             raise HookConfigError(
                 "joint=False with a state for torch.distributed.checkpoint: it needs all ranks, as dcp.save does"
             )
+        self._runner.before_save()
         kept = None if residual == "drop" else self._runner.kept_residuals(self._source.whole)
         saved = self._runner.saved_state.save("drop" if kept is None else "mean", limit_s=self.joint_save_limit_s)
         return to_distributed(saved, kept, self._source)
+
+    def synchronize(self) -> None:
+        """For hooks that average weights once in several steps (`diloco`, `local_sgd`): average them now, so that the
+        model is the same on all ranks, as before a validation. *All ranks must call* this, between two steps. Others
+        do nothing.
+        """
+        self._runner.synchronize()
+
+    def before_save(self) -> None:
+        """`synchronize` for a checkpoint of model, optimizer and hook: the optimizers' moments are averaged, too. *All
+        ranks must call* this, between two steps. `state_dict` calls it; call it before you copy the state of the model
+        or of an optimizer on a device other than the CPU's."""
+        self._runner.before_save()
 
     @reason_first()
     def load_state_dict(self, saved: dict[str, Any], strict: bool | None = None) -> None:
@@ -247,6 +263,15 @@ class CommHook:
         Raises:
             PayloadError: `saved` is damaged or does not fit.
         """
+        take_over = self._checked(saved, strict)
+
+        def load() -> None:
+            take_over()
+            self._runner.loaded()
+
+        return load
+
+    def _checked(self, saved: object, strict: bool | None) -> Callable[[], None]:
         strict = self._request.strict if strict is None else strict
         content = check_header(from_distributed(saved, self._source) if is_distributed(saved) else saved)
         if not content.get(REPLICAS_EQUAL, True) and self._runner.is_logging_rank:

@@ -104,7 +104,7 @@ class Runner(ABC):
 
     def _begin_pass(self) -> None:
         self._source.check_pass()
-        if self._replicas is not None and self._replicas.due():
+        if self._replicas is not None and self.replicas_agree and self._replicas.due():
             self.settle()
             plan = agreement_key(*(repr(row) for row in self.plan().parameters))
             # Outside of a backward pass `Join` shadows the collectives of a rank that has run out of data.
@@ -151,6 +151,23 @@ class Runner(ABC):
 
     def settle(self) -> None:
         """Bring counters and step up to date; may synchronise with an accelerator."""
+        return None
+
+    @property
+    def replicas_agree(self) -> bool:
+        """Whether the weights should be equal on all ranks now."""
+        return True
+
+    def synchronize(self) -> None:
+        """See `CommHook.synchronize`."""
+        return None
+
+    def before_save(self) -> None:
+        """Called on all ranks before a joint save."""
+        return None
+
+    def loaded(self) -> None:
+        """Called after a state was loaded."""
         return None
 
     @property

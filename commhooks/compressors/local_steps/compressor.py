@@ -1,0 +1,119 @@
+"""Local SGD and DiLoCo as compressors: of weights, once in several steps."""
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+
+from commhooks.compressors.base import RESIDUAL, Compressor, Exchange, State, StateField, StepInfo
+from commhooks.compressors.kernel import KernelsHere
+from commhooks.compressors.local_steps.exchange import ANCHOR, MOMENTUM, Workspace, outer_step
+from commhooks.compressors.local_steps.options import DiLoCo, LocalSGD, LocalSteps
+from commhooks.compressors.quantized.compressor import Int4Compressor, Int8Compressor
+from commhooks.compressors.unit_plan import ParameterInfo, UnitPlan
+from commhooks.errors import HookConfigError
+from commhooks.gradients.layout import BucketLayout
+from commhooks.gradients.precision import compute_dtype
+
+AnyLocalSteps = TypeVar("AnyLocalSteps", bound=LocalSteps)
+_QUANTISED: dict[str, type[Compressor[Any]]] = {"int8": Int8Compressor, "int4": Int4Compressor}
+
+
+@dataclass(frozen=True)
+class WeightPlan(UnitPlan):
+    """The weights of a parameter. All take part, so all count as compressed.
+
+    Attributes:
+        on_wire: how its differences travel in an outer step.
+        every: steps between two outer steps.
+    """
+
+    on_wire: UnitPlan | None = None
+    every: int = 1
+
+    def sent_bytes(self, wire_dtype: torch.dtype | None) -> int:
+        """Bytes per rank and step, on average over a round."""
+        assert self.on_wire is not None
+        return -(-self.on_wire.sent_bytes(None) // self.every)
+
+
+class LocalStepsCompressor(Compressor[AnyLocalSteps]):
+    """An outer step as the exchange of a bucket of weights. `hook/local_steps_hook.py` says when there is one."""
+
+    Plan = WeightPlan
+    wrappers = ()
+    on_weights = True
+    computes_from_received = False
+
+    def __init__(self, config: AnyLocalSteps, wire_dtype: torch.dtype | None = None) -> None:
+        super().__init__(config, wire_dtype)
+        quantised = _QUANTISED.get(config.wire)
+        self._wire = None if quantised is None else quantised(quantised.Config(exclude=list(config.excluded_globs)))
+
+    @classmethod
+    def not_between_nodes(cls) -> str:
+        return "averages weights instead of gradients"
+
+    @property
+    def state_fields(self) -> tuple[StateField, ...]:  # type: ignore[override]
+        of_wire = () if self._wire is None else (dataclasses.replace(RESIDUAL, scales_with_loss=False),)
+        return ANCHOR, *((MOMENTUM,) if self.config.outer_momentum else ()), *of_wire
+
+    @property
+    def start_step(self) -> int:
+        """Outer steps begin with the first round; `start_iter` counts the steps before it."""
+        return 0
+
+    @property
+    def words(self) -> str:
+        start = self.config.start_iter
+        return f"every {self.config.sync_every} steps" + (f", from step {start}" if start else "")
+
+    def plan_one(self, info: ParameterInfo) -> UnitPlan:
+        p = info.parameter
+        if p.is_complex():
+            raise HookConfigError(f"hook {self.name!r}: {info.name} is complex, and only real weights can be averaged")
+        kept = dataclasses.replace(info, sparse=False)  # its gradient is, not the weights
+        on_wire = UnitPlan.uncompressed(kept, "") if self._wire is None else self._wire.plan_one(kept)
+        on_wire = dataclasses.replace(on_wire, dtype=compute_dtype(p.dtype))
+        return WeightPlan(
+            info.name,
+            tuple(p.shape),
+            info.numel,
+            p.dtype,
+            compressed=True,
+            numel_compressed=info.numel,
+            on_wire=on_wire,
+            every=self.config.sync_every,
+        )
+
+    def workspace(self, layout: BucketLayout, plans: Sequence[UnitPlan]) -> Workspace:
+        on_wire = [plan.on_wire for plan in plans if isinstance(plan, WeightPlan) and plan.on_wire is not None]
+        if self._wire is None or not any(each.compressed for each in on_wire):
+            return Workspace(layout, None, None)
+        self._wire.kernel = self.kernel
+        return Workspace(layout, self._wire, self._wire.workspace(layout, on_wire))
+
+    def exchange(self, flat: torch.Tensor, work: Workspace, state: State, step: StepInfo) -> Exchange:
+        return outer_step(flat, work, state, step, self.config)
+
+    # ---- the kernel is the wire's ------------------------------------------------------------------------------------
+
+    def check_here(self, device: torch.device, dtype: torch.dtype) -> None:
+        if self._wire is not None:
+            self._wire.check_here(device, dtype)
+
+    def kernels_here(self, device: torch.device, dtype: torch.dtype) -> KernelsHere:
+        return KernelsHere() if self._wire is None else self._wire.kernels_here(device, dtype)
+
+
+class DiLoCoCompressor(LocalStepsCompressor[DiLoCo]):
+    Config = DiLoCo
+    title = "DiLoCo"
+
+
+class LocalSGDCompressor(LocalStepsCompressor[LocalSGD]):
+    Config = LocalSGD
+    title = "local SGD"

@@ -42,6 +42,7 @@ class HookCallback(TrainerCallback):
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if (hook := self.trainer.comm_hook) is not None:
+            hook.synchronize()
             hook.close()
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:

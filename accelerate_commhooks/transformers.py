@@ -160,6 +160,13 @@ class CommHookTrainerMixin(_Base):
             return {}
         return self._hook_handler._metrics(self.comm_hook)
 
+    def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
+        """As `Trainer.evaluate`, of the model that all ranks have in common."""
+        if self.comm_hook is not None:
+            self.comm_hook.synchronize()
+        result: dict[str, float] = super().evaluate(*args, **kwargs)
+        return result
+
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """As `Trainer.save_model`; also saves the hook if called for a checkpoint.
 

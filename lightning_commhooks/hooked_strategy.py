@@ -53,6 +53,18 @@ class HookedStrategy(ParallelStrategy):
     def _arguments(self) -> str:
         return f"hook={self._request.name!r}"
 
+    def on_validation_start(self) -> None:
+        super().on_validation_start()
+        self._synchronize()
+
+    def on_train_end(self) -> None:
+        super().on_train_end()
+        self._synchronize()
+
+    def _synchronize(self) -> None:
+        if self._comm_hook is not None:
+            self._comm_hook.synchronize()
+
     def teardown(self) -> None:
         super().teardown()
         if self._comm_hook is not None:

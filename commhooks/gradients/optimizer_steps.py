@@ -6,7 +6,12 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
+from torch.optim.optimizer import (
+    Optimizer,
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+from torch.utils.hooks import RemovableHandle
 
 
 class OptimizerSteps:
@@ -22,9 +27,14 @@ class OptimizerSteps:
         self._stepped = stepped
         self._missing: set[int] | None = None
         self._optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
-        after_step = functools.partial(_after_step, weakref.ref(self))
-        handle = register_optimizer_step_post_hook(after_step)
-        self.close = weakref.finalize(self, handle.remove)
+        self.stepping = False
+        """An optimizer of the model is in its step, in which it may call a closure with further passes."""
+        this = weakref.ref(self)
+        handles = (
+            register_optimizer_step_pre_hook(functools.partial(_alive, this, OptimizerSteps.before_step)),
+            register_optimizer_step_post_hook(functools.partial(_alive, this, OptimizerSteps.after_step)),
+        )
+        self.close = weakref.finalize(self, _remove, handles)
         """Stop watching."""
 
     def expect(self) -> None:
@@ -35,16 +45,23 @@ class OptimizerSteps:
         """Wait for nothing."""
         self._missing = None
 
+    def before_step(self, optimizer: Optimizer) -> None:
+        self.stepping = self.stepping or bool(self._mine(optimizer))
+
     def after_step(self, optimizer: Optimizer) -> None:
-        mine = {id(p) for group in optimizer.param_groups for p in group["params"]} & self._parameters.keys()
+        mine = self._mine(optimizer)
         if not mine:
             return
+        self.stepping = False
         self._optimizers.add(optimizer)
         if self._missing is not None:
             self._missing -= mine
             if not self._missing:
                 self._missing = None
                 self._stepped()
+
+    def _mine(self, optimizer: Optimizer) -> set[int]:
+        return {id(p) for group in optimizer.param_groups for p in group["params"]} & self._parameters.keys()
 
     def moments(self) -> list[torch.Tensor]:
         """What the optimizers keep for each number of each parameter, such as Adam's moments: in one order on all ranks
@@ -58,7 +75,17 @@ class OptimizerSteps:
         ]
 
 
-def _after_step(watch: "weakref.ref[OptimizerSteps]", optimizer: Optimizer, *_: Any) -> None:
-    alive = watch()
-    if alive is not None:
-        alive.after_step(optimizer)
+def _alive(
+    watch: "weakref.ref[OptimizerSteps]",
+    event: Callable[[OptimizerSteps, Optimizer], None],
+    optimizer: Optimizer,
+    *_: Any,
+) -> None:
+    found = watch()
+    if found is not None:
+        event(found, optimizer)
+
+
+def _remove(handles: Iterable[RemovableHandle]) -> None:
+    for each in handles:
+        each.remove()

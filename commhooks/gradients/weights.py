@@ -1,6 +1,6 @@
 """The weights of a model as buckets, as DDP makes them of its gradients."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 
@@ -26,16 +26,47 @@ def set_weights(parameters: Mapping[str, torch.Tensor], values: Mapping[str, tor
             parameter.detach().copy_(to_logical(values[name].to(parameter.device), parameter))
 
 
-def changes(now: torch.Tensor, before: torch.Tensor) -> torch.Tensor:
-    """`now - before`, and exactly 0 where they are equal, also where both are infinite."""
-    return torch.where(now == before, 0, now - before)
-
-
 def write_back(buckets: Sequence[Bucket]) -> None:
     """Let the weights be what is in the buckets, rounded to their dtypes."""
     for bucket in buckets:
         for parameter, part in _parts(bucket):
             parameter.detach().copy_(to_logical(part, parameter))
+
+
+class SharedBuffers:
+    """The buffers of a model that hold numbers, such as running statistics: each rank has its own for a while."""
+
+    def __init__(self) -> None:
+        self._before: list[torch.Tensor] | None = None
+
+    def note(self, module: torch.nn.Module) -> None:
+        """The buffers are equal on all ranks now, unless they were noted before."""
+        if self._before is None:
+            self._before = [each.clone() for each in _numbers(module)]
+
+    def forget(self) -> None:
+        self._before = None
+
+    def share(self, module: torch.nn.Module, average: Callable[[list[torch.Tensor]], None]) -> None:
+        """Let the buffers be the mean over the ranks. What has not changed since they were equal keeps its bits.
+
+        Args:
+            average: replaces each tensor by its mean over the ranks.
+        """
+        if self._before is None:
+            return
+        pairs = list(zip(_numbers(module), self._before, strict=True))
+        # Where both are infinite, too, there is no change.
+        changes = [torch.where(now == before, 0, now - before) for now, before in pairs]
+        if changes:
+            average(changes)
+        for (now, before), change in zip(pairs, changes, strict=True):
+            now.copy_(torch.where(change == 0, before, before + change))
+            before.copy_(now)
+
+
+def _numbers(module: torch.nn.Module) -> list[torch.Tensor]:
+    return [each for each in module.buffers() if each.is_floating_point()]
 
 
 def _packed(parameters: Sequence[torch.Tensor], index: int) -> Bucket:

@@ -190,6 +190,11 @@ def _check_arrangement(request: HookRequest, source: GradientSource) -> None:
             f"ranks_per_node={request.ranks_per_node!r} with a model sharded by fully_shard: shard within each node "
             "instead, and the hook averages between nodes only"
         )
+    if request.config is not None and compressor_of(request.config).on_weights:
+        raise HookConfigError(
+            f"hook {request.name!r} with a model sharded by fully_shard: it averages the weights of DDP models only. "
+            "Hooks such as 'int4_compress' and 'powerSGD' compress the gradients of sharded ones"
+        )
     if request.config is not None and compressor_of(request.config).flat_only:
         raise HookConfigError(
             f"hook {request.name!r} with a model sharded by fully_shard: it measures ranks that all compress the whole "
@@ -203,9 +208,9 @@ def _runner_of(
     """The runner of a compressor, or of a hook `(state, bucket)`, and the state that DDP passes to that."""
     if compressor is not None and compressor.on_weights:
         counters = RoundCounters()
-        binding = dataclasses.replace(binding, loss_scale=None)  # weights have none
-        session = Session(compressor, binding, LearnedState.of(compressor.state_fields), counters)
-        return LocalStepsHook(request, source, session, counters), None
+        of_weights = dataclasses.replace(binding, loss_scale=None)
+        session = Session(compressor, of_weights, LearnedState.of(compressor.state_fields), counters)
+        return LocalStepsHook(request, source, session, counters, scaled=binding.loss_scale is not None), None
     if compressor is not None:
         return EngineHook(request, source, Session(compressor, binding, LearnedState.of(compressor.state_fields))), None
     if not source.gives_grad_buckets:

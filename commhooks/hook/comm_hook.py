@@ -212,8 +212,7 @@ class CommHook:
             raise HookConfigError(f"residual={residual!r}; expected one of {', '.join(map(repr, choices))}")
         if residual == "distributed" or sharded:
             return self._distributed_state(residual, joint)
-        if joint:
-            self._runner.before_save()
+        joint = joint and self._runner.before_save(self.joint_save_limit_s)
         return self._runner.saved_state.save(residual, gather=gather, joint=joint, limit_s=self.joint_save_limit_s)
 
     def _distributed_state(self, residual: str, joint: bool) -> dict[str, Any]:
@@ -221,23 +220,22 @@ class CommHook:
             raise HookConfigError(
                 "joint=False with a state for torch.distributed.checkpoint: it needs all ranks, as dcp.save does"
             )
-        self._runner.before_save()
+        self._runner.before_save(self.joint_save_limit_s)
         kept = None if residual == "drop" else self._runner.kept_residuals(self._source.whole)
         saved = self._runner.saved_state.save("drop" if kept is None else "mean", limit_s=self.joint_save_limit_s)
         return to_distributed(saved, kept, self._source)
 
-    def synchronize(self) -> None:
+    def synchronize(self) -> bool:
         """For hooks that average weights once in several steps (`diloco`, `local_sgd`): average them now, so that the
-        model is the same on all ranks, as before a validation. *All ranks must call* this, between two steps. Others
-        do nothing.
-        """
-        self._runner.synchronize()
+        model is the same on all ranks, as before a validation. *All ranks must call* this, between two steps. A joint
+        `state_dict` does the same, and averages what the optimizers keep, such as Adam's moments: call it before you
+        copy the state of the model or of an optimizer. Other hooks do nothing.
 
-    def before_save(self) -> None:
-        """`synchronize` for a checkpoint of model, optimizer and hook: the optimizers' moments are averaged, too. *All
-        ranks must call* this, between two steps. `state_dict` calls it; call it before you copy the state of the model
-        or of an optimizer on a device other than the CPU's."""
-        self._runner.before_save()
+        Returns:
+            Whether all ranks took part, for which this waits at most `joint_save_limit_s` seconds. If not, nothing has
+            changed, and one warning is logged.
+        """
+        return self._runner.synchronize(self.joint_save_limit_s)
 
     @reason_first()
     def load_state_dict(self, saved: dict[str, Any], strict: bool | None = None) -> None:

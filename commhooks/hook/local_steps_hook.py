@@ -6,11 +6,13 @@ and before anything that looks at the model as a whole: a joint save, and `CommH
 
 import functools
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from commhooks.checkpoint.learned_state import SavedLearnedState
 from commhooks.comm import collective
 from commhooks.comm.collective import Send, gather_rows, new_future
 from commhooks.comm.counters import RoundCounters
@@ -22,7 +24,7 @@ from commhooks.errors import logger_of
 from commhooks.gradients.bucket import Bucket
 from commhooks.gradients.optimizer_steps import OptimizerSteps
 from commhooks.gradients.source import Future, GradientSource
-from commhooks.gradients.weights import changes, set_weights, weight_buckets, write_back
+from commhooks.gradients.weights import SharedBuffers, set_weights, weight_buckets, write_back
 from commhooks.hook.engine_hook import EngineHook
 from commhooks.hook.request import HookRequest
 
@@ -34,25 +36,31 @@ class LocalStepsHook(EngineHook):
     Args:
         session: runs outer steps, on buckets of weights.
         counters: those of the session.
+        scaled: there is a GradScaler, by which a rank may skip a step. Then the ranks agree, in the last pass of a
+            round, whether none will; otherwise the round goes on, because one that skips would be late for the outer
+            step, and meet the others in collectives of the user's.
     """
 
-    def __init__(self, request: HookRequest, source: GradientSource, session: Session, counters: RoundCounters) -> None:
+    def __init__(
+        self, request: HookRequest, source: GradientSource, session: Session, counters: RoundCounters, *, scaled: bool
+    ) -> None:
         super().__init__(request, source, session)
         self._passes = counters
         self._exact = AllReduceCompressor(AllReduce())
         self._in_round = 0
+        self._scaled = scaled
+        self._finite: list[torch.Tensor] = []
         self._due = False
-        self._moments_differ = False
-        self._weights_differ = False  # from the anchor that was loaded
-        self._buffers: list[torch.Tensor] | None = None  # as they were when they were equal on all ranks
-        self._buffers_differ = False
+        self._moments_differ = self._buffers_differ = False
+        self._weights_differ = False  # from the anchor, which was loaded
+        self._buffers = SharedBuffers()
         self._told = False
         # Bound methods would keep this object, and with it the learned state, as long as torch's hooks.
         this = weakref.ref(self)
-        self._optimizers = OptimizerSteps(source.names.known().values(), functools.partial(_outer_step_of, this))
+        self._optimizers = OptimizerSteps(source.names.known().values(), functools.partial(_after_steps, this))
         module = source.module
         assert module is not None
-        self._before_forward = module.register_forward_pre_hook(functools.partial(_before_forward, this))
+        self._before_forward = module.register_forward_pre_hook(_BeforeForward(self))
         source.keep_buffers_apart()
 
     # ---- backward passes ---------------------------------------------------------------------------------------------
@@ -61,6 +69,7 @@ class LocalStepsHook(EngineHook):
         if bucket.is_first:
             self._passes.begin_gradients()
             self._buffers_differ = True
+            self._finite.clear()
             if not self._averages_gradients and not self._session.state[ANCHOR.key]:
                 self._reduce_weights()  # the first time, this makes the anchor, of weights that are equal on all ranks
         self._passes.gradients_of_pass(bucket.numel_here * bucket.flat.element_size())
@@ -69,6 +78,8 @@ class LocalStepsHook(EngineHook):
         else:
             future = new_future(bucket.flat.device)
             future.set_result(bucket.flat)
+            if self._scaled and self._ends_round:
+                self._finite.append(bucket.flat.isfinite().all())
         if bucket.is_last:
             self.end_pass()
         return future
@@ -76,17 +87,29 @@ class LocalStepsHook(EngineHook):
     def end_pass(self) -> None:
         if self._averages_gradients:
             return
-        self._in_round += 1
         self._moments_differ = True
-        if self._in_round >= self._session.compressor.config.sync_every:
+        if self._ends_round and self._all_step():
             self._due = True
             self._optimizers.expect()
+        self._in_round += 1
 
     @property
     def _averages_gradients(self) -> bool:
         """Whether the running pass is one of the first `start_iter` ones."""
         begun: int = self._passes.cumulative()["backward_passes"]
-        return begun <= self._session.compressor.config.start_iter
+        return bool(begun <= self._session.compressor.config.start_iter)
+
+    @property
+    def _ends_round(self) -> bool:
+        """Whether the running pass is the last of its round."""
+        return bool(self._in_round + 1 >= self._session.compressor.config.sync_every)
+
+    def _all_step(self) -> bool:
+        """Whether no rank will skip the step of this pass, as far as that can happen. The same on all ranks."""
+        if not self._scaled:
+            return True
+        good = torch.stack(self._finite).all().to(torch.int64).view(1)
+        return bool(gather_rows(good, self._source.group, self._passes, "whether all gradients are finite").all())
 
     @property
     def replicas_agree(self) -> bool:
@@ -94,41 +117,24 @@ class LocalStepsHook(EngineHook):
 
     # ---- outer steps -------------------------------------------------------------------------------------------------
 
-    def synchronize(self) -> None:
-        if self._in_round:
-            self._outer_step()
-        elif self._buffers_differ:
-            self._average_buffers()
-
-    def before_save(self) -> None:
-        """End the round, and average what the optimizers have learned: so the model and the optimizers of any rank are
-        those of all, and a run that resumes goes on as this one does."""
-        self.synchronize()
-        if self._moments_differ:
-            self._average(self._optimizers.moments(), "the optimizers' state")
-            self._moments_differ = False
-
-    def loaded(self) -> None:
-        self._in_round, self._due, self._moments_differ = 0, False, False
-        self._buffers, self._buffers_differ = None, False
-        self._weights_differ = bool(self._session.state[ANCHOR.key])
-
-    def outer_step_if_due(self) -> None:
+    def after_steps(self) -> None:
+        """The optimizers have stepped all parameters since the last pass of the round."""
         if self._due:
             self._outer_step()
 
     @torch.no_grad()
     def before_forward(self, module: torch.nn.Module) -> None:
-        """Before a step of training: make up for an outer step for which the optimizers were waited for in vain, as
-        after an overflow; and after a load begin from the anchor, of which this rank's weights may not be."""
+        """Before a step of training: make up for an outer step for which the optimizers were waited for in vain, such
+        as those that torch does not know; and after a load begin from the anchor, of which this rank's weights may not
+        be."""
         if not module.training:
             return
         if self._weights_differ:
             self._weights_differ = False
             set_weights(self._source.names.known(), self._session.state[ANCHOR.key])
-        self.outer_step_if_due()
-        if self._buffers is None:
-            self._buffers = [each.clone() for each in _numbers(module)]
+        if self._due and not self._optimizers.stepping:
+            self._outer_step()
+        self._buffers.note(module)
 
     @torch.no_grad()
     def _outer_step(self) -> None:
@@ -158,43 +164,80 @@ class LocalStepsHook(EngineHook):
             future.wait()
         return buckets
 
+    # ---- where the model is looked at as a whole ---------------------------------------------------------------------
+
+    def synchronize(self, limit_s: float) -> bool:
+        return self._together(self._end_round, limit_s) if self._in_round or self._buffers_differ else True
+
+    def before_save(self, limit_s: float) -> bool:
+        """End the round, and average what the optimizers have learned: so the model and the optimizers of any rank are
+        those of all, and a run that resumes goes on as this one does."""
+
+        def share() -> None:
+            self._end_round()
+            self._average(self._optimizers.moments(), "the optimizers' state")
+            self._moments_differ = False
+
+        return self._together(share, limit_s) if self._moments_differ or self._buffers_differ else True
+
+    def loaded(self) -> None:
+        self._in_round, self._due, self._moments_differ, self._buffers_differ = 0, False, False, False
+        self._weights_differ = bool(self._session.state[ANCHOR.key])
+        self._buffers.forget()
+        self._optimizers.forget()
+
+    def _end_round(self) -> None:
+        if self._in_round:
+            self._outer_step()
+        else:
+            self._average_buffers()
+
+    def _together(self, work: Callable[[], None], limit_s: float) -> bool:
+        """Do `work`, which communicates, if all ranks come within the limit. Returns whether it is done."""
+        assert isinstance(self.saved_state, SavedLearnedState)
+        saver = self.saved_state.joint_save()
+        if saver is None or self.world_size == 1:
+            work()  # without an outer step so far, only buffers differ
+            return True
+        reason = saver.run(-self._passes.backward_passes, lambda _: work(), limit_s)
+        if reason and self.rank == saver.speaker:
+            logger.warning(
+                "hook %s: the weights of the ranks were not averaged after %s backward passes, because %s. What is "
+                "saved or validated now are those of each rank.",
+                self._request.name,
+                self._passes.backward_passes,
+                reason,
+            )
+        return not reason
+
     @torch.no_grad()
     def _average_buffers(self) -> None:
         """What a model keeps beside its weights, such as the running statistics of a BatchNorm: numbers are averaged,
-        integers taken from rank 0. What has not changed keeps its bits."""
+        integers taken from rank 0."""
         self._buffers_differ = False
         module = self._source.module
         if module is None:
             return
-        numbers, before = _numbers(module), self._buffers or []
-        if len(numbers) == len(before):
-            moved = [changes(now, was) for now, was in zip(numbers, before, strict=True)]
-            self._average(moved, "the model's buffers")
-            for now, was, change in zip(numbers, before, moved, strict=True):
-                now.copy_(torch.where(change == 0, was, was + change))
+        self._buffers.share(module, lambda tensors: self._average(tensors, "the model's buffers"))
         for each in module.buffers():
             if not each.is_floating_point() and not each.is_complex() and each.numel():
                 row = each.detach().reshape(-1).to(torch.int64)
                 first = gather_rows(row, self._source.group, self._passes, "the model's buffers")[0]
                 each.copy_(first.view(each.shape))
-        self._buffers = [each.clone() for each in numbers]
 
+    @torch.no_grad()
     def _average(self, tensors: list[torch.Tensor], what: str) -> None:
         """Replace each tensor by its mean over the ranks."""
-        if not tensors:
-            return
         group = self._source.group
         row = torch.tensor([sum(each.numel() for each in tensors)], device=self._source.device)
         sizes = {int(size) for size in gather_rows(row, group, self._passes, what)}
         if len(sizes) > 1:
             if self.is_logging_rank:
-                logger.warning(
-                    "hook %s: %s are not of one size on all ranks, and stay as they are.", self._request.name, what
-                )
+                logger.warning("hook %s: %s differ in size between ranks, and stay.", self._request.name, what)
             return
         for each in tensors:
-            mean = each.to(torch.float64 if each.dtype == torch.float64 else torch.float32).div(group.size())
-            collective.start(Send(mean.contiguous(), what=what, last=True), group, self._passes, "").wait()
+            mean = each.to(torch.promote_types(each.dtype, torch.float32)).div(group.size()).contiguous()
+            collective.start(Send(mean, what=what, last=True), group, self._passes, "").wait()
             each.copy_(mean)
 
     def close(self) -> None:
@@ -203,18 +246,23 @@ class LocalStepsHook(EngineHook):
         self._before_forward.remove()
 
 
-def _numbers(module: torch.nn.Module) -> list[torch.Tensor]:
-    return [each for each in module.buffers() if each.is_floating_point() and each.numel()]
-
-
-def _outer_step_of(hook: "weakref.ref[LocalStepsHook]") -> None:
+def _after_steps(hook: "weakref.ref[LocalStepsHook]") -> None:
     alive = hook()
     if alive is not None:
-        alive.outer_step_if_due()
+        alive.after_steps()
 
 
-@torch.compiler.disable
-def _before_forward(hook: "weakref.ref[LocalStepsHook]", module: torch.nn.Module, inputs: Any) -> None:
-    alive = hook()
-    if alive is not None and torch.is_grad_enabled():
-        alive.before_forward(module)
+class _BeforeForward:
+    """What the model calls before a forward pass. In a copy or a pickle of the model it does nothing."""
+
+    def __init__(self, hook: LocalStepsHook | None = None) -> None:
+        self._hook = None if hook is None else weakref.ref(hook)
+
+    @torch.compiler.disable
+    def __call__(self, module: torch.nn.Module, inputs: Any) -> None:
+        alive = None if self._hook is None else self._hook()
+        if alive is not None and torch.is_grad_enabled():
+            alive.before_forward(module)
+
+    def __reduce__(self) -> Any:
+        return _BeforeForward, ()

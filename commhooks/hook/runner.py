@@ -158,13 +158,13 @@ class Runner(ABC):
         """Whether the weights should be equal on all ranks now."""
         return True
 
-    def synchronize(self) -> None:
-        """See `CommHook.synchronize`."""
-        return None
+    def synchronize(self, limit_s: float) -> bool:
+        """See `CommHook.synchronize`. `limit_s`: seconds to wait for the other ranks."""
+        return True
 
-    def before_save(self) -> None:
-        """Called on all ranks before a joint save."""
-        return None
+    def before_save(self, limit_s: float) -> bool:
+        """Called on all ranks before a joint save. Returns whether all have come in time."""
+        return True
 
     def loaded(self) -> None:
         """Called after a state was loaded."""

@@ -65,8 +65,9 @@ def measure_codec(compressor: Compressor[Any], plans: Sequence[UnitPlan], device
     once()
     seconds = min(once() for _ in range(ROUNDS))  # the minimum is disturbed least by other load
     kernel, share = driver.choice.kernel.name, min(1.0, sampled / total)
+    per_step = seconds / compressor.passes_per_exchange
     return CodecTime(
-        seconds * total / sampled, device.type, torch.get_num_threads(), share, kernel, driver.choice.slower
+        per_step * total / sampled, device.type, torch.get_num_threads(), share, kernel, driver.choice.slower
     )
 
 

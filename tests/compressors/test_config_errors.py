@@ -258,6 +258,8 @@ NAMES = {
     "bf16_compress": ["bf16_compress", "bf16", "BF16", "BF16Compress"],
     "int8_compress": ["int8_compress", "int8", "INT8", "Int8Compress", "int-8"],
     "int4_compress": ["int4_compress", "int4", "Int4Compress"],
+    "diloco": ["diloco", "DiLoCo", "di-lo-co"],
+    "local_sgd": ["local_sgd", "LocalSGD", "local-sgd"],
     "noop": ["noop", "NoOp", "no_op"],
     "auto": ["auto", "Auto", "AUTO", "automatic"],
 }

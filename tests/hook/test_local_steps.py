@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import copy
+import gc
+import io
+import weakref
 from typing import Any
 
 import pytest
@@ -14,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import commhooks
 from commhooks.compressors.local_steps.reference import ReferenceDiLoCo
-from tests.support.training import Run, batch, flat, make_model
+from tests.support.training import SEVERAL_BUCKETS_MB, Run, batch, flat, make_model
 
 
 def _sgd(run: Run) -> Run:
@@ -282,3 +285,105 @@ def test_wrapper_and_nodes_are_refused():
         HookRequest.parse("diloco", wrapper="bf16")
     with pytest.raises(commhooks.HookConfigError, match="averages weights instead of gradients"):
         HookRequest.parse("local_sgd", ranks_per_node=2)
+
+
+def _in_mode(mode: str) -> Any:
+    """Six steps in rounds of three; the weights after each round."""
+    options = {"static_graph": {"static_graph": True}, "unused": {"find_unused_parameters": True}}.get(mode, {})
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=100) if mode == "scaler" else None
+    scale = None if scaler is None else scaler.get_scale
+    several = 25 if mode == "compile" else SEVERAL_BUCKETS_MB  # torch 2.13 compiles no DDP with small buckets
+    run = Run.new(
+        hook="local_sgd", hook_options={"sync_every": 3}, ddp=options, loss_scale=scale, bucket_cap_mb=several
+    )
+    model = torch.compile(run.ddp, backend="eager") if mode == "compile" else run.ddp
+    parameters = list(run.ddp.parameters())
+    optimizers: list[Any] = [run.optimizer]
+    if mode == "two optimizers":
+        optimizers = [torch.optim.SGD(parameters[:3], lr=0.05), torch.optim.Adam(parameters[3:], lr=0.01)]
+    after = []
+    for step in range(6):
+        images, labels = batch(step, dist.get_rank())
+        for each in optimizers:
+            each.zero_grad()
+        if mode == "accumulate":
+            with run.ddp.no_sync():
+                nn.functional.cross_entropy(model(images[:4]), labels[:4]).backward()
+        loss = nn.functional.cross_entropy(model(images), labels)
+        if scaler is not None and step == 2:
+            loss = loss * (torch.inf if dist.get_rank() == 1 else 1.0)
+        (loss if scaler is None else scaler.scale(loss)).backward()
+        for each in optimizers:
+            each.step() if scaler is None else scaler.step(each)
+        if scaler is not None:
+            scaler.update(2.0**10)
+        after.append(run.weights())
+    return after, run.hook.stats()
+
+
+@pytest.mark.parametrize(
+    "mode", ["plain", "static_graph", "unused", "accumulate", "two optimizers", "compile", "scaler"]
+)
+def test_rounds_end_together_in_every_mode(run_ranks, mode):
+    (first, stats), (second, _) = run_ranks(_in_mode, mode)
+    equal = [torch.equal(one, other) for one, other in zip(first, second, strict=True)]
+    # With a scaler, rank 1 skips the third step, and the round takes one step more.
+    assert equal == [step in ((3,) if mode == "scaler" else (2, 5)) for step in range(6)]
+    assert stats["backward_passes"] == 6 and stats["nonfinite_steps"] == 0
+
+
+def _with_closure() -> Any:
+    run = Run.new(hook="local_sgd", hook_options={"sync_every": 4})
+    optimizer = torch.optim.LBFGS(run.ddp.parameters(), lr=0.1, max_iter=3)
+    after = []
+    for step in range(3):
+        images, labels = batch(step, dist.get_rank())
+
+        def closure(images: torch.Tensor = images, labels: torch.Tensor = labels) -> torch.Tensor:
+            optimizer.zero_grad()
+            loss = nn.functional.cross_entropy(run.ddp(images), labels)
+            loss.backward()
+            return loss
+
+        optimizer.step(closure)
+        after.append(run.weights())
+    return after, run.hook.stats()["backward_passes"]
+
+
+def test_closures_count_their_passes(run_ranks):
+    (first, passes), (second, same) = run_ranks(_with_closure)
+    assert passes == same > 6
+    assert [torch.equal(one, other) for one, other in zip(first, second, strict=True)] == [False, True, False]
+
+
+def _copied_and_pickled() -> Any:
+    run = Run.new(hook="local_sgd", hook_options={"sync_every": 2}).train(1)
+    copied = copy.deepcopy(run.ddp.module)
+    file = io.BytesIO()
+    torch.save(run.ddp.module, file)
+    file.seek(0)
+    run.train(1)
+    copied(batch(0, 0)[0]).sum().backward()
+    torch.load(file, weights_only=False)(batch(0, 0)[0]).sum().backward()
+    hook, runner = run.hook, weakref.ref(run.hook._runner)
+    run.ddp, run.optimizer, run.hook = None, None, None  # type: ignore[assignment]
+    gc.collect()
+    stats = hook.stats()
+    del hook, run
+    gc.collect()
+    return stats["step"], runner() is None
+
+
+def test_the_model_can_be_copied_and_the_hook_goes_with_it(run_ranks):
+    assert run_ranks(_copied_and_pickled) == [(2, True), (2, True)]
+
+
+def test_sharded_models_are_refused(run_ranks):
+    from commhooks.hook.attach import _check_arrangement
+    from commhooks.hook.request import HookRequest
+
+    class Source:
+        shard_group = object()
+
+    with pytest.raises(commhooks.HookConfigError, match="averages the weights of DDP models only"):
+        _check_arrangement(HookRequest.parse("diloco"), Source())  # type: ignore[arg-type]

@@ -50,6 +50,7 @@ class LocalStepsCompressor(Compressor[AnyLocalSteps]):
     def __init__(self, config: AnyLocalSteps, wire_dtype: torch.dtype | None = None) -> None:
         super().__init__(config, wire_dtype)
         quantised = _QUANTISED.get(config.wire)
+        self.passes_per_exchange = config.sync_every
         self._wire = None if quantised is None else quantised(quantised.Config(exclude=list(config.excluded_globs)))
 
     @classmethod

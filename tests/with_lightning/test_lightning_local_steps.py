@@ -1,0 +1,54 @@
+"""Hooks that average weights once in several steps, in a Trainer: resume, validation, the end of the training."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import commhooks
+from tests.support.lightning_fits import SAVED_AT, fit, path_at
+from tests.support.lightning_support import Model, assert_equal, data, difference, strategy, trainer, weights
+
+EVERY = 5  # so that the checkpoint, after 8 steps, and the validations, after 4, are in mid-round
+HOOK = commhooks.DiLoCo(sync_every=EVERY, outer_momentum=0.3)
+
+
+def _resume(root: str, save_residual: str) -> dict[str, Any]:
+    saved = fit(root, save=True, hook=HOOK, save_residual=save_residual)
+    resumed = fit(root, ckpt_path=path_at(root, SAVED_AT), seed=1, hook=HOOK, save_residual=save_residual)
+    return {"saved": saved, "resumed": resumed, "never saved": fit(root, hook=HOOK)}
+
+
+@pytest.mark.parametrize("save_residual", ["mean", "per_rank"])
+def test_a_resume_in_mid_round_is_bit_equal(run_ranks: Any, tmp_path: Path, save_residual: str) -> None:
+    first, second = run_ranks(_resume, str(tmp_path), save_residual)
+    for rank in (first, second):
+        for step in range(SAVED_AT + 1, 2 * SAVED_AT):  # a save at the end begins another round
+            assert_equal(rank["resumed"]["weights"][step], rank["saved"]["weights"][step])
+    at = SAVED_AT + 2  # the replicas are on their own there, and in common at the end
+    assert difference(first["saved"]["weights"][at], second["saved"]["weights"][at]) > 1e-5
+    for run in ("saved", "resumed", "never saved"):
+        assert_equal(first[run]["final"], second[run]["final"])
+
+
+class _Validated(Model):
+    def on_train_batch_end(self, *args: Any) -> None:
+        self.before = weights(self)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.validated = weights(self)
+
+
+def _validate(root: str) -> tuple[Any, Any]:
+    model = _Validated()
+    made = trainer(root, strategy=strategy(hook=HOOK), max_epochs=1, limit_val_batches=1)
+    made.fit(model, data(), data())
+    return model.before, model.validated
+
+
+def test_validation_sees_the_common_model(run_ranks: Any, tmp_path: Path) -> None:
+    first, second = run_ranks(_validate, str(tmp_path))
+    assert_equal(first[1], second[1])
+    assert difference(first[0], second[0]) > 1e-5

@@ -1,0 +1,67 @@
+"""Hooks that average weights once in several steps, in a `CommHookTrainer`: resume, evaluation, the end."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.support.features import trainer_resumes_on_cpu
+
+pytest.importorskip("transformers", reason="transformers needs Python 3.11 or newer")
+
+from transformers import TrainerCallback  # noqa: E402
+
+from tests.support.accelerators import launched  # noqa: E402
+from tests.support.training import flat  # noqa: E402
+from tests.support.transformers_runs import assert_equal, make_trainer, outcome  # noqa: E402
+
+HOOK = {"hook": "diloco", "hook_options": {"sync_every": 3, "outer_momentum": 0.3}}
+
+
+@launched
+def _run(folder: Path, resume: Any = None, seed: int = 3) -> dict[str, Any]:
+    trainer = make_trainer(folder, seed=seed, hook=HOOK)
+    trainer.train(resume_from_checkpoint=resume)
+    return outcome(trainer)
+
+
+@trainer_resumes_on_cpu
+def test_a_resume_in_mid_round_is_bit_equal(run_ranks: Any, tmp_path: Path) -> None:
+    through = run_ranks(_run, tmp_path)
+    resumed = run_ranks(_run, tmp_path / "resumed", resume=str(tmp_path / "checkpoint-4"), seed=99)
+    for run, again in zip(through, resumed, strict=True):
+        assert_equal(run, again)
+        assert torch.equal(again["weights"], through[0]["weights"])  # the training ends with a round
+
+
+class _Evaluates(TrainerCallback):
+    """In mid-round and at the end of the third one."""
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        control.should_evaluate = state.global_step in (4, 7)
+
+
+@launched
+def _evaluate(folder: Path) -> tuple[torch.Tensor, torch.Tensor]:
+    trainer = make_trainer(folder, hook=HOOK, save_strategy="no")
+    trainer.add_callback(_Evaluates())
+    trainer.eval_dataset = trainer.train_dataset
+    seen: list[torch.Tensor] = []
+    loop = trainer.evaluation_loop
+
+    def looked_at(*args: Any, **kwargs: Any) -> Any:
+        seen.append(flat(trainer.model.parameters()))
+        return loop(*args, **kwargs)
+
+    trainer.evaluation_loop = looked_at
+    trainer.train()
+    return seen[0], seen[1]
+
+
+def test_an_evaluation_sees_the_common_model(run_ranks: Any, tmp_path: Path) -> None:
+    first, second = run_ranks(_evaluate, tmp_path)
+    assert all(torch.equal(one, other) for one, other in zip(first, second, strict=True))
+    assert not torch.equal(first[0], first[1])

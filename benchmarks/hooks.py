@@ -4,7 +4,7 @@
 `alternate-4`, `fused-alternate-4` and `same-4` (commhooks with these options), `torch-4` (torch's powerSGD_hook) and
 `torch-same-4`; "same" is batch_tensors_with_same_shape. `int8`, `int4`, `fused-int8` and `fused-int4` are the quantised
 hooks. `auto` and `auto-close` choose one of them (quality "same" and "close"). Only those with "fused", and what these
-choose, use the native kernel. `+int8` or `+int4` after PowerSGD is the wrapper. The suffix
+choose, use the native kernel. `diloco-30` (with int4) and `local-30` communicate every 30 steps. `+int8` or `+int4` after PowerSGD is the wrapper. The suffix
 `:one` selects a single bucket: one all-reduce for all P, and one for all Q. For benchmarks with several ranks per node:
 `:nodes` compresses between nodes only, `:fsdp2` shards the model inside the node (`fully_shard`), and `hsdp` and
 `hsdp-bf16` are `fully_shard` on both dimensions without a hook, with gradients reduced in float32 or bfloat16.
@@ -25,8 +25,8 @@ import commhooks
 ONE_BUCKET_MB = 10_000
 LABELS = (
     "noop, ddp, allreduce, fp16, bf16, powersgd-RANK, fused-RANK, alternate-RANK, fused-alternate-RANK, same-RANK, "
-    "batched-RANK, auto, auto-close, int8, int4, fused-int8, fused-int4, torch-RANK, torch-same-RANK; with +int8 or "
-    "+int4, :one, :nodes, :fsdp2; hsdp, hsdp-bf16"
+    "batched-RANK, diloco-STEPS, local-STEPS, auto, auto-close, int8, int4, fused-int8, fused-int4, torch-RANK, "
+    "torch-same-RANK; with +int8 or +int4, :one, :nodes, :fsdp2; hsdp, hsdp-bf16"
 )
 SIMPLE = {
     "noop": commhooks.Noop,
@@ -35,6 +35,7 @@ SIMPLE = {
     "bf16": commhooks.BF16Compress,
 }
 QUANTISED = {"int8": commhooks.Int8Compress, "int4": commhooks.Int4Compress}
+LOCAL = {"diloco": commhooks.DiLoCo, "local": commhooks.LocalSGD}
 CHOOSING = {"auto": "same", "auto-close": "close"}
 """Hooks that decide after some steps, by their quality."""
 OPTIONS = {
@@ -44,6 +45,12 @@ OPTIONS = {
     "fused-alternate": ("fused", "alternate"),
     "same": ("batch_tensors_with_same_shape",),
 }
+
+
+def steps_of_round(label: str) -> int:
+    """Steps from one communication to the next."""
+    kind, _, steps = label.rpartition("-")
+    return int(steps) if kind in LOCAL else 1
 
 
 def wrap(
@@ -86,6 +93,8 @@ def wrap(
     config: Any = SIMPLE[label]() if label in SIMPLE else label
     if label in CHOOSING:
         config = commhooks.Auto(quality=CHOOSING[label])
+    elif kind in LOCAL:
+        config = LOCAL[kind](sync_every=int(rank_text))
     elif label.removeprefix("fused-") in QUANTISED:
         config = QUANTISED[label.removeprefix("fused-")](start_iter=start, fused=label.startswith("fused-"))
     elif kind in OPTIONS:

@@ -19,6 +19,8 @@ of the slowest rank.
   codec          the hook's own time in a step, without waiting: the mean over the ranks
   state          residuals and factors of the rank that has most of them
 
+For hooks that communicate once in a round of several steps (diloco-30) a sample is the mean over a round.
+
 Hooks that choose (auto, auto-close) begin anew at each rate and amount of computation, with a new model, and decide
 before they are measured: after a dozen of plain steps they try their candidates. The column "chosen" says what they do.
 

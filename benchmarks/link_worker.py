@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from common import Row, steady
-from hooks import CHOOSING, wrap
+from hooks import CHOOSING, steps_of_round, wrap
 from link_ranks import meet
 from models import forward_loss, make
 
@@ -54,6 +54,11 @@ def worker(rank: int, world_size: int, ranks_per_node: int, interface: str, mode
         # Read the counter after that message: until then data of the hook may be in the queue of the link.
         return passed.item(), int(sent_bytes.read_text()) - before
 
+    def one_round(label: str, batch: Any) -> tuple[float, int]:
+        """The mean of the steps from one communication to the next."""
+        steps = [step(label, batch) for _ in range(steps_of_round(label))]
+        return sum(passed for passed, _ in steps) / len(steps), sum(sent for _, sent in steps) // len(steps)
+
     def job(size: int, steps: int, seconds: float, warms_up: bool = False) -> dict[str, Any]:
         torch.manual_seed(rank)
         batch = task.batch(size)
@@ -64,8 +69,8 @@ def worker(rank: int, world_size: int, ranks_per_node: int, interface: str, mode
             for label in hooks[turn % len(hooks) :] + hooks[: turn % len(hooks)]:
                 # Both ranks have the same times, those of the slower rank, so they make the same decision.
                 if not found[label] or sum(passed for passed, _ in found[label]) < seconds:
-                    found[label].append(step(label, batch))
-        codec = [(codec_s(label) - before[label]) / len(found[label]) for label in hooks]
+                    found[label].append(one_round(label, batch))
+        codec = [(codec_s(label) - before[label]) / len(found[label]) / steps_of_round(label) for label in hooks]
         state = [state_bytes(label) for label in hooks]
         everywhere = torch.tensor([codec, state], dtype=torch.float64)
         total, largest = everywhere.clone(), everywhere

@@ -4,10 +4,11 @@
 `alternate-4`, `fused-alternate-4` and `same-4` (commhooks with these options), `torch-4` (torch's powerSGD_hook) and
 `torch-same-4`; "same" is batch_tensors_with_same_shape. `int8`, `int4`, `fused-int8` and `fused-int4` are the quantised
 hooks. `auto` and `auto-close` choose one of them (quality "same" and "close"). Only those with "fused", and what these
-choose, use the native kernel. `diloco-30` (with int4) and `local-30` communicate every 30 steps. `+int8` or `+int4` after PowerSGD is the wrapper. The suffix
-`:one` selects a single bucket: one all-reduce for all P, and one for all Q. For benchmarks with several ranks per node:
-`:nodes` compresses between nodes only, `:fsdp2` shards the model inside the node (`fully_shard`), and `hsdp` and
-`hsdp-bf16` are `fully_shard` on both dimensions without a hook, with gradients reduced in float32 or bfloat16.
+choose, use the native kernel. `diloco-30` (with int4) and `local-30` communicate every 30 steps. `+int8` or `+int4`
+after PowerSGD is the wrapper. The suffix `:one` selects a single bucket: one all-reduce for all P, and one for all Q.
+For benchmarks with several ranks per node: `:nodes` compresses between nodes only, `:fsdp2` shards the model inside the
+node (`fully_shard`), and `hsdp` and `hsdp-bf16` are `fully_shard` on both dimensions without a hook, with gradients
+reduced in float32 or bfloat16.
 """
 
 import functools

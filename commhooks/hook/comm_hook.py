@@ -285,7 +285,7 @@ class CommHook:
                 take_over()
                 if self._runner.is_logging_rank and content["step"] > 0:
                     resumed = self._runner.saved_state.resumed(content)
-                    say(f"{self.name} resumed at step {content['step']}{resumed}")
+                    say(f"{self.name} resumed at {self._runner.step_is} {content['step']}{resumed}")
 
             return resume
         text = f"the saved state is of hook {shown(content['hook'])}, this one is {self.name!r}"

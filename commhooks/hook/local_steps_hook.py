@@ -4,9 +4,10 @@ A round is `sync_every` backward passes. The outer step comes after the optimize
 and before anything that looks at the model as a whole: a joint save, and `CommHook.synchronize`.
 """
 
+import contextlib
 import functools
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -40,6 +41,8 @@ class LocalStepsHook(EngineHook):
             round, whether none will; otherwise the round goes on, because one that skips would be late for the outer
             step, and meet the others in collectives of the user's.
     """
+
+    step_is = "round"
 
     def __init__(
         self, request: HookRequest, source: GradientSource, session: Session, counters: RoundCounters, *, scaled: bool
@@ -110,6 +113,10 @@ class LocalStepsHook(EngineHook):
             return True
         good = torch.stack(self._finite).all().to(torch.int64).view(1)
         return bool(gather_rows(good, self._source.group, self._passes, "whether all gradients are finite").all())
+
+    @contextlib.contextmanager
+    def residuals(self) -> Iterator[tuple[Mapping[str, torch.Tensor], float]]:
+        yield {}, 1.0  # they are of weights, and cannot be compared with gradients
 
     @property
     def replicas_agree(self) -> bool:

@@ -38,6 +38,7 @@ class Runner(ABC):
         counters: the counters of this rank.
         saved_state: saves and loads the state of the hook.
         counts_bytes: whether the sent bytes are known.
+        step_is: what `stats()["step"]` counts.
         counts_outcomes: whether it is known which steps were committed and which were compressed.
         choice: the kernel that all ranks use.
         cosine: samples the cosine, if the user asks for it.
@@ -46,6 +47,7 @@ class Runner(ABC):
 
     counts_bytes = True
     counts_outcomes = False
+    step_is = "step"
 
     def __init__(
         self,

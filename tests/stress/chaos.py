@@ -30,8 +30,8 @@ from rich.table import Table
 
 SCRIPT = Path(__file__).resolve().with_name("chaos_training.py")
 TESTS = SCRIPT.parents[1]
-FRAMEWORKS = ("plain", "int8", "nodes", "auto", "fsdp2", "lightning", "accelerate")
-END_BY_THEMSELVES = ("plain", "int8", "nodes", "auto")  # the others' frameworks end the surviving ranks
+FRAMEWORKS = ("plain", "int8", "diloco", "nodes", "auto", "fsdp2", "lightning", "accelerate")
+END_BY_THEMSELVES = ("plain", "int8", "diloco", "nodes", "auto")  # the others' frameworks end the surviving ranks
 RANKS = {"nodes": 4, "fsdp2": 4}  # two elsewhere
 SAVE_EVERY = 5  # as in the script
 GROUP_TIMEOUT_S = 20  # as in the script
@@ -108,7 +108,10 @@ def run(framework: str, folder: Path, kills: list[dict[str, Any]], steps: int, p
     if len(final) == len(paths):
         if not all(torch.equal(final[0]["weights"], each["weights"]) for each in final):
             failures.append("the ranks ended in different weights")
-        if any(each["stats"]["step"] != steps or not each["stats"]["compressed_steps"] for each in final):
+        if any(
+            each["stats"]["so_far"]["backward_passes"] != steps or not each["stats"]["compressed_steps"]
+            for each in final
+        ):
             failures.append(f"not {steps} steps, or none compressed")
     else:
         failures.append("no final weights")

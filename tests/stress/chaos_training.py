@@ -141,6 +141,11 @@ def nodes(folder: Path, killer: Killer) -> tuple[torch.Tensor, Any]:
     return plain(folder, killer, ranks_per_node=2)
 
 
+def diloco(folder: Path, killer: Killer) -> tuple[torch.Tensor, Any]:
+    """As `plain`, with rounds of three steps, so that most saves end one early."""
+    return plain(folder, killer, hook="diloco", hook_options={"sync_every": 3, "outer_momentum": 0.3})
+
+
 def auto(folder: Path, killer: Killer) -> tuple[torch.Tensor, Any]:
     """As `plain`, with a hook that becomes int8 at step 12 and has been tried at step 20."""
     from commhooks.compressors.registry import register_compressor
@@ -331,6 +336,7 @@ def _save_state(run: Any, folder: Path) -> None:
 FRAMEWORKS = {
     "plain": plain,
     "int8": int8,
+    "diloco": diloco,
     "nodes": nodes,
     "auto": auto,
     "fsdp2": fsdp2,

@@ -50,7 +50,7 @@ BARE: dict[str, Callable[[], Any]] = {
 FIND = {"find_unused_parameters": True}
 OF_ALL = {
     "one bucket": Situation(several=False),
-    "unused": Situation(ddp=FIND, unused="by rank"),
+    "unused, scaler": Situation(ddp=FIND, unused="by rank", scaler=True),
     "scaler": Situation(scaler=True),
     "bfloat16, static graph, tied": Situation(dtype=torch.bfloat16, ddp={"static_graph": True}, kind="tied"),
 }

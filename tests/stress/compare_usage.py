@@ -1,5 +1,5 @@
-"""For `compare_versions.py`: a user's own hook; some of wrong usage, ranks that differ, damaged states and commands. The
-tests of the suite have the long lists."""
+"""A user's own hook, and samples of wrong usage, ranks that differ, damaged states and commands: for
+`compare_versions.py`. The tests of the suite have the long lists."""
 
 from __future__ import annotations
 

@@ -5,7 +5,7 @@
     python /path/to/new/tests/stress/compare_versions.py compare old.pt new.pt
 
 `record` trains with every kind of `tests/support/kinds.py` in every situation of DDP on 1 to 4 ranks, with the packages
-that are importable. `compare` prints each difference and exits with 1 if there is one. With pickles of PowerSGD states
+that are importable. `compare` prints each difference and exits with 0 if there is none. With pickles of PowerSGD states
 that are in a record, both versions can go on: `resume-pickles old.pt --output old_pickles.pt`, and compare those.
 
 Only the public names of commhooks are used. Both versions must run on the same machine with the same torch: other
@@ -96,7 +96,7 @@ def compare(one: Path, other: Path, only: str, ignore: list[str]) -> int:
             print(f"{name}: {line}")
         equal, differ = equal + (not found), differ + bool(found)
     print(f"{equal} cases equal, {differ} differ")
-    return 1 if differ else 0
+    return 0 if equal and not differ else 1
 
 
 def main() -> int:

@@ -26,7 +26,8 @@ from commhooks.hook.plan_model import plan_model
 from commhooks.hook.request import HookRequest
 from tests.support.ddp_steps import log_lines, process_group_of_one
 from tests.support.inside import learns, session_of
-from tests.support.kinds import ALL, IN_32_BITS, KINDS, LEARNING, RANDOM_K, START, Kind
+from tests.support.kind_parameters import ALL, IN_32_BITS, LEARNING
+from tests.support.kinds import KINDS, RANDOM_K, START, Kind
 from tests.support.models import masks, same_bits
 from tests.support.training import ONE_BUCKET_MB, SEVERAL_BUCKETS_MB, Run, make_model, residuals
 

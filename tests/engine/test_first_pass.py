@@ -16,7 +16,8 @@ from torch.nn.parallel import DistributedDataParallel
 import commhooks
 from commhooks import HookRunError
 from tests.support.ddp_steps import replicas_equal
-from tests.support.kinds import ALL, KINDS, Kind
+from tests.support.kind_parameters import ALL
+from tests.support.kinds import KINDS, Kind
 
 STEPS = 4
 MODES = {"plain": {}, "static graph": {"static_graph": True}, "unused": {"find_unused_parameters": True}}

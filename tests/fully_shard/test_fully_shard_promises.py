@@ -16,7 +16,8 @@ from torch import nn
 import commhooks
 from tests.support.ddp_steps import log_lines
 from tests.support.features import fully_shard_on_gloo
-from tests.support.kinds import ALL, KINDS, START
+from tests.support.kind_parameters import ALL
+from tests.support.kinds import KINDS, START
 from tests.support.models import bits_equal, same_bits
 from tests.support.sharded import (
     attached,

@@ -1,0 +1,15 @@
+"""The kinds of `kinds.py` as parameters of tests."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.support.compilers import needs_compiler
+from tests.support.kinds import KINDS
+
+ALL = [
+    pytest.param(name, marks=[needs_compiler] if kind.options.get("fused") else [], id=name)
+    for name, kind in KINDS.items()
+]
+LEARNING = [each for each in ALL if KINDS[each.id].learns]
+IN_32_BITS = [each for each in LEARNING if KINDS[each.id].wrapper not in ("fp16", "bf16")]

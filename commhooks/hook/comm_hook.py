@@ -96,6 +96,10 @@ class CommHook:
         `chosen`: what the hook "auto" has chosen and is doing, `chosen_at`: since which step, None before it has
         decided. Both are None for other hooks.
 
+        `step_in_round`, `outer_gradient_norm`: of hooks that average weights once in a round of several steps, None for
+        others: the steps since the latest outer step, and the norm of g in it. Their `step` and `nonfinite_steps` count
+        rounds that were committed and discarded; the first of all, which makes the anchor, has no steps.
+
         `kernel`: what the hook computes with: "native" for PowerSGD's native kernel, "torch" otherwise.
 
         `codec_s`: seconds inside the hook without waiting. `waiting_s`: seconds of waiting for collectives, including
@@ -116,6 +120,8 @@ class CommHook:
             "chosen": runner.chosen[0],
             "chosen_at": runner.chosen[1],
             "step": runner.saved_state.step,
+            "step_in_round": runner.round[0],
+            "outer_gradient_norm": runner.round[1],
             "backward_passes": s.backward_passes,
             "compressed_steps": s.compressed_steps if outcomes else None,
             "nonfinite_steps": s.nonfinite_steps if outcomes else None,

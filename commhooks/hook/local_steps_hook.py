@@ -6,6 +6,7 @@ and before anything that looks at the model as a whole: a joint save, and `CommH
 
 import contextlib
 import functools
+import math
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -121,6 +122,12 @@ class LocalStepsHook(EngineHook):
     @property
     def replicas_agree(self) -> bool:
         return self._in_round == 0
+
+    @property
+    def round(self) -> tuple[int | None, float | None]:
+        squares = [known.work.squares for known in self._session.consensus.buckets if known.work is not None]
+        known = [float(each) for each in squares if each is not None]
+        return self._in_round, math.sqrt(sum(known)) if known else None
 
     # ---- outer steps -------------------------------------------------------------------------------------------------
 

@@ -227,6 +227,12 @@ class Runner(ABC):
         return None
 
     @property
+    def round(self) -> tuple[int | None, float | None]:
+        """Steps in the running round, and the norm of the latest outer gradient, of a hook that averages weights; None
+        for others."""
+        return None, None
+
+    @property
     def chosen(self) -> tuple[str | None, int | None]:
         """What a hook that chooses has chosen, and since which step; None for others."""
         return None, None

@@ -106,6 +106,7 @@ def test_nothing_is_sent_between_two_outer_steps(run_ranks):
         assert sent[3] == sent[7] > 0
         assert planned - 8 <= sent[3] / 4 <= planned * 1.03  # flags, and the padding of the shares
         assert stats["backward_passes"] == 9 and stats["step"] == 3  # the first one made the anchor
+        assert stats["step_in_round"] == 1 and stats["outer_gradient_norm"] > 0.01
         assert stats["bytes_uncompressed"] == 9 * 4 * sum(p.numel() for p in make_model().parameters())
 
 

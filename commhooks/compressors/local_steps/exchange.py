@@ -29,13 +29,20 @@ MOMENTUM = StateField("outer_momentum")
 """v: of the outer optimizer."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class Workspace:
-    """The buckets of one layout: what carries their differences, None for float32, and its workspace."""
+    """The buckets of one layout.
+
+    Attributes:
+        wire: what carries their differences; None for float32.
+        wire_work: its workspace.
+        squares: the squared norm of g in the latest outer step (0-dim).
+    """
 
     layout: BucketLayout
     wire: Compressor[Any] | None
     wire_work: Any
+    squares: torch.Tensor | None = None
 
 
 def outer_step(flat: torch.Tensor, work: Workspace, state: State, step: StepInfo, options: LocalSteps) -> Exchange:
@@ -56,6 +63,7 @@ def outer_step(flat: torch.Tensor, work: Workspace, state: State, step: StepInfo
     for name, part in slots:
         torch.sub(anchor[name], part, out=part)  # 1  d = A - theta
     good = yield from _mean(flat, work, state, step)  # 2  g
+    work.squares = flat.dot(flat)
     lr, mu = options.outer_lr, options.outer_momentum
     for name, part in slots:
         # Each operation rounds by itself: fused ones give other bits on other processors.

@@ -17,7 +17,7 @@ from commhooks.hook.metrics import NAMES
 from tests.support.accelerators import Training, launched, new_accelerator, power_sgd
 from tests.support.training import make_model
 
-ALL = {f"commhooks/{name}" for name in NAMES} - {"commhooks/chosen_at", "commhooks/outer_gradient_norm"}  # of other hooks
+ALL = {f"commhooks/{name}" for name in NAMES} - {"commhooks/chosen_at", "commhooks/outer_gradient_norm"}
 
 
 class Notes(GeneralTracker):

@@ -23,7 +23,7 @@ from tests.support import lightning_support as support
 from tests.support.inside import session_of
 from tests.support.lightning_support import Model, assert_equal, data, strategy, trainer, weights
 
-ALL = {f"commhooks/{name}" for name in NAMES} - {"commhooks/chosen_at", "commhooks/outer_gradient_norm"}  # of other hooks
+ALL = {f"commhooks/{name}" for name in NAMES} - {"commhooks/chosen_at", "commhooks/outer_gradient_norm"}
 
 
 class LoggingModel(Model):

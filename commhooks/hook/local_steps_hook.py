@@ -51,6 +51,7 @@ class LocalStepsHook(EngineHook):
         super().__init__(request, source, session)
         self._passes = counters
         self._exact = AllReduceCompressor(AllReduce())
+        self._averages_gradients = False  # in the running pass: it is one of the first `start_iter` ones
         self._in_round = 0
         self._scaled = scaled
         self._finite: list[torch.Tensor] = []
@@ -72,6 +73,8 @@ class LocalStepsHook(EngineHook):
     def run(self, bucket: Bucket, grad_bucket: dist.GradBucket | None) -> Future:
         if bucket.is_first:
             self._passes.begin_gradients()
+            begun = self._passes.cumulative()["backward_passes"]
+            self._averages_gradients = begun <= self._session.compressor.config.start_iter
             self._buffers_differ = True
             self._finite.clear()
             if not self._averages_gradients and not self._session.state[ANCHOR.key]:
@@ -96,12 +99,6 @@ class LocalStepsHook(EngineHook):
             self._due = True
             self._optimizers.expect()
         self._in_round += 1
-
-    @property
-    def _averages_gradients(self) -> bool:
-        """Whether the running pass is one of the first `start_iter` ones."""
-        begun: int = self._passes.cumulative()["backward_passes"]
-        return bool(begun <= self._session.compressor.config.start_iter)
 
     @property
     def _ends_round(self) -> bool:

@@ -10,7 +10,7 @@ OPERATORS = [
     for name in (
         "ReplaceBinaryOperator_Add_Sub",
         "ReplaceBinaryOperator_Sub_Add",
-        "ReplaceBinaryOperator_Mul_Div",
+        "ReplaceBinaryOperator_Mul_Add",
         "ReplaceBinaryOperator_Div_Mul",
         "ReplaceBinaryOperator_FloorDiv_Mul",
         "ReplaceBinaryOperator_Mod_FloorDiv",
@@ -60,34 +60,53 @@ def _tests(*names: str) -> tuple[str, ...]:
 AREAS = {
     "engine": [
         Part(
-            _files("engine", "average", "backward_pass", "held_state", "immediate", "known_buckets")
-            + _files("engine", "orphaned_residuals", "session", "session_state", "simulation", "state", "task"),
+            _files("engine", "average", "backward_pass", "immediate", "simulation", "state", "task"),
             _tests(
                 "engine/test_backward_pass",
                 "engine/test_meanwhile",
-                "engine/test_settle",
                 "engine/test_simulation",
                 "engine/test_immediate",
                 "engine/test_masked_commit",
-                "engine/test_abandoned_collectives",
                 "engine/test_abandoned_backward",
+            ),
+        ),
+        Part(
+            _files("engine", "held_state", "known_buckets", "orphaned_residuals", "session", "session_state"),
+            _tests(
+                "engine/test_meanwhile",
+                "engine/test_settle",
+                "engine/test_simulation",
+                "engine/test_masked_commit",
                 "engine/test_start_step",
+                "engine/test_abandoned_collectives",
                 "compressors/auto/test_orphaned_residuals",
-                "engine/test_nonfinite",
                 "engine/test_ddp_modes",
+                "compressors/powersgd/test_batched_powersgd",
+                "engine/test_nonfinite",
             ),
         ),
         Part(
             _files("engine", "arrangement", "hierarchy", "node_shares"),
-            _tests("engine/test_which_nodes", "engine/test_casts_between_nodes", "engine/test_hierarchy"),
+            _tests(
+                "engine/test_which_nodes",
+                "engine/test_hierarchy::test_the_plan_shows_what_a_rank_of_a_node_needs",
+                "engine/test_hierarchy::test_the_same_as_without_nodes",
+                "engine/test_hierarchy::test_norms_are_those_of_the_share",
+                "engine/test_hierarchy::test_one_file_with_the_residuals_of_all_ranks",
+                "engine/test_hierarchy::test_resume_is_bit_equal",
+                "engine/test_casts_between_nodes",
+            ),
         ),
         Part(
             _files("engine", "consensus", "kernel_choice"),
             _tests(
                 "engine/test_kernel_choice",
-                "engine/test_disagreement",
                 "engine/test_start_step",
+                "engine/test_disagreement",
                 "compressors/powersgd/test_native_kernel",
+                "compressors/auto/test_auto_training::test_ranks_with_different_decisions_say_so",
+                "compressors/auto/test_auto_training::test_times_that_make_no_sense_on_one_rank_leave_all_with_all_reduce",
+                "ddp_comm_hooks/test_dropin::test_torchs_example_of_saving_and_reloading",
             ),
         ),
         Part(
@@ -100,7 +119,6 @@ AREAS = {
             _files("checkpoint", "checks", "parts", "payload", "reshard"),
             _tests(
                 "checkpoint/test_payload_parts",
-                "checkpoint/test_plain_types",
                 "checkpoint/test_further_fields",
                 "checkpoint/test_hostile_payloads",
                 "checkpoint/test_payload",
@@ -109,8 +127,24 @@ AREAS = {
             ),
         ),
         Part(
-            _files("checkpoint", "learned_state", "distributed", "user_state"),
-            _tests("checkpoint/test_further_fields", "checkpoint/test_payload", "checkpoint/test_changed_surroundings"),
+            _files("checkpoint", "learned_state", "distributed"),
+            _tests(
+                "checkpoint/test_further_fields",
+                "checkpoint/test_payload",
+                "checkpoint/test_resumed",
+                "checkpoint/test_changed_surroundings",
+                "engine/test_hierarchy::test_one_file_with_the_residuals_of_all_ranks",
+                "engine/test_hierarchy::test_resume_is_bit_equal",
+            ),
+        ),
+        Part(
+            _files("checkpoint", "user_state"),
+            _tests(
+                "checkpoint/test_plain_types",
+                "checkpoint/test_changed_setup::test_a_state_of_ones_own_that_has_nowhere_to_go",
+                "hook/test_no_hook",
+                "hook/test_user_hooks",
+            ),
         ),
         Part(_files("checkpoint", "cut_off"), _tests("checkpoint/test_hostile_files")),
     ],
@@ -148,5 +182,23 @@ AREAS = {
 }
 """Areas by name; more than a part where other tests notice other files."""
 
-EXPLAINED: dict[tuple[str, str, str], str] = {}
+ALIKE = "all elements are alike"
+
+EXPLAINED = {
+    (
+        "commhooks/engine/simulation.py",
+        "names, config = ModelNames(parameters.items()), self._compressors[0].planning_config",
+        "names, config = ModelNames(parameters.items()), self._compressors[ -1].planning_config",
+    ): ALIKE,
+    (
+        "commhooks/engine/simulation.py",
+        "first_one = self._compressors[0]",
+        "first_one = self._compressors[ -1]",
+    ): ALIKE,
+    (
+        "commhooks/engine/statistics_log.py",
+        "self._next = 0",
+        "self._next = -1",
+    ): "no step is less than 0",
+}
 """(file, line, what the mutant makes of it): why no test can notice, or need not."""

@@ -156,6 +156,7 @@ AREAS = {
                 "compressors/quantized/test_shares",
                 "compressors/quantized/test_blocks",
                 "compressors/quantized/test_quantized_against_oracle",
+                "engine/test_kernel_choice::test_different_machines",
                 "compressors/quantized/test_native_blocks",
                 "hook/test_plan",
                 "compressors/quantized/test_quantized_cases",
@@ -169,6 +170,7 @@ AREAS = {
             + _files("compressors/powersgd", "packed_factors", "torch_products", "workspace")
             + _files("compressors/powersgd", "quantised_message", "quantised_plan", "reference"),
             _tests(
+                "compressors/powersgd/test_fields",
                 "compressors/powersgd/test_codec",
                 "compressors/powersgd/test_packed_factors",
                 "compressors/powersgd/test_powersgd_against_oracle",
@@ -200,5 +202,20 @@ EXPLAINED = {
         "self._next = 0",
         "self._next = -1",
     ): "no step is less than 0",
+    (
+        "commhooks/compressors/quantized/blocks.py",
+        "divisors = torch.where(scales == 0, 1, scales).unsqueeze(1)",
+        "divisors = torch.where(scales == 0, 2, scales).unsqueeze(1)",
+    ): "where the scale is 0, the numbers are so small that either quotient rounds to 0",
+    (
+        "commhooks/compressors/quantized/native_blocks.py",
+        "for which, start in enumerate((0, 1)):",
+        "for which, start in enumerate((0, 2)):",
+    ): "any fixed numbers tell builds apart",
+    (
+        "commhooks/compressors/quantized/native_kernel.py",
+        "self._factor = 1.0",
+        "self._factor = 0.0",
+    ): "`load` sets it before it is read",
 }
 """(file, line, what the mutant makes of it): why no test can notice, or need not."""

@@ -57,17 +57,6 @@ def _tests(*names: str) -> tuple[str, ...]:
     return tuple(f"tests/{name.replace('::', '.py::') if '::' in name else name + '.py'}" for name in names)
 
 
-_POWERSGD = (
-    "compressors/powersgd/test_fields",
-    "compressors/powersgd/test_codec",
-    "compressors/powersgd/test_native_threads",
-    "compressors/powersgd/test_batched_rank",
-    "compressors/powersgd/test_packed_factors",
-    "compressors/powersgd/test_powersgd_against_oracle",
-    "compressors/powersgd/test_masked_exchange",
-    "compressors/powersgd/test_quantised_factors",
-)
-
 AREAS = {
     "engine": [
         Part(
@@ -143,6 +132,7 @@ AREAS = {
                 "checkpoint/test_further_fields",
                 "checkpoint/test_payload",
                 "checkpoint/test_resumed",
+                "checkpoint/test_golden_payloads",
                 "checkpoint/test_changed_surroundings",
                 "engine/test_hierarchy::test_one_file_with_the_residuals_of_all_ranks",
                 "engine/test_hierarchy::test_resume_is_bit_equal",
@@ -176,19 +166,21 @@ AREAS = {
     ],
     "powersgd": [
         Part(
-            _files("compressors/powersgd", "quantised_message", "quantised_plan"),
-            _tests("compressors/powersgd/test_quantised_factors", *_POWERSGD),
-        ),
-        Part(
-            _files("compressors/powersgd", "device_kernel", "packed_factors"),
-            _tests("compressors/powersgd/test_packed_factors", "compressors/powersgd/test_masked_exchange", *_POWERSGD),
-        ),
-        Part(
-            _files("compressors/powersgd", "codec", "compressor", "exchange", "fields", "host_kernel", "matrix_plan")
-            + _files("compressors/powersgd", "message", "native_products", "options", "reference", "torch_products")
-            + _files("compressors/powersgd", "workspace"),
-            _tests(*_POWERSGD),
-        ),
+            _files("compressors/powersgd", "codec", "device_kernel", "exchange", "message", "matrix_plan")
+            + _files("compressors/powersgd", "compressor", "fields", "host_kernel", "native_products", "options")
+            + _files("compressors/powersgd", "packed_factors", "torch_products", "workspace")
+            + _files("compressors/powersgd", "quantised_message", "quantised_plan", "reference"),
+            _tests(
+                "compressors/powersgd/test_fields",
+                "compressors/powersgd/test_packed_factors",
+                "compressors/powersgd/test_codec",
+                "compressors/powersgd/test_native_threads",
+                "compressors/powersgd/test_batched_rank",
+                "compressors/powersgd/test_powersgd_against_oracle",
+                "compressors/powersgd/test_masked_exchange",
+                "compressors/powersgd/test_quantised_factors",
+            ),
+        )
     ],
 }
 """Areas by name; more than a part where other tests notice other files."""

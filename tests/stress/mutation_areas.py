@@ -67,6 +67,7 @@ AREAS = {
                 "engine/test_simulation",
                 "engine/test_immediate",
                 "engine/test_masked_commit",
+                "compressors/test_author_errors",
                 "engine/test_abandoned_backward",
             ),
         ),

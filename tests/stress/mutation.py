@@ -111,7 +111,9 @@ class Tester:
                 sys.exit(f"without a fault, these tests do not pass: {command}\n{output}")
             seconds = time.monotonic() - started
             self._limits[part] = 60 + 2 * seconds
-            self._console.print(f"without a fault {seconds:.0f} s: {' '.join(part.tests)}", markup=False)
+            self._console.print(
+                f"without a fault {seconds:.0f} s: {' '.join(part.tests)}", markup=False, soft_wrap=True
+            )
             shutil.rmtree(CACHE_BEFORE, ignore_errors=True)
             shutil.copytree(CACHE, CACHE_BEFORE)
         return self._limits[part]

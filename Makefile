@@ -4,6 +4,7 @@ PYTHON ?= python3
 VENV ?= .venv
 ARGS ?=
 VERSIONS ?=
+AREAS ?=
 
 PY := $(VENV)/bin/python
 CLEAN := $(PY) examples/clean_env.py
@@ -32,8 +33,11 @@ test-cuda:
 test-versions:
 	@$(PYTHON) -m tests.versions.run_versions $(VERSIONS) -- $(ARGS)
 
+# The seeded faults, then a sample of the mutants that a tool makes. ARGS="words": only these faults; AREAS="engine --sample 10":
+# only the tool.
 test-mutants: $(READY)
-	@$(CLEAN) -m tests.stress.mutants $(ARGS)
+	@$(if $(AREAS),true,$(CLEAN) -m tests.stress.mutants $(ARGS))
+	@$(if $(ARGS),true,$(CLEAN) -m tests.stress.mutation $(AREAS))
 
 # Tests that ship inside torch and Accelerate, with our hooks and beside them without: some 10 minutes.
 # make test-peers ARGS="torch"

@@ -32,8 +32,10 @@ class Greedy(Stateless[Steps]):
     def __init__(self, script: list[str]) -> None:
         super().__init__(Steps())
         self._script = script
+        self.steps: list[int] = []
 
     def exchange(self, flat: torch.Tensor, work: Any, state: State, step: StepInfo) -> Exchange:
+        self.steps.append(step.number)
         for each in self._script:
             yield Verdict(torch.tensor(True)) if each == "verdict" else Send(flat, what=each, last=each == "last")
         return flat * 2
@@ -52,6 +54,17 @@ def _run(*script: str) -> tuple[torch.Tensor, int]:
 def test_what_the_exchange_returns_is_the_result(script: list[str], collectives: int) -> None:
     result, sent = _run(*script)
     assert torch.equal(result, 2 * torch.arange(4.0)) and sent == collectives
+
+
+def test_the_step_is_the_number_of_passes_before_and_the_bucket_is_named() -> None:
+    compressor, counters = Greedy(["last"]), Counters()
+    with process_group_of_one():
+        for _ in range(3):
+            counters.begin_pass()
+            flat = torch.arange(4.0)
+            reduce_immediately(compressor, Bucket(flat, [flat], 5), resolve_group(None), counters).wait()
+    assert compressor.steps == [0, 1, 2]
+    assert counters.last_issued == "last of bucket 5"
 
 
 def test_more_than_one_collective_is_refused() -> None:

@@ -87,6 +87,22 @@ def test_a_handler_that_saves_while_the_host_waits() -> None:
     assert training.hook.stats()["compressed_steps"] == 5
 
 
+def test_a_handler_that_comes_in_the_middle_of_the_counting_is_told_so() -> None:
+    """A save in it would hold the step of one pass and the counters of another."""
+    training, seen = Training(), []
+    training.step(2)
+    held = session_of(training.hook).held
+
+    class Interrupted(type(held.state)):
+        def __setattr__(self, name: str, value: Any) -> None:
+            seen.append(held.in_commit)
+            super().__setattr__(name, value)
+
+    held.state.__class__ = Interrupted
+    assert training.hook.stats()["step"] == 2
+    assert seen and all(seen) and not held.in_commit
+
+
 def test_an_interrupt_while_the_host_waits_loses_no_step() -> None:
     training, came = Training(), []
     training.step(5)

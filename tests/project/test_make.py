@@ -1,5 +1,5 @@
-"""The Makefile where Python is not what it needs, and what it installs for whom; and the seeded faults, which must fit
-the code that they break."""
+"""The Makefile where Python is not what it needs, and what it installs for whom; and the seeded faults and the areas of
+mutants, which must fit the code that they break."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import sys
 
 import pytest
 
-from tests.stress import mutants
+from tests.stress import mutants, mutation_areas
 from tests.support.repository import REPOSITORY
 
 
@@ -74,3 +74,17 @@ def test_a_seeded_fault_fits_the_code(mutant):
     file, _, name = mutant.test.partition("::")
     function = f"def {name.partition('[')[0]}(" if name else "def test_"
     assert function in (REPOSITORY / "tests" / file).read_text()
+
+
+def test_the_areas_of_the_mutants_fit_the_code():
+    parts = [part for area in mutation_areas.AREAS.values() for part in area]
+    folders = ("engine", "checkpoint", "compressors/quantized", "compressors/powersgd")
+    modules = {path for folder in folders for path in (REPOSITORY / "commhooks" / folder).glob("[a-z]*.py")}
+    files = [file for part in parts for file in part.files]
+    assert len(files) == len(set(files)) and {REPOSITORY / file for file in files} == modules
+    for part in parts:
+        for file, _, name in (test.partition("::") for test in part.tests):
+            assert not name or f"def {name}(" in (REPOSITORY / file).read_text(), f"{file}::{name}"
+            assert (REPOSITORY / file).exists()
+    for file, old, _ in mutation_areas.EXPLAINED:
+        assert old in (line.strip() for line in (REPOSITORY / file).read_text().splitlines()), (file, old)

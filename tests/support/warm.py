@@ -35,15 +35,19 @@ from typing import Any
 # ------------------------------------------------------------------------------------------------------- in the tests
 
 _servers: dict[int, tuple[subprocess.Popen[bytes], Path]] = {}
+SHARED = "COMMHOOKS_WARM_SERVERS"
 
 
 def python(*modules: str, server: int = 0) -> str:
     """To be used in the place of `sys.executable`. `modules` are imported in the server, of several, first."""
     if not hasattr(os, "pidfd_open"):
         return sys.executable
-    if server not in _servers or _servers[server][0].poll() is not None:
-        _servers[server] = _start()
-    folder = _servers[server][1]
+    if SHARED in os.environ:
+        folder = Path(os.environ[SHARED].split(os.pathsep)[server])
+    else:
+        if server not in _servers or _servers[server][0].poll() is not None:
+            _servers[server] = _start()
+        folder = _servers[server][1]
     with socket.socket(socket.AF_UNIX) as connection:
         connection.connect(str(folder / "socket"))
         data = json.dumps({"modules": ["torch", "torch._dynamo", *modules]}).encode()
@@ -51,6 +55,12 @@ def python(*modules: str, server: int = 0) -> str:
         answer = connection.makefile().read()
     assert answer == "ready", answer
     return str(folder / "python")
+
+
+def share() -> None:
+    """Tests that this process starts use its servers 0 and 1. In a process of a server they could start none: it gets
+    no file descriptors but the standard ones."""
+    os.environ[SHARED] = os.pathsep.join(str(_servers[server][1]) for server in (0, 1))
 
 
 def _start() -> tuple[subprocess.Popen[bytes], Path]:

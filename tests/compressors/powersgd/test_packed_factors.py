@@ -88,6 +88,9 @@ def test_which_factors_share_a_tensor() -> None:
     assert groups([768, 3072, 768]) == [[0, 2, 1]]
     assert groups([50_257, 768, 768, 3072, 768]) == [[1, 2, 4, 3], [0]]
     assert groups([10, 1000, 20]) == [[0, 2, 1]]  # small ones always
+    assert groups([10_000, 20_000]) == [[0, 1]]
+    assert groups([1000, 1000, 1000, 1000, 16_000]) == [[0, 1, 2, 3, 4]]  # five rows of 16,000 are four times as long
+    assert groups([1000, 1000, 1000, 1000, 16_001]) == [[0, 1, 2, 3], [4]]
     shapes = [(r, n) for r in (1, 4, 16) for n in (64, 5000, 20_000, 100_000)]
     padded = sum(torch.Size(group.shape).numel() for group in _factors(shapes, torch.float32)._groups)
     assert padded < 4 * 16 * sum(n for _, n in shapes)

@@ -297,6 +297,7 @@ def test_the_plan_knows_bytes_and_memory() -> None:
         assert ranks.step([flat(gradients(0, 1)).float()])
     made = ranks._compressors[0]
     planned = made.memory_plan(ranks.plans, [ranks.plans])
+    assert {plan.name: plan.flags for plan in ranks.plans} == {name: int(name not in PLAIN) for name in SHAPES}
     (work,) = ranks._works
     messages = work.work.messages
     sent = sum(plan.sent_bytes(None) + plan.flags * plan.wire_itemsize(None) for plan in ranks.plans)

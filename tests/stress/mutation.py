@@ -1,0 +1,171 @@
+"""Mutants that a tool makes (cosmic-ray): small changes of the code in a copy of the repository, each of which a test
+must notice.
+
+    python -m tests.stress.mutation [AREA ...] [--sample N | --all] [--seed S]
+
+`mutation_areas.py` has the areas: files, and the tests that are to notice. Of each area a sample is tried, the same for
+the same seed and code. What no test notices is printed as a diff and makes the exit status 1, unless EXPLAINED has a
+reason for it. Run by `make test-mutants`, after the seeded faults.
+"""
+
+import argparse
+import os
+import random
+import shlex
+import shutil
+import sys
+import tempfile
+import time
+from collections import Counter
+from pathlib import Path
+
+from cosmic_ray.ast import ast_nodes, get_ast
+from cosmic_ray.mutating import mutate_and_test, mutate_code
+from cosmic_ray.plugins import get_operator
+from cosmic_ray.testing import run_tests
+from cosmic_ray.work_item import MutationSpec, TestOutcome, WorkerOutcome
+from rich.console import Console
+from rich.table import Table
+
+from tests.stress.mutants import COPIED, ROOT
+from tests.stress.mutation_areas import AREAS, EXPLAINED, OPERATORS, Part
+from tests.support import warm
+
+SAMPLE, SEED = 10, 1
+BASE_LIMIT_S = 600  # for tests of the code as it is
+CACHE, CACHE_BEFORE = Path(".cache"), Path(".cache-before")
+
+
+def enter_copy(folder: str) -> None:
+    """The current folder is a copy of the repository from now on, and the tests that are started use nothing else: not
+    the user's cache either, where the libraries of a mutant would stay."""
+    for name in COPIED:
+        source, target = ROOT / name, Path(folder, name)
+        if source.is_dir():
+            shutil.copytree(source, target, ignore=shutil.ignore_patterns("__pycache__"))
+        else:
+            shutil.copy(source, target)
+    os.chdir(folder)
+    CACHE.mkdir()
+    os.environ |= {"PYTHONPATH": folder, "XDG_CACHE_HOME": str(CACHE.absolute())}
+
+
+def warm_pytest() -> str:
+    """A command that starts pytest where torch is imported already: its import takes longer than many a test."""
+    python = warm.python("torch.distributed", "torch.nn.parallel", "hypothesis", "numpy", "omegaconf", "rich")
+    warm.python(server=1)
+    warm.share()
+    return f"{shlex.quote(python)} -m pytest -x -q -p no:cacheprovider"
+
+
+def possible(file: Path) -> list[MutationSpec]:
+    """All mutants of a file, in one order."""
+    tree, found = get_ast(file.read_text()), []
+    for name in OPERATORS:
+        places = (place for node in ast_nodes(tree) for place in get_operator(name)().mutation_positions(node))
+        found += [MutationSpec(file, name, number, *place) for number, place in enumerate(places)]
+    return found
+
+
+def is_python(mutant: MutationSpec) -> bool:
+    """cosmic-ray takes the star of `def f(*, x)` for a multiplication, too."""
+    text = mutant.module_path.read_text()
+    try:
+        compile(mutate_code(text, get_operator(mutant.operator_name)(), mutant.occurrence), "mutant", "exec")
+    except SyntaxError:
+        return False
+    return True
+
+
+def chosen(parts: list[Part], sample: int | None, seed: int) -> list[tuple[MutationSpec, Part]]:
+    """A sample of the mutants of an area, or all of them."""
+    mutants = [(each, part) for part in parts for file in part.files for each in possible(Path(file))]
+    random.Random(seed).shuffle(mutants)
+    found: list[tuple[MutationSpec, Part]] = []
+    for mutant, part in mutants:
+        if sample is not None and len(found) == sample:
+            break
+        if is_python(mutant):
+            found.append((mutant, part))
+    return sorted(found, key=lambda each: (each[1].tests, str(each[0].module_path), each[0].start_pos))
+
+
+def changed_lines(diff: str) -> tuple[str, str]:
+    """What the mutant has made of which line."""
+    lines = [line for line in diff.splitlines() if not line.startswith(("---", "+++"))]
+    old, new = ("\n".join(line[1:].strip() for line in lines if line[:1] == sign) for sign in "-+")
+    return old, new
+
+
+class Tester:
+    def __init__(self, console: Console) -> None:
+        self._console, self._pytest = console, warm_pytest()
+        self._limits: dict[Part, float] = {}
+
+    def _prepare(self, part: Part, command: str) -> float:
+        """The time limit of a mutant. Without a fault the tests pass; what they compile is kept."""
+        if part not in self._limits:
+            started = time.monotonic()
+            outcome, output = run_tests(command, BASE_LIMIT_S)
+            if outcome != TestOutcome.SURVIVED:
+                sys.exit(f"without a fault, these tests do not pass: {command}\n{output}")
+            seconds = time.monotonic() - started
+            self._limits[part] = 60 + 2 * seconds
+            self._console.print(
+                f"without a fault {seconds:.0f} s: {' '.join(part.tests)}", markup=False, soft_wrap=True
+            )
+            shutil.rmtree(CACHE_BEFORE, ignore_errors=True)
+            shutil.copytree(CACHE, CACHE_BEFORE)
+        return self._limits[part]
+
+    def outcome(self, mutant: MutationSpec, part: Part) -> str:
+        command = f"{self._pytest} {' '.join(part.tests)}"
+        limit_s = self._prepare(part, command)
+        started = time.monotonic()
+        result = mutate_and_test([mutant], command, limit_s)
+        shutil.rmtree(CACHE)
+        shutil.copytree(CACHE_BEFORE, CACHE)
+        if result.worker_outcome != WorkerOutcome.NORMAL:
+            sys.exit(f"{mutant}: {result.output}")
+        old, new = changed_lines(result.diff or "")
+        outcome = "killed"
+        if result.test_outcome == TestOutcome.SURVIVED:
+            outcome = "explained" if (str(mutant.module_path), old, new) in EXPLAINED else "SURVIVED"
+        where = f"{mutant.module_path}:{mutant.start_pos[0]}"
+        how = ", by the time limit" if result.output == "timeout" else ""
+        seconds = time.monotonic() - started
+        self._console.print(
+            f"{outcome}{how} ({seconds:.0f} s) {where}\n    {old}\n    {new}", markup=False, soft_wrap=True
+        )
+        return outcome
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("areas", nargs="*", metavar="AREA", help=f"of {', '.join(AREAS)}; all of them if not given")
+    parser.add_argument("--sample", type=int, default=SAMPLE, help=f"mutants of each area (default {SAMPLE})")
+    parser.add_argument("--all", action="store_true", help="every mutant; hours")
+    parser.add_argument("--seed", type=int, default=SEED)
+    arguments = parser.parse_args()
+    if unknown := set(arguments.areas) - set(AREAS):
+        parser.error(f"no area {', '.join(sorted(unknown))}: there are {', '.join(AREAS)}")
+    console = Console()
+    table = Table("area", "mutants", "killed", "explained", "SURVIVED", "score")
+    survived = 0
+    with tempfile.TemporaryDirectory(prefix="mutation-") as folder:
+        enter_copy(folder)
+        tester = Tester(console)
+        for area in arguments.areas or AREAS:
+            mutants = chosen(AREAS[area], None if arguments.all else arguments.sample, arguments.seed)
+            count = Counter(tester.outcome(*each) for each in mutants)
+            survived += count["SURVIVED"]
+            score = f"{100 * count['killed'] / max(1, len(mutants) - count['explained']):.0f} %"
+            numbers = (len(mutants), count["killed"], count["explained"], count["SURVIVED"])
+            table.add_row(area, *map(str, numbers), score)
+        os.chdir(ROOT)
+    console.print(table)
+    return 1 if survived else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

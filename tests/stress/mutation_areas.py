@@ -1,0 +1,225 @@
+"""What `mutation.py` changes, which tests are to notice, and the mutants that none can notice, each with the reason."""
+
+from dataclasses import dataclass
+
+# What cosmic-ray may do, one change for each: of its 132 ways to replace an operator by another, most end in the same
+# TypeError. Left out are `|`, which here joins types and dicts, and the removal of decorators (dataclass, property,
+# no_grad), which ends in an import error or only costs memory.
+OPERATORS = [
+    f"core/{name}"
+    for name in (
+        "ReplaceBinaryOperator_Add_Sub",
+        "ReplaceBinaryOperator_Sub_Add",
+        "ReplaceBinaryOperator_Mul_Add",
+        "ReplaceBinaryOperator_Div_Mul",
+        "ReplaceBinaryOperator_FloorDiv_Mul",
+        "ReplaceBinaryOperator_Mod_FloorDiv",
+        "ReplaceBinaryOperator_BitAnd_BitOr",
+        "ReplaceBinaryOperator_RShift_LShift",
+        "ReplaceComparisonOperator_Eq_NotEq",
+        "ReplaceComparisonOperator_NotEq_Eq",
+        "ReplaceComparisonOperator_Lt_LtE",
+        "ReplaceComparisonOperator_LtE_Lt",
+        "ReplaceComparisonOperator_Gt_GtE",
+        "ReplaceComparisonOperator_GtE_Gt",
+        "ReplaceComparisonOperator_Is_IsNot",
+        "ReplaceComparisonOperator_IsNot_Is",
+        "ReplaceUnaryOperator_USub_UAdd",
+        "ReplaceUnaryOperator_Delete_Not",
+        "ReplaceUnaryOperator_Delete_Invert",
+        "AddNot",
+        "ReplaceTrueWithFalse",
+        "ReplaceFalseWithTrue",
+        "ReplaceAndWithOr",
+        "ReplaceOrWithAnd",
+        "ReplaceBreakWithContinue",
+        "ReplaceContinueWithBreak",
+        "ExceptionReplacer",
+        "NumberReplacer",
+        "ZeroIterationForLoop",
+    )
+]
+
+
+@dataclass(frozen=True)
+class Part:
+    """Some files of an area, and the tests that are to notice: those that notice most in the least time come first."""
+
+    files: tuple[str, ...]
+    tests: tuple[str, ...]
+
+
+def _files(package: str, *names: str) -> tuple[str, ...]:
+    return tuple(f"commhooks/{package}/{name}.py" for name in names)
+
+
+def _tests(*names: str) -> tuple[str, ...]:
+    return tuple(f"tests/{name.replace('::', '.py::') if '::' in name else name + '.py'}" for name in names)
+
+
+AREAS = {
+    "engine": [
+        Part(
+            _files("engine", "average", "backward_pass", "immediate", "simulation", "state", "task"),
+            _tests(
+                "engine/test_backward_pass",
+                "engine/test_meanwhile",
+                "engine/test_simulation",
+                "engine/test_immediate",
+                "engine/test_masked_commit",
+                "compressors/test_author_errors",
+                "engine/test_abandoned_backward",
+            ),
+        ),
+        Part(
+            _files("engine", "held_state", "known_buckets", "orphaned_residuals", "session", "session_state"),
+            _tests(
+                "engine/test_meanwhile",
+                "engine/test_settle",
+                "engine/test_simulation",
+                "engine/test_masked_commit",
+                "engine/test_start_step",
+                "engine/test_abandoned_collectives",
+                "compressors/auto/test_orphaned_residuals",
+                "checkpoint/test_changed_surroundings::test_a_commit_that_fails_is_not_saved_as_a_whole_one",
+                "checkpoint/test_changed_surroundings::test_nobody_waits_for_a_rank_whose_commit_failed",
+                "engine/test_ddp_modes",
+                "compressors/powersgd/test_batched_powersgd",
+                "engine/test_nonfinite",
+            ),
+        ),
+        Part(
+            _files("engine", "arrangement", "hierarchy", "node_shares"),
+            _tests(
+                "engine/test_which_nodes",
+                "engine/test_hierarchy::test_the_plan_shows_what_a_rank_of_a_node_needs",
+                "engine/test_hierarchy::test_the_same_as_without_nodes",
+                "engine/test_hierarchy::test_norms_are_those_of_the_share",
+                "engine/test_hierarchy::test_one_file_with_the_residuals_of_all_ranks",
+                "engine/test_hierarchy::test_resume_is_bit_equal",
+                "engine/test_casts_between_nodes",
+            ),
+        ),
+        Part(
+            _files("engine", "consensus", "kernel_choice"),
+            _tests(
+                "engine/test_kernel_choice",
+                "engine/test_start_step",
+                "engine/test_disagreement",
+                "compressors/powersgd/test_native_kernel",
+                "compressors/auto/test_auto_training::test_ranks_with_different_decisions_say_so",
+                "compressors/auto/test_auto_training::test_times_that_make_no_sense_on_one_rank_leave_all_with_all_reduce",
+                "ddp_comm_hooks/test_dropin::test_torchs_example_of_saving_and_reloading",
+            ),
+        ),
+        Part(
+            _files("engine", "local_driver", "observer", "statistics_log", "streams"),
+            _tests("engine/test_observer", "engine/test_streams", "tools/test_codec_time", "hook/test_metrics"),
+        ),
+    ],
+    "checkpoint": [
+        Part(
+            _files("checkpoint", "checks", "parts", "payload", "reshard"),
+            _tests(
+                "checkpoint/test_payload_parts",
+                "checkpoint/test_further_fields",
+                "checkpoint/test_hostile_payloads",
+                "checkpoint/test_payload",
+                "checkpoint/test_golden_payloads",
+                "checkpoint/test_changed_setup",
+            ),
+        ),
+        Part(
+            _files("checkpoint", "learned_state", "distributed"),
+            _tests(
+                "checkpoint/test_further_fields",
+                "checkpoint/test_payload",
+                "checkpoint/test_resumed",
+                "checkpoint/test_golden_payloads",
+                "checkpoint/test_changed_surroundings",
+                "engine/test_hierarchy::test_one_file_with_the_residuals_of_all_ranks",
+                "engine/test_hierarchy::test_resume_is_bit_equal",
+            ),
+        ),
+        Part(
+            _files("checkpoint", "user_state"),
+            _tests(
+                "checkpoint/test_plain_types",
+                "checkpoint/test_changed_setup::test_a_state_of_ones_own_that_has_nowhere_to_go",
+                "hook/test_no_hook",
+                "hook/test_user_hooks",
+            ),
+        ),
+        Part(_files("checkpoint", "cut_off"), _tests("checkpoint/test_hostile_files")),
+    ],
+    "quantized": [
+        Part(
+            _files("compressors/quantized", "block_plan", "blocks", "compressor", "exchange", "mean", "messages")
+            + _files("compressors/quantized", "native_blocks", "native_kernel", "options", "shares", "torch_kernel"),
+            _tests(
+                "compressors/quantized/test_shares",
+                "compressors/quantized/test_blocks",
+                "compressors/quantized/test_quantized_against_oracle",
+                "engine/test_kernel_choice::test_different_machines",
+                "compressors/quantized/test_native_blocks",
+                "hook/test_plan",
+                "compressors/quantized/test_quantized_cases",
+            ),
+        )
+    ],
+    "powersgd": [
+        Part(
+            _files("compressors/powersgd", "codec", "device_kernel", "exchange", "message", "matrix_plan")
+            + _files("compressors/powersgd", "compressor", "fields", "host_kernel", "native_products", "options")
+            + _files("compressors/powersgd", "packed_factors", "torch_products", "workspace")
+            + _files("compressors/powersgd", "quantised_message", "quantised_plan", "reference"),
+            _tests(
+                "compressors/powersgd/test_fields",
+                "compressors/powersgd/test_packed_factors",
+                "compressors/powersgd/test_codec",
+                "compressors/powersgd/test_native_threads",
+                "compressors/powersgd/test_batched_rank",
+                "compressors/powersgd/test_powersgd_against_oracle",
+                "compressors/powersgd/test_masked_exchange",
+                "compressors/powersgd/test_quantised_factors",
+            ),
+        )
+    ],
+}
+"""Areas by name; more than a part where other tests notice other files."""
+
+ALIKE = "all elements are alike"
+
+EXPLAINED = {
+    (
+        "commhooks/engine/simulation.py",
+        "names, config = ModelNames(parameters.items()), self._compressors[0].planning_config",
+        "names, config = ModelNames(parameters.items()), self._compressors[ -1].planning_config",
+    ): ALIKE,
+    (
+        "commhooks/engine/simulation.py",
+        "first_one = self._compressors[0]",
+        "first_one = self._compressors[ -1]",
+    ): ALIKE,
+    (
+        "commhooks/engine/statistics_log.py",
+        "self._next = 0",
+        "self._next = -1",
+    ): "no step is less than 0",
+    (
+        "commhooks/compressors/quantized/blocks.py",
+        "divisors = torch.where(scales == 0, 1, scales).unsqueeze(1)",
+        "divisors = torch.where(scales == 0, 2, scales).unsqueeze(1)",
+    ): "where the scale is 0, the numbers are so small that either quotient rounds to 0",
+    (
+        "commhooks/compressors/quantized/native_blocks.py",
+        "for which, start in enumerate((0, 1)):",
+        "for which, start in enumerate((0, 2)):",
+    ): "any fixed numbers tell builds apart",
+    (
+        "commhooks/compressors/quantized/native_kernel.py",
+        "self._factor = 1.0",
+        "self._factor = 0.0",
+    ): "`load` sets it before it is read",
+}
+"""(file, line, what the mutant makes of it): why no test can notice, or need not."""

@@ -219,7 +219,9 @@ class CommHook:
         if residual == "distributed" or sharded:
             return self._distributed_state(residual, joint)
         joint = joint and self._runner.before_save(self.joint_save_limit_s)
-        return self._runner.saved_state.save(residual, gather=gather, joint=joint, limit_s=self.joint_save_limit_s)
+        limit_s = self.joint_save_limit_s
+        content = self._runner.saved_state.save(residual, gather=gather, joint=joint, limit_s=limit_s)
+        return content if joint else self._runner.saved_alone(content)
 
     def _distributed_state(self, residual: str, joint: bool) -> dict[str, Any]:
         if not joint:

@@ -191,6 +191,18 @@ class LocalStepsHook(EngineHook):
 
         return self._together(share, limit_s) if self._moments_differ or self._buffers_differ else True
 
+    def saved_alone(self, content: dict[str, Any]) -> dict[str, Any]:
+        if self._in_round:
+            logger.warning(
+                "hook %s was saved by rank %s alone, in the middle of a round: a run that resumes begins from the "
+                "weights on which all ranks agreed last, %s steps ago.",
+                self._request.name,
+                self.rank,
+                self._in_round,
+            )
+            return content | {"exact": False}
+        return content
+
     def loaded(self) -> None:
         self._in_round, self._due, self._moments_differ, self._buffers_differ = 0, False, False, False
         self._weights_differ = bool(self._session.state[ANCHOR.key])

@@ -168,6 +168,10 @@ class Runner(ABC):
         """Called on all ranks before a joint save. Returns whether all have come in time."""
         return True
 
+    def saved_alone(self, content: dict[str, Any]) -> dict[str, Any]:
+        """The payload `content` as it is saved where other ranks may not take part."""
+        return content
+
     def loaded(self) -> None:
         """Called after a state was loaded."""
         return None

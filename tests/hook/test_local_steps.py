@@ -166,6 +166,24 @@ def test_another_number_of_ranks_goes_on(run_ranks, ranks, later):
         assert not torch.equal(after, weights)
 
 
+def _alone(every: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    run = Run.new(hook="diloco", hook_options={"sync_every": every}).train(every)
+    anchor = run.weights()
+    run.train(1)
+    content = {"model": run.ddp.module.state_dict(), "hook": run.hook.state_dict(joint=False)}
+    assert content["hook"]["exact"] is False
+    resumed = Run.new(hook="diloco", hook_options={"sync_every": every})
+    resumed.ddp.module.load_state_dict(content["model"])
+    resumed.hook.load_state_dict(content["hook"])
+    resumed.ddp(batch(0, 0)[0])
+    return anchor, run.weights(), resumed.weights()
+
+
+def test_a_save_on_one_rank_alone_holds_the_anchor(run_ranks):
+    for anchor, own, resumed in run_ranks(_alone, 3):
+        assert torch.equal(resumed, anchor) and not torch.equal(own, anchor)
+
+
 def _with_a_bad_rank(every: int) -> Any:
     run = Run.new(hook=commhooks.DiLoCo(sync_every=every))
     run.train(every)

@@ -1,0 +1,73 @@
+"""Seeded faults. Weights averaged once in several steps: the outer step, rounds, what is saved."""
+
+from tests.stress.seeded_faults.mutant import Mutant
+
+_STEP, _HOOK = "commhooks/compressors/local_steps/exchange.py", "commhooks/hook/local_steps_hook.py"
+_TESTS = "hook/test_local_steps.py"
+_RESUME = f"{_TESTS}::test_a_run_that_resumes_in_mid_round_goes_on_as_the_other"
+
+MUTANTS = [
+    Mutant(
+        "local steps: momentum that is not Nesterov's",
+        _STEP,
+        "            part.add_(after * mu)\n",
+        "            part.copy_(after)\n",
+        f"{_TESTS}::test_diloco_is_that_of_the_paper",
+    ),
+    Mutant(
+        "local steps: a round that is not finite moves the anchor",
+        _STEP,
+        "chosen(good, moved, anchor[name])",
+        "moved",
+        f"{_TESTS}::test_a_round_with_a_rank_that_is_not_finite_is_discarded",
+    ),
+    Mutant(
+        "local steps: a save leaves the optimizers' moments to the ranks",
+        _HOOK,
+        '            self._average(self._optimizers.moments(), "the optimizers\' state")\n',
+        "",
+        _RESUME,
+    ),
+    Mutant(
+        "local steps: a save does not end the round",
+        _HOOK,
+        "        if self._in_round:\n            self._outer_step()\n        else:",
+        "        if not self._in_round:",
+        _RESUME,
+    ),
+    Mutant(
+        "local steps: buffers stay apart",
+        _HOOK,
+        "        self._buffers.share(module, ",
+        "        (lambda *_: None)(module, ",
+        f"{_TESTS}::test_batchnorm_tied_and_frozen",
+    ),
+    Mutant(
+        "local steps: an outer step inside an optimizer's step",
+        _HOOK,
+        "if self._due and not self._optimizers.stepping:",
+        "if self._due:",
+        f"{_TESTS}::test_closures_count_their_passes",
+    ),
+    Mutant(
+        "local steps: a rank that skips its step is late for the outer one",
+        _HOOK,
+        "        if not self._scaled:\n            return True\n",
+        "        return True\n",
+        f"{_TESTS}::test_rounds_end_together_in_every_mode",
+    ),
+    Mutant(
+        "local steps: a resumed run keeps the weights of a save on one rank alone",
+        _HOOK,
+        "        self._weights_differ = bool(self._session.state[ANCHOR.key])\n",
+        "",
+        f"{_TESTS}::test_a_save_on_one_rank_alone_holds_the_anchor",
+    ),
+    Mutant(
+        "local steps: the outer step comes after the first of two optimizers",
+        "commhooks/gradients/optimizer_steps.py",
+        "            if not self._missing:\n",
+        "            if True:\n",
+        f"{_TESTS}::test_rounds_end_together_in_every_mode",
+    ),
+]

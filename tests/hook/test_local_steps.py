@@ -120,6 +120,9 @@ def _with_saves(config: commhooks.HookConfig, steps: int, saves: list[int], how:
         if end in saves:
             whole.save(**how)
             content = resumed.save(**how)
+            of_rank_0 = [content]
+            dist.broadcast_object_list(of_rank_0)
+            content = of_rank_0[0] | {"hook": content["hook"]}  # as the frameworks save
             resumed = Run.new(hook=config).load(content)
     return whole.weights(), resumed.weights(), whole.gradients[-1], resumed.gradients[-1]
 

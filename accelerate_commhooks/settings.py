@@ -214,7 +214,7 @@ def _resolved(source: str, loaded: Any, section: str, overrides: Iterable[str]) 
     except OmegaConfBaseException as error:
         raise HookConfigError(f"{source}: {error.full_key or section}: {unresolved(error)}") from error
     except TypeError as error:  # a list in the file, and an override of a key in it
-        raise HookConfigError(f"{source}: overrides {given}: {section} is no 'key: value' in this file") from error
+        raise HookConfigError(f"{source}: overrides {given}: the file has a list where one has a key") from error
     except yaml.YAMLError as error:
         raise HookConfigError(
             f"{source}: overrides {given}: a value is not YAML; put text with special characters in quotes, as in "

@@ -30,7 +30,7 @@ def write_together(files: Iterable[tuple[Path, dict[str, Any] | None]], rank: in
                     _save(content, file)
                     file.flush()
                     os.fsync(file.fileno())  # or a power cut may leave the new name with nothing behind it
-        for path, written in temporary.items():
+        for path, written in sorted(temporary.items(), key=lambda each: each[1] is None):  # those to remove come last
             with _naming(path):
                 if written is None:
                     path.unlink(missing_ok=True)

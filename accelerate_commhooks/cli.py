@@ -100,7 +100,10 @@ def _write_config(args: argparse.Namespace) -> int:
     settings = Settings({}, "flags").overridden(flags)
     check_settings(settings)
     new = not path.exists()
-    write_section(path, settings.values)
+    try:
+        write_section(path, settings.values)
+    except OSError as error:
+        raise HookConfigError(f"{path} cannot be read or written: {error.strerror or error}") from error
     Settings.read(path)
     print(f"{path}: the section {SECTION} is written. `accelerate-commhooks check {path}` shows what it does.")
     if new:
@@ -113,18 +116,18 @@ def _write_config(args: argparse.Namespace) -> int:
 
 def write_section(path: Path, settings: dict[str, Any]) -> None:
     """Write the section of a file in place of an older one; the rest of the file stays, also its comments. The file is
-    created if it is missing, and not changed by an error."""
+    created if it is missing, and not changed by an error. Accelerate reads JSON where the name ends in ".json"."""
     import yaml
 
-    before = path.read_text(encoding="utf-8") if path.exists() else ""
     try:
+        before = path.read_text(encoding="utf-8") if path.exists() else ""
         root = yaml.compose(before, Loader=yaml.SafeLoader)
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise HookConfigError(f"{path} is not YAML: {' '.join(str(error).split())}") from error
     if root is not None and not isinstance(root, yaml.MappingNode):
         raise HookConfigError(f"{path} does not hold settings ('key: value')")
-    if root is not None and root.flow_style:  # JSON or flow-style YAML: there are no comments to keep
-        text = json.dumps(yaml.safe_load(before) | {SECTION: settings}, indent=2) + "\n"
+    if path.suffix == ".json" or (root is not None and root.flow_style):  # there are no comments to keep
+        text = json.dumps((yaml.safe_load(before) or {}) | {SECTION: settings}, indent=2) + "\n"
     else:
         text = _without_section(before, root)
         text += "" if not text or text.endswith("\n") else "\n"
@@ -202,5 +205,9 @@ def _how_it_starts(file: str) -> str:
         return sentence
     args = launch_command_parser().parse_args(["script.py"])
     refuse_without_ddp(args, file, content)
-    launch = f"accelerate-commhooks launch --config_file {file} script.py"
-    return one_process_only(args, content) or f"`{launch}` starts {content.get('num_processes')} processes."
+    # Without a number, or with -1, Accelerate wants the flag.
+    count, flag = content.get("num_processes", -1), ""
+    if count == -1:
+        count, flag = "N", "--num_processes N "
+    launch = f"accelerate-commhooks launch --config_file {file} {flag}script.py"
+    return one_process_only(args, content) or f"`{launch}` starts {count} processes."

@@ -94,7 +94,7 @@ class CommHookKwargs(DistributedDataParallelKwargs):
         if given is None:
             self._checked_request()
             return
-        with given.locating_errors():
+        with given.locating_errors(but=self._given):
             for name, value in given.arguments().items():
                 if name == "hook" or name not in self._given:
                     setattr(self, name, value)

@@ -104,7 +104,10 @@ def launch(arguments: list[str]) -> int:
 def read_as_accelerate(file: str) -> dict[str, Any]:
     """The content of a configuration file."""
     text = Path(file).read_text(encoding="utf-8")
-    return (json.loads(text) if file.endswith(".json") else yaml.safe_load(text)) or {}
+    try:
+        return (json.loads(text) if file.endswith(".json") else yaml.safe_load(text)) or {}
+    except json.JSONDecodeError as error:
+        raise HookConfigError(f"{file} is not JSON, which Accelerate expects under this name: {error}") from error
 
 
 # ------------------------------------------------------------------------------------------------------- before the run

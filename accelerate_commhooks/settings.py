@@ -60,6 +60,8 @@ CommHookConfig = dataclasses.make_dataclass(
 )
 """The section: the arguments of all front ends, and the DDP arguments of the installed Accelerate."""
 _NAMES = [each.name for each in dataclasses.fields(CommHookConfig)]
+_ARGUMENT = re.compile(r"(?:\w+: )?(\w+)=")
+"""How messages about an argument begin; before it may stand the class that has it."""
 
 
 @dataclass(frozen=True)
@@ -129,11 +131,15 @@ class Settings:
         return arguments
 
     @contextlib.contextmanager
-    def locating_errors(self) -> Iterator[None]:
-        """Make HookConfigErrors of the body begin with the file and the key there, in place of an argument."""
+    def locating_errors(self, but: Collection[str] = ()) -> Iterator[None]:
+        """Make HookConfigErrors of the body begin with the file and the key there, in place of an argument. `but`:
+        arguments that are not from the file."""
         try:
             yield
         except HookConfigError as error:
+            argument = _ARGUMENT.match(str(error))
+            if argument is not None and (argument[1] if argument[1] in _NAMES else "hook_options") in but:
+                raise
             raise _located(error, self.source) from error
 
     # ---- the launcher requires that its settings are used ------------------------------------------------------------
@@ -208,7 +214,7 @@ def _resolved(source: str, loaded: Any, section: str, overrides: Iterable[str]) 
     except OmegaConfBaseException as error:
         raise HookConfigError(f"{source}: {error.full_key or section}: {unresolved(error)}") from error
     except TypeError as error:  # a list in the file, and an override of a key in it
-        raise HookConfigError(f"{source}: overrides {given}: {section} is no 'key: value' in this file") from error
+        raise HookConfigError(f"{source}: overrides {given}: the file has a list where one has a key") from error
     except yaml.YAMLError as error:
         raise HookConfigError(
             f"{source}: overrides {given}: a value is not YAML; put text with special characters in quotes, as in "
@@ -263,7 +269,7 @@ def _typed(source: str, config: type, values: dict[str, Any], *keys: str) -> dic
 def _located(error: HookConfigError, source: str, *keys: str) -> HookConfigError:
     """`error` with the place of the key that it is about, in place of an argument of Python."""
     message = str(error)
-    argument = re.match(r"(?:\w+: )?(\w+)=", message)
+    argument = _ARGUMENT.match(message)
     if argument is not None:
         if argument[1] not in _NAMES:
             keys = ("hook_options",)

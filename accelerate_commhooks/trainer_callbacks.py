@@ -1,5 +1,6 @@
 """The callbacks of a `CommHookTrainer`: they prepare and close the hook, and adapt those that the Trainer brings."""
 
+import weakref
 from typing import TYPE_CHECKING, Any
 
 from transformers import PrinterCallback, ProgressCallback, Trainer, TrainerCallback
@@ -21,7 +22,7 @@ class HookCallback(TrainerCallback):
     checkpoint contains it."""
 
     def __init__(self, trainer: "CommHookTrainerMixin") -> None:
-        self.trainer = trainer
+        self.trainer: CommHookTrainerMixin = weakref.proxy(trainer)  # which holds this callback
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         trainer, handler = self.trainer, self.trainer._hook_handler
@@ -54,7 +55,7 @@ class HookCallback(TrainerCallback):
                 "super().save_model(output_dir, _internal_call).",
                 state.global_step,
                 hook.name,
-                type(trainer).__name__,
+                trainer.__class__.__name__,  # behind the proxy
             )
 
 

@@ -97,12 +97,13 @@ class HookedDDP(HookedStrategy, DDPStrategy):
         # Security: by default Lightning 2.6 can execute code in a checkpoint. Default to weights_only=True here; for
         # trusted files `fit` accepts weights_only=False.
         self._checkpoint_path = checkpoint_path
+        weights_only = True if weights_only is None else weights_only
         try:
-            return super().load_checkpoint(checkpoint_path, weights_only=True if weights_only is None else weights_only)
+            return super().load_checkpoint(checkpoint_path, weights_only=weights_only)
         except Exception as error:  # torch raises many kinds of exceptions for truncated or foreign files
             if cut := cut_off(checkpoint_path, error):
                 raise PayloadError(f"{checkpoint_path} cannot be read: {cut}. Resume from another one") from error
-            if isinstance(error, OSError):  # its message names the file
+            if isinstance(error, OSError) or not weights_only:  # the message names the file, or code in it has failed
                 raise
             reason = (str(error).splitlines() or [""])[0]
             raise PayloadError(

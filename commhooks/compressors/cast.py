@@ -42,7 +42,6 @@ class Stateless(Compressor[ConfigT]):
     """Base of the compressors without learned state that treat all parameters of a bucket alike."""
 
     transactional = False
-    selective = False
     computes_from_received = False
 
     def plan_one(self, info: ParameterInfo) -> UnitPlan:

@@ -23,5 +23,5 @@ from commhooks.hook.arguments import (
 from commhooks.hook.attach import attach_request
 from commhooks.hook.metrics import NAMES, PREFIX, Meter
 from commhooks.hook.request import HookRequest
-from commhooks.hook.supported import TooOld, check_version
+from commhooks.hook.supported import check_version
 from commhooks.hook.vocabulary import ARGUMENTS, check_arguments, check_value

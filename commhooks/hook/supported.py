@@ -13,19 +13,15 @@ OLDEST = {
 """As in pyproject.toml, where docs/versions.md is named, which has the reasons."""
 
 
-class TooOld(ImportError):
-    """The installed version of a framework is older than those that work."""
-
-
 def check_version(framework: ModuleType) -> None:
     """Check that `framework`, one of `OLDEST`, is not too old.
 
     Raises:
-        TooOld: it is.
+        ImportError: it is.
     """
     name, version = framework.__name__, framework.__version__
     if _numbers(version) < _numbers(OLDEST[name]):
-        raise TooOld(
+        raise ImportError(
             f"commhooks needs {name} {OLDEST[name]} or newer, and {version} is installed: "
             f'pip install --upgrade "{name.replace("_", "-")}>={OLDEST[name]}"'
         )

@@ -11,6 +11,7 @@ import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -62,6 +63,14 @@ def test_files_change_together_or_not_at_all(tmp_path: Path) -> None:
     _write_both(tmp_path, 2)
     assert _contents(tmp_path).keys() == {"a.pt", "b.pt"}
     assert torch.load(tmp_path / "a.pt", weights_only=True) == {"small": 2}
+
+
+def test_files_are_removed_after_the_others_are_in_place(tmp_path: Path) -> None:
+    """Of a save that ends between, the old shared file needs the part, and the new one ignores it."""
+    torch.save({"before": 1}, tmp_path / "part.pt")
+    with mock.patch("os.replace", side_effect=OSError(5, "no")), pytest.raises(OSError):
+        write_together([(tmp_path / "part.pt", None), (tmp_path / "shared.pt", {"small": 1})], 0)
+    assert (tmp_path / "part.pt").exists()
 
 
 def test_the_error_names_the_file(tmp_path: Path) -> None:

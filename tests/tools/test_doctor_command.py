@@ -32,10 +32,21 @@ def test_what_cannot_be_written_is_said_before_measuring(
     check_output(tmp_path / "a.json", tmp_path / "a.png")
     with pytest.raises(DoctorError, match="there is no folder .*nowhere"):
         check_output(tmp_path / "nowhere" / "a.json", None)
+    with pytest.raises(DoctorError, match="is a folder"):
+        check_output(tmp_path, None)
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     assert main(["doctor", "a:b", "--plot", str(tmp_path / "a.png")]) == 1
     error = capsys.readouterr().err
     assert "the plot needs matplotlib " in error and error.endswith(": pip install matplotlib\n")
+
+
+def test_only_rank_0_needs_the_folders_of_the_results(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for rank, says in (("0", "there is no folder"), ("1", "no process group")):
+        monkeypatch.setenv("RANK", rank)
+        assert main(["doctor", "a:b", "--json", str(tmp_path / "nowhere" / "a.json")]) == 1
+        assert says in capsys.readouterr().err
 
 
 def frozen() -> Any:

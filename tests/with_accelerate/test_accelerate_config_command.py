@@ -67,6 +67,11 @@ def test_config_of_new_and_json_files(tmp_path: Path, capsys: pytest.CaptureFixt
     assert json.loads(path.read_text()) == {"distributed_type": "NO", "comm_hook_config": {"hook": "bf16"}}
     assert main(["check", str(path)]) == 0
     assert "starts one process" in capsys.readouterr().out
+    path = tmp_path / "new.json"
+    assert main(["config", str(path), "--hook", "bf16"]) == 0
+    assert json.loads(path.read_text()) == {"comm_hook_config": {"hook": "bf16"}}
+    assert main(["check", str(path)]) == 0
+    assert "Settings only: " in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -131,6 +136,16 @@ def test_patterns_are_written_and_shown_as_they_are(tmp_path: Path, capsys: Any)
     assert "hook_options.exclude              ['*embed*', '[ab]*', ':x:']\n" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(
+    ("line", "says"), [("num_processes: 4", "starts 4 "), ("", "--num_processes N script.py` starts N ")]
+)
+def test_how_many_processes_start(line: str, says: str, tmp_path: Path, capsys: Any) -> None:
+    path = tmp_path / "accelerate.yaml"
+    path.write_text(f"distributed_type: MULTI_GPU\n{line}\ncomm_hook_config: {{hook: fp16}}\n")
+    assert main(["check", str(path)]) == 0
+    assert f"{says}processes." in capsys.readouterr().out
+
+
 def test_a_file_without_a_hook(tmp_path: Path, capsys: Any) -> None:
     path = tmp_path / "hook.yaml"
     path.write_text("hook: none\n")
@@ -176,14 +191,27 @@ def test_the_help_of_launch_says_what_it_adds(capsys: Any) -> None:
             "yaml: distributed_type: FSDP: ",
         ),
         ("comm_hook_config: {hook: fp17}\n", "unknown hook 'fp17'"),
+        ("hook: fp16  # YAML\n", "accelerate.json is not JSON, which Accelerate expects under this name: "),
     ],
 )
 def test_check_refuses(text: str, says: str, tmp_path: Path, capsys: Any) -> None:
-    path = tmp_path / "accelerate.yaml"
+    path = tmp_path / ("accelerate.json" if "JSON" in says else "accelerate.yaml")
     path.write_text(text)
     assert main(["check", str(path)]) == 2
     out, err = capsys.readouterr()
     assert out == "" and says in err
+
+
+def test_config_says_in_a_line_what_is_in_its_way(tmp_path: Path, capsys: Any) -> None:
+    latin = tmp_path / "latin.yaml"
+    latin.write_bytes(b"a: \xff\n")
+    for path, says in (
+        (tmp_path, f"{tmp_path} cannot be read or written: Is a directory"),
+        (tmp_path / "gone" / "a.yaml", f"{tmp_path}/gone/a.yaml cannot be read or written: No such file or directory"),
+        (latin, f"{latin} is not YAML: 'utf-8' codec can't decode byte 0xff"),
+    ):
+        assert main(["config", str(path), "--hook", "fp16"]) == 2
+        assert capsys.readouterr().err.startswith(f"accelerate-commhooks config: error: {says}")
 
 
 def test_a_file_that_cannot_be_written_stays(tmp_path: Path) -> None:

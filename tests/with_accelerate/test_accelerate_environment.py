@@ -68,6 +68,19 @@ def test_wrong_content_of_the_variable(named: Path, monkeypatch: pytest.MonkeyPa
         CommHookKwargs()
 
 
+def test_an_error_names_the_file_only_for_what_it_holds(named: Path) -> None:
+    for kwargs, says in (
+        ({"wrapper": "fp61"}, "wrapper='fp61'"),
+        ({"hook_options": {"matrix_approximation_rank": 0}}, "PowerSGD: matrix_approximation_rank=0; "),
+        ({"total_steps": -1}, "total_steps=-1; "),
+    ):
+        with pytest.raises(HookConfigError, match=f"^{says}"):
+            CommHookKwargs(**kwargs)
+    named.write_text("hook: powerSGD\nhook_options: {matrix_approximation_rank: 0}\n")
+    with pytest.raises(HookConfigError, match="hook.yaml: hook_options.matrix_approximation_rank: 0; "):
+        CommHookKwargs(wrapper="bf16")
+
+
 def test_nothing_was_handed_over(monkeypatch: pytest.MonkeyPatch) -> None:
     for value in (None, "", "  "):
         if value is not None:

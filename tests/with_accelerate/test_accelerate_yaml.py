@@ -110,6 +110,7 @@ WRONG = [
     Wrong("hook: powerSGD\ntotal_steps: ${oc.env:NO_SUCH_VARIABLE}", "total_steps", "NO_SUCH_VARIABLE"),
     Wrong("hook: powerSGD", "wraper", "did you mean 'wrapper'?", ("wraper=fp16",)),
     Wrong("hook: powerSGD", "", "override 'wrapper'; expected 'key=value'", ("wrapper",)),
+    Wrong("hook: powerSGD\nhook_options: [a]", "", "x=1']: the file has a list where", ("hook_options.x=1",)),
     # These are found by CommHookKwargs itself.
     Wrong("hook: powerSDG", "hook", "did you mean 'powerSGD'?"),
     Wrong("hook: powerSGD\nwrapper: fp32", "wrapper", "'fp32'; expected one of None, 'fp16'"),

@@ -173,3 +173,18 @@ def test_the_learning_rate_finder_rewinds_the_hook(run_ranks: Any, tmp_path: Pat
         assert_equal(residuals(before), residuals(after))
         for name in residuals(before):
             assert torch.equal(before["parameters"][name]["q"], after["parameters"][name]["q"])
+
+
+class NotPlain:
+    def __setstate__(self, state: Any) -> None:
+        raise ImportError("no module named a")
+
+
+def test_what_a_trusted_file_raises_is_not_taken_for_distrust(tmp_path: Path) -> None:
+    value = NotPlain()
+    value.anything = 1
+    torch.save({"a": value}, tmp_path / "a.ckpt")
+    with pytest.raises(PayloadError, match=r"a.ckpt cannot be read \(.*\)\. Nothing in it was run; if you trust"):
+        strategy().load_checkpoint(tmp_path / "a.ckpt")
+    with pytest.raises(ImportError, match="no module named a"):
+        strategy().load_checkpoint(tmp_path / "a.ckpt", weights_only=False)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import weakref
 from pathlib import Path
@@ -77,3 +78,15 @@ def _sweep(root: str) -> list[int]:
 def test_a_sweep_leaves_nothing_behind(run_ranks: Any, tmp_path: Path) -> None:
     for threads in run_ranks(_sweep, str(tmp_path)):
         assert_nothing_piles_up(threads)
+
+
+def test_a_trainer_does_not_wait_for_the_garbage_collector(tmp_path: Path) -> None:
+    args = TrainingArguments(str(tmp_path), use_cpu=True, report_to="none")
+    trainer = CommHookTrainer(Regression(), args, hook="powerSGD")
+    gone = [weakref.ref(each) for each in (trainer, trainer.model)]
+    gc.disable()
+    try:
+        del trainer
+        assert not any(each() for each in gone)
+    finally:
+        gc.enable()

@@ -8,11 +8,11 @@ from typing import Any
 from commhooks.compressors.adaptive import Watch
 from commhooks.compressors.auto.candidates import new
 from commhooks.compressors.candidates import Candidate
+from commhooks.compressors.hook_config import LARGEST_STEP
 from commhooks.compressors.units import Unit
 from commhooks.errors import HookConfigError, shown
 
 _PHASES = ("measuring", "trying", "resting")
-_LARGEST = 2**62
 
 
 @dataclass(frozen=True)
@@ -141,6 +141,6 @@ def _number(value: Any) -> float:
 
 
 def _count(value: Any) -> int:
-    if type(value) is not int or not 0 <= value <= _LARGEST:
-        raise ValueError(f"{shown(value)} is not a whole number from 0 to {_LARGEST}")
+    if type(value) is not int or not 0 <= value <= LARGEST_STEP:
+        raise ValueError(f"{shown(value)} is not a whole number from 0 to {LARGEST_STEP}")
     return value

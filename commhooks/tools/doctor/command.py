@@ -21,7 +21,8 @@ from commhooks.tools.options import parse_options
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the command. All ranks must call this; rank 0 prints and writes files."""
-    check_output(arguments.json, arguments.plot)
+    if os.environ.get("RANK", "0") == "0":  # which writes; other machines may lack the folder
+        check_output(arguments.json, arguments.plot)
     options = parse_options(arguments.options)
     with current_folder_first(), _process_group(arguments.backend):
         check_world_size(None)

@@ -149,6 +149,8 @@ def check_output(json_path: Path | None, plot_path: Path | None) -> None:
     for path in (json_path, plot_path):
         if path is not None and not path.resolve().parent.is_dir():
             raise DoctorError(f"{path}: there is no folder {path.resolve().parent}")
+        if path is not None and path.is_dir():
+            raise DoctorError(f"{path} is a folder; give the name of a file in it")
     if plot_path is not None:
         from commhooks.tools.doctor.plot import require_matplotlib
 

@@ -20,8 +20,8 @@ MUTANTS = [
     Mutant(
         "Lightning: checkpoints of the web are run",
         "lightning_commhooks/strategy.py",
-        "weights_only=True if weights_only is None else weights_only",
-        "weights_only=weights_only",
+        "weights_only = True if weights_only is None else weights_only",
+        "pass",
         "checkpoint/test_hostile_files.py::test_lightning_reads_checkpoints_of_the_web_with_weights_only_too",
     ),
     Mutant(

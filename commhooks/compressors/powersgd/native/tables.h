@@ -1,4 +1,5 @@
-/* The rows of the tables that native_products.py makes; each field has 64 bits. What is common to a call. And how matrices are cut into parts. */
+/* The rows of the tables that native_products.py makes, each field of 64 bits; what is common to a call; and how
+ * matrices are cut into parts. */
 
 struct matrix {
     size_t n, m, r;

@@ -178,7 +178,7 @@ class Consensus:
                     "from residuals of zero. Step and Q are kept.",
                     compressor.display_name,
                 )
-        self.arrangement.redistribute_residuals(state, names)
+        self.arrangement.redistribute_residuals(state, names, group)
         self._reached = True
 
 

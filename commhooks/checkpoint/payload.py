@@ -72,7 +72,7 @@ class Contribution:
 
 
 def build(target: Target, state: LearnedState, local: Contribution, counters: dict[str, int]) -> dict[str, Any]:
-    """Make a payload. `counters`: `Counters.so_far`."""
+    """Make a payload. `counters`: `Counters.cumulative()`."""
     parameters: dict[str, dict[str, Any]] = {}
     fields = [each for each in target.compressor.state_fields if each.per == "parameter"]
     for name, parameter in target.parameters.items():

@@ -48,7 +48,7 @@ class Counters:
     """Description, bucket and step of the latest collective, to find out where a run hangs."""
     last_pass: PassCounters = field(default_factory=PassCounters)
     before: dict[str, int] = field(default_factory=dict)
-    """What the runs before this one have counted; see `so_far`."""
+    """What the runs before this one have counted; see `cumulative`."""
     clocks: Clocks = field(default_factory=Clocks)
 
     def cumulative(self) -> dict[str, int]:
@@ -56,7 +56,7 @@ class Counters:
         return {name: self.before.get(name, 0) + getattr(self, name) for name in CONTINUED}
 
     def resume_from(self, saved: Mapping[str, int]) -> None:
-        """Let `so_far` be `saved` now. A counter that is not in it begins at 0."""
+        """Let `cumulative()` be `saved` now. A counter that is not in it begins at 0."""
         self.before = {name: saved.get(name, 0) - getattr(self, name) for name in CONTINUED}
 
     def sent(self, size: int) -> None:

@@ -66,7 +66,7 @@ class StateField:
         """Convert `value` to the current plan after options have changed; None: discard it and start afresh.
 
         Args:
-            fresh: the initial value of this field (see `Compressor.fresh`), or None.
+            fresh: the initial value of this field (see `Compressor.initial_value`), or None.
         """
         return value if tuple(value.shape) == self.shape(plan) else None
 

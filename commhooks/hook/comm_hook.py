@@ -1,4 +1,4 @@
-"""`CommHook`: a hook that is attached to a DDP model, and the user's handle on it."""
+"""`CommHook`: a hook that is attached to a model, and the user's handle on it."""
 
 from collections.abc import Callable
 from typing import Any

@@ -24,8 +24,6 @@ from commhooks.gradients.precision import compute_dtype
 
 logger = logger_of(__name__)
 
-SAVE_RESIDUAL: tuple[str, ...] = ("mean", "per_rank", "drop")
-
 
 @dataclass(frozen=True)
 class Target:

@@ -64,10 +64,10 @@ class Flat:
         self, state: LearnedState, parameters: Mapping[str, torch.Tensor], group: dist.ProcessGroup
     ) -> None:
         """Move loaded local tensors (residuals) to the ranks that use them, without changing their mean over all ranks.
-        All ranks of `group` call this when they have agreed on the state. `parameters`: name -> parameter of the whole
-        model."""
+        All ranks of `group` call this when they have agreed on the state, if they may have different ones.
+        `parameters`: name -> parameter of the whole model."""
         # Saved between nodes, each rank has those of its share: zeros for the rest, so that all ranks save the same.
-        for key in sorted(state.local) if parameters and not state.local_shared else ():
+        for key in sorted(state.local) if parameters else ():
             held = gather_held(state[key], parameters, group)
             for place, name in enumerate(parameters):
                 if any(row[place] for row in held):

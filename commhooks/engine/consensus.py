@@ -151,7 +151,8 @@ class Consensus:
         configuration = agreement_key(compressor.name, in_force, compressor.wire, shapes)
         chosen, device = self.choice, flat.device
         support = KernelSupport.of(compressor, device, [flat.dtype]) if chosen is None else chosen.as_support()
-        numbers = [state.step, configuration, int(state.local_missing), secrets.randbits(62), support.key]
+        local = agreement_key(*sorted(name for key in state.local for name in state[key]))
+        numbers = [state.step, configuration, int(state.local_missing), secrets.randbits(62), support.key, local]
 
         def agree() -> tuple[list[list[int]], Choice]:
             what = "the comparison of the ranks' state (load on every rank, or on none)"
@@ -178,7 +179,8 @@ class Consensus:
                     "from residuals of zero. Step and Q are kept.",
                     compressor.display_name,
                 )
-        self.arrangement.redistribute_residuals(state, names, group)
+        if not self.arrangement.complete or len({row[5] for row in table}) > 1:
+            self.arrangement.redistribute_residuals(state, names, group)
         self._reached = True
 
 

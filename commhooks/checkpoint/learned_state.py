@@ -1,7 +1,6 @@
 """Convert the learned state of a session to a checkpoint payload and back."""
 
 import contextlib
-import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -226,8 +225,8 @@ class SavedLearnedState:
         with session.held.lock:
             # Unread outcomes of earlier steps belong to the state that is replaced now.
             session.held.settle()
-            for each in dataclasses.fields(LearnedState):
-                setattr(session.state, each.name, getattr(state, each.name))
+            # At once: a signal handler that saves never finds a part of it.
+            vars(session.state).update(vars(state))
             session.consensus.replaced(compressor)
 
     def _target(self, compressor: Compressor[Any]) -> payload.Target:

@@ -87,24 +87,15 @@ def resolve_group(process_group: dist.ProcessGroup | None) -> dist.ProcessGroup:
     return group
 
 
+@dataclass(eq=False, slots=True)
 class Pending:
     """A collective in flight."""
 
-    __slots__ = ("answer", "_work", "_what", "_group", "_counters")
-
-    def __init__(
-        self,
-        answer: torch.Tensor,
-        work: dist.Work | MessageWork,
-        what: str,
-        group: dist.ProcessGroup,
-        counters: Counters | None,
-    ) -> None:
-        self.answer = answer
-        self._work = work
-        self._what = what
-        self._group = group
-        self._counters = counters
+    answer: torch.Tensor
+    _work: dist.Work | MessageWork
+    _what: str
+    _group: dist.ProcessGroup
+    _counters: Counters | None
 
     def wait(self) -> torch.Tensor:
         """Wait for the collective and return its result; see `Send`. On CUDA the current stream waits, not the host.

@@ -163,7 +163,7 @@ class Consensus:
             return table, agreed_choice(support, [row[4] for row in table], group, device, HookRunError)
 
         (table, choice), steps = on_all_shards(agree, [state.step], shard_group, device, HookRunError)
-        _check_steps([row[0] for row in steps])
+        _check_steps([row[0] for row in steps], " of the sharding group")
         self.buckets.speaker = speaker = is_logging_rank(group, shard_group)
         if chosen is None:
             self.compute_with(choice)
@@ -194,11 +194,11 @@ def _check_configurations(configurations: list[int]) -> None:
         )
 
 
-def _check_steps(steps: list[int]) -> None:
+def _check_steps(steps: list[int], of: str = "") -> None:
     if len(set(steps)) > 1:
         raise HookRunError(
-            f"the ranks are at different steps of the hook: {_by_rank(steps)}. Load the same checkpoint on every rank "
-            "before the first backward pass, or on none"
+            f"the ranks are at different steps of the hook: {_by_rank(steps)}{of}. Load the same checkpoint on every "
+            "rank before the first backward pass, or on none"
         )
 
 

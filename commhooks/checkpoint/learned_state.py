@@ -1,7 +1,6 @@
 """Convert the learned state of a session to a checkpoint payload and back."""
 
 import contextlib
-import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +11,7 @@ from commhooks.checkpoint import payload
 from commhooks.checkpoint.checks import COUNTERS, check_count, damaged
 from commhooks.checkpoint.payload import Contribution
 from commhooks.comm.joint_save import JointSave
+from commhooks.comm.shards import is_logging_rank
 from commhooks.compressors.adaptive import AdaptiveCompressor
 from commhooks.compressors.base import Compressor
 from commhooks.compressors.unit_plan import UnitPlan
@@ -42,6 +42,7 @@ class SavedLearnedState:
         self._group = held_weakly(group)
         self._plans_with = plans
         self._rank, self._world_size = dist.get_rank(group), dist.get_world_size(group)
+        self._speaks = is_logging_rank(group, session.consensus.binding.shard_group)
         self._joint_save: tuple[int, JointSave] | None = None
         self._first_start = session.compressor.start_step
 
@@ -226,11 +227,11 @@ class SavedLearnedState:
         with session.held.lock:
             # Unread outcomes of earlier steps belong to the state that is replaced now.
             session.held.settle()
-            for each in dataclasses.fields(LearnedState):
-                setattr(session.state, each.name, getattr(state, each.name))
+            # At once: a signal handler that saves never finds a part of it.
+            vars(session.state).update(vars(state))
             session.consensus.replaced(compressor)
 
     def _target(self, compressor: Compressor[Any]) -> payload.Target:
         compressed = {plan.name: plan for plan in self._plans_with(compressor) if plan.compressed}
-        names = self._session.consensus.binding.names
-        return payload.Target(self._hook, compressor, names.known(), compressed, self._rank, self._world_size)
+        names, ranks = self._session.consensus.binding.names.known(), (self._rank, self._world_size)
+        return payload.Target(self._hook, compressor, names, compressed, *ranks, self._speaks)

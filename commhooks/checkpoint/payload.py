@@ -24,8 +24,6 @@ from commhooks.gradients.precision import compute_dtype
 
 logger = logger_of(__name__)
 
-SAVE_RESIDUAL: tuple[str, ...] = ("mean", "per_rank", "drop")
-
 
 @dataclass(frozen=True)
 class Target:
@@ -37,6 +35,7 @@ class Target:
         parameters: name -> parameter of the current model.
         plans: name -> plan of each compressed parameter; empty for a compressor of whole buckets.
         rank, world_size: those of this process in the hook's group.
+        speaks: this rank logs the warnings that concern all ranks.
     """
 
     hook: str
@@ -45,6 +44,7 @@ class Target:
     plans: Mapping[str, UnitPlan]
     rank: int
     world_size: int
+    speaks: bool
 
     def kept_dtype(self, field: StateField, name: str) -> torch.dtype:
         """The dtype in which a field of a parameter of this name is kept, as far as the weights tell."""
@@ -155,7 +155,7 @@ def read(payload: dict[str, Any], target: Target, *, strict: bool) -> LearnedSta
                 state[each.key][name] = value.to(parameter.device, dtype, copy=not each.replicated).contiguous()
     if payload["residual"] == "none" and payload["exact"] is False and state.local:
         state.local_missing = state.missing_was_said = True
-        if target.rank == 0:
+        if target.speaks:
             logger.warning(
                 "the saved state of hook %s is marked inexact: it was saved where not all ranks could take part, "
                 "without residuals. Training resumes from residuals of zero; step and Q are kept.",
@@ -216,7 +216,7 @@ def _compare(parameters: dict[str, Any], target: Target, strict: bool) -> list[s
                 f"{text}\nstrict=False beside hook=... or in the load gives these parameters fresh memory and "
                 "loads the others"
             )
-        if target.rank == 0:
+        if target.speaks:
             logger.warning("%s\nThese parameters start with fresh memory (strict=False).", text)
     return [name for name in parameters if name not in problems]
 

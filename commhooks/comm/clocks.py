@@ -110,14 +110,6 @@ class Clocks:
         elif end is not None:
             self._open.append((begin, end, count))
 
-    def __getstate__(self) -> dict[str, Any]:
-        self.collect(wait=True)
-        return {"total": self.total, "last_pass": self.last_pass}
-
-    def __setstate__(self, saved: dict[str, Any]) -> None:
-        self.__init__()  # type: ignore[misc]
-        vars(self).update(saved)
-
 
 def has_clock(device: torch.device) -> bool:
     """Whether times on `device` can be measured: on the CPU and on CUDA."""

@@ -87,24 +87,15 @@ def resolve_group(process_group: dist.ProcessGroup | None) -> dist.ProcessGroup:
     return group
 
 
+@dataclass(eq=False, slots=True)
 class Pending:
     """A collective in flight."""
 
-    __slots__ = ("answer", "_work", "_what", "_group", "_counters")
-
-    def __init__(
-        self,
-        answer: torch.Tensor,
-        work: dist.Work | MessageWork,
-        what: str,
-        group: dist.ProcessGroup,
-        counters: Counters | None,
-    ) -> None:
-        self.answer = answer
-        self._work = work
-        self._what = what
-        self._group = group
-        self._counters = counters
+    answer: torch.Tensor
+    _work: dist.Work | MessageWork
+    _what: str
+    _group: dist.ProcessGroup
+    _counters: Counters | None
 
     def wait(self) -> torch.Tensor:
         """Wait for the collective and return its result; see `Send`. On CUDA the current stream waits, not the host.
@@ -181,17 +172,21 @@ def start(
     work: dist.Work | MessageWork
     try:
         if send.op == "gather":
-            own = send.tensor.contiguous()
+            own, sizes = send.tensor.contiguous(), None
             if send.splits is None:
                 answer = torch.empty((group.size(), *own.shape), dtype=own.dtype, device=own.device)
                 parts = answer.unbind(0)
             else:
-                answer = own.new_empty(sum(send.splits[1])) if send.into is None else send.into
-                parts = answer.split(list(send.splits[1]))
+                sizes = list(send.splits[1])
+                answer = own.new_empty(sum(sizes)) if send.into is None else send.into
+                parts = answer.split(sizes)
             if messages is not None and messages.serve(group, own.device):
                 work = messages.exchange([own] * group.size(), parts, group)
-            else:
+            elif sizes is None:
                 work = dist.all_gather(list(parts), own, group=group, async_op=True)
+            else:  # gloo gathers equal sizes only
+                copies = own.repeat(group.size())
+                work = dist.all_to_all_single(answer, copies, sizes, [own.numel()] * group.size(), group, async_op=True)
         elif send.op == "all_to_all":
             sent = arriving = None
             if send.splits is None:

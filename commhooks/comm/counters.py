@@ -56,7 +56,7 @@ class Counters:
         return {name: self.before.get(name, 0) + getattr(self, name) for name in CONTINUED}
 
     def resume_from(self, saved: Mapping[str, int]) -> None:
-        """Let `cumulative` be `saved` now. A counter that is not in it begins at 0."""
+        """Let `cumulative()` be `saved` now. A counter that is not in it begins at 0."""
         self.before = {name: saved.get(name, 0) - getattr(self, name) for name in CONTINUED}
 
     def sent(self, size: int) -> None:

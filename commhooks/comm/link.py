@@ -7,7 +7,7 @@ node:
     all-reduce   2 (W - 1) / W c. Messages one after another: 2 (W - 1) in a ring or 2 log2(W) in a tree, whichever is
                  less: NCCL chooses, gloo has rings
     all-to-all   each rank to each rank of other nodes: 2 L (W - L) / W c, W - L messages
-    all-gather   NCCL: 2 (W - 1) / W c, a ring: W - 1 messages; gloo: as an all-to-all (`messages.py`)
+    all-gather   NCCL: 2 (W - 1) / W c, a ring: W - 1 messages; gloo: as an all-to-all (`point_to_point.py`)
 """
 
 import math

@@ -19,7 +19,6 @@ from commhooks.compressors.powersgd.options import PowerSGD
 from commhooks.ddp_comm_hooks.old_pickles import converted
 from commhooks.engine.consensus import Binding
 from commhooks.engine.session import Session
-from commhooks.engine.session_state import SessionState
 from commhooks.engine.state import LearnedState
 from commhooks.errors import AttachError, HookConfigError, HookRunError, logger_of
 from commhooks.gradients.ddp import BucketReader
@@ -36,7 +35,7 @@ def _option(name: str) -> Any:
     return property(lambda state: getattr(state._options, name))
 
 
-class PowerSGDState(SessionState):
+class PowerSGDState:
     """Configuration and learned state of PowerSGD for one DDP model; replaces torch's `PowerSGDState`.
 
     Arguments, their order and their defaults are torch's, with these differences: `start_powerSGD_iter` may be 0 or 1

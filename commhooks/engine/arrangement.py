@@ -6,11 +6,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from commhooks.comm.collective import Reach
+from commhooks.comm.collective import Reach, gather_rows
 from commhooks.compressors.base import Compressor, Exchange, StepInfo
 from commhooks.compressors.unit_plan import MemoryPlan, UnitPlan
 from commhooks.engine.state import LearnedState
 from commhooks.gradients.layout import BucketLayout
+from commhooks.gradients.precision import compute_dtype
 
 
 class Flat:
@@ -59,14 +60,39 @@ class Flat:
         all ranks received the same."""
         return good
 
-    def redistribute_residuals(self, state: LearnedState, parameters: Mapping[str, torch.Tensor]) -> None:
+    def redistribute_residuals(
+        self, state: LearnedState, parameters: Mapping[str, torch.Tensor], group: dist.ProcessGroup
+    ) -> None:
         """Move loaded local tensors (residuals) to the ranks that use them, without changing their mean over all ranks.
-        All ranks call this when they have agreed on the state. `parameters`: name -> parameter of the whole model."""
+        All ranks of `group` call this when they have agreed on the state, if they may have different ones.
+        `parameters`: name -> parameter of the whole model."""
+        # Saved between nodes, each rank has those of its share: zeros for the rest, so that all ranks save the same.
+        for key in sorted(state.local) if parameters else ():
+            held = gather_held(state[key], parameters, group)
+            for place, name in enumerate(parameters):
+                if any(row[place] for row in held):
+                    state[key].setdefault(name, zeros_for(parameters[name]))
 
     def rebase(self, tensors: dict[str, torch.Tensor], name: str, mean: torch.Tensor) -> None:
         """Let `tensors`, of one field by parameter name, be as if `mean` had just been loaded for `name` on all
         ranks."""
         tensors[name] = mean
+
+
+def gather_held(
+    tensors: Mapping[str, torch.Tensor], parameters: Mapping[str, torch.Tensor], group: dist.ProcessGroup
+) -> list[list[bool]]:
+    """For each rank of `group`, for each of `parameters`, whether `tensors` has something for it there. All of these
+    ranks must call this."""
+    device = next(iter(parameters.values())).device
+    own = torch.tensor([name in tensors for name in parameters], dtype=torch.uint8, device=device)
+    held: list[list[bool]] = gather_rows(own, group, None, "which residuals each rank has").bool().tolist()
+    return held
+
+
+def zeros_for(parameter: torch.Tensor) -> torch.Tensor:
+    """A residual of zeros."""
+    return torch.zeros(parameter.numel(), dtype=compute_dtype(parameter.dtype), device=parameter.device)
 
 
 FLAT = Flat()

@@ -8,6 +8,7 @@ flight.
 
 import contextlib
 from collections.abc import Callable
+from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
@@ -93,34 +94,26 @@ class RunningExchange:
                 step.meanwhile()
 
 
+@dataclass(eq=False)
 class BackwardPass:
     """The buckets of one backward pass, in order. All ranks run the same sequence.
 
     Attributes:
         group: the process group.
         compressing: whether compression has begun.
+        residual_factor: `loss_scale` / the one with which fields with `scales_with_loss` were written.
         loss_scale: the loss scale of this pass.
-        residual_factor: this loss scale / the one with which fields with `scales_with_loss` were written.
         step: committed passes before this one; on an accelerator a lower bound.
         step_at_most: the upper bound.
     """
 
-    def __init__(
-        self,
-        group: dist.ProcessGroup,
-        compressing: bool,
-        residual_factor: LossScale,
-        loss_scale: LossScale,
-        step: int,
-        step_at_most: int,
-    ) -> None:
-        self.group = group
-        self.compressing = compressing
-        self.residual_factor = residual_factor
-        self.loss_scale = loss_scale
-        self.step = step
-        self.step_at_most = step_at_most
-        self.running: list[RunningExchange] = []
+    group: dist.ProcessGroup
+    compressing: bool
+    residual_factor: LossScale
+    loss_scale: LossScale
+    step: int
+    step_at_most: int
+    running: list[RunningExchange] = field(default_factory=list)
 
     @property
     def step_label(self) -> str:

@@ -151,7 +151,8 @@ class Consensus:
         configuration = agreement_key(compressor.name, in_force, compressor.wire, shapes)
         chosen, device = self.choice, flat.device
         support = KernelSupport.of(compressor, device, [flat.dtype]) if chosen is None else chosen.as_support()
-        numbers = [state.step, configuration, int(state.local_missing), secrets.randbits(62), support.key]
+        local = agreement_key(*sorted(name for key in state.local for name in state[key]))
+        numbers = [state.step, configuration, int(state.local_missing), secrets.randbits(62), support.key, local]
 
         def agree() -> tuple[list[list[int]], Choice]:
             what = "the comparison of the ranks' state (load on every rank, or on none)"
@@ -162,7 +163,7 @@ class Consensus:
             return table, agreed_choice(support, [row[4] for row in table], group, device, HookRunError)
 
         (table, choice), steps = on_all_shards(agree, [state.step], shard_group, device, HookRunError)
-        _check_steps([row[0] for row in steps])
+        _check_steps([row[0] for row in steps], " of the sharding group")
         self.buckets.speaker = speaker = is_logging_rank(group, shard_group)
         if chosen is None:
             self.compute_with(choice)
@@ -178,7 +179,8 @@ class Consensus:
                     "from residuals of zero. Step and Q are kept.",
                     compressor.display_name,
                 )
-        self.arrangement.redistribute_residuals(state, names)
+        if not self.arrangement.complete or len({row[5] for row in table}) > 1:
+            self.arrangement.redistribute_residuals(state, names, group)
         self._reached = True
 
 
@@ -192,11 +194,11 @@ def _check_configurations(configurations: list[int]) -> None:
         )
 
 
-def _check_steps(steps: list[int]) -> None:
+def _check_steps(steps: list[int], of: str = "") -> None:
     if len(set(steps)) > 1:
         raise HookRunError(
-            f"the ranks are at different steps of the hook: {_by_rank(steps)}. Load the same checkpoint on every rank "
-            "before the first backward pass, or on none"
+            f"the ranks are at different steps of the hook: {_by_rank(steps)}{of}. Load the same checkpoint on every "
+            "rank before the first backward pass, or on none"
         )
 
 

@@ -21,11 +21,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from commhooks.comm.collective import Reach, Send, collective_error, gather_rows
+from commhooks.comm.collective import Reach, Send, collective_error
 from commhooks.comm.nodes import Nodes
 from commhooks.compressors.base import Compressor, Exchange, StepInfo, Verdict
 from commhooks.compressors.unit_plan import MemoryPlan, UnitPlan
-from commhooks.engine.arrangement import Flat
+from commhooks.engine.arrangement import Flat, gather_held, zeros_for
 from commhooks.engine.average import exchange_or_average
 from commhooks.engine.immediate import NO_STATE
 from commhooks.engine.node_shares import (
@@ -39,7 +39,6 @@ from commhooks.engine.node_shares import (
 from commhooks.engine.state import LearnedState
 from commhooks.engine.task import Done, ExchangeTask
 from commhooks.gradients.layout import BucketLayout
-from commhooks.gradients.precision import compute_dtype
 
 
 class Hierarchy(Flat):
@@ -145,7 +144,9 @@ class Hierarchy(Flat):
         self._all_reduce(everywhere, dist.ReduceOp.MIN, "the verdict")
         return everywhere > 0
 
-    def redistribute_residuals(self, state: LearnedState, parameters: Mapping[str, torch.Tensor]) -> None:
+    def redistribute_residuals(
+        self, state: LearnedState, parameters: Mapping[str, torch.Tensor], group: dist.ProcessGroup
+    ) -> None:
         for key in sorted(state.local):
             if not state.local_shared:
                 self._collect(state[key], parameters)
@@ -172,15 +173,13 @@ class Hierarchy(Flat):
     def _collect(self, tensors: dict[str, torch.Tensor], parameters: Mapping[str, torch.Tensor]) -> None:
         """Add up, at its owner, what the ranks of this node have for each parameter, if any other rank has something.
         That comes from a checkpoint of another arrangement."""
-        device = next(iter(parameters.values())).device
-        own = torch.tensor([name in tensors for name in parameters], dtype=torch.uint8, device=device)
-        table = gather_rows(own, self.nodes.node, None, "residuals in the node").bool().tolist()
+        held = gather_held(tensors, parameters, self.nodes.node)
         for place, (name, parameter) in enumerate(parameters.items()):
-            if not any(row[place] for rank, row in enumerate(table) if rank != self._owners[name]):
+            if not any(row[place] for rank, row in enumerate(held) if rank != self._owners[name]):
                 continue
             total = tensors.pop(name, None)
             if total is None:
-                total = torch.zeros(parameter.numel(), dtype=compute_dtype(parameter.dtype), device=device)
+                total = zeros_for(parameter)
             self._all_reduce(total, dist.ReduceOp.SUM, f"the residual of {name}")
             if self.keeps(name):
                 tensors[name] = total

@@ -33,8 +33,8 @@ class Observer:
         return self._watching is not None
 
     def begin_pass(self, step: int, compressor: Compressor[Any]) -> None:
-        """Call at the begin of a pass. The pass before a watch is measured, too: its end is the begin of the first
-        watched one.
+        """Call at the beginning of a pass. The pass before a watch is measured, too: where it ends, the first watched
+        one begins.
 
         Args:
             step: committed steps before the pass.

@@ -14,10 +14,9 @@ class StatisticsLog:
     def __init__(self) -> None:
         self._next = 0
 
-    def add(self, current: BackwardPass, counters: Counters, every: int | None) -> None:
-        """Call at the commit of each compressed pass. Logs if `every` steps have passed since the last line; None:
-        never."""
-        if every is None or current.step_at_most < self._next:
+    def add(self, current: BackwardPass, counters: Counters, every: int) -> None:
+        """Call at the commit of each compressed pass. Logs if `every` steps have passed since the last line."""
+        if current.step_at_most < self._next:
             return
         self._next = current.step_at_most + every
         before, after = counters.numel_before, counters.numel_after

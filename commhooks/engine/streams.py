@@ -63,7 +63,7 @@ def keep_for_current_stream(tensors: Iterable[torch.Tensor]) -> None:
 class CommitMark:
     """The place behind the latest commit on the codec stream.
 
-    Who reads the learned state waits for this place and not for the whole stream: the stream may already hold
+    Whoever reads the learned state waits for this place and not for the whole stream: that may already hold
     collectives of the next pass, which other ranks begin only after a save that this rank takes part in.
 
     Hold the lock of the learned state while calling these methods.

@@ -1,1 +1,1 @@
-"""Gradients: their buckets and layouts, the names of parameters, and DDP as their source."""
+"""Gradients: their buckets and layouts, the names of parameters, and their sources: DDP and FSDP2."""

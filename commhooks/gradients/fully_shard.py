@@ -151,15 +151,17 @@ class FullyShardGradients(GradientSource):
             self._handles.append(shard.parameter.register_post_accumulate_grad_hook(on_accumulated))
 
     def unregister(self) -> None:
-        for unit in self._units():
-            unit.set_all_reduce_hook(None)  # type: ignore[arg-type]
-        while self._handles:
-            self._handles.pop().remove()
+        self._replace_by(None)
 
     def close(self) -> None:
-        self.unregister()
-        for unit in self._units():
-            unit.set_all_reduce_hook(_refuse_closed)
+        self._replace_by(_refuse_closed)
+
+    def _replace_by(self, hook: Any) -> None:
+        """Undo `register`, unless that was done before: the model may have another hook since then."""
+        for unit in self._units() if self._handles else ():
+            unit.set_all_reduce_hook(hook)
+        while self._handles:
+            self._handles.pop().remove()
 
     def _units(self) -> list[FSDPModule]:
         model = self.module

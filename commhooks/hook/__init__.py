@@ -1,1 +1,1 @@
-"""Attach hooks to DDP models, and `CommHook`, the user's handle on an attached hook."""
+"""Attach hooks to models in DDP and FSDP2, and `CommHook`, the user's handle on an attached hook."""

@@ -19,11 +19,11 @@ from commhooks.compressors.cast import AllReduce, AllReduceCompressor
 from commhooks.compressors.hook_config import HookConfig
 from commhooks.compressors.registry import compressor_of
 from commhooks.ddp_comm_hooks.default_hooks import bf16_compress_wrapper, fp16_compress_wrapper
+from commhooks.ddp_comm_hooks.powerSGD_hook import PowerSGDState
 from commhooks.engine.arrangement import FLAT
 from commhooks.engine.consensus import Binding
 from commhooks.engine.hierarchy import Hierarchy
 from commhooks.engine.session import Session
-from commhooks.engine.session_state import SessionState
 from commhooks.engine.state import LearnedState
 from commhooks.errors import AttachError, HookConfigError, logger_of
 from commhooks.gradients.exclude import warn_if_unmatched
@@ -222,7 +222,7 @@ def _runner_of(
     _check_signature(function, request.name)
     if request.wrapper is not None:
         function = _WRAPPERS[request.wrapper](function)
-    if not isinstance(state, SessionState):
+    if not isinstance(state, PowerSGDState):
         return UserHook(request, source, state, function), state
     assert source.module is not None
     state.bind(binding, source.module, function)

@@ -1,11 +1,10 @@
-"""`CommHook`: a hook that is attached to a DDP model, and the user's handle on it."""
+"""`CommHook`: a hook that is attached to a model, and the user's handle on it."""
 
 from collections.abc import Callable
 from typing import Any
 
 from commhooks.checkpoint.checks import REPLICAS_EQUAL, check_header
 from commhooks.checkpoint.distributed import from_distributed, is_distributed, to_distributed
-from commhooks.checkpoint.payload import SAVE_RESIDUAL
 from commhooks.comm.clocks import has_clock
 from commhooks.errors import HookConfigError, PayloadError, logger_of, shown
 from commhooks.gradients.source import GradientSource
@@ -15,6 +14,7 @@ from commhooks.hook.model_plan import ModelPlan
 from commhooks.hook.norms import Norms, measure, total
 from commhooks.hook.request import HookRequest
 from commhooks.hook.runner import Runner
+from commhooks.hook.vocabulary import SAVE_RESIDUAL
 
 logger = logger_of(__name__)
 

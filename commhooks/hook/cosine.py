@@ -61,10 +61,11 @@ class CosineSampler:
     ) -> "CosineSampler | None":
         """Make a sampler after checking that all ranks pass the same `every`; None if that is None. All ranks must call
         this. See `CommHook.sample_cosine` for the exceptions."""
-        if every is not None and (not isinstance(every, int) or isinstance(every, bool) or every < 1):
-            raise HookConfigError(f"sample_cosine({every!r}); expected a number of steps, 1 or more, or None")
-        own = torch.tensor([every or 0], device=next(iter(names.known().values())).device)
+        valid = every is None or (isinstance(every, int) and not isinstance(every, bool) and every >= 1)
+        own = torch.tensor([every or 0 if valid else -1], device=next(iter(names.known().values())).device)
         numbers = gather_rows(own, group, counters, "the number given to sample_cosine").flatten().tolist()
+        if not valid:  # not before: the others would wait
+            raise HookConfigError(f"sample_cosine({every!r}); expected a number of steps, 1 or more, or None")
         if len(set(numbers)) > 1:
             raise HookConfigError(f"sample_cosine: the ranks ask for different numbers of steps (0: none): {numbers}")
         return cls(every, names, group) if every is not None else None

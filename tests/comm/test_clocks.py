@@ -1,7 +1,6 @@
 """Times on an accelerator come from events that nobody waits for; here the events are made of the host's clock."""
 
 import contextlib
-import pickle
 import threading
 import time
 from collections.abc import Iterator
@@ -82,14 +81,6 @@ def test_the_last_answer_counts_from_the_last_call() -> None:
         answers[1]()  # 6
         measured.begin_pass()
         assert measured.total.waiting_s == 4
-
-
-def test_unread_times_are_pickled_too() -> None:
-    times = iter([0.0, 4.0])
-    measured = Clocks()
-    with events(lambda: next(times), device_at=0.0), measured.codec(CPU):
-        pass
-    assert pickle.loads(pickle.dumps(measured)).total.codec_s == 4
 
 
 def test_training_does_not_wait_for_a_thread_that_waits_for_events() -> None:

@@ -259,7 +259,8 @@ def _mean_before_the_first_pass(ranks_per_node: int | None, saved: dict[str, Any
     """The residuals that take part in the first step after a load."""
     run = _new("powerSGD", ranks_per_node).load(copy.deepcopy(saved))
     session = session_of(run.hook)
-    session.consensus.arrangement.redistribute_residuals(session.state, session.consensus.binding.names.known())
+    names, group = session.consensus.binding.names.known(), session.consensus.binding.group()
+    session.consensus.arrangement.redistribute_residuals(session.state, names, group)
     return residuals(run.hook)
 
 
@@ -272,6 +273,30 @@ def _gathered(_: None) -> bool:
 
 def test_one_file_with_the_residuals_of_all_ranks(run_ranks: Any) -> None:
     assert all(run_ranks(_gathered, None, world_size=4))
+
+
+def _two_layers(ranks_per_node: int | None, saved: list[dict[str, Any]] | None) -> dict[str, Any]:
+    """The state after a pass over two equal layers. After a load that pass is not finite, and the mean is saved."""
+    torch.manual_seed(3)
+    ddp = torch.nn.parallel.DistributedDataParallel(torch.nn.Sequential(*(torch.nn.Linear(20, 20) for _ in range(2))))
+    options = {"matrix_approximation_rank": 2, "start_powerSGD_iter": 0}
+    hook = commhooks.attach(ddp, "powerSGD", hook_options=options, ranks_per_node=ranks_per_node)
+    if saved is not None:
+        hook.load_state_dict(saved[dist.get_rank()])
+    inputs = torch.randn(4, 20, generator=torch.Generator().manual_seed(dist.get_rank()))
+    ddp(inputs if saved is None else inputs * float("inf")).square().mean().backward()
+    return copy.deepcopy(hook.state_dict("per_rank" if saved is None else "mean"))
+
+
+def test_the_mean_is_saved_before_a_rank_has_residuals_of_the_other_shares(run_ranks: Any) -> None:
+    """A run between nodes goes on without them, and no step was committed yet."""
+    before = run_ranks(_two_layers, 2, None, world_size=4)
+    found = [{name: each["residual"] for name, each in saved["parameters"].items()} for saved in before]
+    for saved in run_ranks(_two_layers, None, before, world_size=4):
+        assert saved["exact"] and saved["nonfinite_steps"] == 1
+        for name in ("0.weight", "1.weight"):
+            mean = sum(each[name][0] for each in found if each[name] is not None) / 4
+            assert mean.any() and torch.allclose(saved["parameters"][name]["residual"], mean)
 
 
 # ---- what is not finite, what fails ----------------------------------------------------------------------------------

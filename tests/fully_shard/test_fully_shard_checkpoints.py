@@ -14,6 +14,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import commhooks
+from tests.support.ddp_steps import log_lines
 from tests.support.inside import session_of
 from tests.support.models import bits_equal, relative_error, same_bits, worst_error
 from tests.support.sharded import (
@@ -214,14 +215,17 @@ def _inexact(folder: str) -> dict[str, Any]:
             session_of(hook).state.step += 1  # votes elsewhere
     dcp.save({"hook": hook}, checkpoint_id=folder)
     _, other = new(2, 2)
-    dcp.load({"hook": other}, checkpoint_id=folder)
+    with log_lines("commhooks.checkpoint.payload") as said:
+        dcp.load({"hook": other}, checkpoint_id=folder)
     state = session_of(other).state
-    return {"residuals": len(state["residual"]), "missing": state.local_missing, "q": len(state["q"]) > 0}
+    return {"residuals": len(state["residual"]), "missing": state.local_missing, "q": len(state["q"]) > 0, "said": said}
 
 
 def test_without_the_residuals_of_one_shard_none_are_loaded(run_ranks: Any, tmp_path: Path) -> None:
-    for outcome in run_ranks(_inexact, str(tmp_path), world_size=4):
+    first, *others = run_ranks(_inexact, str(tmp_path), world_size=4)
+    for outcome in (first, *others):
         assert outcome["residuals"] == 0 and outcome["missing"] and outcome["q"]
+    assert len(first["said"]) == 1 and not any(other["said"] for other in others)
 
 
 def _refused() -> list[str]:

@@ -202,6 +202,8 @@ def _detached() -> dict[str, bool]:
     own = backward(model, random_gradients(1))
     alone = all(torch.equal(own[name], gradient) for name, gradient in random_gradients(1).items())
     second = commhooks.attach(model, "allreduce", replicate_group=mesh["replicate"])
+    first.detach()  # it is not there any more, and takes nothing off
+    first.close()
     got = backward(model, random_gradients(2))
     return {
         "alone": alone and first.stats()["backward_passes"] == 1,

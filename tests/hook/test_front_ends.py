@@ -12,7 +12,6 @@ import pytest
 import commhooks
 from accelerate_commhooks import CommHookKwargs
 from accelerate_commhooks.settings import CommHookConfig
-from commhooks.checkpoint.payload import SAVE_RESIDUAL
 from commhooks.comm.wire import WRAPPERS
 from commhooks.hook import vocabulary
 from commhooks.hook.vocabulary import ARGUMENTS
@@ -55,13 +54,13 @@ def test_front_ends_have_the_same_arguments_and_defaults(name: str) -> None:
 
 
 def test_what_lightning_cli_offers_are_all_values() -> None:
-    assert vocabulary.WRAPPERS == WRAPPERS and vocabulary.SAVE_RESIDUAL == SAVE_RESIDUAL
+    assert vocabulary.WRAPPERS == WRAPPERS
     for strategy in (CommHookDDP, CommHookFSDP2):
         hints = typing.get_type_hints(strategy.__init__)
         assert typing.get_args(typing.get_args(hints["wrapper"])[0]) == WRAPPERS
     for taker in (CommHookDDP, CommHookCheckpoint):
         hints = typing.get_type_hints(taker.__init__)
-        assert typing.get_args(typing.get_args(hints["save_residual"])[0]) == SAVE_RESIDUAL
+        assert typing.get_args(typing.get_args(hints["save_residual"])[0]) == vocabulary.SAVE_RESIDUAL
 
 
 @pytest.mark.parametrize("name", [name for name in FRONT_ENDS if name != "YAML of Accelerate"])

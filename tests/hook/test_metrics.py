@@ -212,7 +212,15 @@ def wrong_sampling() -> list[str]:
     hook = commhooks.attach(wrap(mlp()), "powerSGD")
     of_a_user = commhooks.attach(wrap(mlp()), users_hook)
     texts = []
-    for attached, every in ((hook, 0), (hook, True), (hook, 2.0), (of_a_user, 3), (hook, 3 + dist.get_rank())):
+    rank = dist.get_rank()
+    for attached, every in (
+        (hook, 0),
+        (hook, True),
+        (hook, 2.0),
+        (of_a_user, 3),
+        (hook, 3 + rank),
+        (hook, 3 if rank else "3"),
+    ):
         with pytest.raises(commhooks.HookConfigError) as caught:
             attached.sample_cosine(every)
         texts.append(str(caught.value))
@@ -220,7 +228,9 @@ def wrong_sampling() -> list[str]:
 
 
 def test_wrong_sampling(run_ranks):
-    for texts in run_ranks(wrong_sampling):
+    ranks = run_ranks(wrong_sampling)
+    assert "sample_cosine('3'); expected" in ranks[0][5] and "different numbers" in ranks[1][5]
+    for texts in ranks:
         for text in texts[:3]:
             assert "expected a number of steps, 1 or more, or None" in text
         assert "users_hook' is your own" in texts[3]

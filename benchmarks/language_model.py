@@ -27,6 +27,7 @@ import os
 import statistics
 import sysconfig
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -190,10 +191,18 @@ def train(job: Job) -> Row:
 # ---- the table -------------------------------------------------------------------------------------------------------
 
 
-def run_missing(jobs: list[Job], results: Path) -> list[Row]:
-    """The rows of all `jobs`. Those that are not in `results` are run and appended, in the order of `jobs`."""
+def run_missing(jobs: list[Job], results: Path, train: Callable[[Job], Row] = train, label: str = "hook") -> list[Row]:
+    """The rows of all `jobs`. Those that are not in `results` are run and appended, in the order of `jobs`.
+
+    Args:
+        train: makes a row, with the parts of its job: `label`, "seed", "ranks" and "steps".
+    """
+
+    def job_of(row: Row) -> Job:
+        return row[label], row["seed"], row["ranks"], row["steps"]
+
     lines = results.read_text().splitlines() if results.exists() else []
-    done = {_job_of(row): row for row in map(json.loads, lines) if row["text"] == text_sum()}
+    done = {job_of(row): row for row in map(json.loads, lines) if row["text"] == text_sum()}
     if len(done) < len(lines):
         print(f"{len(lines) - len(done)} runs in {results} are of another text (another Python), and not used")
     missing = [job for job in jobs if job not in done]
@@ -206,13 +215,9 @@ def run_missing(jobs: list[Job], results: Path) -> list[Row]:
         for row in done_one_by_one(train, missing):
             with results.open("a") as file:
                 file.write(json.dumps(row) + "\n")
-            done[_job_of(row)] = row
-            print(f"{row['hook']}, seed {row['seed']}, {row['ranks']} ranks: {row['loss']:.4f}", flush=True)
+            done[job_of(row)] = row
+            print(f"{row[label]}, seed {row['seed']}, {row['ranks']} ranks: {row['loss']:.4f}", flush=True)
     return [done[job] for job in jobs]
-
-
-def _job_of(row: Row) -> Job:
-    return row["hook"], row["seed"], row["ranks"], row["steps"]
 
 
 def table(runs: list[Row], hooks: list[str]) -> list[Row]:

@@ -17,8 +17,6 @@ Finished runs are appended to --results and not repeated; the whole table takes 
 """
 
 import dataclasses
-import json
-import multiprocessing
 import os
 import statistics
 from dataclasses import dataclass
@@ -33,6 +31,7 @@ from language_model import (
     compressor_of,
     loss_of,
     recipe,
+    run_missing,
     text,
     text_sum,
     windows,
@@ -196,29 +195,14 @@ SETTINGS += [f"every={h} wire=int4 begin=0.1 end=0.2" for h in (5, 30)]
 SETTINGS += [f"every={h} {more}" for h in (5, 30) for more in ("shrink=1", "moments=1", "inner=0.7", "inner=1.4")]
 
 
-def run_missing(jobs: list[Job], results: Path) -> dict[Job, Row]:
-    """The rows of all `jobs`; those that are not in `results` are run and appended."""
-    lines = [json.loads(line) for line in results.read_text().splitlines()] if results.exists() else []
-    done = {(r["setting"], r["seed"], r["ranks"], r["steps"]): r for r in lines if r["text"] == text_sum()}
-    missing = [job for job in dict.fromkeys(jobs) if job not in done]
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    if missing:
-        with multiprocessing.get_context("spawn").Pool(min(cores, len(missing))) as pool:
-            for row in pool.imap_unordered(train, missing):
-                with results.open("a") as file:
-                    file.write(json.dumps(row) + "\n")
-                done[(row["setting"], row["seed"], row["ranks"], row["steps"])] = row
-                print(f"{row['setting']}, seed {row['seed']}, {row['ranks']} ranks: {row['loss']:.4f}", flush=True)
-    return done
-
-
-def table(done: dict[Job, Row], settings: list[str], seeds: list[int], counts: list[int], steps: int) -> list[Row]:
+def table(found: list[Row], settings: list[str], counts: list[int]) -> list[Row]:
     rows = []
     for count in counts:
+        of_count = [run for run in found if run["ranks"] == count]
+        exact = {run["seed"]: run["loss"] for run in of_count if run["setting"] == EXACT}
         for words in settings:
-            runs = [done[words, seed, count, steps] for seed in seeds]
-            exact = [done[EXACT, seed, count, steps]["loss"] for seed in seeds]
-            more = [run["loss"] / loss - 1 for run, loss in zip(runs, exact, strict=True)]
+            runs = [run for run in of_count if run["setting"] == words]
+            more = [run["loss"] / exact[run["seed"]] - 1 for run in runs]
             rows.append(
                 {
                     "setting": "all-reduce" if words == EXACT else words,
@@ -248,7 +232,7 @@ def main() -> None:
     at = machine()
     results = Path(os.devnull) if args.quick else args.results
     jobs = [(words, seed, count, args.steps) for count in args.ranks for seed in args.seeds for words in settings]
-    rows = table(run_missing(jobs, results), settings, args.seeds, args.ranks, args.steps)
+    rows = table(run_missing(jobs, results, train, "setting"), settings, args.ranks)
     columns = {
         "setting": number("setting"),
         "ranks": number("ranks"),

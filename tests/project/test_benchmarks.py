@@ -123,6 +123,12 @@ def test_energies(tmp_path):
         assert 0 < kept[0] and kept == sorted(kept) and kept[-1] <= 1 and row["lowest_1"] <= kept[0]
 
 
+def test_local_steps(tmp_path):
+    exact, local = _run("local_steps", tmp_path)
+    assert exact["setting"] == "all-reduce" and exact["share"] == 100 and exact["more"] == 0
+    assert 3 < local["share"] < 15 and 0 < abs(local["more"]) < 5  # int4, in 3 of 12 steps the gradients
+
+
 def test_language_model(tmp_path):
     picture = tmp_path / "figures.png"
     rows = {row["hook"]: row for row in _run("language_model", tmp_path, "--plot", str(picture))}

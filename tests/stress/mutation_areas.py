@@ -72,7 +72,7 @@ AREAS = {
             ),
         ),
         Part(
-            _files("engine", "held_state", "known_buckets", "orphaned_residuals", "session", "session_state"),
+            _files("engine", "held_state", "known_buckets", "orphaned_residuals", "session"),
             _tests(
                 "engine/test_meanwhile",
                 "engine/test_settle",

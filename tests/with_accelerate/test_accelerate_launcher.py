@@ -87,7 +87,7 @@ def run(command: list[str], temporary: Path, **environ: str) -> tuple[int, str]:
 def test_the_workers_use_what_was_handed_over(way: str, config: Path, temporary: Path, tmp_path: Path) -> None:
     arguments = ["--config_file", "other.yaml", "-m", "--lr=0.1", "two words", "--", "-x"]  # all of them the script's
     if way == "section":
-        command = [*OURS, f"--config_file={config}", "-m", "launched_script", str(tmp_path), *arguments]
+        command = [*OURS, f"--config_file={config}", "-m", "tests.support.launched_script", str(tmp_path), *arguments]
         status, output = run(command, temporary)
     else:
         config.write_text(ACCELERATE)

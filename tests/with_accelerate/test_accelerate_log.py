@@ -59,7 +59,10 @@ def _logged(folder: str, main_only: bool) -> dict[str, Any]:
     training.optimizer.zero_grad()
     if training.accelerator.is_main_process or not main_only:
         handler.log(training.accelerator)
-    training.accelerator.end_training()
+    # Not `end_training`: it destroys the process group, and DDP is its last owner then. torch 2.13 ends the group's
+    # threads with the GIL held, and hangs if one of them is just giving back a tensor.
+    for tracker in training.accelerator.trackers:
+        tracker.finish()
     return {"rows": notes.rows, "stats": stats, "weights": training.weights()}
 
 

@@ -330,7 +330,7 @@ def test_cli_help_lists_every_option(capsys: pytest.CaptureFixture[str]) -> None
         assert f"--trainer.strategy.{name} " in text
     for name in ("bucket_cap_mb", "find_unused_parameters", "static_graph", "gradient_as_bucket_view"):  # of DDP
         assert f"--trainer.strategy.{name} " in text
-    classes = "BF16Compress, Int8Compress, Int4Compress, PowerSGD, BatchedPowerSGD, Noop, Auto, Callable, str"
+    classes = "Int8Compress, Int4Compress, PowerSGD, BatchedPowerSGD, DiLoCo, LocalSGD, Noop, Auto, Callable, str"
     assert classes in _joined(text)
     assert "let the hook communicate in float16 or bfloat16" in _joined(text)
     with pytest.raises(SystemExit):

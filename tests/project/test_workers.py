@@ -9,12 +9,14 @@ import sys
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import clean_env
 import pytest
 import torch
 import torch.distributed as dist
 
+from tests.support import worker_side
 from tests.support.repository import REPOSITORY
 from tests.support.workers import RanksFailed
 
@@ -142,6 +144,41 @@ def test_a_worker_that_died_between_two_tasks_is_reported(run_ranks, worker_pool
     with pytest.raises(RanksFailed, match=r"rank 0 died \(exit code -9\)"):
         run_ranks(_pid)
     assert len(run_ranks(_pid)) == 2
+
+
+class _Arrives:
+    """An argument that rank 1 cannot read, or reads late."""
+
+    def __init__(self, how: str) -> None:
+        self.how = how
+
+    def __reduce__(self) -> Any:
+        return _arrive, (self.how,)
+
+
+def _arrive(how: str) -> None:
+    worker_side.GROUP_TIMEOUT_S = 2.0
+    if Path(sys.argv[-1]).name == "stack-1.txt":
+        if how == "late":
+            time.sleep(4)
+        else:
+            raise ImportError("only on rank 1")
+
+
+def _sum_of(nothing: None) -> float:
+    return float(_rank_and_sum(torch.ones(()), factor=1)[2])
+
+
+def test_a_rank_that_arrives_late_is_waited_for(run_ranks, worker_pool):
+    assert run_ranks(_sum_of, _Arrives("late")) == [3.0, 3.0]
+    worker_pool.kill()  # its workers have another limit now
+
+
+def test_a_rank_that_never_joins_does_not_spoil_the_next_task(run_ranks):
+    """The others give up, but torch counts the attempt; see `_next_group_is_misnamed`."""
+    with pytest.raises(RanksFailed, match="only on rank 1"):
+        run_ranks(_sum_of, _Arrives("broken"))
+    assert run_ranks(_sum_of, None) == [3.0, 3.0]
 
 
 def _leak(kind: str) -> None:

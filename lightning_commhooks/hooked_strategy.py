@@ -91,7 +91,9 @@ class HookedStrategy(ParallelStrategy):
         hook, left, config = self._comm_hook, _steps_left(trainer), self._request.config
         if hook is None or config is None or config.start_option is None or left is None:
             return
-        start, step = hook.options[config.start_option], hook.stats()["step"]
+        start, stats = hook.options[config.start_option], hook.stats()
+        # That of a hook that averages weights counts rounds.
+        step = stats["step"] if stats["step_in_round"] is None else stats["so_far"]["backward_passes"]
         if start < step + left:
             return
         about = "" if trainer.lightning_module.automatic_optimization else "about "

@@ -21,7 +21,7 @@ from commhooks.compressors.unit_plan import ParameterInfo, UnitPlan
 from commhooks.gradients.layout import BucketLayout
 from commhooks.gradients.loss_scale import LossScale
 
-__all__ = ["RESIDUAL", "Compressor", "Exchange", "Send", "State", "StateField", "StepInfo", "Verdict"]
+__all__ = ["RESIDUAL", "Compressor", "Exchange", "Send", "State", "StateField", "StepInfo", "Verdict", "judged"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,6 +38,21 @@ class Verdict:
 Exchange = Generator[Send | Verdict, Any, torch.Tensor | None]
 """Yields `Send` (answered by the reduced tensor) and once `Verdict`, and leaves the averaged gradient in the bucket, or
 returns the tensor that has it. A compressor that is not transactional yields no `Verdict`."""
+
+
+def judged(
+    exchange: Exchange,
+) -> Generator[Send | Verdict, Any, tuple[torch.Tensor | None, torch.Tensor | bool | None]]:
+    """`yield from exchange`, for an exchange that is a part of another. Also returns the answer to its verdict."""
+    answer = good = None
+    while True:
+        try:
+            yielded = exchange.send(answer)
+        except StopIteration as end:
+            return end.value, good
+        answer = yield yielded
+        if isinstance(yielded, Verdict):
+            good = answer
 
 
 class State(Protocol):

@@ -91,10 +91,15 @@ class CompressorRules(ABC, Generic[ConfigT]):
 
     @property
     def start_step(self) -> int:
-        """Number of committed steps before compression begins; until then the engine averages buckets uncompressed."""
+        """Number of committed steps of training before compression begins."""
         start = self.config.configured_start
         assert isinstance(start, int)
         return start
+
+    @property
+    def first_exchange(self) -> int:
+        """Number of committed steps before the compressor's first exchange; until then the engine averages."""
+        return self.start_step
 
     @property
     def display_name(self) -> str:

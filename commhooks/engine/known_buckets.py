@@ -12,7 +12,6 @@ from commhooks.engine.arrangement import Flat
 from commhooks.engine.average import average
 from commhooks.engine.orphaned_residuals import orphaned, with_orphaned
 from commhooks.engine.state import LearnedState
-from commhooks.engine.task import ExchangeTask
 from commhooks.errors import HookRunError, logger_of
 from commhooks.gradients.bucket import Bucket
 from commhooks.gradients.layout import BucketLayout, read_layout
@@ -64,7 +63,7 @@ class KnownBucket:
         left = orphaned(self.layout, self.compressed, state) if state.local else []
         if not left:
             return exchange
-        return with_orphaned(ExchangeTask(exchange, flat, compressor.name), flat, left, state, step)
+        return with_orphaned(exchange, flat, left, state, step)
 
 
 class KnownBuckets:

@@ -9,8 +9,7 @@ from collections.abc import Collection, Sequence
 import torch
 
 from commhooks.comm.collective import Send
-from commhooks.compressors.base import Exchange, State, StepInfo, Verdict
-from commhooks.engine.task import Done, ExchangeTask
+from commhooks.compressors.base import Exchange, State, StepInfo, judged
 from commhooks.gradients.layout import BucketLayout, Slot
 
 
@@ -23,9 +22,9 @@ def orphaned(layout: BucketLayout, compressed: Collection[str], state: State) ->
 
 
 def with_orphaned(
-    task: ExchangeTask, flat: torch.Tensor, slots: Sequence[Slot], state: State, step: StepInfo
+    exchange: Exchange, flat: torch.Tensor, slots: Sequence[Slot], state: State, step: StepInfo
 ) -> Exchange:
-    """The exchange of `task`, not begun yet, of a bucket to which the residuals of `slots` are added first. They are
+    """An exchange, not begun yet, of a bucket to which the residuals of `slots` are added first. They are
     deleted when the pass is committed; the host reads the verdict.
 
     Where no rank has a gradient the residual stays for another pass: DDP may drop the result for a parameter that no
@@ -36,10 +35,8 @@ def with_orphaned(
     sent = [slot for slot, has_gradient in zip(slots, flags.tolist(), strict=True) if has_gradient]
     for slot in sent:
         slot.of(flat).add_(residuals[slot.name] * factor)
-    answer = None
-    while not isinstance(next_one := task.advance(answer), Done):
-        answer = yield next_one
-        if isinstance(next_one, Verdict) and bool(answer):
-            for slot in sent:
-                residuals.pop(slot.name, None)
-    return next_one.result
+    result, good = yield from judged(exchange)
+    if bool(good):
+        for slot in sent:
+            residuals.pop(slot.name, None)
+    return result

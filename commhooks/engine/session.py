@@ -120,7 +120,7 @@ class Session:
         group = resolve_group(self.consensus.binding.group())
         self.consensus.reach(group, bucket.flat)
         state, compressor = self.state, self.compressor
-        start = compressor.start_step
+        start = compressor.first_exchange
         with self.held.lock:  # another thread that saves may be updating `state.step` and the unread passes
             # Synchronise only if the exact step matters.
             before_start = state.step < start <= self.held.step_at_most

@@ -4,6 +4,7 @@ synchronising with an accelerator."""
 import math
 import numbers
 from collections.abc import Callable
+from typing import overload
 
 import torch
 
@@ -53,6 +54,10 @@ def usable(scale: LossScale, otherwise: LossScale) -> LossScale:
     return torch.where(scale.isfinite() & (scale > 0), scale, otherwise)
 
 
+@overload
+def chosen(good: torch.Tensor | bool, new: torch.Tensor, old: torch.Tensor) -> torch.Tensor: ...
+@overload
+def chosen(good: torch.Tensor | bool, new: LossScale, old: LossScale) -> LossScale: ...
 def chosen(good: torch.Tensor | bool, new: LossScale, old: LossScale) -> LossScale:
     """`new` where `good`, else `old`; a tensor only if the device has to choose."""
     if isinstance(good, bool):

@@ -1,4 +1,4 @@
-"""The weights of a model as buckets, as DDP makes them of its gradients."""
+"""The weights of a model as one tensor each, and as buckets, as DDP makes them of its gradients."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
@@ -11,12 +11,17 @@ from commhooks.gradients.precision import compute_dtype
 BUCKET_BYTES = 64 * 2**20
 
 
-def weight_buckets(parameters: Mapping[str, torch.Tensor]) -> list[Bucket]:
-    """Copies of the weights in buckets, last parameter first, each on one device, in float32 (float64 for weights in
-    float64)."""
-    buckets = [_packed(each, index) for index, each in enumerate(_groups(list(parameters.values())[::-1]))]
-    buckets[-1].is_last = True
-    return buckets
+def packed(tensors: Sequence[torch.Tensor]) -> Iterator[Bucket]:
+    """Copies of the weights, or of other tensors, in buckets: last one first, each bucket on one device, in float32
+    (float64 for tensors in float64)."""
+    groups = _groups(tensors[::-1])
+    for index, each in enumerate(groups):
+        yield _packed(each, index, is_last=index == len(groups) - 1)
+
+
+def copied(parameters: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Copies of the weights by name, flat in memory order, in the dtypes of `packed`."""
+    return {n: to_memory(p.detach(), p).to(compute_dtype(p.dtype), copy=True) for n, p in parameters.items()}
 
 
 def set_weights(parameters: Mapping[str, torch.Tensor], values: Mapping[str, torch.Tensor]) -> None:
@@ -26,11 +31,10 @@ def set_weights(parameters: Mapping[str, torch.Tensor], values: Mapping[str, tor
             parameter.detach().copy_(to_logical(values[name].to(parameter.device), parameter))
 
 
-def write_back(buckets: Sequence[Bucket]) -> None:
-    """Let the weights be what is in the buckets, rounded to their dtypes."""
-    for bucket in buckets:
-        for parameter, part in _parts(bucket):
-            parameter.detach().copy_(to_logical(part, parameter))
+def write_back(bucket: Bucket) -> None:
+    """Let the tensors be what is in the bucket, rounded to their dtypes."""
+    for tensor, part in _parts(bucket):
+        tensor.detach().copy_(to_logical(part, tensor))
 
 
 class SharedBuffers:
@@ -69,27 +73,26 @@ def _numbers(module: torch.nn.Module) -> list[torch.Tensor]:
     return [each for each in module.buffers() if each.is_floating_point()]
 
 
-def _packed(parameters: Sequence[torch.Tensor], index: int) -> Bucket:
-    first, size = parameters[0], sum(p.numel() for p in parameters)
+def _packed(tensors: Sequence[torch.Tensor], index: int, *, is_last: bool) -> Bucket:
+    first, size = tensors[0], sum(each.numel() for each in tensors)
     flat = torch.empty(size, dtype=compute_dtype(first.dtype), device=first.device)
-    bucket = Bucket(flat, parameters, index, is_last=False)
-    for parameter, part in _parts(bucket):
-        part.copy_(to_memory(parameter.detach(), parameter))
+    bucket = Bucket(flat, tensors, index, is_last=is_last)
+    for tensor, part in _parts(bucket):
+        part.copy_(to_memory(tensor.detach(), tensor))
     return bucket
 
 
 def _parts(bucket: Bucket) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    parameters = bucket.parameters
-    return zip(parameters, bucket.flat.split([p.numel() for p in parameters]), strict=True)
+    return zip(bucket.parameters, bucket.flat.split([each.numel() for each in bucket.parameters]), strict=True)
 
 
-def _groups(parameters: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
-    """Parameters of one device and one dtype of computation, up to `BUCKET_BYTES` in a group but at least one."""
+def _groups(tensors: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
+    """Tensors of one device and one dtype of computation, up to `BUCKET_BYTES` in a group but at least one."""
     groups: dict[tuple[torch.device, torch.dtype], list[list[torch.Tensor]]] = {}
-    for parameter in parameters:
-        dtype = compute_dtype(parameter.dtype)
-        mine = groups.setdefault((parameter.device, dtype), [[]])
-        if mine[-1] and sum(p.numel() for p in [*mine[-1], parameter]) * dtype.itemsize > BUCKET_BYTES:
+    for tensor in tensors:
+        dtype = compute_dtype(tensor.dtype)
+        mine = groups.setdefault((tensor.device, dtype), [[]])
+        if mine[-1] and sum(each.numel() for each in [*mine[-1], tensor]) * dtype.itemsize > BUCKET_BYTES:
             mine.append([])
-        mine[-1].append(parameter)
+        mine[-1].append(tensor)
     return [group for each in groups.values() for group in each]

@@ -98,7 +98,7 @@ class CommHook:
 
         `step_in_round`, `outer_gradient_norm`: of hooks that average weights once in a round of several steps, None for
         others: the steps since the latest outer step, and the norm of g in it. Their `step` and `nonfinite_steps` count
-        rounds that were committed and discarded; the first of all, which makes the anchor, has no steps.
+        rounds: those that were committed and discarded.
 
         `kernel`: what the hook computes with: "native" for PowerSGD's native kernel, "torch" otherwise.
 
@@ -113,6 +113,7 @@ class CommHook:
         s, known, outcomes = runner.counters, runner.counts_bytes, runner.counts_outcomes
         clocks, timed = s.clocks, known and all(has_clock(p.device) for p in self._source.names.known().values())
         clocks.collect(wait=True)
+        in_round, outer_norm = runner.round
         sample = self._runner.cosine.latest if self._runner.cosine is not None else None
         counted: dict[str, Any] = {
             "hook": self.name,
@@ -120,8 +121,8 @@ class CommHook:
             "chosen": runner.chosen[0],
             "chosen_at": runner.chosen[1],
             "step": runner.saved_state.step,
-            "step_in_round": runner.round[0],
-            "outer_gradient_norm": runner.round[1],
+            "step_in_round": in_round,
+            "outer_gradient_norm": outer_norm,
             "backward_passes": s.backward_passes,
             "compressed_steps": s.compressed_steps if outcomes else None,
             "nonfinite_steps": s.nonfinite_steps if outcomes else None,

@@ -18,15 +18,17 @@ from commhooks.checkpoint.learned_state import SavedLearnedState
 from commhooks.comm import collective
 from commhooks.comm.collective import Send, gather_rows, new_future
 from commhooks.comm.counters import RoundCounters
+from commhooks.comm.wire import all_finite
 from commhooks.compressors.cast import AllReduce, AllReduceCompressor
 from commhooks.compressors.local_steps.exchange import ANCHOR
-from commhooks.engine.immediate import reduce_immediately
+from commhooks.engine.immediate import reduce_and_count
 from commhooks.engine.session import Session
 from commhooks.errors import logger_of
 from commhooks.gradients.bucket import Bucket
 from commhooks.gradients.optimizer_steps import OptimizerSteps
 from commhooks.gradients.source import Future, GradientSource
-from commhooks.gradients.weights import SharedBuffers, set_weights, weight_buckets, write_back
+from commhooks.gradients.torch_private import sparse_values
+from commhooks.gradients.weights import SharedBuffers, copied, packed, set_weights, write_back
 from commhooks.hook.engine_hook import EngineHook
 from commhooks.hook.request import HookRequest
 
@@ -58,38 +60,44 @@ class LocalStepsHook(EngineHook):
         self._due = False
         self._moments_differ = self._buffers_differ = False
         self._weights_differ = False  # from the anchor, which was loaded
+        self._trained_in_mode = True  # `Module.training` of the latest pass
         self._buffers = SharedBuffers()
         self._told = False
         # Bound methods would keep this object, and with it the learned state, as long as torch's hooks.
         this = weakref.ref(self)
         self._optimizers = OptimizerSteps(source.names.known().values(), functools.partial(_after_steps, this))
-        module = source.module
-        assert module is not None
-        self._before_forward = module.register_forward_pre_hook(_BeforeForward(self))
+        self._before_forward = self._module().register_forward_pre_hook(_BeforeForward(self))
         source.keep_buffers_apart()
 
     # ---- backward passes ---------------------------------------------------------------------------------------------
 
     def run(self, bucket: Bucket, grad_bucket: dist.GradBucket | None) -> Future:
         if bucket.is_first:
-            self._passes.begin_gradients()
-            begun = self._passes.cumulative()["backward_passes"]
-            self._averages_gradients = begun <= self._session.compressor.config.start_iter
-            self._buffers_differ = True
-            self._finite.clear()
-            if not self._averages_gradients and not self._session.state[ANCHOR.key]:
-                self._reduce_weights()  # the first time, this makes the anchor, of weights that are equal on all ranks
-        self._passes.gradients_of_pass(bucket.numel_here * bucket.flat.element_size())
+            self._begin_local_pass(bucket)
+        flat = bucket.flat
+        self._passes.gradients_of_pass(bucket.numel_here * flat.element_size())
         if self._averages_gradients:
-            future = reduce_immediately(self._exact, bucket, self._source.group, self._passes)
+            future = reduce_and_count(self._exact, bucket, self._source.group, self._passes)
         else:
-            future = new_future(bucket.flat.device)
-            future.set_result(bucket.flat)
+            future = new_future(flat.device)
+            future.set_result(flat)
             if self._scaled and self._ends_round:
-                self._finite.append(bucket.flat.isfinite().all())
+                self._finite.append(all_finite(sparse_values(flat) if flat.is_sparse else flat))
         if bucket.is_last:
             self.end_pass()
         return future
+
+    def _begin_local_pass(self, first: Bucket) -> None:
+        module, state = self._module(), self._session.state
+        self._session.consensus.reach(self._source.group, first.flat)
+        self._passes.begin_gradients()
+        begun = self._passes.cumulative()["backward_passes"]
+        self._averages_gradients = begun <= self._session.compressor.start_step
+        self._buffers_differ = any(True for _ in module.buffers())
+        self._trained_in_mode = module.training
+        self._finite.clear()
+        if not self._averages_gradients and not state[ANCHOR.key]:
+            state[ANCHOR.key].update(copied(self._source.names.known()))  # the weights are equal on all ranks
 
     def end_pass(self) -> None:
         if self._averages_gradients:
@@ -123,8 +131,8 @@ class LocalStepsHook(EngineHook):
     @property
     def round(self) -> tuple[int | None, float | None]:
         squares = [known.work.squares for known in self._session.consensus.buckets if known.work is not None]
-        known = [float(each) for each in squares if each is not None]
-        return self._in_round, math.sqrt(sum(known)) if known else None
+        measured = [float(each) for each in squares if each is not None]
+        return self._in_round, math.sqrt(sum(measured)) if measured else None
 
     # ---- outer steps -------------------------------------------------------------------------------------------------
 
@@ -138,12 +146,11 @@ class LocalStepsHook(EngineHook):
         """Before a step of training: make up for an outer step for which the optimizers were waited for in vain, such
         as those that torch does not know; and after a load begin from the anchor, of which this rank's weights may not
         be."""
-        if not module.training:
-            return
         if self._weights_differ:
             self._weights_differ = False
             set_weights(self._source.names.known(), self._session.state[ANCHOR.key])
-        if self._due and not self._optimizers.stepping:
+        # A model may be trained in evaluation mode. A forward pass in another mode may be one of rank 0 alone.
+        if self._due and not self._optimizers.stepping and module.training == self._trained_in_mode:
             self._outer_step()
         self._buffers.note(module)
 
@@ -152,7 +159,11 @@ class LocalStepsHook(EngineHook):
         """All ranks must call this, between the same two steps."""
         state = self._session.state
         discarded = state.nonfinite_steps
-        write_back(self._reduce_weights())
+        buckets = list(packed(list(self._source.names.known().values())))
+        futures = [self._session.run(bucket) for bucket in buckets]
+        for bucket, future in zip(buckets, futures, strict=True):
+            future.wait()
+            write_back(bucket)
         self._average_buffers()
         self._in_round, self._due = 0, False
         self._optimizers.forget()
@@ -166,14 +177,6 @@ class LocalStepsHook(EngineHook):
                 self._request.name,
                 self._passes.backward_passes,
             )
-
-    @torch.no_grad()
-    def _reduce_weights(self) -> list[Bucket]:
-        """Copies of the weights, reduced over the ranks."""
-        buckets = weight_buckets(self._source.names.known())
-        for future in [self._session.run(bucket) for bucket in buckets]:
-            future.wait()
-        return buckets
 
     # ---- where the model is looked at as a whole ---------------------------------------------------------------------
 
@@ -220,7 +223,7 @@ class LocalStepsHook(EngineHook):
         assert isinstance(self.saved_state, SavedLearnedState)
         saver = self.saved_state.joint_save()
         if saver is None or self.world_size == 1:
-            work()  # without an outer step so far, only buffers differ
+            work()
             return True
         reason = saver.run(-self._passes.backward_passes, lambda _: work(), limit_s)
         if reason and self.rank == saver.speaker:
@@ -238,9 +241,7 @@ class LocalStepsHook(EngineHook):
         """What a model keeps beside its weights, such as the running statistics of a BatchNorm: numbers are averaged,
         integers taken from rank 0."""
         self._buffers_differ = False
-        module = self._source.module
-        if module is None:
-            return
+        module = self._module()
         self._buffers.share(module, lambda tensors: self._average(tensors, "the model's buffers"))
         for each in module.buffers():
             if not each.is_floating_point() and not each.is_complex() and each.numel():
@@ -258,10 +259,15 @@ class LocalStepsHook(EngineHook):
             if self.is_logging_rank:
                 logger.warning("hook %s: %s differ in size between ranks, and stay.", self._request.name, what)
             return
-        for each in tensors:
-            mean = each.to(torch.promote_types(each.dtype, torch.float32)).div(group.size()).contiguous()
-            collective.start(Send(mean, what=what, last=True), group, self._passes, "").wait()
-            each.copy_(mean)
+        for bucket in packed(tensors):
+            bucket.flat.div_(group.size())
+            collective.start(Send(bucket.flat, what=what, last=True), group, self._passes, "").wait()
+            write_back(bucket)
+
+    def _module(self) -> torch.nn.Module:
+        module = self._source.module
+        assert module is not None  # a hook like this one is attached to models only, and ends with them
+        return module
 
     def close(self) -> None:
         super().close()

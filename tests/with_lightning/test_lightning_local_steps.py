@@ -52,3 +52,14 @@ def test_validation_sees_the_common_model(run_ranks: Any, tmp_path: Path) -> Non
     first, second = run_ranks(_validate, str(tmp_path))
     assert_equal(first[1], second[1])
     assert difference(first[0], second[0]) > 1e-5
+
+
+def _late(root: str) -> list[str]:
+    hook = commhooks.DiLoCo(sync_every=EVERY, start_iter=SAVED_AT + 2)
+    fit(root, save=True, hook=hook)
+    return fit(root, ckpt_path=path_at(root, SAVED_AT), hook=hook)["warnings"]
+
+
+def test_a_resume_that_still_reaches_the_start_is_not_warned_about(run_ranks: Any, tmp_path: Path) -> None:
+    """It counts steps of the training, not rounds, of which there is none yet."""
+    assert run_ranks(_late, str(tmp_path)) == [[], []]

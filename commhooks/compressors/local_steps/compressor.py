@@ -63,8 +63,8 @@ class LocalStepsCompressor(Compressor[AnyLocalSteps]):
         return ANCHOR, *((MOMENTUM,) if self.config.outer_momentum else ()), *of_wire
 
     @property
-    def start_step(self) -> int:
-        """Outer steps begin with the first round; `start_iter` counts the steps before it."""
+    def first_exchange(self) -> int:
+        """Outer steps begin with the first round; `start_iter` counts steps of the optimizer before it."""
         return 0
 
     @property

@@ -1,0 +1,249 @@
+"""When the rounds of `diloco` and `local_sgd` end, and what ends with them: buffers, modes of training, optimizers."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import io
+import weakref
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import commhooks
+from tests.support.training import SEVERAL_BUCKETS_MB, Run, batch, flat
+
+
+def _with_a_bad_rank(every: int) -> Any:
+    run = Run.new(hook=commhooks.DiLoCo(sync_every=every))
+    run.train(every)
+    good = run.weights()
+    run.train(1)
+    if dist.get_rank() == 1:
+        with torch.no_grad():
+            next(run.ddp.parameters())[0] = torch.nan
+    run.train(every - 1)
+    return good, run.weights(), run.hook.stats()
+
+
+def test_a_round_with_a_rank_that_is_not_finite_is_discarded(run_ranks):
+    for good, after, stats in run_ranks(_with_a_bad_rank, 3):
+        assert torch.equal(good, after)
+        assert (stats["nonfinite_steps"], stats["step"]) == (1, 1)
+
+
+def _skips_on_rank_one(every: int, at: int) -> Any:
+    run = Run.new(hook=commhooks.LocalSGD(sync_every=every))
+    spread = []
+    for step in range(2 * every):
+        images, labels = batch(step, dist.get_rank())
+        run.optimizer.zero_grad()
+        nn.functional.cross_entropy(run.ddp(images), labels).backward()
+        if not (step == at and dist.get_rank() == 1):
+            run.optimizer.step()
+        spread.append(run.hook.stats()["step"])
+    run.hook.synchronize()
+    return spread, run.weights()
+
+
+def test_a_step_that_one_rank_alone_skips_delays_only_its_outer_step(run_ranks):
+    first, second = run_ranks(_skips_on_rank_one, 3, 2)
+    assert first[0] == [0, 0, 1, 1, 1, 2]
+    assert second[0] == [0, 0, 0, 1, 1, 2]  # at its next forward pass
+    assert torch.equal(first[1], second[1])
+
+
+def _by_hand(training: bool) -> list[torch.Tensor]:
+    """Four steps in rounds of three, of an optimizer that torch does not know. After the third, rank 0 alone evaluates
+    in the other mode."""
+    run = Run.new(hook="local_sgd", hook_options={"sync_every": 3})
+    run.ddp.train(training)
+    for step in range(4):
+        if step == 3 and dist.get_rank() == 0:
+            run.ddp.module.train(not training)
+            run.ddp.module(batch(step, 0)[0])
+            run.ddp.module.train(training)
+        before, (images, labels) = run.weights(), batch(step, dist.get_rank())
+        loss = nn.functional.cross_entropy(run.ddp(images), labels)
+        averaged = run.weights()
+        loss.backward()
+        with torch.no_grad():
+            for parameter in run.ddp.parameters():
+                parameter -= 0.05 * parameter.grad
+                parameter.grad = None
+    return [before, averaged]
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_optimizers_that_torch_does_not_know_get_their_outer_step_before_the_next_forward_pass(run_ranks, training):
+    (mine, averaged), (others, same) = run_ranks(_by_hand, training)
+    assert not torch.equal(mine, others) and torch.equal(averaged, same)
+    torch.testing.assert_close(averaged, (mine + others) / 2)
+
+
+def _sparse(overflows_at: int) -> Any:
+    """Three steps in rounds of two, of a model with a sparse gradient and a scaler."""
+    torch.manual_seed(0)
+    words = nn.Embedding(10, 4, sparse=True)
+    model = DistributedDataParallel(nn.Sequential(words, nn.Flatten(), nn.Linear(12, 1)))
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    hook = commhooks.attach(model, "local_sgd", hook_options={"sync_every": 2}, loss_scale=scaler.get_scale)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    steps = []
+    for step in range(3):
+        optimizer.zero_grad()
+        x = torch.randint(0, 10, (5, 3), generator=torch.Generator().manual_seed(2 * step + dist.get_rank()))
+        bad = step == overflows_at and dist.get_rank() == 1
+        scaler.scale(model(x).sum() * (torch.inf if bad else 1.0)).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        steps.append(hook.stats()["step"])
+    return steps, flat(model.parameters())
+
+
+@pytest.mark.parametrize(("overflows_at", "expected"), [(-1, [0, 1, 1]), (1, [0, 0, 1])])
+def test_sparse_gradients_with_a_scaler(run_ranks, overflows_at, expected):
+    (first, weights), (second, others) = run_ranks(_sparse, overflows_at)
+    assert first == second == expected
+    assert torch.equal(weights, others) == (overflows_at == 1)  # a round has just ended
+
+
+class _Odd(nn.Module):
+    """A BatchNorm, a tied weight, a frozen one, a scalar, several dtypes, an unused buffer with infinities."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.first, self.norm, self.second = nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Linear(6, 6)
+        self.second.weight = self.first.weight
+        self.frozen = nn.Parameter(torch.randn(6), requires_grad=False)
+        self.scale = nn.Parameter(torch.tensor(1.5))
+        self.narrow = nn.Linear(6, 6, dtype=torch.bfloat16)
+        self.wide = nn.Parameter(torch.ones(6, dtype=torch.float64))
+        self.register_buffer("mask", torch.tensor([0.1, -torch.inf, 0.7]))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.second(torch.tanh(self.norm(self.first(x))))
+        return self.scale * (y + self.narrow(x.bfloat16()).float()) * self.wide.float() + self.frozen
+
+
+def _train_odd(every: int) -> Any:
+    model = DistributedDataParallel(_Odd())
+    frozen, mask = model.module.frozen.clone(), model.module.mask.clone()
+    hook = commhooks.attach(model, "diloco", hook_options={"sync_every": every})
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    means = []
+    for step in range(2 * every):
+        x = torch.randn(8, 6, generator=torch.Generator().manual_seed(10 * step + dist.get_rank())) + dist.get_rank()
+        optimizer.zero_grad()
+        model(x).square().mean().backward()
+        if step == 2 * every - 1:
+            means = [model.module.norm.running_mean.clone()]
+        optimizer.step()
+    assert hook.stats()["step"] == 2
+    assert torch.equal(frozen, model.module.frozen) and torch.equal(mask, model.module.mask)
+    assert model.module.second.weight is model.module.first.weight
+    return dict(model.module.state_dict()), means[0]
+
+
+def test_batchnorm_tied_and_frozen(run_ranks):
+    (first, mine), (second, other) = run_ranks(_train_odd, 3)
+    for name in first:
+        assert torch.equal(first[name], second[name]), name
+    assert not torch.equal(mine, other)
+    torch.testing.assert_close(first["norm.running_mean"], (mine + other) / 2)
+
+
+def _in_mode(mode: str) -> Any:
+    """Six steps in rounds of three; the weights after each round."""
+    options = {"static_graph": {"static_graph": True}, "unused": {"find_unused_parameters": True}}.get(mode, {})
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=100) if mode == "scaler" else None
+    scale = None if scaler is None else scaler.get_scale
+    several = 25 if mode == "compile" else SEVERAL_BUCKETS_MB  # torch 2.13 compiles no DDP with small buckets
+    run = Run.new(
+        hook="local_sgd", hook_options={"sync_every": 3}, ddp=options, loss_scale=scale, bucket_cap_mb=several
+    )
+    model = torch.compile(run.ddp, backend="eager") if mode == "compile" else run.ddp
+    parameters = list(run.ddp.parameters())
+    optimizers: list[Any] = [run.optimizer]
+    if mode == "two optimizers":
+        optimizers = [torch.optim.SGD(parameters[:3], lr=0.05), torch.optim.Adam(parameters[3:], lr=0.01)]
+    after = []
+    for step in range(6):
+        images, labels = batch(step, dist.get_rank())
+        for each in optimizers:
+            each.zero_grad()
+        if mode == "accumulate":
+            with run.ddp.no_sync():
+                nn.functional.cross_entropy(model(images[:4]), labels[:4]).backward()
+        loss = nn.functional.cross_entropy(model(images), labels)
+        if scaler is not None and step == 2:
+            loss = loss * (torch.inf if dist.get_rank() == 1 else 1.0)
+        (loss if scaler is None else scaler.scale(loss)).backward()
+        for each in optimizers:
+            each.step() if scaler is None else scaler.step(each)
+        if scaler is not None:
+            scaler.update(2.0**10)
+        after.append(run.weights())
+    return after, run.hook.stats()
+
+
+@pytest.mark.parametrize(
+    "mode", ["plain", "static_graph", "unused", "accumulate", "two optimizers", "compile", "scaler"]
+)
+def test_rounds_end_together_in_every_mode(run_ranks, mode):
+    (first, stats), (second, _) = run_ranks(_in_mode, mode)
+    equal = [torch.equal(one, other) for one, other in zip(first, second, strict=True)]
+    # With a scaler, rank 1 skips the third step, and the round takes one step more.
+    assert equal == [step in ((3,) if mode == "scaler" else (2, 5)) for step in range(6)]
+    assert stats["backward_passes"] == 6 and stats["nonfinite_steps"] == 0
+
+
+def _with_closure() -> Any:
+    run = Run.new(hook="local_sgd", hook_options={"sync_every": 4})
+    optimizer = torch.optim.LBFGS(run.ddp.parameters(), lr=0.1, max_iter=3)
+    after = []
+    for step in range(3):
+        images, labels = batch(step, dist.get_rank())
+
+        def closure(images: torch.Tensor = images, labels: torch.Tensor = labels) -> torch.Tensor:
+            optimizer.zero_grad()
+            loss = nn.functional.cross_entropy(run.ddp(images), labels)
+            loss.backward()
+            return loss
+
+        optimizer.step(closure)
+        after.append(run.weights())
+    return after, run.hook.stats()["backward_passes"]
+
+
+def test_closures_count_their_passes(run_ranks):
+    (first, passes), (second, same) = run_ranks(_with_closure)
+    assert passes == same > 6
+    assert [torch.equal(one, other) for one, other in zip(first, second, strict=True)] == [False, True, False]
+
+
+def _copied_and_pickled() -> Any:
+    run = Run.new(hook="local_sgd", hook_options={"sync_every": 2}).train(1)
+    copied = copy.deepcopy(run.ddp.module)
+    file = io.BytesIO()
+    torch.save(run.ddp.module, file)
+    file.seek(0)
+    run.train(1)
+    copied(batch(0, 0)[0]).sum().backward()
+    torch.load(file, weights_only=False)(batch(0, 0)[0]).sum().backward()
+    hook, runner = run.hook, weakref.ref(run.hook._runner)
+    run.ddp, run.optimizer, run.hook = None, None, None  # type: ignore[assignment]
+    gc.collect()
+    stats = hook.stats()
+    del hook, run
+    gc.collect()
+    return stats["step"], runner() is None
+
+
+def test_the_model_can_be_copied_and_the_hook_goes_with_it(run_ranks):
+    assert run_ranks(_copied_and_pickled) == [(1, True), (1, True)]

@@ -1,0 +1,94 @@
+"""Saving and resuming `diloco` and `local_sgd`, in the middle of a round, too."""
+
+from __future__ import annotations
+
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import commhooks
+from commhooks.gradients import weights
+from tests.support.training import Run, batch
+
+SEVERAL = 1000  # bytes in a bucket of weights, so that there are several
+
+
+@mock.patch.object(weights, "BUCKET_BYTES", SEVERAL)
+def _with_saves(config: commhooks.HookConfig, steps: int, saves: list[int], how: dict[str, Any]) -> Any:
+    """Weights at the end of a run that saves after these steps, and of one that also resumes there each time."""
+    whole = Run.new(hook=config)
+    resumed = Run.new(hook=config)
+    for begin, end in zip([0, *saves], [*saves, steps], strict=True):
+        whole.train(end - begin)
+        resumed.train(end - begin)
+        if end in saves:
+            whole.save(**how)
+            content = resumed.save(**how)
+            of_rank_0 = [content]
+            dist.broadcast_object_list(of_rank_0)
+            content = of_rank_0[0] | {"hook": content["hook"]}  # as the frameworks save
+            resumed = Run.new(hook=config).load(content)
+    return whole.weights(), resumed.weights(), whole.gradients[-1], resumed.gradients[-1]
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("residual", ["per_rank", "mean"])
+@pytest.mark.parametrize(
+    "config",
+    [
+        commhooks.DiLoCo(sync_every=3, outer_lr=0.7, outer_momentum=0.5),
+        commhooks.DiLoCo(sync_every=4, start_iter=2, wire="int8"),
+        commhooks.LocalSGD(sync_every=3),
+    ],
+    ids=["int4", "late", "local_sgd"],
+)
+def test_a_run_that_resumes_in_mid_round_goes_on_as_the_other(run_ranks, config, residual, world_size):
+    found = run_ranks(_with_saves, config, 14, [2, 7, 9], {"residual": residual}, world_size=world_size)
+    for whole, resumed, gradient, same in found:
+        assert torch.equal(whole, resumed) and torch.equal(gradient, same)
+    assert any(not torch.equal(each[0], found[0][0]) for each in found[1:])  # in mid-round
+
+
+def _save_some(config: commhooks.HookConfig, steps: int) -> tuple[dict[str, Any], torch.Tensor]:
+    run = Run.new(hook=config).train(steps)
+    return run.save(residual="mean"), run.weights()
+
+
+def _go_on(config: commhooks.HookConfig, content: dict[str, Any], steps: int) -> tuple[torch.Tensor, torch.Tensor]:
+    run = Run.new(hook=config).load(content)
+    run.hook.synchronize()
+    before = run.weights()
+    run.train(steps)
+    run.hook.synchronize()
+    return before, run.weights()
+
+
+@pytest.mark.parametrize(("ranks", "later"), [(2, 3), (3, 2)])
+def test_another_number_of_ranks_goes_on(run_ranks, ranks, later):
+    config = commhooks.DiLoCo(sync_every=3, outer_momentum=0.3)
+    saved, weights = run_ranks(_save_some, config, 7, world_size=ranks)[0]
+    found = run_ranks(_go_on, config, saved, 4, world_size=later)
+    for before, after in found:
+        assert torch.equal(before, weights) and torch.equal(after, found[0][1])
+        assert not torch.equal(after, weights)
+
+
+def _alone(every: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    run = Run.new(hook="diloco", hook_options={"sync_every": every}).train(every)
+    anchor = run.weights()
+    run.train(1)
+    content = {"model": run.ddp.module.state_dict(), "hook": run.hook.state_dict(joint=False)}
+    assert content["hook"]["exact"] is False
+    resumed = Run.new(hook="diloco", hook_options={"sync_every": every})
+    resumed.ddp.module.load_state_dict(content["model"])
+    resumed.hook.load_state_dict(content["hook"])
+    resumed.ddp(batch(0, 0)[0])
+    return anchor, run.weights(), resumed.weights()
+
+
+def test_a_save_on_one_rank_alone_holds_the_anchor(run_ranks):
+    for anchor, own, resumed in run_ranks(_alone, 3):
+        assert torch.equal(resumed, anchor) and not torch.equal(own, anchor)

@@ -3,12 +3,12 @@
 import os
 import socket
 import weakref
-from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
 
 from commhooks.comm.collective import gather_texts
+from commhooks.comm.groups import new_group
 from commhooks.errors import AttachError, logger_of
 from commhooks.gradients.source import held_weakly
 
@@ -93,12 +93,5 @@ def find_nodes(ranks_per_node: RanksPerNode, group: dist.ProcessGroup, device: t
     known, division = _KNOWN.setdefault(group, {}), str(members)
     if division not in known:
         across = [each[local_rank] for each in members]
-        known[division] = Nodes(_new_group(mine, group), _new_group(across, group))
+        known[division] = Nodes(new_group(mine, group), new_group(across, group))
     return known[division]
-
-
-def _new_group(ranks: Sequence[int], within: dist.ProcessGroup) -> dist.ProcessGroup:
-    """A group of some ranks of `within`. Only they call this."""
-    everywhere = dist.get_process_group_ranks(within)
-    made: dist.ProcessGroup = dist.new_group([everywhere[rank] for rank in ranks], use_local_synchronization=True)
-    return made

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
-from commhooks.comm.backends import backend_of
+from commhooks.comm.groups import backend_of
 
 TAG = 2**30
 """Of all messages: beyond the tags of users who send in the same group. Those of one pair arrive in order."""

@@ -81,7 +81,7 @@ class KnownBuckets:
         self._dead_units: list[str] = []
 
     def __iter__(self) -> Any:
-        return iter(self._buckets.values())
+        return iter(list(self._buckets.values()))  # an outer step in a thread may add one
 
     def clear(self) -> None:
         self._buckets.clear()

@@ -19,6 +19,17 @@ def packed(tensors: Sequence[torch.Tensor]) -> Iterator[Bucket]:
         yield _packed(each, index, is_last=index == len(groups) - 1)
 
 
+def divided(tensors: Sequence[torch.Tensor], parts: int) -> list[list[torch.Tensor]]:
+    """The tensors in so many parts of about the same size, in order. A part beside a large tensor may be empty."""
+    total, before = sum(each.numel() for each in tensors), 0
+    found: list[list[torch.Tensor]] = [[] for _ in range(parts)]
+    for each in tensors:
+        middle = before + each.numel() / 2
+        found[min(parts - 1, int(middle * parts / max(1, total)))].append(each)
+        before += each.numel()
+    return found
+
+
 def copied(parameters: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Copies of the weights by name, flat in memory order, in the dtypes of `packed`."""
     return {n: to_memory(p.detach(), p).to(compute_dtype(p.dtype), copy=True) for n, p in parameters.items()}

@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 
 from commhooks.comm.counters import RoundCounters
+from commhooks.comm.groups import new_group
 from commhooks.comm.hook_result import checked_future
 from commhooks.comm.nodes import RanksPerNode, find_nodes
 from commhooks.comm.shards import is_logging_rank
@@ -209,6 +210,9 @@ def _runner_of(
     if compressor is not None and compressor.on_weights:
         counters = RoundCounters()
         of_weights = dataclasses.replace(binding, loss_scale=None)
+        if compressor.config.delay:  # a thread's collectives, beside those of the model
+            own = new_group(range(source.group.size()), source.group)
+            of_weights = dataclasses.replace(of_weights, group=held_weakly(own))
         session = Session(compressor, of_weights, LearnedState.of(compressor.state_fields), counters)
         return LocalStepsHook(request, source, session, counters, scaled=binding.loss_scale is not None), None
     if compressor is not None:

@@ -1,7 +1,8 @@
 """A hook that averages weights, once in several steps: between two outer steps every rank trains on its own gradients.
 
-A round is `sync_every` backward passes. The outer step comes after the optimizer's step that follows the last of them,
-and before anything that looks at the model as a whole: a joint save, and `CommHook.synchronize`.
+A round is `sync_every` backward passes. An outer step comes after the optimizer's step that follows the last of them,
+or the pass at which it is the turn of a part of the weights (`outer_steps.py`), and before anything that looks at the
+model as a whole: a joint save, and `CommHook.synchronize`.
 """
 
 import contextlib
@@ -30,6 +31,7 @@ from commhooks.gradients.source import Future, GradientSource
 from commhooks.gradients.torch_private import sparse_values
 from commhooks.gradients.weights import SharedBuffers, copied, packed, set_weights, write_back
 from commhooks.hook.engine_hook import EngineHook
+from commhooks.hook.outer_steps import OuterSteps
 from commhooks.hook.request import HookRequest
 
 logger = logger_of(__name__)
@@ -42,7 +44,7 @@ class LocalStepsHook(EngineHook):
         counters: those of the session.
         scaled: there is a GradScaler, by which a rank may skip a step. Then the ranks agree, in the last pass of a
             round, whether none will; otherwise the round goes on, because one that skips would be late for the outer
-            step, and meet the others in collectives of the user's.
+            step, and meet the others in collectives of the user's. The same for every turn in a round.
     """
 
     step_is = "round"
@@ -54,15 +56,18 @@ class LocalStepsHook(EngineHook):
         self._passes = counters
         self._exact = AllReduceCompressor(AllReduce())
         self._averages_gradients = False  # in the running pass: it is one of the first `start_iter` ones
+        self._outer = OuterSteps(session, list(source.names.known().values()))
         self._in_round = 0
+        self._weights_agree = True
         self._scaled = scaled
         self._finite: list[torch.Tensor] = []
         self._due = False
         self._moments_differ = self._buffers_differ = False
-        self._weights_differ = False  # from the anchor, which was loaded
+        self._to_anchor = False  # the weights may not be those of the anchor, which was loaded
         self._trained_in_mode = True  # `Module.training` of the latest pass
         self._buffers = SharedBuffers()
         self._told = False
+        self._discarded = 0  # rounds of runs before this one
         # Bound methods would keep this object, and with it the learned state, as long as torch's hooks.
         this = weakref.ref(self)
         self._optimizers = OptimizerSteps(source.names.known().values(), functools.partial(_after_steps, this))
@@ -81,7 +86,7 @@ class LocalStepsHook(EngineHook):
         else:
             future = new_future(flat.device)
             future.set_result(flat)
-            if self._scaled and self._ends_round:
+            if self._scaled and self._outer.due(self._in_round + 1):
                 self._finite.append(all_finite(sparse_values(flat) if flat.is_sparse else flat))
         if bucket.is_last:
             self.end_pass()
@@ -102,16 +107,11 @@ class LocalStepsHook(EngineHook):
     def end_pass(self) -> None:
         if self._averages_gradients:
             return
-        self._moments_differ = True
-        if self._ends_round and self._all_step():
+        self._moments_differ, self._weights_agree = True, False
+        if self._outer.due(self._in_round + 1) and self._all_step():
             self._due = True
             self._optimizers.expect()
         self._in_round += 1
-
-    @property
-    def _ends_round(self) -> bool:
-        """Whether the running pass is the last of its round."""
-        return bool(self._in_round + 1 >= self._session.compressor.config.sync_every)
 
     def _all_step(self) -> bool:
         """Whether no rank will skip the step of this pass, as far as that can happen. The same on all ranks."""
@@ -126,7 +126,7 @@ class LocalStepsHook(EngineHook):
 
     @property
     def replicas_agree(self) -> bool:
-        return self._in_round == 0
+        return self._weights_agree
 
     @property
     def round(self) -> tuple[int | None, float | None]:
@@ -146,8 +146,8 @@ class LocalStepsHook(EngineHook):
         """Before a step of training: make up for an outer step for which the optimizers were waited for in vain, such
         as those that torch does not know; and after a load begin from the anchor, of which this rank's weights may not
         be."""
-        if self._weights_differ:
-            self._weights_differ = False
+        if self._to_anchor:
+            self._to_anchor = False
             set_weights(self._source.names.known(), self._session.state[ANCHOR.key])
         # A model may be trained in evaluation mode. A forward pass in another mode may be one of rank 0 alone.
         if self._due and not self._optimizers.stepping and module.training == self._trained_in_mode:
@@ -157,18 +157,18 @@ class LocalStepsHook(EngineHook):
     @torch.no_grad()
     def _outer_step(self) -> None:
         """All ranks must call this, between the same two steps."""
-        state = self._session.state
-        discarded = state.nonfinite_steps
-        buckets = list(packed(list(self._source.names.known().values())))
-        futures = [self._session.run(bucket) for bucket in buckets]
-        for bucket, future in zip(buckets, futures, strict=True):
-            future.wait()
-            write_back(bucket)
-        self._average_buffers()
-        self._in_round, self._due = 0, False
+        self._due = False
         self._optimizers.forget()
-        self.settle()
-        if state.nonfinite_steps > discarded and not self._told and self.is_logging_rank:
+        if self._outer.advance(self._in_round):
+            self._begin_round(agree=self._outer.at_once)
+        self._warn_of_discarded()
+
+    def _begin_round(self, *, agree: bool) -> None:
+        self._average_buffers()
+        self._in_round, self._weights_agree = 0, agree
+
+    def _warn_of_discarded(self) -> None:
+        if self._session.state.nonfinite_steps > self._discarded and not self._told and self.is_logging_rank:
             self._told = True
             logger.warning(
                 "hook %s: the weights of at least one rank are not finite, so the round that ended after %s backward "
@@ -181,7 +181,7 @@ class LocalStepsHook(EngineHook):
     # ---- where the model is looked at as a whole ---------------------------------------------------------------------
 
     def synchronize(self, limit_s: float) -> bool:
-        return self._together(self._end_round, limit_s) if self._in_round or self._buffers_differ else True
+        return self._together(self._end_round, limit_s) if self._differ else True
 
     def before_save(self, limit_s: float) -> bool:
         """End the round, and average what the optimizers have learned: so the model and the optimizers of any rank are
@@ -192,31 +192,40 @@ class LocalStepsHook(EngineHook):
             self._average(self._optimizers.moments(), "the optimizers' state")
             self._moments_differ = False
 
-        return self._together(share, limit_s) if self._moments_differ or self._buffers_differ else True
+        return self._together(share, limit_s) if self._moments_differ or self._differ else True
+
+    @property
+    def _differ(self) -> bool:
+        return self._buffers_differ or not self._weights_agree
 
     def saved_alone(self, content: dict[str, Any]) -> dict[str, Any]:
-        if self._in_round:
+        if not self._weights_agree:
             logger.warning(
                 "hook %s was saved by rank %s alone, in the middle of a round: a run that resumes begins from the "
-                "weights on which all ranks agreed last, %s steps ago.",
+                "weights on which all ranks agreed last.",
                 self._request.name,
                 self.rank,
-                self._in_round,
             )
             return content | {"exact": False}
         return content
 
     def loaded(self) -> None:
         self._in_round, self._due, self._moments_differ, self._buffers_differ = 0, False, False, False
-        self._weights_differ = bool(self._session.state[ANCHOR.key])
+        self._outer.forget()
+        self._weights_agree, self._discarded = True, self._session.state.nonfinite_steps
+        self._to_anchor = bool(self._session.state[ANCHOR.key])
         self._buffers.forget()
         self._optimizers.forget()
 
     def _end_round(self) -> None:
-        if self._in_round:
-            self._outer_step()
-        else:
+        if self._weights_agree:
             self._average_buffers()
+            return
+        self._due = False
+        self._optimizers.forget()
+        self._outer.end_round()
+        self._begin_round(agree=True)
+        self._warn_of_discarded()
 
     def _together(self, work: Callable[[], None], limit_s: float) -> bool:
         """Do `work`, which communicates, if all ranks come within the limit. Returns whether it is done."""

@@ -42,8 +42,10 @@ def _with_saves(config: commhooks.HookConfig, steps: int, saves: list[int], how:
         commhooks.DiLoCo(sync_every=3, outer_lr=0.7, outer_momentum=0.5),
         commhooks.DiLoCo(sync_every=4, start_iter=2, wire="int8"),
         commhooks.LocalSGD(sync_every=3),
+        # One save is with the second part on its way.
+        commhooks.DiLoCo(sync_every=6, fragments=2, delay=2, outer_momentum=0.5),
     ],
-    ids=["int4", "late", "local_sgd"],
+    ids=["int4", "late", "local_sgd", "streaming"],
 )
 def test_a_run_that_resumes_in_mid_round_goes_on_as_the_other(run_ranks, config, residual, world_size):
     found = run_ranks(_with_saves, config, 14, [2, 7, 9], {"residual": residual}, world_size=world_size)

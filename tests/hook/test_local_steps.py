@@ -94,6 +94,50 @@ def test_diloco_is_that_of_the_paper(run_ranks, wire, bound):
         assert wire == "float32" or not torch.allclose(ours, plain, atol=1e-6)
 
 
+def _streaming_reference(run: Run, every: int, fragments: int, delay: int, steps: int) -> torch.Tensor:
+    """This rank's weights after `steps` of Streaming DiLoCo in float32, with plain collectives."""
+    model = copy.deepcopy(run.ddp.module)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    parts = [part for part in weights.divided(list(model.parameters()), fragments) if part]
+    references = [ReferenceDiLoCo(flat(part), 0.7, 0.5) for part in parts]
+    assert len(references) == fragments
+    distance, sent = every // fragments, {}
+    for step in range(1, steps + 1):
+        images, labels = batch(step - 1, dist.get_rank())
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(images), labels).backward()
+        optimizer.step()
+        for turn, (part, reference) in enumerate(zip(parts, references, strict=True)):
+            in_round = step % every or every
+            if in_round == (turn + 1) * distance - delay:
+                sent[turn] = flat(part)
+            if in_round == (turn + 1) * distance:
+                everyone = [torch.empty_like(sent[turn]) for _ in range(dist.get_world_size())]
+                dist.all_gather(everyone, sent[turn])
+                merged = reference.step(everyone).float() + (flat(part) - sent[turn])
+                torch.nn.utils.vector_to_parameters(merged, part)
+    return flat(model.parameters())
+
+
+@mock.patch.object(weights, "BUCKET_BYTES", SEVERAL)
+def _streaming(every: int, fragments: int, delay: int) -> Any:
+    options = {"outer_lr": 0.7, "outer_momentum": 0.5, "fragments": fragments, "delay": delay}
+    run = Run.new(hook=commhooks.DiLoCo(sync_every=every, wire="float32", **options))
+    plain = _streaming_reference(run, every, fragments, delay, 3 * every + 1)
+    run.train(3 * every + 1)
+    ours = run.weights()
+    run.hook.synchronize()
+    return ours, plain, run.weights()
+
+
+@pytest.mark.parametrize(("every", "fragments", "delay"), [(4, 2, 0), (6, 3, 1), (4, 1, 3), (6, 2, 2)])
+def test_streaming_is_that_of_the_paper(run_ranks, every, fragments, delay):
+    found = run_ranks(_streaming, every, fragments, delay, world_size=3)
+    for ours, plain, common in found:
+        assert (ours - plain).abs().max() < 1e-6
+        assert torch.equal(common, found[0][2])
+
+
 def _bytes_of_passes(every: int, passes: int, **options: Any) -> tuple[list[int], dict[str, Any], int]:
     run = Run.new(hook=commhooks.DiLoCo(sync_every=every, **options))
     sent = []
@@ -137,6 +181,10 @@ def test_the_first_steps_average_gradients(run_ranks):
         ({"outer_lr": 0.0}, "outer_lr=0.0; expected a number above 0"),
         ({"outer_momentum": 1.0}, "outer_momentum=1.0; expected a number from 0"),
         ({"wire": "int2"}, "wire='int2'; expected one of 'float32', 'int8', 'int4'"),
+        ({"fragments": 0}, "fragments=0; expected a number of parts, 1 or more"),
+        ({"sync_every": 5, "fragments": 2}, "sync_every=5; expected a multiple of fragments=2"),
+        ({"sync_every": 6, "fragments": 2, "delay": 3}, "delay=3; expected 0 up to 2: the next turn comes 3 steps"),
+        ({"delay": -1}, "delay=-1; expected 0 up to 4"),
         ({"start_iter": 1.5}, "start_iter=1.5; expected a fraction"),
     ],
 )

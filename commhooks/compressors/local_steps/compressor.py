@@ -103,6 +103,11 @@ class LocalStepsCompressor(Compressor[AnyLocalSteps]):
     # ---- the kernel is the wire's ------------------------------------------------------------------------------------
 
     def check_here(self, device: torch.device, dtype: torch.dtype) -> None:
+        if self.config.delay and device.type != "cpu":
+            raise HookConfigError(
+                f"hook {self.name!r} with delay={self.config.delay} works where the model is on the CPU, and not on "
+                f"{device}: use delay=0"
+            )
         if self._wire is not None:
             self._wire.check_here(device, dtype)
 

@@ -13,7 +13,7 @@ class LocalSteps(HookConfig):
     """Base of both hooks; for the arguments see `DiLoCo`.
 
     Attributes:
-        outer_lr, outer_momentum, wire: as in `DiLoCo`, where they are options.
+        outer_lr, outer_momentum, wire, fragments, delay: as in `DiLoCo`, where they are options.
     """
 
     start_option: ClassVar[str | None] = "start_iter"
@@ -24,6 +24,8 @@ class LocalSteps(HookConfig):
     outer_lr: ClassVar[float] = 1.0
     outer_momentum: ClassVar[float] = 0.0
     wire: ClassVar[str] = "float32"
+    fragments: ClassVar[int] = 1
+    delay: ClassVar[int] = 0
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -57,6 +59,10 @@ class DiLoCo(LocalSteps):
         outer_momentum: momentum of the outer step, 0 up to 1. Published values (0.9 with outer_lr 0.7) are for long
             runs with H of some hundreds.
         wire: how the differences of the weights travel: "int4", "int8" (both with error feedback) or "float32".
+        fragments: P, parts of the weights that take turns within a round, so that less is sent at once. H must be
+            divisible by it (Douillard et al.: Streaming DiLoCo, 2025).
+        delay: a part is sent so many steps before its turn, while the training goes on, and arrives at its turn; less
+            than H / P. What the training has added in the meantime stays. For models on the CPU only.
         start_iter: average the gradients of every step exactly for so many steps first. An int is a number of steps, a
             float strictly between 0 and 1 a fraction of the run; None is 10 % of the run, at most 1000 steps, and 1000
             where the length of the run is unknown.
@@ -68,6 +74,8 @@ class DiLoCo(LocalSteps):
     outer_lr: float = 1.0  # type: ignore[misc]  # an option here, fixed in the base
     outer_momentum: float = 0.0  # type: ignore[misc]
     wire: str = "int4"  # type: ignore[misc]
+    fragments: int = 1  # type: ignore[misc]
+    delay: int = 0  # type: ignore[misc]
     exclude: list[str] = field(default_factory=list, hash=False)
 
     def __post_init__(self) -> None:
@@ -75,4 +83,14 @@ class DiLoCo(LocalSteps):
         self._require(0 < self.outer_lr < float("inf"), "outer_lr", "a number above 0")
         self._require(0 <= self.outer_momentum < 1, "outer_momentum", "a number from 0 up to 1, without 1")
         self._require(self.wire in WIRES, "wire", f"one of {', '.join(map(repr, WIRES))}")
+        self._require(self.fragments >= 1, "fragments", "a number of parts, 1 or more")
+        self._require(
+            self.sync_every % self.fragments == 0,
+            "sync_every",
+            f"a multiple of fragments={self.fragments}, whose turns are spread evenly over a round",
+        )
+        distance = self.sync_every // self.fragments
+        self._require(
+            0 <= self.delay < distance, "delay", f"0 up to {distance - 1}: the next turn comes {distance} steps later"
+        )
         self._require(all(self.exclude), "exclude", "patterns that are not empty")

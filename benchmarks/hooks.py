@@ -4,8 +4,9 @@
 `alternate-4`, `fused-alternate-4` and `same-4` (commhooks with these options), `torch-4` (torch's powerSGD_hook) and
 `torch-same-4`; "same" is batch_tensors_with_same_shape. `int8`, `int4`, `fused-int8` and `fused-int4` are the quantised
 hooks. `auto` and `auto-close` choose one of them (quality "same" and "close"). Only those with "fused", and what these
-choose, use the native kernel. `diloco-30` (with int4) and `local-30` communicate every 30 steps. `+int8` or `+int4`
-after PowerSGD is the wrapper. The suffix `:one` selects a single bucket: one all-reduce for all P, and one for all Q.
+choose, use the native kernel. `diloco-30` (with int4) and `local-30` communicate every 30 steps; in `diloco-30-10` the
+network has 10 steps for it. `+int8` or `+int4` after PowerSGD is the wrapper. The suffix `:one` selects one bucket:
+one all-reduce for all P, and one for all Q.
 For benchmarks with several ranks per node: `:nodes` compresses between nodes only, `:fsdp2` shards the model inside the
 node (`fully_shard`), and `hsdp` and `hsdp-bf16` are `fully_shard` on both dimensions without a hook, with gradients
 reduced in float32 or bfloat16.
@@ -26,8 +27,8 @@ import commhooks
 ONE_BUCKET_MB = 10_000
 LABELS = (
     "noop, ddp, allreduce, fp16, bf16, powersgd-RANK, fused-RANK, alternate-RANK, fused-alternate-RANK, same-RANK, "
-    "batched-RANK, diloco-STEPS, local-STEPS, auto, auto-close, int8, int4, fused-int8, fused-int4, torch-RANK, "
-    "torch-same-RANK; with +int8 or +int4, :one, :nodes, :fsdp2; hsdp, hsdp-bf16"
+    "batched-RANK, diloco-STEPS, diloco-STEPS-DELAY, local-STEPS, auto, auto-close, int8, int4, fused-int8, "
+    "fused-int4, torch-RANK, torch-same-RANK; with +int8 or +int4, :one, :nodes, :fsdp2; hsdp, hsdp-bf16"
 )
 SIMPLE = {
     "noop": commhooks.Noop,
@@ -48,10 +49,16 @@ OPTIONS = {
 }
 
 
+def _local_steps(label: str) -> Any:
+    """The config of a hook that communicates once in several steps, else None."""
+    name, *numbers = label.split("-")
+    return LOCAL[name](**dict(zip(("sync_every", "delay"), map(int, numbers), strict=False))) if name in LOCAL else None
+
+
 def steps_of_round(label: str) -> int:
     """Steps from one communication to the next."""
-    kind, _, steps = label.rpartition("-")
-    return int(steps) if kind in LOCAL else 1
+    config = _local_steps(label)
+    return 1 if config is None else int(config.sync_every)
 
 
 def wrap(
@@ -91,11 +98,9 @@ def wrap(
         )
         wrapped.register_comm_hook(state, torch_hooks.powerSGD_hook)
         return wrapped, None
-    config: Any = SIMPLE[label]() if label in SIMPLE else label
+    config: Any = SIMPLE[label]() if label in SIMPLE else _local_steps(label) or label
     if label in CHOOSING:
         config = commhooks.Auto(quality=CHOOSING[label])
-    elif kind in LOCAL:
-        config = LOCAL[kind](sync_every=int(rank_text))
     elif label.removeprefix("fused-") in QUANTISED:
         config = QUANTISED[label.removeprefix("fused-")](start_iter=start, fused=label.startswith("fused-"))
     elif kind in OPTIONS:

@@ -42,22 +42,21 @@ def worker(rank: int, world_size: int, ranks_per_node: int, interface: str, mode
     models = {label: new(label) for label in hooks}
 
     def step(label: str, batch: Any) -> tuple[float, int]:
-        """(seconds on the slower rank, bytes sent by this rank) of one step."""
+        """(seconds on the slower rank, bytes sent by this rank) of one step: the mean of those from one communication
+        to the next, between which the ranks do not wait for each other."""
+        steps = steps_of_round(label)
         (ddp_model, _), optimizer = models[label]
         dist.barrier()
         before, started = int(sent_bytes.read_text()), time.perf_counter()
-        forward_loss(ddp_model, task, batch).backward()
-        optimizer.step()
-        passed = torch.tensor([time.perf_counter() - started], dtype=torch.float64)
+        for _ in range(steps):
+            optimizer.zero_grad(set_to_none=True)
+            forward_loss(ddp_model, task, batch).backward()
+            optimizer.step()
+        passed = torch.tensor([(time.perf_counter() - started) / steps], dtype=torch.float64)
         optimizer.zero_grad(set_to_none=True)
         dist.all_reduce(passed, dist.ReduceOp.MAX)
         # Read the counter after that message: until then data of the hook may be in the queue of the link.
-        return passed.item(), int(sent_bytes.read_text()) - before
-
-    def one_round(label: str, batch: Any) -> tuple[float, int]:
-        """The mean of the steps from one communication to the next."""
-        steps = [step(label, batch) for _ in range(steps_of_round(label))]
-        return sum(passed for passed, _ in steps) / len(steps), sum(sent for _, sent in steps) // len(steps)
+        return passed.item(), (int(sent_bytes.read_text()) - before) // steps
 
     def job(size: int, steps: int, seconds: float, warms_up: bool = False) -> dict[str, Any]:
         torch.manual_seed(rank)
@@ -69,7 +68,7 @@ def worker(rank: int, world_size: int, ranks_per_node: int, interface: str, mode
             for label in hooks[turn % len(hooks) :] + hooks[: turn % len(hooks)]:
                 # Both ranks have the same times, those of the slower rank, so they make the same decision.
                 if not found[label] or sum(passed for passed, _ in found[label]) < seconds:
-                    found[label].append(one_round(label, batch))
+                    found[label].append(step(label, batch))
         codec = [(codec_s(label) - before[label]) / len(found[label]) / steps_of_round(label) for label in hooks]
         state = [state_bytes(label) for label in hooks]
         everywhere = torch.tensor([codec, state], dtype=torch.float64)

@@ -139,10 +139,16 @@ class DDPGradients(GradientSource):
                 "DDP takes one hook for life; wrap the model anew to change it"
             ) from error
 
-    def keep_buffers_apart(self) -> None:
+    def let_ranks_differ(self) -> list[str]:
         ddp_model = self._ddp_model()
         assert ddp_model is not None
         ddp_model.broadcast_buffers = False  # else those of rank 0 come with each forward pass (torch 2.13)
+        if not ddp_model.find_unused_parameters or ddp_model.static_graph:
+            return []
+        return [
+            "with find_unused_parameters=True DDP sends a message in every step, between outer steps, too: leave it "
+            "out if every parameter is used"
+        ]
 
     def described(self) -> list[str]:
         return [described_parameter(name, parameter) for name, parameter in self._not_ignored()]

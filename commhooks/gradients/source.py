@@ -143,9 +143,10 @@ class GradientSource(ABC):
             "a DistributedDataParallel model keeps its communication hook for life; wrap the model anew to change it"
         )
 
-    def keep_buffers_apart(self) -> None:
-        """Let each rank keep the buffers of its model, such as running statistics."""
-        return None
+    def let_ranks_differ(self) -> list[str]:
+        """Let each rank keep the buffers of its model, such as running statistics. Returns what else the source still
+        sends in every step."""
+        return []
 
     def close(self) -> None:
         """Undo `register` where that is possible; no further backward pass will call the hook."""

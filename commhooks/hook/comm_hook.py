@@ -1,5 +1,6 @@
 """`CommHook`: a hook that is attached to a model, and the user's handle on it."""
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -270,13 +271,7 @@ class CommHook:
         Raises:
             PayloadError: `saved` is damaged or does not fit.
         """
-        take_over = self._checked(saved, strict)
-
-        def load() -> None:
-            take_over()
-            self._runner.loaded()
-
-        return load
+        return functools.partial(self._runner.load, self._checked(saved, strict))
 
     def _checked(self, saved: object, strict: bool | None) -> Callable[[], None]:
         strict = self._request.strict if strict is None else strict

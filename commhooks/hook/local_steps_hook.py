@@ -16,8 +16,7 @@ import torch
 import torch.distributed as dist
 
 from commhooks.checkpoint.learned_state import SavedLearnedState
-from commhooks.comm import collective
-from commhooks.comm.collective import Send, gather_rows, new_future
+from commhooks.comm.collective import gather_rows, new_future
 from commhooks.comm.counters import RoundCounters
 from commhooks.comm.wire import all_finite
 from commhooks.compressors.cast import AllReduce, AllReduceCompressor
@@ -29,8 +28,9 @@ from commhooks.gradients.bucket import Bucket
 from commhooks.gradients.optimizer_steps import OptimizerSteps
 from commhooks.gradients.source import Future, GradientSource
 from commhooks.gradients.torch_private import sparse_values
-from commhooks.gradients.weights import SharedBuffers, copied, packed, set_weights, write_back
+from commhooks.gradients.weights import copied, set_weights
 from commhooks.hook.engine_hook import EngineHook
+from commhooks.hook.means import MeansOfRanks
 from commhooks.hook.outer_steps import OuterSteps
 from commhooks.hook.request import HookRequest
 
@@ -65,14 +65,14 @@ class LocalStepsHook(EngineHook):
         self._moments_differ = self._buffers_differ = False
         self._to_anchor = False  # the weights may not be those of the anchor, which was loaded
         self._trained_in_mode = True  # `Module.training` of the latest pass
-        self._buffers = SharedBuffers()
+        self._means = MeansOfRanks(request.name, source, counters, says=self.is_logging_rank)
         self._told = False
         self._discarded = 0  # rounds of runs before this one
         # Bound methods would keep this object, and with it the learned state, as long as torch's hooks.
         this = weakref.ref(self)
         self._optimizers = OptimizerSteps(source.names.known().values(), functools.partial(_after_steps, this))
         self._before_forward = self._module().register_forward_pre_hook(_BeforeForward(self))
-        source.keep_buffers_apart()
+        self._still_sent = source.let_ranks_differ()
 
     # ---- backward passes ---------------------------------------------------------------------------------------------
 
@@ -152,7 +152,7 @@ class LocalStepsHook(EngineHook):
         # A model may be trained in evaluation mode. A forward pass in another mode may be one of rank 0 alone.
         if self._due and not self._optimizers.stepping and module.training == self._trained_in_mode:
             self._outer_step()
-        self._buffers.note(module)
+        self._means.note_buffers()
 
     @torch.no_grad()
     def _outer_step(self) -> None:
@@ -162,6 +162,10 @@ class LocalStepsHook(EngineHook):
         if self._outer.advance(self._in_round):
             self._begin_round(agree=self._outer.at_once)
         self._warn_of_discarded()
+
+    def _average_buffers(self) -> None:
+        self._buffers_differ = False
+        self._means.average_buffers()
 
     def _begin_round(self, *, agree: bool) -> None:
         self._average_buffers()
@@ -189,7 +193,7 @@ class LocalStepsHook(EngineHook):
 
         def share() -> None:
             self._end_round()
-            self._average(self._optimizers.moments(), "the optimizers' state")
+            self._means.average(self._optimizers.moments(), "the optimizers' state")
             self._moments_differ = False
 
         return self._together(share, limit_s) if self._moments_differ or self._differ else True
@@ -209,12 +213,13 @@ class LocalStepsHook(EngineHook):
             return content | {"exact": False}
         return content
 
-    def loaded(self) -> None:
-        self._in_round, self._due, self._moments_differ, self._buffers_differ = 0, False, False, False
+    def load(self, take_over: Callable[[], None]) -> None:
         self._outer.forget()
+        take_over()
+        self._in_round, self._due, self._moments_differ, self._buffers_differ = 0, False, False, False
         self._weights_agree, self._discarded = True, self._session.state.nonfinite_steps
         self._to_anchor = bool(self._session.state[ANCHOR.key])
-        self._buffers.forget()
+        self._means.forget_buffers()
         self._optimizers.forget()
 
     def _end_round(self) -> None:
@@ -245,40 +250,21 @@ class LocalStepsHook(EngineHook):
             )
         return not reason
 
-    @torch.no_grad()
-    def _average_buffers(self) -> None:
-        """What a model keeps beside its weights, such as the running statistics of a BatchNorm: numbers are averaged,
-        integers taken from rank 0."""
-        self._buffers_differ = False
-        module = self._module()
-        self._buffers.share(module, lambda tensors: self._average(tensors, "the model's buffers"))
-        for each in module.buffers():
-            if not each.is_floating_point() and not each.is_complex() and each.numel():
-                row = each.detach().reshape(-1).to(torch.int64)
-                first = gather_rows(row, self._source.group, self._passes, "the model's buffers")[0]
-                each.copy_(first.view(each.shape))
-
-    @torch.no_grad()
-    def _average(self, tensors: list[torch.Tensor], what: str) -> None:
-        """Replace each tensor by its mean over the ranks."""
-        group = self._source.group
-        row = torch.tensor([sum(each.numel() for each in tensors)], device=self._source.device)
-        sizes = {int(size) for size in gather_rows(row, group, self._passes, what)}
-        if len(sizes) > 1:
-            if self.is_logging_rank:
-                logger.warning("hook %s: %s differ in size between ranks, and stay.", self._request.name, what)
-            return
-        for bucket in packed(tensors):
-            bucket.flat.div_(group.size())
-            collective.start(Send(bucket.flat, what=what, last=True), group, self._passes, "").wait()
-            write_back(bucket)
-
     def _module(self) -> torch.nn.Module:
         module = self._source.module
         assert module is not None  # a hook like this one is attached to models only, and ends with them
         return module
 
+    def announcement(self) -> str:
+        buffers = any(True for _ in self._module().buffers())
+        more = "; DDP no longer broadcasts buffers, which are averaged with the weights" if buffers else ""
+        return super().announcement() + more
+
+    def problems(self) -> list[str]:
+        return [f"hook {self._request.name}: {each}" for each in self._still_sent]
+
     def close(self) -> None:
+        self._outer.forget()
         super().close()
         self._optimizers.close()
         self._before_forward.remove()

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import torch
 
 from commhooks.compressors.local_steps.schedule import turns
-from commhooks.engine.session import Session
+from commhooks.engine.session import ABANDONED_LIMIT_S, Session
 from commhooks.gradients.weights import divided, packed, write_back
 
 
@@ -59,10 +59,11 @@ class OuterSteps:
         self._arrive()
 
     def forget(self) -> None:
-        """Begin a round, because a state was loaded: what is on its way is of the state before."""
+        """Begin a round without what is on its way, of which nothing will come: another state is loaded, or the
+        training has ended."""
         exchange, self._on_its_way, self._next = self._on_its_way, None, 0
         if exchange is not None:
-            exchange.wait()
+            exchange.abandon()
 
     def _arrive(self) -> None:
         exchange, self._on_its_way = self._on_its_way, None
@@ -106,6 +107,11 @@ class _Exchange:
             self._thread.join()
         if self._error is not None:
             raise self._error
+
+    def abandon(self) -> None:
+        """Wait for the other ranks, unless one of them has ended or hangs."""
+        if self._thread is not None:
+            self._thread.join(ABANDONED_LIMIT_S)
 
     @torch.no_grad()
     def apply(self) -> None:

@@ -3,7 +3,7 @@ functions. `CommHook` asks it for all that differs between them."""
 
 import contextlib
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -172,9 +172,9 @@ class Runner(ABC):
         """The payload `content` as it is saved where other ranks may not take part."""
         return content
 
-    def loaded(self) -> None:
-        """Called after a state was loaded."""
-        return None
+    def load(self, take_over: Callable[[], None]) -> None:
+        """Load a state, which `take_over` does."""
+        take_over()
 
     @property
     @abstractmethod

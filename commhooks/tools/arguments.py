@@ -76,6 +76,12 @@ def _plan(parser: argparse.ArgumentParser) -> None:
     of_a_hook.add_argument("--world-size", type=int, metavar="N", help="ranks, for the estimate (2)")
     of_a_hook.add_argument("--device", choices=("cpu", "cuda"), help="where the codec is timed (cuda if there is one)")
     of_a_hook.add_argument("--codec-ms", type=float, metavar="MS", help="the codec's time per step, instead of timing")
+    of_a_hook.add_argument(
+        "--step-ms",
+        type=float,
+        metavar="MS",
+        help="a step without a network: what sync_every makes that small (diloco)",
+    )
     on_nodes = parser.add_argument_group("instead of the plan, a table of all hooks on many nodes")
     on_nodes.add_argument("--nodes", type=int, metavar="N", help="how many; the flags below are for this table")
     on_nodes.add_argument("--ranks-per-node", type=int, metavar="N", help="how many (8)")

@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import math
 from dataclasses import asdict
 from typing import Any
 
@@ -25,11 +26,13 @@ from commhooks.tools.named_model import NamedModel, named_model
 from commhooks.tools.options import parse_options
 
 FOR_ONE_HOOK: dict[str, Any] = {"hook": "powerSGD", "options": [], "world_size": 2}
-FOR_ONE_HOOK |= dict.fromkeys(("exclude", "wrapper", "device", "codec_ms"))
+FOR_ONE_HOOK |= dict.fromkeys(("exclude", "wrapper", "device", "codec_ms", "step_ms"))
 """Flags of the plan of one hook, which --nodes ignores, with their defaults."""
 ON_NODES = {"ranks_per_node": 8, "bandwidth": 25.0, "inside": 400.0, "latency_us": 30.0, "backend": "nccl"}
 """Flags that only --nodes needs, with their defaults."""
 GBIT_S = (0.1, 1.0, 10.0, 100.0)
+SMALL_SHARE = 0.05
+"""Of the time of a round, for the outer step: what the suggested `sync_every` comes to."""
 ASSUMED = (
     "Assumed: a ring all-reduce at the full bandwidth, no latency, nothing overlaps with the backward pass. Where the "
     "backward pass hides all of plain all-reduce, nothing is won at any bandwidth. `commhooks doctor` measures it."
@@ -115,7 +118,7 @@ def _run_on_nodes(arguments: argparse.Namespace) -> None:
 
 def _run_one_hook(arguments: argparse.Namespace) -> None:
     """Print the plan of one hook."""
-    _check_numbers(arguments, world_size=2, total_steps=1, bucket_cap_mb=None, codec_ms=None)
+    _check_numbers(arguments, world_size=2, total_steps=1, bucket_cap_mb=None, codec_ms=None, step_ms=None)
     options = parse_options(arguments.options)
     if arguments.exclude:
         if "exclude" in options:
@@ -125,6 +128,8 @@ def _run_one_hook(arguments: argparse.Namespace) -> None:
         request = HookRequest.parse(arguments.hook, hook_options=options, wrapper=arguments.wrapper)
     model = named_model(arguments.model)
     plan, compressor = _planned(model, request, arguments)
+    if arguments.step_ms is not None and not compressor.on_weights:
+        raise HookConfigError(f"--step-ms is for hooks with rounds, such as diloco: {compressor.name} has none")
     remarks, config = [model.note], compressor.config
     for sentence in (
         unmatched_sentence(config.excluded_globs, model.every_name),
@@ -141,6 +146,8 @@ def _run_one_hook(arguments: argparse.Namespace) -> None:
         codec = _codec_time(arguments, compressor, plan)
         remarks += [f"Computed with {codec.kernel}: {codec.missing}."] if codec.missing else []
         estimate = _estimated(plan, codec, arguments.world_size)
+        if compressor.on_weights:
+            _add_rounds(estimate, compressor.passes_per_exchange, arguments.step_ms)
     note = " ".join(filter(None, remarks))
     if arguments.json:
         print(json.dumps(plan.as_dict() | {"model": arguments.model, "note": note, "estimate": estimate}, indent=2))
@@ -182,6 +189,16 @@ def _estimated(plan: ModelPlan, codec: CodecTime, world_size: int) -> dict[str, 
     }
 
 
+def _add_rounds(estimate: dict[str, Any], every: int, step_ms: float | None) -> None:
+    """Add the seconds of an outer step, and, for steps of `step_ms` without a network, the least steps of a round in
+    which it takes a small share of the time."""
+    for times in estimate["at_gbit_s"].values():
+        times["outer_step_s"] = every * times["with_s"]
+        if step_ms is not None:
+            others = times["outer_step_s"] * (1 / SMALL_SHARE - 1)
+            times["sync_every"] = max(1, math.ceil(others / (step_ms / 1e3)))
+
+
 def _estimate_text(plan: ModelPlan, estimate: dict[str, Any]) -> str:
     """The estimates as text: what is sent, the break-even, and a table of codec and sending at some bandwidths."""
     before, after = plan.unit.text(estimate["wire_bytes_before"]), plan.unit.text(estimate["wire_bytes_after"])
@@ -204,11 +221,15 @@ def _estimate_text(plan: ModelPlan, estimate: dict[str, Any]) -> str:
         lines.append(f"Break-even: none (codec {codec}).")
     else:
         lines.append(f"Break-even: {limit:.2g} Gbit/s per rank (codec {codec}). Below that the hook sends faster.")
-    table = new_table()
-    for heading in ("Gbit/s", "without, ms", "with the hook, ms"):
-        table.add_column(heading, justify="right")
-    for speed, times in estimate["at_gbit_s"].items():
-        table.add_row(speed, _ms(times["without_s"]), _ms(times["with_s"]))
+    columns = {"without_s": "without, ms", "with_s": "with the hook, ms", "outer_step_s": "an outer step, ms"}
+    columns["sync_every"] = f"sync_every for {100 * SMALL_SHARE:g} % of the time"
+    table, rows = new_table(), estimate["at_gbit_s"]
+    table.add_column("Gbit/s", justify="right")
+    shown = [name for name in columns if name in rows[str(GBIT_S[0])]]
+    for name in shown:
+        table.add_column(columns[name], justify="right")
+    for speed, times in rows.items():
+        table.add_row(speed, *(_ms(times[name]) if name.endswith("_s") else str(times[name]) for name in shown))
     lines += [line.rstrip() for line in text_of(table).strip("\n").splitlines()]
     return "\n".join([*lines, ASSUMED])
 

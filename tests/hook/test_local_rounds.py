@@ -15,6 +15,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import commhooks
+from tests.support.ddp_steps import log_lines
 from tests.support.training import SEVERAL_BUCKETS_MB, Run, batch, flat
 
 
@@ -201,6 +202,21 @@ def test_rounds_end_together_in_every_mode(run_ranks, mode):
     # With a scaler, rank 1 skips the third step, and the round takes one step more.
     assert equal == [step in ((3,) if mode == "scaler" else (2, 5)) for step in range(6)]
     assert stats["backward_passes"] == 6 and stats["nonfinite_steps"] == 0
+
+
+def _said(unused: bool) -> list[str]:
+    with log_lines("commhooks") as lines:
+        model = DistributedDataParallel(_Odd(), find_unused_parameters=unused)
+        hook = commhooks.attach(model, "local_sgd")
+        model(torch.ones(4, 6)).sum().backward()
+        del hook
+    return lines
+
+
+def test_what_ddp_still_sends_and_what_no_more(run_ranks):
+    ((broadcast,), _), ((unused, *_), _) = (run_ranks(_said, each) for each in (False, True))
+    assert "DDP no longer broadcasts buffers" in broadcast
+    assert "with find_unused_parameters=True DDP sends a message in every step" in unused
 
 
 def _with_closure() -> Any:

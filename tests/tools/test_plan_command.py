@@ -139,9 +139,25 @@ def test_a_pattern_without_a_match_is_told(capsys: Any) -> None:
         (["--nodes", "4", "--hook", "int8"], "--hook with --nodes, which compares all hooks"),
         (["--device", "cpu", "--codec-ms", "1"], "give one"),
         (["--hook", "itn8"], "did you mean 'int8'?"),
+        (["--hook", "int8", "--step-ms", "2"], "--step-ms is for hooks with rounds, such as diloco"),
+        (["--hook", "diloco", "--step-ms", "0"], "--step-ms 0.0: expected a number above 0"),
     ],
 )
 def test_what_is_wrong_is_one_line(arguments: list[str], text: str, capsys: Any) -> None:
     assert main(["plan", "tests.support.plan_models:build_mlp", *arguments]) == 1
     out, err = capsys.readouterr()
     assert out == "" and err.startswith("commhooks plan: ") and text in err and err.count("\n") == 1
+
+
+def test_rounds(capsys: Any) -> None:
+    flags = ["--hook", "local_sgd", "--options", "sync_every=4", "--codec-ms", "0.001", "--step-ms", "2"]
+    estimate = run_json(capsys, *flags)["estimate"]
+    # The outer step sends as much as the gradients of one step, and takes 4 times what is counted for each step.
+    assert estimate["wire_bytes_after"] == pytest.approx(estimate["wire_bytes_before"] / 4, rel=0.01)
+    for times in estimate["at_gbit_s"].values():
+        outer = times["outer_step_s"]
+        assert outer == pytest.approx(times["without_s"] + 4e-6, rel=0.01)
+        every = times["sync_every"]
+        assert outer / (outer + every * 2e-3) <= 0.05 and (every == 1 or outer / (outer + (every - 1) * 2e-3) > 0.05)
+    assert main(["plan", "tests.support.plan_models:build_mlp", *flags]) == 0
+    assert "sync_every for 5 % of the time" in capsys.readouterr().out

@@ -3,8 +3,10 @@
 from tests.stress.seeded_faults.mutant import Mutant
 
 _STEP, _HOOK = "commhooks/compressors/local_steps/exchange.py", "commhooks/hook/local_steps_hook.py"
-_TESTS = "hook/test_local_steps.py"
-_RESUME = f"{_TESTS}::test_a_run_that_resumes_in_mid_round_goes_on_as_the_other"
+_TURNS = "commhooks/hook/outer_steps.py"
+_TESTS, _ROUNDS, _SAVING = "hook/test_local_steps.py", "hook/test_local_rounds.py", "hook/test_local_saving.py"
+_RESUME = f"{_SAVING}::test_a_run_that_resumes_in_mid_round_goes_on_as_the_other"
+_STREAMING = f"{_TESTS}::test_streaming_is_that_of_the_paper"
 
 MUTANTS = [
     Mutant(
@@ -19,7 +21,7 @@ MUTANTS = [
         _STEP,
         "chosen(good, moved, anchor[name])",
         "moved",
-        f"{_TESTS}::test_a_round_with_a_rank_that_is_not_finite_is_discarded",
+        f"{_ROUNDS}::test_a_round_with_a_rank_that_is_not_finite_is_discarded",
     ),
     Mutant(
         "local steps: a save leaves the optimizers' moments to the ranks",
@@ -31,8 +33,8 @@ MUTANTS = [
     Mutant(
         "local steps: a save does not end the round",
         _HOOK,
-        "        if self._in_round:\n            self._outer_step()\n        else:",
-        "        if not self._in_round:",
+        "        if self._weights_agree:\n            self._average_buffers()\n            return\n",
+        "        if True:\n            self._average_buffers()\n            return\n",
         _RESUME,
     ),
     Mutant(
@@ -40,34 +42,62 @@ MUTANTS = [
         _HOOK,
         "        self._buffers.share(module, ",
         "        (lambda *_: None)(module, ",
-        f"{_TESTS}::test_batchnorm_tied_and_frozen",
+        f"{_ROUNDS}::test_batchnorm_tied_and_frozen",
     ),
     Mutant(
         "local steps: an outer step inside an optimizer's step",
         _HOOK,
-        "if self._due and not self._optimizers.stepping:",
-        "if self._due:",
-        f"{_TESTS}::test_closures_count_their_passes",
+        "if self._due and not self._optimizers.stepping and",
+        "if self._due and",
+        f"{_ROUNDS}::test_closures_count_their_passes",
     ),
     Mutant(
         "local steps: a rank that skips its step is late for the outer one",
         _HOOK,
         "        if not self._scaled:\n            return True\n",
         "        return True\n",
-        f"{_TESTS}::test_rounds_end_together_in_every_mode",
+        f"{_ROUNDS}::test_rounds_end_together_in_every_mode",
     ),
     Mutant(
         "local steps: a resumed run keeps the weights of a save on one rank alone",
         _HOOK,
-        "        self._weights_differ = bool(self._session.state[ANCHOR.key])\n",
+        "        self._to_anchor = bool(self._session.state[ANCHOR.key])\n",
         "",
-        f"{_TESTS}::test_a_save_on_one_rank_alone_holds_the_anchor",
+        f"{_SAVING}::test_a_save_on_one_rank_alone_holds_the_anchor",
     ),
     Mutant(
         "local steps: the outer step comes after the first of two optimizers",
         "commhooks/gradients/optimizer_steps.py",
         "            if not self._missing:\n",
         "            if True:\n",
-        f"{_TESTS}::test_rounds_end_together_in_every_mode",
+        f"{_ROUNDS}::test_rounds_end_together_in_every_mode",
+    ),
+    Mutant(
+        "local steps: a late outer step in a forward pass of rank 0 alone",
+        _HOOK,
+        " and module.training == self._trained_in_mode:",
+        ":",
+        f"{_ROUNDS}::test_optimizers_that_torch_does_not_know_get_their_outer_step_before_the_next_forward_pass",
+    ),
+    Mutant(
+        "streaming: what the training has added since the weights were sent is lost",
+        _TURNS,
+        "        if self._sent and not self._discarded:\n",
+        "        if False:\n",
+        _STREAMING,
+    ),
+    Mutant(
+        "streaming: a part arrives as soon as it can",
+        _TURNS,
+        "if self._on_its_way is None else turn.due_after)",
+        "if self._on_its_way is None else turn.sent_after)",
+        _STREAMING,
+    ),
+    Mutant(
+        "streaming: a save forgets what is on its way",
+        _TURNS,
+        'then exchange all weights."""\n        self._arrive()\n',
+        'then exchange all weights."""\n        self.forget()\n',
+        _STREAMING,
     ),
 ]

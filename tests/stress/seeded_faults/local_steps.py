@@ -26,7 +26,7 @@ MUTANTS = [
     Mutant(
         "local steps: a save leaves the optimizers' moments to the ranks",
         _HOOK,
-        '            self._average(self._optimizers.moments(), "the optimizers\' state")\n',
+        '            self._means.average(self._optimizers.moments(), "the optimizers\' state")\n',
         "",
         _RESUME,
     ),
@@ -39,8 +39,8 @@ MUTANTS = [
     ),
     Mutant(
         "local steps: buffers stay apart",
-        _HOOK,
-        "        self._buffers.share(module, ",
+        "commhooks/hook/means.py",
+        "        self._shared.share(module, ",
         "        (lambda *_: None)(module, ",
         f"{_ROUNDS}::test_batchnorm_tied_and_frozen",
     ),

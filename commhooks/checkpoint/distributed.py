@@ -6,7 +6,8 @@ already. So this form has the same keys on every rank, at every step and for eve
     {"commhooks": bytes, "residual": {name: tensor, ...}}
 
 `residual` holds the mean over the replicas, in the shape and with the placement of the parameter, for every parameter
-whose residual could be kept if nothing were sharded. Everything else is small and differs between shards, such as Q and
+whose residual could be kept if nothing were sharded. Hooks that average weights have `anchor` and `outer_momentum`
+beside it, in the same form. Everything else is small and differs between shards, such as Q and
 the residual of a shard that is compressed although the whole parameter would not be: `commhooks` holds the payloads of
 all shards without the other residuals (see `payload`), as bytes.
 """
@@ -30,21 +31,21 @@ _WHAT = "the state of all shards (save on every rank, or on none)"
 
 
 def to_distributed(
-    payload: dict[str, Any], residuals: Mapping[str, torch.dtype] | None, source: GradientSource
+    payload: dict[str, Any], kept: Mapping[str, Mapping[str, torch.dtype]], source: GradientSource
 ) -> dict[str, Any]:
     """The state in DCP's form. All ranks of the model must call this.
 
     Args:
         payload: of this rank's shard, with the mean of its residuals, or none; is used up.
-        residuals: the parameters that could have a residual if nothing were sharded, with its dtype; equal on all
-            ranks. None: save no residuals.
+        kept: see `Runner.kept_fields`; equal on all ranks.
         source: the model.
     """
-    found: dict[str, torch.Tensor] = {}
+    found: dict[tuple[str, str], torch.Tensor] = {}
     entries = payload.get("parameters", {})
-    for name in entries.keys() & (residuals or {}):
-        if entries[name]["residual"] is not None:
-            found[name], entries[name]["residual"] = entries[name]["residual"], None
+    for key, names in kept.items():
+        for name in entries.keys() & names:
+            if entries[name].get(key) is not None:
+                found[key, name], entries[name][key] = entries[name][key], None
     if "residual" in payload and all(entry["residual"] is None for entry in entries.values()):
         payload |= {"residual": "none", "residual_ranks": []}
     payloads, exact = [_to_bytes(payload)], bool(payload.get("exact", True))
@@ -54,12 +55,13 @@ def to_distributed(
         payloads = gather_bytes(payloads[0], source.shard_group, source.device, _WHAT)
     rest = {"format": _FORMAT, "version": _VERSION, "exact": exact, "shards": payloads}
     state: dict[str, Any] = {REST: _to_bytes(rest)}
-    if residuals:
-        known = source.names.known()
-        state[RESIDUAL] = {
-            name: source.as_whole(name, found.get(name, torch.zeros(known[name].shape)).to(dtype))
-            for name, dtype in residuals.items()
-        }
+    known = source.names.known()
+    for key, names in kept.items():
+        if names:
+            state[key] = {
+                name: source.as_whole(name, found.get((key, name), torch.zeros(known[name].shape)).to(dtype))
+                for name, dtype in names.items()
+            }
     return state
 
 
@@ -83,18 +85,22 @@ def from_distributed(state: Mapping[str, Any], source: GradientSource) -> dict[s
     if not shards:
         raise damaged("'shards' is empty")
     payload = fitted_to_shard(shards, source)
-    residuals = state.get(RESIDUAL, {})
+    kept = {key: tensors for key, tensors in state.items() if key != REST}
     if rest.get("exact") is not True:
         payload["exact"] = False
         if "parameters" in payload:
             payload |= {"residual": "none", "residual_ranks": []}
             payload["parameters"] = {n: each | {"residual": None} for n, each in payload["parameters"].items()}
-    elif residuals and "parameters" in payload:  # not so if it was saved by a hook without memory
+        kept.pop(RESIDUAL, None)
+    if "parameters" not in payload:  # saved by a hook without memory
+        return payload
+    if RESIDUAL in kept:
         payload["residual"] = "mean"
+    for key, tensors in kept.items():
         for name, entry in payload["parameters"].items():
-            own = _local(residuals[name]) if name in residuals else None
-            if own is not None and bool(own.any()):  # an absent residual stands for zeros
-                entry["residual"] = own
+            own = _local(tensors[name]) if name in tensors else None
+            if own is not None and bool(own.any()):  # what is absent stands for zeros
+                entry[key] = own
     return payload
 
 

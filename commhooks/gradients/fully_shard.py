@@ -15,7 +15,7 @@ step have been found finite: only then do the averages replace the `.grad`.
 
 import dataclasses
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -54,8 +54,7 @@ class FullyShardGradients(GradientSource):
             AttachError: the model is sharded in a way that hooks cannot serve.
         """
         self._module = weakref.ref(model)
-        for unit in self._units():
-            unit.reshard()  # after an evaluation the root's parameters may still be whole
+        self.before_weights_change()
         sharded = {own_name(name): p for name, p in model.named_parameters() if is_sharded(name, p)}
         mesh = common_mesh(sharded)
         super().__init__(group)
@@ -98,6 +97,13 @@ class FullyShardGradients(GradientSource):
         if self.module is None:
             return {}
         return {name: local_values(parameter) for name, parameter in self._sharded.items()}
+
+    def stepped(self) -> Sequence[torch.Tensor]:
+        return [shard.parameter for shard in self._shards.values()]
+
+    def before_weights_change(self) -> None:
+        for unit in self._units():
+            unit.reshard()  # after an evaluation the root's parameters may still be whole
 
     def gradients(self) -> Mapping[str, torch.Tensor | None]:
         return {shard.name: shard.grad for shard in self._shards.values()}

@@ -67,7 +67,7 @@ class OptimizerSteps:
         """What the optimizers keep for each number of each parameter, such as Adam's moments: in one order on all ranks
         that have stepped the same parameters."""
         return [
-            value
+            value.to_local() if hasattr(value, "to_local") else value  # of a DTensor this rank's shard
             for parameter in self._parameters.values()
             for optimizer in self._optimizers
             for _, value in sorted(optimizer.state.get(parameter, {}).items())

@@ -2,7 +2,7 @@
 
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -142,6 +142,14 @@ class GradientSource(ABC):
         raise AttachError(
             "a DistributedDataParallel model keeps its communication hook for life; wrap the model anew to change it"
         )
+
+    def stepped(self) -> Sequence[torch.Tensor]:
+        """The parameters as optimizers have them, in the order of `names`."""
+        return list(self.names.known().values())
+
+    def before_weights_change(self) -> None:
+        """Called before weights are changed by anything but an optimizer."""
+        return None
 
     def let_ranks_differ(self) -> list[str]:
         """Let each rank keep the buffers of its model, such as running statistics. Returns what else the source still

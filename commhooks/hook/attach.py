@@ -191,11 +191,6 @@ def _check_arrangement(request: HookRequest, source: GradientSource) -> None:
             f"ranks_per_node={request.ranks_per_node!r} with a model sharded by fully_shard: shard within each node "
             "instead, and the hook averages between nodes only"
         )
-    if request.config is not None and compressor_of(request.config).on_weights:
-        raise HookConfigError(
-            f"hook {request.name!r} with a model sharded by fully_shard: it averages the weights of DDP models only. "
-            "Hooks such as 'int4_compress' and 'powerSGD' compress the gradients of sharded ones"
-        )
     if request.config is not None and compressor_of(request.config).flat_only:
         raise HookConfigError(
             f"hook {request.name!r} with a model sharded by fully_shard: it measures ranks that all compress the whole "
@@ -213,6 +208,9 @@ def _runner_of(
         if compressor.config.delay:  # a thread's collectives, beside those of the model
             own = new_group(range(source.group.size()), source.group)
             of_weights = dataclasses.replace(of_weights, group=held_weakly(own))
+            if source.shard_group is not None:
+                shards = new_group(range(source.shard_group.size()), source.shard_group)
+                of_weights = dataclasses.replace(of_weights, shards=held_weakly(shards))
         session = Session(compressor, of_weights, LearnedState.of(compressor.state_fields), counters)
         return LocalStepsHook(request, source, session, counters, scaled=binding.loss_scale is not None), None
     if compressor is not None:

@@ -231,8 +231,11 @@ class CommHook:
                 "joint=False with a state for torch.distributed.checkpoint: it needs all ranks, as dcp.save does"
             )
         self._runner.before_save(self.joint_save_limit_s)
-        kept = None if residual == "drop" else self._runner.kept_residuals(self._source.whole)
-        saved = self._runner.saved_state.save("drop" if kept is None else "mean", limit_s=self.joint_save_limit_s)
+        kept = self._runner.kept_fields(self._source.whole)
+        if residual == "drop":
+            kept.pop("residual", None)
+        form = "mean" if "residual" in kept else "drop"
+        saved = self._runner.saved_state.save(form, limit_s=self.joint_save_limit_s)
         return to_distributed(saved, kept, self._source)
 
     def synchronize(self) -> bool:

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from commhooks.checkpoint.learned_state import SavedLearnedState
 from commhooks.checkpoint.user_state import SavedUserState
 from commhooks.compressors.adaptive import AdaptiveCompressor
-from commhooks.compressors.base import Compressor
+from commhooks.compressors.base import RESIDUAL, Compressor
 from commhooks.compressors.kernel import TORCH
 from commhooks.compressors.unit_plan import UnitPlan
 from commhooks.compressors.units import Unit
@@ -130,14 +130,15 @@ class EngineHook(Runner):
             factor = float(state.loss_scale) * self._session.consensus.arrangement.ranks_per_residual
             yield {n: t for key in state.local for n, t in state[key].items()}, factor
 
-    def kept_residuals(self, names: ParameterNames) -> dict[str, torch.dtype] | None:
+    def kept_fields(self, names: ParameterNames) -> dict[str, dict[str, torch.dtype]]:
         compressor = self._session.compressor
         if not self._session.state.local:
-            return None
+            return {}
         infos = list(parameter_infos(names, compressor.planning_config, self._source.sparse).values())
         if not compressor.per_bucket:
             infos = [info for info, may in zip(infos, compressor.may_compress(infos), strict=True) if may]
-        return {each.name: precision.compute_dtype(each.parameter.dtype) for each in infos if not each.sparse}
+        dtypes = {each.name: precision.compute_dtype(each.parameter.dtype) for each in infos if not each.sparse}
+        return {RESIDUAL.key: dtypes}
 
     def measured(self, names: set[str]) -> set[str]:
         if not self._learns:

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from commhooks.checkpoint.learned_state import SavedLearnedState
 from commhooks.comm.collective import gather_rows, new_future
 from commhooks.comm.counters import RoundCounters
+from commhooks.comm.shards import good_on_all_shards
 from commhooks.comm.wire import all_finite
 from commhooks.compressors.cast import AllReduce, AllReduceCompressor
 from commhooks.compressors.local_steps.exchange import ANCHOR
@@ -25,7 +26,9 @@ from commhooks.engine.immediate import reduce_and_count
 from commhooks.engine.session import Session
 from commhooks.errors import logger_of
 from commhooks.gradients.bucket import Bucket
+from commhooks.gradients.names import ParameterNames
 from commhooks.gradients.optimizer_steps import OptimizerSteps
+from commhooks.gradients.precision import compute_dtype
 from commhooks.gradients.source import Future, GradientSource
 from commhooks.gradients.torch_private import sparse_values
 from commhooks.gradients.weights import copied, set_weights
@@ -70,8 +73,9 @@ class LocalStepsHook(EngineHook):
         self._discarded = 0  # rounds of runs before this one
         # Bound methods would keep this object, and with it the learned state, as long as torch's hooks.
         this = weakref.ref(self)
-        self._optimizers = OptimizerSteps(source.names.known().values(), functools.partial(_after_steps, this))
-        self._before_forward = self._module().register_forward_pre_hook(_BeforeForward(self))
+        self._optimizers = OptimizerSteps(source.stepped(), functools.partial(_after_steps, this))
+        # Before torch's own hooks: those of fully_shard gather the weights.
+        self._before_forward = self._module().register_forward_pre_hook(_BeforeForward(self), prepend=True)
         self._still_sent = source.let_ranks_differ()
 
     # ---- backward passes ---------------------------------------------------------------------------------------------
@@ -101,8 +105,9 @@ class LocalStepsHook(EngineHook):
         self._buffers_differ = any(True for _ in module.buffers())
         self._trained_in_mode = module.training
         self._finite.clear()
-        if not self._averages_gradients and not state[ANCHOR.key]:
-            state[ANCHOR.key].update(copied(self._source.names.known()))  # the weights are equal on all ranks
+        if not self._averages_gradients and len(state[ANCHOR.key]) < len(known := self._source.names.known()):
+            # The weights are equal on all ranks. A distributed checkpoint does not say which of them were zero.
+            state[ANCHOR.key].update(copied({n: p for n, p in known.items() if n not in state[ANCHOR.key]}))
 
     def end_pass(self) -> None:
         if self._averages_gradients:
@@ -117,8 +122,15 @@ class LocalStepsHook(EngineHook):
         """Whether no rank will skip the step of this pass, as far as that can happen. The same on all ranks."""
         if not self._scaled:
             return True
-        good = torch.stack(self._finite).all().to(torch.int64).view(1)
-        return bool(gather_rows(good, self._source.group, self._passes, "whether all gradients are finite").all())
+        good, shards = torch.stack(self._finite).all(), self._source.shard_group
+        if shards is not None:
+            good = good_on_all_shards(good, shards)
+        row = good.to(torch.int64).view(1)
+        return bool(gather_rows(row, self._source.group, self._passes, "whether all gradients are finite").all())
+
+    def kept_fields(self, names: ParameterNames) -> dict[str, dict[str, torch.dtype]]:
+        dtypes = {name: compute_dtype(each.dtype) for name, each in names.known().items()}
+        return {each.key: dict(dtypes) for each in self._session.compressor.state_fields}
 
     @contextlib.contextmanager
     def residuals(self) -> Iterator[tuple[Mapping[str, torch.Tensor], float]]:
@@ -148,6 +160,7 @@ class LocalStepsHook(EngineHook):
         be."""
         if self._to_anchor:
             self._to_anchor = False
+            self._source.before_weights_change()
             set_weights(self._source.names.known(), self._session.state[ANCHOR.key])
         # A model may be trained in evaluation mode. A forward pass in another mode may be one of rank 0 alone.
         if self._due and not self._optimizers.stepping and module.training == self._trained_in_mode:
@@ -159,6 +172,7 @@ class LocalStepsHook(EngineHook):
         """All ranks must call this, between the same two steps."""
         self._due = False
         self._optimizers.forget()
+        self._source.before_weights_change()
         if self._outer.advance(self._in_round):
             self._begin_round(agree=self._outer.at_once)
         self._warn_of_discarded()
@@ -228,6 +242,7 @@ class LocalStepsHook(EngineHook):
             return
         self._due = False
         self._optimizers.forget()
+        self._source.before_weights_change()
         self._outer.end_round()
         self._begin_round(agree=True)
         self._warn_of_discarded()

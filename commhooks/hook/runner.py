@@ -199,10 +199,10 @@ class Runner(ABC):
         scale, times the ranks of a node. They may be read only in its body."""
         yield {}, 1.0
 
-    def kept_residuals(self, names: ParameterNames) -> dict[str, torch.dtype] | None:
-        """The parameters of a model with these parameters that could have a residual, and its dtype. None: the hook
-        keeps no residuals."""
-        return None
+    def kept_fields(self, names: ParameterNames) -> dict[str, dict[str, torch.dtype]]:
+        """What a hook keeps for each number of a parameter, such as "residual": the parameters of a model with these
+        parameters that could have one, and its dtype."""
+        return {}
 
     def measured(self, names: set[str]) -> set[str]:
         """The subset of `names` that `CommHook.norms` covers."""

@@ -1,0 +1,155 @@
+"""`diloco` and `local_sgd` between the replicas of a sharded model: rounds, outer steps, checkpoints."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+import commhooks
+from tests.support.models import bits_equal
+from tests.support.sharded import Prescribed, attached, random_gradients
+
+EVERY, SAVE_AT, STEPS = 3, 4, 8
+LR = 0.1
+
+
+class Training:
+    def __init__(self, replicas: int, shards: int, config: commhooks.HookConfig, momentum: float = 0.0) -> None:
+        """`shards` 0: a DDP model."""
+        if shards:
+            self.model, self.hook = attached(replicas, shards, config)
+        else:
+            ddp = DistributedDataParallel(Prescribed(), find_unused_parameters=True)
+            self.model, self.hook = ddp, commhooks.attach(ddp, config, save_residual="distributed")
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=LR, momentum=momentum)
+
+    def train(self, begin: int, end: int) -> Training:
+        for step in range(begin, end):
+            self.optimizer.zero_grad()
+            self.model(random_gradients(step)).backward()
+            self.optimizer.step()
+        return self
+
+    def weights(self) -> dict[str, torch.Tensor]:
+        """This rank's replica, whole. All ranks of a sharding group must call this."""
+        module: nn.Module = getattr(self.model, "module", self.model)
+        named = module.named_parameters()
+        return {n: (p.full_tensor() if isinstance(p, DTensor) else p).detach().clone() for n, p in named}
+
+    def stateful(self) -> dict[str, Any]:
+        model, optimizer = get_state_dict(self.model, self.optimizer)
+        return {"hook": self.hook, "model": model, "optimizer": optimizer}
+
+    def save(self, folder: str) -> None:
+        self.hook.state_dict()  # ends the round
+        dcp.save(self.stateful(), checkpoint_id=folder)
+
+    def load(self, folder: str) -> Training:
+        content = self.stateful()
+        dcp.load(content, checkpoint_id=folder)
+        set_state_dict(
+            self.model, self.optimizer, model_state_dict=content["model"], optim_state_dict=content["optimizer"]
+        )
+        return self
+
+
+def _rounds(config: commhooks.HookConfig) -> list[dict[str, torch.Tensor]]:
+    plain, local = Training(2, 2, commhooks.AllReduce()), Training(2, 2, config)
+    found = []
+    for begin, end in ((0, EVERY), (EVERY, EVERY + 1)):
+        found += [plain.train(begin, end).weights(), local.train(begin, end).weights()]
+    with torch.no_grad():
+        local.model(random_gradients(0))  # an evaluation, after which the root's weights are whole
+    local.hook.synchronize()
+    local.model(random_gradients(0))
+    return [*found, local.weights()]
+
+
+def _worst(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float:
+    return max(float((one[name] - other[name]).abs().max()) for name in one)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [commhooks.LocalSGD(sync_every=EVERY), commhooks.DiLoCo(sync_every=EVERY, wire="float32", fragments=3)],
+    ids=["at once", "fragments"],
+)
+def test_plain_sgd_comes_to_the_weights_of_an_all_reduce(run_ranks: Any, config: commhooks.HookConfig) -> None:
+    """Its steps add up, so that the mean of the weights is what the mean gradients lead to."""
+    found = run_ranks(_rounds, config, world_size=4)
+    for rank, (plain, local, later, apart, common) in enumerate(found):
+        if config.fragments == 1:
+            assert _worst(plain, local) < 1e-6
+        assert _worst(later, apart) > 1e-3 and _worst(later, common) < 1e-6
+        assert bits_equal(common, found[0][4])
+        assert (_worst(apart, found[0][3]) > 1e-3) == (rank >= 2)  # of the other replica
+
+
+CONFIGS = {
+    "int4": commhooks.DiLoCo(sync_every=EVERY, outer_lr=0.7, outer_momentum=0.5),
+    "streaming": commhooks.DiLoCo(sync_every=4, fragments=2, delay=1, outer_momentum=0.3, wire="int8"),
+}
+
+
+def _train_and_save(folder: str, config: commhooks.HookConfig) -> Any:
+    training = Training(2, 2, config, momentum=0.9).train(0, SAVE_AT)
+    training.save(folder)
+    at_save = training.weights()
+    training.train(SAVE_AT, STEPS)
+    training.hook.synchronize()
+    return at_save, training.weights()
+
+
+def _load_and_go_on(folder: str, config: commhooks.HookConfig, replicas: int, shards: int) -> Any:
+    training = Training(replicas, shards, config, momentum=0.9).load(folder)
+    at_load = training.weights()
+    training.train(SAVE_AT, STEPS)
+    training.hook.synchronize()
+    return at_load, training.weights(), training.hook.stats()
+
+
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
+def test_a_resume_in_mid_round_is_bit_equal(run_ranks: Any, tmp_path: Path, config: commhooks.HookConfig) -> None:
+    saved = run_ranks(_train_and_save, str(tmp_path), config, world_size=4)
+    resumed = run_ranks(_load_and_go_on, str(tmp_path), config, 2, 2, world_size=4)
+    for (at_save, end), (at_load, same, _) in zip(saved, resumed, strict=True):
+        assert bits_equal(at_save, at_load) and bits_equal(end, same) and bits_equal(end, saved[0][1])
+        assert _worst(at_save, end) > 1e-3
+
+
+@pytest.mark.parametrize(("replicas", "shards"), [(1, 4), (4, 1), (3, 1), (2, 0)])
+def test_other_numbers_of_replicas_and_shards_go_on(run_ranks: Any, tmp_path: Path, replicas: int, shards: int) -> None:
+    config = CONFIGS["int4"]
+    at_save, _ = run_ranks(_train_and_save, str(tmp_path), config, world_size=4)[0]
+    found = run_ranks(_load_and_go_on, str(tmp_path), config, replicas, shards, world_size=replicas * max(1, shards))
+    for at_load, end, stats in found:
+        assert bits_equal(at_load, at_save) and bits_equal(end, found[0][1])
+        assert all(bool(each.isfinite().all()) for each in end.values()) and stats["nonfinite_steps"] == 0
+
+
+def _momentum_moves(folder: str, replicas: int, shards: int) -> Any:
+    config = CONFIGS["int4"]
+    training = Training(replicas, shards, config)
+    dcp.load({"hook": training.hook}, checkpoint_id=folder)
+    saved = training.hook.state_dict()
+    whole = {}
+    for key in ("anchor", "outer_momentum"):
+        whole |= {f"{key} {n}": t.full_tensor() if isinstance(t, DTensor) else t for n, t in saved[key].items()}
+    dist.barrier()
+    return whole
+
+
+def test_anchor_and_momentum_move_to_another_number_of_shards(run_ranks: Any, tmp_path: Path) -> None:
+    run_ranks(_train_and_save, str(tmp_path), CONFIGS["int4"], world_size=4)
+    before = run_ranks(_momentum_moves, str(tmp_path), 2, 2, world_size=4)[0]
+    after = run_ranks(_momentum_moves, str(tmp_path), 1, 3, world_size=3)[0]
+    assert bits_equal(before, after) and any(t.any() for n, t in before.items() if n.startswith("outer_momentum"))

@@ -110,6 +110,12 @@ class HookedFSDP2(HookedStrategy, ModelParallelStrategy):
         assert self.lightning_module is not None
         self._attach(_sharded_root(self.lightning_module), replicate_group=self.device_mesh["replicate"])
 
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        # The Trainer asks for it first of all that it saves. A hook that averages weights ends its round here.
+        if self._comm_hook is not None:
+            self._comm_hook.synchronize(optimizers=True)
+        return super().lightning_module_state_dict()
+
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None
     ) -> None:

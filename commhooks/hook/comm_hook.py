@@ -220,7 +220,7 @@ class CommHook:
             raise HookConfigError(f"residual={residual!r}; expected one of {', '.join(map(repr, choices))}")
         if residual == "distributed" or sharded:
             return self._distributed_state(residual, joint)
-        joint = joint and self._runner.before_save(self.joint_save_limit_s)
+        joint = joint and self.synchronize(optimizers=True)
         limit_s = self.joint_save_limit_s
         content = self._runner.saved_state.save(residual, gather=gather, joint=joint, limit_s=limit_s)
         return content if joint else self._runner.saved_alone(content)
@@ -230,7 +230,7 @@ class CommHook:
             raise HookConfigError(
                 "joint=False with a state for torch.distributed.checkpoint: it needs all ranks, as dcp.save does"
             )
-        self._runner.before_save(self.joint_save_limit_s)
+        self.synchronize(optimizers=True)
         kept = self._runner.kept_fields(self._source.whole)
         if residual == "drop":
             kept.pop("residual", None)
@@ -238,17 +238,21 @@ class CommHook:
         saved = self._runner.saved_state.save(form, limit_s=self.joint_save_limit_s)
         return to_distributed(saved, kept, self._source)
 
-    def synchronize(self) -> bool:
+    def synchronize(self, *, optimizers: bool = False) -> bool:
         """For hooks that average weights once in several steps (`diloco`, `local_sgd`): average them now, so that the
-        model is the same on all ranks, as before a validation. *All ranks must call* this, between two steps. A joint
-        `state_dict` does the same, and averages what the optimizers keep, such as Adam's moments: call it before you
-        copy the state of the model or of an optimizer. Other hooks do nothing.
+        model is the same on all ranks, as before a validation. *All ranks must call* this, between two steps. Other
+        hooks do nothing.
+
+        Args:
+            optimizers: average what the optimizers keep, too, such as Adam's moments, so that those of any rank
+                are those of all, and a run that resumes goes on as this one does. A joint `state_dict` does it: call
+                that, or this, before you copy the state of the model or of an optimizer.
 
         Returns:
             Whether all ranks took part, for which this waits at most `joint_save_limit_s` seconds. If not, nothing has
             changed, and one warning is logged.
         """
-        return self._runner.synchronize(self.joint_save_limit_s)
+        return self._runner.synchronize(self.joint_save_limit_s, optimizers=optimizers)
 
     @reason_first()
     def load_state_dict(self, saved: dict[str, Any], strict: bool | None = None) -> None:

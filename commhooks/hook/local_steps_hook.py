@@ -198,23 +198,15 @@ class LocalStepsHook(EngineHook):
 
     # ---- where the model is looked at as a whole ---------------------------------------------------------------------
 
-    def synchronize(self, limit_s: float) -> bool:
-        return self._together(self._end_round, limit_s) if self._differ else True
-
-    def before_save(self, limit_s: float) -> bool:
-        """End the round, and average what the optimizers have learned: so the model and the optimizers of any rank are
-        those of all, and a run that resumes goes on as this one does."""
-
+    def synchronize(self, limit_s: float, *, optimizers: bool) -> bool:
         def share() -> None:
             self._end_round()
-            self._means.average(self._optimizers.moments(), "the optimizers' state")
-            self._moments_differ = False
+            if optimizers:
+                self._means.average(self._optimizers.moments(), "the optimizers' state")
+                self._moments_differ = False
 
-        return self._together(share, limit_s) if self._moments_differ or self._differ else True
-
-    @property
-    def _differ(self) -> bool:
-        return self._buffers_differ or not self._weights_agree
+        differ = self._buffers_differ or not self._weights_agree or (optimizers and self._moments_differ)
+        return self._together(share, limit_s) if differ else True
 
     def saved_alone(self, content: dict[str, Any]) -> dict[str, Any]:
         if not self._weights_agree:

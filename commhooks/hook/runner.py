@@ -160,12 +160,8 @@ class Runner(ABC):
         """Whether the weights should be equal on all ranks now."""
         return True
 
-    def synchronize(self, limit_s: float) -> bool:
+    def synchronize(self, limit_s: float, *, optimizers: bool) -> bool:
         """See `CommHook.synchronize`. `limit_s`: seconds to wait for the other ranks."""
-        return True
-
-    def before_save(self, limit_s: float) -> bool:
-        """Called on all ranks before a joint save. Returns whether all have come in time."""
         return True
 
     def saved_alone(self, content: dict[str, Any]) -> dict[str, Any]:

@@ -16,7 +16,6 @@ from torch.nn.parallel import DistributedDataParallel
 import commhooks
 from commhooks.compressors.local_steps.reference import ReferenceDiLoCo
 from commhooks.gradients import weights
-from tests.support.sharded import Prescribed, mesh_of, shard
 from tests.support.training import Run, batch, flat, make_model
 
 SEVERAL = 1000  # bytes in a bucket of weights, so that there are several
@@ -218,16 +217,3 @@ def test_wrapper_and_nodes_are_refused():
         HookRequest.parse("diloco", wrapper="bf16")
     with pytest.raises(commhooks.HookConfigError, match="averages weights instead of gradients"):
         HookRequest.parse("local_sgd", ranks_per_node=2)
-
-
-def _of_a_sharded_model() -> str:
-    mesh = mesh_of(2, 1)
-    model = shard(Prescribed(), mesh["shard"])
-    with pytest.raises(commhooks.HookConfigError) as error:
-        commhooks.attach(model, "diloco", replicate_group=mesh["replicate"])
-    return str(error.value)
-
-
-def test_sharded_models_are_refused(run_ranks):
-    for text in run_ranks(_of_a_sharded_model):
-        assert "averages the weights of DDP models only" in text

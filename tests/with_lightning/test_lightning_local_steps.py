@@ -6,8 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from test_lightning_fsdp2 import fit as fit_sharded
 
 import commhooks
+from tests.support.features import fully_shard_on_gloo
 from tests.support.lightning_fits import SAVED_AT, fit, path_at
 from tests.support.lightning_support import Model, assert_equal, data, difference, strategy, trainer, weights
 
@@ -63,3 +65,19 @@ def _late(root: str) -> list[str]:
 def test_a_resume_that_still_reaches_the_start_is_not_warned_about(run_ranks: Any, tmp_path: Path) -> None:
     """It counts steps of the training, not rounds, of which there is none yet."""
     assert run_ranks(_late, str(tmp_path)) == [[], []]
+
+
+def _sharded(root: str) -> dict[str, Any]:
+    hook = commhooks.DiLoCo(sync_every=3)  # an epoch has two steps, and a checkpoint at its end
+    through = fit_sharded(f"{root}/through", 3, hook=hook)
+    resumed = fit_sharded(f"{root}/resumed", 3, f"{root}/through/epoch=0.ckpt", hook=hook)
+    return {"through": through, "resumed": resumed}
+
+
+@fully_shard_on_gloo
+def test_a_sharded_fit_resumes_in_mid_round(run_ranks: Any, tmp_path: Path) -> None:
+    found = run_ranks(_sharded, str(tmp_path), world_size=4, timeout_s=100)
+    for result in found:
+        assert_equal(result["resumed"]["weights"], result["through"]["weights"])
+        assert_equal(result["through"]["weights"], found[0]["through"]["weights"])
+        assert result["through"]["stats"]["step"] == 3  # after steps 2, 4 and 6

@@ -19,14 +19,18 @@ def packed(tensors: Sequence[torch.Tensor]) -> Iterator[Bucket]:
         yield _packed(each, index, is_last=index == len(groups) - 1)
 
 
-def divided(tensors: Sequence[torch.Tensor], parts: int) -> list[list[torch.Tensor]]:
-    """The tensors in so many parts of about the same size, in order. A part beside a large tensor may be empty."""
-    total, before = sum(each.numel() for each in tensors), 0
+def divided(tensors: Sequence[torch.Tensor], sizes: Sequence[int], parts: int) -> list[list[torch.Tensor]]:
+    """The tensors in so many parts of about the same size, in order. A part beside a large tensor may be empty.
+
+    Args:
+        sizes: of the tensors, or of those of which they are shards: ranks with other shards divide them alike.
+    """
+    total, before = sum(sizes), 0
     found: list[list[torch.Tensor]] = [[] for _ in range(parts)]
-    for each in tensors:
-        middle = before + each.numel() / 2
+    for each, size in zip(tensors, sizes, strict=True):
+        middle = before + size / 2
         found[min(parts - 1, int(middle * parts / max(1, total)))].append(each)
-        before += each.numel()
+        before += size
     return found
 
 

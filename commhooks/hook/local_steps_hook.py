@@ -59,7 +59,8 @@ class LocalStepsHook(EngineHook):
         self._passes = counters
         self._exact = AllReduceCompressor(AllReduce())
         self._averages_gradients = False  # in the running pass: it is one of the first `start_iter` ones
-        self._outer = OuterSteps(session, list(source.names.known().values()))
+        sizes = [each.numel() for each in source.stepped()]
+        self._outer = OuterSteps(session, list(source.names.known().values()), sizes)
         self._in_round = 0
         self._weights_agree = True
         self._scaled = scaled

@@ -16,17 +16,18 @@ class OuterSteps:
     Args:
         session: runs the exchanges. With `delay` they run in a thread, and so on a process group of their own.
         weights: of the model, in the same order on all ranks.
+        sizes: numbers in the whole of each, of which `weights` may be shards.
 
     Attributes:
         at_once: all weights are exchanged together, and nothing happens in the meantime.
     """
 
-    def __init__(self, session: Session, weights: Sequence[torch.Tensor]) -> None:
+    def __init__(self, session: Session, weights: Sequence[torch.Tensor], sizes: Sequence[int]) -> None:
         config = session.compressor.config
         self.at_once = config.fragments == 1 and config.delay == 0
         self._session = session
         self._weights = weights
-        self._fragments = divided(weights, config.fragments)
+        self._fragments = divided(weights, sizes, config.fragments)
         self._turns = turns(config.sync_every, config.fragments, config.delay)
         self._next = 0  # the turn that is waited for
         self._on_its_way: _Exchange | None = None

@@ -98,7 +98,8 @@ def _streaming_reference(run: Run, every: int, fragments: int, delay: int, steps
     early then; with plain collectives."""
     model = copy.deepcopy(run.ddp.module)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-    parts = [part for part in weights.divided(list(model.parameters()), fragments) if part]
+    parameters = list(model.parameters())
+    parts = [part for part in weights.divided(parameters, [p.numel() for p in parameters], fragments) if part]
     references = [ReferenceDiLoCo(flat(part), 0.7, 0.5) for part in parts]
     assert len(references) == fragments
     sent: dict[int, torch.Tensor] = {}

@@ -8,10 +8,11 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import commhooks
 from commhooks.gradients import weights
-from tests.support.training import Run, batch
+from tests.support.training import Run, batch, flat
 
 SEVERAL = 1000  # bytes in a bucket of weights, so that there are several
 
@@ -94,3 +95,48 @@ def _alone(every: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
 def test_a_save_on_one_rank_alone_holds_the_anchor(run_ranks):
     for anchor, own, resumed in run_ranks(_alone, 3):
         assert torch.equal(resumed, anchor) and not torch.equal(own, anchor)
+
+
+class _Averaged:
+    """A run with a schedule of the learning rate and an average of the weights over time."""
+
+    def __init__(self, config: commhooks.HookConfig) -> None:
+        self.run = Run.new(hook=config)
+        self.average = AveragedModel(self.run.ddp.module, multi_avg_fn=get_ema_multi_avg_fn(0.9))
+        self.schedule = torch.optim.lr_scheduler.ExponentialLR(self.run.optimizer, 0.9)
+
+    def train(self, steps: int) -> None:
+        for _ in range(steps):
+            self.run.train(1)
+            self.average.update_parameters(self.run.ddp.module)
+            self.schedule.step()
+
+    def save(self) -> list[Any]:
+        content = self.run.save(residual="mean")
+        return [content, self.average.state_dict(), self.schedule.state_dict()]
+
+    def load(self, content: list[Any]) -> None:
+        self.run.load(content[0])
+        self.average.load_state_dict(content[1])
+        self.schedule.load_state_dict(content[2])
+
+
+def _with_averages(config: commhooks.HookConfig) -> Any:
+    whole, resumed = _Averaged(config), _Averaged(config)
+    whole.train(4)
+    content = whole.save()
+    dist.broadcast_object_list(content)
+    resumed.load(content)
+    for each in (whole, resumed):
+        each.train(5)
+        each.run.hook.synchronize()
+    found = [[each.run.weights(), flat(each.average.module.parameters())] for each in (whole, resumed)]
+    return *found, whole.schedule.get_last_lr() == resumed.schedule.get_last_lr()
+
+
+def test_schedules_and_averages_over_time_resume(run_ranks):
+    """An average over time is each rank's own, as the weights are in a round; that of rank 0 is saved."""
+    found = run_ranks(_with_averages, commhooks.DiLoCo(sync_every=3))
+    for rank, (whole, resumed, same_rate) in enumerate(found):
+        assert torch.equal(whole[0], resumed[0]) and same_rate
+        assert torch.equal(whole[1], resumed[1]) == (rank == 0)

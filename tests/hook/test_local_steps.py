@@ -156,6 +156,42 @@ def test_streaming_is_that_of_the_paper(run_ranks, every, fragments, delay, step
         assert torch.equal(ours[1], found[0][0][1])
 
 
+class _Mocked(nn.Module):
+    """Two layers of one weight, whose gradients are always 2."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ParameterList([nn.Parameter(torch.ones(1)), nn.Parameter(torch.ones(1))])
+
+    def forward(self) -> torch.Tensor:
+        return 2 * (self.layers[0] + self.layers[1]).sum()
+
+
+def _mocked(steps: int) -> list[list[float]]:
+    model = DistributedDataParallel(_Mocked())
+    config = commhooks.DiLoCo(sync_every=6, fragments=2, outer_lr=2.0, wire="float32")
+    hook = commhooks.attach(model, config)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    history = []
+    for _ in range(steps):
+        history.append([layer.item() for layer in model.module.layers])
+        optimizer.zero_grad()
+        model().backward()
+        optimizer.step()
+    assert hook.stats()["step"] == 5  # three of the first layer, two of the second
+    return [list(each) for each in zip(*history, strict=True)]
+
+
+def test_the_regression_fixture_of_torchft(run_ranks):
+    """Of its test of mocked updates: two fragments, no delay (`diloco_regression_test.py`, October 2025). With a delay
+    it does not keep what was trained in the meantime."""
+    fixture = [
+        [1, -1, -3, -11, -13, -15, -17, -19, -21, -35, -37, -39, -41, -43, -45, -59],
+        [1, -1, -3, -5, -7, -9, -23, -25, -27, -29, -31, -33, -47, -49, -51, -53],
+    ]
+    assert run_ranks(_mocked, 16) == [fixture, fixture]
+
+
 def _bytes_of_passes(every: int, passes: int, **options: Any) -> tuple[list[int], dict[str, Any], int]:
     run = Run.new(hook=commhooks.DiLoCo(sync_every=every, **options))
     sent = []

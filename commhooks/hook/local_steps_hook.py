@@ -27,10 +27,10 @@ from commhooks.engine.session import Session
 from commhooks.errors import logger_of
 from commhooks.gradients.bucket import Bucket
 from commhooks.gradients.names import ParameterNames
-from commhooks.gradients.optimizer_steps import OptimizerSteps
 from commhooks.gradients.precision import compute_dtype
 from commhooks.gradients.source import Future, GradientSource
 from commhooks.gradients.torch_private import sparse_values
+from commhooks.gradients.training_events import BeforeForward, OptimizerSteps
 from commhooks.gradients.weights import copied, set_weights
 from commhooks.hook.engine_hook import EngineHook
 from commhooks.hook.means import MeansOfRanks
@@ -70,13 +70,13 @@ class LocalStepsHook(EngineHook):
         self._to_anchor = False  # the weights may not be those of the anchor, which was loaded
         self._trained_in_mode = True  # `Module.training` of the latest pass
         self._means = MeansOfRanks(request.name, source, counters, says=self.is_logging_rank)
-        self._told = False
+        self._told = self._told_of_late = False
         self._discarded = 0  # rounds of runs before this one
         # Bound methods would keep this object, and with it the learned state, as long as torch's hooks.
         this = weakref.ref(self)
         self._optimizers = OptimizerSteps(source.stepped(), functools.partial(_after_steps, this))
         # Before torch's own hooks: those of fully_shard gather the weights.
-        self._before_forward = self._module().register_forward_pre_hook(_BeforeForward(self), prepend=True)
+        self._before_forward = self._module().register_forward_pre_hook(BeforeForward(self), prepend=True)
         self._still_sent = source.let_ranks_differ()
 
     # ---- backward passes ---------------------------------------------------------------------------------------------
@@ -165,6 +165,7 @@ class LocalStepsHook(EngineHook):
             set_weights(self._source.names.known(), self._session.state[ANCHOR.key])
         # A model may be trained in evaluation mode. A forward pass in another mode may be one of rank 0 alone.
         if self._due and not self._optimizers.stepping and module.training == self._trained_in_mode:
+            self._warn_of_late()
             self._outer_step()
         self._means.note_buffers()
 
@@ -185,6 +186,17 @@ class LocalStepsHook(EngineHook):
     def _begin_round(self, *, agree: bool) -> None:
         self._average_buffers()
         self._in_round, self._weights_agree = 0, agree
+
+    def _warn_of_late(self) -> None:
+        if not self._told_of_late and self.is_logging_rank:
+            self._told_of_late = True
+            logger.warning(
+                "hook %s: since the %s. backward pass no optimizer of torch.optim has stepped all parameters, so this "
+                "outer step comes late, before the next forward pass: so do all with an optimizer that torch does not "
+                "know. Weights that are looked at in between are those of one rank.",
+                self._request.name,
+                self._passes.backward_passes,
+            )
 
     def _warn_of_discarded(self) -> None:
         if self._session.state.nonfinite_steps > self._discarded and not self._told and self.is_logging_rank:
@@ -282,19 +294,3 @@ def _after_steps(hook: "weakref.ref[LocalStepsHook]") -> None:
     alive = hook()
     if alive is not None:
         alive.after_steps()
-
-
-class _BeforeForward:
-    """What the model calls before a forward pass. In a copy or a pickle of the model it does nothing."""
-
-    def __init__(self, hook: LocalStepsHook | None = None) -> None:
-        self._hook = None if hook is None else weakref.ref(hook)
-
-    @torch.compiler.disable
-    def __call__(self, module: torch.nn.Module, inputs: Any) -> None:
-        alive = None if self._hook is None else self._hook()
-        if alive is not None and torch.is_grad_enabled():
-            alive.before_forward(module)
-
-    def __reduce__(self) -> Any:
-        return _BeforeForward, ()

@@ -58,11 +58,17 @@ def test_a_step_that_one_rank_alone_skips_delays_only_its_outer_step(run_ranks):
     assert torch.equal(first[1], second[1])
 
 
-def _by_hand(training: bool) -> list[torch.Tensor]:
+def _by_hand(training: bool) -> list[Any]:
     """Four steps in rounds of three, of an optimizer that torch does not know. After the third, rank 0 alone evaluates
     in the other mode."""
     run = Run.new(hook="local_sgd", hook_options={"sync_every": 3})
     run.ddp.train(training)
+    with log_lines() as lines:
+        before, averaged = _four_steps(run, training)
+    return [before, averaged, [line for line in lines if "no optimizer of torch.optim has stepped" in line]]
+
+
+def _four_steps(run: Run, training: bool) -> list[torch.Tensor]:
     for step in range(4):
         if step == 3 and dist.get_rank() == 0:
             run.ddp.module.train(not training)
@@ -81,7 +87,8 @@ def _by_hand(training: bool) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("training", [True, False])
 def test_optimizers_that_torch_does_not_know_get_their_outer_step_before_the_next_forward_pass(run_ranks, training):
-    (mine, averaged), (others, same) = run_ranks(_by_hand, training)
+    (mine, averaged, warnings), (others, same, _) = run_ranks(_by_hand, training)
+    assert len(warnings) == 1 and "since the 3. backward pass" in warnings[0]
     assert not torch.equal(mine, others) and torch.equal(averaged, same)
     torch.testing.assert_close(averaged, (mine + others) / 2)
 

@@ -67,7 +67,7 @@ MUTANTS = [
     ),
     Mutant(
         "local steps: the outer step comes after the first of two optimizers",
-        "commhooks/gradients/optimizer_steps.py",
+        "commhooks/gradients/training_events.py",
         "            if not self._missing:\n",
         "            if True:\n",
         f"{_ROUNDS}::test_rounds_end_together_in_every_mode",

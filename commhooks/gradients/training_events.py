@@ -1,9 +1,9 @@
-"""When the optimizers of a model have stepped, and what they keep of its parameters."""
+"""When a model begins a forward pass, when its optimizers have stepped, and what they keep of its parameters."""
 
 import functools
 import weakref
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch.optim.optimizer import (
@@ -89,3 +89,24 @@ def _alive(
 def _remove(handles: Iterable[RemovableHandle]) -> None:
     for each in handles:
         each.remove()
+
+
+class Listener(Protocol):
+    def before_forward(self, module: torch.nn.Module) -> None: ...
+
+
+class BeforeForward:
+    """What a module calls before a forward pass in which gradients are recorded; to be registered as a forward
+    pre-hook. It holds the listener weakly. In a copy or a pickle of the module it does nothing."""
+
+    def __init__(self, listener: Listener | None = None) -> None:
+        self._listener = None if listener is None else weakref.ref(listener)
+
+    @torch.compiler.disable
+    def __call__(self, module: torch.nn.Module, inputs: Any) -> None:
+        alive = None if self._listener is None else self._listener()
+        if alive is not None and torch.is_grad_enabled():
+            alive.before_forward(module)
+
+    def __reduce__(self) -> Any:
+        return BeforeForward, ()

@@ -192,7 +192,11 @@ SETTINGS += [f"every={h} wire={wire}" for h in (5, 30) for wire in ("int8", "int
 SETTINGS += [f"every={h} wire=int4 end={e}" for h in (5, 30) for e in (0.1, 0.2)]
 SETTINGS += [f"every={h} wire=int4 begin={b}" for h in (5, 30) for b in (0.1, 0.3)]
 SETTINGS += [f"every={h} wire=int4 begin=0.1 end=0.2" for h in (5, 30)]
-SETTINGS += [f"every={h} {more}" for h in (5, 30) for more in ("shrink=1", "moments=1", "inner=0.7", "inner=1.4")]
+SETTINGS += [f"every={h} {more}" for h in (5, 30) for more in ("shrink=1", "moments=1", "inner=0.7")]
+# AdamW's steps are shorter on the noisier gradients of a part of the batch: which learning rate is best differs.
+LOCAL = ["every=5", "every=5 wire=int4", "every=16 wire=int4", "every=30", "every=30 wire=int4"]
+SETTINGS += [f"{words} inner={lr}" for words in (EXACT, "begin=1.0", *LOCAL) for lr in (1.4, 2.0, 2.8)]
+SETTINGS += [f"every=5{wire} outer_lr=1.4" for wire in ("", " wire=int4")]
 
 
 def table(found: list[Row], settings: list[str], counts: list[int]) -> list[Row]:

@@ -52,12 +52,15 @@ class CommHook:
 
     def detach(self) -> None:
         """Take the hook off a model sharded by `fully_shard`, between two backward passes, so that another one can be
-        attached. Every rank must call this. Afterwards gradients are not averaged between the replicas.
+        attached. Every rank must call this. Afterwards gradients are not averaged between the replicas. A hook that
+        averages weights does so once more (`synchronize`).
 
         Raises:
             AttachError: the model is a DDP model, which keeps its hook for life.
         """
         self._source.unregister()
+        self.synchronize()
+        self._runner.stop()
 
     def close(self) -> None:
         """Free what only backward passes need, at the end of a training: the buffers, and on a model sharded by

@@ -283,9 +283,8 @@ class LocalStepsHook(EngineHook):
     def problems(self) -> list[str]:
         return [f"hook {self._request.name}: {each}" for each in self._still_sent]
 
-    def close(self) -> None:
+    def stop(self) -> None:
         self._outer.forget()
-        super().close()
         self._optimizers.close()
         self._before_forward.remove()
 

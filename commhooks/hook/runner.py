@@ -139,6 +139,11 @@ class Runner(ABC):
         """See `CommHook.close`."""
         self._closed = True
         self._source.close()
+        self.stop()
+
+    def stop(self) -> None:
+        """Take no further part in the training: called once no backward pass will call the hook."""
+        return None
 
     # ---- what differs between the kinds of hooks ---------------------------------------------------------------------
 

@@ -153,3 +153,19 @@ def test_anchor_and_momentum_move_to_another_number_of_shards(run_ranks: Any, tm
     before = run_ranks(_momentum_moves, str(tmp_path), 2, 2, world_size=4)[0]
     after = run_ranks(_momentum_moves, str(tmp_path), 1, 3, world_size=3)[0]
     assert bits_equal(before, after) and any(t.any() for n, t in before.items() if n.startswith("outer_momentum"))
+
+
+def _detached(delay: int) -> Any:
+    training = Training(2, 2, commhooks.DiLoCo(sync_every=EVERY, delay=delay)).train(0, EVERY + 1)
+    training.hook.detach()
+    common, sent = training.weights(), training.hook.stats()["bytes_sent"]
+    training.train(EVERY + 1, 3 * EVERY)
+    return common, training.weights(), training.hook.stats()["bytes_sent"] - sent
+
+
+@pytest.mark.parametrize("delay", [0, 2])
+def test_a_hook_that_is_taken_off_ends_its_round_and_does_no_more(run_ranks: Any, delay: int) -> None:
+    found = run_ranks(_detached, delay, world_size=4)
+    for common, _, sent in found:
+        assert bits_equal(common, found[0][0]) and sent == 0
+    assert _worst(found[0][1], found[2][1]) > 1e-3  # each replica for itself

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import time
 import weakref
 from pathlib import Path
 from typing import Any
@@ -103,7 +104,11 @@ def _deleted(hook: str, options: dict[str, Any]) -> list[int]:
         run.hook.state_dict()
         run.optimizer.zero_grad()
         del run, state
-        return tensor_bytes()
+        # gloo's threads may hold a last message, here of all gradients, a moment longer. Nobody collects garbage.
+        deadline = time.monotonic() + 2
+        while (found := tensor_bytes()) >= 5_000 and time.monotonic() < deadline:
+            time.sleep(0.01)
+        return found
 
     train()  # torch imports modules in the first, whose frames stay until the garbage is collected
     gc.collect()
@@ -117,7 +122,7 @@ def _deleted(hook: str, options: dict[str, Any]) -> list[int]:
 @pytest.mark.parametrize("hook", HOOKS)
 def test_buffers_go_with_the_model(run_ranks: Any, hook: str) -> None:
     for before, *after in run_ranks(_deleted, hook, HOOKS[hook]):
-        assert max(after) < before + 5_000  # a model has 45,000; gloo may hold a last message a moment longer
+        assert max(after) < before + 5_000  # a model has 45,000
 
 
 def _destroyed(folder: str) -> list[int]:

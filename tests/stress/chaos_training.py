@@ -6,6 +6,7 @@ attempt, says how a rank of that attempt ends itself by SIGKILL:
 
     {"rank": 1, "after_s": 0.7}                      so long after training began, wherever it is then
     {"rank": 0, "phase": "backward", "step": 7}      at that step; the phases are those of `PHASES`
+    {..., "issued": "bucket 0 at step 5"}            not before this message has been sent, by a thread of the hook
 
 What happened is noted in FOLDER: killed-ATTEMPT.json, error-ATTEMPT-RANK.json, start-ATTEMPT-RANK.json and, at the end,
 final-RANK.pt.
@@ -63,6 +64,10 @@ class Killer:
         """The training has come to this phase."""
         self.phase, self.step = phase, self.step if step is None else step
         if self.plan.get("phase") == phase and self.step >= self.plan["step"]:
+            while not (
+                self.hook() is None or str(self.hook().stats()["last_issued"]).endswith(self.plan.get("issued", ""))
+            ):
+                time.sleep(0.001)
             self.kill()
 
     def kill(self, by_timer: bool = False) -> None:

@@ -89,7 +89,10 @@ def test_killed_in_mid_backward_and_in_mid_save(
 ) -> None:
     before = step - step % chaos_training.SAVE_EVERY
     saving = before + chaos_training.SAVE_EVERY
-    kills = [{"rank": rank, "phase": "backward", "step": step}, {"rank": 0, "phase": "save", "step": saving}]
+    kills = [
+        {"rank": rank, "phase": "backward", "step": step, "issued": interrupted},
+        {"rank": 0, "phase": "save", "step": saving},
+    ]
     backward, save = _killed(run_ranks, framework, tmp_path, kills)
     assert backward.last_issued is not None and backward.last_issued.endswith(interrupted)
     assert [kill.resumed_at for kill in (backward, save)] == [before, before]

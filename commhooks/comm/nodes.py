@@ -31,6 +31,10 @@ class Nodes:
         self._node, self._across = held_weakly(node), held_weakly(across)
 
     @property
+    def words(self) -> str:
+        return f"between {self.count} nodes of {self.ranks_per_node} ranks, each as one rank"
+
+    @property
     def node(self) -> dist.ProcessGroup:
         """The ranks of this node."""
         return self._node()

@@ -1,4 +1,4 @@
-"""How the ranks share the work on a bucket. Here: all alike. `hierarchy.py` has the other arrangement."""
+"""How the ranks share the work on a bucket. Here: all alike. In `hierarchy.py` each has a share of it."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 
 from commhooks.comm.collective import Reach, gather_rows
+from commhooks.comm.nodes import Nodes
 from commhooks.compressors.base import Compressor, Exchange, StepInfo
 from commhooks.compressors.unit_plan import MemoryPlan, UnitPlan
 from commhooks.engine.state import LearnedState
@@ -52,7 +53,7 @@ class Flat:
         return compressor.exchange(flat, work, state, step)
 
     def group(self, over: Reach, everyone: dist.ProcessGroup) -> dist.ProcessGroup:
-        """The ranks that a collective is for. `everyone`: those that average their gradients."""
+        """The ranks that a collective is for. `everyone`: those that the session is bound to."""
         return everyone
 
     def agreed(self, good: torch.Tensor) -> torch.Tensor:
@@ -77,6 +78,16 @@ class Flat:
         """Let `tensors`, of one field by parameter name, be as if `mean` had just been loaded for `name` on all
         ranks."""
         tensors[name] = mean
+
+
+class EqualInNodes(Flat):
+    """The ranks of a node bring the same, and each averages it with one rank of every other node."""
+
+    def __init__(self, nodes: Nodes) -> None:
+        self._nodes, self.words = nodes, nodes.words
+
+    def group(self, over: Reach, everyone: dist.ProcessGroup) -> dist.ProcessGroup:
+        return self._nodes.across
 
 
 def gather_held(

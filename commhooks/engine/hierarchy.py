@@ -52,7 +52,7 @@ class Hierarchy(Flat):
 
     def __init__(self, nodes: Nodes, parameters: Mapping[str, torch.Tensor]) -> None:
         self.nodes = nodes
-        self.words = f"between {nodes.count} nodes of {nodes.ranks_per_node} ranks, each as one rank"
+        self.words = nodes.words
         self.ranks_per_residual = nodes.ranks_per_node
         self._owners = owners_of({name: each.numel() for name, each in parameters.items()}, nodes.ranks_per_node)
 

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from commhooks.comm import collective
-from commhooks.comm.collective import Send, new_future
+from commhooks.comm.collective import Reach, Send, new_future
 from commhooks.comm.counters import Counters
 from commhooks.compressors.base import Compressor, State, StepInfo
 from commhooks.engine.streams import keep_for_current_stream
@@ -30,14 +30,14 @@ NO_STATE: State = _NoState()
 
 
 def reduce_and_count(
-    compressor: Compressor[Any], bucket: Bucket, group: dist.ProcessGroup, counters: Counters
+    compressor: Compressor[Any], bucket: Bucket, group: dist.ProcessGroup, counters: Counters, over: Reach = "all"
 ) -> Future:
     """`reduce_immediately`, with the pass, its bytes and its times counted."""
     if bucket.is_first:
         counters.begin_pass()
     counters.gradients(bucket.numel_here * bucket.flat.element_size())
     with counters.clocks.codec(bucket.flat.device):
-        future = reduce_immediately(compressor, bucket, group, counters)
+        future = reduce_immediately(compressor, bucket, group, counters, over)
     answered = counters.clocks.left_to_ddp(bucket.flat.device)
 
     def note(answer: Future) -> torch.Tensor:
@@ -48,10 +48,14 @@ def reduce_and_count(
 
 
 def reduce_immediately(
-    compressor: Compressor[Any], bucket: Bucket, group: dist.ProcessGroup, counters: Counters | None = None
+    compressor: Compressor[Any],
+    bucket: Bucket,
+    group: dist.ProcessGroup,
+    counters: Counters | None = None,
+    over: Reach = "all",
 ) -> Future:
-    """Start the exchange of one bucket. All ranks must call this, in the same order. The future holds the reduced
-    gradient.
+    """Start the exchange of one bucket. All ranks of `group` must call this, in the same order. The future holds the
+    reduced gradient. `over`: what the group is, for the counters.
 
     The part of the exchange after the collective runs in a callback of the future; no bucket waits for another.
 
@@ -68,6 +72,7 @@ def reduce_immediately(
         done.set_result(step.result)
         return done
     assert isinstance(step, Send)
+    step.over = over
     if not step.last:
         raise HookRunError(
             f"the exchange of {compressor.name}: put last=True on its only Send; a compressor that is not "

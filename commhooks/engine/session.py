@@ -135,6 +135,7 @@ class Session:
         # Without a scaler the scale is 1; residuals saved with one are rescaled to it.
         loss_scale = usable(read_scale(self.consensus.binding.loss_scale), state.loss_scale)
         self.counters.begin_pass()
+        group = self.consensus.arrangement.group("all", group)
         return BackwardPass(group, compressing, loss_scale / state.loss_scale, loss_scale, step, step_at_most)
 
     def _new_exchange(self, bucket: Bucket, current: BackwardPass) -> RunningExchange:

@@ -13,7 +13,7 @@ from torch.distributed.fsdp import FSDPModule
 from commhooks.comm.counters import RoundCounters
 from commhooks.comm.groups import new_group
 from commhooks.comm.hook_result import checked_future
-from commhooks.comm.nodes import RanksPerNode, find_nodes
+from commhooks.comm.nodes import RanksPerNode
 from commhooks.comm.shards import is_logging_rank
 from commhooks.compressors.base import Compressor
 from commhooks.compressors.cast import AllReduce, AllReduceCompressor
@@ -21,9 +21,7 @@ from commhooks.compressors.hook_config import HookConfig
 from commhooks.compressors.registry import compressor_of
 from commhooks.ddp_comm_hooks.default_hooks import bf16_compress_wrapper, fp16_compress_wrapper
 from commhooks.ddp_comm_hooks.powerSGD_hook import PowerSGDState
-from commhooks.engine.arrangement import FLAT
 from commhooks.engine.consensus import Binding
-from commhooks.engine.hierarchy import Hierarchy
 from commhooks.engine.session import Session
 from commhooks.engine.state import LearnedState
 from commhooks.errors import AttachError, HookConfigError, logger_of
@@ -161,11 +159,9 @@ def attach_request(
     described = describe_request(request, runner.options, loss_scale is not None)
     plan = [repr(row) for row in runner.plan().parameters]
     choice = check_requests(described, source.described(), plan, runner.kernel_support(), source)
-    parameters = source.names.known()
-    if not parameters:
+    if not source.names.known():
         raise AttachError(source.nothing_to_reduce)
-    nodes = find_nodes(request.ranks_per_node, source.group, source.device)
-    runner.agreed(choice, FLAT if nodes is None else Hierarchy(nodes, parameters))
+    runner.agreed(choice)
     attached = CommHook(request, runner, source)
     if request.off:  # there will be no first backward pass of the hook, at which others say this
         if logging_rank:

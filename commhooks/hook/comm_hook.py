@@ -100,9 +100,10 @@ class CommHook:
         `chosen`: what the hook "auto" has chosen and is doing, `chosen_at`: since which step, None before it has
         decided. Both are None for other hooks.
 
-        `step_in_round`, `outer_gradient_norm`: of hooks that average weights once in a round of several steps, None for
-        others: the steps since the latest outer step, and the norm of g in it. Their `step` and `nonfinite_steps` count
-        rounds: those that were committed and discarded.
+        `step_in_round`, `outer_gradient_norm`, `outer_gradient_cosine`: of hooks that average weights once in a round
+        of several steps, None for others: the steps of the round so far; of the latest outer step the norm of the outer
+        gradient, and its cosine with the one before, from every 64th number. Their `step` and `nonfinite_steps` count
+        outer steps: those that were committed and discarded.
 
         `kernel`: what the hook computes with: "native" for PowerSGD's native kernel, "torch" otherwise.
 
@@ -117,7 +118,7 @@ class CommHook:
         s, known, outcomes = runner.counters, runner.counts_bytes, runner.counts_outcomes
         clocks, timed = s.clocks, known and all(has_clock(p.device) for p in self._source.names.known().values())
         clocks.collect(wait=True)
-        in_round, outer_norm = runner.round
+        in_round, outer_norm, outer_cosine = runner.round
         sample = self._runner.cosine.latest if self._runner.cosine is not None else None
         counted: dict[str, Any] = {
             "hook": self.name,
@@ -127,6 +128,7 @@ class CommHook:
             "step": runner.saved_state.step,
             "step_in_round": in_round,
             "outer_gradient_norm": outer_norm,
+            "outer_gradient_cosine": outer_cosine,
             "backward_passes": s.backward_passes,
             "compressed_steps": s.compressed_steps if outcomes else None,
             "nonfinite_steps": s.nonfinite_steps if outcomes else None,

@@ -11,12 +11,15 @@ import torch.distributed as dist
 
 from commhooks.checkpoint.learned_state import SavedLearnedState
 from commhooks.checkpoint.user_state import SavedUserState
+from commhooks.comm.collective import resolve_group
+from commhooks.comm.nodes import Nodes, find_nodes
 from commhooks.compressors.adaptive import AdaptiveCompressor
 from commhooks.compressors.base import RESIDUAL, Compressor
 from commhooks.compressors.kernel import TORCH
 from commhooks.compressors.unit_plan import UnitPlan
 from commhooks.compressors.units import Unit
 from commhooks.engine.arrangement import Flat
+from commhooks.engine.hierarchy import Hierarchy
 from commhooks.engine.kernel_choice import Choice, KernelSupport
 from commhooks.engine.session import Session
 from commhooks.errors import HookConfigError
@@ -162,10 +165,18 @@ class EngineHook(Runner):
             return KernelSupport()
         return KernelSupport.of(compressor, devices.pop(), {p.dtype for p in parameters})
 
-    def agreed(self, choice: Choice, arrangement: Flat) -> None:
-        super().agreed(choice, arrangement)
-        self._session.consensus.compute_with(choice)
-        self._session.consensus.arrangement = arrangement
+    def agreed(self, choice: Choice) -> None:
+        super().agreed(choice)
+        consensus = self._session.consensus
+        consensus.compute_with(choice)
+        group = resolve_group(consensus.binding.group())
+        nodes = find_nodes(self._request.ranks_per_node, group, self._source.device)
+        if nodes is not None:
+            consensus.arrangement = self._between(nodes)
+
+    def _between(self, nodes: Nodes) -> Flat:
+        """How the ranks of these nodes share the work."""
+        return Hierarchy(nodes, self._source.names.known())
 
     def remarks(self, *, checked: bool) -> list[str]:
         compressor = self._session.compressor

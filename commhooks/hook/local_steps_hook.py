@@ -7,7 +7,6 @@ model as a whole: a joint save, and `CommHook.synchronize`.
 
 import contextlib
 import functools
-import math
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -18,10 +17,12 @@ import torch.distributed as dist
 from commhooks.checkpoint.learned_state import SavedLearnedState
 from commhooks.comm.collective import gather_rows, new_future
 from commhooks.comm.counters import RoundCounters
+from commhooks.comm.nodes import Nodes
 from commhooks.comm.shards import good_on_all_shards
 from commhooks.comm.wire import all_finite
 from commhooks.compressors.cast import AllReduce, AllReduceCompressor
-from commhooks.compressors.local_steps.exchange import ANCHOR
+from commhooks.compressors.local_steps.exchange import ANCHOR, norm_and_cosine
+from commhooks.engine.arrangement import EqualInNodes
 from commhooks.engine.immediate import reduce_and_count
 from commhooks.engine.session import Session
 from commhooks.errors import logger_of
@@ -59,6 +60,7 @@ class LocalStepsHook(EngineHook):
         self._passes = counters
         self._exact = AllReduceCompressor(AllReduce())
         self._averages_gradients = False  # in the running pass: it is one of the first `start_iter` ones
+        self._nodes: Nodes | None = None
         sizes = [each.numel() for each in source.stepped()]
         self._outer = OuterSteps(session, list(source.names.known().values()), sizes)
         self._in_round = 0
@@ -79,6 +81,11 @@ class LocalStepsHook(EngineHook):
         self._before_forward = self._module().register_forward_pre_hook(BeforeForward(self), prepend=True)
         self._still_sent = source.let_ranks_differ()
 
+    def _between(self, nodes: Nodes) -> EqualInNodes:
+        # The mean of the gradients keeps the weights of a node's ranks equal.
+        self._nodes = nodes
+        return EqualInNodes(nodes)
+
     # ---- backward passes ---------------------------------------------------------------------------------------------
 
     def run(self, bucket: Bucket, grad_bucket: dist.GradBucket | None) -> Future:
@@ -86,13 +93,15 @@ class LocalStepsHook(EngineHook):
             self._begin_local_pass(bucket)
         flat = bucket.flat
         self._passes.gradients_of_pass(bucket.numel_here * flat.element_size())
+        if self._scaled and not self._averages_gradients and self._outer.due(self._in_round + 1):
+            self._finite.append(all_finite(sparse_values(flat) if flat.is_sparse else flat))
         if self._averages_gradients:
             future = reduce_and_count(self._exact, bucket, self._source.group, self._passes)
+        elif self._nodes is not None:
+            future = reduce_and_count(self._exact, bucket, self._nodes.node, self._passes, over="node")
         else:
             future = new_future(flat.device)
             future.set_result(flat)
-            if self._scaled and self._outer.due(self._in_round + 1):
-                self._finite.append(all_finite(sparse_values(flat) if flat.is_sparse else flat))
         if bucket.is_last:
             self.end_pass()
         return future
@@ -142,10 +151,11 @@ class LocalStepsHook(EngineHook):
         return self._weights_agree
 
     @property
-    def round(self) -> tuple[int | None, float | None]:
-        squares = [known.work.squares for known in self._session.consensus.buckets if known.work is not None]
-        measured = [float(each) for each in squares if each is not None]
-        return self._in_round, math.sqrt(sum(measured)) if measured else None
+    def round(self) -> tuple[int | None, float | None, float | None]:
+        buckets = self._session.consensus.buckets
+        return self._in_round, *norm_and_cosine(
+            known.work for known in buckets if known.used and known.work is not None
+        )
 
     # ---- outer steps -------------------------------------------------------------------------------------------------
 

@@ -14,7 +14,8 @@ Computed only on request, which `CommHookMonitor` and `CommHookKwargs.log` make 
 | `commhooks/residual_norm` | norm of this rank's residual, in units of the unscaled loss |
 | `commhooks/gradient_norm` | norm of the averaged gradient of the same parameters at the time of the reading |
 | `commhooks/residual_over_gradient` | residual norm / gradient norm: about how many steps of gradient are held back |
-| `commhooks/outer_gradient_norm` | `diloco`, `local_sgd`: how far the mean of the weights moved in the latest round |
+| `commhooks/outer_gradient_norm` | `diloco`, `local_sgd`: how far the mean weights moved in the latest outer step |
+| `commhooks/outer_gradient_cosine` | between the latest two of these movements: above 0, outer momentum may help |
 | `commhooks/cosine` | cosine of compressed and true mean gradient, if a pass was sampled since the last reading |
 | `commhooks/layers/PARAMETER/NAME` | the last four per parameter |
 
@@ -42,6 +43,7 @@ NAMES = (
     "gradient_norm",
     "residual_over_gradient",
     "outer_gradient_norm",
+    "outer_gradient_cosine",
     "cosine",
 )
 """All metrics except those per parameter."""
@@ -61,7 +63,7 @@ class Meter:
         sampled = now["cosine"] is not None and now["cosine_pass"] != before.get("cosine_pass")
         values: dict[str, float | None] = {
             **{name: now["so_far"][name] for name in ("bytes_sent", "compressed_steps", "nonfinite_steps")},
-            **{name: now[name] for name in ("chosen_at", "outer_gradient_norm")},
+            **{name: now[name] for name in ("chosen_at", "outer_gradient_norm", "outer_gradient_cosine")},
             **hook.norms(),
             "cosine": now["cosine"] if sampled else None,
         }

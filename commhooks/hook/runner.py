@@ -14,7 +14,6 @@ from commhooks.checkpoint.user_state import SavedUserState
 from commhooks.comm.collective import agreement_key
 from commhooks.comm.counters import Counters
 from commhooks.comm.shards import is_logging_rank
-from commhooks.engine.arrangement import Flat
 from commhooks.engine.kernel_choice import Choice, KernelSupport
 from commhooks.errors import HookRunError, logger_of
 from commhooks.gradients.bucket import Bucket
@@ -213,8 +212,9 @@ class Runner(ABC):
         """What this machine can compute with. It may differ between ranks."""
         return KernelSupport()
 
-    def agreed(self, choice: Choice, arrangement: Flat) -> None:
-        """Use the kernel and share the work as all ranks have agreed, before the first backward pass."""
+    def agreed(self, choice: Choice) -> None:
+        """Use the kernel on which all ranks have agreed, and find the nodes. All ranks must call this, before the first
+        backward pass."""
         self.choice = choice
 
     def remarks(self, *, checked: bool) -> list[str]:
@@ -232,10 +232,10 @@ class Runner(ABC):
         return None
 
     @property
-    def round(self) -> tuple[int | None, float | None]:
-        """Steps in the running round, and the norm of the latest outer gradient, of a hook that averages weights; None
-        for others."""
-        return None, None
+    def round(self) -> tuple[int | None, float | None, float | None]:
+        """Of a hook that averages weights: steps in the running round, the norm of the latest outer gradient, and its
+        cosine with the one before. None for others."""
+        return None, None, None
 
     @property
     def chosen(self) -> tuple[str | None, int | None]:

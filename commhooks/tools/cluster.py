@@ -66,6 +66,8 @@ def predict(plan: ModelPlan, compressor: Compressor[Any], buckets: int, cluster:
             continue
         together = 1 if between_nodes else cluster.ranks_per_node  # ranks of a node in one group
         network = Network(cluster.nodes * together, cluster.bandwidth, cluster.latency, together, cluster.backend)
+        if between_nodes and compressor.on_weights:  # each rank of a node sends all of it
+            counted *= cluster.ranks_per_node
         seconds = network.seconds(counted, compressor.collectives, buckets)
         if between_nodes:
             seconds += Network(cluster.ranks_per_node, cluster.inside).seconds(plan.bytes_before)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from typing import Any
 from unittest import mock
 
@@ -14,6 +15,7 @@ from torch.distributed.algorithms.model_averaging.averagers import PeriodicModel
 from torch.nn.parallel import DistributedDataParallel
 
 import commhooks
+from commhooks.compressors.local_steps import exchange
 from commhooks.compressors.local_steps.reference import ReferenceDiLoCo
 from commhooks.gradients import weights
 from tests.support.training import Run, batch, flat, make_model
@@ -212,6 +214,32 @@ def test_nothing_is_sent_between_two_outer_steps(run_ranks):
         assert stats["bytes_uncompressed"] == 9 * 4 * sum(p.numel() for p in make_model().parameters())
 
 
+@mock.patch.object(exchange, "SAMPLED_EVERY", 1)
+@mock.patch.object(weights, "BUCKET_BYTES", SEVERAL)
+def _measured() -> Any:
+    run = _sgd(Run.new(hook=commhooks.DiLoCo(sync_every=2, wire="float32")))
+    anchors, found = [run.weights()], []
+    for _ in range(3):
+        anchors.append(run.train(2).weights())
+        stats = run.hook.stats()
+        found.append((stats["outer_gradient_norm"], stats["outer_gradient_cosine"]))
+    with torch.no_grad():
+        run.ddp.module[0].weight.fill_(torch.inf)  # discarded: the next is compared with the one before
+    run.train(2)
+    anchors.append(run.train(2).weights())
+    stats = run.hook.stats()
+    return anchors, [*found, (stats["outer_gradient_norm"], stats["outer_gradient_cosine"])], stats["nonfinite_steps"]
+
+
+def test_norm_and_cosine_of_outer_gradients(run_ranks):
+    for anchors, found, discarded in run_ranks(_measured):
+        moved = [one - other for one, other in itertools.pairwise(anchors)]
+        assert [norm for norm, _ in found] == pytest.approx([float(each.norm()) for each in moved], rel=1e-4)
+        cosines = [float(torch.cosine_similarity(*each, dim=0)) for each in itertools.pairwise(moved)]
+        assert found[0][1] is None and discarded == 1
+        assert [cosine for _, cosine in found[1:]] == pytest.approx(cosines, rel=1e-4)
+
+
 def _late(start: int) -> Any:
     late, plain = Run.new(hook=commhooks.DiLoCo(sync_every=3, start_iter=start)), Run.new(hook="allreduce")
     late.train(start)
@@ -247,10 +275,8 @@ def test_bad_options(options, text):
         commhooks.DiLoCo(**options)
 
 
-def test_wrapper_and_nodes_are_refused():
+def test_a_wrapper_is_refused():
     from commhooks.hook.request import HookRequest
 
     with pytest.raises(commhooks.HookConfigError, match="chooses itself what to send"):
         HookRequest.parse("diloco", wrapper="bf16")
-    with pytest.raises(commhooks.HookConfigError, match="averages weights instead of gradients"):
-        HookRequest.parse("local_sgd", ranks_per_node=2)

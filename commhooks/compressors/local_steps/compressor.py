@@ -53,10 +53,6 @@ class LocalStepsCompressor(Compressor[AnyLocalSteps]):
         self.passes_per_exchange = config.sync_every
         self._wire = None if quantised is None else quantised(quantised.Config(exclude=list(config.excluded_globs)))
 
-    @classmethod
-    def not_between_nodes(cls) -> str:
-        return "averages weights instead of gradients"
-
     @property
     def state_fields(self) -> tuple[StateField, ...]:  # type: ignore[override]
         of_wire = () if self._wire is None else (dataclasses.replace(RESIDUAL, scales_with_loss=False),)

@@ -11,6 +11,8 @@ began, and the momentum v of the outer optimizer, which is torch's SGD with Nest
 The readable form is in `reference.py`.
 """
 
+import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,6 +29,7 @@ ANCHOR = StateField("anchor")
 """A: the weights on which all ranks have agreed last."""
 MOMENTUM = StateField("outer_momentum")
 """v: of the outer optimizer."""
+SAMPLED_EVERY = 64
 
 
 @dataclass
@@ -36,13 +39,33 @@ class Workspace:
     Attributes:
         wire: what carries their differences; None for float32.
         wire_work: its workspace.
-        squares: the squared norm of g in the latest outer step (0-dim).
+        sample: every 64th number of g in the latest outer step that was not discarded.
+        measured: of the latest outer step: g with itself, and of its sample and the one before the products of each
+            with itself and of both.
     """
 
     layout: BucketLayout
     wire: Compressor[Any] | None
     wire_work: Any
-    squares: torch.Tensor | None = None
+    sample: torch.Tensor | None = None
+    measured: torch.Tensor | None = None
+
+    def measure(self, g: torch.Tensor, good: torch.Tensor | bool) -> None:
+        """Note the norm of g (1-D), and how g lies to the one before. `good`: the round is not discarded."""
+        new = g[::SAMPLED_EVERY].clone()
+        before = self.sample if self.sample is not None else torch.zeros_like(new)
+        self.measured = torch.stack([g.dot(g), new.dot(new), before.dot(before), new.dot(before)])
+        self.sample = chosen(good, new, before)
+
+
+def norm_and_cosine(works: Iterable[Workspace]) -> tuple[float | None, float | None]:
+    """Of the buckets of the latest outer step: the norm of g, and the cosine between it and the g before. None where
+    there is none. Waits for an accelerator."""
+    measured = [work.measured for work in works if work.measured is not None]
+    if not measured:
+        return None, None
+    squares, new, before, both = torch.stack(measured).sum(0).tolist()
+    return math.sqrt(squares), both / math.sqrt(new * before) if new * before > 0 else None
 
 
 def outer_step(flat: torch.Tensor, work: Workspace, state: State, step: StepInfo, options: LocalSteps) -> Exchange:
@@ -61,7 +84,7 @@ def outer_step(flat: torch.Tensor, work: Workspace, state: State, step: StepInfo
         good = yield Verdict(all_finite(flat))
     else:
         _, good = yield from judged(work.wire.exchange(flat, work.wire_work, state, step))
-    work.squares = flat.dot(flat)
+    work.measure(flat, good)
     lr, mu = options.outer_lr, options.outer_momentum
     for name, part in slots:
         # Each operation rounds by itself: fused ones give other bits on other processors.

@@ -55,6 +55,12 @@ def _local_steps(label: str) -> Any:
     return LOCAL[name](**dict(zip(("sync_every", "delay"), map(int, numbers), strict=False))) if name in LOCAL else None
 
 
+def starts_late(label: str) -> bool:
+    """Whether it is a PowerSGD, which begins some steps after the training."""
+    kind, _, rank = label.rpartition("-")
+    return kind.startswith(("torch", "fused", "powersgd")) and rank.isdigit()
+
+
 def steps_of_round(label: str) -> int:
     """Steps from one communication to the next."""
     config = _local_steps(label)

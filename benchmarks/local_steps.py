@@ -87,13 +87,8 @@ class Ranks:
         self.models = [ByteTransformer() for _ in range(count)]
         for model in self.models[1:]:
             model.load_state_dict(self.models[0].state_dict())
-        made = [recipe(model, steps) for model in self.models]
+        made = [recipe(model, steps, setting.inner) for model in self.models]
         self.optimizers, self.schedules = [each[0] for each in made], [each[1] for each in made]
-        for schedule in self.schedules:
-            schedule.base_lrs = [lr * setting.inner for lr in schedule.base_lrs]
-            for group in schedule.optimizer.param_groups:
-                for name in ("initial_lr", "max_lr", "min_lr", "lr"):
-                    group[name] *= setting.inner
         self.named = dict(reversed(list(self.models[0].named_parameters())))  # the order of DDP's buckets
         names = list(self.named)
         self.parameters = [[dict(model.named_parameters())[name] for name in names] for model in self.models]

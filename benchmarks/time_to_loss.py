@@ -1,12 +1,16 @@
 """How soon does a training over a limited link reach the loss that plain DDP reaches at its end?
 
     sudo python benchmarks/time_to_loss.py [--tasks language digits] [--rates 100mbit 1gbit unlimited] [--hooks ...]
-                                           [--seeds 0] [--results FILE] [--plot PNG]
+                                           [--seeds 0] [--timed 60] [--results FILE] [--plot PNG]
 
 Two ranks, each in a network namespace, joined by a link that is limited as in link.py. `language` is the transformer
 of language_model.py (1,500 steps), `digits` the network of convergence.py (880 steps). Every hook trains for that many
-steps with the same data and schedule, and nothing is tuned for any. PowerSGD begins after 10 % of the steps. The hooks
-with "fused" are ours as they are by default on a CPU with a C compiler; auto and auto-close choose during training.
+steps with the same data and schedule, and nothing is tuned for any; in `diloco-5@2` the learning rate is twice as high.
+PowerSGD begins after 10 % of the steps. The hooks with "fused" are ours as they are by default on a CPU with a C
+compiler; auto and auto-close choose during training.
+
+With --timed N the trainings run without a limit only, which does not change their losses, and at each rate the seconds
+of a step are the mean of N steps. It is for hooks of which all steps cost the same: neither PowerSGD nor auto.
 
   seconds    of all steps from the first one on, without the validations, by rank 0's clock
   MB sent    by the interface of rank 0, headers included
@@ -30,7 +34,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from common import Row, number, parse, parser, report
-from hooks import LABELS
+from hooks import CHOOSING, LABELS, starts_late
 from link_ranks import LinkRanks
 from loss_curves import draw, reached_after
 from machine import machine
@@ -49,13 +53,19 @@ class Job(NamedTuple):
     seed: int
     label: str
     steps: int
+    timed: int = 0
+
+    @property
+    def learns(self) -> "Job":
+        """The training that has the losses of this one."""
+        return self._replace(rate="unlimited", timed=0) if self.timed else self
 
 
 def run_missing(jobs: list[Job], results: Path, points: int) -> dict[Job, Row]:
     """The rows of all `jobs`. Those that are not in `results` are run and appended."""
     lines = results.read_text().splitlines() if results.exists() else []
     done = {Job(*row["job"]): row for row in map(json.loads, lines)}
-    todo = [job for job in jobs if job not in done]
+    todo = [job for job in dict.fromkeys(jobs) if job not in done]
     if not todo:
         return done
     for rate in {job.rate for job in todo} - {"unlimited"}:
@@ -72,24 +82,37 @@ def run_missing(jobs: list[Job], results: Path, points: int) -> dict[Job, Row]:
             for job in todo:
                 link.limit(job.rate)
                 order = {"task": job.task, "label": job.label, "seed": job.seed, "steps": job.steps, "points": points}
-                row = {"job": job, "machine": at, **ranks.job(LIMIT_S, **order)}
+                row = {"job": job, "machine": at, **ranks.job(LIMIT_S, **order, timed=job.timed)}
                 with results.open("a") as file:
                     file.write(json.dumps(row) + "\n")
                 done[job] = json.loads(json.dumps(row))
-                print(f"{' '.join(map(str, job[:4]))}: {row['curve'][-1][1]:.0f} s", file=sys.stderr, flush=True)
+                print(f"{' '.join(map(str, job))}: {row['curve'][-1][1]:.0f} s", file=sys.stderr, flush=True)
         finally:
             ranks.end()
     return done
+
+
+def curve_of(job: Job, done: dict[Job, Row]) -> list[list[float]]:
+    curve: list[list[float]] = done[job]["curve"]
+    if not job.timed:
+        return curve
+    (first, begun, sent, _), (last, ended, sent_then, _) = curve
+    seconds, megabytes = (ended - begun) / (last - first), (sent_then - sent) / (last - first)
+    return [[step, step * seconds, step * megabytes, loss] for step, _, _, loss in done[job.learns]["curve"]]
 
 
 def table(done: dict[Job, Row], args: argparse.Namespace) -> list[Row]:
     """One row per task, rate and hook: means over the seeds."""
     rows = []
     for task, rate in itertools.product(args.tasks, args.rates):
-        plain = {seed: done[Job(task, rate, seed, "ddp", args.steps or STEPS[task])]["curve"] for seed in args.seeds}
+
+        def job(seed: int, label: str, task: str = task, rate: str = rate) -> Job:
+            return Job(task, rate, seed, label, args.steps or STEPS[task], args.timed)
+
+        plain = {seed: curve_of(job(seed, "ddp"), done) for seed in args.seeds}
         for label in args.hooks:
-            runs = {seed: done[Job(task, rate, seed, label, args.steps or STEPS[task])] for seed in args.seeds}
-            curves = {seed: run["curve"] for seed, run in runs.items()}
+            runs = {seed: done[job(seed, label)] for seed in args.seeds}
+            curves = {seed: curve_of(job(seed, label), done) for seed in args.seeds}
             goals = {seed: curve[-1][3] * (1 + args.within) for seed, curve in plain.items()}
             reached = [reached_after(curve, goals[seed]) for seed, curve in curves.items()]
             of_plain = [reached_after(curve, goals[seed]) or math.nan for seed, curve in plain.items()]
@@ -126,16 +149,23 @@ def main() -> None:
     arguments.add_argument("--hooks", nargs="+", default=HOOKS, metavar="HOOK", help=LABELS)
     arguments.add_argument("--seeds", type=int, nargs="+", default=[0])
     arguments.add_argument("--steps", type=int, help="instead of those above; curves are comparable only as a whole")
+    arguments.add_argument(
+        "--timed", type=int, default=0, help="steps that are timed at each rate; 0: all are run there"
+    )
     arguments.add_argument("--within", type=float, default=0.005, help="share of plain DDP's loss")
     arguments.add_argument("--results", type=Path, default=Path("time_to_loss.jsonl"), help="finished trainings")
     arguments.add_argument("--plot", type=Path, metavar="PNG", help="draw loss against time")
     args = parse(arguments, tasks=["digits"], rates=["100mbit"], hooks=["ddp", "fused-2"], steps=30)
     if "ddp" not in args.hooks:
         args.hooks.insert(0, "ddp")
+    changing = [label for label in args.hooks if label in CHOOSING or starts_late(label)]
+    if args.timed and changing:
+        raise SystemExit(f"--timed with {changing[0]}, whose steps do not all cost the same")
     jobs = [
-        Job(task, rate, seed, label, args.steps or STEPS[task])
+        Job(task, rate, seed, label, args.steps or STEPS[task], args.timed)
         for task, seed, rate, label in itertools.product(args.tasks, args.seeds, args.rates, args.hooks)
     ]
+    jobs += [job.learns for job in jobs]
     at = machine()
     if args.quick:
         with tempfile.TemporaryDirectory() as folder:

@@ -20,12 +20,13 @@ import language_model
 import torch
 import torch.distributed as dist
 from common import Row, steady
-from hooks import CHOOSING, wrap
+from hooks import CHOOSING, starts_late, wrap
 from link_ranks import meet
 from torch import nn
 from torch.nn import functional
 
 VALIDATION_BATCHES = 32  # of the language model, at each point of a curve
+WARM_UP = 10  # steps before those that are timed; in the first two DDP builds its buckets
 
 
 @dataclass(frozen=True)
@@ -33,24 +34,34 @@ class Training:
     """A model, what changes it, and its data.
 
     Attributes:
-        step: changes the model, after the gradients are there.
+        optimizer, schedule: step after the gradients are there.
         batches: this rank's parts, without end.
         loss: of a batch.
         validation_loss: of the model, on the held-out data.
+        clip: norm to which the gradients are clipped.
     """
 
     model: nn.Module
-    step: Callable[[], None]
+    optimizer: torch.optim.Optimizer
+    schedule: torch.optim.lr_scheduler.LRScheduler
     batches: Iterator[Any]
     loss: Callable[[nn.Module, Any], torch.Tensor]
     validation_loss: Callable[[], float]
+    clip: float | None = None
+
+    def step(self) -> None:
+        """Change the model, after the gradients are there."""
+        if self.clip is not None:
+            nn.utils.clip_grad_norm_(self.model.parameters(), self.clip)
+        self.optimizer.step()
+        self.schedule.step()
 
 
-def language(seed: int, steps: int) -> Training:
+def language(seed: int, steps: int, faster: float) -> Training:
     """As in language_model.py: the batch of a step is divided among the ranks."""
     source, held_out = language_model.text()
     model = language_model.ByteTransformer()
-    optimizer, schedule = language_model.recipe(model, steps)
+    optimizer, schedule = language_model.recipe(model, steps, faster)
     generator, validation = torch.Generator().manual_seed(seed), torch.Generator().manual_seed(1234)
     held = language_model.windows(held_out, VALIDATION_BATCHES * language_model.BATCH, validation)
 
@@ -59,22 +70,17 @@ def language(seed: int, steps: int) -> Training:
             whole = language_model.windows(source, language_model.BATCH, generator)
             yield whole.chunk(dist.get_world_size())[dist.get_rank()]
 
-    def step() -> None:
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        schedule.step()
-
     def validation_loss() -> float:
         return statistics.fmean(language_model.loss_of(model, part).item() for part in held.split(language_model.BATCH))
 
-    return Training(model, step, batches(), language_model.loss_of, validation_loss)
+    return Training(model, optimizer, schedule, batches(), language_model.loss_of, validation_loss, clip=1.0)
 
 
-def digits(seed: int, steps: int) -> Training:
+def digits(seed: int, steps: int, faster: float) -> Training:
     """As in convergence.py: each rank has images of its own."""
     images, labels, test_images, test_labels = convergence.digits()
     model = convergence.network()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05 * faster, momentum=0.9)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
     order = torch.Generator().manual_seed(seed)
 
@@ -86,27 +92,25 @@ def digits(seed: int, steps: int) -> Training:
     def loss(wrapped: nn.Module, batch: torch.Tensor) -> torch.Tensor:
         return functional.cross_entropy(wrapped(images[batch]), labels[batch])
 
-    def step() -> None:
-        optimizer.step()
-        schedule.step()
+    def validation_loss() -> float:
+        return functional.cross_entropy(model(test_images), test_labels).item()
 
-    return Training(
-        model, step, batches(), loss, lambda: functional.cross_entropy(model(test_images), test_labels).item()
-    )
+    return Training(model, optimizer, schedule, batches(), loss, validation_loss)
 
 
 TASKS = {"language": language, "digits": digits}
+"""Of seed, steps and the factor of the learning rate."""
 
 
-def train(task: str, label: str, seed: int, steps: int, points: int, sent_bytes: Path) -> Row:
-    """One training from its first step on. All ranks must call this; the clock is rank 0's, and stops while it
-    validates."""
+def train(task: str, label: str, seed: int, steps: int, points: int, timed: int, sent_bytes: Path) -> Row:
+    """One training from its first step on, or with `timed` so many steps of it, after some others. All ranks must call
+    this; the clock is rank 0's, and stops while it validates."""
     torch.manual_seed(seed)
-    training = TASKS[task](seed, steps)
-    starts_late = label.startswith(("torch", "fused", "powersgd")) and label.rpartition("-")[2].isdigit()
-    wrapped, hook = wrap(training.model, label, start=steps // 10 if starts_late else 0)
+    label, _, faster = label.partition("@")
+    training = TASKS[task](seed, steps, float(faster or 1))
+    wrapped, hook = wrap(training.model, label, start=steps // 10 if starts_late(label) else 0)
     seconds, megabytes, curve = 0.0, 0.0, []
-    ends = [steps * (point + 1) // points for point in range(points)]
+    ends = [WARM_UP, WARM_UP + timed] if timed else [steps * (point + 1) // points for point in range(points)]
     for begin, end in itertools.pairwise([0, *ends]):
         dist.barrier()
         before, started = int(sent_bytes.read_text()), time.perf_counter()
@@ -114,12 +118,14 @@ def train(task: str, label: str, seed: int, steps: int, points: int, sent_bytes:
             wrapped.zero_grad(set_to_none=True)
             training.loss(wrapped, batch).backward()
             training.step()
+        if hook is not None:
+            hook.synchronize()  # what is validated is the model of all ranks
         dist.barrier()
         seconds += time.perf_counter() - started
         megabytes += (int(sent_bytes.read_text()) - before) / 1e6
         if dist.get_rank() == 0:
             with torch.no_grad():
-                curve.append([end, seconds, megabytes, training.validation_loss()])
+                curve.append([end, seconds, megabytes, None if timed else training.validation_loss()])
     chosen = hook.stats()["chosen"] if hook is not None and label in CHOOSING else None
     return {"curve": curve, "chosen": chosen}
 

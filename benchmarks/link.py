@@ -2,6 +2,7 @@
 
     sudo python benchmarks/link.py [--rates 100mbit 1gbit] [--hooks noop ddp powersgd-1] [--models transformer]
                                    [--compute light heavy] [--steps 5] [--nodes 2] [--ranks-per-node 1]
+                                   [--rtt 50 --jitter 5 --loss 0.001]
                                    [--json FILE] [--plot PNG]
     python benchmarks/link.py --from FILE --plot PNG
 
@@ -10,6 +11,8 @@ has no other way. Each has --ranks-per-node ranks. The processes of a model, its
 for all rates; the first steps, in which DDP rebuilds its buckets and PowerSGD has not begun, run on the open link. Then
 the hooks take turns. A step is forward, backward and SGD on one torch thread per rank, from a common start to the end
 of the slowest rank.
+
+With --rtt (milliseconds), --jitter or --loss it is a wide-area link between two nodes; see wide_area.py.
 
   light, heavy   transformer (29.4 M parameters): 64 and 512 tokens per rank; resnet18: 8 and 64 images of 64 x 64
   cost removed   the share of the network's cost that the hook takes away: 1 - (hook - noop) / (ddp - noop), of medians.
@@ -52,6 +55,7 @@ from link_worker import SIZES
 from machine import machine
 from models import make, numel
 from namespaces import Link, bits_per_second, missing
+from wide_area import Weather, WideArea
 
 RATES = ["10mbit", "100mbit", "1gbit", "10gbit", "unlimited"]
 HOOKS = ["noop", "ddp", "fp16", "bf16", "powersgd-1", "powersgd-2", "powersgd-4", "torch-1", "torch-4"]
@@ -88,7 +92,11 @@ def measure(args: argparse.Namespace) -> list[Row]:
         raise SystemExit(reason)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # raises SystemExit, so that the namespaces are removed
     rows = []
-    with Link(args.nodes) as link, tempfile.TemporaryDirectory() as folder:
+    weather = Weather(args.rtt, args.jitter, args.loss)
+    if str(weather) and args.nodes != 2:
+        raise SystemExit("--rtt, --jitter and --loss are for two nodes")
+    kind = WideArea(weather) if str(weather) else Link(args.nodes)
+    with kind as link, tempfile.TemporaryDirectory() as folder:
         for model in args.models:
             gradient = 4 * numel(make(model)[0])
             link.limit("unlimited")
@@ -108,8 +116,9 @@ def measure(args: argparse.Namespace) -> list[Row]:
                         idle = [x for x, n in answer["compressed"].items() if x.startswith("powersgd") and not n]
                         if idle:
                             raise RuntimeError(f"{idle} compressed no step")
-                        section = f"{model} {compute} {rate}"
+                        section = f"{model} {compute} {rate} {weather}".strip()
                         common = {"section": section, "model": model, "compute": compute, "batch": size, "rate": rate}
+                        common |= {"rtt_ms": args.rtt, "jitter_ms": args.jitter, "loss": args.loss}
                         common |= {"nodes": args.nodes, "ranks_per_node": args.ranks_per_node}
                         rows += rows_of(answer, args.hooks, **common, gradient_mb=gradient / 1e6)
                         print(f"{section}: done", file=sys.stderr, flush=True)
@@ -128,6 +137,9 @@ def main() -> None:
     arguments.add_argument("--seconds", type=float, default=30, help="per hook and rate; one step at least")
     arguments.add_argument("--nodes", type=int, choices=range(2, 9), default=2)
     arguments.add_argument("--ranks-per-node", type=int, default=1)
+    arguments.add_argument("--rtt", type=float, default=0.0, help="round trip, ms")
+    arguments.add_argument("--jitter", type=float, default=0.0, help="ms that a packet may take longer")
+    arguments.add_argument("--loss", type=float, default=0.0, help="share of the packets that is lost")
     arguments.add_argument("--from", dest="file", type=Path, metavar="FILE", help="the figures of an earlier --json")
     arguments.add_argument("--plot", type=Path, metavar="PNG", help="draw step time against bandwidth")
     quick = {"rates": ["100mbit"], "hooks": ["noop", "ddp", "powersgd-1"], "models": ["tiny_transformer"]}

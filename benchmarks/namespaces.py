@@ -30,16 +30,12 @@ class Link:
     def __enter__(self) -> "Link":
         try:
             for namespace in self.namespaces:
-                _run("ip", "netns", "add", namespace)
-            if self._bridge is None:
-                (a, b), (one, two) = self.namespaces, self.interfaces
-                _run("ip", "link", "add", one, "netns", a, "type", "veth", "peer", "name", two, "netns", b)
-            else:
-                self._join(self._bridge)
+                run("ip", "netns", "add", namespace)
+            self.join()
             for host, (namespace, interface) in enumerate(self.ends(), 1):
-                _run("ip", "-n", namespace, "addr", "add", f"{SUBNET}.{host}/24", "dev", interface)
-                _run("ip", "-n", namespace, "link", "set", "lo", "up")
-                _run("ip", "-n", namespace, "link", "set", interface, "up")
+                run("ip", "-n", namespace, "addr", "add", f"{SUBNET}.{host}/24", "dev", interface)
+                run("ip", "-n", namespace, "link", "set", "lo", "up")
+                run("ip", "-n", namespace, "link", "set", interface, "up")
         except BaseException:
             self.__exit__()
             raise
@@ -51,15 +47,21 @@ class Link:
             subprocess.run(["ip", "netns", "del", namespace], capture_output=True)
         signal.signal(signal.SIGINT, before)
 
-    def _join(self, bridge: str) -> None:
-        _run("ip", "netns", "add", bridge)
-        _run("ip", "-n", bridge, "link", "add", "bridge", "type", "bridge")
-        _run("ip", "-n", bridge, "link", "set", "bridge", "up")
+    def join(self) -> None:
+        """Make the interfaces."""
+        bridge = self._bridge
+        if bridge is None:
+            (a, b), (one, two) = self.namespaces, self.interfaces
+            run("ip", "link", "add", one, "netns", a, "type", "veth", "peer", "name", two, "netns", b)
+            return
+        run("ip", "netns", "add", bridge)
+        run("ip", "-n", bridge, "link", "add", "bridge", "type", "bridge")
+        run("ip", "-n", bridge, "link", "set", "bridge", "up")
         for namespace, interface in self.ends():
             port = f"{interface}p"
             ends = ("type", "veth", "peer", "name", port, "netns", bridge)
-            _run("ip", "link", "add", interface, "netns", namespace, *ends)
-            _run("ip", "-n", bridge, "link", "set", port, "master", "bridge", "up")
+            run("ip", "link", "add", interface, "netns", namespace, *ends)
+            run("ip", "-n", bridge, "link", "set", port, "master", "bridge", "up")
 
     def ends(self) -> Iterator[tuple[str, str]]:
         return zip(self.namespaces, self.interfaces, strict=True)
@@ -72,7 +74,7 @@ class Link:
             if rate != "unlimited":
                 burst = max(10_000, int(bits_per_second(rate) / 8 / 1000))
                 shape = ("tbf", "rate", rate, "burst", str(burst), "limit", str(max(10_000_000, 2 * burst)))
-                _run("tc", "-n", namespace, "qdisc", "add", "dev", interface, "root", *shape)
+                run("tc", "-n", namespace, "qdisc", "add", "dev", interface, "root", *shape)
 
 
 def bits_per_second(rate: str) -> float:
@@ -83,7 +85,7 @@ def bits_per_second(rate: str) -> float:
     raise SystemExit(f"--rates {rate}: expected a number of kbit, mbit or gbit, for example 100mbit, or unlimited")
 
 
-def _run(*command: str) -> None:
+def run(*command: str) -> None:
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode != 0:
         raise SystemExit(f"{' '.join(command)}: {done.stderr.strip() or done.returncode}")

@@ -31,7 +31,8 @@ class PayloadError(CommHookError, ValueError):
 
 
 class DoctorError(CommHookError, RuntimeError):
-    """`commhooks.doctor` cannot make a measurement; the message gives the reason and the remedy."""
+    """`commhooks.doctor` or `commhooks network` cannot make a measurement; the message gives the reason and the
+    remedy."""
 
 
 def shown(value: object) -> str:

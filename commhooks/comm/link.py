@@ -54,15 +54,15 @@ class Network:
 
     def seconds(self, counted: float, ops: Sequence[Op] = ("sum",), buckets: int = 1) -> float:
         """The time of the collectives of a step, one after another: `ops` for each bucket."""
-        messages = buckets * sum(map(self._messages, ops))
+        messages = buckets * sum(map(self.messages, ops))
         return 8 * self.leaving(counted, ops) / self.bits_per_s + messages * self.latency_s
 
     def _shares(self, op: Op) -> int:
         """How many of the W shares of a message leave the node, there and back."""
         return self.per_node * (self.ranks - self.per_node) if self._to_each(op) else self.ranks - 1
 
-    def _messages(self, op: Op) -> int:
-        """How many follow one another."""
+    def messages(self, op: Op) -> int:
+        """How many follow one another in one collective."""
         if self._to_each(op):
             return self.ranks - self.per_node
         if op == "gather":
@@ -90,6 +90,12 @@ class Link:
     took_s: float = 0.0
 
 
+def bandwidth(mbit_per_s: float) -> str:
+    """The bandwidth as text with a unit."""
+    rounded = float(f"{mbit_per_s:.2g}")
+    return f"{rounded / 1000:g} Gbit/s" if rounded >= 1000 else f"{rounded:g} Mbit/s"
+
+
 def measure_link(group: dist.ProcessGroup, device: torch.device) -> Link:
     """Measure the link. All ranks of `group` must call this; all get the same result."""
     began = time.perf_counter()
@@ -98,7 +104,7 @@ def measure_link(group: dist.ProcessGroup, device: torch.device) -> Link:
     buffer = torch.ones(_SMALLEST_BYTES // 4, device=device)
     while True:
         took_s = _all_reduce_s(buffer, group)
-        if took_s >= _ENOUGH_S or buffer.nbytes >= _LARGEST_BYTES:
+        if took_s >= enough_s(latency_s) or buffer.nbytes >= _LARGEST_BYTES:
             break
         larger = _twice(buffer, group)
         if larger is None:
@@ -109,6 +115,11 @@ def measure_link(group: dist.ProcessGroup, device: torch.device) -> Link:
     sent_s = max(took_s - latency_s, took_s / 10)
     mbit_per_s = Network(group.size(), 1e6).seconds(buffer.nbytes) / sent_s
     return Link(mbit_per_s, 1000 * latency_s, _slowest(time.perf_counter() - began, group, device))
+
+
+def enough_s(latency_s: float) -> float:
+    """How long a message has to take to show a bandwidth, and not the latency."""
+    return max(_ENOUGH_S, 8 * latency_s)
 
 
 def _twice(buffer: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor | None:

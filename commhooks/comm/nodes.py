@@ -3,6 +3,7 @@
 import os
 import socket
 import weakref
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
@@ -50,6 +51,18 @@ class Nodes:
 _KNOWN: "weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, Nodes]]" = weakref.WeakKeyDictionary()
 
 
+def places_of(group: dist.ProcessGroup, device: torch.device) -> list[str]:
+    """Of each rank of `group` the machine, by the name of its host and the number of its launcher (torchrun's
+    GROUP_RANK). All of these ranks must call this."""
+    own = f"{socket.gethostname()} {os.environ.get('GROUP_RANK', '')}".strip()
+    return gather_texts(own, group, device, "the names of the nodes")
+
+
+def members_of(places: Sequence[str]) -> dict[str, list[int]]:
+    """The ranks at each place."""
+    return {place: [rank for rank, each in enumerate(places) if each == place] for place in dict.fromkeys(places)}
+
+
 def find_nodes(ranks_per_node: RanksPerNode, group: dist.ProcessGroup, device: torch.device) -> Nodes | None:
     """Divide the ranks of `group` into nodes. All of its ranks must call this.
 
@@ -69,8 +82,7 @@ def find_nodes(ranks_per_node: RanksPerNode, group: dist.ProcessGroup, device: t
     if ranks_per_node is None:
         return None
     if ranks_per_node == "auto":
-        own = f"{socket.gethostname()} {os.environ.get('GROUP_RANK', '')}".strip()
-        places = gather_texts(own, group, device, "the names of the nodes")
+        places = places_of(group, device)
     else:
         places = [str(rank // int(ranks_per_node)) for rank in range(group.size())]
         # A run that goes on with fewer ranks must not fail; a rank that is alone is told that anyway.
@@ -82,7 +94,7 @@ def find_nodes(ranks_per_node: RanksPerNode, group: dist.ProcessGroup, device: t
                 ranks_per_node,
                 group.size(),
             )
-    members = [[rank for rank, each in enumerate(places) if each == place] for place in dict.fromkeys(places)]
+    members = list(members_of(places).values())
     sizes = [len(each) for each in members]
     if len(set(sizes)) > 1:
         raise AttachError(

@@ -36,6 +36,15 @@ returns the loss:
 
 The process group is there when build is called, and on a GPU the device of LOCAL_RANK is set. Nothing is trained:
 copies of the model are measured. examples/doctor_transformer.py is a whole one."""
+NETWORK = """\
+Measures the network between the ranks of a training, without a script or a model: the connection of each pair, what all
+reach together and over which interface, and what a step spends on it with plain DDP and with hooks. It takes a minute
+or less. Start it as you start the training, on every machine:
+
+  torchrun --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint HOST:29500 -m commhooks network
+
+The models are transformers of so many parameters. With --step-ms, the time of a step without a network, it says which
+hook makes the network small beside that."""
 INSPECT = """\
 Shows what a communication hook has saved: hook, options, step, and per parameter the shapes of Q and P, the norm of the
 residual and the size. PATH is a checkpoint of Lightning, a folder of Accelerate's save_state or of the transformers
@@ -111,6 +120,16 @@ def _doctor(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def _network(parser: argparse.ArgumentParser) -> None:
+    parser.description = NETWORK
+    parser.add_argument(
+        "--params", nargs="+", default=["124M", "1.5B"], metavar="N", help="sizes of models: 350k, 124M, 7B (124M 1.5B)"
+    )
+    parser.add_argument("--step-ms", type=float, metavar="MS", help="a step without a network")
+    parser.add_argument("--backend", help="of the process group: nccl, gloo (default: torch's choice)")
+    parser.add_argument("--json", action="store_true", help="print JSON: bytes, seconds, bit/s")
+
+
 def _inspect(parser: argparse.ArgumentParser) -> None:
     parser.description = INSPECT
     parser.add_argument("path", metavar="PATH", type=Path, help="a file or a folder")
@@ -135,6 +154,11 @@ COMMANDS = {
         "measure on your own ranks and network which hook makes training faster, if any",
         _doctor,
         "commhooks.tools.doctor.command",
+    ),
+    "network": Command(
+        "measure the network between the ranks, and what a step of training spends on it",
+        _network,
+        "commhooks.tools.network.command",
     ),
     "inspect": Command("show the hook's state in a checkpoint", _inspect, "commhooks.tools.inspect.command"),
 }

@@ -68,7 +68,8 @@ def predict(plan: ModelPlan, compressor: Compressor[Any], buckets: int, cluster:
         network = Network(cluster.nodes * together, cluster.bandwidth, cluster.latency, together, cluster.backend)
         if between_nodes and compressor.on_weights:  # each rank of a node sends all of it
             counted *= cluster.ranks_per_node
-        seconds = network.seconds(counted, compressor.collectives, buckets)
+        every = compressor.passes_per_exchange
+        seconds = network.seconds(counted * every, compressor.collectives, buckets) / every
         if between_nodes:
             seconds += Network(cluster.ranks_per_node, cluster.inside).seconds(plan.bytes_before)
         leaving = network.leaving(counted, compressor.collectives)

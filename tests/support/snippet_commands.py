@@ -144,23 +144,25 @@ def _check_torchrun(words: list[str]) -> None:
     except SystemExit as error:
         raise WrongSnippet(f"torchrun {shlex.join(words)}: torchrun does not take these arguments") from error
     if args.module and args.training_script == "commhooks":
-        _check_doctor(args.training_script_args)
+        _check_commhooks(args.training_script_args)
     else:
         _check_python([*["-m"] * args.module, args.training_script, *args.training_script_args])
 
 
-def _check_doctor(words: list[str]) -> None:
-    """The one command that only torchrun can start."""
+def _check_commhooks(words: list[str]) -> None:
+    """The commands that only torchrun can start."""
     from commhooks.compressors.dotted_path import current_folder_first
     from commhooks.tools.arguments import COMMANDS
     from commhooks.tools.doctor import command
 
     parser = argparse.ArgumentParser()
-    COMMANDS["doctor"].add_arguments(parser)
     try:
-        assert words[:1] == ["doctor"]
-        with current_folder_first():
-            command.import_build(parser.parse_args(words[1:]).build)
+        assert words[:1] in (["doctor"], ["network"])
+        COMMANDS[words[0]].add_arguments(parser)
+        given = parser.parse_args(words[1:])
+        if words[0] == "doctor":
+            with current_folder_first():
+                command.import_build(given.build)
     except (AssertionError, DoctorError, SystemExit) as error:
         raise WrongSnippet(f"commhooks {shlex.join(words)}: cannot be started by torchrun: {error}") from error
 

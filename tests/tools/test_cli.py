@@ -57,7 +57,7 @@ def test_no_command_takes_abbreviations(given: list[str], says: str, capsys: pyt
 @pytest.mark.parametrize(
     ("package", "commands", "typed"),
     [
-        ("commhooks.tools", ["hooks", "plan", "doctor", "inspect"], "commhooks plan --wr"),
+        ("commhooks.tools", ["hooks", "plan", "doctor", "network", "inspect"], "commhooks plan --wr"),
         ("accelerate_commhooks", ["config", "check"], "accelerate-commhooks config --wr"),
     ],
 )

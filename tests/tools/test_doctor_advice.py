@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from commhooks import DoctorError
-from commhooks.comm.link import Link
+from commhooks.comm.link import Link, bandwidth
 from commhooks.tools.doctor.measure import Measured
 from commhooks.tools.doctor.recommend import Advice, estimate_ms, pays_below, recommend
-from commhooks.tools.doctor.report import DoctorReport, bandwidth
+from commhooks.tools.doctor.report import DoctorReport
 from commhooks.tools.doctor.run import _candidates
 
 

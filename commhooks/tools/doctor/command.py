@@ -1,10 +1,9 @@
 """`commhooks doctor`: run the doctor under torchrun on a model that a user's function builds."""
 
 import argparse
-import contextlib
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, TextIO
 
 import torch
@@ -17,6 +16,12 @@ from commhooks.tools.doctor.check import CONTRACT, check_world_size
 from commhooks.tools.doctor.report import check_output
 from commhooks.tools.doctor.run import doctor
 from commhooks.tools.options import parse_options
+from commhooks.tools.process_group import process_group
+
+START_IT = (
+    "the doctor measures on the ranks and the network of a training. Start it as you start that: "
+    "torchrun --nproc-per-node 2 -m commhooks doctor package.module:build"
+)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -24,7 +29,7 @@ def run(arguments: argparse.Namespace) -> int:
     if os.environ.get("RANK", "0") == "0":  # which writes; other machines may lack the folder
         check_output(arguments.json, arguments.plot)
     options = parse_options(arguments.options)
-    with current_folder_first(), _process_group(arguments.backend):
+    with current_folder_first(), process_group(arguments.backend, START_IT):
         check_world_size(None)
         ddp_model, batch_fn = build_model(import_build(arguments.build))
         rank, progress = dist.get_rank(), Progress(sys.stderr)
@@ -62,26 +67,6 @@ class Progress:
         """Remove the line from the terminal."""
         if self._stream.isatty():
             print("\r\x1b[2K", end="", file=self._stream, flush=True)
-
-
-@contextlib.contextmanager
-def _process_group(backend: str | None) -> Iterator[None]:
-    """Use the existing process group, or make one of the ranks that torchrun has started."""
-    if dist.is_initialized():
-        yield
-        return
-    if not {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys():
-        raise DoctorError(
-            "no process group: the doctor measures on the ranks and the network of a training. Start it as you start "
-            "that: torchrun --nproc-per-node 2 -m commhooks doctor package.module:build"
-        )
-    if torch.cuda.is_available():
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)) % torch.cuda.device_count())
-    dist.init_process_group(backend)
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
 
 
 def import_build(path: str) -> Callable[[], Any]:

@@ -7,7 +7,7 @@ from pathlib import Path
 from statistics import median_high
 from typing import Any
 
-from commhooks.comm.link import Link
+from commhooks.comm.link import Link, bandwidth
 from commhooks.compressors.candidates import ALLREDUCE, NOOP
 from commhooks.errors import DoctorError
 from commhooks.hook.plan_table import new_table, text_of
@@ -136,12 +136,6 @@ class DoctorReport:
             LEGEND,
             *(f"{label} compresses no parameter of this model: not measured." for label in self.not_measured),
         ]
-
-
-def bandwidth(mbit_per_s: float) -> str:
-    """The bandwidth as text with a unit."""
-    rounded = float(f"{mbit_per_s:.2g}")
-    return f"{rounded / 1000:g} Gbit/s" if rounded >= 1000 else f"{rounded:g} Mbit/s"
 
 
 def check_output(json_path: Path | None, plot_path: Path | None) -> None:

@@ -1,0 +1,89 @@
+"""`commhooks network`: measure the network between the ranks."""
+
+import argparse
+import json
+import time
+
+import torch
+import torch.distributed as dist
+
+from commhooks.comm.collective import gather_texts
+from commhooks.comm.groups import backend_of
+from commhooks.comm.link import Backend, measure_link
+from commhooks.comm.nodes import members_of, places_of
+from commhooks.comm.pairs import measure_pairs, pairs_to_measure
+from commhooks.errors import DoctorError, HookConfigError
+from commhooks.tools.network import interfaces
+from commhooks.tools.network.predicted import cluster_of, exchanges, parsed_size
+from commhooks.tools.network.report import NetworkReport
+from commhooks.tools.process_group import process_group
+
+START_IT = (
+    "the network between the ranks of a training is measured. Start it as you start that, on every machine: torchrun "
+    "--nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint HOST:29500 -m commhooks network"
+)
+COUNTED_BYTES = 100_000
+"""An interface that has sent less was not the one."""
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Run the command. All ranks must call this; rank 0 prints."""
+    sizes = {text: parsed_size(text) for text in arguments.params}
+    if arguments.step_ms is not None and not arguments.step_ms > 0:
+        raise HookConfigError(f"--step-ms {arguments.step_ms}: expected a number above 0")
+    with process_group(arguments.backend, START_IT):
+        group = dist.group.WORLD
+        assert group is not None
+        report = measure(group, sizes, arguments.step_ms)
+        if group.rank() == 0:
+            print(json.dumps(report.as_dict(), indent=1) if arguments.json else report, flush=True)
+        dist.barrier()
+    return 0
+
+
+def measure(group: dist.ProcessGroup, sizes: dict[str, float], step_ms: float | None) -> NetworkReport:
+    """Measure the network between the ranks of `group`. All of them must call this; all get the same report.
+
+    Args:
+        sizes: numbers of parameters, by what to call them.
+        step_ms: a step without a network, if it is known.
+
+    Raises:
+        DoctorError: there is one rank.
+        HookRunError: another rank has failed, or did not take part within the process group's timeout.
+    """
+    if group.size() == 1:
+        raise DoctorError(f"there is one rank, and no network to measure: {START_IT}")
+    began, device = time.perf_counter(), _device(group)
+    machines = _named(members_of(places_of(group, device)))
+    before = interfaces.sent_bytes()
+    link = measure_link(group, device)
+    pairs = measure_pairs(pairs_to_measure(list(machines.values())), group, device)
+    own = interfaces.busiest(before, COUNTED_BYTES, others=len(machines) > 1)
+    texts = gather_texts(json.dumps([own.name, own.rated_mbit_per_s]), group, device, "the names of the interfaces")
+    of_ranks = [interfaces.Interface(*json.loads(text)) for text in texts]
+    inside = [p.mbit_per_s for p in pairs if any({*p.ranks} <= {*ranks} for ranks in machines.values())]
+    backend: Backend = "nccl" if backend_of(group, device) == "nccl" else "gloo"
+    cluster = cluster_of(list(machines.values()), link, max(inside, default=link.mbit_per_s), backend)
+    return NetworkReport(
+        machines=machines,
+        interfaces={name: of_ranks[ranks[0]] for name, ranks in machines.items()},
+        backend=backend_of(group, device),
+        pairs=pairs,
+        link=link,
+        exchanges={text: exchanges(size, cluster) for text, size in sizes.items()},
+        step_ms=step_ms,
+        took_s=time.perf_counter() - began,
+    )
+
+
+def _device(group: dist.ProcessGroup) -> torch.device:
+    """Where the tensors are that the ranks send: on a GPU if the backend needs that."""
+    on_gpu = torch.cuda.is_available() and backend_of(group, torch.device("cuda")) == "nccl"
+    return torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
+
+
+def _named(machines: dict[str, list[int]]) -> dict[str, list[int]]:
+    """The machines by the names of their hosts, where these differ: two launchers may run on one."""
+    hosts = [place.partition(" ")[0] for place in machines]
+    return dict(zip(hosts, machines.values(), strict=True)) if len({*hosts}) == len(hosts) else machines

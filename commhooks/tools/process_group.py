@@ -1,0 +1,36 @@
+"""The process group of a command that measures on the ranks of a training."""
+
+import contextlib
+import os
+from collections.abc import Iterator
+
+import torch
+import torch.distributed as dist
+
+from commhooks.errors import DoctorError
+
+
+@contextlib.contextmanager
+def process_group(backend: str | None, start_it: str) -> Iterator[None]:
+    """Context manager: use the existing process group, or make one of the ranks that torchrun has started; on a GPU the
+    device of LOCAL_RANK is set then.
+
+    Args:
+        backend: nccl, gloo; None: torch's choice.
+        start_it: what to tell who has started no ranks.
+
+    Raises:
+        DoctorError: there are none.
+    """
+    if dist.is_initialized():
+        yield
+        return
+    if not {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys():
+        raise DoctorError(f"no process group: {start_it}")
+    if torch.cuda.is_available():
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)) % torch.cuda.device_count())
+    dist.init_process_group(backend)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()

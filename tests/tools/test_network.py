@@ -1,0 +1,162 @@
+"""`commhooks network`: what it measures, predicts and advises."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import commhooks
+from commhooks.comm.link import Link, Network
+from commhooks.comm.pairs import MOST, Pair, measure_pairs, pairs_to_measure
+from commhooks.tools.cli import main
+from commhooks.tools.network.command import measure
+from commhooks.tools.network.interfaces import Interface, busiest, sent_bytes
+from commhooks.tools.network.predicted import CANDIDATES, cluster_of, exchanges, parsed_size, transformer
+from commhooks.tools.network.report import NetworkReport
+
+
+def _measure() -> tuple[list[Pair], dict[str, Any], str]:
+    group = dist.group.WORLD
+    assert group is not None
+    pairs = measure_pairs([(0, 1), (2, 0)], group, torch.device("cpu"))
+    report = measure(group, {"1M": 1e6}, step_ms=None)
+    return pairs, json.loads(json.dumps(report.as_dict())), str(report)
+
+
+def test_all_ranks_get_the_same_report(run_ranks: Any) -> None:
+    found = run_ranks(_measure, world_size=3)
+    pairs, report, text = found[0]
+    assert [each.ranks for each in pairs] == [(0, 1), (2, 0)]
+    assert all(each.mbit_per_s > 10 and 0 < each.latency_ms < 1000 for each in pairs)
+    assert [each["ranks"] for each in report["pairs"]] == [[0, 1], [0, 2], [1, 2]]
+    assert list(report["machines"].values()) == [[0, 1, 2]]
+    assert report["link"]["mbit_per_s"] > 10
+    assert report["advice"] and report["advice"][-1] in " ".join(text.split())
+    for name in ("plain DDP", "bf16", "int8", "powerSGD rank 4", "diloco, every 30 steps", "1 - 2"):
+        assert name in text
+    for others, same, _ in found[1:]:
+        assert others == pairs
+        same["took_s"] = report["took_s"]
+        assert same == report
+
+
+def test_pairs_are_those_of_all_ranks_or_of_machines() -> None:
+    assert pairs_to_measure([[0, 2], [1, 3]]) == [(0, 1), (0, 2), (0, 3), (1, 2), (1, 3), (2, 3)]
+    eight = [list(range(8 * node, 8 * node + 8)) for node in range(4)]
+    between = [(0, 8), (0, 16), (0, 24), (8, 16), (8, 24), (16, 24)]
+    assert pairs_to_measure(eight) == [*between, (0, 1)]
+    assert pairs_to_measure([[rank] for rank in range(40)]) == [(rank, rank + 1) for rank in range(39)]
+    assert len(pairs_to_measure([[rank] for rank in range(12)])) == MOST
+
+
+def test_the_interface_is_the_one_whose_counter_grows(tmp_path: Path) -> None:
+    def sent(**counters: int) -> None:
+        for name, count in counters.items():
+            (tmp_path / name / "statistics").mkdir(parents=True, exist_ok=True)
+            (tmp_path / name / "statistics" / "tx_bytes").write_text(f"{count}\n")
+
+    assert sent_bytes(tmp_path / "nowhere") == {}
+    sent(lo=5, eth0=100, ib0=7)
+    (tmp_path / "eth0" / "speed").write_text("1000\n")
+    (tmp_path / "ib0" / "speed").write_text("-1\n")
+    before = sent_bytes(tmp_path)
+    assert before == {"lo": 5, "eth0": 100, "ib0": 7}
+    sent(lo=9_000_000, eth0=2_000_000)
+    assert busiest(before, 1e5, others=True, system=tmp_path) == Interface("eth0", 1000.0)
+    assert busiest(before, 1e5, others=False, system=tmp_path) == Interface("lo")
+    assert busiest(before, 1e7, others=True, system=tmp_path).words == "interface unknown"
+    sent(ib0=3_000_000)
+    assert busiest(before, 1e5, others=True, system=tmp_path) == Interface("ib0")
+
+
+def test_sizes_of_models() -> None:
+    assert [parsed_size(text) for text in ("350k", "124M", "1.5B", "7b", "1000")] == [3.5e5, 1.24e8, 1.5e9, 7e9, 1e3]
+    for wrong in ("big", "", "1.5.2M", "0", "-3M", "12T"):
+        with pytest.raises(commhooks.HookConfigError, match="expected a number of parameters such as 350k"):
+            parsed_size(wrong)
+    for numel in (1e6, 1.24e8, 1.5e9):
+        assert sum(each.numel() for each in transformer(numel).values()) == pytest.approx(numel, rel=0.15)
+
+
+def test_what_is_predicted() -> None:
+    link = Link(mbit_per_s=1000.0, latency_ms=4.0)
+    alone = cluster_of([[0, 1]], link, 9000.0, "gloo")  # one machine: each rank sends over its network card
+    assert (alone.nodes, alone.ranks_per_node, alone.bandwidth) == (2, 1, 1e9)
+    assert 2 * alone.latency == pytest.approx(4e-3)  # an all-reduce of two ranks is two messages
+    uneven = cluster_of([[0, 1], [2]], link, 9000.0, "gloo")
+    assert (uneven.nodes, uneven.ranks_per_node) == (3, 1)
+    nodes = cluster_of([[0, 1], [2, 3]], link, 9000.0, "gloo")
+    assert (nodes.nodes, nodes.ranks_per_node, nodes.inside) == (2, 2, 9e9)
+    numel = sum(each.numel() for each in transformer(1e8).values())
+    found = {each.candidate.label: each for each in exchanges(1e8, nodes)}
+    assert list(found) == [each.label for each in CANDIDATES]
+    plain = Network(4, 1e9, per_node=2, backend="gloo").seconds(4 * numel)
+    assert found["plain DDP"].seconds == pytest.approx(plain, rel=0.2) and not found["plain DDP"].between_nodes
+    assert found["bf16"].between_nodes
+    assert found["bf16"].seconds < plain / 1.9
+    assert found["diloco, every 30 steps"].seconds < found["diloco, every 5 steps"].seconds / 5
+
+
+def _report(**changes: Any) -> NetworkReport:
+    link = Link(1000.0, 0.1)
+    pairs = [
+        Pair((0, 1), 20_000.0, 0.01),
+        Pair((0, 2), 1000.0, 0.1),
+        Pair((1, 2), 900.0, 0.1),
+        Pair((0, 3), 950.0, 0.1),
+    ]
+    machines = {"one": [0, 1], "two": [2, 3]}
+    at = {"one": Interface("eth0", 1000.0), "two": Interface("eth0", 1000.0)}
+    known = {"124M": exchanges(1.24e8, cluster_of(list(machines.values()), link, 20_000.0, "gloo"))}
+    as_usual = {"machines": machines, "interfaces": at, "backend": "gloo", "pairs": pairs, "link": link}
+    return NetworkReport(**{**as_usual, "exchanges": known, "step_ms": None, "took_s": 1.0} | changes)
+
+
+def test_advice() -> None:
+    (only,) = _report().advice()
+    assert only.startswith(
+        "With plain DDP a step of a model of 124M parameters spends 6 s on the network. If it computes"
+    )
+    (enough,) = _report(step_ms=120_000.0).advice()
+    assert enough.endswith("beside 120000 ms of computing: train without a hook.")
+    (some,) = _report(step_ms=25_000.0).advice()
+    assert 'With hook="bf16_compress", ranks_per_node="auto" it would be' in some and ": small beside" in some
+    (least,) = _report(step_ms=1.0).advice()
+    assert "hook=\"diloco\", hook_options={'sync_every': 30}" in least and "the least of all, but not small" in least
+    slow = Pair((1, 3), 90.0, 0.1)
+    (connection, _) = _report(pairs=[*_report().pairs, slow]).advice()
+    assert connection.startswith("Ranks 1 and 3 reach 90 Mbit/s where 920 Mbit/s is usual between machines")
+    (interface, _) = _report(interfaces=dict.fromkeys(("one", "two"), Interface("eth0", 10_000.0))).advice()
+    assert interface.startswith("one (and 1 more) sends over eth0, made for 10 Gbit/s, but reaches 1 Gbit/s.")
+
+
+def test_what_cannot_be_measured(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    assert main(["network"]) == 1
+    assert "no process group: the network between the ranks" in capsys.readouterr().err
+    assert main(["network", "--params", "huge"]) == 1
+    assert "--params huge: expected a number" in capsys.readouterr().err
+    assert main(["network", "--step-ms", "0"]) == 1
+    assert "--step-ms 0.0: expected a number above 0" in capsys.readouterr().err
+    for name, value in {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}.items():
+        monkeypatch.setenv(name, value)
+    assert main(["network", "--backend", "gloo"]) == 1
+    assert "there is one rank, and no network to measure" in capsys.readouterr().err
+
+
+def _command() -> str:
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        assert main(["network", "--json", "--params", "350k", "--step-ms", "5"]) == 0
+    return printed.getvalue()
+
+
+def test_rank_0_prints(run_ranks: Any) -> None:
+    first, second = run_ranks(_command)
+    assert second == ""
+    assert json.loads(first)["exchanges"]["350k"][0]["candidate"]["label"] == "plain DDP"

@@ -42,13 +42,21 @@ def _of_the_paper(every: int, steps: int, momentum: float) -> list[torch.Tensor]
 def _train(every: int, steps: int) -> Any:
     config = commhooks.DiLoCo(sync_every=every, wire="float32", outer_lr=0.7, outer_momentum=0.5)
     run = Run.new(hook=config, ranks_per_node=PER_NODE)
-    sent = []
+    sent, sizes = [], set()
+    all_reduce = dist.all_reduce
+
+    def noted(*args: Any, group: dist.ProcessGroup, **how: Any) -> Any:
+        sizes.add(group.size())
+        return all_reduce(*args, group=group, **how)
+
     for _ in range(steps):
         before = run.hook.stats()["bytes_sent"]
-        run.train(1)
+        with mock.patch.object(dist, "all_reduce", noted):
+            run.train(1)
         sent.append(run.hook.stats()["bytes_sent"] - before)
     own, gradient = run.weights(), run.gradients[-1]
     run.hook.synchronize()
+    assert sizes == {PER_NODE} == {NODES}  # gradients inside a node, weights with one rank of each
     return own, gradient, run.weights(), sent, run.hook.stats(), run.hook.plan()
 
 

@@ -47,8 +47,8 @@ class HookFolder:
                 shutil.rmtree(self._path, ignore_errors=True)
         if failed := self._broadcast(failed):
             raise HookRunError(
-                f"the hook's state in the checkpoint at {self._path.parent} cannot be replaced: {failed}. Remove it, or "
-                "save to another path"
+                f"the hook's state in the checkpoint at {self._path.parent} cannot be replaced: {failed}. Remove it, "
+                "or save to another path"
             )
 
     def is_complete(self) -> bool:
@@ -72,8 +72,8 @@ class HookFolder:
             if strict and "Missing key" in str(reason):
                 raise PayloadError(
                     f"{self._path} does not hold all that hook {hook.name!r} remembers: it was saved by another hook, "
-                    f"or with save_residual='drop'. Use that hook, or {self._front_end}(save_residual='drop'), or begin "
-                    f"with what is missing fresh: {self._front_end}(strict=False)"
+                    f"or with save_residual='drop'. Use that hook, or {self._front_end}(save_residual='drop'), or "
+                    f"begin with what is missing fresh: {self._front_end}(strict=False)"
                 ) from error
             raise PayloadError(f"{self._path} cannot be read: {reason}") from error
 

@@ -25,7 +25,7 @@ from tests.support.sharded import learned  # noqa: E402
 pytestmark = fully_shard_on_gloo
 
 POWER_SGD = {"hook": "powerSGD", "hook_options": OPTIONS}
-WRONG = {"hook": "powerSGD", "hook_options": OPTIONS | {"start_powerSGD_iter": 7}}
+WRONG = {"hook": "powerSGD", "hook_options": OPTIONS | {"start_powerSGD_iter": 5}}
 STEPS, SAVE_AT = 6, 4
 
 

@@ -67,10 +67,15 @@ def calling_accelerator(handler: DistributedDataParallelKwargs) -> Accelerator |
 
 
 def accelerator_in_construction() -> Accelerator | None:
-    """The accelerator whose constructor has asked the caller of this function."""
+    """The accelerator whose constructor has called the caller of this function, if it has a plugin for FSDP.
+
+    Accelerate 1.15 has set none of its attributes by then: both are variables of the constructor.
+    """
     frame = sys._getframe(2)
-    found = frame.f_locals.get("self") if frame.f_code is Accelerator.__init__.__code__ else None
-    return found if isinstance(found, Accelerator) else None
+    if frame.f_code is not Accelerator.__init__.__code__ or frame.f_locals.get("fsdp_plugin") is None:
+        return None
+    accelerator: Accelerator = frame.f_locals["self"]
+    return accelerator
 
 
 def loss_scale_of(accelerator: Accelerator | None) -> Callable[[], LossScale] | None:

@@ -9,7 +9,6 @@ for these dimensions (`fsdp_dim_names`); while `prepare` runs, the answer is tha
 import contextlib
 import copy
 import functools
-import weakref
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -67,36 +66,32 @@ def serve_replicas(accelerator: Accelerator, handler: "CommHookKwargs") -> None:
     Accelerate 1.15 tells handlers nothing of models that it shards, and writes their weights before it calls save
     hooks. So these two public methods are overridden, on this one object.
     """
-    weak = weakref.ref(accelerator)
+    overridden = type(accelerator)
 
-    def serves() -> tuple[Accelerator, bool]:
-        known = weak()
-        assert known is not None  # it is the caller
-        return known, known.distributed_type is DistributedType.FSDP and known.ddp_handler is handler
+    def serves() -> bool:
+        return accelerator.distributed_type is DistributedType.FSDP and accelerator.ddp_handler is handler
 
     @functools.wraps(Accelerator.prepare)
     def prepare(*args: Any, **kwargs: Any) -> Any:
-        known, serving = serves()
         models = [each for each in args if isinstance(each, torch.nn.Module)]
         trained = any(parameter.requires_grad for model in models for parameter in model.parameters())
-        if not (serving and trained):
-            return type(known).prepare(known, *args, **kwargs)
-        with contextlib.nullcontext() if handler.off else _within_replicas(known):
-            prepared = type(known).prepare(known, *args, **kwargs)
+        if not (trained and serves()):
+            return overridden.prepare(accelerator, *args, **kwargs)
+        with contextlib.nullcontext() if handler.off else _within_replicas(accelerator):
+            prepared = overridden.prepare(accelerator, *args, **kwargs)
         for each in prepared if isinstance(prepared, (tuple, list)) else [prepared]:
             if isinstance(each, torch.nn.Module):
-                handler.attach_to_replica(known, each)
+                handler.attach_to_replica(accelerator, each)
         return prepared
 
     @functools.wraps(Accelerator.save_state)
     def save_state(*args: Any, **kwargs: Any) -> Any:
-        known, serving = serves()
-        for hook in handler.attached_hooks if serving else ():
+        for hook in handler.attached_hooks if serves() else ():
             hook.synchronize(optimizers=True)
-        return type(known).save_state(known, *args, **kwargs)
+        return overridden.save_state(accelerator, *args, **kwargs)
 
-    accelerator.prepare = prepare  # type: ignore[method-assign]
-    accelerator.save_state = save_state  # type: ignore[method-assign]
+    accelerator.prepare = prepare
+    accelerator.save_state = save_state
 
 
 @contextlib.contextmanager

@@ -85,7 +85,7 @@ def ddp_under(model: nn.Module) -> DistributedDataParallel | None:
     other modules. `replicate` makes it in the first forward pass, or here."""
     if not isinstance(model, _Replicated):
         return None
-    state: Any = replicate.state(model)  # type: ignore[attr-defined]
+    state: Any = replicate.state(model)
     if not state.has_initialized:
         state.lazy_init()
     found: DistributedDataParallel = state._ddp

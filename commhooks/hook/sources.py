@@ -37,7 +37,8 @@ def source_of(
                 "replicate_group: the ranks that hold the same shard, such as mesh['replicate']"
             )
         return FullyShardGradients(model, _replicate_group(replicate_group))
-    replicated = ddp_under(model) if isinstance(model, torch.nn.Module) else None
+    module = model if isinstance(model, torch.nn.Module) else None
+    replicated = None if module is None else ddp_under(module)
     ddp_model = model if replicated is None else replicated
     if not isinstance(ddp_model, DistributedDataParallel):
         raise _cannot_take_a_hook(model)
@@ -46,7 +47,7 @@ def source_of(
             "replicate_group is for models sharded by fully_shard; for DistributedDataParallel pass process_group, or "
             "nothing"
         )
-    return DDPGradients(ddp_model, process_group, module=None if replicated is None else model)
+    return DDPGradients(ddp_model, process_group, None if replicated is None else module)
 
 
 def _replicate_group(given: object) -> dist.ProcessGroup:

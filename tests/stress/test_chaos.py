@@ -17,7 +17,7 @@ from tests.support import warm
 from tests.support.accelerators import accelerate_launched
 
 STEPS = chaos_training.STEPS
-PRELOADED = {"lightning": ["lightning.pytorch"], "accelerate": ["accelerate"]}
+PRELOADED = {"lightning": ["lightning.pytorch"], "accelerate": ["accelerate"], "accelerate-fsdp2": ["accelerate"]}
 
 
 class _NoKiller(chaos_training.Killer):
@@ -80,6 +80,7 @@ def test_plain_torch_killed_in_mid_backward_in_mid_save_and_between_steps(run_ra
         ("int8", 0, 8, "shares of bucket 0 at step 8"),
         ("nodes", 1, 8, "at step 8"),
         ("fsdp2", 1, 8, "at step 8"),
+        ("accelerate-fsdp2", 1, 8, "at step 8"),
         ("diloco", 1, 8, "bucket 0 at step 5"),  # half of the weights on its way
         ("auto", 1, 12, "shares of bucket 0 at step 12"),  # the first pass with what it has chosen
     ],

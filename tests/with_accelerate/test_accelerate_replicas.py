@@ -25,7 +25,7 @@ from tests.support.accelerators import (
 )
 from tests.support.features import fully_shard_on_gloo
 from tests.support.sharded import learned, whole_residuals
-from tests.support.training import batch, make_model
+from tests.support.training import batch, flat, make_model
 
 pytestmark = fully_shard_on_gloo
 
@@ -71,7 +71,7 @@ class Run:
         return self
 
     def weights(self) -> torch.Tensor:
-        return torch.cat([p.detach().full_tensor().flatten().float() for p in self.model.parameters()])
+        return flat(self.model.parameters()).float()
 
     @property
     def hook(self) -> Any:

@@ -21,6 +21,7 @@ from accelerate_commhooks.transformers import CommHookTrainer  # noqa: E402
 from commhooks import HookConfigError  # noqa: E402
 from tests.support.accelerators import OPTIONS, Warnings, launched, pretend_to_have_accelerators  # noqa: E402
 from tests.support.sharded import learned  # noqa: E402
+from tests.support.training import flat  # noqa: E402
 
 pytestmark = fully_shard_on_gloo
 
@@ -62,10 +63,9 @@ def _trainer(
 
 
 def _outcome(trainer: Any) -> dict[str, Any]:
-    weights = torch.cat([p.detach().full_tensor().flatten() for p in trainer.model.parameters()])
     hook = getattr(trainer, "comm_hook", None)
     return {
-        "weights": weights,
+        "weights": flat(trainer.model.parameters()),
         "losses": [entry["loss"] for entry in trainer.state.log_history if "loss" in entry],
         "norms": [entry["grad_norm"] for entry in trainer.state.log_history if "grad_norm" in entry],
         "learned": {} if hook is None else learned(hook),

@@ -208,11 +208,11 @@ class CommHookKwargs(DistributedDataParallelKwargs):
                 "arguments to CommHookKwargs(...) instead"
             )
         kind = accelerator.distributed_type
-        # NO: one process without communication; the same script may be started with several processes later.
         if kind is DistributedType.FSDP:
             if not self.off:
                 check_replicas(accelerator)
             serve_replicas(accelerator, self)
+        # NO: one process without communication; the same script may be started with several processes later.
         elif kind is not DistributedType.NO and not kind.name.startswith("MULTI_"):
             raise HookConfigError(
                 f"this accelerator runs with {kind}, where models are not wrapped in "

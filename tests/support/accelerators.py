@@ -81,7 +81,7 @@ def sharding_accelerator(
     plugin = FullyShardedDataParallelPlugin(
         fsdp_version=2,
         auto_wrap_policy="size_based_wrap",
-        min_num_params=500,
+        min_num_params=200,
         reshard_after_forward=reshard,
         state_dict_type=form,
         cpu_ram_efficient_loading=form == "FULL_STATE_DICT",

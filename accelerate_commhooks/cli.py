@@ -198,13 +198,13 @@ def _how_it_starts(file: str) -> str:
     """A sentence about `accelerate-commhooks launch --config_file file`."""
     from accelerate.commands.launch import launch_command_parser
 
-    from accelerate_commhooks.launcher import one_process_only, read_as_accelerate, refuse_without_ddp, settings_only
+    from accelerate_commhooks.launcher import one_process_only, read_as_accelerate, refuse_without_hook, settings_only
 
     content = read_as_accelerate(file)
     if sentence := settings_only(file, content):
         return sentence
     args = launch_command_parser().parse_args(["script.py"])
-    refuse_without_ddp(args, file, content)
+    refuse_without_hook(args, file, content)
     # Without a number, or with -1, Accelerate wants the flag.
     count, flag = content.get("num_processes", -1), ""
     if count == -1:

@@ -12,7 +12,13 @@ from accelerate import Accelerator, DistributedDataParallelKwargs, DistributedTy
 from torch.nn.parallel import DistributedDataParallel
 
 from accelerate_commhooks import stock_fields
-from accelerate_commhooks.prepared import HookedModel, calling_accelerator, loss_scale_of
+from accelerate_commhooks.prepared import (
+    HookedModel,
+    accelerator_in_construction,
+    calling_accelerator,
+    loss_scale_of,
+)
+from accelerate_commhooks.replicas import check_replicas, replicas_of, serve_replicas
 from accelerate_commhooks.saving import saved_hooks
 from accelerate_commhooks.settings import VARIABLE, Settings, refuse_to_ignore_the_launcher
 from commhooks import AttachError, CommHook, HookConfigError, HookRunError, attach
@@ -41,9 +47,10 @@ class CommHookKwargs(DistributedDataParallelKwargs):
     All arguments of `DistributedDataParallelKwargs` are accepted. Its `comm_hook`, `comm_wrapper` and
     `comm_state_option` select the hooks of commhooks by torch's names, so that for an existing handler only the class
     has to be changed. Every model that the accelerator wraps in DDP gets a hook with its own learned state, which
-    `accelerator.save_state` and `load_state` include. If Accelerate does not wrap a model in DDP (one process, FSDP,
-    DeepSpeed, evaluation mode), there is no hook; `is_attached(model)` returns whether there is one. With FSDP2, shard
-    the model by hand and use `commhooks.attach(model, hook, replicate_group=...)`.
+    `accelerator.save_state` and `load_state` include. So does a model that it shards by FSDP2 with
+    `ParallelismConfig(dp_replicate_size=R, dp_shard_size=S)`: each of the `R` replicas is sharded over `S` ranks, and
+    the hook averages between the replicas. In all other cases (one process, DeepSpeed, evaluation mode) there is no
+    hook; `is_attached(model)` returns whether there is one.
 
     Without `hook` the settings come from `accelerate-commhooks launch`, or from the YAML file that the environment
     variable ACCELERATE_COMM_HOOK_CONFIG names. Arguments given here override the same settings there.
@@ -56,12 +63,13 @@ class CommHookKwargs(DistributedDataParallelKwargs):
             `CommHookKwargs(hook=None)`: plain DDP without a hook, for comparisons. Left out: see above.
         save_residual: which residuals `save_state` saves. "per_rank" (the default): those of each rank in a separate
             file, without communication. "mean": the mean over the ranks in the shared file; all ranks must call
-            `save_state`. "drop": none.
+            `save_state`. "drop": none. With FSDP2 the default is "mean", over the replicas, and "per_rank" is refused.
         hook_options, hook_state, wrapper, strict, total_steps, check_every, ranks_per_node: as in `commhooks.attach`.
 
     Raises:
         commhooks.HookConfigError: at construction, for an unknown hook or option (the message suggests the closest
-            match), a value of the wrong type, or an invalid combination.
+            match), a value of the wrong type, or an invalid combination. In `prepare`, where FSDP leaves nothing to a
+            hook: FSDP1, or a model that is sharded over all ranks.
     """
 
     hook: Any = field(default=None, kw_only=True)
@@ -191,7 +199,7 @@ class CommHookKwargs(DistributedDataParallelKwargs):
         """Use this handler in an existing accelerator, for the models that it prepares from now on.
 
         Raises:
-            HookConfigError: the accelerator has a handler of DDP arguments already, or never wraps models in DDP.
+            HookConfigError: the accelerator has a handler of DDP arguments already, or leaves nothing to a hook.
         """
         present = accelerator.ddp_handler
         if present is not None and not isinstance(present, CommHookKwargs):
@@ -200,8 +208,12 @@ class CommHookKwargs(DistributedDataParallelKwargs):
                 "arguments to CommHookKwargs(...) instead"
             )
         kind = accelerator.distributed_type
+        if kind is DistributedType.FSDP:
+            if not self.off:
+                check_replicas(accelerator)
+            serve_replicas(accelerator, self)
         # NO: one process without communication; the same script may be started with several processes later.
-        if kind is not DistributedType.NO and not kind.name.startswith("MULTI_"):
+        elif kind is not DistributedType.NO and not kind.name.startswith("MULTI_"):
             raise HookConfigError(
                 f"this accelerator runs with {kind}, where models are not wrapped in "
                 "DistributedDataParallel: there is nothing to attach a communication hook to"
@@ -228,7 +240,11 @@ class CommHookKwargs(DistributedDataParallelKwargs):
     @property  # type: ignore[misc]
     def __class__(self) -> type:
         # Accelerate 1.15 looks up handlers by their exact class (`handler_class_to_attr[handler.__class__]`), without
-        # subclasses. `type()`, `isinstance` and the methods below are not affected.
+        # subclasses. `type()`, `isinstance` and the methods below are not affected. It is also the only moment at which
+        # a handler meets an accelerator that will shard.
+        accelerator = accelerator_in_construction()
+        if accelerator is not None:
+            serve_replicas(accelerator, self)
         return DistributedDataParallelKwargs
 
     def to_dict(self) -> dict[str, Any]:
@@ -237,28 +253,27 @@ class CommHookKwargs(DistributedDataParallelKwargs):
 
     def register_comm_hook(self, model: DistributedDataParallel) -> None:
         """Attach a hook to a model that has just been wrapped. Every rank must call this."""
-        self._hooked = [each for each in self._hooked if each.hook is not None]
+        self._attach(model, self._checked_request(), calling_accelerator(self))
+
+    def attach_to_replica(self, accelerator: Accelerator, model: torch.nn.Module) -> None:
+        """Attach a hook to a model that `accelerator` has just sharded by FSDP2 within each replica. Every rank must
+        call this. A hook that the model has from an earlier `prepare` is taken off."""
         request = self._checked_request()
-        if self._settings is None or self._settings.used is None:
-            refuse_to_ignore_the_launcher(self.hook)
-        if self.attached_hooks and callable(getattr(request.hook_state, "state_dict", None)):
-            raise AttachError(
-                f"hook_state ({type(request.hook_state).__name__}) is one object, and serves another model already. "
-                "Give each model a handler of its own, or make states by a factory: "
-                "commhooks.register_hook(name, factory)"
-            )
-        accelerator = calling_accelerator(self)
-        hook = attach_request(model, request, total_steps=self.total_steps, loss_scale=loss_scale_of(accelerator))
-        if self._settings is not None:
-            self._settings.note("attached")
         if request.off:
+            self._note_attached()
             return
-        hooked = HookedModel(model, hook)
-        self._hooked.append(hooked)
-        if accelerator is not None:
-            saved_hooks(accelerator).add(hooked)
-        else:
-            logger.warning("hook %r was not attached by an accelerator: no save_state saves its state.", hook.name)
+        asked = self._given | (self._settings.values.keys() if self._settings is not None else set())
+        if request.save_residual == "per_rank" and "save_residual" in asked:
+            raise HookConfigError(
+                "save_residual='per_rank' with a model sharded by FSDP2: its checkpoints hold the mean over the "
+                "replicas, 'mean' (the default), or no residuals, 'drop'"
+            )
+        for earlier in [each.hook for each in self._hooked if each.is_of(model)]:
+            if earlier is not None:
+                earlier.detach()
+        form = "drop" if request.save_residual == "drop" else "mean"
+        request = dataclasses.replace(request, save_residual=form)
+        self._attach(model, request, accelerator, replicate_group=replicas_of(accelerator))
 
     # ---- what Python calls -------------------------------------------------------------------------------------------
 
@@ -282,6 +297,35 @@ class CommHookKwargs(DistributedDataParallelKwargs):
     def _metrics(self, hook: CommHook, **how: Any) -> dict[str, float]:
         """The metrics of `hook` since the previous call for it; for the arguments see `Meter.read`."""
         return self._meters.setdefault(hook, Meter()).read(hook, **how)
+
+    def _attach(
+        self, model: torch.nn.Module, request: HookRequest, accelerator: Accelerator | None, **groups: Any
+    ) -> None:
+        self._hooked = [each for each in self._hooked if each.hook is not None and not each.is_of(model)]
+        if self._settings is None or self._settings.used is None:
+            refuse_to_ignore_the_launcher(self.hook)
+        if self.attached_hooks and callable(getattr(request.hook_state, "state_dict", None)):
+            raise AttachError(
+                f"hook_state ({type(request.hook_state).__name__}) is one object, and serves another model already. "
+                "Give each model a handler of its own, or make states by a factory: "
+                "commhooks.register_hook(name, factory)"
+            )
+        scale = loss_scale_of(accelerator)
+        hook = attach_request(model, request, total_steps=self.total_steps, loss_scale=scale, **groups)
+        self._note_attached()
+        if request.off:
+            return
+        hooked = HookedModel(model, hook, request.strict)
+        self._hooked.append(hooked)
+        if accelerator is not None:
+            saved_hooks(accelerator).add(hooked)
+        else:
+            logger.warning("hook %r was not attached by an accelerator: no save_state saves its state.", hook.name)
+
+    def _note_attached(self) -> None:
+        """Tell the launcher."""
+        if self._settings is not None:
+            self._settings.note("attached")
 
     def _checked_request(self) -> HookRequest:
         """The checked request. Made at each call, because the fields of Accelerate's handlers may be changed."""

@@ -30,6 +30,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
 from accelerate_commhooks.flags import SECTION
 from accelerate_commhooks.handler import CommHookKwargs
+from accelerate_commhooks.replicas import WITH_REPLICAS
 from accelerate_commhooks.settings import HOW_TO_WRITE, VARIABLE, WHAT_TO_DO, Settings, has_section
 from commhooks import HookConfigError
 
@@ -71,7 +72,7 @@ def launch(arguments: list[str]) -> int:
     check_settings(given)
     if accelerate_reads and (sentence := settings_only(file, content)):
         raise HookConfigError(f"{file}: {sentence}")
-    refuse_without_ddp(args, file, content)
+    refuse_without_hook(args, file, content)
     if sentence := one_process_only(args, content):
         print(f"accelerate-commhooks launch: {sentence}", file=sys.stderr)
     with tempfile.TemporaryDirectory(prefix="commhooks-launch-") as folder:
@@ -94,7 +95,9 @@ def launch(arguments: list[str]) -> int:
             reminder.cancel()
         if status == 0 and watched:
             # Accelerate's launcher has merged its configuration into `args`.
-            sentence = unused(args.training_script, given, several_processes=args.multi_gpu and not args.cpu)
+            sentence = unused(
+                args.training_script, given, several_processes=(args.multi_gpu or args.use_fsdp) and not args.cpu
+            )
             if sentence is not None:
                 print(f"accelerate-commhooks launch: error: {sentence}", file=sys.stderr)
                 return 1
@@ -165,17 +168,27 @@ def settings_only(file: str | None, content: dict[str, Any]) -> str | None:
     )
 
 
-def refuse_without_ddp(args: argparse.Namespace, file: str | None, content: dict[str, Any]) -> None:
-    """Raise HookConfigError if Accelerate would not wrap models in DDP under these arguments and this configuration."""
-    asked = [f"--{flag}" for flag in _NOT_DDP.values() if getattr(args, flag)]
-    kind = content.get("distributed_type")
-    if not asked and not args.multi_gpu and kind in [each.value for each in _NOT_DDP]:
-        asked = [f"{file}: distributed_type: {kind}"]
-    if asked and not args.cpu:
-        raise HookConfigError(
-            f"{asked[0]}: Accelerate does not wrap models in DistributedDataParallel then, so there is nothing to "
-            f"attach a communication hook to. Use `accelerate launch`, and a configuration without {SECTION!r}"
-        )
+def refuse_without_hook(args: argparse.Namespace, file: str | None, content: dict[str, Any]) -> None:
+    """Raise HookConfigError if no model would get a hook under these arguments and this configuration, because
+    Accelerate does not wrap models in DDP or shards one replica over all ranks."""
+    asked = [(kind, f"--{flag}") for kind, flag in _NOT_DDP.items() if getattr(args, flag)]
+    named = [kind for kind in _NOT_DDP if kind.value == content.get("distributed_type")]
+    if not asked and not args.multi_gpu:
+        asked = [(kind, f"{file}: distributed_type: {kind.value}") for kind in named]
+    for kind, where in [] if args.cpu else asked:
+        if kind is not DistributedType.FSDP:
+            raise HookConfigError(
+                f"{where}: Accelerate does not wrap models in DistributedDataParallel then, so there is nothing to "
+                f"attach a communication hook to. Use `accelerate launch`, and a configuration without {SECTION!r}"
+            )
+        version = _setting("fsdp_version", "fsdp_config", args, content)
+        replicas = _setting("parallelism_config_dp_replicate_size", "parallelism_config", args, content)
+        if str(version) != "2" or int(replicas) < 2:
+            raise HookConfigError(
+                f"{where}: with FSDP a communication hook averages between replicas that FSDP2 shards; given are "
+                f"fsdp_version={version} and parallelism_config_dp_replicate_size={replicas}. Use fsdp_version=2 with "
+                f"{WITH_REPLICAS}; or use `accelerate launch`, and a configuration without {SECTION!r}"
+            )
     if content.get("compute_environment") == "AMAZON_SAGEMAKER":
         raise HookConfigError(
             f"{file}: compute_environment: AMAZON_SAGEMAKER: the script runs on machines that this launcher does not "
@@ -184,12 +197,21 @@ def refuse_without_ddp(args: argparse.Namespace, file: str | None, content: dict
         )
 
 
+def _setting(name: str, section: str, args: argparse.Namespace, content: dict[str, Any]) -> Any:
+    """A setting of Accelerate, from a flag or from its section in the configuration file, as its launcher finds it."""
+    default = getattr(args, name)
+    if name in getattr(args, "nondefault", ()):
+        return default
+    given = content.get(section) or {}
+    return given.get(name, given.get(name.removeprefix("fsdp_"), default))
+
+
 def one_process_only(args: argparse.Namespace, content: dict[str, Any]) -> str | None:
     """A warning if Accelerate starts one process for these arguments and this configuration, else None.
 
     Accelerate 1.15 has two launchers for local machines; the one for the CPU starts several processes only through MPI.
     """
-    several = args.multi_gpu or str(content.get("distributed_type", "")) not in ("", "NO", "MULTI_CPU")
+    several = args.multi_gpu or args.use_fsdp or str(content.get("distributed_type", "")) not in ("", "NO", "MULTI_CPU")
     if (several or args.mpirun_hostfile or content.get("mpirun_config")) and not args.cpu:
         return None
     return (
@@ -262,7 +284,7 @@ def unused(script: str, given: Settings, several_processes: bool) -> str | None:
     if several_processes and not given.noted("attached"):
         return (
             f"{script} has attached the hook {given.values['hook']!r} that {given.source} asks for to no model: its "
-            f"CommHookKwargs() was not given to an Accelerator that wraps a model in DDP. {WHAT_TO_DO}, and let "
-            "`accelerator.prepare` wrap the model; start a script that only evaluates without such a section"
+            f"CommHookKwargs() was not given to an Accelerator that wraps a model in DDP or shards it. {WHAT_TO_DO}, "
+            "and let `accelerator.prepare` wrap the model; start a script that only evaluates without such a section"
         )
     return None

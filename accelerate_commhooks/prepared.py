@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator, DistributedDataParallelKwargs
+from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
 from commhooks import CommHook
@@ -15,27 +16,33 @@ from commhooks.hook.for_plugins import LossScale, compiled_from, scale_of
 
 
 class HookedModel:
-    """A DDP model and its hook, which lives as long as the model."""
+    """A wrapped model and its hook, which lives as long as the model.
 
-    def __init__(self, ddp_model: DistributedDataParallel, hook: CommHook) -> None:
-        self._ddp_model = weakref.ref(ddp_model)
-        self._module = weakref.ref(unwrapped(ddp_model))
+    Attributes:
+        is_sharded: by FSDP2; else the model is wrapped in DDP.
+        strict: whether loading the state of another hook is an error.
+    """
+
+    def __init__(self, model: torch.nn.Module, hook: CommHook, strict: bool) -> None:
+        self.is_sharded, self.strict = isinstance(model, FSDPModule), strict
+        self._model = weakref.ref(model)
+        self._module = weakref.ref(unwrapped(model))
         self._hook = weakref.ref(hook)
 
     @property
     def hook(self) -> CommHook | None:
         """The hook; None if its model was deleted."""
-        return self._hook() if self._ddp_model() is not None else None
+        return self._hook() if self._model() is not None else None
 
     @property
     def module(self) -> torch.nn.Module | None:
-        """The module inside, which may outlive the DDP model; None if it was deleted."""
+        """The module inside, which may outlive a DDP model; None if it was deleted."""
         return self._module()
 
     def is_of(self, model: torch.nn.Module) -> bool:
-        """Whether `model` is the DDP model, the module inside it, or a compiled form of one of them."""
-        ddp_model, inner = self._ddp_model(), _not_compiled(model)
-        return ddp_model is not None and (inner is ddp_model or inner is self.module)
+        """Whether `model` is the wrapped model, the module inside it, or a compiled form of one of them."""
+        known, inner = self._model(), _not_compiled(model)
+        return known is not None and (inner is known or inner is self.module)
 
 
 def unwrapped(model: torch.nn.Module) -> torch.nn.Module:
@@ -57,6 +64,18 @@ def calling_accelerator(handler: DistributedDataParallelKwargs) -> Accelerator |
             return caller
         frame = frame.f_back  # type: ignore[assignment]
     return None
+
+
+def accelerator_in_construction() -> Accelerator | None:
+    """The accelerator whose constructor has called the caller of this function, if it has a plugin for FSDP.
+
+    Accelerate 1.15 has set none of its attributes by then: both are variables of the constructor.
+    """
+    frame = sys._getframe(2)
+    if frame.f_code is not Accelerator.__init__.__code__ or frame.f_locals.get("fsdp_plugin") is None:
+        return None
+    accelerator: Accelerator = frame.f_locals["self"]
+    return accelerator
 
 
 def loss_scale_of(accelerator: Accelerator | None) -> Callable[[], LossScale] | None:

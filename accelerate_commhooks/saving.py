@@ -8,7 +8,10 @@ main process writes, and one file per rank:
     comm_hook_1.pt      comm_hook_1_rank0.pt    comm_hook_1_rank1.pt    the second
 
 No rank waits for another one, so that saving on the main process alone does not hang. docs/checkpoint_format.md
-describes the files.
+describes the files. A model sharded by FSDP2 has a folder in place of the files, which all ranks write together, as
+Accelerate does with such a model:
+
+    comm_hook    comm_hook_1
 """
 
 import weakref
@@ -18,12 +21,13 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator, DistributedType
+from accelerate.utils import broadcast_object_list
 
 from accelerate_commhooks.atomic_write import write_together
 from accelerate_commhooks.prepared import HookedModel, unwrapped
 from commhooks import CommHook, PayloadError
 from commhooks.errors import logger_of
-from commhooks.hook.for_plugins import cut_off, payload_parts, reason_first
+from commhooks.hook.for_plugins import HookFolder, cut_off, payload_parts, reason_first
 
 logger = logger_of(__name__)
 
@@ -66,16 +70,22 @@ class SavedHooks:
     def save(self, folder: str, *, writes_shared: bool) -> None:
         """Write this rank's files into an existing folder, and with `writes_shared` also the shared ones.
 
-        No rank waits for another one, unless a hook has `save_residual="mean"`: then all ranks must call this.
+        No rank waits for another one, unless a hook has `save_residual="mean"` or its model is sharded: then all ranks
+        must call this.
 
         Raises:
             OSError: as `write_together`.
+            HookRunError: the folder of an earlier save cannot be removed.
         """
         rank = self._live_accelerator().process_index
+        for number, model in enumerate(self._models):
+            if model.is_sharded and (hook := model.hook) is not None:
+                _folder(folder, number).remove()
+                _folder(folder, number).save(hook)
 
         def files() -> Iterator[tuple[Path, dict[str, Any] | None]]:
             for number, model in enumerate(self._models):
-                if (hook := model.hook) is not None:
+                if not model.is_sharded and (hook := model.hook) is not None:
                     shared, own = payload_parts.split(hook.state_dict(), rank, hook.run_number)
                     path = _path(folder, number)
                     yield _of_rank(path, rank), own  # None: an earlier save in this folder may have left one
@@ -101,6 +111,11 @@ class SavedHooks:
         while number < len(self._models) or _path(folder, number).exists():
             path, known = _path(folder, number), number < len(self._models)
             hook = self._models[number].hook if known else None
+            if known and self._models[number].is_sharded:
+                if hook is not None:
+                    self._load_folder(folder, number, hook)
+                number += 1
+                continue
             saved = self._read(path, hook)
             if saved is not None and hook is not None:
                 take_over.append(_checked(hook, saved, path))
@@ -124,6 +139,13 @@ class SavedHooks:
 
     # ---- helpers -----------------------------------------------------------------------------------------------------
 
+    def _load_folder(self, folder: str, number: int, hook: CommHook) -> None:
+        saved = _folder(folder, number)
+        if saved.is_complete():
+            saved.load(hook, strict=self._models[number].strict)
+        elif self._live_accelerator().is_main_process:
+            _warn_of_nothing(Path(folder), _path(folder, number).stem, hook)
+
     def _read(self, path: Path, hook: CommHook | None) -> dict[str, Any] | None:
         """The payload for this rank, of the model whose shared file is `path`; None if the checkpoint has none."""
         accelerator = self._live_accelerator()
@@ -136,13 +158,7 @@ class SavedHooks:
                     "comm_hook*.pt files to continue with fresh memory"
                 )
             if hook is not None and accelerator.is_main_process:
-                logger.warning(
-                    "%s holds no state of a communication hook (%s): hook %r goes on with the memory that it has, "
-                    "which is none in a new run.",
-                    path.parent,
-                    path.name,
-                    hook.name,
-                )
+                _warn_of_nothing(path.parent, path.name, hook)
             return None
         try:
             shared = payload_parts.check_shared(torch.load(path, map_location="cpu", weights_only=True))
@@ -206,8 +222,23 @@ def _path(folder: str, number: int) -> Path:
     return Path(folder) / (f"comm_hook_{number}.pt" if number else "comm_hook.pt")
 
 
+def _folder(folder: str, number: int) -> HookFolder:
+    path = _path(folder, number)
+    return HookFolder(path.with_name(path.stem), "CommHookKwargs", lambda given: broadcast_object_list([given])[0])
+
+
 def _of_rank(path: Path, rank: int) -> Path:
     return path.with_name(f"{path.stem}_rank{rank}.pt")
+
+
+def _warn_of_nothing(folder: Path, missing: str, hook: CommHook) -> None:
+    logger.warning(
+        "%s holds no state of a communication hook (%s): hook %r goes on with the memory that it has, which is none in "
+        "a new run.",
+        folder,
+        missing,
+        hook.name,
+    )
 
 
 def _checked(hook: CommHook, saved: dict[str, Any], path: Path) -> Callable[[], None]:

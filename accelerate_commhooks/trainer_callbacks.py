@@ -45,6 +45,7 @@ class HookCallback(TrainerCallback):
         if (hook := self.trainer.comm_hook) is not None:
             hook.synchronize()
             hook.close()
+            self.trainer._closed_hook = hook
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         trainer, hook = self.trainer, self.trainer.comm_hook

@@ -70,8 +70,8 @@ class CommHookTrainerMixin(_Base):
         hook_options, wrapper, strict, check_every, ranks_per_node: as in `commhooks.attach`.
 
     Raises:
-        commhooks.HookConfigError: at construction, for arguments that `CommHookKwargs` rejects, and if Accelerate does
-            not wrap models in DDP (FSDP, DeepSpeed).
+        commhooks.HookConfigError: at construction, for arguments that `CommHookKwargs` rejects, and if Accelerate
+            leaves nothing to a hook (FSDP without `dp_replicate_size`, DeepSpeed).
     """
 
     def __init__(
@@ -96,6 +96,7 @@ class CommHookTrainerMixin(_Base):
         self._given_ddp_arguments = self._hook_handler.to_dict()
         self._resume_folder: str | None = None
         self._saved_at_step: int | None = None
+        self._closed_hook: CommHook | None = None  # a sharded model does not keep it
         self._metrics_at: dict[int, dict[str, float]] = {}
         super().__init__(*args, **kwargs)
         self.add_callback(HookCallback(self))
@@ -106,7 +107,7 @@ class CommHookTrainerMixin(_Base):
     def comm_hook(self) -> CommHook | None:
         """The hook of the model that is or was trained last: `stats()`, `plan()`. None before the first `train()`,
         closed after each (see `CommHook.close`)."""
-        return self._hook_handler.attached
+        return self._hook_handler.attached or self._closed_hook
 
     # ---- what the Trainer calls --------------------------------------------------------------------------------------
 
@@ -133,7 +134,7 @@ class CommHookTrainerMixin(_Base):
             # The Trainer does not expose which checkpoint it finds. It raises an error if there is none.
             resume_from_checkpoint = get_last_checkpoint(self.args.output_dir) or True
         self._resume_folder = str(resume_from_checkpoint) if resume_from_checkpoint else None
-        self._saved_at_step = None
+        self._saved_at_step = self._closed_hook = None
         if self._hook_handler.is_attached(self.model_wrapped):
             # transformers 5.23 would reuse the DDP model of the last train() and its hook's learned state.
             model: Any = self.model

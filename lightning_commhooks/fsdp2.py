@@ -8,10 +8,16 @@ from torch.distributed.constants import default_pg_timeout
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 
-from commhooks import HookConfigError, HookRunError, attach
-from commhooks.hook.for_plugins import HookRequest, arguments_in, check_value, documented_by, explains_arguments
-from lightning_commhooks.checkpoint import HookCheckpoint
-from lightning_commhooks.hook_folder import HookFolder
+from commhooks import HookConfigError, attach
+from commhooks.hook.for_plugins import (
+    HookFolder,
+    HookRequest,
+    arguments_in,
+    check_value,
+    documented_by,
+    explains_arguments,
+)
+from lightning_commhooks.checkpoint import CHECKPOINT_KEY, HookCheckpoint
 from lightning_commhooks.hooked_strategy import HookedStrategy, warn
 from lightning_commhooks.strategy import HookType
 
@@ -121,21 +127,11 @@ class HookedFSDP2(HookedStrategy, ModelParallelStrategy):
     ) -> None:
         full = "optimizer_states" in checkpoint
         path = Path(self.broadcast(filepath))
-        failed = ""
-        if self.global_rank == 0:
-            try:
-                HookFolder(path).remove()
-            except OSError as error:
-                failed = str(error)
-        if failed := self.broadcast(failed):
-            raise HookRunError(
-                f"the hook's state in the checkpoint at {path} cannot be replaced: {failed}. Remove it, or save to "
-                "another path"
-            )
+        self._folder_in(path).remove()
         super().save_checkpoint(checkpoint, path, storage_options)
         module = self.lightning_module
         if full and self._comm_hook is not None and module is not None and self.hook_belongs_to(module):
-            HookFolder(path).save(self._comm_hook)
+            self._folder_in(path).save(self._comm_hook)
 
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
         path, module = Path(self.broadcast(checkpoint_path)), self.lightning_module
@@ -143,14 +139,18 @@ class HookedFSDP2(HookedStrategy, ModelParallelStrategy):
         hook = self._comm_hook
         if module is None or hook is None or module.trainer.state.fn != "fit":
             return loaded
-        if self.broadcast(HookFolder(path).is_complete):
-            HookFolder(path).load(hook, strict=self._request.strict)
+        folder = self._folder_in(path)
+        if folder.is_complete():
+            folder.load(hook, strict=self._request.strict)
         else:
             warn(
                 "the checkpoint holds no complete state of a communication hook (it was saved without CommHookFSDP2, "
                 f"or its save was interrupted): hook {hook.name!r} begins with fresh memory"
             )
         return loaded
+
+    def _folder_in(self, checkpoint: Path) -> HookFolder:
+        return HookFolder(checkpoint / CHECKPOINT_KEY, "CommHookFSDP2", self.broadcast)
 
 
 def _sharded_root(module: "pl.LightningModule") -> Any:

@@ -106,26 +106,31 @@ class DDPGradients(GradientSource):
     gives_grad_buckets = True
     averages_alone = True
 
-    def __init__(self, ddp_model: DistributedDataParallel, group: dist.ProcessGroup | None = None) -> None:
-        """`group`: None for the model's own.
+    def __init__(
+        self,
+        ddp_model: DistributedDataParallel,
+        group: dist.ProcessGroup | None = None,
+        module: torch.nn.Module | None = None,
+    ) -> None:
+        """`group`: None for the model's own. `module`: whose parameters these are; None for the one inside.
 
         Raises:
             AttachError: the model has a communication hook of its own.
         """
         _check_free(ddp_model)
         self._ddp_model = weakref.ref(ddp_model)
+        user_module = ddp_model.module if module is None else module
+        self._module = weakref.ref(user_module)
         super().__init__(ddp_model.process_group if group is None else group)
         reduced = [(own_name(name), p) for name, p in self._not_ignored() if p.requires_grad]
-        self.names = ModelNames(reduced, all_names(ddp_model.module))
-        self.sparse = sparse_parameters(ddp_model.module)
+        self.names = ModelNames(reduced, all_names(user_module))
+        self.sparse = sparse_parameters(user_module)
         # All parameters may have been frozen after wrapping.
         self.device = next(iter([*self.names.known().values(), *ddp_model.module.parameters()])).device
 
     @property
     def module(self) -> torch.nn.Module | None:
-        ddp_model = self._ddp_model()
-        module: torch.nn.Module | None = None if ddp_model is None else ddp_model.module
-        return module
+        return self._module() if self._ddp_model() is not None else None
 
     def register(self, reducer: Reducer, state: Any) -> None:
         ddp_model = self._ddp_model()
@@ -169,10 +174,12 @@ class DDPGradients(GradientSource):
             )
 
     def _not_ignored(self) -> list[tuple[str, torch.Tensor]]:
-        ddp_model = self._ddp_model()
-        if ddp_model is None:
+        ddp_model, module = self._ddp_model(), self.module
+        if ddp_model is None or module is None:
             return []
-        return [(n, p) for n, p in ddp_model.module.named_parameters() if n not in ddp_model.parameters_to_ignore]
+        ignored = ddp_model.parameters_to_ignore
+        own = {id(p) for n, p in ddp_model.module.named_parameters() if n not in ignored}
+        return [(n, p) for n, p in module.named_parameters() if id(p) in own]
 
 
 def checked_bucket(grad_bucket: object) -> dist.GradBucket:

@@ -49,11 +49,11 @@ class LocalShard:
     def of(cls, name: str, parameter: torch.nn.Parameter) -> "LocalShard":
         sharded, local = as_dtensor(parameter), local_values(parameter)
         (placement,), mesh = sharded.placements, sharded.device_mesh
-        assert isinstance(placement, Shard)
-        size = sharded.size(placement.dim)
+        dim = placement.dim if isinstance(placement, Shard) else 0  # Replicate: on a mesh of one rank
+        size = sharded.size(dim)
         largest = -(-size // mesh.size())
         start = min(mesh.get_local_rank() * largest, size)
-        extent = Extent(tuple(sharded.shape), tuple(local.shape), placement.dim, start)
+        extent = Extent(tuple(sharded.shape), tuple(local.shape), dim, start)
         return cls(name, parameter, local, extent, sharded.numel() // size * largest if size else 0)
 
     def as_whole(self, part: torch.Tensor) -> DTensor:
@@ -130,13 +130,22 @@ def is_sharded(name: str, parameter: torch.nn.Parameter) -> bool:
     data: object = parameter
     if not isinstance(data, DTensor):
         return False
+    ranks = data.device_mesh.size()
     if data.device_mesh.ndim == 2 and isinstance(data.placements[0], Replicate):
         raise AttachError(
             "this model was sharded with a mesh of two dimensions, for which fully_shard itself averages over the "
-            "replicas, uncompressed, before it calls a hook. Shard over the inner dimension only, "
-            "fully_shard(module, mesh=mesh['shard']), and pass replicate_group=mesh['replicate']"
+            "replicas, uncompressed, before it calls a hook. Change two lines: "
+            "fully_shard(module, mesh=mesh['shard']) instead of mesh=mesh, with the names that your mesh has, and "
+            "commhooks.attach(model, hook, replicate_group=mesh['replicate'])"
         )
-    if data.device_mesh.ndim != 1 or not isinstance(data.placements[0], Shard):
+    if data.device_mesh.ndim == 1 and isinstance(data.placements[0], Replicate) and ranks > 1:
+        raise AttachError(
+            f"this model was replicated over a mesh of {ranks} ranks, over which replicate itself averages, "
+            "uncompressed, before it calls a hook. Change two lines, with mesh = init_device_mesh(device_type, "
+            f"({ranks}, 1), mesh_dim_names=('replicate', 'shard')): replicate(module, mesh=mesh['shard']), and "
+            "commhooks.attach(model, hook, replicate_group=mesh['replicate'])"
+        )
+    if data.device_mesh.ndim != 1 or not isinstance(data.placements[0], (Shard, Replicate)):
         raise AttachError(
             f"parameter {name} is placed as {data.placements}: a hook needs parameters that fully_shard has split over "
             "a mesh of one dimension; tensor parallelism is not supported"

@@ -11,6 +11,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed._composable.replicate import DDP as _Replicated
+from torch.distributed._composable.replicate import replicate
 from torch.nn.parallel import DistributedDataParallel
 
 
@@ -76,6 +78,18 @@ def store_of(group: dist.ProcessGroup) -> dist.Store:
 def address_key(rank: int) -> str:
     """The key under which `ProcessGroupGloo` puts the address of a rank into the store that it is made with."""
     return f"0/{rank}"
+
+
+def ddp_under(model: nn.Module) -> DistributedDataParallel | None:
+    """What reduces the gradients of a module that was replicated by `torch.distributed._composable.replicate`; None for
+    other modules. `replicate` makes it in the first forward pass, or here."""
+    if not isinstance(model, _Replicated):
+        return None
+    state: Any = replicate.state(model)
+    if not state.has_initialized:
+        state.lazy_init()
+    found: DistributedDataParallel = state._ddp
+    return found
 
 
 def joined_with_uneven_division(ddp_model: DistributedDataParallel) -> bool:

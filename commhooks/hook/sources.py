@@ -10,7 +10,7 @@ from commhooks.errors import AttachError, HookConfigError
 from commhooks.gradients.ddp import DDPGradients
 from commhooks.gradients.fully_shard import FullyShardGradients
 from commhooks.gradients.source import GradientSource
-from commhooks.gradients.torch_private import compiled_from
+from commhooks.gradients.torch_private import compiled_from, ddp_under
 
 
 def source_of(
@@ -37,14 +37,17 @@ def source_of(
                 "replicate_group: the ranks that hold the same shard, such as mesh['replicate']"
             )
         return FullyShardGradients(model, _replicate_group(replicate_group))
-    if not isinstance(model, DistributedDataParallel):
+    module = model if isinstance(model, torch.nn.Module) else None
+    replicated = None if module is None else ddp_under(module)
+    ddp_model = model if replicated is None else replicated
+    if not isinstance(ddp_model, DistributedDataParallel):
         raise _cannot_take_a_hook(model)
     if replicate_group is not None:
         raise HookConfigError(
             "replicate_group is for models sharded by fully_shard; for DistributedDataParallel pass process_group, or "
             "nothing"
         )
-    return DDPGradients(model, process_group)
+    return DDPGradients(ddp_model, process_group, None if replicated is None else module)
 
 
 def _replicate_group(given: object) -> dist.ProcessGroup:

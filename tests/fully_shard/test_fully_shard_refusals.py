@@ -64,7 +64,7 @@ CASES: dict[str, tuple[Callable[[dict[str, Any]], nn.Module], dict[str, Any], ty
         lambda groups: _sharded(groups["both"]),
         {},
         AttachError,
-        r"fully_shard itself averages over the replicas.*mesh=mesh\['shard'\]\), and pass replicate_group=mesh",
+        r"over the replicas.*fully_shard\(module, mesh=mesh\['shard'\]\).*, replicate_group=mesh\['replicate'\]",
     ),
     "no group": (_plain, {"replicate_group": None}, HookConfigError, r"replicate_group=None; .*mesh\['replicate'\]"),
     "a mesh of two": (_plain, {"replicate_group": "both"}, HookConfigError, "replicate_group=a mesh of 2 dimensions"),

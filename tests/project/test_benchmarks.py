@@ -45,6 +45,12 @@ def _run(name: str, tmp_path: Path, *arguments: str, python: str | None = None) 
     return content["rows"]
 
 
+@pytest.mark.skipif(not _can_limit_a_link(), reason="needs Linux, root, ip and tc")
+def test_replicas(tmp_path):
+    (row,) = _run("replicas", tmp_path, "--hooks", "allreduce", "--width", "512")
+    assert row["planned"] <= row["sent"] < 1.1 * row["planned"] and row["peak"] > 0
+
+
 def test_codec(tmp_path):
     rows = _run("codec", tmp_path, "--threads", "1", "2")
     ours = {"commhooks", "fused", "alternate", "fused alternate"}

@@ -15,7 +15,7 @@ import pytest
 import commhooks
 from commhooks.compressors import candidates
 from tests.support.doc_snippets import Snippet, WrongSnippet, find_snippets, old_and_new
-from tests.support.features import trainer_resumes_on_cpu
+from tests.support.features import replicate_with_fsdp, trainer_resumes_on_cpu
 from tests.support.repository import REPOSITORY
 from tests.support.snippet_check import check
 from tests.support.snippet_commands import commands
@@ -39,6 +39,7 @@ INLINE_COMMANDS = [
 
 def _marked(snippet: Snippet) -> Any:
     marks = [trainer_resumes_on_cpu] if "resume_from_checkpoint" in snippet.text else []
+    marks += [replicate_with_fsdp] if "replicate_with_fsdp" in snippet.text else []
     return pytest.param(snippet, marks=marks, id=str(snippet))
 
 

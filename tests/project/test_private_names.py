@@ -120,6 +120,14 @@ def _in_backward() -> nn.Parameter:
     return parameter
 
 
+def _replicated() -> Any:
+    from torch.distributed._composable.replicate import replicate
+
+    model = replicate(nn.Linear(2, 2))
+    model(torch.ones(2))
+    return replicate.state(model)
+
+
 def _arguments_of_save_model() -> Any:
     transformers = pytest.importorskip("transformers")
     return SimpleNamespace(**inspect.signature(transformers.Trainer.save_model).parameters)
@@ -133,6 +141,7 @@ OWNERS: dict[str, Callable[[], Any]] = {
     "DistributedDataParallel": _ddp,
     "Parameter._in_backward_optimizers": _in_backward,
     "Parameter._post_accumulate_grad_hooks": _hooked,
+    "torch.distributed._composable.replicate._ReplicateState": _replicated,
     "OptimizedModule": lambda: torch.compile(nn.Linear(2, 2)),
     "Trainer.fit_loop.epoch_loop": _fit_loop,
     "Accelerator": _accelerator,

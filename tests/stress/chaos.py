@@ -3,10 +3,11 @@
     python examples/clean_env.py -m tests.stress.chaos [--kills 30] [--seed N]          # what `make chaos` runs
 
 Trainings with plain torch (PowerSGD, int8, PowerSGD between two nodes of two ranks, and a choice by auto), FSDP2,
-Lightning and Accelerate (chaos_training.py), each on two ranks (nodes and FSDP2 on four) under `torchrun
---max-restarts`. In each attempt one rank is killed by SIGKILL: at a random time, or at a phase that is easily missed.
-The final weights must be those of a training that was left alone, bit for bit. The exit status is 1 if a training hung,
-did not resume, went back further than its last checkpoint, or ended in other weights.
+Lightning, Accelerate, and FSDP2 of Accelerate and of transformers' Trainer (chaos_training.py), each on two ranks
+(nodes and FSDP2 on four) under `torchrun --max-restarts`. In each attempt one rank is killed by SIGKILL: at a random
+time, or at a phase that is easily missed. The final weights must be those of a training that was left alone, bit for
+bit. The exit status is 1 if a training hung, did not resume, went back further than its last checkpoint, or ended in
+other weights.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -30,9 +32,12 @@ from rich.table import Table
 
 SCRIPT = Path(__file__).resolve().with_name("chaos_training.py")
 TESTS = SCRIPT.parents[1]
-FRAMEWORKS = ("plain", "int8", "diloco", "nodes", "auto", "fsdp2", "lightning", "accelerate")
+FRAMEWORKS = (
+    *("plain", "int8", "diloco", "nodes", "auto", "fsdp2", "lightning", "accelerate"),
+    *("accelerate-fsdp2", "trainer-fsdp2"),
+)
 END_BY_THEMSELVES = ("plain", "int8", "diloco", "nodes", "auto")  # the others' frameworks end the surviving ranks
-RANKS = {"nodes": 4, "fsdp2": 4}  # two elsewhere
+RANKS = {"nodes": 4, "fsdp2": 4, "accelerate-fsdp2": 4, "trainer-fsdp2": 4}  # two elsewhere
 SAVE_EVERY = 5  # as in the script
 GROUP_TIMEOUT_S = 20  # as in the script
 ATTEMPT_LIMIT_S = 60  # starting Python and the framework twice on a busy machine, and the group's timeout
@@ -197,11 +202,13 @@ def plan(generator: random.Random, steps: int, training_s: float) -> dict[str, A
     return {"rank": 0 if phase == "save" else rank, "phase": phase, "step": generator.randrange(steps // 2)}
 
 
-def campaign(kills: int, seed: int, steps: int, folder: Path, console: Console) -> list[Outcome]:
+def campaign(
+    frameworks: Sequence[str], kills: int, seed: int, steps: int, folder: Path, console: Console
+) -> list[Outcome]:
     generator = random.Random(seed)
     outcomes = []
-    for number, framework in enumerate(FRAMEWORKS):
-        wanted = kills // len(FRAMEWORKS) + (number < kills % len(FRAMEWORKS))
+    for number, framework in enumerate(frameworks):
+        wanted = kills // len(frameworks) + (number < kills % len(frameworks))
         console.print(f"{framework}: left alone ...")
         alone = run(framework, folder / framework / "alone", [], steps)
         outcomes.append(alone)
@@ -252,6 +259,7 @@ def show(outcomes: list[Outcome], console: Console) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--kills", type=int, default=30)
+    parser.add_argument("--frameworks", nargs="+", choices=FRAMEWORKS, default=FRAMEWORKS)
     parser.add_argument("--seed", type=int, default=None, help="of the times and phases (default: a new one)")
     parser.add_argument("--steps", type=int, default=100, help="of each training")
     args = parser.parse_args()
@@ -260,7 +268,7 @@ def main() -> int:
     console.print(f"seed {seed}: the same kills again with ARGS='--seed {seed}'")
     started = time.monotonic()
     folder = Path(tempfile.mkdtemp(prefix="commhooks-chaos-"))
-    outcomes = campaign(args.kills, seed, args.steps, folder, console)
+    outcomes = campaign(args.frameworks, args.kills, seed, args.steps, folder, console)
     show(outcomes, console)
     failures = [f"{outcome.framework}: {text}" for outcome in outcomes for text in outcome.failures]
     count = sum(len(outcome.kills) for outcome in outcomes)

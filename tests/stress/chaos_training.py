@@ -136,6 +136,62 @@ def plain(folder: Path, killer: Killer, **attach: Any) -> tuple[torch.Tensor, An
     return run.weights(), run.hook
 
 
+def trainer_fsdp2(folder: Path, killer: Killer) -> tuple[torch.Tensor, Any]:
+    """Two replicas of two shards, by the Trainer of transformers."""
+    from accelerate.parallelism_config import ParallelismConfig
+    from transformers import TrainerCallback, TrainingArguments
+
+    from accelerate_commhooks.transformers import CommHookTrainer
+    from tests.support.accelerators import pretend_to_have_accelerators
+
+    class Model(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = make_model()
+
+        def forward(self, images: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+            return {"loss": torch.nn.functional.cross_entropy(self.net(images), labels)}
+
+    class Watch(TrainerCallback):
+        def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            killer.training_begins(state.global_step, trainer.model.net, lambda: trainer.comm_hook)
+
+        def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            killer.at("between", state.global_step)
+            killer.phase = "training"
+
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            killer.phase, killer.step = "saving" if control.should_save else "training", state.global_step
+
+    _kill_in_the_folder_of_the_hook(killer)
+    args = TrainingArguments(
+        str(folder / "trainer"),
+        use_cpu=True,
+        fsdp=True,
+        fsdp_config={"version": 2, "auto_wrap_policy": "SIZE_BASED_WRAP", "min_num_params": 500},
+        parallelism_config=ParallelismConfig(dp_replicate_size=2, dp_shard_size=2),
+        max_steps=STEPS,
+        save_steps=SAVE_EVERY,
+        per_device_train_batch_size=8,
+        learning_rate=0.01,
+        report_to="none",
+        disable_tqdm=True,
+        dataloader_pin_memory=False,
+    )
+    pretend_to_have_accelerators()
+    images, labels = zip(*(batch(step, rank) for step in range(SAVE_EVERY) for rank in range(4)), strict=True)
+    dataset = [
+        {"images": image, "labels": label} for image, label in zip(torch.cat(images), torch.cat(labels), strict=True)
+    ]
+    trainer = CommHookTrainer(
+        Model(), args, train_dataset=dataset, callbacks=[Watch()], hook="powerSGD", hook_options=OPTIONS
+    )
+    # The Trainer writes this file last.
+    complete = sorted((folder / "trainer").glob("*/trainer_state.json"), key=lambda path: int(path.parent.name[11:]))
+    trainer.train(resume_from_checkpoint=str(complete[-1].parent) if complete else None)
+    return flat(trainer.model.parameters()), trainer.comm_hook
+
+
 def int8(folder: Path, killer: Killer) -> tuple[torch.Tensor, Any]:
     """As `plain`, quantised."""
     return plain(folder, killer, hook="int8", hook_options={"block_size": 32, "start_iter": 3})
@@ -296,7 +352,7 @@ def accelerate(folder: Path, killer: Killer) -> tuple[torch.Tensor, Any]:
     from accelerate.utils import InitProcessGroupKwargs
 
     from accelerate_commhooks import atomic_write
-    from tests.support.accelerators import Training, power_sgd
+    from tests.support.accelerators import power_sgd
 
     class File:
         def __init__(self, file: Any) -> None:
@@ -310,11 +366,40 @@ def accelerate(folder: Path, killer: Killer) -> tuple[torch.Tensor, Any]:
     killer.wrap_write(File)
     handler = power_sgd(OPTIONS)
     accelerator = Accelerator(cpu=True, kwargs_handlers=[handler, InitProcessGroupKwargs(timeout=TIMEOUT)])
+    return _accelerated(folder, killer, handler, accelerator)
+
+
+def accelerate_fsdp2(folder: Path, killer: Killer) -> tuple[torch.Tensor, Any]:
+    """Two replicas of two shards."""
+    from tests.support.accelerators import power_sgd, sharding_accelerator
+
+    _kill_in_the_folder_of_the_hook(killer)
+    handler = power_sgd(OPTIONS)
+    return _accelerated(folder, killer, handler, sharding_accelerator(handler))
+
+
+def _kill_in_the_folder_of_the_hook(killer: Killer) -> None:
+    """When all of its tensors are there, and the file that says where is not."""
+    from torch.distributed.checkpoint import FileSystemWriter
+
+    finish: Callable[..., None] = FileSystemWriter.finish
+
+    def killed(writer: Any, *args: Any, **kwargs: Any) -> None:
+        if "comm_hook" in str(writer.path):
+            killer.at("save")
+        finish(writer, *args, **kwargs)
+
+    FileSystemWriter.finish = killed  # type: ignore[method-assign]
+
+
+def _accelerated(folder: Path, killer: Killer, handler: Any, accelerator: Any) -> tuple[torch.Tensor, Any]:
+    from tests.support.accelerators import Training
+
     run = Training(handler, accelerator=accelerator)
     complete = sorted(folder.glob("step_??"))
     if complete:
         run.load(complete[-1], int(complete[-1].name[5:]))
-    killer.training_begins(run.step, run.model.module, lambda: run.hook)
+    killer.training_begins(run.step, getattr(run.model, "module", run.model), lambda: run.hook)
     while run.step < STEPS:
         killer.at("between", run.step)
         killer.phase = "training"
@@ -348,6 +433,8 @@ FRAMEWORKS = {
     "fsdp2": fsdp2,
     "lightning": lightning,
     "accelerate": accelerate,
+    "accelerate-fsdp2": accelerate_fsdp2,
+    "trainer-fsdp2": trainer_fsdp2,
 }
 
 

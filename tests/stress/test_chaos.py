@@ -17,7 +17,7 @@ from tests.support import warm
 from tests.support.accelerators import accelerate_launched
 
 STEPS = chaos_training.STEPS
-PRELOADED = {"lightning": ["lightning.pytorch"], "accelerate": ["accelerate"]}
+PRELOADED = {"lightning": ["lightning.pytorch"], "accelerate": ["accelerate"], "accelerate-fsdp2": ["accelerate"]}
 
 
 class _NoKiller(chaos_training.Killer):
@@ -107,8 +107,9 @@ def test_lightning_killed_in_mid_save(run_ranks: Any, tmp_path: Path) -> None:
 
 
 @pytest.mark.timeout(180)
-def test_accelerate_killed_in_mid_save(run_ranks: Any, tmp_path: Path) -> None:
-    (kill,) = _killed(run_ranks, "accelerate", tmp_path, [{"rank": 1, "phase": "save", "step": 10}])
+@pytest.mark.parametrize(("framework", "rank"), [("accelerate", 1), ("accelerate-fsdp2", 0)])
+def test_accelerate_killed_in_mid_save(run_ranks: Any, tmp_path: Path, framework: str, rank: int) -> None:
+    (kill,) = _killed(run_ranks, framework, tmp_path, [{"rank": rank, "phase": "save", "step": 10}])
     assert kill.resumed_at == 5
 
 

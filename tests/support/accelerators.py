@@ -13,7 +13,8 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from accelerate import Accelerator
+from accelerate import Accelerator, DistributedType, FullyShardedDataParallelPlugin, PartialState
+from accelerate.parallelism_config import ParallelismConfig
 from accelerate.state import AcceleratorState, GradientState
 
 from accelerate_commhooks import CommHookKwargs
@@ -70,6 +71,33 @@ def new_accelerator(*handlers: Any, **kwargs: Any) -> Accelerator:
     assert accelerator.distributed_type.value == "MULTI_CPU"
     assert accelerator.num_processes == dist.get_world_size()
     return accelerator
+
+
+def sharding_accelerator(
+    *handlers: Any, replicas: int = 2, reshard: bool = True, form: str = "SHARDED_STATE_DICT", **kwargs: Any
+) -> Accelerator:
+    """An accelerator that shards by FSDP2 within replicas, on the CPU."""
+    pretend_to_have_accelerators()
+    plugin = FullyShardedDataParallelPlugin(
+        fsdp_version=2,
+        auto_wrap_policy="size_based_wrap",
+        min_num_params=200,
+        reshard_after_forward=reshard,
+        state_dict_type=form,
+        cpu_ram_efficient_loading=form == "FULL_STATE_DICT",
+    )
+    sizes = ParallelismConfig(dp_replicate_size=replicas, dp_shard_size=dist.get_world_size() // replicas)
+    accelerator = Accelerator(
+        kwargs_handlers=list(handlers), fsdp_plugin=plugin, parallelism_config=sizes, cpu=True, **kwargs
+    )
+    assert accelerator.is_fsdp2 and accelerator.device.type == "cpu"
+    return accelerator
+
+
+def pretend_to_have_accelerators() -> None:
+    """For the next `Accelerator`: Accelerate 1.15 shards on accelerators only, although FSDP2 runs on the CPU, too."""
+    AcceleratorState._reset_state(reset_partial_state=True)
+    PartialState(cpu=True).distributed_type = DistributedType.MULTI_GPU
 
 
 def power_sgd(options: dict[str, Any] = OPTIONS, **kwargs: Any) -> CommHookKwargs:

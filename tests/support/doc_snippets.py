@@ -12,7 +12,9 @@ A fence that needs more than `import torch` names what it needs in a comment abo
     <!-- snippet: attached -->    the same, and `ddp_model` with its `hook`, three steps old
     <!-- snippet: accelerate -->  as for `ddp`, and `train_loader`; in processes as `accelerate launch` starts them
     <!-- snippet: accelerate yaml --> the same with settings from outside, as from a YAML file
+    <!-- snippet: accelerate sharded --> the same on four ranks, where FSDP2 of Accelerate works
     <!-- snippet: transformers --> `model`, `args` and `train_dataset` for a Trainer; in processes of torchrun
+    <!-- snippet: transformers sharded --> `model`, `train_dataset` and `TrainingArguments`, on such four ranks
     <!-- snippet: continued -->   whatever the snippet above it left
     <!-- snippet: lightning -->   `model` and `train_loader`; the snippet is a script of its own, started from a shell
                                   (of a diff the new version; the old one as below)
@@ -35,8 +37,8 @@ from dataclasses import dataclass
 LANGUAGES = ("python", "diff", "yaml", "bash", "text")
 RUN_AS_SCRIPTS = ("lightning", "lightning notebook")
 _LIGHTNING_NEEDS = ("lightning", "lightning ranks", "lightning notebook")
-_ACCELERATE_NEEDS = ("accelerate", "accelerate yaml")
-_OTHER_NEEDS = ("transformers", "continued", "output", "fabric ranks")
+_ACCELERATE_NEEDS = ("accelerate", "accelerate yaml", "accelerate sharded")
+_OTHER_NEEDS = ("transformers", "transformers sharded", "continued", "output", "fabric ranks")
 NEEDS = ("", "ddp", "attached", *_ACCELERATE_NEEDS, *_OTHER_NEEDS, *_LIGHTNING_NEEDS)
 
 _COMMENT = re.compile(r"^\s*<!-- snippet: (.*?) -->\s*$")

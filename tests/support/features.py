@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import importlib.util
 import re
 
 import omegaconf
@@ -39,6 +40,11 @@ complex_on_gloo = _needs("DDP with complex parameters on gloo", TORCH > (2, 8))
 fully_shard_on_gloo = _needs("a fully_shard that averages float32 on gloo (torch 2.8 adds up)", TORCH > (2, 8))
 
 reset_iter_state = _needs("FSDPModule.reset_iter_state", hasattr(FSDPModule, "reset_iter_state"))
+
+replicate_with_fsdp = _needs(
+    "torch.distributed._composable.replicate_with_fsdp",
+    importlib.util.find_spec("torch.distributed._composable.replicate_with_fsdp") is not None,
+)
 
 delayed_in_small_buckets = _needs(
     "delay_all_reduce_named_params that takes a fraction as bucket_cap_mb (torch 2.8 and 2.11 do not)", TORCH > (2, 11)

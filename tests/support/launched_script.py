@@ -12,10 +12,19 @@ import torch
 from accelerate import Accelerator
 
 from accelerate_commhooks import CommHookKwargs
+from tests.support.accelerators import pretend_to_have_accelerators
 
+sharded = os.environ.get("ACCELERATE_USE_FSDP") == "true"
+if sharded:
+    pretend_to_have_accelerators()
 handler = CommHookKwargs(bucket_cap_mb=3)
 accelerator = Accelerator(cpu=True, kwargs_handlers=[handler])
-model = accelerator.prepare(torch.nn.Linear(64, 64))
+model: torch.nn.Module = torch.nn.Linear(64, 64)
+if sharded:
+    model = torch.nn.Sequential(model)  # Accelerate 1.15 cannot load a model without modules in it
+    model, _ = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+else:
+    model = accelerator.prepare(model)
 for step in range(3):
     accelerator.backward(model(torch.full((2, 64), step + accelerator.process_index + 1.0)).square().mean())
 found = {
@@ -24,6 +33,7 @@ found = {
     "handler": repr(handler),
     "processes": accelerator.num_processes,
     "stats": handler.attached.stats() if handler.attached else None,
+    "mesh": str(next(model.parameters()).device_mesh) if sharded else None,
     "rank_variable": os.environ.get("RANK"),
 }
 folder = Path(sys.argv[1])

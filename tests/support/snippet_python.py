@@ -71,6 +71,18 @@ args = TrainingArguments(
     disable_tqdm=True, dataloader_pin_memory=False,
 )
 """
+_SHARDED = """
+from tests.support.accelerators import pretend_to_have_accelerators
+
+settings = {"use_cpu": True, "max_steps": 4, "save_steps": 2, "per_device_train_batch_size": 2, "report_to": "none"}
+settings |= {"disable_tqdm": True, "dataloader_pin_memory": False}
+
+
+def TrainingArguments(*args, given=TrainingArguments, **kwargs):
+    made = given(*args, **settings | kwargs)
+    pretend_to_have_accelerators()
+    return made
+"""
 _TRAINER_TRAINED = """
 assert trainer.state.global_step == 4, "nothing was trained"
 if hasattr(trainer, "comm_hook"):
@@ -85,7 +97,8 @@ def execute(chain: list[tuple[str, str]], needs: str, folder: str) -> None:
     """
     config = str(REPOSITORY / "examples" / "accelerate_config.yaml")
     outside = {"ACCELERATE_COMM_HOOK_CONFIG": config} if needs == "accelerate yaml" else {}
-    needs = needs.removesuffix(" yaml")
+    sharded = needs.endswith(" sharded")
+    needs = needs.removesuffix(" yaml").removesuffix(" sharded")
     namespace: dict[str, Any] = {"__name__": "__main__"}
     exec(_DDP if needs in ("ddp", "attached", "accelerate") else "import torch", namespace)
     if needs == "attached":
@@ -98,14 +111,16 @@ def execute(chain: list[tuple[str, str]], needs: str, folder: str) -> None:
         undo.enter_context(mock.patch.dict(registry.COMPRESSORS))
         undo.enter_context(mock.patch.dict(registry.FACTORIES))  # a name that a snippet gives is free again afterwards
         if needs in ("accelerate", "transformers"):
-            from tests.support.accelerators import accelerate_launched
+            from tests.support.accelerators import accelerate_launched, pretend_to_have_accelerators
 
             undo.enter_context(accelerate_launched(**outside))
+            if sharded:
+                pretend_to_have_accelerators()
         if needs in ("lightning ranks", "fabric ranks"):
             undo.enter_context(mock.patch.dict(os.environ, _torchrun()))
             exec(_LIGHTNING, namespace)
         if needs == "transformers":
-            exec(_TRANSFORMERS, namespace)
+            exec(_TRANSFORMERS + (_SHARDED if sharded else ""), namespace)
         for name, text in chain:
             linecache.cache[name] = (len(text), None, text.splitlines(keepends=True), name)  # for tracebacks
             exec(compile(text, name, "exec"), namespace)

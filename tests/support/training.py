@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 import commhooks
@@ -96,7 +97,9 @@ class Run:
 
 
 def flat(tensors: Any) -> torch.Tensor:
-    return torch.cat([tensor.detach().flatten() for tensor in tensors]).clone()
+    """The values of all tensors in one. All ranks must call this for tensors that are sharded."""
+    whole = [each.full_tensor() if isinstance(each, DTensor) else each for each in tensors]
+    return torch.cat([tensor.detach().flatten() for tensor in whole]).clone()
 
 
 def residuals(hook: commhooks.CommHook) -> dict[str, torch.Tensor]:

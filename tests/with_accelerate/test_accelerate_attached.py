@@ -29,10 +29,10 @@ def _attach_later() -> dict[str, Any]:
     run = Training(handler, accelerator=accelerator).train(4)
     with pytest.raises(HookConfigError, match="has a DistributedDataParallelKwargs already"):
         power_sgd().attach(new_accelerator(DistributedDataParallelKwargs()))
-    sharded = new_accelerator()
-    sharded.state.distributed_type = DistributedType.FSDP
-    with pytest.raises(HookConfigError, match="FSDP, where models are not wrapped in DistributedDataParallel"):
-        power_sgd().attach(sharded)
+    other = new_accelerator()
+    other.state.distributed_type = DistributedType.DEEPSPEED
+    with pytest.raises(HookConfigError, match="DEEPSPEED, where models are not wrapped in DistributedDataParallel"):
+        power_sgd().attach(other)
     return run.hook.stats()
 
 

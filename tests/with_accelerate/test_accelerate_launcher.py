@@ -21,6 +21,7 @@ from accelerate_commhooks import launcher
 from accelerate_commhooks.cli import main
 from accelerate_commhooks.settings import VARIABLE
 from tests.support import warm
+from tests.support.features import fully_shard_on_gloo
 from tests.support.repository import PYTHONPATH, SUPPORT
 
 LIMIT_S = 180
@@ -34,6 +35,13 @@ num_processes: 2
 main_process_port: 0
 mixed_precision: "no"
 """
+SHARDED = (
+    ACCELERATE.replace("MULTI_GPU", "FSDP").replace("num_processes: 2", "num_processes: 4")
+    + """\
+fsdp_config: {fsdp_version: 2, fsdp_auto_wrap_policy: SIZE_BASED_WRAP, fsdp_min_num_params: 500}
+parallelism_config: {parallelism_config_dp_replicate_size: 2, parallelism_config_dp_shard_size: 2}
+"""
+)
 HOOK = "hook: powerSGD\nhook_options: {matrix_approximation_rank: 1, start_powerSGD_iter: 1}\nbucket_cap_mb: 9\n"
 SECTION = "comm_hook_config:\n" + "".join(f"  {line}\n" for line in HOOK.splitlines())
 SENTENCE = "Write `accelerator = Accelerator(kwargs_handlers=[CommHookKwargs()])`"
@@ -111,6 +119,19 @@ def test_the_workers_use_what_was_handed_over(way: str, config: Path, temporary:
 
 
 @pytest.mark.timeout(LIMIT_S + 20)
+@fully_shard_on_gloo
+@pytest.mark.timeout(LIMIT_S + 20)
+def test_replicas_that_are_sharded(config: Path, temporary: Path, tmp_path: Path) -> None:
+    config.write_text(SHARDED + SECTION)
+    command = [*OURS, "--config_file", str(config), "-m", "tests.support.launched_script", str(tmp_path)]
+    status, output = run(command, temporary, ACCELERATE_USE_CPU="true", OMP_NUM_THREADS="1")
+    assert status == 0, output
+    for rank in range(4):
+        found = json.loads((tmp_path / f"rank{rank}.json").read_text())
+        assert found["processes"] == 4 and "dp_shard_cp=2" in found["mesh"]
+        assert found["stats"]["compressed_steps"] == 2 and found["stats"]["hook"] == "powerSGD"
+
+
 def test_a_script_that_ignores_the_section_fails(config: Path, temporary: Path, tmp_path: Path) -> None:
     script = tmp_path / "ignores.py"
     # One write: two processes share the output.
@@ -192,7 +213,12 @@ def test_a_reminder_while_it_runs(config: Path, in_this_process: Path, monkeypat
         (ACCELERATE + "comm_hook_config: {hook: fp16, wraper: bf16}\n", [], "comm_hook_config.wraper: no such setting"),
         (ACCELERATE + "comm_hook_config: {hook: powerSGD, hook_options: {start_powerSGD_iter: 0.5}}\n", [], "fraction"),
         (ACCELERATE, [], "has no section 'comm_hook_config'"),
-        (ACCELERATE + SECTION, ["--use_fsdp"], "error: --use_fsdp: Accelerate does not wrap"),
+        (
+            ACCELERATE + SECTION,
+            ["--use_fsdp"],
+            "given are fsdp_version=1 and parallelism_config_dp_replicate_size=1. Use",
+        ),
+        (SHARDED + SECTION, ["--parallelism_config_dp_replicate_size", "1"], "given are fsdp_version=2 and"),
         (ACCELERATE.replace("MULTI_GPU", "DEEPSPEED") + SECTION, [], "yaml: distributed_type: DEEPSPEED: Accelerate"),
         (ACCELERATE.replace("LOCAL_MACHINE", "AMAZON_SAGEMAKER") + SECTION, [], "AMAZON_SAGEMAKER"),
         (SECTION, [], "accelerate.yaml: Settings only: use it with CommHookKwargs.from_config("),

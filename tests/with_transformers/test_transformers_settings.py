@@ -141,8 +141,8 @@ def test_mistakes_are_found_at_construction(tmp_path: Path, hook: dict[str, Any]
 
 
 def test_where_accelerate_does_not_use_ddp_the_hook_is_refused(tmp_path: Path) -> None:
-    fsdp = mock.patch.object(Accelerator, "distributed_type", DistributedType.FSDP)
-    with accelerate_launched(none=True), fsdp, pytest.raises(commhooks.HookConfigError, match="FSDP"):
+    other = mock.patch.object(Accelerator, "distributed_type", DistributedType.DEEPSPEED)
+    with accelerate_launched(none=True), other, pytest.raises(commhooks.HookConfigError, match="DEEPSPEED"):
         _alone(tmp_path, hook="powerSGD")
 
 

@@ -1,0 +1,87 @@
+"""A hook in a folder of its own, beside a model that was saved with `torch.distributed.checkpoint`: for the plugins."""
+
+import contextlib
+import io
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import CheckpointException, DefaultLoadPlanner
+from torch.distributed.checkpoint.planner import ReadItem
+
+from commhooks.errors import HookRunError, PayloadError
+from commhooks.hook.comm_hook import CommHook
+
+
+class HookFolder:
+    """The folder of one hook. All ranks must call each of its methods, together.
+
+    Args:
+        path: the same on all ranks, in a file system that they share.
+        front_end: the class that users configure, for messages.
+        broadcast: returns on every rank what rank 0 has given to it.
+    """
+
+    def __init__(self, path: Path, front_end: str, broadcast: Callable[[Any], Any]) -> None:
+        self._path, self._front_end, self._broadcast = path, front_end, broadcast
+        self._last_file = path / ".metadata"  # that DCP writes
+
+    def remove(self) -> None:
+        """Before other weights replace those that it belongs to.
+
+        Raises:
+            HookRunError: it is still there, and would be loaded.
+        """
+        failed = ""
+        if dist.get_rank() == 0:
+            try:
+                with contextlib.suppress(NotADirectoryError):  # the checkpoint is a file, which Lightning replaces
+                    self._last_file.unlink(missing_ok=True)
+            except OSError as error:
+                failed = str(error)
+            else:
+                shutil.rmtree(self._path, ignore_errors=True)
+        if failed := self._broadcast(failed):
+            raise HookRunError(
+                f"the hook's state in the checkpoint at {self._path.parent} cannot be replaced: {failed}. Remove it, "
+                "or save to another path"
+            )
+
+    def is_complete(self) -> bool:
+        """Whether a save has come to its end here."""
+        return bool(self._broadcast(self._last_file.is_file()))
+
+    def save(self, hook: CommHook) -> None:
+        dcp.save({"hook": hook}, checkpoint_id=self._path)
+
+    def load(self, hook: CommHook, *, strict: bool) -> None:
+        """Load what `save` has written.
+
+        Raises:
+            PayloadError: it cannot be read; with `strict` also if it is of another hook, or has no residuals.
+        """
+        planner = _PlainPlanner(allow_partial_load=not strict)
+        try:
+            dcp.load({"hook": hook}, checkpoint_id=self._path, planner=planner)
+        except CheckpointException as error:  # a BaseException in torch 2.13
+            reason, _ = next(iter(error.failures.values()))
+            if strict and "Missing key" in str(reason):
+                raise PayloadError(
+                    f"{self._path} does not hold all that hook {hook.name!r} remembers: it was saved by another hook, "
+                    f"or with save_residual='drop'. Use that hook, or {self._front_end}(save_residual='drop'), or "
+                    f"begin with what is missing fresh: {self._front_end}(strict=False)"
+                ) from error
+            raise PayloadError(f"{self._path} cannot be read: {reason}") from error
+
+
+class _PlainPlanner(DefaultLoadPlanner):
+    """torch 2.13 reads what is no tensor as a pickle that may run code; here only plain types are accepted."""
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        torch.load(value, weights_only=True)
+        value.seek(0)
+        super().load_bytes(read_item, value)

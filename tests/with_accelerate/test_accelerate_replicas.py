@@ -1,0 +1,230 @@
+"""Accelerate with FSDP2 and `dp_replicate_size`: `prepare` shards within each replica, and the hook averages between
+the replicas."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from accelerate import Accelerator, FullyShardedDataParallelPlugin
+from torch.nn.parallel import DistributedDataParallel
+
+import commhooks
+from accelerate_commhooks import CommHookKwargs
+from commhooks import HookConfigError
+from tests.support.accelerators import (
+    OPTIONS,
+    WRONG,
+    Warnings,
+    launched,
+    pretend_to_have_accelerators,
+    sharding_accelerator,
+)
+from tests.support.features import fully_shard_on_gloo
+from tests.support.sharded import learned, whole_residuals
+from tests.support.training import batch, flat, make_model
+
+pytestmark = fully_shard_on_gloo
+
+SETUPS: dict[str, dict[str, Any]] = {
+    "float32": {},
+    "not resharded, autocast": {"reshard": False, "mixed_precision": "bf16"},
+    "bfloat16 parameters": {"dtype": torch.bfloat16},
+}
+HOOKS: dict[str, dict[str, Any]] = {
+    "powerSGD": {"hook": "powerSGD", "hook_options": OPTIONS},
+    "powerSGD, int8 factors": {"hook": "powerSGD", "hook_options": OPTIONS, "wrapper": "int8"},
+    "int8": {"hook": "int8", "hook_options": {"start_iter": 2}},
+    "int4": {"hook": "int4", "hook_options": {"start_iter": 2}},
+    "fp16": {"hook": "fp16"},
+    "bf16": {"hook": "bf16"},
+    "diloco": {"hook": "diloco", "hook_options": {"sync_every": 2, "start_iter": 1}},
+}
+
+
+class Run:
+    """A training on this rank, with accumulation and clipping. `handler` None: as FSDP itself does it (HSDP)."""
+
+    def __init__(self, handler: Any = None, dtype: torch.dtype = torch.float32, **accelerator: Any) -> None:
+        handlers = [] if handler is None else [handler]
+        self.accelerator = sharding_accelerator(*handlers, gradient_accumulation_steps=2, **accelerator)
+        model = make_model(dtype)
+        self.model, self.optimizer = self.accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=0.01))
+        self.handler, self.step, self.losses = handler, 0, []
+
+    def train(self, steps: int) -> Run:
+        for _ in range(2 * steps):
+            dtype = next(self.model.parameters()).dtype
+            images, labels = batch(self.step, self.accelerator.process_index, dtype)
+            self.step += 1
+            with self.accelerator.accumulate(self.model):
+                loss = torch.nn.functional.cross_entropy(self.model(images).float(), labels)
+                self.accelerator.backward(loss)
+                if self.accelerator.sync_gradients:
+                    self.accelerator.clip_grad_norm_(self.model.parameters(), 0.5)
+                self.optimizer.step()
+                self.optimizer.zero_grad()
+            self.losses.append(loss.item())
+        return self
+
+    def weights(self) -> torch.Tensor:
+        return flat(self.model.parameters()).float()
+
+    @property
+    def hook(self) -> Any:
+        return self.handler.attached
+
+
+# ----------------------------------------------------------------------------------------------------------- gradients
+
+
+@launched
+def _beside_native() -> dict[str, dict[str, Any]]:
+    found = {}
+    for name, setup in SETUPS.items():
+        native = Run(**setup).train(30)
+        hooked = Run(CommHookKwargs(hook="allreduce"), **setup).train(30)
+        without = Run(CommHookKwargs(hook=None), **setup).train(2)
+        found[name] = {
+            "difference": float((native.weights() - hooked.weights()).abs().max()),
+            "moved": float((native.weights() - without.weights()).abs().max()),
+            "passes": hooked.hook.stats()["backward_passes"],
+            "sent": hooked.hook.stats()["bytes_sent_last_pass"] > 0,
+            "placed": {tuple(each.device_mesh.mesh_dim_names) for each in hooked.model.parameters()},
+            "none": (without.hook, {each.device_mesh.ndim for each in without.model.parameters()}),
+        }
+    return found
+
+
+def test_exact_averages_are_those_of_native_hsdp(run_ranks: Any) -> None:
+    for rank in run_ranks(_beside_native, world_size=4):
+        for name, found in rank.items():
+            assert found["difference"] <= 1e-6 < found["moved"], name
+            assert found["passes"] == 30 and found["sent"]
+            assert found["placed"] == {("dp_shard_cp",)}
+            assert found["none"] == (None, {2})
+
+
+# --------------------------------------------------------------------------------------------------- every hook, saved
+
+
+@launched
+def _saved_and_resumed(folder: str) -> dict[str, dict[str, Any]]:
+    found = {}
+    for number, (name, arguments) in enumerate(HOOKS.items()):
+        # Full state dicts are for the odd ones. The resumed run is set up wrongly, so that loading must do the work.
+        form = "FULL_STATE_DICT" if number % 2 else "SHARDED_STATE_DICT"
+        path = f"{folder}/{number}"
+        run = Run(CommHookKwargs(**arguments), form=form).train(4)
+        run.accelerator.save_state(path)
+        at_save = run.step
+        run.train(4)
+        wrong = arguments | ({"hook_options": WRONG} if "powerSGD" in name else {})
+        with Warnings() as texts:
+            again = Run(CommHookKwargs(**wrong), form=form)
+            with torch.no_grad():
+                for parameter in again.model.parameters():
+                    parameter.add_(1)
+            again.accelerator.load_state(path)
+            again.step = at_save
+            again.train(4)
+        one, other = learned(run.hook), learned(again.hook)
+        found[name] = {
+            "same weights": torch.equal(run.weights(), again.weights()),
+            "same losses": run.losses[at_save:] == again.losses,
+            "same state": one.keys() == other.keys() and all(torch.equal(one[key], other[key]) for key in one),
+            "silent": texts == [],
+            "weights": again.weights(),
+            "stats": again.hook.stats(),
+        }
+    return found
+
+
+def test_every_hook_trains_saves_and_resumes(run_ranks: Any, tmp_path: Path) -> None:
+    ranks = run_ranks(_saved_and_resumed, str(tmp_path), world_size=4)
+    for name in HOOKS:
+        for rank in ranks:
+            found, stats = rank[name], rank[name]["stats"]
+            assert found["same weights"] and found["same losses"] and found["same state"] and found["silent"], name
+            assert torch.equal(found["weights"], ranks[0][name]["weights"]), name
+            if name not in ("fp16", "bf16"):  # which remember nothing
+                assert stats["step"] == (4 if name == "diloco" else 8), name
+            assert stats["bytes_sent"] < 0.8 * stats["bytes_uncompressed"], name
+    for number in range(len(HOOKS)):
+        assert (tmp_path / str(number) / "comm_hook" / ".metadata").is_file()
+    assert {each["residuals"] > 0 for each in run_ranks(_as_ddp, str(tmp_path / "0" / "comm_hook"))} == {True}
+    refused = {name for rank in run_ranks(_incomplete, str(tmp_path / "0"), world_size=4) for name in rank}
+    assert refused == {"holds no state of a communication hook (comm_hook)", ""}
+
+
+def _as_ddp(folder: str) -> dict[str, Any]:
+    """The hook alone, on a DDP model of two ranks."""
+    ddp = DistributedDataParallel(make_model())
+    hook = commhooks.attach(ddp, "powerSGD", hook_options=OPTIONS, save_residual="distributed")
+    dcp.load({"hook": hook}, checkpoint_id=folder)
+    assert hook.stats()["step"] == 4
+    return {"residuals": sum(float(each.norm()) for each in whole_residuals(hook).values())}
+
+
+@launched
+def _incomplete(folder: str) -> list[str]:
+    (Path(folder) / "comm_hook" / ".metadata").unlink(missing_ok=True)
+    run = Run(CommHookKwargs(**HOOKS["powerSGD"]))
+    run.accelerator.wait_for_everyone()
+    with Warnings() as texts:
+        run.accelerator.load_state(folder)
+    assert run.hook.stats()["step"] == 0
+    return [text[text.index("holds") : text.index(")") + 1] for text in texts] or [""]
+
+
+# ---------------------------------------------------------------------------------------------------- what cannot work
+
+
+@launched
+def _refused() -> dict[str, str]:
+    def of(handler: Any, **accelerator: Any) -> str:
+        with pytest.raises(commhooks.CommHookError) as error:
+            Run(handler, **accelerator)
+        return str(error.value)
+
+    def user(state: Any, bucket: Any) -> Any: ...
+
+    found = {
+        "auto": of(CommHookKwargs(hook="auto")),
+        "a function": of(CommHookKwargs(hook=user)),
+        "per_rank": of(CommHookKwargs(hook="int8", save_residual="per_rank")),
+        "nodes": of(CommHookKwargs(hook="int8", ranks_per_node=2)),
+        "one replica": of(CommHookKwargs(hook="int8"), replicas=1),
+    }
+    with pytest.raises(HookConfigError) as error:
+        CommHookKwargs(hook="int8").attach(sharding_accelerator(replicas=1))
+    found["one replica, attach"] = str(error.value)
+    pretend_to_have_accelerators()
+    old = Accelerator(
+        fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=1), kwargs_handlers=[CommHookKwargs(hook="int8")]
+    )
+    with pytest.raises(HookConfigError) as error:
+        old.prepare(make_model())
+    found["FSDP1"] = str(error.value)
+    return found
+
+
+SENTENCES = {
+    "auto": "it measures ranks that all compress the whole model. Ask the doctor on a DDP model",
+    "a function": "a function of a GradBucket, which only DistributedDataParallel has",
+    "per_rank": "its checkpoints hold the mean over the replicas, 'mean' (the default), or no residuals, 'drop'",
+    "nodes": "shard within each node instead, and the hook averages between nodes only",
+    "one replica": "shard within each of them: ParallelismConfig(dp_replicate_size=MACHINES, dp_shard_size=",
+    "FSDP1": "Use fsdp_version=2, with ParallelismConfig(dp_replicate_size=MACHINES, dp_shard_size=GPUS_OF_EACH)",
+}
+SENTENCES["one replica, attach"] = SENTENCES["one replica"]
+
+
+def test_what_cannot_work_is_refused_with_what_to_do(run_ranks: Any) -> None:
+    for messages in run_ranks(_refused, world_size=4):
+        assert messages.keys() == SENTENCES.keys()
+        for name, message in messages.items():
+            assert SENTENCES[name] in message, name

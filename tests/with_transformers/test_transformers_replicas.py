@@ -1,0 +1,118 @@
+"""`CommHookTrainer` with FSDP2 and `dp_replicate_size`: replicas are sharded, and the hook averages between them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.support.features import fully_shard_on_gloo, trainer_resumes_on_cpu
+
+pytest.importorskip("transformers", reason="transformers needs Python 3.11 or newer")
+
+from accelerate.parallelism_config import ParallelismConfig  # noqa: E402
+from transformers import Trainer, TrainingArguments  # noqa: E402
+from transformers_trainer import batch, make_model, manual  # noqa: E402  # of examples/
+
+from accelerate_commhooks.transformers import CommHookTrainer  # noqa: E402
+from commhooks import HookConfigError  # noqa: E402
+from tests.support.accelerators import OPTIONS, Warnings, launched, pretend_to_have_accelerators  # noqa: E402
+from tests.support.sharded import learned  # noqa: E402
+from tests.support.training import flat  # noqa: E402
+
+pytestmark = fully_shard_on_gloo
+
+POWER_SGD = {"hook": "powerSGD", "hook_options": OPTIONS}
+WRONG = {"hook": "powerSGD", "hook_options": OPTIONS | {"start_powerSGD_iter": 5}}
+STEPS, SAVE_AT = 6, 4
+
+
+def _trainer(
+    folder: Any, *, replicas: int = 2, form: str = "SHARDED_STATE_DICT", seed: int = 3, hook: Any = None, **more: Any
+) -> Any:
+    torch.manual_seed(seed)
+    model = make_model(width=16)
+    layers = list(getattr(model, "_no_split_modules", None) or [])
+    sizes = ParallelismConfig(dp_replicate_size=replicas, dp_shard_size=dist.get_world_size() // replicas)
+    args = TrainingArguments(
+        str(folder),
+        use_cpu=True,
+        fsdp=True,
+        fsdp_config={"version": 2, "state_dict_type": form, "transformer_layer_cls_to_wrap": layers},
+        parallelism_config=sizes,
+        per_device_train_batch_size=2,
+        gradient_accumulation_steps=2,
+        max_grad_norm=0.5,
+        learning_rate=0.01,
+        disable_tqdm=True,
+        dataloader_pin_memory=False,
+        report_to="none",
+        logging_steps=1,
+        **{"max_steps": STEPS, "save_steps": SAVE_AT} | more,
+    )
+    pretend_to_have_accelerators()
+    train, _ = manual(32)
+    few = torch.utils.data.Subset(train, range(STEPS * 4 * 2 * 2))
+    cls, given = (Trainer, {}) if hook is None else (CommHookTrainer, hook)
+    trainer = cls(model, args, batch, few, **given)
+    assert trainer.accelerator.is_fsdp2
+    return trainer
+
+
+def _outcome(trainer: Any) -> dict[str, Any]:
+    hook = getattr(trainer, "comm_hook", None)
+    return {
+        "weights": flat(trainer.model.parameters()),
+        "losses": [entry["loss"] for entry in trainer.state.log_history if "loss" in entry],
+        "norms": [entry["grad_norm"] for entry in trainer.state.log_history if "grad_norm" in entry],
+        "learned": {} if hook is None else learned(hook),
+        "stats": {} if hook is None else hook.stats(),
+    }
+
+
+@launched
+def _trained(folder: str) -> dict[str, Any]:
+    native = _trainer(f"{folder}/native", max_steps=30, save_steps=100)
+    native.train()
+    exact = _trainer(f"{folder}/exact", max_steps=30, save_steps=100, hook={"hook": "allreduce"})
+    exact.train()
+    found: dict[str, Any] = {"native": _outcome(native), "exact": _outcome(exact)}
+    with Warnings() as texts:
+        for form in ("SHARDED_STATE_DICT", "FULL_STATE_DICT"):
+            through = _trainer(f"{folder}/{form}", form=form, hook=POWER_SGD)
+            through.train()
+            again = _trainer(f"{folder}/{form}-resumed", form=form, hook=WRONG, seed=99)
+            again.train(resume_from_checkpoint=f"{folder}/{form}/checkpoint-{SAVE_AT}")
+            found[form] = (_outcome(through), _outcome(again))
+            if form == "FULL_STATE_DICT":
+                again.train()  # once more, with a hook that has learned nothing
+                found["anew"] = again.comm_hook.stats()["step"]
+    with pytest.raises(HookConfigError) as error:
+        _trainer(f"{folder}/one", replicas=1, hook=POWER_SGD)
+    return found | {"warnings": texts, "one replica": str(error.value)}
+
+
+@trainer_resumes_on_cpu
+def test_replicas_train_and_resume(run_ranks: Any, tmp_path: Path) -> None:
+    ranks = run_ranks(_trained, str(tmp_path), world_size=4)
+    for rank in ranks:
+        native, exact = rank["native"], rank["exact"]
+        assert (native["weights"] - exact["weights"]).abs().max() <= 1e-6
+        assert native["losses"] == pytest.approx(exact["losses"], abs=1e-6) and len(exact["losses"]) == 30
+        assert exact["stats"]["backward_passes"] == 30
+        for form in ("SHARDED_STATE_DICT", "FULL_STATE_DICT"):
+            through, again = rank[form]
+            assert torch.equal(through["weights"], again["weights"])
+            assert torch.equal(again["weights"], ranks[0][form][1]["weights"])
+            assert through["losses"] == again["losses"] and through["norms"] == again["norms"]
+            assert through["learned"].keys() == again["learned"].keys()
+            assert all(torch.equal(through["learned"][key], again["learned"][key]) for key in again["learned"])
+            assert again["stats"]["step"] == STEPS and again["stats"]["compressed_steps"] == STEPS - SAVE_AT
+            assert again["stats"]["compression_rate"] > 1.2
+        assert rank["anew"] == STEPS and rank["warnings"] == []
+        assert "nothing is left to a communication hook" in rank["one replica"]
+    for form in ("SHARDED_STATE_DICT", "FULL_STATE_DICT"):
+        assert (tmp_path / form / f"checkpoint-{SAVE_AT}" / "comm_hook" / ".metadata").is_file()

@@ -96,8 +96,9 @@ _STUB = """
 import os, signal, sys
 
 words = sys.argv[1:]
-unbuffered = words[:1] == ["-u"]
-words = words[unbuffered:]
+unbuffered = False
+while words[:1] in (["-u"], ["-B"]):  # multiprocessing passes -B on where no bytecode is to be written
+    unbuffered |= words.pop(0) == "-u"
 if not words or words[0].startswith("-") and words[0] not in ("-m", "-c"):
     os.execv(REAL, [REAL, *sys.argv[1:]])
 import array, fcntl, json, socket

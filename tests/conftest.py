@@ -47,6 +47,7 @@ FRAMEWORKS = {
     "with_lightning": [LIGHTNING],
     "with_accelerate": [ACCELERATE],
     "with_transformers": [ACCELERATE, TRANSFORMERS],
+    "test_accelerate_demo.py": [ACCELERATE],
     "test_background_save.py": [LIGHTNING],
     "test_chaos.py": [LIGHTNING, ACCELERATE],
     "test_demo.py": [LIGHTNING],
@@ -55,6 +56,7 @@ FRAMEWORKS = {
     "test_hostile_files.py": [LIGHTNING, ACCELERATE],
     "test_inspect.py": [LIGHTNING, ACCELERATE],
     "test_own_compressor.py": [LIGHTNING, ACCELERATE, TRANSFORMERS],
+    "test_packaging.py": [LIGHTNING, ACCELERATE],
 }
 
 

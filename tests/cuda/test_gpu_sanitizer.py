@@ -6,13 +6,14 @@ import sys
 
 import pytest
 
+from tests.support import warm
 from tests.support.repository import PYTHONPATH, REPOSITORY, SUPPORT
 
 LIMIT_S = 180
 
 
-def _run(what: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, str(SUPPORT / "sanitized_script.py"), what]
+def _run(what: str, python: str = sys.executable, **environment: str) -> subprocess.CompletedProcess[str]:
+    command = [python, str(SUPPORT / "sanitized_script.py"), what]
     environ = {**os.environ, "PYTHONPATH": PYTHONPATH, **environment}
     return subprocess.run(command, cwd=REPOSITORY, env=environ, capture_output=True, text=True, timeout=LIMIT_S)
 
@@ -20,7 +21,7 @@ def _run(what: str, **environment: str) -> subprocess.CompletedProcess[str]:
 @pytest.mark.parametrize("hook", ["powerSGD", "same", "bf16"])
 def test_the_script_itself_runs(hook: str) -> None:
     """Without a sanitizer and without a GPU."""
-    done = _run(hook, CUDA_VISIBLE_DEVICES="")
+    done = _run(hook, warm.python(), CUDA_VISIBLE_DEVICES="")
     assert done.returncode == 0 and done.stdout.endswith("done\n"), done.stderr
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import sys
 from pathlib import Path
 
 import peers
@@ -11,11 +12,14 @@ from explained import EXPLAINED
 from peer_hooks import CONFIGS
 from rich.console import Console
 
+from tests.support import warm
+
 CASE = "test_accumulate_gradients_no_sync_grad_is_view"
 
 
-def test_a_case_of_torch_runs_with_a_hook_and_without() -> None:
+def test_a_case_of_torch_runs_with_a_hook_and_without(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("expecttest")
+    monkeypatch.setattr(sys, "executable", warm.python())
     [(_, plain)] = peers.run_torch([CASE], "")
     [(_, ours)] = peers.run_torch([CASE], "allreduce")
     assert plain.outcome == ours.outcome == "passed", plain.output + ours.output

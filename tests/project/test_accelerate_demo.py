@@ -17,6 +17,7 @@ import psutil
 import pytest
 from accelerate_demo import AccelerateTraining, failures
 
+from tests.support import warm
 from tests.support.repository import REPOSITORY
 
 WHOLE = {"global_step": 345, "stats": {"compressed_steps": 325, "backward_passes": 345}}
@@ -114,7 +115,7 @@ def test_workers_in_sessions_of_their_own_are_killed_too(tmp_path: Path) -> None
 @pytest.mark.timeout(300)
 def test_short_demo(tmp_path: Path) -> None:
     """Two epochs of 23 steps, of which the first 20 are not compressed; killed in the second epoch."""
-    command = [sys.executable, "examples/clean_env.py", "examples/accelerate_demo.py", "--epochs=2"]
+    command = [warm.python("accelerate"), "examples/clean_env.py", "examples/accelerate_demo.py", "--epochs=2"]
     env = os.environ | {"PYTHONPATH": str(REPOSITORY), "TMPDIR": str(tmp_path), "ACCELERATE_USE_CPU": "maybe"}
     process = subprocess.Popen(
         command, cwd=REPOSITORY, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True

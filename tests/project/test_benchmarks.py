@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests.support import warm
 from tests.support.repository import REPOSITORY
@@ -31,10 +32,11 @@ def _can_limit_a_link() -> bool:
     return made
 
 
-def _run(name: str, tmp_path: Path, *arguments: str, python: str | None = None) -> list[dict[str, Any]]:
+def _run(name: str, tmp_path: Path, *arguments: str) -> list[dict[str, Any]]:
     """The rows of `benchmarks/name.py --quick`."""
     file = tmp_path / "figures.json"
-    command = [python or warm.python(), f"benchmarks/{name}.py", "--quick", "--json", str(file), *arguments]
+    python = warm.python("matplotlib.pyplot", "sklearn.datasets")
+    command = [python, f"benchmarks/{name}.py", "--quick", "--json", str(file), *arguments]
     environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
     done = subprocess.run(command, cwd=REPOSITORY, env=environment, capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -52,13 +54,13 @@ def test_replicas(tmp_path):
 
 
 def test_codec(tmp_path):
-    rows = _run("codec", tmp_path, "--threads", "1", "2")
+    rows = _run("codec", tmp_path, "--ranks", "4", "--threads", "1", "2")
     ours = {"commhooks", "fused", "alternate", "fused alternate"}
     quantised = {"int8", "int4", "fused int8", "fused int4"}
     measured = ours | {"torch", "torch same", "copy", "add"}
     assert {row["hook"] for row in rows if row["rank"] is None} == quantised | {"copy", "add", "noop backward"}
     assert {row["hook"] for row in rows if row["rank"] is not None} == measured | {"epfml", "noop backward"}
-    assert {(row["rank"], row["threads"]) for row in rows} == {(rank, n) for rank in (None, 1, 4) for n in (1, 2)}
+    assert {(row["rank"], row["threads"]) for row in rows} == {(rank, n) for rank in (None, 4) for n in (1, 2)}
     for row in rows:
         assert row["limit_ms"] > 0
         if row["hook"] in measured | quantised:
@@ -137,9 +139,9 @@ def test_local_steps(tmp_path):
 
 def test_language_model(tmp_path):
     picture = tmp_path / "figures.png"
-    rows = {row["hook"]: row for row in _run("language_model", tmp_path, "--plot", str(picture))}
+    rows = {row["hook"]: row for row in _run("language_model", tmp_path, "--steps", "12", "--plot", str(picture))}
     assert rows.keys() == {"allreduce", "powersgd-4+int8/per-layer"}
-    assert all(row["loss"] < 4 and row["seeds"] == 1 for row in rows.values())
+    assert all(row["loss"] < 5 and row["seeds"] == 1 for row in rows.values())
     both = rows["powersgd-4+int8/per-layer"]
     assert 100 < both["fewer"] < 130 and both["difference"] != 0
     assert picture.read_bytes().startswith(b"\x89PNG")
@@ -147,13 +149,11 @@ def test_language_model(tmp_path):
 
 def test_launches(tmp_path):
     """Bounds a little above today's counts: a change that adds operators per matrix or per rank shows."""
-    rows = _run("launches", tmp_path, "--models", "resnet50", "gpt2", "--ranks", "1", "16")
-    bounds = {"resnet50": (790, 1100), "gpt2": (1320, 1280)}
-    for model, (operators, views) in bounds.items():
-        for hook, more in (("powerSGD", 1.0), ("fp16 wire", 1.09), ("same shape", 1.0), ("one bucket", 0.65)):
-            low, *higher = [row for row in rows if row["model"] == model and row["hook"] == hook]
-            assert low["rank"] == 1 and low["operators"] <= more * operators and low["views"] <= views, low
-            assert all(row["operators"] <= low["operators"] and row["views"] <= low["views"] for row in higher), hook
+    rows = _run("launches", tmp_path, "--models", "resnet50", "--ranks", "1", "16")
+    for hook, more in (("powerSGD", 1.0), ("fp16 wire", 1.09), ("same shape", 1.0), ("one bucket", 0.65)):
+        low, high = [row for row in rows if row["hook"] == hook]
+        assert low["rank"] == 1 and low["operators"] <= more * 790 and low["views"] <= 1100, low
+        assert high["operators"] <= low["operators"] and high["views"] <= low["views"], hook
 
 
 def test_size(tmp_path):
@@ -164,9 +164,9 @@ def test_size(tmp_path):
 
 
 def test_gpu_rehearsed_on_the_cpu(tmp_path):
-    rows = _run("gpu", tmp_path, "--device", "cpu", "--ranks", "1", "--markdown")
+    rows = _run("gpu", tmp_path, "--device", "cpu", "--models", "tiny", "--ranks", "1", "--markdown")
     setups = {(row["model"], row["buckets"], row["batch"]) for row in rows}
-    assert len(setups) == 8 and len(rows) == 4 * len(setups)
+    assert len(setups) == 4 and len(rows) == 4 * len(setups)
     for row in rows:
         assert row["hook"] in ("commhooks", "commhooks same", "torch", "torch same")
         assert row["kernels"] > 0 or row["hook"].startswith("torch")  # which computes in threads, where nobody counts
@@ -210,17 +210,17 @@ def test_what_counts_as_a_wait():
 
 
 def test_gpt2_has_the_size_of_gpt2():
-    code = "import models; made, _ = models.make('gpt2'); print(models.numel(made))"
-    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY / "benchmarks")}
-    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=280)
-    assert done.stdout == "124439808\n", done.stderr
+    models = _alone("models")
+    with torch.device("meta"):
+        made, _ = models.make("gpt2")
+    assert models.numel(made) == 124_439_808
 
 
 @pytest.mark.skipif(not _can_limit_a_link(), reason="needs root, ip and tc")
 def test_link(tmp_path):
     before = _namespaces()
     picture = tmp_path / "figures.png"
-    rows = {row["hook"]: row for row in _run("link", tmp_path, "--plot", str(picture), python=sys.executable)}
+    rows = {row["hook"]: row for row in _run("link", tmp_path, "--plot", str(picture))}
     assert picture.read_bytes().startswith(b"\x89PNG")
     assert rows.keys() == {"noop", "ddp", "powersgd-1"}
     # What travelled: each of two ranks sends the gradients once, compressed or not.
@@ -256,7 +256,7 @@ def test_link_draws_what_was_measured_before(tmp_path):
 @pytest.mark.skipif(not _can_limit_a_link(), reason="needs root, ip and tc")
 def test_time_to_loss(tmp_path):
     picture = tmp_path / "figures.png"
-    rows = _run("time_to_loss", tmp_path, "--plot", str(picture), python=sys.executable)
+    rows = _run("time_to_loss", tmp_path, "--plot", str(picture))
     plain, compressed = rows
     assert picture.read_bytes().startswith(b"\x89PNG")
     for row in rows:

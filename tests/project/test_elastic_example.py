@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -27,8 +26,8 @@ def _launcher(port: int, folder: Path, log: str) -> subprocess.Popen[bytes]:
     rendezvous += ["--local-addr", "127.0.0.1"]
     rendezvous += ["--rdzv-conf", "is_host=false,last_call_timeout=5,keep_alive_interval=3"]
     elastic = ["--nnodes", "1:2", "--nproc-per-node", "1", "--max-restarts", "3"]
-    script = ["--no-python", warm.python(), SCRIPT, str(folder / "state.pt")]
-    command = [sys.executable, "-m", "torch.distributed.run", *elastic, *rendezvous, *script]
+    torchrun = [warm.python(), "-m", "torch.distributed.run"]
+    command = [*torchrun, *elastic, *rendezvous, SCRIPT, str(folder / "state.pt")]
     environment = clean_env.cleaned(os.environ, str(folder)) | {
         "PYTHONPATH": str(REPOSITORY),
         "PAUSE_S": "0.2",
@@ -41,7 +40,7 @@ def _launcher(port: int, folder: Path, log: str) -> subprocess.Popen[bytes]:
 
 
 def _kill(launcher: subprocess.Popen[bytes]) -> None:
-    """As if its machine were lost: torchrun starts its ranks in sessions of their own."""
+    """As if its machine were lost: with torchrun its ranks end, which are in sessions of their own."""
     for process in [psutil.Process(launcher.pid), *psutil.Process(launcher.pid).children()]:
         process.kill()
     launcher.wait()

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from tests.support import warm
 from tests.support.repository import REPOSITORY, TESTS
 
 
@@ -16,7 +16,7 @@ def _make(target: str, **environment: str) -> subprocess.CompletedProcess[str]:
     # Not as a part of the make that may be running these tests.
     env = {name: value for name, value in os.environ.items() if not name.startswith("MAKE") and name != "MFLAGS"}
     env |= {"CUDA_VISIBLE_DEVICES": "", **environment}
-    command = ["make", target, f"PYTHON={sys.executable}"]
+    command = ["make", target, f"PYTHON={warm.python()}"]
     return subprocess.run(command, cwd=REPOSITORY, env=env, capture_output=True, text=True, timeout=280)
 
 
@@ -34,7 +34,7 @@ def _run(lines: str, cwd: Path = REPOSITORY) -> subprocess.CompletedProcess[str]
     code = (
         f"import sys; sys.path[:0] = [{str(TESTS / 'cuda')!r}, {str(REPOSITORY / 'benchmarks')!r}]; import run\n{lines}"
     )
-    return subprocess.run([sys.executable, "-c", code], cwd=cwd, capture_output=True, text=True, timeout=280)
+    return subprocess.run([warm.python(), "-c", code], cwd=cwd, capture_output=True, text=True, timeout=280)
 
 
 @pytest.mark.parametrize("name", ["torch", "pytest"])

@@ -22,6 +22,7 @@ from commhooks import HookConfigError
 from commhooks.compressors import registry
 from commhooks.tools.cli import main
 from lightning_commhooks import CommHookDDP
+from tests.support import warm
 from tests.support.accelerators import Training, launched
 from tests.support.ddp_steps import mlp, wrap
 from tests.support.doctor_models import Net, loss_of
@@ -98,7 +99,8 @@ parser.parse_args(["--strategy=lightning_commhooks.CommHookDDP", "--strategy.hoo
 
 def test_help_explains_it_once_it_is_registered() -> None:
     """LightningCLI takes its config class where the module was imported before `lightning_commhooks`."""
-    said = subprocess.run([sys.executable, "-c", HELP], capture_output=True, text=True, timeout=280, cwd=REPOSITORY)
+    command = [warm.python("lightning.pytorch"), "-c", HELP]
+    said = subprocess.run(command, capture_output=True, text=True, timeout=280, cwd=REPOSITORY)
     assert said.returncode == 0, said.stderr
     assert "of the elements of each parameter that travel in a step" in " ".join(said.stdout.split())
 

@@ -19,6 +19,7 @@ from typing import Any
 
 import pytest
 
+from tests.support import warm
 from tests.support.compilers import HAS_COMPILER
 from tests.support.repository import REPOSITORY
 
@@ -181,16 +182,16 @@ def test_installed_command(environment, python, imported, command):
     assert f"usage: {command} " in done.stdout.lower() and done.stdout.endswith(f"\ncommhooks {imported[0]}\n")
 
 
-def test_imports_warn_of_nothing(python):
-    code = "import commhooks, lightning_commhooks, accelerate_commhooks; print('[]')"
-    assert _printed(python, code, "-W", "error") == []
-
-
-def test_two_ranks_train_without_a_warning(environment, python, tmp_path):
-    command = [python, "-W", "error", str(OUTSIDE / "two_ranks.py")]
-    other = subprocess.Popen([*command, "1", str(tmp_path)], cwd=tmp_path, stderr=subprocess.PIPE, text=True)
+def test_two_ranks_train_without_a_warning(environment, tmp_path):
+    """Of ours: torch and the frameworks are imported before."""
+    command = [warm.python("lightning.pytorch", "accelerate"), str(OUTSIDE / "two_ranks.py")]
+    (site,) = environment.glob("lib/python*/site-packages")
+    path = {"PYTHONPATH": str(site)}
+    other = subprocess.Popen(
+        [*command, "1", str(tmp_path)], cwd=tmp_path, env={**os.environ, **path}, stderr=subprocess.PIPE, text=True
+    )
     try:
-        done = _run([*command, "0", str(tmp_path)], cwd=tmp_path)
+        done = _run([*command, "0", str(tmp_path)], cwd=tmp_path, **path)
         _, errors = other.communicate(timeout=280)
     finally:
         other.kill()
@@ -198,9 +199,7 @@ def test_two_ranks_train_without_a_warning(environment, python, tmp_path):
     # torch 2.8's gloo says before that who is connected.
     file, compressed_steps, kernel = json.loads(done.stdout.splitlines()[-1])
     assert Path(file).is_relative_to(environment) and compressed_steps == 2
-    assert kernel == (
-        "native" if HAS_COMPILER else "torch"
-    )  # where there is a compiler, from the C sources in the wheel
+    assert kernel == ("native" if HAS_COMPILER else "torch")  # native: compiled from the C sources in the wheel
 
 
 def _lines_that_are_wrong() -> list[int]:

@@ -84,31 +84,24 @@ def test_plain_torch_killed_in_mid_backward_in_mid_save_and_between_steps(run_ra
         ("auto", 1, 12, "shares of bucket 0 at step 12"),  # the first pass with what it has chosen
     ],
 )
-def test_killed_in_mid_backward_and_in_mid_save(
+def test_killed_in_mid_backward(
     run_ranks: Any, tmp_path: Path, framework: str, rank: int, step: int, interrupted: str
 ) -> None:
     before = step - step % chaos_training.SAVE_EVERY
-    saving = before + chaos_training.SAVE_EVERY
-    kills = [
-        {"rank": rank, "phase": "backward", "step": step, "issued": interrupted},
-        {"rank": 0, "phase": "save", "step": saving},
-    ]
-    backward, save = _killed(run_ranks, framework, tmp_path, kills)
-    assert backward.last_issued is not None and backward.last_issued.endswith(interrupted)
-    assert [kill.resumed_at for kill in (backward, save)] == [before, before]
-    for kill in (backward, save) if framework in chaos.END_BY_THEMSELVES else ():
-        assert kill.survivor is not None and kill.survivor["type"] == "HookRunError"
+    kills = [{"rank": rank, "phase": "backward", "step": step, "issued": interrupted}]
+    if framework == "fsdp2":  # which has a way of its own to save
+        kills.append({"rank": 0, "phase": "save", "step": before + chaos_training.SAVE_EVERY})
+    done = _killed(run_ranks, framework, tmp_path, kills)
+    assert done[0].last_issued is not None and done[0].last_issued.endswith(interrupted)
+    for kill in done:
+        assert kill.resumed_at == before
+        if framework in chaos.END_BY_THEMSELVES:
+            assert kill.survivor is not None and kill.survivor["type"] == "HookRunError"
 
 
 @pytest.mark.timeout(180)
-def test_lightning_killed_in_mid_save(run_ranks: Any, tmp_path: Path) -> None:
-    (kill,) = _killed(run_ranks, "lightning", tmp_path, [{"rank": 0, "phase": "save", "step": 10}])
-    assert kill.resumed_at == 5
-
-
-@pytest.mark.timeout(180)
-@pytest.mark.parametrize(("framework", "rank"), [("accelerate", 1), ("accelerate-fsdp2", 0)])
-def test_accelerate_killed_in_mid_save(run_ranks: Any, tmp_path: Path, framework: str, rank: int) -> None:
+@pytest.mark.parametrize(("framework", "rank"), [("lightning", 0), ("accelerate", 1), ("accelerate-fsdp2", 0)])
+def test_killed_in_mid_save(run_ranks: Any, tmp_path: Path, framework: str, rank: int) -> None:
     (kill,) = _killed(run_ranks, framework, tmp_path, [{"rank": rank, "phase": "save", "step": 10}])
     assert kill.resumed_at == 5
 

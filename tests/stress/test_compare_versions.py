@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 
+from tests.support import warm
 from tests.support.repository import REPOSITORY
 
 SCRIPT = REPOSITORY / "tests" / "stress" / "compare_versions.py"
@@ -16,7 +16,7 @@ CASE = "1 ranks: int8, torch, one bucket"
 
 def _run(folder: Path, version: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     environ = {**os.environ, "PYTHONPATH": str(version)}
-    command = [sys.executable, str(SCRIPT), *arguments]
+    command = [warm.python(), str(SCRIPT), *arguments]
     return subprocess.run(command, env=environ, cwd=folder, capture_output=True, text=True)
 
 

@@ -2,7 +2,7 @@
 
 from tests.stress import soak
 
-STEPS = 600
+STEPS = 300
 
 
 def test_memory_replicas_and_bits(run_ranks):

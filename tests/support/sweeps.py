@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 
-TRAININGS = 10
+TRAININGS = 5
 
 
 class CollectsGarbage(Dataset[Any]):

@@ -5,18 +5,21 @@
 Half of what a short training in a process of its own costs is the import of the framework. `warm.python` is a program
 that takes Python's command line, asks a server for a process, and stands for it: it passes signals on and ends as that
 process ends. The server has imported the frameworks once and forks. The process has its own environment variables,
-folder, `sys.path`, `__main__` and session; nothing of commhooks is imported in it. Python started with `-c`, as by
-multiprocessing, is the ordinary one. Do not use this where the start itself is tested, or Ctrl-C for a whole process
-group.
+folder, `sys.path`, `__main__` and session, and the file descriptors and the network of the program that stands for it;
+nothing of commhooks is imported in it. What it starts by `sys.executable` or multiprocessing is forked as well. Do not
+use this where the start itself is tested, or Ctrl-C for a whole process group.
 """
 
 from __future__ import annotations
 
 import atexit
 import contextlib
+import ctypes
+import fcntl
 import gc
 import importlib
 import json
+import multiprocessing.spawn
 import os
 import runpy
 import selectors
@@ -42,8 +45,9 @@ def python(*modules: str, server: int = 0) -> str:
     """To be used in the place of `sys.executable`. `modules` are imported in the server, of several, first."""
     if not hasattr(os, "pidfd_open"):
         return sys.executable
-    if SHARED in os.environ:
-        folder = Path(os.environ[SHARED].split(os.pathsep)[server])
+    shared = os.environ[SHARED].split(os.pathsep) if SHARED in os.environ else []
+    if server < len(shared):
+        folder = Path(shared[server])
     else:
         if server not in _servers or _servers[server][0].poll() is not None:
             _servers[server] = _start()
@@ -58,8 +62,7 @@ def python(*modules: str, server: int = 0) -> str:
 
 
 def share() -> None:
-    """Tests that this process starts use its servers 0 and 1. In a process of a server they could start none: it gets
-    no file descriptors but the standard ones."""
+    """Tests that this process starts use its servers 0 and 1."""
     os.environ[SHARED] = os.pathsep.join(str(_servers[server][1]) for server in (0, 1))
 
 
@@ -93,18 +96,29 @@ _STUB = """
 import os, signal, sys
 
 words = sys.argv[1:]
-unbuffered = words[:1] == ["-u"]
-words = words[unbuffered:]
-if not words or words[0].startswith("-") and words[0] != "-m":
+unbuffered = False
+while words[:1] in (["-u"], ["-B"]):  # multiprocessing passes -B on where no bytecode is to be written
+    unbuffered |= words.pop(0) == "-u"
+if not words or words[0].startswith("-") and words[0] not in ("-m", "-c"):
     os.execv(REAL, [REAL, *sys.argv[1:]])
-import array, json, socket
+import array, fcntl, json, socket
 
+
+def is_open(descriptor):
+    try:
+        return fcntl.fcntl(descriptor, fcntl.F_GETFD) >= 0
+    except OSError:
+        return False
+
+
+descriptors = [each for each in map(int, os.listdir("/proc/self/fd")) if is_open(each)]
 connection = socket.socket(socket.AF_UNIX)
 connection.connect(SOCKET)
 request = {"words": words, "unbuffered": unbuffered, "environ": dict(os.environ), "folder": os.getcwd()}
+request |= {"descriptors": descriptors, "stub": os.getpid()}
 data = json.dumps(request).encode()
 data = len(data).to_bytes(8, "big") + data
-rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [0, 1, 2]))]
+rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", descriptors))]
 sent = connection.sendmsg([data], rights)
 connection.sendall(data[sent:])
 answers = connection.makefile()
@@ -142,11 +156,12 @@ def _serve(folder: Path, ready: int) -> dict[str, Any]:
     selector.register(listener, selectors.EVENT_READ, "asked")
     selector.register(os.pidfd_open(os.getppid()), selectors.EVENT_READ, "alone")
     running: dict[int, socket.socket] = {}  # process id -> connection to the program that stands for it
+    stands_for: dict[int, int] = {}  # that program -> process id
     while True:
         for key, _ in selector.select():
             if key.data == "alone":  # the tests are over
                 for pid in running:
-                    _kill(pid)
+                    _kill(pid, {})
                 os._exit(0)
             elif key.data == "asked":
                 connection, _ = listener.accept()
@@ -161,9 +176,10 @@ def _serve(folder: Path, ready: int) -> dict[str, Any]:
                         os.close(each.fd)
                     selector.close()
                     return request
-                for descriptor in request["descriptors"]:
+                for descriptor in request["received"]:
                     os.close(descriptor)
                 running[pid] = connection
+                stands_for[request["stub"]] = pid
                 selector.register(os.pidfd_open(pid), selectors.EVENT_READ, ("ended", pid))
                 selector.register(connection, selectors.EVENT_READ, ("left", pid))
                 connection.sendall(f"{pid}\n".encode())
@@ -171,11 +187,12 @@ def _serve(folder: Path, ready: int) -> dict[str, Any]:
                 kind, pid = key.data
                 if kind == "left":  # somebody has killed the program that stands for it; "ended" comes next
                     selector.unregister(running[pid])
-                    _kill(pid)
+                    _kill(pid, stands_for)
                     continue
                 selector.unregister(key.fd)
                 os.close(key.fd)
                 connection = running.pop(pid)
+                stands_for = {stub: other for stub, other in stands_for.items() if other != pid}
                 status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
                 if connection.fileno() in selector.get_map():
                     selector.unregister(connection)
@@ -183,8 +200,12 @@ def _serve(folder: Path, ready: int) -> dict[str, Any]:
                 connection.close()
 
 
-def _kill(pid: int) -> None:
-    """And with it what it has started in its session."""
+def _kill(pid: int, stands_for: dict[int, int]) -> None:
+    """And with it what it has started, in its session or as a process of this server."""
+    for stub, other in stands_for.items():
+        with contextlib.suppress(OSError):  # it has ended by itself
+            if int(Path(f"/proc/{stub}/stat").read_text().rpartition(")")[2].split()[1]) == pid:
+                _kill(other, stands_for)
     try:
         os.killpg(pid, signal.SIGKILL)
     except ProcessLookupError:  # it has not come to `setsid` yet
@@ -192,10 +213,10 @@ def _kill(pid: int) -> None:
 
 
 def _receive(connection: socket.socket) -> dict[str, Any]:
-    data, descriptors, _, _ = socket.recv_fds(connection, 65536, 3)
+    data, received, _, _ = socket.recv_fds(connection, 65536, 250)
     while len(data) < 8 or len(data) < 8 + int.from_bytes(data[:8], "big"):
         data += connection.recv(65536)
-    return json.loads(data[8:]) | {"descriptors": descriptors}
+    return json.loads(data[8:]) | {"received": received}
 
 
 def _import(modules: list[str]) -> bytes:
@@ -214,7 +235,12 @@ def _import(modules: list[str]) -> bytes:
 def _become(request: dict[str, Any], stub: str) -> None:
     """What Python does between its start and the first line of a program."""
     os.setsid()
-    for number, descriptor in enumerate(request["descriptors"]):
+    _enter_namespaces(request["stub"])
+    # By way of high numbers: what one is called here may be the name that another one must get.
+    high = [fcntl.fcntl(descriptor, fcntl.F_DUPFD, 1000) for descriptor in request["received"]]
+    for descriptor in request["received"]:
+        os.close(descriptor)
+    for descriptor, number in zip(high, request["descriptors"], strict=True):
         os.dup2(descriptor, number)
         os.close(descriptor)
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -223,7 +249,9 @@ def _become(request: dict[str, Any], stub: str) -> None:
     os.environ.update(request["environ"])
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(line_buffering=stream is sys.stderr or os.isatty(1), write_through=request["unbuffered"])
+    tempfile.tempdir = None  # TMPDIR is another one
     sys.executable = stub
+    multiprocessing.spawn.set_executable(stub)
     path = [each for each in os.environ.get("PYTHONPATH", "").split(os.pathsep) if each]
     sys.path[:1] = path  # the first was the folder of this file
     sys.argv[:] = request["words"]
@@ -231,13 +259,25 @@ def _become(request: dict[str, Any], stub: str) -> None:
         sys.path.insert(0, os.getcwd())
         del sys.argv[0]
         runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+        return
+    main = sys.modules["__main__"] = types.ModuleType("__main__")
+    if sys.argv[0] == "-c":
+        sys.path.insert(0, "")
+        code = compile(sys.argv.pop(1), "<string>", "exec")
     else:
-        script = os.path.abspath(sys.argv[0])
+        script = main.__file__ = os.path.abspath(sys.argv[0])
         sys.path.insert(0, os.path.dirname(script))
-        main = sys.modules["__main__"] = types.ModuleType("__main__")
-        main.__file__ = script
         code = compile(Path(script).read_bytes(), script, "exec")
-        exec(code, main.__dict__)
+    exec(code, main.__dict__)
+
+
+def _enter_namespaces(pid: int) -> None:
+    """Those in which `ip netns exec` has started the program that stands for this process: with `mnt` comes /sys."""
+    for kind in ("net", "mnt"):
+        theirs = f"/proc/{pid}/ns/{kind}"
+        if os.readlink(theirs) != os.readlink(f"/proc/self/ns/{kind}"):
+            with open(theirs) as file:
+                assert ctypes.CDLL(None).setns(file.fileno(), 0) == 0
 
 
 def _status_of(request: dict[str, Any], stub: str) -> int:

@@ -17,7 +17,9 @@ from commhooks.compressors.hook_config import explained_options
 from commhooks.compressors.registry import COMPRESSORS
 from commhooks.tools import arguments
 from commhooks.tools.cli import main
+from tests.support import warm
 from tests.support.ddp_steps import mlp, process_group_of_one, wrap
+from tests.support.repository import REPOSITORY
 
 
 def test_alone_it_prints_its_help(capsys):
@@ -74,8 +76,8 @@ os.environ |= dict(_ARGCOMPLETE="1", COMP_LINE={typed!r}, COMP_POINT="{len(typed
 os.environ["_ARGCOMPLETE_STDOUT_FILENAME"] = "found"
 main([])
 """
-    run: Any = {"cwd": tmp_path, "capture_output": True, "text": True, "timeout": 280}
-    done = subprocess.run([sys.executable, "-c", code], **run)
+    run: Any = {"cwd": tmp_path, "env": {**os.environ, "PYTHONPATH": str(REPOSITORY)}, "timeout": 280}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, **run)
     assert done.returncode == 0 and done.stdout.count("usage: ") == 1 + len(commands), done.stderr
     assert (tmp_path / "found").read_text().strip() == "--wrapper"
 
@@ -122,7 +124,7 @@ def test_the_explanation_stands_below_its_option(capsys):
 
 def test_as_a_module():
     def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, "-m", "commhooks", *arguments]
+        command = [warm.python(), "-m", "commhooks", *arguments]
         return subprocess.run(command, capture_output=True, text=True, timeout=280, env=dict(os.environ))
 
     done = run("--version")
@@ -151,7 +153,7 @@ def test_a_reader_that_has_seen_enough() -> None:
     reading, writing = os.pipe()
     os.close(reading)
     done = subprocess.run(
-        [sys.executable, "-m", "commhooks", "hooks"], stdout=writing, stderr=subprocess.PIPE, timeout=280
+        [warm.python(), "-m", "commhooks", "hooks"], stdout=writing, stderr=subprocess.PIPE, timeout=280
     )
     os.close(writing)
     assert done.returncode == 1 and done.stderr == b""

@@ -115,8 +115,8 @@ def test_without_torchrun(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_under_torchrun(tmp_path: Path) -> None:
     """The example, started as its first lines say, on its way for some seconds."""
-    torchrun = "-m torch.distributed.run --standalone --local-addr 127.0.0.1 --nproc-per-node 2 --no-python"
-    command = [sys.executable, *torchrun.split(), warm.python(), "-m", "commhooks"]
+    torchrun = "-m torch.distributed.run --standalone --local-addr 127.0.0.1 --nproc-per-node 2"
+    command = [warm.python("matplotlib.figure"), *torchrun.split(), "-m", "commhooks"]
     command += ["doctor", "examples.doctor_transformer:build", "--steps", "2", "--powersgd-ranks", "2"]
     command += ["--json", str(tmp_path / "a.json"), "--plot", str(tmp_path / "a.png")]
     streams: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}

@@ -282,12 +282,12 @@ def test_the_default_configuration_file(in_this_process: Path, capfd: Any) -> No
 @pytest.mark.parametrize(
     ("signum", "to_all", "flags"),
     [
-        (signal.SIGINT, True, []),
-        (signal.SIGINT, True, ["--cpu"]),
-        (signal.SIGTERM, False, []),
+        (signal.SIGINT, True, ["--cpu"]),  # to the script as well, which is in the same process group
+        (signal.SIGINT, False, []),
         (signal.SIGTERM, False, ["--cpu"]),
+        (signal.SIGTERM, False, []),
     ],
-    ids=["Ctrl-C, two processes", "Ctrl-C, one process", "SIGTERM, two processes", "SIGTERM, one process"],
+    ids=["Ctrl-C, one process", "Ctrl-C, two processes", "SIGTERM, one process", "SIGTERM, two processes"],
 )
 def test_interrupted(
     signum: signal.Signals, to_all: bool, flags: list[str], config: Path, temporary: Path, tmp_path: Path
@@ -298,7 +298,8 @@ def test_interrupted(
         "pathlib.Path(sys.argv[1], 'pid' + os.environ.get('RANK', '0')).write_text(str(os.getpid()))\n"
         "time.sleep(60)\n"  # longer than anybody waits here
     )
-    command = [sys.executable, *OURS, "--config_file", str(config), *flags, str(script), str(tmp_path)]
+    python = sys.executable if to_all else warm.python("accelerate")
+    command = [python, *OURS, "--config_file", str(config), *flags, str(script), str(tmp_path)]
     with started(command, temporary) as process:
         files = [tmp_path / f"pid{rank}" for rank in range(1 if flags else 2)]
         deadline = time.monotonic() + LIMIT_S

@@ -39,8 +39,7 @@ def _without_residual(root: str, options: dict[str, Any]) -> dict[str, Any]:
     return fit(root, ckpt_path=path, seed=1, **options)
 
 
-@pytest.mark.parametrize("save_residual", ["mean", "per_rank"])
-@pytest.mark.parametrize("bucket_cap_mb", [25, support.SEVERAL_BUCKETS_MB], ids=["one bucket", "several buckets"])
+@pytest.mark.parametrize(("save_residual", "bucket_cap_mb"), [("mean", 25), ("per_rank", support.SEVERAL_BUCKETS_MB)])
 def test_the_run_that_saved_and_the_run_that_resumes_are_bit_equal(
     run_ranks: Any, tmp_path: Path, save_residual: str, bucket_cap_mb: float
 ) -> None:
@@ -81,7 +80,7 @@ def _only_step(root: str) -> int:
     return int(name.removeprefix("step=").removesuffix(".ckpt"))
 
 
-@pytest.mark.parametrize(("before", "after"), [(2, 1), (2, 3), (1, 2)])
+@pytest.mark.parametrize(("before", "after"), [(2, 1), (2, 3)])
 def test_another_number_of_ranks_resumes_from_the_mean(run_ranks: Any, tmp_path: Path, before: int, after: int) -> None:
     root = str(tmp_path)
     saved = run_ranks(_save, root, world_size=before)
@@ -134,17 +133,16 @@ def test_parameters_unfrozen_after_the_wrap_are_named_once(run_ranks: Any, tmp_p
         assert not [text for text in rank["resumed"]["warnings"] if "saved" in text]
 
 
-def _between_nodes(root: str, save_residual: str) -> dict[str, Any]:
-    options: dict[str, Any] = {"save_residual": save_residual, "ranks_per_node": 2, "epochs": 8}
+def _between_nodes(root: str) -> dict[str, Any]:
+    options: dict[str, Any] = {"save_residual": "mean", "ranks_per_node": 2, "epochs": 8}
     saved = fit(root, save=True, **options)
     resumed = fit(root, ckpt_path=path_at(root, SAVED_AT), seed=1, save_to=f"{root}/resumed", **options)
     return {"saved": saved, "resumed": resumed}
 
 
-@pytest.mark.parametrize("save_residual", ["mean", "per_rank"])
-def test_ranks_in_nodes_resume_exactly(run_ranks: Any, tmp_path: Path, save_residual: str) -> None:
+def test_ranks_in_nodes_resume_exactly(run_ranks: Any, tmp_path: Path) -> None:
     """Four ranks: compression begins in the third epoch, the resumed run in the fifth."""
-    for rank in run_ranks(_between_nodes, str(tmp_path), save_residual, world_size=4):
+    for rank in run_ranks(_between_nodes, str(tmp_path), world_size=4):
         saved, resumed = rank["saved"], rank["resumed"]
         assert resumed["start"] == [SAVED_AT]
         for step, each in resumed["weights"].items():

@@ -97,7 +97,6 @@ def _saves(root: str, **options: Any) -> Any:
 @pytest.mark.parametrize(
     ("on_strategy", "on_callback", "saved"),
     [
-        ({}, None, "mean"),
         ({"save_residual": "drop"}, None, "none"),
         ({}, {"save_residual": "drop"}, "none"),
         ({"save_residual": "per_rank"}, {}, "per_rank"),

@@ -3,12 +3,16 @@
 import json
 import os
 import sys
+import warnings
 
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-import commhooks
+warnings.simplefilter("error")
+import accelerate_commhooks  # noqa: E402, F401
+import commhooks  # noqa: E402
+import lightning_commhooks  # noqa: E402, F401
 
 rank, folder = int(sys.argv[1]), sys.argv[2]
 dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)

@@ -12,7 +12,7 @@ import commhooks
 from tests.support.models import mlp
 from tests.support.training import flat
 
-WIDTH, STEPS, OVERFLOWS = 32, 300, 12
+WIDTH, STEPS, OVERFLOWS = 32, 120, 6
 SCALE, GROWTH_INTERVAL = 2.0**16, 8
 HALF_MAX = 65504.0
 
@@ -85,7 +85,7 @@ def _train(wrapper: str | None, bucket_cap_mb: float) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("wrapper", [None, "fp16", "bf16"])
+@pytest.mark.parametrize("wrapper", [None, "fp16"])
 def test_overflows_at_random(run_ranks, wrapper):
     ranks = run_ranks(_train, wrapper, 0.001)
     for each in ranks:

@@ -52,7 +52,7 @@ def _simulated(hook: str, world_size: int, dtype: torch.dtype, way: str) -> Simu
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-13), (torch.float32, 3e-6)])
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4, 9])
+@pytest.mark.parametrize("world_size", [1, 3, 9])
 @pytest.mark.parametrize("hook", CONFIGS)
 def test_averages_and_residuals_are_those_of_the_oracle(
     hook: str, world_size: int, dtype: torch.dtype, tolerance: float, way: str
@@ -83,7 +83,7 @@ def _compare(found: dict[str, torch.Tensor], expected: dict[str, list[float]], t
 
 
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@pytest.mark.parametrize("world_size", [1, 3])
 @pytest.mark.parametrize("hook", CONFIGS)
 def test_nothing_is_lost(hook: str, world_size: int, way: str) -> None:
     """The sum of all averages plus the mean residual is the sum of all mean gradients."""

@@ -133,7 +133,7 @@ def _spoilt_and_resumed(name: str) -> dict[str, Any]:
         "spoilt": [spoilt.train(3).weights(), weights],
         "resumed": [resumed.weights(), weights],
         "resumed with the mean": [resumed_mean.weights(), whole.train(2).weights()],
-        "steps": [run.hook.stats()["step"] for run in (spoilt, resumed, resumed_mean)],
+        "steps": [run.hook.stats()["step"] for run in (resumed, resumed_mean)],
         "exact": all(each["hook"].get("exact", True) for each in (saved, mean)),
     }
 
@@ -160,7 +160,7 @@ def test_a_step_that_is_not_finite_changes_nothing_and_a_resume_is_bit_equal(run
         assert not rank["finite"], "every rank has to skip the step"
         assert rank["same"] and rank["skipped"] == (1 if kind.learns else None)
         assert same_bits(*rank["spoilt"])
-        assert rank["exact"] and rank["steps"] == [7, 7, 9]
+        assert rank["exact"] and rank["steps"] == [7, 9]
         # A rebuilt bucket of another layout starts from a fresh Q in batched PowerSGD: only close, as documented.
         if not kind.layouts_matter:
             assert same_bits(*rank["resumed"]) and same_bits(*rank["resumed with the mean"])
@@ -178,7 +178,10 @@ def _next_world(name: str, saved: dict[str, Any] | None, steps: int) -> dict[str
 @pytest.mark.parametrize("name", [each for each in IN_32_BITS if KINDS[each.id].keeps_residual])
 def test_another_number_of_ranks_takes_the_mean_residual(run_ranks: Any, name: str) -> None:
     before = run_ranks(_next_world, name, None, 4, world_size=2)[0]
-    for world_size, steps in ((3, 2), (1, 1)):
+    worlds = [(3, 2), (1, 1)]
+    if "auto" in KINDS[name].hook:  # it begins anew with another number of ranks, and has no residuals until then
+        del worlds[1:]
+    for world_size, steps in worlds:
         ranks = run_ranks(_next_world, name, before["saved"], steps, world_size=world_size)
         for rank in ranks:
             assert rank["step"] == before["step"] + steps and same_bits(rank["weights"], ranks[0]["weights"])

@@ -12,7 +12,7 @@ import commhooks
 from tests.support.models import mlp
 from tests.support.training import flat
 
-WIDTH, STEPS, OVERFLOWS = 32, 120, 6
+WIDTH, STEPS, OVERFLOWS = 32, 300, 12
 SCALE, GROWTH_INTERVAL = 2.0**16, 8
 HALF_MAX = 65504.0
 

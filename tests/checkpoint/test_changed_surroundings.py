@@ -50,8 +50,10 @@ def _other_float(before: torch.dtype, after: torch.dtype) -> tuple[torch.Tensor,
     return run.train(3).weights(), residuals(run.hook)["5.weight"].dtype
 
 
-@pytest.mark.parametrize("before", [torch.float32, torch.float64])
-@pytest.mark.parametrize("after", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [(torch.float32, torch.float64), (torch.float64, torch.float32), (torch.float64, torch.bfloat16)],
+)
 def test_another_float_type(run_ranks: Any, before: torch.dtype, after: torch.dtype) -> None:
     (weights, dtype), (other, _) = run_ranks(_other_float, before, after)
     assert weights.isfinite().all() and torch.equal(weights, other)

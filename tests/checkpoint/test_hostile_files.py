@@ -293,15 +293,15 @@ def test_the_part_of_a_rank_holds_finite_residuals(residual: Any) -> None:
 
 
 def test_damaged_files_of_accelerate(run_ranks: Any, tmp_path: Path) -> None:
-    first, second = run_ranks(_damaged_files, str(tmp_path), 200, timeout_s=100)
-    assert first == second and min(first) > 20
+    first, second = run_ranks(_damaged_files, str(tmp_path), 80, timeout_s=100)
+    assert first == second and min(first) > 8
 
 
 def test_changed_payloads_through_lightning() -> None:
     with process_group_of_one(), silent():
         subject, rng = power_sgd(), random.Random(8)
-        loaded = sum(not try_to_load(subject, *_through_a_checkpoint(subject, rng)) for _ in range(100))
-        assert 5 < loaded < 70
+        loaded = sum(not try_to_load(subject, *_through_a_checkpoint(subject, rng)) for _ in range(50))
+        assert 2 < loaded < 35
 
 
 def _through_a_checkpoint(subject: Subject, rng: random.Random) -> tuple[Any, bool, str, Any]:

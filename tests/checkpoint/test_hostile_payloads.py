@@ -141,7 +141,7 @@ def try_to_load(subject: Subject, payload: Any, strict: bool, what: str, load: C
     return ""
 
 
-@pytest.mark.parametrize(("make", "count"), [(power_sgd, 1300), (batched, 300), (own_hook, 200)])
+@pytest.mark.parametrize(("make", "count"), [(power_sgd, 400), (batched, 150), (own_hook, 100)])
 def test_changed_payloads(make: Callable[[], Subject], count: int) -> None:
     with process_group_of_one(), silent():
         subject, rng = make(), random.Random(20)

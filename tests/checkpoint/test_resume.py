@@ -6,8 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.support.inside import session_of
-from tests.support.training import ONE_BUCKET_MB, SEVERAL_BUCKETS_MB, Run, flat, make_model, residuals
+from tests.support.training import ONE_BUCKET_MB, SEVERAL_BUCKETS_MB, Run, flat, make_model
 
 OPTIONS = {"matrix_approximation_rank": 2, "start_powerSGD_iter": 4}
 # The resumed run is set up wrongly on purpose, so that loading must do the work.
@@ -36,9 +35,15 @@ def _save_and_resume(
     }
 
 
-@pytest.mark.parametrize("save_at", [2, 4, 7])
-@pytest.mark.parametrize("residual", ["per_rank", "mean"])
-@pytest.mark.parametrize("bucket_cap_mb", [SEVERAL_BUCKETS_MB, ONE_BUCKET_MB])
+@pytest.mark.parametrize(
+    ("save_at", "residual", "bucket_cap_mb"),
+    [
+        (2, "mean", SEVERAL_BUCKETS_MB),
+        (4, "per_rank", SEVERAL_BUCKETS_MB),
+        (7, "mean", SEVERAL_BUCKETS_MB),
+        (7, "per_rank", ONE_BUCKET_MB),
+    ],
+)
 def test_resume_is_bit_equal(run_ranks: Any, save_at: int, residual: str, bucket_cap_mb: float) -> None:
     results = run_ranks(_save_and_resume, save_at, residual, bucket_cap_mb, "powerSGD", None)
     for result in results:
@@ -52,37 +57,6 @@ def test_resume_is_bit_equal(run_ranks: Any, save_at: int, residual: str, bucket
         assert results[0]["stats"]["collectives_last_pass"] >= 6
 
 
-@pytest.mark.parametrize("wrapper", ["fp16", "bf16"])
-def test_resume_is_bit_equal_on_a_16_bit_wire(run_ranks: Any, wrapper: str) -> None:
-    for result in run_ranks(_save_and_resume, 7, "per_rank", SEVERAL_BUCKETS_MB, "powerSGD", wrapper):
-        assert torch.equal(result["resumed"], result["weights"])
-
-
-def _tampered(change: str) -> tuple[float, float]:
-    """How far a run ends from the uninterrupted one if something in the saved state is lost."""
-    run = Run.new(hook_options=OPTIONS).train(7)
-    saved = run.save()
-    run.train(5)
-    for entry in saved["hook"]["parameters"].values():
-        if change == "no residual":
-            entry["residual"] = None
-        elif change == "no Q":
-            entry["q"] = None
-        elif change == "residual of rank 0" and entry["residual"] is not None:
-            dist.broadcast(entry["residual"][0], 0)
-    resumed = Run.new(hook_options=OPTIONS).load(saved).train(5)
-    return float((run.weights() - resumed.weights()).abs().max()), float(run.weights().abs().max())
-
-
-def test_what_a_resume_needs(run_ranks: Any) -> None:
-    """Each part of the state matters, and the residual of the wrong rank matters most."""
-    off = {change: run_ranks(_tampered, change)[0][0] for change in ("", "no residual", "no Q", "residual of rank 0")}
-    assert off[""] == 0
-    assert off["no residual"] > 1e-4
-    assert off["no Q"] > 1e-4
-    assert off["residual of rank 0"] > 1e-4
-
-
 def _mean_against_never_saved() -> torch.Tensor:
     never, saving = Run.new(hook_options=OPTIONS).train(12), Run.new(hook_options=OPTIONS).train(7)
     assert saving.save(residual="mean")["hook"]["residual"] == "mean"
@@ -92,28 +66,6 @@ def _mean_against_never_saved() -> torch.Tensor:
 
 def test_saving_the_mean_changes_rounding_only(run_ranks: Any) -> None:
     assert all(0 < difference < 1e-6 for difference in run_ranks(_mean_against_never_saved))
-
-
-def _other_rank(rank: int) -> dict[str, Any]:
-    saved = Run.new(hook_options=OPTIONS).train(7).save()
-    options = OPTIONS | {"matrix_approximation_rank": rank}
-    run = Run.new(hook_options=options).load(saved)
-    q = session_of(run.hook).state["q"]["5.weight"].clone()
-    kept = residuals(run.hook)["5.weight"]
-    run.train(3)
-    return {"q": q, "residual": kept, "saved": saved["hook"]["parameters"]["5.weight"], "weights": run.weights()}
-
-
-@pytest.mark.parametrize("rank", [1, 4])
-def test_another_rank_keeps_the_residual_and_refits_q(run_ranks: Any, rank: int) -> None:
-    results = run_ranks(_other_rank, rank)
-    for place, result in enumerate(results):
-        common = min(rank, 2)
-        assert result["q"].shape == (rank, 24)
-        assert torch.equal(result["q"][:common], result["saved"]["q"][:common])
-        assert (torch.linalg.matrix_rank(result["q"])) == rank
-        assert torch.equal(result["residual"], result["saved"]["residual"][0].flatten()), place
-        assert torch.equal(result["weights"], results[0]["weights"])
 
 
 def _one_file_of_rank_0() -> dict[str, Any]:
@@ -161,26 +113,6 @@ def test_the_payload_does_not_know_memory_formats(run_ranks: Any) -> None:
         assert result["apart"] < 1e-6
 
 
-def _batched() -> dict[str, Any]:
-    """A batched hook's resume loses no residual, though the bucket that it starts with is another one."""
-    run = Run.new(hook="batched_powerSGD", hook_options=OPTIONS).train(7)
-    before = residuals(run.hook)
-    saved = run.save()
-    resumed = Run.new(hook="batched_powerSGD", hook_options=OPTIONS).load(saved)
-    after = residuals(resumed.hook)
-    weights = resumed.train(3).weights()
-    return {"before": before, "after": after, "weights": weights, "parameters": len(list(run.ddp.parameters()))}
-
-
-def test_batched_resume_loses_no_residual(run_ranks: Any) -> None:
-    results = run_ranks(_batched)
-    for result in results:
-        assert len(result["before"]) == result["parameters"]  # vectors too
-        assert result["before"].keys() == result["after"].keys()
-        assert all(torch.equal(result["before"][name], result["after"][name]) for name in result["before"])
-        assert torch.equal(result["weights"], results[0]["weights"])
-
-
 def _one_file_for_all() -> dict[str, Any]:
     """Residuals of all ranks in one payload, loaded by every rank: each takes its own."""
     run = Run.new(hook_options=OPTIONS).train(7)
@@ -191,12 +123,12 @@ def _one_file_for_all() -> dict[str, Any]:
     return {"weights": run.weights(), "resumed": resumed.weights(), "ranks": box[0]["hook"]["residual_ranks"]}
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_residuals_of_all_ranks_in_one_file(run_ranks: Any, world_size: int) -> None:
+def test_residuals_of_all_ranks_in_one_file(run_ranks: Any) -> None:
+    world_size = 3
     for result in run_ranks(_one_file_for_all, world_size=world_size):
         assert result["ranks"] == list(range(world_size))
         # With three ranks even plain DDP is not bit-equal after a resume: the order of sums follows the layout.
-        assert (result["weights"] - result["resumed"]).abs().max() <= (0 if world_size == 2 else 1e-6)
+        assert (result["weights"] - result["resumed"]).abs().max() <= 1e-6
 
 
 def _rewind() -> tuple[torch.Tensor, torch.Tensor, int]:

@@ -6,7 +6,6 @@ ones: the mean of what comes out over some steps must follow the mean of what we
 
 import dataclasses
 import hashlib
-import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -19,8 +18,8 @@ from tests.support.compilers import needs_compiler
 from tests.support.models import Gradients, all_finite, backward, masks, relative_error, wrap
 from tests.support.simulation import SimulatedPowerSGD
 
-N, M, RANK = 12, 8, 2
-BEFORE, HARD, WINDOW = 2, 4, 16
+N, M, RANK = 12, 8, 4
+BEFORE, HARD, WINDOW = 2, 3, 8
 
 Kind = Callable[[torch.Generator, int, torch.dtype], torch.Tensor]  # (noise of this rank and step, rank, dtype)
 
@@ -65,9 +64,6 @@ HUGE: dict[str, Kind] = {
 # After some steps, for ever, from the start: no gradient on any rank.
 QUIET = {"gone": range(BEFORE, 1000), "never": range(1000), "late": range(BEFORE + HARD)}
 FLOAT32, FLOAT64, BFLOAT16, FLOAT16 = torch.float32, torch.float64, torch.bfloat16, torch.float16
-CASES = list(itertools.product([FLOAT32, FLOAT64, BFLOAT16, FLOAT16], [None, "fp16", "bf16"]))
-ONE_OF_EACH = CASES[:6] + [(BFLOAT16, None), (FLOAT16, None)]  # 16 bits travel as they are, whatever the wrapper
-FEW_CASES = [(FLOAT32, "fp16"), (BFLOAT16, None)]
 POWERSGD = commhooks.PowerSGD(matrix_approximation_rank=RANK, start_powerSGD_iter=0, min_compression_rate=1)
 HOOKS: dict[str, commhooks.HookConfig] = {
     "powerSGD": POWERSGD,
@@ -77,10 +73,23 @@ HOOKS: dict[str, commhooks.HookConfig] = {
 }
 # A residual of 1e30 shrinks to what rounding leaves of it (6e-8 in float32, 4e-3 on a wire of bf16) with every N / RANK
 # steps of PowerSGD, and to 1/254 or 1/14 of itself with every step of int8 and int4.
-SETTLE = {"powerSGD": 56, "powerSGD, torch": 56, "int8": 16, "int4": 32}
-WORLDS = [(1, CASES, False), (2, ONE_OF_EACH, False), (4, FEW_CASES, False), (2, FEW_CASES, True)]
-SETUPS = [(hook, *world) for hook in ("powerSGD", "int8", "int4") for world in WORLDS]
-SETUPS += [("powerSGD, torch", 2, FEW_CASES, False)]
+SETTLE = {"powerSGD": 28, "powerSGD, torch": 28, "int8": 16, "int4": 32}
+# Hook, ranks, (dtype, wrapper) of each run, and whether the host must not look, as on an accelerator. Gradients in 16
+# bits travel as they are, whatever the wrapper.
+SETUPS = [
+    ("powerSGD", 2, [(FLOAT32, None), (FLOAT32, "fp16"), (FLOAT64, "bf16"), (FLOAT16, None)], False),
+    ("powerSGD", 1, [(FLOAT64, "fp16"), (BFLOAT16, None)], False),
+    ("powerSGD", 2, [(FLOAT32, "fp16"), (BFLOAT16, None)], True),
+    ("powerSGD, torch", 3, [(BFLOAT16, None)], False),
+]
+SETUPS += [
+    setup
+    for hook in ("int8", "int4")
+    for setup in [
+        (hook, 2, [(FLOAT32, None), (FLOAT64, "fp16"), (FLOAT32, "bf16"), (FLOAT16, None)], False),
+        (hook, 3, [(BFLOAT16, None)], True),
+    ]
+]
 
 
 def _ordinary(rank: int, step: int) -> torch.Tensor:
@@ -160,7 +169,7 @@ def _check(
             if name in ("gone", "never"):
                 assert not total.any(), (case, name)
                 continue
-            # What error feedback still holds back is as much as of 2 steps: about 12 % of these.
+            # What error feedback still holds back is as much as of a step or two.
             vector = name == "vector"
             expected = outcome["expected"][0] if vector else outcome["expected"]
             assert relative_error(total, expected) < (0.02 if vector else 0.3), (case, name)
@@ -168,13 +177,9 @@ def _check(
 
 @pytest.mark.parametrize(("hook", "world_size", "cases", "masked"), SETUPS)
 def test_finite_and_as_before_afterwards(run_ranks, hook, world_size, cases, masked):
-    _check(hook, run_ranks(_run_all, hook, False, cases, 4, masked, world_size=world_size), cases, huge=False)
-
-
-@pytest.mark.parametrize(("hook", "world_size", "cases", "masked"), SETUPS)
-def test_huge_ones_are_worked_off_or_refused(run_ranks, hook, world_size, cases, masked):
-    settle = SETTLE[hook]
-    _check(hook, run_ranks(_run_all, hook, True, cases, settle, masked, world_size=world_size), cases, huge=True)
+    """What is huge is worked off, or refused."""
+    for huge, settle in ((False, 4), (True, SETTLE[hook])):
+        _check(hook, run_ranks(_run_all, hook, huge, cases, settle, masked, world_size=world_size), cases, huge)
 
 
 @pytest.mark.parametrize(("fused", "seed"), [(False, 0), pytest.param(True, 1, marks=needs_compiler)])

@@ -207,14 +207,14 @@ USES = {
 
 
 @pytest.mark.parametrize("attached", [True, False], ids=["attach", "register_comm_hook"])
-@pytest.mark.parametrize("uses", USES)
-def test_skipped_buckets(run_ranks, attached, uses):
-    run_ranks(skipped_buckets, attached, {"find_unused_parameters": True}, USES[uses], "powerSGD", timeout_s=20)
+def test_skipped_buckets(run_ranks, attached):
+    run_ranks(all_skipped_buckets, attached, timeout_s=60)
 
 
-@pytest.mark.parametrize("attached", [True, False], ids=["attach", "register_comm_hook"])
-def test_skipped_buckets_of_a_static_graph(run_ranks, attached):
-    run_ranks(skipped_buckets, attached, {"static_graph": True}, [LAST] * 4, "powerSGD", timeout_s=20)
+def all_skipped_buckets(attached: bool) -> None:
+    for uses in USES.values():
+        skipped_buckets(attached, {"find_unused_parameters": True}, uses, "powerSGD")
+    skipped_buckets(attached, {"static_graph": True}, [LAST] * 4, "powerSGD")
 
 
 @pytest.mark.parametrize("uses", USES)

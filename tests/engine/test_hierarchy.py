@@ -20,6 +20,7 @@ from tests.support.training import Run, make_model, residuals
 
 RANDOM_K = "examples.random_k:RandomKCompressor"
 POWERSGD: dict[str, Any] = {"matrix_approximation_rank": 2, "start_powerSGD_iter": 2}
+STEPS = 8
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "powerSGD": ("powerSGD", POWERSGD),
     "torch": ("powerSGD", POWERSGD | {"fused": False}),
@@ -27,7 +28,7 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "random_k": (RANDOM_K, {"share": 0.2, "start_iter": 2}),
     "int8": ("int8", {"block_size": 32, "start_iter": 2}),
 }
-SIZES = [(4, 2), (6, 2), (6, 3)]  # (ranks, ranks per node)
+SIZES = [(6, 2), (6, 3)]  # (ranks, ranks per node)
 
 
 def _new(kind: str, ranks_per_node: Any, **more: Any) -> Run:
@@ -49,7 +50,7 @@ def _both_on_this_device(kind: str, ranks_per_node: int) -> dict[str, Any]:
     flat, nodes = (_new(kind, each, model=make_model(torch.float64)) for each in (None, ranks_per_node))
     for run in (flat, nodes):
         run.optimizer.param_groups[0]["lr"] = 0.0  # so that both always have the same gradients
-        run.train(30)
+        run.train(STEPS)
     return {
         "flat": flat.gradients,
         "nodes": nodes.gradients,
@@ -72,10 +73,9 @@ def _far(got: torch.Tensor, wanted: torch.Tensor) -> float:
 
 @pytest.mark.parametrize(
     ("kind", "world_size", "ranks_per_node", "masked"),
-    [(kind, 4, 2, False) for kind in KINDS]
+    [(kind, 4, 2, False) for kind in ("torch", "random_k")]
     + [(kind, 4, 2, True) for kind in ("powerSGD", "alternate", "int8")]
-    + [(kind, 6, 2, False) for kind in ("powerSGD", "int8")]
-    + [("powerSGD", 6, 3, False)],
+    + [("alternate", 6, 2, False), ("int8", 6, 2, False), ("powerSGD", 6, 3, False)],
 )
 def test_the_same_as_without_nodes(
     run_ranks: Any, kind: str, world_size: int, ranks_per_node: int, masked: bool
@@ -87,7 +87,7 @@ def test_the_same_as_without_nodes(
     limit = 1e-11 if kind != "int8" else 2e-2
     for rank in ranks:
         assert torch.equal(rank["weights"], first["weights"])
-        assert rank["stats"]["compressed_steps"] == 28
+        assert rank["stats"]["compressed_steps"] == STEPS - 2
         for got, wanted in zip(rank["nodes"], rank["flat"], strict=True):
             assert _far(got, wanted) < limit
     node = ranks[:ranks_per_node]
@@ -214,20 +214,22 @@ def test_the_host_reads_nothing_once_all_is_there(run_ranks: Any, kind: str, wra
 
 
 def _saved(kind: str, ranks_per_node: int | None, residual: str) -> tuple[dict[str, Any], torch.Tensor]:
-    run = _new(kind, ranks_per_node).train(5)
+    run = _new(kind, ranks_per_node).train(4)
     saved = run.save(residual=residual)
-    return copy.deepcopy(saved), run.train(4).weights()
+    return copy.deepcopy(saved), run.train(3).weights()
 
 
 def _resumed(kind: str, ranks_per_node: int | None, saved: list[dict[str, Any]]) -> tuple[torch.Tensor, list[str]]:
     mine = copy.deepcopy(saved[dist.get_rank() % len(saved)])
-    run = _new(kind, ranks_per_node).load(mine).train(4)
-    assert run.hook.stats()["step"] == 9
+    run = _new(kind, ranks_per_node).load(mine).train(3)
+    assert run.hook.stats()["step"] == 7
     return run.weights(), sorted(residuals(run.hook))
 
 
-@pytest.mark.parametrize("residual", ["mean", "per_rank"])
-@pytest.mark.parametrize("kind", list(KINDS))
+@pytest.mark.parametrize(
+    ("kind", "residual"),
+    [("powerSGD", "mean"), ("alternate", "per_rank"), ("random_k", "mean"), ("int8", "per_rank")],
+)
 def test_resume_is_bit_equal(run_ranks: Any, kind: str, residual: str) -> None:
     before = run_ranks(_saved, kind, 2, residual, world_size=4)
     assert all(saved["hook"]["exact"] for saved, _ in before)
@@ -235,8 +237,11 @@ def test_resume_is_bit_equal(run_ranks: Any, kind: str, residual: str) -> None:
     assert all(torch.equal(weights, whole) for (weights, _), (_, whole) in zip(after, before, strict=True))
 
 
-@pytest.mark.parametrize(("before", "after"), [(None, 2), (2, None), (3, 2)])
-@pytest.mark.parametrize(("kind", "residual"), [("powerSGD", "mean"), ("random_k", "per_rank")])
+@pytest.mark.parametrize(
+    ("kind", "residual", "before", "after"),
+    [("powerSGD", "mean", None, 2), ("powerSGD", "mean", 2, None), ("random_k", "per_rank", 3, 2)]
+    + [("random_k", "per_rank", 2, None)],
+)
 def test_another_arrangement_resumes(run_ranks: Any, kind: str, residual: str, before: Any, after: Any) -> None:
     """With the residuals of every rank too: they are added up where they are needed."""
     first = run_ranks(_saved, kind, before, residual, world_size=6)
@@ -321,12 +326,12 @@ def _spoilt(kind: str, bad_rank: int) -> dict[str, Any]:
         "finite": finite,
         "same": all(torch.equal(after[name], each) for name, each in before.items()),
         "skipped": run.hook.stats()["nonfinite_steps"],
-        "weights": run.train(3).weights(),
-        "clean": _new(kind, 2).train(7).weights(),
+        "weights": run.train(2).weights(),
+        "clean": _new(kind, 2).train(6).weights(),
     }
 
 
-@pytest.mark.parametrize("kind", list(KINDS))
+@pytest.mark.parametrize("kind", ["alternate", "random_k", "int8"])
 def test_a_step_that_is_not_finite_changes_nothing_on_any_node(run_ranks: Any, kind: str) -> None:
     for rank in run_ranks(_spoilt, kind, 3, world_size=4):
         assert not rank["finite"] and rank["same"] and rank["skipped"] == 1

@@ -155,61 +155,6 @@ def test_two_backward_passes_in_one_graph(run_ranks, nested):
         assert all(map(bits_equal, ranks[0][0][name][0], ranks[1][0][name][0]))
 
 
-# --------------------------------------------------------------------------------------------------------------- GAN
-
-NOISE, DATA, ROUNDS = 8, 24, 12
-
-
-def _net(inputs: int, outputs: int) -> nn.Sequential:
-    return nn.Sequential(nn.Linear(inputs, 32), nn.Tanh(), nn.Linear(32, 32), nn.Tanh(), nn.Linear(32, outputs))
-
-
-def _gan(frozen: bool) -> dict[str, Any]:
-    torch.manual_seed(0)
-    generator = DistributedDataParallel(_net(NOISE, DATA), bucket_cap_mb=EVERY_PARAMETER)
-    discriminator = DistributedDataParallel(_net(DATA, 1), bucket_cap_mb=EVERY_PARAMETER)
-    g_hook = commhooks.attach(generator, commhooks.PowerSGD(matrix_approximation_rank=1, start_powerSGD_iter=3))
-    d_config = commhooks.PowerSGD(matrix_approximation_rank=3, start_powerSGD_iter=0)
-    d_hook = commhooks.attach(discriminator, d_config, wrapper="fp16")
-    g_optimizer = torch.optim.SGD(generator.parameters(), lr=0.05)
-    d_optimizer = torch.optim.SGD(discriminator.parameters(), lr=0.05)
-    own = torch.Generator().manual_seed(dist.get_rank())
-    sound = True
-    with all_reduces() as sent:
-        for step in range(ROUNDS):
-            for _ in range(1 + step % 2):  # not in lockstep
-                real, noise = torch.randn(16, DATA, generator=own) + 2, torch.randn(16, NOISE, generator=own)
-                d_optimizer.zero_grad()
-                scores = discriminator(torch.cat([real, generator.module(noise).detach()]))
-                nn.functional.softplus(torch.cat([-scores[:16], scores[16:]])).mean().backward()
-                d_optimizer.step()
-            discriminator.requires_grad_(not frozen)
-            g_optimizer.zero_grad(), d_optimizer.zero_grad()
-            nn.functional.softplus(-discriminator(generator(torch.randn(16, NOISE, generator=own)))).mean().backward()
-            g_optimizer.step()
-            discriminator.requires_grad_(True)
-            hooks_sent = list(sent)
-            sound &= replicas_equal(generator) and replicas_equal(discriminator)
-            sent[:] = hooks_sent
-    return {"sound": sound, "sent": sent, "generator": g_hook.stats(), "discriminator": d_hook.stats()}
-
-
-@pytest.mark.parametrize("frozen", [True, False], ids=["frozen in the other's step", "not frozen"])
-def test_the_two_models_of_a_gan(run_ranks, frozen):
-    ranks = run_ranks(_gan, frozen, timeout_s=30)
-    own_steps = ROUNDS + ROUNDS // 2
-    for each in ranks:
-        assert each["sound"]
-        assert each["generator"]["compressed_steps"] == ROUNDS - 3
-        # Without freezing it, DDP averages its gradients in the generator's step too, hook or not.
-        assert each["discriminator"]["compressed_steps"] == own_steps + (0 if frozen else ROUNDS)
-        for stats in (each["generator"], each["discriminator"]):
-            assert stats["nonfinite_steps"] == 0 and stats["collectives_last_pass"] >= 8, "several buckets"
-        counted = sum(each[name]["collectives"] for name in ("generator", "discriminator"))
-        assert sum(asynchronous for _, _, asynchronous in each["sent"]) == counted
-    assert ranks[0]["sent"] == ranks[1]["sent"], "every rank issues the same sequence"
-
-
 # ------------------------------------------------------------------- collectives of the model, between our hook calls
 
 

@@ -70,11 +70,13 @@ def _other_width(hook: str, wide: torch.dtype, reduced: torch.dtype, folder: str
     }
 
 
-@pytest.mark.parametrize("wide", [torch.float64, torch.float32], ids=["wider weights", "wider reduction"])
-@pytest.mark.parametrize("hook", ["powerSGD", "alternate", "int8"])
+@pytest.mark.parametrize(
+    ("hook", "wide"), [("powerSGD", torch.float32), ("alternate", torch.float64), ("int8", torch.float64)]
+)
 def test_weights_and_reduction_of_different_widths(
     run_ranks: Any, tmp_path: Path, hook: str, wide: torch.dtype
 ) -> None:
+    """Wider weights, or a wider reduction."""
     reduced = torch.float32 if wide == torch.float64 else torch.float64
     for outcome in run_ranks(_other_width, hook, wide, reduced, str(tmp_path), world_size=4):
         assert all(outcome.values()), outcome
@@ -163,7 +165,7 @@ def _matrix(replicas: int, shards: int, dim: int, folder: str, *, save: bool) ->
     return {"residual": residual, "step": at, "compressed": hook.stats()["compressed_steps"] > 0, "q": q, "of": shape}
 
 
-@pytest.mark.parametrize("new", [(2, 0, 0), (2, 2, 0), (1, 4, 1), (1, 4, 0)], ids=str)
+@pytest.mark.parametrize("new", [(2, 0, 0), (2, 2, 0), (1, 4, 1)], ids=str)
 def test_shards_along_another_dimension(run_ranks: Any, tmp_path: Path, new: tuple[int, int, int]) -> None:
     saved = run_ranks(_matrix, 2, 2, 1, str(tmp_path), save=True, world_size=4)
     replicas, shards, dim = new

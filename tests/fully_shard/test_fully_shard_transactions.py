@@ -42,14 +42,13 @@ def _run(hook_name: str, options: dict[str, Any], rank: int, name: str, element:
     return outcome
 
 
-@pytest.mark.parametrize(("hook", "options"), [("powerSGD", POWERSGD), ("int8", INT8)])
 @pytest.mark.parametrize(
-    ("rank", "name", "element", "number"),
+    ("hook", "options", "rank", "name", "element", "number"),
     [
-        (0, "even.weight", 0, float("nan")),  # in the first shard
-        (3, "even.weight", -1, float("inf")),  # in the last one
-        (1, "tiny.bias", 0, float("-inf")),  # the second shard of it is empty
-        (2, "own", 100, float("nan")),
+        ("powerSGD", POWERSGD, 0, "even.weight", 0, float("nan")),  # in the first shard
+        ("int8", INT8, 3, "even.weight", -1, float("inf")),  # in the last one
+        ("powerSGD", POWERSGD, 1, "tiny.bias", 0, float("-inf")),  # the second shard of it is empty
+        ("int8", INT8, 2, "own", 100, float("nan")),
     ],
 )
 def test_a_bad_step_changes_nothing_anywhere(

@@ -14,9 +14,9 @@ from commhooks.engine.session import Session
 from commhooks.gradients.bucket import Bucket
 from tests.support.models import bits_equal, mlp
 
-STEPS = 6
-# 2.6 MB in ten matrices: 10 or 11 buckets at 0.05 MB, 3 at 1 MB, 1 at 25 MB.
-WIDTH, LAYERS = 256, 10
+STEPS = 5
+# 0.65 MB in ten matrices: 10 or 11 buckets at 0.05 MB, 3 at 0.25 MB, 1 at 25 MB.
+WIDTH, LAYERS = 128, 10
 
 
 def _train(options: dict[str, Any], ddp_options: dict[str, Any]) -> tuple[dict[str, torch.Tensor], list[int]]:
@@ -53,17 +53,17 @@ def _all(options: dict[str, Any], variants: dict[str, dict[str, Any]]) -> dict[s
 
 VARIANTS: dict[str, dict[str, Any]] = {
     "cap 0.05": {"bucket_cap_mb": 0.05},
-    "cap 1": {"bucket_cap_mb": 1},
+    "cap 0.25": {"bucket_cap_mb": 0.25},
     "cap 25": {"bucket_cap_mb": 25},
     "default": {},
-    "view": {"bucket_cap_mb": 1, "gradient_as_bucket_view": True},
-    "static graph": {"bucket_cap_mb": 1, "static_graph": True},
-    "find unused": {"bucket_cap_mb": 1, "find_unused_parameters": True},
+    "view": {"bucket_cap_mb": 0.25, "gradient_as_bucket_view": True},
+    "static graph": {"bucket_cap_mb": 0.25, "static_graph": True},
+    "find unused": {"bucket_cap_mb": 0.25, "find_unused_parameters": True},
     "view, static graph": {"bucket_cap_mb": 0.05, "gradient_as_bucket_view": True, "static_graph": True},
 }
 
 
-@pytest.mark.parametrize(("approximation_rank", "start"), [(1, 0), (1, 2), (4, 0), (4, 2)])
+@pytest.mark.parametrize(("approximation_rank", "start"), [(1, 2), (4, 0)])
 def test_same_bits_for_every_layout(run_ranks, approximation_rank, start):
     options = {"matrix_approximation_rank": approximation_rank, "start_powerSGD_iter": start}
     ranks = run_ranks(_all, options, VARIANTS)
@@ -71,7 +71,7 @@ def test_same_bits_for_every_layout(run_ranks, approximation_rank, start):
     for results, (name, _) in itertools.product(ranks, VARIANTS.items()):
         assert bits_equal(results[name][0], expected), name
     counts = {name: buckets[-1] for name, (_, buckets) in ranks[0].items()}
-    assert counts["cap 0.05"] >= LAYERS > counts["cap 1"] > 1 == counts["cap 25"], counts
+    assert counts["cap 0.05"] >= LAYERS > counts["cap 0.25"] > 1 == counts["cap 25"], counts
     # DDP packs the first backward pass otherwise than those after it: a rebuild has taken place.
     _, buckets = ranks[0]["cap 0.05"]
     assert buckets[0] != buckets[1]
@@ -82,9 +82,9 @@ def _repeat(times: int) -> list[tuple[dict[str, torch.Tensor], list[int]]]:
     return [_train(options, {"bucket_cap_mb": 0.05}) for _ in range(times)]
 
 
-def test_twenty_repeats_with_many_buckets(run_ranks):
+def test_repeats_with_many_buckets(run_ranks):
     """No hang, replicas equal bit for bit, every run the same bit for bit."""
-    ranks = run_ranks(_repeat, 20)
+    ranks = run_ranks(_repeat, 8)
     expected, _ = ranks[0][0]
     for results in ranks:
         for weights, buckets in results:

@@ -51,8 +51,9 @@ def _with_and_without(cap: float, quiet: int | None, wrapper: str | None) -> Any
     return _run(SCALES, cap, quiet, wrapper), _run([1.0] * STEPS, cap, quiet, wrapper)
 
 
-@pytest.mark.parametrize("quiet", [None, 4, 8])  # steps at which the scale changes
-@pytest.mark.parametrize(("cap", "wrapper"), [(25, None), (EVERY_PARAMETER, None), (EVERY_PARAMETER, "bf16")])
+@pytest.mark.parametrize(  # quiet in steps at which the scale changes
+    ("cap", "wrapper", "quiet"), [(25, None, 4), (EVERY_PARAMETER, None, 8), (EVERY_PARAMETER, "bf16", None)]
+)
 def test_a_changing_scale_changes_nothing(run_ranks, cap, quiet, wrapper):
     """Not a bit of it, because the scales are powers of two, as a GradScaler's are by default."""
     for (scaled, stats), (expected, _) in run_ranks(_with_and_without, cap, quiet, wrapper):

@@ -170,9 +170,8 @@ def _sweep() -> list[int]:
     return threads_after_each(train)
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_a_sweep_leaves_nothing_behind(run_ranks: Any, world_size: int) -> None:
-    for threads in run_ranks(_sweep, world_size=world_size):
+def test_a_sweep_leaves_nothing_behind(run_ranks: Any) -> None:
+    for threads in run_ranks(_sweep):
         assert_nothing_piles_up(threads)
 
 

@@ -57,7 +57,7 @@ def _blocks(numbers: torch.Tensor, size: int) -> torch.Tensor:
     return torch.nn.functional.pad(numbers.flatten(), (0, -numbers.numel() % size)).view(-1, size)
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("world_size", [1, 3])
 @pytest.mark.parametrize("bits", [8, 4])
 def test_the_result_is_within_its_bound_of_the_mean(run_ranks: Any, bits: int, world_size: int) -> None:
     ranks, largest = run_ranks(_averaged, bits, world_size=world_size), 0.0
@@ -89,11 +89,11 @@ def _with_residual(bits: int, dtype: torch.dtype, calls: int) -> tuple[torch.Ten
     return total, residual
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("world_size", [1, 3])
 @pytest.mark.parametrize("bits", [8, 4])
 def test_with_a_residual_nothing_is_lost(run_ranks: Any, bits: int, world_size: int) -> None:
     """So the mean over many calls comes to the exact one."""
-    calls = 40
+    calls = 20
     ranks = run_ranks(_with_residual, bits, torch.float64, calls, world_size=world_size)
     exact = sum(_own((3, 700), torch.float64, rank, call % 2) for rank in range(world_size) for call in range(calls))
     left: Any = sum(residual for _, residual in ranks) / world_size

@@ -1,6 +1,7 @@
 """The codec's promises: always an orthonormal basis, rows of norm 1, numbers that depend on their key alone."""
 
 import functools
+import itertools
 import platform
 from typing import Any
 from unittest import mock
@@ -14,7 +15,7 @@ from commhooks.compressors.powersgd.torch_products import TorchProducts
 from tests.support.compilers import needs_compiler
 
 LENGTH = 40
-RANKS = range(1, 17)
+RANKS = (1, 2, 3, 8, 16)
 
 
 def _random(rank: int, seed: int = 0) -> torch.Tensor:
@@ -177,19 +178,18 @@ SHAPES = [(7, 9), (1, 40), (40, 1), (64, 147), (33, 1500), (300, 16), (70, 512),
 SHORTER_VECTORS = pytest.mark.skipif(platform.machine() != "x86_64", reason="flags of x86_64")
 
 
-@pytest.mark.parametrize("rank", [1, 2, 3, 4, 5, 9, 17])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize(
     "kind",
     [
         PLAIN,
         pytest.param("", marks=needs_compiler, id="fused"),
-        pytest.param("-mno-avx512f", marks=[needs_compiler, SHORTER_VECTORS]),
-        pytest.param("-mno-avx", marks=[needs_compiler, SHORTER_VECTORS]),
+        pytest.param("-mno-avx512f -O1", marks=[needs_compiler, SHORTER_VECTORS]),
+        pytest.param("-mno-avx -O1", marks=[needs_compiler, SHORTER_VECTORS]),
     ],
 )
-def test_products(kind, dtype, rank):
-    for shape in SHAPES:
+def test_products(kind, dtype):
+    for rank, shape in itertools.product([1, 2, 3, 5, 17], SHAPES):
         if rank <= min(shape):
             _compare_products(_products(kind, [(*shape, rank)], dtype), dtype, rank, *shape)
 

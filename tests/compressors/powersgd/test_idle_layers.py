@@ -59,9 +59,10 @@ def _oracle(quiet: range, on_rank: int | None = None) -> list[torch.Tensor]:
     return [matrix.step([_gradients(rank, step, quiet, on_rank)[LAYER] for rank in range(2)]) for step in range(STEPS)]
 
 
-@pytest.mark.parametrize("wrapper", [None, "fp16", "bf16"])
-@pytest.mark.parametrize("cap", [25, EVERY_PARAMETER])
-@pytest.mark.parametrize("quiet", [QUIET, range(3)], ids=["in the middle", "from the start"])
+@pytest.mark.parametrize(
+    ("quiet", "cap", "wrapper"),
+    [(QUIET, 25, None), (QUIET, EVERY_PARAMETER, "fp16"), (range(3), 25, "bf16"), (range(3), EVERY_PARAMETER, None)],
+)
 def test_memory_waits_and_the_layer_trains_again(run_ranks, quiet, cap, wrapper):
     ranks = run_ranks(_run, quiet, wrapper, cap)
     expected = _oracle(quiet)
@@ -111,7 +112,7 @@ def _recover_from_a_zero_direction(zero_rows: list[int], fused: bool | None) -> 
 
 
 @pytest.mark.parametrize("fused", [None, False])
-@pytest.mark.parametrize("zero_rows", [[0], [1], [0, 1]])
+@pytest.mark.parametrize("zero_rows", [[1], [0, 1]])
 def test_a_direction_of_zeros_in_q_is_refilled(run_ranks, zero_rows, fused):
     """Otherwise P would get a random direction there instead of one of the gradient."""
     for error, restored in run_ranks(_recover_from_a_zero_direction, zero_rows, fused):

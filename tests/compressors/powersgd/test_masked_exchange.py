@@ -3,7 +3,6 @@
 import copy
 import gc
 import io
-import itertools
 import pickle
 import traceback
 import weakref
@@ -16,16 +15,13 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import commhooks
-from commhooks.compressors.powersgd import codec
 from commhooks.compressors.powersgd.device_kernel import DeviceKernel
-from commhooks.compressors.powersgd.reference import OracleMatrix, plain_mean
 from commhooks.compressors.powersgd.workspace import BucketPass
 from commhooks.engine.session import Session
 from commhooks.gradients.bucket import Bucket
 from tests.support.ddp_steps import process_group_of_one
 from tests.support.inside import session_of
 from tests.support.models import (
-    EVERY_PARAMETER,
     SHAPES,
     Gradients,
     backward,
@@ -38,8 +34,7 @@ from tests.support.models import (
 )
 
 COMPRESSED = ("conv", "first", "second", "wide")
-STEPS, IDLE_AT = 7, 4
-TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-10}
+IDLE_AT = 3  # "first" has no gradient on any rank
 
 
 def _options(rank: int, batch: bool, **more: Any) -> dict[str, Any]:
@@ -54,48 +49,6 @@ def _gradients(rank: int, step: int, dtype: torch.dtype) -> Gradients:
     return gradients
 
 
-def _run_all(cases: list[tuple[int, float, torch.dtype, bool]]) -> list[dict[str, Any]]:
-    results = []
-    for rank, cap, dtype, batch in cases:
-        with masks():
-            ddp = wrap(SHAPES, cap, dtype)
-            hook = commhooks.attach(ddp, "powerSGD", hook_options=_options(rank, batch))
-            got = [backward(ddp, _gradients(dist.get_rank(), step, dtype)) for step in range(STEPS)]
-            saved = hook.state_dict(residual="per_rank")["parameters"]
-            residuals = {name: saved[name]["residual"][0] for name in COMPRESSED}
-            results.append({"gradients": got, "residuals": residuals, "stats": hook.stats()})
-    return results
-
-
-def test_gradients_and_residuals_equal_the_oracle(run_ranks: Any) -> None:
-    """`first` and `second` share a stack, and `first` has no gradient in one step."""
-    dtypes = [torch.float32, torch.float64]
-    cases = list(itertools.product([1, 2, 5], [25, EVERY_PARAMETER], dtypes, [False, True]))
-    results = run_ranks(_run_all, cases)
-    for index, (rank, _, dtype, _) in enumerate(cases):
-        oracles = {}
-        for name in COMPRESSED:
-            m = torch.Size(SHAPES[name]).numel() // SHAPES[name][0]
-            oracles[name] = OracleMatrix(codec.draw(11, name, "Q", rank, m, dtype).T, 2)
-        for step in range(STEPS):
-            ranks = [_gradients(r, step, dtype) for r in range(2)]
-            for name, shape in SHAPES.items():
-                each = [gradients[name] for gradients in ranks]
-                oracle = oracles.get(name)
-                wanted = plain_mean(each) if oracle is None else oracle.step([g.flatten(1) for g in each]).view(shape)
-                for result in (r[index] for r in results):
-                    got = result["gradients"][step][name]
-                    if not wanted.any():
-                        assert step == IDLE_AT and not got.any()
-                    else:
-                        assert relative_error(got, wanted) < TOLERANCE[dtype], (cases[index], step, name)
-        for r, result in enumerate(each[index] for each in results):
-            assert result["stats"]["compressed_steps"] == STEPS
-            for name, residual in result["residuals"].items():
-                assert relative_error(residual.flatten(1), oracles[name].residuals[r]) < TOLERANCE[dtype], name
-        assert all(map(bits_equal, results[0][index]["gradients"], results[1][index]["gradients"]))
-
-
 def _variants(masked: bool, cases: list[Any]) -> list[list[Gradients]]:
     found = []
     for hook, dtype, wrapper, options in cases:
@@ -103,12 +56,12 @@ def _variants(masked: bool, cases: list[Any]) -> list[list[Gradients]]:
             ddp = wrap(SHAPES, 0.001, dtype)
             attached = commhooks.attach(ddp, hook, hook_options=options, wrapper=wrapper)
             found.append([])
-            for step in range(6):
+            for step in range(5):
                 gradients = random_gradients(SHAPES, dist.get_rank(), step, dtype)
                 if step == 3 and dist.get_rank() == 1:
                     gradients["wide"][0, 0] = float("inf")
                 found[-1].append(backward(ddp, gradients))
-            assert attached.stats()["nonfinite_steps"] == 1 and attached.stats()["compressed_steps"] == 5
+            assert attached.stats()["nonfinite_steps"] == 1 and attached.stats()["compressed_steps"] == 4
     return found
 
 
@@ -117,8 +70,11 @@ def test_every_dtype_and_wire_gives_what_the_host_form_gives(run_ranks: Any) -> 
     batched = {**common, "matrix_approximation_rank": 2}
     cases = [
         ("powerSGD", dtype, wrapper, _options(2, batch, use_error_feedback=feedback, warm_start=warm))
-        for dtype, wrapper in [(torch.float32, "fp16"), (torch.float32, "bf16"), (torch.bfloat16, None)]
-        for batch, feedback, warm in [(False, True, True), (True, True, False), (True, False, True)]
+        for dtype, wrapper, batch, feedback, warm in [
+            (torch.float32, "fp16", False, True, True),
+            (torch.float32, "bf16", True, True, False),
+            (torch.bfloat16, None, True, False, True),
+        ]
     ]
     cases += [("batched_powerSGD", dtype, None, batched) for dtype in (torch.float32, torch.bfloat16)]
     host, masked = run_ranks(_variants, False, cases)[0], run_ranks(_variants, True, cases)
@@ -212,20 +168,19 @@ def _count_one_step(ddp: torch.nn.parallel.DistributedDataParallel, width: int =
     return counter
 
 
-@pytest.mark.parametrize("batch", [True, False])
-@pytest.mark.parametrize(("used", "rank"), [(3, 8), (3, 4), (5, 8)])
+@pytest.mark.parametrize(("used", "rank", "batch"), [(3, 4, True), (5, 8, False)])
 def test_an_embedding_of_which_few_rows_are_used(used: int, rank: int, batch: bool) -> None:
     """Its gradient has a lower rank than PowerSGD, so that it comes through as it is."""
     shapes = {"embedding": (64, 32), "other": (64, 32)}
     with process_group_of_one(), masks():
         ddp = wrap(shapes)
         hook = commhooks.attach(ddp, "powerSGD", hook_options=_options(rank, batch))
-        for step in range(30):
+        for step in range(10):
             gradients = random_gradients(shapes, 0, step)
             gradients["embedding"][used:] = 0
             got = backward(ddp, gradients)["embedding"]
             assert relative_error(got, gradients["embedding"]) < 1e-2, step
-        assert hook.stats()["compressed_steps"] == 30
+        assert hook.stats()["compressed_steps"] == 10
 
 
 def _resumed(batch: bool, residual: str) -> bool:
@@ -248,8 +203,7 @@ def _resumed(batch: bool, residual: str) -> bool:
     return max(errors) < 1e-5
 
 
-@pytest.mark.parametrize("residual", ["mean", "per_rank"])
-@pytest.mark.parametrize("batch", [True, False])
+@pytest.mark.parametrize(("batch", "residual"), [(True, "mean"), (False, "per_rank")])
 def test_resume(run_ranks: Any, batch: bool, residual: str) -> None:
     assert run_ranks(_resumed, batch, residual) == [True, True]
 
@@ -266,34 +220,6 @@ def test_a_pickled_state_holds_each_residual_once() -> None:
         assert len(pickle.dumps(state)) < 1.2 * sum(r.nbytes for r in residuals.values())
         copied = copy.deepcopy(state)
         assert all(torch.equal(residuals[n], copied.session.state["residual"][n]) for n in residuals)
-
-
-def _scaled(batch: bool, factors: list[float]) -> list[Gradients]:
-    """One rank overflows in step 3: its scale must not be taken for that of the residuals."""
-    scale = [torch.ones(())]
-    with masks():
-        ddp = wrap(SHAPES, 0.001)
-        hook = commhooks.attach(ddp, "powerSGD", hook_options=_options(2, batch), loss_scale=lambda: scale[0])
-        found = []
-        for step, factor in enumerate(factors):
-            scale[0].fill_(factor)  # in place, as a GradScaler changes its own
-            gradients = {n: g * factor for n, g in _gradients(dist.get_rank(), step, torch.float32).items()}
-            if step == 3 and dist.get_rank() == 1:
-                gradients["wide"][0, 0] = float("inf")
-            got = backward(ddp, gradients)
-            if step != 3:
-                found.append({n: g / factor for n, g in got.items()})
-        assert hook.state_dict()["loss_scale"] == factors[-1]
-        assert hook.stats()["nonfinite_steps"] == 1
-        return found
-
-
-@pytest.mark.parametrize("batch", [True, False])
-def test_a_scale_on_the_device_changes_nothing(run_ranks: Any, batch: bool) -> None:
-    """Not a bit of it: the scales are powers of two."""
-    plain = run_ranks(_scaled, batch, [1.0] * 6)
-    for scaled, expected in zip(run_ranks(_scaled, batch, [1.0, 4.0, 4.0, 16.0, 0.5, 8.0]), plain, strict=True):
-        assert all(map(bits_equal, scaled, expected))
 
 
 def test_padding_remembers_nothing() -> None:

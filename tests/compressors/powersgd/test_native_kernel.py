@@ -37,10 +37,17 @@ joins_operations = pytest.mark.skipif(
 )
 
 
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Of kernels of another build, which are not for the user's cache."""
+    return tmp_path_factory.mktemp("cache")
+
+
 @contextmanager
 def _machine(cache: Path, broken: bool = False, other: bool = False) -> Iterator[None]:
-    """This rank is on a machine without a compiler, or on one of another kind."""
-    environment = {"XDG_CACHE_HOME": str(cache)} | (NO_COMPILER if broken else {})
+    """This rank is on a machine without a compiler, or on one of another kind. The file of a kernel depends on compiler
+    and flags, so that neither finds that of the usual one."""
+    environment = NO_COMPILER if broken else {"XDG_CACHE_HOME": str(cache)} if other else {}
     flags = native_products.FLAGS + (OTHER_BUILD if other else ())
     native_products.load.cache_clear()
     try:
@@ -73,7 +80,7 @@ def _trained(fused: bool | None, bare: bool) -> tuple[Any, ...]:
 
 def _on_two_machines(cache: Path, broken: list[int], other: list[int]) -> dict[Any, tuple[Any, ...]]:
     rank = dist.get_rank()
-    with _machine(cache / f"of rank {rank}", rank in broken, rank in other):
+    with _machine(cache, rank in broken, rank in other):
         return {(fused, bare): _trained(fused, bare) for fused in (None, False, True) for bare in (False, True)}
 
 
@@ -91,8 +98,8 @@ def _one_rank_is_told(ranks: list[dict[Any, tuple[Any, ...]]], bare: bool) -> st
 
 
 @needs_compiler
-def test_on_machines_that_are_alike(run_ranks: Any, tmp_path: Path) -> None:
-    ranks = run_ranks(_on_two_machines, tmp_path, [], [])
+def test_on_machines_that_are_alike(run_ranks: Any, cache: Path) -> None:
+    ranks = run_ranks(_on_two_machines, cache, [], [])
     for bare in (False, True):
         for rank in ranks:
             assert [rank[fused, bare][0] for fused in (None, True, False)] == ["native", "native", "torch"]
@@ -103,8 +110,8 @@ def test_on_machines_that_are_alike(run_ranks: Any, tmp_path: Path) -> None:
 
 
 @needs_compiler
-def test_one_machine_without_a_compiler(run_ranks: Any, tmp_path: Path) -> None:
-    ranks = run_ranks(_on_two_machines, tmp_path, [1], [])
+def test_one_machine_without_a_compiler(run_ranks: Any, cache: Path) -> None:
+    ranks = run_ranks(_on_two_machines, cache, [1], [])
     for bare in (False, True):
         line = _one_rank_is_told(ranks, bare)
         assert "PowerSGD computes with the kernel 'torch' on all ranks. ranks [1]: the native kernel cannot be" in line
@@ -113,10 +120,11 @@ def test_one_machine_without_a_compiler(run_ranks: Any, tmp_path: Path) -> None:
             kind, text, seconds = rank[True, bare]
             assert kind == ("HookRunError" if bare else "AttachError") and seconds < 20
             assert text.startswith("of 2 ranks these cannot do what all of them ask for: [1]. Why: fused=True: the ")
+            assert text.endswith("Without fused=True, torch would compute instead")
 
 
-def test_no_compiler_anywhere(run_ranks: Any, tmp_path: Path) -> None:
-    ranks = run_ranks(_on_two_machines, tmp_path, [0, 1], [])
+def test_no_compiler_anywhere(run_ranks: Any, cache: Path) -> None:
+    ranks = run_ranks(_on_two_machines, cache, [0, 1], [])
     for bare in (False, True):
         assert "on all ranks. ranks [0" in _one_rank_is_told(ranks, bare)
         for rank in ranks:
@@ -126,8 +134,8 @@ def test_no_compiler_anywhere(run_ranks: Any, tmp_path: Path) -> None:
 
 @needs_compiler
 @joins_operations
-def test_machines_whose_kernels_differ(run_ranks: Any, tmp_path: Path) -> None:
-    ranks = run_ranks(_on_two_machines, tmp_path, [], [1])
+def test_machines_whose_kernels_differ(run_ranks: Any, cache: Path) -> None:
+    ranks = run_ranks(_on_two_machines, cache, [], [1])
     for bare in (False, True):
         line = _one_rank_is_told(ranks, bare)
         assert "the ranks' faster kernels differ: ranks [0]: native " in line and "; ranks [1]: native " in line
@@ -147,12 +155,12 @@ def _results(cache: Path, flags: tuple[str, ...]) -> bytes:
 
 @needs_compiler
 @joins_operations
-def test_a_build_is_known_by_its_bits(tmp_path: Path) -> None:
-    usual = _results(tmp_path / "usual", native_products.FLAGS)
-    assert _results(tmp_path / "again", (*native_products.FLAGS, "-g")) == usual  # another file, the same numbers
-    assert _results(tmp_path / "other", native_products.FLAGS + OTHER_BUILD) != usual
+def test_a_build_is_known_by_its_bits(cache: Path) -> None:
+    usual = native_products.results_of(native_products.load.__wrapped__(), torch.float32)
+    assert native_products.results_of(native_products.load.__wrapped__(), torch.float32) == usual
+    assert _results(cache, native_products.FLAGS + OTHER_BUILD) != usual
     if torch.backends.cpu.get_cpu_capability() == "AVX512":  # vectors of another length add in another order
-        assert _results(tmp_path / "shorter", (*native_products.FLAGS, "-mno-avx512f")) != usual
+        assert _results(cache, (*native_products.FLAGS, "-mno-avx512f", "-O1")) != usual
 
 
 def test_nothing_is_missing_where_the_kernel_does_not_apply() -> None:
@@ -167,14 +175,14 @@ def test_fused_false_asks_for_no_compiler(monkeypatch: pytest.MonkeyPatch) -> No
         assert _trained(False, bare=False)[0] == "torch"
 
 
-def test_simulated_ranks_use_the_kernel_of_this_machine(tmp_path: Path) -> None:
+def test_simulated_ranks_use_the_kernel_of_this_machine(cache: Path) -> None:
     def compressor() -> PowerSGDCompressor:
         made.append(PowerSGDCompressor(commhooks.PowerSGD(start_powerSGD_iter=0, fused=fused)))
         return made[-1]
 
     for fused in (None, True):
         made: list[PowerSGDCompressor] = []
-        with _machine(tmp_path, broken=True):
+        with _machine(cache, broken=True):
             if fused:
                 with pytest.raises(commhooks.HookConfigError, match="fused=True"):
                     SimulatedRanks(compressor, 2, {"w": torch.empty(20, 30)})

@@ -16,7 +16,6 @@ from commhooks.compressors.powersgd.native_products import NativeProducts, load
 from tests.support.compilers import needs_compiler
 
 SHAPES = [(1, 1), (7, 1), (1, 9), (5, 3), (3, 50_000), (50_000, 3), (640, 1061), (600, 512), (65, 4608), (9001, 33)]
-DTYPES = [torch.float32, torch.float64]
 pytestmark = needs_compiler
 
 
@@ -56,11 +55,10 @@ def _same(first: list[torch.Tensor], second: list[torch.Tensor]) -> bool:
     return all(map(torch.equal, first, second))
 
 
-@pytest.mark.parametrize("rank", [1, 3, 4, 16])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("dtype", "rank"), [(torch.float32, 1), (torch.float64, 3), (torch.float32, 16)], ids=str)
 def test_no_bit_depends_on_the_number_of_threads(threads: Callable[[int], None], dtype: torch.dtype, rank: int) -> None:
     results = []
-    for number in (1, 2, 3, 4, 2):
+    for number in (1, 3, 2, 3):
         threads(number)
         results.append(_all_steps(dtype, rank))
     assert all(x.isfinite().all() for x in results[0])

@@ -4,7 +4,6 @@ replicas equal bit for bit, steps counted, bytes saved, and nothing lost: with e
 into the gradient is in the residuals, up to the rounding of the wire.
 """
 
-import itertools
 from typing import Any, NamedTuple
 
 import pytest
@@ -23,7 +22,7 @@ from tests.support.models import (
     wrap,
 )
 
-COMPRESSED_STEPS = 4
+COMPRESSED_STEPS = 3
 # |mean residual + gradient - mean delta| / |mean delta|, by what travels.
 LOST = {torch.float32: 1e-6, torch.float16: 3e-4, torch.bfloat16: 3e-3}
 
@@ -35,7 +34,14 @@ class Case(NamedTuple):
     start: int
 
 
-CASES = list(itertools.starmap(Case, itertools.product([True, False], [True, False], [25, EVERY_PARAMETER], [0, 1, 5])))
+CASES = [
+    Case(True, True, 25, 3),
+    Case(True, True, EVERY_PARAMETER, 0),
+    Case(True, False, 25, 0),
+    Case(True, False, EVERY_PARAMETER, 1),
+    Case(False, True, EVERY_PARAMETER, 1),
+    Case(False, False, 25, 0),
+]
 
 
 def _mean(tensor: torch.Tensor) -> torch.Tensor:
@@ -80,14 +86,14 @@ def _run_all(dtype: torch.dtype, wrapper: str | None, fused: bool | None) -> lis
     return [_run(case, dtype, wrapper, fused) for case in CASES]
 
 
-@pytest.mark.parametrize("fused", [None, False])
 @pytest.mark.parametrize(
-    ("dtype", "wrapper", "wire"),
+    ("dtype", "wrapper", "wire", "fused"),
     [
-        (torch.float32, None, torch.float32),
-        (torch.float32, "fp16", torch.float16),
-        (torch.float32, "bf16", torch.bfloat16),
-        (torch.bfloat16, "fp16", torch.bfloat16),  # a 16-bit bucket is not converted to the other 16-bit type
+        (torch.float32, None, torch.float32, None),
+        (torch.float32, "fp16", torch.float16, None),
+        (torch.float32, "fp16", torch.float16, False),
+        (torch.float32, "bf16", torch.bfloat16, False),
+        (torch.bfloat16, "fp16", torch.bfloat16, None),  # a 16-bit bucket is not converted to the other 16-bit type
     ],
 )
 def test_every_case(run_ranks, dtype, wrapper, wire, fused):

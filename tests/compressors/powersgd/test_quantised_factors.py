@@ -76,7 +76,7 @@ def flat(each: dict[str, torch.Tensor]) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(("options", "masked"), VARIANTS)
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@pytest.mark.parametrize("world_size", [1, 3])
 @pytest.mark.parametrize("wrapper", LEVELS)
 def test_averages_and_residuals_are_those_of_the_oracle(
     wrapper: str, world_size: int, options: dict[str, Any], masked: bool
@@ -112,8 +112,8 @@ def test_averages_and_residuals_are_those_of_the_oracle(
 
 
 CASES = [
-    *itertools.product(["powerSGD"], LEVELS, [1, 2, 16], [1, 3], [{}, {"alternate": True}]),
-    *itertools.product(["batched_powerSGD"], LEVELS, [2], [1, 3], [{}]),
+    *itertools.product(["powerSGD"], LEVELS, [1, 16], [3], [{}, {"alternate": True}]),
+    *itertools.product(["batched_powerSGD"], LEVELS, [2], [1], [{}]),
 ]
 
 
@@ -249,8 +249,7 @@ HARD = {
 }
 
 
-@pytest.mark.parametrize("masked", [False, True])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("dtype", "masked"), [(torch.float32, True), (torch.float16, False)])
 @pytest.mark.parametrize("kind", HARD)
 @pytest.mark.parametrize("wrapper", LEVELS)
 def test_hard_gradients_stay_finite_and_are_worked_off(

@@ -14,7 +14,7 @@ from commhooks.engine.simulation import SimulatedRanks
 from tests.support.compilers import needs_compiler
 from tests.support.ddp_steps import replicas_equal, residuals
 from tests.support.features import complex_on_gloo
-from tests.support.models import all_finite, masks
+from tests.support.models import all_finite
 
 HOOKS = ["int8", "int4"]
 FUSED = [pytest.param(True, marks=needs_compiler, id="native"), pytest.param(False, id="torch")]
@@ -72,9 +72,14 @@ def _mixed(hook: str, fused: bool, wrapper: str | None, dtype: torch.dtype) -> d
 
 
 @complex_on_gloo
-@pytest.mark.parametrize(("wrapper", "exact"), [(None, 1e-6), ("bf16", 2e-2)])
-@pytest.mark.parametrize("fused", FUSED)
-@pytest.mark.parametrize("hook", HOOKS)
+@pytest.mark.parametrize(
+    ("hook", "fused", "wrapper", "exact"),
+    [
+        pytest.param("int8", True, None, 1e-6, marks=needs_compiler),
+        ("int8", False, "bf16", 2e-2),
+        pytest.param("int4", True, "bf16", 2e-2, marks=needs_compiler),
+    ],
+)
 def test_parameters_of_every_kind(run_ranks: Any, hook: str, fused: bool, wrapper: str | None, exact: float) -> None:
     quantised = 0.02 if hook == "int8" else 0.3
     for rank in run_ranks(_mixed, hook, fused, wrapper, torch.float32, world_size=3):
@@ -109,9 +114,12 @@ def test_gradients_in_64_and_in_16_bits(run_ranks: Any, hook: str, fused: bool) 
     assert run_ranks(_all_dtypes, hook, fused) == [[True, True]] * 2
 
 
-@pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan])
-@pytest.mark.parametrize("fused", FUSED)
-@pytest.mark.parametrize("compressor", [Int8Compressor, Int4Compressor])
+@pytest.mark.parametrize("value", [-math.inf, math.nan])
+@pytest.mark.parametrize(
+    ("compressor", "fused"),
+    [pytest.param(Int8Compressor, True, marks=needs_compiler), (Int8Compressor, False)]
+    + [pytest.param(Int4Compressor, True, marks=needs_compiler)],
+)
 def test_one_number_that_is_not_finite_anywhere_stops_the_step(compressor: Any, fused: bool, value: float) -> None:
     """On any rank, in any block, in one's own share and in another's, and in what is not quantised."""
     world_size, shapes = 3, {"a": (10, 7), "bias": (5,), "b": (6, 16)}
@@ -121,7 +129,7 @@ def test_one_number_that_is_not_finite_anywhere_stops_the_step(compressor: Any, 
     with torch.no_grad():
         assert ranks.step([torch.randn(numel) for _ in range(world_size)])
         before = [{n: r.clone() for n, r in state["residual"].items()} for state in ranks.states]
-        for place in range(0, numel, 3):
+        for place in range(0, numel, 5):
             for rank in range(world_size):
                 buckets = [torch.ones(numel) for _ in range(world_size)]
                 buckets[rank][place] = value
@@ -130,30 +138,6 @@ def test_one_number_that_is_not_finite_anywhere_stops_the_step(compressor: Any, 
         for state, old in zip(ranks.states, before, strict=True):
             assert all(torch.equal(state["residual"][name], each) for name, each in old.items())
         assert ranks.step([torch.ones(numel) for _ in range(world_size)]), "nothing is left in the buffers"
-
-
-def _masked(hook: str, scale: float) -> list[bool]:
-    """A good step, one that is not finite, and another one at a larger loss scale, without a look at the device."""
-    factors = iter([1.0, 1.0, scale])
-    current = [1.0]
-    with masks():
-        ddp = nn.parallel.DistributedDataParallel(nn.Linear(32, 32))
-        attached = commhooks.attach(ddp, hook, loss_scale=lambda: torch.tensor(current[0]))
-        kept = []
-        for value in (1.0, math.inf, 1.0):
-            current[0] = next(factors)
-            ddp.zero_grad()
-            generator = torch.Generator().manual_seed(dist.get_rank())
-            (ddp(torch.randn(4, 32, generator=generator)).square().mean() * value * current[0]).backward()
-            kept.append(residuals(attached)["weight"].clone())
-    after = attached.stats()
-    return [torch.equal(kept[0], kept[1]), after["step"] == 2, after["nonfinite_steps"] == 1, bool(kept[0].any())]
-
-
-@pytest.mark.parametrize("hook", HOOKS)
-def test_masks_keep_the_residual_of_a_step_that_is_not_finite(run_ranks: Any, hook: str) -> None:
-    for rank in run_ranks(_masked, hook, 8.0):
-        assert rank == [True] * 4
 
 
 def _after_a_step(config: commhooks.Int8Compress, dtype: torch.dtype) -> tuple[Any, ...]:

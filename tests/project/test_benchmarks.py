@@ -236,6 +236,18 @@ def test_link(tmp_path):
     assert _namespaces() <= before
 
 
+@pytest.mark.skipif(not (_can_limit_a_link() and os.path.exists("/dev/net/tun")), reason="needs root, ip and TUN")
+def test_a_wide_area_link(tmp_path):
+    before = _namespaces()
+    arguments = ["--hooks", "ddp", "diloco-5", "--rtt", "40", "--loss", "0.001", "--steps", "1"]
+    rows = {row["hook"]: row for row in _run("link", tmp_path, *arguments)}
+    sent_ms = 1000 * 8 * 1e6 * rows["ddp"]["gradient_mb"] / 100e6
+    assert rows["ddp"]["median_ms"] > 40 + 0.8 * sent_ms  # there and back, at least once
+    assert rows["diloco-5"]["bytes_per_step"] < 0.1 * rows["ddp"]["bytes_per_step"]
+    assert {row["rtt_ms"] for row in rows.values()} == {40.0}
+    assert _namespaces() <= before
+
+
 def test_link_draws_what_was_measured_before(tmp_path):
     """Without the right to limit a link."""
     times = {"ddp": (100_000, 1000), "fused-1": (500, 200), "torch-1": (520, 300), "int8": (25_000, None)}
@@ -268,6 +280,16 @@ def test_time_to_loss(tmp_path):
     assert first[3] > 2.2 and other[3] > 2.2  # of ten digits, at the begin: ln 10 is 2.30
     assert compressed["megabytes"] < 0.5 * plain["megabytes"]
     assert plain["sooner"] == 1
+
+
+@pytest.mark.skipif(not _can_limit_a_link(), reason="needs root, ip and tc")
+def test_time_to_loss_from_some_timed_steps(tmp_path):
+    rows = _run("time_to_loss", tmp_path, "--hooks", "ddp", "diloco-5@2", "--steps", "15", "--timed", "10")
+    for row in rows:
+        (curve,) = row["curves"]
+        assert [point[0] for point in curve] == [5, 10, 15]
+        assert curve[2][1] == pytest.approx(3 * curve[0][1]) and curve[0][3] > curve[2][3]
+    assert 0 < rows[1]["megabytes"] < 0.1 * rows[0]["megabytes"]
 
 
 def test_when_a_curve_reaches_a_loss():

@@ -183,7 +183,7 @@ def refuse_without_hook(args: argparse.Namespace, file: str | None, content: dic
             )
         version = _setting("fsdp_version", "fsdp_config", args, content)
         replicas = _setting("parallelism_config_dp_replicate_size", "parallelism_config", args, content)
-        if str(version) != "2" or int(replicas) < 2:
+        if str(version) != "2" or not str(replicas).isdecimal() or int(replicas) < 2:
             raise HookConfigError(
                 f"{where}: with FSDP a communication hook averages between replicas that FSDP2 shards; given are "
                 f"fsdp_version={version} and parallelism_config_dp_replicate_size={replicas}. Use fsdp_version=2 with "
@@ -202,7 +202,9 @@ def _setting(name: str, section: str, args: argparse.Namespace, content: dict[st
     default = getattr(args, name)
     if name in getattr(args, "nondefault", ()):
         return default
-    given = content.get(section) or {}
+    given = content.get(section)
+    if not isinstance(given, dict):  # with anything but a section Accelerate itself will complain
+        return default
     return given.get(name, given.get(name.removeprefix("fsdp_"), default))
 
 

@@ -5,14 +5,13 @@ once. The others are for refusing what cannot work: without them it is not refus
 """
 
 import contextlib
+import sys
 from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed._composable.replicate import DDP as _Replicated
-from torch.distributed._composable.replicate import replicate
 from torch.nn.parallel import DistributedDataParallel
 
 
@@ -83,9 +82,10 @@ def address_key(rank: int) -> str:
 def ddp_under(model: nn.Module) -> DistributedDataParallel | None:
     """What reduces the gradients of a module that was replicated by `torch.distributed._composable.replicate`; None for
     other modules. `replicate` makes it in the first forward pass, or here."""
-    if not isinstance(model, _Replicated):
+    used: Any = sys.modules.get("torch.distributed._composable.replicate")
+    if used is None or not isinstance(model, used.DDP):
         return None
-    state: Any = replicate.state(model)
+    state: Any = used.replicate.state(model)
     if not state.has_initialized:
         state.lazy_init()
     found: DistributedDataParallel = state._ddp

@@ -38,6 +38,18 @@ def test_all_ranks_get_the_same(run_ranks: Any) -> None:
     assert first.mbit_per_s > 0 and 0 < first.latency_ms / 1000 < first.took_s
 
 
+def _far_away() -> Link:
+    """100 Mbit/s, and 50 ms for each message."""
+    with mock.patch.object(link, "_all_reduce_s", lambda buffer, group: 0.05 + 8e-8 * buffer.nbytes):
+        return _measured()
+
+
+def test_a_long_latency_is_no_low_bandwidth(run_ranks: Any) -> None:
+    for found in run_ranks(_far_away):
+        assert found.latency_ms == pytest.approx(50, rel=0.01)
+        assert found.mbit_per_s == pytest.approx(100, rel=0.01)
+
+
 def _full_on_rank_1() -> tuple[Link, int]:
     """Where one rank has no memory for larger buffers, all go on with the size that they have."""
     sizes = []

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+from commhooks.comm.link import Network
 from commhooks.hook.plan_model import plan_model
 from commhooks.hook.request import HookRequest
 from commhooks.tools.cli import main
@@ -41,6 +42,19 @@ def test_rings_of_all_ranks_and_between_nodes() -> None:
     assert not flat.between_nodes and nodes.between_nodes
     # Half of every gradient is another rank's, and travels there and back.
     assert nodes.seconds == pytest.approx(sent / 1e9 + 8 * MB / 2e9)
+
+
+def test_local_steps_share_the_bytes_and_the_latency_of_a_round() -> None:
+    cluster = Cluster(nodes=2, ranks_per_node=4, bandwidth=8e9, inside=1e12, latency=1.0)
+    every = 10
+    flat, nodes = _predict("local_sgd", cluster, sync_every=every)
+    _, plain = _predict("allreduce", cluster)
+    # Each of the four ranks of a node sends all weights.
+    assert nodes.leaving == pytest.approx(4 * plain.leaving / every, rel=0.01)
+    inside = 2 * 3 / 4 * 8 * 8 * MB / 1e12
+    messages = Network(2, 8e9, cluster.latency).messages("sum")
+    assert nodes.seconds == pytest.approx(inside + messages / every + nodes.leaving / 1e9, rel=0.01)
+    assert flat.seconds > messages / every
 
 
 def test_an_all_to_all_leaves_the_node_once_per_rank() -> None:

@@ -219,6 +219,8 @@ def test_a_reminder_while_it_runs(config: Path, in_this_process: Path, monkeypat
             "given are fsdp_version=1 and parallelism_config_dp_replicate_size=1. Use",
         ),
         (SHARDED + SECTION, ["--parallelism_config_dp_replicate_size", "1"], "given are fsdp_version=2 and"),
+        (SHARDED.replace("replicate_size: 2", "replicate_size: two") + SECTION, [], "dp_replicate_size=two. Use"),
+        (ACCELERATE + "fsdp_config: [2]\n" + SECTION, ["--use_fsdp"], "given are fsdp_version=1 and"),
         (ACCELERATE.replace("MULTI_GPU", "DEEPSPEED") + SECTION, [], "yaml: distributed_type: DEEPSPEED: Accelerate"),
         (ACCELERATE.replace("LOCAL_MACHINE", "AMAZON_SAGEMAKER") + SECTION, [], "AMAZON_SAGEMAKER"),
         (SECTION, [], "accelerate.yaml: Settings only: use it with CommHookKwargs.from_config("),

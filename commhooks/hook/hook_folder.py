@@ -1,6 +1,5 @@
 """A hook in a folder of its own, beside a model that was saved with `torch.distributed.checkpoint`: for the plugins."""
 
-import contextlib
 import io
 import shutil
 from collections.abc import Callable
@@ -31,7 +30,7 @@ class HookFolder:
         self._last_file = path / ".metadata"  # that DCP writes
 
     def remove(self) -> None:
-        """Before other weights replace those that it belongs to.
+        """Before other weights replace those that it belongs to. A file in place of the checkpoint goes, too.
 
         Raises:
             HookRunError: it is still there, and would be loaded.
@@ -39,8 +38,9 @@ class HookFolder:
         failed = ""
         if dist.get_rank() == 0:
             try:
-                with contextlib.suppress(NotADirectoryError):  # the checkpoint is a file, which Lightning replaces
-                    self._last_file.unlink(missing_ok=True)
+                if self._path.parent.is_file():  # each rank of Lightning 2.6 would remove it, and all but one fail
+                    self._path.parent.unlink()
+                self._last_file.unlink(missing_ok=True)
             except OSError as error:
                 failed = str(error)
             else:

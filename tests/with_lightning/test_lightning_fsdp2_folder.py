@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch.distributed as dist
@@ -79,13 +81,25 @@ def test_what_is_no_plain_data_is_not_read(run_ranks: Any, tmp_path: Path) -> No
     assert run_ranks(_hostile, str(tmp_path), world_size=2) == [False] * 2
 
 
+_is_file = Path.is_file
+
+
+def _slow(path: Path) -> bool:
+    """Time enough for both ranks to see a file that one of them will then not find."""
+    found = _is_file(path)
+    if found:
+        time.sleep(0.3 + 0.3 * dist.get_rank())
+    return found
+
+
 def _in_the_way(root: str) -> tuple[str, bool]:
     made = _saved(root, "int8")
     path = Path(root, "file.ckpt")
     if dist.get_rank() == 0:
         path.write_text("a checkpoint in one file")
     dist.barrier()
-    made.save_checkpoint(path)
+    with mock.patch.object(Path, "is_file", _slow):
+        made.save_checkpoint(path)
     last = path / "commhooks" / ".metadata"
     dist.barrier()
     replaced = last.is_file()

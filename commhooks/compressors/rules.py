@@ -48,6 +48,7 @@ class CompressorRules(ABC, Generic[ConfigT]):
     stats_every: int | None = None
     kernel: Kernel = TORCH
     judges_averages: bool = True
+    coalesces: bool = False
     Plan: ClassVar[type[UnitPlan]] = UnitPlan
 
     # See `Compressor`.

@@ -3,7 +3,7 @@
 Collectives are issued only from inside hook calls, in bucket order, so that every rank issues the same sequence. A new
 bucket starts its exchange; then each earlier one with a round left takes one step: with two rounds, P of bucket k, then
 Q of bucket k - 1. The last bucket runs all remaining rounds. The call for bucket k returns while its collective is in
-flight.
+flight. Where messages are coalesced, nothing is waited for before the last bucket.
 """
 
 import contextlib
@@ -15,10 +15,11 @@ import torch.distributed as dist
 
 from commhooks.comm.collective import Pending, Send, new_future
 from commhooks.compressors.base import Verdict
+from commhooks.engine.coalescing import Coalescing, Held
 from commhooks.engine.task import Done, ExchangeTask
 from commhooks.gradients.loss_scale import LossScale
 
-Issue = Callable[[Send], Pending]
+Issue = Callable[[Send], Pending | Held]
 
 
 class RunningExchange:
@@ -37,7 +38,7 @@ class RunningExchange:
         self.future = new_future(flat.device)
         self._task = task
         self._issue = issue
-        self._pending: Pending | None = None
+        self._pending: Pending | Held | None = None
         self._last_sent = False
         self._finite: torch.Tensor | None = None
 
@@ -80,7 +81,7 @@ class RunningExchange:
         with contextlib.suppress(Exception):
             self._task.exchange.close()
         pending, self._pending = self._pending, None
-        return pending if pending is not None and pending.writes(self.flat) else None
+        return pending if isinstance(pending, Pending) and pending.writes(self.flat) else None
 
     def _resume(self, answer: torch.Tensor | bool | None) -> None:
         step = self._task.advance(answer)
@@ -105,6 +106,7 @@ class BackwardPass:
         loss_scale: the loss scale of this pass.
         step: committed passes before this one; on an accelerator a lower bound.
         step_at_most: the upper bound.
+        coalescing: holds small messages back; None: each is sent at once.
     """
 
     group: dist.ProcessGroup
@@ -113,6 +115,7 @@ class BackwardPass:
     loss_scale: LossScale
     step: int
     step_at_most: int
+    coalescing: Coalescing | None = None
     running: list[RunningExchange] = field(default_factory=list)
 
     @property
@@ -121,10 +124,10 @@ class BackwardPass:
         return f"{'' if self.step == self.step_at_most else '<= '}{self.step_at_most}"
 
     def add(self, exchange: RunningExchange) -> None:
-        """Start the exchange of the next bucket, then advance each earlier one with a round left by one step."""
+        """Start the exchange of the next bucket; advance each earlier one with a round left by one step."""
         self.running.append(exchange)
         exchange.start()
-        for earlier in self.running[:-1]:
+        for earlier in self.running[:-1] if self.coalescing is None else ():
             if earlier.has_round_left:
                 earlier.step()
 

@@ -6,19 +6,21 @@ step. Without learned state nothing depends on other buckets, and each one ends 
 """
 
 import contextlib
-from collections.abc import Iterator
+import functools
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 
 from commhooks.comm import collective
-from commhooks.comm.collective import Pending, Send, resolve_group, wait_for_abandoned
+from commhooks.comm.collective import Pending, Reach, Send, resolve_group, wait_for_abandoned
 from commhooks.comm.counters import Counters
 from commhooks.comm.point_to_point import PointToPoint
 from commhooks.comm.shards import good_on_all_shards
 from commhooks.compressors.base import Compressor, StepInfo
 from commhooks.engine.arrangement import FLAT
 from commhooks.engine.backward_pass import BackwardPass, RunningExchange
+from commhooks.engine.coalescing import Coalescing, Held, Sender
 from commhooks.engine.consensus import Binding, Consensus
 from commhooks.engine.held_state import HeldState
 from commhooks.engine.immediate import reduce_and_count
@@ -136,7 +138,14 @@ class Session:
         loss_scale = usable(read_scale(self.consensus.binding.loss_scale), state.loss_scale)
         self.counters.begin_pass()
         group = self.consensus.arrangement.group("all", group)
-        return BackwardPass(group, compressing, loss_scale / state.loss_scale, loss_scale, step, step_at_most)
+        current = BackwardPass(group, compressing, loss_scale / state.loss_scale, loss_scale, step, step_at_most)
+        if compressor.coalesces:
+
+            def ranks(over: Reach) -> int:
+                return self.consensus.arrangement.group(over, group).size()
+
+            current.coalescing = Coalescing(Sender(functools.partial(self._send, current), ranks))
+        return current
 
     def _new_exchange(self, bucket: Bucket, current: BackwardPass) -> RunningExchange:
         flat, compressor, state, group = bucket.flat, self.compressor, self.state, current.group
@@ -148,15 +157,21 @@ class Session:
         if current.compressing:
             counters.numel_before += known.layout.numel
             counters.numel_after += sum(plan.numel_sent for plan in known.plans)
-        where = f"bucket {bucket.index} at step {current.step_label}"
 
-        def issue(send: Send) -> Pending:
-            return collective.start(send, arrangement.group(send.over, group), counters, where, self._messages)
+        def issue(send: Send) -> Pending | Held:
+            if current.coalescing is not None:
+                return current.coalescing.issue(send, bucket.index)
+            return self._send(current, send, [bucket.index])
 
         self._observer.add(known.layout)
         step = StepInfo(current.step, group.size(), current.residual_factor, group.rank())
         exchange = known.exchange(compressor, arrangement, flat, state, step, compressing=current.compressing)
         return RunningExchange(ExchangeTask(exchange, flat, compressor.name), flat, issue)
+
+    def _send(self, current: BackwardPass, send: Send, buckets: Sequence[int]) -> Pending:
+        where = f"bucket{'s' * (len(buckets) > 1)} {', '.join(map(str, buckets))} at step {current.step_label}"
+        group = self.consensus.arrangement.group(send.over, current.group)
+        return collective.start(send, group, self.counters, where, self._messages)
 
     def _drain(self, current: BackwardPass) -> None:
         """End a pass: run all remaining rounds, then commit."""

@@ -143,6 +143,7 @@ class DDPGradients(GradientSource):
                 f"this DistributedDataParallel model has a communication hook already, so {reducer.name!r} cannot be: "
                 "DDP takes one hook for life; wrap the model anew to change it"
             ) from error
+        vars(ddp_model)["commhooks_keeps_group"] = KeepsGroup(ddp_model.process_group)
 
     def let_ranks_differ(self) -> list[str]:
         ddp_model = self._ddp_model()
@@ -180,6 +181,22 @@ class DDPGradients(GradientSource):
         ignored = ddp_model.parameters_to_ignore
         own = {id(p) for n, p in ddp_model.module.named_parameters() if n not in ignored}
         return [(n, p) for n, p in module.named_parameters() if id(p) in own]
+
+
+class KeepsGroup:
+    """An attribute of a DDP model that keeps the process group until the DDP `Reducer` is gone.
+
+    If that were the last to hold the group, both would end while Python's lock is held (torch 2.13), and on gloo
+    that can wait for ever: the group waits for its threads, and such a thread for the lock, to free what Python has
+    given to the latest collective. Attributes are deleted in the order in which they were set, and Python lets go of a
+    group without its lock. Copies of the model, and pickles, hold nothing.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
+        self._group = group
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return KeepsGroup, ()
 
 
 def checked_bucket(grad_bucket: object) -> dist.GradBucket:

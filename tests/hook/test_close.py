@@ -203,3 +203,22 @@ def _keys() -> list[int]:
 def test_saves_leave_no_keys_in_the_store(run_ranks: Any) -> None:
     for first, *later in run_ranks(_keys):
         assert later == [first] * 2
+
+
+def _order_of_ends() -> list[str]:
+    group = dist.new_group()
+    ddp = DistributedDataParallel(torch.nn.Linear(4, 4), process_group=group)
+    commhooks.attach(ddp, "bf16_compress")
+    ddp(torch.randn(2, 4)).sum().backward()
+    ended: list[str] = []
+    weakref.finalize(ddp.reducer, ended.append, "Reducer")
+    weakref.finalize(group, ended.append, "group")
+    dist.destroy_process_group(group)
+    del group, ddp
+    return ended
+
+
+def test_the_process_group_ends_after_the_reducer(run_ranks: Any) -> None:
+    """In the other order the `Reducer` ends the group while it holds Python's lock, and gloo's thread may wait for
+    that."""
+    assert run_ranks(_order_of_ends) == [["Reducer", "group"]] * 2

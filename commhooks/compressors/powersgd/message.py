@@ -45,13 +45,3 @@ class Message:
     ) -> Averaging:
         """Replace the buffer by its sum over the ranks. For `what`, `last` and `meanwhile` see `Send`."""
         yield Send(self.buffer, what=what, last=last, meanwhile=meanwhile)
-
-    def subtract_lost(self, factors: Sequence[torch.Tensor]) -> None:
-        """Subtract from `factors`, those of this rank, what was lost of them on the way, so that their mean over the
-        ranks is what arrives. Complete when `meanwhile` is called. Here nothing is lost: `put_projection` rounds."""
-
-    def load(self, flat: torch.Tensor, residuals: Residuals, step: StepInfo) -> None:
-        """Before the message is sent, take what travels as blocks from the bucket. Here there is nothing."""
-
-    def store(self, flat: torch.Tensor, residuals: Residuals, step: StepInfo, good: torch.Tensor | bool) -> None:
-        """After the verdict, write its averages into the bucket and, where `good`, its residuals."""

@@ -103,17 +103,21 @@ class QuantisedMessage(Message):
         self._bad.copy_(torch.where(averaged.finite, 0.0, float("nan")))
 
     def subtract_lost(self, factors: Sequence[torch.Tensor]) -> None:
+        """Subtract from `factors`, those of this rank, what was lost of them on the way, so that their mean over the
+        ranks is what arrives. Complete when `meanwhile` is called. (Without blocks, `put_projection` does it.)"""
         assert self._kernel is not None
         lost = self._kernel.delta[self._first :].view(-1).index_select(0, self._places)
         for factor, part in zip(factors, lost.split([each.numel() for each in factors]), strict=True):
             factor.sub_(part.view_as(factor))
 
     def load(self, flat: torch.Tensor, residuals: Residuals, step: StepInfo) -> None:
+        """Before the message is sent, take what travels as blocks from the bucket."""
         kernel = self.kernel(step)
         kernel.load(flat, residuals, step.residual_factor)
         put_flags(self._beside, flat, kernel.messages.flags[: len(self._beside)])
 
     def store(self, flat: torch.Tensor, residuals: Residuals, step: StepInfo, good: torch.Tensor | bool) -> None:
+        """After the verdict, write its averages into the bucket and, where `good`, its residuals."""
         assert self._kernel is not None and self._averaged is not None
         self._kernel.store(self._averaged, flat, residuals, step.residual_factor, good, self._decoded)
 

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import torch
 
-from commhooks.comm.wire import put_all_plain
+from commhooks.comm.wire import divide, put_all_plain
 from commhooks.compressors.base import Exchange, State, StepInfo, Verdict
 from commhooks.compressors.error_feedback import put_flags
 from commhooks.compressors.quantized.blocks import BlockCode
@@ -21,7 +21,6 @@ from commhooks.compressors.quantized.native_kernel import NativeKernel
 from commhooks.compressors.quantized.torch_kernel import TorchKernel, residual_memory
 from commhooks.compressors.unit_plan import UnitPlan
 from commhooks.gradients.layout import BucketLayout
-from commhooks.gradients.pieces import divide
 from commhooks.gradients.precision import compute_dtype
 
 

@@ -5,14 +5,14 @@ from collections.abc import Sequence
 
 import torch
 
+from commhooks.comm.wire import divide, join
 from commhooks.compressors.native.tables import address
 from commhooks.compressors.quantized import native_blocks
 from commhooks.compressors.quantized.mean import Good, Residuals
 from commhooks.compressors.quantized.messages import Averaged, ShareMessages
-from commhooks.compressors.quantized.native_blocks import PieceTable, run
+from commhooks.compressors.quantized.native_blocks import PieceTable
 from commhooks.gradients.layout import Slot
 from commhooks.gradients.loss_scale import LossScale, is_one
-from commhooks.gradients.pieces import divide, join
 
 
 class NativeKernel:
@@ -79,13 +79,13 @@ class NativeKernel:
         self._factor = float(factor)
 
     def quantise(self, most: float) -> None:
-        run(self._quantise, self._table.rows[self._others], self._bits, most, self._factor, 1, 0, 0)
+        self._table.run(self._quantise, self._bits, most, self._factor, 1, 0, 0, rows=self._others)
 
     def average(self, arrived: torch.Tensor, most: float) -> None:
-        messages, rows = self.messages, self._table.rows[self._own]
+        messages = self.messages
         self._point_to_arrived(self._own, address(arrived, torch.uint8, messages.sent.numel()))
         mean_of = messages.world_size, self.rank, messages.size
-        run(self._quantise, rows, self._bits, most, self._factor, *mean_of)
+        self._table.run(self._quantise, self._bits, most, self._factor, *mean_of, rows=self._own)
 
     def store(
         self, averaged: Averaged, flat: torch.Tensor, residuals: Residuals, factor: LossScale, good: Good
@@ -97,7 +97,7 @@ class NativeKernel:
         self._point_to_residuals(kept)
         means = address(averaged.means, torch.uint8, self.messages.sent.numel())
         self._point_to_arrived(self._all, self._of_owner + means)
-        run(self._dequantise, self._table.rows, self._bits)
+        self._table.run(self._dequantise, self._bits)
         for slot, start, has in zip(self._slots, self._starts, used, strict=True):
             if not has:
                 self._numbers[start : start + slot.numel].zero_()

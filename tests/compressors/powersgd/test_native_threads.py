@@ -11,7 +11,7 @@ from itertools import pairwise
 import pytest
 import torch
 
-from commhooks.compressors.native import threads as kernel_threads
+from commhooks.compressors.native import tables as kernel_threads
 from commhooks.compressors.powersgd.native_products import NativeProducts, load
 from tests.support.compilers import needs_compiler
 
@@ -146,7 +146,7 @@ def test_calls_from_several_threads_at_once(threads: Callable[[int], None]) -> N
 
 FORKED = """
 import os, signal, sys, torch
-from commhooks.compressors.native import threads as kernel_threads
+from commhooks.compressors.native import tables as kernel_threads
 from commhooks.compressors.powersgd.native_products import NativeProducts, load
 torch.set_num_threads(2)
 products = NativeProducts(load(), [(600, 600, 1)], torch.float32)

@@ -77,6 +77,7 @@ class QuantisedMessage(Message):
                 self.buffer.dtype,
                 step.world_size,
                 self.buffer.device,
+                largest=how.largest,
                 plain=(len(self.plain), how.plain_dtype),
                 flags=len(self._beside) + len(self.flags),
             )
@@ -92,9 +93,7 @@ class QuantisedMessage(Message):
         kernel.messages.plain.copy_(self.plain)
         self._flags_of_matrices(kernel.messages.flags).copy_(self.flags)
 
-        self._averaged = averaged = yield from mean_over_ranks(
-            kernel, self._how.largest, what=what, last=last, meanwhile=meanwhile
-        )
+        self._averaged = averaged = yield from mean_over_ranks(kernel, what=what, last=last, meanwhile=meanwhile)
 
         decoded = kernel.decode(averaged, self._decoded)[first:].view(-1)
         torch.index_select(decoded, 0, self._places, out=self.packed)  # the mean of the factors, the sum of the parts

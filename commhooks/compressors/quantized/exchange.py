@@ -63,7 +63,16 @@ class Workspace:
         code, device, dtype = self._code, self._layout.device, compute_dtype(self._layout.dtype)
         tensors = [(slot.name, code.blocks_of(slot.numel)) for slot in self.slots]
         plain = sum(slot.numel for slot in self.plain), self._wire_dtype
-        messages = ShareMessages(code, tensors, dtype, step.world_size, device, plain=plain, flags=len(self.slots))
+        messages = ShareMessages(
+            code,
+            tensors,
+            dtype,
+            step.world_size,
+            device,
+            largest=torch.finfo(self._layout.dtype).max,
+            plain=plain,
+            flags=len(self.slots),
+        )
         if self._natively:
             kept = self._error_feedback
             self._kernel = NativeKernel(messages, step.rank, self.slots, self._layout.dtype, error_feedback=kept)
@@ -91,7 +100,7 @@ def quantised_exchange(flat: torch.Tensor, work: Workspace, state: State, step: 
     if plain:
         put_all_plain(plain, messages.plain, step.world_size)
     kernel.load(flat, residuals, factor)  # delta = gradient + residual
-    averaged = yield from mean_over_ranks(kernel, torch.finfo(flat.dtype).max)
+    averaged = yield from mean_over_ranks(kernel)
     good = yield Verdict(averaged.finite)
     kernel.store(averaged, flat, residuals, factor, good)  # residual = what is lost of delta; gradient = average
     if plain:

@@ -59,6 +59,8 @@ class NativeKernel:
         columns = torch.tensor(offsets).unbind(1)
         self._tensor, self._in_numbers, self._in_tensor, self._codes_at, self._scales_at, self._of_owner = columns
         self._table = table = PieceTable(sizes, messages.dtype)
+        self._in_bucket, self._residual = table.column("bucket"), table.column("residual")
+        self._arrived_codes, self._arrived_scales = table.column("arrived_codes"), table.column("arrived_scales")
         own = sum(each.owner == self.rank for each in pieces)
         self._own, self._others, self._all = slice(own), slice(own, None), slice(None)
         # Codes and scales are written where they are sent from.
@@ -73,19 +75,19 @@ class NativeKernel:
             self._numbers = self._copy
             join([slot.of(flat) for slot in self._slots], self._copy)
         start = address(self._numbers, self._table.dtype, self._end)
-        torch.add(self._in_numbers, start, out=self._table.column("bucket"))
+        torch.add(self._in_numbers, start, out=self._in_bucket)
         self._read = [residuals.get(slot.name) if self._error_feedback else None for slot in self._slots]
         self._point_to_residuals(self._read)
         self._factor = float(factor)
 
-    def quantise(self, most: float) -> None:
-        self._table.run(self._quantise, self._bits, most, self._factor, 1, 0, 0, rows=self._others)
+    def quantise(self) -> None:
+        self._table.run(self._quantise, self._bits, self.messages.most, self._factor, 1, 0, 0, rows=self._others)
 
-    def average(self, arrived: torch.Tensor, most: float) -> None:
+    def average(self, arrived: torch.Tensor) -> None:
         messages = self.messages
         self._point_to_arrived(self._own, address(arrived, torch.uint8, messages.sent.numel()))
         mean_of = messages.world_size, self.rank, messages.size
-        self._table.run(self._quantise, self._bits, most, self._factor, *mean_of, rows=self._own)
+        self._table.run(self._quantise, self._bits, messages.most, self._factor, *mean_of, rows=self._own)
 
     def store(
         self, averaged: Averaged, flat: torch.Tensor, residuals: Residuals, factor: LossScale, good: Good
@@ -119,9 +121,9 @@ class NativeKernel:
                 for slot, each in zip(self._slots, residuals, strict=True)
             ]
         ).index_select(0, self._tensor)
-        self._table.column("residual").copy_(torch.where(starts == 0, 0, starts + self._in_tensor))
+        self._residual.copy_(torch.where(starts == 0, 0, starts + self._in_tensor))
 
     def _point_to_arrived(self, rows: slice, start: int | torch.Tensor) -> None:
         """Codes and scales are read from the messages at `start`."""
-        self._table.column("arrived_codes")[rows] = self._codes_at[rows] + start
-        self._table.column("arrived_scales")[rows] = self._scales_at[rows] + start
+        self._arrived_codes[rows] = self._codes_at[rows] + start
+        self._arrived_scales[rows] = self._scales_at[rows] + start

@@ -203,8 +203,8 @@ EXPLAINED = {
     ): ALIKE,
     (
         "commhooks/engine/statistics_log.py",
-        "self._next = 0",
-        "self._next = -1",
+        "self.due = 0",
+        "self.due = -1",
     ): "no step is less than 0",
     (
         "commhooks/compressors/quantized/blocks.py",

@@ -26,7 +26,8 @@ class HostKernel:
     def __init__(self, work: Workspace, products: TorchProducts | NativeProducts) -> None:
         self.work, self.products = work, products
         self._all = range(len(work.matrices))
-        # In P Q^T the mean Q has to fit this rank's own one: where that was rounded on the way.
+        self._largest = None if work.is_whole_bucket else products.largest
+        # The residual needs this rank's own Q as it was sent: of what blocks have lost, only the message knows.
         self.forms_remainder = work.error_feedback and work.quantised
         # Of `work`: bound to this kernel, they would hold it and its memory in a cycle.
         self._refill_p, self._refill_q = (functools.partial(work.refill, side) for side in "PQ")
@@ -44,8 +45,7 @@ class HostKernel:
     # ---- P and Q ---------------------------------------------------------------------------------------------------
 
     def form_p(self, now: BucketPass) -> None:
-        work, products, flags = self.work, self.products, now.first.flags
-        largest = None if work.is_whole_bucket else products.largest
+        products, largest, flags = self.products, self._largest, now.first.flags
         if largest is None:
             self._put_flags(now)
         residuals = self._load_deltas(now)

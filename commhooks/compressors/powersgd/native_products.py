@@ -14,7 +14,6 @@ from typing import ClassVar
 import torch
 
 from commhooks.compressors.native import library
-from commhooks.compressors.native.fixed_numbers import fixed_numbers
 from commhooks.compressors.native.tables import Table
 from commhooks.compressors.powersgd import codec
 from commhooks.compressors.powersgd.torch_products import Refill, Residuals, Tensors
@@ -177,7 +176,7 @@ def results_of(kernel: ctypes.CDLL, dtype: torch.dtype) -> bytes:
     # Odd lengths, each size of a group of rows, and once several parts (64 rows), sums of Q (96 rows) and tiles of
     # columns (8,192): every loop of the kernel runs.
     shapes = ((37, 1061, 1), (37, 1061, 2), (37, 1061, 3), (37, 1061, 4), (101, 8209, 6))
-    numbers = fixed_numbers(2 + max(n * m for n, m, _ in shapes), 0, dtype)
+    numbers = library.fixed_numbers(2 + max(n * m for n, m, _ in shapes), 0, dtype)
     results = []
     for n, m, rank in shapes:
         products = NativeProducts(kernel, [(n, m, rank)], dtype)

@@ -8,7 +8,6 @@ from pathlib import Path
 import torch
 
 from commhooks.compressors.native import library
-from commhooks.compressors.native.fixed_numbers import fixed_numbers
 from commhooks.compressors.native.tables import Table, address
 from commhooks.compressors.quantized.blocks import BlockCode
 
@@ -54,7 +53,7 @@ def results_of(kernel: ctypes.CDLL, dtype: torch.dtype) -> bytes:
     results, numel = [], 1003
     for code in (BlockCode(8, 64), BlockCode(4, 48)):
         blocks = code.blocks_of(numel)
-        bucket, residual = fixed_numbers(numel, 1, dtype), fixed_numbers(numel, 2, dtype)
+        bucket, residual = library.fixed_numbers(numel, 1, dtype), library.fixed_numbers(numel, 2, dtype)
         codes = torch.zeros(2, blocks * code.block_bytes, dtype=torch.uint8)
         scales = torch.zeros(2, blocks, dtype=dtype)
         gradients = [address(each, dtype, numel) for each in (bucket, residual)]

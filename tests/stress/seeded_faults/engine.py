@@ -11,10 +11,10 @@ MUTANTS = [
     Mutant(
         "buckets are committed while others have not told whether they are finite",
         f"{_ENGINE}/backward_pass.py",
-        "        return torch.stack([each.finite() for each in self.running]).all()\n",
-        "        good = torch.stack([each.finite() for each in self.running[:1]]).all()\n"
-        "        self.running[0].commit(bool(good))\n"
-        "        return torch.stack([each.finite() for each in self.running]).all()\n",
+        "            each.finish()\n        return torch",
+        "            each.finish()\n"
+        "        self.running[0].advance(bool(self.running[0].finite))\n"
+        "        return torch",
         "engine/test_backward_pass.py::test_nothing_is_committed_before_all_have_told_whether_they_are_finite",
     ),
     Mutant(

@@ -89,23 +89,20 @@ def put_only_factor(factor: torch.Tensor, out: torch.Tensor, world_size: int) ->
     out.add_(bad.to(out.dtype))
 
 
-def put_plain(gradient: torch.Tensor, out: torch.Tensor, world_size: int) -> None:
-    """Write an uncompressed gradient divided by the world size to `out`, without clamping, for which no error feedback
-    would compensate. An overflow becomes inf, as in plain fp16 compression, and the step is skipped."""
-    share = _share(gradient, out, world_size)
-    if share is not out:
-        out.copy_(share)
-
-
-def put_all_plain(gradients: Sequence[torch.Tensor], out: torch.Tensor, world_size: int) -> None:
-    """`put_plain` for several gradients (1-D, at least one) that lie in `out` one after another."""
+def put_plain(gradients: Sequence[torch.Tensor], out: torch.Tensor, world_size: int) -> None:
+    """Write uncompressed gradients (1-D, at least one), divided by the world size, to `out`, one after another. Without
+    clamping, for which no error feedback would compensate: an overflow becomes inf, as in plain fp16 compression, and
+    the step is skipped."""
     if len(gradients) == 1:
-        put_plain(gradients[0], out, world_size)
+        whole = gradients[0]
     elif out.dtype == gradients[0].dtype:
         join(gradients, out)
-        put_plain(out, out, world_size)
-    else:  # divided before it is narrowed
-        put_plain(torch.cat(list(gradients)), out, world_size)
+        whole = out
+    else:
+        whole = torch.cat(list(gradients))
+    share = _share(whole, out, world_size)  # divided before it is narrowed
+    if share is not out:
+        out.copy_(share)
 
 
 def _share(numbers: torch.Tensor, out: torch.Tensor, world_size: int) -> torch.Tensor:

@@ -3,7 +3,7 @@
 Made from DDP's buckets (`gradients.ddp`), or directly from tensors.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -23,12 +23,16 @@ class Bucket:
     def __init__(
         self,
         flat: torch.Tensor,
-        parameters: Sequence[torch.Tensor],
+        parameters: Sequence[torch.Tensor] | Callable[[], Sequence[torch.Tensor]],
         index: int = 0,
         is_last: bool = True,
         is_first: bool | None = None,
     ) -> None:
-        """`parameters`: in their order in the buffer. `is_first`: None: the one with index 0 is."""
+        """
+        Args:
+            parameters: in their order in the buffer, or what returns them when they are needed.
+            is_first: None: the one with index 0 is.
+        """
         self.flat = flat
         self.numel_here = sparse_values(flat).numel() if flat.is_sparse else flat.numel()
         self.index = index
@@ -39,7 +43,7 @@ class Bucket:
     @property
     def parameters(self) -> Sequence[torch.Tensor]:
         """The parameters in their order in the buffer."""
-        return self._parameters
+        return self._parameters() if callable(self._parameters) else self._parameters
 
     @property
     def layout_key(self) -> tuple[int, ...]:

@@ -8,7 +8,7 @@ from typing import Protocol
 
 import torch
 
-from commhooks.comm.wire import all_finite, divide, put_all_plain
+from commhooks.comm.wire import all_finite, divide, put_plain
 from commhooks.compressors.base import Exchange, State, StepInfo, Verdict
 from commhooks.compressors.powersgd.quantised_message import QuantisedMessage
 from commhooks.compressors.powersgd.workspace import Workspace
@@ -52,7 +52,7 @@ class BucketPass:
     def put_uncompressed(self) -> None:
         """Write what is not compressed as a matrix into the first message."""
         if self.plain:
-            put_all_plain(self.plain, self.first.plain, self.step.world_size)
+            put_plain(self.plain, self.first.plain, self.step.world_size)
         if isinstance(self.first, QuantisedMessage):
             self.first.load(self.flat, self.residuals, self.step)
 

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import torch
 
-from commhooks.comm.wire import divide, put_all_plain
+from commhooks.comm.wire import divide, put_plain
 from commhooks.compressors.base import Exchange, State, StepInfo, Verdict
 from commhooks.compressors.error_feedback import put_flags
 from commhooks.compressors.quantized.blocks import BlockCode
@@ -98,7 +98,7 @@ def quantised_exchange(flat: torch.Tensor, work: Workspace, state: State, step: 
     messages, plain = kernel.messages, [slot.of(flat) for slot in work.plain]
     put_flags(work.slots, flat, messages.flags)
     if plain:
-        put_all_plain(plain, messages.plain, step.world_size)
+        put_plain(plain, messages.plain, step.world_size)
     kernel.load(flat, residuals, factor)  # delta = gradient + residual
     averaged = yield from mean_over_ranks(kernel)
     good = yield Verdict(averaged.finite)

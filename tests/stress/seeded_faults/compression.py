@@ -126,8 +126,8 @@ MUTANTS = [
     Mutant(
         "uncompressed tensors summed, not averaged",
         "commhooks/comm/wire.py",
-        "    share = _share(gradient, out, world_size)\n",
-        "    share = gradient\n",
+        "    share = _share(whole, out, world_size)  # divided",
+        "    share = whole  # divided",
         "compressors/powersgd/test_powersgd_against_oracle.py",
     ),
     Mutant(

@@ -41,6 +41,7 @@ class NativeKernel:
         self._numbers = torch.empty(0)
         """The buffer or the copy: gradients, then what is lost of delta, then the averages."""
         self._read: list[torch.Tensor | None] = []
+        self._residuals_at: list[int] = []
         self._factor = 1.0
         self._make_table()
 
@@ -115,13 +116,14 @@ class NativeKernel:
         return residuals[slot.name] if used else None
 
     def _point_to_residuals(self, residuals: Sequence[torch.Tensor | None]) -> None:
-        starts = torch.tensor(
-            [
-                0 if each is None else address(each, self._table.dtype, slot.numel)
-                for slot, each in zip(self._slots, residuals, strict=True)
-            ]
-        ).index_select(0, self._tensor)
-        self._residual.copy_(torch.where(starts == 0, 0, starts + self._in_tensor))
+        starts = [
+            0 if each is None else address(each, self._table.dtype, slot.numel)
+            for slot, each in zip(self._slots, residuals, strict=True)
+        ]
+        if starts != self._residuals_at:  # they stay where they are, unless a parameter has no gradient
+            self._residuals_at = starts
+            of_pieces = torch.tensor(starts).index_select(0, self._tensor)
+            self._residual.copy_(torch.where(of_pieces == 0, 0, of_pieces + self._in_tensor))
 
     def _point_to_arrived(self, rows: slice, start: int | torch.Tensor) -> None:
         """Codes and scales are read from the messages at `start`."""

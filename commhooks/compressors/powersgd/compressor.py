@@ -25,9 +25,9 @@ from commhooks.compressors.powersgd.matrix_plan import (
     plan_bucket,
     plan_parameter,
 )
+from commhooks.compressors.powersgd.message import InBlocks
 from commhooks.compressors.powersgd.native_products import NativeProducts
 from commhooks.compressors.powersgd.options import BatchedPowerSGD, PowerSGD
-from commhooks.compressors.powersgd.quantised_message import InBlocks
 from commhooks.compressors.powersgd.quantised_plan import quantised_bytes, quantised_plan
 from commhooks.compressors.powersgd.torch_products import TorchProducts
 from commhooks.compressors.powersgd.workspace import Matrix, Workspace
@@ -104,7 +104,7 @@ class _LowRank(Compressor[AnyPowerSGD]):
     def initial_value(self, field: StateField, plan: UnitPlan, dtype: torch.dtype) -> torch.Tensor | None:
         if field.key != "q" or not isinstance(plan, MatrixPlan):
             return None
-        # The same numbers as `Draws.q` at the first step.
+        # The same numbers as `Workspace.draw_q` at the first step.
         purpose = "Q" if self.config.warm_start else "Q at step 0"
         return codec.draw(self.config.random_seed, plan.key, purpose, plan.rank, plan.m, dtype)
 

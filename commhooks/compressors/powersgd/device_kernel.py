@@ -16,8 +16,8 @@ import torch
 from commhooks.comm.wire import divide, join, largest_gradient, pack_factor, put_projection
 from commhooks.compressors.named_views import NamedViews
 from commhooks.compressors.powersgd.exchange import BucketPass
+from commhooks.compressors.powersgd.message import QuantisedMessage
 from commhooks.compressors.powersgd.packed_factors import PackedFactors, new_packed
-from commhooks.compressors.powersgd.quantised_message import QuantisedMessage
 from commhooks.compressors.powersgd.workspace import Matrix, Workspace
 from commhooks.gradients.loss_scale import chosen, is_one
 

@@ -10,7 +10,7 @@ import torch
 
 from commhooks.comm.wire import all_finite, divide, put_plain
 from commhooks.compressors.base import Exchange, State, StepInfo, Verdict
-from commhooks.compressors.powersgd.quantised_message import QuantisedMessage
+from commhooks.compressors.powersgd.message import QuantisedMessage
 from commhooks.compressors.powersgd.workspace import Workspace
 
 

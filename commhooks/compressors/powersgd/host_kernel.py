@@ -9,8 +9,8 @@ import torch
 from commhooks.comm.wire import largest_gradient, pack_factor, put_only_factor, put_overflow, put_projection
 from commhooks.compressors.error_feedback import put_flags
 from commhooks.compressors.powersgd.exchange import BucketPass
+from commhooks.compressors.powersgd.message import QuantisedMessage
 from commhooks.compressors.powersgd.native_products import NativeProducts
-from commhooks.compressors.powersgd.quantised_message import QuantisedMessage
 from commhooks.compressors.powersgd.torch_products import Residuals, TorchProducts
 from commhooks.compressors.powersgd.workspace import Workspace
 from commhooks.gradients.layout import Slot

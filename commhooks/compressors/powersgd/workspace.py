@@ -8,9 +8,8 @@ from dataclasses import dataclass
 import torch
 
 from commhooks.compressors.powersgd import codec
-from commhooks.compressors.powersgd.message import Factors, Message
+from commhooks.compressors.powersgd.message import Factors, InBlocks, Message, QuantisedMessage
 from commhooks.compressors.powersgd.options import PowerSGD
-from commhooks.compressors.powersgd.quantised_message import InBlocks, QuantisedMessage
 from commhooks.gradients import precision
 from commhooks.gradients.layout import BucketLayout, Slot
 

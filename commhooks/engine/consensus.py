@@ -37,13 +37,13 @@ class Agreement:
         start: committed steps before its first exchange.
         exact_step: its exchange depends on the exact step.
         coalesces: its messages wait for those of other buckets.
-        decides: it may be reconsidered.
+        adaptive: the compressor itself if it may decide anew; else None.
     """
 
     start: int
     exact_step: bool
     coalesces: bool
-    decides: AdaptiveCompressor[Any] | None
+    adaptive: AdaptiveCompressor[Any] | None
 
     @classmethod
     def on(cls, compressor: Compressor[Any]) -> "Agreement":
@@ -138,8 +138,8 @@ class Consensus:
         """
         # Compared before ranks at different steps decide on different collectives.
         agreement = self._agreement or self._compare(group, flat)
-        if agreement.decides is not None:
-            self._reconsider(agreement.decides, group, flat.device)
+        if agreement.adaptive is not None:
+            self._reconsider(agreement.adaptive, group, flat.device)
             agreement = self._agreement or self._compare(group, flat)
         return agreement
 

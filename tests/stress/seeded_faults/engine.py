@@ -32,6 +32,13 @@ MUTANTS = [
         "engine/test_abandoned_backward.py",
     ),
     Mutant(
+        "after a load the ranks go on as they had agreed before",
+        f"{_ENGINE}/consensus.py",
+        "        self._agreement = None\n        self._held.torn",
+        "        self._held.torn",
+        "checkpoint/test_resume.py::test_loading_into_a_running_hook",
+    ),
+    Mutant(
         "an exchange may end without a verdict",
         f"{_ENGINE}/task.py",
         "            if self._judged and not self._decided:\n",

@@ -5,6 +5,7 @@ have completed, or when `collect(wait=True)` is called.
 """
 
 import contextlib
+import functools
 import threading
 import time
 from collections import deque
@@ -44,31 +45,27 @@ class Clocks:
         self._collecting = threading.RLock()
 
     def begin_pass(self) -> None:
-        self.collect(wait=False)
+        if self._open:
+            self.collect(wait=False)
         self.last_pass = Times()
 
-    def codec(self, device: torch.device) -> contextlib.AbstractContextManager[None]:
-        """Count the time of the body, without that spent in `waiting`, as codec time."""
-        return self._measure(device, codec=1, waiting=0)
-
-    def waiting(self, device: torch.device) -> contextlib.AbstractContextManager[None]:
-        """Count the time of the body as waiting time. Use only within the body of `codec`."""
-        return self._measure(device, codec=-1, waiting=1)
-
     @contextlib.contextmanager
-    def _measure(self, device: torch.device, codec: int, waiting: int) -> Iterator[None]:
-        both = (self.total, self.last_pass)
-
-        def count(seconds: float) -> None:
-            for times in both:
-                times.codec_s += codec * seconds
-                times.waiting_s += waiting * seconds
-
+    def codec(self, device: torch.device) -> Iterator[None]:
+        """Count the time of the body, without that spent in `waiting`, as codec time."""
         begin = mark(device)
         try:
             yield
         finally:
-            self._between(begin, mark(device), count)
+            self._between(begin, mark(device), functools.partial(self._count, self.last_pass, codec=1, waiting=0))
+
+    @contextlib.contextmanager
+    def waiting(self, device: torch.device) -> Iterator[None]:
+        """Count the time of the body as waiting time. Use only within the body of `codec`."""
+        begin = mark(device)
+        try:
+            yield
+        finally:
+            self._between(begin, mark(device), functools.partial(self._count, self.last_pass, codec=-1, waiting=1))
 
     def left_to_ddp(self, device: torch.device) -> Callable[[], None]:
         """Call this when a hook has returned a future that DDP waits for. Call the returned function when that future
@@ -103,6 +100,11 @@ class Clocks:
                 count(max(0.0, begin.elapsed_time(end) / 1000))
         finally:
             self._collecting.release()
+
+    def _count(self, this_pass: Times, seconds: float, *, codec: int, waiting: int) -> None:
+        for times in (self.total, this_pass):
+            times.codec_s += codec * seconds
+            times.waiting_s += waiting * seconds
 
     def _between(self, begin: Mark, end: Mark, count: Callable[[float], None]) -> None:
         if isinstance(end, float):

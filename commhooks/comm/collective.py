@@ -4,7 +4,7 @@ import contextlib
 import hashlib
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Literal, get_args
 
 import torch
@@ -50,6 +50,10 @@ class Send:
     over: Reach = "all"
     """Over which ranks. Set by the engine where the ranks form nodes: those of this "node", or those with this local
     rank on all "nodes"."""
+    numel_here: int = field(init=False)
+    """Elements that this rank sends: of a sparse tensor its values, which a sum may make more."""
+    reduces: bool = field(init=False)
+    """The result is `tensor` itself, reduced in place."""
 
     def __post_init__(self) -> None:
         if self.op not in get_args(Op):
@@ -58,14 +62,8 @@ class Send:
                 "is sent by step.world_size"
             )
 
-    @property
-    def numel_here(self) -> int:
-        return sparse_values(self.tensor).numel() if self.tensor.is_sparse else self.tensor.numel()
-
-    @property
-    def reduces(self) -> bool:
-        """Whether the result is `tensor` itself, reduced in place."""
-        return self.op in ("sum", "max")
+        self.numel_here = sparse_values(self.tensor).numel() if self.tensor.is_sparse else self.tensor.numel()
+        self.reduces = self.op in ("sum", "max")
 
     def counted_bytes(self, world_size: int) -> int:
         """What this collective adds to the counted bytes: see `Counters`."""
@@ -166,7 +164,6 @@ def start(
     if counters is not None:
         counters.last_issued = what
     logger.debug("%s: %s", _NAMES.get(send.op, "all-reduce"), what)
-    # Count before the call: the all-reduce may change a sparse tensor's number of values.
     counted = send.counted_bytes(group.size())
     answer = send.tensor
     work: dist.Work | MessageWork

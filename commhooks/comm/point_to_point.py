@@ -32,10 +32,14 @@ class MessageWork:
 
 
 class PointToPoint:
-    """Collectives of one session as messages."""
+    """Collectives of one session as messages.
+
+    Attributes:
+        in_flight: those that nobody has waited for yet.
+    """
 
     def __init__(self) -> None:
-        self._in_flight: set[MessageWork] = set()
+        self.in_flight: set[MessageWork] = set()
 
     @staticmethod
     def serve(group: dist.ProcessGroup, device: torch.device) -> bool:
@@ -60,9 +64,9 @@ class PointToPoint:
             if sent[other].numel()
         ]
         arriving[here].copy_(sent[here])
-        return MessageWork([work for work in works if work is not None], self._in_flight)
+        return MessageWork([work for work in works if work is not None], self.in_flight)
 
     def forget_abandoned(self) -> None:
         """Let go of messages for which nobody waits any more. Only when later ones have arrived on all ranks: until
         then gloo may read or write them."""
-        self._in_flight.clear()
+        self.in_flight.clear()

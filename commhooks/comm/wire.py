@@ -1,5 +1,5 @@
 """Convert from the compute dtype to the wire dtype (the dtype that is sent), divided by the world size, so that the sum
-over the ranks is the mean.
+over the ranks is the mean; and pieces of a bucket to one message and back.
 
 A narrower wire dtype must not turn a large number into inf, nor an inf into a large number. Finite numbers are clamped
 where error feedback compensates for the loss; non-finite ones become NaN, which survives every reduction.
@@ -9,8 +9,6 @@ import math
 from collections.abc import Sequence
 
 import torch
-
-from commhooks.gradients.pieces import join
 
 WIRE_DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 WIRE_BITS = {"int8": 8, "int4": 4}
@@ -52,7 +50,9 @@ def pack_factor(factor: torch.Tensor, out: torch.Tensor, world_size: int) -> Non
     """
     limit = largest_share(out.dtype, world_size)
     # x * 0 is 0 for every finite x and NaN for inf and NaN.
-    _put(_share(factor, out, world_size).clamp_(-limit, limit).add_(factor * 0), out)
+    share = _share(factor, out, world_size).clamp_(-limit, limit).add_(factor * 0)
+    if share is not out:
+        out.copy_(share)
 
 
 def put_overflow(gradient: torch.Tensor, out: torch.Tensor) -> None:
@@ -74,7 +74,9 @@ def put_projection(factor: torch.Tensor, out: torch.Tensor, world_size: int, *, 
     `rank`: r, for factors that are packed into one dimension.
     """
     limit = largest_share(out.dtype, world_size) / math.sqrt(factor.shape[-2] if rank is None else rank)
-    _put(_share(factor, out, world_size).clamp_(-limit, limit), out)
+    share = _share(factor, out, world_size).clamp_(-limit, limit)
+    if share is not out:
+        out.copy_(share)
     factor.copy_(out)
     factor.mul_(world_size)
 
@@ -87,31 +89,25 @@ def put_only_factor(factor: torch.Tensor, out: torch.Tensor, world_size: int) ->
     out.add_(bad.to(out.dtype))
 
 
-def put_plain(gradient: torch.Tensor, out: torch.Tensor, world_size: int) -> None:
-    """Write an uncompressed gradient divided by the world size to `out`, without clamping, for which no error feedback
-    would compensate. An overflow becomes inf, as in plain fp16 compression, and the step is skipped."""
-    _put(_share(gradient, out, world_size), out)
-
-
-def put_all_plain(gradients: Sequence[torch.Tensor], out: torch.Tensor, world_size: int) -> None:
-    """`put_plain` for several gradients (1-D, at least one) that lie in `out` one after another."""
+def put_plain(gradients: Sequence[torch.Tensor], out: torch.Tensor, world_size: int) -> None:
+    """Write uncompressed gradients (1-D, at least one), divided by the world size, to `out`, one after another. Without
+    clamping, for which no error feedback would compensate: an overflow becomes inf, as in plain fp16 compression, and
+    the step is skipped."""
     if len(gradients) == 1:
-        put_plain(gradients[0], out, world_size)
+        whole = gradients[0]
     elif out.dtype == gradients[0].dtype:
         join(gradients, out)
-        put_plain(out, out, world_size)
-    else:  # divided before it is narrowed
-        put_plain(torch.cat(list(gradients)), out, world_size)
+        whole = out
+    else:
+        whole = torch.cat(list(gradients))
+    share = _share(whole, out, world_size)  # divided before it is narrowed
+    if share is not out:
+        out.copy_(share)
 
 
 def _share(numbers: torch.Tensor, out: torch.Tensor, world_size: int) -> torch.Tensor:
     """`numbers / world_size`, in `out` if that has the same dtype, else in a new tensor."""
     return torch.div(numbers, world_size, out=out if out.dtype == numbers.dtype else None)
-
-
-def _put(share: torch.Tensor, out: torch.Tensor) -> None:
-    if share is not out:
-        out.copy_(share)
 
 
 def all_finite(reduced: torch.Tensor) -> torch.Tensor:
@@ -121,3 +117,24 @@ def all_finite(reduced: torch.Tensor) -> torch.Tensor:
         return torch.ones((), dtype=torch.bool, device=reduced.device)
     low, high = torch.aminmax(reduced)
     return torch.maximum(-low, high) < float("inf")
+
+
+# ---- pieces, in one or two operators however many they are ---------------------------------------------------------
+
+
+def join(pieces: Sequence[torch.Tensor], out: torch.Tensor) -> None:
+    """Copy `pieces` (1-D, of one dtype), one after another, into `out` (1-D, of any dtype)."""
+    if len(pieces) == 1:
+        out.copy_(pieces[0])
+    elif pieces[0].dtype == out.dtype:
+        torch.cat(list(pieces), out=out)
+    else:  # converting each piece would take an operator per piece
+        out.copy_(torch.cat(list(pieces)))
+
+
+def divide(whole: torch.Tensor, pieces: Sequence[torch.Tensor]) -> None:
+    """Copy `whole` (1-D, of any dtype) into `pieces` (1-D, of one dtype), one after another."""
+    if len(pieces) == 1:
+        pieces[0].copy_(whole)
+    else:
+        torch.split_with_sizes_copy(whole.to(pieces[0].dtype), list(map(len, pieces)), out=list(pieces))

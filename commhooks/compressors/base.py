@@ -96,6 +96,8 @@ class Compressor(CompressorRules[ConfigT]):
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
+        if "Config" in vars(cls):
+            cls.name = getattr(cls.Config, "hook_name", "")  # the registry refuses one without
         if not cls.transactional and "selective" not in vars(cls):
             cls.selective = False  # it treats all parameters of a bucket alike
 

@@ -33,6 +33,7 @@ class CompressorRules(ABC, Generic[ConfigT]):
         flat_only: it works where all ranks compress all of every parameter: neither between nodes only, nor on shards.
         judges_averages: buckets that the engine averages for it are read, to see whether they are finite. False: what
             is in them does not matter for what it has learned, and they count as finite.
+        name: `Config.hook_name`.
         Plan: the class of its plans, for the parameters that are never offered to `plan_parameter`.
         kernel: the kernel to compute with, one of `kernels_here`. The engine sets it, to the same one on all ranks,
             before it asks for a workspace.
@@ -50,6 +51,7 @@ class CompressorRules(ABC, Generic[ConfigT]):
     judges_averages: bool = True
     coalesces: bool = False
     Plan: ClassVar[type[UnitPlan]] = UnitPlan
+    name: ClassVar[str]
 
     # See `Compressor`.
     Config: ClassVar[type[Any]]
@@ -78,11 +80,6 @@ class CompressorRules(ABC, Generic[ConfigT]):
         if cls.flat_only:
             return "measures ranks that all compress the whole model"
         return "compresses whole buckets" if cls.per_bucket else ""
-
-    @property
-    def name(self) -> str:
-        name: str = self.Config.hook_name
-        return name
 
     @property
     def planning_config(self) -> HookConfig:

@@ -1,6 +1,6 @@
 """How the ranks share the work on a bucket. Here: all alike. In `hierarchy.py` each has a share of it."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -46,11 +46,9 @@ class Flat:
         """Bytes needed on this rank; see `Compressor.memory_plan`."""
         return compressor.memory_plan(plans, buckets)
 
-    def exchange(
-        self, compressor: Compressor[Any], flat: torch.Tensor, work: Any, state: LearnedState, step: StepInfo
-    ) -> Exchange:
-        """Average one bucket; see `Compressor.exchange`."""
-        return compressor.exchange(flat, work, state, step)
+    def exchange(self, compressor: Compressor[Any]) -> Callable[[torch.Tensor, Any, LearnedState, StepInfo], Exchange]:
+        """What averages a bucket: flat, workspace, state, step; see `Compressor.exchange`."""
+        return compressor.exchange
 
     def group(self, over: Reach, everyone: dist.ProcessGroup) -> dist.ProcessGroup:
         """The ranks that a collective is for. `everyone`: those that the session is bound to."""

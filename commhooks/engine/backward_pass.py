@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from commhooks.comm.collective import Pending, Send, new_future
-from commhooks.compressors.base import Verdict
+from commhooks.compressors.base import StepInfo, Verdict
 from commhooks.engine.coalescing import Coalescing, Held
 from commhooks.engine.task import Done, ExchangeTask
 from commhooks.gradients.loss_scale import LossScale
@@ -29,49 +29,31 @@ class RunningExchange:
         task: the exchange, not begun yet.
         flat: the bucket's buffer.
         issue: starts a collective for this bucket.
+
+    Attributes:
+        result: holds the averaged gradient after the commit: the bucket, unless the exchange returns another tensor.
+        finite: what its verdict says of everything received (0-dim bool tensor); set when it has no collective left.
+        has_round_left: a collective is pending, and the exchange will issue another one after it.
     """
 
+    finite: torch.Tensor
+
     def __init__(self, task: ExchangeTask, flat: torch.Tensor, issue: Issue) -> None:
-        self.flat = flat
-        self.result = flat
-        """Holds the averaged gradient after the commit: the bucket, unless the exchange returns another tensor."""
+        self.flat = self.result = flat
         self.future = new_future(flat.device)
+        self.has_round_left = False
         self._task = task
         self._issue = issue
         self._pending: Pending | Held | None = None
-        self._last_sent = False
-        self._finite: torch.Tensor | None = None
-
-    def start(self) -> None:
-        """Run the exchange up to its first collective and issue that."""
-        self._resume(None)
-
-    @property
-    def has_round_left(self) -> bool:
-        """A collective is pending, and the exchange will issue another one after it."""
-        return self._pending is not None and not self._last_sent
 
     def step(self) -> None:
         """Wait for the pending collective, then run up to the next one or to the verdict."""
         assert self._pending is not None
         answer = self._pending.wait()
-        self._pending = None
-        self._resume(answer)
-
-    def finite(self) -> torch.Tensor:
-        """Run up to the verdict. Returns whether everything received is finite (0-dim bool tensor)."""
-        while self._pending is not None:
-            self.step()
-        assert self._finite is not None
-        return self._finite
-
-    def commit(self, good: torch.Tensor | bool) -> None:
-        """Pass the verdict on the whole pass to the exchange, and run it to its end, or to what the ranks of a node
-        send each other then."""
-        self._resume(good)
+        self.advance(answer)
 
     def finish(self) -> None:
-        """Run the exchange to its end."""
+        """Run up to the verdict; after that, to the end."""
         while self._pending is not None:
             self.step()
 
@@ -80,17 +62,20 @@ class RunningExchange:
         the pass. Returns the pending collective if that may still write into the bucket."""
         with contextlib.suppress(Exception):
             self._task.exchange.close()
-        pending, self._pending = self._pending, None
+        pending, self._pending, self.has_round_left = self._pending, None, False
         return pending if isinstance(pending, Pending) and pending.writes(self.flat) else None
 
-    def _resume(self, answer: torch.Tensor | bool | None) -> None:
+    def advance(self, answer: torch.Tensor | bool | None) -> None:
+        """Give the exchange its answer, and issue what it sends next. None begins it; after the verdict the answer is
+        that on the whole pass."""
+        self._pending, self.has_round_left = None, False
         step = self._task.advance(answer)
         if isinstance(step, Done):
             self.result = step.result
         elif isinstance(step, Verdict):
-            self._finite = step.finite
+            self.finite = step.finite
         else:
-            self._pending, self._last_sent = self._issue(step), step.last
+            self._pending, self.has_round_left = self._issue(step), not step.last
             if step.meanwhile is not None:
                 step.meanwhile()
 
@@ -102,31 +87,28 @@ class BackwardPass:
     Attributes:
         group: the process group.
         compressing: whether compression has begun.
-        residual_factor: `loss_scale` / the one with which fields with `scales_with_loss` were written.
         loss_scale: the loss scale of this pass.
-        step: committed passes before this one; on an accelerator a lower bound.
-        step_at_most: the upper bound.
+        step: what the exchanges are told of the step.
+        step_at_most: the upper bound of its number.
         coalescing: holds small messages back; None: each is sent at once.
     """
 
     group: dist.ProcessGroup
     compressing: bool
-    residual_factor: LossScale
     loss_scale: LossScale
-    step: int
+    step: StepInfo
     step_at_most: int
     coalescing: Coalescing | None = None
     running: list[RunningExchange] = field(default_factory=list)
 
-    @property
-    def step_label(self) -> str:
+    def __post_init__(self) -> None:
+        self.step_label = f"{'' if self.step.number == self.step_at_most else '<= '}{self.step_at_most}"
         """The step for messages: "7", or "<= 7" if the host has not read the outcomes of earlier passes."""
-        return f"{'' if self.step == self.step_at_most else '<= '}{self.step_at_most}"
 
     def add(self, exchange: RunningExchange) -> None:
         """Start the exchange of the next bucket; advance each earlier one with a round left by one step."""
         self.running.append(exchange)
-        exchange.start()
+        exchange.advance(None)
         for earlier in self.running[:-1] if self.coalescing is None else ():
             if earlier.has_round_left:
                 earlier.step()
@@ -138,11 +120,13 @@ class BackwardPass:
             for each in self.running:
                 if each.has_round_left:
                     each.step()
-        return torch.stack([each.finite() for each in self.running]).all()
+        for each in self.running:
+            each.finish()
+        return torch.stack([each.finite for each in self.running]).all()
 
     def commit(self, good: torch.Tensor | bool) -> None:
         for each in self.running:
-            each.commit(good)
+            each.advance(good)
         for each in self.running:
             each.finish()
 

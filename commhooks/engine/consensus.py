@@ -30,6 +30,32 @@ logger = logger_of(__name__)
 
 
 @dataclass(frozen=True)
+class Agreement:
+    """What holds from one comparison of the ranks to the next, as the compressor in force says.
+
+    Attributes:
+        start: committed steps before its first exchange.
+        exact_step: its exchange depends on the exact step.
+        coalesces: its messages wait for those of other buckets.
+        adaptive: the compressor itself if it may decide anew; else None.
+    """
+
+    start: int
+    exact_step: bool
+    coalesces: bool
+    adaptive: AdaptiveCompressor[Any] | None
+
+    @classmethod
+    def on(cls, compressor: Compressor[Any]) -> "Agreement":
+        return cls(
+            compressor.first_exchange,
+            compressor.needs_exact_step,
+            compressor.coalesces,
+            compressor if isinstance(compressor, AdaptiveCompressor) else None,
+        )
+
+
+@dataclass(frozen=True)
 class Binding:
     """The model and the ranks that a session works for.
 
@@ -44,7 +70,7 @@ class Binding:
     names: ParameterNames
     group: Callable[[], dist.ProcessGroup | None]
     loss_scale: Callable[[], LossScale] | None = None
-    shards: Callable[[], dist.ProcessGroup | None] | None = None
+    shards: Callable[[], dist.ProcessGroup] | None = None
 
     @property
     def shard_group(self) -> dist.ProcessGroup | None:
@@ -72,7 +98,7 @@ class Consensus:
         self.remarks: list[str] = []
         self._held = held
         self._counters = counters
-        self._reached = False
+        self._agreement: Agreement | None = None  # None: to be compared
         self.bind(binding)
 
     def bind(self, binding: Binding) -> None:
@@ -93,12 +119,14 @@ class Consensus:
         self.compressor = compressor
         if self.choice is not None:
             compressor.kernel = self.choice.kernel
-        self._reached = self._held.torn = False
+        self._agreement = None
+        self._held.torn = False
         self.buckets.clear()
 
-    def reach(self, group: dist.ProcessGroup, flat: torch.Tensor) -> None:
-        """Before each backward pass: let the compressor decide anew at the end of its watch, and compare the states of
-        the ranks after a start, a load or a change of the compressor. All ranks of `group` must call this.
+    def reach(self, group: dist.ProcessGroup, flat: torch.Tensor) -> Agreement:
+        """Before each backward pass: compare the states of the ranks after a start, a load or a change of the
+        compressor, and let an adaptive compressor decide anew at the end of its watch. All ranks of `group` must call
+        this.
 
         Args:
             flat: the first bucket.
@@ -108,41 +136,34 @@ class Consensus:
                 if they have no kernel in common; the message names the ranks.
             HookConfigError: no rank can run the hook.
         """
-        self._compare(group, flat)  # before ranks at different steps decide on different collectives
-        self._reconsider(group, flat.device)
-        self._compare(group, flat)
+        # Compared before ranks at different steps decide on different collectives.
+        agreement = self._agreement or self._compare(group, flat)
+        if agreement.adaptive is not None:
+            self._reconsider(agreement.adaptive, group, flat.device)
+            agreement = self._agreement or self._compare(group, flat)
+        return agreement
 
-    def _reconsider(self, group: dist.ProcessGroup, device: torch.device) -> None:
+    def _reconsider(self, adaptive: AdaptiveCompressor[Any], group: dist.ProcessGroup, device: torch.device) -> None:
         """Let the compressor decide anew at the end of its watch, on all ranks at the same committed step."""
-        adaptive, held = self.compressor, self._held
-        if not isinstance(adaptive, AdaptiveCompressor) or adaptive.watch is None:
-            return
-        if held.step_at_most < adaptive.watch.end:
+        held = self._held
+        if adaptive.watch is None or held.steps(adaptive.watch.end, exact=False)[0] < adaptive.watch.end:
             return
         held.settle()
-        if held.state.step < adaptive.watch.end:
-            return
         # Without the lock: a save in another thread may hold it while it waits for the other ranks' saves.
         compressor, remark = adaptive.reconsidered(Ranks(group, device, self._counters), held.state.step)
-        if compressor is not self.compressor:
+        if compressor is not adaptive:
             with held.lock:  # no save may read what is half replaced
                 held.state.keep_fields(compressor.state_fields)
                 self.replaced(compressor)
         if remark:
             self.remarks.append(remark)
 
-    def _compare(self, group: dist.ProcessGroup, flat: torch.Tensor) -> None:
+    def _compare(self, group: dist.ProcessGroup, flat: torch.Tensor) -> Agreement:
         """Compare step and configuration over the ranks of `group`, and choose a kernel if none was chosen. Of a
         sharded model, compare the step with the other shards, too. If one rank lacks its local tensors, all ranks drop
         theirs."""
-        if self._reached:
-            return
-        compressor, state, names, shard_group = (
-            self.compressor,
-            self._held.state,
-            self.binding.names.known(),
-            self.binding.shard_group,
-        )
+        compressor, state = self.compressor, self._held.state
+        names, shard_group = self.binding.names.known(), self.binding.shard_group
         self._held.settle()
         # A load allocated them on its own stream.
         keep_for_current_stream(tensor for entries in state.entries.values() for tensor in entries.values())
@@ -181,7 +202,8 @@ class Consensus:
                 )
         if not self.arrangement.complete or len({row[5] for row in table}) > 1:
             self.arrangement.redistribute_residuals(state, names, group)
-        self._reached = True
+        self._agreement = Agreement.on(compressor)
+        return self._agreement
 
 
 def _check_configurations(configurations: list[int]) -> None:

@@ -12,6 +12,7 @@ import torch
 from commhooks.comm.counters import Counters
 from commhooks.engine.state import LearnedState
 from commhooks.engine.streams import CommitMark
+from commhooks.gradients import precision
 from commhooks.gradients.loss_scale import LossScale, chosen
 
 
@@ -41,11 +42,15 @@ class HeldState:
         unread = self._unread  # another thread may read the outcome meanwhile
         return unread[1] if unread else 0
 
-    @property
-    def step_at_most(self) -> int:
-        """`state.step`, if all passes whose outcome is unread were committed."""
-        with self.lock:
-            return self.state.step + self.unread_passes
+    def steps(self, start: int, *, exact: bool) -> tuple[int, int]:
+        """The least and the largest number of steps that may have been committed: if none, or all, of the passes whose
+        outcome is unread were. Synchronises with an accelerator only if `exact`, or if `start` lies in between."""
+        with self.lock:  # another thread that saves may be updating `state.step` and the unread passes
+            step, unread = self.state.step, self.unread_passes
+            if unread and (exact or step < start <= step + unread):
+                self.settle()
+                step, unread = self.state.step, 0
+            return step, step + unread
 
     @contextlib.contextmanager
     def committing(self, device: torch.device) -> Iterator[None]:
@@ -60,7 +65,8 @@ class HeldState:
                 self.state.local_missing = self.torn = True
                 raise
             finally:
-                self._mark.set(device)
+                if precision.has_streams(device):
+                    self._mark.set(device)
                 self.in_commit = False
 
     def add(self, verdict: torch.Tensor | bool, loss_scale: LossScale, *, compressed: bool) -> None:
@@ -74,10 +80,11 @@ class HeldState:
         if verdict is not False:
             # After a failed commit the residual started at zero; from this commit on it is valid again.
             self.state.local_missing = self.torn = False
+        if isinstance(verdict, bool) and self._unread is None:
+            self._count(int(verdict), float(self.state.loss_scale), 1, compressed)
+            return
         count, passes = self._unread[:2] if self._unread else (torch.zeros((), dtype=torch.int64), 0)
         self._unread = (verdict + count, passes + 1, compressed)
-        if isinstance(verdict, bool):
-            self.settle()
 
     def settle(self) -> None:
         """Bring `state.step` up to date, for which the host may wait for the latest commit on an accelerator. The

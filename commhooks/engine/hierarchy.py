@@ -15,7 +15,8 @@ without residuals gets the node's mean, which float16 has more room for.
 """
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+import functools
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -95,6 +96,11 @@ class Hierarchy(Flat):
         return dataclasses.replace(own, factors=own.factors + learned, copies=own.copies + copies)
 
     def exchange(
+        self, compressor: Compressor[Any]
+    ) -> Callable[[torch.Tensor, NodeShares, LearnedState, StepInfo], Exchange]:
+        return functools.partial(self._shared_exchange, compressor)
+
+    def _shared_exchange(
         self, compressor: Compressor[Any], flat: torch.Tensor, work: NodeShares, state: LearnedState, step: StepInfo
     ) -> Exchange:
         own = work.own

@@ -14,6 +14,7 @@ from commhooks.compressors.base import Compressor, State, StepInfo
 from commhooks.engine.streams import keep_for_current_stream
 from commhooks.engine.task import Done, ExchangeTask
 from commhooks.errors import HookRunError
+from commhooks.gradients import precision
 from commhooks.gradients.bucket import Bucket
 
 Future = torch.futures.Future[torch.Tensor]
@@ -87,9 +88,10 @@ def reduce_immediately(
         # Runs in a thread of the backend: hold no reference to the process group here. If it were the last one, the
         # group would end in its own thread, which aborts the process.
         # On CUDA it has a stream of its own, and these tensors are freed before the kernels that read them have run.
-        keep_for_current_stream(_tensors_in(task.exchange))
-        if new_answer is not None:
-            keep_for_current_stream([new_answer])
+        if precision.has_streams(flat.device):
+            keep_for_current_stream(_tensors_in(task.exchange))
+            if new_answer is not None:
+                keep_for_current_stream([new_answer])
         # The result of a sparse all-reduce is available only in the future.
         end = task.advance(sent.value()[0] if new_answer is None else new_answer)
         if not isinstance(end, Done):

@@ -1,5 +1,6 @@
 """The bucket layouts that a session has seen, each with its plan and its workspace."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -14,27 +15,36 @@ from commhooks.engine.orphaned_residuals import orphaned, with_orphaned
 from commhooks.engine.state import LearnedState
 from commhooks.errors import HookRunError, logger_of
 from commhooks.gradients.bucket import Bucket
-from commhooks.gradients.layout import BucketLayout, read_layout
+from commhooks.gradients.layout import BucketLayout, Slot, read_layout
 from commhooks.gradients.names import ParameterNames
 
 logger = logger_of(__name__)
 
 
-@dataclass
+@dataclass(eq=False)
 class KnownBucket:
-    """One bucket layout with its plan and its workspace."""
+    """One bucket layout with its plan, its workspace, and all that follows from them once.
+
+    Attributes:
+        plans: one per unit.
+        compresses: whether anything in the bucket is compressed.
+        compressed: the names of the parameters and the keys of the units that are compressed.
+        numel_sent: elements that are sent once compression has begun, without flags.
+        work: what `reduce` needs; None if nothing is compressed.
+        reduce: the exchange, where anything is compressed.
+        orphaned: the parameters that had a residual when the layout was new, and are not compressed. Others get none.
+        used: the layout occurs in the current backward pass, or in the latest one.
+    """
 
     layout: BucketLayout
     plans: list[UnitPlan]
-    work: Any
-    """The compressor's workspace; None if nothing in the bucket is compressed."""
-    used: bool = True
-    """The layout occurs in the current backward pass, or in the latest one."""
-
     compresses: bool = field(init=False)
-    """Whether anything in the bucket is compressed."""
     compressed: set[str] = field(init=False)
-    """The names of the parameters and the keys of the units that are compressed."""
+    numel_sent: int = field(init=False)
+    work: Any = None
+    reduce: Callable[[torch.Tensor, Any, LearnedState, StepInfo], Exchange] | None = None
+    orphaned: list[Slot] = field(default_factory=list)
+    used: bool = True
 
     def __post_init__(self) -> None:
         self.compresses = any(plan.compressed for plan in self.plans)
@@ -42,28 +52,23 @@ class KnownBucket:
         plans = self.plans if len(self.plans) == len(names) else self.plans * len(names)  # one plan for the bucket
         self.compressed = {name for name, plan in zip(names, plans, strict=False) if plan.compressed}
         self.compressed |= {plan.key for plan in self.plans if plan.compressed}
+        self.numel_sent = sum(plan.numel_sent for plan in self.plans)
 
     def exchange(
-        self,
-        compressor: Compressor[Any],
-        arrangement: Flat,
-        flat: torch.Tensor,
-        state: LearnedState,
-        step: StepInfo,
-        *,
-        compressing: bool,
+        self, compressor: Compressor[Any], flat: torch.Tensor, state: LearnedState, step: StepInfo, *, compressing: bool
     ) -> Exchange:
         """The exchange of a bucket of this layout. `compressing`: whether compression has begun."""
-        if self.compresses and compressing:
-            exchange = arrangement.exchange(compressor, flat, self.work, state, step)
+        if compressing and self.reduce is not None:
+            exchange = self.reduce(flat, self.work, state, step)
         else:
             # Residuals that any bucket of this pass sends are lost if the optimizer skips it for the sake of this one.
             judged = compressor.judges_averages or state.has_local()
             exchange = average(flat, compressor.wire_dtype_for(flat.dtype), step.world_size, judged=judged)
-        left = orphaned(self.layout, self.compressed, state) if state.local else []
-        if not left:
-            return exchange
-        return with_orphaned(exchange, flat, left, state, step)
+        if self.orphaned:
+            self.orphaned = orphaned(self.layout, self.compressed, state)  # those that are still there
+        if self.orphaned:
+            return with_orphaned(exchange, flat, self.orphaned, state, step)
+        return exchange
 
 
 class KnownBuckets:
@@ -71,6 +76,7 @@ class KnownBuckets:
 
     Attributes:
         speaker: this rank logs the warnings that concern all ranks.
+        dead_units: the keys of the units whose layouts no longer exist, and whose state is still there.
     """
 
     def __init__(self, state: LearnedState, names: ParameterNames) -> None:
@@ -78,17 +84,13 @@ class KnownBuckets:
         self._state = state
         self._names = names
         self._buckets: dict[tuple[int, ...], KnownBucket] = {}
-        self._dead_units: list[str] = []
+        self.dead_units: list[str] = []
 
     def __iter__(self) -> Any:
         return iter(list(self._buckets.values()))  # an outer step in a thread may add one
 
     def clear(self) -> None:
         self._buckets.clear()
-
-    def begin_pass(self) -> None:
-        for known in self._buckets.values():
-            known.used = False
 
     def plans(self) -> list[UnitPlan]:
         """The plans of all known buckets, in the order in which the parameters were registered."""
@@ -110,9 +112,12 @@ class KnownBuckets:
         Raises:
             HookRunError: the learned state belongs to another model.
         """
+        if first:
+            for known in self._buckets.values():
+                known.used = False
         key = bucket.layout_key
-        known = self._buckets.get(key)
-        if known is None:
+        found = self._buckets.get(key)
+        if found is None:
             self._forget_dead(bucket, compressor)
             names = self._names.of_bucket(list(bucket.parameters), first)
             layout = read_layout(bucket.flat, bucket.parameters, names)
@@ -120,13 +125,15 @@ class KnownBuckets:
             infos = [
                 ParameterInfo.of(slot.name, slot.parameter, self._names, config, layout.sparse) for slot in layout.slots
             ]
-            known = KnownBucket(layout, arrangement.plans(compressor, compressor.plan(infos)), None)
-            self._fit_state(known, infos, compressor)
-            if known.compresses:
-                known.work = arrangement.workspace(compressor, layout, known.plans)
-            self._buckets[key] = known
-        known.used = True
-        return known
+            found = KnownBucket(layout, arrangement.plans(compressor, compressor.plan(infos)))
+            self._fit_state(found, infos, compressor)
+            found.orphaned = orphaned(layout, found.compressed, self._state)
+            if found.compresses:
+                found.work = arrangement.workspace(compressor, layout, found.plans)
+                found.reduce = arrangement.exchange(compressor)
+            self._buckets[key] = found
+        found.used = True
+        return found
 
     def compressed(self) -> set[str]:
         """The names of the parameters and the keys of the units that are compressed in the buckets of this pass."""
@@ -134,11 +141,11 @@ class KnownBuckets:
 
     def forget_dead_state(self, compressor: Compressor[Any]) -> None:
         """Delete the per-bucket state of layouts that no longer exist. Call in a commit."""
-        for key in self._dead_units:
+        for key in self.dead_units:
             for each in compressor.state_fields:
                 if each.per == "bucket":
                     self._state[each.key].pop(key, None)
-        self._dead_units.clear()
+        self.dead_units.clear()
 
     def _forget_dead(self, new: Bucket, compressor: Compressor[Any]) -> None:
         """Delete layouts that share parameters with `new` and do not occur in this pass: DDP rebuilds its buckets once
@@ -150,7 +157,7 @@ class KnownBuckets:
                 continue
             del self._buckets[key]
             if compressor.per_bucket:  # no other layout has the same unit
-                self._dead_units += [plan.key for plan in known.plans if plan.compressed]
+                self.dead_units += [plan.key for plan in known.plans if plan.compressed]
 
     def _fit_state(self, known: KnownBucket, infos: list[ParameterInfo], compressor: Compressor[Any]) -> None:
         """Check loaded state against the parameters of those names; move it to their device and refit it. It takes the

@@ -7,13 +7,13 @@ from typing import Any
 import torch
 
 from commhooks.comm.nodes import Nodes
+from commhooks.comm.wire import divide, join
 from commhooks.compressors.base import Compressor
 from commhooks.compressors.state_field import StateField
 from commhooks.compressors.unit_plan import UnitPlan
 from commhooks.engine.state import LearnedState
 from commhooks.gradients import precision
 from commhooks.gradients.layout import BucketLayout, Slot
-from commhooks.gradients.pieces import divide, join
 
 Field = tuple[StateField, UnitPlan]
 Splits = tuple[Sequence[int], Sequence[int]]

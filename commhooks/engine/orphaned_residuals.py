@@ -10,12 +10,13 @@ import torch
 
 from commhooks.comm.collective import Send
 from commhooks.compressors.base import Exchange, State, StepInfo, judged
+from commhooks.engine.state import LearnedState
 from commhooks.gradients.layout import BucketLayout, Slot
 
 
-def orphaned(layout: BucketLayout, compressed: Collection[str], state: State) -> list[Slot]:
+def orphaned(layout: BucketLayout, compressed: Collection[str], state: LearnedState) -> list[Slot]:
     """The parameters of a bucket that have a residual and are not among the names in `compressed`."""
-    residuals = state["residual"]
+    residuals = state["residual"] if state.local else {}
     if not residuals or layout.sparse:
         return []
     return [slot for slot in layout.slots if slot.name in residuals and slot.name not in compressed]

@@ -17,6 +17,7 @@ from commhooks.comm.collective import Pending, Reach, Send, resolve_group, wait_
 from commhooks.comm.counters import Counters
 from commhooks.comm.point_to_point import PointToPoint
 from commhooks.comm.shards import good_on_all_shards
+from commhooks.compressors.adaptive import AdaptiveCompressor
 from commhooks.compressors.base import Compressor, StepInfo
 from commhooks.engine.arrangement import FLAT
 from commhooks.engine.backward_pass import BackwardPass, RunningExchange
@@ -32,7 +33,7 @@ from commhooks.engine.task import ExchangeTask
 from commhooks.errors import logger_of
 from commhooks.gradients import precision
 from commhooks.gradients.bucket import Bucket
-from commhooks.gradients.loss_scale import chosen, is_one, read_scale, usable
+from commhooks.gradients.loss_scale import chosen, is_one, read_scale
 
 logger = logger_of(__name__)
 
@@ -64,7 +65,7 @@ class Session:
         self._pass: BackwardPass | None = None
         self._closed = False
         self._log = StatisticsLog()
-        self._observer = Observer(binding.names)
+        self._observer = Observer(binding.names) if isinstance(compressor, AdaptiveCompressor) else None
 
     @property
     def compressor(self) -> Compressor[Any]:
@@ -85,9 +86,10 @@ class Session:
             HookRunError: the ranks disagree, a collective failed, or the learned state belongs to another model.
             HookConfigError: the buckets are on several devices.
         """
-        compressor, device = self.compressor, bucket.flat.device
-        if not compressor.transactional and self.consensus.arrangement is FLAT:
-            return reduce_and_count(compressor, bucket, resolve_group(self.consensus.binding.group()), self.counters)
+        consensus, device = self.consensus, bucket.flat.device
+        compressor = consensus.compressor
+        if not compressor.transactional and consensus.arrangement is FLAT:
+            return reduce_and_count(compressor, bucket, resolve_group(consensus.binding.group()), self.counters)
         with self._computing(bucket.flat):
             if bucket.is_first or self._pass is None:
                 self._pass = self._begin(bucket)
@@ -115,31 +117,29 @@ class Session:
             self.state.to_host()
 
     def _begin(self, bucket: Bucket) -> BackwardPass:
-        self._drop_pass()  # it ended in an exception and was never committed
+        if self._pass is not None:  # it ended in an exception and was never committed
+            self._drop_pass()
         if self._closed:
             self.consensus.buckets.clear()
             self._closed = False
-        group = resolve_group(self.consensus.binding.group())
-        self.consensus.reach(group, bucket.flat)
-        state, compressor = self.state, self.compressor
-        start = compressor.first_exchange
-        with self.held.lock:  # another thread that saves may be updating `state.step` and the unread passes
-            # Synchronise only if the exact step matters.
-            before_start = state.step < start <= self.held.step_at_most
-            if before_start or compressor.needs_exact_step:
-                self.held.settle()
-            step, step_at_most = state.step, self.held.step_at_most
-        compressing = step >= start
+        consensus, state = self.consensus, self.state
+        binding = consensus.binding
+        everyone = resolve_group(binding.group())
+        agreement = consensus.reach(everyone, bucket.flat)
+        compressor = consensus.compressor
+        step, step_at_most = self.held.steps(agreement.start, exact=agreement.exact_step)
+        compressing = step >= agreement.start
         if compressing and compressor.selective and self.counters.numel_before == 0:
             logger.info("Start to apply %s after %s iterations.", compressor.display_name, state.step)
-        self.consensus.buckets.begin_pass()
-        self._observer.begin_pass(step_at_most, compressor)
+        if self._observer is not None:
+            self._observer.begin_pass(step_at_most, compressor)
         # Without a scaler the scale is 1; residuals saved with one are rescaled to it.
-        loss_scale = usable(read_scale(self.consensus.binding.loss_scale), state.loss_scale)
+        loss_scale = 1.0 if binding.loss_scale is None else read_scale(binding.loss_scale, state.loss_scale)
         self.counters.begin_pass()
-        group = self.consensus.arrangement.group("all", group)
-        current = BackwardPass(group, compressing, loss_scale / state.loss_scale, loss_scale, step, step_at_most)
-        if compressor.coalesces:
+        group = consensus.arrangement.group("all", everyone)
+        info = StepInfo(step, group.size(), loss_scale / state.loss_scale, group.rank())
+        current = BackwardPass(group, compressing, loss_scale, info, step_at_most)
+        if agreement.coalesces:
 
             def ranks(over: Reach) -> int:
                 return self.consensus.arrangement.group(over, group).size()
@@ -148,41 +148,43 @@ class Session:
         return current
 
     def _new_exchange(self, bucket: Bucket, current: BackwardPass) -> RunningExchange:
-        flat, compressor, state, group = bucket.flat, self.compressor, self.state, current.group
-        arrangement, counters = self.consensus.arrangement, self.counters
+        flat, consensus, counters = bucket.flat, self.consensus, self.counters
+        compressor = consensus.compressor
         if current.running and current.running[0].flat.device != flat.device:
             precision.check_one_device([current.running[0].flat.device, flat.device], compressor.display_name)
-        known = self.consensus.buckets.find(bucket, compressor, arrangement, first=not current.running)
+        known = consensus.buckets.find(bucket, compressor, consensus.arrangement, first=not current.running)
         counters.gradients(flat.element_size() * bucket.numel_here)
         if current.compressing:
             counters.numel_before += known.layout.numel
-            counters.numel_after += sum(plan.numel_sent for plan in known.plans)
+            counters.numel_after += known.numel_sent
 
         def issue(send: Send) -> Pending | Held:
             if current.coalescing is not None:
                 return current.coalescing.issue(send, bucket.index)
             return self._send(current, send, [bucket.index])
 
-        self._observer.add(known.layout)
-        step = StepInfo(current.step, group.size(), current.residual_factor, group.rank())
-        exchange = known.exchange(compressor, arrangement, flat, state, step, compressing=current.compressing)
+        if self._observer is not None:
+            self._observer.add(known.layout)
+        exchange = known.exchange(compressor, flat, self.state, current.step, compressing=current.compressing)
         return RunningExchange(ExchangeTask(exchange, flat, compressor.name), flat, issue)
 
     def _send(self, current: BackwardPass, send: Send, buckets: Sequence[int]) -> Pending:
         where = f"bucket{'s' * (len(buckets) > 1)} {', '.join(map(str, buckets))} at step {current.step_label}"
-        group = self.consensus.arrangement.group(send.over, current.group)
+        over = send.over
+        group = current.group if over == "all" else self.consensus.arrangement.group(over, current.group)
         return collective.start(send, group, self.counters, where, self._messages)
 
     def _drain(self, current: BackwardPass) -> None:
         """End a pass: run all remaining rounds, then commit."""
         good = self.consensus.arrangement.agreed(current.drain())
-        shard_group = self.consensus.binding.shard_group
-        if shard_group is not None:
-            good = good_on_all_shards(good, shard_group)
+        shards = self.consensus.binding.shards
+        if shards is not None:
+            good = good_on_all_shards(good, shards())
         with self.held.committing(good.device):
             self._commit(current, bool(good) if precision.is_host_readable(good.device) else good)
-        self._messages.forget_abandoned()
-        if self._observer.active:
+        if self._messages.in_flight:
+            self._messages.forget_abandoned()
+        if self._observer is not None and self._observer.active:
             self.held.settle()  # `current.step` may be less than the step
             self._observer.show(self.state.step - 1, good, [each.result for each in current.running])
         current.fulfil()
@@ -193,15 +195,20 @@ class Session:
         if current.compressing:
             self.state.local_shared = False
         current.commit(verdict)
-        self.held.add(verdict, current.loss_scale, compressed=current.compressing and self.compressor.selective)
-        self.consensus.buckets.forget_dead_state(self.compressor)
-        if verdict is not False and not is_one(current.residual_factor):
+        selective = self.consensus.compressor.selective
+        self.held.add(verdict, current.loss_scale, compressed=current.compressing and selective)
+        buckets, residual_factor = self.consensus.buckets, current.step.residual_factor
+        if buckets.dead_units:
+            buckets.forget_dead_state(self.compressor)
+        if verdict is not False and not is_one(residual_factor):
             # The exchanges do it for what they compress.
-            compressed = self.consensus.buckets.compressed() if current.compressing else set()
-            factor = chosen(verdict, current.residual_factor, 1.0)
+            compressed = buckets.compressed() if current.compressing else set()
+            factor = chosen(verdict, residual_factor, 1.0)
             self.state.rescale(self.compressor.state_fields, factor, but=compressed)
-        if current.compressing and self.compressor.stats_every is not None:
-            self._log.add(current, self.counters, self.compressor.stats_every)
+        if current.compressing and current.step_at_most >= self._log.due:
+            every = self.compressor.stats_every
+            if every is not None:
+                self._log.add(current, self.counters, every)
 
     @contextlib.contextmanager
     def _computing(self, flat: torch.Tensor) -> Iterator[None]:

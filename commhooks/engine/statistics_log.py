@@ -9,16 +9,18 @@ logger = logging.getLogger(__name__)
 
 
 class StatisticsLog:
-    """Logs how many gradient elements were sent instead of how many."""
+    """Logs how many gradient elements were sent instead of how many.
+
+    Attributes:
+        due: the step at whose commit `add` is to be called next.
+    """
 
     def __init__(self) -> None:
-        self._next = 0
+        self.due = 0
 
     def add(self, current: BackwardPass, counters: Counters, every: int) -> None:
-        """Call at the commit of each compressed pass. Logs if `every` steps have passed since the last line."""
-        if current.step_at_most < self._next:
-            return
-        self._next = current.step_at_most + every
+        """Call at the commit of a compressed pass that is due. `every`: steps between two lines."""
+        self.due = current.step_at_most + every
         before, after = counters.numel_before, counters.numel_after
         logger.info(
             "Compression stats: iter %s, total before compression %s, total after compression %s, rate %s",

@@ -73,11 +73,10 @@ class CommitMark:
         self._at: tuple[torch.device, torch.cuda.Event] | None = None
 
     def set(self, device: torch.device) -> None:
-        """The work queued on the current stream ends with a commit."""
-        if precision.has_streams(device):
-            event = torch.cuda.Event()
-            event.record(torch.cuda.current_stream(device))
-            self._at = device, event
+        """The work queued on the current stream of `device`, which has streams, ends with a commit."""
+        event = torch.cuda.Event()
+        event.record(torch.cuda.current_stream(device))
+        self._at = device, event
 
     def wait(self) -> None:
         """Make the current stream wait for the latest commit."""

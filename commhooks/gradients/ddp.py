@@ -3,7 +3,7 @@
 import functools
 import sys
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -26,18 +26,6 @@ from commhooks.gradients.torch_private import (
 _NO_BUCKET_YET = sys.maxsize
 
 
-class DDPBucket(Bucket):
-    """The bucket that DDP passes to a hook. Its parameters are read on demand: torch makes a new list at each call."""
-
-    def __init__(self, grad_bucket: dist.GradBucket, index: int, is_first: bool, is_last: bool) -> None:
-        super().__init__(grad_bucket.buffer(), (), index, is_last, is_first)
-        self._grad_bucket = grad_bucket
-
-    @property
-    def parameters(self) -> Sequence[torch.Tensor]:
-        return self._grad_bucket.parameters()
-
-
 class BucketReader:
     """Converts the buckets that DDP passes to a hook, and finds out where a backward pass begins and ends.
 
@@ -55,7 +43,7 @@ class BucketReader:
         self._task = -1  # in which it was read
         self._read = 0
 
-    def read(self, grad_bucket: object, end_pass: Callable[[], None] | None = None) -> DDPBucket:
+    def read(self, grad_bucket: object, end_pass: Callable[[], None] | None = None) -> Bucket:
         """The next bucket of this rank.
 
         Args:
@@ -87,7 +75,8 @@ class BucketReader:
         # A callback that is queued in a backward pass inside this one (reentrant checkpointing) ends with that.
         if end_pass is not None and not is_last and (is_first or task != before):
             run_after_backward(functools.partial(self._at_the_end, end_pass))
-        return DDPBucket(found, index, is_first, is_last)
+        # torch makes a new list of the parameters at each call.
+        return Bucket(found.buffer(), found.parameters, index, is_last, is_first)
 
     def _at_the_end(self, end_pass: Callable[[], None]) -> None:
         if self._index != _NO_BUCKET_YET:

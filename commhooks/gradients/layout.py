@@ -29,7 +29,7 @@ class Slot:
 
     def of(self, flat: torch.Tensor) -> torch.Tensor:
         """The parameter's part of a buffer: a 1-D view of `numel` elements in memory order."""
-        return flat[self.offset : self.stop]
+        return flat[self.offset : self.offset + self.numel]
 
 
 @dataclass(frozen=True, eq=False)

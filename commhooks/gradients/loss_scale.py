@@ -22,20 +22,25 @@ def scale_of(scaler: torch.amp.GradScaler, device: torch.device) -> LossScale:
     return scaler.scale(torch.ones((), device=device))
 
 
-def read_scale(loss_scale: Callable[[], LossScale] | None) -> LossScale:
-    """The loss scale of this backward pass; 1 if `loss_scale` is None.
+def read_scale(loss_scale: Callable[[], LossScale], before: LossScale) -> LossScale:
+    """The loss scale of this backward pass, as `loss_scale` returns it.
+
+    Args:
+        before: the one that counts where the scale on an accelerator is zero, negative or not finite: the gradients of
+            such a step are all zero or not finite, and the residuals must not change.
 
     Raises:
         HookRunError: it is not a number; or its value is on the host and is zero, negative or not finite.
     """
-    scale = 1.0 if loss_scale is None else loss_scale()
+    scale = loss_scale()
     if not isinstance(scale, numbers.Real) and not (isinstance(scale, torch.Tensor) and scale.numel() == 1):
         raise HookRunError(
             f"loss_scale returned a {type(scale).__name__}; expected the factor by which the loss was multiplied: a "
             "number, or a tensor that holds one"
         )
     if isinstance(scale, torch.Tensor) and not precision.is_host_readable(scale.device):
-        return scale.detach()
+        # A copy, because the scaler changes its tensor in place.
+        return torch.where(scale.isfinite() & (scale > 0), scale.detach(), before)
     scale = float(scale)
     if not (math.isfinite(scale) and scale > 0):
         raise HookRunError(
@@ -43,15 +48,6 @@ def read_scale(loss_scale: Callable[[], LossScale] | None) -> LossScale:
             "GradScaler comes down to zero when every step overflows: look for the inf or NaN in the model"
         )
     return scale
-
-
-def usable(scale: LossScale, otherwise: LossScale) -> LossScale:
-    """`scale` if it is a float. For a tensor a copy, because the scaler changes its tensor in place, with `otherwise`
-    in place of a zero, negative or non-finite value: the gradients of such a step are all zero or not finite, and the
-    residuals must not change."""
-    if not isinstance(scale, torch.Tensor):
-        return scale
-    return torch.where(scale.isfinite() & (scale > 0), scale, otherwise)
 
 
 @overload

@@ -62,6 +62,7 @@ class EngineHook(Runner):
                 name, dataclasses.asdict(config), session.counters, source.group, replicas_equal=config.sends
             ),
         )
+        self.said = session.consensus.remarks
         self._session = session
         self._function = function
 
@@ -187,10 +188,6 @@ class EngineHook(Runner):
                 "hook"
             ]
         return self.choice.remarks(compressor.display_name, checked=checked)
-
-    def said(self) -> list[str]:
-        remarks, self._session.consensus.remarks = self._session.consensus.remarks, []
-        return remarks
 
     @property
     def chosen(self) -> tuple[str | None, int | None]:

@@ -115,7 +115,7 @@ def _loads(dtype: torch.dtype) -> bool:
 def _exchange(flat: torch.Tensor, kernel: BlockKernel, residuals: Residuals) -> Exchange:
     kernel.messages.flags.fill_(1)  # zeros count as numbers
     kernel.load(flat, residuals, 1.0)
-    averaged = yield from mean_over_ranks(kernel, torch.finfo(flat.dtype).max)
+    averaged = yield from mean_over_ranks(kernel)
     good = yield Verdict(averaged.finite)
     kernel.store(averaged, flat, residuals, 1.0, good)
     return None

@@ -41,6 +41,7 @@ class Runner(ABC):
         counts_outcomes: whether it is known which steps were committed and which were compressed.
         choice: the kernel that all ranks use.
         cosine: samples the cosine, if the user asks for it.
+        said: what the hook has decided, for rank 0 to say at the end of the pass; see `Consensus.remarks`.
         quiet: do not log the lines at the first backward pass, or they were logged.
     """
 
@@ -59,6 +60,7 @@ class Runner(ABC):
         self.saved_state = saved_state
         self.choice = Choice()
         self.cosine: CosineSampler | None = None
+        self.said: list[str] = []
         self.quiet = False
         self.rank, self.world_size = dist.get_rank(source.group), dist.get_world_size(source.group)
         self.is_logging_rank = is_logging_rank(source.group, source.shard_group)
@@ -122,9 +124,9 @@ class Runner(ABC):
                 say(self._request.name + self._announcement())
                 for remark in self.remarks(checked=self._replicas is not None):
                     logger.warning("%s", remark)
-        for line in self.said():
-            if self.is_logging_rank:
-                say(line)
+        for line in self.said if self.is_logging_rank else ():
+            say(line)
+        self.said.clear()
 
     def _announcement(self) -> str:
         """The text after the hook's name in the log line at the end of the first backward pass."""
@@ -220,10 +222,6 @@ class Runner(ABC):
     def remarks(self, *, checked: bool) -> list[str]:
         """Warnings about the ranks' machines that rank 0 logs at the end of the first backward pass. `checked`: the
         replicas are compared now and then."""
-        return []
-
-    def said(self) -> list[str]:
-        """What the hook has decided since the last call, for rank 0 to say; see `Consensus.remarks`."""
         return []
 
     @property

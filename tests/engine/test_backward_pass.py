@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from commhooks.compressors.base import Exchange, Send, Verdict
+from commhooks.compressors.base import Exchange, Send, StepInfo, Verdict
 from commhooks.engine.backward_pass import BackwardPass, RunningExchange
 from commhooks.engine.task import ExchangeTask
 from commhooks.errors import HookRunError
@@ -65,7 +65,7 @@ def log() -> Iterator[Log]:
 
 
 def test_a_bucket_starts_and_each_earlier_one_takes_a_step(log: Log) -> None:
-    current, after = BackwardPass(GROUP, True, 1.0, 1.0, 0, 0), []
+    current, after = BackwardPass(GROUP, True, 1.0, StepInfo(0, 1), 0), []
     for bucket, rounds in enumerate(["PQR", "PQ", "A", "PQR"]):
         _add(current, log, log.exchange(bucket, rounds))
         after.append(log.words("sent"))
@@ -86,7 +86,7 @@ def test_a_bucket_starts_and_each_earlier_one_takes_a_step(log: Log) -> None:
 
 
 def test_nothing_is_committed_before_all_have_told_whether_they_are_finite(log: Log) -> None:
-    current = BackwardPass(GROUP, True, 1.0, 1.0, 0, 0)
+    current = BackwardPass(GROUP, True, 1.0, StepInfo(0, 1), 0)
     for bucket, finite in enumerate([TRUE, FALSE, TRUE]):
         _add(current, log, log.exchange(bucket, "PQ", finite))
     good = current.drain()
@@ -102,7 +102,7 @@ def test_nothing_is_committed_before_all_have_told_whether_they_are_finite(log: 
 
 
 def test_an_abandoned_pass_closes_its_exchanges(log: Log) -> None:
-    current = BackwardPass(GROUP, True, 1.0, 1.0, 0, 0)
+    current = BackwardPass(GROUP, True, 1.0, StepInfo(0, 1), 0)
     kept = [log.exchange(bucket, "PQ") for bucket in range(3)]
     for exchange in kept:
         _add(current, log, exchange)
@@ -116,7 +116,7 @@ def test_an_exchange_without_a_verdict_is_told(log: Log) -> None:
         yield Send(torch.zeros(1), what="A", last=True)
         return None
 
-    current = BackwardPass(GROUP, True, 1.0, 1.0, 0, 0)
+    current = BackwardPass(GROUP, True, 1.0, StepInfo(0, 1), 0)
     _add(current, log, silent())
     with pytest.raises(HookRunError, match="the exchange of mine ended before its verdict"):
         current.drain()
@@ -129,7 +129,7 @@ def test_an_exchange_that_goes_on_after_its_verdict_is_told(log: Log) -> None:
         yield Verdict(TRUE)
         return None
 
-    current = BackwardPass(GROUP, True, 1.0, 1.0, 0, 0)
+    current = BackwardPass(GROUP, True, 1.0, StepInfo(0, 1), 0)
     with closing(talkative()) as exchange:
         _add(current, log, exchange)
         assert bool(current.drain())

@@ -172,7 +172,7 @@ AREAS = {
             _files("compressors/powersgd", "codec", "device_kernel", "exchange", "message", "matrix_plan")
             + _files("compressors/powersgd", "compressor", "fields", "host_kernel", "native_products", "options")
             + _files("compressors/powersgd", "packed_factors", "torch_products", "workspace")
-            + _files("compressors/powersgd", "quantised_message", "quantised_plan", "reference"),
+            + _files("compressors/powersgd", "quantised_plan", "reference"),
             _tests(
                 "compressors/powersgd/test_fields",
                 "compressors/powersgd/test_packed_factors",
@@ -203,8 +203,8 @@ EXPLAINED = {
     ): ALIKE,
     (
         "commhooks/engine/statistics_log.py",
-        "self._next = 0",
-        "self._next = -1",
+        "self.due = 0",
+        "self.due = -1",
     ): "no step is less than 0",
     (
         "commhooks/compressors/quantized/blocks.py",

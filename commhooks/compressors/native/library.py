@@ -80,6 +80,13 @@ def build_of(source: Path, results_of: Callable[[torch.dtype], bytes]) -> str:
     return digest.hexdigest()[:12]
 
 
+def fixed_numbers(numel: int, start: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """The numbers from which a kernel computes what tells its build apart: between -0.5 and 0.5, the same bits on every
+    machine, because float64 products and rounding are exact rules."""
+    counted = torch.arange(start, start + numel, dtype=torch.float64)
+    return ((counted * 0.6180339887498949).frac() - 0.5).to(dtype)
+
+
 def supports(device: torch.device, dtype: torch.dtype) -> bool:
     """Whether kernels compute in `dtype` on `device`."""
     return device.type == "cpu" and dtype in C_TYPES

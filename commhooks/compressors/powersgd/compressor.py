@@ -16,7 +16,7 @@ from commhooks.compressors.kernel import KernelsHere
 from commhooks.compressors.native import choice, library
 from commhooks.compressors.powersgd import codec, fields, native_products
 from commhooks.compressors.powersgd.device_kernel import DeviceKernel, by_shape
-from commhooks.compressors.powersgd.exchange import alternate, average
+from commhooks.compressors.powersgd.exchange import BucketPass, alternate, average
 from commhooks.compressors.powersgd.host_kernel import HostKernel
 from commhooks.compressors.powersgd.matrix_plan import (
     MatrixPlan,
@@ -25,12 +25,12 @@ from commhooks.compressors.powersgd.matrix_plan import (
     plan_bucket,
     plan_parameter,
 )
+from commhooks.compressors.powersgd.message import InBlocks
 from commhooks.compressors.powersgd.native_products import NativeProducts
 from commhooks.compressors.powersgd.options import BatchedPowerSGD, PowerSGD
-from commhooks.compressors.powersgd.quantised_message import InBlocks
 from commhooks.compressors.powersgd.quantised_plan import quantised_bytes, quantised_plan
 from commhooks.compressors.powersgd.torch_products import TorchProducts
-from commhooks.compressors.powersgd.workspace import BucketPass, Matrix, Workspace
+from commhooks.compressors.powersgd.workspace import Matrix, Workspace
 from commhooks.compressors.quantized.blocks import BlockCode
 from commhooks.compressors.quantized.exchange import Workspace as OnlyBlocks
 from commhooks.compressors.quantized.exchange import quantised_exchange
@@ -104,7 +104,7 @@ class _LowRank(Compressor[AnyPowerSGD]):
     def initial_value(self, field: StateField, plan: UnitPlan, dtype: torch.dtype) -> torch.Tensor | None:
         if field.key != "q" or not isinstance(plan, MatrixPlan):
             return None
-        # The same numbers as `Draws.q` at the first step.
+        # The same numbers as `Workspace.draw_q` at the first step.
         purpose = "Q" if self.config.warm_start else "Q at step 0"
         return codec.draw(self.config.random_seed, plan.key, purpose, plan.rank, plan.m, dtype)
 

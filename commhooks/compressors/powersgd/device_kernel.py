@@ -13,12 +13,13 @@ from dataclasses import dataclass
 
 import torch
 
-from commhooks.comm.wire import largest_gradient, pack_factor, put_projection
+from commhooks.comm.wire import divide, join, largest_gradient, pack_factor, put_projection
 from commhooks.compressors.named_views import NamedViews
+from commhooks.compressors.powersgd.exchange import BucketPass
+from commhooks.compressors.powersgd.message import QuantisedMessage
 from commhooks.compressors.powersgd.packed_factors import PackedFactors, new_packed
-from commhooks.compressors.powersgd.workspace import BucketPass, Matrix, Workspace
+from commhooks.compressors.powersgd.workspace import Matrix, Workspace
 from commhooks.gradients.loss_scale import chosen, is_one
-from commhooks.gradients.pieces import divide, join
 
 
 @dataclass(frozen=True, eq=False)
@@ -55,6 +56,7 @@ class DeviceKernel:
 
     def __init__(self, work: Workspace, *, stack_deltas: bool) -> None:
         self.work = work
+        self.forms_remainder = work.error_feedback
         self.p, self.q = self._factors("P"), self._factors("Q")
         self.slots = [slot for x in work.matrices for slot in x.slots]
         self.largest = torch.zeros(len(self.slots), dtype=work.dtype, device=work.layout.device)
@@ -108,7 +110,8 @@ class DeviceKernel:
 
     def form_remainder(self, now: BucketPass) -> None:
         """delta - P Q^T in place, while Q is on its way: the next residuals."""
-        now.last.subtract_lost([self.q.flat])
+        if isinstance(now.last, QuantisedMessage):
+            now.last.subtract_lost([self.q.flat])
         for block, delta in zip(self.blocks, now.deltas, strict=True):
             delta.baddbmm_(block.p.transpose(1, 2), block.q, alpha=-1)
 
@@ -205,7 +208,7 @@ class DeviceKernel:
 
     def _factors(self, side: str) -> PackedFactors:
         shapes = [(x.rank, x.n if side == "P" else x.m) for x in self.work.matrices]
-        refill = [self.work.refill(x, side) for x in self.work.matrices]
+        refill = [self.work.refill(side, i) for i in range(len(self.work.matrices))]
         return PackedFactors(shapes, refill, self.work.dtype, self.work.layout.device)
 
     @functools.cached_property

@@ -3,19 +3,76 @@
 `reference.py` says the same in plain torch for one matrix, without any of what makes it fast; tests compare both.
 """
 
+import functools
 from typing import Protocol
 
 import torch
 
-from commhooks.comm.wire import all_finite
-from commhooks.compressors.base import Exchange, Verdict
-from commhooks.compressors.powersgd.host_kernel import HostKernel
-from commhooks.compressors.powersgd.workspace import BucketPass
+from commhooks.comm.wire import all_finite, divide, put_plain
+from commhooks.compressors.base import Exchange, State, StepInfo, Verdict
+from commhooks.compressors.powersgd.message import QuantisedMessage
+from commhooks.compressors.powersgd.workspace import Workspace
+
+
+class BucketPass:
+    """One bucket of one backward pass: what the kernels read and write.
+
+    Args:
+        flat: the bucket's buffer, 1-D, changed in place.
+        state: "q" per matrix, `r x m`; "residual" per parameter, flat in memory order; with `alternate` "p", `r x n`.
+
+    Attributes:
+        gradients: per matrix its part of the bucket, 1-D.
+        plain: what is uncompressed in the bucket.
+        first: the message that also holds uncompressed gradients and flags.
+        last: the message that ends the step; with `alternate` the same one.
+        makes_q: per matrix whether the step ends with Q. With `alternate` it may end with P.
+        deltas: gradient + residual; set in `form_p`, in the form that the kernel works on.
+        used, used_elements: masks of `DeviceKernel`: per matrix whether it has a gradient on some rank, and the same
+            per element of a whole bucket.
+    """
+
+    deltas: list[torch.Tensor]
+    used: torch.Tensor
+    used_elements: torch.Tensor | None = None
+
+    def __init__(self, flat: torch.Tensor, work: Workspace, state: State, step: StepInfo) -> None:
+        self.flat, self.work, self.step = flat, work, step
+        self.q, self.p, self.residuals = state["q"], state["p"], state["residual"]
+        pieces = flat.split(work.sizes)
+        self.gradients = [pieces[i] for i in work.place_of_matrix]
+        self.plain = [pieces[i] for i in work.place_of_plain]
+        if work.alternate:
+            self.makes_q = [x.name in self.p for x in work.matrices]
+            self.first = self.last = work.only_message(self.makes_q)
+        else:
+            self.makes_q = [True] * len(work.matrices)
+            self.first, self.last = work.messages
+
+    def put_uncompressed(self) -> None:
+        """Write what is not compressed as a matrix into the first message."""
+        if self.plain:
+            put_plain(self.plain, self.first.plain, self.step.world_size)
+        if isinstance(self.first, QuantisedMessage):
+            self.first.load(self.flat, self.residuals, self.step)
+
+    def store_uncompressed(self, good: torch.Tensor | bool) -> None:
+        """Write the averages of these gradients into the bucket."""
+        if self.plain:
+            divide(self.first.plain, self.plain)
+        if isinstance(self.first, QuantisedMessage):
+            self.first.store(self.flat, self.residuals, self.step, good)
 
 
 class LowRankKernel(Protocol):
     """The computations of a step, for all matrices of a bucket: `HostKernel` on the CPU, with branches; `DeviceKernel`
-    on an accelerator, which the host never asks, with masks."""
+    on an accelerator, which the host never asks, with masks.
+
+    Attributes:
+        forms_remainder: `form_remainder` has something to do.
+    """
+
+    forms_remainder: bool
 
     def form_p(self, now: BucketPass) -> None:
         """delta = gradient + residual; P = delta Q, into the first message, with the flags: per parameter 1 if its
@@ -28,7 +85,7 @@ class LowRankKernel(Protocol):
         """Q = delta^T P, into the last message. A parameter without a gradient on any rank takes no part."""
 
     def form_remainder(self, now: BucketPass) -> None:
-        """What error feedback needs of this rank's own Q, as it was sent. Not called without error feedback."""
+        """What error feedback needs of this rank's own Q, as it was sent."""
 
     def split(self, now: BucketPass, good: torch.Tensor | bool, finite: torch.Tensor) -> None:
         """gradient = P Q^T with the mean Q, into the bucket; and, where `good`, the mean Q and
@@ -37,9 +94,14 @@ class LowRankKernel(Protocol):
         become NaN on every rank."""
 
 
+class AlternatingKernel(LowRankKernel, Protocol):
+    def form_factor(self, now: BucketPass) -> None:
+        """delta = gradient + residual; P = delta basis(Q), or Q = delta^T basis(P), into the message with the flags."""
+
+
 def average(kernel: LowRankKernel, now: BucketPass) -> Exchange:
     """One step: Algorithm 1 on each matrix, inside the error feedback of Algorithm 2."""
-    remainder = (lambda: kernel.form_remainder(now)) if now.work.error_feedback else None
+    remainder = functools.partial(kernel.form_remainder, now) if kernel.forms_remainder else None
     kernel.form_p(now)  # 1. delta = gradient + residual; P = delta Q
     now.put_uncompressed()
     yield from now.first.sum_over_ranks(now.step, "P")  # 2. the mean of P
@@ -53,7 +115,7 @@ def average(kernel: LowRankKernel, now: BucketPass) -> Exchange:
     return None
 
 
-def alternate(kernel: HostKernel, now: BucketPass) -> Exchange:
+def alternate(kernel: AlternatingKernel, now: BucketPass) -> Exchange:
     """One matrix product and one all-reduce per step: P and Q in turn.
 
     A step that has Q computes P = delta basis(Q), with an orthonormal basis of Q, and uses the gradient P basis(Q)^T.
@@ -67,7 +129,8 @@ def alternate(kernel: HostKernel, now: BucketPass) -> Exchange:
     kernel.form_factor(now)  # delta = gradient + residual; P = delta basis(Q), or Q = delta^T basis(P)
     now.put_uncompressed()
     yield from now.first.sum_over_ranks(now.step, "P or Q", last=True)
-    kernel.form_remainder(now)
+    if kernel.forms_remainder:
+        kernel.form_remainder(now)
     finite = all_finite(now.first.buffer)
     good = yield Verdict(finite)
     now.store_uncompressed(good)

@@ -2,16 +2,17 @@
 
 import functools
 import itertools
-from collections.abc import Callable
+from collections.abc import Sequence
 
 import torch
 
 from commhooks.comm.wire import largest_gradient, pack_factor, put_only_factor, put_overflow, put_projection
 from commhooks.compressors.error_feedback import put_flags
+from commhooks.compressors.powersgd.exchange import BucketPass
+from commhooks.compressors.powersgd.message import QuantisedMessage
 from commhooks.compressors.powersgd.native_products import NativeProducts
 from commhooks.compressors.powersgd.torch_products import Residuals, TorchProducts
-from commhooks.compressors.powersgd.workspace import BucketPass, Workspace
-from commhooks.gradients import precision
+from commhooks.compressors.powersgd.workspace import Workspace
 from commhooks.gradients.layout import Slot
 
 
@@ -25,8 +26,11 @@ class HostKernel:
     def __init__(self, work: Workspace, products: TorchProducts | NativeProducts) -> None:
         self.work, self.products = work, products
         self._all = range(len(work.matrices))
-        self._on_host = precision.is_host_readable(work.layout.device)
-        self._refills: dict[tuple[str, int], torch.Tensor] = {}
+        self._largest = None if work.is_whole_bucket else products.largest
+        # The residual needs this rank's own Q as it was sent: of what blocks have lost, only the message knows.
+        self.forms_remainder = work.error_feedback and work.quantised
+        # Of `work`: bound to this kernel, they would hold it and its memory in a cycle.
+        self._refill_p, self._refill_q = (functools.partial(work.refill, side) for side in "PQ")
         self.own_deltas = [
             None if work.in_bucket else torch.zeros(x.n, x.m, dtype=work.dtype, device=work.layout.device)
             for x in work.matrices
@@ -36,27 +40,26 @@ class HostKernel:
             p, q, ranks = zip(*products.pieces, strict=True)
             self._sent_p = list(zip(p, _pieces(first, p), strict=True))
             self._sent_q = list(zip(q, _pieces(last, q), ranks, strict=True))
+            self._largest_gradient = largest_gradient(first.dtype)
 
     # ---- P and Q ---------------------------------------------------------------------------------------------------
 
     def form_p(self, now: BucketPass) -> None:
-        work, products, flags = self.work, self.products, now.first.flags
-        largest = None if work.is_whole_bucket else products.largest
+        products, largest, flags = self.products, self._largest, now.first.flags
         if largest is None:
             self._put_flags(now)
         residuals = self._load_deltas(now)
         # Only the space that Q spans matters, and without scaling P would grow with the square of the gradient.
-        known = now.q if work.warm_start else {}
-        products.unit_rows([self._known_q(now, known, i) for i in self._all], self._refill("Q"))
+        products.unit_rows(self._known_q(now, self._all), self._refill_q)
         products.form("P", self._all, now.deltas, residuals, float(now.step.residual_factor))
         if largest is not None:
-            flags.copy_((largest > 0).double().masked_fill_(largest > largest_gradient(flags.dtype), float("nan")))
+            flags.copy_((largest > 0).double().masked_fill_(largest > self._largest_gradient, float("nan")))
         for p, out in self._sent_p:
             pack_factor(p, out, now.step.world_size)
 
     def orthonormalize(self, now: BucketPass) -> None:
         arrived = [factor.to(self.work.dtype) for factor in now.first.factors]
-        self.products.orthonormalize("P", self._all, arrived, self._refill("P"))
+        self.products.orthonormalize("P", self._all, arrived, self._refill_p)
 
     def form_q(self, now: BucketPass) -> None:
         if self.work.is_whole_bucket:  # what stays where it is takes no part in what is sent for the others
@@ -76,16 +79,17 @@ class HostKernel:
             own = None if residuals is None else [residuals[i] for i in places]
             if makes_q:
                 known = [now.p[self.work.matrices[i].name] for i in places]
-                products.orthonormalize("P", places, known, self._refill("P"))
+                products.orthonormalize("P", places, known, self._refill_p)
             else:
-                known = [self._known_q(now, now.q, i) for i in places]
-                products.orthonormalize("Q", places, known, self._refill("Q"))
+                products.orthonormalize("Q", places, self._known_q(now, places), self._refill_q)
             products.form("Q" if makes_q else "P", places, deltas, own, factor)
         for mine, out in zip(self._sent(now), now.first.factors, strict=True):
             put_only_factor(mine, out, now.step.world_size)
 
     def form_remainder(self, now: BucketPass) -> None:
-        now.last.subtract_lost(self._sent(now))  # the rest is done in `split`, where delta is read once
+        """Here of the factor alone: the rest is done in `split`, where delta is read once."""
+        assert isinstance(now.last, QuantisedMessage)
+        now.last.subtract_lost(self._sent(now))
 
     def _sent(self, now: BucketPass) -> list[torch.Tensor]:
         """Per matrix the factor of this rank that ends the step."""
@@ -176,23 +180,13 @@ class HostKernel:
         begin = slot.offset - self.work.matrices[0].slots[0].offset
         return now.deltas[0].view(-1)[begin : begin + slot.numel]
 
-    def _known_q(self, now: BucketPass, known: dict[str, torch.Tensor], i: int) -> torch.Tensor:
-        matrix = self.work.matrices[i]
-        q = known.get(matrix.name)
-        return self.work.draw_q(matrix, now.step.number).to(now.flat.device) if q is None else q
-
-    def _refill(self, side: str) -> Callable[[int], torch.Tensor]:
-        # Not an attribute: bound, it would hold this kernel and its memory in a cycle.
-        return functools.partial(self._refill_of, side)
-
-    def _refill_of(self, side: str, i: int) -> torch.Tensor:
-        """Drawn at each call on the CPU, where it is rarely needed; cached on accelerators, where testing for need
-        would synchronise."""
-        if self._on_host:
-            return self.work.refill(self.work.matrices[i], side)
-        if (side, i) not in self._refills:
-            self._refills[side, i] = self.work.refill(self.work.matrices[i], side).to(self.work.layout.device)
-        return self._refills[side, i]
+    def _known_q(self, now: BucketPass, places: Sequence[int]) -> list[torch.Tensor]:
+        """Per matrix the learned Q, or the one to start from."""
+        work, known = self.work, now.q if self.work.warm_start else {}
+        return [
+            known[x.name] if x.name in known else work.draw_q(x, now.step.number).to(now.flat.device)
+            for x in map(work.matrices.__getitem__, places)
+        ]
 
     def _idle(self, now: BucketPass) -> list[list[Slot]]:
         """Per matrix the parameters that have no gradient on any rank."""

@@ -14,9 +14,7 @@ from typing import ClassVar
 import torch
 
 from commhooks.compressors.native import library
-from commhooks.compressors.native.fixed_numbers import fixed_numbers
 from commhooks.compressors.native.tables import Table
-from commhooks.compressors.native.threads import team
 from commhooks.compressors.powersgd import codec
 from commhooks.compressors.powersgd.torch_products import Refill, Residuals, Tensors
 
@@ -38,9 +36,9 @@ class MatrixTable(Table):
         "mean_q": (2, 1),
     }
 
-    @functools.cached_property
-    def elements(self) -> int:
-        return sum(row[0] * row[1] for row in self.sizes)
+    @staticmethod
+    def elements_of(row: Sequence[int]) -> int:
+        return row[0] * row[1]
 
 
 class FactorTable(Table):
@@ -50,9 +48,13 @@ class FactorTable(Table):
     fields = ("r", "k", "source", "refill", "to", "missing")
     pointers: ClassVar[Mapping[str, tuple[int, int]]] = {"source": (0, 1), "refill": (0, 1), "to": (0, 1)}
 
-    @functools.cached_property
-    def elements(self) -> int:
-        return sum(row[0] ** 2 * row[1] for row in self.sizes)
+    def __init__(self, rows: Sequence[Sequence[int]], dtype: torch.dtype) -> None:
+        super().__init__(rows, dtype)
+        self.missing = self.column("missing")
+
+    @staticmethod
+    def elements_of(row: Sequence[int]) -> int:
+        return row[0] ** 2 * row[1]
 
 
 class NativeProducts:
@@ -72,6 +74,7 @@ class NativeProducts:
         refills: bool = True,
     ) -> None:
         self._kernel, self._dtype, self._refills = kernel, dtype, refills
+        self._least_norm = 10 * torch.finfo(dtype).eps
         p, self.p = _packed([(r, n) for n, _, r in shapes], dtype)
         q, self.q = _packed([(r, m) for _, m, r in shapes], dtype)
         runs = [list(run) for _, run in itertools.groupby(shapes, key=lambda shape: shape[2])]
@@ -105,7 +108,8 @@ class NativeProducts:
     def form(
         self, side: str, places: Sequence[int], deltas: Tensors, residuals: Residuals | None = None, factor: float = 1.0
     ) -> None:
-        self._call(f"form_{side.lower()}", self._table(places, deltas, residuals), factor)
+        table = self._pointed_to(places, deltas, residuals)
+        table.run(self._kernel.commhooks_form_p if side == "P" else self._kernel.commhooks_form_q, factor)
 
     def split(
         self,
@@ -115,12 +119,12 @@ class NativeProducts:
         mean_p: Tensors,
         mean_q: Tensors | None,
     ) -> None:
-        table = self._table(places, deltas, residuals)
+        table = self._pointed_to(places, deltas, residuals)
         table.point("mean_p", mean_p)
         table.point("mean_q", mean_q)
-        self._call("split", table)
+        table.run(self._kernel.commhooks_split)
 
-    def _table(self, places: Sequence[int], deltas: Tensors, residuals: Residuals | None) -> MatrixTable:
+    def _pointed_to(self, places: Sequence[int], deltas: Tensors, residuals: Residuals | None) -> MatrixTable:
         table = self._matrices.only(places)
         table.point("delta", deltas)
         table.point("residual", residuals)
@@ -130,13 +134,9 @@ class NativeProducts:
         """Scale rows to norm 1 and, if `orthogonal`, orthonormalise them. Non-finite numbers count as zero. Returns the
         places of useless results: some of their rows are zero or dependent, and were not replaced."""
         table.point("source", sources)
-        self._call("unit_rows", table, orthogonal, 10 * torch.finfo(self._dtype).eps if orthogonal else 0.0)
-        return [i for i, missing in enumerate(table.column("missing").tolist()) if missing]
-
-    def _call(self, name: str, table: MatrixTable | FactorTable, *more: float) -> None:
-        start, threads = team(table.elements)
-        if getattr(self._kernel, f"commhooks_{name}")(start, threads, len(table), table.rows.data_ptr(), *more):
-            raise MemoryError(f"commhooks: no memory for the scratch space of {name}")
+        table.run(self._kernel.commhooks_unit_rows, orthogonal, self._least_norm if orthogonal else 0.0)
+        missing = table.missing.tolist()
+        return [i for i, rows in enumerate(missing) if rows] if any(missing) else []
 
 
 @functools.cache
@@ -176,7 +176,7 @@ def results_of(kernel: ctypes.CDLL, dtype: torch.dtype) -> bytes:
     # Odd lengths, each size of a group of rows, and once several parts (64 rows), sums of Q (96 rows) and tiles of
     # columns (8,192): every loop of the kernel runs.
     shapes = ((37, 1061, 1), (37, 1061, 2), (37, 1061, 3), (37, 1061, 4), (101, 8209, 6))
-    numbers = fixed_numbers(2 + max(n * m for n, m, _ in shapes), 0, dtype)
+    numbers = library.fixed_numbers(2 + max(n * m for n, m, _ in shapes), 0, dtype)
     results = []
     for n, m, rank in shapes:
         products = NativeProducts(kernel, [(n, m, rank)], dtype)

@@ -10,7 +10,7 @@ from commhooks.gradients import precision
 Tensors = Sequence[torch.Tensor]
 Residuals = Sequence[torch.Tensor | None]
 Refill = Callable[[int], torch.Tensor]
-"""Random rows for the matrix with this place, where its own are dependent."""
+"""Random rows, on the CPU, for the matrix with this place, where its own are dependent."""
 
 
 class TorchProducts:
@@ -33,6 +33,7 @@ class TorchProducts:
 
     def __init__(self, shapes: Sequence[tuple[int, int, int]], dtype: torch.dtype, device: torch.device) -> None:
         self._on_host = precision.is_host_readable(device)
+        self._refills: dict[tuple[str, int], torch.Tensor] = {}
         self._p = [torch.zeros(max(r, 2), n, dtype=dtype, device=device) for n, _, r in shapes]
         self._q = [torch.zeros(max(r, 2), m, dtype=dtype, device=device) for _, m, r in shapes]
         self.p = [padded[:r] for padded, (_, _, r) in zip(self._p, shapes, strict=True)]
@@ -50,7 +51,9 @@ class TorchProducts:
             if self._on_host:
                 basis = codec.basis(rows, lambda: refill(i))  # noqa: B023
             else:  # without asking whether a row is missing
-                basis, _ = codec.orthonormal_rows(rows, refill(i))
+                if (side, i) not in self._refills:
+                    self._refills[side, i] = refill(i).to(rows.device)
+                basis, _ = codec.orthonormal_rows(rows, self._refills[side, i])
             self._set((self._p if side == "P" else self._q)[i], basis)
 
     def form(

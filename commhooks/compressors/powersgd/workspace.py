@@ -1,4 +1,4 @@
-"""What PowerSGD's kernels share: the matrices of a bucket and its messages, and one bucket in one backward pass."""
+"""The matrices of a bucket layout and its messages, which PowerSGD's kernels share."""
 
 import functools
 import itertools
@@ -7,15 +7,11 @@ from dataclasses import dataclass
 
 import torch
 
-from commhooks.comm.wire import put_all_plain
-from commhooks.compressors.base import State, StepInfo
 from commhooks.compressors.powersgd import codec
-from commhooks.compressors.powersgd.message import Factors, Message
+from commhooks.compressors.powersgd.message import Factors, InBlocks, Message, QuantisedMessage
 from commhooks.compressors.powersgd.options import PowerSGD
-from commhooks.compressors.powersgd.quantised_message import InBlocks, QuantisedMessage
 from commhooks.gradients import precision
 from commhooks.gradients.layout import BucketLayout, Slot
-from commhooks.gradients.pieces import divide
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,6 +45,7 @@ class Workspace:
 
     Attributes:
         dtype: the compute dtype.
+        quantised: the messages are.
         is_whole_bucket: there is one matrix, of several parameters or padded. Otherwise each is one parameter.
         in_bucket: delta can be computed in the bucket: its dtype is the compute dtype, and no matrix is padded.
         flags_of: per matrix the places of its parameters among those of all matrices.
@@ -66,6 +63,7 @@ class Workspace:
         self.dtype = precision.compute_dtype(layout.dtype)
         self.error_feedback, self.warm_start = config.use_error_feedback, config.warm_start
         self.alternate = config.alternate
+        self.quantised = in_blocks is not None
         first = matrices[0]
         padded = first.span[1] - first.span[0] < first.n * first.m
         self.is_whole_bucket = padded or len(first.slots) > 1
@@ -114,58 +112,12 @@ class Workspace:
         purpose = "Q" if self.warm_start else f"Q at step {step}"
         return codec.draw(self._seed, matrix.name, purpose, matrix.rank, matrix.m, self.dtype)
 
-    def refill(self, matrix: Matrix, side: str) -> torch.Tensor:
-        """Random rows, on the CPU, that replace dependent ones of P (`r x n`) or of Q (`r x m`)."""
+    def refill(self, side: str, place: int) -> torch.Tensor:
+        """Random rows, on the CPU, that replace dependent ones of P (`r x n`) or of Q (`r x m`) of the matrix at
+        `place`."""
+        matrix = self.matrices[place]
         length = matrix.n if side == "P" else matrix.m
         return codec.draw(self._seed, matrix.name, f"refill {side}", matrix.rank, length, self.dtype)
-
-
-class BucketPass:
-    """One bucket of one backward pass: what the kernels read and write.
-
-    Args:
-        flat: the bucket's buffer, 1-D, changed in place.
-        state: "q" per matrix, `r x m`; "residual" per parameter, flat in memory order; with `alternate` "p", `r x n`.
-
-    Attributes:
-        gradients: per matrix its part of the bucket, 1-D.
-        plain: what is uncompressed in the bucket.
-        first: the message that also holds uncompressed gradients and flags.
-        last: the message that ends the step; with `alternate` the same one.
-        makes_q: per matrix whether the step ends with Q. With `alternate` it may end with P.
-        deltas: gradient + residual; set in `form_p`, in the form that the kernel works on.
-        used, used_elements: masks of `DeviceKernel`: per matrix whether it has a gradient on some rank, and the same
-            per element of a whole bucket.
-    """
-
-    deltas: list[torch.Tensor]
-    used: torch.Tensor
-    used_elements: torch.Tensor | None = None
-
-    def __init__(self, flat: torch.Tensor, work: Workspace, state: State, step: StepInfo) -> None:
-        self.flat, self.work, self.step = flat, work, step
-        self.q, self.p, self.residuals = state["q"], state["p"], state["residual"]
-        pieces = flat.split(work.sizes)
-        self.gradients = [pieces[i] for i in work.place_of_matrix]
-        self.plain = [pieces[i] for i in work.place_of_plain]
-        if work.alternate:
-            self.makes_q = [x.name in self.p for x in work.matrices]
-            self.first = self.last = work.only_message(self.makes_q)
-        else:
-            self.makes_q = [True] * len(work.matrices)
-            self.first, self.last = work.messages
-
-    def put_uncompressed(self) -> None:
-        """Write what is not compressed as a matrix into the first message."""
-        if self.plain:
-            put_all_plain(self.plain, self.first.plain, self.step.world_size)
-        self.first.load(self.flat, self.residuals, self.step)
-
-    def store_uncompressed(self, good: torch.Tensor | bool) -> None:
-        """Write the averages of these gradients into the bucket."""
-        if self.plain:
-            divide(self.first.plain, self.plain)
-        self.first.store(self.flat, self.residuals, self.step, good)
 
 
 def _gaps(spans: list[tuple[int, int]], numel: int) -> list[tuple[int, int]]:

@@ -5,7 +5,7 @@ from typing import TypeVar
 
 import torch
 
-from commhooks.compressors.base import RESIDUAL, Compressor, Exchange, State, StateField, StepInfo
+from commhooks.compressors.base import RESIDUAL, Compressor, StateField
 from commhooks.compressors.kernel import KernelsHere
 from commhooks.compressors.native import choice
 from commhooks.compressors.quantized import native_blocks
@@ -27,6 +27,7 @@ class QuantizedCompressor(Compressor[AnyQuantized]):
     collectives = ("all_to_all", "gather")
     computes_from_received = False  # a code times its scale
     Plan = BlockPlan
+    exchange = staticmethod(quantised_exchange)
 
     @property
     def code(self) -> BlockCode:
@@ -61,9 +62,6 @@ class QuantizedCompressor(Compressor[AnyQuantized]):
             error_feedback=self.config.use_error_feedback,
             natively=natively,
         )
-
-    def exchange(self, flat: torch.Tensor, work: Workspace, state: State, step: StepInfo) -> Exchange:
-        return quantised_exchange(flat, work, state, step)
 
     def memory_plan(self, plans: Sequence[UnitPlan], buckets: Sequence[Sequence[UnitPlan]]) -> MemoryPlan:
         """`copies`: with torch delta in blocks, and the padding of the residuals; with the native kernel delta, where

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import torch
 
-from commhooks.comm.wire import put_all_plain
+from commhooks.comm.wire import divide, put_plain
 from commhooks.compressors.base import Exchange, State, StepInfo, Verdict
 from commhooks.compressors.error_feedback import put_flags
 from commhooks.compressors.quantized.blocks import BlockCode
@@ -21,7 +21,6 @@ from commhooks.compressors.quantized.native_kernel import NativeKernel
 from commhooks.compressors.quantized.torch_kernel import TorchKernel, residual_memory
 from commhooks.compressors.unit_plan import UnitPlan
 from commhooks.gradients.layout import BucketLayout
-from commhooks.gradients.pieces import divide
 from commhooks.gradients.precision import compute_dtype
 
 
@@ -64,7 +63,16 @@ class Workspace:
         code, device, dtype = self._code, self._layout.device, compute_dtype(self._layout.dtype)
         tensors = [(slot.name, code.blocks_of(slot.numel)) for slot in self.slots]
         plain = sum(slot.numel for slot in self.plain), self._wire_dtype
-        messages = ShareMessages(code, tensors, dtype, step.world_size, device, plain=plain, flags=len(self.slots))
+        messages = ShareMessages(
+            code,
+            tensors,
+            dtype,
+            step.world_size,
+            device,
+            largest=torch.finfo(self._layout.dtype).max,
+            plain=plain,
+            flags=len(self.slots),
+        )
         if self._natively:
             kept = self._error_feedback
             self._kernel = NativeKernel(messages, step.rank, self.slots, self._layout.dtype, error_feedback=kept)
@@ -90,9 +98,9 @@ def quantised_exchange(flat: torch.Tensor, work: Workspace, state: State, step: 
     messages, plain = kernel.messages, [slot.of(flat) for slot in work.plain]
     put_flags(work.slots, flat, messages.flags)
     if plain:
-        put_all_plain(plain, messages.plain, step.world_size)
+        put_plain(plain, messages.plain, step.world_size)
     kernel.load(flat, residuals, factor)  # delta = gradient + residual
-    averaged = yield from mean_over_ranks(kernel, torch.finfo(flat.dtype).max)
+    averaged = yield from mean_over_ranks(kernel)
     good = yield Verdict(averaged.finite)
     kernel.store(averaged, flat, residuals, factor, good)  # residual = what is lost of delta; gradient = average
     if plain:

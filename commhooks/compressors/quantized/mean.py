@@ -29,14 +29,10 @@ class BlockKernel(Protocol):
     def load(self, flat: torch.Tensor, residuals: Residuals, factor: LossScale) -> None:
         """delta = what is in the buffer `flat` + factor * residual."""
 
-    def quantise(self, most: float) -> None:
-        """Write the blocks that others average into `messages.sent`. What rounding loses of them stays in delta.
+    def quantise(self) -> None:
+        """Write the blocks that others average into `messages.sent`. What rounding loses of them stays in delta."""
 
-        Args:
-            most: the largest scale.
-        """
-
-    def average(self, arrived: torch.Tensor, most: float) -> None:
+    def average(self, arrived: torch.Tensor) -> None:
         """Average this rank's share: its own part, which is not rounded, then the others in the order of the ranks.
         Write the mean, quantised, into `messages.mean`. What rounding loses of it stays in delta, times the number of
         ranks."""
@@ -53,7 +49,6 @@ class BlockKernel(Protocol):
 
 def mean_over_ranks(
     kernel: BlockKernel,
-    largest: float,
     *,
     what: str = "",
     last: bool = True,
@@ -64,15 +59,13 @@ def mean_over_ranks(
     Afterwards delta is what was lost on this rank. The mean of it over the ranks is what the result lacks.
 
     Args:
-        largest: numbers beyond it are clamped; the rest of them is lost.
         what, last, meanwhile: see `Send`; the last two belong to the second collective.
     """
     messages, of = kernel.messages, f" of {what}" if what else ""
-    most = messages.code.largest_scale(largest, messages.dtype)
-    kernel.quantise(most)  # 1  each rank quantises what others average
+    kernel.quantise()  # 1  each rank quantises what others average
     messages.put_plain_and_flags()
     arrived = yield Send(messages.sent, what=f"shares{of}", op="all_to_all")  # 2  every block goes to its owner
-    kernel.average(arrived, most)  # 3  the owner averages, and quantises the mean
+    kernel.average(arrived)  # 3  the owner averages, and quantises the mean
     messages.reduce_plain_and_flags(arrived)
     means = yield Send(messages.mean, what=f"means{of}", op="gather", last=last, meanwhile=meanwhile)  # 4
     return Averaged(messages, means)  # 5  all ranks decode the same bytes

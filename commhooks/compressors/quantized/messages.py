@@ -32,6 +32,7 @@ class ShareMessages:
         code: how blocks are quantised.
         tensors: name and number of blocks of each, in the order of the blocks.
         dtype: of the numbers in blocks, and of the scales.
+        largest: numbers beyond it are clamped; the rest of them is lost.
         plain: how many numbers travel as they are, and in which dtype.
         flags: how many flags travel.
 
@@ -40,6 +41,8 @@ class ShareMessages:
         flags: uint8, 1-D; before the mean write flags here whose maximum over the ranks is wanted.
         sent: uint8, a message for each rank.
         mean: uint8, the message for all ranks with what this one has averaged.
+        in_sent, in_mean: their sections.
+        most: the largest scale.
         size: of a message, in bytes.
         scales_at, codes_at: where these sections begin, in bytes.
     """
@@ -52,10 +55,12 @@ class ShareMessages:
         world_size: int,
         device: torch.device,
         *,
+        largest: float,
         plain: tuple[int, torch.dtype],
         flags: int,
     ) -> None:
         self.code, self.dtype, self.world_size = code, dtype, world_size
+        self.most = code.largest_scale(largest, dtype)
         self.shares = Shares(tensors, world_size, device)
         blocks, (numel, plain_dtype) = self.shares.size, plain
         each_plain, each_flags = -(-numel // world_size), -(-flags // world_size)
@@ -72,6 +77,7 @@ class ShareMessages:
         self.scales_at, _, self.codes_at, _ = (at for at, _, _ in self._sections)
         self.sent = torch.zeros(world_size, self.size, dtype=torch.uint8, device=device)
         self.mean = torch.zeros(self.size, dtype=torch.uint8, device=device)
+        self.in_sent, self.in_mean = self.sections(self.sent), self.sections(self.mean)
         self._plain = torch.zeros(world_size, each_plain, dtype=plain_dtype, device=device)
         self._flags = torch.zeros(world_size, each_flags, dtype=torch.uint8, device=device)
         self.plain = self._plain.view(-1)[:numel]
@@ -83,14 +89,13 @@ class ShareMessages:
 
     def put_plain_and_flags(self) -> None:
         """Write what travels beside the blocks into the messages to all ranks."""
-        sent = self.sections(self.sent)
-        sent.plain.copy_(self._plain)
-        sent.flags.copy_(self._flags)
+        self.in_sent.plain.copy_(self._plain)
+        self.in_sent.flags.copy_(self._flags)
 
     def reduce_plain_and_flags(self, arrived: torch.Tensor) -> None:
         """Write the sums, in the order of the ranks, and the maxima of what has arrived beside the blocks into
         `mean`."""
-        shares, mean = self.sections(arrived), self.sections(self.mean)
+        shares, mean = self.sections(arrived), self.in_mean
         total = torch.zeros(mean.plain.shape, dtype=self.dtype, device=self.mean.device)
         for rank in range(self.world_size):
             total.add_(shares.plain[rank])

@@ -2,15 +2,13 @@
 
 import ctypes
 import functools
-from collections.abc import Callable
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 
 from commhooks.compressors.native import library
-from commhooks.compressors.native.fixed_numbers import fixed_numbers
 from commhooks.compressors.native.tables import Table, address
-from commhooks.compressors.native.threads import team
 from commhooks.compressors.quantized.blocks import BlockCode
 
 SOURCE = Path(__file__).parent / "native" / "blocks.c"
@@ -23,11 +21,15 @@ class PieceTable(Table):
 
     fields = ("numel", "block", "bucket", "residual", "codes", "scales", "arrived_codes", "arrived_scales")
 
+    @staticmethod
+    def elements_of(row: Sequence[int]) -> int:
+        return row[0]
+
 
 @functools.cache
 def load(dtype: torch.dtype = torch.float32) -> ctypes.CDLL:
     """Load the kernel for a compute dtype, float32 or float64; compile it first if the cache does not hold it. See
-    `native/blocks.c` for its functions, and `run`.
+    `native/blocks.c` for its functions.
 
     Raises:
         HookConfigError: see `library.load`.
@@ -37,13 +39,6 @@ def load(dtype: torch.dtype = torch.float32) -> ctypes.CDLL:
     loaded.commhooks_dequantise.argtypes = [pointer, ctypes.c_uint, size, pointer, ctypes.c_int]
     loaded.commhooks_quantise.argtypes = [*loaded.commhooks_dequantise.argtypes, number, number, size, size, size]
     return loaded
-
-
-def run(function: Callable[..., int], rows: torch.Tensor, *more: float) -> None:
-    """Call a function of the kernel for some rows, one after another, of a `PieceTable`, in as many threads as torch
-    uses."""
-    start, threads = team(int(rows[:, 0].sum()))
-    function(start, threads, len(rows), rows.data_ptr(), *more)
 
 
 def build() -> str:
@@ -58,7 +53,7 @@ def results_of(kernel: ctypes.CDLL, dtype: torch.dtype) -> bytes:
     results, numel = [], 1003
     for code in (BlockCode(8, 64), BlockCode(4, 48)):
         blocks = code.blocks_of(numel)
-        bucket, residual = fixed_numbers(numel, 1, dtype), fixed_numbers(numel, 2, dtype)
+        bucket, residual = library.fixed_numbers(numel, 1, dtype), library.fixed_numbers(numel, 2, dtype)
         codes = torch.zeros(2, blocks * code.block_bytes, dtype=torch.uint8)
         scales = torch.zeros(2, blocks, dtype=dtype)
         gradients = [address(each, dtype, numel) for each in (bucket, residual)]
@@ -66,9 +61,9 @@ def results_of(kernel: ctypes.CDLL, dtype: torch.dtype) -> bytes:
         most = code.largest_scale(torch.finfo(dtype).max, dtype)
         for which, start in enumerate((0, 1)):
             own = [address(codes[which], torch.uint8, codes[0].numel()), address(scales[which], dtype, blocks)]
-            rows = PieceTable([[numel, code.block_size, *gradients, *own, *arrived]], dtype).rows
-            run(kernel.commhooks_quantise, rows, code.bits, most, 0.7 + start, 1, 0, 0)
-        run(kernel.commhooks_quantise, rows, code.bits, most, 0.7, 2, 1, 0)
-        run(kernel.commhooks_dequantise, rows, code.bits)
+            rows = PieceTable([[numel, code.block_size, *gradients, *own, *arrived]], dtype)
+            rows.run(kernel.commhooks_quantise, code.bits, most, 0.7 + start, 1, 0, 0)
+        rows.run(kernel.commhooks_quantise, code.bits, most, 0.7, 2, 1, 0)
+        rows.run(kernel.commhooks_dequantise, code.bits)
         results += [bucket, residual, codes, scales]
     return b"".join(each.numpy().tobytes() for each in results)

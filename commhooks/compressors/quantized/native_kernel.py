@@ -5,14 +5,14 @@ from collections.abc import Sequence
 
 import torch
 
+from commhooks.comm.wire import divide, join
 from commhooks.compressors.native.tables import address
 from commhooks.compressors.quantized import native_blocks
 from commhooks.compressors.quantized.mean import Good, Residuals
 from commhooks.compressors.quantized.messages import Averaged, ShareMessages
-from commhooks.compressors.quantized.native_blocks import PieceTable, run
+from commhooks.compressors.quantized.native_blocks import PieceTable
 from commhooks.gradients.layout import Slot
 from commhooks.gradients.loss_scale import LossScale, is_one
-from commhooks.gradients.pieces import divide, join
 
 
 class NativeKernel:
@@ -41,6 +41,7 @@ class NativeKernel:
         self._numbers = torch.empty(0)
         """The buffer or the copy: gradients, then what is lost of delta, then the averages."""
         self._read: list[torch.Tensor | None] = []
+        self._residuals_at: list[int] = []
         self._factor = 1.0
         self._make_table()
 
@@ -59,6 +60,8 @@ class NativeKernel:
         columns = torch.tensor(offsets).unbind(1)
         self._tensor, self._in_numbers, self._in_tensor, self._codes_at, self._scales_at, self._of_owner = columns
         self._table = table = PieceTable(sizes, messages.dtype)
+        self._in_bucket, self._residual = table.column("bucket"), table.column("residual")
+        self._arrived_codes, self._arrived_scales = table.column("arrived_codes"), table.column("arrived_scales")
         own = sum(each.owner == self.rank for each in pieces)
         self._own, self._others, self._all = slice(own), slice(own, None), slice(None)
         # Codes and scales are written where they are sent from.
@@ -73,19 +76,19 @@ class NativeKernel:
             self._numbers = self._copy
             join([slot.of(flat) for slot in self._slots], self._copy)
         start = address(self._numbers, self._table.dtype, self._end)
-        torch.add(self._in_numbers, start, out=self._table.column("bucket"))
+        torch.add(self._in_numbers, start, out=self._in_bucket)
         self._read = [residuals.get(slot.name) if self._error_feedback else None for slot in self._slots]
         self._point_to_residuals(self._read)
         self._factor = float(factor)
 
-    def quantise(self, most: float) -> None:
-        run(self._quantise, self._table.rows[self._others], self._bits, most, self._factor, 1, 0, 0)
+    def quantise(self) -> None:
+        self._table.run(self._quantise, self._bits, self.messages.most, self._factor, 1, 0, 0, rows=self._others)
 
-    def average(self, arrived: torch.Tensor, most: float) -> None:
-        messages, rows = self.messages, self._table.rows[self._own]
+    def average(self, arrived: torch.Tensor) -> None:
+        messages = self.messages
         self._point_to_arrived(self._own, address(arrived, torch.uint8, messages.sent.numel()))
         mean_of = messages.world_size, self.rank, messages.size
-        run(self._quantise, rows, self._bits, most, self._factor, *mean_of)
+        self._table.run(self._quantise, self._bits, messages.most, self._factor, *mean_of, rows=self._own)
 
     def store(
         self, averaged: Averaged, flat: torch.Tensor, residuals: Residuals, factor: LossScale, good: Good
@@ -97,7 +100,7 @@ class NativeKernel:
         self._point_to_residuals(kept)
         means = address(averaged.means, torch.uint8, self.messages.sent.numel())
         self._point_to_arrived(self._all, self._of_owner + means)
-        run(self._dequantise, self._table.rows, self._bits)
+        self._table.run(self._dequantise, self._bits)
         for slot, start, has in zip(self._slots, self._starts, used, strict=True):
             if not has:
                 self._numbers[start : start + slot.numel].zero_()
@@ -113,15 +116,16 @@ class NativeKernel:
         return residuals[slot.name] if used else None
 
     def _point_to_residuals(self, residuals: Sequence[torch.Tensor | None]) -> None:
-        starts = torch.tensor(
-            [
-                0 if each is None else address(each, self._table.dtype, slot.numel)
-                for slot, each in zip(self._slots, residuals, strict=True)
-            ]
-        ).index_select(0, self._tensor)
-        self._table.column("residual").copy_(torch.where(starts == 0, 0, starts + self._in_tensor))
+        starts = [
+            0 if each is None else address(each, self._table.dtype, slot.numel)
+            for slot, each in zip(self._slots, residuals, strict=True)
+        ]
+        if starts != self._residuals_at:  # they stay where they are, unless a parameter has no gradient
+            self._residuals_at = starts
+            of_pieces = torch.tensor(starts).index_select(0, self._tensor)
+            self._residual.copy_(torch.where(of_pieces == 0, 0, of_pieces + self._in_tensor))
 
     def _point_to_arrived(self, rows: slice, start: int | torch.Tensor) -> None:
         """Codes and scales are read from the messages at `start`."""
-        self._table.column("arrived_codes")[rows] = self._codes_at[rows] + start
-        self._table.column("arrived_scales")[rows] = self._scales_at[rows] + start
+        self._arrived_codes[rows] = self._codes_at[rows] + start
+        self._arrived_scales[rows] = self._scales_at[rows] + start

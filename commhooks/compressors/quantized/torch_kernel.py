@@ -60,24 +60,24 @@ class TorchKernel:
             if here.stop < end:
                 delta[here.stop : end].zero_()
 
-    def quantise(self, most: float) -> None:
+    def quantise(self) -> None:
         messages, shares = self.messages, self.messages.shares
         self._own = self.delta.index_select(0, shares.blocks[self.rank]).div_(messages.world_size)
-        messages.code.quantise(self.delta[:-1], self.codes[:-1], self.scales[:-1], most)
-        sent, order = messages.sections(messages.sent), shares.blocks.view(-1)
+        messages.code.quantise(self.delta[:-1], self.codes[:-1], self.scales[:-1], messages.most)
+        sent, order = messages.in_sent, shares.blocks.view(-1)
         sent.scales.copy_(self.scales.index_select(0, order).view_as(sent.scales))
         sent.codes.copy_(self.codes.index_select(0, order).view_as(sent.codes))
 
-    def average(self, arrived: torch.Tensor, most: float) -> None:
+    def average(self, arrived: torch.Tensor) -> None:
         messages, shares, code = self.messages, self.messages.shares, self.messages.code
         own, self._own = self._own, None
         assert own is not None
-        parts, mean = messages.sections(arrived), messages.sections(messages.mean)
+        parts, mean = messages.sections(arrived), messages.in_mean
         for other in range(messages.world_size):
             if other != self.rank:
                 codes = parts.codes[other].view(-1, code.block_bytes)
                 code.add_dequantised(codes, parts.scales[other] / messages.world_size, own)
-        code.quantise(own, mean.codes.view(-1, code.block_bytes), mean.scales, most)
+        code.quantise(own, mean.codes.view(-1, code.block_bytes), mean.scales, messages.most)
         count = shares.counts[self.rank]
         self.delta.index_copy_(0, shares.blocks[self.rank, :count], own[:count].mul_(messages.world_size))
 

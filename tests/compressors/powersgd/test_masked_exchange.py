@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import commhooks
 from commhooks.compressors.powersgd.device_kernel import DeviceKernel
-from commhooks.compressors.powersgd.workspace import BucketPass
+from commhooks.compressors.powersgd.exchange import BucketPass
 from commhooks.engine.session import Session
 from commhooks.gradients.bucket import Bucket
 from tests.support.ddp_steps import process_group_of_one

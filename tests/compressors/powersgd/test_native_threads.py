@@ -11,7 +11,7 @@ from itertools import pairwise
 import pytest
 import torch
 
-from commhooks.compressors.native import threads as kernel_threads
+from commhooks.compressors.native import tables as kernel_tables
 from commhooks.compressors.powersgd.native_products import NativeProducts, load
 from tests.support.compilers import needs_compiler
 
@@ -101,17 +101,17 @@ def test_as_many_threads_as_torch_uses(threads: Callable[[int], None], monkeypat
     threads(1)
     alone = _all_steps(torch.float32, 4)
     team = _Team()
-    monkeypatch.setattr(kernel_threads, "_entry_point", lambda: team.address)
+    monkeypatch.setattr(kernel_tables, "_entry_point", lambda: team.address)
     assert _same(_all_steps(torch.float32, 4), alone) and team.asked == []
     threads(3)
-    assert kernel_threads.team(2**62)[1] == 3
+    assert kernel_tables.team(2**62)[1] == 3
     assert _same(_all_steps(torch.float32, 4), alone)
     assert len(team.asked) >= 4 and set(team.asked) == {3}
 
 
 def test_small_work_wakes_no_threads(threads: Callable[[int], None], monkeypatch: pytest.MonkeyPatch) -> None:
     team = _Team()
-    monkeypatch.setattr(kernel_threads, "_entry_point", lambda: team.address)
+    monkeypatch.setattr(kernel_tables, "_entry_point", lambda: team.address)
     threads(4)
     products = NativeProducts(load(), [(100, 600, 1)], torch.float32)
     products.q[0].fill_(1)
@@ -122,8 +122,8 @@ def test_small_work_wakes_no_threads(threads: Callable[[int], None], monkeypatch
 def test_where_torch_has_another_openmp(threads: Callable[[int], None], monkeypatch: pytest.MonkeyPatch) -> None:
     threads(2)
     usual = _all_steps(torch.float32, 1)
-    monkeypatch.setattr(kernel_threads, "_entry_point", lambda: None)
-    assert kernel_threads.team(2**62)[1] == 1
+    monkeypatch.setattr(kernel_tables, "_entry_point", lambda: None)
+    assert kernel_tables.team(2**62)[1] == 1
     assert _same(_all_steps(torch.float32, 1), usual)
 
 
@@ -146,7 +146,7 @@ def test_calls_from_several_threads_at_once(threads: Callable[[int], None]) -> N
 
 FORKED = """
 import os, signal, sys, torch
-from commhooks.compressors.native import threads as kernel_threads
+from commhooks.compressors.native import tables as kernel_tables
 from commhooks.compressors.powersgd.native_products import NativeProducts, load
 torch.set_num_threads(2)
 products = NativeProducts(load(), [(600, 600, 1)], torch.float32)
@@ -155,13 +155,13 @@ delta = torch.ones(600, 600)
 def step():
     products.form("P", [0], [delta], None, 1.0)
     return int(products.p[0].sum())
-before = kernel_threads.team(2**62)[1]
+before = kernel_tables.team(2**62)[1]
 torch.ones(2**22).sum()  # in torch's threads; the kernel has not run yet
 child = os.fork()
 if child == 0:
     signal.alarm(60)  # ends it
-    os._exit(0 if (kernel_threads.team(2**62)[1], step()) == (1, 600 * 600) else 1)
-print(before, os.waitpid(child, 0)[1], kernel_threads.team(2**62)[1])
+    os._exit(0 if (kernel_tables.team(2**62)[1], step()) == (1, 600 * 600) else 1)
+print(before, os.waitpid(child, 0)[1], kernel_tables.team(2**62)[1])
 """
 
 

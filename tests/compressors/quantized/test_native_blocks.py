@@ -16,7 +16,7 @@ import torch
 
 from commhooks import HookConfig, Int4Compress, Int8Compress
 from commhooks.compressors.kernel import TORCH
-from commhooks.compressors.native import threads as kernel_threads
+from commhooks.compressors.native import tables as kernel_tables
 from commhooks.compressors.quantized import native_blocks
 from commhooks.compressors.quantized.native_kernel import NativeKernel
 from commhooks.compressors.quantized.torch_kernel import TorchKernel
@@ -179,13 +179,13 @@ def test_a_build_that_joins_operations_is_another_one(monkeypatch: pytest.Monkey
 @pytest.mark.parametrize("config", CONFIGS)
 def test_no_bit_depends_on_the_number_of_threads(monkeypatch: pytest.MonkeyPatch, config: type[HookConfig]) -> None:
     asked: list[int] = []
-    team = kernel_threads.team
+    team = kernel_tables.team
 
     def counted(elements: int) -> tuple[int | None, int]:
         asked.append(team(elements)[1])
         return team(elements)
 
-    monkeypatch.setattr(native_blocks, "team", counted)
+    monkeypatch.setattr(kernel_tables, "team", counted)
     before, results = torch.get_num_threads(), []
     try:
         for threads in (1, 3, 2):
@@ -196,7 +196,7 @@ def test_no_bit_depends_on_the_number_of_threads(monkeypatch: pytest.MonkeyPatch
     finally:
         torch.set_num_threads(before)
     assert all(same_bits(a, b) and same_bits(a, c) for a, b, c in zip(*results, strict=True))
-    if kernel_threads.team(2**62)[0] is not None:
+    if kernel_tables.team(2**62)[0] is not None:
         assert set(asked) == {1, 2, 3}
 
 

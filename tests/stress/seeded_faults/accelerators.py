@@ -59,8 +59,8 @@ MUTANTS = [
     ),
     Mutant(
         "a pass begins while another thread counts steps",
-        "commhooks/engine/session.py",
-        "        with self.held.lock:  # another",
+        "commhooks/engine/held_state.py",
+        "        with self.lock:  # another",
         "        if True:  # another",
         "engine/test_settle.py::test_a_pass_waits_for_a_thread_that_counts_steps",
     ),
@@ -74,8 +74,8 @@ MUTANTS = [
     Mutant(
         "streams: a commit that failed is not marked",
         "commhooks/engine/held_state.py",
-        "            finally:\n                self._mark.set(device)\n",
-        "            else:\n                self._mark.set(device)\n            finally:\n",
+        "            finally:\n                if precision.has_streams(device):\n",
+        "            finally:\n                if precision.has_streams(device) and not self.torn:\n",
         f"{_ORDER}::test_a_commit_that_failed_is_waited_for_too",
     ),
     Mutant(

@@ -66,6 +66,13 @@ MUTANTS = [
         f"{_LEFTOVERS}::test_what_is_left_waits_if_another_bucket_of_the_pass_is_not_finite",
     ),
     Mutant(
+        "auto: a residual that was sent is looked for again",
+        "commhooks/engine/known_buckets.py",
+        "            self.orphaned = orphaned(self.layout, self.compressed, state)  # those",
+        "            pass  # those",
+        f"{_LEFTOVERS}::test_a_choice_that_does_not_hold_is_taken_back_and_nothing_is_lost",
+    ),
+    Mutant(
         "auto: residuals are lost at a change",
         "commhooks/engine/orphaned_residuals.py",
         "        slot.of(flat).add_(residuals[slot.name] * factor)\n",

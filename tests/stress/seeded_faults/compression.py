@@ -4,7 +4,7 @@ from tests.stress.seeded_faults.mutant import Mutant
 
 _BATCHED = "compressors/powersgd/test_batched_powersgd.py"
 _EARLIER = (
-    "        for earlier in self.running[:-1]:\n"
+    "        for earlier in self.running[:-1] if self.coalescing is None else ():\n"
     "            if earlier.has_round_left:\n"
     "                earlier.step()\n"
 )
@@ -12,7 +12,7 @@ _EARLIER = (
 MUTANTS = [
     Mutant(
         "alternate: P and Q do not take turns",
-        "commhooks/compressors/powersgd/workspace.py",
+        "commhooks/compressors/powersgd/exchange.py",
         "[x.name in self.p for x in work.matrices]",
         "[False for x in work.matrices]",
         "compressors/powersgd/test_powersgd_against_oracle.py::test_gradients_and_residuals_equal_the_oracle",
@@ -49,8 +49,8 @@ MUTANTS = [
     Mutant(
         "each bucket is committed by its own verdict",
         "commhooks/engine/backward_pass.py",
-        "            each.commit(good)\n",
-        "            each.commit(bool(each.finite()))\n",
+        "            each.advance(good)\n",
+        "            each.advance(bool(each.finite))\n",
         "engine/test_nonfinite.py",
     ),
     Mutant(
@@ -70,15 +70,15 @@ MUTANTS = [
     Mutant(
         "wait inside the hook",
         "commhooks/engine/backward_pass.py",
-        "        for earlier in self.running[:-1]:\n",
-        "        for earlier in self.running:\n",
+        "        for earlier in self.running[:-1] if",
+        "        for earlier in self.running if",
         "comm/test_collectives.py",
     ),
     Mutant(
         "Q of a bucket before P of the next",
         "commhooks/engine/backward_pass.py",
-        f"        exchange.start()\n{_EARLIER}",
-        f"{_EARLIER}        exchange.start()\n",
+        f"        exchange.advance(None)\n{_EARLIER}",
+        f"{_EARLIER}        exchange.advance(None)\n",
         "comm/test_collectives.py",
     ),
     Mutant(
@@ -119,15 +119,15 @@ MUTANTS = [
     Mutant(
         "starts one step late",
         "commhooks/engine/session.py",
-        "        compressing = step >= start\n",
-        "        compressing = step > start\n",
+        "        compressing = step >= agreement.start\n",
+        "        compressing = step > agreement.start\n",
         "compressors/powersgd/test_powersgd_cases.py",
     ),
     Mutant(
         "uncompressed tensors summed, not averaged",
         "commhooks/comm/wire.py",
-        "    _put(_share(gradient, out, world_size), out)\n",
-        "    out.copy_(gradient)\n",
+        "    share = _share(whole, out, world_size)  # divided",
+        "    share = whole  # divided",
         "compressors/powersgd/test_powersgd_against_oracle.py",
     ),
     Mutant(
@@ -154,8 +154,8 @@ MUTANTS = [
     Mutant(
         "residual does not follow the loss scale",
         "commhooks/engine/session.py",
-        "        return BackwardPass(group, compressing, loss_scale / state.loss_scale, ",
-        "        return BackwardPass(group, compressing, 1.0, ",
+        "group.size(), loss_scale / state.loss_scale, ",
+        "group.size(), 1.0, ",
         "gradients/test_loss_scale.py",
     ),
 ]

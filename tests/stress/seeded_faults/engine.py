@@ -11,10 +11,10 @@ MUTANTS = [
     Mutant(
         "buckets are committed while others have not told whether they are finite",
         f"{_ENGINE}/backward_pass.py",
-        "        return torch.stack([each.finite() for each in self.running]).all()\n",
-        "        good = torch.stack([each.finite() for each in self.running[:1]]).all()\n"
-        "        self.running[0].commit(bool(good))\n"
-        "        return torch.stack([each.finite() for each in self.running]).all()\n",
+        "            each.finish()\n        return torch",
+        "            each.finish()\n"
+        "        self.running[0].advance(bool(self.running[0].finite))\n"
+        "        return torch",
         "engine/test_backward_pass.py::test_nothing_is_committed_before_all_have_told_whether_they_are_finite",
     ),
     Mutant(
@@ -30,6 +30,13 @@ MUTANTS = [
         "            writing = self._pass.abandon()\n            self.consensus.buckets.clear()\n",
         "            writing = self._pass.abandon()\n",
         "engine/test_abandoned_backward.py",
+    ),
+    Mutant(
+        "after a load the ranks go on as they had agreed before",
+        f"{_ENGINE}/consensus.py",
+        "        self._agreement = None\n        self._held.torn",
+        "        self._held.torn",
+        "checkpoint/test_resume.py::test_loading_into_a_running_hook",
     ),
     Mutant(
         "an exchange may end without a verdict",

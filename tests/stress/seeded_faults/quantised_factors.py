@@ -8,7 +8,7 @@ _TESTS = "compressors/powersgd/test_quantised_factors.py"
 MUTANTS = [
     Mutant(
         "quantised factors: what is lost of Q is not in the residual",
-        f"{_POWERSGD}/quantised_message.py",
+        f"{_POWERSGD}/message.py",
         "            factor.sub_(part.view_as(factor))\n",
         "            pass\n",
         f"{_TESTS}::test_nothing_is_lost",

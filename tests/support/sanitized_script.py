@@ -52,8 +52,8 @@ def race() -> None:
 
 
 if __name__ == "__main__":
-    # The model is kept: torch 2.13 may hang where a Reducer, and with it the last of a gloo group, goes (docs/reliability.md).
-    # How backends end is not the subject.
+    # The model is kept: torch 2.13 may hang where a Reducer, and with it the last of a gloo group, goes
+    # (docs/reliability.md). How backends end is not the subject.
     ended = race() if sys.argv[1] == "race" else train(sys.argv[1])
     print("done", flush=True)
     os._exit(0)

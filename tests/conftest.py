@@ -40,8 +40,9 @@ from tests.support.compilers import compile_kernels  # noqa: E402
 from tests.support.registries import registries_as_before  # noqa: E402
 from tests.support.workers import WorkerPool  # noqa: E402
 
-# What takes long to import: where it is needed, by folder or file. With `pytest -n`, all of these tests run in one
-# process with the same workers (see `warm.py`), so that it is imported once; all others stay together by file.
+# What takes long to import: where it is needed, by folder or file. With `pytest -n`, the tests that need the same first
+# one run in one process with the same workers (see `warm.py`), so that it is imported once; others stay together by
+# file.
 LIGHTNING, ACCELERATE, TRANSFORMERS = "lightning.pytorch", "accelerate", "transformers.trainer"
 FRAMEWORKS = {
     "with_lightning": [LIGHTNING],
@@ -60,9 +61,35 @@ FRAMEWORKS = {
 }
 
 
+# The files that take longest, each in one process: with `pytest -n` they begin first, so that none is left at the end.
+FIRST = (
+    "test_benchmarks.py",
+    "test_elastic_example.py",
+    "test_every_compressor.py",
+    "test_workers.py",
+    "test_hierarchy.py",
+    "test_joint_save.py",
+    "test_fully_shard_checkpoints.py",
+    "test_fully_shard_local_steps.py",
+    "test_local_saving.py",
+    "test_hard_gradients.py",
+    "test_config_channels.py",
+    "test_threads_and_timeouts.py",
+    "test_doctor.py",
+    "test_accelerate_fsdp2_example.py",
+    "test_site.py",
+)
+
+
 def _frameworks(nodeid: str) -> list[str]:
     path = Path(nodeid.partition("::")[0])
     return FRAMEWORKS.get(path.parent.name) or FRAMEWORKS.get(path.name) or []
+
+
+def _turn(item: pytest.Item) -> int:
+    """When a test begins, of `FIRST` and those that need frameworks."""
+    name = Path(item.nodeid.partition("::")[0]).name
+    return -1 if _frameworks(item.nodeid) else FIRST.index(name) if name in FIRST else len(FIRST)
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -75,12 +102,16 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
         """`--dist loadgroup` could be told by marks, but pytest-xdist 3.8 overlooks them with pytest 9.2."""
 
         def _split_scope(self, nodeid: str) -> str:
-            return "frameworks" if _frameworks(nodeid) else super()._split_scope(nodeid)
+            frameworks = _frameworks(nodeid)
+            return frameworks[0] if frameworks else super()._split_scope(nodeid)
 
+    config.option.loadscopereorder = False  # by `_turn`, not by the number of tests
     return Together(config, log)
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if hasattr(config, "workerinput"):
+        items.sort(key=_turn)
     if not (KEEP_CUDA and torch.cuda.is_available()):
         skip = pytest.mark.skip(reason="needs a CUDA device: make test-cuda")
         for item in items:

@@ -9,7 +9,7 @@ import pytest
 from tests.support import warm
 from tests.support.repository import PYTHONPATH, REPOSITORY, SUPPORT
 
-LIMIT_S = 180
+LIMIT_S = 120
 
 
 def _run(what: str, python: str = sys.executable, **environment: str) -> subprocess.CompletedProcess[str]:

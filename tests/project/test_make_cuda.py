@@ -13,8 +13,9 @@ from tests.support.repository import REPOSITORY, TESTS
 
 
 def _make(target: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    # Not as a part of the make that may be running these tests.
-    env = {name: value for name, value in os.environ.items() if not name.startswith("MAKE") and name != "MFLAGS"}
+    # Not as a part of the make that may be running these tests, which hands on its ARGS.
+    env = {name: value for name, value in os.environ.items() if not name.startswith("MAKE")}
+    env = {name: value for name, value in env.items() if name not in ("MFLAGS", "ARGS")}
     env |= {"CUDA_VISIBLE_DEVICES": "", **environment}
     command = ["make", target, f"PYTHON={warm.python()}"]
     return subprocess.run(command, cwd=REPOSITORY, env=env, capture_output=True, text=True, timeout=280)

@@ -1,23 +1,39 @@
-"""The grid of `compare_versions.py`: every kind of hook in every situation, options, states of others, and pickles."""
+"""The grid of `compare_versions.py`: every kind of hook in every situation, options, and states of others."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-import itertools
-import pickle
 from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+import commhooks
 from commhooks.ddp_comm_hooks import default_hooks, powerSGD_hook
-from tests.stress.compare_training import STEPS, Run, Situation, of_state, through_bytes
-from tests.stress.compare_usage import Calls, commands, damaged, disagreement, own_hook, wrong_usage
+from tests.stress.compare_training import STEPS, Run, Situation, through_bytes
 from tests.support.kinds import KINDS, START
 
 LOW, BATCHED = powerSGD_hook.powerSGD_hook, powerSGD_hook.batched_powerSGD_hook
+
+
+class Calls:
+    """The state of a user's own hook."""
+
+    def __init__(self) -> None:
+        self.count = torch.zeros(1)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"count": self.count.clone()}
+
+    def load_state_dict(self, saved: dict[str, Any]) -> None:
+        self.count = saved["count"].clone()
+
+
+def own_hook(state: Calls, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    state.count += 1
+    return commhooks.allreduce_hook(None, bucket)
 
 
 def _state(**options: Any) -> powerSGD_hook.PowerSGDState:
@@ -89,20 +105,17 @@ CROSSED = [("powerSGD", "batched", "buckets"), ("batched", "powerSGD", "buckets"
            ("powerSGD, native", "alternate", "buckets"), ("int8, native", "int4, native", "buckets"),
            ("int8, torch", "int8, native", "odd"), ("powerSGD", "powerSGD, int8 wrapper", "buckets"),
            ("powerSGD", "powerSGD", "float64, views, no_sync"), ("batched", "batched", "one bucket")]  # fmt: skip
-PICKLED = ("bare powerSGD", "bare alternate", "bare batched", "bare native")
-PICKLE_USES = ("bare", "attached")
 
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """`function(*arguments)` on that many ranks. `pickles`: its result is for `resume-pickles`, and not compared."""
+    """`function(*arguments)` on that many ranks."""
 
     world_size: int
     name: str
     function: Callable[..., Any]
     arguments: tuple[Any, ...] = ()
     quiet: bool = False
-    pickles: bool = False
 
     @property
     def full_name(self) -> str:
@@ -139,26 +152,10 @@ def crossed(before: str, after: str, situation: str) -> dict[str, Any]:
     return {"saved": payload, "loaded": other.train(STEPS).result()}
 
 
-def pickled(hook: str, steps: int) -> dict[str, Any]:
-    """A state in the middle of a training, as users of torch's hooks save it."""
-    run = Run(BARE[hook](), Situation()).train(steps)
-    return {"state": pickle.dumps(run.state), "rest": run.save("drop"), "hook": hook}
-
-
-def resume_pickle(ranks: list[dict[str, Any]], use: str) -> dict[str, Any]:
-    """More steps with a state that `pickled` made, registered as it was or attached."""
-    own = ranks[dist.get_rank()]
-    state, function = pickle.loads(own["state"]), BARE[own["hook"]]()[1]
-    hook: Any = (state, function) if use == "bare" else {"hook": function, "hook_state": state}
-    return {"loaded": of_state(state), "run": Run(hook, Situation(), seed=5).load(own["rest"]).train(STEPS).result()}
-
-
 @functools.cache
 def all_cases() -> dict[str, Case]:
     """By full name, in the order in which they run."""
-    cases = [Case(1, f"{hook} damaged", damaged, (ATTACHED[hook],)) for hook in ("powerSGD", "int8, torch")]
-    cases += [Case(1, "wrong usage", wrong_usage), Case(1, "commands", commands, (ATTACHED,))]
-    cases += [Case(2, "disagreement", disagreement)]
+    cases = []
     for hook, make in (ATTACHED | BARE).items():
         chosen = [(2, name, each) for name, each in (OF_ALL if hook in BARE else OF_ATTACHED).items()]
         chosen.append((1, "one bucket", OF_ALL["one bucket"]))
@@ -173,7 +170,5 @@ def all_cases() -> dict[str, Case]:
         situation = Situation(attach={"total_steps": 12}, resume="per_rank")
         cases.append(Case(2, f"powerSGD, {name}", train, (make, situation)))
     cases += [Case(2, f"{a} loaded by {b}, {situation}", crossed, (a, b, situation)) for a, b, situation in CROSSED]
-    for hook, steps in itertools.product(PICKLED, (START, 5)):
-        cases.append(Case(2, f"pickle of {hook} at {steps}", pickled, (hook, steps), pickles=True))
     assert len({case.full_name for case in cases}) == len(cases)
     return {case.full_name: case for case in sorted(cases, key=lambda case: case.world_size)}

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from tests.stress.compare_cases import all_cases, resume_pickle
+from tests.stress.compare_cases import all_cases
 from tests.stress.compare_records import observed, tidy
 
 CASE_LIMIT_S, GROUP_LIMIT_S = 120.0, 30.0
@@ -33,14 +33,14 @@ class Ranks:
         self._folder = tempfile.TemporaryDirectory(prefix="compare-")
         self._tasks = 0
 
-    def run(self, name: str, data: Any = None) -> list[Any]:
+    def run(self, name: str) -> list[Any]:
         """What each rank noted; of a rank that failed or took too long, a text in place of it."""
         if not self._pools:
             spawn = multiprocessing.get_context("spawn")
             self._pools = [ProcessPoolExecutor(1, spawn, _begin) for _ in range(self.world_size)]
         self._tasks += 1
         where = (f"{self._folder.name}/{self._tasks}", self.world_size)
-        futures = [pool.submit(_run, name, data, rank, *where) for rank, pool in enumerate(self._pools)]
+        futures = [pool.submit(_run, name, rank, *where) for rank, pool in enumerate(self._pools)]
         errors = [future.exception() for future in futures]
         if any(errors):
             self.close()  # a process is gone: the next case gets new ones
@@ -67,7 +67,7 @@ def _leave_with_parent() -> None:
     os._exit(1)
 
 
-def _run(name: str, data: Any, rank: int, store_path: str, world_size: int) -> Any:
+def _run(name: str, rank: int, store_path: str, world_size: int) -> Any:
     """One case on one rank."""
     if dist.is_initialized():  # all ranks have answered: only now does any of them close its connections
         dist.destroy_process_group()
@@ -77,10 +77,8 @@ def _run(name: str, data: Any, rank: int, store_path: str, world_size: int) -> A
         store = dist.FileStore(store_path, world_size)
         limit = timedelta(seconds=GROUP_LIMIT_S)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=limit)
-        if data is not None:
-            return observed(lambda: resume_pickle(*data), quiet=False)
         case = all_cases()[name]
-        return case.function(*case.arguments) if case.pickles else observed(case.run, case.quiet)
+        return observed(case.run, case.quiet)
     except Exception as error:
         # The others wait for this rank: let go of the group, so that they get an error and not a time-out.
         traceback.clear_frames(error.__traceback__)

@@ -50,16 +50,6 @@ def _log_lines() -> Iterator[list[str]]:
         logger.setLevel(logging.NOTSET)
 
 
-def caught(wrong: Callable[[], Any]) -> dict[str, Any]:
-    """The class of the error with its bases, its text and its cause."""
-    try:
-        wrong()
-    except Exception as error:
-        classes = [each.__name__ for each in type(error).__mro__]
-        return {"error": classes, "text": str(error), "cause": repr(error.__cause__)}
-    return {"error": None}
-
-
 def plain(value: Any) -> Any:
     """Tensors as dtype, shape and bytes; text without what differs from run to run."""
     if isinstance(value, torch.Tensor):

@@ -5,8 +5,7 @@
     python /path/to/new/tests/stress/compare_versions.py compare old.pt new.pt
 
 `record` trains with every kind of `tests/support/kinds.py` in every situation of DDP on 1 to 4 ranks, with the packages
-that are importable. `compare` prints each difference and exits with 0 if there is none. With pickles of PowerSGD states
-that are in a record, both versions can go on: `resume-pickles old.pt --output old_pickles.pt`, and compare those.
+that are importable. `compare` prints each difference and exits with 0 if there is none.
 
 Only the public names of commhooks are used. Both versions must run on the same machine with the same torch: other
 processors and kernels give other bits.
@@ -20,7 +19,6 @@ import os
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
 os.environ |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "COLUMNS": "120", "NO_COLOR": "1"}
 
@@ -36,7 +34,7 @@ import torch  # noqa: E402
 
 import examples.random_k  # noqa: E402, F401 - a kind names it
 from examples.clean_env import is_cleared  # noqa: E402
-from tests.stress.compare_cases import PICKLE_USES, all_cases  # noqa: E402
+from tests.stress.compare_cases import all_cases  # noqa: E402
 from tests.stress.compare_ranks import Ranks  # noqa: E402
 from tests.stress.compare_records import differences  # noqa: E402
 
@@ -47,30 +45,16 @@ for _name in filter(is_cleared, list(os.environ)):
 
 def record(output: Path, only: str) -> None:
     """Run the grid and write what was found."""
-    began, found, pickles = time.monotonic(), {}, {}
+    began, found = time.monotonic(), {}
     cases = [case for name, case in all_cases().items() if fnmatch.fnmatch(name, only)]
     for world_size in sorted({case.world_size for case in cases}):
         ranks, mine = Ranks(world_size), [case for case in cases if case.world_size == world_size]
         print(f"{world_size} ranks: {len(mine)} cases, {time.monotonic() - began:.0f} s so far", flush=True)
         for case in mine:
-            (pickles if case.pickles else found)[case.full_name] = ranks.run(case.full_name)
+            found[case.full_name] = ranks.run(case.full_name)
         ranks.close()
-    _write(output, found, began, pickles)
-
-
-def resume_pickles(source: Path, output: Path) -> None:
-    """Go on with the pickles of another record."""
-    began, found, ranks = time.monotonic(), {}, Ranks(2)
-    for name, of_ranks in torch.load(source, weights_only=False)["pickles"].items():
-        for use in PICKLE_USES:
-            found[f"{name}: {use}"] = ranks.run(name, (of_ranks, use))
-    ranks.close()
-    _write(output, found, began, {})
-
-
-def _write(output: Path, found: dict[str, Any], began: float, pickles: dict[str, Any]) -> None:
     about = {"commhooks": commhooks.__file__, "torch": torch.__version__, "seconds": time.monotonic() - began}
-    torch.save({"about": about, "cases": found, "pickles": pickles}, output)
+    torch.save({"about": about, "cases": found}, output)
     failed = {name: answers for name, answers in found.items() if any(isinstance(each, str) for each in answers)}
     for name, answers in failed.items():
         print(name, *(f"  rank {rank}: {str(each)[:300]}" for rank, each in enumerate(answers)), sep="\n")
@@ -106,9 +90,6 @@ def main() -> int:
     recording.add_argument("--output", type=Path)
     recording.add_argument("--only", default="*", metavar="GLOB", help="cases by full name, e.g. '2 ranks: int8*'")
     recording.add_argument("--list", action="store_true", help="print the names of the cases, and run none")
-    resuming = commands.add_parser("resume-pickles", help="go on with the pickles in a record")
-    resuming.add_argument("record", type=Path)
-    resuming.add_argument("--output", type=Path, required=True)
     comparing = commands.add_parser("compare", help="print the differences of two records")
     comparing.add_argument("a", type=Path)
     comparing.add_argument("b", type=Path)
@@ -117,16 +98,13 @@ def main() -> int:
     given = parser.parse_args()
     if given.command == "compare":
         return compare(given.a, given.b, given.only, given.ignore)
-    if given.command == "record" and given.list:
+    if given.list:
         print("\n".join(fnmatch.filter(all_cases(), given.only)))
         return 0
     print(f"commhooks of {commhooks.__file__}, torch {torch.__version__}", flush=True)
-    if given.command == "resume-pickles":
-        resume_pickles(given.record, given.output)
-    elif given.output is None:
+    if given.output is None:
         parser.error("record: --output is missing")
-    else:
-        record(given.output, given.only)
+    record(given.output, given.only)
     return 0
 
 

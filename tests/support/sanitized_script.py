@@ -26,7 +26,7 @@ HOOKS = {
 }
 
 
-def train(name: str) -> None:
+def train(name: str) -> DistributedDataParallel:
     backend = "nccl" if torch.cuda.is_available() else "gloo"
     device = torch.device("cuda", 0) if backend == "nccl" else torch.device("cpu")
     dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
@@ -42,6 +42,7 @@ def train(name: str) -> None:
         assert hook.stats()["compressed_steps"] == 3
         hook.state_dict()
     dist.destroy_process_group()
+    return ddp
 
 
 def race() -> None:
@@ -51,6 +52,8 @@ def race() -> None:
 
 
 if __name__ == "__main__":
-    race() if sys.argv[1] == "race" else train(sys.argv[1])
+    # The model is kept: torch 2.13 may hang where a Reducer, and with it the last of a gloo group, goes
+    # (docs/reliability.md). How backends end is not the subject.
+    ended = race() if sys.argv[1] == "race" else train(sys.argv[1])
     print("done", flush=True)
-    os._exit(0)  # what the backends do at the end of the interpreter is not the subject
+    os._exit(0)

@@ -2,12 +2,11 @@
 
 from tests.stress.seeded_faults.mutant import Mutant
 
-_SOURCE, _SHARD, _TESTS = "commhooks/gradients/fully_shard.py", "commhooks/gradients/local_shard.py", "fully_shard"
-_MODES = f"{_TESTS}/test_fully_shard_modes.py"
-_BAD_STEP = f"{_TESTS}/test_fully_shard_transactions.py::test_a_bad_step_changes_nothing_anywhere"
-_CHECKPOINTS = f"{_TESTS}/test_fully_shard_checkpoints.py"
-_SETUPS = f"{_TESTS}/test_fully_shard_other_setups.py"
-_EXACT = f"{_TESTS}/test_fully_shard_gradients.py::test_an_all_reduce_in_the_hook_is_the_mean"
+_SOURCE, _SHARD = "commhooks/gradients/fully_shard.py", "commhooks/gradients/local_shard.py"
+_MODES = "gradients/test_fully_shard_modes.py"
+_BAD_STEP = "engine/test_fully_shard_transactions.py::test_a_bad_step_changes_nothing_anywhere"
+_CHECKPOINTS = "checkpoint/test_fully_shard_checkpoints.py"
+_EXACT = "gradients/test_fully_shard_gradients.py::test_an_all_reduce_in_the_hook_is_the_mean"
 
 MUTANTS = [
     Mutant(

@@ -11,7 +11,7 @@ CLEAN := $(PY) examples/clean_env.py
 READY := $(VENV)/.ready
 READY_FOR_DEMO := $(VENV)/.ready-for-demo
 
-.PHONY: demo demo-accelerate test test-cuda test-versions test-mutants test-peers exits bench bench-gpu soak chaos lint docs docs-serve venv clean
+.PHONY: demo demo-accelerate test test-cuda test-versions test-mutants test-peers exits bench bench-gpu soak stragglers hostile chaos lint docs docs-serve venv clean
 .DELETE_ON_ERROR:
 
 demo: $(READY_FOR_DEMO)
@@ -48,9 +48,13 @@ test-peers: $(READY)
 exits: $(READY)
 	@$(CLEAN) -m tests.stress.exits $(ARGS)
 
-# 10,000 steps on 2 ranks, twice: some minutes. make soak ARGS="--steps 1000"
+# 50,000 steps on 2 ranks for each of three hooks: some 20 minutes. make soak ARGS="--steps 1000"
 soak: $(READY)
 	@$(CLEAN) -m tests.stress.soak $(ARGS)
+
+# One rank of three is slow, stopped, or gone: who waits how long, and what is read. 10 minutes, most of them asleep.
+stragglers: $(READY)
+	@$(CLEAN) -m tests.stress.stragglers $(ARGS)
 
 # Kills 30 trainings at random times; takes some minutes.
 chaos: $(READY)

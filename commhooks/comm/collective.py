@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from commhooks.comm.counters import Counters
+from commhooks.comm.lost_ranks import lost_ranks
 from commhooks.comm.point_to_point import MessageWork, PointToPoint
 from commhooks.errors import HookRunError, logger_of
 from commhooks.gradients.torch_private import sparse_values
@@ -91,7 +92,7 @@ class Pending:
 
     answer: torch.Tensor
     _work: dist.Work | MessageWork
-    _what: str
+    what: str
     _group: dist.ProcessGroup
     _counters: Counters | None
 
@@ -106,7 +107,7 @@ class Pending:
             with contextlib.nullcontext() if clocks is None else clocks.waiting(self.answer.device):
                 self._work.wait()
         except RuntimeError as error:
-            raise collective_error(self._what, self._group, error) from error
+            raise collective_error(self.what, self._group, error) from error
         return self.answer
 
     def future(self) -> torch.futures.Future[list[torch.Tensor]]:
@@ -266,11 +267,18 @@ def agreement_key(*parts: object) -> int:
 
 
 def collective_error(what: str, group: dist.ProcessGroup, error: RuntimeError) -> HookRunError:
-    """The error to raise when a collective has failed on this rank."""
-    return HookRunError(
-        f"rank {group.rank()} of {group.size()}: the exchange of {what} failed. Another rank has probably ended, "
-        f"hangs, or sends something else; look at the output of the other ranks. The backend says: {error}"
-    )
+    """The error to raise when a collective has failed on this rank. It names the ranks that have ended or hang, which
+    takes a moment: see `lost_ranks`."""
+    lost = lost_ranks(group, error)
+    if lost:
+        who, verbs = ("rank", "has ended or hangs") if len(lost) == 1 else ("ranks", "have ended or hang")
+        why = f"{who} {', '.join(map(str, lost))} {verbs}; look at the output there"
+    else:
+        why = "another rank has probably ended, hangs, or sends something else; look at the output of the other ranks"
+    place = f"rank {group.rank()} of {group.size()}"
+    if dist.is_initialized() and group.size() < dist.get_world_size():
+        place = f"rank {dist.get_rank()} of {dist.get_world_size()} ({place} in its group)"
+    return HookRunError(f"{place}: the exchange of {what} failed: {why}. The backend says: {error}")
 
 
 def new_future(device: torch.device) -> torch.futures.Future[torch.Tensor]:

@@ -5,6 +5,8 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
+from commhooks.gradients.torch_private import timeout_of
+
 
 def backend_of(group: dist.ProcessGroup, device: torch.device) -> str:
     """The name of the backend for `device`: a group may have one per device type ("cpu:gloo,cuda:nccl")."""
@@ -14,8 +16,11 @@ def backend_of(group: dist.ProcessGroup, device: torch.device) -> str:
 
 
 def new_group(ranks: Sequence[int], within: dist.ProcessGroup) -> dist.ProcessGroup:
-    """Another group of some ranks of `within`, or of all. Only they call this. torch keeps it until
+    """Another group of some ranks of `within`, or of all, with its time-out. Only they call this. torch keeps it until
     `destroy_process_group`."""
     everywhere = dist.get_process_group_ranks(within)
-    made: dist.ProcessGroup = dist.new_group([everywhere[rank] for rank in ranks], use_local_synchronization=True)
+    device = torch.device(dist.get_backend_config(within).split(":", 1)[0])
+    made: dist.ProcessGroup = dist.new_group(
+        [everywhere[rank] for rank in ranks], timeout=timeout_of(within, device), use_local_synchronization=True
+    )
     return made

@@ -16,6 +16,7 @@ from commhooks.engine.task import Done, ExchangeTask
 from commhooks.errors import HookRunError
 from commhooks.gradients import precision
 from commhooks.gradients.bucket import Bucket
+from commhooks.gradients.source import held_weakly
 
 Future = torch.futures.Future[torch.Tensor]
 
@@ -83,10 +84,15 @@ def reduce_immediately(
     if step.meanwhile is not None:
         step.meanwhile()
     new_answer = None if step.reduces else pending.answer
+    what, group_if_alive = pending.what, held_weakly(group)
 
     def finish(sent: torch.futures.Future[list[torch.Tensor]]) -> torch.Tensor:
         # Runs in a thread of the backend: hold no reference to the process group here. If it were the last one, the
         # group would end in its own thread, which aborts the process.
+        try:
+            sent.value()
+        except RuntimeError as error:
+            raise collective.collective_error(what, group_if_alive(), error) from error
         # On CUDA it has a stream of its own, and these tensors are freed before the kernels that read them have run.
         if precision.has_streams(flat.device):
             keep_for_current_stream(_tensors_in(task.exchange))

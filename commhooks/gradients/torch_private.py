@@ -7,6 +7,7 @@ once. The others are for refusing what cannot work: without them it is not refus
 import contextlib
 import sys
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -72,6 +73,14 @@ def store_of(group: dist.ProcessGroup) -> dist.Store:
         return group.get_group_store()
     store: dist.Store = dist.distributed_c10d._get_process_group_store(group)
     return store
+
+
+def timeout_of(group: dist.ProcessGroup, device: torch.device) -> timedelta | None:
+    """How long collectives of `group` on `device` wait for other ranks; None if torch does not tell."""
+    backend_on = getattr(group, "_get_backend", None)
+    with contextlib.suppress(RuntimeError):  # a backend without options
+        return getattr(getattr(backend_on and backend_on(device), "options", None), "_timeout", None)
+    return None
 
 
 def address_key(rank: int) -> str:

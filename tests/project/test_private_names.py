@@ -138,6 +138,8 @@ OWNERS: dict[str, Callable[[], Any]] = {
     "torch.autograd.Variable": lambda: torch.autograd.Variable,
     "torch.Tensor": lambda: torch.Tensor,
     "torch.distributed.distributed_c10d": lambda: dist.distributed_c10d,
+    "torch.distributed.ProcessGroup": lambda: dist.ProcessGroup,
+    "torch.distributed.Backend.Options": lambda: dist.ProcessGroupGloo._Options,
     "DistributedDataParallel": _ddp,
     "Parameter._in_backward_optimizers": _in_backward,
     "Parameter._post_accumulate_grad_hooks": _hooked,
@@ -174,6 +176,7 @@ def test_without_the_other_names_nothing_is_refused():
     assert not torch_private.count_accumulate_hooks(anything)
     assert not torch_private.delays_all_reduce(anything)
     assert torch_private.compiled_from(anything) is None
+    assert torch_private.timeout_of(anything, torch.device("cpu")) is None
 
 
 def test_without_lightnings_name_the_monitor_counts_optimizer_steps():

@@ -1,10 +1,13 @@
 """A short soak; `make soak` runs the long one."""
 
+import pytest
+
 from tests.stress import soak
 
 STEPS = 300
 
 
-def test_memory_replicas_and_bits(run_ranks):
-    first, second = (run_ranks(soak.train, STEPS) for _ in range(2))
-    assert soak.problems(first, second, STEPS) == []
+@pytest.mark.parametrize("hook", soak.SUBJECTS)
+def test_memory_replicas_residuals_and_bits(run_ranks, hook):
+    ranks, again = soak.run(run_ranks, hook, STEPS)
+    assert soak.problems(hook, ranks, again, STEPS) == []

@@ -1,0 +1,25 @@
+"""A rank that is stopped and goes on, and one that is killed; `make stragglers` measures all kinds of trouble."""
+
+import pytest
+
+from tests.stress.stragglers import LATE_RANK, Trouble, outcomes
+
+SHORT = {"steps": 26, "step_s": 0.0}
+
+
+@pytest.mark.parametrize("hook", ["powerSGD", "diloco, delay"])
+def test_a_rank_that_is_stopped_for_a_while_changes_nothing(run_ranks, hook):
+    even, stopped = (
+        outcomes(run_ranks, hook, trouble, world_size=2, **SHORT) for trouble in (Trouble(), Trouble(stopped_s=1.0))
+    )
+    assert stopped[1 - LATE_RANK].longest_s > 0.5
+    assert {each.weights for found in (even, stopped) for each in found.values()} == {even[0].weights}
+    assert not any(each.error for each in (*even.values(), *stopped.values()))
+
+
+def test_a_killed_rank_is_named(run_ranks):
+    killed = outcomes(run_ranks, "powerSGD", Trouble(killed=True), **SHORT)
+    assert sorted(killed) == [0, 2]
+    for rank, each in killed.items():
+        assert f"rank {rank} of 3" in each.error and f"rank {LATE_RANK} has ended or hangs" in each.error
+        assert each.longest_s < 10

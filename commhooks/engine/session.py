@@ -20,7 +20,7 @@ from commhooks.comm.shards import good_on_all_shards
 from commhooks.compressors.base import Compressor, StepInfo
 from commhooks.engine.arrangement import FLAT
 from commhooks.engine.backward_pass import BackwardPass, RunningExchange
-from commhooks.engine.coalescing import Coalescing, Held, Sender
+from commhooks.engine.coalescing import Coalescing, Held, Patience
 from commhooks.engine.consensus import Binding, Consensus
 from commhooks.engine.held_state import HeldState
 from commhooks.engine.immediate import reduce_and_count
@@ -61,6 +61,7 @@ class Session:
         self.held = HeldState(state, self.counters)
         self.consensus = Consensus(compressor, binding, self.held, self.counters)
         self._messages = PointToPoint()
+        self._patience = Patience()
         self._pass: BackwardPass | None = None
         self._closed = False
         self._log = StatisticsLog()
@@ -139,12 +140,13 @@ class Session:
         self.counters.begin_pass()
         group = self.consensus.arrangement.group("all", group)
         current = BackwardPass(group, compressing, loss_scale / state.loss_scale, loss_scale, step, step_at_most)
-        if compressor.coalesces:
+        which = self._patience.of(compressor, self.consensus.arrangement.group("nodes", group), bucket.flat.device)
+        if which is not None:
 
             def ranks(over: Reach) -> int:
                 return self.consensus.arrangement.group(over, group).size()
 
-            current.coalescing = Coalescing(Sender(functools.partial(self._send, current), ranks))
+            current.coalescing = Coalescing(which, functools.partial(self._send, current), ranks)
         return current
 
     def _new_exchange(self, bucket: Bucket, current: BackwardPass) -> RunningExchange:

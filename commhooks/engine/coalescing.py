@@ -47,10 +47,12 @@ class Waiting:
     @classmethod
     def of(cls, compressor: Compressor[Any], ranks: int, round_trip_s: float) -> "Waiting | None":
         """Those of `compressor` among so many ranks; None if none waits."""
-        if compressor.coalesces is not None:
-            return cls(LARGEST_BYTES, reordered=True) if compressor.coalesces else None
+        if ranks == 1 or compressor.coalesces is False:
+            return None
+        if compressor.coalesces:
+            return cls(LARGEST_BYTES, reordered=True)
         only_sums = not {"gather", "all_to_all"}.intersection(compressor.collectives)
-        if round_trip_s < LONG_ROUND_TRIP_S or ranks == 1 or (only_sums and ranks > 2):
+        if round_trip_s < LONG_ROUND_TRIP_S or (only_sums and ranks > 2):
             return None
         return cls(int(min(LARGEST_BYTES, round_trip_s * BYTES_PER_S)))
 

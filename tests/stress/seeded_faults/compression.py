@@ -5,7 +5,7 @@ from tests.stress.seeded_faults.mutant import Mutant
 _BATCHED = "compressors/powersgd/test_batched_powersgd.py"
 _EARLIER = (
     "        for earlier in self.running[:-1]:\n"
-    "            if earlier.has_round_left:\n"
+    "            if earlier.has_round_left and not earlier.is_held:\n"
     "                earlier.step()\n"
 )
 
@@ -154,8 +154,8 @@ MUTANTS = [
     Mutant(
         "residual does not follow the loss scale",
         "commhooks/engine/session.py",
-        "        return BackwardPass(group, compressing, loss_scale / state.loss_scale, ",
-        "        return BackwardPass(group, compressing, 1.0, ",
+        "        current = BackwardPass(group, compressing, loss_scale / state.loss_scale, ",
+        "        current = BackwardPass(group, compressing, 1.0, ",
         "gradients/test_loss_scale.py",
     ),
 ]

@@ -207,6 +207,7 @@ TASKS: dict[str, Task] = {
         functional.cross_entropy,
     ),
     "lstm": Task(LSTM, _tokens(28_869, 8), _next_token),
+    "small_transformer": Task(lambda: Transformer(192, 4, 1024), _tokens(1024, 16), _next_token),  # 2.2 M parameters
     # Small models of the same kinds, for --quick.
     "tiny": Task(lambda: transformer_blocks(64, 2), _vectors(64), _project),
     "tiny_gpt2": Task(lambda: GPT2(512, 32, 64, 2, 4), _tokens(512, 32), _next_token),

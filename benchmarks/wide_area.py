@@ -1,7 +1,9 @@
 """Two nodes on one machine behind a wide-area link: with a delay, jitter and losses.
 
-    with WideArea(rtt_ms=50) as link:    # used as a `Link` of namespaces.py
+    with WideArea(Weather(rtt_ms=50)) as link:    # used as a `Link` of namespaces.py
         link.limit("100mbit")
+        link.turn(Weather(rtt_ms=150, loss=0.001))
+        link.break_off(10)                          # for ten seconds nothing arrives
 
 Linux can delay packets itself (`tc netem`), but not every kernel has that. Here each namespace has a TUN device, and a
 process of its own passes the packets on. It needs a part of a core while something is sent: at 100 Mbit/s, with packets
@@ -9,6 +11,7 @@ of 9,000 bytes, about an eighth. Needs root, `ip` and /dev/net/tun.
 """
 
 import contextlib
+import dataclasses
 import fcntl
 import heapq
 import math
@@ -50,12 +53,25 @@ class Weather:
         return ", ".join([*ms, *([f"{100 * self.loss:g} % loss"] if self.loss else [])])
 
 
+@dataclass(frozen=True)
+class State:
+    """Of the link.
+
+    Attributes:
+        broken_until: `time.monotonic()` at which packets pass again.
+    """
+
+    weather: Weather
+    bytes_per_s: float = math.inf
+    broken_until: float = 0.0
+
+
 class WideArea(Link):
     """Two namespaces, whose packets a process of its own passes on."""
 
     def __init__(self, weather: Weather) -> None:
         super().__init__(2)
-        self._weather = weather
+        self._state = State(weather)
         self._relay: Any = None
 
     def join(self) -> None:
@@ -67,14 +83,25 @@ class WideArea(Link):
             run("ip", "-n", namespace, "link", "set", interface, "mtu", str(MTU), "txqueuelen", "5000")
             devices.append(device)
         fork = multiprocessing.get_context("fork")
-        self._rates, rates = fork.Pipe()
-        self._relay = fork.Process(target=relay, args=(devices, rates, self._weather), daemon=True)
+        self._orders, orders = fork.Pipe()
+        self._relay = fork.Process(target=relay, args=(devices, orders, self._state), daemon=True)
         self._relay.start()
         for device in devices:
             os.close(device)
 
     def limit(self, rate: str) -> None:
-        self._rates.send(math.inf if rate == "unlimited" else bits_per_second(rate) / 8)
+        self._order(bytes_per_s=math.inf if rate == "unlimited" else bits_per_second(rate) / 8)
+
+    def turn(self, weather: Weather) -> None:
+        self._order(weather=weather)
+
+    def break_off(self, seconds: float) -> None:
+        """Lose all packets for so long, from now on."""
+        self._order(broken_until=time.monotonic() + seconds)
+
+    def _order(self, **changed: Any) -> None:
+        self._state = dataclasses.replace(self._state, **changed)
+        self._orders.send(self._state)
 
     def __exit__(self, *error: object) -> None:
         if self._relay is not None:
@@ -82,22 +109,21 @@ class WideArea(Link):
         super().__exit__(*error)
 
 
-def relay(devices: list[int], rates: Connection, weather: Weather) -> None:
-    """Pass packets from each of two devices on to the other one, for ever. From `rates` come new rates in bytes/s."""
-    bytes_per_s = math.inf
-    queue_s = max(QUEUE_S, 2 * weather.rtt_ms / 1000)
+def relay(devices: list[int], orders: Connection, state: State) -> None:
+    """Pass packets from each of two devices on to the other one, for ever. From `orders` come new states."""
     waiting: list[tuple[float, int, int, bytes]] = []  # due, order, to, packet
     sent_until = [0.0, 0.0]
     count = 0
     poll = select.poll()
-    for each in (*devices, rates.fileno()):
+    for each in (*devices, orders.fileno()):
         poll.register(each, select.POLLIN)
     while True:
         idle_ms = 1000 * (waiting[0][0] - time.monotonic()) if waiting else 1000.0
         poll.poll(max(0.0, idle_ms))
-        if rates.poll():
-            bytes_per_s = rates.recv()
-        now = time.monotonic()
+        if orders.poll():
+            state = orders.recv()
+        weather, now = state.weather, time.monotonic()
+        queue_s = max(QUEUE_S, 2 * weather.rtt_ms / 1000)
         for side, device in enumerate(devices):
             for _ in range(64):
                 try:
@@ -105,9 +131,10 @@ def relay(devices: list[int], rates: Connection, weather: Weather) -> None:
                 except BlockingIOError:
                     break
                 count += 1
-                if random.random() < weather.loss or sent_until[side] - now > queue_s:
+                lost = now < state.broken_until or random.random() < weather.loss
+                if lost or sent_until[side] - now > queue_s:
                     continue
-                sent_until[side] = max(sent_until[side], now) + len(packet) / bytes_per_s
+                sent_until[side] = max(sent_until[side], now) + len(packet) / state.bytes_per_s
                 late_ms = weather.rtt_ms / 2 + random.random() * weather.jitter_ms
                 heapq.heappush(waiting, (sent_until[side] + late_ms / 1000, count, 1 - side, packet))
         now = time.monotonic()

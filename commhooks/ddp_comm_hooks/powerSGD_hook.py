@@ -64,7 +64,7 @@ class PowerSGDState:
         batch_tensors_with_same_shape: bool = False,
         *,
         alternate: bool = False,
-        coalesce: bool = False,
+        coalesce: bool | None = None,
         fused: bool | None = None,
     ) -> None:
         given = locals()

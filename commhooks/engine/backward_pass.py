@@ -3,7 +3,7 @@
 Collectives are issued only from inside hook calls, in bucket order, so that every rank issues the same sequence. A new
 bucket starts its exchange; then each earlier one with a round left takes one step: with two rounds, P of bucket k, then
 Q of bucket k - 1. The last bucket runs all remaining rounds. The call for bucket k returns while its collective is in
-flight. Where messages are coalesced, nothing is waited for before the last bucket.
+flight. What is held back to go out with messages of other buckets (`coalescing.py`) is waited for after the last one.
 """
 
 import contextlib
@@ -46,6 +46,11 @@ class RunningExchange:
         self._issue = issue
         self._pending: Pending | Held | None = None
 
+    @property
+    def is_held(self) -> bool:
+        """The pending collective waits for those of other buckets."""
+        return isinstance(self._pending, Held)
+
     def step(self) -> None:
         """Wait for the pending collective, then run up to the next one or to the verdict."""
         assert self._pending is not None
@@ -63,7 +68,7 @@ class RunningExchange:
         with contextlib.suppress(Exception):
             self._task.exchange.close()
         pending, self._pending, self.has_round_left = self._pending, None, False
-        return pending if isinstance(pending, Pending) and pending.writes(self.flat) else None
+        return None if pending is None or isinstance(pending, Held) or not pending.writes(self.flat) else pending
 
     def advance(self, answer: torch.Tensor | bool | None) -> None:
         """Give the exchange its answer, and issue what it sends next. None begins it; after the verdict the answer is
@@ -106,11 +111,11 @@ class BackwardPass:
         """The step for messages: "7", or "<= 7" if the host has not read the outcomes of earlier passes."""
 
     def add(self, exchange: RunningExchange) -> None:
-        """Start the exchange of the next bucket; advance each earlier one with a round left by one step."""
+        """Start the exchange of the next bucket, then advance each earlier one with a round left by one step."""
         self.running.append(exchange)
         exchange.advance(None)
-        for earlier in self.running[:-1] if self.coalescing is None else ():
-            if earlier.has_round_left:
+        for earlier in self.running[:-1]:
+            if earlier.has_round_left and not earlier.is_held:
                 earlier.step()
 
     def drain(self) -> torch.Tensor:

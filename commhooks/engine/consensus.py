@@ -36,13 +36,11 @@ class Agreement:
     Attributes:
         start: committed steps before its first exchange.
         exact_step: its exchange depends on the exact step.
-        coalesces: its messages wait for those of other buckets.
         adaptive: the compressor itself if it may decide anew; else None.
     """
 
     start: int
     exact_step: bool
-    coalesces: bool
     adaptive: AdaptiveCompressor[Any] | None
 
     @classmethod
@@ -50,7 +48,6 @@ class Agreement:
         return cls(
             compressor.first_exchange,
             compressor.needs_exact_step,
-            compressor.coalesces,
             compressor if isinstance(compressor, AdaptiveCompressor) else None,
         )
 

@@ -21,7 +21,7 @@ from commhooks.compressors.adaptive import AdaptiveCompressor
 from commhooks.compressors.base import Compressor, StepInfo
 from commhooks.engine.arrangement import FLAT
 from commhooks.engine.backward_pass import BackwardPass, RunningExchange
-from commhooks.engine.coalescing import Coalescing, Held, Sender
+from commhooks.engine.coalescing import Coalescing, Held, Patience
 from commhooks.engine.consensus import Binding, Consensus
 from commhooks.engine.held_state import HeldState
 from commhooks.engine.immediate import reduce_and_count
@@ -62,6 +62,7 @@ class Session:
         self.held = HeldState(state, self.counters)
         self.consensus = Consensus(compressor, binding, self.held, self.counters)
         self._messages = PointToPoint()
+        self._patience = Patience()
         self._pass: BackwardPass | None = None
         self._closed = False
         self._log = StatisticsLog()
@@ -136,15 +137,17 @@ class Session:
         # Without a scaler the scale is 1; residuals saved with one are rescaled to it.
         loss_scale = 1.0 if binding.loss_scale is None else read_scale(binding.loss_scale, state.loss_scale)
         self.counters.begin_pass()
-        group = consensus.arrangement.group("all", everyone)
+        arrangement = consensus.arrangement
+        group = arrangement.group("all", everyone)
         info = StepInfo(step, group.size(), loss_scale / state.loss_scale, group.rank())
         current = BackwardPass(group, compressing, loss_scale, info, step_at_most)
-        if agreement.coalesces:
+        which = self._patience.of(compressor, arrangement.group("nodes", group), bucket.flat.device)
+        if which is not None:
 
             def ranks(over: Reach) -> int:
-                return self.consensus.arrangement.group(over, group).size()
+                return arrangement.group(over, group).size()
 
-            current.coalescing = Coalescing(Sender(functools.partial(self._send, current), ranks))
+            current.coalescing = Coalescing(which, functools.partial(self._send, current), ranks)
         return current
 
     def _new_exchange(self, bucket: Bucket, current: BackwardPass) -> RunningExchange:

@@ -91,11 +91,11 @@ class ModelPlan:
         """The bandwidth in Gbit/s per rank below which the hook makes a step faster: at this bandwidth, sending the
         saved bytes takes as long as the codec.
 
-        Assumes a ring all-reduce at the full bandwidth, no latency, and no overlap of codec or communication with the
-        backward pass. None if the hook saves nothing or its traffic is unknown.
+        Assumes a ring all-reduce at the full bandwidth, and no overlap of codec or communication with the backward
+        pass. None if the hook saves nothing or its traffic is unknown.
 
         Args:
-            codec_s: seconds that the hook computes per step.
+            codec_s: seconds that the hook computes per step, and those that it waits longer than plain all-reduce.
         """
         saved = self.bytes_before - self.bytes_after - self.flag_bytes
         if self.sends is None or saved <= 0 or codec_s <= 0:

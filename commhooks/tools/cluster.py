@@ -15,6 +15,7 @@ from commhooks.compressors.candidates import ALLREDUCE, BF16, INT4, INT8, powers
 from commhooks.compressors.units import Unit
 from commhooks.hook.model_plan import ModelPlan
 from commhooks.hook.plan_table import text_of
+from commhooks.tools.long_link import buckets_in_turn
 
 CANDIDATES = (
     *(ALLREDUCE, BF16, INT8, INT4),
@@ -69,7 +70,9 @@ def predict(plan: ModelPlan, compressor: Compressor[Any], buckets: int, cluster:
         if between_nodes and compressor.on_weights:  # each rank of a node sends all of it
             counted *= cluster.ranks_per_node
         every = compressor.passes_per_exchange
-        seconds = network.seconds(counted * every, compressor.collectives, buckets) / every
+        of_exchange = counted * every
+        turns = buckets_in_turn(compressor, network.ranks, 2 * cluster.latency, of_exchange, buckets)
+        seconds = network.seconds(of_exchange, compressor.collectives, turns) / every
         if between_nodes:
             seconds += Network(cluster.ranks_per_node, cluster.inside).seconds(plan.bytes_before)
         leaving = network.leaving(counted, compressor.collectives)

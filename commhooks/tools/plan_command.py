@@ -22,10 +22,11 @@ from commhooks.hook.request import HookRequest
 from commhooks.tools.cluster import ASSUMED as ASSUMED_ON_NODES
 from commhooks.tools.cluster import CANDIDATES, Cluster, cluster_table, predict
 from commhooks.tools.codec_time import CodecTime, measure_codec
+from commhooks.tools.long_link import buckets_in_turn, sentences
 from commhooks.tools.named_model import NamedModel, named_model
 from commhooks.tools.options import parse_options
 
-FOR_ONE_HOOK: dict[str, Any] = {"hook": "powerSGD", "options": [], "world_size": 2}
+FOR_ONE_HOOK: dict[str, Any] = {"hook": "powerSGD", "options": [], "world_size": 2, "rtt_ms": 0.0}
 FOR_ONE_HOOK |= dict.fromkeys(("exclude", "wrapper", "device", "codec_ms", "step_ms"))
 """Flags of the plan of one hook, which --nodes ignores, with their defaults."""
 ON_NODES = {"ranks_per_node": 8, "bandwidth": 25.0, "inside": 400.0, "latency_us": 30.0, "backend": "nccl"}
@@ -34,7 +35,7 @@ GBIT_S = (0.1, 1.0, 10.0, 100.0)
 SMALL_SHARE = 0.05
 """Of the time of a round, for the outer step: what the suggested `sync_every` comes to."""
 ASSUMED = (
-    "Assumed: a ring all-reduce at the full bandwidth, no latency, nothing overlaps with the backward pass. Where the "
+    "Assumed: a ring all-reduce at the full bandwidth, {}, nothing overlaps with the backward pass. Where the "
     "backward pass hides all of plain all-reduce, nothing is won at any bandwidth. `commhooks doctor` measures it."
 )
 
@@ -118,7 +119,7 @@ def _run_on_nodes(arguments: argparse.Namespace) -> None:
 
 def _run_one_hook(arguments: argparse.Namespace) -> None:
     """Print the plan of one hook."""
-    _check_numbers(arguments, world_size=2, total_steps=1, bucket_cap_mb=None, codec_ms=None, step_ms=None)
+    _check_numbers(arguments, world_size=2, rtt_ms=0, total_steps=1, bucket_cap_mb=None, codec_ms=None, step_ms=None)
     options = parse_options(arguments.options)
     if arguments.exclude:
         if "exclude" in options:
@@ -145,7 +146,9 @@ def _run_one_hook(arguments: argparse.Namespace) -> None:
     else:
         codec = _codec_time(arguments, compressor, plan)
         remarks += [f"Computed with {codec.kernel}: {codec.missing}."] if codec.missing else []
-        estimate = _estimated(plan, codec, arguments.world_size)
+        estimate = _estimated(plan, compressor, codec, arguments.world_size, arguments.rtt_ms / 1e3)
+        if getattr(config, "coalesce", False) is None and set(compressor.collectives) == {"sum"}:
+            remarks += sentences(arguments.world_size, 0, arguments.rtt_ms / 1e3)
         if compressor.on_weights:
             _add_rounds(estimate, compressor.passes_per_exchange, arguments.step_ms)
     note = " ".join(filter(None, remarks))
@@ -166,26 +169,39 @@ def _codec_time(arguments: argparse.Namespace, compressor: Compressor[Any], plan
     return measure_codec(compressor, plan.parameters, device)
 
 
-def _estimated(plan: ModelPlan, codec: CodecTime, world_size: int) -> dict[str, Any]:
+def _estimated(
+    plan: ModelPlan, compressor: Compressor[Any], codec: CodecTime, world_size: int, round_trip_s: float
+) -> dict[str, Any]:
     """Estimates for JSON and text: times in seconds, bandwidths in Gbit/s per rank."""
-    before, after = plan.bytes_before, plan.bytes_after + plan.flag_bytes
-    networks = {speed: Network(world_size, 1e9 * speed) for speed in GBIT_S}
-    sent = networks[1.0].leaving
+    before, after, buckets = plan.bytes_before, plan.bytes_after + plan.flag_bytes, max(1, len(plan.bucket_names))
+    networks = {speed: Network(world_size, 1e9 * speed, round_trip_s / 2, backend="gloo") for speed in GBIT_S}
+    ops, every = () if plan.sends is False else compressor.collectives, compressor.passes_per_exchange
+    turns = buckets_in_turn(compressor, world_size, round_trip_s, after * every, buckets) if ops else 0
+
+    def without_s(network: Network, counted: int = before) -> float:
+        return network.seconds(counted, buckets=buckets)
+
+    def with_s(network: Network, counted: int = after) -> float:
+        return network.seconds(counted * every, ops, turns) / every
+
+    any_speed = networks[GBIT_S[0]]
+    later_s = with_s(any_speed, 0) - without_s(any_speed, 0)
     return {
         "world_size": world_size,
-        "wire_bytes_before": int(sent(before)),
-        "wire_bytes_after": int(sent(after)),
+        "round_trip_s": round_trip_s,
+        "wire_bytes_before": int(any_speed.leaving(before)),
+        "wire_bytes_after": int(any_speed.leaving(after)),
         "codec_s": codec.seconds,
         "codec_measured_on": codec.device or None,
         "codec_threads": codec.threads or None,
         "codec_kernel": codec.kernel or None,
         "codec_sample_share": codec.share,
-        "break_even_gbit_s": plan.break_even_gbit_s(codec.seconds, world_size),
+        "break_even_gbit_s": plan.break_even_gbit_s(codec.seconds + later_s, world_size),
         "at_gbit_s": {
-            str(speed): {"without_s": network.seconds(before), "with_s": network.seconds(after) + codec.seconds}
+            str(speed): {"without_s": without_s(network), "with_s": with_s(network) + codec.seconds}
             for speed, network in networks.items()
         },
-        "assumed": ASSUMED,
+        "assumed": ASSUMED.format(f"a round trip of {1e3 * round_trip_s:g} ms" if round_trip_s else "no latency"),
     }
 
 
@@ -217,6 +233,8 @@ def _estimate_text(plan: ModelPlan, estimate: dict[str, Any]) -> str:
     limit = estimate["break_even_gbit_s"]
     if estimate["wire_bytes_after"] >= estimate["wire_bytes_before"]:
         lines.append("Break-even: none, the hook saves no bytes.")
+    elif limit is None and estimate["round_trip_s"] and estimate["codec_s"]:
+        lines.append(f"Break-even: none, the hook sends faster at any bandwidth, in fewer round trips (codec {codec}).")
     elif limit is None:
         lines.append(f"Break-even: none (codec {codec}).")
     else:
@@ -231,7 +249,7 @@ def _estimate_text(plan: ModelPlan, estimate: dict[str, Any]) -> str:
     for speed, times in rows.items():
         table.add_row(speed, *(_ms(times[name]) if name.endswith("_s") else str(times[name]) for name in shown))
     lines += [line.rstrip() for line in text_of(table).strip("\n").splitlines()]
-    return "\n".join([*lines, ASSUMED])
+    return "\n".join([*lines, estimate["assumed"]])
 
 
 def _ms(seconds: float) -> str:

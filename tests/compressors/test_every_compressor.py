@@ -6,6 +6,7 @@ A new compressor is added to `KINDS` and has to keep all of it. One call of the 
 from __future__ import annotations
 
 import logging
+import re
 from typing import Any
 
 import pytest
@@ -24,12 +25,18 @@ from commhooks.gradients.bucket import Bucket
 from commhooks.gradients.names import ModelNames
 from commhooks.hook.plan_model import plan_model
 from commhooks.hook.request import HookRequest
+from tests.support import kind_parameters
 from tests.support.ddp_steps import log_lines, process_group_of_one
 from tests.support.inside import learns, session_of
-from tests.support.kind_parameters import ALL, IN_32_BITS
-from tests.support.kinds import KINDS, RANDOM_K, START, Kind
+from tests.support.kinds import KINDS as ORDINARY
+from tests.support.kinds import POWERSGD, RANDOM_K, START, Kind
 from tests.support.models import masks, same_bits
 from tests.support.training import ONE_BUCKET_MB, SEVERAL_BUCKETS_MB, Run, make_model, residuals
+
+TOGETHER = "powerSGD, coalesced"
+KINDS = ORDINARY | {TOGETHER: Kind("powerSGD", POWERSGD | {"coalesce": True})}
+ALL = [*kind_parameters.ALL, pytest.param(TOGETHER, id=TOGETHER)]
+IN_32_BITS = [*kind_parameters.IN_32_BITS, pytest.param(TOGETHER, id=TOGETHER)]
 
 
 def test_every_built_in_compressor_is_here() -> None:
@@ -84,13 +91,16 @@ def test_replicas_are_equal_and_send_what_is_planned_in_one_order(run_ranks: Any
         assert rank["issued"] == first["issued"] and len(rank["issued"]) == rank["collectives"]
         # `alternate` plans the mean of two steps, rounded down to whole numbers per matrix.
         most = (4 * 2 * 4 if name.startswith("alternate") else 0) + rank["padding"]
+        # Each rank adds up an equal share of what is sent together: of P and of Q, in two steps.
+        most += 2 * 2 * 3 * 4 if name == TOGETHER else 0
         assert 0 <= rank["sent"] - rank["planned"] <= most
     stats = first["stats"]
     if kind.learns:
         assert (
             stats["compressed_steps"] == 6 - START and stats["bytes_sent_last_pass"] < stats["bytes_uncompressed"] / 6
         )
-        buckets = [int(line.split("bucket ")[1].split()[0]) for line in first["issued"]]
+        named = [re.findall(r"buckets? ([\d, ]+) at", line)[0].split(", ") for line in first["issued"]]
+        buckets = [int(bucket) for line in named for bucket in line]
         firsts = [bucket for i, bucket in enumerate(buckets) if bucket not in buckets[:i]]
         assert firsts == sorted(firsts) and len(firsts) > 2, "the first message of each bucket goes in order"
 

@@ -250,6 +250,22 @@ def test_a_wide_area_link(tmp_path):
     assert _namespaces() <= before
 
 
+@pytest.mark.skipif(not (_can_limit_a_link() and os.path.exists("/dev/net/tun")), reason="needs root, ip and TUN")
+def test_training_over_a_wide_area_link(tmp_path):
+    """It ends with the weights of a clean link, also after a break in which nothing arrives."""
+    before = _namespaces()
+    rows = _run("wide_area_training", tmp_path)
+    assert [row["section"] for row in rows[::3]] == ["clean", "40 ms", "40 ms, 1 s of silence"]
+    assert all(row["weights"] == "equal" for row in rows) and len({tuple(row["hashes"]) for row in rows}) == 3
+    assert all(row["replicas_equal"] == (row["hook"] != "noop") for row in rows)
+    of = {(row["section"], row["hook"]): row for row in rows}
+    assert of["40 ms", "ddp"]["step_ms"] > 40
+    assert of["40 ms, 1 s of silence", "ddp"]["longest_s"] > 0.5
+    clean, far = (of[section, "powersgd-1"]["collectives"] for section in ("clean", "40 ms"))
+    assert far <= 4 and clean >= 2 * far  # messages of all buckets together
+    assert _namespaces() <= before
+
+
 def test_link_draws_what_was_measured_before(tmp_path):
     """Without the right to limit a link."""
     times = {"ddp": (100_000, 1000), "fused-1": (500, 200), "torch-1": (520, 300), "int8": (25_000, None)}

@@ -51,6 +51,25 @@ def test_json_and_what_it_adds_up_to(capsys: Any) -> None:
     assert found["note"] == "" and found["buckets_from"].startswith("estimated")
 
 
+def test_round_trips(capsys: Any) -> None:
+    def times(*more: str) -> tuple[dict[str, Any], int, dict[str, float]]:
+        options = ["--options", "start_powerSGD_iter=0", "--bucket-cap-mb", "0.003", "--codec-ms", "2"]
+        found = run_json(capsys, *options, *more)
+        return found, len(found["buckets"]), found["estimate"]["at_gbit_s"]["100.0"]
+
+    found, buckets, far = times("--rtt-ms", "50")
+    assert buckets > 1 and found["estimate"]["break_even_gbit_s"] is (None if buckets > 2 else mock.ANY)
+    assert far["without_s"] == pytest.approx(0.05 * buckets, rel=1e-2)
+    assert far["with_s"] == pytest.approx(0.002 + 0.05 * 2, rel=1e-2)  # P and Q, of all buckets together
+    _, _, near = times("--rtt-ms", "5")
+    assert near["with_s"] == pytest.approx(0.002 + 0.005 * 2 * buckets, rel=1e-2)
+    found, _, three = times("--rtt-ms", "50", "--world-size", "3")
+    assert three["with_s"] == pytest.approx(0.002 + 0.1 * 2 * buckets, rel=1e-2)  # there and back twice in a ring
+    assert 'hook_options={"coalesce": True}' in found["note"]
+    assert main(["plan", "tests.support.plan_models:build_mlp", "--rtt-ms", "50", "--codec-ms", "2"]) == 0
+    assert "a round trip of 50 ms, nothing overlaps" in " ".join(capsys.readouterr().out.split())
+
+
 def test_the_codec_is_timed(capsys: Any) -> None:
     found = run_json(capsys, "--options", "fused=false")["estimate"]
     assert found["codec_s"] > 0 and found["codec_measured_on"] == "cpu" and found["codec_sample_share"] == 1
@@ -131,6 +150,7 @@ def test_a_pattern_without_a_match_is_told(capsys: Any) -> None:
         (["--hook", "tests.support.plan_models:no_model"], "only its own code knows what it sends"),
         (["--bucket-cap-mb", "0"], "--bucket-cap-mb 0.0: expected a number above 0"),
         (["--world-size", "1"], "--world-size 1: expected a number from 2"),
+        (["--rtt-ms", "-1"], "--rtt-ms -1.0: expected a number from 0"),
         (["--nodes", "1"], "--nodes 1: expected a number from 2"),
         (["--nodes", "2", "--ranks-per-node", "0"], "--ranks-per-node 0: expected a number from 1"),
         (["--nodes", "2", "--bandwidth", "0"], "--bandwidth 0.0: expected a number above 0"),

@@ -79,7 +79,7 @@ class _LowRank(Compressor[AnyPowerSGD]):
         return message if self.config.alternate else (*message, *message)
 
     @property
-    def coalesces(self) -> bool:  # type: ignore[override]
+    def coalesces(self) -> bool | None:  # type: ignore[override]
         return self.config.coalesce
 
     @property

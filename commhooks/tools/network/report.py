@@ -7,6 +7,7 @@ from typing import Any
 from commhooks.comm.link import Link, bandwidth
 from commhooks.comm.pairs import Pair
 from commhooks.hook.plan_table import new_table, text_of
+from commhooks.tools.long_link import sentences
 from commhooks.tools.network.interfaces import Interface
 from commhooks.tools.network.predicted import Exchange
 
@@ -55,7 +56,7 @@ class NetworkReport:
     # ---- advice ------------------------------------------------------------------------------------------------------
 
     def advice(self) -> list[str]:
-        return [*self._slow_connections(), *self._slow_interfaces(), self._hook()]
+        return [*self._slow_connections(), *self._slow_interfaces(), self._hook(), *self._long_round_trips()]
 
     def _kinds(self) -> dict[str, list[Pair]]:
         """The pairs between machines and those inside one."""
@@ -116,6 +117,10 @@ class NetworkReport:
             f'{spends}. With hook="{best.candidate.hook}"{options}{nodes} it would be {_duration(best.seconds)}: '
             f"{small} beside {self.step_ms:g} ms of computing."
         )
+
+    def _long_round_trips(self) -> list[str]:
+        ranks = sum(map(len, self.machines.values()))
+        return sentences(ranks, len(self.machines), self.link.round_trip_s(ranks))
 
     # ---- text --------------------------------------------------------------------------------------------------------
 

@@ -4,8 +4,8 @@ from tests.stress.seeded_faults.mutant import Mutant
 
 _BATCHED = "compressors/powersgd/test_batched_powersgd.py"
 _EARLIER = (
-    "        for earlier in self.running[:-1] if self.coalescing is None else ():\n"
-    "            if earlier.has_round_left:\n"
+    "        for earlier in self.running[:-1]:\n"
+    "            if earlier.has_round_left and not earlier.is_held:\n"
     "                earlier.step()\n"
 )
 
@@ -70,8 +70,8 @@ MUTANTS = [
     Mutant(
         "wait inside the hook",
         "commhooks/engine/backward_pass.py",
-        "        for earlier in self.running[:-1] if",
-        "        for earlier in self.running if",
+        "        for earlier in self.running[:-1]:\n",
+        "        for earlier in self.running:\n",
         "comm/test_collectives.py",
     ),
     Mutant(

@@ -80,4 +80,18 @@ MUTANTS = [
         'if each.key in ("q", "p", "residual")]\n    for name, parameter in',
         "checkpoint/test_further_fields.py::test_a_resume_is_bit_equal",
     ),
+    Mutant(
+        "sums of three ranks are reordered where a round trip is long",
+        "commhooks/engine/coalescing.py",
+        '        if send.op == "sum" and not self._which.reordered and self.ranks(send.over) > 2:\n',
+        "        if False:\n",
+        "engine/test_coalescing.py::test_sums_of_three_ranks_wait_only_where_the_user_says_so",
+    ),
+    Mutant(
+        "what waits for others is sent without them",
+        "commhooks/engine/backward_pass.py",
+        "            if earlier.has_round_left and not earlier.is_held:\n",
+        "            if earlier.has_round_left:\n",
+        "engine/test_coalescing.py::test_a_long_link_changes_no_bit_and_takes_a_round_for_all_buckets",
+    ),
 ]

@@ -1,0 +1,93 @@
+"""A rank of wide_area_training.py: a process of its own, in the namespace of its node.
+
+A job on its stdin makes a DDP model with a hook and trains it until the hook has begun, or trains that model on.
+"""
+
+import hashlib
+import json
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from common import Row, steady
+from hooks import wrap
+from link_ranks import meet
+from models import forward_loss, make
+
+TOKENS, START, WARM_UP = 64, 2, 4
+
+
+class Training:
+    """One model with a hook; every training takes the same steps."""
+
+    def __init__(self, model_name: str, label: str, bucket_cap_mb: float, rank: int) -> None:
+        self.model, self._task = make(model_name)
+        self._ddp, self._hook = wrap(self.model, label, start=START, bucket_cap_mb=bucket_cap_mb)
+        self._optimizer = torch.optim.SGD(self.model.parameters(), lr=0.01, momentum=0.9)
+        torch.manual_seed(1000 + rank)
+
+    def steps(self, number: int) -> list[float]:
+        """The seconds of each step."""
+        times, before = [], time.perf_counter()
+        for _ in range(number):
+            self._optimizer.zero_grad(set_to_none=True)
+            forward_loss(self._ddp, self._task, self._task.batch(TOKENS)).backward()
+            self._optimizer.step()
+            now = time.perf_counter()
+            times.append(now - before)
+            before = now
+        return times
+
+    def facts(self) -> Row:
+        stats = {} if self._hook is None else self._hook.stats()
+        of_pass = stats.get("collectives_last_pass")
+        return {"buckets": stats.get("buckets"), "collectives": of_pass, "chosen": stats.get("chosen")}
+
+
+def hash_of(model: torch.nn.Module) -> str:
+    """Of all bits of the weights."""
+    found = hashlib.sha256()
+    for parameter in model.parameters():
+        found.update(parameter.detach().numpy().tobytes())
+    return found.hexdigest()[:16]
+
+
+def worker(rank: int, world_size: int, ranks_per_node: int, interface: str, model_name: str) -> None:
+    """One line of JSON on rank 0's stdout when all are ready, and one per job."""
+    torch.set_num_threads(1)
+    sent_bytes = Path("/sys/class/net", interface, "statistics", "tx_bytes")
+    meet(rank, world_size)
+    training: Any = None
+    answer: Row = {}
+    while True:
+        if rank == 0:
+            print(json.dumps(answer), flush=True)
+        line = sys.stdin.readline()
+        if not line:
+            break
+        job = json.loads(line)
+        if "label" in job:
+            training = Training(model_name, job["label"], job["bucket_cap_mb"], rank)
+            training.steps(WARM_UP)
+            dist.barrier()
+            answer = {}
+            continue
+        before = int(sent_bytes.read_text())
+        slowest = torch.tensor(training.steps(job["steps"]), dtype=torch.float64)
+        sent = int(sent_bytes.read_text()) - before
+        dist.all_reduce(slowest, dist.ReduceOp.MAX)
+        hashes: list[Any] = [None] * world_size
+        dist.all_gather_object(hashes, hash_of(training.model))
+        answer = {"times_s": slowest.tolist(), "sent_bytes": sent, "hashes": hashes, **training.facts()}
+    sys.stdout.flush()
+    os._exit(0)  # gloo sometimes aborts at interpreter shutdown, with or without a hook
+
+
+if __name__ == "__main__":
+    order = json.loads(sys.argv[1])
+    with steady(order["rank"]):
+        worker(**order)

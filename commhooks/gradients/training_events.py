@@ -11,7 +11,6 @@ from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
 )
-from torch.utils.hooks import RemovableHandle
 
 from commhooks.errors import HookRunError
 
@@ -32,13 +31,12 @@ class OptimizerSteps:
         self._optimizers: weakref.WeakKeyDictionary[Optimizer, None] = weakref.WeakKeyDictionary()
         self.stepping = False
         """An optimizer of the model is in its step, in which it may call a closure with further passes."""
-        this = weakref.ref(self)
-        handles = (
-            register_optimizer_step_pre_hook(functools.partial(_alive, this, OptimizerSteps.before_step)),
-            register_optimizer_step_post_hook(functools.partial(_alive, this, OptimizerSteps.after_step)),
-        )
-        self.close = weakref.finalize(self, _remove, handles)
+        _watch_all_optimizers()
+        _watching[self] = None
+
+    def close(self) -> None:
         """Stop watching."""
+        _watching.pop(self, None)
 
     def expect(self) -> None:
         """From now on wait for a step of every parameter."""
@@ -115,21 +113,28 @@ def _numbers(state: dict[str, Any]) -> list[torch.Tensor]:
     return [each for each in found if each.is_floating_point()]
 
 
+_watching: weakref.WeakKeyDictionary[OptimizerSteps, None] = weakref.WeakKeyDictionary()
+"""In the order in which they were made, which is the same on all ranks."""
+
+
+@functools.cache
+def _watch_all_optimizers() -> None:
+    """Once in a process, for good: torch fails if one of its hooks is removed while it calls them, and a hook that went
+    with its model would be whenever the garbage is collected."""
+    register_optimizer_step_pre_hook(_before_step)
+    register_optimizer_step_post_hook(_after_step)
+
+
 @torch.compiler.disable
-def _alive(
-    watch: "weakref.ref[OptimizerSteps]",
-    event: Callable[[OptimizerSteps, Optimizer], None],
-    optimizer: Optimizer,
-    *_: Any,
-) -> None:
-    found = watch()
-    if found is not None:
-        event(found, optimizer)
+def _before_step(optimizer: Optimizer, *_: Any) -> None:
+    for each in list(_watching):
+        each.before_step(optimizer)
 
 
-def _remove(handles: Iterable[RemovableHandle]) -> None:
-    for each in handles:
-        each.remove()
+@torch.compiler.disable
+def _after_step(optimizer: Optimizer, *_: Any) -> None:
+    for each in list(_watching):
+        each.after_step(optimizer)
 
 
 class Listener(Protocol):

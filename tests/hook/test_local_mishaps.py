@@ -3,8 +3,11 @@ other, a process that ends while a part is on its way."""
 
 from __future__ import annotations
 
+import gc
 import subprocess
+import weakref
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -13,6 +16,7 @@ from torch import nn
 from torch.distributed.optim import ZeroRedundancyOptimizer
 
 import commhooks
+from commhooks.engine.session import Session
 from tests.support import warm
 from tests.support.ddp_steps import log_lines
 from tests.support.training import Run, batch
@@ -123,6 +127,34 @@ def _in_inference_mode() -> tuple[torch.Tensor, torch.Tensor]:
 def test_a_round_may_end_in_inference_mode(run_ranks):
     for run, same in run_ranks(_in_inference_mode):
         assert torch.equal(run, same)
+
+
+def _collects_another() -> int:
+    """A model of before is found to be garbage in the middle of an outer step, which is in that of an optimizer."""
+    gone: list[Any] = [Run.new(hook="local_sgd").train(1)]
+    gone.append(gone)
+    runner = weakref.ref(gone[0].hook._runner)
+    run, run_session = Run.new(hook=commhooks.LocalSGD(sync_every=1)), Session.run
+    third = Run.new(hook="local_sgd")  # told of the step after `run`
+    del gone
+
+    def collecting(*args: Any) -> Any:
+        gc.collect()
+        return run_session(*args)
+
+    gc.disable()
+    try:
+        alive = runner() is not None
+        with mock.patch.object(Session, "run", collecting):
+            run.train(2)
+    finally:
+        gc.enable()
+    assert alive and runner() is None
+    return run.hook.stats()["step"] + third.hook.stats()["step"]
+
+
+def test_another_hook_may_end_within_an_outer_step(run_ranks):
+    assert run_ranks(_collects_another) == [2, 2]
 
 
 ENDS_EARLY = """

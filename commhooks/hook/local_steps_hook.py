@@ -267,7 +267,13 @@ class LocalStepsHook(EngineHook):
         )
 
     def problems(self) -> list[str]:
-        return [f"hook {self._request.name}: {each}" for each in self._still_sent]
+        found = list(self._still_sent)
+        if self._request.check_every is not None and not self._outer.at_once:
+            found.append(
+                "check_every compares weights when they should be equal on all ranks: with fragments or delay that is "
+                "after a save or a validation only"
+            )
+        return [f"hook {self._request.name}: {each}" for each in found]
 
     def stop(self) -> None:
         self._outer.forget()

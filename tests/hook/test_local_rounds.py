@@ -7,6 +7,7 @@ import gc
 import io
 import weakref
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import commhooks
+from commhooks.hook.replica_check import ReplicaCheck
 from tests.support.ddp_steps import log_lines
 from tests.support.training import SEVERAL_BUCKETS_MB, Run, batch, flat
 
@@ -196,10 +198,10 @@ def test_rounds_end_together_in_every_mode(run_ranks, mode):
     assert stats["backward_passes"] == 6 and stats["nonfinite_steps"] == 0
 
 
-def _said(unused: bool) -> list[str]:
+def _said(unused: bool, hook: Any = "local_sgd", **attach: Any) -> list[str]:
     with log_lines("commhooks") as lines:
         model = DistributedDataParallel(_Odd(), find_unused_parameters=unused)
-        hook = commhooks.attach(model, "local_sgd")
+        hook = commhooks.attach(model, hook, **attach)
         model(torch.ones(4, 6)).sum().backward()
         del hook
     return lines
@@ -209,6 +211,26 @@ def test_what_ddp_still_sends_and_what_no_more(run_ranks):
     ((broadcast,), _), ((unused, *_), _) = (run_ranks(_said, each) for each in (False, True))
     assert "per step and rank on average; DDP no longer broadcasts buffers" in broadcast
     assert "with find_unused_parameters=True DDP sends a message in every step" in unused
+
+
+def _checked(sync_every: int, passes: int) -> int:
+    run = Run.new(hook=commhooks.LocalSGD(sync_every=sync_every), check_every=2)
+    checks = 0
+
+    def counted(*args: Any, **kwargs: Any) -> None:
+        nonlocal checks
+        checks += 1
+
+    with mock.patch.object(ReplicaCheck, "compare", counted):
+        run.train(passes)
+    return checks
+
+
+def test_replicas_are_compared_after_every_second_round(run_ranks):
+    assert run_ranks(_checked, 3, 13) == [3, 3]  # before passes 1, 7 and 13
+    streaming = commhooks.DiLoCo(sync_every=4, fragments=2)
+    (said, *_), _ = run_ranks(_said, False, streaming, check_every=2)
+    assert "check_every compares weights when they should be equal on all ranks" in said
 
 
 def test_what_one_rank_says(run_ranks):

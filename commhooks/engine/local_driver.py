@@ -10,6 +10,7 @@ import torch
 
 from commhooks.comm.collective import Send
 from commhooks.compressors.base import Compressor, StepInfo, Verdict
+from commhooks.compressors.local_steps.exchange import ANCHOR
 from commhooks.compressors.unit_plan import ParameterInfo
 from commhooks.engine.average import exchange_or_average
 from commhooks.engine.kernel_choice import use_own_kernel
@@ -40,7 +41,12 @@ class LocalDriver:
         self._buckets: list[tuple[torch.Tensor, Any]] = []  # None for a bucket of which nothing is compressed
         for named in buckets:
             parameters, names = list(named.values()), ModelNames(named.items())
-            flat = torch.empty(sum(p.numel() for p in parameters), dtype=parameters[0].dtype, device=device)
+            dtype = parameters[0].dtype
+            if compressor.on_weights:  # which are copied before they are exchanged, and begin from a common anchor
+                dtype = precision.compute_dtype(dtype)
+                anchors = {name: torch.zeros(p.numel(), dtype=dtype, device=device) for name, p in named.items()}
+                self._state[ANCHOR.key].update(anchors)
+            flat = torch.empty(sum(p.numel() for p in parameters), dtype=dtype, device=device)
             layout = read_layout(flat, parameters, list(named))
             config = compressor.planning_config
             plans = compressor.plan([ParameterInfo.of(name, p, names, config) for name, p in named.items()])

@@ -19,6 +19,7 @@ from commhooks.gradients.source import GradientSource, Reducer, described_parame
 from commhooks.gradients.torch_private import (
     current_task,
     has_optimizer_in_backward,
+    in_join,
     joined_with_uneven_division,
     run_after_backward,
 )
@@ -107,6 +108,7 @@ class DDPGradients(GradientSource):
             AttachError: the model has a communication hook of its own.
         """
         _check_free(ddp_model)
+        self._ranks_differ = False
         self._ddp_model = weakref.ref(ddp_model)
         user_module = ddp_model.module if module is None else module
         self._module = weakref.ref(user_module)
@@ -137,6 +139,7 @@ class DDPGradients(GradientSource):
     def let_ranks_differ(self) -> list[str]:
         ddp_model = self._ddp_model()
         assert ddp_model is not None
+        self._ranks_differ = True
         ddp_model.broadcast_buffers = False  # else those of rank 0 come with each forward pass (torch 2.13)
         if not ddp_model.find_unused_parameters or ddp_model.static_graph:
             return []
@@ -156,11 +159,19 @@ class DDPGradients(GradientSource):
 
     def check_pass(self) -> None:
         ddp_model = self._ddp_model()
+        if ddp_model is None:
+            return
         # Such a Join asks for the mean over the active ranks, but DDP does not pass their number to hooks.
-        if ddp_model is not None and joined_with_uneven_division(ddp_model):
+        if joined_with_uneven_division(ddp_model):
             raise HookRunError(
                 "a communication hook divides gradients by the world size; Join(divide_by_initial_world_size=False) "
                 "asks for the number of active ranks instead. Use divide_by_initial_world_size=True, or no hook"
+            )
+        if self._ranks_differ and in_join(ddp_model):
+            raise HookRunError(
+                "join() with a hook that averages weights: a rank that has run out of data takes no steps, and the "
+                "others would wait for it in their outer steps. Give all ranks the same number of batches, or take a "
+                "hook that averages gradients"
             )
 
     def _not_ignored(self) -> list[tuple[str, torch.Tensor]]:

@@ -106,6 +106,11 @@ def joined_with_uneven_division(ddp_model: DistributedDataParallel) -> bool:
     return getattr(ddp_model, "_divide_by_initial_world_size", True) is False
 
 
+def in_join(ddp_model: DistributedDataParallel) -> bool:
+    """Whether DDP runs in a `Join`, as in `ddp_model.join()`."""
+    return bool(getattr(getattr(ddp_model, "_join_config", None), "enable", False))
+
+
 def has_optimizer_in_backward(parameter: torch.Tensor) -> bool:
     """Whether an optimizer is applied to `parameter` within the backward pass."""
     return hasattr(parameter, "_in_backward_optimizers")

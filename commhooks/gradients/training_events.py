@@ -11,7 +11,8 @@ from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
 )
-from torch.utils.hooks import RemovableHandle
+
+from commhooks.errors import HookRunError
 
 
 class OptimizerSteps:
@@ -26,16 +27,16 @@ class OptimizerSteps:
         self._parameters = {id(parameter): parameter for parameter in parameters}
         self._stepped = stepped
         self._missing: set[int] | None = None
-        self._optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+        # In the order of their first steps, which is the same on all ranks.
+        self._optimizers: weakref.WeakKeyDictionary[Optimizer, None] = weakref.WeakKeyDictionary()
         self.stepping = False
         """An optimizer of the model is in its step, in which it may call a closure with further passes."""
-        this = weakref.ref(self)
-        handles = (
-            register_optimizer_step_pre_hook(functools.partial(_alive, this, OptimizerSteps.before_step)),
-            register_optimizer_step_post_hook(functools.partial(_alive, this, OptimizerSteps.after_step)),
-        )
-        self.close = weakref.finalize(self, _remove, handles)
+        _watch_all_optimizers()
+        _watching[self] = None
+
+    def close(self) -> None:
         """Stop watching."""
+        _watching.pop(self, None)
 
     def expect(self) -> None:
         """From now on wait for a step of every parameter."""
@@ -46,14 +47,21 @@ class OptimizerSteps:
         self._missing = None
 
     def before_step(self, optimizer: Optimizer) -> None:
-        self.stepping = self.stepping or bool(self._mine(optimizer))
+        if not self._mine(optimizer):
+            return
+        if hasattr(optimizer, "consolidate_state_dict"):  # a ZeroRedundancyOptimizer, or one like it
+            raise HookRunError(
+                f"{type(optimizer).__name__} steps each parameter on one rank only, by the gradient of that rank, as "
+                "this hook averages weights and not gradients: use a plain optimizer, or shard the model by fully_shard"
+            )
+        self.stepping = True
 
     def after_step(self, optimizer: Optimizer) -> None:
         mine = self._mine(optimizer)
         if not mine:
             return
         self.stepping = False
-        self._optimizers.add(optimizer)
+        self._optimizers[optimizer] = None
         if self._missing is not None:
             self._missing -= mine
             if not self._missing:
@@ -64,31 +72,69 @@ class OptimizerSteps:
         return {id(p) for group in optimizer.param_groups for p in group["params"]} & self._parameters.keys()
 
     def moments(self) -> list[torch.Tensor]:
-        """What the optimizers keep for each number of each parameter, such as Adam's moments: in one order on all ranks
+        """What the optimizers keep for the numbers of each parameter, such as Adam's moments: in one order on all ranks
         that have stepped the same parameters."""
         return [
-            value.to_local() if hasattr(value, "to_local") else value  # of a DTensor this rank's shard
+            each
             for parameter in self._parameters.values()
             for optimizer in self._optimizers
-            for _, value in sorted(optimizer.state.get(parameter, {}).items())
-            if isinstance(value, torch.Tensor) and value.shape == parameter.shape and value.is_floating_point()
+            for each in _numbers(optimizer.state.get(parameter, {}))
+            if each.dim() or not parameter.dim()  # not the count of steps
         ]
 
+    def begin_anew(self) -> int:
+        """Let the optimizers begin anew with the parameters for which they keep a number that is not finite, such as
+        Adam's moments after a gradient that was not: their next steps would not be finite, either. Returns of how many
+        parameters."""
+        bad = [
+            (optimizer, parameter)
+            for optimizer in self._optimizers
+            for parameter in self._parameters.values()
+            if not all(each.isfinite().all() for each in _numbers(optimizer.state.get(parameter, {})))
+        ]
+        for optimizer, parameter in bad:
+            if isinstance(optimizer, torch.optim.Adagrad):  # which makes its state when it is made, not when it steps
+                for each in _numbers(optimizer.state[parameter]):
+                    each.zero_()
+            else:
+                del optimizer.state[parameter]
+        return len(bad)
 
-def _alive(
-    watch: "weakref.ref[OptimizerSteps]",
-    event: Callable[[OptimizerSteps, Optimizer], None],
-    optimizer: Optimizer,
-    *_: Any,
-) -> None:
-    found = watch()
-    if found is not None:
-        event(found, optimizer)
+
+def _own(tensor: torch.Tensor) -> torch.Tensor:
+    """Of a DTensor this rank's shard."""
+    local: torch.Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    return local
 
 
-def _remove(handles: Iterable[RemovableHandle]) -> None:
-    for each in handles:
-        each.remove()
+def _numbers(state: dict[str, Any]) -> list[torch.Tensor]:
+    """The tensors of real numbers in what an optimizer keeps for a parameter."""
+    found = [_own(each) for _, each in sorted(state.items()) if isinstance(each, torch.Tensor)]
+    return [each for each in found if each.is_floating_point()]
+
+
+_watching: weakref.WeakKeyDictionary[OptimizerSteps, None] = weakref.WeakKeyDictionary()
+"""In the order in which they were made, which is the same on all ranks."""
+
+
+@functools.cache
+def _watch_all_optimizers() -> None:
+    """Once in a process, for good: torch fails if one of its hooks is removed while it calls them, and a hook that went
+    with its model would be whenever the garbage is collected."""
+    register_optimizer_step_pre_hook(_before_step)
+    register_optimizer_step_post_hook(_after_step)
+
+
+@torch.compiler.disable
+def _before_step(optimizer: Optimizer, *_: Any) -> None:
+    for each in list(_watching):
+        each.before_step(optimizer)
+
+
+@torch.compiler.disable
+def _after_step(optimizer: Optimizer, *_: Any) -> None:
+    for each in list(_watching):
+        each.after_step(optimizer)
 
 
 class Listener(Protocol):

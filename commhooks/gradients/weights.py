@@ -1,6 +1,6 @@
 """The weights of a model as one tensor each, and as buckets, as DDP makes them of its gradients."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 
@@ -53,39 +53,27 @@ def write_back(bucket: Bucket) -> None:
 
 
 class SharedBuffers:
-    """The buffers of a model that hold numbers, such as running statistics: each rank has its own for a while."""
+    """The buffers of a model, such as running statistics: each rank has its own for a while."""
 
     def __init__(self) -> None:
-        self._before: list[torch.Tensor] | None = None
+        self._common: dict[str, torch.Tensor] = {}
 
     def note(self, module: torch.nn.Module) -> None:
         """The buffers are equal on all ranks now, unless they were noted before."""
-        if self._before is None:
-            self._before = [each.clone() for each in _numbers(module)]
+        if not self._common:
+            self._common = {name: each.clone() for name, each in module.named_buffers()}
 
     def forget(self) -> None:
-        self._before = None
+        self._common = {}
 
-    def share(self, module: torch.nn.Module, average: Callable[[list[torch.Tensor]], None]) -> None:
-        """Let the buffers be the mean over the ranks. What has not changed since they were equal keeps its bits.
-
-        Args:
-            average: replaces each tensor by its mean over the ranks.
-        """
-        if self._before is None:
-            return
-        pairs = list(zip(_numbers(module), self._before, strict=True))
-        # Where both are infinite, too, there is no change.
-        changes = [torch.where(now == before, 0, now - before) for now, before in pairs]
-        if changes:
-            average(changes)
-        for (now, before), change in zip(pairs, changes, strict=True):
-            now.copy_(torch.where(change == 0, before, before + change))
-            before.copy_(now)
-
-
-def _numbers(module: torch.nn.Module) -> list[torch.Tensor]:
-    return [each for each in module.buffers() if each.is_floating_point()]
+    def pairs(self, module: torch.nn.Module) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Each buffer, with what it was when all ranks had the same. One that was replaced by one of another shape is
+        taken for unchanged: it stays each rank's own."""
+        now = dict(module.named_buffers())
+        return [
+            (now[name] if name in now and now[name].shape == common.shape else common, common)
+            for name, common in self._common.items()
+        ]
 
 
 def _packed(tensors: Sequence[torch.Tensor], index: int, *, is_last: bool) -> Bucket:

@@ -25,7 +25,6 @@ from commhooks.compressors.local_steps.exchange import ANCHOR, norm_and_cosine
 from commhooks.engine.arrangement import EqualInNodes
 from commhooks.engine.immediate import reduce_and_count
 from commhooks.engine.session import Session
-from commhooks.errors import logger_of
 from commhooks.gradients.bucket import Bucket
 from commhooks.gradients.names import ParameterNames
 from commhooks.gradients.precision import compute_dtype
@@ -37,8 +36,7 @@ from commhooks.hook.engine_hook import EngineHook
 from commhooks.hook.means import MeansOfRanks
 from commhooks.hook.outer_steps import OuterSteps
 from commhooks.hook.request import HookRequest
-
-logger = logger_of(__name__)
+from commhooks.hook.round_warnings import RoundWarnings
 
 
 class LocalStepsHook(EngineHook):
@@ -72,8 +70,8 @@ class LocalStepsHook(EngineHook):
         self._to_anchor = False  # the weights may not be those of the anchor, which was loaded
         self._trained_in_mode = True  # `Module.training` of the latest pass
         self._means = MeansOfRanks(request.name, source, counters, says=self.is_logging_rank)
-        self._told = self._told_of_late = False
-        self._discarded = 0  # rounds of runs before this one
+        self._warn = RoundWarnings(request.name, counters, self.rank, says=self.is_logging_rank)
+        self._discarded = 0  # outer steps of this run
         # Bound methods would keep this object, and with it the learned state, as long as torch's hooks.
         this = weakref.ref(self)
         self._optimizers = OptimizerSteps(source.stepped(), functools.partial(_after_steps, this))
@@ -171,74 +169,63 @@ class LocalStepsHook(EngineHook):
         be."""
         if self._to_anchor:
             self._to_anchor = False
-            self._source.before_weights_change()
-            set_weights(self._source.names.known(), self._session.state[ANCHOR.key])
+            self._go_to_anchor()
         # A model may be trained in evaluation mode. A forward pass in another mode may be one of rank 0 alone.
         if self._due and not self._optimizers.stepping and module.training == self._trained_in_mode:
-            self._warn_of_late()
+            self._warn.late()
             self._outer_step()
         self._means.note_buffers()
 
     @torch.no_grad()
-    def _outer_step(self) -> None:
-        """All ranks must call this, between the same two steps."""
+    def _outer_step(self, *, early: bool = False) -> None:
+        """All ranks must call this, between the same two steps. `early`: end the round, although it is not its turn."""
         self._due = False
         self._optimizers.forget()
         self._source.before_weights_change()
-        if self._outer.advance(self._in_round):
-            self._begin_round(agree=self._outer.at_once)
-        self._warn_of_discarded()
+        if early:
+            self._outer.end_round()
+        if early or self._outer.advance(self._in_round):
+            self._average_buffers()
+            self._in_round, self._weights_agree = 0, early or self._outer.at_once
+        self._note_discarded()
 
     def _average_buffers(self) -> None:
         self._buffers_differ = False
         self._means.average_buffers()
 
-    def _begin_round(self, *, agree: bool) -> None:
-        self._average_buffers()
-        self._in_round, self._weights_agree = 0, agree
+    def _note_discarded(self) -> None:
+        """After an outer step: if weights were not finite on some rank, go back to the anchor with all of them."""
+        if self._outer.discarded == self._discarded:
+            return
+        self._discarded = self._outer.discarded
+        self._go_to_anchor()  # other parts may not be finite, either
+        if parameters := self._optimizers.begin_anew():
+            self._warn.begun_anew(parameters)
+        self._warn.discarded(self._discarded)
 
-    def _warn_of_late(self) -> None:
-        if not self._told_of_late and self.is_logging_rank:
-            self._told_of_late = True
-            logger.warning(
-                "hook %s: since the %s. backward pass no optimizer of torch.optim has stepped all parameters, so this "
-                "outer step comes late, before the next forward pass: so do all with an optimizer that torch does not "
-                "know. Weights that are looked at in between are those of one rank.",
-                self._request.name,
-                self._passes.backward_passes,
-            )
-
-    def _warn_of_discarded(self) -> None:
-        if self._session.state.nonfinite_steps > self._discarded and not self._told and self.is_logging_rank:
-            self._told = True
-            logger.warning(
-                "hook %s: the weights of at least one rank are not finite, so the round that ended after %s backward "
-                "passes is discarded: all ranks go back to the weights from before it. Later ones are counted in "
-                "stats()['nonfinite_steps'] only.",
-                self._request.name,
-                self._passes.backward_passes,
-            )
+    def _go_to_anchor(self) -> None:
+        self._source.before_weights_change()
+        set_weights(self._source.names.known(), self._session.state[ANCHOR.key])
 
     # ---- where the model is looked at as a whole ---------------------------------------------------------------------
 
     def synchronize(self, limit_s: float, *, optimizers: bool) -> bool:
         def share() -> None:
-            self._end_round()
+            if self._weights_agree:
+                self._average_buffers()
+            else:
+                self._outer_step(early=True)
             if optimizers:
                 self._means.average(self._optimizers.moments(), "the optimizers' state")
                 self._moments_differ = False
 
         differ = self._buffers_differ or not self._weights_agree or (optimizers and self._moments_differ)
-        return self._together(share, limit_s) if differ else True
+        with torch.inference_mode(False), torch.no_grad():  # frameworks validate in inference mode
+            return self._together(share, limit_s) if differ else True
 
     def saved_alone(self, content: dict[str, Any]) -> dict[str, Any]:
         if not self._weights_agree:
-            logger.warning(
-                "hook %s was saved by rank %s alone, in the middle of a round: a run that resumes begins from the "
-                "weights on which all ranks agreed last.",
-                self._request.name,
-                self.rank,
-            )
+            self._warn.saved_alone()
             return content | {"exact": False}
         return content
 
@@ -246,21 +233,10 @@ class LocalStepsHook(EngineHook):
         self._outer.forget()
         take_over()
         self._in_round, self._due, self._moments_differ, self._buffers_differ = 0, False, False, False
-        self._weights_agree, self._discarded = True, self._session.state.nonfinite_steps
+        self._weights_agree = True
         self._to_anchor = bool(self._session.state[ANCHOR.key])
         self._means.forget_buffers()
         self._optimizers.forget()
-
-    def _end_round(self) -> None:
-        if self._weights_agree:
-            self._average_buffers()
-            return
-        self._due = False
-        self._optimizers.forget()
-        self._source.before_weights_change()
-        self._outer.end_round()
-        self._begin_round(agree=True)
-        self._warn_of_discarded()
 
     def _together(self, work: Callable[[], None], limit_s: float) -> bool:
         """Do `work`, which communicates, if all ranks come within the limit. Returns whether it is done."""
@@ -271,13 +247,7 @@ class LocalStepsHook(EngineHook):
             return True
         reason = saver.run(-self._passes.backward_passes, lambda _: work(), limit_s)
         if reason and self.rank == saver.speaker:
-            logger.warning(
-                "hook %s: the weights of the ranks were not averaged after %s backward passes, because %s. What is "
-                "saved or validated now are those of each rank.",
-                self._request.name,
-                self._passes.backward_passes,
-                reason,
-            )
+            self._warn.not_averaged(reason)
         return not reason
 
     def _module(self) -> torch.nn.Module:
@@ -288,10 +258,22 @@ class LocalStepsHook(EngineHook):
     def announcement(self) -> str:
         buffers = any(True for _ in self._module().buffers())
         more = "; DDP no longer broadcasts buffers, which are averaged with the weights" if buffers else ""
-        return super().announcement() + more
+        return f"{super().announcement()} on average{more}"
+
+    def announcement_alone(self, reason: str) -> str:
+        return (
+            f"{self._words}{reason}. Outer steps are done as among several, so that the run can go on with any number "
+            "of them; hook=None trains without"
+        )
 
     def problems(self) -> list[str]:
-        return [f"hook {self._request.name}: {each}" for each in self._still_sent]
+        found = list(self._still_sent)
+        if self._request.check_every is not None and not self._outer.at_once:
+            found.append(
+                "check_every compares weights when they should be equal on all ranks: with fragments or delay that is "
+                "after a save or a validation only"
+            )
+        return [f"hook {self._request.name}: {each}" for each in found]
 
     def stop(self) -> None:
         self._outer.forget()

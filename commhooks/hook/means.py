@@ -51,13 +51,26 @@ class MeansOfRanks:
     @torch.no_grad()
     def average_buffers(self) -> None:
         """What a model keeps beside its weights, such as the running statistics of a BatchNorm: numbers are averaged,
-        integers taken from rank 0."""
+        integers taken from rank 0. What has changed on no rank is not sent, such as a mask."""
         module, what = self._source.module, "the model's buffers"
-        if module is None:
+        pairs = [] if module is None else self._shared.pairs(module)
+        if not pairs:
             return
-        self._shared.share(module, lambda tensors: self.average(tensors, what))
-        for each in module.buffers():
-            if not each.is_floating_point() and not each.is_complex() and each.numel():
-                row = each.detach().reshape(-1).to(torch.int64)
-                first = gather_rows(row, self._source.group, self._counters, what)[0]
-                each.copy_(first.view(each.shape))
+        own = torch.stack([(now != common).any() for now, common in pairs]).to(torch.uint8)
+        changed = gather_rows(own, self._source.group, self._counters, what).any(0).tolist()
+        pairs = [pair for pair, has_changed in zip(pairs, changed, strict=True) if has_changed]
+        numbers = [(now, common) for now, common in pairs if now.is_floating_point()]
+        # Where both are infinite, too, there is no change.
+        changes = [torch.where(now == common, 0, now - common) for now, common in numbers]
+        if changes:
+            self.average(changes, what)
+        for (now, common), change in zip(numbers, changes, strict=True):
+            now.copy_(torch.where(change == 0, common, common + change))
+        integers = [now for now, _ in pairs if not now.is_floating_point() and not now.is_complex()]
+        if integers:
+            row = torch.cat([now.reshape(-1).to(torch.int64) for now in integers])
+            first = gather_rows(row, self._source.group, self._counters, what)[0]
+            for now, part in zip(integers, first.split([now.numel() for now in integers]), strict=True):
+                now.copy_(part.view(now.shape))
+        for now, common in pairs:
+            common.copy_(now)

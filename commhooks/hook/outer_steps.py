@@ -1,6 +1,7 @@
 """The outer steps of a round: which part of the weights is exchanged when, at once or while the training goes on."""
 
 import threading
+import weakref
 from collections.abc import Sequence
 
 import torch
@@ -20,11 +21,13 @@ class OuterSteps:
 
     Attributes:
         at_once: all weights are exchanged together, and nothing happens in the meantime.
+        discarded: how many outer steps have found weights that are not finite.
     """
 
     def __init__(self, session: Session, weights: Sequence[torch.Tensor], sizes: Sequence[int]) -> None:
         config = session.compressor.config
         self.at_once = config.fragments == 1 and config.delay == 0
+        self.discarded = 0
         self._session = session
         self._weights = weights
         self._fragments = divided(weights, sizes, config.fragments)
@@ -71,22 +74,29 @@ class OuterSteps:
         if exchange is not None:
             exchange.wait()
             exchange.apply()
+            self.discarded += exchange.discarded
 
 
 class _Exchange:
-    """One outer step of some weights. It begins here."""
+    """One outer step of some weights. It begins here.
+
+    Attributes:
+        discarded: weights were not finite on some rank. Known after `wait`.
+    """
 
     def __init__(self, session: Session, weights: Sequence[torch.Tensor], *, later: bool) -> None:
         self._session, self._weights = session, weights
         self._buckets = list(packed(weights))
         self._sent: list[torch.Tensor] = []
-        self._discarded = False
+        self.discarded = False
         self._error: BaseException | None = None
         self._thread: threading.Thread | None = None
         if later:
             self._sent = [bucket.flat.clone() for bucket in self._buckets]
             self._thread = threading.Thread(target=self._run, name="commhooks outer step", daemon=True)
             self._thread.start()
+            # Also when the process ends: a thread that is stopped within a collective aborts it.
+            weakref.finalize(self, _join, self._thread)
         else:
             self._run()
 
@@ -100,7 +110,7 @@ class _Exchange:
                 self._session.held.settle()
         except BaseException as error:  # it is the caller's
             self._error = error
-        self._discarded = state.nonfinite_steps > discarded
+        self.discarded = state.nonfinite_steps > discarded
 
     def wait(self) -> None:
         """Raises what the exchange raised."""
@@ -112,13 +122,18 @@ class _Exchange:
     def abandon(self) -> None:
         """Wait for the other ranks, unless one of them has ended or hangs."""
         if self._thread is not None:
-            self._thread.join(ABANDONED_LIMIT_S)
+            _join(self._thread)
 
     @torch.no_grad()
     def apply(self) -> None:
         """Let the weights be the new anchor, plus what the training has added to them in the meantime."""
-        if self._sent and not self._discarded:
+        if self._sent and not self.discarded:
             for bucket, sent, now in zip(self._buckets, self._sent, packed(self._weights), strict=True):
                 bucket.flat.sub_(sent).add_(now.flat)
         for bucket in self._buckets:
             write_back(bucket)
+
+
+def _join(thread: threading.Thread) -> None:
+    if thread is not threading.current_thread():
+        thread.join(ABANDONED_LIMIT_S)

@@ -85,7 +85,12 @@ def _plan(parser: argparse.ArgumentParser) -> None:
     of_a_hook.add_argument("--world-size", type=int, metavar="N", help="ranks, for the estimate (2)")
     of_a_hook.add_argument("--rtt-ms", type=float, metavar="MS", help="round trip between ranks, for the estimate (0)")
     of_a_hook.add_argument("--device", choices=("cpu", "cuda"), help="where the codec is timed (cuda if there is one)")
-    of_a_hook.add_argument("--codec-ms", type=float, metavar="MS", help="the codec's time per step, instead of timing")
+    of_a_hook.add_argument(
+        "--codec-ms",
+        type=float,
+        metavar="MS",
+        help="the codec's time per step (of diloco per outer step), instead of timing",
+    )
     of_a_hook.add_argument(
         "--step-ms",
         type=float,

@@ -151,6 +151,8 @@ def _run_one_hook(arguments: argparse.Namespace) -> None:
             remarks += sentences(arguments.world_size, 0, arguments.rtt_ms / 1e3)
         if compressor.on_weights:
             _add_rounds(estimate, compressor.passes_per_exchange, arguments.step_ms)
+            if arguments.step_ms is None:
+                remarks.append("With --step-ms MS (a step without a network): the sync_every that it needs.")
     note = " ".join(filter(None, remarks))
     if arguments.json:
         print(json.dumps(plan.as_dict() | {"model": arguments.model, "note": note, "estimate": estimate}, indent=2))
@@ -160,9 +162,9 @@ def _run_one_hook(arguments: argparse.Namespace) -> None:
 
 
 def _codec_time(arguments: argparse.Namespace, compressor: Compressor[Any], plan: ModelPlan) -> CodecTime:
-    """Measured here, unless it is given."""
+    """Per step on average: measured here, unless that of one exchange is given."""
     if arguments.codec_ms is not None:
-        return CodecTime(arguments.codec_ms / 1e3)
+        return CodecTime(arguments.codec_ms / 1e3 / compressor.passes_per_exchange)
     device = torch.device(arguments.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     if device.type == "cuda" and not torch.cuda.is_available():
         raise HookConfigError("--device cuda: this machine has none that torch can use")
@@ -208,6 +210,7 @@ def _estimated(
 def _add_rounds(estimate: dict[str, Any], every: int, step_ms: float | None) -> None:
     """Add the seconds of an outer step, and, for steps of `step_ms` without a network, the least steps of a round in
     which it takes a small share of the time."""
+    estimate["steps_of_a_round"] = every
     for times in estimate["at_gbit_s"].values():
         times["outer_step_s"] = every * times["with_s"]
         if step_ms is not None:
@@ -224,6 +227,11 @@ def _estimate_text(plan: ModelPlan, estimate: dict[str, Any]) -> str:
     ]
     if plan.sends is False:
         return lines[0]
+    if (every := estimate.get("steps_of_a_round", 1)) > 1:
+        outer = plan.unit.text(every * estimate["wire_bytes_after"])
+        lines.append(
+            f"That is the average over a round of {every} steps: {outer} in its outer step, and nothing before."
+        )
     codec, where = f"{_ms(estimate['codec_s'])} ms", estimate["codec_measured_on"]
     if where is not None:
         where += f", {estimate['codec_threads']} threads" if where == "cpu" else ""

@@ -7,6 +7,7 @@ import gc
 import io
 import weakref
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -15,26 +16,9 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import commhooks
+from commhooks.hook.replica_check import ReplicaCheck
 from tests.support.ddp_steps import log_lines
 from tests.support.training import SEVERAL_BUCKETS_MB, Run, batch, flat
-
-
-def _with_a_bad_rank(every: int) -> Any:
-    run = Run.new(hook=commhooks.DiLoCo(sync_every=every))
-    run.train(every)
-    good = run.weights()
-    run.train(1)
-    if dist.get_rank() == 1:
-        with torch.no_grad():
-            next(run.ddp.parameters())[0] = torch.nan
-    run.train(every - 1)
-    return good, run.weights(), run.hook.stats()
-
-
-def test_a_round_with_a_rank_that_is_not_finite_is_discarded(run_ranks):
-    for good, after, stats in run_ranks(_with_a_bad_rank, 3):
-        assert torch.equal(good, after)
-        assert (stats["nonfinite_steps"], stats["step"]) == (1, 1)
 
 
 def _skips_on_rank_one(every: int, at: int) -> Any:
@@ -133,6 +117,8 @@ class _Odd(nn.Module):
         self.narrow = nn.Linear(6, 6, dtype=torch.bfloat16)
         self.wide = nn.Parameter(torch.ones(6, dtype=torch.float64))
         self.register_buffer("mask", torch.tensor([0.1, -torch.inf, 0.7]))
+        self.register_buffer("triangle", torch.ones(300, 300, dtype=torch.bool).tril())
+        self.register_buffer("large", torch.ones(300, 300))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = self.second(torch.tanh(self.norm(self.first(x))))
@@ -153,6 +139,7 @@ def _train_odd(every: int) -> Any:
             means = [model.module.norm.running_mean.clone()]
         optimizer.step()
     assert hook.stats()["step"] == 2
+    assert hook.stats()["bytes_sent"] < 2000  # nothing of what has not changed
     assert torch.equal(frozen, model.module.frozen) and torch.equal(mask, model.module.mask)
     assert model.module.second.weight is model.module.first.weight
     return dict(model.module.state_dict()), means[0]
@@ -211,10 +198,10 @@ def test_rounds_end_together_in_every_mode(run_ranks, mode):
     assert stats["backward_passes"] == 6 and stats["nonfinite_steps"] == 0
 
 
-def _said(unused: bool) -> list[str]:
+def _said(unused: bool, hook: Any = "local_sgd", **attach: Any) -> list[str]:
     with log_lines("commhooks") as lines:
         model = DistributedDataParallel(_Odd(), find_unused_parameters=unused)
-        hook = commhooks.attach(model, "local_sgd")
+        hook = commhooks.attach(model, hook, **attach)
         model(torch.ones(4, 6)).sum().backward()
         del hook
     return lines
@@ -222,8 +209,33 @@ def _said(unused: bool) -> list[str]:
 
 def test_what_ddp_still_sends_and_what_no_more(run_ranks):
     ((broadcast,), _), ((unused, *_), _) = (run_ranks(_said, each) for each in (False, True))
-    assert "DDP no longer broadcasts buffers" in broadcast
+    assert "per step and rank on average; DDP no longer broadcasts buffers" in broadcast
     assert "with find_unused_parameters=True DDP sends a message in every step" in unused
+
+
+def _checked(sync_every: int, passes: int) -> int:
+    run = Run.new(hook=commhooks.LocalSGD(sync_every=sync_every), check_every=2)
+    checks = 0
+
+    def counted(*args: Any, **kwargs: Any) -> None:
+        nonlocal checks
+        checks += 1
+
+    with mock.patch.object(ReplicaCheck, "compare", counted):
+        run.train(passes)
+    return checks
+
+
+def test_replicas_are_compared_after_every_second_round(run_ranks):
+    assert run_ranks(_checked, 3, 13) == [3, 3]  # before passes 1, 7 and 13
+    streaming = commhooks.DiLoCo(sync_every=4, fragments=2)
+    (said, *_), _ = run_ranks(_said, False, streaming, check_every=2)
+    assert "check_every compares weights when they should be equal on all ranks" in said
+
+
+def test_what_one_rank_says(run_ranks):
+    ((said,),) = run_ranks(_said, False, world_size=1)
+    assert "there is one rank, so nothing is sent. Outer steps are done as among several" in said
 
 
 def _with_closure() -> Any:

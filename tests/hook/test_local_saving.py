@@ -55,28 +55,55 @@ def test_a_run_that_resumes_in_mid_round_goes_on_as_the_other(run_ranks, config,
     assert any(not torch.equal(each[0], found[0][0]) for each in found[1:])  # in mid-round
 
 
-def _save_some(config: commhooks.HookConfig, steps: int) -> tuple[dict[str, Any], torch.Tensor]:
+def _loss(run: Run) -> float:
+    """On the same batch in all runs."""
+    images, labels = batch(0, 0)
+    with torch.no_grad():
+        return float(torch.nn.functional.cross_entropy(run.ddp.module(images), labels))
+
+
+def _save_some(config: commhooks.HookConfig, steps: int) -> tuple[dict[str, Any], torch.Tensor, list[float]]:
     run = Run.new(hook=config).train(steps)
-    return run.save(residual="mean"), run.weights()
+    content, at_save = run.save(residual="mean"), run.weights()
+    losses = [_loss(run)] + [_loss(run.train(1)) for _ in range(4)]
+    return content, at_save, losses
 
 
-def _go_on(config: commhooks.HookConfig, content: dict[str, Any], steps: int) -> tuple[torch.Tensor, torch.Tensor]:
+def _go_on(config: commhooks.HookConfig, content: dict[str, Any], steps: int) -> Any:
     run = Run.new(hook=config).load(content)
     run.hook.synchronize()
     before = run.weights()
-    run.train(steps)
+    losses = [_loss(run)] + [_loss(run.train(1)) for _ in range(steps)]
     run.hook.synchronize()
-    return before, run.weights()
+    return before, run.weights(), losses
 
 
 @pytest.mark.parametrize(("ranks", "later"), [(2, 3), (3, 2)])
 def test_another_number_of_ranks_goes_on(run_ranks, ranks, later):
+    """With the same weights, and a loss that falls as that of the run that was saved."""
     config = commhooks.DiLoCo(sync_every=3, outer_momentum=0.3)
-    saved, weights = run_ranks(_save_some, config, 7, world_size=ranks)[0]
+    saved, weights, expected = run_ranks(_save_some, config, 7, world_size=ranks)[0]
     found = run_ranks(_go_on, config, saved, 4, world_size=later)
-    for before, after in found:
+    for before, after, losses in found:
         assert torch.equal(before, weights) and torch.equal(after, found[0][1])
         assert not torch.equal(after, weights)
+        assert losses[0] == expected[0] and losses == pytest.approx(expected, rel=0.1), (losses, expected)
+
+
+def _from_another_hook(residual: str) -> tuple[str, int]:
+    saved = Run.new(hook="int8_compress").train(2).save(residual=residual)
+    try:
+        Run.new(hook="diloco").load(saved)
+    except commhooks.PayloadError as error:
+        run = Run.new(hook="diloco").load(saved, strict=False).train(5)
+        return str(error), run.hook.stats()["step"]
+    return "", 0
+
+
+def test_the_state_of_another_hook_is_refused_or_left_out(run_ranks):
+    for said, rounds in run_ranks(_from_another_hook, "per_rank"):
+        assert "the saved state is of hook 'int8_compress', this one is 'diloco'. Attach the saved hook" in said
+        assert rounds == 1
 
 
 def _alone(every: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -140,3 +167,32 @@ def test_schedules_and_averages_over_time_resume(run_ranks):
     for rank, (whole, resumed, same_rate) in enumerate(found):
         assert torch.equal(whole[0], resumed[0]) and same_rate
         assert torch.equal(whole[1], resumed[1]) == (rank == 0)
+
+
+def _averaged_moments(steps: int) -> list[bool]:
+    """Of several optimizers that step the same parameters, and of one whose moments have other shapes than those."""
+    run = Run.new(hook="local_sgd")
+    parameters = list(run.ddp.parameters())
+    optimizers = [torch.optim.SGD(parameters, lr=0.01 * (each + 1), momentum=0.1 * each + 0.2) for each in range(5)]
+    optimizers.append(torch.optim.Adafactor(parameters))
+    for step in range(steps):
+        images, labels = batch(step, dist.get_rank())
+        for each in optimizers:
+            each.zero_grad()
+            torch.nn.functional.cross_entropy(run.ddp(images), labels).backward()
+            each.step()
+    own = [_moments(each) for each in optimizers]
+    run.hook.synchronize(optimizers=True)
+    means = []
+    for each in own:
+        dist.all_reduce(each)
+        means.append(each / dist.get_world_size())
+    return [torch.allclose(_moments(each), mean) for each, mean in zip(optimizers, means, strict=True)]
+
+
+def _moments(optimizer: torch.optim.Optimizer) -> torch.Tensor:
+    return flat(each for state in optimizer.state.values() for each in state.values() if each is not None)
+
+
+def test_moments_are_averaged_with_those_of_the_same_optimizer(run_ranks):
+    assert run_ranks(_averaged_moments, 3) == [[True] * 6] * 2

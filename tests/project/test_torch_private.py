@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 import commhooks
-from commhooks.gradients.torch_private import run_after_backward
+from commhooks.gradients.torch_private import in_join, run_after_backward
 from tests.support.ddp_steps import process_group_of_one
 
 
@@ -29,6 +29,10 @@ def test_join_tells_ddp_what_to_divide_by(alone, divide):
     assert getattr(ddp, "_divide_by_initial_world_size", True) is True
     with Join([ddp], divide_by_initial_world_size=divide):
         assert ddp._divide_by_initial_world_size is divide
+        assert in_join(ddp)
+    assert not in_join(DistributedDataParallel(nn.Linear(2, 2)))
+    with Join([ddp], enable=False):
+        assert not in_join(ddp)
 
 
 def test_the_engine_runs_callbacks_at_the_end_of_backward_only():

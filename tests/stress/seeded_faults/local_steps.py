@@ -8,7 +8,23 @@ _TESTS, _ROUNDS, _SAVING = "hook/test_local_steps.py", "hook/test_local_rounds.p
 _RESUME = f"{_SAVING}::test_a_run_that_resumes_in_mid_round_goes_on_as_the_other"
 _STREAMING = f"{_TESTS}::test_streaming_is_that_of_the_paper"
 
+_MISHAPS = "hook/test_local_mishaps.py"
+
 MUTANTS = [
+    Mutant(
+        "local steps: an optimizer keeps its NaN after a discarded round",
+        "commhooks/gradients/training_events.py",
+        "                del optimizer.state[parameter]\n",
+        "                pass\n",
+        f"{_MISHAPS}::test_later_rounds_are_finite_again",
+    ),
+    Mutant(
+        "streaming: only the part that was discarded goes back to its anchor",
+        _HOOK,
+        "        self._go_to_anchor()  # other parts may not be finite, either\n",
+        "",
+        f"{_MISHAPS}::test_later_rounds_are_finite_again",
+    ),
     Mutant(
         "local steps: momentum that is not Nesterov's",
         _STEP,
@@ -21,7 +37,7 @@ MUTANTS = [
         _STEP,
         "chosen(good, moved, anchor[name])",
         "moved",
-        f"{_ROUNDS}::test_a_round_with_a_rank_that_is_not_finite_is_discarded",
+        f"{_MISHAPS}::test_a_round_with_a_rank_that_is_not_finite_is_discarded",
     ),
     Mutant(
         "local steps: a save leaves the optimizers' moments to the ranks",
@@ -33,15 +49,15 @@ MUTANTS = [
     Mutant(
         "local steps: a save does not end the round",
         _HOOK,
-        "        if self._weights_agree:\n            self._average_buffers()\n            return\n",
-        "        if True:\n            self._average_buffers()\n            return\n",
+        "            if self._weights_agree:\n                self._average_buffers()\n",
+        "            if True:\n                self._average_buffers()\n",
         _RESUME,
     ),
     Mutant(
         "local steps: buffers stay apart",
         "commhooks/hook/means.py",
-        "        self._shared.share(module, ",
-        "        (lambda *_: None)(module, ",
+        "            now.copy_(torch.where(change == 0, common, common + change))\n",
+        "            pass\n",
         f"{_ROUNDS}::test_batchnorm_tied_and_frozen",
     ),
     Mutant(

@@ -41,7 +41,7 @@ class SavedLearnedState:
         self._session = session
         self._group = held_weakly(group)
         self._plans_with = plans
-        self._rank, self._world_size = dist.get_rank(group), dist.get_world_size(group)
+        self._rank, self._world_size = group.rank(), group.size()
         self._speaks = is_logging_rank(group, session.consensus.binding.shard_group)
         self._joint_save: tuple[int, JointSave] | None = None
         self._first_start = session.compressor.start_step

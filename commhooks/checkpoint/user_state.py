@@ -37,7 +37,7 @@ class SavedUserState:
         self._state = state
         self._replicas_equal = replicas_equal
         self._counters = counters
-        self._rank, self._world_size = dist.get_rank(group), dist.get_world_size(group)
+        self._rank, self._world_size = group.rank(), group.size()
         self._passes_before = 0
 
     def begin_anew(self) -> None:

@@ -15,6 +15,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from commhooks.errors import HookRunError
+
 
 def _needed(owner: Any, name: str) -> Any:
     try:
@@ -68,10 +70,20 @@ def run_after_backward(callback: Callable[[], None], within: Callable[[], None] 
 
 
 def store_of(group: dist.ProcessGroup) -> dist.Store:
-    """The key-value store of `group`. Public in newer versions than torch 2.8."""
-    if hasattr(group, "get_group_store"):
-        return group.get_group_store()
-    store: dist.Store = dist.distributed_c10d._get_process_group_store(group)
+    """The key-value store of `group`. Public in newer versions than torch 2.8.
+
+    Raises:
+        HookRunError: it has none.
+    """
+    public = hasattr(group, "get_group_store")
+    store: dist.Store | None = (
+        group.get_group_store() if public else dist.distributed_c10d._get_process_group_store(group)
+    )
+    if store is None:
+        raise HookRunError(
+            f"this process group, a {type(group).__name__}, has no store, through which the ranks agree on a joint "
+            "save: use save_residual='per_rank' or 'drop', or make a subclass whose get_group_store() returns one"
+        )
     return store
 
 

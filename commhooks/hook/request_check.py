@@ -50,8 +50,9 @@ def check_requests(
         plan: one line per parameter: whether and how it is compressed.
 
     Raises:
-        AttachError: on all ranks, if the requests or the models differ, if some ranks cannot run the hook, or if they
-            have no kernel in common; the message names the ranks and the differences or reasons.
+        AttachError: on all ranks, if the requests or the models differ, if some ranks cannot run the hook, if they
+            have no kernel in common, or if the group does not number them; the message names the ranks and the
+            differences or reasons.
         HookConfigError: no rank can run the hook.
         HookRunError: another rank has failed, or did not take part within the process group's timeout.
     """
@@ -62,9 +63,11 @@ def check_requests(
         return [each.split("\n") for each in gather_texts(text, group, device, _WHAT)]
 
     def compare_replicas() -> Choice:
-        own = torch.tensor([*map(agreement_key, texts), support.key], dtype=torch.int64, device=device)
+        own = torch.tensor([group.rank(), *map(agreement_key, texts), support.key], dtype=torch.int64, device=device)
         table = gather_rows(own, group, None, _WHAT) if group.size() > 1 else own[None]
-        *keys, supports = table.t().tolist()
+        ranks, *keys, supports = table.t().tolist()
+        if ranks != list(range(group.size())):
+            raise AttachError(_unnumbered(group, ranks))
         for text, of_ranks, different in zip(
             texts, keys, (_different_hooks, _different_models, _different_plans), strict=True
         ):
@@ -77,6 +80,14 @@ def check_requests(
         assert shard_group is not None
         raise AttachError(_different_hooks(lines_of_ranks(request, shard_group)))
     return choice
+
+
+def _unnumbered(group: dist.ProcessGroup, ranks: list[int]) -> str:
+    return (
+        f"the ranks of this process group, a {type(group).__name__}, have the numbers {', '.join(map(str, ranks))}, "
+        f"not 0 to {group.size() - 1}: its rank() does not say which one this is, as with the groups of torchft 0.2. "
+        "Make a subclass whose rank() returns the number that the group was configured with"
+    )
 
 
 def _different_hooks(lines: list[list[str]]) -> str:

@@ -62,7 +62,7 @@ class Runner(ABC):
         self.cosine: CosineSampler | None = None
         self.said: list[str] = []
         self.quiet = False
-        self.rank, self.world_size = dist.get_rank(source.group), dist.get_world_size(source.group)
+        self.rank, self.world_size = source.group.rank(), source.group.size()
         self.is_logging_rank = is_logging_rank(source.group, source.shard_group)
         self._request = request
         self._source = source

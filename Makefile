@@ -52,7 +52,7 @@ exits: $(READY)
 soak: $(READY)
 	@$(CLEAN) -m tests.stress.soak $(ARGS)
 
-# Kills 30 trainings at random times; takes some minutes.
+# 100 trainings that die in many ways and go on: half an hour or more. make chaos ARGS="--runs 10 --fronts plain --deaths full"
 chaos: $(READY)
 	@$(CLEAN) -m tests.stress.chaos $(ARGS)
 

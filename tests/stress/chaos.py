@@ -6,7 +6,7 @@ Each run draws a front end, a topology, a hook and a death from chaos_cases.py, 
 from its newest complete checkpoint, and must end with the weights of a training that was left alone, bit for bit. The
 exit status is 1 if a run hung, did not resume, went back further than its last checkpoint, or ended in other weights.
 
-A campaign in parts, with one report over all of them: the same command again until it says that all runs are done.
+A campaign in parts, with one report over all of them: the same command again until no runs are left.
 
     ... chaos --seed 7 --results seed-7.jsonl --seconds 240
 """
@@ -129,7 +129,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--runs", type=int, default=100)
     parser.add_argument("--seed", type=int, default=None, help="of all that is drawn (default: a new one)")
-    parser.add_argument("--part", type=int, nargs=2, metavar=("FIRST", "END"), help="only these runs of the seed")
+    parser.add_argument("--part", type=int, nargs=2, metavar=("FIRST", "END"), help="only these of the runs")
     parser.add_argument("--seconds", type=float, default=math.inf, help="begin no run after so many")
     parser.add_argument("--fronts", nargs="+", choices=FRONTS, default=FRONTS)
     parser.add_argument("--topologies", nargs="+", choices=TOPOLOGIES, default=list(TOPOLOGIES))
@@ -154,15 +154,18 @@ def main() -> int:
 
     done = {row["run"] for row in rows}
     cases = dict(enumerate(draw(args.runs, seed, args.fronts, args.topologies, args.hooks, args.deaths)))
-    left = {number: case for number, case in cases.items() if number not in done}
+    part = range(*args.part) if args.part else cases
+    left = {number: case for number, case in cases.items() if number not in done and number in part}
     started, folder = time.monotonic(), Path(tempfile.mkdtemp(prefix="commhooks-chaos-"))
     campaign(left, folder, console, keep, started + args.seconds)
     show(rows, console)
     failed = sum(bool(row["failures"]) for row in rows)
-    console.print(f"seed {seed}: {len(rows)} runs, {failed} failed; {time.monotonic() - started:.0f} s")
+    waiting = left.keys() - {row["run"] for row in rows}
+    rest = f", {len(waiting)} are left" if waiting else ""
+    console.print(f"seed {seed}: {len(rows)} runs, {failed} failed{rest}; {time.monotonic() - started:.0f} s")
     if failed:
         console.print(f"Notes, checkpoints and outputs are in {folder}")
-    return 1 if failed or len(rows) < args.runs else 0
+    return 1 if failed or waiting else 0
 
 
 if __name__ == "__main__":

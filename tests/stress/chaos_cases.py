@@ -138,7 +138,7 @@ def _death(kind: str, combination: Combination, generator: random.Random) -> Dea
     return Death(
         kind,
         moment,
-        step,
+        0 if moment == "start" else step,
         rank,
         delay_s=round(generator.uniform(0, 0.05), 4),
         file_bytes=round(math.exp(generator.uniform(math.log(300), math.log(20_000)))),

@@ -77,7 +77,9 @@ def run(case: Case, folder: Path, python: str = sys.executable) -> Outcome:
     outcome, death, started = Outcome(case), case.death, time.monotonic()
     command = Command(case, folder, python)
     status = command.run(death, restarts=0 if death.kind in COMMAND_AGAIN else 1)
-    if death.kind in COMMAND_AGAIN and (folder / "death.json").exists():
+    if death.kind in COMMAND_AGAIN and status == 0:
+        outcome.failures.append("the first command came to its end")
+    elif death.kind in COMMAND_AGAIN and (folder / "death.json").exists():
         damaged = _truncate_newest(folder, death) if death.kind == "truncated" else None
         status = command.run()
         if damaged is not None:

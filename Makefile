@@ -56,7 +56,7 @@ soak: $(READY)
 stragglers: $(READY)
 	@$(CLEAN) -m tests.stress.stragglers $(ARGS)
 
-# Kills 30 trainings at random times; takes some minutes.
+# 100 trainings that die in many ways and go on: half an hour or more. make chaos ARGS="--runs 10 --fronts plain --deaths full"
 chaos: $(READY)
 	@$(CLEAN) -m tests.stress.chaos $(ARGS)
 

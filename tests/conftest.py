@@ -50,7 +50,7 @@ FRAMEWORKS = {
     "with_transformers": [ACCELERATE, TRANSFORMERS],
     "test_accelerate_demo.py": [ACCELERATE],
     "test_background_save.py": [LIGHTNING],
-    "test_chaos.py": [LIGHTNING, ACCELERATE],
+    "test_chaos.py": [LIGHTNING, ACCELERATE, TRANSFORMERS],
     "test_demo.py": [LIGHTNING],
     "test_docs.py": [LIGHTNING, ACCELERATE, TRANSFORMERS],
     "test_failed_writes.py": [LIGHTNING, ACCELERATE],

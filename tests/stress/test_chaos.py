@@ -1,142 +1,214 @@
-"""Trainings that are killed at chosen moments resume by themselves to the same weights; see `make chaos` for more."""
+"""Trainings that die at chosen moments resume by themselves to the same weights: each kind of death once. `make chaos`
+draws more."""
 
 from __future__ import annotations
 
 import dataclasses
-import os
-import signal
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
 
-from tests.stress import chaos, chaos_training
+from commhooks.compressors.registry import compressor_of
+from tests.stress import chaos_cases, chaos_runs
+from tests.stress.chaos_cases import Case, Combination, Death
+from tests.stress.chaos_runs import Outcome
+from tests.stress.chaos_training import HOOKS
+from tests.stress.chaos_twins import Twins
+from tests.stress.chaos_watch import Watch
 from tests.support import warm
-from tests.support.accelerators import accelerate_launched
+from tests.support.features import fully_shard_on_gloo, trainer_resumes_on_cpu
 
-STEPS = chaos_training.STEPS
-PRELOADED = {"lightning": ["lightning.pytorch"], "accelerate": ["accelerate"], "accelerate-fsdp2": ["accelerate"]}
-
-
-class _NoKiller(chaos_training.Killer):
-    """Watches a training that is left alone."""
-
-    def __init__(self) -> None:
-        with mock.patch.dict(os.environ, {"RANK": "0", "TORCHELASTIC_RESTART_COUNT": "0"}):
-            super().__init__(Path())
-
-    def note(self, kind: str, **what: Any) -> None:
-        pass
+PRELOADED = {
+    "fabric": ["lightning.pytorch"],
+    "lightning": ["lightning.pytorch"],
+    "accelerate": ["accelerate"],
+    "trainer": ["accelerate", "transformers.trainer"],
+}
 
 
-def _left_alone(framework: str, folder: str) -> torch.Tensor:
-    # As torchrun would have it; the process group is there already.
-    handler = signal.getsignal(signal.SIGTERM)
-    try:
-        with accelerate_launched(TORCHELASTIC_RUN_ID="1", GROUP_RANK="0"):
-            return chaos_training.FRAMEWORKS[framework](Path(folder), _NoKiller())[0]
-    finally:
-        signal.signal(signal.SIGTERM, handler)
-
-
-def _killed(run_ranks: Any, framework: str, folder: Path, kills: list[dict[str, Any]]) -> list[chaos.Kill]:
-    (folder / "alone").mkdir()
-    world_size = chaos.RANKS.get(framework, 2)
-    uncompressed, *others = run_ranks(_left_alone, framework, str(folder / "alone"), world_size=world_size)
-    assert all(torch.equal(uncompressed, other) for other in others)
-    python = warm.python(*PRELOADED.get(framework, []))
-    outcome = chaos.compare(chaos.run(framework, folder / "killed", kills, STEPS, python), uncompressed)
-    assert outcome.failures == [], outcome.output[-4000:]
-    assert len(outcome.kills) == len(kills)
-    for kill, planned in zip(outcome.kills, kills, strict=True):
-        assert (kill.rank, kill.phase, kill.step) == (planned["rank"], planned["phase"], planned["step"])
-    return outcome.kills
-
-
-@pytest.mark.timeout(300)
-def test_plain_torch_killed_in_mid_backward_in_mid_save_and_between_steps(run_ranks: Any, tmp_path: Path) -> None:
-    kills = [
-        {"rank": 1, "phase": "backward", "step": 7},
-        {"rank": 0, "phase": "save", "step": 10},
-        {"rank": 1, "phase": "between", "step": 13},
-    ]
-    backward, save, between = _killed(run_ranks, "plain", tmp_path, kills)
-    assert backward.last_issued == "P of bucket 0 at step 7"  # and of four buckets nothing else
-    assert [kill.resumed_at for kill in (backward, save, between)] == [5, 5, 10]
-    for kill in (backward, save, between):
-        assert kill.survivor is not None and kill.survivor["type"] == "HookRunError"
-        assert kill.survivor["seconds"] < chaos.GROUP_TIMEOUT_S
-    assert "P of bucket" in backward.survivor["text"] and "at step 7" in backward.survivor["text"]
-    # Half of the file was written under another name; the run has gone on beside it.
-    torch.load(tmp_path / "killed" / "checkpoint.pt", weights_only=True)
+def _dies(run_ranks: Any, folder: Path, combination: str, death: Death) -> Outcome:
+    """A run whose weights, notes and steps are as they should be."""
+    case = Case(Combination(*combination.split()), death)
+    outcome = chaos_runs.run(case, folder / "run", warm.python(*PRELOADED.get(case.combination.front, [])))
+    assert chaos_runs.judge(outcome, Twins(run_ranks).of(outcome)).failures == [], outcome.output[-4000:]
+    return outcome
 
 
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize(
-    ("framework", "rank", "step", "interrupted"),
+    ("hook", "rank", "step", "interrupted"),
     [
-        ("int8", 0, 8, "shares of bucket 0 at step 8"),
-        ("nodes", 1, 8, "at step 8"),
-        ("fsdp2", 1, 8, "at step 8"),
+        ("powerSGD", 1, 7, "P of bucket 0 at step 7"),  # and of four buckets nothing else
         ("diloco", 1, 8, "bucket 0 at step 5"),  # half of the weights on its way
         ("auto", 1, 12, "shares of bucket 0 at step 12"),  # the first pass with what it has chosen
     ],
 )
-def test_killed_in_mid_backward(
-    run_ranks: Any, tmp_path: Path, framework: str, rank: int, step: int, interrupted: str
+def test_one_rank_is_killed_in_mid_backward(
+    run_ranks: Any, tmp_path: Path, hook: str, rank: int, step: int, interrupted: str
 ) -> None:
-    before = step - step % chaos_training.SAVE_EVERY
-    kills: list[dict[str, Any]] = [{"rank": rank, "phase": "backward", "step": step}]
-    if framework == "diloco":  # a thread sends
-        kills[0]["issued"] = interrupted
-    if framework == "fsdp2":  # which has a way of its own to save
-        kills.append({"rank": 0, "phase": "save", "step": before + chaos_training.SAVE_EVERY})
-    done = _killed(run_ranks, framework, tmp_path, kills)
-    assert done[0].last_issued is not None and done[0].last_issued.endswith(interrupted)
-    for kill in done:
-        assert kill.resumed_at == before
-        if framework in chaos.END_BY_THEMSELVES:
-            assert kill.survivor is not None and kill.survivor["type"] == "HookRunError"
+    death = Death("one", "backward", step, rank, issued=interrupted if hook == "diloco" else "")  # a thread sends
+    outcome = _dies(run_ranks, tmp_path, f"plain ddp {hook}", death)
+    assert outcome.last_issued is not None and outcome.last_issued.endswith(interrupted)
+    assert (outcome.died_in, outcome.died_at, outcome.resumed_at) == ("backward", step, step - step % 5)
+    (survivor,) = outcome.survivors
+    assert survivor["type"] == "HookRunError" and survivor["seconds"] < chaos_cases.GROUP_TIMEOUT_S
+    if hook == "powerSGD":
+        assert "P of bucket" in survivor["text"] and "at step 7" in survivor["text"]
 
 
-@pytest.mark.timeout(180)
-@pytest.mark.parametrize(("framework", "rank"), [("lightning", 0), ("accelerate", 1), ("accelerate-fsdp2", 0)])
-def test_killed_in_mid_save(run_ranks: Any, tmp_path: Path, framework: str, rank: int) -> None:
-    (kill,) = _killed(run_ranks, framework, tmp_path, [{"rank": rank, "phase": "save", "step": 10}])
-    assert kill.resumed_at == 5
+@fully_shard_on_gloo
+@pytest.mark.timeout(240)
+def test_all_are_killed(run_ranks: Any, tmp_path: Path) -> None:
+    outcome = _dies(run_ranks, tmp_path, "plain fsdp2 powerSGD", Death("all", "backward", 8, rank=3))
+    assert (outcome.died_in, outcome.resumed_at, outcome.survivors) == ("backward", 5, [])
+
+
+@trainer_resumes_on_cpu
+@pytest.mark.timeout(240)
+def test_the_job_gets_sigterm(run_ranks: Any, tmp_path: Path) -> None:
+    outcome = _dies(run_ranks, tmp_path, "trainer nodes int4", Death("sigterm", "backward", 8))
+    assert outcome.resumed_at == 5 and "SIGTERM" in outcome.output
+
+
+@fully_shard_on_gloo
+@pytest.mark.timeout(240)
+def test_a_rank_is_gone_in_mid_save(run_ranks: Any, tmp_path: Path) -> None:
+    death = Death("save", "saving", 10, rank=1, file_bytes=1000)
+    outcome = _dies(run_ranks, tmp_path, "accelerate fsdp2 powerSGD", death)
+    assert (outcome.died_in, outcome.died_at, outcome.resumed_at) == ("saving", 10, 5)
+    assert not (tmp_path / "run" / "error-0-1.json").exists()  # it had no time for an error
+
+
+@pytest.mark.timeout(240)
+def test_the_disk_is_full(run_ranks: Any, tmp_path: Path) -> None:
+    death = Death("full", "saving", 10, file_bytes=20_000)
+    outcome = _dies(run_ranks, tmp_path, "lightning ddp random_k", death)
+    assert (outcome.died_in, outcome.died_at, outcome.resumed_at) == ("saving", 10, 5)
+
+
+@pytest.mark.timeout(240)
+def test_the_newest_checkpoint_is_cut_off(run_ranks: Any, tmp_path: Path) -> None:
+    outcome = _dies(run_ranks, tmp_path, "fabric ddp int8", Death("truncated", "between", 12))
+    assert (outcome.died_at, outcome.said, outcome.resumed_at) == (12, "refused", 5)
+    assert "step_10.pt" in outcome.output and "it is cut off after" in outcome.output
 
 
 # ------------------------------------------------------------------------------------------ the campaign sees failures
 
+PLAIN = Combination("plain", "ddp", "powerSGD")
+ERROR = {"type": "HookRunError", "text": "", "seconds": 0.1}
+WEIGHTS = torch.ones(3)
 
-GOOD = chaos.Kill(1, "training", 12, True, None, 10, {"type": "HookRunError", "text": "", "seconds": 0.1})
+
+def _outcome(kind: str = "one", front: str = "plain", **changes: Any) -> Outcome:
+    """Of a good run, except for what is given."""
+    combination = dataclasses.replace(PLAIN, front=front)
+    case = Case(combination, Death(kind, chaos_cases.MOMENTS[kind][-1], 12, rank=1))
+    stats = {"compressed_steps": 20, "so_far": {"backward_passes": chaos_cases.STEPS}}
+    made = Outcome(case, died_in="training", died_at=12, resumed_at=10, survivors=[ERROR])
+    made.final = [{"weights": WEIGHTS.clone(), "stats": stats} for _ in range(2)]
+    return dataclasses.replace(made, **changes)
 
 
-def test_a_good_kill_fails_nothing() -> None:
-    for framework in chaos.FRAMEWORKS:
-        assert chaos._wrong(GOOD, framework) == ""
+@pytest.mark.parametrize(("kind", "more"), [("one", {}), ("full", {"output": chaos_runs.FULL}), ("all", {})])
+def test_a_good_run_fails_nothing(kind: str, more: dict[str, Any]) -> None:
+    assert chaos_runs.judge(_outcome(kind, **more), WEIGHTS).failures == []
+    assert chaos_runs.judge(_outcome(kind, front="lightning", survivors=[], **more), WEIGHTS).failures == []
+
+
+BACK = "died at step 12, resumed at 5: further back than the last checkpoint"
 
 
 @pytest.mark.parametrize(
-    ("changes", "text"),
+    ("outcome", "text"),
     [
-        ({"resumed_at": None}, "never resumed"),
-        ({"resumed_at": 5}, "killed at step 12, resumed at 5: further back than the last checkpoint"),
-        ({"survivor": None}, "the other rank did not end by itself"),
-        ({"survivor": {"seconds": 26.0}}, "the other rank ended 26 s later"),
+        (_outcome(died_at=None), "the death did not take place"),
+        (_outcome(resumed_at=None), "never resumed"),
+        (_outcome(resumed_at=5), BACK),
+        (_outcome(survivors=[]), "no other rank ended by itself"),
+        (_outcome(survivors=[ERROR, ERROR | {"seconds": 26.0}]), "another rank ended 26 s later"),
+        (_outcome("full"), "the reason, a full disk, was not given"),
+        (_outcome("truncated"), "nothing was said of the damaged file"),
+        (_outcome("truncated", said=chaos_runs.WITHOUT_RESIDUALS, resumed_at=5), BACK),
+        (_outcome(final=[]), "no final weights"),
     ],
 )
-def test_each_broken_promise_is_a_failure(changes: dict[str, Any], text: str) -> None:
-    assert chaos._wrong(dataclasses.replace(GOOD, **changes), "plain") == text
+def test_each_broken_promise_is_a_failure(outcome: Outcome, text: str) -> None:
+    assert chaos_runs.judge(outcome, WEIGHTS).failures == [text]
 
 
 def test_other_weights_are_a_failure() -> None:
-    weights = torch.ones(3)
+    other = "other weights than the training that was left alone"
     for output, more in (("", ""), ("... marked inexact ...", " (a checkpoint was marked inexact)")):
-        outcome = chaos.Outcome("plain", 1.0, [GOOD], [], [{"weights": weights}], output=output)
-        assert chaos.compare(outcome, weights.clone()).failures == []
-        assert chaos.compare(outcome, weights + 1e-7).failures == [
-            f"other weights than the training that was left alone{more}"
-        ]
+        assert chaos_runs.judge(_outcome(output=output), WEIGHTS + 1e-7).failures == [other + more]
+    different = _outcome()
+    different.final[1]["weights"] += 1
+    assert chaos_runs.judge(different, WEIGHTS).failures == ["the ranks ended in different weights"]
+    short = _outcome()
+    short.final[1]["stats"]["so_far"]["backward_passes"] -= 1
+    assert chaos_runs.judge(short, WEIGHTS).failures == [f"not {chaos_cases.STEPS} steps, or none compressed"]
+
+
+@pytest.mark.parametrize(
+    ("front", "status", "output", "said"),
+    [
+        ("lightning", 1, "a/b.pt, key: it is cut off after 7 bytes", "refused"),
+        ("lightning", 1, "PytorchStreamReader failed", ""),
+        ("lightning", 0, "", ""),
+        ("accelerate", 0, "a/b.pt counts as missing ... all ranks start from residuals of zero", "without residuals"),
+        ("plain", 1, "PytorchStreamReader failed", "refused"),  # the script reads by itself
+    ],
+)
+def test_what_is_said_of_a_damaged_file(front: str, status: int, output: str, said: str) -> None:
+    case = Case(dataclasses.replace(PLAIN, front=front), Death("truncated", "between", 12))
+    assert chaos_runs._what_it_said(status, output, case, Path("a/b.pt")) == said
+
+
+def test_a_limit_that_no_file_has_met_is_no_death(tmp_path: Path) -> None:
+    watch = Watch(tmp_path, 1, death=Death("full", "saving", 5, rank=1, file_bytes=1000))
+    watch.at("between", 5)
+    watch.at("saving", 5)
+    (tmp_path / "small").write_bytes(b"0" * 1000)
+    with pytest.raises(OSError, match=chaos_runs.FULL):
+        (tmp_path / "large").write_bytes(b"0" * 1001)
+    assert (tmp_path / "death.json").exists()
+    watch.at("between", 6)
+    assert not (tmp_path / "death.json").exists()
+    (tmp_path / "large").write_bytes(b"0" * 1001)
+
+
+# -------------------------------------------------------------------------------------------------- what it draws from
+
+
+def test_a_seed_draws_everything_that_exists() -> None:
+    arguments = (chaos_cases.FRONTS, chaos_cases.TOPOLOGIES, chaos_cases.HOOKS)
+    cases = chaos_cases.draw(1000, 3, *arguments, chaos_cases.DEATHS)
+    assert cases[:100] == chaos_cases.draw(100, 3, *arguments, chaos_cases.DEATHS)
+    assert {case.combination for case in cases} == set(chaos_cases.combinations(*arguments))
+    moments = {(kind, moment) for kind, some in chaos_cases.MOMENTS.items() for moment in some}
+    assert {(case.death.kind, case.death.moment) for case in cases} == moments
+    assert all(case.death.step == 0 for case in cases if case.death.moment == "start")  # or it never comes
+    assert chaos_cases.draw(1, 3, ["fabric"], ["ddp"], ["auto"], ["one"])[0].combination.front == "fabric"
+
+
+def test_what_is_left_out_is_refused_by_the_hooks() -> None:
+    for hook, config in HOOKS.items():
+        compressor = compressor_of(config())
+        refused = bool(compressor.flat_only)
+        for topology in ("nodes", "fsdp2"):
+            assert bool(chaos_cases.left_out(Combination("plain", topology, hook))) == refused
+
+
+def test_only_what_is_complete_is_a_checkpoint(tmp_path: Path) -> None:
+    for path in ("step_05.pt", "step=10.ckpt/commhooks/.metadata", "checkpoint-15/trainer_state.json", "step_20/a"):
+        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / path).write_text("whole")
+    for path in ("step=25.ckpt/meta.pt", "checkpoint-30/model.safetensors", "unfinished/a", "step_30.tmp"):
+        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / path).write_text("cut")
+    found = chaos_cases.complete_checkpoints(tmp_path)
+    assert [chaos_cases.step_of(path) for path in found] == [5, 10, 15, 20]
+    assert chaos_cases.files_with_the_hook(found[1]) == [tmp_path / "step=10.ckpt" / "commhooks" / ".metadata"]
+    assert chaos_cases.files_with_the_hook(found[0]) == [tmp_path / "step_05.pt"]

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 import commhooks
-from commhooks.engine.backward_pass import RunningExchange
+from commhooks.engine.backward_pass import BackwardPass, RunningExchange
 from commhooks.gradients import precision
 from tests.support.ddp_steps import log_lines
 from tests.support.features import switches_per_library
@@ -152,17 +152,17 @@ def test_a_bad_first_step_leaves_nothing_behind_a_mask(run_ranks: Any) -> None:
 def _torn() -> tuple[str, bool, bool]:
     """An exception in the middle of a commit: what is saved then says that it has no residuals."""
     run = Run.new(hook_options=OPTIONS).train(3)
-    commit = RunningExchange.commit
-    calls = 0
+    advance = RunningExchange.advance
+    verdicts = 0
 
-    def failing(self: RunningExchange, good: Any) -> None:
-        nonlocal calls
-        calls += 1
-        if calls == 3:
+    def failing(self: RunningExchange, answer: Any) -> None:
+        nonlocal verdicts
+        verdicts += isinstance(answer, bool)
+        if verdicts == 3:
             raise MemoryError("no memory left")
-        commit(self, good)
+        advance(self, answer)
 
-    with mock.patch.object(RunningExchange, "commit", failing), pytest.raises(MemoryError):
+    with mock.patch.object(RunningExchange, "advance", failing), pytest.raises(MemoryError):
         run.train(1)
     saved = run.hook.state_dict()
     return saved["residual"], saved["exact"], saved["step"] == 3
@@ -178,7 +178,7 @@ def _torn_on_one(torn_rank: int) -> tuple[str, bool, list[str]]:
     run.hook.joint_save_limit_s = 1000.0  # longer than the test may take
     if dist.get_rank() == torn_rank:
         failing = mock.Mock(side_effect=MemoryError)
-        with mock.patch.object(RunningExchange, "commit", failing), pytest.raises(MemoryError):
+        with mock.patch.object(BackwardPass, "commit", failing), pytest.raises(MemoryError):
             run.train(1)
     else:
         run.train(1)
@@ -227,7 +227,7 @@ def _after_torn() -> dict[str, Any]:
     state = commhooks.PowerSGDState(None, 2, 1)
     run = _wrapped_anew(make_model(), state).train(3)
     failing = mock.Mock(side_effect=MemoryError)  # an instance would keep the old wrapper alive by its traceback
-    with mock.patch.object(RunningExchange, "commit", failing), pytest.raises(MemoryError):
+    with mock.patch.object(BackwardPass, "commit", failing), pytest.raises(MemoryError):
         run.train(1)
     torn = run.hook.state_dict("per_rank")
     module = run.ddp.module

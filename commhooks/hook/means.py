@@ -56,7 +56,7 @@ class MeansOfRanks:
         pairs = [] if module is None else self._shared.pairs(module)
         if not pairs:
             return
-        own = torch.stack([(now != common).any() for now, common in pairs]).to(torch.uint8)
+        own = torch.stack([(now != common).any().to(self._source.device) for now, common in pairs]).to(torch.uint8)
         changed = gather_rows(own, self._source.group, self._counters, what).any(0).tolist()
         pairs = [pair for pair, has_changed in zip(pairs, changed, strict=True) if has_changed]
         numbers = [(now, common) for now, common in pairs if now.is_floating_point()]
@@ -68,7 +68,7 @@ class MeansOfRanks:
             now.copy_(torch.where(change == 0, common, common + change))
         integers = [now for now, _ in pairs if not now.is_floating_point() and not now.is_complex()]
         if integers:
-            row = torch.cat([now.reshape(-1).to(torch.int64) for now in integers])
+            row = torch.cat([now.reshape(-1).to(self._source.device, torch.int64) for now in integers])
             first = gather_rows(row, self._source.group, self._counters, what)[0]
             for now, part in zip(integers, first.split([now.numel() for now in integers]), strict=True):
                 now.copy_(part.view(now.shape))

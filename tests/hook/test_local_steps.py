@@ -18,6 +18,7 @@ import commhooks
 from commhooks.compressors.local_steps import exchange
 from commhooks.compressors.local_steps.reference import ReferenceDiLoCo
 from commhooks.gradients import weights
+from tests.support.inside import session_of
 from tests.support.training import Run, batch, flat, make_model
 
 SEVERAL = 1000  # bytes in a bucket of weights, so that there are several
@@ -212,6 +213,21 @@ def test_nothing_is_sent_between_two_outer_steps(run_ranks):
         assert stats["backward_passes"] == 9 and stats["step"] == 2
         assert stats["step_in_round"] == 1 and stats["outer_gradient_norm"] > 0.01
         assert stats["bytes_uncompressed"] == 9 * 4 * sum(p.numel() for p in make_model().parameters())
+
+
+def _kept(config: commhooks.HookConfig) -> tuple[dict[str, int], Any]:
+    run = Run.new(hook=config).train(config.sync_every)
+    state = session_of(run.hook).state
+    return {key: sum(each.nbytes for each in state[key].values()) for key in state.entries}, run.hook.plan().memory
+
+
+@pytest.mark.parametrize("config", [commhooks.DiLoCo(outer_momentum=0.5), commhooks.LocalSGD()])
+def test_the_plan_knows_what_is_kept(run_ranks, config):
+    for kept, planned in run_ranks(_kept, config):
+        residual = kept.pop("residual", 0)
+        assert sum(kept.values()) == planned.factors and set(kept) >= {"anchor"}
+        assert residual == pytest.approx(planned.residual, rel=0.02)  # padding of blocks
+        assert planned.copies >= kept["anchor"] > planned.packed
 
 
 @mock.patch.object(exchange, "SAMPLED_EVERY", 1)

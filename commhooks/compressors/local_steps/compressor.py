@@ -12,7 +12,7 @@ from commhooks.compressors.kernel import KernelsHere
 from commhooks.compressors.local_steps.exchange import ANCHOR, MOMENTUM, Workspace, outer_step
 from commhooks.compressors.local_steps.options import DiLoCo, LocalSGD, LocalSteps
 from commhooks.compressors.quantized.compressor import Int4Compressor, Int8Compressor
-from commhooks.compressors.unit_plan import ParameterInfo, UnitPlan
+from commhooks.compressors.unit_plan import MemoryPlan, ParameterInfo, UnitPlan
 from commhooks.errors import HookConfigError
 from commhooks.gradients.layout import BucketLayout
 from commhooks.gradients.precision import compute_dtype
@@ -95,6 +95,18 @@ class LocalStepsCompressor(Compressor[AnyLocalSteps]):
 
     def exchange(self, flat: torch.Tensor, work: Workspace, state: State, step: StepInfo) -> Exchange:
         return outer_step(flat, work, state, step, self.config)
+
+    def memory_plan(self, plans: Sequence[UnitPlan], buckets: Sequence[Sequence[UnitPlan]]) -> MemoryPlan:
+        """`copies`: the weights of an outer step, twice while the training goes on beside it."""
+        on_wire = [plan.on_wire for plan in plans if isinstance(plan, WeightPlan) and plan.on_wire is not None]
+        weights = sum(each.numel * each.dtype.itemsize for each in on_wire)
+        sending = MemoryPlan()
+        if self._wire is not None:
+            self._wire.kernel = self.kernel
+            sending = self._wire.memory_plan(on_wire, [on_wire])
+        exchanged = weights // self.config.fragments * (2 if self.config.delay else 1)
+        kept = weights * (2 if self.config.outer_momentum else 1)
+        return MemoryPlan(sending.residual, kept, sending.packed, copies=exchanged + sending.copies)
 
     # ---- the kernel is the wire's ------------------------------------------------------------------------------------
 

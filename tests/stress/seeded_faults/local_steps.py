@@ -98,7 +98,7 @@ MUTANTS = [
     Mutant(
         "streaming: what the training has added since the weights were sent is lost",
         _TURNS,
-        "        if self._sent and not self._discarded:\n",
+        "        if self._sent and not self.discarded:\n",
         "        if False:\n",
         _STREAMING,
     ),

@@ -170,7 +170,7 @@ def settings_only(file: str | None, content: dict[str, Any]) -> str | None:
 
 def refuse_without_hook(args: argparse.Namespace, file: str | None, content: dict[str, Any]) -> None:
     """Raise HookConfigError if no model would get a hook under these arguments and this configuration, because
-    Accelerate does not wrap models in DDP or shards one replica over all ranks."""
+    Accelerate does not wrap models in DDP, or shards them with nothing left to a hook."""
     asked = [(kind, f"--{flag}") for kind, flag in _NOT_DDP.items() if getattr(args, flag)]
     named = [kind for kind in _NOT_DDP if kind.value == content.get("distributed_type")]
     if not asked and not args.multi_gpu:
@@ -182,12 +182,17 @@ def refuse_without_hook(args: argparse.Namespace, file: str | None, content: dic
                 f"attach a communication hook to. Use `accelerate launch`, and a configuration without {SECTION!r}"
             )
         version = _setting("fsdp_version", "fsdp_config", args, content)
-        replicas = _setting("parallelism_config_dp_replicate_size", "parallelism_config", args, content)
-        if str(version) != "2" or not str(replicas).isdecimal() or int(replicas) < 2:
+        replicas, shards = (
+            _setting(f"parallelism_config_dp_{each}_size", "parallelism_config", args, content)
+            for each in ("replicate", "shard")
+        )
+        # One replica is enough if it is sharded: a run that has lost the others goes on.
+        if str(version) != "2" or not f"{replicas}{shards}".isdecimal() or int(replicas) * int(shards) < 2:
             raise HookConfigError(
                 f"{where}: with FSDP a communication hook averages between replicas that FSDP2 shards; given are "
-                f"fsdp_version={version} and parallelism_config_dp_replicate_size={replicas}. Use fsdp_version=2 with "
-                f"{WITH_REPLICAS}; or use `accelerate launch`, and a configuration without {SECTION!r}"
+                f"fsdp_version={version}, parallelism_config_dp_replicate_size={replicas} and "
+                f"parallelism_config_dp_shard_size={shards}. Use fsdp_version=2 with {WITH_REPLICAS}; or use "
+                f"`accelerate launch`, and a configuration without {SECTION!r}"
             )
     if content.get("compute_environment") == "AMAZON_SAGEMAKER":
         raise HookConfigError(

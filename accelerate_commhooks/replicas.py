@@ -13,8 +13,8 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from accelerate import Accelerator, DistributedType
-from torch.distributed.device_mesh import DeviceMesh
 
 from commhooks import HookConfigError
 
@@ -30,7 +30,8 @@ _REPLICAS = "dp_replicate"
 
 
 def check_replicas(accelerator: Accelerator) -> None:
-    """Check that an accelerator that shards leaves something to a hook.
+    """Check that an accelerator that shards leaves something to a hook. One replica is enough where `ParallelismConfig`
+    asks for it: a run that has lost the others goes on, as with DDP and one rank.
 
     Raises:
         HookConfigError: it does not; the message says what to write.
@@ -41,7 +42,7 @@ def check_replicas(accelerator: Accelerator) -> None:
             "FSDP1 (fsdp_version=1) takes no hook of commhooks: its own hooks are not called with hybrid sharding. Use "
             f"fsdp_version=2, with {WITH_REPLICAS}"
         )
-    if config is None or not config.dp_replicate_enabled:
+    if config is None:
         raise HookConfigError(
             f"FSDP2 shards one replica of the model over all {accelerator.num_processes} ranks and averages the "
             "gradients itself, so that nothing is left to a communication hook. To compress between machines, shard "
@@ -54,9 +55,12 @@ def check_replicas(accelerator: Accelerator) -> None:
         )
 
 
-def replicas_of(accelerator: Accelerator) -> DeviceMesh:
-    """The ranks that hold the same shard as this one, of an accelerator that has passed `check_replicas`."""
-    return accelerator.torch_device_mesh[_REPLICAS]
+def replicas_of(accelerator: Accelerator) -> dist.ProcessGroup:
+    """The ranks that hold the same shard as this one, of an accelerator that has passed `check_replicas`. All ranks
+    must call this."""
+    if accelerator.parallelism_config.dp_replicate_enabled:
+        return accelerator.torch_device_mesh[_REPLICAS].get_group()
+    return dist.new_group([dist.get_rank()], use_local_synchronization=True)  # one replica
 
 
 def serve_replicas(accelerator: Accelerator, handler: "CommHookKwargs") -> None:

@@ -74,9 +74,9 @@ def new_accelerator(*handlers: Any, **kwargs: Any) -> Accelerator:
 
 
 def sharding_accelerator(
-    *handlers: Any, replicas: int = 2, reshard: bool = True, form: str = "SHARDED_STATE_DICT", **kwargs: Any
+    *handlers: Any, replicas: int | None = 2, reshard: bool = True, form: str = "SHARDED_STATE_DICT", **kwargs: Any
 ) -> Accelerator:
-    """An accelerator that shards by FSDP2 within replicas, on the CPU."""
+    """An accelerator that shards by FSDP2 within replicas, on the CPU. `replicas` None: without a ParallelismConfig."""
     pretend_to_have_accelerators()
     plugin = FullyShardedDataParallelPlugin(
         fsdp_version=2,
@@ -86,7 +86,7 @@ def sharding_accelerator(
         state_dict_type=form,
         cpu_ram_efficient_loading=form == "FULL_STATE_DICT",
     )
-    sizes = ParallelismConfig(dp_replicate_size=replicas, dp_shard_size=dist.get_world_size() // replicas)
+    sizes = replicas and ParallelismConfig(dp_replicate_size=replicas, dp_shard_size=dist.get_world_size() // replicas)
     accelerator = Accelerator(
         kwargs_handlers=list(handlers), fsdp_plugin=plugin, parallelism_config=sizes, cpu=True, **kwargs
     )

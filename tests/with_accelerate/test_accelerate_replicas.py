@@ -20,6 +20,7 @@ from tests.support.accelerators import (
     WRONG,
     Warnings,
     launched,
+    new_accelerator,
     pretend_to_have_accelerators,
     sharding_accelerator,
 )
@@ -48,9 +49,12 @@ HOOKS: dict[str, dict[str, Any]] = {
 class Run:
     """A training on this rank, with accumulation and clipping. `handler` None: as FSDP itself does it (HSDP)."""
 
-    def __init__(self, handler: Any = None, dtype: torch.dtype = torch.float32, **accelerator: Any) -> None:
+    def __init__(
+        self, handler: Any = None, dtype: torch.dtype = torch.float32, *, sharded: bool = True, **accelerator: Any
+    ) -> None:
         handlers = [] if handler is None else [handler]
-        self.accelerator = sharding_accelerator(*handlers, gradient_accumulation_steps=2, **accelerator)
+        make = sharding_accelerator if sharded else new_accelerator
+        self.accelerator = make(*handlers, gradient_accumulation_steps=2, **accelerator)
         model = make_model(dtype)
         self.model, self.optimizer = self.accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=0.01))
         self.handler, self.step, self.losses = handler, 0, []
@@ -106,6 +110,22 @@ def test_exact_averages_are_those_of_native_hsdp(run_ranks: Any) -> None:
             assert found["passes"] == 30 and found["sent"]
             assert found["placed"] == {("dp_shard_cp",)}
             assert found["none"] == (None, {2})
+
+
+@launched
+def _losses(sharded: bool) -> dict[str, float]:
+    """Over the last ten batches of this rank."""
+    return {
+        hook: sum(Run(CommHookKwargs(**HOOKS.get(hook, {"hook": hook})), sharded=sharded).train(30).losses[-10:]) / 10
+        for hook in ("allreduce", "int8", "int4")
+    }
+
+
+def test_blocks_on_shards_train_as_with_ddp(run_ranks: Any) -> None:
+    """Exact averages to the rounding of float32; quantised ones, whose blocks begin elsewhere, to that of their codes."""
+    for sharded, ddp in zip(*(run_ranks(_losses, each, world_size=4) for each in (True, False)), strict=True):
+        for hook, tolerance in (("allreduce", 1e-6), ("int8", 3e-4), ("int4", 5e-3)):
+            assert sharded[hook] == pytest.approx(ddp[hook], rel=tolerance), hook
 
 
 # --------------------------------------------------------------------------------------------------- every hook, saved
@@ -180,6 +200,41 @@ def _incomplete(folder: str) -> list[str]:
     return [text[text.index("holds") : text.index(")") + 1] for text in texts] or [""]
 
 
+# ---------------------------------------------------------------------------------------------------- lost replicas
+
+
+@launched
+def _elastic(folder: str, replicas: int, resume: bool) -> dict[str, Any]:
+    run = Run(CommHookKwargs(**HOOKS["powerSGD"]), replicas=replicas)
+    if resume:
+        run.accelerator.load_state(folder)
+        loaded = whole_residuals(run.hook)
+        run.train(2)
+        run.accelerator.save_state(f"{folder}-{replicas}")
+    else:
+        run.train(4)
+        run.accelerator.save_state(folder)
+        loaded = whole_residuals(run.hook)
+    stats = run.hook.stats()
+    return {"weights": run.weights(), "residuals": loaded, "step": stats["step"], "here": stats["compressed_steps"]}
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_a_run_that_has_lost_a_replica_goes_on(run_ranks: Any, tmp_path: Path, world_size: int) -> None:
+    """From 2 x 2 to 1 x 2, and to 1 x 4."""
+    folder = str(tmp_path / "saved")
+    before = run_ranks(_elastic, folder, 2, False, world_size=4)[0]
+    for after in run_ranks(_elastic, folder, 1, True, world_size=world_size):
+        assert after["step"] == before["step"] + 2 and after["here"] == 2
+        assert after["weights"].isfinite().all() and not torch.equal(after["weights"], before["weights"])
+        # On four shards one parameter is too thin to be compressed: its residual is dropped.
+        kept = {name: residual for name, residual in after["residuals"].items() if residual.any()}
+        assert len(kept) == (3 if world_size == 2 else 2)
+        for name, residual in kept.items():
+            assert torch.allclose(residual, before["residuals"][name], atol=1e-6), name
+    assert (tmp_path / "saved-1" / "comm_hook" / ".metadata").is_file()
+
+
 # ---------------------------------------------------------------------------------------------------- what cannot work
 
 
@@ -197,11 +252,11 @@ def _refused() -> dict[str, str]:
         "a function": of(CommHookKwargs(hook=user)),
         "per_rank": of(CommHookKwargs(hook="int8", save_residual="per_rank")),
         "nodes": of(CommHookKwargs(hook="int8", ranks_per_node=2)),
-        "one replica": of(CommHookKwargs(hook="int8"), replicas=1),
+        "over all": of(CommHookKwargs(hook="int8"), replicas=None),
     }
     with pytest.raises(HookConfigError) as error:
-        CommHookKwargs(hook="int8").attach(sharding_accelerator(replicas=1))
-    found["one replica, attach"] = str(error.value)
+        CommHookKwargs(hook="int8").attach(sharding_accelerator(replicas=None))
+    found["over all, attach"] = str(error.value)
     pretend_to_have_accelerators()
     old = Accelerator(
         fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=1), kwargs_handlers=[CommHookKwargs(hook="int8")]
@@ -217,10 +272,10 @@ SENTENCES = {
     "a function": "a function of a GradBucket, which only DistributedDataParallel has",
     "per_rank": "its checkpoints hold the mean over the replicas, 'mean' (the default), or no residuals, 'drop'",
     "nodes": "shard within each node instead, and the hook averages between nodes only",
-    "one replica": "shard within each of them: ParallelismConfig(dp_replicate_size=MACHINES, dp_shard_size=",
+    "over all": "shard within each of them: ParallelismConfig(dp_replicate_size=MACHINES, dp_shard_size=",
     "FSDP1": "Use fsdp_version=2, with ParallelismConfig(dp_replicate_size=MACHINES, dp_shard_size=GPUS_OF_EACH)",
 }
-SENTENCES["one replica, attach"] = SENTENCES["one replica"]
+SENTENCES["over all, attach"] = SENTENCES["over all"]
 
 
 def test_what_cannot_work_is_refused_with_what_to_do(run_ranks: Any) -> None:

@@ -27,16 +27,29 @@ pytestmark = fully_shard_on_gloo
 
 POWER_SGD = {"hook": "powerSGD", "hook_options": OPTIONS}
 WRONG = {"hook": "powerSGD", "hook_options": OPTIONS | {"start_powerSGD_iter": 5}}
+OTHERS: dict[str, dict[str, Any]] = {
+    "int8": {"start_iter": 1},
+    "int4": {"start_iter": 1},
+    "fp16": {},
+    "bf16": {},
+    "diloco": {"sync_every": 2, "start_iter": 0},
+}
 STEPS, SAVE_AT = 6, 4
 
 
 def _trainer(
-    folder: Any, *, replicas: int = 2, form: str = "SHARDED_STATE_DICT", seed: int = 3, hook: Any = None, **more: Any
+    folder: Any,
+    *,
+    replicas: int | None = 2,
+    form: str = "SHARDED_STATE_DICT",
+    seed: int = 3,
+    hook: Any = None,
+    **more: Any,
 ) -> Any:
     torch.manual_seed(seed)
     model = make_model(width=16)
     layers = list(getattr(model, "_no_split_modules", None) or [])
-    sizes = ParallelismConfig(dp_replicate_size=replicas, dp_shard_size=dist.get_world_size() // replicas)
+    sizes = replicas and ParallelismConfig(dp_replicate_size=replicas, dp_shard_size=dist.get_world_size() // replicas)
     args = TrainingArguments(
         str(folder),
         use_cpu=True,
@@ -90,9 +103,19 @@ def _trained(folder: str) -> dict[str, Any]:
             if form == "FULL_STATE_DICT":
                 again.train()  # once more, with a hook that has learned nothing
                 found["anew"] = again.comm_hook.stats()["step"]
+    alone = _trainer(f"{folder}/alone", replicas=1, hook=POWER_SGD)  # the other replicas are lost
+    alone.train(resume_from_checkpoint=f"{folder}/SHARDED_STATE_DICT/checkpoint-{SAVE_AT}")
+    found["alone"] = _outcome(alone)
+    for hook, options in OTHERS.items():
+        other = _trainer(f"{folder}/{hook}", max_steps=2, save_steps=100, hook={"hook": hook, "hook_options": options})
+        other.train()
+        found[hook] = _outcome(other)
     with pytest.raises(HookConfigError) as error:
-        _trainer(f"{folder}/one", replicas=1, hook=POWER_SGD)
-    return found | {"warnings": texts, "one replica": str(error.value)}
+        _trainer(f"{folder}/auto", hook={"hook": "auto"}).train()
+    found["auto"] = str(error.value)
+    with pytest.raises(HookConfigError) as error:
+        _trainer(f"{folder}/all", replicas=None, hook=POWER_SGD)
+    return found | {"warnings": texts, "over all": str(error.value)}
 
 
 @trainer_resumes_on_cpu
@@ -113,6 +136,12 @@ def test_replicas_train_and_resume(run_ranks: Any, tmp_path: Path) -> None:
             assert again["stats"]["step"] == STEPS and again["stats"]["compressed_steps"] == STEPS - SAVE_AT
             assert again["stats"]["compression_rate"] > 1.2
         assert rank["anew"] == STEPS and rank["warnings"] == []
-        assert "nothing is left to a communication hook" in rank["one replica"]
+        assert rank["alone"]["stats"]["step"] == STEPS and rank["alone"]["stats"]["compressed_steps"] == STEPS - SAVE_AT
+        for hook in OTHERS:
+            assert rank[hook]["stats"]["backward_passes"] == 2, hook
+            assert 0 < rank[hook]["stats"]["bytes_sent"] < rank[hook]["stats"]["bytes_uncompressed"], hook
+            assert torch.equal(rank[hook]["weights"], ranks[0][hook]["weights"]), hook
+        assert "it measures ranks that all compress the whole model" in rank["auto"]
+        assert "nothing is left to a communication hook" in rank["over all"]
     for form in ("SHARDED_STATE_DICT", "FULL_STATE_DICT"):
         assert (tmp_path / form / f"checkpoint-{SAVE_AT}" / "comm_hook" / ".metadata").is_file()

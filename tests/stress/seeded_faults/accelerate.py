@@ -60,10 +60,10 @@ MUTANTS = [
         "with_accelerate/test_accelerate_replicas.py::test_every_hook_trains_saves_and_resumes",
     ),
     Mutant(
-        "FSDP2 of Accelerate: one replica is not refused",
+        "FSDP2 of Accelerate: a model that is sharded over all ranks is not refused",
         "accelerate_commhooks/replicas.py",
-        "if config is None or not config.dp_replicate_enabled:",
-        "if config is None:",
+        "    if config is None:",
+        "    if False:",
         "with_accelerate/test_accelerate_replicas.py::test_what_cannot_work_is_refused_with_what_to_do",
     ),
     Mutant(

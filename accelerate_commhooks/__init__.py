@@ -25,15 +25,10 @@ def __getattr__(name: str) -> Any:
 
 def check_accelerate() -> None:
     """Raise ImportError if Accelerate is missing or too old; the message says what to install."""
-    from commhooks.hook.supported import check_version
+    from commhooks.hook.supported import needed
 
-    try:
-        import accelerate
-    except ModuleNotFoundError as error:
-        if error.name != "accelerate":
-            raise
-        raise ImportError("accelerate_commhooks needs Accelerate: pip install accelerate") from error
-    check_version(accelerate)
+    with needed("accelerate", sentence="accelerate_commhooks needs Accelerate: pip install accelerate"):
+        import accelerate  # noqa: F401
 
 
 def __dir__() -> list[str]:

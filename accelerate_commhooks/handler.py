@@ -20,7 +20,7 @@ from accelerate_commhooks.prepared import (
 )
 from accelerate_commhooks.replicas import check_replicas, replicas_of, serve_replicas
 from accelerate_commhooks.saving import saved_hooks
-from accelerate_commhooks.settings import VARIABLE, Settings, refuse_to_ignore_the_launcher
+from accelerate_commhooks.settings import NOT_FROM_OUTSIDE, VARIABLE, Settings, refuse_to_ignore_the_launcher
 from commhooks import AttachError, CommHook, HookConfigError, HookRunError, attach
 from commhooks.errors import logger_of
 from commhooks.hook.for_plugins import (
@@ -69,7 +69,7 @@ class CommHookKwargs(DistributedDataParallelKwargs):
     Raises:
         commhooks.HookConfigError: at construction, for an unknown hook or option (the message suggests the closest
             match), a value of the wrong type, or an invalid combination. In `prepare`, where FSDP leaves nothing to a
-            hook: FSDP1, or a model that is sharded over all ranks.
+            hook: FSDP1, or FSDP2 without `ParallelismConfig`.
     """
 
     hook: Any = field(default=None, kw_only=True)
@@ -96,7 +96,7 @@ class CommHookKwargs(DistributedDataParallelKwargs):
         self._given: frozenset[str]
         self._hooked: list[HookedModel] = []
         self._meters: weakref.WeakKeyDictionary[CommHook, Meter] = weakref.WeakKeyDictionary()
-        self._settings: Settings | None = None  # from outside
+        self._settings = NOT_FROM_OUTSIDE
         self._warned_alone = False
         given = None if self._asks_for_something() else Settings.from_environment()
         if given is None:
@@ -107,7 +107,7 @@ class CommHookKwargs(DistributedDataParallelKwargs):
                 if name == "hook" or name not in self._given:
                     setattr(self, name, value)
             self._checked_request()
-        self._use(given)
+        self._settings = given.noting("read")
 
     # ---- what users call ---------------------------------------------------------------------------------------------
 
@@ -136,7 +136,7 @@ class CommHookKwargs(DistributedDataParallelKwargs):
             given = given.overridden(overrides)
         with given.locating_errors():
             handler = cls(**given.arguments())
-        handler._use(given)
+        handler._settings = given.noting("read")
         return handler
 
     @property
@@ -260,10 +260,9 @@ class CommHookKwargs(DistributedDataParallelKwargs):
         call this. A hook that the model has from an earlier `prepare` is taken off."""
         request = self._checked_request()
         if request.off:
-            self._note_attached()
+            self._settings.noting("attached")
             return
-        asked = self._given | (self._settings.values.keys() if self._settings is not None else set())
-        if request.save_residual == "per_rank" and "save_residual" in asked:
+        if request.save_residual == "per_rank" and "save_residual" in self._given | self._settings.values.keys():
             raise HookConfigError(
                 "save_residual='per_rank' with a model sharded by FSDP2: its checkpoints hold the mean over the "
                 "replicas, 'mean' (the default), or no residuals, 'drop'"
@@ -302,7 +301,7 @@ class CommHookKwargs(DistributedDataParallelKwargs):
         self, model: torch.nn.Module, request: HookRequest, accelerator: Accelerator | None, **groups: Any
     ) -> None:
         self._hooked = [each for each in self._hooked if each.hook is not None and not each.is_of(model)]
-        if self._settings is None or self._settings.used is None:
+        if self._settings.used is None:
             refuse_to_ignore_the_launcher(self.hook)
         if self.attached_hooks and callable(getattr(request.hook_state, "state_dict", None)):
             raise AttachError(
@@ -312,7 +311,7 @@ class CommHookKwargs(DistributedDataParallelKwargs):
             )
         scale = loss_scale_of(accelerator)
         hook = attach_request(model, request, total_steps=self.total_steps, loss_scale=scale, **groups)
-        self._note_attached()
+        self._settings.noting("attached")
         if request.off:
             return
         hooked = HookedModel(model, hook, request.strict)
@@ -321,11 +320,6 @@ class CommHookKwargs(DistributedDataParallelKwargs):
             saved_hooks(accelerator).add(hooked)
         else:
             logger.warning("hook %r was not attached by an accelerator: no save_state saves its state.", hook.name)
-
-    def _note_attached(self) -> None:
-        """Tell the launcher."""
-        if self._settings is not None:
-            self._settings.note("attached")
 
     def _checked_request(self) -> HookRequest:
         """The checked request. Made at each call, because the fields of Accelerate's handlers may be changed."""
@@ -357,10 +351,6 @@ class CommHookKwargs(DistributedDataParallelKwargs):
     def _asks_for_something(self) -> bool:
         """Whether a hook, or explicitly none, was given here, so that no settings from outside are needed."""
         return self.hook is not None or "hook" in self._given or bool(stock_fields.requests(self))
-
-    def _use(self, given: Settings) -> None:
-        self._settings = given
-        given.note("read")
 
 
 def _values(handler: Any) -> dict[str, Any]:

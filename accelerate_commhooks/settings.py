@@ -144,16 +144,20 @@ class Settings:
 
     # ---- the launcher requires that its settings are used ------------------------------------------------------------
 
-    def note(self, what: str) -> None:
-        """Tell the launcher "read" or "attached": that this process has read the settings, or has attached the hook.
-        Does nothing on another machine, where the folder does not exist."""
+    def noting(self, what: str) -> "Settings":
+        """These settings; tell the launcher "read" or "attached": that this process has read them, or has attached the
+        hook. Nothing is told on another machine, where the folder does not exist."""
         if self.used is not None:
             with contextlib.suppress(OSError):
                 (self.used / f"{what}.{os.getpid()}").touch()
+        return self
 
     def noted(self, what: str, process: int | None = None) -> bool:
-        """Whether the process with the id `process` (None: any process) has called `note(what)`."""
+        """Whether the process with the id `process` (None: any process) has called `noting(what)`."""
         return self.used is not None and any(self.used.glob(f"{what}.{process or '*'}"))
+
+
+NOT_FROM_OUTSIDE = Settings({}, "arguments")
 
 
 def refuse_to_ignore_the_launcher(hook: object) -> None:

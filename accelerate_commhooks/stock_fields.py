@@ -8,7 +8,7 @@ from accelerate import DistributedDataParallelKwargs
 from accelerate.utils import DDPCommunicationHookType
 
 from commhooks.errors import HookConfigError
-from commhooks.hook.for_plugins import closest
+from commhooks.hook.for_plugins import check_choice
 
 STOCK_HOOK_FIELDS = ("comm_hook", "comm_wrapper", "comm_state_option")
 DDP_FIELDS = [f for f in dataclasses.fields(DistributedDataParallelKwargs) if f.name not in STOCK_HOOK_FIELDS]
@@ -33,8 +33,7 @@ def translated(handler: DistributedDataParallelKwargs) -> tuple[str, dict[str, A
 
 def _choice(name: str, value: Any, allowed: list[DDPCommunicationHookType]) -> str | None:
     """The name of an enum member, or the string itself; None for "no"."""
-    text, values = getattr(value, "value", value), [choice.value for choice in allowed]
-    if text not in (*values, None):
-        offer = closest(text, values) if isinstance(text, str) else ""
-        raise HookConfigError(f"{name}={value!r}{offer}; expected one of {', '.join(map(repr, values))}")
+    text = getattr(value, "value", value)
+    if text is not None:
+        check_choice(name, text, tuple(choice.value for choice in allowed))
     return None if text == _NO.value else text

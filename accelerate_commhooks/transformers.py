@@ -11,19 +11,16 @@ import inspect
 import os
 from typing import TYPE_CHECKING, Any
 
-try:
-    import accelerate
-    import transformers
-except ModuleNotFoundError as error:
-    if error.name not in ("accelerate", "transformers"):
-        raise
-    raise ImportError(
-        "accelerate_commhooks.transformers needs transformers and Accelerate: pip install transformers accelerate"
-    ) from error
+from commhooks.hook.supported import needed
 
-from accelerate import DistributedDataParallelKwargs
-from transformers import Trainer
-from transformers.trainer_utils import IntervalStrategy, get_last_checkpoint
+with needed(
+    "accelerate",
+    "transformers",
+    sentence="accelerate_commhooks.transformers needs transformers and Accelerate: pip install transformers accelerate",
+):
+    from accelerate import DistributedDataParallelKwargs
+    from transformers import Trainer
+    from transformers.trainer_utils import IntervalStrategy, get_last_checkpoint
 
 from accelerate_commhooks.handler import CommHookKwargs
 from accelerate_commhooks.saving import saved_hooks
@@ -31,14 +28,10 @@ from accelerate_commhooks.trainer_callbacks import HookCallback, print_no_metric
 from commhooks import CommHook, HookConfigError, attach
 from commhooks.hook.for_plugins import (
     arguments_in,
-    check_version,
     documented_by,
     misplaced_option,
     unknown_argument,
 )
-
-check_version(accelerate)
-check_version(transformers)
 
 if TYPE_CHECKING:
     _Base = Trainer
@@ -71,7 +64,7 @@ class CommHookTrainerMixin(_Base):
 
     Raises:
         commhooks.HookConfigError: at construction, for arguments that `CommHookKwargs` rejects, and if Accelerate
-            leaves nothing to a hook (FSDP without `dp_replicate_size`, DeepSpeed).
+            leaves nothing to a hook (FSDP without `ParallelismConfig`, DeepSpeed).
     """
 
     def __init__(

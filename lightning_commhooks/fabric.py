@@ -5,12 +5,12 @@ model, optimizer = fabric.setup(model, optimizer)
 fabric.save("state.ckpt", {"model": model, "optimizer": optimizer})   # with the state of the model's hook
 """
 
+from commhooks.hook.supported import needed
 from lightning_commhooks.fabric_strategy import HookedFabricDDP
-from lightning_commhooks.twins import needed
 
 with needed(
     "lightning",
-    "lightning.fabric: pip install lightning. For lightning_fabric write "
+    sentence="this needs lightning.fabric: pip install lightning. For lightning_fabric write "
     "`from lightning_commhooks.lightning_fabric import CommHookDDP`",
 ):
     from lightning.fabric.strategies import DDPStrategy

@@ -1,11 +1,11 @@
 """`CommHookDDP` for Fabric from the package `lightning_fabric`, which comes with `pytorch_lightning`. See fabric.py."""
 
+from commhooks.hook.supported import needed
 from lightning_commhooks.fabric_strategy import HookedFabricDDP
-from lightning_commhooks.twins import needed
 
 with needed(
     "lightning_fabric",
-    "the package lightning_fabric: pip install lightning-fabric. For lightning.fabric write "
+    sentence="this needs the package lightning_fabric: pip install lightning-fabric. For lightning.fabric write "
     "`from lightning_commhooks.fabric import CommHookDDP`",
 ):
     from lightning_fabric.strategies import DDPStrategy

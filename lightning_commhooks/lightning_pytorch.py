@@ -1,16 +1,16 @@
 """The strategies and callbacks for the Trainer of `lightning.pytorch`."""
 
+from commhooks.hook.supported import needed
 from lightning_commhooks.checkpoint import HookCheckpoint
 from lightning_commhooks.fsdp2 import HookedFSDP2
 from lightning_commhooks.hooked_strategy import hook_stats
 from lightning_commhooks.monitor import HookMonitor
 from lightning_commhooks.registry import register_strategy_names
 from lightning_commhooks.strategy import HookedDDP
-from lightning_commhooks.twins import needed
 
 with needed(
     "lightning",
-    "lightning.pytorch: pip install lightning. For pytorch_lightning write "
+    sentence="this needs lightning.pytorch: pip install lightning. For pytorch_lightning write "
     "`from lightning_commhooks.pytorch_lightning import ...`",
 ):
     from lightning.pytorch import Callback

@@ -2,8 +2,7 @@
 
 from typing import TYPE_CHECKING, Any, Optional
 
-from commhooks import HookConfigError
-from commhooks.hook.for_plugins import NAMES, PREFIX, Meter, check_value, closest
+from commhooks.hook.for_plugins import NAMES, PREFIX, Meter, check_choice, check_value
 from lightning_commhooks.hooked_strategy import hook_of, warn_if_unhooked
 from lightning_commhooks.twins import check_twin
 
@@ -52,11 +51,7 @@ class HookMonitor(Callback):
         check_value("every_n_steps", every_n_steps, int | None)
         check_value("sample_cosine_every", sample_cosine_every, int | None)
         check_value("per_layer", per_layer, bool)
-        if progress_bar is not None and progress_bar not in NAMES:
-            offer = closest(progress_bar, NAMES) if isinstance(progress_bar, str) else ""
-            raise HookConfigError(
-                f"progress_bar={progress_bar!r}{offer}; expected None or one of {', '.join(map(repr, NAMES))}"
-            )
+        check_choice("progress_bar", progress_bar, (None, *NAMES))
         self.every_n_steps = every_n_steps
         self.per_layer = per_layer
         self.sample_cosine_every = sample_cosine_every

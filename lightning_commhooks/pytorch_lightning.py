@@ -1,16 +1,16 @@
 """The strategies and callbacks for the Trainer of `pytorch_lightning`."""
 
+from commhooks.hook.supported import needed
 from lightning_commhooks.checkpoint import HookCheckpoint
 from lightning_commhooks.fsdp2 import HookedFSDP2
 from lightning_commhooks.hooked_strategy import hook_stats
 from lightning_commhooks.monitor import HookMonitor
 from lightning_commhooks.registry import register_strategy_names
 from lightning_commhooks.strategy import HookedDDP
-from lightning_commhooks.twins import needed
 
 with needed(
     "pytorch_lightning",
-    "the package pytorch_lightning: pip install pytorch-lightning. For lightning.pytorch write "
+    sentence="this needs the package pytorch_lightning: pip install pytorch-lightning. For lightning.pytorch write "
     "`from lightning_commhooks import ...`",
 ):
     from pytorch_lightning import Callback

@@ -2,33 +2,15 @@
 object of one of them is a stranger to the other's Trainer. The same holds for the two with a Fabric."""
 
 import sys
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 
 from commhooks import HookConfigError
-from commhooks.hook.for_plugins import check_version
 
 _TWIN = {"lightning": "pytorch_lightning", "pytorch_lightning": "lightning"}
 """The packages by the first parts of their names."""
 _NAME = {"lightning": "lightning.pytorch", "pytorch_lightning": "pytorch_lightning"}
 _OURS = {"lightning": "lightning_commhooks", "pytorch_lightning": "lightning_commhooks.pytorch_lightning"}
 """Where the classes of this package are imported from, for each."""
-
-
-@contextmanager
-def needed(package: str, remedy: str) -> Iterator[None]:
-    """Import `package` in the body.
-
-    Raises:
-        ImportError: it is not installed, with the `remedy`, or too old.
-    """
-    try:
-        yield
-    except ModuleNotFoundError as error:
-        if error.name != package:
-            raise
-        raise ImportError(f"this needs {remedy}") from error
-    check_version(sys.modules[package])
 
 
 def check_twin(callback: object, trainer: object) -> None:

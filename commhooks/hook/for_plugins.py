@@ -25,4 +25,4 @@ from commhooks.hook.hook_folder import HookFolder
 from commhooks.hook.metrics import NAMES, PREFIX, Meter
 from commhooks.hook.request import HookRequest
 from commhooks.hook.supported import check_version
-from commhooks.hook.vocabulary import ARGUMENTS, check_arguments, check_value
+from commhooks.hook.vocabulary import ARGUMENTS, check_arguments, check_choice, check_value

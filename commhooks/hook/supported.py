@@ -1,6 +1,9 @@
-"""The oldest versions of the frameworks that the plugins work with."""
+"""The frameworks that the plugins need, and their oldest versions."""
 
 import re
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import ModuleType
 
 OLDEST = {
@@ -25,6 +28,23 @@ def check_version(framework: ModuleType) -> None:
             f"commhooks needs {name} {OLDEST[name]} or newer, and {version} is installed: "
             f'pip install --upgrade "{name.replace("_", "-")}>={OLDEST[name]}"'
         )
+
+
+@contextmanager
+def needed(*packages: str, sentence: str) -> Iterator[None]:
+    """Import the `packages`, which are some of `OLDEST`, in the body.
+
+    Raises:
+        ImportError: one is not installed, with the `sentence`, which says what to install; or it is too old.
+    """
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        if error.name not in packages:
+            raise
+        raise ImportError(sentence) from error
+    for each in packages:
+        check_version(sys.modules[each])
 
 
 def _numbers(version: str) -> tuple[int, ...]:

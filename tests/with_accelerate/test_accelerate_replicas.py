@@ -122,7 +122,7 @@ def _losses(sharded: bool) -> dict[str, float]:
 
 
 def test_blocks_on_shards_train_as_with_ddp(run_ranks: Any) -> None:
-    """Exact averages to the rounding of float32; quantised ones, whose blocks begin elsewhere, to that of their codes."""
+    """Exact averages to the rounding of float32; of blocks, which begin elsewhere on shards, to that of their codes."""
     for sharded, ddp in zip(*(run_ranks(_losses, each, world_size=4) for each in (True, False)), strict=True):
         for hook, tolerance in (("allreduce", 1e-6), ("int8", 3e-4), ("int4", 5e-3)):
             assert sharded[hook] == pytest.approx(ddp[hook], rel=tolerance), hook

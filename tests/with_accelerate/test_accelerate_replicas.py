@@ -10,7 +10,6 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from accelerate import Accelerator, FullyShardedDataParallelPlugin
-from accelerate.state import AcceleratorState
 from torch.nn.parallel import DistributedDataParallel
 
 import commhooks
@@ -114,23 +113,19 @@ def test_exact_averages_are_those_of_native_hsdp(run_ranks: Any) -> None:
 
 
 @launched
-def _beside_ddp() -> dict[str, tuple[float, float]]:
-    """The loss over the last ten batches of this rank: sharded, and with DDP."""
-    found = {}
-    for hook in ("allreduce", "int8", "int4"):
-        sharded, ddp = (Run(CommHookKwargs(**HOOKS.get(hook, {"hook": hook})), sharded=each) for each in (True, False))
-        found[hook] = (sum(sharded.train(30).losses[-10:]) / 10, sum(ddp.train(30).losses[-10:]) / 10)
-        AcceleratorState._reset_state(reset_partial_state=True)
-    return found
+def _losses(sharded: bool) -> dict[str, float]:
+    """Over the last ten batches of this rank."""
+    return {
+        hook: sum(Run(CommHookKwargs(**HOOKS.get(hook, {"hook": hook})), sharded=sharded).train(30).losses[-10:]) / 10
+        for hook in ("allreduce", "int8", "int4")
+    }
 
 
 def test_blocks_on_shards_train_as_with_ddp(run_ranks: Any) -> None:
-    """Exact averages to the rounding of float32; quantised ones, whose blocks begin elsewhere, to that of their codes."""
-    for rank in run_ranks(_beside_ddp, world_size=4):
-        print({hook: f"{a:.5f} {b:.5f} {a / b - 1:.1e}" for hook, (a, b) in rank.items()})
-        for hook, tolerance in (("allreduce", 1e-5), ("int8", 1e-2), ("int4", 1e-1)):
-            sharded, ddp = rank[hook]
-            assert sharded == pytest.approx(ddp, rel=tolerance), hook
+    """Exact averages to the rounding of float32; of blocks, which begin elsewhere on shards, to that of their codes."""
+    for sharded, ddp in zip(*(run_ranks(_losses, each, world_size=4) for each in (True, False)), strict=True):
+        for hook, tolerance in (("allreduce", 1e-6), ("int8", 3e-4), ("int4", 5e-3)):
+            assert sharded[hook] == pytest.approx(ddp[hook], rel=tolerance), hook
 
 
 # --------------------------------------------------------------------------------------------------- every hook, saved
@@ -232,9 +227,11 @@ def test_a_run_that_has_lost_a_replica_goes_on(run_ranks: Any, tmp_path: Path, w
     for after in run_ranks(_elastic, folder, 1, True, world_size=world_size):
         assert after["step"] == before["step"] + 2 and after["here"] == 2
         assert after["weights"].isfinite().all() and not torch.equal(after["weights"], before["weights"])
-        assert len(after["residuals"]) >= 2  # of four shards one is too thin to be compressed
-        for name, residual in after["residuals"].items():
-            assert torch.allclose(residual, before["residuals"][name], atol=1e-6) and residual.any(), name
+        # On four shards one parameter is too thin to be compressed: its residual is dropped.
+        kept = {name: residual for name, residual in after["residuals"].items() if residual.any()}
+        assert len(kept) == (3 if world_size == 2 else 2)
+        for name, residual in kept.items():
+            assert torch.allclose(residual, before["residuals"][name], atol=1e-6), name
     assert (tmp_path / "saved-1" / "comm_hook" / ".metadata").is_file()
 
 

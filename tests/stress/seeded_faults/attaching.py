@@ -38,4 +38,11 @@ MUTANTS = [
         "ParameterInfo(slot.name, slot.parameter, layout.sparse)",
         "gradients/test_exclude.py::test_what_is_excluded_is_averaged_exactly",
     ),
+    Mutant(
+        "a group whose ranks all have the number 0 is taken",
+        "commhooks/hook/request_check.py",
+        "        if ranks != list(range(group.size())):\n",
+        "        if False:\n",
+        "hook/test_groups_of_others.py::test_ranks_without_numbers_are_refused",
+    ),
 ]

@@ -230,8 +230,11 @@ def _overflowing(name: str, masked: bool, scales: list[float]) -> list[torch.Ten
     return found
 
 
-@pytest.mark.parametrize("masked", [False, True])
-@pytest.mark.parametrize("name", IN_32_BITS)
+@pytest.mark.parametrize(
+    ("name", "masked"),
+    [pytest.param(*each.values, True, marks=each.marks) for each in IN_32_BITS]
+    + [(name, False) for name in ("powerSGD", "int8, torch", "random_k")],
+)
 def test_a_scale_that_changes_with_an_overflow_changes_no_bit(run_ranks: Any, name: str, masked: bool) -> None:
     """`masked`: the host does not know which steps are finite, as on an accelerator."""
     plain = run_ranks(_overflowing, name, masked, [1.0] * 5)

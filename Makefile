@@ -20,10 +20,9 @@ demo: $(READY_FOR_DEMO)
 demo-accelerate: $(READY)
 	@$(CLEAN) examples/accelerate_demo.py $(ARGS)
 
-# Three at a time: most of the tests wait for processes to start or for a time limit to pass. tests/conftest.py says which
-# of them stay together.
+# Three at a time, because many tests wait for a process or a time limit; in the order of tests/conftest.py.
 test: $(READY)
-	@$(CLEAN) -m pytest -n 3 --dist loadfile $(ARGS)
+	@$(CLEAN) -m pytest -n 3 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 # What needs a GPU: with the torch (2.11 or newer, built with CUDA) and the pytest of $(PYTHON). One GPU is enough.
 test-cuda:

@@ -36,19 +36,19 @@ _set_environ(clean_env.cleaned(os.environ, _hf_home, keep_cuda=KEEP_CUDA))
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 
+from tests.support import warm  # noqa: E402
 from tests.support.compilers import compile_kernels  # noqa: E402
 from tests.support.registries import registries_as_before  # noqa: E402
 from tests.support.workers import WorkerPool  # noqa: E402
 
-# What takes long to import: where it is needed, by folder or file. With `pytest -n`, the tests that need the same first
-# one run in one process with the same workers (see `warm.py`), so that it is imported once; others stay together by
-# file.
+# What takes long to import: where it is needed, by folder or file. It is imported once, see `warm.py`.
 LIGHTNING, ACCELERATE, TRANSFORMERS = "lightning.pytorch", "accelerate", "transformers.trainer"
 FRAMEWORKS = {
     "with_lightning": [LIGHTNING],
     "with_accelerate": [ACCELERATE],
     "with_transformers": [ACCELERATE, TRANSFORMERS],
     "test_accelerate_demo.py": [ACCELERATE],
+    "test_accelerate_fsdp2_example.py": [ACCELERATE],
     "test_background_save.py": [LIGHTNING],
     "test_chaos.py": [LIGHTNING, ACCELERATE, TRANSFORMERS],
     "test_demo.py": [LIGHTNING],
@@ -61,22 +61,29 @@ FRAMEWORKS = {
 }
 
 
-# The files that take longest, each in one process: with `pytest -n` they begin first, so that none is left at the end.
+# The files that take longest: with `pytest -n` they begin first, so that none is left at the end.
 FIRST = (
+    "test_chaos.py",
     "test_benchmarks.py",
     "test_elastic_example.py",
     "test_every_compressor.py",
+    "test_interrupted_trainer.py",
+    "test_accelerate_replicas.py",
+    "test_docs.py",
     "test_workers.py",
+    "test_background_save.py",
+    "test_transformers_replicas.py",
     "test_hierarchy.py",
-    "test_joint_save.py",
     "test_fully_shard_checkpoints.py",
     "test_fully_shard_local_steps.py",
     "test_local_saving.py",
     "test_hard_gradients.py",
+    "test_demo.py",
+    "test_accelerate_launcher.py",
     "test_config_channels.py",
     "test_threads_and_timeouts.py",
+    "test_hostile_files.py",
     "test_doctor.py",
-    "test_accelerate_fsdp2_example.py",
     "test_site.py",
 )
 
@@ -86,27 +93,14 @@ def _frameworks(nodeid: str) -> list[str]:
     return FRAMEWORKS.get(path.parent.name) or FRAMEWORKS.get(path.name) or []
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("numprocesses", None) and not hasattr(config, "workerinput"):
+        warm.share()  # with the processes of `pytest -n`
+
+
 def _turn(item: pytest.Item) -> int:
-    """When a test begins, of `FIRST` and those that need frameworks."""
     name = Path(item.nodeid.partition("::")[0]).name
-    return -1 if _frameworks(item.nodeid) else FIRST.index(name) if name in FIRST else len(FIRST)
-
-
-@pytest.hookimpl(optionalhook=True)
-def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    if config.getoption("dist") != "loadfile":
-        return None
-    from xdist.scheduler import LoadFileScheduling  # `make test-cuda` needs no plugin of pytest
-
-    class Together(LoadFileScheduling):
-        """`--dist loadgroup` could be told by marks, but pytest-xdist 3.8 overlooks them with pytest 9.2."""
-
-        def _split_scope(self, nodeid: str) -> str:
-            frameworks = _frameworks(nodeid)
-            return frameworks[0] if frameworks else super()._split_scope(nodeid)
-
-    config.option.loadscopereorder = False  # by `_turn`, not by the number of tests
-    return Together(config, log)
+    return FIRST.index(name) if name in FIRST else len(FIRST)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -103,10 +103,11 @@ MATRICES = ["0.weight", "3.weight", "5.weight", "7.weight"]
 
 # Those that change nothing in the sequence of steps, on two ranks and a float32 wire.
 SAME_BITS: dict[str, dict[str, Any]] = {
-    "bucket_cap_mb": {"bucket_cap_mb": ONE_BUCKET_MB},
-    "find_unused_parameters": {"ddp": {"find_unused_parameters": True}},
+    "buckets": {
+        "bucket_cap_mb": ONE_BUCKET_MB,
+        "ddp": {"find_unused_parameters": True, "gradient_as_bucket_view": True},
+    },
     "static_graph": {"ddp": {"static_graph": True}},
-    "gradient_as_bucket_view": {"ddp": {"gradient_as_bucket_view": True}},
     # torch.compile's DDPOptimizer (torch 2.13) wants buckets of 1 MB at least.
     "compiled": {"kind": "compiled", "bucket_cap_mb": ONE_BUCKET_MB},
     "compiled inside": {"kind": "compiled inside", "bucket_cap_mb": ONE_BUCKET_MB},

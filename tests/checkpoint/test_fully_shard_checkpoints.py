@@ -85,7 +85,7 @@ def _load_and_go_on(replicas: int, shards: int, kind: str, folder: str) -> dict[
     }
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ["powerSGD", "int8"])
 def test_a_resumed_run_is_bit_equal(run_ranks: Any, tmp_path: Path, kind: str) -> None:
     saved = run_ranks(_train_and_save, 2, 2, kind, str(tmp_path), world_size=4)
     resumed = run_ranks(_load_and_go_on, 2, 2, kind, str(tmp_path), world_size=4)

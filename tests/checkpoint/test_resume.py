@@ -39,8 +39,6 @@ def _save_and_resume(
     ("save_at", "residual", "bucket_cap_mb"),
     [
         (2, "mean", SEVERAL_BUCKETS_MB),
-        (4, "per_rank", SEVERAL_BUCKETS_MB),
-        (7, "mean", SEVERAL_BUCKETS_MB),
         (7, "per_rank", ONE_BUCKET_MB),
     ],
 )

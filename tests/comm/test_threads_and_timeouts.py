@@ -73,7 +73,7 @@ def _saving_thread() -> tuple[int, int, list[str]]:
         q_at[step] = torch.cat([first.flatten(), last.flatten()])
         enough.fill_(len(saved) > 20 and len({step for step, _, _ in saved}) > 5)
         dist.all_reduce(enough, dist.ReduceOp.MIN)
-        if enough and len(q_at) >= 60:
+        if enough and len(q_at) >= 30:
             break
     done.set()
     thread.join()

@@ -34,11 +34,6 @@ def _by_register() -> Callable[[DistributedDataParallel], None]:
     return lambda ddp: ddp.register_comm_hook(state, powerSGD_hook)
 
 
-def _by_attach_with_state() -> Callable[[DistributedDataParallel], None]:
-    state = PowerSGDState(None, **OPTIONS)
-    return lambda ddp: commhooks.attach(ddp, powerSGD_hook, hook_state=state)
-
-
 def _by_loading(name: str = "powerSGD", options: dict[str, int] = OPTIONS) -> Callable[[DistributedDataParallel], None]:
     hooks: list[commhooks.CommHook] = []
 
@@ -56,7 +51,6 @@ def _by_loading_int8() -> Callable[[DistributedDataParallel], None]:
 
 WAYS = {
     "register": _by_register,
-    "state": _by_attach_with_state,
     "load": _by_loading,
     "load int8": _by_loading_int8,
 }

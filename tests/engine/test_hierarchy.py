@@ -28,7 +28,6 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "random_k": (RANDOM_K, {"share": 0.2, "start_iter": 2}),
     "int8": ("int8", {"block_size": 32, "start_iter": 2}),
 }
-SIZES = [(6, 2), (6, 3)]  # (ranks, ranks per node)
 
 
 def _new(kind: str, ranks_per_node: Any, **more: Any) -> Run:
@@ -75,7 +74,7 @@ def _far(got: torch.Tensor, wanted: torch.Tensor) -> float:
     ("kind", "world_size", "ranks_per_node", "masked"),
     [(kind, 4, 2, False) for kind in ("torch", "random_k")]
     + [(kind, 4, 2, True) for kind in ("powerSGD", "alternate", "int8")]
-    + [("alternate", 6, 2, False), ("int8", 6, 2, False), ("powerSGD", 6, 3, False)],
+    + [("alternate", 4, 2, False), ("int8", 4, 2, False), ("powerSGD", 6, 3, False)],
 )
 def test_the_same_as_without_nodes(
     run_ranks: Any, kind: str, world_size: int, ranks_per_node: int, masked: bool
@@ -173,8 +172,7 @@ def _lossless(how: str, ranks_per_node: int, steps: int) -> tuple[torch.Tensor, 
     return applied, wanted, left.view(16, 24)
 
 
-@pytest.mark.parametrize(("world_size", "ranks_per_node"), SIZES)
-@pytest.mark.parametrize("how", ROUNDING)
+@pytest.mark.parametrize(("how", "world_size", "ranks_per_node"), [("int8", 6, 3), ("powerSGD, int8", 6, 2)])
 def test_what_int8_rounds_is_in_the_residuals(run_ranks: Any, how: str, world_size: int, ranks_per_node: int) -> None:
     """What was applied, and the mean of the residuals over all ranks, make up the mean of the gradients."""
     ranks = run_ranks(_lossless, how, ranks_per_node, 5, world_size=world_size)
@@ -239,8 +237,7 @@ def test_resume_is_bit_equal(run_ranks: Any, kind: str, residual: str) -> None:
 
 @pytest.mark.parametrize(
     ("kind", "residual", "before", "after"),
-    [("powerSGD", "mean", None, 2), ("powerSGD", "mean", 2, None), ("random_k", "per_rank", 3, 2)]
-    + [("random_k", "per_rank", 2, None)],
+    [("powerSGD", "mean", None, 2), ("random_k", "per_rank", 3, 2), ("random_k", "per_rank", 2, None)],
 )
 def test_another_arrangement_resumes(run_ranks: Any, kind: str, residual: str, before: Any, after: Any) -> None:
     """With the residuals of every rank too: they are added up where they are needed."""

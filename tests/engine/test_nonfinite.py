@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 import commhooks
-from tests.support.models import EVERY_PARAMETER, Gradients, all_finite, backward, bits_equal, random_gradients, wrap
+from tests.support.models import Gradients, all_finite, backward, bits_equal, random_gradients, wrap
 
 # Per bucket one compressed matrix and, behind a cap that ends a bucket with each matrix, one vector. Buckets are filled
 # from the last parameter on.
@@ -21,7 +21,7 @@ SHAPES = {
     "last": (10, 40),
     "last_bias": (10,),
 }
-CAPS = {"one bucket": 25, "a bucket per parameter": EVERY_PARAMETER, "buckets of two": 120 / 1024**2}
+CAPS = {"one bucket": 25, "buckets of two": 120 / 1024**2}
 STEPS, BAD_STEP = 5, 2
 
 
@@ -85,12 +85,10 @@ INF, NAN = float("inf"), float("nan")
 POISON = [("first", INF), ("conv_bias", NAN), ("middle", NAN), ("last_bias", INF)]  # one in each bucket of two
 CASES = [
     ("one bucket", 0, None, 2),
-    ("a bucket per parameter", 0, None, 2),
     ("buckets of two", BAD_STEP + 2, None, 2),
     ("buckets of two", 0, "fp16", 2),
-    ("buckets of two", 0, "bf16", 1),
 ]
-BUCKETS = {"one bucket": 1, "buckets of two": 4, "a bucket per parameter": 8}
+BUCKETS = {"one bucket": 1, "buckets of two": 4}
 
 
 @pytest.mark.parametrize(("cap", "start", "wrapper", "approximation_rank"), CASES)

@@ -12,7 +12,7 @@ import commhooks
 from tests.support.models import mlp
 from tests.support.training import flat
 
-WIDTH, STEPS, OVERFLOWS = 32, 300, 12
+WIDTH, STEPS, OVERFLOWS = 32, 160, 6
 SCALE, GROWTH_INTERVAL = 2.0**16, 8
 HALF_MAX = 65504.0
 
@@ -91,7 +91,7 @@ def test_overflows_at_random(run_ranks, wrapper):
     for each in ranks:
         stats, scales = each["stats"], each["scales"]
         assert each["at random"] == OVERFLOWS
-        assert each["skipped"] >= OVERFLOWS + 5, "the growing scale itself has overflowed"
+        assert each["skipped"] >= OVERFLOWS + 2, "the growing scale itself has overflowed"
         assert stats["nonfinite_steps"] == each["skipped"]
         assert stats["step"] == STEPS - each["skipped"]
         assert stats["compressed_steps"] == stats["step"] - 5
@@ -101,7 +101,7 @@ def test_overflows_at_random(run_ranks, wrapper):
         # The scale neither falls for good nor stays down: it comes back to where its own growth makes it overflow.
         assert min(scales) > 1 and max(scales[-40:]) >= max(scales) / 4
         assert each["scale of the residuals"] in scales[-2:]
-        assert sum(each["losses"][-20:]) < 0.6 * sum(each["losses"][:20])
+        assert sum(each["losses"][-20:]) < 0.75 * sum(each["losses"][:20])
         assert torch.isfinite(each["weights"]).all()
     assert ranks[0]["scales"] == ranks[1]["scales"]
     assert torch.equal(ranks[0]["weights"], ranks[1]["weights"]), "at every step"

@@ -4,7 +4,6 @@ import itertools
 from typing import Any
 from unittest import mock
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
@@ -63,10 +62,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize(("approximation_rank", "start"), [(1, 2), (4, 0)])
-def test_same_bits_for_every_layout(run_ranks, approximation_rank, start):
-    options = {"matrix_approximation_rank": approximation_rank, "start_powerSGD_iter": start}
-    ranks = run_ranks(_all, options, VARIANTS)
+def test_same_bits_for_every_layout(run_ranks):
+    ranks = run_ranks(_all, {"matrix_approximation_rank": 4, "start_powerSGD_iter": 1}, VARIANTS)
     expected, _ = ranks[0]["cap 25"]
     for results, (name, _) in itertools.product(ranks, VARIANTS.items()):
         assert bits_equal(results[name][0], expected), name
@@ -84,7 +81,7 @@ def _repeat(times: int) -> list[tuple[dict[str, torch.Tensor], list[int]]]:
 
 def test_repeats_with_many_buckets(run_ranks):
     """No hang, replicas equal bit for bit, every run the same bit for bit."""
-    ranks = run_ranks(_repeat, 8)
+    ranks = run_ranks(_repeat, 4)
     expected, _ = ranks[0][0]
     for results in ranks:
         for weights, buckets in results:

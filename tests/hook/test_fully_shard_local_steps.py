@@ -126,7 +126,7 @@ def test_a_resume_in_mid_round_is_bit_equal(run_ranks: Any, tmp_path: Path, conf
         assert _worst(at_save, end) > 1e-3
 
 
-@pytest.mark.parametrize(("replicas", "shards"), [(1, 4), (4, 1), (3, 1), (2, 0)])
+@pytest.mark.parametrize(("replicas", "shards"), [(1, 4), (3, 1), (2, 0)])
 def test_other_numbers_of_replicas_and_shards_go_on(run_ranks: Any, tmp_path: Path, replicas: int, shards: int) -> None:
     config = CONFIGS["int4"]
     at_save, _ = run_ranks(_train_and_save, str(tmp_path), config, world_size=4)[0]

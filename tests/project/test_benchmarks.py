@@ -54,7 +54,7 @@ def test_replicas(tmp_path):
 
 
 def test_codec(tmp_path):
-    rows = _run("codec", tmp_path, "--ranks", "4", "--threads", "1", "2")
+    rows = _run("codec", tmp_path, "--ranks", "4", "--threads", "1", "2", "--rounds", "2")
     ours = {"commhooks", "fused", "alternate", "fused alternate"}
     quantised = {"int8", "int4", "fused int8", "fused int4"}
     measured = ours | {"torch", "torch same", "copy", "add"}
@@ -139,9 +139,9 @@ def test_local_steps(tmp_path):
 
 def test_language_model(tmp_path):
     picture = tmp_path / "figures.png"
-    rows = {row["hook"]: row for row in _run("language_model", tmp_path, "--plot", str(picture))}
+    rows = {row["hook"]: row for row in _run("language_model", tmp_path, "--plot", str(picture), "--steps", "12")}
     assert rows.keys() == {"allreduce", "powersgd-4+int8/per-layer"}
-    assert all(row["loss"] < 4 and row["seeds"] == 1 for row in rows.values())
+    assert all(row["loss"] < 5 and row["seeds"] == 1 for row in rows.values())
     both = rows["powersgd-4+int8/per-layer"]
     assert 100 < both["fewer"] < 130 and both["difference"] != 0
     assert picture.read_bytes().startswith(b"\x89PNG")
@@ -149,13 +149,11 @@ def test_language_model(tmp_path):
 
 def test_launches(tmp_path):
     """Bounds a little above today's counts: a change that adds operators per matrix or per rank shows."""
-    rows = _run("launches", tmp_path, "--models", "resnet50", "gpt2", "--ranks", "1", "16")
-    bounds = {"resnet50": (790, 1100), "gpt2": (1320, 1280)}
-    for model, (operators, views) in bounds.items():
-        for hook, more in (("powerSGD", 1.0), ("fp16 wire", 1.09), ("same shape", 1.0), ("one bucket", 0.65)):
-            low, high = [row for row in rows if row["model"] == model and row["hook"] == hook]
-            assert low["rank"] == 1 and low["operators"] <= more * operators and low["views"] <= views, low
-            assert high["operators"] <= low["operators"] and high["views"] <= low["views"], hook
+    rows = _run("launches", tmp_path, "--models", "resnet50", "--ranks", "1", "16")
+    for hook, more in (("powerSGD", 1.0), ("fp16 wire", 1.09), ("same shape", 1.0), ("one bucket", 0.65)):
+        low, high = [row for row in rows if row["hook"] == hook]
+        assert low["rank"] == 1 and low["operators"] <= more * 790 and low["views"] <= 1100, low
+        assert high["operators"] <= low["operators"] and high["views"] <= low["views"], hook
 
 
 def test_size(tmp_path):

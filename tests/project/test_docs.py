@@ -271,8 +271,6 @@ def _yaml(strategy: str) -> str:
     "strategy",
     [
         "lightning_commhooks.NoSuchStrategy",
-        "lightning_commhooks.CommHookDDP\n    init_args: {hook: powerSGD, hook_option: {a: 1}}",
-        "lightning_commhooks.CommHookDDP\n    init_args: {hook: powerSDG}",
         "lightning_commhooks.CommHookDDP\n    init_args: {hook: powerSGD, hook_options: {rank: 4}}",
         "lightning.pytorch.strategies.DDPStrategy",
     ],

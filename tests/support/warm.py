@@ -63,6 +63,9 @@ def python(*modules: str, server: int = 0) -> str:
 
 def share() -> None:
     """Tests that this process starts use its servers 0 and 1."""
+    for server in (0, 1):
+        if server not in _servers:
+            _servers[server] = _start()
     os.environ[SHARED] = os.pathsep.join(str(_servers[server][1]) for server in (0, 1))
 
 

@@ -30,6 +30,7 @@ from tests.support.training import batch, flat, make_model
 
 pytestmark = fully_shard_on_gloo
 
+STEPS = 8
 SETUPS: dict[str, dict[str, Any]] = {
     "float32": {},
     "not resharded, autocast": {"reshard": False, "mixed_precision": "bf16"},
@@ -39,9 +40,7 @@ HOOKS: dict[str, dict[str, Any]] = {
     "powerSGD": {"hook": "powerSGD", "hook_options": OPTIONS},
     "powerSGD, int8 factors": {"hook": "powerSGD", "hook_options": OPTIONS, "wrapper": "int8"},
     "int8": {"hook": "int8", "hook_options": {"start_iter": 2}},
-    "int4": {"hook": "int4", "hook_options": {"start_iter": 2}},
     "fp16": {"hook": "fp16"},
-    "bf16": {"hook": "bf16"},
     "diloco": {"hook": "diloco", "hook_options": {"sync_every": 2, "start_iter": 1}},
 }
 
@@ -89,8 +88,8 @@ class Run:
 def _beside_native() -> dict[str, dict[str, Any]]:
     found = {}
     for name, setup in SETUPS.items():
-        native = Run(**setup).train(30)
-        hooked = Run(CommHookKwargs(hook="allreduce"), **setup).train(30)
+        native = Run(**setup).train(STEPS)
+        hooked = Run(CommHookKwargs(hook="allreduce"), **setup).train(STEPS)
         without = Run(CommHookKwargs(hook=None), **setup).train(2)
         found[name] = {
             "difference": float((native.weights() - hooked.weights()).abs().max()),
@@ -107,7 +106,7 @@ def test_exact_averages_are_those_of_native_hsdp(run_ranks: Any) -> None:
     for rank in run_ranks(_beside_native, world_size=4):
         for name, found in rank.items():
             assert found["difference"] <= 1e-6 < found["moved"], name
-            assert found["passes"] == 30 and found["sent"]
+            assert found["passes"] == STEPS and found["sent"]
             assert found["placed"] == {("dp_shard_cp",)}
             assert found["none"] == (None, {2})
 
@@ -170,7 +169,7 @@ def test_every_hook_trains_saves_and_resumes(run_ranks: Any, tmp_path: Path) -> 
             found, stats = rank[name], rank[name]["stats"]
             assert found["same weights"] and found["same losses"] and found["same state"] and found["silent"], name
             assert torch.equal(found["weights"], ranks[0][name]["weights"]), name
-            if name not in ("fp16", "bf16"):  # which remember nothing
+            if name != "fp16":  # which remembers nothing
                 assert stats["step"] == (4 if name == "diloco" else 8), name
             assert stats["bytes_sent"] < 0.8 * stats["bytes_uncompressed"], name
     for number in range(len(HOOKS)):

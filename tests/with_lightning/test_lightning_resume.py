@@ -131,22 +131,3 @@ def test_parameters_unfrozen_after_the_wrap_are_named_once(run_ranks: Any, tmp_p
     for rank in (first, second):
         assert rank["resumed"]["start"] == [SAVED_AT]
         assert not [text for text in rank["resumed"]["warnings"] if "saved" in text]
-
-
-def _between_nodes(root: str) -> dict[str, Any]:
-    options: dict[str, Any] = {"save_residual": "mean", "ranks_per_node": 2, "epochs": 8}
-    saved = fit(root, save=True, **options)
-    resumed = fit(root, ckpt_path=path_at(root, SAVED_AT), seed=1, save_to=f"{root}/resumed", **options)
-    return {"saved": saved, "resumed": resumed}
-
-
-def test_ranks_in_nodes_resume_exactly(run_ranks: Any, tmp_path: Path) -> None:
-    """Four ranks: compression begins in the third epoch, the resumed run in the fifth."""
-    for rank in run_ranks(_between_nodes, str(tmp_path), world_size=4):
-        saved, resumed = rank["saved"], rank["resumed"]
-        assert resumed["start"] == [SAVED_AT]
-        for step, each in resumed["weights"].items():
-            assert_equal(each, saved["weights"][step])
-        assert resumed["stats"]["compressed_steps"] == SAVED_AT
-        assert resumed["stats"]["bytes_inside_nodes"] > 0
-        assert 0 < len(residuals(resumed["hook state"])) < 3, "a share of the parameters"

@@ -9,14 +9,13 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
-from lightning.pytorch.plugins import AsyncCheckpointIO
 from lightning.pytorch.strategies import DDPStrategy
 
 from commhooks import CommHook, HookConfigError
 from lightning_commhooks import CommHookCheckpoint
 from lightning_commhooks.checkpoint import CHECKPOINT_KEY
-from tests.support.lightning_fits import HOOK, SAVED_AT, fit, keeper, path_at, residuals
-from tests.support.lightning_support import STEPS_PER_EPOCH, Model, Watch, assert_equal, data, strategy, trainer
+from tests.support.lightning_fits import HOOK, SAVED_AT, fit, keeper, path_at
+from tests.support.lightning_support import STEPS_PER_EPOCH, Model, Watch, data, strategy, trainer
 from tests.support.workers import RanksFailed
 
 
@@ -147,22 +146,6 @@ def _callback_without_our_strategy(root: str) -> Any:
 def test_callback_with_another_strategy_says_so(run_ranks: Any, tmp_path: Path) -> None:
     ranks = run_ranks(_callback_without_our_strategy, str(tmp_path))
     assert len(ranks[0]) == 1 and "nothing to save" in ranks[0][0] and "DDPStrategy" in ranks[0][0]
-
-
-def _saved_in_the_background(root: str) -> dict[str, Any]:
-    for name, plugins in {"thread": [AsyncCheckpointIO()], "at once": []}.items():
-        folder = os.path.join(root, name)
-        t = trainer(folder, strategy=strategy(hook=HOOK), max_epochs=4, callbacks=[keeper(folder)], plugins=plugins)
-        t.fit(Model(), data())
-    return {}
-
-
-def test_a_save_in_the_background_holds_the_state_of_its_moment(run_ranks: Any, tmp_path: Path) -> None:
-    run_ranks(_saved_in_the_background, str(tmp_path))
-    for step in (SAVED_AT, 2 * SAVED_AT):
-        thread, at_once = (torch.load(path_at(tmp_path / n, step), weights_only=True) for n in ("thread", "at once"))
-        assert_equal(residuals(thread[CHECKPOINT_KEY]), residuals(at_once[CHECKPOINT_KEY]))
-        assert thread[CHECKPOINT_KEY]["step"] == step
 
 
 def _large(root: str) -> list[str]:

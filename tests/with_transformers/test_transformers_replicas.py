@@ -88,9 +88,9 @@ def _outcome(trainer: Any) -> dict[str, Any]:
 
 @launched
 def _trained(folder: str) -> dict[str, Any]:
-    native = _trainer(f"{folder}/native", max_steps=30, save_steps=100)
+    native = _trainer(f"{folder}/native", save_steps=100)
     native.train()
-    exact = _trainer(f"{folder}/exact", max_steps=30, save_steps=100, hook={"hook": "allreduce"})
+    exact = _trainer(f"{folder}/exact", save_steps=100, hook={"hook": "allreduce"})
     exact.train()
     found: dict[str, Any] = {"native": _outcome(native), "exact": _outcome(exact)}
     with Warnings() as texts:
@@ -124,8 +124,8 @@ def test_replicas_train_and_resume(run_ranks: Any, tmp_path: Path) -> None:
     for rank in ranks:
         native, exact = rank["native"], rank["exact"]
         assert (native["weights"] - exact["weights"]).abs().max() <= 1e-6
-        assert native["losses"] == pytest.approx(exact["losses"], abs=1e-6) and len(exact["losses"]) == 30
-        assert exact["stats"]["backward_passes"] == 30
+        assert native["losses"] == pytest.approx(exact["losses"], abs=1e-6) and len(exact["losses"]) == STEPS
+        assert exact["stats"]["backward_passes"] == STEPS
         for form in ("SHARDED_STATE_DICT", "FULL_STATE_DICT"):
             through, again = rank[form]
             assert torch.equal(through["weights"], again["weights"])

@@ -178,15 +178,17 @@ SHAPES = [(7, 9), (1, 40), (40, 1), (64, 147), (33, 1500), (300, 16), (70, 512),
 SHORTER_VECTORS = pytest.mark.skipif(platform.machine() != "x86_64", reason="flags of x86_64")
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize(
-    "kind",
+    ("kind", "dtype"),
     [
-        PLAIN,
-        pytest.param("", marks=needs_compiler, id="fused"),
-        pytest.param("-mno-avx512f -O1", marks=[needs_compiler, SHORTER_VECTORS]),
-        pytest.param("-mno-avx -O1", marks=[needs_compiler, SHORTER_VECTORS]),
+        (PLAIN, torch.float32),
+        (PLAIN, torch.float64),
+        pytest.param("", torch.float32, marks=needs_compiler, id="fused-float32"),
+        pytest.param("", torch.float64, marks=needs_compiler, id="fused-float64"),
+        pytest.param("-mno-avx512f -O1", torch.float64, marks=[needs_compiler, SHORTER_VECTORS]),
+        pytest.param("-mno-avx -O1", torch.float32, marks=[needs_compiler, SHORTER_VECTORS]),
     ],
+    ids=str,
 )
 def test_products(kind, dtype):
     for rank, shape in itertools.product([1, 2, 3, 5, 17], SHAPES):

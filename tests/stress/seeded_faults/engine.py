@@ -4,8 +4,6 @@ from tests.stress.seeded_faults.mutant import Mutant
 
 _ENGINE, _COMPRESSORS = "commhooks/engine", "commhooks/compressors"
 _TURNS = "engine/test_backward_pass.py::test_a_bucket_starts_and_each_earlier_one_takes_a_step"
-_REAL = "engine/test_simulation.py::test_simulated_ranks_are_real_ones"
-_FEEDBACK = "compressors/test_error_feedback.py"
 
 MUTANTS = [
     Mutant(

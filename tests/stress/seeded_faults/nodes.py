@@ -4,7 +4,6 @@ from tests.stress.seeded_faults.mutant import Mutant
 
 _HIERARCHY, _SHARES = "commhooks/engine/hierarchy.py", "commhooks/engine/node_shares.py"
 _TESTS = "engine/test_hierarchy.py"
-_CASTS = "engine/test_casts_between_nodes.py"
 _SAME = f"{_TESTS}::test_the_same_as_without_nodes"
 
 MUTANTS = [

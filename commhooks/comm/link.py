@@ -131,7 +131,7 @@ def round_trip_s(group: dist.ProcessGroup, device: torch.device) -> float:
     own = slowest = math.inf
     for _ in range(1 + _ROUND_TRIPS):  # the first one waits for the latest rank
         began = time.perf_counter()
-        row = torch.tensor([own], dtype=torch.float64, device=device)
+        row = torch.tensor([own], dtype=torch.float32, device=device)
         slowest = float(gather_rows(row, group, None, "the time of a round trip").max())
         own = min(own, time.perf_counter() - began)
         if slowest < LONG_ROUND_TRIP_S:

@@ -187,10 +187,10 @@ def _load(path: str | Path) -> Any:
         loaded = OmegaConf.load(path)
     except OSError as error:
         raise HookConfigError(f"{path} cannot be read: {error.strerror or error}") from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise HookConfigError(f"{path} is not YAML: {' '.join(str(error).split())}") from error
     except OmegaConfBaseException as error:
         raise HookConfigError(f"{path}: {error.full_key}: {unresolved(error)}") from error
+    except Exception as error:  # of PyYAML: also ValueError (`!!int abc`), AttributeError (`!!timestamp x`)
+        raise HookConfigError(f"{path} is not YAML: {' '.join(str(error).split())}") from error
     if not isinstance(loaded, DictConfig):
         raise HookConfigError(f"{path} holds a list, not settings ('key: value')")  # OmegaConf reads nothing else
     if SECTION not in loaded and "hook" not in loaded:

@@ -55,6 +55,7 @@ FRAMEWORKS = {
     "test_docs.py": [LIGHTNING, ACCELERATE, TRANSFORMERS],
     "test_failed_writes.py": [LIGHTNING, ACCELERATE],
     "test_hostile_files.py": [LIGHTNING, ACCELERATE],
+    "test_hostile_settings.py": [ACCELERATE],
     "test_inspect.py": [LIGHTNING, ACCELERATE],
     "test_own_compressor.py": [LIGHTNING, ACCELERATE, TRANSFORMERS],
     "test_packaging.py": [LIGHTNING, ACCELERATE],

@@ -19,10 +19,10 @@ from typing import Any, TypeGuard
 import torch
 from torch.distributed.tensor import DTensor
 
-from commhooks.checkpoint.checks import check_count, check_header, check_learned, damaged
+from commhooks.checkpoint.checks import check_count, check_header, check_learned, check_tensor, damaged
 from commhooks.checkpoint.reshard import fitted_to_shard
 from commhooks.comm.collective import gather_bytes, gather_rows
-from commhooks.errors import PayloadError
+from commhooks.errors import PayloadError, shown
 from commhooks.gradients.source import GradientSource
 
 REST, RESIDUAL = "commhooks", "residual"
@@ -97,8 +97,10 @@ def from_distributed(state: Mapping[str, Any], source: GradientSource) -> dict[s
     if RESIDUAL in kept:
         payload["residual"] = "mean"
     for key, tensors in kept.items():
+        if not isinstance(tensors, Mapping):
+            raise damaged(f"{shown(key)} is {shown(tensors)}, not a dict of tensors")
         for name, entry in payload["parameters"].items():
-            own = _local(tensors[name]) if name in tensors else None
+            own = _local(tensors[name], f"{key}[{shown(name)}]") if name in tensors else None
             if own is not None and bool(own.any()):  # what is absent stands for zeros
                 entry[key] = own
     return payload
@@ -109,8 +111,11 @@ def is_distributed(state: object) -> TypeGuard[Mapping[str, Any]]:
     return isinstance(state, Mapping) and REST in state
 
 
-def _local(residual: torch.Tensor) -> torch.Tensor:
-    return (residual.to_local() if isinstance(residual, DTensor) else residual).detach().cpu()
+def _local(saved: Any, where: str) -> torch.Tensor:
+    """This rank's part. `where`: its key, for messages."""
+    own: torch.Tensor = saved.to_local() if isinstance(saved, DTensor) else saved
+    check_tensor(own, where)
+    return own.detach().cpu()
 
 
 def _to_bytes(content: dict[str, Any]) -> bytes:

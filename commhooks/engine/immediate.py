@@ -1,7 +1,10 @@
 """Compressors without learned state: each hook call returns at once, and each future completes by itself."""
 
 import inspect
-from collections.abc import Iterator
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -19,6 +22,9 @@ from commhooks.gradients.bucket import Bucket
 from commhooks.gradients.source import held_weakly
 
 Future = torch.futures.Future[torch.Tensor]
+MOMENT_S = 0.05
+"""For a thread of the backend to come to the end of a callback: a group that ends waits for it, in torch 2.13 with the
+GIL."""
 
 
 class _NoState:
@@ -92,7 +98,7 @@ def reduce_immediately(
         try:
             sent.value()
         except RuntimeError as error:
-            raise collective.collective_error(what, group_if_alive(), error) from error
+            raise _error_of(what, group_if_alive, error) from error
         # On CUDA it has a stream of its own, and these tensors are freed before the kernels that read them have run.
         if precision.has_streams(flat.device):
             keep_for_current_stream(_tensors_in(task.exchange))
@@ -105,6 +111,22 @@ def reduce_immediately(
         return end.result
 
     return pending.future().then(finish)
+
+
+def _error_of(what: str, group: Callable[[], dist.ProcessGroup], error: RuntimeError) -> BaseException:
+    """`collective_error` for a callback, in a thread that may hold the last reference to the group."""
+    found: queue.SimpleQueue[BaseException] = queue.SimpleQueue()
+
+    def look() -> None:
+        try:
+            alive = group()
+            found.put(collective.collective_error(what, alive, error))
+            time.sleep(MOMENT_S)
+        except BaseException as other:
+            found.put(other)
+
+    threading.Thread(target=look, name="commhooks failed collective", daemon=True).start()
+    return found.get()
 
 
 def _tensors_in(exchange: object) -> Iterator[torch.Tensor]:

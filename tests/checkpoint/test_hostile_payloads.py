@@ -20,7 +20,9 @@ import commhooks
 from commhooks import CommHook, CommHookError
 from tests.support import hostile
 from tests.support.ddp_steps import backward, mlp, process_group_of_one, wrap
+from tests.support.kinds import KINDS
 from tests.support.models import same_bits
+from tests.support.prescribed_auto import TRIAL
 
 OPTIONS = {"matrix_approximation_rank": 2, "start_powerSGD_iter": 1}
 
@@ -51,12 +53,15 @@ class Subject:
     hook: CommHook
     good: list[dict[str, Any]]
     """The first of them is what the hook holds before each attempt."""
+    change: Callable[[Any, Any, random.Random], tuple[Any, str]] = hostile.changed
+    on_weights: bool = False
+    """It averages weights: any finite ones may be in a payload, also such with which gradients are not finite."""
 
     @classmethod
-    def new(cls, hook: Any, **options: Any) -> Subject:
+    def new(cls, hook: Any, steps: int = 3, **options: Any) -> Subject:
         ddp = wrap(mlp())
         attached = commhooks.attach(ddp, hook, **options)
-        for step in range(3):
+        for step in range(steps):
             backward(ddp, step)
         subject = cls(ddp, attached, [attached.state_dict()])
         subject.restore()
@@ -69,26 +74,34 @@ class Subject:
     @functools.cached_property
     def names(self) -> set[str]:
         """What an error can name: the keys of the format and the parameters."""
-        keys = {key for path in hostile.places(self.good[0]) for key in path if isinstance(key, str)}
-        return keys | {"format", "batched_q", "hook_state", "options"}
+        keys = {key for payload in (self.good[0], self.before) for path in hostile.places(payload) for key in path}
+        return {key for key in keys if isinstance(key, str)} | {"format", "batched_q", "hook_state", "options", "state"}
 
     def step(self) -> None:
         """A backward pass on top of what was loaded: it runs, is finite and counts."""
-        before = self.hook.stats()["step"]
+        before = self.hook.stats()
         backward(self.ddp, 0)
+        self.hook.synchronize()
+        after = self.hook.stats()
+        skipped = after["nonfinite_steps"] - before["nonfinite_steps"] if self.on_weights else 0
+        assert after["step"] - before["step"] + skipped == 1
         for name, parameter in self.ddp.named_parameters():
-            assert parameter.grad is not None and bool(parameter.grad.isfinite().all()), f"gradient of {name}"
-        assert self.hook.stats()["step"] == before + 1
+            finite = parameter.grad is not None and bool(parameter.grad.isfinite().all())
+            assert finite or self.on_weights, f"gradient of {name}"
 
 
-def power_sgd() -> Subject:
-    subject = Subject.new("powerSGD", hook_options=OPTIONS)
-    subject.good += [subject.hook.state_dict(kind) for kind in ("mean", "drop")]
-    gathered = copy.deepcopy(subject.good[0])  # as two ranks save it in one file
-    gathered |= {"world_size": 2, "residual_ranks": [0, 1]}
+def two_ranks(saved: dict[str, Any], **more: Any) -> dict[str, Any]:
+    """As two ranks save it in one file."""
+    gathered = copy.deepcopy(saved) | {"world_size": 2, "residual_ranks": [0, 1], **more}
     for entry in gathered["parameters"].values():
         entry["residual"] = entry["residual"] and [entry["residual"][0], entry["residual"][0] * 2]
-    subject.good.append(gathered)
+    return gathered
+
+
+def power_sgd(**options: Any) -> Subject:
+    subject = Subject.new("powerSGD", hook_options=OPTIONS, **options)
+    subject.good += [subject.hook.state_dict(kind) for kind in ("mean", "drop")]
+    subject.good.append(two_ranks(subject.good[0]))
     assert subject.good[0]["residual"] == "per_rank" and subject.hook.stats()["compressed_steps"] == 2
     return subject
 
@@ -101,6 +114,37 @@ def batched() -> Subject:
 
 def own_hook() -> Subject:
     return Subject.new(averages, hook_state=Averages())
+
+
+def quantised(hook: str) -> Subject:
+    subject = Subject.new(hook)
+    subject.good += [subject.hook.state_dict("mean"), two_ranks(subject.good[0])]
+    subject.good.append(two_ranks(subject.good[0], residual_shares=True))  # of two nodes
+    assert subject.hook.stats()["compressed_steps"] == 3
+    return subject
+
+
+def local_steps(hook: str) -> Subject:
+    options = {"sync_every": 1} | ({"outer_momentum": 0.5} if hook == "diloco" else {})
+    subject = Subject.new(hook, hook_options=options)
+    subject.on_weights = True
+    assert subject.good[0]["step"] == 3
+    return subject
+
+
+def auto() -> Subject:
+    subject = Subject.new(KINDS["auto, chooses powerSGD"].hook, steps=3 + TRIAL, hook_options={"quality": "close"})
+    assert subject.good[0]["notes"]
+    return subject
+
+
+def distributed(hook: str) -> Subject:
+    """For `torch.distributed.checkpoint`, as models sharded by `fully_shard` save it."""
+    subject = local_steps(hook) if hook == "diloco" else Subject.new(hook)
+    subject.good = [subject.hook.state_dict("distributed")]
+    subject.change = hostile.changed_distributed
+    subject.restore()
+    return subject
 
 
 @contextlib.contextmanager
@@ -141,18 +185,46 @@ def try_to_load(subject: Subject, payload: Any, strict: bool, what: str, load: C
     return ""
 
 
-@pytest.mark.parametrize(("make", "count"), [(power_sgd, 400), (batched, 150), (own_hook, 100)])
-def test_changed_payloads(make: Callable[[], Subject], count: int) -> None:
+SUBJECTS: dict[str, tuple[Callable[[], Subject], int]] = {
+    "powerSGD": (power_sgd, 150),
+    "batched": (batched, 60),
+    "own hook": (own_hook, 40),
+    "int8 wrapper": (functools.partial(power_sgd, wrapper="int8"), 60),
+    "int8": (functools.partial(quantised, "int8"), 60),
+    "int4": (functools.partial(quantised, "int4"), 40),
+    "auto": (auto, 60),
+    "diloco": (functools.partial(local_steps, "diloco"), 60),
+    "local_sgd": (functools.partial(local_steps, "local_sgd"), 40),
+    "distributed int8": (functools.partial(distributed, "int8"), 40),
+    "distributed diloco": (functools.partial(distributed, "diloco"), 40),
+}
+
+
+@pytest.mark.parametrize("name", SUBJECTS)
+def test_changed_payloads(name: str) -> None:
+    make, usual = SUBJECTS[name]
     with process_group_of_one(), silent():
-        subject, rng = make(), random.Random(20)
+        subject, rng, count = make(), random.Random(20), usual * hostile.TIMES
         loaded = 0
         for number in range(count):
             good, donor = rng.choice(subject.good), rng.choice(subject.good)
-            payload, what = hostile.changed(good, donor, rng)
+            payload, what = subject.change(good, donor, rng)
             try:
                 loaded += not try_to_load(subject, payload, rng.random() < 0.5, what)
             except BaseException as error:
                 if isinstance(error, AssertionError):
                     raise
                 raise AssertionError(f"number {number}: {what}") from error
-        assert 0.05 * count < loaded < 0.7 * count  # a test in which nearly all ends alike sees nothing
+        print(f"{name}: {count} changed payloads, {loaded} loaded, the others refused")
+        assert 0.05 * count < loaded < 0.8 * count  # a test in which nearly all ends alike sees nothing
+
+
+@pytest.mark.parametrize("kind", ["nested", "meta", "NaN", "one row, expanded to 2^40"])
+@pytest.mark.parametrize(("hook", "key"), [("int8", "residual"), ("diloco", "anchor")])
+def test_distributed_states_hold_dense_tensors(hook: str, key: str, kind: str) -> None:
+    with process_group_of_one():
+        subject = distributed(hook)
+        good, tensors = subject.good[0], subject.good[0][key]
+        changed = good | {key: tensors | {"0.weight": hostile.TENSORS[kind](tensors["0.weight"])}}
+        assert f"{key}['0.weight']" in try_to_load(subject, changed, True, kind)
+        assert f"'{key}' is None, not a dict of tensors" in try_to_load(subject, good | {key: None}, True, "None")

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import io
+import os
 import random
 from collections.abc import Callable
 from typing import Any
@@ -10,6 +12,9 @@ from typing import Any
 import torch
 
 from commhooks.checkpoint.checks import shown
+
+TIMES = int(os.environ.get("HOSTILE_TIMES", "1"))
+"""How many times as many cases as usual: `make hostile` sets it."""
 
 Path = tuple[Any, ...]
 """The keys and places that lead to a value."""
@@ -156,7 +161,7 @@ def _add(payload: Any, path: Path, rng: random.Random) -> str:
     if isinstance(inside, list):
         inside.append(value)
     else:
-        inside[rng.choice(["more", "step ", 0, None, "batched.1", f"{path[-1]}.1"])] = value
+        inside[rng.choice(["more", "step ", 0, None, "batched.1", f"{shown(path[-1])}.1"])] = value
     return "added to"
 
 
@@ -209,3 +214,33 @@ def damaged_bytes(content: bytes, rng: random.Random) -> tuple[bytes, str]:
     else:
         data[place:place] = data[place : place + 100]
     return bytes(data), f"{kind} at {place}"
+
+
+def as_file(content: Any) -> bytes:
+    """What `torch.save` writes; nothing for what cannot be written."""
+    file = io.BytesIO()
+    try:
+        torch.save(content, file)
+    except Exception:
+        return b""
+    return file.getvalue()
+
+
+def changed_distributed(state: Any, donor: Any, rng: random.Random) -> tuple[Any, str]:
+    """As `changed`, of a state for `torch.distributed.checkpoint`: also inside its bytes, which hold payloads."""
+    if rng.random() < 0.4:
+        return changed(state, donor, rng)
+    state = dict(state)
+    rest = torch.load(io.BytesIO(state["commhooks"]), weights_only=True)
+    where = rng.choice(["bytes", "rest", "shard", "shard"])
+    if where == "bytes":
+        state["commhooks"], what = damaged_bytes(state["commhooks"], rng)
+        return state, what
+    if where == "rest":
+        rest, what = changed(rest, rest, rng)
+    else:
+        payload = torch.load(io.BytesIO(rest["shards"][0]), weights_only=True)
+        payload, what = changed(payload, payload, rng)
+        rest["shards"] = [as_file(payload)]
+    state["commhooks"] = as_file(rest)
+    return state, f"{where}: {what}"

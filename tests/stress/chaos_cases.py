@@ -5,9 +5,8 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Collection
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 STEPS = 30
 SAVE_EVERY = 5
@@ -103,9 +102,6 @@ class Case:
     def __str__(self) -> str:
         return f"{self.combination}: {self.death}"
 
-    def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
-
 
 def combinations(fronts: Collection[str], topologies: Collection[str], hooks: Collection[str]) -> list[Combination]:
     made = (Combination(front, topology, hook) for front in fronts for topology in topologies for hook in hooks)
@@ -113,7 +109,12 @@ def combinations(fronts: Collection[str], topologies: Collection[str], hooks: Co
 
 
 def draw(
-    runs: int, seed: int, fronts: Collection[str], topologies: Collection[str], hooks: Collection[str], deaths: Any
+    runs: int,
+    seed: int,
+    fronts: Collection[str],
+    topologies: Collection[str],
+    hooks: Collection[str],
+    deaths: Collection[str],
 ) -> list[Case]:
     """The same cases for the same arguments. Rare combinations are as likely as others within their front end and
     topology."""

@@ -97,7 +97,7 @@ def from_distributed(state: Mapping[str, Any], source: GradientSource) -> dict[s
     if RESIDUAL in kept:
         payload["residual"] = "mean"
     for key, tensors in kept.items():
-        if not isinstance(tensors, Mapping):
+        if type(key) is not str or not isinstance(tensors, Mapping):
             raise damaged(f"{shown(key)} is {shown(tensors)}, not a dict of tensors")
         for name, entry in payload["parameters"].items():
             own = _local(tensors[name], f"{key}[{shown(name)}]") if name in tensors else None

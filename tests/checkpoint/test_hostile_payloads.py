@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import omegaconf  # noqa: F401 - where it is imported, options are searched for its containers
 import pytest
 import torch
 import torch.distributed as dist
@@ -228,3 +229,14 @@ def test_distributed_states_hold_dense_tensors(hook: str, key: str, kind: str) -
         changed = good | {key: tensors | {"0.weight": hostile.TENSORS[kind](tensors["0.weight"])}}
         assert f"{key}['0.weight']" in try_to_load(subject, changed, True, kind)
         assert f"'{key}' is None, not a dict of tensors" in try_to_load(subject, good | {key: None}, True, "None")
+        assert "int is {" in try_to_load(subject, good | {10**5000: tensors}, True, "key")
+
+
+def test_options_of_candidates_may_hold_themselves() -> None:
+    endless: list[Any] = []
+    endless.append(endless)
+    with process_group_of_one():
+        subject = auto()
+        payload = copy.deepcopy(subject.good[0])
+        payload["notes"]["candidates"][0]["options"]["exclude"] = endless
+        assert "'notes' does not hold a decision" in try_to_load(subject, payload, True, "endless")

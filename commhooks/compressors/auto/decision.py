@@ -113,7 +113,7 @@ class Decision:
                 tried_s,
                 counted_bytes,
             )
-        except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
+        except (KeyError, TypeError, ValueError, AttributeError, OverflowError, RecursionError) as error:
             raise HookConfigError(f"'notes' does not hold a decision of hook 'auto' ({error})") from error
 
 

@@ -21,7 +21,7 @@ from commhooks.compressors.adaptive import AdaptiveCompressor
 from commhooks.compressors.base import Compressor, StepInfo
 from commhooks.engine.arrangement import FLAT
 from commhooks.engine.backward_pass import BackwardPass, RunningExchange
-from commhooks.engine.coalescing import Coalescing, Held, Patience
+from commhooks.engine.coalescing import Coalescing, Held
 from commhooks.engine.consensus import Binding, Consensus
 from commhooks.engine.held_state import HeldState
 from commhooks.engine.immediate import reduce_and_count
@@ -62,7 +62,6 @@ class Session:
         self.held = HeldState(state, self.counters)
         self.consensus = Consensus(compressor, binding, self.held, self.counters)
         self._messages = PointToPoint()
-        self._patience = Patience()
         self._pass: BackwardPass | None = None
         self._closed = False
         self._log = StatisticsLog()
@@ -137,17 +136,15 @@ class Session:
         # Without a scaler the scale is 1; residuals saved with one are rescaled to it.
         loss_scale = 1.0 if binding.loss_scale is None else read_scale(binding.loss_scale, state.loss_scale)
         self.counters.begin_pass()
-        arrangement = consensus.arrangement
-        group = arrangement.group("all", everyone)
+        group = consensus.arrangement.group("all", everyone)
         info = StepInfo(step, group.size(), loss_scale / state.loss_scale, group.rank())
         current = BackwardPass(group, compressing, loss_scale, info, step_at_most)
-        which = self._patience.of(compressor, arrangement.group("nodes", group), bucket.flat.device)
-        if which is not None:
+        if agreement.waiting is not None:
 
             def ranks(over: Reach) -> int:
-                return arrangement.group(over, group).size()
+                return consensus.arrangement.group(over, group).size()
 
-            current.coalescing = Coalescing(which, functools.partial(self._send, current), ranks)
+            current.coalescing = Coalescing(agreement.waiting, functools.partial(self._send, current), ranks)
         return current
 
     def _new_exchange(self, bucket: Bucket, current: BackwardPass) -> RunningExchange:

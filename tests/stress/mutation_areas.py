@@ -59,6 +59,7 @@ def _tests(*names: str) -> tuple[str, ...]:
 
 AREAS = {
     "engine": [
+        Part(_files("engine", "coalescing"), _tests("engine/test_coalescing")),
         Part(
             _files("engine", "average", "backward_pass", "immediate", "simulation", "state", "task"),
             _tests(

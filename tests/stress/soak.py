@@ -31,6 +31,7 @@ START, RANK, ROUND = 10, 2, 5
 NOISE = 0.2  # of the labels, so that there are gradients as long as the run lasts
 COMPARISONS = 20  # of the replicas, spread over the run
 BAD_EVERY = 251
+SMALL_GROWTH_TENSORS = 3  # gloo's threads let go of the latest collectives a little later
 SMALL_GROWTH_MB = 4.0  # of a process; the allocator takes and gives back pieces of that size
 MOST_DRIFT = 1.25  # the norm of the mean residual, last quarter of the run over the second quarter
 
@@ -194,7 +195,7 @@ def problems(name: str, ranks: list[dict[str, Any]], again: list[dict[str, Any]]
             found.append(f"{who}: not several buckets")
         if each["memory_mb"][1] - each["memory_mb"][0] > SMALL_GROWTH_MB:
             found.append(f"{who}: memory went from {each['memory_mb'][0]:.1f} to {each['memory_mb'][1]:.1f} MB")
-        if each["tensors"][1] > each["tensors"][0]:
+        if each["tensors"][1] > each["tensors"][0] + SMALL_GROWTH_TENSORS:
             found.append(f"{who}: live tensors went from {each['tensors'][0]} to {each['tensors'][1]}")
         if not each["last loss"] < 0.5 * each["first loss"]:
             found.append(f"{who}: loss went from {each['first loss']:.3f} to {each['last loss']:.3f} only")

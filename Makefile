@@ -20,9 +20,9 @@ demo: $(READY_FOR_DEMO)
 demo-accelerate: $(READY)
 	@$(CLEAN) examples/accelerate_demo.py $(ARGS)
 
-# Three at a time, because many tests wait for a process or a time limit; in the order of tests/conftest.py.
+# Four at a time on two cores, because many tests wait for a process or a time limit; in the order of tests/conftest.py.
 test: $(READY)
-	@$(CLEAN) -m pytest -n 3 --dist loadfile --no-loadscope-reorder $(ARGS)
+	@$(CLEAN) -m pytest -n 4 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 # What needs a GPU: with the torch (2.11 or newer, built with CUDA) and the pytest of $(PYTHON). One GPU is enough.
 test-cuda:

@@ -25,6 +25,9 @@ Found = TypeVar("Found")
 CPU = torch.device("cpu")
 _KNOWN: "weakref.WeakKeyDictionary[dist.ProcessGroup, list[int]]" = weakref.WeakKeyDictionary()
 """What has been found. A group whose connections are closed stays so; the futures of its buckets fail one by one."""
+_TOLD: "weakref.WeakSet[dist.ProcessGroup]" = weakref.WeakSet()
+"""Default groups in whose store this rank has left a note. A rank that goes on, with another group, cannot tell later
+which notes are new."""
 
 CLOSED_LIMIT_S = 0.5
 TIMED_OUT_LIMIT_S = 2.0
@@ -34,18 +37,20 @@ busy when another one's patience ended may be late."""
 
 def lost_ranks(group: dist.ProcessGroup, error: RuntimeError) -> list[int]:
     """The ranks, by their numbers in the default group, that have ended or hang, after a collective of `group` has
-    failed with `error`. Empty if that cannot be told. Afterwards `group` cannot be used any more; it could not before,
-    if any rank is found. Takes up to three times `CLOSED_LIMIT_S`, or `TIMED_OUT_LIMIT_S` after a time-out."""
+    failed with `error`. Empty if that cannot be told, as in a rank that has gone on after such a failure. Afterwards
+    `group` cannot be used any more; it could not before, if any rank is found. Takes up to three times
+    `CLOSED_LIMIT_S`, or `TIMED_OUT_LIMIT_S` after a time-out."""
     if group.size() == 1 or not dist.is_initialized() or backend_of(group, CPU) != "gloo":
         return []
     if group in _KNOWN:
         return _KNOWN[group]
     ranks, here = dist.get_process_group_ranks(group), group.rank()
     closed = [ranks[other] for other in range(group.size()) if other != here and _is_closed(other, group)]
-    if not closed:
-        return []
     world = dist.group.WORLD
     assert world is not None
+    if not closed or world in _TOLD:
+        return []
+    _TOLD.add(world)
     timed_out = any(words in str(error).lower() for words in ("timed out", "timeout"))
     notes = _Notes(store_of(world), TIMED_OUT_LIMIT_S if timed_out else CLOSED_LIMIT_S)
     found = closed

@@ -3,6 +3,7 @@ turn."""
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import time
 from datetime import timedelta
@@ -70,6 +71,25 @@ def test_a_rank_in_another_group_is_named(run_ranks: Any) -> None:
     _, near, far = run_ranks(_in_groups, world_size=3)
     assert near.startswith("rank 1 of 3 (rank 1 of 2 in its group): ") and "failed: rank 0 has ended or hangs" in near
     assert far.startswith("rank 2 of 3 (rank 1 of 2 in its group): ") and "failed: rank 0 has ended or hangs" in far
+
+
+def _another_failure() -> str:
+    """Rank 2 ends, the others go on in a group of their own, and then rank 1 ends."""
+    rank = dist.get_rank()
+    groups = [dist.new_group([0, 1]), dist.group.WORLD]
+    gather_rows(torch.zeros(1), groups[-1], None, "the start")
+    if rank == 2:
+        _end(groups)
+        return ""
+    gather_rows(torch.zeros(1), groups[0], None, "the start")
+    with contextlib.suppress(commhooks.HookRunError):
+        gather_rows(torch.zeros(1000), groups.pop(), None, "what is tested")
+    return "" if rank == 1 and _end(groups) is None else _fail_and_end(groups)
+
+
+def test_a_rank_that_goes_on_names_nobody_of_an_earlier_failure(run_ranks: Any) -> None:
+    text = run_ranks(_another_failure, world_size=3)[0]
+    assert "failed: another rank has probably ended, hangs, or sends something else" in text
 
 
 def _without_store(how: str) -> str:

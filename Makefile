@@ -47,7 +47,7 @@ test-peers: $(READY)
 exits: $(READY)
 	@$(CLEAN) -m tests.stress.exits $(ARGS)
 
-# 50,000 steps on 2 ranks for each of three hooks: some 20 minutes. make soak ARGS="--steps 1000"
+# 50,000 steps on 2 ranks for each of three hooks: half an hour. make soak ARGS="--steps 1000"
 soak: $(READY)
 	@$(CLEAN) -m tests.stress.soak $(ARGS)
 

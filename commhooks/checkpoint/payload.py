@@ -152,7 +152,8 @@ def read(payload: dict[str, Any], target: Target, *, strict: bool) -> LearnedSta
             if value is not None:
                 # A wider one stays: FSDP's reduce_dtype, known in the first pass only, may be wider than the weights.
                 dtype = torch.promote_types(value.dtype, target.kept_dtype(each, name))
-                state[each.key][name] = value.to(parameter.device, dtype, copy=not each.replicated).contiguous()
+                # Copies: the state changes in place, and what was loaded may be loaded into another hook, too.
+                state[each.key][name] = value.to(parameter.device, dtype, copy=True).contiguous()
     if payload["residual"] == "none" and payload["exact"] is False and state.local:
         state.local_missing = state.missing_was_said = True
         if target.speaks:

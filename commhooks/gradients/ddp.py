@@ -134,7 +134,7 @@ class DDPGradients(GradientSource):
                 f"this DistributedDataParallel model has a communication hook already, so {reducer.name!r} cannot be: "
                 "DDP takes one hook for life; wrap the model anew to change it"
             ) from error
-        vars(ddp_model)["commhooks_keeps_group"] = KeepsGroup(ddp_model.process_group)
+        keep_group_until_reducer_ends(ddp_model)
 
     def let_ranks_differ(self) -> list[str]:
         ddp_model = self._ddp_model()
@@ -183,20 +183,20 @@ class DDPGradients(GradientSource):
         return [(n, p) for n, p in module.named_parameters() if id(p) in own]
 
 
-class KeepsGroup:
-    """An attribute of a DDP model that keeps the process group until the DDP `Reducer` is gone.
+def keep_group_until_reducer_ends(ddp_model: DistributedDataParallel) -> None:
+    """If DDP's `Reducer` were the last to hold the process group, both would end while Python's lock is held (torch
+    2.13), and on gloo that can wait for ever: the group waits for its threads, and such a thread for the lock, to free
+    what Python has given to the latest collective. Python itself lets go of a group without its lock.
 
-    If that were the last to hold the group, both would end while Python's lock is held (torch 2.13), and on gloo
-    that can wait for ever: the group waits for its threads, and such a thread for the lock, to free what Python has
-    given to the latest collective. Attributes are deleted in the order in which they were set, and Python lets go of a
-    group without its lock. Copies of the model, and pickles, hold nothing.
+    The interpreter holds the group, and not the model: the garbage collector, if it is what ends the model, takes apart
+    what belongs to it in any order.
     """
+    finalizer = weakref.finalize(ddp_model.reducer, _let_go, ddp_model.process_group)
+    finalizer.atexit = False  # the Reducer may outlive that moment
 
-    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
-        self._group = group
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        return KeepsGroup, ()
+def _let_go(_group: dist.ProcessGroup) -> None:
+    """Called when the `Reducer` has ended; afterwards nothing refers to the group from here."""
 
 
 def checked_bucket(grad_bucket: object) -> dist.GradBucket:

@@ -266,7 +266,7 @@ class CommHook:
         All or nothing: everything is checked before anything changes. The saved `start_powerSGD_iter` replaces the
         current one. After a change of `matrix_approximation_rank` the residuals are kept and Q is refitted. After a
         change of the world size every rank gets the mean of the residuals. If the residual of any rank is missing, all
-        ranks start from residuals of zero, with one warning.
+        ranks start from residuals of zero, with one warning. Tensors are copied: training does not change `saved`.
 
         Args:
             strict: whether a state of another hook or model is an error (default: the `strict` of `attach`). If not,

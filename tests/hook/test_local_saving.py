@@ -12,7 +12,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import commhooks
 from commhooks.gradients import weights
-from tests.support.training import Run, batch, flat
+from tests.support.training import Run, batch, flat, plain
 
 SEVERAL = 1000  # bytes in a bucket of weights, so that there are several
 
@@ -22,6 +22,7 @@ def _with_saves(config: commhooks.HookConfig, steps: int, saves: list[int], how:
     """Weights at the end of a run that saves after these steps, and of one that also resumes there each time."""
     whole = Run.new(hook=config)
     resumed = Run.new(hook=config)
+    contents = []
     for begin, end in zip([0, *saves], [*saves, steps], strict=True):
         whole.train(end - begin)
         resumed.train(end - begin)
@@ -31,7 +32,10 @@ def _with_saves(config: commhooks.HookConfig, steps: int, saves: list[int], how:
             of_rank_0 = [content]
             dist.broadcast_object_list(of_rank_0)
             content = of_rank_0[0] | {"hook": content["hook"]}  # as the frameworks save
+            contents.append((content["hook"], plain(content["hook"])))
             resumed = Run.new(hook=config).load(content)
+    for content, as_saved in contents:
+        assert plain(content) == as_saved, "training has changed what was loaded"
     return whole.weights(), resumed.weights(), whole.gradients[-1], resumed.gradients[-1]
 
 

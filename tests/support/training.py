@@ -106,3 +106,12 @@ def residuals(hook: commhooks.CommHook) -> dict[str, torch.Tensor]:
     """This rank's residuals by parameter name, flat."""
     assert session_of(hook) is not None
     return {name: residual.clone() for name, residual in session_of(hook).state["residual"].items()}
+
+
+def plain(value: Any) -> Any:
+    """A payload, or a part of it, as something that `==` compares, and that no training changes."""
+    if isinstance(value, torch.Tensor):
+        return (str(value.dtype), value.tolist())
+    if isinstance(value, dict):
+        return {key: plain(each) for key, each in value.items()}
+    return [plain(each) for each in value] if isinstance(value, list) else value

@@ -57,7 +57,9 @@ def worker_main(stack_path: str) -> None:
         except (EOFError, OSError):
             return
         leaks = []
+        group = None
         if dist.is_initialized():
+            group = dist.group.WORLD
             if store is None:
                 leaks.append("a process group (destroy what the function itself creates)")
             dist.destroy_process_group()
@@ -66,6 +68,7 @@ def worker_main(stack_path: str) -> None:
             leaks.append("the name of the next process group: the ranks of the next task would not find each other")
         _forget_meshes()
         _collect_garbage()
+        del group  # now: no `Reducer` of a DDP model without a hook may be the last to hold it, see gradients/ddp.py
         more_leaks, beyond_repair = before.restore()
         faulthandler.cancel_dump_traceback_later()
         connection.send(("leaks", leaks + more_leaks, beyond_repair or misnamed))

@@ -50,22 +50,14 @@ class Clocks:
         self.last_pass = Times()
 
     @contextlib.contextmanager
-    def codec(self, device: torch.device) -> Iterator[None]:
-        """Count the time of the body, without that spent in `waiting`, as codec time."""
+    def measure(self, device: torch.device, *, waiting: bool = False) -> Iterator[None]:
+        """Count the time of the body as codec time; that of a body within this one, with `waiting`, as waiting time
+        instead."""
         begin = mark(device)
         try:
             yield
         finally:
-            self._between(begin, mark(device), functools.partial(self._count, self.last_pass, codec=1, waiting=0))
-
-    @contextlib.contextmanager
-    def waiting(self, device: torch.device) -> Iterator[None]:
-        """Count the time of the body as waiting time. Use only within the body of `codec`."""
-        begin = mark(device)
-        try:
-            yield
-        finally:
-            self._between(begin, mark(device), functools.partial(self._count, self.last_pass, codec=-1, waiting=1))
+            self._between(begin, mark(device), functools.partial(self._count, self.last_pass, waiting=waiting))
 
     def left_to_ddp(self, device: torch.device) -> Callable[[], None]:
         """Call this when a hook has returned a future that DDP waits for. Call the returned function when that future
@@ -101,10 +93,10 @@ class Clocks:
         finally:
             self._collecting.release()
 
-    def _count(self, this_pass: Times, seconds: float, *, codec: int, waiting: int) -> None:
+    def _count(self, this_pass: Times, seconds: float, *, waiting: bool) -> None:
         for times in (self.total, this_pass):
-            times.codec_s += codec * seconds
-            times.waiting_s += waiting * seconds
+            times.codec_s += -seconds if waiting else seconds
+            times.waiting_s += seconds if waiting else 0.0
 
     def _between(self, begin: Mark, end: Mark, count: Callable[[float], None]) -> None:
         if isinstance(end, float):

@@ -75,7 +75,7 @@ class Send:
         return -(-whole // 2)
 
 
-def resolve_group(process_group: dist.ProcessGroup | None) -> dist.ProcessGroup:
+def resolve_group(process_group: dist.ProcessGroup | None = None) -> dist.ProcessGroup:
     """`process_group`, or the default group if that is None."""
     if process_group is not None:
         return process_group
@@ -104,7 +104,7 @@ class Pending:
         """
         try:
             clocks = None if self._counters is None else self._counters.clocks
-            with contextlib.nullcontext() if clocks is None else clocks.waiting(self.answer.device):
+            with contextlib.nullcontext() if clocks is None else clocks.measure(self.answer.device, waiting=True):
                 self._work.wait()
         except RuntimeError as error:
             raise collective_error(self.what, self._group, error) from error

@@ -17,11 +17,12 @@ from commhooks.errors import CommHookError
 T = TypeVar("T")
 
 
-def good_on_all_shards(good: torch.Tensor, shard_group: dist.ProcessGroup) -> torch.Tensor:
-    """Whether `good` (0-dim bool tensor) is true on all ranks of `shard_group`. All of them must call this; no host
-    waits for an accelerator. Not counted in the bytes of the hook, which are those between replicas."""
+def good_on_all(good: torch.Tensor, group: dist.ProcessGroup, whose: str) -> torch.Tensor:
+    """Whether `good` (0-dim bool tensor) is true on all ranks of `group`: all shards, or a node. All of them must call
+    this; no host waits for an accelerator. Not counted in the bytes of the hook, which are those between replicas and
+    between nodes."""
     bad = (~good).to(torch.int32).view(1)
-    return start(Send(bad, what="the verdict of all shards", op="max"), shard_group, None).wait()[0] == 0
+    return start(Send(bad, what=f"the verdict of {whose}", op="max"), group, None).wait()[0] == 0
 
 
 def is_logging_rank(group: dist.ProcessGroup, shard_group: dist.ProcessGroup | None) -> bool:

@@ -5,10 +5,13 @@ A narrower wire dtype must not turn a large number into inf, nor an inf into a l
 where error feedback compensates for the loss; non-finite ones become NaN, which survives every reduction.
 """
 
+import functools
 import math
 from collections.abc import Sequence
 
 import torch
+
+from commhooks.gradients import precision
 
 WIRE_DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 WIRE_BITS = {"int8": 8, "int4": 4}
@@ -32,6 +35,7 @@ def dtype_name(dtype: torch.dtype | None) -> str:
     return "" if dtype is None else str(dtype).removeprefix("torch.")
 
 
+@functools.cache
 def largest_share(dtype: torch.dtype, world_size: int) -> float:
     """The largest number that each of `world_size` ranks can send without an overflow of the sum in `dtype`."""
     info = torch.finfo(dtype)
@@ -103,6 +107,18 @@ def put_plain(gradients: Sequence[torch.Tensor], out: torch.Tensor, world_size: 
     share = _share(whole, out, world_size)  # divided before it is narrowed
     if share is not out:
         out.copy_(share)
+
+
+def put_flags(gradients: Sequence[torch.Tensor], flags: torch.Tensor) -> None:
+    """Write to `flags`, per parameter, 1 if its gradient (1-D) is not zero, else 0. DDP may drop the result for a
+    parameter that no rank used, and a residual sent in it would be lost."""
+    on_host = precision.is_host_readable(flags.device)
+    for gradient, flag in zip(gradients, flags, strict=True):
+        if on_host:
+            # The first 64 elements nearly always contain a nonzero one.
+            flag.fill_(bool(gradient[:64].any()) or bool(gradient.any()))
+        else:
+            flag.copy_(gradient.any())
 
 
 def _share(numbers: torch.Tensor, out: torch.Tensor, world_size: int) -> torch.Tensor:

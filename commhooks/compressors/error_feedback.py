@@ -4,12 +4,9 @@ The part of `delta = gradient + residual` that a compressor does not send become
 (Karimireddy, Rebjock, Stich, Jaggi: Error Feedback Fixes SignSGD, ICML 2019).
 """
 
-from collections.abc import Sequence
-
 import torch
 
 from commhooks.compressors.base import State, StepInfo
-from commhooks.gradients import precision
 from commhooks.gradients.layout import Slot
 from commhooks.gradients.precision import compute_dtype
 
@@ -38,16 +35,3 @@ def keep_residual(slot: Slot, left: torch.Tensor, good: torch.Tensor | bool, sta
             state["residual"][slot.name] = left
         return
     state["residual"][slot.name] = torch.where(good, left, 0.0 if old is None else old)
-
-
-def put_flags(slots: Sequence[Slot], flat: torch.Tensor, flags: torch.Tensor) -> None:
-    """Write to `flags`, per parameter, 1 if its gradient in the bucket's buffer is not zero, else 0. DDP may drop the
-    result for a parameter that no rank used, and a residual sent in it would be lost."""
-    on_host = precision.is_host_readable(flat.device)
-    for slot, flag in zip(slots, flags, strict=True):
-        gradient = slot.of(flat)
-        if on_host:
-            # The first 64 elements nearly always contain a nonzero one.
-            flag.fill_(bool(gradient[:64].any()) or bool(gradient.any()))
-        else:
-            flag.copy_(gradient.any())

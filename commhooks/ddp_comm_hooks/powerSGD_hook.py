@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from commhooks.comm.collective import resolve_group
 from commhooks.comm.counters import Counters
 from commhooks.compressors.powersgd.compressor import BatchedPowerSGDCompressor, PowerSGDCompressor
 from commhooks.compressors.powersgd.options import PowerSGD
@@ -84,12 +85,12 @@ class PowerSGDState:
         self.session = Session(compressor, Binding(PositionalNames(), self._group_or()), state, counters)
         self._reader = BucketReader()
 
-    def _group_or(self, otherwise: Callable[[], dist.ProcessGroup | None] = lambda: None) -> Any:
+    def _group_or(self, otherwise: Callable[[], dist.ProcessGroup] = resolve_group) -> Any:
         """Returns a function that returns `process_group`, and where that is None `otherwise()`. It holds this object
         weakly, which holds the session that calls it."""
         weak = weakref.ref(self)
 
-        def group() -> dist.ProcessGroup | None:
+        def group() -> dist.ProcessGroup:
             state = weak()
             return otherwise() if state is None or state.process_group is None else state.process_group
 

@@ -22,11 +22,14 @@ class Flat:
         words: how the ranks are arranged, for the log; "" if they are not.
         complete: every rank has the local tensors (residuals) of all parameters.
         ranks_per_residual: a residual is that of the sum of so many ranks' gradients.
+        deciding: returns ranks that receive different things: what one of them finds not finite counts for all. None:
+            all ranks receive the same.
     """
 
     words: str = ""
     complete: bool = True
     ranks_per_residual: int = 1
+    deciding: Callable[[], dist.ProcessGroup] | None = None
 
     def keeps(self, name: str) -> bool:
         """Whether this rank keeps the local tensors (residuals) of the parameter `name`."""
@@ -53,11 +56,6 @@ class Flat:
     def group(self, over: Reach, everyone: dist.ProcessGroup) -> dist.ProcessGroup:
         """The ranks that a collective is for. `everyone`: those that the session is bound to."""
         return everyone
-
-    def agreed(self, good: torch.Tensor) -> torch.Tensor:
-        """Whether everything that any rank received is finite. `good`: the same for this rank (0-dim bool tensor). Here
-        all ranks received the same."""
-        return good
 
     def redistribute_residuals(
         self, state: LearnedState, parameters: Mapping[str, torch.Tensor], group: dist.ProcessGroup

@@ -90,17 +90,17 @@ class Coalescing:
     """
 
     def __init__(
-        self, which: Waiting, start: Callable[[Send, Sequence[int]], Pending], ranks: Callable[[Reach], int]
+        self, which: Waiting, start: Callable[[Sequence[int], Send], Pending], ranks: Callable[[Reach], int]
     ) -> None:
         self.start = start
         self.ranks = ranks
         self._which = which
         self._open: dict[object, Message] = {}
 
-    def issue(self, send: Send, bucket: int) -> "Pending | Held":
+    def issue(self, bucket: int, send: Send) -> "Pending | Held":
         """Hold `send` back for a message with others of its kind, or start it if it is not to wait."""
         if not self._waits(send):
-            return self.start(send, [bucket])
+            return self.start([bucket], send)
         kind = (send.op, send.tensor.dtype, send.over)
         message = self._open.get(kind)
         if message is None or message.sent:
@@ -167,7 +167,7 @@ class Message:
     def _collective(self, tensor: torch.Tensor, op: Op) -> torch.Tensor:
         what = ", ".join(dict.fromkeys(each.what for each in self._sends if each.what))
         send = Send(tensor, what=what, op=op, over=self._sends[0].over)
-        return self._coalescing.start(send, self._buckets).wait()
+        return self._coalescing.start(self._buckets, send).wait()
 
 
 class Held:

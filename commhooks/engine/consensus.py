@@ -62,14 +62,14 @@ class Binding:
 
     Attributes:
         names: stable names of the parameters.
-        group: called at each backward pass; returns the process group, or None for the default group.
+        group: called at each backward pass; returns the process group.
         loss_scale: returns the current scale of the GradScaler; None without one.
         shards: returns, for a sharded model, the ranks that hold the other shards of this replica: a pass is committed
             on all of them or on none. None: nothing is sharded.
     """
 
     names: ParameterNames
-    group: Callable[[], dist.ProcessGroup | None]
+    group: Callable[[], dist.ProcessGroup]
     loss_scale: Callable[[], LossScale] | None = None
     shards: Callable[[], dist.ProcessGroup] | None = None
 

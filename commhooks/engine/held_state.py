@@ -76,8 +76,9 @@ class HeldState:
             verdict: whether it is committed: a bool on the CPU, else a 0-dim bool tensor.
             compressed: whether it counts as a compressed one.
         """
-        self.state.loss_scale = chosen(verdict, loss_scale, self.state.loss_scale)
         if verdict is not False:
+            before = self.state.loss_scale
+            self.state.loss_scale = loss_scale if verdict is True else chosen(verdict, loss_scale, before)
             # After a failed commit the residual started at zero; from this commit on it is valid again.
             self.state.local_missing = self.torn = False
         if isinstance(verdict, bool) and self._unread is None:

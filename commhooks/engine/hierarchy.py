@@ -22,7 +22,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from commhooks.comm.collective import Reach, Send, collective_error
+from commhooks.comm.collective import Reach, Send, start
 from commhooks.comm.nodes import Nodes
 from commhooks.compressors.base import Compressor, Exchange, StepInfo, Verdict
 from commhooks.compressors.unit_plan import MemoryPlan, UnitPlan
@@ -55,6 +55,7 @@ class Hierarchy(Flat):
         self.nodes = nodes
         self.words = nodes.words
         self.ranks_per_residual = nodes.ranks_per_node
+        self.deciding = lambda: nodes.node  # its owners receive different shares
         self._owners = owners_of({name: each.numel() for name, each in parameters.items()}, nodes.ranks_per_node)
 
     def keeps(self, name: str) -> bool:
@@ -145,11 +146,6 @@ class Hierarchy(Flat):
     def group(self, over: Reach, everyone: dist.ProcessGroup) -> dist.ProcessGroup:
         return {"all": everyone, "node": self.nodes.node, "nodes": self.nodes.across}[over]
 
-    def agreed(self, good: torch.Tensor) -> torch.Tensor:
-        everywhere = good.to(torch.int32)
-        self._all_reduce(everywhere, dist.ReduceOp.MIN, "the verdict")
-        return everywhere > 0
-
     def redistribute_residuals(
         self, state: LearnedState, parameters: Mapping[str, torch.Tensor], group: dist.ProcessGroup
     ) -> None:
@@ -186,12 +182,6 @@ class Hierarchy(Flat):
             total = tensors.pop(name, None)
             if total is None:
                 total = zeros_for(parameter)
-            self._all_reduce(total, dist.ReduceOp.SUM, f"the residual of {name}")
+            start(Send(total, what=f"the residual of {name} in the node"), self.nodes.node, None).wait()
             if self.keeps(name):
                 tensors[name] = total
-
-    def _all_reduce(self, tensor: torch.Tensor, op: Any, what: str) -> None:
-        try:
-            dist.all_reduce(tensor, op, group=self.nodes.node)
-        except RuntimeError as error:
-            raise collective_error(f"{what} in the node", self.nodes.node, error) from error

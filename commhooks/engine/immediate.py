@@ -44,7 +44,7 @@ def reduce_and_count(
     if bucket.is_first:
         counters.begin_pass()
     counters.gradients(bucket.numel_here * bucket.flat.element_size())
-    with counters.clocks.codec(bucket.flat.device):
+    with counters.clocks.measure(bucket.flat.device):
         future = reduce_immediately(compressor, bucket, group, counters, over)
     answered = counters.clocks.left_to_ddp(bucket.flat.device)
 

@@ -13,15 +13,15 @@ from typing import Any
 import torch
 
 from commhooks.comm import collective
-from commhooks.comm.collective import Pending, Reach, Send, resolve_group, wait_for_abandoned
+from commhooks.comm.collective import Pending, Reach, Send, wait_for_abandoned
 from commhooks.comm.counters import Counters
 from commhooks.comm.point_to_point import PointToPoint
-from commhooks.comm.shards import good_on_all_shards
+from commhooks.comm.shards import good_on_all
 from commhooks.compressors.adaptive import AdaptiveCompressor
 from commhooks.compressors.base import Compressor, StepInfo
 from commhooks.engine.arrangement import FLAT
-from commhooks.engine.backward_pass import BackwardPass, RunningExchange
-from commhooks.engine.coalescing import Coalescing, Held
+from commhooks.engine.backward_pass import BackwardPass, Issue, RunningExchange
+from commhooks.engine.coalescing import Coalescing
 from commhooks.engine.consensus import Binding, Consensus
 from commhooks.engine.held_state import HeldState
 from commhooks.engine.immediate import reduce_and_count
@@ -33,7 +33,7 @@ from commhooks.engine.task import ExchangeTask
 from commhooks.errors import logger_of
 from commhooks.gradients import precision
 from commhooks.gradients.bucket import Bucket
-from commhooks.gradients.loss_scale import chosen, is_one, read_scale
+from commhooks.gradients.loss_scale import chosen, read_scale
 
 logger = logger_of(__name__)
 
@@ -89,11 +89,11 @@ class Session:
         consensus, device = self.consensus, bucket.flat.device
         compressor = consensus.compressor
         if not compressor.transactional and consensus.arrangement is FLAT:
-            return reduce_and_count(compressor, bucket, resolve_group(consensus.binding.group()), self.counters)
+            return reduce_and_count(compressor, bucket, consensus.binding.group(), self.counters)
         with self._computing(bucket.flat):
             if bucket.is_first or self._pass is None:
                 self._pass = self._begin(bucket)
-            with self.counters.clocks.codec(device):
+            with self.counters.clocks.measure(device):
                 exchange = self._new_exchange(bucket, self._pass)
                 self._pass.add(exchange)
                 if bucket.is_last:
@@ -104,7 +104,7 @@ class Session:
         """End the running pass, whose latest bucket was not marked as the last: no further one will arrive."""
         if self._pass is not None:
             flat = self._pass.running[-1].flat
-            with self._computing(flat), self.counters.clocks.codec(flat.device):
+            with self._computing(flat), self.counters.clocks.measure(flat.device):
                 self._drain(self._pass)
 
     def close(self) -> None:
@@ -124,7 +124,7 @@ class Session:
             self._closed = False
         consensus, state = self.consensus, self.state
         binding = consensus.binding
-        everyone = resolve_group(binding.group())
+        everyone = binding.group()
         agreement = consensus.reach(everyone, bucket.flat)
         compressor = consensus.compressor
         step, step_at_most = self.held.steps(agreement.start, exact=agreement.exact_step)
@@ -158,17 +158,15 @@ class Session:
             counters.numel_before += known.layout.numel
             counters.numel_after += known.numel_sent
 
-        def issue(send: Send) -> Pending | Held:
-            if current.coalescing is not None:
-                return current.coalescing.issue(send, bucket.index)
-            return self._send(current, send, [bucket.index])
-
         if self._observer is not None:
             self._observer.add(known.layout)
         exchange = known.exchange(compressor, flat, self.state, current.step, compressing=current.compressing)
+        issue: Issue = functools.partial(self._send, current, [bucket.index])
+        if current.coalescing is not None:
+            issue = functools.partial(current.coalescing.issue, bucket.index)
         return RunningExchange(ExchangeTask(exchange, flat, compressor.name), flat, issue)
 
-    def _send(self, current: BackwardPass, send: Send, buckets: Sequence[int]) -> Pending:
+    def _send(self, current: BackwardPass, buckets: Sequence[int], send: Send) -> Pending:
         where = f"bucket{'s' * (len(buckets) > 1)} {', '.join(map(str, buckets))} at step {current.step_label}"
         over = send.over
         group = current.group if over == "all" else self.consensus.arrangement.group(over, current.group)
@@ -176,10 +174,11 @@ class Session:
 
     def _drain(self, current: BackwardPass) -> None:
         """End a pass: run all remaining rounds, then commit."""
-        good = self.consensus.arrangement.agreed(current.drain())
-        shards = self.consensus.binding.shards
+        good, node, shards = current.drain(), self.consensus.arrangement.deciding, self.consensus.binding.shards
+        if node is not None:
+            good = good_on_all(good, node(), "the node")
         if shards is not None:
-            good = good_on_all_shards(good, shards())
+            good = good_on_all(good, shards(), "all shards")
         with self.held.committing(good.device):
             self._commit(current, bool(good) if precision.is_host_readable(good.device) else good)
         if self._messages.in_flight:
@@ -200,7 +199,7 @@ class Session:
         buckets, residual_factor = self.consensus.buckets, current.step.residual_factor
         if buckets.dead_units:
             buckets.forget_dead_state(self.compressor)
-        if verdict is not False and not is_one(residual_factor):
+        if verdict is not False and (isinstance(residual_factor, torch.Tensor) or residual_factor != 1):
             # The exchanges do it for what they compress.
             compressed = buckets.compressed() if current.compressing else set()
             factor = chosen(verdict, residual_factor, 1.0)
@@ -215,7 +214,8 @@ class Session:
         """Run the body, a part of a pass, as the codec runs. An exception in it ends the pass: what the
         hook has begun for its buckets is waited for, because the caller may fill them again."""
         try:
-            with computing_on(flat), precision.full_precision(flat.device):
+            on_stream = computing_on(flat) if precision.has_streams(flat.device) else contextlib.nullcontext()
+            with on_stream, precision.full_precision(flat.device):
                 yield
         except BaseException:
             with contextlib.suppress(RuntimeError):  # the device itself may have failed

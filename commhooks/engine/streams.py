@@ -33,11 +33,9 @@ def _stream(device: torch.device, priority: int) -> torch.cuda.Stream:
 
 @contextlib.contextmanager
 def computing_on(buffer: torch.Tensor) -> Iterator[None]:
-    """Run the body on the codec stream of the buffer's device, after the work queued on the current stream."""
+    """Run the body on the codec stream of the buffer's device, which has streams, after the work queued on the current
+    stream."""
     device = buffer.device
-    if not precision.has_streams(device):
-        yield
-        return
     stream = _stream(device, _CODEC_PRIORITY)
     stream.wait_stream(torch.cuda.current_stream(device))
     with torch.cuda.stream(stream):

@@ -6,6 +6,7 @@ Made from DDP's buckets (`gradients.ddp`), or directly from tensors.
 from collections.abc import Callable, Sequence
 
 import torch
+import torch.distributed as dist
 
 from commhooks.gradients.torch_private import sparse_values
 
@@ -18,6 +19,7 @@ class Bucket:
         index: increases within a backward pass.
         numel_here: number of elements in the buffer; for a sparse gradient that of its values.
         is_first, is_last: this is the first, the last bucket of its backward pass.
+        grad_bucket: the same bucket as DDP passed it; None without DDP.
     """
 
     def __init__(
@@ -27,6 +29,7 @@ class Bucket:
         index: int = 0,
         is_last: bool = True,
         is_first: bool | None = None,
+        grad_bucket: dist.GradBucket | None = None,
     ) -> None:
         """
         Args:
@@ -38,6 +41,7 @@ class Bucket:
         self.index = index
         self.is_first = index == 0 if is_first is None else is_first
         self.is_last = is_last
+        self.grad_bucket = grad_bucket
         self._parameters = parameters
 
     @property

@@ -77,7 +77,7 @@ class BucketReader:
         if end_pass is not None and not is_last and (is_first or task != before):
             run_after_backward(functools.partial(self._at_the_end, end_pass))
         # torch makes a new list of the parameters at each call.
-        return Bucket(found.buffer(), found.parameters, index, is_last, is_first)
+        return Bucket(found.buffer(), found.parameters, index, is_last, is_first, found)
 
     def _at_the_end(self, end_pass: Callable[[], None]) -> None:
         if self._index != _NO_BUCKET_YET:
@@ -195,7 +195,7 @@ def keep_group_until_reducer_ends(ddp_model: DistributedDataParallel) -> None:
     finalizer.atexit = False  # the Reducer may outlive that moment
 
 
-def _let_go(_group: dist.ProcessGroup) -> None:
+def _let_go(group: dist.ProcessGroup) -> None:
     """Called when the `Reducer` has ended; afterwards nothing refers to the group from here."""
 
 

@@ -82,25 +82,15 @@ _PRECISION_SWITCHES: tuple[Any, ...] = (
 )
 
 
-@contextlib.contextmanager
-def full_precision(device: torch.device) -> Iterator[None]:
-    """Run the body without grad mode and autocast, with float32 products in full float32 precision."""
-    _switch_off()
-    try:
-        has_autocast = torch.amp.is_autocast_available(device.type)
-        with torch.no_grad(), torch.autocast(device.type, enabled=False) if has_autocast else contextlib.nullcontext():
-            yield
-    finally:
-        _switch_on()
-
-
 # The switches are those of the process, and autograd has a thread per GPU: the last thread to leave restores them.
 _lock = threading.RLock()
 _inside = 0
 _before: list[tuple[Any, str]] = []
 
 
-def _switch_off() -> None:
+@contextlib.contextmanager
+def full_precision(device: torch.device) -> Iterator[None]:
+    """Run the body without grad mode and autocast, with float32 products in full float32 precision."""
     global _inside
     with _lock:
         _inside += 1
@@ -109,18 +99,19 @@ def _switch_off() -> None:
             if precision not in ("ieee", "none"):
                 _before.append((switch, precision))
                 switch.fp32_precision = "ieee"
-
-
-def _switch_on() -> None:
-    global _inside
-    with _lock:
-        _inside -= 1
-        while _inside == 0 and _before:
-            switch, precision = _before.pop()
-            # "none" inherits from the parent switch; set an explicit value only if there was one before.
-            switch.fp32_precision = "none"
-            if switch.fp32_precision != precision:
-                switch.fp32_precision = precision
+    try:
+        has_autocast = torch.amp.is_autocast_available(device.type)
+        with torch.no_grad(), torch.autocast(device.type, enabled=False) if has_autocast else contextlib.nullcontext():
+            yield
+    finally:
+        with _lock:
+            _inside -= 1
+            while _inside == 0 and _before:
+                switch, precision = _before.pop()
+                # "none" inherits from the parent switch; set an explicit value only if there was one before.
+                switch.fp32_precision = "none"
+                if switch.fp32_precision != precision:
+                    switch.fp32_precision = precision
 
 
 # ---- what the last bits depend on ------------------------------------------------------------------------------------

@@ -25,6 +25,7 @@ from commhooks.engine.consensus import Binding
 from commhooks.engine.session import Session
 from commhooks.engine.state import LearnedState
 from commhooks.errors import AttachError, HookConfigError, logger_of
+from commhooks.gradients.bucket import Bucket
 from commhooks.gradients.exclude import warn_if_unmatched
 from commhooks.gradients.source import GradientSource, held_weakly
 from commhooks.hook.announce import reason_first, say
@@ -210,7 +211,8 @@ def _runner_of(
         session = Session(compressor, of_weights, LearnedState.of(compressor.state_fields), counters)
         return LocalStepsHook(request, source, session, counters, scaled=binding.loss_scale is not None), None
     if compressor is not None:
-        return EngineHook(request, source, Session(compressor, binding, LearnedState.of(compressor.state_fields))), None
+        session = Session(compressor, binding, LearnedState.of(compressor.state_fields))
+        return EngineHook(request, source, session, session.run), None
     if not source.gives_grad_buckets:
         raise HookConfigError(
             f"hook {request.name!r} is a function of a GradBucket, which only DistributedDataParallel has: for a model "
@@ -225,8 +227,8 @@ def _runner_of(
     assert source.module is not None
     state.bind(binding, source.module, function)
 
-    def run(grad_bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-        return checked_future(function(state, grad_bucket), request.name)
+    def run(bucket: Bucket) -> torch.futures.Future[torch.Tensor]:
+        return checked_future(function(state, bucket.grad_bucket), request.name)
 
     return EngineHook(request, source, state.session, run), state
 

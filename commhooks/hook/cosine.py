@@ -75,16 +75,16 @@ class CosineSampler:
         self._sampling = self._passes % self.every == 0
         self._kept.clear()  # left over from a pass that was abandoned
 
-    def around(self, bucket: Bucket, hook: Callable[[], Future]) -> Future:
+    def around(self, bucket: Bucket, hook: Callable[[Bucket], Future]) -> Future:
         """The result of `hook`, which reduces the bucket. If this pass is sampled and the bucket is not sparse, it is
         copied before."""
         if not self._sampling or bucket.flat.is_sparse:
-            return hook()
+            return hook(bucket)
         layout = read_layout(
             bucket.flat, bucket.parameters, self._names.of_bucket(list(bucket.parameters), first=False)
         )
         gradient = bucket.flat.detach().to(compute_dtype(bucket.flat.dtype), copy=True)
-        future = hook()
+        future = hook(bucket)
         self._kept.append((layout, gradient, future))
         return future
 

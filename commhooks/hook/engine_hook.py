@@ -7,11 +7,9 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from commhooks.checkpoint.learned_state import SavedLearnedState
 from commhooks.checkpoint.user_state import SavedUserState
-from commhooks.comm.collective import resolve_group
 from commhooks.comm.nodes import Nodes, find_nodes
 from commhooks.compressors.adaptive import AdaptiveCompressor
 from commhooks.compressors.base import RESIDUAL, Compressor
@@ -37,7 +35,7 @@ class EngineHook(Runner):
     """
     Args:
         session: the session, bound to the model.
-        function: a hook function that runs the session, called instead of it; None: call the session itself.
+        run: reduces a bucket with the session; None: a subclass has a method for it.
     """
 
     def __init__(
@@ -45,7 +43,7 @@ class EngineHook(Runner):
         request: HookRequest,
         source: GradientSource,
         session: Session,
-        function: Callable[[dist.GradBucket], Future] | None = None,
+        run: Callable[[Bucket], Future] | None = None,
     ) -> None:
         name, config = request.name, session.compressor.config
         self._learns = self.counts_outcomes = session.compressor.transactional
@@ -64,13 +62,8 @@ class EngineHook(Runner):
         )
         self.said = session.consensus.remarks
         self._session = session
-        self._function = function
-
-    def run(self, bucket: Bucket, grad_bucket: dist.GradBucket | None) -> Future:
-        if self._function is None:
-            return self._session.run(bucket)
-        assert grad_bucket is not None  # functions are attached to DDP models only
-        return self._function(grad_bucket)
+        if run is not None:
+            self.run = run
 
     def end_pass(self) -> None:
         self._session.end_pass()
@@ -170,8 +163,7 @@ class EngineHook(Runner):
         super().agreed(choice)
         consensus = self._session.consensus
         consensus.compute_with(choice)
-        group = resolve_group(consensus.binding.group())
-        nodes = find_nodes(self._request.ranks_per_node, group, self._source.device)
+        nodes = find_nodes(self._request.ranks_per_node, consensus.binding.group(), self._source.device)
         if nodes is not None:
             consensus.arrangement = self._between(nodes)
 

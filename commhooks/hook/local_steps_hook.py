@@ -12,13 +12,12 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from commhooks.checkpoint.learned_state import SavedLearnedState
 from commhooks.comm.collective import gather_rows, new_future
 from commhooks.comm.counters import RoundCounters
 from commhooks.comm.nodes import Nodes
-from commhooks.comm.shards import good_on_all_shards
+from commhooks.comm.shards import good_on_all
 from commhooks.comm.wire import all_finite
 from commhooks.compressors.cast import AllReduce, AllReduceCompressor
 from commhooks.compressors.local_steps.exchange import ANCHOR, norm_and_cosine
@@ -86,7 +85,7 @@ class LocalStepsHook(EngineHook):
 
     # ---- backward passes ---------------------------------------------------------------------------------------------
 
-    def run(self, bucket: Bucket, grad_bucket: dist.GradBucket | None) -> Future:
+    def run(self, bucket: Bucket) -> Future:
         if bucket.is_first:
             self._begin_local_pass(bucket)
         flat = bucket.flat
@@ -132,7 +131,7 @@ class LocalStepsHook(EngineHook):
             return True
         good, shards = torch.stack(self._finite).all(), self._source.shard_group
         if shards is not None:
-            good = good_on_all_shards(good, shards)
+            good = good_on_all(good, shards, "all shards")
         row = good.to(torch.int64).view(1)
         return bool(gather_rows(row, self._source.group, self._passes, "whether all gradients are finite").all())
 

@@ -39,12 +39,14 @@ class Runner(ABC):
         counts_bytes: whether the sent bytes are known.
         step_is: what `stats()["step"]` counts.
         counts_outcomes: whether it is known which steps were committed and which were compressed.
+        run: reduces one bucket. All ranks must call it, in the same order.
         choice: the kernel that all ranks use.
         cosine: samples the cosine, if the user asks for it.
         said: what the hook has decided, for rank 0 to say at the end of the pass; see `Consensus.remarks`.
         quiet: do not log the lines at the first backward pass, or they were logged.
     """
 
+    run: Callable[[Bucket], Future]
     counts_bytes = True
     counts_outcomes = False
     step_is = "step"
@@ -88,17 +90,17 @@ class Runner(ABC):
                 "the model in a new DistributedDataParallel, and attach a hook to that"
             )
         own = self._reader.read(bucket, self._end_pass)
-        future = self._reduce(own, bucket)
+        future = self._reduce(own)
         if own.is_last:
             self._finish_pass()
         return future
 
-    def _reduce(self, bucket: Bucket, grad_bucket: dist.GradBucket | None = None) -> Future:
+    def _reduce(self, bucket: Bucket) -> Future:
         if bucket.is_first:
             self._begin_pass()
         if self.cosine is None:
-            return self.run(bucket, grad_bucket)
-        return self.cosine.around(bucket, lambda: self.run(bucket, grad_bucket))
+            return self.run(bucket)
+        return self.cosine.around(bucket, self.run)
 
     def _end_pass(self) -> None:
         """The last bucket of the pass was not marked as the last."""
@@ -147,11 +149,6 @@ class Runner(ABC):
         return None
 
     # ---- what differs between the kinds of hooks ---------------------------------------------------------------------
-
-    @abstractmethod
-    def run(self, bucket: Bucket, grad_bucket: dist.GradBucket | None) -> Future:
-        """Reduce one bucket; `grad_bucket` is the same bucket as DDP passed it, None without DDP. All ranks must call
-        this, in the same order."""
 
     def end_pass(self) -> None:
         """Complete the futures of all buckets, if the last one was not marked as the last."""

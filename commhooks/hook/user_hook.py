@@ -30,11 +30,11 @@ class UserHook(Runner):
         self._state = state
         self._function = function
 
-    def run(self, bucket: Bucket, grad_bucket: dist.GradBucket | None) -> Future:
+    def run(self, bucket: Bucket) -> Future:
         if bucket.is_first:
             self.counters.begin_pass()
         self.counters.bytes_uncompressed += bucket.numel_here * bucket.flat.element_size()
-        return checked_future(self._function(self._state, grad_bucket), self._request.name)
+        return checked_future(self._function(self._state, bucket.grad_bucket), self._request.name)
 
     @property
     def options(self) -> dict[str, Any]:

@@ -56,9 +56,9 @@ def test_what_the_device_has_not_done_is_counted_later() -> None:
     with events(lambda: next(times), device_at=8.0) as event:
         measured.begin_pass()
         first = measured.last_pass
-        with measured.codec(CPU), measured.waiting(CPU):  # 0 to 7, waiting from 1 to 3
+        with measured.measure(CPU), measured.measure(CPU, waiting=True):  # 0 to 7, waiting from 1 to 3
             pass
-        with measured.codec(CPU):  # 10 to 14: the device is not there yet
+        with measured.measure(CPU):  # 10 to 14: the device is not there yet
             pass
         assert measured.total.codec_s == 0
         measured.begin_pass()

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 import commhooks
+from commhooks.comm.collective import resolve_group
 from commhooks.comm.counters import Counters
 from commhooks.compressors.base import Compressor
 from commhooks.compressors.registry import COMPRESSORS
@@ -267,7 +268,7 @@ def _plain_tensors(name: str) -> list[torch.Tensor]:
     kind = KINDS[name]
     parameters = {each: torch.zeros(shape) for each, shape in SHAPES.items()}
     compressor = _compressor(kind)
-    binding = Binding(ModelNames(parameters.items()), lambda: None)
+    binding = Binding(ModelNames(parameters.items()), resolve_group)
     session = Session(compressor, binding, LearnedState.of(compressor.state_fields), Counters())
     found = []
     for step in range(5):

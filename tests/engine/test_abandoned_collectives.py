@@ -35,7 +35,7 @@ class Training:
         compressor = PowerSGDCompressor(PowerSGD(start_powerSGD_iter=9))
         names = ModelNames(self.parameters.items())
         state = LearnedState.of(compressor.state_fields)
-        self.session = Session(compressor, Binding(names, lambda: None), state, Counters())
+        self.session = Session(compressor, Binding(names, resolve_group), state, Counters())
 
     def run(self, index: int) -> torch.futures.Future[torch.Tensor]:
         parameter = list(self.parameters.values())[index]

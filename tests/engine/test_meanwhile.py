@@ -59,7 +59,7 @@ class Busy(Compressor[Options]):
 def _session(done: list[str]) -> None:
     parameter = torch.nn.Parameter(torch.zeros(4))
     compressor = Busy(done)
-    binding = Binding(PositionalNames(), lambda: None)
+    binding = Binding(PositionalNames(), resolve_group)
     session = Session(compressor, binding, LearnedState.of(compressor.state_fields))
     wait = Pending.wait
 

@@ -9,8 +9,8 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 import commhooks
-from commhooks.engine.session import Session
 from commhooks.gradients.bucket import Bucket
+from commhooks.hook.runner import Runner
 from tests.support.models import bits_equal, mlp
 
 STEPS = 5
@@ -25,15 +25,15 @@ def _train(options: dict[str, Any], ddp_options: dict[str, Any]) -> tuple[dict[s
     hook = commhooks.attach(ddp, "powerSGD", hook_options=options)
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1, momentum=0.9)
     buckets = []
-    original = Session.run
+    original = Runner._reduce
 
-    def counting(self: Session, bucket: Bucket) -> Any:
+    def counting(self: Runner, bucket: Bucket) -> Any:
         if bucket.index == 0:
             buckets.append(0)
         buckets[-1] += 1
         return original(self, bucket)
 
-    with mock.patch.object(Session, "run", counting):
+    with mock.patch.object(Runner, "_reduce", counting):
         for step in range(STEPS):
             generator = torch.Generator().manual_seed(100 * step + dist.get_rank())
             inputs, targets = torch.randn(2, 4, WIDTH, generator=generator)

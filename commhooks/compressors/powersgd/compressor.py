@@ -11,12 +11,12 @@ import torch
 
 from commhooks.comm.collective import Op
 from commhooks.comm.wire import WRAPPERS
-from commhooks.compressors.base import RESIDUAL, Compressor, Exchange, State, StateField, StepInfo
+from commhooks.compressors.base import RESIDUAL, Compressor, StateField
 from commhooks.compressors.kernel import KernelsHere
 from commhooks.compressors.native import choice, library
 from commhooks.compressors.powersgd import codec, fields, native_products
 from commhooks.compressors.powersgd.device_kernel import DeviceKernel, by_shape
-from commhooks.compressors.powersgd.exchange import BucketPass, alternate, average
+from commhooks.compressors.powersgd.exchange import low_rank_exchange
 from commhooks.compressors.powersgd.host_kernel import HostKernel
 from commhooks.compressors.powersgd.matrix_plan import (
     MatrixPlan,
@@ -33,7 +33,6 @@ from commhooks.compressors.powersgd.torch_products import TorchProducts
 from commhooks.compressors.powersgd.workspace import Matrix, Workspace
 from commhooks.compressors.quantized.blocks import BlockCode
 from commhooks.compressors.quantized.exchange import Workspace as OnlyBlocks
-from commhooks.compressors.quantized.exchange import quantised_exchange
 from commhooks.compressors.quantized.torch_kernel import residual_memory
 from commhooks.compressors.unit_plan import MemoryPlan, ParameterInfo, UnitPlan
 from commhooks.gradients import precision
@@ -51,6 +50,7 @@ class _LowRank(Compressor[AnyPowerSGD]):
     title = "PowerSGD"
     wrappers = WRAPPERS
     Plan = MatrixPlan
+    exchange = staticmethod(low_rank_exchange)
 
     def __init__(
         self, config: AnyPowerSGD, wire_dtype: torch.dtype | None = None, code: BlockCode | None = None
@@ -120,15 +120,6 @@ class _LowRank(Compressor[AnyPowerSGD]):
             for rows in cast(Sequence[Sequence[MatrixPlan]], buckets)  # made by `plan`
         )
         return memory_plan(cast(Sequence[MatrixPlan], plans), packed, error_feedback=self.config.use_error_feedback)
-
-    def exchange(self, flat: torch.Tensor, work: AnyKernel | OnlyBlocks, state: State, step: StepInfo) -> Exchange:
-        if isinstance(work, OnlyBlocks):
-            return quantised_exchange(flat, work, state, step)
-        now = BucketPass(flat, work.work, state, step)
-        if self.config.alternate:
-            assert isinstance(work, HostKernel)
-            return alternate(work, now)
-        return average(work, now)
 
     def _new_kernel(self, layout: BucketLayout, matrices: list[Matrix], beside: Sequence[Slot] = ()) -> AnyKernel:
         """With the buffers of one bucket."""

@@ -4,7 +4,7 @@
 """
 
 import functools
-from typing import Protocol
+from typing import Protocol, cast
 
 import torch
 
@@ -12,6 +12,8 @@ from commhooks.comm.wire import all_finite, divide, put_plain
 from commhooks.compressors.base import Exchange, State, StepInfo, Verdict
 from commhooks.compressors.powersgd.message import QuantisedMessage
 from commhooks.compressors.powersgd.workspace import Workspace
+from commhooks.compressors.quantized.exchange import Workspace as OnlyBlocks
+from commhooks.compressors.quantized.exchange import quantised_exchange
 
 
 class BucketPass:
@@ -69,9 +71,11 @@ class LowRankKernel(Protocol):
     on an accelerator, which the host never asks, with masks.
 
     Attributes:
+        work: the buffers.
         forms_remainder: `form_remainder` has something to do.
     """
 
+    work: Workspace
     forms_remainder: bool
 
     def form_p(self, now: BucketPass) -> None:
@@ -97,6 +101,14 @@ class LowRankKernel(Protocol):
 class AlternatingKernel(LowRankKernel, Protocol):
     def form_factor(self, now: BucketPass) -> None:
         """delta = gradient + residual; P = delta basis(Q), or Q = delta^T basis(P), into the message with the flags."""
+
+
+def low_rank_exchange(flat: torch.Tensor, work: LowRankKernel | OnlyBlocks, state: State, step: StepInfo) -> Exchange:
+    """See `Compressor.exchange`. `work`: `OnlyBlocks` for a bucket without a matrix, if the rest is quantised."""
+    if isinstance(work, OnlyBlocks):
+        return quantised_exchange(flat, work, state, step)
+    now = BucketPass(flat, work.work, state, step)
+    return alternate(cast(AlternatingKernel, work), now) if work.work.alternate else average(work, now)
 
 
 def average(kernel: LowRankKernel, now: BucketPass) -> Exchange:

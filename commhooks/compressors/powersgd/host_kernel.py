@@ -6,8 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from commhooks.comm.wire import largest_gradient, pack_factor, put_only_factor, put_overflow, put_projection
-from commhooks.compressors.error_feedback import put_flags
+from commhooks.comm.wire import largest_gradient, pack_factor, put_flags, put_only_factor, put_overflow, put_projection
 from commhooks.compressors.powersgd.exchange import BucketPass
 from commhooks.compressors.powersgd.message import QuantisedMessage
 from commhooks.compressors.powersgd.native_products import NativeProducts
@@ -198,10 +197,10 @@ class HostKernel:
         return idle
 
     def _put_flags(self, now: BucketPass) -> None:
-        slots = [slot for matrix in self.work.matrices for slot in matrix.slots]
-        put_flags(slots, now.flat, now.first.flags)
-        for slot, flag in zip(slots, now.first.flags, strict=True):
-            put_overflow(slot.of(now.flat), flag)
+        gradients = [slot.of(now.flat) for matrix in self.work.matrices for slot in matrix.slots]
+        put_flags(gradients, now.first.flags)
+        for gradient, flag in zip(gradients, now.first.flags, strict=True):
+            put_overflow(gradient, flag)
 
 
 def _pieces(packed: torch.Tensor, like: tuple[torch.Tensor, ...]) -> list[torch.Tensor]:

@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
+from commhooks.comm.wire import put_flags
 from commhooks.compressors.base import Send, StepInfo
-from commhooks.compressors.error_feedback import put_flags
 from commhooks.compressors.named_views import NamedViews
 from commhooks.compressors.quantized.blocks import BlockCode
 from commhooks.compressors.quantized.mean import mean_over_ranks
@@ -152,7 +152,7 @@ class QuantisedMessage(Message):
         """Before the message is sent, take what travels as blocks from the bucket."""
         kernel = self.kernel(step)
         kernel.load(flat, residuals, step.residual_factor)
-        put_flags(self._beside, flat, kernel.messages.flags[: len(self._beside)])
+        put_flags([slot.of(flat) for slot in self._beside], kernel.messages.flags[: len(self._beside)])
 
     def store(self, flat: torch.Tensor, residuals: Residuals, step: StepInfo, good: torch.Tensor | bool) -> None:
         """After the verdict, write its averages into the bucket and, where `good`, its residuals."""

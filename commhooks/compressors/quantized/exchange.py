@@ -11,9 +11,8 @@ from collections.abc import Sequence
 
 import torch
 
-from commhooks.comm.wire import divide, put_plain
+from commhooks.comm.wire import divide, put_flags, put_plain
 from commhooks.compressors.base import Exchange, State, StepInfo, Verdict
-from commhooks.compressors.error_feedback import put_flags
 from commhooks.compressors.quantized.blocks import BlockCode
 from commhooks.compressors.quantized.mean import BlockKernel, mean_over_ranks
 from commhooks.compressors.quantized.messages import ShareMessages
@@ -35,7 +34,8 @@ class Workspace:
 
     Attributes:
         slots: the compressed parameters.
-        plain: the uncompressed ones.
+        sizes: elements of each parameter in the bucket.
+        place_of_compressed, place_of_plain: which of them are compressed, and which are not.
     """
 
     def __init__(
@@ -48,9 +48,10 @@ class Workspace:
         error_feedback: bool,
         natively: bool = False,
     ) -> None:
-        pairs = list(zip(layout.slots, plans, strict=True))
-        self.slots = [slot for slot, plan in pairs if plan.compressed]
-        self.plain = [slot for slot, plan in pairs if not plan.compressed]
+        self.sizes = [slot.numel for slot in layout.slots]
+        self.place_of_compressed = [place for place, plan in enumerate(plans) if plan.compressed]
+        self.place_of_plain = [place for place, plan in enumerate(plans) if not plan.compressed]
+        self.slots = [layout.slots[place] for place in self.place_of_compressed]
         self._layout, self._code, self._wire_dtype = layout, code, wire_dtype
         self._natively, self._error_feedback = natively, error_feedback
         self._kernel: BlockKernel | None = None
@@ -62,7 +63,7 @@ class Workspace:
             return made
         code, device, dtype = self._code, self._layout.device, compute_dtype(self._layout.dtype)
         tensors = [(slot.name, code.blocks_of(slot.numel)) for slot in self.slots]
-        plain = sum(slot.numel for slot in self.plain), self._wire_dtype
+        plain = sum(self.sizes[place] for place in self.place_of_plain), self._wire_dtype
         messages = ShareMessages(
             code,
             tensors,
@@ -95,8 +96,9 @@ def quantised_exchange(flat: torch.Tensor, work: Workspace, state: State, step: 
         step: the step of this backward pass.
     """
     kernel, residuals, factor = work.kernel(step), state["residual"], step.residual_factor
-    messages, plain = kernel.messages, [slot.of(flat) for slot in work.plain]
-    put_flags(work.slots, flat, messages.flags)
+    messages, pieces = kernel.messages, flat.split(work.sizes)
+    plain = [pieces[place] for place in work.place_of_plain]
+    put_flags([pieces[place] for place in work.place_of_compressed], messages.flags)
     if plain:
         put_plain(plain, messages.plain, step.world_size)
     kernel.load(flat, residuals, factor)  # delta = gradient + residual

@@ -17,8 +17,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import commhooks
 from commhooks.compressors.powersgd.device_kernel import DeviceKernel
 from commhooks.compressors.powersgd.exchange import BucketPass
-from commhooks.engine.session import Session
 from commhooks.gradients.bucket import Bucket
+from commhooks.hook.runner import Runner
 from tests.support.ddp_steps import process_group_of_one
 from tests.support.inside import session_of
 from tests.support.models import (
@@ -155,14 +155,14 @@ def test_a_whole_bucket_waits_for_nothing() -> None:
 
 def _count_one_step(ddp: torch.nn.parallel.DistributedDataParallel, width: int = 16) -> _Counter:
     counter = _Counter()
-    whole = Session.run
+    whole = Runner._reduce
 
-    def counted(self: Session, bucket: Bucket) -> Any:
+    def counted(self: Runner, bucket: Bucket) -> Any:
         with counter:
             return whole(self, bucket)
 
     for step in range(4):
-        with mock.patch.object(Session, "run", counted if step == 3 else whole):
+        with mock.patch.object(Runner, "_reduce", counted if step == 3 else whole):
             ddp.zero_grad()
             ddp(torch.randn(3, width)).sum().backward()
     return counter

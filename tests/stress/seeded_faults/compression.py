@@ -63,8 +63,8 @@ MUTANTS = [
     Mutant(
         "the loss scale of a skipped step",
         "commhooks/engine/held_state.py",
-        "chosen(verdict, loss_scale, self.state.loss_scale)",
-        "loss_scale",
+        "        if verdict is not False:\n            before",
+        "        self.state.loss_scale = loss_scale\n        if verdict is not False:\n            before",
         "gradients/test_loss_scale.py::test_a_changing_scale_changes_nothing",
     ),
     Mutant(

@@ -6,8 +6,8 @@ MUTANTS = [
     Mutant(
         "waiting is codec time",
         "commhooks/comm/clocks.py",
-        "codec=-1, waiting=1",
-        "codec=0, waiting=1",
+        "-seconds if waiting else seconds",
+        "0.0 if waiting else seconds",
         "hook/test_metrics.py::test_waiting_is_not_codec_time",
     ),
     Mutant(

@@ -36,6 +36,10 @@ else:
 
 
 _OF_ANOTHER_HOOK = ("ddp_comm_hook", "ddp_comm_state", "ddp_comm_wrapper", "model_averaging_period")
+_FROM_LIGHTNING = {
+    "loss_scale": "Lightning passes the scale of its GradScaler itself",
+    "total_steps": "the Trainer knows the length of the run",
+}
 _NOT_FOR_USERS = {"self", "kwargs", "ddp_kwargs", "module", "device_ids"}
 
 
@@ -163,11 +167,13 @@ def check_ddp_arguments(hook: object, given: Mapping[str, Any], *takers: Callabl
         if given.get(name) is not None:
             raise HookConfigError(
                 f"{name}= beside hook=: CommHookDDP attaches its own hook and DDP takes one only. Give your hook as "
-                "hook= (with hook_state= and wrapper=); post-local SGD stays with Lightning's DDPStrategy"
+                "hook= (with hook_state= and wrapper=); post-local SGD is hook='local_sgd' with start_iter"
             )
     takers = (*takers, DistributedDataParallel.__init__)
     known = {name for each in takers for name in inspect.signature(each).parameters} - _NOT_FOR_USERS
     for name, value in given.items():
+        if name in _FROM_LIGHTNING:
+            raise HookConfigError(f"CommHookDDP has no argument {name!r}: {_FROM_LIGHTNING[name]}; leave it out")
         if name not in known:
             others = ", and neither have DDPStrategy and DistributedDataParallel; they know"
             raise unknown_argument("CommHookDDP", name, value, hook, known, others)

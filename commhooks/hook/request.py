@@ -145,8 +145,8 @@ class HookRequest:
                 )
             if compressor.not_between_nodes():
                 raise HookConfigError(
-                    f"ranks_per_node with {hook}, which {compressor.not_between_nodes()}: it works with hooks such as "
-                    "'powerSGD', 'int8_compress' and 'bf16_compress'"
+                    f"ranks_per_node with {hook}, which {compressor.not_between_nodes()}: name a hook such as "
+                    "'powerSGD', 'int8_compress' or 'bf16_compress', or leave out ranks_per_node"
                 )
         possible = tuple(WIRE_DTYPES) if compressor is None else compressor.wrappers
         if self.wrapper is not None and not possible:

@@ -73,7 +73,8 @@ def _cannot_take_a_hook(model: object) -> AttachError:
     inner = compiled_from(model)
     if isinstance(inner, DistributedDataParallel):
         return AttachError("attach the hook to the DistributedDataParallel model before torch.compile wraps it")
+    hint = "the model comes first, then the hook" if isinstance(model, str) else "wrap the model first"
     return AttachError(
         f"a communication hook needs a torch.nn.parallel.DistributedDataParallel model, or one sharded by fully_shard, "
-        f"got a {type(model).__module__}.{type(model).__qualname__}; wrap the model first"
+        f"got a {type(model).__module__}.{type(model).__qualname__}; {hint}"
     )

@@ -215,6 +215,12 @@ CASES = [
     Expected("not DDP", "needs a torch.nn.parallel.DistributedDataParallel model, or one sharded by fully_shard, got a "
              "torch.nn.modules.linear.Linear; wrap the model first",
              error=AttachError, model=lambda: nn.Linear(2, 2)),
+    Expected(
+        "swapped",
+        "got a builtins.str; the model comes first, then the hook",
+        error=AttachError,
+        model=lambda: "powerSGD",
+    ),
     Expected("no model", "got a builtins.NoneType; wrap the model first", error=AttachError, model=lambda: None),
     Expected("second registration", "has a communication hook already, so 'allreduce' cannot be", error=AttachError,
              request=_twice),

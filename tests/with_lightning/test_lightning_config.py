@@ -121,7 +121,15 @@ def my_hook(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.T
         ({"hook": PowerSGD(), "rank": 2}, r"write PowerSGD\(matrix_approximation_rank=2\)"),
         ({"hook": "powerSGD", "wraper": "fp16"}, r"no argument 'wraper' \(did you mean 'wrapper'\?\)"),
         ({"hook": "powerSGD", "device_ids": [0]}, "CommHookDDP has no argument 'device_ids'"),
-        ({"hook": "powerSGD", "ddp_comm_hook": my_hook}, "ddp_comm_hook= beside hook=: .* post-local SGD stays with"),
+        ({"hook": "int8", "loss_scale": 100}, "no argument 'loss_scale': Lightning passes the scale.*; leave it out"),
+        (
+            {"hook": "int8", "total_steps": 100},
+            "no argument 'total_steps': the Trainer knows .*; leave it out",
+        ),
+        (
+            {"hook": "powerSGD", "ddp_comm_hook": my_hook},
+            "ddp_comm_hook= beside hook=: .* is hook='local_sgd'",
+        ),
         ({"hook": "powerSGD", "ddp_comm_state": object()}, "ddp_comm_state= beside hook="),
         ({"hook": "powerSGD", "ddp_comm_wrapper": my_hook}, "ddp_comm_wrapper= beside hook="),
         ({"hook": "powerSGD", "model_averaging_period": 4}, "model_averaging_period= beside hook="),

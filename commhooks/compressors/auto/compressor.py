@@ -116,7 +116,7 @@ class AutoCompressor(AdaptiveCompressor[Auto]):
 
     @property
     def chosen_at(self) -> int | None:
-        return self.decision.since
+        return None if self.decision.phase == "trying" else self.decision.since
 
     def may_compress(self, infos: Sequence[ParameterInfo]) -> list[bool]:
         """Whether any candidate compresses the parameter."""

@@ -51,10 +51,12 @@ class Decision:
     @property
     def words(self) -> str:
         """The state of things in a few words, for the line at the first backward pass."""
+        if self.phase == "trying":
+            return f"trying {self.candidate.label} since step {self.since}"
         if self.since is not None:
             return f"{self.candidate.label} since step {self.since}: {self.why}"
         end = self.watch.end if self.watch is not None else 0
-        return f"plain all-reduce, measured until it decides at step {end}"
+        return f"plain all-reduce, measured until step {end} or later"
 
     @property
     def line(self) -> str:

@@ -115,7 +115,7 @@ class NetworkReport:
         small = "small" if enough else "the least of all, but not small"
         return (
             f'{spends}. With hook="{best.candidate.hook}"{options}{nodes} it would be {_duration(best.seconds)}: '
-            f"{small} beside {self.step_ms:g} ms of computing."
+            f"{small} beside {self.step_ms:g} ms of computing. Compare the last loss with that of plain DDP."
         )
 
     def _long_round_trips(self) -> list[str]:

@@ -43,7 +43,8 @@ class HookCallback(TrainerCallback):
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if (hook := self.trainer.comm_hook) is not None:
-            hook.synchronize()
+            if not (args.load_best_model_at_end and state.best_model_checkpoint):  # loaded by now, on all ranks
+                hook.synchronize()
             hook.close()
             self.trainer._closed_hook = hook
 

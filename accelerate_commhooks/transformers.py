@@ -156,7 +156,7 @@ class CommHookTrainerMixin(_Base):
 
     def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
         """As `Trainer.evaluate`, of the model that all ranks have in common."""
-        if self.comm_hook is not None:
+        if self.comm_hook is not None and self._closed_hook is None:
             self.comm_hook.synchronize()
         result: dict[str, float] = super().evaluate(*args, **kwargs)
         return result
@@ -168,7 +168,9 @@ class CommHookTrainerMixin(_Base):
         complete checkpoint includes the hook's shared file. The hook is saved before the model: with
         `save_residual="mean"` the ranks wait for each other, and only one of them writes the model.
         """
-        if _internal_call and output_dir is not None and not self.args.save_only_model and self.comm_hook is not None:
+        if _internal_call and self.args.save_only_model and self.comm_hook is not None:
+            self.comm_hook.synchronize()
+        elif _internal_call and output_dir is not None and self.comm_hook is not None:
             os.makedirs(output_dir, exist_ok=True)  # the main process may create it later than this rank needs it
             saved_hooks(self.accelerator).save(output_dir, writes_shared=self.args.should_save)
             self._saved_at_step = self.state.global_step

@@ -87,7 +87,7 @@ class HookCheckpoint(Callback):
             return
         self._warn_about_size(strategy, hook, trainer.world_size)
         checkpoint[CHECKPOINT_KEY] = hook.state_dict(
-            strategy.save_residual, gather=True, joint=not _saves_alone(trainer)
+            strategy.save_residual, gather=True, joint=not saves_alone(trainer)
         )
 
     def on_train_start(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
@@ -96,7 +96,15 @@ class HookCheckpoint(Callback):
         if strategy is not None and not trainer.fast_dev_run:  # type: ignore[attr-defined]
             strategy.warn_if_never_reached(trainer)
 
+    def on_validation_start(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
+        strategy = hooked_strategy_of(trainer)
+        if strategy is not None:
+            strategy.end_round()  # before callbacks that put other weights into the model
+
     def on_train_end(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
+        strategy = hooked_strategy_of(trainer)
+        if strategy is not None:
+            strategy.end_round()
         keep_stats(trainer)
 
     def on_train_batch_start(
@@ -142,7 +150,7 @@ def naming(path: str | Path) -> Iterator[None]:
         raise PayloadError(text) from error
 
 
-def _saves_alone(trainer: "pl.Trainer") -> bool:
+def saves_alone(trainer: "pl.Trainer") -> bool:
     """Whether other ranks may not take part in this save, so that it must not communicate.
 
     There are two cases. An exception on one rank: Lightning sets `trainer.interrupted` before it calls the callbacks'

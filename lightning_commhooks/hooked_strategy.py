@@ -55,13 +55,14 @@ class HookedStrategy(ParallelStrategy):
 
     def on_validation_start(self) -> None:
         super().on_validation_start()
-        self._synchronize()
+        self.end_round()
 
     def on_train_end(self) -> None:
         super().on_train_end()
-        self._synchronize()
+        self.end_round()
 
-    def _synchronize(self) -> None:
+    def end_round(self) -> None:
+        """Let a hook that averages weights do so now, so that the model is that of all ranks. All of them call this."""
         if self._comm_hook is not None:
             self._comm_hook.synchronize()
 

@@ -20,7 +20,14 @@ from commhooks.hook.for_plugins import (
     reason_first,
     unknown_argument,
 )
-from lightning_commhooks.checkpoint import CHECKPOINT_KEY, HookCheckpoint, SaveResidual, naming, with_defaults
+from lightning_commhooks.checkpoint import (
+    CHECKPOINT_KEY,
+    HookCheckpoint,
+    SaveResidual,
+    naming,
+    saves_alone,
+    with_defaults,
+)
 from lightning_commhooks.hooked_strategy import HookedStrategy, warn
 
 if TYPE_CHECKING:
@@ -96,6 +103,13 @@ class HookedDDP(HookedStrategy, DDPStrategy):
         if self._request.off:
             self._comm_hook = None
 
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        # The Trainer asks for it first of all that it saves, of weights alone, too.
+        module = self.lightning_module
+        if module is not None and self.hook_belongs_to(module) and not saves_alone(module.trainer):
+            self.end_round()
+        return super().lightning_module_state_dict()
+
     @reason_first()
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
         # Security: by default Lightning 2.6 can execute code in a checkpoint. Default to weights_only=True here; for
@@ -143,7 +157,8 @@ class HookedDDP(HookedStrategy, DDPStrategy):
             raise HookConfigError(f"{len(ours)} CommHookCheckpoint callbacks in one Trainer; give one, or none")
         if not ours:
             ours = [self.checkpoint_callback()]
-            callbacks.append(ours[0])
+        # First: a hook that averages weights ends its round before others look at the model.
+        callbacks[:] = [ours[0], *(callback for callback in callbacks if callback is not ours[0])]
         for name, mine in self._given.items():
             theirs = getattr(ours[0], name)
             if mine is not None and theirs is not None and mine != theirs:

@@ -71,14 +71,14 @@ class OptimizerSteps:
     def _mine(self, optimizer: Optimizer) -> set[int]:
         return {id(p) for group in optimizer.param_groups for p in group["params"]} & self._parameters.keys()
 
-    def moments(self) -> list[torch.Tensor]:
-        """What the optimizers keep for the numbers of each parameter, such as Adam's moments: in one order on all ranks
-        that have stepped the same parameters."""
+    def moments(self) -> list[tuple[str, torch.Tensor]]:
+        """What the optimizers keep for the numbers of each parameter, such as Adam's moments, and what it is: in one
+        order on all ranks that have stepped the same parameters."""
         return [
-            each
-            for parameter in self._parameters.values()
+            (f"{key} of parameter {place}", each)
+            for place, parameter in enumerate(self._parameters.values())
             for optimizer in self._optimizers
-            for each in _numbers(optimizer.state.get(parameter, {}))
+            for key, each in _numbers(optimizer.state.get(parameter, {})).items()
             if each.dim() or not parameter.dim()  # not the count of steps
         ]
 
@@ -90,11 +90,11 @@ class OptimizerSteps:
             (optimizer, parameter)
             for optimizer in self._optimizers
             for parameter in self._parameters.values()
-            if not all(each.isfinite().all() for each in _numbers(optimizer.state.get(parameter, {})))
+            if not all(each.isfinite().all() for each in _numbers(optimizer.state.get(parameter, {})).values())
         ]
         for optimizer, parameter in bad:
             if isinstance(optimizer, torch.optim.Adagrad):  # which makes its state when it is made, not when it steps
-                for each in _numbers(optimizer.state[parameter]):
+                for each in _numbers(optimizer.state[parameter]).values():
                     each.zero_()
             else:
                 del optimizer.state[parameter]
@@ -107,10 +107,10 @@ def _own(tensor: torch.Tensor) -> torch.Tensor:
     return local
 
 
-def _numbers(state: dict[str, Any]) -> list[torch.Tensor]:
+def _numbers(state: dict[str, Any]) -> dict[str, torch.Tensor]:
     """The tensors of real numbers in what an optimizer keeps for a parameter."""
-    found = [_own(each) for _, each in sorted(state.items()) if isinstance(each, torch.Tensor)]
-    return [each for each in found if each.is_floating_point()]
+    found = {key: _own(each) for key, each in sorted(state.items()) if isinstance(each, torch.Tensor)}
+    return {key: each for key, each in found.items() if each.is_floating_point()}
 
 
 _watching: weakref.WeakKeyDictionary[OptimizerSteps, None] = weakref.WeakKeyDictionary()

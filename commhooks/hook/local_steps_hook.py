@@ -7,6 +7,7 @@ model as a whole: a joint save, and `CommHook.synchronize`.
 
 import contextlib
 import functools
+import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -73,6 +74,7 @@ class LocalStepsHook(EngineHook):
         self._discarded = 0  # outer steps of this run
         # Bound methods would keep this object, and with it the learned state, as long as torch's hooks.
         this = weakref.ref(self)
+        self._thread: int | None = None  # that of the training
         self._optimizers = OptimizerSteps(source.stepped(), functools.partial(_after_steps, this))
         # Before torch's own hooks: those of fully_shard gather the weights.
         self._before_forward = self._module().register_forward_pre_hook(BeforeForward(self), prepend=True)
@@ -113,8 +115,10 @@ class LocalStepsHook(EngineHook):
         self._trained_in_mode = module.training
         self._finite.clear()
         if not self._averages_gradients and len(state[ANCHOR.key]) < len(known := self._source.names.known()):
-            # The weights are equal on all ranks. A distributed checkpoint does not say which of them were zero.
-            state[ANCHOR.key].update(copied({n: p for n, p in known.items() if n not in state[ANCHOR.key]}))
+            # A distributed checkpoint does not say which of them were zero.
+            missing = {n: p for n, p in known.items() if n not in state[ANCHOR.key]}
+            self._means.equalize(list(missing.values()))
+            state[ANCHOR.key].update(copied(missing))
 
     def end_pass(self) -> None:
         if self._averages_gradients:
@@ -126,14 +130,21 @@ class LocalStepsHook(EngineHook):
         self._in_round += 1
 
     def _all_step(self) -> bool:
-        """Whether no rank will skip the step of this pass, as far as that can happen. The same on all ranks."""
+        """Whether no rank will skip the step of this pass, as far as that can happen; or one needs the outer step: its
+        weights are not finite, and so its gradients never will be. The same on all ranks."""
         if not self._scaled:
             return True
-        good, shards = torch.stack(self._finite).all(), self._source.shard_group
-        if shards is not None:
-            good = good_on_all(good, shards, "all shards")
-        row = good.to(torch.int64).view(1)
-        return bool(gather_rows(row, self._source.group, self._passes, "whether all gradients are finite").all())
+        good = self._on_all_shards(torch.stack(self._finite).all())
+        lost = not good and not self._on_all_shards(
+            torch.stack([all_finite(each) for each in self._source.names.known().values()]).all()
+        )
+        row = torch.tensor([good, lost], device=self._source.device, dtype=torch.int64)
+        rows = gather_rows(row, self._source.group, self._passes, "whether all gradients are finite")
+        return bool(rows[:, 0].all() or rows[:, 1].any())
+
+    def _on_all_shards(self, good: torch.Tensor) -> bool:
+        shards = self._source.shard_group
+        return bool(good if shards is None else good_on_all(good, shards, "all shards"))
 
     def kept_fields(self, names: ParameterNames) -> dict[str, dict[str, torch.dtype]]:
         dtypes = {name: compute_dtype(each.dtype) for name, each in names.known().items()}
@@ -166,6 +177,7 @@ class LocalStepsHook(EngineHook):
         """Before a step of training: make up for an outer step for which the optimizers were waited for in vain, such
         as those that torch does not know; and after a load begin from the anchor, of which this rank's weights may not
         be."""
+        self._thread = threading.get_ident()
         if self._to_anchor:
             self._to_anchor = False
             self._go_to_anchor()
@@ -215,10 +227,16 @@ class LocalStepsHook(EngineHook):
             else:
                 self._outer_step(early=True)
             if optimizers:
-                self._means.average(self._optimizers.moments(), "the optimizers' state")
+                moments = self._optimizers.moments()
+                self._means.average(
+                    [each for _, each in moments], "the optimizers' state", [name for name, _ in moments]
+                )
                 self._moments_differ = False
 
         differ = self._buffers_differ or not self._weights_agree or (optimizers and self._moments_differ)
+        if differ and self._thread not in (None, threading.get_ident()):
+            self._warn.in_another_thread()
+            return False
         with torch.inference_mode(False), torch.no_grad():  # frameworks validate in inference mode
             return self._together(share, limit_s) if differ else True
 
@@ -229,7 +247,7 @@ class LocalStepsHook(EngineHook):
         return content
 
     def load(self, take_over: Callable[[], None]) -> None:
-        self._outer.forget()
+        self._outer.forget(patiently=True)  # what is on its way would count as a step of the loaded state
         take_over()
         self._in_round, self._due, self._moments_differ, self._buffers_differ = 0, False, False, False
         self._weights_agree = True

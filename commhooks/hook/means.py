@@ -1,13 +1,16 @@
 """Means over the ranks of what a hook that averages weights averages beside them: buffers, optimizers' moments."""
 
+from collections.abc import Sequence
+
 import torch
 
 from commhooks.comm import collective
-from commhooks.comm.collective import Send, gather_rows
+from commhooks.comm.collective import Send, agreement_key, gather_rows
 from commhooks.comm.counters import Counters
 from commhooks.errors import logger_of
 from commhooks.gradients.source import GradientSource
 from commhooks.gradients.weights import SharedBuffers, packed, write_back
+from commhooks.hook.replica_check import weights_checksum
 
 logger = logger_of(__name__)
 
@@ -26,19 +29,41 @@ class MeansOfRanks:
         self._shared = SharedBuffers()
 
     @torch.no_grad()
-    def average(self, tensors: list[torch.Tensor], what: str) -> None:
-        """Replace each tensor by its mean over the ranks. If the ranks have not the same ones, with a warning, none."""
+    def average(self, tensors: list[torch.Tensor], what: str, names: Sequence[str] = ()) -> None:
+        """Replace each tensor by its mean over the ranks. If the ranks have not the same ones, by shapes and `names`,
+        with a warning, none."""
         group = self._source.group
-        row = torch.tensor([sum(each.numel() for each in tensors)], device=self._source.device)
-        sizes = {int(size) for size in gather_rows(row, group, self._counters, what)}
-        if len(sizes) > 1:
+        key = agreement_key(*names, *(tuple(each.shape) for each in tensors))
+        keys = gather_rows(torch.tensor([key], device=self._source.device), group, self._counters, what)
+        if len(keys.unique()) > 1:
             if self._says:
-                logger.warning("hook %s: %s differ in size between ranks, and stay.", self._hook, what)
+                logger.warning(
+                    "hook %s: the ranks do not have the same parts of %s, which is therefore not averaged.",
+                    self._hook,
+                    what,
+                )
             return
         for bucket in packed(tensors):
             bucket.flat.div_(group.size())
             collective.start(Send(bucket.flat, what=what, last=True), group, self._counters, "").wait()
             write_back(bucket)
+
+    @torch.no_grad()
+    def equalize(self, weights: list[torch.Tensor]) -> None:
+        """Average weights that should be equal on all ranks, with a warning, if they are not."""
+        what = "whether the weights are equal"
+        sums = torch.stack([weights_checksum(each) for each in weights])
+        rows = gather_rows(sums, self._source.group, self._counters, what)
+        if bool((rows == rows[0]).all()):
+            return
+        if self._says:
+            logger.warning(
+                "hook %s: the weights differ between ranks at the first backward pass, as after a training that ended "
+                "in mid-round: all ranks begin from their mean.",
+                self._hook,
+            )
+        self._source.before_weights_change()
+        self.average(weights, "the weights to begin from")
 
     def note_buffers(self) -> None:
         """The model's buffers are equal on all ranks now, unless they were noted before."""
@@ -56,12 +81,17 @@ class MeansOfRanks:
         pairs = [] if module is None else self._shared.pairs(module)
         if not pairs:
             return
-        own = torch.stack([(now != common).any().to(self._source.device) for now, common in pairs]).to(torch.uint8)
-        changed = gather_rows(own, self._source.group, self._counters, what).any(0).tolist()
-        pairs = [pair for pair, has_changed in zip(pairs, changed, strict=True) if has_changed]
-        numbers = [(now, common) for now, common in pairs if now.is_floating_point()]
-        # Where both are infinite, too, there is no change.
-        changes = [torch.where(now == common, 0, now - common) for now, common in numbers]
+        own = [torch.stack([(now != common).any(), now.isfinite().all()]) for now, common in pairs]
+        row = torch.stack([each.to(self._source.device) for each in own]).to(torch.uint8)
+        found = gather_rows(row, self._source.group, self._counters, what).any(0).tolist()
+        numbers, changes = [], []
+        for (now, common), (changed, finite_somewhere) in zip(pairs, found, strict=True):
+            if changed and now.is_floating_point():
+                change = torch.where(now == common, 0, now - common)  # both may be infinite
+                # A statistic of a batch that overflowed on some ranks: on these it has not changed.
+                changes.append(change.nan_to_num(0, 0, 0) if finite_somewhere else change)
+                numbers.append((now, common))
+        pairs = [pair for pair, (changed, _) in zip(pairs, found, strict=True) if changed]
         if changes:
             self.average(changes, what)
         for (now, common), change in zip(numbers, changes, strict=True):

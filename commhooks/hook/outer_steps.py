@@ -62,12 +62,12 @@ class OuterSteps:
         self._on_its_way = _Exchange(self._session, self._weights, later=False)
         self._arrive()
 
-    def forget(self) -> None:
+    def forget(self, *, patiently: bool = False) -> None:
         """Begin a round without what is on its way, of which nothing will come: another state is loaded, or the
-        training has ended."""
+        training has ended. `patiently`: wait for the other ranks until the process group gives them up."""
         exchange, self._on_its_way, self._next = self._on_its_way, None, 0
         if exchange is not None:
-            exchange.abandon()
+            exchange.abandon(None if patiently else ABANDONED_LIMIT_S)
 
     def _arrive(self) -> None:
         exchange, self._on_its_way = self._on_its_way, None
@@ -96,7 +96,7 @@ class _Exchange:
             self._thread = threading.Thread(target=self._run, name="commhooks outer step", daemon=True)
             self._thread.start()
             # Also when the process ends: a thread that is stopped within a collective aborts it.
-            weakref.finalize(self, _join, self._thread)
+            weakref.finalize(self, _join, self._thread, ABANDONED_LIMIT_S)
         else:
             self._run()
 
@@ -119,10 +119,9 @@ class _Exchange:
         if self._error is not None:
             raise self._error
 
-    def abandon(self) -> None:
-        """Wait for the other ranks, unless one of them has ended or hangs."""
+    def abandon(self, limit_s: float | None) -> None:
         if self._thread is not None:
-            _join(self._thread)
+            _join(self._thread, limit_s)
 
     @torch.no_grad()
     def apply(self) -> None:
@@ -134,6 +133,6 @@ class _Exchange:
             write_back(bucket)
 
 
-def _join(thread: threading.Thread) -> None:
+def _join(thread: threading.Thread, limit_s: float | None) -> None:
     if thread is not threading.current_thread():
-        thread.join(ABANDONED_LIMIT_S)
+        thread.join(limit_s)

@@ -17,7 +17,7 @@ class RoundWarnings:
 
     def __init__(self, hook: str, counters: Counters, rank: int, *, says: bool) -> None:
         self._hook, self._counters, self._rank, self._says = hook, counters, rank, says
-        self._told_of_late = False
+        self._told_of_late = self._told_of_thread = False
         self._next_discarded = 1
 
     def late(self) -> None:
@@ -57,6 +57,19 @@ class RoundWarnings:
             self._hook,
             self._rank,
             parameters,
+        )
+
+    def in_another_thread(self) -> None:
+        """A save or `synchronize` was called beside the training. Said once."""
+        if self._told_of_thread:
+            return
+        self._told_of_thread = True
+        logger.warning(
+            "hook %s: a save or synchronize() in another thread than the training's cannot end a round on rank %s, "
+            "because it would change weights in the middle of a step. Call hook.synchronize(optimizers=True) between "
+            "two steps, on all ranks, before the thread saves.",
+            self._hook,
+            self._rank,
         )
 
     def saved_alone(self) -> None:

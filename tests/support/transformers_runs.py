@@ -66,7 +66,8 @@ def make_trainer(folder: Any, cls: Any = CommHookTrainer, *, seed: int = 3, hook
     moments = Moments()
     given = {} if cls is Trainer else POWER_SGD if hook is None else hook
     few = torch.utils.data.Subset(train, range(EPOCH * 2 * 4))
-    trainer = cls(model, args, batch, few, callbacks=[moments], **given)
+    evaluated = None if args.eval_strategy == "no" else few
+    trainer = cls(model, args, batch, few, evaluated, callbacks=[moments], **given)
     moments.trainer = trainer
     assert trainer.accelerator.distributed_type is DistributedType.MULTI_CPU
     assert trainer.args.world_size == dist.get_world_size() == 2

@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import lightning.pytorch as pl
+import torch
 from test_lightning_fsdp2 import fit as fit_sharded
 
 import commhooks
@@ -52,6 +54,44 @@ def test_validation_sees_the_common_model(run_ranks: Any, tmp_path: Path) -> Non
     first, second = run_ranks(_validate, str(tmp_path))
     assert_equal(first[1], second[1])
     assert difference(first[0], second[0]) > 1e-5
+
+
+class _Looks(pl.Callback):
+    """At the model, before the strategy is told of a validation, and at the module's own end of the training."""
+
+    def __init__(self, root: str) -> None:
+        self.root, self.seen = root, {}
+
+    def on_train_batch_end(self, trainer: pl.Trainer, module: pl.LightningModule, *_: Any) -> None:
+        if trainer.global_step == 2:
+            self.seen["own"] = weights(module)
+            trainer.save_checkpoint(f"{self.root}/model.ckpt", weights_only=True)
+
+    def on_validation_start(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+        self.seen["validated"] = weights(module)
+
+
+class _LooksAtTheEnd(Model):
+    def on_train_end(self) -> None:
+        self.seen["end"] = weights(self)
+
+
+def _look(root: str) -> dict[str, Any]:
+    model, looks = _LooksAtTheEnd(), _Looks(root)
+    model.seen = looks.seen
+    made = trainer(root, strategy=strategy(hook=HOOK), max_epochs=2, limit_val_batches=1, callbacks=[looks])
+    made.fit(model, data(), data())
+    looks.seen["saved"] = torch.load(f"{root}/model.ckpt", weights_only=True)["state_dict"]
+    return looks.seen
+
+
+def test_whoever_looks_at_the_model_sees_the_common_one(run_ranks: Any, tmp_path: Path) -> None:
+    first, second = run_ranks(_look, str(tmp_path))
+    assert difference(first["own"], second["own"]) > 1e-5
+    for where in ("validated", "end"):
+        assert_equal(first[where], second[where])
+    # The average of two ranks, sent in blocks of 4 bits, is near neither of them.
+    assert difference(first["saved"], first["own"]) > 1e-5
 
 
 def _late(root: str) -> list[str]:

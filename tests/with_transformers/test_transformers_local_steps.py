@@ -12,6 +12,7 @@ from tests.support.features import trainer_resumes_on_cpu
 
 pytest.importorskip("transformers", reason="transformers needs Python 3.11 or newer")
 
+from safetensors.torch import load_file  # noqa: E402
 from transformers import TrainerCallback  # noqa: E402
 
 from tests.support.accelerators import launched  # noqa: E402
@@ -65,3 +66,50 @@ def test_an_evaluation_sees_the_common_model(run_ranks: Any, tmp_path: Path) -> 
     first, second = run_ranks(_evaluate, tmp_path)
     assert all(torch.equal(one, other) for one, other in zip(first, second, strict=True))
     assert not torch.equal(first[0], first[1])
+
+
+class _StopsInMidRound(TrainerCallback):
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        control.should_training_stop = state.global_step == 5
+
+
+@launched
+def _load_best(folder: Path) -> dict[str, Any]:
+    settings = {"save_only_model": True, "save_steps": 2, "eval_strategy": "steps", "eval_steps": 2}
+    trainer = make_trainer(folder, hook=HOOK, load_best_model_at_end=True, metric_for_best_model="loss", **settings)
+    trainer.add_callback(_StopsInMidRound())
+    trainer.train()
+    at_end = flat(trainer.model.parameters())
+    trainer.evaluate()
+    best = load_file(Path(trainer.state.best_model_checkpoint) / "model.safetensors")
+    return {"end": at_end, "after": flat(trainer.model.parameters()), "best": best, "now": trainer.model.state_dict()}
+
+
+def test_the_best_model_stays_as_it_was_saved(run_ranks: Any, tmp_path: Path) -> None:
+    """Nothing of the round in which the training was stopped comes into it."""
+    for rank in run_ranks(_load_best, tmp_path):
+        assert torch.equal(rank["end"], rank["after"])
+        assert all(torch.equal(rank["best"][name], rank["now"][name]) for name in rank["best"])
+
+
+class _LooksAtSaves(TrainerCallback):
+    def __init__(self) -> None:
+        self.seen: list[dict[str, torch.Tensor]] = []
+
+    def on_save(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        self.seen.append({name: each.clone() for name, each in model.state_dict().items()})
+
+
+@launched
+def _save_models(folder: Path) -> dict[str, torch.Tensor]:
+    trainer, looks = make_trainer(folder, hook=HOOK, save_only_model=True), _LooksAtSaves()
+    trainer.add_callback(looks)
+    trainer.train()
+    return looks.seen[0]
+
+
+def test_a_model_that_is_saved_alone_is_the_common_one(run_ranks: Any, tmp_path: Path) -> None:
+    first, second = run_ranks(_save_models, tmp_path)
+    saved = load_file(tmp_path / "checkpoint-4" / "model.safetensors")  # in mid-round
+    for name, tensor in saved.items():
+        assert torch.equal(first[name], tensor) and torch.equal(second[name], tensor)

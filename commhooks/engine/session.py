@@ -215,7 +215,8 @@ class Session:
         hook has begun for its buckets is waited for, because the caller may fill them again."""
         try:
             on_stream = computing_on(flat) if precision.has_streams(flat.device) else contextlib.nullcontext()
-            with on_stream, precision.full_precision(flat.device):
+            # An outer step adds and rounds, perhaps in a thread beside the training.
+            with on_stream, precision.full_precision(flat.device, products=not self.compressor.on_weights):
                 yield
         except BaseException:
             with contextlib.suppress(RuntimeError):  # the device itself may have failed

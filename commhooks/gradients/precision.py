@@ -89,12 +89,13 @@ _before: list[tuple[Any, str]] = []
 
 
 @contextlib.contextmanager
-def full_precision(device: torch.device) -> Iterator[None]:
-    """Run the body without grad mode and autocast, with float32 products in full float32 precision."""
+def full_precision(device: torch.device, *, products: bool = True) -> Iterator[None]:
+    """Run the body without grad mode and autocast, with float32 products in full float32 precision. `products`: False
+    for a body without any, which leaves the switches to a training that goes on beside it."""
     global _inside
     with _lock:
-        _inside += 1
-        for switch in _PRECISION_SWITCHES if _inside == 1 else ():
+        _inside += products
+        for switch in _PRECISION_SWITCHES if products and _inside == 1 else ():
             precision = switch.fp32_precision
             if precision not in ("ieee", "none"):
                 _before.append((switch, precision))
@@ -105,7 +106,7 @@ def full_precision(device: torch.device) -> Iterator[None]:
             yield
     finally:
         with _lock:
-            _inside -= 1
+            _inside -= products
             while _inside == 0 and _before:
                 switch, precision = _before.pop()
                 # "none" inherits from the parent switch; set an explicit value only if there was one before.

@@ -14,6 +14,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import commhooks
+from commhooks.comm import collective
+from commhooks.gradients import precision
 from tests.support.ddp_steps import log_lines
 from tests.support.training import Run, flat
 
@@ -159,3 +161,27 @@ def _loads_while_a_part_is_on_its_way() -> tuple[int, int, int]:
 def test_what_is_on_its_way_does_not_count_as_a_step_of_the_loaded_state(run_ranks):
     (at_load, later, end), other = run_ranks(_loads_while_a_part_is_on_its_way)
     assert at_load == later and end > later and other == (at_load, later, end)
+
+
+def _precision_in(hook: commhooks.HookConfig) -> set[str]:
+    """What a training that multiplies in bfloat16 has while the hook sends."""
+    (switch, *_), seen, start = precision._PRECISION_SWITCHES, set(), collective.start
+    before = switch.fp32_precision
+
+    def noted(*args: Any, **kwargs: Any) -> Any:
+        seen.add(switch.fp32_precision)
+        return start(*args, **kwargs)
+
+    switch.fp32_precision = "bf16"
+    try:
+        with mock.patch.object(collective, "start", noted):
+            Run.new(hook=hook).train(4)
+    finally:
+        switch.fp32_precision = before
+    return seen
+
+
+def test_an_outer_step_leaves_the_precision_of_products_to_the_training(run_ranks):
+    """It may run in a thread, and the switch is that of the process."""
+    assert run_ranks(_precision_in, commhooks.DiLoCo(sync_every=2, delay=1)) == [{"bf16"}] * 2
+    assert run_ranks(_precision_in, commhooks.PowerSGD(start_powerSGD_iter=1)) == [{"ieee"}] * 2

@@ -228,9 +228,8 @@ class LocalStepsHook(EngineHook):
                 self._outer_step(early=True)
             if optimizers:
                 moments = self._optimizers.moments()
-                self._means.average(
-                    [each for _, each in moments], "the optimizers' state", [name for name, _ in moments]
-                )
+                names, tensors = [name for name, _ in moments], [each for _, each in moments]
+                self._means.average(tensors, "the optimizers' state", names)
                 self._moments_differ = False
 
         differ = self._buffers_differ or not self._weights_agree or (optimizers and self._moments_differ)

@@ -10,7 +10,30 @@ _STREAMING = f"{_TESTS}::test_streaming_is_that_of_the_paper"
 
 _MISHAPS = "hook/test_local_mishaps.py"
 
+_RECOVERY = "hook/test_local_recovery.py"
+
 MUTANTS = [
+    Mutant(
+        "local steps: a rank that is lost keeps the others from averaging",
+        _HOOK,
+        "rows[:, 0].all() or rows[:, 1].any()",
+        "rows[:, 0].all()",
+        f"{_RECOVERY}::test_a_rank_whose_weights_are_not_finite_ends_the_round_though_its_gradients_never_are",
+    ),
+    Mutant(
+        "local steps: statistics that overflow on one rank spread",
+        "commhooks/hook/means.py",
+        "if finite_somewhere else change",
+        "if False else change",
+        f"{_RECOVERY}::test_statistics_that_overflow_on_one_rank_stay_those_of_the_others",
+    ),
+    Mutant(
+        "streaming: what is on its way at a load counts as a step of the loaded state",
+        _HOOK,
+        "self._outer.forget(patiently=True)",
+        "self._outer.forget()",
+        f"{_RECOVERY}::test_what_is_on_its_way_does_not_count_as_a_step_of_the_loaded_state",
+    ),
     Mutant(
         "local steps: an optimizer keeps its NaN after a discarded round",
         "commhooks/gradients/training_events.py",
@@ -42,7 +65,7 @@ MUTANTS = [
     Mutant(
         "local steps: a save leaves the optimizers' moments to the ranks",
         _HOOK,
-        '            self._means.average(self._optimizers.moments(), "the optimizers\' state")\n',
+        '                self._means.average(tensors, "the optimizers\' state", names)\n',
         "",
         _RESUME,
     ),

@@ -101,6 +101,12 @@ def from_distributed(state: Mapping[str, Any], source: GradientSource) -> dict[s
             raise damaged(f"{shown(key)} is {shown(tensors)}, not a dict of tensors")
         for name, entry in payload["parameters"].items():
             own = _local(tensors[name], f"{key}[{shown(name)}]") if name in tensors else None
+            if own is not None and list(own.shape) != list(entry["shape"]):
+                raise PayloadError(
+                    f"{key} of {shown(name)} has shape {tuple(own.shape)}, and this rank's shard "
+                    f"{tuple(entry['shape'])}: the state was saved for another sharding. Load it with "
+                    "torch.distributed.checkpoint, which fits it"
+                )
             if own is not None and bool(own.any()):  # what is absent stands for zeros
                 entry[key] = own
     return payload

@@ -190,7 +190,8 @@ class SavedLearnedState:
         field = next((each for each in session.compressor.state_fields if not each.replicated), None)
         if field is None:
             return {}
-        if session.consensus.arrangement.complete or (state.local_shared and not own):
+        same_names = session.consensus.arrangement.complete and session.consensus.compared
+        if same_names or session.compressor.per_bucket or (state.local_shared and not own):
             target = self._target(session.compressor)
             # In one dtype, whichever FSDP reduces in: the run that saves goes on with what it has saved.
             return {n: own[n].to(target.kept_dtype(field, n)) for n in target.parameters if n in own}
@@ -208,6 +209,9 @@ class SavedLearnedState:
             session.consensus.arrangement.rebase(kept, name, mean)
             if name in kept and name in state["residual"]:
                 session.held.overwrite(state["residual"][name], kept[name])
+            elif name in kept:  # another rank has loaded one
+                device = session.consensus.binding.names.known()[name].device
+                state["residual"][name] = kept[name].to(device, copy=True)
         state.local_shared = session.consensus.arrangement.complete
 
     def _warn_inexact(self, reason: str, speaker: int) -> None:

@@ -103,6 +103,12 @@ class Consensus:
         self._patience = Patience()
         self.bind(binding)
 
+    @property
+    def compared(self) -> bool:
+        """Whether the ranks have compared their states since the latest load or change of the compressor. From then on
+        they have residuals of the same parameters, unless they share them out."""
+        return self._agreement is not None
+
     def bind(self, binding: Binding) -> None:
         """Work for this model. Allowed only before the first backward pass."""
         self.binding = binding

@@ -176,6 +176,8 @@ class FullyShardGradients(GradientSource):
     # ---- what torch calls --------------------------------------------------------------------------------------------
 
     def _on_forward(self, module: torch.nn.Module, args: Any, output: Any) -> None:
+        if current_task() == -1:
+            self._pass = None  # one that is left has ended in an exception
         for tensor in _tensors_in(output):
             if tensor.requires_grad:
                 tensor.register_hook(self._on_backward)

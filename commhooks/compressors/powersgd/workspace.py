@@ -34,6 +34,10 @@ class Matrix:
         return self.slots[0].offset, self.slots[-1].stop
 
 
+MOST_MESSAGES = 4
+"""With `alternate`: how many combinations of P and Q keep their memory."""
+
+
 class Workspace:
     """The matrices of one bucket layout, allocated once with their messages. It belongs to one session and is never
     saved.
@@ -91,6 +95,9 @@ class Workspace:
         """Of a step that sends one factor per matrix, P or Q, with everything uncompressed and the flags."""
         lengths = tuple(x.m if q else x.n for x, q in zip(self.matrices, makes_q, strict=True))
         if lengths not in self._messages:
+            # Parameters without gradients in some steps bring the matrices out of step, in ever other combinations.
+            while len(self._messages) >= MOST_MESSAGES:
+                del self._messages[next(iter(self._messages))]
             (self._messages[lengths],) = self._new_messages(lengths)
         return self._messages[lengths]
 

@@ -1,0 +1,116 @@
+"""Saves and loads where ranks hold different things, or a state was saved for another form of the model."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+import commhooks
+from tests.support.features import fully_shard_on_gloo
+from tests.support.inside import session_of
+
+OPTIONS = {"start_powerSGD_iter": 0}
+
+
+def _layers(width: int = 32, count: int = 2) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(count)))
+
+
+def _train(model: nn.Module, steps: int) -> None:
+    for _ in range(steps):
+        model.zero_grad()
+        model(torch.randn(3, 32)).square().mean().backward()
+
+
+def _residuals(state: dict[str, Any]) -> dict[str, torch.Tensor | None]:
+    return {name: entry["residual"] for name, entry in state["parameters"].items()}
+
+
+def _saved_between_nodes() -> list[dict[str, Any]]:
+    """The mean residual of a run between nodes; that of a run without them which has loaded each rank's, and its own
+    mean over the ranks after that save."""
+    models = [DistributedDataParallel(_layers()) for _ in range(2)]
+    between = commhooks.attach(models[0], "powerSGD", hook_options=OPTIONS, ranks_per_node=2)
+    flat = commhooks.attach(models[1], "powerSGD", hook_options=OPTIONS)
+    torch.manual_seed(dist.get_rank())
+    _train(models[0], 2)
+    saved = between.state_dict("per_rank")
+    right = _residuals(between.state_dict("mean"))
+    _train(models[1], 1)
+    flat.load_state_dict(saved)
+    found = _residuals(flat.state_dict("mean"))
+    own = session_of(flat).state["residual"]
+    for name, mean in right.items():
+        assert mean is not None
+        total = own.get(name, torch.zeros(mean.numel())).clone()
+        dist.all_reduce(total)
+        own[name] = total / dist.get_world_size()
+    return [right, found, own]
+
+
+def test_a_mean_of_what_nodes_have_saved_is_that_of_each_parameter(run_ranks: Any) -> None:
+    for right, found, own in run_ranks(_saved_between_nodes, world_size=4):
+        for name, mean in right.items():
+            assert mean.any() and torch.allclose(found[name].flatten(), mean.flatten(), atol=1e-6)
+            assert torch.allclose(own[name].flatten(), mean.flatten(), atol=1e-6)
+
+
+class _SomeLayers(nn.Module):
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(32, 16, bias=False) for _ in range(count))
+
+    def forward(self, images: torch.Tensor, used: list[int]) -> torch.Tensor:
+        return torch.stack([self.layers[i](images) for i in used]).sum()
+
+
+def _messages_kept() -> int:
+    model = DistributedDataParallel(_SomeLayers(8), find_unused_parameters=True)
+    hook = commhooks.attach(model, "powerSGD", hook_options=OPTIONS | {"alternate": True})
+    chosen = random.Random(1)
+    for _ in range(40):
+        model.zero_grad()
+        model(torch.randn(2, 32), [i for i in range(8) if chosen.random() < 0.5] or [0]).backward()
+    (known,) = session_of(hook).consensus.buckets
+    return len(known.work.work._messages)
+
+
+def test_factors_that_come_out_of_step_do_not_fill_the_memory(run_ranks: Any) -> None:
+    for kept in run_ranks(_messages_kept):
+        assert 1 < kept <= 4
+
+
+def _other_form() -> list[str]:
+    ddp, sharded = DistributedDataParallel(_layers()), _layers()
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("replicate", "shard"))
+    fully_shard(sharded, mesh=mesh["shard"])
+    hooks = [
+        commhooks.attach(ddp, "powerSGD", hook_options=OPTIONS, save_residual="distributed"),
+        commhooks.attach(sharded, "powerSGD", hook_options=OPTIONS, replicate_group=mesh["replicate"]),
+    ]
+    torch.manual_seed(dist.get_rank())
+    _train(ddp, 1)
+    _train(sharded, 1)
+    states = [hook.state_dict() for hook in hooks]
+    found = []
+    for hook, state in zip(hooks, reversed(states), strict=True):
+        with pytest.raises(commhooks.PayloadError) as caught:
+            hook.load_state_dict(state)
+        found.append(str(caught.value))
+    return found
+
+
+@fully_shard_on_gloo
+def test_a_state_of_another_sharding_says_how_to_load_it(run_ranks: Any) -> None:
+    for texts in run_ranks(_other_form):
+        for text in texts:
+            assert "saved for another sharding. Load it with torch.distributed.checkpoint" in text

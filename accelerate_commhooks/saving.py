@@ -59,7 +59,7 @@ class SavedHooks:
 
     def add(self, model: HookedModel) -> None:
         """Add a newly prepared model; a state loaded for it earlier is applied now."""
-        if self._freed():
+        if self._freed(added=model.module):
             self._models = []
         number = next((i for i, known in enumerate(self._models) if known.module is model.module), len(self._models))
         self._models[number : number + 1] = [model]
@@ -180,8 +180,8 @@ class SavedHooks:
         parts = (_part(_of_rank(path, each), shared, each) for each in needed)  # one at a time: they are large
         return payload_parts.merge(shared, parts, rank, world_size)
 
-    def _freed(self) -> bool:
-        """Whether the accelerator has released all models since they were prepared.
+    def _freed(self, added: torch.nn.Module | None = None) -> bool:
+        """Whether the accelerator has released all models since they were prepared. `added`: which it has just got again.
 
         Accelerate 1.15 has no callback for `free_memory`. Its list of models, which save hooks receive, has no public
         name; load hooks receive a copy, which other hooks may have emptied. Without that list: never.
@@ -190,7 +190,10 @@ class SavedHooks:
         if prepared is None:
             return False
         modules = [unwrapped(each) for each in prepared]
-        return not any(known.module is each for known in self._models for each in modules)
+        if sum(each is added for each in modules) > 1:  # prepared twice
+            return False
+        kept = {id(each) for each in modules if each is not added}
+        return not any(id(known.module) in kept for known in self._models)
 
     def _live_accelerator(self) -> Accelerator:
         accelerator = self._accelerator()

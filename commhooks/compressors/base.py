@@ -7,7 +7,7 @@ collectives, waits for them, counts bytes, measures times, follows the loss scal
 """
 
 from abc import abstractmethod
-from collections.abc import Generator, Sequence
+from collections.abc import Collection, Generator, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol
 
@@ -73,6 +73,9 @@ class StepInfo:
     0-dim tensor on an accelerator."""
     rank: int = 0
     """This rank's number among the ranks that reduce the gradients."""
+    unused: Collection[str] = ()
+    """Names of parameters of this bucket that this rank has not used since the latest synchronised pass, although they
+    have a gradient: an old one, which is in the bucket. DDP drops the result for those that no rank has used."""
 
 
 class Compressor(CompressorRules[ConfigT]):

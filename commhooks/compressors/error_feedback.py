@@ -4,6 +4,8 @@ The part of `delta = gradient + residual` that a compressor does not send become
 (Karimireddy, Rebjock, Stich, Jaggi: Error Feedback Fixes SignSGD, ICML 2019).
 """
 
+from collections.abc import Sequence
+
 import torch
 
 from commhooks.compressors.base import State, StepInfo
@@ -21,6 +23,14 @@ def with_residual(slot: Slot, flat: torch.Tensor, state: State, step: StepInfo) 
     if isinstance(step.residual_factor, torch.Tensor):
         return delta.addcmul_(residual, step.residual_factor)
     return delta.add_(residual, alpha=step.residual_factor)
+
+
+def clear_flags_of_unused(slots: Sequence[Slot], flags: torch.Tensor, step: StepInfo) -> None:
+    """Set to 0 the flags (see `put_flags`) of the parameters whose gradient is an old one: what no rank uses keeps its
+    residual, because DDP drops the result."""
+    for slot, flag in zip(slots, flags, strict=True) if step.unused else ():
+        if slot.name in step.unused:
+            flag.zero_()
 
 
 def keep_residual(slot: Slot, left: torch.Tensor, good: torch.Tensor | bool, state: State) -> None:

@@ -10,6 +10,7 @@ import torch
 
 from commhooks.comm.collective import Send
 from commhooks.compressors.base import Exchange, State, StepInfo, judged
+from commhooks.compressors.error_feedback import clear_flags_of_unused
 from commhooks.engine.state import LearnedState
 from commhooks.gradients.layout import BucketLayout, Slot
 
@@ -32,6 +33,7 @@ def with_orphaned(
     rank used. The ranks agree on that, so that the same residuals remain on all of them."""
     residuals, factor = state["residual"], step.residual_factor
     flags = torch.stack([slot.of(flat).any() for slot in slots]).to(torch.uint8)
+    clear_flags_of_unused(slots, flags, step)
     flags = yield Send(flags, what="gradients that are not zero", op="max")
     sent = [slot for slot, has_gradient in zip(slots, flags.tolist(), strict=True) if has_gradient]
     for slot in sent:

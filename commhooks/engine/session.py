@@ -6,6 +6,7 @@ step. Without learned state nothing depends on other buckets, and each one ends 
 """
 
 import contextlib
+import dataclasses
 import functools
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -160,7 +161,10 @@ class Session:
 
         if self._observer is not None:
             self._observer.add(known.layout)
-        exchange = known.exchange(compressor, flat, self.state, current.step, compressing=current.compressing)
+        step = current.step
+        if bucket.unused:
+            step = dataclasses.replace(step, unused={known.layout.names[place] for place in bucket.unused})
+        exchange = known.exchange(compressor, flat, self.state, step, compressing=current.compressing)
         issue: Issue = functools.partial(self._send, current, [bucket.index])
         if current.coalescing is not None:
             issue = functools.partial(current.coalescing.issue, bucket.index)

@@ -20,6 +20,8 @@ class Bucket:
         numel_here: number of elements in the buffer; for a sparse gradient that of its values.
         is_first, is_last: this is the first, the last bucket of its backward pass.
         grad_bucket: the same bucket as DDP passed it; None without DDP.
+        unused: the places of parameters that this rank has not used since the latest synchronised pass, although they
+            have a gradient.
     """
 
     def __init__(
@@ -42,6 +44,7 @@ class Bucket:
         self.is_first = index == 0 if is_first is None else is_first
         self.is_last = is_last
         self.grad_bucket = grad_bucket
+        self.unused: Sequence[int] = ()
         self._parameters = parameters
 
     @property

@@ -3,12 +3,13 @@
 import functools
 import sys
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.hooks import RemovableHandle
 
 from commhooks.errors import AttachError, HookRunError
 from commhooks.gradients import precision
@@ -109,6 +110,7 @@ class DDPGradients(GradientSource):
         """
         _check_free(ddp_model)
         self._ranks_differ = False
+        self._used: set[int] | None = None  # since the latest synchronised pass; None: all are
         self._ddp_model = weakref.ref(ddp_model)
         user_module = ddp_model.module if module is None else module
         self._module = weakref.ref(user_module)
@@ -135,6 +137,12 @@ class DDPGradients(GradientSource):
                 "DDP takes one hook for life; wrap the model anew to change it"
             ) from error
         keep_group_until_reducer_ends(ddp_model)
+        if ddp_model.find_unused_parameters and not ddp_model.static_graph:
+            used: set[int] = set()
+            self._used = used
+            note = functools.partial(_note_used, used)  # it holds no more than the set
+            handles = [each.register_post_accumulate_grad_hook(note) for each in self.names.known().values()]
+            weakref.finalize(ddp_model, _remove, handles).atexit = False
 
     def let_ranks_differ(self) -> list[str]:
         ddp_model = self._ddp_model()
@@ -156,6 +164,16 @@ class DDPGradients(GradientSource):
 
     def gradients(self) -> Mapping[str, torch.Tensor | None]:
         return {name: parameter.grad for name, parameter in self.names.known().items()}
+
+    def unused_in(self, bucket: Bucket) -> Sequence[int]:
+        if self._used is None:
+            return ()
+        used = self._used
+        return [i for i, each in enumerate(bucket.parameters) if each.grad is not None and id(each) not in used]
+
+    def end_pass(self) -> None:
+        if self._used is not None:
+            self._used.clear()
 
     def check_pass(self) -> None:
         ddp_model = self._ddp_model()
@@ -181,6 +199,15 @@ class DDPGradients(GradientSource):
         ignored = ddp_model.parameters_to_ignore
         own = {id(p) for n, p in ddp_model.module.named_parameters() if n not in ignored}
         return [(n, p) for n, p in module.named_parameters() if id(p) in own]
+
+
+def _note_used(used: set[int], parameter: torch.Tensor) -> None:
+    used.add(id(parameter))
+
+
+def _remove(handles: Sequence[RemovableHandle]) -> None:
+    for each in handles:
+        each.remove()
 
 
 def keep_group_until_reducer_ends(ddp_model: DistributedDataParallel) -> None:

@@ -180,6 +180,14 @@ class GradientSource(ABC):
         """`part`, which belongs to this rank's shard of the parameter, as a tensor placed like the parameter."""
         return part
 
+    def unused_in(self, bucket: Bucket) -> Sequence[int]:
+        """See `Bucket.unused`."""
+        return ()
+
+    def end_pass(self) -> None:
+        """Called at the end of a synchronised pass."""
+        return None
+
     def check_pass(self) -> None:
         """Called before a backward pass. Raises HookRunError if hooks cannot be right in it."""
         return None

@@ -90,6 +90,7 @@ class Runner(ABC):
                 "the model in a new DistributedDataParallel, and attach a hook to that"
             )
         own = self._reader.read(bucket, self._end_pass)
+        own.unused = self._source.unused_in(own)
         future = self._reduce(own)
         if own.is_last:
             self._finish_pass()
@@ -118,6 +119,7 @@ class Runner(ABC):
             self.cosine.begin_pass()
 
     def _finish_pass(self) -> None:
+        self._source.end_pass()
         if self.cosine is not None:
             self.cosine.compare(self.counters.backward_passes)
         if not self.quiet:

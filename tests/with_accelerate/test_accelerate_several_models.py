@@ -105,6 +105,13 @@ def _freed_and_gone(folder: str) -> dict[str, Any]:
     pair.accelerator.save_state(folder + "/freed")
     pair.accelerator.wait_for_everyone()
     step = torch.load(folder + "/freed/comm_hook.pt", weights_only=True)["step"]
+
+    pair.first = pair.accelerator.prepare(make_model())
+    pair.accelerator.free_memory()
+    again = pair.accelerator.prepare(pair.first.module)  # the second of two, now alone
+    pair.accelerator.save_state(folder + "/again")
+    pair.accelerator.wait_for_everyone()
+    assert pair.handler.is_attached(again)
     return {"kept its number": kept_its_number, "fresh": fresh, "step": step, "stale": pair.handler.is_attached(stale)}
 
 
@@ -112,7 +119,7 @@ def test_models_that_go_and_free_memory(run_ranks: Any, tmp_path: Path) -> None:
     for result in run_ranks(_freed_and_gone, str(tmp_path)):
         assert result == {"kept its number": True, "fresh": True, "step": 0, "stale": True}
     assert hook_files(tmp_path / "gone") == [name.replace("hook", "hook_1") for name in BOTH]
-    assert hook_files(tmp_path / "freed") == BOTH[:1]
+    assert hook_files(tmp_path / "freed") == hook_files(tmp_path / "again") == BOTH[:1]
 
 
 @launched

@@ -10,6 +10,7 @@ import torch
 
 from commhooks.comm.wire import all_finite, divide, put_plain
 from commhooks.compressors.base import Exchange, State, StepInfo, Verdict
+from commhooks.compressors.error_feedback import clear_flags_of_unused
 from commhooks.compressors.powersgd.message import QuantisedMessage
 from commhooks.compressors.powersgd.workspace import Workspace
 from commhooks.compressors.quantized.exchange import Workspace as OnlyBlocks
@@ -52,7 +53,10 @@ class BucketPass:
             self.first, self.last = work.messages
 
     def put_uncompressed(self) -> None:
-        """Write what is not compressed as a matrix into the first message."""
+        """Write what is not compressed as a matrix into the first message, beside the flags, which are there."""
+        if self.step.unused:
+            slots = [slot for matrix in self.work.matrices for slot in matrix.slots]
+            clear_flags_of_unused(slots, self.first.flags, self.step)
         if self.plain:
             put_plain(self.plain, self.first.plain, self.step.world_size)
         if isinstance(self.first, QuantisedMessage):

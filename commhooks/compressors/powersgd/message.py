@@ -12,6 +12,7 @@ import torch
 
 from commhooks.comm.wire import put_flags
 from commhooks.compressors.base import Send, StepInfo
+from commhooks.compressors.error_feedback import clear_flags_of_unused
 from commhooks.compressors.named_views import NamedViews
 from commhooks.compressors.quantized.blocks import BlockCode
 from commhooks.compressors.quantized.mean import mean_over_ranks
@@ -152,7 +153,9 @@ class QuantisedMessage(Message):
         """Before the message is sent, take what travels as blocks from the bucket."""
         kernel = self.kernel(step)
         kernel.load(flat, residuals, step.residual_factor)
-        put_flags([slot.of(flat) for slot in self._beside], kernel.messages.flags[: len(self._beside)])
+        flags = kernel.messages.flags[: len(self._beside)]
+        put_flags([slot.of(flat) for slot in self._beside], flags)
+        clear_flags_of_unused(self._beside, flags, step)
 
     def store(self, flat: torch.Tensor, residuals: Residuals, step: StepInfo, good: torch.Tensor | bool) -> None:
         """After the verdict, write its averages into the bucket and, where `good`, its residuals."""

@@ -13,6 +13,7 @@ import torch
 
 from commhooks.comm.wire import divide, put_flags, put_plain
 from commhooks.compressors.base import Exchange, State, StepInfo, Verdict
+from commhooks.compressors.error_feedback import clear_flags_of_unused
 from commhooks.compressors.quantized.blocks import BlockCode
 from commhooks.compressors.quantized.mean import BlockKernel, mean_over_ranks
 from commhooks.compressors.quantized.messages import ShareMessages
@@ -99,6 +100,8 @@ def quantised_exchange(flat: torch.Tensor, work: Workspace, state: State, step: 
     messages, pieces = kernel.messages, flat.split(work.sizes)
     plain = [pieces[place] for place in work.place_of_plain]
     put_flags([pieces[place] for place in work.place_of_compressed], messages.flags)
+    if step.unused:
+        clear_flags_of_unused(work.slots, messages.flags, step)
     if plain:
         put_plain(plain, messages.plain, step.world_size)
     kernel.load(flat, residuals, factor)  # delta = gradient + residual

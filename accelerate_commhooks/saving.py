@@ -181,7 +181,7 @@ class SavedHooks:
         return payload_parts.merge(shared, parts, rank, world_size)
 
     def _freed(self, added: torch.nn.Module | None = None) -> bool:
-        """Whether the accelerator has released all models since they were prepared. `added`: which it has just got again.
+        """Whether the accelerator has released all models since they were prepared. `added`: one that it has just got.
 
         Accelerate 1.15 has no callback for `free_memory`. Its list of models, which save hooks receive, has no public
         name; load hooks receive a copy, which other hooks may have emptied. Without that list: never.

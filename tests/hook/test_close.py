@@ -132,6 +132,7 @@ def _destroyed(folder: str) -> list[int]:
 
     def train() -> None:
         dist.destroy_process_group()
+        time.sleep(0.3)  # while gloo's threads close the sockets of a group (torch 2.13), the next one may lose its own
         store = dist.FileStore(os.path.join(folder, str(len(kept))), 2)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
         run = Run.new(hook_options=OPTIONS, save_residual="mean").train(3)

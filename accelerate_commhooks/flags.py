@@ -1,4 +1,5 @@
-"""The flags of `accelerate-commhooks config`, one per setting. Nothing here needs torch or Accelerate."""
+"""The flags of `accelerate-commhooks config`, one per setting, and where settings are found. Nothing here needs
+torch or Accelerate."""
 
 import argparse
 from typing import Any
@@ -7,6 +8,8 @@ from commhooks.hook.vocabulary import ARGUMENTS, Argument
 
 SECTION = "comm_hook_config"
 """The key of the section in Accelerate's configuration file."""
+VARIABLE = "ACCELERATE_COMM_HOOK_CONFIG"
+"""The environment variable that names a file of settings, or holds them."""
 YES_NO = ("true", "false")
 
 

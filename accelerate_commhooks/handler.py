@@ -1,7 +1,6 @@
 """`CommHookKwargs`: Accelerate's handler of DDP arguments, with a communication hook of commhooks."""
 
 import dataclasses
-import weakref
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,24 +10,22 @@ import torch
 from accelerate import Accelerator, DistributedDataParallelKwargs, DistributedType
 from torch.nn.parallel import DistributedDataParallel
 
-from accelerate_commhooks import stock_fields
+from accelerate_commhooks.flags import VARIABLE
 from accelerate_commhooks.prepared import (
     HookedModel,
     accelerator_in_construction,
     calling_accelerator,
     loss_scale_of,
 )
-from accelerate_commhooks.replicas import check_replicas, replicas_of, serve_replicas
+from accelerate_commhooks.replicas import check_leaves_something, replicas_of, saved_form, serve_replicas
+from accelerate_commhooks.requested import DDP_FIELDS, checked_request, stock_requests
 from accelerate_commhooks.saving import saved_hooks
-from accelerate_commhooks.settings import NOT_FROM_OUTSIDE, VARIABLE, Settings, refuse_to_ignore_the_launcher
-from commhooks import AttachError, CommHook, HookConfigError, HookRunError, attach
+from accelerate_commhooks.settings import NOT_FROM_OUTSIDE, Settings, refuse_to_ignore_the_launcher
+from accelerate_commhooks.trackers import TrackedHooks
+from commhooks import AttachError, CommHook, HookConfigError, attach
 from commhooks.errors import logger_of
 from commhooks.hook.for_plugins import (
-    ARGUMENTS,
-    HOOKS,
-    PREFIX,
     HookRequest,
-    Meter,
     attach_request,
     documented_by,
     unknown_argument,
@@ -95,7 +92,7 @@ class CommHookKwargs(DistributedDataParallelKwargs):
     def __post_init__(self) -> None:
         self._given: frozenset[str]
         self._hooked: list[HookedModel] = []
-        self._meters: weakref.WeakKeyDictionary[CommHook, Meter] = weakref.WeakKeyDictionary()
+        self._tracked = TrackedHooks()
         self._settings = NOT_FROM_OUTSIDE
         self._warned_alone = False
         given = None if self._asks_for_something() else Settings.from_environment()
@@ -181,19 +178,9 @@ class CommHookKwargs(DistributedDataParallelKwargs):
         """
         if not accelerator.is_main_process:
             return  # Accelerate 1.15 creates trackers on the main process only
-        if not accelerator.trackers:
-            missing = "" if accelerator.log_with else "Accelerator(log_with=...) with a tracker that is installed, and "
-            raise HookRunError(
-                f"CommHookKwargs.log: this accelerator has no trackers; it needs {missing}a call of "
-                "accelerator.init_trackers(...) before"
-            )
         if accelerator.distributed_type is DistributedType.NO:
             self.warn_alone()
-        values: dict[str, float] = {}
-        for number, hook in enumerate(self.attached_hooks):
-            values |= self._metrics(hook, per_layer=per_layer, prefix=f"{PREFIX}/{number}" if number else PREFIX)
-        if values:
-            accelerator.log(values, step=step)
+        self._tracked.log(accelerator, self.attached_hooks, step, per_layer=per_layer)
 
     def attach(self, accelerator: Accelerator) -> "CommHookKwargs":
         """Use this handler in an existing accelerator, for the models that it prepares from now on.
@@ -207,20 +194,12 @@ class CommHookKwargs(DistributedDataParallelKwargs):
                 "this accelerator has a DistributedDataParallelKwargs already, and it takes one only: give its "
                 "arguments to CommHookKwargs(...) instead"
             )
-        kind = accelerator.distributed_type
-        if kind is DistributedType.FSDP:
-            if not self.off:
-                check_replicas(accelerator)
+        check_leaves_something(accelerator, off=self.off)
+        if accelerator.distributed_type is DistributedType.FSDP:
             serve_replicas(accelerator, self)
-        # NO: one process without communication; the same script may be started with several processes later.
-        elif kind is not DistributedType.NO and not kind.name.startswith("MULTI_"):
-            raise HookConfigError(
-                f"this accelerator runs with {kind}, where models are not wrapped in "
-                "DistributedDataParallel: there is nothing to attach a communication hook to"
-            )
         accelerator.ddp_handler = self
         saved_hooks(accelerator)
-        if kind is DistributedType.NO:
+        if accelerator.distributed_type is DistributedType.NO:
             self.warn_alone()
         return self
 
@@ -249,7 +228,7 @@ class CommHookKwargs(DistributedDataParallelKwargs):
 
     def to_dict(self) -> dict[str, Any]:
         """The arguments of `DistributedDataParallel`, by name."""
-        return {f.name: getattr(self, f.name) for f in stock_fields.DDP_FIELDS}
+        return {f.name: getattr(self, f.name) for f in DDP_FIELDS}
 
     def register_comm_hook(self, model: DistributedDataParallel) -> None:
         """Attach a hook to a model that has just been wrapped. Every rank must call this."""
@@ -262,15 +241,10 @@ class CommHookKwargs(DistributedDataParallelKwargs):
         if request.off:
             self._settings.noting("attached")
             return
-        if request.save_residual == "per_rank" and "save_residual" in self._given | self._settings.values.keys():
-            raise HookConfigError(
-                "save_residual='per_rank' with a model sharded by FSDP2: its checkpoints hold the mean over the "
-                "replicas, 'mean' (the default), or no residuals, 'drop'"
-            )
+        form = saved_form(request, given="save_residual" in self._given | self._settings.values.keys())
         for earlier in [each.hook for each in self._hooked if each.is_of(model)]:
             if earlier is not None:
                 earlier.detach()
-        form = "drop" if request.save_residual == "drop" else "mean"
         request = dataclasses.replace(request, save_residual=form)
         self._attach(model, request, accelerator, replicate_group=replicas_of(accelerator))
 
@@ -278,7 +252,7 @@ class CommHookKwargs(DistributedDataParallelKwargs):
 
     def __repr__(self) -> str:
         fields = ((f, getattr(self, f.name)) for f in dataclasses.fields(self))
-        written = {"hook"} & self._given if self.hook is None and not stock_fields.requests(self) else set()
+        written = {"hook"} & self._given if self.hook is None and not stock_requests(self) else set()
         shown = ", ".join(f"{f.name}={v!r}" for f, v in fields if f.name in written or not _is_default(f, v))
         return f"{type(self).__qualname__}({shown})"
 
@@ -292,10 +266,6 @@ class CommHookKwargs(DistributedDataParallelKwargs):
         return _rebuild, (type(self), _values(self)), {"_settings": self._settings}
 
     # ---- helpers -----------------------------------------------------------------------------------------------------
-
-    def _metrics(self, hook: CommHook, **how: Any) -> dict[str, float]:
-        """The metrics of `hook` since the previous call for it; for the arguments see `Meter.read`."""
-        return self._meters.setdefault(hook, Meter()).read(hook, **how)
 
     def _attach(
         self, model: torch.nn.Module, request: HookRequest, accelerator: Accelerator | None, **groups: Any
@@ -322,35 +292,12 @@ class CommHookKwargs(DistributedDataParallelKwargs):
             logger.warning("hook %r was not attached by an accelerator: no save_state saves its state.", hook.name)
 
     def _checked_request(self) -> HookRequest:
-        """The checked request. Made at each call, because the fields of Accelerate's handlers may be changed."""
-        if not isinstance(self.dim, int):
-            raise HookConfigError(
-                f"CommHookKwargs({self.dim!r}): the first positional argument is DDP's `dim`; "
-                f"write CommHookKwargs(hook={self.dim!r})"
-            )
-        hook, options, wrapper = self.hook, self.hook_options, self.wrapper
-        stock = stock_fields.requests(self)
-        if stock and any(each is not None for each in (hook, options, wrapper)):
-            raise HookConfigError(
-                f"{' and '.join(stock)} beside {'hook' if hook is not None else 'hook_options or wrapper'}=: both ask "
-                "for a communication hook, and DDP takes one only. Keep hook= (with hook_options= and wrapper=)"
-            )
-        if stock:
-            hook, options, wrapper = stock_fields.translated(self)
-        if not self._asks_for_something():
-            raise HookConfigError(
-                f"CommHookKwargs needs hook=: {HOOKS}; or settings from outside, by `accelerate-commhooks launch` or a "
-                f"YAML file named in {VARIABLE}. hook=None is DDP without a hook"
-            )
-        given = {name: getattr(self, name) for name in ARGUMENTS}
-        request = HookRequest.parse(**given | {"hook": hook, "hook_options": options, "wrapper": wrapper})
-        if request.config is not None:
-            request.config.resolved(self.total_steps)  # a fraction needs total_steps
-        return request
+        """Made at each call, because the fields of Accelerate's handlers may be changed."""
+        return checked_request(self, asked=self._asks_for_something())
 
     def _asks_for_something(self) -> bool:
         """Whether a hook, or explicitly none, was given here, so that no settings from outside are needed."""
-        return self.hook is not None or "hook" in self._given or bool(stock_fields.requests(self))
+        return self.hook is not None or "hook" in self._given or bool(stock_requests(self))
 
 
 def _values(handler: Any) -> dict[str, Any]:

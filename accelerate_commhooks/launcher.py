@@ -28,10 +28,10 @@ from accelerate.utils import patch_environment
 from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
-from accelerate_commhooks.flags import SECTION
+from accelerate_commhooks.flags import SECTION, VARIABLE
 from accelerate_commhooks.handler import CommHookKwargs
 from accelerate_commhooks.replicas import WITH_REPLICAS
-from accelerate_commhooks.settings import HOW_TO_WRITE, VARIABLE, WHAT_TO_DO, Settings, has_section
+from accelerate_commhooks.settings import HOW_TO_WRITE, WHAT_TO_DO, Settings, has_section
 from commhooks import HookConfigError
 
 WHAT_IT_ADDS = (

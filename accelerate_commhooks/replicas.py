@@ -17,6 +17,7 @@ import torch.distributed as dist
 from accelerate import Accelerator, DistributedType
 
 from commhooks import HookConfigError
+from commhooks.hook.for_plugins import HookRequest
 
 if TYPE_CHECKING:
     from accelerate_commhooks.handler import CommHookKwargs
@@ -27,6 +28,24 @@ WITH_REPLICAS = (
 )
 """What to write for replicas that are sharded within a machine each."""
 _REPLICAS = "dp_replicate"
+
+
+def check_leaves_something(accelerator: Accelerator, *, off: bool) -> None:
+    """Check that something of the work of `accelerator` is left to a hook. `off`: no hook is asked for.
+
+    Raises:
+        HookConfigError: it is not.
+    """
+    kind = accelerator.distributed_type
+    if kind is DistributedType.FSDP:
+        if not off:
+            check_replicas(accelerator)
+    # NO: one process without communication; the same script may be started with several processes later.
+    elif kind is not DistributedType.NO and not kind.name.startswith("MULTI_"):
+        raise HookConfigError(
+            f"this accelerator runs with {kind}, where models are not wrapped in "
+            "DistributedDataParallel: there is nothing to attach a communication hook to"
+        )
 
 
 def check_replicas(accelerator: Accelerator) -> None:
@@ -61,6 +80,20 @@ def replicas_of(accelerator: Accelerator) -> dist.ProcessGroup:
     if accelerator.parallelism_config.dp_replicate_enabled:
         return accelerator.torch_device_mesh[_REPLICAS].get_group()
     return dist.new_group([dist.get_rank()], use_local_synchronization=True)  # one replica
+
+
+def saved_form(request: HookRequest, *, given: bool) -> str:
+    """The `save_residual` of a model that is sharded within replicas. `given`: the user has given that of `request`.
+
+    Raises:
+        HookConfigError: it cannot be that one.
+    """
+    if request.save_residual == "per_rank" and given:
+        raise HookConfigError(
+            "save_residual='per_rank' with a model sharded by FSDP2: its checkpoints hold the mean over the "
+            "replicas, 'mean' (the default), or no residuals, 'drop'"
+        )
+    return "drop" if request.save_residual == "drop" else "mean"
 
 
 def serve_replicas(accelerator: Accelerator, handler: "CommHookKwargs") -> None:

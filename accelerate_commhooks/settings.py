@@ -21,8 +21,8 @@ from typing import Any
 
 import yaml
 
-from accelerate_commhooks.flags import SECTION
-from accelerate_commhooks.stock_fields import DDP_FIELDS
+from accelerate_commhooks.flags import SECTION, VARIABLE
+from accelerate_commhooks.requested import DDP_FIELDS
 from commhooks.errors import HookConfigError
 from commhooks.hook.for_plugins import (
     ARGUMENTS,
@@ -36,7 +36,6 @@ from commhooks.hook.for_plugins import (
     unresolved,
 )
 
-VARIABLE = "ACCELERATE_COMM_HOOK_CONFIG"
 SECTION_OF = ", section "
 """Stands between a file and its section in the name of a source."""
 NEAR = 0.7

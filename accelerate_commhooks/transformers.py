@@ -24,6 +24,7 @@ with needed(
 
 from accelerate_commhooks.handler import CommHookKwargs
 from accelerate_commhooks.saving import saved_hooks
+from accelerate_commhooks.trackers import TrackedHooks
 from accelerate_commhooks.trainer_callbacks import HookCallback, print_no_metrics, save_between_steps
 from commhooks import CommHook, HookConfigError, attach
 from commhooks.hook.for_plugins import (
@@ -90,6 +91,7 @@ class CommHookTrainerMixin(_Base):
         self._resume_folder: str | None = None
         self._saved_at_step: int | None = None
         self._closed_hook: CommHook | None = None  # a sharded model does not keep it
+        self._tracked = TrackedHooks()
         self._metrics_at: dict[int, dict[str, float]] = {}
         super().__init__(*args, **kwargs)
         self.add_callback(HookCallback(self))
@@ -152,7 +154,7 @@ class CommHookTrainerMixin(_Base):
         """The metrics of the hook since the last call, if this rank reports to somebody."""
         if self.comm_hook is None or not self.args.report_to or not self.is_world_process_zero():
             return {}
-        return self._hook_handler._metrics(self.comm_hook)
+        return self._tracked.read(self.comm_hook)
 
     def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
         """As `Trainer.evaluate`, of the model that all ranks have in common."""

@@ -15,8 +15,9 @@ import torch.distributed as dist
 
 from commhooks.comm.collective import resolve_group
 from commhooks.comm.counters import Counters
-from commhooks.compressors.powersgd.compressor import BatchedPowerSGDCompressor, PowerSGDCompressor
+from commhooks.compressors.powersgd.compressor import PowerSGDCompressor
 from commhooks.compressors.powersgd.options import PowerSGD
+from commhooks.ddp_comm_hooks.form import FORMS, Form, form_of
 from commhooks.ddp_comm_hooks.old_pickles import converted
 from commhooks.engine.consensus import Binding
 from commhooks.engine.session import Session
@@ -211,7 +212,7 @@ class PowerSGDState:
                 )
         self._saved_on = self._saved_names = None
 
-    def run(self, bucket: dist.GradBucket, form: "Form") -> torch.futures.Future[torch.Tensor]:
+    def run(self, bucket: dist.GradBucket, form: Form) -> torch.futures.Future[torch.Tensor]:
         """Reduce one bucket in this form. Called by the hook functions on all ranks, in the same order."""
         session = self.session
         if not session.has_run:
@@ -224,44 +225,10 @@ class PowerSGDState:
             )
         return session.run(self._reader.read(bucket, session.end_pass))
 
-    def use(self, form: "Form") -> None:
+    def use(self, form: Form) -> None:
         """Switch to this form. Allowed only before the first backward pass."""
         if not form.fits(self.session):
             self.session.consensus.replaced(form.compressor(self._options))
-
-
-@dataclasses.dataclass(frozen=True)
-class Form:
-    """The form of PowerSGD that a hook function runs: per parameter or per bucket, and the wire dtype (None: that of
-    the bucket)."""
-
-    batched: bool
-    wire_dtype: torch.dtype | None = None
-
-    @property
-    def name(self) -> str:
-        return "batched_powerSGD_hook" if self.batched else "powerSGD_hook"
-
-    def fits(self, session: Session) -> bool:
-        """Whether the session runs this form."""
-        return (session.compressor.per_bucket, session.compressor.wire_dtype) == (self.batched, self.wire_dtype)
-
-    def compressor(self, options: PowerSGD) -> PowerSGDCompressor | BatchedPowerSGDCompressor:
-        # As in torch, one state serves both forms, so both compressors use the same options.
-        kind: Any = BatchedPowerSGDCompressor if self.batched else PowerSGDCompressor
-        return kind(options, self.wire_dtype)
-
-
-FORMS: "weakref.WeakKeyDictionary[Callable[..., Any], Form]" = weakref.WeakKeyDictionary()
-"""The form of each PowerSGD hook function; the wrappers add entries."""
-
-
-def form_of(hook: Callable[..., Any]) -> Form | None:
-    """The form of PowerSGD that a hook function runs; None for any other hook."""
-    try:
-        return FORMS.get(hook)
-    except TypeError:  # callable objects need not be hashable
-        return None
 
 
 def lowered(

@@ -191,13 +191,9 @@ class FullyShardGradients(GradientSource):
     def _on_reduced(self, flat: torch.Tensor) -> None:
         """The all-reduce hook of all units."""
         current = self._running()
-        _check_filled(current)
+        current.check_filled()
         if not current.units:
-            # FSDP would add to these what is not averaged yet.
-            for shard in self._shards.values():
-                if shard.parameter.grad is not None:
-                    current.earlier.append((shard, shard.parameter.grad))
-                    shard.parameter.grad = None
+            current.take_out_earlier(self._shards.values())
         current.filling = UnitBuffer(flat)
 
     def _on_accumulated(self, parameter: torch.Tensor) -> None:
@@ -231,13 +227,7 @@ class FullyShardGradients(GradientSource):
     @torch.no_grad()
     def _send(self, unit: UnitBuffer, current: RunningPass) -> None:
         assert self._reducer is not None
-        sent = {shard.name for each in current.units for shard in each.shards}
-        again = next((shard.name for shard in unit.shards if shard.name in sent), None)
-        if again is not None:
-            raise HookRunError(
-                f"fully_shard has reduced {again} twice in one backward pass: its module is called more than once "
-                "before the backward pass. Apply fully_shard to a module around all of these calls instead"
-            )
+        current.check_new(unit)
         self._check_pieces(unit)
         unit.sent = unit.without_padding()
         bucket = Bucket(unit.sent, [shard.local for shard in unit.shards], index=len(current.units), is_last=False)
@@ -250,21 +240,12 @@ class FullyShardGradients(GradientSource):
         if current is not self._pass:
             return
         self._pass = None
-        _check_filled(current)
+        current.check_filled()
         if not current.units:
             return
         assert self._reducer is not None
         self._reducer.end_pass()
-        for unit in current.units:
-            for shard, piece in unit.pieces(unit.average.wait(), padded=False):
-                grad = shard.grad
-                assert grad is not None
-                if grad.data_ptr() != piece.data_ptr():
-                    grad.copy_(piece.view(grad.shape))
-        for shard, earlier in current.earlier:
-            if shard.parameter.grad is not None:
-                earlier.add_(shard.parameter.grad)
-            shard.parameter.grad = earlier
+        current.take_over_averages()
 
     def _check_pieces(self, unit: UnitBuffer) -> None:
         """Check at its first occurrence that the buffer has the layout that this module expects."""
@@ -294,14 +275,6 @@ def _refuse_reentrant() -> None:
         "the whole model is inside of a reentrant checkpoint, which hides the end of the backward pass: use "
         "torch.utils.checkpoint.checkpoint(..., use_reentrant=False), or checkpoint parts of the model"
     )
-
-
-def _check_filled(current: RunningPass) -> None:
-    if current.filling is not None:
-        raise HookRunError(
-            "fully_shard reduces parameters that the model did not have when the hook was attached, or that were "
-            "frozen then: call hook.detach(), and attach a hook again after loading and unfreezing parameters"
-        )
 
 
 def _tensors_in(value: Any) -> Iterator[torch.Tensor]:

@@ -1,14 +1,14 @@
 """This rank's shards of the parameters of a model that `fully_shard` (FSDP2) has split, and the buffers that they are
 reduced in."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from commhooks.errors import AttachError
+from commhooks.errors import AttachError, HookRunError
 from commhooks.gradients.source import Extent, Future
 
 NOTHING_SHARDED = (
@@ -119,6 +119,42 @@ class RunningPass:
     units: list[UnitBuffer] = field(default_factory=list)
     filling: UnitBuffer | None = None
     earlier: list[tuple[LocalShard, torch.Tensor]] = field(default_factory=list)
+
+    def check_filled(self) -> None:
+        if self.filling is not None:
+            raise HookRunError(
+                "fully_shard reduces parameters that the model did not have when the hook was attached, or that were "
+                "frozen then: call hook.detach(), and attach a hook again after loading and unfreezing parameters"
+            )
+
+    def check_new(self, unit: UnitBuffer) -> None:
+        sent = {shard.name for each in self.units for shard in each.shards}
+        again = next((shard.name for shard in unit.shards if shard.name in sent), None)
+        if again is not None:
+            raise HookRunError(
+                f"fully_shard has reduced {again} twice in one backward pass: its module is called more than once "
+                "before the backward pass. Apply fully_shard to a module around all of these calls instead"
+            )
+
+    def take_out_earlier(self, shards: Iterable[LocalShard]) -> None:
+        """FSDP would add to these gradients what is not averaged yet."""
+        for shard in shards:
+            if shard.parameter.grad is not None:
+                self.earlier.append((shard, shard.parameter.grad))
+                shard.parameter.grad = None
+
+    def take_over_averages(self) -> None:
+        """Wait for the averages and make them the gradients, added to the earlier ones."""
+        for unit in self.units:
+            for shard, piece in unit.pieces(unit.average.wait(), padded=False):
+                grad = shard.grad
+                assert grad is not None
+                if grad.data_ptr() != piece.data_ptr():
+                    grad.copy_(piece.view(grad.shape))
+        for shard, earlier in self.earlier:
+            if shard.parameter.grad is not None:
+                earlier.add_(shard.parameter.grad)
+            shard.parameter.grad = earlier
 
 
 def is_sharded(name: str, parameter: torch.nn.Parameter) -> bool:

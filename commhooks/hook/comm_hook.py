@@ -4,20 +4,18 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-from commhooks.checkpoint.checks import REPLICAS_EQUAL, check_header
-from commhooks.checkpoint.distributed import from_distributed, is_distributed, to_distributed
+from commhooks.checkpoint.distributed import to_distributed
 from commhooks.comm.clocks import has_clock
-from commhooks.errors import HookConfigError, PayloadError, logger_of, shown
+from commhooks.errors import HookConfigError
 from commhooks.gradients.source import GradientSource
-from commhooks.hook.announce import reason_first, say
+from commhooks.hook.announce import reason_first
+from commhooks.hook.checked_state import checked_state
 from commhooks.hook.cosine import CosineSampler
 from commhooks.hook.model_plan import ModelPlan
 from commhooks.hook.norms import Norms, measure, total
 from commhooks.hook.request import HookRequest
 from commhooks.hook.runner import Runner
 from commhooks.hook.vocabulary import SAVE_RESIDUAL
-
-logger = logger_of(__name__)
 
 JOINT_SAVE_LIMIT_S = 60.0
 
@@ -283,35 +281,6 @@ class CommHook:
         Raises:
             PayloadError: `saved` is damaged or does not fit.
         """
-        return functools.partial(self._runner.load, self._checked(saved, strict))
-
-    def _checked(self, saved: object, strict: bool | None) -> Callable[[], None]:
-        strict = self._request.strict if strict is None else strict
-        content = check_header(from_distributed(saved, self._source) if is_distributed(saved) else saved)
-        if not content.get(REPLICAS_EQUAL, True) and self._runner.is_logging_rank:
-            logger.warning(
-                "the checkpoint is of hook %s, which averages nothing: the ranks had drifted apart, and the weights "
-                "saved with it are those of one of them.",
-                shown(content["hook"]),
-            )
-        if content["hook"] == self.name:
-            take_over = self._runner.saved_state.prepare_load(content, strict)
-
-            def resume() -> None:
-                take_over()
-                if self._runner.is_logging_rank and content["step"] > 0:
-                    resumed = self._runner.saved_state.resumed(content)
-                    say(f"{self.name} resumed at {self._runner.step_is} {content['step']}{resumed}")
-
-            return resume
-        text = f"the saved state is of hook {shown(content['hook'])}, this one is {self.name!r}"
-        if strict:
-            raise PayloadError(
-                f"{text}. Attach the saved hook to continue with its memory, or give strict=False beside "
-                "hook=... or in the load to begin this one with fresh memory"
-            )
-        if self._runner.is_logging_rank:
-            logger.warning(
-                "%s: it begins with fresh memory (strict=False)%s", text, self._runner.saved_state.not_begun_anew
-            )
-        return self._runner.saved_state.begin_anew
+        return functools.partial(
+            self._runner.load, checked_state(saved, self._runner, self._request, self._source, strict)
+        )

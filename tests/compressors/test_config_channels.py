@@ -21,8 +21,9 @@ from hypothesis import strategies as st
 from lightning.pytorch.cli import LightningCLI
 
 from accelerate_commhooks import CommHookKwargs
+from accelerate_commhooks.flags import VARIABLE
 from accelerate_commhooks.launcher import check_settings
-from accelerate_commhooks.settings import VARIABLE, Settings
+from accelerate_commhooks.settings import Settings
 from commhooks import HookConfigError, PowerSGD
 from commhooks.hook.request import HookRequest
 from lightning_commhooks import CommHookDDP

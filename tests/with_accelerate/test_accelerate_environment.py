@@ -12,8 +12,9 @@ from unittest import mock
 import pytest
 
 from accelerate_commhooks import CommHookKwargs
+from accelerate_commhooks.flags import VARIABLE
 from accelerate_commhooks.launcher import unused
-from accelerate_commhooks.settings import VARIABLE, Settings
+from accelerate_commhooks.settings import Settings
 from commhooks import HookConfigError, PowerSGD
 from tests.support.accelerators import launched, new_accelerator
 from tests.support.training import make_model

@@ -19,7 +19,7 @@ import pytest
 
 from accelerate_commhooks import launcher
 from accelerate_commhooks.cli import main
-from accelerate_commhooks.settings import VARIABLE
+from accelerate_commhooks.flags import VARIABLE
 from tests.support import warm
 from tests.support.features import fully_shard_on_gloo
 from tests.support.repository import PYTHONPATH, SUPPORT

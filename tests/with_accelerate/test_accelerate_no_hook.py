@@ -13,7 +13,8 @@ from accelerate import DistributedDataParallelKwargs
 
 from accelerate_commhooks import CommHookKwargs
 from accelerate_commhooks.cli import main
-from accelerate_commhooks.settings import VARIABLE, Settings
+from accelerate_commhooks.flags import VARIABLE
+from accelerate_commhooks.settings import Settings
 from tests.support.accelerate_yaml import section
 from tests.support.accelerators import Training, Warnings, hook_files, launched
 from tests.support.ddp_steps import log_lines

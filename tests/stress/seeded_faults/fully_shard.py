@@ -18,14 +18,14 @@ MUTANTS = [
     ),
     Mutant(
         "accumulated gradients are averaged again",
-        _SOURCE,
-        "                    shard.parameter.grad = None\n",
+        _SHARD,
+        "                shard.parameter.grad = None\n",
         "",
         f"{_MODES}::test_accumulated_gradients",
     ),
     Mutant(
         "averages are not written back where FSDP has cast the gradient",
-        _SOURCE,
+        _SHARD,
         "                    grad.copy_(piece.view(grad.shape))\n",
         "                    pass\n",
         f"{_MODES}::test_options",

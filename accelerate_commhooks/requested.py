@@ -1,0 +1,75 @@
+"""What a `CommHookKwargs` asks for: by its own arguments, or by those fields of Accelerate's handler that request a
+hook of torch, for which the one of commhooks is taken. Its other fields are DDP's arguments."""
+
+import dataclasses
+from typing import TYPE_CHECKING, Any
+
+from accelerate import DistributedDataParallelKwargs
+from accelerate.utils import DDPCommunicationHookType
+
+from accelerate_commhooks.flags import VARIABLE
+from commhooks.errors import HookConfigError
+from commhooks.hook.for_plugins import ARGUMENTS, HOOKS, HookRequest, check_choice
+
+if TYPE_CHECKING:
+    from accelerate_commhooks.handler import CommHookKwargs
+
+STOCK_HOOK_FIELDS = ("comm_hook", "comm_wrapper", "comm_state_option")
+DDP_FIELDS = [f for f in dataclasses.fields(DistributedDataParallelKwargs) if f.name not in STOCK_HOOK_FIELDS]
+_NO = DDPCommunicationHookType.NO
+
+
+def checked_request(handler: "CommHookKwargs", *, asked: bool) -> HookRequest:
+    """What the fields of `handler` ask for. `asked`: they ask for something, if only for no hook.
+
+    Raises:
+        HookConfigError: as `CommHookKwargs`.
+    """
+    if not isinstance(handler.dim, int):
+        raise HookConfigError(
+            f"CommHookKwargs({handler.dim!r}): the first positional argument is DDP's `dim`; "
+            f"write CommHookKwargs(hook={handler.dim!r})"
+        )
+    hook, options, wrapper = handler.hook, handler.hook_options, handler.wrapper
+    stock = stock_requests(handler)
+    if stock and any(each is not None for each in (hook, options, wrapper)):
+        raise HookConfigError(
+            f"{' and '.join(stock)} beside {'hook' if hook is not None else 'hook_options or wrapper'}=: both ask "
+            "for a communication hook, and DDP takes one only. Keep hook= (with hook_options= and wrapper=)"
+        )
+    if stock:
+        hook, options, wrapper = _translated(handler)
+    if not asked:
+        raise HookConfigError(
+            f"CommHookKwargs needs hook=: {HOOKS}; or settings from outside, by `accelerate-commhooks launch` or a "
+            f"YAML file named in {VARIABLE}. hook=None is DDP without a hook"
+        )
+    given = {name: getattr(handler, name) for name in ARGUMENTS}
+    request = HookRequest.parse(**given | {"hook": hook, "hook_options": options, "wrapper": wrapper})
+    if request.config is not None:
+        request.config.resolved(handler.total_steps)  # a fraction needs total_steps
+    return request
+
+
+def stock_requests(handler: DistributedDataParallelKwargs) -> list[str]:
+    """The names of the set fields that request a hook."""
+    return [name for name in STOCK_HOOK_FIELDS if getattr(handler, name) not in (_NO, "no", None, {})]
+
+
+def _translated(handler: DistributedDataParallelKwargs) -> tuple[str, dict[str, Any] | None, str | None]:
+    """`hook`, `hook_options` and `wrapper` of `CommHookKwargs` that correspond to the three fields."""
+    hook = _choice("comm_hook", handler.comm_hook, list(DDPCommunicationHookType))
+    wrappers = [_NO, DDPCommunicationHookType.FP16, DDPCommunicationHookType.BF16]
+    wrapper = _choice("comm_wrapper", handler.comm_wrapper, wrappers)
+    if hook is None:
+        given = "comm_wrapper" if wrapper is not None else "comm_state_option"
+        raise HookConfigError(f"{given} without comm_hook: there is no communication hook that it could be for")
+    return hook, handler.comm_state_option or None, wrapper
+
+
+def _choice(name: str, value: Any, allowed: list[DDPCommunicationHookType]) -> str | None:
+    """The name of an enum member, or the string itself; None for "no"."""
+    text = getattr(value, "value", value)
+    if text is not None:
+        check_choice(name, text, tuple(choice.value for choice in allowed))
+    return None if text == _NO.value else text

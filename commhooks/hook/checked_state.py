@@ -1,0 +1,51 @@
+"""What a saved state must be to go on with, and what rank 0 says about it."""
+
+from collections.abc import Callable
+
+from commhooks.checkpoint.checks import REPLICAS_EQUAL, check_header
+from commhooks.checkpoint.distributed import from_distributed, is_distributed
+from commhooks.errors import PayloadError, logger_of, shown
+from commhooks.gradients.source import GradientSource
+from commhooks.hook.announce import say
+from commhooks.hook.request import HookRequest
+from commhooks.hook.runner import Runner
+
+logger = logger_of(__name__)
+
+
+def checked_state(
+    saved: object, runner: Runner, request: HookRequest, source: GradientSource, strict: bool | None
+) -> Callable[[], None]:
+    """Check a state that `CommHook.state_dict` has returned. Returns a function that takes it over. For `strict` see
+    `CommHook.load_state_dict`.
+
+    Raises:
+        PayloadError: `saved` is damaged or does not fit; nothing was changed.
+    """
+    strict = request.strict if strict is None else strict
+    content = check_header(from_distributed(saved, source) if is_distributed(saved) else saved)
+    if not content.get(REPLICAS_EQUAL, True) and runner.is_logging_rank:
+        logger.warning(
+            "the checkpoint is of hook %s, which averages nothing: the ranks had drifted apart, and the weights "
+            "saved with it are those of one of them.",
+            shown(content["hook"]),
+        )
+    if content["hook"] == request.name:
+        take_over = runner.saved_state.prepare_load(content, strict)
+
+        def resume() -> None:
+            take_over()
+            if runner.is_logging_rank and content["step"] > 0:
+                resumed = runner.saved_state.resumed(content)
+                say(f"{request.name} resumed at {runner.step_is} {content['step']}{resumed}")
+
+        return resume
+    text = f"the saved state is of hook {shown(content['hook'])}, this one is {request.name!r}"
+    if strict:
+        raise PayloadError(
+            f"{text}. Attach the saved hook to continue with its memory, or give strict=False beside "
+            "hook=... or in the load to begin this one with fresh memory"
+        )
+    if runner.is_logging_rank:
+        logger.warning("%s: it begins with fresh memory (strict=False)%s", text, runner.saved_state.not_begun_anew)
+    return runner.saved_state.begin_anew

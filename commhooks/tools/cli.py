@@ -68,6 +68,8 @@ def _about_unknown(argument: str, given: list[str], parsed: argparse.Namespace, 
     flags = re.findall(r"--[\w-]+", parser.format_usage())
     if not flag.startswith("-"):
         return f"unrecognized arguments: {argument}"
+    if flag in flags:
+        return f"write {flag} behind the command: commhooks {parsed.command} ... {flag}"
     if "options" not in parsed:
         return f"there is no flag {flag}{closest(flag, flags)}"
     from commhooks.hook.arguments import unknown_flag

@@ -74,7 +74,7 @@ def _check_numbers(arguments: argparse.Namespace, **least: int | None) -> None:
     """Raise HookConfigError for a number below its least value; None: it has to be above 0."""
     for name, limit in least.items():
         value = getattr(arguments, name)
-        if value is not None and not (value > 0 if limit is None else value >= limit):
+        if value is not None and not (math.isfinite(value) and (value > 0 if limit is None else value >= limit)):
             expected = "above 0" if limit is None else f"from {limit}"
             raise HookConfigError(f"{_flag(name)} {value}: expected a number {expected}")
 

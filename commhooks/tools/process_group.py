@@ -20,7 +20,7 @@ def process_group(backend: str | None, start_it: str) -> Iterator[None]:
         start_it: what to tell who has started no ranks.
 
     Raises:
-        DoctorError: there are none.
+        DoctorError: there are none, or they make no process group with this backend.
     """
     if dist.is_initialized():
         yield
@@ -29,7 +29,11 @@ def process_group(backend: str | None, start_it: str) -> Iterator[None]:
         raise DoctorError(f"no process group: {start_it}")
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)) % torch.cuda.device_count())
-    dist.init_process_group(backend)
+    try:
+        dist.init_process_group(backend)
+    except (AssertionError, ValueError, RuntimeError) as error:
+        which = "" if backend is None else f" with backend {backend!r}"
+        raise DoctorError(f"the ranks make no process group{which}: {error}") from error
     try:
         yield
     finally:

@@ -46,6 +46,7 @@ def test_an_unknown_command_is_refused(capsys):
         (["doctor", "m:f", "--rank", "4"], "write --powersgd-ranks 4"),
         (["doctor", "m:f", "--step", "4"], "there is no flag --step (did you mean '--steps'?)"),
         (["inspect", "f", "--js"], "there is no flag --js (did you mean '--json'?)"),
+        (["--json", "inspect", "f"], "write --json behind the command: commhooks inspect ... --json"),
         (["hooks", "powerSGD"], "unrecognized arguments: powerSGD"),
         (["--vers"], "unrecognized arguments: --vers"),
     ],

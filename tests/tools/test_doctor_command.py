@@ -34,6 +34,14 @@ def test_what_cannot_be_written_is_said_before_measuring(
         check_output(tmp_path / "nowhere" / "a.json", None)
     with pytest.raises(DoctorError, match="is a folder"):
         check_output(tmp_path, None)
+    with pytest.raises(DoctorError, match="/proc/a.json cannot be written: "):
+        check_output(Path("/proc/a.json"), None)
+    with pytest.raises(DoctorError, match="no plot of the format 'xyz'; known are .*, png,"):
+        check_output(None, tmp_path / "a.xyz")
+    assert list(tmp_path.iterdir()) == []
+    (tmp_path / "kept.json").write_text("kept")
+    check_output(tmp_path / "kept.json", None)
+    assert (tmp_path / "kept.json").read_text() == "kept"
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     assert main(["doctor", "a:b", "--plot", str(tmp_path / "a.png")]) == 1
     error = capsys.readouterr().err

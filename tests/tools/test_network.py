@@ -150,6 +150,8 @@ def test_what_cannot_be_measured(capsys: pytest.CaptureFixture[str], monkeypatch
         monkeypatch.setenv(name, value)
     assert main(["network", "--backend", "gloo"]) == 1
     assert "there is one rank, and no network to measure" in capsys.readouterr().err
+    assert main(["network", "--backend", "glo"]) == 1
+    assert "the ranks make no process group with backend 'glo': Unknown backend" in capsys.readouterr().err
 
 
 def _command() -> str:

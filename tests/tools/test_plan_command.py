@@ -150,6 +150,8 @@ def test_a_pattern_without_a_match_is_told(capsys: Any) -> None:
         (["--hook", "tests.support.plan_models:no_model"], "only its own code knows what it sends"),
         (["--bucket-cap-mb", "0"], "--bucket-cap-mb 0.0: expected a number above 0"),
         (["--world-size", "1"], "--world-size 1: expected a number from 2"),
+        (["--rtt-ms", "inf"], "--rtt-ms inf: expected a number from 0"),
+        (["--codec-ms", "nan"], "--codec-ms nan: expected a number"),
         (["--rtt-ms", "-1"], "--rtt-ms -1.0: expected a number from 0"),
         (["--nodes", "1"], "--nodes 1: expected a number from 2"),
         (["--nodes", "2", "--ranks-per-node", "0"], "--ranks-per-node 0: expected a number from 1"),

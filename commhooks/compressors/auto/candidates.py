@@ -86,9 +86,7 @@ def _target_label(target: int | float | None) -> str:
 
 
 def look_at(seen: ObservedPass, config: Auto, energies: Energies) -> None:
-    """Show the gradients of a pass to `energies`, where they decide the ranks."""
-    if not isinstance(config.target, (int, float)):
-        return
+    """Show the gradients of a pass to `energies`, which decide the ranks."""
     for layout, plans, gradient in zip(seen.layouts, seen.plans(_lowest(config)), seen.gradients, strict=True):
         slots = {slot.name: slot for slot in layout.slots}
         energies.look({each.name: slots[each.name].of(gradient).view(each.n, each.m) for each in _matrices(plans)})

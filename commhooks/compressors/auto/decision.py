@@ -12,6 +12,10 @@ from commhooks.compressors.hook_config import LARGEST_STEP
 from commhooks.compressors.units import Unit
 from commhooks.errors import HookConfigError, shown
 
+SHORTEST_S = 1e-9
+"""A step takes at least so many seconds."""
+LARGEST = 1e18
+"""Number in saved figures."""
 _PHASES = ("measuring", "trying", "resting")
 
 
@@ -99,6 +103,8 @@ class Decision:
             if phase not in _PHASES:
                 raise ValueError(f"phase {shown(phase)}")
             tried_s, counted_bytes = (_by_label(saved["figures"][key]) for key in ("tried_s", "counted_bytes"))
+            if any(each < SHORTEST_S for each in tried_s.values()):
+                raise ValueError("a step that takes no time")
             if not tried_s.keys() <= labels or not counted_bytes.keys() <= labels:
                 raise ValueError("it has figures of what is no candidate")
             if phase == "trying" and not (tried_s and counted_bytes.keys() == labels):
@@ -137,8 +143,8 @@ def _a(kind: type, value: Any) -> Any:
 
 
 def _number(value: Any) -> float:
-    if type(value) not in (int, float) or value < 0:
-        raise TypeError(f"{shown(value)} is not a number from 0")
+    if type(value) not in (int, float) or not 0 <= value <= LARGEST:
+        raise TypeError(f"{shown(value)} is not a number from 0 to {LARGEST:g}")
     return float(value)
 
 

@@ -15,6 +15,7 @@ from commhooks.compressors.auto.candidates import allowed, excluding, simple
 from commhooks.compressors.auto.decision import Decision
 from commhooks.compressors.auto.options import Auto
 from commhooks.compressors.candidates import ALLREDUCE, Candidate, choose
+from commhooks.compressors.hook_config import LARGEST_STEP
 
 WARM_UP = 2
 """Steps after a change that are not measured: they allocate memory, and at first DDP divides the model anew."""
@@ -110,21 +111,27 @@ def resting(now: Decision, config: Auto, step: int) -> Decision:
     step_s, trials_s = now.tried_s.get(now.candidate.label, math.nan), list(now.tried_s.values())[1:]
     lost_s = sum(max(TRIAL_STEPS * each, TRIAL_S) * (1 - step_s / each) for each in trials_s if each > step_s)
     cost = lost_s / step_s / MOST_SHARE if lost_s else 0
-    end = step + max(every, math.ceil(cost))
+    end = min(LARGEST_STEP, step + max(every, math.ceil(cost)))
     return replace(now, phase="resting", watch=Watch(end - TRIAL_STEPS, end), extended=0)
 
 
 def worth_trying(now: Decision) -> list[str]:
-    """The labels of the candidates that were not tried, those that send least first. One whose bytes alone would take
-    longer than the best step so far is left out. A byte takes at least what was won for each one less that was sent:
-    the candidate that sends most computes least."""
+    """The labels of the candidates that were not tried, those that send least first. One that sends no less than
+    all-reduce is left out, and one whose bytes alone would take longer than the best step so far. A byte takes at least
+    what was won for each one less that was sent: the candidate that sends most computes least."""
     tried = [(now.counted_bytes[label], each) for label, each in now.tried_s.items() if math.isfinite(each)]
     most, most_s = max(tried)
     s_per_byte = max([0.0, *((most_s - each) / (most - sent) for sent, each in tried if sent < most)])
     best_s = min(each for _, each in tried)
-    untried = [label for label in now.known if label not in now.tried_s]
+    untried = [label for label in now.known if label not in now.tried_s and not _sends_as_much(now, label)]
     worth = [label for label in untried if now.counted_bytes[label] * s_per_byte <= best_s]
     return sorted(worth, key=lambda label: (now.counted_bytes[label], label))
+
+
+def _sends_as_much(now: Decision, label: str) -> bool:
+    """As all-reduce: as bf16 for a model in bfloat16."""
+    sent = now.counted_bytes
+    return label != ALLREDUCE.label and ALLREDUCE.label in sent and sent[label] >= sent[ALLREDUCE.label]
 
 
 def _next_trial(now: Decision, config: Auto, step: int) -> Decision:
@@ -178,6 +185,10 @@ def _reason(now: Decision, label: str) -> str:
     parts.append(", ".join([f"a step takes {said.get(label, 'an unknown time')}", *others]))
     parts += [f"{each} could not be measured" for each in now.tried_s if each not in said]
     untried = [each for each in now.known if each not in now.tried_s]
-    if untried and len(said) > 1:
-        parts.append(f"not tried, because their bytes alone would take longer: {', '.join(untried)}")
+    useless = [each for each in untried if _sends_as_much(now, each)]
+    slower = [each for each in untried if each not in useless]
+    if slower and len(said) > 1:
+        parts.append(f"not tried, because their bytes alone would take longer: {', '.join(slower)}")
+    if useless:
+        parts.append(f"not tried, because they send no less of this model: {', '.join(useless)}")
     return "; ".join(parts)

@@ -52,6 +52,8 @@ class LocalStepsCompressor(Compressor[AnyLocalSteps]):
         quantised = _QUANTISED.get(config.wire)
         self.passes_per_exchange = config.sync_every
         self._wire = None if quantised is None else quantised(quantised.Config(exclude=list(config.excluded_globs)))
+        if self._wire is not None:
+            self.collectives = self._wire.collectives
 
     @property
     def state_fields(self) -> tuple[StateField, ...]:  # type: ignore[override]

@@ -23,6 +23,14 @@ def require_matplotlib() -> Any:
     return Figure
 
 
+def check_format(path: Path) -> None:
+    """Raise DoctorError if matplotlib is missing, or does not know the format of this suffix."""
+    known = sorted(require_matplotlib()().canvas.get_supported_filetypes())
+    suffix = path.suffix.removeprefix(".").lower()
+    if suffix and suffix not in known:
+        raise DoctorError(f"{path}: there is no plot of the format {suffix!r}; known are {', '.join(known)}")
+
+
 def draw(report: "DoctorReport", path: str | Path) -> None:
     """Write the plot of `report` to `path`: each line has its name beside it, and that of the advice stands out."""
     figure = require_matplotlib()(figsize=(8, 5), layout="constrained")

@@ -78,14 +78,22 @@ class DoctorReport:
         }
 
     def save_json(self, path: str | Path) -> None:
-        Path(path).write_text(json.dumps(self.as_dict(), indent=1) + "\n")
+        """Write `as_dict()` as JSON.
+
+        Raises:
+            DoctorError: the file cannot be written.
+        """
+        try:
+            Path(path).write_text(json.dumps(self.as_dict(), indent=1) + "\n")
+        except OSError as error:
+            raise DoctorError(f"{path} cannot be written: {error}") from error
 
     def plot(self, path: str | Path) -> None:
         """Write a plot of the step time against the bandwidth of the link: curves are estimates, points are measured.
         The file name's suffix determines the format (default PNG). Needs matplotlib.
 
         Raises:
-            DoctorError: matplotlib is missing.
+            DoctorError: matplotlib is missing, or the file cannot be written.
         """
         from commhooks.tools.doctor.plot import draw
 
@@ -140,12 +148,24 @@ class DoctorReport:
 
 def check_output(json_path: Path | None, plot_path: Path | None) -> None:
     """Raise DoctorError, before the measurements, if an output file cannot be written."""
+    if plot_path is not None:
+        from commhooks.tools.doctor.plot import check_format
+
+        check_format(plot_path)
     for path in (json_path, plot_path):
         if path is not None and not path.resolve().parent.is_dir():
             raise DoctorError(f"{path}: there is no folder {path.resolve().parent}")
         if path is not None and path.is_dir():
             raise DoctorError(f"{path} is a folder; give the name of a file in it")
-    if plot_path is not None:
-        from commhooks.tools.doctor.plot import require_matplotlib
+        if path is not None:
+            _check_writable(path)
 
-        require_matplotlib()
+
+def _check_writable(path: Path) -> None:
+    new = not path.exists()
+    try:
+        path.open("a").close()
+        if new:
+            path.unlink()
+    except OSError as error:
+        raise DoctorError(f"{path} cannot be written: {error}") from error

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -290,6 +291,10 @@ BAD: list[tuple[str, Any]] = [
     ("figures", {"tried_s": {}, "counted_bytes": {"int9": 1.0}}),
     ("figures", {"tried_s": {"int8": 10**400}, "counted_bytes": {}}),
     ("figures", {"tried_s": {"int8": -1.0}, "counted_bytes": {}}),
+    ("figures", {"tried_s": {"int8": 0.0}, "counted_bytes": {}}),
+    ("figures", {"tried_s": {"int8": 1e-310}, "counted_bytes": {}}),
+    ("figures", {"tried_s": {"int8": math.inf}, "counted_bytes": {}}),
+    ("figures", {"tried_s": {}, "counted_bytes": {"int8": math.nan}}),
     ("figures", None),
     ("phase", "trying"),  # without figures
 ]

@@ -93,6 +93,18 @@ def test_what_is_tried_and_chosen(times: dict[str, float], tried: list[str], cho
     assert set(now.known) == set(SENT) and Decision.from_plain(now.to_plain()) == now
 
 
+def test_what_sends_as_much_as_all_reduce_is_not_tried() -> None:
+    """Of a model in bfloat16; and int4 where everything is excluded. Afterwards, with int8 in force, neither."""
+    sent = {"allreduce": 50.0, "bf16": 50.0, "int8": 26.0, "int4": 50.0}
+    now = trials.after_measuring(trials.begin(CONFIG, 0), CONFIG, 10, 1.0, OFFERED, sent)
+    assert (now.candidate.label, now.phase) == ("int8", "trying")
+    now = trials.after_trial(now, CONFIG, 20, 0.5)
+    assert (now.candidate.label, now.phase) == ("int8", "resting") and Decision.from_plain(now.to_plain()) == now
+    assert "not tried, because they send no less of this model: bf16, int4" in now.why and "alone" not in now.why
+    now = trials.after_measuring(now, CONFIG, 130, 1.0, OFFERED, sent)
+    assert (now.candidate.label, trials.worth_trying(now)) == ("allreduce", ["allreduce"])  # which is in force now
+
+
 def test_a_trial_without_a_time_ends_the_trials() -> None:
     now = _begun()
     for turn in range(MOST_EXTENSIONS):

@@ -112,8 +112,8 @@ class HookConfig:
         if total_steps is None:
             raise HookConfigError(
                 f"{self.start_option}={start!r} is a fraction of the run, whose length is unknown here: "
-                "pass total_steps=N (in YAML `total_steps: N` beside `hook`, for `commhooks plan` --total-steps N), or give "
-                f"{self.start_option} as an int, a number of steps"
+                "pass total_steps=N (in YAML `total_steps: N` beside `hook`, for `commhooks plan` --total-steps N), or "
+                f"give {self.start_option} as an int, a number of steps"
             )
         return self.with_start(math.ceil(start * total_steps))
 

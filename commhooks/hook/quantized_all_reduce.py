@@ -4,6 +4,7 @@ import functools
 
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 
 from commhooks.comm.collective import Send, resolve_group, start
 from commhooks.compressors.base import Exchange, StepInfo, Verdict
@@ -87,6 +88,10 @@ def quantized_all_reduce(
 def _check(name: str, given: torch.Tensor, dtypes: tuple[torch.dtype, ...]) -> None:
     if not isinstance(given, torch.Tensor):
         raise HookConfigError(f"{_NAME}: {name} is a {type(given).__name__}; expected a tensor")
+    if isinstance(given, DTensor):
+        raise HookConfigError(
+            f"{_NAME}: {name} is a DTensor; pass {name}.to_local(), and as group the ranks that hold the same part"
+        )
     if given.layout != torch.strided or given.dtype not in dtypes:
         expected = ", ".join(str(each).removeprefix("torch.") for each in dtypes)
         found = f"{given.dtype}, {given.layout}".replace("torch.", "")

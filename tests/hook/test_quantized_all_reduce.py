@@ -10,9 +10,13 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
 import commhooks
+from commhooks.compressors.native.tables import address
 from commhooks.hook import quantized_all_reduce as module
+from tests.support.ddp_steps import process_group_of_one
 from tests.support.models import same_bits
 
 LEVELS, BLOCK = {8: 127, 4: 7}, {8: 256, 4: 128}
@@ -46,6 +50,10 @@ def _averaged(bits: int) -> list[tuple[torch.dtype, tuple[int, ...], torch.Tenso
             for each in results:
                 with torch.autocast("cpu"):
                     assert commhooks.quantized_all_reduce(each, bits) is None  # type: ignore[func-returns-value]
+            mixed = own.clone()  # some ranks have a compiler
+            with mock.patch.object(module, "_loads", lambda dtype: dist.get_rank() == 0):
+                commhooks.quantized_all_reduce(mixed, bits)
+            results.append(mixed)
             with mock.patch.object(module, "_loads", lambda dtype: False):
                 commhooks.quantized_all_reduce(own, bits)
             assert all(same_bits(each.detach().clone(memory_format=torch.contiguous_format), own) for each in results)
@@ -180,6 +188,19 @@ def test_the_mean_is_that_of_the_group(run_ranks: Any) -> None:
 def test_wrong_arguments(arguments: dict[str, Any], text: str) -> None:
     with pytest.raises(commhooks.HookConfigError, match=text):
         commhooks.quantized_all_reduce(**{"tensor": torch.zeros(4), **arguments})
+
+
+@pytest.mark.timeout(60)
+def test_shards_are_refused() -> None:
+    """They have no memory of their own, in which C would look."""
+    with process_group_of_one():
+        shard = distribute_tensor(torch.ones(300), DeviceMesh("cpu", [0]), [Shard(0)])
+        with pytest.raises(commhooks.HookConfigError, match=r"tensor is a DTensor; pass tensor.to_local\(\), and as"):
+            commhooks.quantized_all_reduce(shard)
+        with pytest.raises(commhooks.HookRunError, match="the native kernel needs 300 numbers"):
+            address(shard, torch.float32, 300)
+        commhooks.quantized_all_reduce(shard.to_local())
+        assert torch.allclose(shard.to_local(), torch.ones(300))
 
 
 def test_it_needs_a_process_group() -> None:

@@ -21,7 +21,7 @@ from commhooks.errors import HookConfigError
 
 HEADERS = Path(__file__).parent
 """The folder of the headers that any kernel may include."""
-FLAGS = ("-O3", "-march=native", "-fno-math-errno", "-std=gnu11", "-shared", "-fPIC")
+FLAGS = ("-O3", "-march=native", "-fno-math-errno", "-std=gnu11", "-shared", "-fPIC", "-fvisibility=default")
 C_TYPES = {torch.float32: "float", torch.float64: "double"}
 """Compute dtypes of the kernels, and what `REAL` is in their source then."""
 COMPILE_LIMIT_S = 60.0
@@ -129,6 +129,8 @@ def _compile(command: Sequence[str], library: Path) -> None:
                 f"the native kernel cannot be compiled: {' '.join(command)} failed; repair the compiler, or name "
                 f"another one in the environment variable CC. It said: {said.strip() or 'nothing'}"
             )
+        with made.open("r+b") as written:
+            os.fsync(written.fileno())  # loading one that a power cut has truncated would end the process
         os.replace(made, library)  # atomic: several ranks may do this at once
 
 

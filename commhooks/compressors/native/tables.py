@@ -90,13 +90,15 @@ def address(tensor: torch.Tensor, dtype: torch.dtype, numel: int) -> int:
     Raises:
         HookRunError: C would not find `numel` numbers of `dtype` there.
     """
-    if tensor.dtype != dtype or tensor.numel() < numel or not tensor.is_contiguous() or not tensor.is_cpu:
+    place = tensor.data_ptr()
+    fits = tensor.dtype == dtype and tensor.numel() >= numel and tensor.is_contiguous() and tensor.is_cpu
+    if not fits or (numel and not place):  # subclasses of tensors, such as DTensor, may have no memory of their own
         raise HookRunError(
             f"the native kernel needs {numel} numbers of {dtype} one after another on the CPU, and got a tensor of "
             f"shape {tuple(tensor.shape)} and stride {tensor.stride()} of {tensor.dtype} on {tensor.device}; "
             "fused=False does without the kernel"
         )
-    return tensor.data_ptr()
+    return place
 
 
 def team(elements: int) -> tuple[int | None, int]:

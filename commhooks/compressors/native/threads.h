@@ -3,6 +3,9 @@
 /* GOMP_parallel of the OpenMP that torch uses; NULL: there is none. */
 typedef void start_team(void (*function)(void *), void *argument, unsigned threads, unsigned flags);
 
+static size_t least(size_t a, size_t b) { return a < b ? a : b; }
+static size_t pieces(size_t a, size_t size) { return (a + size - 1) / size; }
+
 struct work {
     int (*run)(const struct work *, void *row, size_t part); /* returns 0, or -1 if there is no memory */
     size_t (*parts)(const void *row);

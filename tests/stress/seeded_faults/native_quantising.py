@@ -14,6 +14,13 @@ MUTANTS = [
         _BITS,
     ),
     Mutant(
+        "native quantising: a block that is not full has other numbers than zero behind",
+        f"{_QUANTIZED}/native/codes.h",
+        "i < half ? 8 :",
+        "i < half ? 0 :",
+        "hook/test_quantized_all_reduce.py::test_the_result_is_within_its_bound_of_the_mean",
+    ),
+    Mutant(
         "native quantising: the owner leaves out the ranks before it",
         f"{_QUANTIZED}/native/blocks.c",
         "if (rank != call->rank)",

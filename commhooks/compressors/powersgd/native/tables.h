@@ -23,9 +23,7 @@ struct call {
     REAL *scratch;
 };
 
-static size_t least(size_t a, size_t b) { return a < b ? a : b; }
 static size_t most(size_t a, size_t b) { return a > b ? a : b; }
-static size_t pieces(size_t a, size_t size) { return (a + size - 1) / size; }
 static size_t up(size_t a, size_t unit) { return pieces(a, unit) * unit; }
 
 /* A part: about 2^18 elements of delta, and at least 64 rows, for which what is prepared of Q is used. */

@@ -70,6 +70,8 @@ INLINE void encode(REAL *delta, uint8_t *codes, REAL scale, size_t n, size_t blo
     }
     encode_some(delta, codes, scale, least(n, half), 7, 8, 0);
     if (n > half) encode_some(delta + half, codes, scale, n - half, 7, 8, 4);
+    for (size_t i = n; i < block; i++) /* a block that is not full goes on with zeros, which torch decodes */
+        codes[i % half] = i < half ? 8 : (codes[i % half] & 15) | 8 << 4;
 }
 
 /* to (+)= code * scale */

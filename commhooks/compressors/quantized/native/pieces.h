@@ -17,9 +17,6 @@ struct call {
     size_t ranks, rank, stride;
 };
 
-static size_t least(size_t a, size_t b) { return a < b ? a : b; }
-static size_t pieces(size_t a, size_t size) { return (a + size - 1) / size; }
-
 static size_t block_numel(const struct piece *x, size_t b) { return least(x->block, x->numel - b * x->block); }
 static size_t code_bytes(size_t numel, int bits) { return bits == 8 ? numel : numel / 2; }
 

@@ -104,7 +104,6 @@ def _write_config(args: argparse.Namespace) -> int:
         write_section(path, settings.values)
     except OSError as error:
         raise HookConfigError(f"{path} cannot be read or written: {error.strerror or error}") from error
-    Settings.read(path)
     print(f"{path}: the section {SECTION} is written. `accelerate-commhooks check {path}` shows what it does.")
     if new:
         print(
@@ -132,6 +131,7 @@ def write_section(path: Path, settings: dict[str, Any]) -> None:
         text = _without_section(before, root)
         text += "" if not text or text.endswith("\n") else "\n"
         text += yaml.safe_dump({SECTION: settings}, sort_keys=False)
+    _check_readable(path, text, settings)
     path = path.resolve()  # replace the target of a link, not the link
     temporary = path.with_name(f".{path.name}.tmp")
     try:
@@ -141,6 +141,22 @@ def write_section(path: Path, settings: dict[str, Any]) -> None:
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def _check_readable(path: Path, text: str, settings: dict[str, Any]) -> None:
+    """Raise HookConfigError unless `text` holds the section: what stands around it may need what was there before."""
+    import yaml
+
+    try:
+        found = (yaml.safe_load(text) or {}).get(SECTION)
+        problem = None if found == settings else "the section would be read as another one"
+    except yaml.YAMLError as error:
+        problem = " ".join(str(error).split())
+    if problem is not None:
+        raise HookConfigError(
+            f"{path} was not changed, because with the new section it would be no YAML any more ({problem}). Write "
+            f"the section {SECTION} by hand"
+        )
 
 
 def _without_section(text: str, root: Any) -> str:

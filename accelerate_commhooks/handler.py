@@ -1,7 +1,7 @@
 """`CommHookKwargs`: Accelerate's handler of DDP arguments, with a communication hook of commhooks."""
 
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Iterable, Set
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from accelerate_commhooks.prepared import (
     loss_scale_of,
 )
 from accelerate_commhooks.replicas import check_leaves_something, replicas_of, saved_form, serve_replicas
-from accelerate_commhooks.requested import DDP_FIELDS, checked_request, stock_requests
+from accelerate_commhooks.requested import DDP_FIELDS, RunValues, checked_request, stock_requests
 from accelerate_commhooks.saving import saved_hooks
 from accelerate_commhooks.settings import NOT_FROM_OUTSIDE, Settings, refuse_to_ignore_the_launcher
 from accelerate_commhooks.trackers import TrackedHooks
@@ -95,6 +95,7 @@ class CommHookKwargs(DistributedDataParallelKwargs):
         self._tracked = TrackedHooks()
         self._settings = NOT_FROM_OUTSIDE
         self._warned_alone = False
+        self.run_values = RunValues()
         given = None if self._asks_for_something() else Settings.from_environment()
         if given is None:
             self._checked_request()
@@ -152,6 +153,11 @@ class CommHookKwargs(DistributedDataParallelKwargs):
         """Whether the handler is for DDP without a hook: `hook=None`."""
         return self._checked_request().off
 
+    @property
+    def given(self) -> Set[str]:
+        """The names of the arguments that the user has given, here or from outside."""
+        return self._given | self._settings.values.keys()
+
     def is_attached(self, model: torch.nn.Module) -> bool:
         """Whether `model` has a hook of this handler. `model`: the result of `prepare`, or the module inside it."""
         return any(hooked.is_of(model) for hooked in self._hooked)
@@ -194,8 +200,10 @@ class CommHookKwargs(DistributedDataParallelKwargs):
                 "this accelerator has a DistributedDataParallelKwargs already, and it takes one only: give its "
                 "arguments to CommHookKwargs(...) instead"
             )
-        check_leaves_something(accelerator, off=self.off)
-        if accelerator.distributed_type is DistributedType.FSDP:
+        shards = accelerator.distributed_type is DistributedType.FSDP
+        if not (shards and self.off):
+            check_leaves_something(accelerator)
+        if shards:
             serve_replicas(accelerator, self)
         accelerator.ddp_handler = self
         saved_hooks(accelerator)
@@ -241,7 +249,7 @@ class CommHookKwargs(DistributedDataParallelKwargs):
         if request.off:
             self._settings.noting("attached")
             return
-        form = saved_form(request, given="save_residual" in self._given | self._settings.values.keys())
+        form = saved_form(request, given="save_residual" in self.given)
         for earlier in [each.hook for each in self._hooked if each.is_of(model)]:
             if earlier is not None:
                 earlier.detach()
@@ -263,7 +271,7 @@ class CommHookKwargs(DistributedDataParallelKwargs):
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Pickles and copies contain the configuration, never the hooks of wrapped models.
-        return _rebuild, (type(self), _values(self)), {"_settings": self._settings}
+        return _rebuild, (type(self), _values(self)), {"_settings": self._settings, "_given": self._given}
 
     # ---- helpers -----------------------------------------------------------------------------------------------------
 

@@ -77,10 +77,8 @@ def launch(arguments: list[str]) -> int:
         print(f"accelerate-commhooks launch: {sentence}", file=sys.stderr)
     with tempfile.TemporaryDirectory(prefix="commhooks-launch-") as folder:
         if content.pop(SECTION, None) is not None and accelerate_reads:
-            is_json = file.endswith(".json")
-            args.config_file = os.path.join(folder, "config.json" if is_json else "config.yaml")
-            text = json.dumps(content) if is_json else yaml.safe_dump(content)
-            Path(args.config_file).write_text(text, encoding="utf-8")
+            args.config_file = os.path.join(folder, "config.yaml")
+            Path(args.config_file).write_text(yaml.safe_dump(content), encoding="utf-8")
         # Other machines in a host file cannot write into this folder.
         watched = getattr(args, "mpirun_hostfile", None) is None
         given = dataclasses.replace(given, used=Path(folder) if watched else None)
@@ -108,9 +106,16 @@ def read_as_accelerate(file: str) -> dict[str, Any]:
     """The content of a configuration file."""
     text = Path(file).read_text(encoding="utf-8")
     try:
-        return (json.loads(text) if file.endswith(".json") else yaml.safe_load(text)) or {}
+        content: dict[str, Any] = (json.loads(text) if file.endswith(".json") else yaml.safe_load(text)) or {}
     except json.JSONDecodeError as error:
         raise HookConfigError(f"{file} is not JSON, which Accelerate expects under this name: {error}") from error
+    for name, value in content.items() if SECTION in content else ():
+        if isinstance(value, str) and "${" in value:
+            raise HookConfigError(
+                f"{file}: {name}: {value}: Accelerate resolves no interpolations, which work in {SECTION} only: write "
+                "the value, or give it as a flag"
+            )
+    return content
 
 
 # ------------------------------------------------------------------------------------------------------- before the run
@@ -218,7 +223,8 @@ def one_process_only(args: argparse.Namespace, content: dict[str, Any]) -> str |
 
     Accelerate 1.15 has two launchers for local machines; the one for the CPU starts several processes only through MPI.
     """
-    several = args.multi_gpu or args.use_fsdp or str(content.get("distributed_type", "")) not in ("", "NO", "MULTI_CPU")
+    kind = str(content.get("distributed_type") or "NO")  # YAML reads NO without quotes as false
+    several = args.multi_gpu or args.use_fsdp or kind not in ("NO", "MULTI_CPU")
     if (several or args.mpirun_hostfile or content.get("mpirun_config")) and not args.cpu:
         return None
     return (

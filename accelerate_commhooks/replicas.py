@@ -30,16 +30,15 @@ WITH_REPLICAS = (
 _REPLICAS = "dp_replicate"
 
 
-def check_leaves_something(accelerator: Accelerator, *, off: bool) -> None:
-    """Check that something of the work of `accelerator` is left to a hook. `off`: no hook is asked for.
+def check_leaves_something(accelerator: Accelerator) -> None:
+    """Check that something of the work of `accelerator` is left to a hook.
 
     Raises:
         HookConfigError: it is not.
     """
     kind = accelerator.distributed_type
     if kind is DistributedType.FSDP:
-        if not off:
-            check_replicas(accelerator)
+        check_replicas(accelerator)
     # NO: one process without communication; the same script may be started with several processes later.
     elif kind is not DistributedType.NO and not kind.name.startswith("MULTI_"):
         raise HookConfigError(

@@ -51,6 +51,23 @@ def checked_request(handler: "CommHookKwargs", *, asked: bool) -> HookRequest:
     return request
 
 
+class RunValues:
+    """Fields of a handler that are set for one run, by transformers' Trainer. The next run begins with the user's."""
+
+    def __init__(self) -> None:
+        self._of_users: dict[str, tuple[Any, Any]] = {}  # the user's value, and the one that was set
+
+    def users(self, handler: object, name: str) -> Any:
+        """The user's value; also one that was assigned since the field was set for a run."""
+        value = getattr(handler, name)
+        theirs, set_for_run = self._of_users.get(name, (value, value))
+        return theirs if value == set_for_run else value
+
+    def set(self, handler: object, name: str, value: Any) -> None:
+        self._of_users[name] = (self.users(handler, name), value)
+        setattr(handler, name, value)
+
+
 def stock_requests(handler: DistributedDataParallelKwargs) -> list[str]:
     """The names of the set fields that request a hook."""
     return [name for name in STOCK_HOOK_FIELDS if getattr(handler, name) not in (_NO, "no", None, {})]

@@ -84,6 +84,11 @@ class Settings:
             raise HookConfigError(
                 f"{path} is a configuration of Accelerate without a section {SECTION!r}. {HOW_TO_WRITE}"
             )
+        if section and (beside := [name for name in _NAMES if name in loaded]):
+            raise HookConfigError(
+                f"{path}: {' and '.join(beside)} beside {SECTION}, where nobody reads it: move it into the section, or "
+                "remove it"
+            )
         source = f"{path}{SECTION_OF}{section}" if section else str(path)
         return cls(_checked(source, _resolved(str(path), loaded, section, overrides)), source)
 
@@ -233,18 +238,23 @@ def _checked(source: str, values: Any) -> dict[str, Any]:
         what = "is empty" if not values else f"is a {type(values).__name__}, not settings ('key: value')"
         where = _place(source).rstrip(": ")
         raise HookConfigError(f"{where} {what}; it needs at least 'hook: powerSGD' or another hook")
+    hook = values.get("hook")
+    compressor = COMPRESSORS.get(canonical_name(hook) or "") if isinstance(hook, str) else None
+    options = () if compressor is None else [each.name for each in dataclasses.fields(compressor.Config)]
+    for name in values:
+        if name in options and name not in _NAMES:
+            raise HookConfigError(f"{_place(source, name)}: it is an option of the hook: move it into hook_options")
     _check_keys(source, values, _NAMES, "no such setting")
     if "hook" not in values:
         raise HookConfigError(f"{_place(source, 'hook')} is missing; it says which hook, e.g. 'powerSGD'")
     if means_no_hook(values["hook"]):
         values = values | {"hook": OFF}
     settings = _typed(source, CommHookConfig, values)
-    options, compressor = settings.get("hook_options"), COMPRESSORS.get(canonical_name(settings["hook"]) or "")
-    if options and compressor is not None:
+    given = settings.get("hook_options")
+    if given and compressor is not None:
         known = compressor.Config
-        names = [each.name for each in dataclasses.fields(known)]
-        _check_keys(source, options, names, f"hook {known.hook_name!r} has no such option", "hook_options")
-        settings["hook_options"] = _typed(source, known, options, "hook_options")
+        _check_keys(source, given, options, f"hook {known.hook_name!r} has no such option", "hook_options")
+        settings["hook_options"] = _typed(source, known, given, "hook_options")
     return settings
 
 

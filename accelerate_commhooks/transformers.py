@@ -19,7 +19,7 @@ with needed(
     sentence="accelerate_commhooks.transformers needs transformers and Accelerate: pip install transformers accelerate",
 ):
     from accelerate import DistributedDataParallelKwargs
-    from transformers import Trainer
+    from transformers import Trainer, TrainingArguments
     from transformers.trainer_utils import IntervalStrategy, get_last_checkpoint
 
 from accelerate_commhooks.handler import CommHookKwargs
@@ -85,9 +85,6 @@ class CommHookTrainerMixin(_Base):
         _check_arguments(type(self), kwargs, hook)
         settings = {name: value for name, value in arguments_in(locals()).items() if name != "hook"}
         self._hook_handler = _handler(hook, {name: value for name, value in settings.items() if value is not None})
-        # The user's values: the handler's own fields are merged with those of the Trainer later.
-        self._given_total_steps = self._hook_handler.total_steps
-        self._given_ddp_arguments = self._hook_handler.to_dict()
         self._resume_folder: str | None = None
         self._saved_at_step: int | None = None
         self._closed_hook: CommHook | None = None  # a sharded model does not keep it
@@ -111,8 +108,8 @@ class CommHookTrainerMixin(_Base):
         super().create_accelerator_and_postprocess()
         trainers_own = self.accelerator.ddp_handler
         if trainers_own is not None:
-            for name, value in _merged(self._given_ddp_arguments, trainers_own.to_dict()).items():
-                setattr(self._hook_handler, name, value)
+            for name, value in _merged(self._hook_handler, trainers_own.to_dict(), self.args).items():
+                self._hook_handler.run_values.set(self._hook_handler, name, value)
             self.accelerator.ddp_handler = None  # replaced by our handler, which now holds its arguments
         self._hook_handler.attach(self.accelerator)
 
@@ -120,7 +117,8 @@ class CommHookTrainerMixin(_Base):
         """Also set the length of the run in the handler. Called before the model is wrapped."""
         values = super().set_initial_training_values(args, dataloader)
         max_steps = values[-1]  # optimizer steps; only their backward passes are synchronised
-        self._hook_handler.total_steps = self._given_total_steps or max_steps
+        handler = self._hook_handler
+        handler.run_values.set(handler, "total_steps", handler.run_values.users(handler, "total_steps") or max_steps)
         return values
 
     def train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
@@ -222,14 +220,19 @@ def _handler(hook: Any, settings: dict[str, Any]) -> CommHookKwargs:
     return handler
 
 
-def _merged(given: dict[str, Any], trainers_own: dict[str, Any]) -> dict[str, Any]:
-    """Merge DDP's arguments from a user's handler and from `TrainingArguments`: values that differ from the default
-    take precedence."""
-    default = DistributedDataParallelKwargs().to_dict()
-    for name in given:
-        if default[name] not in (given[name], trainers_own[name]) and given[name] != trainers_own[name]:
+def _merged(handler: CommHookKwargs, trainers_own: dict[str, Any], args: TrainingArguments) -> dict[str, Any]:
+    """DDP's arguments: those that the user has given in a handler, and the Trainer's, which it decides itself where
+    `TrainingArguments` says nothing."""
+    default, merged = DistributedDataParallelKwargs().to_dict(), {}
+    for name, trainers in trainers_own.items():
+        users = handler.run_values.users(handler, name)
+        if name not in handler.given and users == default[name]:
+            merged[name] = trainers
+            continue
+        if getattr(args, f"ddp_{name}", None) is not None and users != trainers:
             raise HookConfigError(
-                f"{name}={given[name]!r} in CommHookKwargs(...), but ddp_{name}={trainers_own[name]!r} in "
-                "TrainingArguments(...): give it in one of them"
+                f"{name}={users!r} in CommHookKwargs(...), but ddp_{name}={trainers!r} in TrainingArguments(...): give "
+                "it in one of them"
             )
-    return {name: value if value != default[name] else trainers_own[name] for name, value in given.items()}
+        merged[name] = users
+    return merged

@@ -152,8 +152,8 @@ class DDPGradients(GradientSource):
         if not ddp_model.find_unused_parameters or ddp_model.static_graph:
             return []
         return [
-            "with find_unused_parameters=True DDP sends a message in every step, between outer steps, too: leave it "
-            "out if every parameter is used"
+            "with find_unused_parameters=True DDP sends a message in every step, between outer steps, too: if every "
+            "parameter is used give False (to transformers' Trainer as ddp_find_unused_parameters)"
         ]
 
     def described(self) -> list[str]:

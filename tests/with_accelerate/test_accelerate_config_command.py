@@ -146,6 +146,15 @@ def test_how_many_processes_start(line: str, says: str, tmp_path: Path, capsys: 
     assert f"{says}processes." in capsys.readouterr().out
 
 
+def test_one_process_is_noticed_without_quotes_too(tmp_path: Path, capsys: Any) -> None:
+    """YAML reads `NO` as false."""
+    path = tmp_path / "accelerate.yaml"
+    for kind in ("NO", "'NO'"):
+        path.write_text(f"distributed_type: {kind}\nnum_processes: 2\ncomm_hook_config: {{hook: fp16}}\n")
+        assert main(["check", str(path)]) == 0
+        assert "Accelerate starts one process here, whose model is not wrapped in DDP" in capsys.readouterr().out
+
+
 def test_a_file_without_a_hook(tmp_path: Path, capsys: Any) -> None:
     path = tmp_path / "hook.yaml"
     path.write_text("hook: none\n")
@@ -191,6 +200,18 @@ def test_the_help_of_launch_says_what_it_adds(capsys: Any) -> None:
             "yaml: distributed_type: FSDP: ",
         ),
         ("comm_hook_config: {hook: fp17}\n", "unknown hook 'fp17'"),
+        (
+            "comm_hook_config: {hook: powerSGD, random_seed: 3}\n",
+            "comm_hook_config.random_seed: it is an option of the hook: move it into hook_options",
+        ),
+        (
+            "hook: int8\nhook_options: {}\ncomm_hook_config: {hook: fp16}\n",
+            "yaml: hook and hook_options beside comm_hook_config, where nobody reads it: move it into the section",
+        ),
+        (
+            "distributed_type: MULTI_GPU\nnum_processes: ${oc.env:HOME}\ncomm_hook_config: {hook: fp16}\n",
+            "num_processes: ${oc.env:HOME}: Accelerate resolves no interpolations, which work in comm_hook_config",
+        ),
         ("hook: fp16  # YAML\n", "accelerate.json is not JSON, which Accelerate expects under this name: "),
     ],
 )
@@ -219,6 +240,12 @@ def test_a_file_that_cannot_be_written_stays(tmp_path: Path) -> None:
     for text in ("- a\n", "a: [\n"):
         path.write_text(text)
         with pytest.raises(HookConfigError):
+            write_section(path, {"hook": "fp16"})
+        assert path.read_text() == text
+    section = "comm_hook_config:\n  hook: fp16\n  total_steps: &n 2\n"
+    for text in (section + "num_processes: *n\n", "num_processes: 2\n...\n"):  # YAML only without a new section
+        path.write_text(text)
+        with pytest.raises(HookConfigError, match="was not changed, because .* would be no YAML any more"):
             write_section(path, {"hook": "fp16"})
         assert path.read_text() == text
     path.write_text(ACCELERATE)

@@ -61,7 +61,7 @@ STOCK = CommHookKwargs(comm_hook="power_sgd", comm_wrapper="fp16")
 def test_copies(handler: CommHookKwargs, way: Any) -> None:
     other = way(handler)
     assert type(other) is CommHookKwargs and other is not handler
-    assert other == handler and other.off == handler.off
+    assert other == handler and other.off == handler.off and other.given == handler.given
     other.bucket_cap_mb = 7
     assert other != handler
 

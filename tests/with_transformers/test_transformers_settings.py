@@ -42,6 +42,25 @@ def _ddp_arguments(folder: Path) -> None:
     assert handler.attached is trainer.comm_hook and handler.is_attached(trainer.model)
     assert trainer.comm_hook.stats()["compressed_steps"] == 1
 
+    # A second run with the same handler begins with what the user has given it.
+    trainer = make_trainer(folder, hook={"hook": handler}, max_steps=20, save_strategy="no", ddp_bucket_cap_mb=0.01)
+    assert handler.find_unused_parameters is True and handler.bucket_cap_mb == 0.01 and handler.broadcast_buffers
+    assert handler.gradient_as_bucket_view is True
+    handler.bucket_cap_mb = 3
+    with pytest.raises(commhooks.HookConfigError, match="bucket_cap_mb=3 in CommHookKwargs"):
+        make_trainer(folder, hook={"hook": handler}, max_steps=20)
+
+    # What is given goes first, also if it is DDP's default: the Trainer's own choice is the other one.
+    handler = CommHookKwargs(hook="powerSGD", find_unused_parameters=False)
+    trainer = make_trainer(folder, hook={"hook": handler}, max_steps=30, save_strategy="no")
+    assert handler.find_unused_parameters is False
+    for steps, start in ((30, 3), (10, 1)):
+        trainer = make_trainer(folder, hook={"hook": handler}, max_steps=steps, save_strategy="no")
+        trainer.set_initial_training_values(trainer.args, trainer.get_train_dataloader())
+        assert handler.total_steps == steps and start == -(-steps // 10)
+    with pytest.raises(commhooks.HookConfigError, match="find_unused_parameters=False in CommHookKwargs"):
+        make_trainer(folder, hook={"hook": handler}, ddp_find_unused_parameters=True)
+
     # The Trainer's own default for models, which is not DDP's, and a hook that a user wrote.
     trainer = make_trainer(folder, hook={"hook": _own_hook, "wrapper": "bf16"}, max_steps=2, save_strategy="no")
     trainer.train()

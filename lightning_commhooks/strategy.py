@@ -2,6 +2,7 @@
 
 import dataclasses
 import inspect
+import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Optional, Union
@@ -123,10 +124,12 @@ class HookedDDP(HookedStrategy, DDPStrategy):
                 raise PayloadError(f"{checkpoint_path} cannot be read: {cut}. Resume from another one") from error
             if isinstance(error, OSError) or not weights_only:  # the message names the file, or code in it has failed
                 raise
-            reason = (str(error).splitlines() or [""])[0]
+            foreign = re.search(r"GLOBAL (\S+)", str(error))  # so torch 2.13 names what is no plain type
+            reason = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
             raise PayloadError(
-                f"{checkpoint_path} cannot be read ({type(error).__name__}: {reason}). Nothing in it was run; if you "
-                "trust what made it and it is whole, pass weights_only=False to the Trainer's method"
+                f"{checkpoint_path} cannot be read ({f'it holds a {foreign[1]}' if foreign else reason}). Nothing in "
+                "it was run; if you trust what made it and it is whole, pass weights_only=False to the Trainer's "
+                "method" + (f", or call torch.serialization.add_safe_globals([{foreign[1]}])" if foreign else "")
             ) from error
 
     @reason_first()

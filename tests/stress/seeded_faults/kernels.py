@@ -13,8 +13,8 @@ MUTANTS = [
     Mutant(
         "kernel: it reads numbers of another dtype",
         "commhooks/compressors/native/tables.py",
-        "    if tensor.dtype != dtype or ",
-        "    if ",
+        "    fits = tensor.dtype == dtype and ",
+        "    fits = ",
         "compressors/test_native_sources.py::test_c_gets_no_address_of_anything_else",
     ),
 ]

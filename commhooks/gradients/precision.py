@@ -133,10 +133,15 @@ def arithmetic_of(device: torch.device) -> str:
     return ", ".join(parts)
 
 
-def _processor() -> str:
+def processor_lines(*beginnings: str) -> list[str]:
+    """What Linux says of the processor: its lines with one of these beginnings. Empty on other systems."""
     try:
         lines = Path("/proc/cpuinfo").read_text(errors="replace").splitlines()
-    except OSError:  # not Linux
-        lines = []
-    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    except OSError:
+        return []
+    return [line for line in lines if line.startswith(beginnings)]
+
+
+def _processor() -> str:
+    names = (line.partition(":")[2].strip() for line in processor_lines("model name"))
     return next(names, "") or platform.processor() or platform.machine()

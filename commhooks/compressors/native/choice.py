@@ -46,6 +46,12 @@ def check_here(
 
 
 def computes_natively(kernel: Kernel, fused: bool | None, device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether a bucket with this compute dtype is computed by the native kernel, where `kernel` was chosen."""
+    """Whether a bucket with this compute dtype is computed by the native kernel, where `kernel` was chosen.
+
+    Raises:
+        HookConfigError: `fused` is True, and kernels do not support this device or dtype.
+    """
     # A bucket may have another dtype than those for which the kernel was chosen (bare register_comm_hook).
+    if fused:
+        library.check_supported(device, dtype)
     return bool(fused) or (kernel.name == NAME and library.supports(device, dtype))

@@ -18,6 +18,7 @@ from pathlib import Path
 import torch
 
 from commhooks.errors import HookConfigError
+from commhooks.gradients.precision import processor_lines
 
 HEADERS = Path(__file__).parent
 """The folder of the headers that any kernel may include."""
@@ -46,9 +47,10 @@ def load(source: Path, flags: Sequence[str], dtype: torch.dtype) -> ctypes.CDLL:
         )
     flags = (*FLAGS, *flags, f"-DREAL={C_TYPES[dtype]}")
     try:
+        processor = sorted(set(processor_lines("flags", "Features", "model name"))) or platform.processor()
         # The key includes the processor: machines with different processors may share a home folder.
         key = hashlib.sha256(
-            source_text(source) + repr((compiler, flags, platform.machine(), _processor())).encode()
+            source_text(source) + repr((compiler, flags, platform.machine(), processor)).encode()
         ).hexdigest()[:16]
         with contextlib.ExitStack() as stack:
             folder = _cache_folder()
@@ -132,14 +134,6 @@ def _compile(command: Sequence[str], library: Path) -> None:
         with made.open("r+b") as written:
             os.fsync(written.fileno())  # loading one that a power cut has truncated would end the process
         os.replace(made, library)  # atomic: several ranks may do this at once
-
-
-def _processor() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text(errors="replace").splitlines()
-    except OSError:
-        return platform.processor()
-    return "".join(sorted({line for line in lines if line.startswith(("flags", "Features", "model name"))}))
 
 
 def _cache_folder() -> Path | None:

@@ -13,7 +13,7 @@ from commhooks.comm.collective import Op
 from commhooks.comm.wire import WRAPPERS
 from commhooks.compressors.base import RESIDUAL, Compressor, StateField
 from commhooks.compressors.kernel import KernelsHere
-from commhooks.compressors.native import choice, library
+from commhooks.compressors.native import choice
 from commhooks.compressors.powersgd import codec, fields, native_products
 from commhooks.compressors.powersgd.device_kernel import DeviceKernel, by_shape
 from commhooks.compressors.powersgd.exchange import low_rank_exchange
@@ -138,7 +138,6 @@ class _LowRank(Compressor[AnyPowerSGD]):
         shapes = [(x.n, x.m, x.rank) for x in matrices]
         if not choice.computes_natively(self.kernel, self.config.fused, layout.device, work.dtype):
             return HostKernel(work, TorchProducts(shapes, work.dtype, layout.device))
-        library.check_supported(layout.device, work.dtype)
         refills = not (self.config.alternate or self.per_bucket)
         return HostKernel(work, NativeProducts(native_products.load(work.dtype), shapes, work.dtype, refills=refills))
 

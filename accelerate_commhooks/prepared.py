@@ -31,8 +31,9 @@ class HookedModel:
 
     @property
     def hook(self) -> CommHook | None:
-        """The hook; None if its model was deleted."""
-        return self._hook() if self._model() is not None else None
+        """The hook; None if its model was deleted, or the hook was detached."""
+        hook = self._hook()
+        return None if self._model() is None or hook is None or hook.detached else hook
 
     @property
     def module(self) -> torch.nn.Module | None:
@@ -42,7 +43,7 @@ class HookedModel:
     def is_of(self, model: torch.nn.Module) -> bool:
         """Whether `model` is the wrapped model, the module inside it, or a compiled form of one of them."""
         known, inner = self._model(), _not_compiled(model)
-        return known is not None and (inner is known or inner is self.module)
+        return self.hook is not None and known is not None and (inner is known or inner is self.module)
 
 
 def unwrapped(model: torch.nn.Module) -> torch.nn.Module:

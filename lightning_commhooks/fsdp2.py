@@ -1,5 +1,7 @@
 """`CommHookFSDP2`: Lightning's strategy for FSDP2, with a hook between replicas of the sharded model."""
 
+import contextlib
+from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Optional, Union
@@ -7,8 +9,9 @@ from typing import TYPE_CHECKING, Any, Literal, Optional, Union
 from torch.distributed.constants import default_pg_timeout
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 
-from commhooks import HookConfigError, attach
+from commhooks import CommHook, HookConfigError, attach
 from commhooks.hook.for_plugins import (
     HookFolder,
     HookRequest,
@@ -71,6 +74,7 @@ class HookedFSDP2(HookedStrategy, ModelParallelStrategy):
         self._request = HookRequest.parse(**arguments_in(locals()) | {"save_residual": save_residual or "mean"})
         self._replicate_size = replicate_size
         self._mesh: DeviceMesh | None = None
+        self._root: FSDPModule | None = None
 
     # ---- what users call ---------------------------------------------------------------------------------------------
 
@@ -114,7 +118,28 @@ class HookedFSDP2(HookedStrategy, ModelParallelStrategy):
         if trainer.state.fn != "fit":
             return
         assert self.lightning_module is not None
-        self._attach(_sharded_root(self.lightning_module), replicate_group=self.device_mesh["replicate"])
+        root = _sharded_root(self.lightning_module)
+        _check_shards(self.lightning_module, self.device_mesh["shard"])
+        self._root = root
+        self._attach(root, replicate_group=self.device_mesh["replicate"])
+
+    def teardown(self) -> None:
+        super().teardown()
+        self._root = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_root": None}
+
+    @contextlib.contextmanager
+    def block_backward_sync(self) -> Iterator[None]:
+        """While gradients are accumulated, as `no_sync` of DDP: neither FSDP nor the hook sends anything. FSDP keeps
+        whole gradients meanwhile."""
+        assert self._root is not None
+        self._root.set_requires_gradient_sync(False)
+        try:
+            yield
+        finally:
+            self._root.set_requires_gradient_sync(True)
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         # The Trainer asks for it first of all that it saves. A hook that averages weights ends its round here.
@@ -130,13 +155,13 @@ class HookedFSDP2(HookedStrategy, ModelParallelStrategy):
         self._folder_in(path).remove()
         super().save_checkpoint(checkpoint, path, storage_options)
         module = self.lightning_module
-        if full and self._comm_hook is not None and module is not None and self.hook_belongs_to(module):
-            self._folder_in(path).save(self._comm_hook)
+        if full and self._saved_hook is not None and module is not None and self.hook_belongs_to(module):
+            self._folder_in(path).save(self._saved_hook)
 
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
         path, module = Path(self.broadcast(checkpoint_path)), self.lightning_module
         loaded = super().load_checkpoint(path, weights_only=True if weights_only is None else weights_only)
-        hook = self._comm_hook
+        hook = self._saved_hook
         if module is None or hook is None or module.trainer.state.fn != "fit":
             return loaded
         folder = self._folder_in(path)
@@ -148,6 +173,11 @@ class HookedFSDP2(HookedStrategy, ModelParallelStrategy):
                 f"or its save was interrupted): hook {hook.name!r} begins with fresh memory"
             )
         return loaded
+
+    @property
+    def _saved_hook(self) -> CommHook | None:
+        """That of checkpoints: none with `hook=None`, as for `CommHookDDP`."""
+        return None if self._request.off else self._comm_hook
 
     def _folder_in(self, checkpoint: Path) -> HookFolder:
         return HookFolder(checkpoint / CHECKPOINT_KEY, "CommHookFSDP2", self.broadcast)
@@ -167,6 +197,30 @@ def _sharded_root(module: "pl.LightningModule") -> Any:
             "end configure_model with fully_shard(self.net, mesh=self.trainer.strategy.device_mesh['shard'])"
         )
     return sharded[roots[0]]
+
+
+def _check_shards(module: "pl.LightningModule", shards: DeviceMesh) -> None:
+    """Check that what is trained is averaged: over the shards by FSDP, over the replicas by the hook.
+
+    Raises:
+        HookConfigError: a parameter is sharded over another mesh.
+    """
+    alone = []
+    for name, parameter in module.named_parameters():
+        data: object = parameter
+        if not isinstance(data, DTensor):
+            alone += [name] if parameter.requires_grad else []
+        elif data.device_mesh.mesh.flatten().tolist() != shards.mesh.tolist():
+            raise HookConfigError(
+                f"parameter {name} is sharded over another mesh than this strategy's, {data.device_mesh}: give "
+                "fully_shard mesh=self.trainer.strategy.device_mesh['shard'] (self.device_mesh is Lightning's own)"
+            )
+    if alone:
+        more = f" and {len(alone) - 2} more" if len(alone) > 2 else ""
+        warn(
+            f"{', '.join(alone[:2])}{more} would be trained, and fully_shard does not know them: nobody averages their "
+            "gradients, and the ranks drift apart. Call fully_shard on a module that contains them, or freeze them"
+        )
 
 
 def _is_below(name: str, other: str) -> bool:

@@ -2,7 +2,7 @@
 `register_compressor`."""
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import torch.distributed as dist
@@ -15,6 +15,7 @@ from commhooks.compressors.local_steps.compressor import DiLoCoCompressor, Local
 from commhooks.compressors.noop import NoopCompressor
 from commhooks.compressors.powersgd.compressor import BatchedPowerSGDCompressor, PowerSGDCompressor
 from commhooks.compressors.quantized.compressor import Int4Compressor, Int8Compressor
+from commhooks.compressors.state_field import StateField
 from commhooks.errors import HookConfigError
 
 BUILT_IN: tuple[type[Compressor[Any]], ...] = (
@@ -124,6 +125,12 @@ def _problem(compressor: type[Compressor[Any]]) -> str | None:
         return f"it does not define {', '.join(missing)}"
     if not isinstance(config.aliases, tuple):
         return f"{config.__name__}.aliases is {config.aliases!r}; expected a tuple of names"
+    fields = compressor.state_fields  # a property where they depend on the options
+    if not isinstance(fields, (Sequence, property)) or isinstance(fields, str):
+        return f"its state_fields are {fields!r}; expected a tuple, such as (commhooks.RESIDUAL,)"
+    for each in () if isinstance(fields, property) else fields:
+        if not isinstance(each, StateField):
+            return f"its state_fields hold {each!r}; expected commhooks.RESIDUAL or StateField('name')"
     names = [each.name for each in dataclasses.fields(config)]
     if config.start_option is not None and config.start_option not in names:
         return f"start_option={config.start_option!r} is not one of the options {names}"

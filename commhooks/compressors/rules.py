@@ -15,6 +15,7 @@ from commhooks.compressors.hook_config import ConfigT, HookConfig
 from commhooks.compressors.kernel import TORCH, Kernel, KernelsHere
 from commhooks.compressors.state_field import StateField
 from commhooks.compressors.unit_plan import MemoryPlan, ParameterInfo, UnitPlan, real_itemsize
+from commhooks.errors import HookConfigError
 
 
 class CompressorRules(ABC, Generic[ConfigT]):
@@ -136,7 +137,15 @@ class CompressorRules(ABC, Generic[ConfigT]):
             because = "complex numbers"
         elif info.parameter.numel() == 0:
             because = "empty"
-        return self.plan_parameter(info) if because is None else self.Plan.uncompressed(info, because)
+        if because is not None:
+            return self.Plan.uncompressed(info, because)
+        plan: object = self.plan_parameter(info)
+        if not isinstance(plan, UnitPlan):
+            raise HookConfigError(
+                f"{type(self).__name__}.plan_parameter returned {plan!r} for {info.name}; expected a UnitPlan, such as "
+                'UnitPlan.uncompressed(info, "why not")'
+            )
+        return plan
 
     def lowered(self, dtype: torch.dtype) -> Any:
         """A copy that sends `dtype` where that is narrower, for the fp16 and bf16 wrappers."""

@@ -76,8 +76,10 @@ class ExchangeTask:
     def _checked_verdict(self, verdict: Verdict) -> Verdict:
         finite: Any = verdict.finite
         if not (isinstance(finite, torch.Tensor) and finite.dim() == 0 and finite.dtype == torch.bool):
+            if isinstance(finite, torch.Tensor):
+                finite = f"a tensor of shape {tuple(finite.shape)} in {finite.dtype}"
             raise HookRunError(
-                f"{self._named} yields Verdict({finite!r}); expected a bool tensor without dimensions, "
+                f"{self._named} yields Verdict({finite}); expected a bool tensor without dimensions, "
                 "such as reduced.isfinite().all()"
             )
         if not self._judged:

@@ -124,7 +124,8 @@ class RunningPass:
         if self.filling is not None:
             raise HookRunError(
                 "fully_shard reduces parameters that the model did not have when the hook was attached, or that were "
-                "frozen then: call hook.detach(), and attach a hook again after loading and unfreezing parameters"
+                "frozen then: call hook.detach(), and attach a hook again after loading and unfreezing parameters. "
+                "With Accelerate call prepare(model, optimizer) again; in Lightning unfreeze before fit"
             )
 
     def check_new(self, unit: UnitBuffer) -> None:

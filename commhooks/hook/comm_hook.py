@@ -26,12 +26,14 @@ class CommHook:
 
     Attributes:
         name: name of the hook.
+        detached: it was taken off its model; see `detach`.
         joint_save_limit_s: seconds that a joint save waits for the other ranks before it continues without residuals.
     """
 
     def __init__(self, request: HookRequest, runner: Runner, source: GradientSource) -> None:
         self.name = request.name
         self.joint_save_limit_s = JOINT_SAVE_LIMIT_S
+        self.detached = False
         self._request = request
         self._runner = runner
         self._source = source
@@ -39,6 +41,7 @@ class CommHook:
     def __repr__(self) -> str:
         module = self._source.module
         model = f"attached to {type(module).__name__}" if module is not None else "its model is gone"
+        model = "detached" if self.detached else model
         options = "".join(f", {name}={value!r}" for name, value in self.options.items())
         wrapper = f", wrapper={self._request.wrapper!r}" if self._request.wrapper is not None else ""
         place = f"rank {self._runner.rank} of {self._runner.world_size}"
@@ -59,6 +62,7 @@ class CommHook:
         self._source.unregister()
         self.synchronize()
         self._runner.stop()
+        self.detached = True
 
     def close(self) -> None:
         """Free what only backward passes need, at the end of a training: the buffers, and on a model sharded by

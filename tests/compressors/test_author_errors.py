@@ -84,6 +84,11 @@ def once(self: Any, flat: Any, work: Any, state: Any, step: Any) -> Any:
     yield commhooks.Send(flat)
 
 
+def no_all(self: Any, flat: Any, work: Any, state: Any, step: Any) -> Any:
+    reduced = yield commhooks.Send(flat, last=True)
+    yield commhooks.Verdict(reduced.isfinite())
+
+
 def with_state(self: Any, flat: Any, work: Any, state: Any, step: Any) -> Any:
     state["residual"]["x"] = flat
     yield commhooks.Send(flat, last=True)
@@ -96,6 +101,7 @@ def with_state(self: Any, flat: Any, work: Any, state: Any, step: Any) -> Any:
         (a_tuple, {}, "yields a tuple; expected Send or Verdict"),
         (no_verdict, {}, "ended before its verdict: it must yield Verdict"),
         (a_bool, {}, r"yields Verdict\(True\); expected a bool tensor without dimensions"),
+        (no_all, {}, r"yields Verdict\(a tensor of shape \(\d+,\) in torch.bool\); expected a bool tensor without dim"),
         (goes_on, {}, "goes on after the verdict"),
         (too_short, {}, r"returns a tensor of shape \(3,\); expected None"),
         (average, {"transactional": False}, "asks for a verdict, but it is not transactional"),
@@ -106,6 +112,11 @@ def with_state(self: Any, flat: Any, work: Any, state: Any, step: Any) -> Any:
 def test_a_malformed_exchange(exchange: Any, attributes: dict[str, Any], text: str) -> None:
     with pytest.raises((HookRunError, RuntimeError), match=text):
         run(compressor(exchange, **attributes))
+
+
+def test_a_plan_that_is_none() -> None:
+    with pytest.raises(HookConfigError, match=r"OfATest.plan_parameter returned None for .*; expected a UnitPlan"):
+        run(compressor(average, plan_parameter=lambda self, info: None))
 
 
 def test_a_workspace_of_none_is_a_workspace() -> None:
@@ -249,6 +260,8 @@ def _config(**members: Any) -> type[Any]:
         ({"Config": _config(aliases="fp16")}, "expected a tuple of names"),
         ({"Config": _config(start_option="start")}, "start_option='start' is not one of the options"),
         ({"Config": _config(), "exchange": None}, "does not define exchange"),
+        ({"Config": _config(), "state_fields": commhooks.RESIDUAL}, "state_fields are StateField.*; expected a tuple"),
+        ({"Config": _config(), "state_fields": ("residual",)}, "state_fields hold 'residual'; expected commhooks.RES"),
         (
             {"Config": _config(), "transactional": False, "state_fields": (commhooks.RESIDUAL,)},
             "with transactional=False it learns nothing",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -12,7 +13,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import commhooks
+from commhooks.engine.backward_pass import BackwardPass
 from tests.support.features import fully_shard_on_gloo, reset_iter_state
+from tests.support.inside import session_of
 
 
 class _Fails(torch.autograd.Function):
@@ -70,3 +73,34 @@ def test_a_backward_pass_after_one_that_failed(run_ranks: Any) -> None:
     """Also where the loss is not in what the model returns."""
     for before, after in run_ranks(_fail_and_go_on):
         assert torch.equal(before, after)
+
+
+def _commit_fails() -> list[tuple[bool, bool]]:
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16))
+    fully_shard(model, mesh=mesh["shard"])
+    hook = commhooks.attach(
+        model, "powerSGD", hook_options={"start_powerSGD_iter": 0}, replicate_group=mesh["replicate"]
+    )
+    found, images = [], torch.randn(3, 16)
+    for fails in (False, True, False):
+        loss = model(images).square().mean()
+        failing = mock.patch.object(BackwardPass, "commit", side_effect=MemoryError)
+        with failing if fails else contextlib.nullcontext():
+            with pytest.raises(MemoryError) if fails else contextlib.nullcontext():
+                loss.backward()
+        if fails:
+            model.reset_iter_state()
+        model.zero_grad()
+        session = session_of(hook)
+        found.append((session.state.local_missing, session.held.torn))
+    return found
+
+
+@fully_shard_on_gloo
+@reset_iter_state
+def test_the_commit_after_one_that_failed_is_whole_again(run_ranks: Any) -> None:
+    """What is saved after a failed commit lacks the residuals; what is saved after the next one does not."""
+    for found in run_ranks(_commit_fails):
+        assert found == [(False, False), (True, True), (False, False)]

@@ -195,7 +195,10 @@ def _incomplete(folder: str) -> list[str]:
     run.accelerator.wait_for_everyone()
     with Warnings() as texts:
         run.accelerator.load_state(folder)
-    assert run.hook.stats()["step"] == 0
+    hook = run.hook
+    assert hook.stats()["step"] == 0 and run.handler.is_attached(run.model)
+    hook.detach()
+    assert run.hook is None and not run.handler.is_attached(run.model) and ", detached, rank" in repr(hook)
     return [text[text.index("holds") : text.index(")") + 1] for text in texts] or [""]
 
 

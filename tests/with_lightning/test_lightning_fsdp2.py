@@ -132,12 +132,24 @@ class _NotSharded(Sharded):
         pass
 
 
+class _OverLightningsMesh(Sharded):
+    def configure_model(self) -> None:
+        fully_shard(self.net, mesh=self.device_mesh["data_parallel"])
+
+
+class _PartBeside(Sharded):
+    def __init__(self, seed: int = 0) -> None:
+        super().__init__(seed)
+        self.head = torch.nn.Linear(3, 3)
+
+
 def _refused(root: str) -> list[str]:
     said = []
     for module, options in (
         (Sharded(), {"replicate_size": 3}),
         (Sharded(), {"callbacks": [CommHookCheckpoint()]}),
         (_NotSharded(), {}),
+        (_OverLightningsMesh(), {}),
     ):
         callbacks = options.pop("callbacks", [])
         made = trainer(root, strategy=strategy(**options), max_epochs=1, callbacks=callbacks)
@@ -148,10 +160,44 @@ def _refused(root: str) -> list[str]:
 
 
 def test_what_cannot_work_is_refused(run_ranks: Any, tmp_path: Path) -> None:
-    for size, callback, not_sharded in run_ranks(_refused, str(tmp_path), world_size=4):
+    for size, callback, not_sharded, over_another in run_ranks(_refused, str(tmp_path), world_size=4):
         assert "replicate_size=3 does not divide the number of ranks, which is 4" in size
         assert "leave out the CommHookCheckpoint" in callback
         assert "needs one module that contains all of the sharded ones, here there are none" in not_sharded
+        assert "is sharded over another mesh than this strategy's" in over_another
+        assert "mesh=self.trainer.strategy.device_mesh['shard']" in over_another
+
+
+def _beside(root: str) -> list[str]:
+    made = trainer(root, strategy=strategy(), max_epochs=1)
+    with caught_warnings() as texts:
+        made.fit(_PartBeside(), data())
+    return [text for text in texts if "drift apart" in text]
+
+
+def test_a_trained_layer_that_nobody_averages_is_named(run_ranks: Any, tmp_path: Path) -> None:
+    first, *others = run_ranks(_beside, str(tmp_path), world_size=2)
+    assert len(first) == 1 and "head.weight, head.bias would be trained" in first[0] and not any(others)
+
+
+def _accumulated(root: str) -> dict[str, Any]:
+    weights, stats = [], {}
+    for replicas in (2, 1):
+        options: dict[str, Any] = {"hook": "allreduce", "replicate_size": replicas}
+        made = trainer(root, strategy=strategy(**options), max_epochs=2, accumulate_grad_batches=2)
+        module = Sharded()
+        made.fit(module, data())
+        assert made.strategy.comm_hook is not None
+        weights.append(whole(module))
+        stats = made.strategy.comm_hook.stats() if replicas == 2 else stats
+    return {"weights": weights, "passes": stats["backward_passes"], "steps": made.global_step}
+
+
+@fully_shard_on_gloo
+def test_gradients_are_accumulated_before_they_are_sent(run_ranks: Any, tmp_path: Path) -> None:
+    for result in run_ranks(_accumulated, str(tmp_path), world_size=4):
+        assert result["passes"] == result["steps"] == 2  # of four batches
+        assert difference(*result["weights"]) < 1e-6
 
 
 @pytest.mark.parametrize(

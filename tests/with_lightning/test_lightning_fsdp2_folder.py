@@ -51,13 +51,21 @@ def _of_another_hook(root: str) -> dict[str, Any]:
     with pytest.raises(PayloadError) as error:
         fit(f"{root}/strict", 2, f"{root}/whole.ckpt", hook="int8")
     begun = fit(f"{root}/anew", 2, f"{root}/whole.ckpt", hook="int8", strict=False)
-    return {"error": str(error.value), "compressed": begun["stats"]["compressed_steps"]}
+    without = fit(f"{root}/without", 2, f"{root}/whole.ckpt", hook=None)
+    files = Path(root, "without", "epoch=1.ckpt", "commhooks").exists()
+    return {
+        "error": str(error.value),
+        "compressed": begun["stats"]["compressed_steps"],
+        "without": without,
+        "of it": files,
+    }
 
 
 def test_the_state_of_another_hook(run_ranks: Any, tmp_path: Path) -> None:
     for result in run_ranks(_of_another_hook, str(tmp_path), world_size=2):
         assert "was saved by another hook" in result["error"] and "strict=False" in result["error"]
         assert result["compressed"] == 4
+        assert not result["of it"] and not any("hook" in text for text in result["without"]["warnings"])
 
 
 class _Hostile:

@@ -4,6 +4,13 @@ from tests.stress.seeded_faults.mutant import Mutant
 
 MUTANTS = [
     Mutant(
+        "Trainer: what is given in the handler counts only if it is not DDP's default",
+        "accelerate_commhooks/transformers.py",
+        "if name not in handler.given and users == default[name]:",
+        "if users == default[name]:",
+        "with_transformers/test_transformers_settings.py::test_ddp_arguments_and_a_handler_of_the_users",
+    ),
+    Mutant(
         "Accelerate: no loss scale",
         "accelerate_commhooks/prepared.py",
         "        return scale_of(known.scaler, known.device)\n",

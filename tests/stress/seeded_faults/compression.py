@@ -36,7 +36,7 @@ MUTANTS = [
         "commhooks/engine/held_state.py",
         "            self.state.local_missing = self.torn = False\n",
         "            pass\n",
-        "checkpoint/test_changed_surroundings.py::test_after_a_commit_that_failed_the_next_one_is_whole_again",
+        "gradients/test_fully_shard_failures.py::test_the_commit_after_one_that_failed_is_whole_again",
     ),
     Mutant(
         "residuals reset at the rebuild",

@@ -4,6 +4,20 @@ from tests.stress.seeded_faults.mutant import Mutant
 
 MUTANTS = [
     Mutant(
+        "FSDP2 of Lightning: every batch of an accumulated gradient is sent",
+        "lightning_commhooks/fsdp2.py",
+        "        self._root.set_requires_gradient_sync(False)\n",
+        "        pass\n",
+        "with_lightning/test_lightning_fsdp2.py::test_gradients_are_accumulated_before_they_are_sent",
+    ),
+    Mutant(
+        "FSDP2 of Lightning: any mesh will do",
+        "lightning_commhooks/fsdp2.py",
+        "elif data.device_mesh.mesh.flatten().tolist() != shards.mesh.tolist():",
+        "elif False:",
+        "with_lightning/test_lightning_fsdp2.py::test_what_cannot_work_is_refused",
+    ),
+    Mutant(
         "FSDP2 checkpoints: a save that was interrupted is loaded",
         "commhooks/hook/hook_folder.py",
         "self._broadcast(self._last_file.is_file())",

@@ -14,6 +14,13 @@ _RECOVERY = "hook/test_local_recovery.py"
 
 MUTANTS = [
     Mutant(
+        "local steps: the collectives of the wire are taken for sums",
+        "commhooks/compressors/local_steps/compressor.py",
+        "            self.collectives = self._wire.collectives\n",
+        "            pass\n",
+        "compressors/test_collectives.py",
+    ),
+    Mutant(
         "local steps: a rank that is lost keeps the others from averaging",
         _HOOK,
         "rows[:, 0].all() or rows[:, 1].any()",

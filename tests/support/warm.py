@@ -169,6 +169,8 @@ def _serve(folder: Path, ready: int) -> dict[str, Any]:
             elif key.data == "asked":
                 connection, _ = listener.accept()
                 request = _receive(connection)
+                if request is None:
+                    continue
                 if "modules" in request:
                     connection.sendall(_import(request["modules"]))
                     connection.close()
@@ -185,7 +187,8 @@ def _serve(folder: Path, ready: int) -> dict[str, Any]:
                 stands_for[request["stub"]] = pid
                 selector.register(os.pidfd_open(pid), selectors.EVENT_READ, ("ended", pid))
                 selector.register(connection, selectors.EVENT_READ, ("left", pid))
-                connection.sendall(f"{pid}\n".encode())
+                with contextlib.suppress(OSError):  # somebody has killed the program that asked: "left" comes next
+                    connection.sendall(f"{pid}\n".encode())
             elif key.data[1] in running:
                 kind, pid = key.data
                 if kind == "left":  # somebody has killed the program that stands for it; "ended" comes next
@@ -199,7 +202,8 @@ def _serve(folder: Path, ready: int) -> dict[str, Any]:
                 status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
                 if connection.fileno() in selector.get_map():
                     selector.unregister(connection)
-                    connection.sendall(f"{status}\n".encode())
+                    with contextlib.suppress(OSError):  # somebody has killed the program at this very moment
+                        connection.sendall(f"{status}\n".encode())
                 connection.close()
 
 
@@ -215,10 +219,21 @@ def _kill(pid: int, stands_for: dict[int, int]) -> None:
         os.kill(pid, signal.SIGKILL)
 
 
-def _receive(connection: socket.socket) -> dict[str, Any]:
-    data, received, _, _ = socket.recv_fds(connection, 65536, 250)
-    while len(data) < 8 or len(data) < 8 + int.from_bytes(data[:8], "big"):
-        data += connection.recv(65536)
+def _receive(connection: socket.socket) -> dict[str, Any] | None:
+    """None: the program that asks has been killed meanwhile."""
+    received: list[int] = []
+    try:
+        data, received, _, _ = socket.recv_fds(connection, 65536, 250)
+        while len(data) < 8 or len(data) < 8 + int.from_bytes(data[:8], "big"):
+            more = connection.recv(65536)
+            if not more:
+                raise EOFError
+            data += more
+    except (OSError, EOFError):
+        for descriptor in received:
+            os.close(descriptor)
+        connection.close()
+        return None
     return json.loads(data[8:]) | {"received": received}
 
 

@@ -18,7 +18,7 @@ MUTANTS = [
         "commhooks/compressors/local_steps/compressor.py",
         "            self.collectives = self._wire.collectives\n",
         "            pass\n",
-        "compressors/test_collectives.py",
+        "compressors/test_named_collectives.py",
     ),
     Mutant(
         "local steps: a rank that is lost keeps the others from averaging",

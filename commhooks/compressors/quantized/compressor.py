@@ -14,6 +14,7 @@ from commhooks.compressors.quantized.blocks import BlockCode
 from commhooks.compressors.quantized.exchange import Workspace, quantised_exchange
 from commhooks.compressors.quantized.options import Int4Compress, Int8Compress, Quantized
 from commhooks.compressors.unit_plan import MemoryPlan, ParameterInfo, UnitPlan
+from commhooks.gradients import precision
 from commhooks.gradients.layout import BucketLayout
 from commhooks.gradients.precision import compute_dtype
 
@@ -50,8 +51,9 @@ class QuantizedCompressor(Compressor[AnyQuantized]):
         return choice.kernels_here(device, compute_dtype(dtype), self.config.fused, native_blocks.build)
 
     def workspace(self, layout: BucketLayout, plans: Sequence[UnitPlan]) -> Workspace:
-        dtype = compute_dtype(layout.dtype)
-        natively = choice.computes_natively(self.kernel, self.config.fused, layout.device, dtype)
+        natively = precision.is_host_readable(layout.device) and choice.computes_natively(
+            self.kernel, self.config.fused, layout.device, compute_dtype(layout.dtype)
+        )
         return Workspace(
             layout,
             plans,

@@ -131,7 +131,7 @@ def write_section(path: Path, settings: dict[str, Any]) -> None:
         text = _without_section(before, root)
         text += "" if not text or text.endswith("\n") else "\n"
         text += yaml.safe_dump({SECTION: settings}, sort_keys=False)
-    _check_readable(path, text, settings)
+    _check_readable(path, text)
     path = path.resolve()  # replace the target of a link, not the link
     temporary = path.with_name(f".{path.name}.tmp")
     try:
@@ -143,20 +143,17 @@ def write_section(path: Path, settings: dict[str, Any]) -> None:
         temporary.unlink(missing_ok=True)
 
 
-def _check_readable(path: Path, text: str, settings: dict[str, Any]) -> None:
-    """Raise HookConfigError unless `text` holds the section: what stands around it may need what was there before."""
+def _check_readable(path: Path, text: str) -> None:
+    """Raise HookConfigError unless `text` is YAML: what stands around the section may need what was there before."""
     import yaml
 
     try:
-        found = (yaml.safe_load(text) or {}).get(SECTION)
-        problem = None if found == settings else "the section would be read as another one"
+        yaml.safe_load(text)
     except yaml.YAMLError as error:
-        problem = " ".join(str(error).split())
-    if problem is not None:
         raise HookConfigError(
-            f"{path} was not changed, because with the new section it would be no YAML any more ({problem}). Write "
-            f"the section {SECTION} by hand"
-        )
+            f"{path} was not changed, because with the new section it would be no YAML any more "
+            f"({' '.join(str(error).split())}). Write the section {SECTION} by hand"
+        ) from error
 
 
 def _without_section(text: str, root: Any) -> str:

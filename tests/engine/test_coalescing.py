@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from commhooks.comm.link import LONG_ROUND_TRIP_S
 from commhooks.engine import coalescing
+from commhooks.gradients import weights
 from tests.support.features import fully_shard_on_gloo
 from tests.support.kinds import KINDS, START, Kind
 from tests.support.sharded import POWERSGD, attached, backward, random_gradients
@@ -55,6 +56,21 @@ def _near_and_far(name: str, **more: Any) -> dict[str, Any]:
 
 def _same(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
     return len(one) == len(other) and all(map(torch.equal, one, other))
+
+
+def _outer_steps() -> list[tuple[list[torch.Tensor], int]]:
+    found = []
+    for seconds in (0.0, 0.05):
+        with round_trip(seconds), mock.patch.object(weights, "BUCKET_BYTES", 2000):
+            run = Kind("diloco", {"sync_every": 2}).new().train(4)
+        found.append((_facts(run), run.hook.stats()["collectives"]))
+    return found
+
+
+def test_the_messages_of_an_outer_step_wait_for_each_other(run_ranks: Any) -> None:
+    """Those of its wire, so also among more than two ranks."""
+    for near, far in run_ranks(_outer_steps, world_size=3):
+        assert _same(near[0], far[0]) and far[1] <= near[1] / 2
 
 
 @pytest.mark.parametrize("name", [*SUMS, *QUANTISED])

@@ -67,6 +67,9 @@ def test_config_of_new_and_json_files(tmp_path: Path, capsys: pytest.CaptureFixt
     assert json.loads(path.read_text()) == {"distributed_type": "NO", "comm_hook_config": {"hook": "bf16"}}
     assert main(["check", str(path)]) == 0
     assert "starts one process" in capsys.readouterr().out
+    # JSON writes a small number without a point, which PyYAML takes for a text.
+    assert main(["config", str(path), "--hook", "powerSGD", "--hook_options", "orthogonalization_epsilon=1e-05"]) == 0
+    assert CommHookKwargs.from_config(path).hook_options == {"orthogonalization_epsilon": 1e-05}
     path = tmp_path / "new.json"
     assert main(["config", str(path), "--hook", "bf16"]) == 0
     assert json.loads(path.read_text()) == {"comm_hook_config": {"hook": "bf16"}}

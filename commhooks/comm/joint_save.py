@@ -5,7 +5,8 @@ that no training leaves one behind, and none is idle for hours between two saves
 writes a vote to the store of the process group. The decision whether to start is made once, by the first rank to write
 it (an atomic compare-and-set): rank 0 when all votes are there, or any rank whose time limit has passed. A save that
 not every rank joins is therefore detected before any collective starts. A second vote after the last piece tells every
-rank whether all of them succeeded.
+rank whether all of them succeeded. A rank that fails closes its connections, which fails the others: the first to fail
+writes why to the store before, and all ranks report this.
 """
 
 import contextlib
@@ -96,16 +97,24 @@ class JointSave:
             store = dist.PrefixStore(f"{place}/gloo", self._store)
             self._group = dist.ProcessGroupGloo(store, self._rank, self._size, self._limit)
         except Exception as error:
-            return (
+            return self._first_failure(
+                place,
                 f"rank {self._rank} could not connect to the other ranks over gloo (on several machines set "
-                f"GLOO_SOCKET_IFNAME to the network interface between them): {type(error).__name__}: {error}"
+                f"GLOO_SOCKET_IFNAME to the network interface between them): {type(error).__name__}: {error}",
             )
         try:
             collect(self)
         except Exception as error:
+            failure = self._first_failure(place, f"rank {self._rank} failed: {type(error).__name__}: {error}")
             self._group = None  # closes the connections: the others need not wait for this rank
-            return f"rank {self._rank} failed: {type(error).__name__}: {error}"
+            return failure
         return ""
+
+    def _first_failure(self, place: str, own: str) -> str:
+        """Of the failures of this save the first, which is the cause of the others; the same on all ranks that fail."""
+        with contextlib.suppress(RuntimeError):  # the process that hosts the store has ended
+            return self._store.compare_set(f"{place}/cause", "", own).decode()
+        return own
 
     def _forget(self, place: str) -> None:
         """Delete what no rank reads any more. All ranks have voted at the end of `place`, so they have connected, and

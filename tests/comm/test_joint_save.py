@@ -2,6 +2,7 @@
 
 import logging
 import time
+from datetime import timedelta
 from typing import Any
 from unittest import mock
 
@@ -191,12 +192,14 @@ def _warned(case: str) -> list[str]:
     with log_lines("commhooks", logging.WARNING) as lines:
         if case == "nobody tries":
             run.hook.state_dict(joint=False)
-        elif case == "one fails":
+        elif case.startswith("one fails"):
             saver = run.hook._runner.saved_state.joint_save()  # type: ignore[union-attr]
             assert saver is not None
             if rank == 1:
                 saver.mean = failing  # type: ignore[method-assign]
-            run.hook.state_dict()
+            connect = _too_late if case.endswith("while another connects") and rank == 0 else dist.ProcessGroupGloo
+            with mock.patch.object(dist, "ProcessGroupGloo", connect):
+                run.hook.state_dict()
         elif case == "wrong interface":
             with mock.patch.object(dist, "ProcessGroupGloo", failing):
                 run.hook.state_dict()
@@ -213,11 +216,19 @@ def failing(*_: Any) -> Any:
     raise RuntimeError("the network is gone")
 
 
+def _too_late(store: dist.Store, rank: int, size: int, limit: timedelta, connect: Any = dist.ProcessGroupGloo) -> Any:
+    """Connect, but not before another rank has failed and closed its connections."""
+    _connected = connect(store, rank, size, limit)
+    time.sleep(0.5)
+    raise RuntimeError("Connection closed by peer")
+
+
 @pytest.mark.parametrize(
     ("case", "speakers", "reason"),
     [
         ("nobody tries", [0], "this rank saves on its own"),
-        ("one fails", [0], "failed: RuntimeError"),
+        ("one fails", [0], "rank 1 failed: RuntimeError: the network is gone"),
+        ("one fails while another connects", [0], "rank 1 failed: RuntimeError: the network is gone"),
         ("wrong interface", [0], "set GLOO_SOCKET_IFNAME to the network interface between them"),
         ("before the first pass", [0], "no backward pass has run"),
         ("1", [1], "not every rank took part"),

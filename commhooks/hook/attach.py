@@ -1,7 +1,6 @@
 """Attach a hook to a model: from a checked request to a registered hook."""
 
 import dataclasses
-import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -17,6 +16,7 @@ from commhooks.comm.nodes import RanksPerNode
 from commhooks.comm.shards import is_logging_rank
 from commhooks.compressors.base import Compressor
 from commhooks.compressors.cast import AllReduce, AllReduceCompressor
+from commhooks.compressors.dotted_path import why_not_called
 from commhooks.compressors.hook_config import HookConfig
 from commhooks.compressors.registry import compressor_of
 from commhooks.ddp_comm_hooks.default_hooks import bf16_compress_wrapper, fp16_compress_wrapper
@@ -219,7 +219,11 @@ def _runner_of(
             "sharded by fully_shard take a built-in hook by its name or config, or write a commhooks.Compressor"
         )
     state, function = request.build(source.group)
-    _check_signature(function, request.name)
+    if reason := why_not_called(function, None, None):
+        raise HookConfigError(
+            f"hook {request.name!r} cannot be called as hook(state, bucket): {reason}. A hook takes its state and a "
+            "GradBucket"
+        )
     if request.wrapper is not None:
         function = _WRAPPERS[request.wrapper](function)
     if not isinstance(state, PowerSGDState):
@@ -231,14 +235,3 @@ def _runner_of(
         return checked_future(function(state, bucket.grad_bucket), request.name)
 
     return EngineHook(request, source, state.session, run), state
-
-
-def _check_signature(function: Callable[..., Any], name: str) -> None:
-    try:
-        inspect.signature(function).bind(None, None)
-    except TypeError as error:
-        raise HookConfigError(
-            f"hook {name!r} cannot be called as hook(state, bucket): {error}. A hook takes its state and a GradBucket"
-        ) from None
-    except ValueError:  # a builtin without a signature
-        return

@@ -63,7 +63,9 @@ def _alone(rank: int) -> dict[str, Any]:
     }
 
 
-def _check_alone(results: list[dict[str, Any]], rank: int) -> None:
+@pytest.mark.parametrize(("rank", "world_size"), [(0, 2), (2, 3)])
+def test_one_rank_saves_alone(run_ranks: Any, rank: int, world_size: int) -> None:
+    results = run_ranks(_alone, rank, world_size=world_size)
     assert results[rank]["first"] == INEXACT
     assert NOBODY_COMES_S <= results[rank]["waited"] < LIMIT_S / 2
     for result in results:
@@ -71,14 +73,6 @@ def _check_alone(results: list[dict[str, Any]], rank: int) -> None:
         assert result["undisturbed"]
         assert result["set to the mean"]
         assert torch.equal(result["weights"], results[0]["weights"])
-
-
-def test_rank_0_saves_alone(run_ranks: Any) -> None:
-    _check_alone(run_ranks(_alone, 0), 0)
-
-
-def test_one_of_three_saves_alone(run_ranks: Any) -> None:
-    _check_alone(run_ranks(_alone, 2, world_size=3), 2)
 
 
 def _late() -> tuple[Any, Any]:

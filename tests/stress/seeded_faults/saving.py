@@ -65,7 +65,7 @@ MUTANTS = [
         "commhooks/comm/joint_save.py",
         '            if decision == b"all":\n',
         "            if True:\n",
-        "comm/test_joint_save.py::test_rank_0_saves_alone",
+        "comm/test_joint_save.py::test_one_rank_saves_alone",
     ),
     Mutant(
         "a failed save counts as a good one",

@@ -102,9 +102,9 @@ class Pending:
         Raises:
             HookRunError: another rank has failed, or did not take part within the process group's timeout.
         """
+        counters, device = self._counters, self.answer.device
         try:
-            clocks = None if self._counters is None else self._counters.clocks
-            with contextlib.nullcontext() if clocks is None else clocks.measure(self.answer.device, waiting=True):
+            with contextlib.nullcontext() if counters is None else counters.clocks.measure(device, waiting=True):
                 self._work.wait()
         except RuntimeError as error:
             raise collective_error(self.what, self._group, error) from error
@@ -284,6 +284,4 @@ def collective_error(what: str, group: dist.ProcessGroup, error: RuntimeError) -
 def new_future(device: torch.device) -> torch.futures.Future[torch.Tensor]:
     """A future for a tensor on `device`. On CUDA it must be created with the device: otherwise it accepts the tensor,
     but its waiters do not synchronise with the stream and read too early."""
-    if device.type == "cpu":
-        return torch.futures.Future()
-    return torch.futures.Future(devices=[device])
+    return torch.futures.Future(devices=[] if device.type == "cpu" else [device])

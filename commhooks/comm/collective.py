@@ -237,11 +237,7 @@ def gather_rows(own: torch.Tensor, group: dist.ProcessGroup, counters: Counters 
 
 
 def gather_bytes(own: bytes, group: dist.ProcessGroup, device: torch.device, what: str) -> list[bytes]:
-    """Gather `own` of every rank. All ranks of `group` must call this.
-
-    Raises:
-        HookRunError: another rank has failed, or did not take part within the process group's timeout.
-    """
+    """Gather `own` of every rank, as `gather_rows` does; their lengths may differ."""
     lengths = gather_rows(torch.tensor([len(own)], device=device), group, None, what).flatten().tolist()
     padded = torch.zeros(max(lengths), dtype=torch.uint8)
     if own:

@@ -1,7 +1,5 @@
 """Measuring the network between the ranks: the same numbers on all of them, whatever happens on one."""
 
-from __future__ import annotations
-
 import time
 from typing import Any
 from unittest import mock

@@ -1,7 +1,5 @@
 """The `commhooks` command, and what a hook says of itself."""
 
-from __future__ import annotations
-
 import gc
 import os
 import re

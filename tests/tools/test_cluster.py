@@ -1,7 +1,5 @@
 """`commhooks plan --nodes`: what leaves a node, by hand, and the command."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 from typing import Any

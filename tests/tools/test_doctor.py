@@ -1,7 +1,5 @@
 """The doctor on real ranks: what it measures, and that it leaves everything as it was."""
 
-from __future__ import annotations
-
 import inspect
 import json
 import random

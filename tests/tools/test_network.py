@@ -1,7 +1,5 @@
 """`commhooks network`: what it measures, predicts and advises."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import json

@@ -109,14 +109,12 @@ def measure_link(group: dist.ProcessGroup, device: torch.device) -> Link:
     one = torch.ones(1, device=device)
     latency_s = statistics.median(_all_reduce_s(one, group) for _ in range(2 + _REPEATS))
     buffer = torch.ones(SMALLEST_BYTES // 4, device=device)
-    while True:
-        took_s = _all_reduce_s(buffer, group)
-        if took_s >= enough_s(latency_s) or buffer.nbytes >= LARGEST_BYTES:
-            break
+    took_s = _all_reduce_s(buffer, group)
+    while took_s < enough_s(latency_s) and buffer.nbytes < LARGEST_BYTES:
         larger = _twice(buffer, group)
         if larger is None:
             break
-        buffer = larger
+        buffer, took_s = larger, _all_reduce_s(larger, group)
     # The first all-reduce of a size uses fresh memory; the fastest one was disturbed least.
     took_s = min(took_s, *(_all_reduce_s(buffer, group) for _ in range(_REPEATS)))
     mbit_per_s = Network(group.size(), 1e6).seconds(buffer.nbytes) / without_latency_s(took_s, latency_s)

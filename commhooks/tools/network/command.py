@@ -7,7 +7,7 @@ import time
 import torch
 import torch.distributed as dist
 
-from commhooks.comm.collective import gather_texts
+from commhooks.comm.collective import gather_texts, resolve_group
 from commhooks.comm.groups import backend_of
 from commhooks.comm.link import Backend, measure_link
 from commhooks.comm.nodes import members_of, places_of
@@ -31,8 +31,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.step_ms is not None and not arguments.step_ms > 0:
         raise HookConfigError(f"--step-ms {arguments.step_ms}: expected a number above 0")
     with process_group(arguments.backend, START_IT):
-        group = dist.group.WORLD
-        assert group is not None
+        group = resolve_group()
         report = measure(group, sizes, arguments.step_ms)
         if group.rank() == 0:
             print(json.dumps(report.as_dict(), indent=1) if arguments.json else report, flush=True)

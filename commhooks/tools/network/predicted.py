@@ -44,11 +44,8 @@ def parsed_size(text: str) -> float:
     Raises:
         HookConfigError: it is no number.
     """
-    match = re.fullmatch(r"([\d.]+)\s*([kmb]?)", text.strip().lower())
-    try:
-        size = float(match[1]) * _UNITS[match[2]] if match else 0.0
-    except ValueError:
-        size = 0.0
+    match = re.fullmatch(r"(\d+\.?\d*|\.\d+)\s*([kmb]?)", text.strip().lower())
+    size = float(match[1]) * _UNITS[match[2]] if match else 0.0
     if size < 1:
         raise HookConfigError(f"--params {text}: expected a number of parameters such as 350k, 124M or 1.5B")
     return size

@@ -21,11 +21,12 @@ from accelerate_commhooks.replicas import check_leaves_something, replicas_of, s
 from accelerate_commhooks.requested import DDP_FIELDS, RunValues, checked_request, stock_requests
 from accelerate_commhooks.saving import saved_hooks
 from accelerate_commhooks.settings import NOT_FROM_OUTSIDE, Settings, refuse_to_ignore_the_launcher
-from accelerate_commhooks.trackers import TrackedHooks
-from commhooks import AttachError, CommHook, HookConfigError, attach
+from commhooks import AttachError, CommHook, HookConfigError, HookRunError, attach
 from commhooks.errors import logger_of
 from commhooks.hook.for_plugins import (
+    PREFIX,
     HookRequest,
+    Meter,
     attach_request,
     documented_by,
     unknown_argument,
@@ -92,7 +93,7 @@ class CommHookKwargs(DistributedDataParallelKwargs):
     def __post_init__(self) -> None:
         self._given: frozenset[str]
         self._hooked: list[HookedModel] = []
-        self._tracked = TrackedHooks()
+        self._meter = Meter()
         self._settings = NOT_FROM_OUTSIDE
         self._warned_alone = False
         self.run_values = RunValues()
@@ -186,7 +187,18 @@ class CommHookKwargs(DistributedDataParallelKwargs):
             return  # Accelerate 1.15 creates trackers on the main process only
         if accelerator.distributed_type is DistributedType.NO:
             self.warn_alone()
-        self._tracked.log(accelerator, self.attached_hooks, step, per_layer=per_layer)
+        if not accelerator.trackers:
+            missing = "" if accelerator.log_with else "Accelerator(log_with=...) with a tracker that is installed, and "
+            raise HookRunError(
+                f"CommHookKwargs.log: this accelerator has no trackers; it needs {missing}a call of "
+                "accelerator.init_trackers(...) before"
+            )
+        values: dict[str, float] = {}
+        for number, hook in enumerate(self.attached_hooks):
+            prefix = f"{PREFIX}/{number}" if number else PREFIX
+            values |= self._meter.read(hook, per_layer=per_layer, prefix=prefix)
+        if values:
+            accelerator.log(values, step=step)
 
     def attach(self, accelerator: Accelerator) -> "CommHookKwargs":
         """Use this handler in an existing accelerator, for the models that it prepares from now on.

@@ -103,7 +103,7 @@ class CommHookKwargs(DistributedDataParallelKwargs):
             return
         with given.locating_errors(but=self._given):
             for name, value in given.arguments().items():
-                if name == "hook" or name not in self._given:
+                if name not in self._given:
                     setattr(self, name, value)
             self._checked_request()
         self._settings = given.noting("read")

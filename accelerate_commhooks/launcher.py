@@ -93,10 +93,8 @@ def launch(arguments: list[str]) -> int:
             reminder.cancel()
         if status == 0 and watched:
             # Accelerate's launcher has merged its configuration into `args`.
-            sentence = unused(
-                args.training_script, given, several_processes=(args.multi_gpu or args.use_fsdp) and not args.cpu
-            )
-            if sentence is not None:
+            several = (args.multi_gpu or args.use_fsdp) and not args.cpu
+            if sentence := unused(args.training_script, given, several_processes=several):
                 print(f"accelerate-commhooks launch: error: {sentence}", file=sys.stderr)
                 return 1
     return status
@@ -284,8 +282,7 @@ def _as_shell(returncode: int) -> int:
 
 
 def _remind(script: str, given: Settings) -> None:
-    sentence = unused(script, given, several_processes=False)
-    if given.used is not None and sentence is not None:
+    if given.used is not None and (sentence := unused(script, given, several_processes=False)):
         print(f"accelerate-commhooks launch: until now, {sentence}", file=sys.stderr)
 
 

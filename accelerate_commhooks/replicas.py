@@ -8,6 +8,7 @@ for these dimensions (`fsdp_dim_names`); while `prepare` runs, the answer is tha
 
 import contextlib
 import copy
+import dataclasses
 import functools
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
@@ -73,8 +74,9 @@ def replicas_of(accelerator: Accelerator) -> dist.ProcessGroup:
     return dist.new_group([dist.get_rank()], use_local_synchronization=True)  # one replica
 
 
-def saved_form(request: HookRequest, *, given: bool) -> str:
-    """The `save_residual` of a model that is sharded within replicas. `given`: the user has given that of `request`.
+def saved_by_replicas(request: HookRequest, *, given: bool) -> HookRequest:
+    """`request` with the `save_residual` of a model that is sharded within replicas. `given`: the user has given that
+    of `request`.
 
     Raises:
         HookConfigError: it cannot be that one.
@@ -84,7 +86,7 @@ def saved_form(request: HookRequest, *, given: bool) -> str:
             "save_residual='per_rank' with a model sharded by FSDP2: its checkpoints hold the mean over the "
             "replicas, 'mean' (the default), or no residuals, 'drop'"
         )
-    return "drop" if request.save_residual == "drop" else "mean"
+    return dataclasses.replace(request, save_residual="drop" if request.save_residual == "drop" else "mean")
 
 
 def serve_replicas(accelerator: Accelerator, handler: "CommHookKwargs") -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from accelerate_commhooks import CommHookKwargs
+from accelerate_commhooks.requested import checked_request
 from commhooks import Auto
 from tests.support.accelerators import Training, launched
 from tests.support.kinds import AUTO
@@ -39,5 +40,5 @@ def test_the_yaml(tmp_path: Path) -> None:
     path = tmp_path / "accelerate.yaml"
     options = "{quality: close, target: 0.5, exclude: ['*e*']}"
     path.write_text(f"comm_hook_config:\n  hook: auto\n  hook_options: {options}\n")
-    made = CommHookKwargs.from_config(path)._checked_request()
+    made = checked_request(CommHookKwargs.from_config(path))
     assert made.config == Auto(quality="close", target=0.5, exclude=["*e*"])

@@ -65,12 +65,6 @@ def test_hook_state_by_its_path() -> None:
 
     assert state("test_accelerate_yaml:SHARED_STATE") is SHARED_STATE
     assert isinstance(state("test_accelerate_yaml:State"), State)
-    for path, text in [
-        ("no_such_module:x", "cannot import 'no_such_module'"),
-        ("test_accelerate_yaml:nothing", "has no 'nothing'"),
-    ]:
-        with pytest.raises(HookConfigError, match=text):
-            state(path)
     with pytest.raises(HookConfigError, match="expected 'package.module:name'"):
         state("test_accelerate_yaml.State")
 

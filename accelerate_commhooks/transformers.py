@@ -20,7 +20,7 @@ with needed(
 ):
     from accelerate import DistributedDataParallelKwargs
     from transformers import Trainer, TrainingArguments
-    from transformers.trainer_utils import IntervalStrategy, get_last_checkpoint
+    from transformers.trainer_utils import get_last_checkpoint
 
 from accelerate_commhooks.handler import CommHookKwargs
 from accelerate_commhooks.saving import saved_hooks
@@ -139,14 +139,6 @@ class CommHookTrainerMixin(_Base):
         if "loss" in logs:
             logs.update(self._metrics_at.pop(self.state.global_step, {}) or self._metrics())
         super().log(logs, *args, **kwargs)
-
-    def _read_metrics(self) -> None:
-        """Read the metrics for the step that is about to be made, while its gradients are there."""
-        state, args = self.state, self.args
-        step = state.global_step + 1
-        due = args.logging_strategy == IntervalStrategy.STEPS and step % (state.logging_steps or step + 1) == 0
-        if due or step == 1 and args.logging_first_step:
-            self._metrics_at = {step: self._metrics()}
 
     def _metrics(self) -> dict[str, float]:
         """The metrics of the hook since the last call, if this rank reports to somebody."""

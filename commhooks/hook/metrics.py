@@ -24,6 +24,7 @@ times on accelerators other than CUDA (where the host only queues the work), res
 norms after `zero_grad`.
 """
 
+import weakref
 from typing import Any
 
 from commhooks.hook.comm_hook import CommHook
@@ -50,16 +51,16 @@ NAMES = (
 
 
 class Meter:
-    """Reads the metrics of one hook repeatedly and computes means since the last reading."""
+    """Reads the metrics of hooks repeatedly and computes means since the last reading of the same hook."""
 
     def __init__(self) -> None:
-        self._before: dict[str, Any] = {}
+        self._before: weakref.WeakKeyDictionary[CommHook, dict[str, Any]] = weakref.WeakKeyDictionary()
 
     def read(self, hook: CommHook, *, per_layer: bool = False, prefix: str = PREFIX) -> dict[str, float]:
         """The metrics listed above. Synchronises with the accelerator, but does not communicate: a single rank may call
         it."""
-        now, before = hook.stats(), self._before
-        self._before = now
+        now, before = hook.stats(), self._before.get(hook, {})
+        self._before[hook] = now
         sampled = now["cosine"] is not None and now["cosine_pass"] != before.get("cosine_pass")
         values: dict[str, float | None] = {
             **{name: now["so_far"][name] for name in ("bytes_sent", "compressed_steps", "nonfinite_steps")},

@@ -15,7 +15,7 @@ MUTANTS = [
         "accelerate_commhooks/prepared.py",
         "        return scale_of(known.scaler, known.device)\n",
         "        return 1.0\n",
-        "with_accelerate/test_accelerate_two_ranks.py::test_the_residual_follows_the_loss_scale",
+        "with_accelerate/test_accelerate_saving.py::test_the_loss_scale_is_saved_with_the_residual",
     ),
     Mutant(
         "Accelerate: one learned state for two models",
@@ -36,7 +36,7 @@ MUTANTS = [
         "accelerate_commhooks/saving.py",
         'torch.load(path, map_location="cpu", weights_only=True))\n        except PayloadError',
         'torch.load(path, map_location="cpu", weights_only=False))\n        except PayloadError',
-        "with_accelerate/test_accelerate_damaged_files.py::test_no_code_of_a_checkpoint_is_run",
+        "checkpoint/test_hostile_files.py::test_accelerate_runs_nothing_of_a_file",
     ),
     Mutant(
         "files of the hook change one by one",

@@ -15,7 +15,7 @@ MUTANTS = [
         "commhooks/checkpoint/payload.py",
         "saved[ranks.index(target.rank)]",
         "saved[0]",
-        "checkpoint/test_resume.py::test_residuals_of_all_ranks_in_one_file",
+        "checkpoint/test_elastic_resume.py::test_from_any_number_of_ranks",
     ),
     Mutant(
         "rows of Q in another order",

@@ -60,13 +60,16 @@ def test_another_float_type(run_ranks: Any, before: torch.dtype, after: torch.dt
     assert dtype == (torch.float64 if after == torch.float64 else torch.float32)
 
 
+def _make_inexact(payload: dict[str, Any]) -> None:
+    payload.update(residual="none", residual_ranks=[], exact=False)
+    for entry in payload["parameters"].values():
+        entry["residual"] = None
+
+
 def _one_rank_inexact() -> torch.Tensor:
-    run = Run.new(hook_options=OPTIONS).train(5)
-    saved = run.save()
+    saved = Run.new(hook_options=OPTIONS).train(5).save()
     if dist.get_rank() == 1:
-        saved["hook"].update(residual="none", residual_ranks=[], exact=False)
-        for entry in saved["hook"]["parameters"].values():
-            entry["residual"] = None
+        _make_inexact(saved["hook"])
     return Run.new(hook_options=OPTIONS).load(saved).train(3).weights()
 
 
@@ -201,9 +204,7 @@ def _declined_before_a_step() -> list[tuple[str, bool]]:
     run.hook.joint_save_limit_s = 5.0
     payload = run.hook.state_dict("per_rank", gather=False)
     if dist.get_rank() == 1:
-        payload.update(residual="none", residual_ranks=[], exact=False)
-        for entry in payload["parameters"].values():
-            entry["residual"] = None
+        _make_inexact(payload)
     run.hook.load_state_dict(payload)
     saved = [run.hook.state_dict("mean")]
     run.train(1)

@@ -24,9 +24,7 @@ from tests.support.sharded import (
     attached,
     backward,
     learned,
-    mesh_of,
     random_gradients,
-    shard,
     whole_gradients,
     whole_residuals,
 )
@@ -58,10 +56,16 @@ def gradients_of(model: nn.Module, step: int) -> dict[str, torch.Tensor]:
     return backward(model, random_gradients(step))
 
 
-def _train_and_save(replicas: int, shards: int, kind: str, folder: str) -> dict[str, Any]:
-    model, hook = new(replicas, shards, kind)
+def trained(replicas: int, shards: int, kind: str = "powerSGD", **more: Any) -> tuple[nn.Module, commhooks.CommHook]:
+    """After `SAVE_AT` steps."""
+    model, hook = new(replicas, shards, kind, **more)
     for step in range(SAVE_AT):
         gradients_of(model, step)
+    return model, hook
+
+
+def _train_and_save(replicas: int, shards: int, kind: str, folder: str) -> dict[str, Any]:
+    model, hook = trained(replicas, shards, kind)
     dcp.save({"hook": hook}, checkpoint_id=folder)
     residuals = whole_residuals(hook)
     later = [gradients_of(model, step) for step in range(SAVE_AT, STEPS)]
@@ -142,10 +146,8 @@ def test_a_new_shard_goes_on_with_the_q_of_the_one_that_held_its_first_row(run_r
 
 
 def _with_another_rank(folder: str) -> dict[str, bool]:
-    mesh = mesh_of(2, 2)
-    model = shard(Prescribed(), mesh["shard"])
     options = POWERSGD | {"matrix_approximation_rank": 1, "start_powerSGD_iter": 100}
-    hook = commhooks.attach(model, "powerSGD", hook_options=options, replicate_group=mesh["replicate"])
+    model, hook = attached(2, 2, hook_options=options)
     dcp.load({"hook": hook}, checkpoint_id=folder)
     residuals = whole_residuals(hook)
     gradients_of(model, SAVE_AT)
@@ -168,9 +170,7 @@ def test_another_rank_keeps_residuals_and_refits_q(run_ranks: Any, tmp_path: Pat
 
 def _async_save(folder: str) -> dict[str, Any]:
     """Training goes on while the checkpoint is written: what is written is the step of the call."""
-    model, hook = new(2, 2)
-    for step in range(SAVE_AT):
-        gradients_of(model, step)
+    model, hook = trained(2, 2)
     waiting = threading.Event()
     writer = _SlowWriter(folder, waiting)
     saving = dcp.async_save({"hook": hook}, storage_writer=writer)
@@ -181,9 +181,7 @@ def _async_save(folder: str) -> dict[str, Any]:
     saving.result()
     _, other = new(2, 2)
     dcp.load({"hook": other}, checkpoint_id=folder)
-    undisturbed, reference = new(2, 2)
-    for step in range(SAVE_AT):
-        gradients_of(undisturbed, step)
+    _undisturbed, reference = trained(2, 2)
     reference.state_dict()  # sets the residuals to their mean, as the save did
     return {"in time": in_time, "one step": bits_equal(learned(other), learned(reference))}
 
@@ -205,9 +203,7 @@ def test_an_asynchronous_save_never_mixes_two_steps(run_ranks: Any, tmp_path: Pa
 
 def _inexact(folder: str) -> dict[str, Any]:
     """The replicas of one shard cannot save their residuals together: no shard's are saved."""
-    model, hook = new(2, 2)
-    for step in range(SAVE_AT):
-        gradients_of(model, step)
+    _model, hook = trained(2, 2)
     if dist.get_rank() % 2:
         session_of(hook).state.local_missing = True
         hook.joint_save_limit_s = 0.2
@@ -270,9 +266,7 @@ def test_what_is_refused(run_ranks: Any) -> None:
 
 
 def _dropped(folder: str) -> dict[str, Any]:
-    model, hook = new(2, 2, save_residual="drop")
-    for step in range(SAVE_AT):
-        gradients_of(model, step)
+    _model, hook = trained(2, 2, save_residual="drop")
     dcp.save({"hook": hook}, checkpoint_id=folder)
     _, other = new(2, 2, save_residual="drop")
     dcp.load({"hook": other}, checkpoint_id=folder)

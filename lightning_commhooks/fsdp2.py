@@ -74,7 +74,6 @@ class HookedFSDP2(HookedStrategy, ModelParallelStrategy):
         self._request = HookRequest.parse(**arguments_in(locals()) | {"save_residual": save_residual or "mean"})
         self._replicate_size = replicate_size
         self._mesh: DeviceMesh | None = None
-        self._root: FSDPModule | None = None
 
     # ---- what users call ---------------------------------------------------------------------------------------------
 
@@ -120,26 +119,19 @@ class HookedFSDP2(HookedStrategy, ModelParallelStrategy):
         assert self.lightning_module is not None
         root = _sharded_root(self.lightning_module)
         _check_shards(self.lightning_module, self.device_mesh["shard"])
-        self._root = root
         self._attach(root, replicate_group=self.device_mesh["replicate"])
-
-    def teardown(self) -> None:
-        super().teardown()
-        self._root = None
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_root": None}
 
     @contextlib.contextmanager
     def block_backward_sync(self) -> Iterator[None]:
         """While gradients are accumulated, as `no_sync` of DDP: neither FSDP nor the hook sends anything. FSDP keeps
         whole gradients meanwhile."""
-        assert self._root is not None
-        self._root.set_requires_gradient_sync(False)
+        assert self.lightning_module is not None
+        root = _sharded_root(self.lightning_module)
+        root.set_requires_gradient_sync(False)
         try:
             yield
         finally:
-            self._root.set_requires_gradient_sync(True)
+            root.set_requires_gradient_sync(True)
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         # The Trainer asks for it first of all that it saves. A hook that averages weights ends its round here.
@@ -189,14 +181,18 @@ def _sharded_root(module: "pl.LightningModule") -> Any:
     Raises:
         HookConfigError: there is none, or several.
     """
-    sharded = {name: each for name, each in module.named_modules() if isinstance(each, FSDPModule)}
-    roots = [name for name in sharded if not any(name != other and _is_below(name, other) for other in sharded)]
+    roots: dict[str, Any] = {}
+    for name, each in module.named_modules():  # what contains a module comes before it
+        if isinstance(each, FSDPModule) and not any(_is_below(name, root) for root in roots):
+            roots[name] = each
     if len(roots) != 1:
         raise HookConfigError(
-            f"CommHookFSDP2 needs one module that contains all of the sharded ones, here there are {roots or 'none'}: "
-            "end configure_model with fully_shard(self.net, mesh=self.trainer.strategy.device_mesh['shard'])"
+            "CommHookFSDP2 needs one module that contains all of the sharded ones, here there are "
+            f"{list(roots) or 'none'}: end configure_model with fully_shard(self.net, "
+            "mesh=self.trainer.strategy.device_mesh['shard'])"
         )
-    return sharded[roots[0]]
+    (root,) = roots.values()
+    return root
 
 
 def _check_shards(module: "pl.LightningModule", shards: DeviceMesh) -> None:

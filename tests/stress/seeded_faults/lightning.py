@@ -6,7 +6,7 @@ MUTANTS = [
     Mutant(
         "FSDP2 of Lightning: every batch of an accumulated gradient is sent",
         "lightning_commhooks/fsdp2.py",
-        "        self._root.set_requires_gradient_sync(False)\n",
+        "        root.set_requires_gradient_sync(False)\n",
         "        pass\n",
         "with_lightning/test_lightning_fsdp2.py::test_gradients_are_accumulated_before_they_are_sent",
     ),

@@ -10,6 +10,7 @@ import contextlib
 import inspect
 import signal
 import sys
+import traceback
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
@@ -166,12 +167,7 @@ def in_signal_handler() -> bool:
     """Whether Python has called a function on the stack of this thread to handle a signal: with the number of a signal
     and the frame that was interrupted, which is then the frame that the function returns to. Which functions are
     registered says neither: programs call them directly, too, and a handler may have deregistered itself."""
-    frame = inspect.currentframe()
-    while frame is not None:
-        if _handles_signal(frame):
-            return True
-        frame = frame.f_back
-    return False
+    return any(_handles_signal(frame) for frame, _ in traceback.walk_stack(inspect.currentframe()))
 
 
 def _handles_signal(frame: FrameType) -> bool:

@@ -51,8 +51,7 @@ class HookedFabricDDP(DDPStrategy):
         ddp_kwargs: everything else goes to `DDPStrategy`, and through it to `DistributedDataParallel`.
 
     Raises:
-        commhooks.HookConfigError: at construction, for an unknown hook, option or keyword (the closest match is
-            offered), a value of the wrong type, or an impossible combination.
+        commhooks.HookConfigError: at construction, as `lightning_commhooks.CommHookDDP`.
     """
 
     @explains_arguments

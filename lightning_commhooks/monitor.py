@@ -12,9 +12,6 @@ if TYPE_CHECKING:
 else:
     Callback = object  # of the Trainer's package: see lightning_pytorch.py and pytorch_lightning.py
 
-_SHORT = {"compression_rate": "x"}
-"""Names for the progress bar."""
-
 
 class HookMonitor(Callback):
     """Logs every n steps what the hook of a `CommHookDDP` strategy does, through all loggers of the trainer.
@@ -92,7 +89,7 @@ class HookMonitor(Callback):
         if shown is not None:
             pl_module.log(
                 # Bars have little room: few letters and three digits.
-                f"hook_{_SHORT.get(str(self.progress_bar), self.progress_bar)}",
+                f"hook_{'x' if self.progress_bar == 'compression_rate' else self.progress_bar}",
                 float(f"{shown:.3g}"),
                 prog_bar=True,
                 logger=False,

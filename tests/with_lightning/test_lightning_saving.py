@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -50,27 +51,22 @@ def test_best_last_and_hpc(run_ranks: Any, tmp_path: Path) -> None:
         assert rank["hpc"] == [SAVED_AT]
 
 
+def counted_saves() -> Any:
+    """A context in which the mock that it enters notes the calls of `CommHook.state_dict`."""
+    return mock.patch.object(CommHook, "state_dict", autospec=True, side_effect=CommHook.state_dict)
+
+
 def _count_states(root: str) -> dict[str, Any]:
-    calls: list[Any] = []
-    original = CommHook.state_dict
-
-    def counted(self: CommHook, *args: Any, **kwargs: Any) -> Any:
-        calls.append((args, kwargs))
-        return original(self, *args, **kwargs)
-
-    CommHook.state_dict = counted  # type: ignore[method-assign]
-    try:
-        explicit = CommHookCheckpoint(save_residual="per_rank")
-        t = trainer(root, strategy=strategy(hook=HOOK), max_epochs=2, callbacks=[keeper(root), explicit])
+    explicit = CommHookCheckpoint(save_residual="per_rank")
+    t = trainer(root, strategy=strategy(hook=HOOK), max_epochs=2, callbacks=[keeper(root), explicit])
+    with counted_saves() as saves:
         t.fit(Model(), data())
-        full = len(calls)
+        full = saves.call_count
         t.save_checkpoint(os.path.join(root, "weights.ckpt"), weights_only=True)
         t.validate(Model(), data(), verbose=False)
         t.save_checkpoint(os.path.join(root, "other-module.ckpt"))
-    finally:
-        CommHook.state_dict = original  # type: ignore[method-assign]
     ours = [callback for callback in t.callbacks if isinstance(callback, CommHookCheckpoint)]
-    return {"full": full, "all": len(calls), "callbacks": len(ours), "first": ours[0] is explicit}
+    return {"full": full, "all": saves.call_count, "callbacks": len(ours), "first": ours[0] is explicit}
 
 
 def test_state_is_saved_once_and_in_full_checkpoints_only(run_ranks: Any, tmp_path: Path) -> None:
@@ -149,13 +145,8 @@ def test_callback_with_another_strategy_says_so(run_ranks: Any, tmp_path: Path) 
 
 
 def _large(root: str) -> list[str]:
-    import lightning_commhooks.checkpoint as module
-
-    limit, module.PER_RANK_WARNING_BYTES = module.PER_RANK_WARNING_BYTES, 1000
-    try:
+    with mock.patch("lightning_commhooks.checkpoint.PER_RANK_WARNING_BYTES", 1000):
         return fit(root, save=True, save_residual="per_rank")["warnings"]
-    finally:
-        module.PER_RANK_WARNING_BYTES = limit
 
 
 def test_large_per_rank_checkpoints_are_warned_about_once(run_ranks: Any, tmp_path: Path) -> None:

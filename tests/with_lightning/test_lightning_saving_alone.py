@@ -1,4 +1,5 @@
-"""Saves in exceptions and signal handlers, where the other ranks may not take part: they communicate nothing."""
+"""Saves in signal handlers, where the other ranks may not take part: they communicate nothing. Those in exceptions are
+in test_interrupted_trainer.py."""
 
 from __future__ import annotations
 
@@ -9,43 +10,15 @@ import signal
 import weakref
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import lightning.pytorch as pl
-import pytest
 import torch
-from lightning.pytorch.callbacks import OnExceptionCheckpoint
+from test_lightning_saving import counted_saves
 
-from commhooks import CommHook
 from lightning_commhooks.checkpoint import CHECKPOINT_KEY, in_signal_handler
 from tests.support.lightning_fits import HOOK, SAVED_AT, Slurm, fit, keeper, path_at
-from tests.support.lightning_support import Model, assert_equal, data, strategy, trainer
-
-
-class _Breaks(Model):
-    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-        if self.trainer.global_step == SAVED_AT:
-            raise RuntimeError("broken on purpose")
-        return self.loss(batch)
-
-
-def _exception(root: str) -> dict[str, Any]:
-    callbacks = [OnExceptionCheckpoint(root, filename="broken")]
-    # OnExceptionCheckpoint removes its file in teardown, which an exception never reaches.
-    with pytest.raises(RuntimeError, match="broken on purpose"):
-        fit(root, epochs=4, model=_Breaks(), callbacks=callbacks)
-    path = os.path.join(root, "broken.ckpt")
-    return fit(root, ckpt_path=path, seed=1, epochs=4)
-
-
-def test_a_save_in_an_exception_communicates_nothing(run_ranks: Any, tmp_path: Path) -> None:
-    ranks = run_ranks(_exception, str(tmp_path))
-    payload = torch.load(tmp_path / "broken.ckpt", weights_only=True)[CHECKPOINT_KEY]
-    assert (payload["exact"], payload["residual"], payload["step"]) == (False, "none", SAVED_AT)
-    assert payload["parameters"]["net.2.weight"]["q"] is not None
-    for rank in ranks:
-        assert rank["start"] == [SAVED_AT]
-        assert_equal(rank["final"], ranks[0]["final"])
-    assert any("marked inexact" in warning for warning in ranks[0]["warnings"])
+from tests.support.lightning_support import Model, data, strategy, trainer
 
 
 class _Signals(pl.Callback):
@@ -56,37 +29,22 @@ class _Signals(pl.Callback):
             os.kill(os.getpid(), signal.SIGUSR2)
 
 
-def _slurm(root: str) -> dict[str, Any]:
-    os.environ["SLURM_JOB_ID"] = "1"  # the handler calls `scontrol requeue 1`; no matter if there is none
+def _slurm(root: str) -> list[bool]:
     before = signal.getsignal(signal.SIGUSR2)
-    calls: list[bool] = []
-    original = CommHook.state_dict
-
-    def noted(self: CommHook, *args: Any, **kwargs: Any) -> Any:
-        calls.append(kwargs["joint"])
-        return original(self, *args, **kwargs)
-
-    CommHook.state_dict = noted  # type: ignore[method-assign]
-    try:
-        t = trainer(
-            root,
-            strategy=strategy(hook=HOOK, cluster_environment=Slurm(requeue_signal=signal.SIGUSR2)),
-            max_epochs=4,
-            callbacks=[_Signals(), keeper(root)],
-            pool=False,
-        )
-        t.fit(Model(), data())
-    finally:
-        CommHook.state_dict = original  # type: ignore[method-assign]
-        signal.signal(signal.SIGUSR2, before)
-        del os.environ["SLURM_JOB_ID"]
-    return {"joint": calls}
+    requeueing = strategy(hook=HOOK, cluster_environment=Slurm(requeue_signal=signal.SIGUSR2))
+    t = trainer(root, pool=False, strategy=requeueing, max_epochs=4, callbacks=[_Signals(), keeper(root)])
+    # The handler calls `scontrol requeue 1`; no matter if there is none.
+    with counted_saves() as saves, mock.patch.dict(os.environ, {"SLURM_JOB_ID": "1"}):
+        try:
+            t.fit(Model(), data())
+        finally:
+            signal.signal(signal.SIGUSR2, before)
+    return [each.kwargs["joint"] for each in saves.call_args_list]
 
 
 def test_a_save_in_a_signal_handler_communicates_nothing(run_ranks: Any, tmp_path: Path) -> None:
     ranks = run_ranks(_slurm, str(tmp_path))
-    for rank in ranks:
-        assert rank["joint"] == [False, True, True]  # in the handler; at the ends of epochs 2 and 4
+    assert ranks == [[False, True, True]] * 2  # in the handler; at the ends of epochs 2 and 4
     payload = torch.load(tmp_path / "hpc_ckpt_1.ckpt", weights_only=True)[CHECKPOINT_KEY]
     assert (payload["exact"], payload["residual"], payload["step"]) == (False, "none", SAVED_AT)
     assert torch.load(path_at(tmp_path, SAVED_AT), weights_only=True)[CHECKPOINT_KEY]["exact"] is True

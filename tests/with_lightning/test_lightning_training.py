@@ -173,45 +173,22 @@ def test_grad_scaler_skips_one_step_and_residuals_follow_the_scale(run_ranks: An
         assert rank["scale used"] in (rank["scale"], rank["scale"] / 2)
 
 
-def _start_cases(root: str, case: str) -> dict[str, Any]:
-    options: dict[str, Any] = {"max_epochs": 2}
-    model, start = Model(), None  # type: Model, Any
-    callbacks: list[pl.Callback] = []
-    loader: Any = data()
-    if case == "fraction":
-        start = 0.3
-    elif case == "accumulation":
-        start, options["accumulate_grad_batches"] = 0.5, 2
-    elif case == "max_steps":
-        start, options["max_steps"] = 0.5, 5
-    elif case in ("no length", "no length, fraction", "no length, max_steps"):
-        loader = torch.utils.data.DataLoader(support.Endless(), batch_size=4)
-        if case != "no length":
-            start = 0.5
-        if case.endswith("max_steps"):
-            options["max_steps"] = 4
-    elif case in ("for ever", "for ever, fraction"):
-        options["max_epochs"] = -1
-        start = 0.5 if case.endswith("fraction") else None
-        callbacks = [_Stop()]
-    elif case == "never":
-        start = 8
-    elif case == "never, manual":
-        start, model = 8, support.ManualModel()
-    elif case == "last step":
-        start = 7
-    elif case == "never, fast_dev_run":
-        start, options["fast_dev_run"] = 8, 2
-    elif case == "never, finder":
-        start = 8
-        callbacks = [LearningRateFinder(num_training_steps=3)]
-    elif case == "finder":
-        start = 7
-        callbacks = [LearningRateFinder(num_training_steps=3)]
-    hook = PowerSGD(start_powerSGD_iter=start)
-    t = trainer(root, strategy=strategy(hook=hook), callbacks=callbacks, **options)
+class _Stop(pl.Callback):
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        trainer.should_stop = trainer.global_step >= 3
+
+
+def _endless() -> Any:
+    return torch.utils.data.DataLoader(support.Endless(), batch_size=4)
+
+
+def _started(
+    root: str, start: Any = None, make: Callable[[], Model] = Model, loader: Callable[[], Any] = data, **options: Any
+) -> dict[str, Any]:
+    made = strategy(hook=PowerSGD(start_powerSGD_iter=start))
+    t = trainer(root, strategy=made, **{"max_epochs": 2} | options)
     with support.caught_warnings() as texts:
-        t.fit(model, loader)
+        t.fit(make(), loader())
     stats = t.strategy.comm_hook.stats()
     return {
         "start": t.strategy.comm_hook.options["start_powerSGD_iter"],
@@ -220,31 +197,32 @@ def _start_cases(root: str, case: str) -> dict[str, Any]:
     }
 
 
-class _Stop(pl.Callback):
-    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
-        trainer.should_stop = trainer.global_step >= 3
+FINDER = LearningRateFinder(num_training_steps=3)
+FOR_EVER: dict[str, Any] = {"max_epochs": -1, "callbacks": [_Stop()]}
 
 
 @pytest.mark.parametrize(
-    ("case", "start", "steps", "warned"),
+    ("given", "start", "steps", "warned"),
     [
-        ("default", 1, 8, None),  # 10 % of the run
-        ("fraction", 3, 8, None),
-        ("accumulation", 2, 4, None),
-        ("max_steps", 3, 5, None),
-        ("no length", 1000, 6, None),
-        ("no length, max_steps", 2, 4, None),
-        ("for ever", 1000, 3, None),
-        ("never", 8, 8, "after 8 steps, but this run ends after 8:"),
-        ("never, manual", 8, 8, "after 8 steps, but this run ends after about 8:"),
-        ("last step", 7, 8, None),
-        ("never, fast_dev_run", 8, 2, None),
-        ("never, finder", 8, 8, "after 8 steps, but this run ends after 8:"),
-        ("finder", 7, 8, None),
+        ({}, 1, 8, None),  # 10 % of the run
+        ({"start": 0.3}, 3, 8, None),
+        ({"start": 0.5, "accumulate_grad_batches": 2}, 2, 4, None),
+        ({"start": 0.5, "max_steps": 5}, 3, 5, None),
+        ({"loader": _endless}, 1000, 6, None),
+        ({"start": 0.5, "loader": _endless, "max_steps": 4}, 2, 4, None),
+        (FOR_EVER, 1000, 3, None),
+        ({"start": 8}, 8, 8, "after 8 steps, but this run ends after 8:"),
+        ({"start": 8, "make": support.ManualModel}, 8, 8, "after 8 steps, but this run ends after about 8:"),
+        ({"start": 7}, 7, 8, None),
+        ({"start": 8, "fast_dev_run": 2}, 8, 2, None),
+        ({"start": 8, "callbacks": [FINDER]}, 8, 8, "after 8 steps, but this run ends after 8:"),
+        ({"start": 7, "callbacks": [FINDER]}, 7, 8, None),
     ],
 )
-def test_start_step(run_ranks: Any, tmp_path: Path, case: str, start: int, steps: int, warned: str | None) -> None:
-    for rank, result in enumerate(run_ranks(_start_cases, str(tmp_path), case)):
+def test_start_step(
+    run_ranks: Any, tmp_path: Path, given: dict[str, Any], start: int, steps: int, warned: str | None
+) -> None:
+    for rank, result in enumerate(run_ranks(_started, str(tmp_path), **given)):
         assert (result["start"], result["steps"]) == (start, steps)
         if warned is None or rank != 0:
             assert result["warnings"] == []
@@ -277,9 +255,9 @@ def test_a_second_fit_with_two_optimizers_counts_batches(run_ranks: Any, tmp_pat
         assert rank["start"] == 4  # half of the 8 batches that are left of 12
 
 
-@pytest.mark.parametrize("case", ["no length, fraction", "for ever, fraction"])
-def test_a_fraction_of_an_unknown_length_is_an_error(run_ranks: Any, tmp_path: Path, case: str) -> None:
+@pytest.mark.parametrize("given", [{"loader": _endless}, FOR_EVER])
+def test_a_fraction_of_an_unknown_length_is_an_error(run_ranks: Any, tmp_path: Path, given: dict[str, Any]) -> None:
     with pytest.raises(
         AssertionError, match="start_powerSGD_iter=0.5 is a fraction of the run, whose length the Trainer"
     ):
-        run_ranks(_start_cases, str(tmp_path), case)
+        run_ranks(_started, str(tmp_path), start=0.5, **given)

@@ -7,9 +7,11 @@ launcher, no ports. All functions here run in a worker.
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import warnings
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
@@ -120,6 +122,22 @@ def data(samples: int = 64, batch_size: int = 8) -> DataLoader[Any]:
     return DataLoader(TensorDataset(x, y), batch_size=batch_size)
 
 
+class Data(pl.LightningDataModule):
+    """For LightningCLI."""
+
+    def train_dataloader(self) -> Any:
+        return data()
+
+
+def cli_config(path: Path, strategy: str, *, devices: int = 2, epochs: int = 2, **init_args: Any) -> str:
+    """Write a configuration of LightningCLI (JSON is YAML) with a class of `lightning_commhooks`; return its path."""
+    quiet = ("logger", "enable_progress_bar", "enable_model_summary", "enable_checkpointing")
+    options = dict.fromkeys(quiet, False) | {"accelerator": "cpu", "devices": devices, "max_epochs": epochs}
+    options["strategy"] = {"class_path": f"lightning_commhooks.{strategy}", "init_args": init_args}
+    path.write_text(json.dumps({"trainer": options}))
+    return str(path)
+
+
 class Endless(IterableDataset[Any]):
     """A data set without length."""
 
@@ -136,7 +154,7 @@ def strategy(**options: Any) -> CommHookDDP:
     return CommHookDDP(**options)
 
 
-def trainer(root: str, *, pool: bool = True, **options: Any) -> pl.Trainer:
+def trainer(root: str, *, pool: bool = True, made_by: Any = pl.Trainer, **options: Any) -> pl.Trainer:
     """A quiet Trainer on the ranks of the pool. Checkpointing only with a callback that asks for it."""
     logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
     options.setdefault("strategy", None)
@@ -144,7 +162,7 @@ def trainer(root: str, *, pool: bool = True, **options: Any) -> pl.Trainer:
         options["strategy"] = strategy()
     callbacks = options.get("callbacks") or []
     options.setdefault("enable_checkpointing", any(isinstance(callback, Checkpoint) for callback in callbacks))
-    return pl.Trainer(
+    return made_by(
         accelerator="cpu",
         devices=dist.get_world_size(),
         plugins=[*([PoolEnvironment()] if pool else []), *options.pop("plugins", [])],

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +17,12 @@ from commhooks import HookConfigError, PowerSGD
 from lightning_commhooks import CommHookCheckpoint, CommHookFSDP2, CommHookMonitor
 from tests.support.features import fully_shard_on_gloo
 from tests.support.lightning_support import (
+    Data,
     Model,
     PoolEnvironment,
     assert_equal,
     caught_warnings,
+    cli_config,
     data,
     difference,
     trainer,
@@ -221,26 +222,15 @@ def _from_yaml(config: str, root: str) -> dict[str, Any]:
         save_config_callback=None,
         seed_everything_default=False,
         trainer_defaults={"plugins": [PoolEnvironment()], "default_root_dir": root},
-        datamodule_class=_Data,
+        datamodule_class=Data,
     )
     hook = cli.trainer.strategy.comm_hook
     return {"options": hook.options, "shards": cli.trainer.strategy.device_mesh.shape, "step": hook.stats()["step"]}
 
 
-class _Data(pl.LightningDataModule):
-    def train_dataloader(self) -> Any:
-        return data()
-
-
 def test_from_yaml(run_ranks: Any, tmp_path: Path) -> None:
-    strategy = {
-        "class_path": "lightning_commhooks.CommHookFSDP2",
-        "init_args": {"hook": "powerSGD", "hook_options": {"start_powerSGD_iter": 0.5}, "replicate_size": 4},
-    }
-    of_trainer = {"accelerator": "cpu", "devices": 4, "logger": False, "max_epochs": 2, "strategy": strategy}
-    of_trainer |= {"enable_progress_bar": False, "enable_checkpointing": False, "enable_model_summary": False}
-    config = tmp_path / "c.yaml"
-    config.write_text(json.dumps({"trainer": of_trainer}))
-    for result in run_ranks(_from_yaml, str(config), str(tmp_path), world_size=4):
+    init_args = {"hook": "powerSGD", "hook_options": {"start_powerSGD_iter": 0.5}, "replicate_size": 4}
+    config = cli_config(tmp_path / "c.yaml", "CommHookFSDP2", devices=4, **init_args)
+    for result in run_ranks(_from_yaml, config, str(tmp_path), world_size=4):
         assert result["options"]["start_powerSGD_iter"] == 2 and result["step"] == 4
         assert result["shards"] == (4, 1)

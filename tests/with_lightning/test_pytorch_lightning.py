@@ -4,7 +4,6 @@ other tests of Lightning are for `lightning.pytorch`; these hold what could diff
 from __future__ import annotations
 
 import ast
-import json
 import pickle
 import subprocess
 from pathlib import Path
@@ -16,7 +15,8 @@ import torch
 import torch.distributed as dist
 
 import lightning_commhooks
-from commhooks import HookConfigError, PowerSGD
+from commhooks import PowerSGD
+from tests.support import lightning_support as support
 from tests.support import warm
 from tests.support.lightning_support import PoolEnvironment, assert_equal, caught_warnings, data, weights
 from tests.support.workers import RanksFailed
@@ -35,16 +35,8 @@ from lightning_commhooks import pytorch_lightning as ours  # noqa: E402
 HOOK = PowerSGD(start_powerSGD_iter=4, matrix_approximation_rank=2)
 
 
-class Pool(ClusterEnvironment):
+class Pool(PoolEnvironment, ClusterEnvironment):
     """`PoolEnvironment` for the twin."""
-
-    creates_processes_externally = True
-    main_address = "unused"
-    main_port = 0
-    detect = PoolEnvironment.detect
-    world_size, set_world_size = PoolEnvironment.world_size, PoolEnvironment.set_world_size
-    global_rank, set_global_rank = PoolEnvironment.global_rank, PoolEnvironment.set_global_rank
-    local_rank, node_rank = PoolEnvironment.local_rank, PoolEnvironment.node_rank
 
 
 class Model(twin.LightningModule):
@@ -65,20 +57,10 @@ class Data(twin.LightningDataModule):
         return data()
 
 
-def _trainer(root: str, **options: Any) -> Any:
-    return twin.Trainer(
-        accelerator="cpu",
-        devices=dist.get_world_size(),
-        plugins=[Pool()],
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        default_root_dir=root,
-        **{"logger": False, "enable_checkpointing": False} | options,
-    )
-
-
 def _fit(root: str, seed: int = 0, ckpt_path: str | None = None, **options: Any) -> tuple[Any, dict[str, torch.Tensor]]:
-    trainer, model = _trainer(root, **{"strategy": ours.CommHookDDP(HOOK), "max_epochs": 4} | options), Model(seed)
+    options = {"strategy": ours.CommHookDDP(HOOK), "max_epochs": 4} | options
+    trainer = support.trainer(root, pool=False, made_by=twin.Trainer, plugins=[Pool()], **options)
+    model = Model(seed)
     trainer.fit(model, data(), ckpt_path=ckpt_path)
     return trainer, weights(model)
 
@@ -108,27 +90,6 @@ def test_a_resumed_fit_is_bit_equal(run_ranks: Any, tmp_path: Path) -> None:
         assert rank["stats"]["step"] == 16 and rank["stats"]["compressed_steps"] == 8  # since the resume
         assert rank["residuals"] == 2 and not rank["warnings"]
         assert rank["callbacks"] == ["lightning_commhooks.pytorch_lightning"]
-
-
-def _environment_first(root: str) -> dict[str, Any]:
-    """As scripts do that need the process group before there is a module."""
-    trainer, model = _trainer(root, strategy=ours.CommHookDDP(HOOK), max_epochs=2), Model()
-    trainer.strategy.setup_environment()
-    connected = dist.get_world_size() == trainer.strategy.world_size == 2
-    trainer.fit(model, data())
-    kept = [each for each in trainer.callbacks if isinstance(each, ours.CommHookCheckpoint)]
-    return {"connected": connected, "weights": weights(model), "callbacks": len(kept)}
-
-
-def test_the_environment_may_be_set_up_before_fit(run_ranks: Any, tmp_path: Path) -> None:
-    whole = run_ranks(_two_epochs, str(tmp_path))
-    for rank in run_ranks(_environment_first, str(tmp_path)):
-        assert rank["connected"] and rank["callbacks"] == 1
-        assert_equal(rank["weights"], whole[0])
-
-
-def _two_epochs(root: str) -> dict[str, torch.Tensor]:
-    return _fit(root, max_epochs=2)[1]
 
 
 def _by_name(root: str) -> dict[str, Any]:
@@ -220,11 +181,6 @@ def test_a_callback_of_the_other_package_is_an_error(run_ranks: Any, tmp_path: P
         run_ranks(_callback_of_the_other, str(tmp_path), name)
 
 
-def test_a_wrong_argument_is_the_same_error() -> None:
-    with pytest.raises(HookConfigError, match=r"no argument 'bucket_cap' \(did you mean 'bucket_cap_mb'\?\)"):
-        ours.CommHookDDP(HOOK, bucket_cap=1)
-
-
 # ----------------------------------------------------------------------------------------------------------------- CLI
 
 
@@ -240,24 +196,12 @@ def _cli(config: str, root: str) -> Any:
     return cli.trainer.strategy.comm_hook.options
 
 
-def test_the_cli_takes_the_strategy(run_ranks: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_cli_takes_the_strategy(run_ranks: Any, tmp_path: Path) -> None:
     hook = {"class_path": "commhooks.PowerSGD", "init_args": {"matrix_approximation_rank": 3}}
-    options = {
-        "accelerator": "cpu",
-        "devices": 2,
-        "logger": False,
-        "max_epochs": 1,
-        "enable_progress_bar": False,
-        "enable_model_summary": False,
-        "enable_checkpointing": False,
-        "strategy": {
-            "class_path": "lightning_commhooks.pytorch_lightning.CommHookDDP",
-            "init_args": {"hook": hook, "bucket_cap_mb": 1},
-        },
-    }
-    config = tmp_path / "c.yaml"
-    config.write_text(json.dumps({"trainer": options}))
-    for found in run_ranks(_cli, str(config), str(tmp_path)):
+    config = support.cli_config(
+        tmp_path / "c.yaml", "pytorch_lightning.CommHookDDP", epochs=1, hook=hook, bucket_cap_mb=1
+    )
+    for found in run_ranks(_cli, config, str(tmp_path)):
         assert found["matrix_approximation_rank"] == 3
 
 

@@ -8,11 +8,10 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import lightning.pytorch as pl
 import torch.distributed as dist
 from lightning.pytorch.callbacks import ModelCheckpoint
 
-from tests.support.lightning_support import Model, assert_equal, data, strategy, weights
+from tests.support.lightning_support import Model, assert_equal, data, trainer, weights
 
 
 def _variables() -> dict[str, str]:
@@ -35,23 +34,13 @@ def _fits(root: str) -> dict[str, Any]:
     with mock.patch.dict(os.environ, _variables()):
         for epochs in (1, 2):
             saver = ModelCheckpoint(root, save_last=True)
-            trainer = pl.Trainer(
-                accelerator="cpu",
-                devices=2,
-                num_nodes=1,
-                strategy=strategy(),
-                callbacks=[saver],
-                max_epochs=epochs,
-                logger=False,
-                enable_progress_bar=False,
-                enable_model_summary=False,
-            )
+            run = trainer(root, pool=False, callbacks=[saver], max_epochs=epochs)
             model = Model(seed=epochs)
-            trainer.fit(model, data(), ckpt_path="last")
+            run.fit(model, data(), ckpt_path="last")
         return {
-            "environment": type(trainer.strategy.cluster_environment).__name__,
-            "place": (trainer.global_rank, trainer.world_size),
-            "stats": trainer.strategy.comm_hook.stats(),
+            "environment": type(run.strategy.cluster_environment).__name__,
+            "place": (run.global_rank, run.world_size),
+            "stats": run.strategy.comm_hook.stats(),
             "weights": weights(model),
         }
 

@@ -62,8 +62,12 @@ def fit(
         "final": weights(model),
         "stats": hook.stats() if hook is not None else None,
         "hook state": hook.state_dict("per_rank") if hook is not None else None,
-        "warnings": [text for text in texts if "hook" in text.lower() or "residual" in text],
+        "warnings": about_hooks(texts),
     }
+
+
+def about_hooks(texts: list[str]) -> list[str]:
+    return [text for text in texts if "hook" in text.lower() or "residual" in text]
 
 
 def residuals(payload: dict[str, Any]) -> dict[str, torch.Tensor]:

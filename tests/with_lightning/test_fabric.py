@@ -119,7 +119,7 @@ def _two_models(root: str) -> dict[str, Any]:
     fabric.save(path, {"first": first[0], "second": second[0], "a": first[1], "b": second[1]})
     _train(fabric, *first, range(20, 24))
     _train(fabric, *second, range(30, 34))
-    whole = {**_weights(first[0]), **{f"second.{name}": value for name, value in _weights(second[0]).items()}}
+    whole = _weights(first[0]), _weights(second[0])
 
     again = _fabric()
     second, first = _setup(again, seed=8), _setup(again, seed=9)  # in another order
@@ -127,15 +127,15 @@ def _two_models(root: str) -> dict[str, Any]:
     steps = [again.strategy.hook_of(each[0]).stats()["step"] for each in (first, second)]
     _train(again, *first, range(20, 24))
     _train(again, *second, range(30, 34))
-    found = {**_weights(first[0]), **{f"second.{name}": value for name, value in _weights(second[0]).items()}}
     last = again.strategy.comm_hook is again.strategy.hook_of(first[0])
-    return {"whole": whole, "resumed": found, "steps": steps, "last": last}
+    return {"whole": whole, "resumed": (_weights(first[0]), _weights(second[0])), "steps": steps, "last": last}
 
 
 def test_each_model_has_a_hook_that_is_saved_under_its_name(run_ranks: Any, tmp_path: Path) -> None:
     for rank in run_ranks(_two_models, str(tmp_path)):
         assert rank["steps"] == [4, 6] and rank["last"]
-        assert_equal(rank["resumed"], rank["whole"])
+        for resumed, whole in zip(rank["resumed"], rank["whole"], strict=True):
+            assert_equal(resumed, whole)
 
 
 def _damaged(root: str) -> dict[str, Any]:
@@ -153,19 +153,14 @@ def _damaged(root: str) -> dict[str, Any]:
     dist.barrier()
     again = _fabric()
     first, second = _setup(again), _setup(again)
-    error = ""
-    try:
+    with pytest.raises(PayloadError) as error:
         again.load(path, {"first": first[0], "second": second[0]})
-    except Exception as raised:
-        error = f"{type(raised).__name__}: {raised}"
-    return {"error": error, "step": again.strategy.hook_of(first[0]).stats()["step"]}
+    return {"error": str(error.value), "step": again.strategy.hook_of(first[0]).stats()["step"]}
 
 
 def test_a_damaged_state_of_one_hook_changes_none(run_ranks: Any, tmp_path: Path) -> None:
     for rank in run_ranks(_damaged, str(tmp_path)):
-        assert rank["error"].startswith(
-            f"PayloadError: {tmp_path}/damaged.ckpt, key 'commhooks': damaged hook state: 'step'"
-        )
+        assert rank["error"].startswith(f"{tmp_path}/damaged.ckpt, key 'commhooks': damaged hook state: 'step'")
         assert rank["step"] == 0
 
 
@@ -287,9 +282,7 @@ def test_without_a_hook_it_is_fabrics_ddp(run_ranks: Any, tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
-        ({"hook": "powerSDG"}, r"unknown hook 'powerSDG' \(did you mean 'powerSGD'\?\)"),
         ({"hook": "powerSGD", "bucket_cap": 25}, r"no argument 'bucket_cap' \(did you mean 'bucket_cap_mb'\?\)"),
-        ({"hook": "powerSGD", "total_steps": 0}, "total_steps=0; expected a number of steps"),
         ({"hook": "powerSGD", "ddp_comm_hook": print}, "ddp_comm_hook= beside hook="),
     ],
 )

@@ -19,8 +19,8 @@ from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 from commhooks import PowerSGD
 from lightning_commhooks.checkpoint import CHECKPOINT_KEY
 from tests.support import lightning_support as support
-from tests.support.lightning_fits import Slurm
-from tests.support.lightning_support import Model, Watch, assert_equal, data, strategy, trainer, weights
+from tests.support.lightning_fits import Slurm, about_hooks, fit
+from tests.support.lightning_support import Model, assert_equal, data, strategy, trainer
 
 HOOK = PowerSGD(start_powerSGD_iter=2, matrix_approximation_rank=2)
 STOPS_AT = 6  # of four steps per epoch: in the middle of the second
@@ -95,7 +95,7 @@ def _interrupted(root: str, what: str, at: dict[int, int], limit_s: float, callb
             for number, handler in handlers.items():
                 signal.signal(number, handler)
             dist.destroy_process_group()  # as the end of the process would
-    return {"error": error, "seconds": seconds, "warnings": _ours(texts)}
+    return {"error": error, "seconds": seconds, "warnings": about_hooks(texts)}
 
 
 def _first_come(root: str) -> int:
@@ -107,27 +107,15 @@ def _first_come(root: str) -> int:
         return 1
 
 
-def _ours(texts: list[str]) -> list[str]:
-    return [text for text in texts if "hook" in text.lower() or "residual" in text]
-
-
-def _resumed(path: str) -> dict[str, Any]:
-    watch, model = Watch(), Model(seed=1)
-    t = trainer(os.path.dirname(path), strategy=strategy(hook=HOOK), max_epochs=4, callbacks=[watch])
-    with support.caught_warnings() as texts:
-        t.fit(model, data(), ckpt_path=path)
-    return {"start": watch.start_steps, "step": t.global_step, "final": weights(model), "warnings": _ours(texts)}
-
-
 def _check_saved_and_resumed(run_ranks: Any, path: Path, step: int) -> None:
     checkpoint = torch.load(path, weights_only=True)
     payload = checkpoint[CHECKPOINT_KEY]
     assert checkpoint["global_step"] == payload["step"] == step
     assert (payload["exact"], payload["residual"]) == (False, "none")
     assert payload["parameters"]["net.2.weight"]["q"] is not None
-    ranks = run_ranks(_resumed, str(path))
+    ranks = run_ranks(fit, str(path.parent), ckpt_path=str(path), seed=1, hook=HOOK)
     for rank in ranks:
-        assert rank["start"] == [step] and rank["step"] == 16
+        assert rank["start"] == [step] and rank["stats"]["step"] == 16
         assert_equal(rank["final"], ranks[0]["final"])
     (warning,) = [text for rank in ranks for text in rank["warnings"]]
     assert "residuals of zero" in warning

@@ -35,27 +35,6 @@ def test_a_resume_in_mid_round_is_bit_equal(run_ranks: Any, tmp_path: Path) -> N
         assert_equal(first[run]["final"], second[run]["final"])
 
 
-class _Validated(Model):
-    def on_train_batch_end(self, *args: Any) -> None:
-        self.before = weights(self)
-
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
-        self.validated = weights(self)
-
-
-def _validate(root: str) -> tuple[Any, Any]:
-    model = _Validated()
-    made = trainer(root, strategy=strategy(hook=HOOK), max_epochs=1, limit_val_batches=1)
-    made.fit(model, data(), data())
-    return model.before, model.validated
-
-
-def test_validation_sees_the_common_model(run_ranks: Any, tmp_path: Path) -> None:
-    first, second = run_ranks(_validate, str(tmp_path))
-    assert_equal(first[1], second[1])
-    assert difference(first[0], second[0]) > 1e-5
-
-
 class _Looks(pl.Callback):
     """At the model, before the strategy is told of a validation, and at the module's own end of the training."""
 

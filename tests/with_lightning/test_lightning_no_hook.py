@@ -5,11 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 from lightning.pytorch.strategies import DDPStrategy
 
-from lightning_commhooks import CommHookDDP, CommHookMonitor
+from lightning_commhooks import CommHookMonitor
 from tests.support.lightning_fits import SAVED_AT, fit, path_at
 from tests.support.lightning_support import SEVERAL_BUCKETS_MB, assert_equal
 
@@ -38,8 +37,3 @@ def test_it_trains_saves_and_resumes_as_plain_ddp(run_ranks: Any, tmp_path: Path
         assert not rank["none"]["warnings"] and not rank["resumed"]["warnings"]
         assert rank["off"]["stats"] is None
         assert rank["on"]["stats"]["hook"] == "powerSGD"
-
-
-@pytest.mark.parametrize("hook", [None, "none", "off"])
-def test_every_way_to_say_it(hook: Any) -> None:
-    assert repr(CommHookDDP(hook)).startswith("CommHookDDP(hook='none')")

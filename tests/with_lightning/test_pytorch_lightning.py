@@ -162,7 +162,7 @@ def test_a_trainer_gets_a_strategy_of_its_own_package_only() -> None:
     right = r"write `from lightning_commhooks import CommHookDDP`"
     with pytest.raises(ValueError, match=rf"a `lightning.pytorch.Trainer` cannot use it: {right}"):
         pl.Trainer(accelerator="cpu", devices=2, strategy=ours.CommHookDDP(HOOK), logger=False)
-    right = "write `from lightning_commhooks.pytorch_lightning import CommHookFSDP2`"
+    right = "write `from lightning_commhooks.pytorch_lightning import CommHookFSDP2`, or replace every import"
     with pytest.raises(ValueError, match=rf"a `pytorch_lightning.Trainer` cannot use it: {right}"):
         strategy = lightning_commhooks.CommHookFSDP2(HOOK)
         twin.Trainer(accelerator="cpu", devices=2, strategy=strategy, logger=False)

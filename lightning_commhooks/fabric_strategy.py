@@ -124,10 +124,7 @@ class HookedFabricDDP(DDPStrategy):
         hooks = self._hooks_in(state)
         if hooks:
             joint = not in_signal_handler()
-            saved = {
-                name: hook.state_dict(self._request.save_residual, gather=True, joint=joint)
-                for name, hook in hooks.items()
-            }
+            saved = {name: hook.state_dict(gather=True, joint=joint) for name, hook in hooks.items()}
             state = {**state, CHECKPOINT_KEY: saved}
         elif self._hooks and not self._warned_about_saving:
             self._warned_about_saving = True

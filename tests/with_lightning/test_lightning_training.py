@@ -20,68 +20,54 @@ from tests.support import lightning_support as support
 from tests.support.lightning_support import Model, assert_equal, data, strategy, trainer, weights
 
 
-def _plain(root: str, make: Callable[[], pl.LightningModule], **options: Any) -> tuple[pl.Trainer, pl.LightningModule]:
-    t, model = trainer(root, max_epochs=2, **options), make()
+def _plain(t: pl.Trainer, model: Model) -> None:
     t.fit(model, data())
-    return t, model
 
 
-def _fit_twice(root: str, make: Callable[[], pl.LightningModule], **options: Any) -> Any:
-    t, model = trainer(root, max_epochs=1, **options), make()
+def _fit_twice(t: pl.Trainer, model: Model) -> None:
     t.fit(model, data())
     first = getattr(t.strategy, "comm_hook", None)
     t.fit_loop.max_epochs = 3
     t.fit(model, data())
     assert first is None or t.strategy.comm_hook is not first
-    return t, model
 
 
-def _validate_first(root: str, make: Callable[[], pl.LightningModule], **options: Any) -> Any:
-    t, model = trainer(root, max_epochs=2, **options), make()
+def _validate_first(t: pl.Trainer, model: Model) -> None:
     t.validate(model, data(), verbose=False)
     assert getattr(t.strategy, "comm_hook", None) is None
     t.fit(model, data(), data())
-    return t, model
 
 
-def _environment_first(root: str, make: Callable[[], pl.LightningModule], **options: Any) -> Any:
+def _environment_first(t: pl.Trainer, model: Model) -> None:
     """As scripts do that need the process group before there is a module."""
-    t, model = trainer(root, max_epochs=2, **options), make()
     t.strategy.setup_environment()
     t.fit(model, data())
     ours = [each for each in t.callbacks if isinstance(each, CommHookCheckpoint)]
     assert len(ours) == isinstance(t.strategy, CommHookDDP)
-    return t, model
 
 
-def _lr_finder(root: str, make: Callable[[], pl.LightningModule], **options: Any) -> Any:
+def _lr_finder(t: pl.Trainer, model: Model) -> None:
     watch = support.Watch()
-    finder = LearningRateFinder(num_training_steps=6)
-    t, model = trainer(root, max_epochs=2, callbacks=[finder, watch], **options), make()
+    t.callbacks += [LearningRateFinder(num_training_steps=6), watch]
     t.fit(model, data())
     # Rewound: the finder's own steps do not count.
     hook = getattr(t.strategy, "comm_hook", None)
     assert hook is None or hook.name != "powerSGD" or watch.start_steps == [0]
-    return t, model
 
 
-def _tuner(root: str, make: Callable[[], pl.LightningModule], **options: Any) -> Any:
-    t, model = trainer(root, max_epochs=2, **options), make()
+def _tuner(t: pl.Trainer, model: Model) -> None:
     Tuner(t).lr_find(model, data(), num_training=6, update_attr=True)
     t.fit(model, data())
-    return t, model
 
 
-def _compiled(root: str, make: Callable[[], pl.LightningModule], **options: Any) -> Any:
-    t, model = trainer(root, max_epochs=2, **options), make()
+def _compiled(t: pl.Trainer, model: Model) -> None:
     t.fit(torch.compile(model, backend="aot_eager"), data())
     torch.compiler.reset()
-    return t, model
 
 
-CASES: dict[str, tuple[Callable[..., Any], type[Model], dict[str, Any]]] = {
+CASES: dict[str, tuple[Callable[[pl.Trainer, Model], None], type[Model], dict[str, Any]]] = {
     "plain": (_plain, Model, {}),
-    "fit twice": (_fit_twice, Model, {}),
+    "fit twice": (_fit_twice, Model, {"max_epochs": 1}),
     "validate before fit": (_validate_first, Model, {}),
     "setup_environment before fit": (_environment_first, Model, {}),
     "learning-rate finder": (_lr_finder, Model, {}),
@@ -108,7 +94,8 @@ def _three_strategies(root: str, case: str) -> dict[str, Any]:
         "allreduce": strategy(hook="allreduce", bucket_cap_mb=cap_mb),
         "powerSGD": strategy(bucket_cap_mb=cap_mb),
     }.items():
-        t, model = run(root, make, strategy=chosen, **options)
+        t, model = trainer(root, strategy=chosen, **{"max_epochs": 2} | options), make()
+        run(t, model)
         out[name] = weights(model)
         if name != "ddp":
             out[f"{name} stats"] = t.strategy.comm_hook.stats()

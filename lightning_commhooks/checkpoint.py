@@ -20,13 +20,10 @@ from typing import TYPE_CHECKING, Any, Literal, Optional
 from commhooks import CommHook, PayloadError
 from commhooks.hook.for_plugins import ARGUMENTS, check_arguments
 from lightning_commhooks.hooked_strategy import HookedStrategy, hooked_strategy_of, keep_stats, warn, warn_if_unhooked
-from lightning_commhooks.twins import check_twin, unlike_the_trainer
+from lightning_commhooks.twins import Callback, check_twin, unlike_the_trainer
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
-    from lightning.pytorch import Callback
-else:
-    Callback = object  # of the Trainer's package: see lightning_pytorch.py and pytorch_lightning.py
 
 CHECKPOINT_KEY = "commhooks"
 """Key of the hook's state in Lightning's checkpoint dict."""

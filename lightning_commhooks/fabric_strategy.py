@@ -4,7 +4,7 @@ communication hook for every model that is set up."""
 import weakref
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -28,15 +28,11 @@ from lightning_commhooks.checkpoint import (
 )
 from lightning_commhooks.hooked_strategy import loss_scale, warn
 from lightning_commhooks.strategy import HookType, check_ddp_arguments
-
-if TYPE_CHECKING:
-    from lightning.fabric.strategies import DDPStrategy
-else:
-    DDPStrategy = object  # of Fabric's package: see fabric.py and lightning_fabric.py
+from lightning_commhooks.twins import FabricDDPStrategy
 
 
 @documented_by(attach)
-class HookedFabricDDP(DDPStrategy):
+class HookedFabricDDP(FabricDDPStrategy):
     """Fabric's `DDPStrategy` with a communication hook, on every device, saved and restored by `fabric.save` and
     `fabric.load`.
 

@@ -23,12 +23,10 @@ from commhooks.hook.for_plugins import (
 from lightning_commhooks.checkpoint import CHECKPOINT_KEY, HookCheckpoint
 from lightning_commhooks.hooked_strategy import HookedStrategy, warn
 from lightning_commhooks.strategy import HookType
+from lightning_commhooks.twins import ModelParallelStrategy
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
-    from lightning.pytorch.strategies import ModelParallelStrategy
-else:
-    ModelParallelStrategy = object  # of the Trainer's package: see lightning_pytorch.py and pytorch_lightning.py
 
 
 @documented_by(attach)

@@ -11,13 +11,10 @@ import torch
 from commhooks import CommHook, HookConfigError
 from commhooks.errors import WARNING_PREFIX
 from commhooks.hook.for_plugins import HookRequest, LossScale, attach_request, scale_of
-from lightning_commhooks.twins import for_the_other_trainer
+from lightning_commhooks.twins import ParallelStrategy, for_the_other_trainer
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
-    from lightning.pytorch.strategies import ParallelStrategy
-else:
-    ParallelStrategy = object  # of the Trainer's package: see lightning_pytorch.py and pytorch_lightning.py
 
 # A launcher that forks or spawns sends `trainer.state` of rank 0 back to the main process (lightning 2.6).
 _STATS = "comm_hook_stats"

@@ -4,13 +4,10 @@ from typing import TYPE_CHECKING, Any, Optional
 
 from commhooks.hook.for_plugins import NAMES, PREFIX, Meter, check_choice, check_value
 from lightning_commhooks.hooked_strategy import hook_of, warn_if_unhooked
-from lightning_commhooks.twins import check_twin
+from lightning_commhooks.twins import Callback, check_twin
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
-    from lightning.pytorch import Callback
-else:
-    Callback = object  # of the Trainer's package: see lightning_pytorch.py and pytorch_lightning.py
 
 
 class HookMonitor(Callback):

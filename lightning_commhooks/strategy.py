@@ -30,14 +30,13 @@ from lightning_commhooks.checkpoint import (
     with_defaults,
 )
 from lightning_commhooks.hooked_strategy import HookedStrategy, warn
+from lightning_commhooks.twins import DDPStrategy
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
-    from lightning.pytorch.strategies import DDPStrategy
 
     HookType = HookConfig | Callable[..., Any] | str | None
 else:
-    DDPStrategy = object  # of the Trainer's package: see lightning_pytorch.py and pytorch_lightning.py
     # One member per registered config class, so that LightningCLI accepts and documents it. `str` must be last: before
     # Callable, jsonargparse would pass the path of a function as a string.
     HookType = Union[(None, *(each.Config for each in COMPRESSORS.values()), Callable, str)]

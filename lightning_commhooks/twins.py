@@ -3,8 +3,18 @@ object of one of them is a stranger to the other's Trainer. The same holds for t
 
 import sys
 from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
 from commhooks import HookConfigError
+
+# Bases of the classes here. At runtime lightning_pytorch.py and pytorch_lightning.py, fabric.py and lightning_fabric.py
+# add those of their package.
+if TYPE_CHECKING:
+    from lightning.fabric.strategies import DDPStrategy as FabricDDPStrategy
+    from lightning.pytorch import Callback
+    from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, ParallelStrategy
+else:
+    Callback = DDPStrategy = FabricDDPStrategy = ModelParallelStrategy = ParallelStrategy = object
 
 _TWIN = {"lightning": "pytorch_lightning", "pytorch_lightning": "lightning"}
 """The packages by the first parts of their names."""

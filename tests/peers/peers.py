@@ -174,10 +174,10 @@ def compare(found: dict[str, dict[str, Outcome]], console: Console) -> list[str]
     return problems
 
 
-def main(words: Sequence[str], hooks: Sequence[str] = tuple(CONFIGS)) -> int:
+def main(words: Sequence[str]) -> int:
     console = Console(width=None if sys.stdout.isatty() else 160)
     found: dict[str, dict[str, Outcome]] = {}
-    for hook in ("", *hooks):
+    for hook in ("", *CONFIGS):
         found[hook] = {}
         for name, run, cases in (("accelerate", run_accelerate, ACCELERATE), ("torch", run_torch, TORCH)):
             chosen = [case for case in cases if not words or any(word in (name, case) for word in words)]

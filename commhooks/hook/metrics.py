@@ -35,6 +35,9 @@ class Meter:
     def __init__(self) -> None:
         self._before: weakref.WeakKeyDictionary[CommHook, dict[str, Any]] = weakref.WeakKeyDictionary()
 
+    def __reduce__(self) -> tuple[type["Meter"], tuple[()]]:
+        return Meter, ()  # pickles, as those of Lightning's spawn launcher, hold nothing of hooks
+
     def read(self, hook: CommHook, *, per_layer: bool = False, prefix: str = PREFIX) -> dict[str, float]:
         """The metrics that exist; others are left out. Synchronises with the accelerator, but does not communicate: a
         single rank may call it."""

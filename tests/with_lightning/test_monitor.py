@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import math
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -283,6 +284,11 @@ def test_validate_and_test_only(run_ranks: Any, tmp_path: Path) -> None:
     for warned, written in run_ranks(without_fit, str(tmp_path)):
         assert warned == [] and "val_loss" in written
         assert not any(name.startswith("commhooks/") for name in written)
+
+
+def test_it_is_pickled_with_the_trainer() -> None:
+    """By Lightning's spawn launcher."""
+    assert pickle.loads(pickle.dumps(CommHookMonitor(every_n_steps=2))).every_n_steps == 2
 
 
 @pytest.mark.parametrize(

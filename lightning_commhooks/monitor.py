@@ -63,7 +63,7 @@ class HookMonitor(Callback):
 
     def on_train_start(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
         # Every fit wraps the model again and has a new hook.
-        self._meter, self._last_step = Meter(), -1
+        self._last_step = -1
         hook = hook_of(trainer)
         if hook is not None and self.sample_cosine_every is not None:
             hook.sample_cosine(self.sample_cosine_every)

@@ -32,13 +32,6 @@ MUTANTS = [
         "engine/test_disagreement.py::test_different_requests",
     ),
     Mutant(
-        "exclude: what is excluded is compressed all the same",
-        "commhooks/engine/known_buckets.py",
-        "ParameterInfo.of(slot.name, slot.parameter, self._names, config, layout.sparse)",
-        "ParameterInfo(slot.name, slot.parameter, layout.sparse)",
-        "gradients/test_exclude.py::test_what_is_excluded_is_averaged_exactly",
-    ),
-    Mutant(
         "a group whose ranks all have the number 0 is taken",
         "commhooks/hook/request_check.py",
         "        if ranks != list(range(group.size())):\n",

@@ -21,6 +21,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from commhooks import PowerSGD
 from lightning_commhooks import CommHookDDP
+from tests.support.ddp_steps import log_lines
 
 SEVERAL_BUCKETS_MB = 0.0005  # the model below then has three buckets after DDP's rebuild
 STEPS_PER_EPOCH = 4  # for two ranks
@@ -178,23 +179,11 @@ class Watch(pl.Callback):
 
 @contextlib.contextmanager
 def caught_warnings() -> Iterator[list[str]]:
-    """The texts of all warnings and of all records of commhooks' loggers."""
-    texts: list[str] = []
-
-    class Handler(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            if record.levelno >= logging.WARNING:
-                texts.append(record.getMessage())
-
-    handler, logger = Handler(), logging.getLogger("commhooks")
-    logger.addHandler(handler)
-    try:
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            yield texts
-            texts += [str(each.message) for each in caught]
-    finally:
-        logger.removeHandler(handler)
+    """The texts of all warnings, those that commhooks logs first."""
+    with log_lines(level=logging.WARNING) as texts, warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        yield texts
+        texts += [str(each.message) for each in caught]
 
 
 # ---------------------------------------------------------------------------------------------- in the parent process

@@ -16,7 +16,7 @@ import commhooks
 from commhooks.compressors import candidates
 from tests.support.doc_snippets import Snippet, WrongSnippet, find_snippets, old_and_new
 from tests.support.features import replicate_with_fsdp, trainer_resumes_on_cpu
-from tests.support.repository import REPOSITORY
+from tests.support.repository import PACKAGES, REPOSITORY, sources
 from tests.support.snippet_check import check
 from tests.support.snippet_commands import commands
 from tests.support.workers import RanksFailed
@@ -92,14 +92,13 @@ def test_pages_link_to_pages_only(page):
 def _texts_of_the_code() -> list[list[str]]:
     """Each text in the code, as the pieces between what is put into it."""
     texts = []
-    for package in ("commhooks", "lightning_commhooks", "accelerate_commhooks"):
-        for path in (REPOSITORY / package).rglob("*.py"):
-            for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-                if isinstance(node, ast.JoinedStr):
-                    parts = [str(x.value) if isinstance(x, ast.Constant) else "\0" for x in node.values]
-                    texts.append("".join(parts).split("\0"))
-                elif isinstance(node, ast.Constant) and isinstance(node.value, str):
-                    texts.append(re.split(r"%[srdg]", node.value))
+    for source in sources().values():
+        for node in ast.walk(ast.parse(source)):
+            if isinstance(node, ast.JoinedStr):
+                parts = [str(x.value) if isinstance(x, ast.Constant) else "\0" for x in node.values]
+                texts.append("".join(parts).split("\0"))
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                texts.append(re.split(r"%[srdg]", node.value))
     return texts
 
 
@@ -162,7 +161,7 @@ def test_the_reference_has_every_public_name():
         found = getattr(importlib.import_module(module), name)
         # A type alias has its docstring in the source only, below it.
         assert isinstance(found, types.GenericAlias) or (found.__doc__ or "").strip(), f"{path} has no docstring"
-    for package in ("commhooks", "lightning_commhooks", "accelerate_commhooks"):
+    for package in PACKAGES:
         for name in importlib.import_module(package).__all__:
             assert name == "ddp_comm_hooks" or f"\n::: {package}.{name}\n" in page, f"{package}.{name}"
 

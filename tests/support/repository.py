@@ -9,3 +9,10 @@ TESTS = SUPPORT.parent
 REPOSITORY = TESTS.parent
 PYTHONPATH = str(REPOSITORY)
 """For processes that import the packages of this copy and `tests`."""
+PACKAGES = ("commhooks", "lightning_commhooks", "accelerate_commhooks")
+
+
+def sources() -> dict[str, str]:
+    """The text of each Python file of the packages, by its path in the repository."""
+    files = [file for package in PACKAGES for file in sorted((REPOSITORY / package).rglob("*.py"))]
+    return {file.relative_to(REPOSITORY).as_posix(): file.read_text(encoding="utf-8") for file in files}

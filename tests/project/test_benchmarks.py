@@ -35,7 +35,7 @@ def _can_limit_a_link() -> bool:
 def _run(name: str, tmp_path: Path, *arguments: str) -> list[dict[str, Any]]:
     """The rows of `benchmarks/name.py --quick`."""
     file = tmp_path / "figures.json"
-    python = warm.python("matplotlib.pyplot", "sklearn.datasets")
+    python = warm.python("matplotlib.figure", "sklearn.datasets")
     command = [python, f"benchmarks/{name}.py", "--quick", "--json", str(file), *arguments]
     environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
     done = subprocess.run(command, cwd=REPOSITORY, env=environment, capture_output=True, text=True, timeout=280)

@@ -60,14 +60,13 @@ class PoolEnvironment(ClusterEnvironment):
 class Model(pl.LightningModule):
     """Three matrices that are worth compressing, their biases, and dropout-free noise-free training."""
 
-    def __init__(self, seed: int = 0, lr: float = 0.05, extra: bool = False) -> None:
+    def __init__(self, seed: int = 0, extra: bool = False) -> None:
         super().__init__()
         torch.manual_seed(seed)
         self.net = torch.nn.Sequential(
             torch.nn.Linear(16, 32), torch.nn.Tanh(), torch.nn.Linear(32, 32), torch.nn.Tanh(), torch.nn.Linear(32, 8)
         )
         self.extra = torch.nn.Linear(8, 8) if extra else torch.nn.Identity()
-        self.lr = lr
 
     def loss(self, batch: Any) -> torch.Tensor:
         x, y = batch
@@ -82,7 +81,7 @@ class Model(pl.LightningModule):
         self.log("val_loss", self.loss(batch), sync_dist=True)
 
     def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.net.parameters(), lr=self.lr, momentum=0.9)
+        return torch.optim.SGD(self.net.parameters(), lr=0.05, momentum=0.9)
 
 
 class ManualModel(Model):
@@ -111,14 +110,14 @@ class TwoOptimizersModel(ManualModel):
     def configure_optimizers(self) -> Any:
         head = list(self.net[4].parameters())
         body = [p for p in self.net.parameters() if all(p is not q for q in head)]
-        return [torch.optim.SGD(body, lr=self.lr), torch.optim.Adam(head, lr=0.01)]
+        return [torch.optim.SGD(body, lr=0.05), torch.optim.Adam(head, lr=0.01)]
 
 
-def data(samples: int = 64, batch_size: int = 8) -> DataLoader[Any]:
+def data() -> DataLoader[Any]:
     generator = torch.Generator().manual_seed(7)
-    x = torch.randn(samples, 16, generator=generator)
-    y = torch.tanh(x @ torch.randn(16, 8, generator=generator)) + 0.1 * torch.randn(samples, 8, generator=generator)
-    return DataLoader(TensorDataset(x, y), batch_size=batch_size)
+    x = torch.randn(64, 16, generator=generator)
+    y = torch.tanh(x @ torch.randn(16, 8, generator=generator)) + 0.1 * torch.randn(64, 8, generator=generator)
+    return DataLoader(TensorDataset(x, y), batch_size=8)
 
 
 class Endless(IterableDataset[Any]):

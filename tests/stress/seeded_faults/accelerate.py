@@ -60,13 +60,6 @@ MUTANTS = [
         "hook/test_replicate.py::test_it_is_compressed_saved_and_resumed",
     ),
     Mutant(
-        "launcher: an ignored section is success",
-        "accelerate_commhooks/launcher.py",
-        "        if status == 0 and watched:\n",
-        "        if False:\n",
-        "with_accelerate/test_accelerate_launcher.py::test_a_script_that_ignores_the_section_fails",
-    ),
-    Mutant(
         "Trainer: on SIGTERM the hook is saved a step ahead of the weights",
         "accelerate_commhooks/transformers.py",
         "        save_between_steps(self)\n",

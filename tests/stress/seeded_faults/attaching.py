@@ -18,13 +18,6 @@ MUTANTS = [
         "hook/test_copies.py::test_a_copy_averages_without_the_hook",
     ),
     Mutant(
-        "replicas that differ go unseen",
-        "commhooks/hook/replica_check.py",
-        "        if others:\n",
-        "        if len(others) == len(rows):\n",
-        "hook/test_divergence.py::test_one_changed_bit_is_found",
-    ),
-    Mutant(
         "nobody asks what the others attach",
         "commhooks/hook/attach.py",
         "    choice = check_requests(described, source.described(), plan, runner.kernel_support(), source)\n",

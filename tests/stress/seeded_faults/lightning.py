@@ -1,4 +1,4 @@
-"""Seeded faults. `lightning_commhooks`: strategies, checkpoints, `pytorch_lightning` and Fabric."""
+"""Seeded faults. `lightning_commhooks`: strategies and checkpoints, with Fabric."""
 
 from tests.stress.seeded_faults.mutant import Mutant
 
@@ -44,12 +44,5 @@ MUTANTS = [
         "        for each in take_over:\n            each()\n",
         "",
         "with_lightning/test_fabric.py::test_a_resumed_training_is_bit_equal",
-    ),
-    Mutant(
-        "names are registered with lightning.pytorch only",
-        "lightning_commhooks/__init__.py",
-        '"lightning": "lightning_pytorch", "pytorch_lightning": "pytorch_lightning"',
-        '"lightning": "lightning_pytorch"',
-        "with_lightning/test_pytorch_lightning.py::test_names_are_registered_at_once",
     ),
 ]

@@ -1,4 +1,4 @@
-"""Seeded faults. What a user meets: no hook, counters and clocks, the doctor, plans."""
+"""Seeded faults. What a user meets: no hook, counters and clocks, the doctor."""
 
 from tests.stress.seeded_faults.mutant import Mutant
 
@@ -51,12 +51,5 @@ MUTANTS = [
         "measured.step_ms.append(1000 * max(step))",
         "measured.step_ms.append(1000 * passed)",
         "tools/test_doctor.py::test_a_training_goes_on_as_if_nobody_had_asked",
-    ),
-    Mutant(
-        "plan: noop sends",
-        "commhooks/hook/plan_model.py",
-        "sends=compressor.config.sends",
-        "sends=True",
-        "hook/test_plan_model.py::test_the_same_as_the_attached_hook",
     ),
 ]

@@ -31,6 +31,13 @@ MUTANTS = [
         "compressors/powersgd/test_codec.py::test_products",
     ),
     Mutant(
+        "inexact for ever after a commit that failed",
+        "commhooks/engine/held_state.py",
+        "            self.state.local_missing = self.torn = False\n",
+        "            pass\n",
+        "gradients/test_fully_shard_failures.py::test_the_commit_after_one_that_failed_is_whole_again",
+    ),
+    Mutant(
         "residuals reset at the rebuild",
         "commhooks/engine/known_buckets.py",
         "            layout = read_layout(bucket.flat, bucket.parameters, names)\n",

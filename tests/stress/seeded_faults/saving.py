@@ -11,6 +11,13 @@ MUTANTS = [
         "checkpoint/test_resume.py::test_residuals_of_all_ranks_in_one_file",
     ),
     Mutant(
+        "rows of Q in another order",
+        "commhooks/compressors/powersgd/fields.py",
+        "for dim in rest)).reshape(saved.shape[0], -1)\n",
+        "for dim in rest)).reshape(saved.shape[0], -1).flip(0)\n",
+        "checkpoint/test_golden_payloads.py::test_step_start_q_and_residuals_are_those_of_the_file",
+    ),
+    Mutant(
         "strict loading changes the hook before it raises",
         "commhooks/checkpoint/payload.py",
         "    for name in parameters:\n        if name not in target.parameters:\n",

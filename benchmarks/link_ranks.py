@@ -15,18 +15,19 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import torch.distributed as dist
-from common import Row
+from common import Row, steady
 from namespaces import SUBNET, Link
 
 PORT = 29500  # of the first node, in its namespace
 
 
-def meet(rank: int, world_size: int) -> None:
-    """Make the process group over the link. Each of the processes must call this."""
-    address = f"tcp://{SUBNET}.1:{PORT}"
-    dist.init_process_group(
-        "gloo", init_method=address, rank=rank, world_size=world_size, timeout=datetime.timedelta(minutes=30)
-    )
+def run_worker(worker: Callable[..., None]) -> None:
+    """In a process of `LinkRanks`: meet the others over the link, and call `worker` with what this one was given."""
+    place = json.loads(sys.argv[1])
+    group = {"rank": place["rank"], "world_size": place["world_size"], "timeout": datetime.timedelta(minutes=30)}
+    with steady(place["rank"]):
+        dist.init_process_group("gloo", init_method=f"tcp://{SUBNET}.1:{PORT}", **group)
+        worker(**place)
 
 
 def bytes_sent(interface: str) -> int:

@@ -3,16 +3,14 @@
 link.py starts it with its place as JSON in the command line, and writes one job per line to its stdin.
 """
 
-import json
-import sys
 import time
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from common import Row, steady
+from common import Row
 from hooks import CHOOSING, steps_of_round, wrap
-from link_ranks import bytes_sent, meet, serve
+from link_ranks import bytes_sent, run_worker, serve
 from models import forward_loss, make
 
 SIZES = {
@@ -27,8 +25,6 @@ DECIDED_WITHIN = 500
 
 def worker(rank: int, world_size: int, ranks_per_node: int, interface: str, model_name: str, hooks: list[str]) -> None:
     """Make the models, then run the jobs."""
-    torch.set_num_threads(1)
-    meet(rank, world_size)
     task = make(model_name)[1]
 
     def new(label: str) -> Any:
@@ -119,6 +115,4 @@ def size_of(saved: dict[str, Any]) -> int:
 
 
 if __name__ == "__main__":
-    order = json.loads(sys.argv[1])
-    with steady(order["rank"]):
-        worker(**order)
+    run_worker(worker)

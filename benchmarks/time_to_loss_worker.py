@@ -5,9 +5,7 @@ time_to_loss.py starts it with its place as JSON in the command line, and writes
 
 import functools
 import itertools
-import json
 import statistics
-import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -17,9 +15,9 @@ import convergence
 import language_model
 import torch
 import torch.distributed as dist
-from common import Row, steady
+from common import Row
 from hooks import CHOOSING, starts_late, wrap
-from link_ranks import bytes_sent, meet, serve
+from link_ranks import bytes_sent, run_worker, serve
 from torch import nn
 from torch.nn import functional
 
@@ -129,11 +127,8 @@ def train(task: str, label: str, seed: int, steps: int, points: int, timed: int,
 
 
 def worker(rank: int, world_size: int, ranks_per_node: int, interface: str) -> None:
-    meet(rank, world_size)
     serve(rank, {}, functools.partial(train, interface=interface))
 
 
 if __name__ == "__main__":
-    order = json.loads(sys.argv[1])
-    with steady(order["rank"]):
-        worker(**order)
+    run_worker(worker)

@@ -4,16 +4,14 @@ A job on its stdin makes a DDP model with a hook and trains it until the hook ha
 """
 
 import hashlib
-import json
-import sys
 import time
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from common import Row, steady
+from common import Row
 from hooks import wrap
-from link_ranks import bytes_sent, meet, serve
+from link_ranks import bytes_sent, run_worker, serve
 from models import forward_loss, make
 
 TOKENS, START, WARM_UP = 64, 2, 4
@@ -55,8 +53,6 @@ def hash_of(model: torch.nn.Module) -> str:
 
 
 def worker(rank: int, world_size: int, ranks_per_node: int, interface: str, model_name: str) -> None:
-    torch.set_num_threads(1)
-    meet(rank, world_size)
     training: Any = None
 
     def job(steps: int = 0, **new: Any) -> Row:
@@ -78,6 +74,4 @@ def worker(rank: int, world_size: int, ranks_per_node: int, interface: str, mode
 
 
 if __name__ == "__main__":
-    order = json.loads(sys.argv[1])
-    with steady(order["rank"]):
-        worker(**order)
+    run_worker(worker)

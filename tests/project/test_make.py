@@ -45,12 +45,12 @@ def test_the_demo_installs_only_what_it_needs_and_nothing_twice(tmp_path):
 
 def test_the_demo_imports_what_it_installs():
     imported = set()
-    for name in ("clean_env", "demo", "lightning_digits"):
+    for name in ("clean_env", "demo", "digits", "lightning_digits"):
         for node in ast.walk(ast.parse((REPOSITORY / "examples" / f"{name}.py").read_text())):
             names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
             names += [node.module] if isinstance(node, ast.ImportFrom) else []
             imported |= {name.partition(".")[0] for name in names}
-    ours = {"clean_env", "lightning_commhooks"}
+    ours = {"clean_env", "digits", "lightning_commhooks"}
     assert imported - ours - sys.stdlib_module_names == {"torch", "lightning", "sklearn", "rich"}
 
 

@@ -126,12 +126,20 @@ def write_section(path: Path, settings: dict[str, Any]) -> None:
     if root is not None and not isinstance(root, yaml.MappingNode):
         raise HookConfigError(f"{path} does not hold settings ('key: value')")
     if path.suffix == ".json" or (root is not None and root.flow_style):  # there are no comments to keep
-        text = json.dumps((yaml.safe_load(before) or {}) | {SECTION: settings}, indent=2) + "\n"
+        values = (yaml.safe_load(before) or {}) | {SECTION: settings}
+        in_json = path.suffix == ".json"
+        text = json.dumps(values, indent=2) + "\n" if in_json else yaml.safe_dump(values, sort_keys=False)
     else:
         text = _without_section(before, root)
         text += "" if not text or text.endswith("\n") else "\n"
         text += yaml.safe_dump({SECTION: settings}, sort_keys=False)
-    _check_readable(path, text)
+    try:
+        yaml.safe_load(text)
+    except yaml.YAMLError as error:  # what stands around the section may need what was there before
+        raise HookConfigError(
+            f"{path} was not changed, because with the new section it would be no YAML any more "
+            f"({' '.join(str(error).split())}). Write the section {SECTION} by hand"
+        ) from error
     path = path.resolve()  # replace the target of a link, not the link
     temporary = path.with_name(f".{path.name}.tmp")
     try:
@@ -141,19 +149,6 @@ def write_section(path: Path, settings: dict[str, Any]) -> None:
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
-
-
-def _check_readable(path: Path, text: str) -> None:
-    """Raise HookConfigError unless `text` is YAML: what stands around the section may need what was there before."""
-    import yaml
-
-    try:
-        yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        raise HookConfigError(
-            f"{path} was not changed, because with the new section it would be no YAML any more "
-            f"({' '.join(str(error).split())}). Write the section {SECTION} by hand"
-        ) from error
 
 
 def _without_section(text: str, root: Any) -> str:
@@ -189,15 +184,15 @@ def _check(args: argparse.Namespace) -> int:
 
 def _described(settings: dict[str, Any]) -> dict[str, str]:
     """Each setting of a file with its value, or what it means; and the step at which compression begins."""
-    from commhooks.hook.for_plugins import COMPRESSORS, OFF, canonical_name
+    from commhooks.hook.for_plugins import OFF, config_class
 
     rows = {name: str(value) for name, value in settings.items()}
-    compressor = COMPRESSORS.get(canonical_name(settings["hook"]) or "")
     if settings["hook"] == OFF:
         rows["hook"] = "none: plain DDP, without a communication hook"
-    if compressor is None:
+    known = config_class(settings["hook"])
+    if known is None:
         return rows
-    known, options = compressor.Config, settings.get("hook_options") or {}
+    options = settings.get("hook_options") or {}
     rows.pop("hook_options", None)
     rows["hook"] = f"{known.hook_name}: {(known.__doc__ or '').strip().splitlines()[0]}"
     rows |= {f"hook_options.{name}": str(value) for name, value in options.items()}

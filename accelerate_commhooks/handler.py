@@ -11,25 +11,14 @@ from accelerate import Accelerator, DistributedDataParallelKwargs, DistributedTy
 from torch.nn.parallel import DistributedDataParallel
 
 from accelerate_commhooks.flags import VARIABLE
-from accelerate_commhooks.prepared import (
-    HookedModel,
-    accelerator_in_construction,
-    calling_accelerator,
-    loss_scale_of,
-)
-from accelerate_commhooks.replicas import check_leaves_something, replicas_of, saved_form, serve_replicas
+from accelerate_commhooks.prepared import HookedModel, accelerator_in_construction, calling_accelerator, loss_scale_of
+from accelerate_commhooks.replicas import check_leaves_something, replicas_of, saved_by_replicas, serve_replicas
 from accelerate_commhooks.requested import DDP_FIELDS, RunValues, checked_request, stock_requests
 from accelerate_commhooks.saving import saved_hooks
 from accelerate_commhooks.settings import NOT_FROM_OUTSIDE, Settings, refuse_to_ignore_the_launcher
-from accelerate_commhooks.trackers import TrackedHooks
-from commhooks import AttachError, CommHook, HookConfigError, attach
+from commhooks import AttachError, CommHook, HookConfigError, HookRunError, attach
 from commhooks.errors import logger_of
-from commhooks.hook.for_plugins import (
-    HookRequest,
-    attach_request,
-    documented_by,
-    unknown_argument,
-)
+from commhooks.hook.for_plugins import PREFIX, HookRequest, Meter, attach_request, documented_by, unknown_argument
 
 logger = logger_of(__name__)
 
@@ -41,13 +30,12 @@ class CommHookKwargs(DistributedDataParallelKwargs):
 
         Accelerator(kwargs_handlers=[CommHookKwargs(hook="powerSGD", bucket_cap_mb=50)])
 
-    All arguments of `DistributedDataParallelKwargs` are accepted. Its `comm_hook`, `comm_wrapper` and
-    `comm_state_option` select the hooks of commhooks by torch's names, so that for an existing handler only the class
-    has to be changed. Every model that the accelerator wraps in DDP gets a hook with its own learned state, which
-    `accelerator.save_state` and `load_state` include. So does a model that it shards by FSDP2 with
-    `ParallelismConfig(dp_replicate_size=R, dp_shard_size=S)`: each of the `R` replicas is sharded over `S` ranks, and
-    the hook averages between the replicas. In all other cases (one process, DeepSpeed, evaluation mode) there is no
-    hook; `is_attached(model)` returns whether there is one.
+    All arguments of `DistributedDataParallelKwargs` are accepted; its `comm_hook`, `comm_wrapper` and
+    `comm_state_option` select the hooks of commhooks by torch's names. Every model that the accelerator wraps in DDP
+    gets a hook with its own learned state, which `save_state` and `load_state` include. So does a model that it shards
+    by FSDP2 with `ParallelismConfig(dp_replicate_size=R, dp_shard_size=S)`: each of the `R` replicas is sharded over
+    `S` ranks, and the hook averages between them. In all other cases (one process, DeepSpeed, evaluation mode) there is
+    no hook; `is_attached(model)` returns whether there is one.
 
     Without `hook` the settings come from `accelerate-commhooks launch`, or from the YAML file that the environment
     variable ACCELERATE_COMM_HOOK_CONFIG names. Arguments given here override the same settings there.
@@ -64,9 +52,8 @@ class CommHookKwargs(DistributedDataParallelKwargs):
         hook_options, hook_state, wrapper, strict, total_steps, check_every, ranks_per_node: as in `commhooks.attach`.
 
     Raises:
-        commhooks.HookConfigError: at construction, for an unknown hook or option (the message suggests the closest
-            match), a value of the wrong type, or an invalid combination. In `prepare`, where FSDP leaves nothing to a
-            hook: FSDP1, or FSDP2 without `ParallelismConfig`.
+        commhooks.HookConfigError: at construction, for an unknown hook or option, a value of the wrong type, or an
+            invalid combination. In `prepare`, where FSDP1, or FSDP2 without `ParallelismConfig`, leaves nothing to it.
     """
 
     hook: Any = field(default=None, kw_only=True)
@@ -92,22 +79,21 @@ class CommHookKwargs(DistributedDataParallelKwargs):
     def __post_init__(self) -> None:
         self._given: frozenset[str]
         self._hooked: list[HookedModel] = []
-        self._tracked = TrackedHooks()
+        self._meter = Meter()
         self._settings = NOT_FROM_OUTSIDE
         self._warned_alone = False
         self.run_values = RunValues()
-        given = None if self._asks_for_something() else Settings.from_environment()
+        asks = self.hook is not None or "hook" in self._given or stock_requests(self)
+        given = None if asks else Settings.from_environment()
         if given is None:
-            self._checked_request()
+            checked_request(self)
             return
         with given.locating_errors(but=self._given):
             for name, value in given.arguments().items():
-                if name == "hook" or name not in self._given:
+                if name not in self._given:
                     setattr(self, name, value)
-            self._checked_request()
+            checked_request(self)
         self._settings = given.noting("read")
-
-    # ---- what users call ---------------------------------------------------------------------------------------------
 
     @classmethod
     def from_config(cls, path: str | Path | None = None, *, overrides: Iterable[str] = ()) -> "CommHookKwargs":
@@ -140,8 +126,7 @@ class CommHookKwargs(DistributedDataParallelKwargs):
     @property
     def attached(self) -> CommHook | None:
         """The hook of the model that was prepared last and still exists: `stats()`, `plan()`. None without a model."""
-        hooks = self.attached_hooks
-        return hooks[-1] if hooks else None
+        return next(reversed(self.attached_hooks), None)
 
     @property
     def attached_hooks(self) -> list[CommHook]:
@@ -151,7 +136,7 @@ class CommHookKwargs(DistributedDataParallelKwargs):
     @property
     def off(self) -> bool:
         """Whether the handler is for DDP without a hook: `hook=None`."""
-        return self._checked_request().off
+        return checked_request(self).off
 
     @property
     def given(self) -> Set[str]:
@@ -168,11 +153,11 @@ class CommHookKwargs(DistributedDataParallelKwargs):
             if step % 50 == 0:
                 handler.log(accelerator, step=step)
 
-        The names are those of `commhooks.hook.metrics`: `commhooks/bytes_per_pass` and so on, `commhooks/1/...` for the
-        second of several models; means are since the previous call. Without a hook, as in one process, nothing is
-        logged. Gradients are read from `.grad`: call this after `optimizer.step()` and before `optimizer.zero_grad()`;
-        otherwise the two metrics that need them are omitted. It does not communicate: all ranks may call it, or only
-        the main process. The cosine is included if `handler.attached.sample_cosine(N)` was called.
+        The names are those of `commhooks.hook.metrics`, with `commhooks/1/...` for the second of several models; means
+        are since the previous call. Without a hook nothing is logged. Gradients are read from `.grad`: call this after
+        `optimizer.step()` and before `optimizer.zero_grad()`, or the two metrics that need them are omitted. It does
+        not communicate: all ranks may call it, or only the main process. The cosine is included if
+        `handler.attached.sample_cosine(N)` was called.
 
         Args:
             accelerator: the accelerator with the trackers (`Accelerator(log_with=...)` with `init_trackers`).
@@ -186,7 +171,18 @@ class CommHookKwargs(DistributedDataParallelKwargs):
             return  # Accelerate 1.15 creates trackers on the main process only
         if accelerator.distributed_type is DistributedType.NO:
             self.warn_alone()
-        self._tracked.log(accelerator, self.attached_hooks, step, per_layer=per_layer)
+        if not accelerator.trackers:
+            missing = "" if accelerator.log_with else "Accelerator(log_with=...) with a tracker that is installed, and "
+            raise HookRunError(
+                f"CommHookKwargs.log: this accelerator has no trackers; it needs {missing}a call of "
+                "accelerator.init_trackers(...) before"
+            )
+        values: dict[str, float] = {}
+        for number, hook in enumerate(self.attached_hooks):
+            prefix = f"{PREFIX}/{number}" if number else PREFIX
+            values |= self._meter.read(hook, per_layer=per_layer, prefix=prefix)
+        if values:
+            accelerator.log(values, step=step)
 
     def attach(self, accelerator: Accelerator) -> "CommHookKwargs":
         """Use this handler in an existing accelerator, for the models that it prepares from now on.
@@ -219,10 +215,8 @@ class CommHookKwargs(DistributedDataParallelKwargs):
                 "%s: there is one rank, so nothing is sent. Accelerate does not wrap its model in DDP: there is no "
                 "hook, and the gradients are exact. Start the script with torchrun or accelerate launch for several "
                 "ranks.",
-                self._checked_request().name,
+                checked_request(self).name,
             )
-
-    # ---- what Accelerate calls ---------------------------------------------------------------------------------------
 
     @property  # type: ignore[misc]
     def __class__(self) -> type:
@@ -240,23 +234,20 @@ class CommHookKwargs(DistributedDataParallelKwargs):
 
     def register_comm_hook(self, model: DistributedDataParallel) -> None:
         """Attach a hook to a model that has just been wrapped. Every rank must call this."""
-        self._attach(model, self._checked_request(), calling_accelerator(self))
+        self._attach(model, checked_request(self), calling_accelerator(self))
 
     def attach_to_replica(self, accelerator: Accelerator, model: torch.nn.Module) -> None:
         """Attach a hook to a model that `accelerator` has just sharded by FSDP2 within each replica. Every rank must
         call this. A hook that the model has from an earlier `prepare` is taken off."""
-        request = self._checked_request()
+        request = checked_request(self)
         if request.off:
             self._settings.noting("attached")
             return
-        form = saved_form(request, given="save_residual" in self.given)
+        request = saved_by_replicas(request, given="save_residual" in self.given)
         for earlier in [each.hook for each in self._hooked if each.is_of(model)]:
             if earlier is not None:
                 earlier.detach()
-        request = dataclasses.replace(request, save_residual=form)
         self._attach(model, request, accelerator, replicate_group=replicas_of(accelerator))
-
-    # ---- what Python calls -------------------------------------------------------------------------------------------
 
     def __repr__(self) -> str:
         fields = ((f, getattr(self, f.name)) for f in dataclasses.fields(self))
@@ -267,13 +258,9 @@ class CommHookKwargs(DistributedDataParallelKwargs):
     def __eq__(self, other: object) -> bool:
         return type(other) is type(self) and _values(self) == _values(other)
 
-    __hash__ = None  # type: ignore[assignment]
-
     def __reduce__(self) -> tuple[Any, ...]:
         # Pickles and copies contain the configuration, never the hooks of wrapped models.
         return _rebuild, (type(self), _values(self)), {"_settings": self._settings, "_given": self._given}
-
-    # ---- helpers -----------------------------------------------------------------------------------------------------
 
     def _attach(
         self, model: torch.nn.Module, request: HookRequest, accelerator: Accelerator | None, **groups: Any
@@ -298,14 +285,6 @@ class CommHookKwargs(DistributedDataParallelKwargs):
             saved_hooks(accelerator).add(hooked)
         else:
             logger.warning("hook %r was not attached by an accelerator: no save_state saves its state.", hook.name)
-
-    def _checked_request(self) -> HookRequest:
-        """Made at each call, because the fields of Accelerate's handlers may be changed."""
-        return checked_request(self, asked=self._asks_for_something())
-
-    def _asks_for_something(self) -> bool:
-        """Whether a hook, or explicitly none, was given here, so that no settings from outside are needed."""
-        return self.hook is not None or "hook" in self._given or bool(stock_requests(self))
 
 
 def _values(handler: Any) -> dict[str, Any]:

@@ -31,7 +31,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from accelerate_commhooks.flags import SECTION, VARIABLE
 from accelerate_commhooks.handler import CommHookKwargs
 from accelerate_commhooks.replicas import WITH_REPLICAS
-from accelerate_commhooks.settings import HOW_TO_WRITE, WHAT_TO_DO, Settings, has_section
+from accelerate_commhooks.settings import HOW_TO_WRITE, WHAT_TO_DO, Settings, load
 from commhooks import HookConfigError
 
 WHAT_IT_ADDS = (
@@ -93,10 +93,8 @@ def launch(arguments: list[str]) -> int:
             reminder.cancel()
         if status == 0 and watched:
             # Accelerate's launcher has merged its configuration into `args`.
-            sentence = unused(
-                args.training_script, given, several_processes=(args.multi_gpu or args.use_fsdp) and not args.cpu
-            )
-            if sentence is not None:
+            several = (args.multi_gpu or args.use_fsdp) and not args.cpu
+            if sentence := unused(args.training_script, given, several_processes=several):
                 print(f"accelerate-commhooks launch: error: {sentence}", file=sys.stderr)
                 return 1
     return status
@@ -123,13 +121,13 @@ def read_as_accelerate(file: str) -> dict[str, Any]:
 
 def _settings(file: str | None) -> Settings:
     outside = os.environ.get(VARIABLE, "").strip()
-    if file is not None and has_section(file):
+    if file is not None and SECTION in (loaded := load(file)):
         if outside:
             raise HookConfigError(
                 f"{file} has a section {SECTION!r}, and {VARIABLE}={outside}: both ask for a communication hook. Unset "
                 "the variable or remove the section"
             )
-        return Settings.read(file)
+        return Settings.of_file(file, loaded)
     given = Settings.from_environment()
     if given is None:
         where = (
@@ -284,8 +282,7 @@ def _as_shell(returncode: int) -> int:
 
 
 def _remind(script: str, given: Settings) -> None:
-    if given.used is not None and not given.noted("read"):
-        sentence = unused(script, given, several_processes=False)
+    if given.used is not None and (sentence := unused(script, given, several_processes=False)):
         print(f"accelerate-commhooks launch: until now, {sentence}", file=sys.stderr)
 
 

@@ -42,8 +42,8 @@ class HookedModel:
 
     def is_of(self, model: torch.nn.Module) -> bool:
         """Whether `model` is the wrapped model, the module inside it, or a compiled form of one of them."""
-        known, inner = self._model(), _not_compiled(model)
-        return self.hook is not None and known is not None and (inner is known or inner is self.module)
+        inner = _not_compiled(model)
+        return self.hook is not None and (inner is self._model() or inner is self.module)
 
 
 def unwrapped(model: torch.nn.Module) -> torch.nn.Module:

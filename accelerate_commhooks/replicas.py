@@ -8,6 +8,7 @@ for these dimensions (`fsdp_dim_names`); while `prepare` runs, the answer is tha
 
 import contextlib
 import copy
+import dataclasses
 import functools
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
@@ -31,29 +32,21 @@ _REPLICAS = "dp_replicate"
 
 
 def check_leaves_something(accelerator: Accelerator) -> None:
-    """Check that something of the work of `accelerator` is left to a hook.
+    """Check that something of the work of `accelerator` is left to a hook. Of one that shards, one replica is enough
+    where `ParallelismConfig` asks for it: a run that has lost the others goes on, as with DDP and one rank.
 
     Raises:
-        HookConfigError: it is not.
+        HookConfigError: it is not; the message says what to write.
     """
     kind = accelerator.distributed_type
-    if kind is DistributedType.FSDP:
-        check_replicas(accelerator)
     # NO: one process without communication; the same script may be started with several processes later.
-    elif kind is not DistributedType.NO and not kind.name.startswith("MULTI_"):
+    if kind is DistributedType.NO or kind.name.startswith("MULTI_"):
+        return
+    if kind is not DistributedType.FSDP:
         raise HookConfigError(
             f"this accelerator runs with {kind}, where models are not wrapped in "
             "DistributedDataParallel: there is nothing to attach a communication hook to"
         )
-
-
-def check_replicas(accelerator: Accelerator) -> None:
-    """Check that an accelerator that shards leaves something to a hook. One replica is enough where `ParallelismConfig`
-    asks for it: a run that has lost the others goes on, as with DDP and one rank.
-
-    Raises:
-        HookConfigError: it does not; the message says what to write.
-    """
     config = accelerator.parallelism_config
     if not accelerator.is_fsdp2:
         raise HookConfigError(
@@ -74,15 +67,16 @@ def check_replicas(accelerator: Accelerator) -> None:
 
 
 def replicas_of(accelerator: Accelerator) -> dist.ProcessGroup:
-    """The ranks that hold the same shard as this one, of an accelerator that has passed `check_replicas`. All ranks
-    must call this."""
+    """The ranks that hold the same shard as this one, of an accelerator that has passed `check_leaves_something`.
+    All ranks must call this."""
     if accelerator.parallelism_config.dp_replicate_enabled:
         return accelerator.torch_device_mesh[_REPLICAS].get_group()
     return dist.new_group([dist.get_rank()], use_local_synchronization=True)  # one replica
 
 
-def saved_form(request: HookRequest, *, given: bool) -> str:
-    """The `save_residual` of a model that is sharded within replicas. `given`: the user has given that of `request`.
+def saved_by_replicas(request: HookRequest, *, given: bool) -> HookRequest:
+    """`request` with the `save_residual` of a model that is sharded within replicas. `given`: the user has given that
+    of `request`.
 
     Raises:
         HookConfigError: it cannot be that one.
@@ -92,7 +86,7 @@ def saved_form(request: HookRequest, *, given: bool) -> str:
             "save_residual='per_rank' with a model sharded by FSDP2: its checkpoints hold the mean over the "
             "replicas, 'mean' (the default), or no residuals, 'drop'"
         )
-    return "drop" if request.save_residual == "drop" else "mean"
+    return dataclasses.replace(request, save_residual="drop" if request.save_residual == "drop" else "mean")
 
 
 def serve_replicas(accelerator: Accelerator, handler: "CommHookKwargs") -> None:
@@ -133,7 +127,7 @@ def serve_replicas(accelerator: Accelerator, handler: "CommHookKwargs") -> None:
 @contextlib.contextmanager
 def _within_replicas(accelerator: Accelerator) -> Iterator[None]:
     """Accelerate shards over the mesh of this replica."""
-    check_replicas(accelerator)
+    check_leaves_something(accelerator)
     config = accelerator.parallelism_config
     names = [name for name in config.fsdp_dim_names if name != _REPLICAS]
     narrowed = copy.copy(config)

@@ -19,8 +19,8 @@ DDP_FIELDS = [f for f in dataclasses.fields(DistributedDataParallelKwargs) if f.
 _NO = DDPCommunicationHookType.NO
 
 
-def checked_request(handler: "CommHookKwargs", *, asked: bool) -> HookRequest:
-    """What the fields of `handler` ask for. `asked`: they ask for something, if only for no hook.
+def checked_request(handler: "CommHookKwargs") -> HookRequest:
+    """What the fields of `handler` ask for now: those of Accelerate's handlers may be changed.
 
     Raises:
         HookConfigError: as `CommHookKwargs`.
@@ -39,7 +39,7 @@ def checked_request(handler: "CommHookKwargs", *, asked: bool) -> HookRequest:
         )
     if stock:
         hook, options, wrapper = _translated(handler)
-    if not asked:
+    elif hook is None and "hook" not in handler._given:
         raise HookConfigError(
             f"CommHookKwargs needs hook=: {HOOKS}; or settings from outside, by `accelerate-commhooks launch` or a "
             f"YAML file named in {VARIABLE}. hook=None is DDP without a hook"

@@ -14,6 +14,8 @@ Accelerate does with such a model:
     comm_hook    comm_hook_1
 """
 
+import functools
+import itertools
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -55,7 +57,7 @@ class SavedHooks:
         self._models: list[HookedModel] = []
         self._loaded_early: dict[int, tuple[dict[str, Any], Path]] = {}
         accelerator.register_save_state_pre_hook(self._save)
-        accelerator.register_load_state_pre_hook(self._load)
+        accelerator.register_load_state_pre_hook(lambda models, folder: self.load(folder))
 
     def add(self, model: HookedModel) -> None:
         """Add a newly prepared model; a state loaded for it earlier is applied now."""
@@ -100,29 +102,30 @@ class SavedHooks:
         when they are.
 
         Raises:
-            PayloadError: a file is damaged or does not fit; nothing was changed.
+            PayloadError: a file is damaged or does not fit. Nothing was changed, but models of which the folder, as of
+                one that is sharded, was read before.
         """
         if self._live_accelerator().distributed_type is DistributedType.NO and not self._models:
             return  # no model will have a hook
         # Check everything before applying anything, so that an error leaves all models unchanged.
+        folders: list[Callable[[], None]] = []  # which are checked where they are read
         take_over: list[Callable[[], None]] = []
         early: dict[int, tuple[dict[str, Any], Path]] = {}
-        number = 0
-        while number < len(self._models) or _path(folder, number).exists():
+        for number in itertools.count():
             path, known = _path(folder, number), number < len(self._models)
+            if not known and not path.exists():
+                break
             hook = self._models[number].hook if known else None
             if known and self._models[number].is_sharded:
                 if hook is not None:
-                    self._load_folder(folder, number, hook)
-                number += 1
+                    folders.append(functools.partial(self._load_folder, folder, number, hook))
                 continue
             saved = self._read(path, hook)
             if saved is not None and hook is not None:
                 take_over.append(_checked(hook, saved, path))
             if saved is not None and (not known or self._freed()):
                 early[number] = saved, path
-            number += 1
-        for each in take_over:
+        for each in (*folders, *take_over):
             each()
         self._loaded_early = early
 
@@ -133,9 +136,6 @@ class SavedHooks:
         everywhere = accelerator.project_configuration.save_on_each_node
         main = accelerator.is_local_main_process if everywhere else accelerator.is_main_process
         self.save(output_dir, writes_shared=main)
-
-    def _load(self, models: list[torch.nn.Module], input_dir: str) -> None:
-        self.load(input_dir)
 
     # ---- helpers -----------------------------------------------------------------------------------------------------
 

@@ -26,10 +26,9 @@ from accelerate_commhooks.requested import DDP_FIELDS
 from commhooks.errors import HookConfigError
 from commhooks.hook.for_plugins import (
     ARGUMENTS,
-    COMPRESSORS,
     OFF,
-    canonical_name,
     closest,
+    config_class,
     converted,
     import_path,
     means_no_hook,
@@ -78,7 +77,11 @@ class Settings:
     def read(cls, path: str | Path, overrides: Iterable[str] = ()) -> "Settings":
         """The settings in a YAML file: its section, or the whole file if there is none. Each override, "key=value" or
         "hook_options.key=value", replaces a value of the file."""
-        loaded = _load(path)
+        return cls.of_file(path, load(path), overrides)
+
+    @classmethod
+    def of_file(cls, path: str | Path, loaded: Any, overrides: Iterable[str] = ()) -> "Settings":
+        """As `read`, of what `load` has returned for the file."""
         section = SECTION if SECTION in loaded else ""
         if not section and ("compute_environment" in loaded or "distributed_type" in loaded):
             raise HookConfigError(
@@ -176,14 +179,11 @@ def refuse_to_ignore_the_launcher(hook: object) -> None:
         )
 
 
-def has_section(path: str | Path) -> bool:
-    return SECTION in _load(path)
-
-
 # ------------------------------------------------------------------------------------------------------------- reading
 
 
-def _load(path: str | Path) -> Any:
+def load(path: str | Path) -> Any:
+    """The content of a YAML file, as OmegaConf's `DictConfig`."""
     from omegaconf import DictConfig, OmegaConf  # a local import, because it is slow
     from omegaconf.errors import OmegaConfBaseException
 
@@ -238,9 +238,8 @@ def _checked(source: str, values: Any) -> dict[str, Any]:
         what = "is empty" if not values else f"is a {type(values).__name__}, not settings ('key: value')"
         where = _place(source).rstrip(": ")
         raise HookConfigError(f"{where} {what}; it needs at least 'hook: powerSGD' or another hook")
-    hook = values.get("hook")
-    compressor = COMPRESSORS.get(canonical_name(hook) or "") if isinstance(hook, str) else None
-    options = () if compressor is None else [each.name for each in dataclasses.fields(compressor.Config)]
+    known = config_class(values.get("hook"))
+    options = () if known is None else [each.name for each in dataclasses.fields(known)]
     for name in values:
         if name in options and name not in _NAMES:
             raise HookConfigError(f"{_place(source, name)}: it is an option of the hook: move it into hook_options")
@@ -251,8 +250,7 @@ def _checked(source: str, values: Any) -> dict[str, Any]:
         values = values | {"hook": OFF}
     settings = _typed(source, CommHookConfig, values)
     given = settings.get("hook_options")
-    if given and compressor is not None:
-        known = compressor.Config
+    if given and known is not None:
         _check_keys(source, given, options, f"hook {known.hook_name!r} has no such option", "hook_options")
         settings["hook_options"] = _typed(source, known, given, "hook_options")
     return settings

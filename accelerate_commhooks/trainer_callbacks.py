@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 from transformers import PrinterCallback, ProgressCallback, Trainer, TrainerCallback
 from transformers.trainer_jit_checkpoint import JITCheckpointCallback
+from transformers.trainer_utils import IntervalStrategy
 
 from accelerate_commhooks.saving import saved_hooks
 from commhooks import AttachError
@@ -18,8 +19,8 @@ logger = logger_of(__name__)
 
 
 class HookCallback(TrainerCallback):
-    """Prepares the hook between wrapping and the first step, closes it after the last one, and checks that each
-    checkpoint contains it."""
+    """Prepares the hook between wrapping and the first step, reads its metrics, closes it after the last step, and
+    checks that each checkpoint contains it."""
 
     def __init__(self, trainer: "CommHookTrainerMixin") -> None:
         self.trainer: CommHookTrainerMixin = weakref.proxy(trainer)  # which holds this callback
@@ -39,7 +40,11 @@ class HookCallback(TrainerCallback):
             )
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.trainer._read_metrics()
+        """Read the metrics for the step that is about to be made, while its gradients are there."""
+        step = state.global_step + 1
+        due = args.logging_strategy == IntervalStrategy.STEPS and step % (state.logging_steps or step + 1) == 0
+        if due or step == 1 and args.logging_first_step:
+            self.trainer._metrics_at = {step: self.trainer._metrics()}
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if (hook := self.trainer.comm_hook) is not None:

@@ -20,14 +20,14 @@ with needed(
 ):
     from accelerate import DistributedDataParallelKwargs
     from transformers import Trainer, TrainingArguments
-    from transformers.trainer_utils import IntervalStrategy, get_last_checkpoint
+    from transformers.trainer_utils import get_last_checkpoint
 
 from accelerate_commhooks.handler import CommHookKwargs
 from accelerate_commhooks.saving import saved_hooks
-from accelerate_commhooks.trackers import TrackedHooks
 from accelerate_commhooks.trainer_callbacks import HookCallback, print_no_metrics, save_between_steps
 from commhooks import CommHook, HookConfigError, attach
 from commhooks.hook.for_plugins import (
+    Meter,
     arguments_in,
     documented_by,
     misplaced_option,
@@ -88,7 +88,7 @@ class CommHookTrainerMixin(_Base):
         self._resume_folder: str | None = None
         self._saved_at_step: int | None = None
         self._closed_hook: CommHook | None = None  # a sharded model does not keep it
-        self._tracked = TrackedHooks()
+        self._meter = Meter()
         self._metrics_at: dict[int, dict[str, float]] = {}
         super().__init__(*args, **kwargs)
         self.add_callback(HookCallback(self))
@@ -140,19 +140,11 @@ class CommHookTrainerMixin(_Base):
             logs.update(self._metrics_at.pop(self.state.global_step, {}) or self._metrics())
         super().log(logs, *args, **kwargs)
 
-    def _read_metrics(self) -> None:
-        """Read the metrics for the step that is about to be made, while its gradients are there."""
-        state, args = self.state, self.args
-        step = state.global_step + 1
-        due = args.logging_strategy == IntervalStrategy.STEPS and step % (state.logging_steps or step + 1) == 0
-        if due or step == 1 and args.logging_first_step:
-            self._metrics_at = {step: self._metrics()}
-
     def _metrics(self) -> dict[str, float]:
         """The metrics of the hook since the last call, if this rank reports to somebody."""
         if self.comm_hook is None or not self.args.report_to or not self.is_world_process_zero():
             return {}
-        return self._tracked.read(self.comm_hook)
+        return self._meter.read(self.comm_hook)
 
     def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
         """As `Trainer.evaluate`, of the model that all ranks have in common."""

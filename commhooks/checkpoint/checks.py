@@ -22,11 +22,7 @@ FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 def check_header(payload: object) -> dict[str, Any]:
-    """Check the keys that the payloads of all hooks have. Returns the payload.
-
-    Raises:
-        PayloadError: not a payload, or a version that this release cannot read.
-    """
+    """Check the keys that the payloads of all hooks have. Returns the payload."""
     if not isinstance(payload, dict) or not _is(payload.get("format"), "commhooks"):
         raise PayloadError(
             f"this is not the state of a commhooks hook (a {type(payload).__name__} without format='commhooks'); "
@@ -59,11 +55,7 @@ def check_header(payload: object) -> dict[str, Any]:
 
 
 def check_learned(payload: dict[str, Any]) -> None:
-    """Check the further keys of a payload with learned state.
-
-    Raises:
-        PayloadError: a key is missing, or its value does not conform to the format.
-    """
+    """Check the further keys of a payload with learned state."""
     check_count(payload, "nonfinite_steps", 0)
     world_size = check_world_size(payload)
     scale: Any = payload.get("loss_scale")
@@ -98,9 +90,6 @@ def check_range(name: str, entry: dict[str, Any], dtype: torch.dtype, loss_scale
 
     Finite is not enough: the sum of a row of the largest numbers, or a change of the loss scale, would yield inf. A
     non-finite step is never committed, so no later step could be committed either.
-
-    Raises:
-        PayloadError: a number is too large.
     """
     largest = torch.finfo(dtype).max
     where = f"parameters[{shown(name)}]"
@@ -182,9 +171,6 @@ def check_tensor(value: Any, where: str) -> None:
 
     Non-finite numbers are rejected: a non-finite step is never committed, so no hook saves such numbers, and a hook
     that loaded one could never commit a step.
-
-    Raises:
-        PayloadError: it is not such a tensor.
     """
     plain = type(value) in (torch.Tensor, torch.nn.Parameter)
     if not plain or value.layout != torch.strided or value.is_nested or value.device.type == "meta":

@@ -102,9 +102,9 @@ class Pending:
         Raises:
             HookRunError: another rank has failed, or did not take part within the process group's timeout.
         """
+        counters, device = self._counters, self.answer.device
         try:
-            clocks = None if self._counters is None else self._counters.clocks
-            with contextlib.nullcontext() if clocks is None else clocks.measure(self.answer.device, waiting=True):
+            with contextlib.nullcontext() if counters is None else counters.clocks.measure(device, waiting=True):
                 self._work.wait()
         except RuntimeError as error:
             raise collective_error(self.what, self._group, error) from error
@@ -168,6 +168,8 @@ def start(
     counted = send.counted_bytes(group.size())
     answer = send.tensor
     work: dist.Work | MessageWork
+    if send.op == "all_to_all" and send.splits is None:
+        _check_rows(send.tensor, group, what)
     try:
         if send.op == "gather":
             own, sizes = send.tensor.contiguous(), None
@@ -188,7 +190,6 @@ def start(
         elif send.op == "all_to_all":
             sent = arriving = None
             if send.splits is None:
-                _check_rows(send.tensor, group, what)
                 answer = torch.empty_like(send.tensor, memory_format=torch.contiguous_format)
             else:
                 sent, arriving = map(list, send.splits)
@@ -237,11 +238,7 @@ def gather_rows(own: torch.Tensor, group: dist.ProcessGroup, counters: Counters 
 
 
 def gather_bytes(own: bytes, group: dist.ProcessGroup, device: torch.device, what: str) -> list[bytes]:
-    """Gather `own` of every rank. All ranks of `group` must call this.
-
-    Raises:
-        HookRunError: another rank has failed, or did not take part within the process group's timeout.
-    """
+    """Gather `own` of every rank, as `gather_rows` does; their lengths may differ."""
     lengths = gather_rows(torch.tensor([len(own)], device=device), group, None, what).flatten().tolist()
     padded = torch.zeros(max(lengths), dtype=torch.uint8)
     if own:
@@ -284,6 +281,4 @@ def collective_error(what: str, group: dist.ProcessGroup, error: RuntimeError) -
 def new_future(device: torch.device) -> torch.futures.Future[torch.Tensor]:
     """A future for a tensor on `device`. On CUDA it must be created with the device: otherwise it accepts the tensor,
     but its waiters do not synchronise with the stream and read too early."""
-    if device.type == "cpu":
-        return torch.futures.Future()
-    return torch.futures.Future(devices=[device])
+    return torch.futures.Future(devices=[] if device.type == "cpu" else [device])

@@ -13,7 +13,7 @@ node:
 import math
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -25,8 +25,8 @@ from commhooks.comm.collective import Op, gather_rows
 Backend = Literal["nccl", "gloo"]
 
 _ENOUGH_S = 0.05
-_LARGEST_BYTES = 32 * 2**20
-_SMALLEST_BYTES = 64 * 2**10
+LARGEST_BYTES = 32 * 2**20
+SMALLEST_BYTES = 64 * 2**10
 _REPEATS = 3
 LONG_ROUND_TRIP_S = 0.01
 """From here on round trips are what small messages cost: between regions 20 ms and more, inside one less than 1 ms."""
@@ -108,19 +108,16 @@ def measure_link(group: dist.ProcessGroup, device: torch.device) -> Link:
     began = time.perf_counter()
     one = torch.ones(1, device=device)
     latency_s = statistics.median(_all_reduce_s(one, group) for _ in range(2 + _REPEATS))
-    buffer = torch.ones(_SMALLEST_BYTES // 4, device=device)
-    while True:
-        took_s = _all_reduce_s(buffer, group)
-        if took_s >= enough_s(latency_s) or buffer.nbytes >= _LARGEST_BYTES:
-            break
+    buffer = torch.ones(SMALLEST_BYTES // 4, device=device)
+    took_s = _all_reduce_s(buffer, group)
+    while took_s < enough_s(latency_s) and buffer.nbytes < LARGEST_BYTES:
         larger = _twice(buffer, group)
         if larger is None:
             break
-        buffer = larger
+        buffer, took_s = larger, _all_reduce_s(larger, group)
     # The first all-reduce of a size uses fresh memory; the fastest one was disturbed least.
     took_s = min(took_s, *(_all_reduce_s(buffer, group) for _ in range(_REPEATS)))
-    sent_s = max(took_s - latency_s, took_s / 10)
-    mbit_per_s = Network(group.size(), 1e6).seconds(buffer.nbytes) / sent_s
+    mbit_per_s = Network(group.size(), 1e6).seconds(buffer.nbytes) / without_latency_s(took_s, latency_s)
     return Link(mbit_per_s, 1000 * latency_s, _slowest(time.perf_counter() - began, group, device))
 
 
@@ -144,6 +141,11 @@ def enough_s(latency_s: float) -> float:
     return max(_ENOUGH_S, 8 * latency_s)
 
 
+def without_latency_s(took_s: float, latency_s: float) -> float:
+    """What the bytes of a message took: a tenth of its time, at least."""
+    return max(took_s - latency_s, took_s / 10)
+
+
 def _twice(buffer: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor | None:
     """A buffer of twice the size; None on all ranks if one of them has no memory for it."""
     try:
@@ -159,13 +161,19 @@ def synchronize(device: torch.device) -> None:
         torch.accelerator.synchronize(device)
 
 
+def seconds_of(work: Callable[[], object], device: torch.device) -> float:
+    """Seconds that `work` takes, with all that it queues on the device."""
+    synchronize(device)
+    began = time.perf_counter()
+    work()
+    synchronize(device)
+    return time.perf_counter() - began
+
+
 def _all_reduce_s(buffer: torch.Tensor, group: dist.ProcessGroup) -> float:
     """Seconds of one all-reduce on the slowest rank."""
-    synchronize(buffer.device)
-    began = time.perf_counter()
-    dist.all_reduce(buffer, group=group)
-    synchronize(buffer.device)
-    return _slowest(time.perf_counter() - began, group, buffer.device)
+    own = seconds_of(lambda: dist.all_reduce(buffer, group=group), buffer.device)
+    return _slowest(own, group, buffer.device)
 
 
 def _slowest(own: float, group: dist.ProcessGroup, device: torch.device) -> float:

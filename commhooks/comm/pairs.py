@@ -2,7 +2,6 @@
 
 import itertools
 import statistics
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -10,11 +9,10 @@ import torch
 import torch.distributed as dist
 
 from commhooks.comm.collective import collective_error
-from commhooks.comm.link import enough_s, synchronize
+from commhooks.comm.link import LARGEST_BYTES, SMALLEST_BYTES, enough_s, seconds_of, without_latency_s
 
 MOST = 66
 """Pairs that are measured: those of 12 ranks. Each takes a quarter of a second on a fast network."""
-_SMALLEST_BYTES, _LARGEST_BYTES = 64 * 2**10, 32 * 2**20
 _PINGS = 5
 
 
@@ -71,24 +69,22 @@ def measure_pairs(pairs: Sequence[tuple[int, int]], group: dist.ProcessGroup, de
 def _ask(other: int, group: dist.ProcessGroup, device: torch.device) -> tuple[float, float]:
     """Mbit/s and ms, measured by the first rank of a pair."""
 
-    def there_and_back_s(size: int) -> float:
-        synchronize(device)
-        began = time.perf_counter()
+    def there_and_back(size: int) -> None:
         _send(torch.tensor([size]), other, group, device)
-        if size:
-            _send(torch.zeros(size // 4), other, group, device)
-            _receive(torch.zeros(1), other, group, device)
-        synchronize(device)
-        return time.perf_counter() - began
+        _send(torch.zeros(size // 4), other, group, device)
+        _receive(torch.zeros(1), other, group, device)
+
+    def there_and_back_s(size: int) -> float:
+        return seconds_of(lambda: there_and_back(size), device)
 
     round_trip_s = statistics.median([there_and_back_s(4) for _ in range(1 + _PINGS)][1:])
-    size, took_s = _SMALLEST_BYTES, there_and_back_s(_SMALLEST_BYTES)
-    while took_s < enough_s(round_trip_s) and size < _LARGEST_BYTES:
+    size, took_s = SMALLEST_BYTES, there_and_back_s(SMALLEST_BYTES)
+    while took_s < enough_s(round_trip_s) and size < LARGEST_BYTES:
         size *= 2
         took_s = there_and_back_s(size)
     took_s = min(took_s, there_and_back_s(size))
-    there_and_back_s(0)
-    return 8e-6 * size / max(took_s - round_trip_s, took_s / 10), 500 * round_trip_s
+    _send(torch.tensor([0]), other, group, device)  # the end
+    return 8e-6 * size / without_latency_s(took_s, round_trip_s), 500 * round_trip_s
 
 
 def _answer(one: int, group: dist.ProcessGroup, device: torch.device) -> None:

@@ -1,10 +1,12 @@
-"""Import objects that a user names as `package.module:name`: a hook, its state, a function that builds a model."""
+"""Import objects that a user names as `package.module:name`: a hook, its state, a function that builds a model. And
+whether such a function takes its arguments."""
 
 import contextlib
 import importlib
+import inspect
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from commhooks.errors import CommHookError, HookConfigError, closest
@@ -44,6 +46,17 @@ def import_path(
         hint = f"; start where `import {module_name}` works" if missing else ""
         raise error_class(f"{said}: cannot import {module_name!r}: {error}{hint}") from error
     return _attribute(found, name, said, error_class)
+
+
+def why_not_called(function: Callable[..., Any], *arguments: object) -> str:
+    """Why `function` cannot be called with these arguments; "" if it can, or does not tell."""
+    try:
+        inspect.signature(function).bind(*arguments)
+    except TypeError as error:
+        return str(error)
+    except ValueError:  # a builtin without a signature
+        pass
+    return ""
 
 
 def _attribute(module: Any, name: str, said: str, error_class: type[CommHookError]) -> Any:

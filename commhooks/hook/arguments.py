@@ -58,7 +58,7 @@ def unknown_argument(
 def misplaced_option(caller: str, name: str, value: object, hook: object) -> HookConfigError | None:
     """The error if `name` is exactly the name of an option of `hook`, for callers that do not know all of their
     arguments."""
-    config = _config_class(hook)
+    config = config_class(hook)
     return None if config is None or name not in _options(config) else unknown_argument(caller, name, value, hook, ())
 
 
@@ -69,7 +69,7 @@ def unknown_flag(flag: str, value: str, hook: str, known: Collection[str], optio
         option, config = _meant(flag.lstrip("-").replace("-", "_"), hook, ())
         if config is not None:
             written = f"{options_flag} {_on_command_line(option, value)}"
-            if config is _config_class(hook):
+            if config is config_class(hook):
                 return f"there is no flag {flag}; {option} is an option of the hook: write {written}"
             return (
                 f"there is no flag {flag}; {option} is an option of hook {config.hook_name!r}: write --hook "
@@ -124,7 +124,7 @@ def _meant(name: str, hook: object, known: Collection[str]) -> tuple[str, type[H
     """The option that `name` probably means, with the config of `hook`, or of `ELSEWHERE`, that has it. ("", None) if
     an argument of the caller is as likely."""
     for each in (hook, ELSEWHERE):
-        config = _config_class(each)
+        config = config_class(each)
         options = [] if config is None else _options(config)
         found = name if name in options else closest_name(name, options)
         if found is None:
@@ -138,7 +138,7 @@ def _meant(name: str, hook: object, known: Collection[str]) -> tuple[str, type[H
 
 
 def _where_it_belongs(option: str, config: type[HookConfig], name: str, value: object, hook: object) -> str:
-    if config is not _config_class(hook):
+    if config is not config_class(hook):
         return (
             f"{option!r} is an option of hook {config.hook_name!r}; write hook={config.hook_name!r}, "
             f"hook_options={{{option!r}: {value!r}}}"
@@ -153,7 +153,8 @@ def _options(config: type[HookConfig]) -> list[str]:
     return [field.name for field in dataclasses.fields(config)]
 
 
-def _config_class(hook: object) -> type[HookConfig] | None:
+def config_class(hook: object) -> type[HookConfig] | None:
+    """The class of the options of `hook`, a config or the name of a hook; None for anything else."""
     if isinstance(hook, HookConfig):
         return type(hook)
     compressor = COMPRESSORS.get(canonical_name(hook) or "") if isinstance(hook, str) else None

@@ -1,7 +1,6 @@
 """Attach a hook to a model: from a checked request to a registered hook."""
 
 import dataclasses
-import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -17,6 +16,7 @@ from commhooks.comm.nodes import RanksPerNode
 from commhooks.comm.shards import is_logging_rank
 from commhooks.compressors.base import Compressor
 from commhooks.compressors.cast import AllReduce, AllReduceCompressor
+from commhooks.compressors.dotted_path import why_not_called
 from commhooks.compressors.hook_config import HookConfig
 from commhooks.compressors.registry import compressor_of
 from commhooks.ddp_comm_hooks.default_hooks import bf16_compress_wrapper, fp16_compress_wrapper
@@ -200,7 +200,6 @@ def _runner_of(
 ) -> tuple[Runner, Any]:
     """The runner of a compressor, or of a hook `(state, bucket)`, and the state that DDP passes to that."""
     if compressor is not None and compressor.on_weights:
-        counters = RoundCounters()
         of_weights = dataclasses.replace(binding, loss_scale=None)
         if compressor.config.delay:  # a thread's collectives, beside those of the model
             own = new_group(range(source.group.size()), source.group)
@@ -208,8 +207,8 @@ def _runner_of(
             if source.shard_group is not None:
                 shards = new_group(range(source.shard_group.size()), source.shard_group)
                 of_weights = dataclasses.replace(of_weights, shards=held_weakly(shards))
-        session = Session(compressor, of_weights, LearnedState.of(compressor.state_fields), counters)
-        return LocalStepsHook(request, source, session, counters, scaled=binding.loss_scale is not None), None
+        session = Session(compressor, of_weights, LearnedState.of(compressor.state_fields), RoundCounters())
+        return LocalStepsHook(request, source, session, scaled=binding.loss_scale is not None), None
     if compressor is not None:
         session = Session(compressor, binding, LearnedState.of(compressor.state_fields))
         return EngineHook(request, source, session, session.run), None
@@ -219,7 +218,11 @@ def _runner_of(
             "sharded by fully_shard take a built-in hook by its name or config, or write a commhooks.Compressor"
         )
     state, function = request.build(source.group)
-    _check_signature(function, request.name)
+    if reason := why_not_called(function, None, None):
+        raise HookConfigError(
+            f"hook {request.name!r} cannot be called as hook(state, bucket): {reason}. A hook takes its state and a "
+            "GradBucket"
+        )
     if request.wrapper is not None:
         function = _WRAPPERS[request.wrapper](function)
     if not isinstance(state, PowerSGDState):
@@ -231,14 +234,3 @@ def _runner_of(
         return checked_future(function(state, bucket.grad_bucket), request.name)
 
     return EngineHook(request, source, state.session, run), state
-
-
-def _check_signature(function: Callable[..., Any], name: str) -> None:
-    try:
-        inspect.signature(function).bind(None, None)
-    except TypeError as error:
-        raise HookConfigError(
-            f"hook {name!r} cannot be called as hook(state, bucket): {error}. A hook takes its state and a GradBucket"
-        ) from None
-    except ValueError:  # a builtin without a signature
-        return

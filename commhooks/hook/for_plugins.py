@@ -6,7 +6,7 @@ from commhooks.checkpoint.cut_off import cut_off
 from commhooks.compressors.dotted_path import import_path
 from commhooks.compressors.hook_config import HookConfig, converted
 from commhooks.compressors.plain_values import unresolved
-from commhooks.compressors.registry import COMPRESSORS, OFF, canonical_name, means_no_hook
+from commhooks.compressors.registry import COMPRESSORS, OFF, means_no_hook
 from commhooks.errors import closest
 from commhooks.gradients.loss_scale import LossScale, scale_of
 from commhooks.gradients.torch_private import compiled_from
@@ -14,6 +14,7 @@ from commhooks.hook.announce import reason_first
 from commhooks.hook.arguments import (
     HOOKS,
     arguments_in,
+    config_class,
     documented_by,
     explains_arguments,
     misplaced_option,

@@ -42,8 +42,7 @@ from commhooks.hook.round_warnings import RoundWarnings
 class LocalStepsHook(EngineHook):
     """
     Args:
-        session: runs outer steps, on buckets of weights.
-        counters: those of the session.
+        session: runs outer steps, on buckets of weights; its counters are `RoundCounters`.
         scaled: there is a GradScaler, by which a rank may skip a step. Then the ranks agree, in the last pass of a
             round, whether none will; otherwise the round goes on, because one that skips would be late for the outer
             step, and meet the others in collectives of the user's. The same for every turn in a round.
@@ -51,11 +50,10 @@ class LocalStepsHook(EngineHook):
 
     step_is = "round"
 
-    def __init__(
-        self, request: HookRequest, source: GradientSource, session: Session, counters: RoundCounters, *, scaled: bool
-    ) -> None:
+    def __init__(self, request: HookRequest, source: GradientSource, session: Session, *, scaled: bool) -> None:
         super().__init__(request, source, session)
-        self._passes = counters
+        assert isinstance(session.counters, RoundCounters)
+        self._passes = session.counters
         self._exact = AllReduceCompressor(AllReduce())
         self._averages_gradients = False  # in the running pass: it is one of the first `start_iter` ones
         self._nodes: Nodes | None = None
@@ -69,8 +67,8 @@ class LocalStepsHook(EngineHook):
         self._moments_differ = self._buffers_differ = False
         self._to_anchor = False  # the weights may not be those of the anchor, which was loaded
         self._trained_in_mode = True  # `Module.training` of the latest pass
-        self._means = MeansOfRanks(request.name, source, counters, says=self.is_logging_rank)
-        self._warn = RoundWarnings(request.name, counters, self.rank, says=self.is_logging_rank)
+        self._means = MeansOfRanks(request.name, source, self._passes, says=self.is_logging_rank)
+        self._warn = RoundWarnings(request.name, self._passes, self.rank, says=self.is_logging_rank)
         self._discarded = 0  # outer steps of this run
         # Bound methods would keep this object, and with it the learned state, as long as torch's hooks.
         this = weakref.ref(self)
@@ -160,10 +158,8 @@ class LocalStepsHook(EngineHook):
 
     @property
     def round(self) -> tuple[int | None, float | None, float | None]:
-        buckets = self._session.consensus.buckets
-        return self._in_round, *norm_and_cosine(
-            known.work for known in buckets if known.used and known.work is not None
-        )
+        works = [known.work for known in self._session.consensus.buckets if known.used and known.work is not None]
+        return self._in_round, *norm_and_cosine(works)
 
     # ---- outer steps -------------------------------------------------------------------------------------------------
 

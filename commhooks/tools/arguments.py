@@ -17,11 +17,12 @@ faster with the hook. The same for a training that runs: print(hook.plan()).
   commhooks plan checkpoint.ckpt --hook powerSGD --exclude '*embed*' '*head*'
   commhooks plan package.module:build_model --nodes 16 --ranks-per-node 8 --bandwidth 25
 """
-DOCTOR = """\
+DOCTOR_COMMAND = "torchrun --nproc-per-node 2 -m commhooks doctor package.module:build"
+DOCTOR = f"""\
 Measures on your own ranks and network which hook makes training faster, and says when none does. Start it as you
 start the training:
 
-  torchrun --nproc-per-node 2 -m commhooks doctor package.module:build
+  {DOCTOR_COMMAND}
 
 The function build takes no argument and returns (model, batch_fn): the model on its device, wrapped in
 DistributedDataParallel or not, and a function batch_fn(model) that makes a batch, calls the model that it is given and
@@ -36,12 +37,15 @@ returns the loss:
 
 The process group is there when build is called, and on a GPU the device of LOCAL_RANK is set. Nothing is trained:
 copies of the model are measured. examples/doctor_transformer.py is a whole one."""
-NETWORK = """\
+NETWORK_COMMAND = (
+    "torchrun --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint HOST:29500 -m commhooks network"
+)
+NETWORK = f"""\
 Measures the network between the ranks of a training, without a script or a model: the connection of each pair, what all
 reach together and over which interface, and what a step spends on it with plain DDP and with hooks. It takes a minute
 or less. Start it as you start the training, on every machine:
 
-  torchrun --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint HOST:29500 -m commhooks network
+  {NETWORK_COMMAND}
 
 The models are transformers of so many parameters. With --step-ms, the time of a step without a network, it says which
 hook makes the network small beside that."""

@@ -10,12 +10,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from commhooks.comm.link import Backend, Network
-from commhooks.compressors.base import Compressor
-from commhooks.compressors.candidates import ALLREDUCE, BF16, INT4, INT8, powersgd
+from commhooks.compressors.candidates import ALLREDUCE, BF16, INT4, INT8, Candidate, powersgd
 from commhooks.compressors.units import Unit
-from commhooks.hook.model_plan import ModelPlan
 from commhooks.hook.plan_table import text_of
-from commhooks.tools.long_link import buckets_in_turn
+from commhooks.hook.request import HookRequest
+from commhooks.tools.long_link import exchange_s
+from commhooks.tools.named_model import NamedModel
 
 CANDIDATES = (
     *(ALLREDUCE, BF16, INT8, INT4),
@@ -55,8 +55,10 @@ class Prediction:
     """With `ranks_per_node`."""
 
 
-def predict(plan: ModelPlan, compressor: Compressor[Any], buckets: int, cluster: Cluster) -> list[Prediction]:
-    """The predictions for one hook, in so many buckets of DDP: among all ranks, and between nodes if it can."""
+def predict(candidate: Candidate, model: NamedModel, cluster: Cluster, **limits: Any) -> list[Prediction]:
+    """The predictions for one hook: among all ranks, and between nodes if it can. `limits`: as of `model.planned`."""
+    request = HookRequest.parse(candidate.hook, hook_options=candidate.options, wrapper=candidate.wrapper)
+    plan, compressor = model.planned(request, **limits)
     ranks = getattr(compressor.config, "rank_words", None)
     hook = compressor.name if ranks is None else f"{compressor.name}, {ranks}"
     hook += f", {compressor.wire}" if compressor.wire and compressor.Config.own_wire is None else ""
@@ -69,10 +71,7 @@ def predict(plan: ModelPlan, compressor: Compressor[Any], buckets: int, cluster:
         network = Network(cluster.nodes * together, cluster.bandwidth, cluster.latency, together, cluster.backend)
         if between_nodes and compressor.on_weights:  # each rank of a node sends all of it
             counted *= cluster.ranks_per_node
-        every = compressor.passes_per_exchange
-        of_exchange = counted * every
-        turns = buckets_in_turn(compressor, network.ranks, 2 * cluster.latency, of_exchange, buckets)
-        seconds = network.seconds(of_exchange, compressor.collectives, turns) / every
+        seconds = exchange_s(compressor, network, counted, len(plan.bucket_names))
         if between_nodes:
             seconds += Network(cluster.ranks_per_node, cluster.inside).seconds(plan.bytes_before)
         leaving = network.leaving(counted, compressor.collectives)

@@ -1,14 +1,13 @@
 """Measure how long the codec of a plan takes for one step on this machine, on random numbers in one process."""
 
 import math
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from commhooks.comm.link import synchronize
+from commhooks.comm.link import seconds_of
 from commhooks.compressors.base import Compressor
 from commhooks.compressors.unit_plan import UnitPlan
 from commhooks.engine.local_driver import LocalDriver
@@ -56,11 +55,7 @@ def measure_codec(compressor: Compressor[Any], plans: Sequence[UnitPlan], device
 
     def once() -> float:
         driver.fill()
-        synchronize(device)
-        began = time.perf_counter()
-        driver.step()
-        synchronize(device)
-        return time.perf_counter() - began
+        return seconds_of(driver.step, device)
 
     once()
     seconds = min(once() for _ in range(ROUNDS))  # the minimum is disturbed least by other load

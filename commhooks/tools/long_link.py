@@ -1,23 +1,25 @@
-"""What to do where round trips, and not the bandwidth, are what a step costs."""
+"""What an exchange costs, and what to do where round trips, and not the bandwidth, are most of that."""
 
 from typing import Any
 
-from commhooks.comm.link import LONG_ROUND_TRIP_S
+from commhooks.comm.link import LONG_ROUND_TRIP_S, Network
 from commhooks.compressors.base import Compressor
 from commhooks.engine.coalescing import Waiting
 
 
-def buckets_in_turn(
-    compressor: Compressor[Any], ranks: int, round_trip_s: float, counted_bytes: float, buckets: int
-) -> int:
-    """Of so many buckets, how many send one after another: 1 where their small messages go out together.
+def exchange_s(compressor: Compressor[Any], network: Network, counted_bytes: float, buckets: int) -> float:
+    """Seconds that the exchange takes per step, on average. Where the small messages of several buckets go out
+    together, these cost the latency of one.
 
     Args:
-        counted_bytes: of a step, in all buckets.
+        counted_bytes: of a step, in all buckets; see `Counters`.
     """
-    which = Waiting.of(compressor, ranks, round_trip_s) if compressor.transactional else None
-    largest = counted_bytes / len(compressor.collectives) / buckets
-    return 1 if which is not None and largest <= which.largest_bytes else buckets
+    every = compressor.passes_per_exchange
+    counted = counted_bytes * every
+    which = Waiting.of(compressor, network.ranks, 2 * network.latency_s) if compressor.transactional else None
+    largest = counted / len(compressor.collectives) / buckets
+    turns = 1 if which is not None and largest <= which.largest_bytes else buckets
+    return network.seconds(counted, compressor.collectives, turns) / every
 
 
 def sentences(ranks: int, machines: int, round_trip_s: float) -> list[str]:

@@ -1,6 +1,5 @@
 """The parameters of a model that the user names, either by a function that builds it or by a checkpoint file."""
 
-import inspect
 import os
 import re
 import warnings
@@ -13,10 +12,14 @@ import torch
 
 from commhooks.checkpoint.checks import shown
 from commhooks.checkpoint.cut_off import cut_off
-from commhooks.compressors.dotted_path import FILE_ENDING, current_folder_first, import_path
+from commhooks.compressors.base import Compressor
+from commhooks.compressors.dotted_path import FILE_ENDING, current_folder_first, import_path, why_not_called
 from commhooks.errors import CommHookError, HookConfigError
 from commhooks.gradients.ddp import sparse_parameters
 from commhooks.gradients.exclude import all_names, own_name
+from commhooks.hook.model_plan import ModelPlan
+from commhooks.hook.plan_model import plan_model
+from commhooks.hook.request import HookRequest
 
 _STATE_KEYS = ("state_dict", "model", "model_state_dict", "module")
 """Keys under which programs save a model's state dict: Lightning's, and other usual ones."""
@@ -27,9 +30,9 @@ class NamedModel:
     """Parameters that DDP would reduce, by name, in the order of registration."""
 
     parameters: dict[str, torch.Tensor]
-    all_names: dict[int, list[str]]
+    all_names: dict[int, list[str]] = field(default_factory=dict)
     """By id, including those of frozen parameters; tied ones have several."""
-    note: str
+    note: str = ""
     """A remark about the model for the output, as a sentence."""
     sparse: set[int] = field(default_factory=set)
     """Ids of those with sparse gradients."""
@@ -37,6 +40,22 @@ class NamedModel:
     @property
     def every_name(self) -> list[str]:
         return [name for names in self.all_names.values() for name in names]
+
+    def planned(
+        self, request: HookRequest, *, bucket_cap_mb: float | None = None, total_steps: int | None = None
+    ) -> tuple[ModelPlan, Compressor[Any]]:
+        """The plan of this model, and a compressor that makes such a plan; see `plan_model`."""
+        plan = plan_model(
+            self.parameters,
+            request,
+            all_names=self.all_names,
+            sparse=self.sparse,
+            bucket_cap_mb=bucket_cap_mb,
+            total_steps=total_steps,
+        )
+        compressor = request.new_compressor(total_steps)
+        assert compressor is not None  # `plan_model` has raised for a user's hook
+        return plan, compressor
 
 
 def named_model(target: str) -> NamedModel:
@@ -165,14 +184,10 @@ def _built(target: str, found: Any) -> torch.nn.Module:
         return found
     if not callable(found):
         raise HookConfigError(f"{target!r} is a {type(found).__name__}, not a function that returns an nn.Module")
-    try:
-        inspect.signature(found).bind()
-    except TypeError as error:
+    if reason := why_not_called(found):
         raise HookConfigError(
-            f"{target!r} cannot be called without arguments ({error}): write a function that builds the model"
-        ) from None
-    except ValueError:  # a builtin without a signature
-        pass
+            f"{target!r} cannot be called without arguments ({reason}): write a function that builds the model"
+        )
     model = found()
     if isinstance(model, tuple) and model:  # (model, batch_fn), as for `commhooks doctor`
         model = model[0]

@@ -16,14 +16,13 @@ from commhooks.compressors.kernel import TORCH
 from commhooks.errors import HookConfigError
 from commhooks.gradients.exclude import unmatched_sentence
 from commhooks.hook.model_plan import ModelPlan
-from commhooks.hook.plan_model import plan_model
 from commhooks.hook.plan_table import new_table, text_of
 from commhooks.hook.request import HookRequest
 from commhooks.tools.cluster import ASSUMED as ASSUMED_ON_NODES
 from commhooks.tools.cluster import CANDIDATES, Cluster, cluster_table, predict
 from commhooks.tools.codec_time import CodecTime, measure_codec
-from commhooks.tools.long_link import buckets_in_turn, sentences
-from commhooks.tools.named_model import NamedModel, named_model
+from commhooks.tools.long_link import exchange_s, sentences
+from commhooks.tools.named_model import named_model
 from commhooks.tools.options import parse_options
 
 FOR_ONE_HOOK: dict[str, Any] = {"hook": "powerSGD", "options": [], "world_size": 2, "rtt_ms": 0.0}
@@ -79,23 +78,6 @@ def _check_numbers(arguments: argparse.Namespace, **least: int | None) -> None:
             raise HookConfigError(f"{_flag(name)} {value}: expected a number {expected}")
 
 
-def _planned(
-    model: NamedModel, request: HookRequest, arguments: argparse.Namespace
-) -> tuple[ModelPlan, Compressor[Any]]:
-    """The plan of a model, and a compressor that makes such a plan."""
-    plan = plan_model(
-        model.parameters,
-        request,
-        all_names=model.all_names,
-        sparse=model.sparse,
-        bucket_cap_mb=arguments.bucket_cap_mb,
-        total_steps=arguments.total_steps,
-    )
-    compressor = request.new_compressor(arguments.total_steps)
-    assert compressor is not None  # `plan_model` has raised for a user's hook
-    return plan, compressor
-
-
 def _run_on_nodes(arguments: argparse.Namespace) -> None:
     """Print the predictions for all hooks on many nodes."""
     _check_numbers(
@@ -105,11 +87,8 @@ def _run_on_nodes(arguments: argparse.Namespace) -> None:
     between, inside, latency = 1e9 * arguments.bandwidth, 1e9 * arguments.inside, 1e-6 * arguments.latency_us
     cluster = Cluster(arguments.nodes, arguments.ranks_per_node, between, inside, latency, arguments.backend)
     model = named_model(arguments.model)
-    predictions = []
-    for each in CANDIDATES:
-        request = HookRequest.parse(each.hook, hook_options=each.options or None, wrapper=each.wrapper)
-        plan, compressor = _planned(model, request, arguments)
-        predictions += predict(plan, compressor, len(plan.bucket_names), cluster)
+    limits = {"bucket_cap_mb": arguments.bucket_cap_mb, "total_steps": arguments.total_steps}
+    predictions = [each for candidate in CANDIDATES for each in predict(candidate, model, cluster, **limits)]
     if arguments.json:
         described = asdict(cluster) | {"model": arguments.model, "assumed": ASSUMED_ON_NODES}
         print(json.dumps({"cluster": described, "predictions": [asdict(each) for each in predictions]}, indent=2))
@@ -128,7 +107,7 @@ def _run_one_hook(arguments: argparse.Namespace) -> None:
     with current_folder_first():  # the hook may be a path 'package.module:Class'
         request = HookRequest.parse(arguments.hook, hook_options=options, wrapper=arguments.wrapper)
     model = named_model(arguments.model)
-    plan, compressor = _planned(model, request, arguments)
+    plan, compressor = model.planned(request, bucket_cap_mb=arguments.bucket_cap_mb, total_steps=arguments.total_steps)
     if arguments.step_ms is not None and not compressor.on_weights:
         raise HookConfigError(f"--step-ms is for hooks with rounds, such as diloco: {compressor.name} has none")
     remarks, config = [model.note], compressor.config
@@ -176,23 +155,22 @@ def _estimated(
 ) -> dict[str, Any]:
     """Estimates for JSON and text: times in seconds, bandwidths in Gbit/s per rank."""
     before, after, buckets = plan.bytes_before, plan.bytes_after + plan.flag_bytes, max(1, len(plan.bucket_names))
-    networks = {speed: Network(world_size, 1e9 * speed, round_trip_s / 2, backend="gloo") for speed in GBIT_S}
-    ops, every = () if plan.sends is False else compressor.collectives, compressor.passes_per_exchange
-    turns = buckets_in_turn(compressor, world_size, round_trip_s, after * every, buckets) if ops else 0
+    endless, *networks = (
+        Network(world_size, 1e9 * speed, round_trip_s / 2, backend="gloo") for speed in (math.inf, *GBIT_S)
+    )
 
-    def without_s(network: Network, counted: int = before) -> float:
-        return network.seconds(counted, buckets=buckets)
+    def without_s(network: Network) -> float:
+        return network.seconds(before, buckets=buckets)
 
-    def with_s(network: Network, counted: int = after) -> float:
-        return network.seconds(counted * every, ops, turns) / every
+    def with_s(network: Network) -> float:
+        return 0.0 if plan.sends is False else exchange_s(compressor, network, after, buckets)
 
-    any_speed = networks[GBIT_S[0]]
-    later_s = with_s(any_speed, 0) - without_s(any_speed, 0)
+    later_s = with_s(endless) - without_s(endless)
     return {
         "world_size": world_size,
         "round_trip_s": round_trip_s,
-        "wire_bytes_before": int(any_speed.leaving(before)),
-        "wire_bytes_after": int(any_speed.leaving(after)),
+        "wire_bytes_before": int(endless.leaving(before)),
+        "wire_bytes_after": int(endless.leaving(after)),
         "codec_s": codec.seconds,
         "codec_measured_on": codec.device or None,
         "codec_threads": codec.threads or None,
@@ -201,7 +179,7 @@ def _estimated(
         "break_even_gbit_s": plan.break_even_gbit_s(codec.seconds + later_s, world_size),
         "at_gbit_s": {
             str(speed): {"without_s": without_s(network), "with_s": with_s(network) + codec.seconds}
-            for speed, network in networks.items()
+            for speed, network in zip(GBIT_S, networks, strict=True)
         },
         "assumed": ASSUMED.format(f"a round trip of {1e3 * round_trip_s:g} ms" if round_trip_s else "no latency"),
     }

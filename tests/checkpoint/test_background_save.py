@@ -15,6 +15,7 @@ from lightning.pytorch.plugins import AsyncCheckpointIO, TorchCheckpointIO
 from commhooks import PowerSGD
 from lightning_commhooks.checkpoint import CHECKPOINT_KEY
 from tests.support.lightning_support import STEPS_PER_EPOCH, Model, data, strategy, trainer
+from tests.support.models import same
 
 HOOK = PowerSGD(start_powerSGD_iter=2, matrix_approximation_rank=2)
 STEPS_LATER = 3
@@ -59,17 +60,6 @@ def _saved(root: str, save_residual: str) -> None:
         t.fit(Model(), data())
 
 
-def _different(a: Any, b: Any, where: str = "") -> list[str]:
-    """Where two nested structures of tensors and plain values differ."""
-    if isinstance(a, dict) and isinstance(b, dict) and a.keys() == b.keys():
-        return [text for key in a for text in _different(a[key], b[key], f"{where}.{key}")]
-    if isinstance(a, (list, tuple)) and isinstance(b, (list, tuple)) and len(a) == len(b):
-        return [text for i in range(len(a)) for text in _different(a[i], b[i], f"{where}.{i}")]
-    if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
-        return [] if a.dtype == b.dtype and torch.equal(a, b) else [where]
-    return [] if a == b else [where]
-
-
 def test_the_state_of_the_moment_of_saving(run_ranks: Any, tmp_path: Path) -> None:
     for save_residual in ("mean", "per_rank"):
         run_ranks(_saved, str(tmp_path / save_residual), save_residual)
@@ -82,6 +72,6 @@ def test_the_state_of_the_moment_of_saving(run_ranks: Any, tmp_path: Path) -> No
         residual = late[CHECKPOINT_KEY]["parameters"]["net.2.weight"]["residual"]
         assert torch.stack(residual if save_residual == "per_rank" else [residual]).norm() > 0
         for key in (CHECKPOINT_KEY, "state_dict", "optimizer_states"):
-            assert _different(late[key], at_once[key], key) == []
+            assert same(late[key], at_once[key]), key
         last = torch.load(path.with_name(f"step={2 * STEPS_PER_EPOCH}.ckpt"), weights_only=True)
-        assert _different(late[CHECKPOINT_KEY]["parameters"], last[CHECKPOINT_KEY]["parameters"])  # it does go on
+        assert not same(late[CHECKPOINT_KEY]["parameters"], last[CHECKPOINT_KEY]["parameters"])  # it does go on

@@ -15,6 +15,7 @@ import torch
 import commhooks
 from tests.support.ddp_steps import log_lines
 from tests.support.inside import learns, session_of
+from tests.support.models import same
 from tests.support.training import ONE_BUCKET_MB, Run, make_model
 
 OPTIONS = {"matrix_approximation_rank": 2, "start_powerSGD_iter": 1, "min_compression_rate": 1}
@@ -68,17 +69,6 @@ def _weights_and_optimizer(run: Run, source: Run) -> None:
     torch.nn.utils.vector_to_parameters(source.weights().to(next(run.ddp.parameters())), run.ddp.parameters())
     run.optimizer.load_state_dict(copy.deepcopy(source.optimizer.state_dict()))
     run.step = source.step
-
-
-def _same(one: Any, other: Any) -> bool:
-    """Plain types and tensors, bit for bit."""
-    if isinstance(one, torch.Tensor):
-        return torch.equal(one, other)
-    if isinstance(one, dict):
-        return one.keys() == other.keys() and all(_same(one[key], other[key]) for key in one)
-    if isinstance(one, list):
-        return len(one) == len(other) and all(map(_same, one, other))
-    return bool(one == other)
 
 
 def _kept(saved: dict[str, Any], run: Run) -> dict[str, bool]:
@@ -206,8 +196,8 @@ def _refused(run: Run, saved: dict[str, Any]) -> dict[str, Any]:
     before, weights = copy.deepcopy(run.hook.state_dict()), run.weights()
     with log_lines("commhooks", logging.WARNING) as lines, pytest.raises(commhooks.PayloadError) as error:
         run.hook.load_state_dict(saved, strict=True)
-    same = _same(before, run.hook.state_dict()) and torch.equal(weights, run.weights())
-    return {"error": str(error.value), "untouched": same and not lines, "weights": run.train(2).weights()}
+    untouched = same(before, run.hook.state_dict()) and torch.equal(weights, run.weights()) and not lines
+    return {"error": str(error.value), "untouched": untouched, "weights": run.train(2).weights()}
 
 
 def _another_model(before: str, after: str, hook: str, running: bool) -> dict[str, Any]:

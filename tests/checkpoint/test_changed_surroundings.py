@@ -4,6 +4,7 @@ import copy
 import gc
 import logging
 import pickle
+from collections import OrderedDict
 from typing import Any
 from unittest import mock
 
@@ -14,10 +15,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 import commhooks
 from commhooks.engine.backward_pass import BackwardPass, RunningExchange
-from commhooks.gradients import precision
 from tests.support.ddp_steps import log_lines
 from tests.support.features import switches_per_library
 from tests.support.inside import session_of
+from tests.support.models import masks
 from tests.support.training import Run, make_model, residuals
 
 OPTIONS = {"matrix_approximation_rank": 2, "start_powerSGD_iter": 1}
@@ -60,13 +61,16 @@ def test_another_float_type(run_ranks: Any, before: torch.dtype, after: torch.dt
     assert dtype == (torch.float64 if after == torch.float64 else torch.float32)
 
 
+def _make_inexact(payload: dict[str, Any]) -> None:
+    payload.update(residual="none", residual_ranks=[], exact=False)
+    for entry in payload["parameters"].values():
+        entry["residual"] = None
+
+
 def _one_rank_inexact() -> torch.Tensor:
-    run = Run.new(hook_options=OPTIONS).train(5)
-    saved = run.save()
+    saved = Run.new(hook_options=OPTIONS).train(5).save()
     if dist.get_rank() == 1:
-        saved["hook"].update(residual="none", residual_ranks=[], exact=False)
-        for entry in saved["hook"]["parameters"].values():
-            entry["residual"] = None
+        _make_inexact(saved["hook"])
     return Run.new(hook_options=OPTIONS).load(saved).train(3).weights()
 
 
@@ -81,21 +85,22 @@ def test_an_inexact_file_of_one_rank_makes_all_ranks_do_without(run_ranks: Any) 
         assert torch.equal(weights, expected[0])
 
 
-def _other_names(attached_first: bool) -> tuple[int, int, bool]:
-    def use(state: commhooks.PowerSGDState, attached: bool) -> None:
-        ddp = DistributedDataParallel(make_model(), bucket_cap_mb=0.001)
-        if attached:
-            commhooks.attach(ddp, commhooks.powerSGD_hook, hook_state=state)
-        else:
-            ddp.register_comm_hook(state, commhooks.powerSGD_hook)
-        for step in range(3):
-            generator = torch.Generator().manual_seed(step)
-            ddp(torch.randn(4, 1, 8, 8, generator=generator)).square().mean().backward()
+def _use(state: commhooks.PowerSGDState, attached: bool) -> None:
+    ddp = DistributedDataParallel(make_model(), bucket_cap_mb=0.001)
+    if attached:
+        commhooks.attach(ddp, commhooks.powerSGD_hook, hook_state=state)
+    else:
+        ddp.register_comm_hook(state, commhooks.powerSGD_hook)
+    for step in range(3):
+        generator = torch.Generator().manual_seed(step)
+        ddp(torch.randn(4, 1, 8, 8, generator=generator)).square().mean().backward()
 
+
+def _other_names(attached_first: bool) -> tuple[int, int, bool]:
     state = commhooks.PowerSGDState(None, 2, 0)
-    use(state, attached_first)
+    _use(state, attached_first)
     loaded = pickle.loads(pickle.dumps(state))
-    use(loaded, not attached_first)
+    _use(loaded, not attached_first)
     kinds = {name.startswith("float32.cpu.") for name in loaded.session.state["q"]}
     return loaded.iter, len(loaded.session.state["q"]), kinds == {attached_first}
 
@@ -109,10 +114,7 @@ def test_a_pickled_state_with_other_names_starts_fresh(run_ranks: Any, attached_
 
 def _pickled() -> bytes:
     state = commhooks.PowerSGDState(None, 2, 0)
-    ddp = DistributedDataParallel(make_model(), bucket_cap_mb=0.001)
-    ddp.register_comm_hook(state, commhooks.powerSGD_hook)
-    for step in range(3):
-        ddp(torch.randn(4, 1, 8, 8) + step).square().mean().backward()
+    _use(state, attached=False)
     return pickle.dumps(state)
 
 
@@ -131,7 +133,7 @@ def test_a_pickled_residual_is_not_that_of_another_world(run_ranks: Any) -> None
 
 def _first_step_bad(masked: bool) -> tuple[torch.Tensor, int]:
     """The first compressed step overflows, as a GradScaler's first steps do."""
-    with mock.patch.object(precision, "is_host_readable", lambda device: not masked):
+    with masks(masked):
         run = Run.new(hook_options=OPTIONS | {"start_powerSGD_iter": 0})
         handle = run.ddp.module[3].weight.register_hook(lambda gradient: gradient * float("inf"))
         weights = run.weights()
@@ -201,13 +203,9 @@ def _declined_before_a_step() -> list[tuple[str, bool]]:
     run.hook.joint_save_limit_s = 5.0
     payload = run.hook.state_dict("per_rank", gather=False)
     if dist.get_rank() == 1:
-        payload.update(residual="none", residual_ranks=[], exact=False)
-        for entry in payload["parameters"].values():
-            entry["residual"] = None
+        _make_inexact(payload)
     run.hook.load_state_dict(payload)
-    saved = [run.hook.state_dict("mean")]
-    run.train(1)
-    saved.append(run.hook.state_dict("mean"))
+    saved = [run.hook.state_dict("mean"), run.train(1).hook.state_dict("mean")]
     return [(each["residual"], each["exact"]) for each in saved]
 
 
@@ -254,16 +252,9 @@ def test_after_a_commit_that_failed_the_next_one_is_whole_again(run_ranks: Any) 
 
 
 def _colon() -> dict[str, torch.Tensor]:
-    class Net(torch.nn.Module):
-        def __init__(self, width: int) -> None:
-            super().__init__()
-            self.layers = torch.nn.ModuleDict({"a:b": torch.nn.Linear(40, 24), "c:d": torch.nn.Linear(24, width)})
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.layers["c:d"](self.layers["a:b"](x))
-
     def trained(width: int) -> tuple[Any, Any]:
-        ddp = DistributedDataParallel(Net(width))
+        layers = OrderedDict({"a:b": torch.nn.Linear(40, 24), "c:d": torch.nn.Linear(24, width)})
+        ddp = DistributedDataParallel(torch.nn.Sequential(layers))
         hook = commhooks.attach(ddp, "powerSGD", hook_options={"start_powerSGD_iter": 0})
         ddp(torch.randn(4, 40)).square().mean().backward()
         return ddp, hook
@@ -277,7 +268,7 @@ def _colon() -> dict[str, torch.Tensor]:
 
 def test_names_with_a_colon(run_ranks: Any) -> None:
     for kept in run_ranks(_colon):
-        assert kept["layers.c:d.weight"].numel() == 24 * 32
+        assert kept["c:d.weight"].numel() == 24 * 32
 
 
 def _inherited_precision() -> tuple[str, str]:

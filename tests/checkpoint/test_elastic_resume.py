@@ -155,8 +155,11 @@ def uninterrupted(worker_pool: Any) -> dict[str, Any]:
     return worker_pool.run(_uninterrupted, world_size=2)[0]
 
 
-def _follow_the_chain(run_ranks: Any, how: str) -> list[dict[str, Any]]:
-    ranks: list[dict[str, Any]] | None = None
+@pytest.mark.parametrize("how", ["mean", "parts"])
+def test_a_chain_of_worlds_follows_the_uninterrupted_run(
+    run_ranks: Any, uninterrupted: dict[str, Any], how: str
+) -> None:
+    ranks: Any = None
     for place, world_size in enumerate(CHAIN):
         saved = None if ranks is None else [rank["saved"] for rank in ranks]
         new = run_ranks(_link, saved, how, world_size=world_size)
@@ -167,15 +170,7 @@ def _follow_the_chain(run_ranks: Any, how: str) -> list[dict[str, Any]]:
             assert rank["stats"]["step"] == STEPS_PER_LINK * (place + 1)
             assert rank["stats"]["compressed_steps"] == STEPS_PER_LINK - (4 if place == 0 else 0)
         ranks = new
-    assert ranks is not None
-    return ranks
-
-
-@pytest.mark.parametrize("how", ["mean", "parts"])
-def test_a_chain_of_worlds_follows_the_uninterrupted_run(
-    run_ranks: Any, uninterrupted: dict[str, Any], how: str
-) -> None:
-    (end,) = _follow_the_chain(run_ranks, how)
+    (end,) = ranks
     assert uninterrupted["loss"] < 0.7 * uninterrupted["first"]  # it learns, so that there is something to lose
     expected = uninterrupted["weights"]
     assert (end["weights"] - expected).norm() < 1e-3 * expected.norm()  # rounding; without residuals it is over 1e-2

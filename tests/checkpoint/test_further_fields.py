@@ -89,21 +89,21 @@ def test_it_is_refitted_where_an_option_has_changed(remembered: int) -> None:
     assert {tuple(each.shape) for each in session_of(hook).state["largest"].values()} == {(remembered,)}
 
 
-@pytest.mark.parametrize("damage", [torch.full((3,), float("nan")), "text", torch.ones(3, dtype=torch.int64), [1.0]])
-def test_a_damaged_one_is_refused_by_name(damage: Any) -> None:
+@pytest.mark.parametrize(
+    ("damage", "text"),
+    [
+        (torch.full((3,), float("nan")), r"parameters\['wide'\]\['largest'\]"),
+        ("text", r"parameters\['wide'\]\['largest'\]"),
+        (torch.ones(3, dtype=torch.int64), r"parameters\['wide'\]\['largest'\]"),
+        ([1.0], r"parameters\['wide'\]\['largest'\]"),
+        (torch.ones(3, 1), r"a largest of shape \(3, 1\)"),
+    ],
+)
+def test_a_damaged_one_is_refused_by_name(damage: Any, text: str) -> None:
     saved, _ = _saved()
     saved["parameters"]["wide"]["largest"] = damage
     _, hook = _hooked()
-    with pytest.raises(commhooks.PayloadError, match=r"parameters\['wide'\]\['largest'\]"):
-        hook.load_state_dict(saved)
-    assert not session_of(hook).state["largest"], "nothing has changed"
-
-
-def test_one_that_cannot_belong_to_its_parameter_is_refused() -> None:
-    saved, _ = _saved()
-    saved["parameters"]["wide"]["largest"] = torch.ones(3, 1)
-    _, hook = _hooked()
-    with pytest.raises(commhooks.PayloadError, match=r"a largest of shape \(3, 1\)"):
+    with pytest.raises(commhooks.PayloadError, match=text):
         hook.load_state_dict(saved)
     assert not session_of(hook).state["largest"], "nothing has changed"
 

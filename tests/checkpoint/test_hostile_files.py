@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import os
 import pickle
@@ -15,7 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
-from test_hostile_payloads import Subject, power_sgd, same, silent, try_to_load
+from test_hostile_payloads import Subject, power_sgd, silent, try_to_load
 
 from accelerate_commhooks.saving import saved_hooks
 from commhooks import CommHookError, HookRunError, PayloadError
@@ -27,6 +28,7 @@ from tests.support.accelerators import Training, Warnings, launched
 from tests.support.ddp_steps import process_group_of_one
 from tests.support.features import fully_shard_on_gloo
 from tests.support.lightning_support import Model, data, trainer
+from tests.support.models import same
 from tests.support.training import Run
 
 # ---- malice ----------------------------------------------------------------------------------------------------------
@@ -105,11 +107,9 @@ def _accelerate_save(folder: str) -> None:
 
 
 def _lightning_fit(path: str, root: str) -> str:
-    try:
+    with pytest.raises(PayloadError) as error:
         trainer(root, max_epochs=1).fit(Model(), data(), ckpt_path=path)
-    except PayloadError as error:
-        return str(error)
-    return ""
+    return str(error.value)
 
 
 @pytest.mark.parametrize("how", HOW)
@@ -191,27 +191,8 @@ def _damaged_files(folder: str, count: int) -> list[int]:
 
 def _with_its_fingerprint(shared: dict[str, Any]) -> None:
     """Malice can compute it, damage cannot."""
-    from commhooks.checkpoint.parts import save_id
-
-    try:
-        shared["fingerprint"] = save_id(shared)
-    except Exception:
-        pass
-
-
-@pytest.mark.parametrize(
-    "residual",
-    [None, [0.0], torch.zeros(3), torch.zeros(2, 2, dtype=torch.int64), torch.full((2, 2), float("nan"))],
-    ids=["nothing", "a list", "shape", "dtype", "NaN"],
-)
-def test_the_part_of_a_rank_holds_finite_residuals(residual: Any) -> None:
-    saved = {"format": "commhooks", "version": 1, "hook": "int8_compress", "options": {}, "step": 1, "world_size": 2}
-    entry = {"shape": [2, 2], "q": None, "residual": [torch.ones(2, 2)]}
-    saved |= {"residual": "per_rank", "residual_ranks": [0], "loss_scale": 1.0, "parameters": {"w": entry}}
-    shared, part = parts.split(saved, 0)
-    assert part is not None and parts.problem_of_part(shared, part, 0) is None
-    problem = parts.problem_of_part(shared, part | {"residuals": {"w": residual}}, 0)
-    assert problem is not None and "has a residual for 'w' that does not fit" in problem
+    with contextlib.suppress(Exception):
+        shared["fingerprint"] = parts.save_id(shared)
 
 
 def test_damaged_files_of_accelerate(run_ranks: Any, tmp_path: Path) -> None:

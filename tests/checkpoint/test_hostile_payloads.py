@@ -22,7 +22,7 @@ from commhooks import CommHook, CommHookError
 from tests.support import hostile
 from tests.support.ddp_steps import backward, mlp, process_group_of_one, wrap
 from tests.support.kinds import KINDS
-from tests.support.models import same_bits
+from tests.support.models import same
 from tests.support.prescribed_auto import TRIAL
 
 OPTIONS = {"matrix_approximation_rank": 2, "start_powerSGD_iter": 1}
@@ -158,17 +158,6 @@ def silent() -> Iterator[None]:
         yield
     finally:
         logger.setLevel(before)
-
-
-def same(one: Any, other: Any) -> bool:
-    """The same types, keys and bits."""
-    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
-        return same_bits(one, other)
-    if isinstance(one, dict) and isinstance(other, dict):
-        return list(one) == list(other) and all(same(one[key], other[key]) for key in one)
-    if isinstance(one, list) and isinstance(other, list):
-        return len(one) == len(other) and all(map(same, one, other))
-    return type(one) is type(other) and one == other
 
 
 def try_to_load(subject: Subject, payload: Any, strict: bool, what: str, load: Callable[..., Any] | None = None) -> str:

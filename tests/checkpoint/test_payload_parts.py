@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from commhooks import PayloadError
-from commhooks.checkpoint import parts as payload_parts
 from commhooks.checkpoint.parts import check_shared, merge, problem_of_part, ranks_needed, save_id, split
+from tests.support.models import same
 
 
 def made(rank: int, world_size: int = 2, **changes: Any) -> dict[str, Any]:
@@ -45,16 +45,6 @@ def through_a_file(content: dict[str, Any] | None) -> Any:
     file = io.BytesIO()
     torch.save(content, file)
     return torch.load(io.BytesIO(file.getvalue()), weights_only=True)
-
-
-def same(one: Any, other: Any) -> bool:
-    if isinstance(one, torch.Tensor):
-        return torch.equal(one, other)
-    if isinstance(one, dict):
-        return one.keys() == other.keys() and all(same(one[key], other[key]) for key in one)
-    if isinstance(one, list):
-        return len(one) == len(other) and all(map(same, one, other))
-    return type(one) is type(other) and one == other
 
 
 def parts_of(world_size: int) -> tuple[dict[str, Any], list[Any]]:
@@ -166,6 +156,8 @@ def test_the_fingerprint_stays_what_it_is() -> None:
         ({"fingerprint": "0"}, "is of another save"),
         ({"rank": 0}, "is of rank 0, not of rank 1"),
         ({"residuals": None}, "has no residuals"),
+        ({"residuals": {"weight": None}}, "has a residual for 'weight' that does not fit"),
+        ({"residuals": {"weight": [0.0]}}, "has a residual for 'weight' that does not fit"),
         ({"residuals": {"weight": torch.ones(3, 4)}}, "has a residual for 'weight' that does not fit"),
         ({"residuals": {"weight": torch.ones(4, 3).long()}}, "has a residual for 'weight' that does not fit"),
         ({"residuals": {"other": torch.ones(4, 3)}}, "has a residual for 'other' that does not fit"),
@@ -215,7 +207,7 @@ def test_the_state_of_a_hook_of_ones_own_is_of_each_rank() -> None:
 
 def test_no_numpy_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.Tensor, "numpy", None)
-    assert payload_parts.save_id(made(0))
+    assert save_id(made(0))
 
 
 def test_parts_of_another_run_at_the_same_step_do_not_belong() -> None:

@@ -114,9 +114,7 @@ def _train(hook: str, options: dict[str, Any]) -> dict[str, Any]:
         return {**run.hook.stats(), "wall": wall, "waits": waits}
 
 
-@pytest.mark.parametrize(
-    ("hook", "options"), [("powerSGD", {"start_powerSGD_iter": 1}), ("fp16", {}), ("batched_powerSGD", {})]
-)
+@pytest.mark.parametrize(("hook", "options"), [("powerSGD", {"start_powerSGD_iter": 1}), ("fp16", {})])
 def test_training_waits_for_no_event(run_ranks: Any, hook: str, options: dict[str, Any]) -> None:
     for stats in run_ranks(_train, hook, options):
         assert stats["waits"] == 0

@@ -12,19 +12,9 @@ import torch.distributed as dist
 import commhooks
 from commhooks.gradients.bucket import Bucket
 from commhooks.hook.runner import Runner
-from tests.support.models import EVERY_PARAMETER, backward, bits_equal, random_gradients, wrap
+from tests.support.models import EVERY_PARAMETER, SHAPES, backward, bits_equal, random_gradients, wrap
 
 RANK = 2
-SHAPES = {
-    "first": (24, 16),
-    "first_bias": (24,),
-    "conv": (8, 3, 3, 3),
-    "conv_bias": (8,),
-    "second": (24, 16),
-    "second_bias": (24,),
-    "last": (10, 40),
-    "last_bias": (10,),
-}
 CAPS = {"one bucket": 25, "two matrices each": 2000 / 1024**2, "a bucket per parameter": EVERY_PARAMETER}
 WIRES = {None: torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 

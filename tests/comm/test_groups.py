@@ -1,7 +1,5 @@
 """A DDP model on a sub-group, and a process group of its own for the hook: averages over that group alone."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from typing import Any

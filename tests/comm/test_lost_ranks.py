@@ -1,8 +1,6 @@
 """A rank that has ended or hangs is named by all others, also by those that communicate only with ranks that failed in
 turn."""
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import time

@@ -23,6 +23,7 @@ from lightning.pytorch.cli import LightningCLI
 from accelerate_commhooks import CommHookKwargs
 from accelerate_commhooks.flags import VARIABLE
 from accelerate_commhooks.launcher import check_settings
+from accelerate_commhooks.requested import checked_request
 from accelerate_commhooks.settings import Settings
 from commhooks import HookConfigError, PowerSGD
 from commhooks.hook.request import HookRequest
@@ -38,7 +39,7 @@ SETTINGS = {"hook": "powerSGD", "total_steps": STEPS}
 
 
 def _config(handler: CommHookKwargs) -> Any:
-    return handler._checked_request().config
+    return checked_request(handler).config
 
 
 def _file(options: Options, section: bool = False) -> Path:

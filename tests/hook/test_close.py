@@ -131,6 +131,7 @@ def _destroyed(folder: str) -> list[int]:
     rank = dist.get_rank()
 
     def train() -> None:
+        dist.barrier()  # the first group may not be connected on the other rank yet
         dist.destroy_process_group()
         time.sleep(0.3)  # while gloo's threads close the sockets of a group (torch 2.13), the next one may lose its own
         store = dist.FileStore(os.path.join(folder, str(len(kept))), 2)

@@ -79,6 +79,8 @@ def test_each_argument_is_explained_where_it_is(name: str) -> None:
     [
         ({"strict": 1}, "strict=1; expected True or False"),
         ({"check_every": 0}, "check_every=0; expected a number of steps, 1 or more, or None"),
+        ({"check_every": 1.5}, "check_every=1.5; expected a number of steps, 1 or more, or None"),
+        ({"check_every": "often"}, "check_every='often'; expected a number of steps, 1 or more, or None"),
         ({"check_every": True}, "check_every=True; expected a number of steps"),
         ({"total_steps": 2.0}, "total_steps=2.0; expected a number of steps, 1 or more, or None"),
         ({"ranks_per_node": "all"}, "ranks_per_node='all'; expected 'auto', a number of ranks, 1 or more, or None"),

@@ -6,13 +6,12 @@ import gc
 import weakref
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 
 import commhooks
 from tests.support.inside import session_of
-from tests.support.sharded import POWERSGD, Prescribed, attached, backward, mesh_of, random_gradients, rows_of, shard
+from tests.support.sharded import POWERSGD, attached, backward, random_gradients, rows_of
 
 OPTIONS = POWERSGD | {"start_powerSGD_iter": 0}
 
@@ -53,9 +52,7 @@ def test_metrics_are_those_of_the_shards(run_ranks: Any) -> None:
 
 def _drifts(rank: int | None) -> str:
     """A weight of the last shard changes on one rank only."""
-    mesh = mesh_of(2, 2)
-    model = shard(Prescribed(), mesh["shard"])
-    commhooks.attach(model, "allreduce", replicate_group=mesh["replicate"], check_every=1)
+    model, _ = attached(2, 2, "allreduce", check_every=1)
     backward(model, random_gradients(0))
     if dist.get_rank() == rank:
         with torch.no_grad():
@@ -75,40 +72,30 @@ def test_replicas_of_a_shard_are_compared(run_ranks: Any) -> None:
         assert "ranks that hold other shards of the model have failed: ranks [1]" in messages[rank - 1]
 
 
-def _alive_without_the_model() -> dict[str, Any]:
-    model, hook = attached(1, 2, hook_options=OPTIONS)
-    backward(model, random_gradients(0))
-    del model
-    gc.collect()
-    return {"repr": repr(hook), "step": hook.stats()["step"], "rows": len(hook.plan().parameters)}
-
-
-def test_the_hook_outlives_its_model(run_ranks: Any) -> None:
-    for outcome in run_ranks(_alive_without_the_model, world_size=2):
-        assert "its model is gone" in outcome["repr"] and outcome["step"] == 1 and outcome["rows"] == 8
-
-
-def _deleted() -> bool:
+def _deleted() -> dict[str, Any]:
     model, hook = attached(1, 2, hook_options=OPTIONS)
     backward(model, random_gradients(0))
     parameter = weakref.ref(next(model.parameters()))
-    del model, hook
+    del model
     gc.collect()
-    return parameter() is None
+    found = {"repr": repr(hook), "step": hook.stats()["step"], "rows": len(hook.plan().parameters)}
+    del hook
+    gc.collect()
+    return found | {"freed": parameter() is None}
 
 
-def test_deleted_models_are_freed(run_ranks: Any) -> None:
-    assert run_ranks(_deleted, world_size=2) == [True, True]
+def test_the_hook_outlives_its_model_and_both_are_freed(run_ranks: Any) -> None:
+    for outcome in run_ranks(_deleted, world_size=2):
+        assert "its model is gone" in outcome.pop("repr")
+        assert outcome == {"step": 1, "rows": 8, "freed": True}
 
 
-@pytest.mark.parametrize("hook", ["batched_powerSGD", "noop"])
-def test_other_hooks_run(run_ranks: Any, hook: str) -> None:
-    for finite in run_ranks(_runs, hook, world_size=4):
-        assert finite
+def _noop() -> bool:
+    model, hook = attached(2, 2, "noop")
+    got = backward(model, random_gradients(0))
+    return all(bool(each.isfinite().all()) for each in got.values()) and str(hook.plan()) != ""
 
 
-def _runs(hook: str) -> bool:
-    options = {"start_powerSGD_iter": 0} if hook != "noop" else None
-    model, attached_hook = attached(2, 2, hook, hook_options=options)
-    got = [backward(model, random_gradients(step)) for step in range(2)]
-    return all(g.isfinite().all() for each in got for g in each.values()) and str(attached_hook.plan()) != ""
+def test_noop_runs(run_ranks: Any) -> None:
+    """The other hooks: test_fully_shard_promises.py."""
+    assert run_ranks(_noop, world_size=4) == [True] * 4

@@ -19,7 +19,16 @@ import commhooks
 from commhooks import AttachError, HookConfigError, HookRunError
 from tests.support.ddp_steps import log_lines, process_group_of_one
 from tests.support.models import worst_error
-from tests.support.sharded import Prescribed, backward, learned, mean_over_ranks, mesh_of, random_gradients, shard
+from tests.support.sharded import (
+    Prescribed,
+    attached,
+    backward,
+    learned,
+    mean_over_ranks,
+    mesh_of,
+    random_gradients,
+    shard,
+)
 
 
 def _groups() -> dict[str, Any]:
@@ -88,12 +97,6 @@ CASES: dict[str, tuple[Callable[[dict[str, Any]], nn.Module], dict[str, Any], ty
     "frozen": (_frozen, {}, AttachError, "both trainable and sharded"),
     "a function": (_plain, {"hook": _user_function}, HookConfigError, "a function of a GradBucket, which only Dist"),
     "nodes": (_plain, {"hook": "powerSGD", "ranks_per_node": 2}, HookConfigError, "shard within each node instead"),
-    "a drop-in with a state": (
-        _plain,
-        {"hook": commhooks.powerSGD_hook, "hook_state": commhooks.PowerSGDState(None, 1)},
-        HookConfigError,
-        "which only DistributedDataParallel has",
-    ),
 }
 
 
@@ -175,9 +178,7 @@ def test_parameters_that_came_later_are_an_error(run_ranks: Any, how: str) -> No
 
 
 def _hooked_after_attach() -> dict[str, Any]:
-    mesh = mesh_of(2, 1)
-    model = shard(Prescribed(), mesh["shard"])
-    hook = commhooks.attach(model, "allreduce", replicate_group=mesh["replicate"])
+    model, hook = attached(2, 1, "allreduce")
     seen: list[torch.Tensor] = []
     model.get_parameter("even.weight").register_post_accumulate_grad_hook(seen.append)
     try:
@@ -212,9 +213,8 @@ def _detached() -> dict[str, bool]:
 
 
 def _closed() -> str:
-    mesh = mesh_of(2, 1)
-    model = shard(Prescribed(), mesh["shard"])
-    commhooks.attach(model, "powerSGD", replicate_group=mesh["replicate"]).close()
+    model, hook = attached(2, 1)
+    hook.close()
     with pytest.raises(HookRunError) as raised:
         backward(model, random_gradients(0))
     return str(raised.value)
@@ -239,10 +239,8 @@ def test_ddp_keeps_its_hook() -> None:
 
 def _said() -> list[str]:
     with log_lines("commhooks", logging.INFO) as lines:
-        mesh = mesh_of(2, 2)
-        model = shard(Prescribed(), mesh["shard"])
         config = commhooks.PowerSGD(start_powerSGD_iter=9, exclude=["nothing.*"])
-        commhooks.attach(model, config, replicate_group=mesh["replicate"], total_steps=5)
+        model, _ = attached(2, 2, config, total_steps=5)
         backward(model, random_gradients(0))
     return lines
 

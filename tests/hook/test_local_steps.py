@@ -195,8 +195,8 @@ def test_the_regression_fixture_of_torchft(run_ranks):
     assert run_ranks(_mocked, 16) == [fixture, fixture]
 
 
-def _bytes_of_passes(every: int, passes: int, **options: Any) -> tuple[list[int], dict[str, Any], int]:
-    run = Run.new(hook=commhooks.DiLoCo(sync_every=every, **options))
+def _bytes_of_passes(every: int, passes: int) -> tuple[list[int], dict[str, Any], int]:
+    run = Run.new(hook=commhooks.DiLoCo(sync_every=every))
     sent = []
     for _ in range(passes):
         before = run.hook.stats()["bytes_sent"]

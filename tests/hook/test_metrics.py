@@ -20,6 +20,7 @@ from commhooks.gradients import precision
 from commhooks.hook.metrics import NAMES, Meter
 from tests.support.ddp_steps import (
     backward,
+    batch,
     descend,
     gradients,
     local_gradients,
@@ -131,8 +132,6 @@ class Model(nn.Module):
 
 
 def one_pass(model: nn.Module, step: int) -> None:
-    from tests.support.ddp_steps import batch
-
     model.zero_grad(set_to_none=True)
     model(step, batch(step)).square().mean().backward()
 

@@ -85,45 +85,50 @@ def _size(tensors: Any) -> int:
     return sum(t.numel() * t.element_size() for t in tensors if t is not None)
 
 
+def _trained(config: Any, dtype: torch.dtype = torch.float32, wrapper: str | None = None) -> tuple[Any, Any, list[Any]]:
+    """After four steps: the hook, what it has learned, the kernels of its buckets."""
+    ddp = wrap(mlp(dtype=dtype))
+    hook = commhooks.attach(ddp, config, wrapper=wrapper)
+    for step in range(4):
+        backward(ddp, step)
+    session = session_of(hook)
+    return hook, session.state, [known.work for known in session.consensus.buckets if known.work]
+
+
 def _packed(kernel: HostKernel, alternate: bool = False) -> int:
     messages = kernel.work._messages.values() if alternate else kernel.work.messages
     return _size(each.buffer for each in messages)
 
 
+# The native kernel needs less: it does not pad factors of rank 1.
+TORCH: dict[str, Any] = {"start_powerSGD_iter": 0, "fused": False}
+
+
 @pytest.mark.parametrize(
-    "options, dtype, wrapper",
+    "config, dtype, wrapper",
     [
-        ({}, torch.float32, None),
-        ({"matrix_approximation_rank": 2, "alternate": True}, torch.float32, "fp16"),
-        ({"use_error_feedback": False}, torch.float64, None),
-        ({"matrix_approximation_rank": 2}, torch.bfloat16, None),
-        ({"exclude": ["0.*"]}, torch.float32, "bf16"),
-        ({"batched": True}, torch.float32, None),
+        (commhooks.PowerSGD(**TORCH), torch.float32, None),
+        (commhooks.PowerSGD(**TORCH, matrix_approximation_rank=2, alternate=True), torch.float32, "fp16"),
+        (commhooks.PowerSGD(**TORCH, use_error_feedback=False), torch.float64, None),
+        (commhooks.PowerSGD(**TORCH, matrix_approximation_rank=2), torch.bfloat16, None),
+        (commhooks.PowerSGD(**TORCH, exclude=["0.*"]), torch.float32, "bf16"),
+        (commhooks.BatchedPowerSGD(**TORCH), torch.float32, None),
     ],
 )
-def test_the_memory_that_is_planned_is_taken(options: dict[str, Any], dtype: torch.dtype, wrapper: str | None) -> None:
-    batched = options.get("batched", False)
-    config = commhooks.BatchedPowerSGD if batched else commhooks.PowerSGD
-    options = {key: value for key, value in options.items() if key != "batched"} | {"start_powerSGD_iter": 0}
-    options |= {"fused": False}  # the native kernel needs less: it does not pad factors of rank 1
+def test_the_memory_that_is_planned_is_taken(config: Any, dtype: torch.dtype, wrapper: str | None) -> None:
     with process_group_of_one():
-        ddp = wrap(mlp(dtype=dtype))
-        hook = commhooks.attach(ddp, config(**options), wrapper=wrapper)
-        for step in range(4):
-            backward(ddp, step)
-        session, state = session_of(hook), session_of(hook).state
-        kernels: list[HostKernel] = [known.work for known in session.consensus.buckets if known.work]
-        planned = hook.plan().memory
-
+        hook, state, kernels = _trained(config, dtype, wrapper)
+    planned = hook.plan().memory
     assert planned.residual == _size(state["residual"].values())
     # Of two factors that alternate the older one is dropped: what is kept of each is planned.
     kept = _size([*state["q"].values(), *state["p"].values()])
-    if options.get("alternate"):
+    if config.alternate:
         kept = sum(4 * p.rank * (p.n + p.m) for p in hook.plan().compressed)
     assert planned.factors == kept + sum(_size(x.products._p) + _size(x.products._q) for x in kernels)
     assert planned.copies == sum(_size(x.own_deltas) for x in kernels)
-    packed = sum(_packed(x, alternate="alternate" in options) for x in kernels)
-    if batched:  # a bucket that is not compressed is counted with them: an upper bound
+    packed = sum(_packed(x, config.alternate) for x in kernels)
+    if isinstance(config, commhooks.BatchedPowerSGD):
+        # A bucket that is not compressed is counted with them: an upper bound.
         assert packed <= planned.packed < 2 * packed
     else:
         assert planned.packed == packed
@@ -135,15 +140,10 @@ def test_the_native_kernel_takes_no_more_than_is_planned() -> None:
     """It does not pad the factors of rank 1."""
     for rank in (1, 4):
         with process_group_of_one():
-            ddp = wrap(mlp())
-            hook = commhooks.attach(ddp, commhooks.PowerSGD(matrix_approximation_rank=rank, start_powerSGD_iter=0))
-            for step in range(4):
-                backward(ddp, step)
-            assert hook.stats()["kernel"] == "native"
-            session, state = session_of(hook), session_of(hook).state
-            kernels: list[Any] = [known.work for known in session.consensus.buckets if known.work]
-            planned = hook.plan().memory
-
+            config = commhooks.PowerSGD(matrix_approximation_rank=rank, start_powerSGD_iter=0)
+            hook, state, kernels = _trained(config)
+        assert hook.stats()["kernel"] == "native"
+        planned = hook.plan().memory
         assert planned.residual == _size(state["residual"].values())
         taken = _size(state["q"].values()) + sum(_size(x.products.p) + _size(x.products.q) for x in kernels)
         assert planned.factors / 2 < taken <= planned.factors

@@ -16,11 +16,10 @@ import commhooks
 from tests.support.ddp_steps import (
     backward,
     descend,
+    errors_of_means,
     gradients,
     local_gradients,
-    mean_over_ranks,
     mlp,
-    relative,
     replicas_equal,
     wrap,
 )
@@ -42,19 +41,9 @@ def averages(name: str, wrapper: str | None) -> None:
     wire = "bf16" if "bf16" in (own_wire, wrapper) else own_wire or wrapper
     ddp = wrap(mlp())
     ddp.register_comm_hook(None, WRAPPERS[wrapper](function) if wrapper else function)
-    exact = False
-    for step in range(3):
-        expected = {
-            key: mean_over_ranks(value) for key, value in local_gradients(ddp, partial(backward, step=step)).items()
-        }
-        backward(ddp, step)
-        for key, gradient in gradients(ddp).items():
-            assert gradient.dtype == torch.float32
-            assert relative(gradient - expected[key], expected[key]) <= ROUNDING[wire], (step, key)
-            exact = exact or relative(gradient - expected[key], expected[key]) <= 1e-6
-        descend(ddp)
-        assert replicas_equal(ddp)
-    assert exact == (wire is None)  # a wire of 16 bits must show
+    errors = errors_of_means(ddp, 3)
+    assert max(errors) <= ROUNDING[wire]
+    assert (min(errors) <= 1e-6) == (wire is None)  # a wire of 16 bits must show
 
 
 @pytest.mark.parametrize("wrapper", [None, "fp16", "bf16"])

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import logging
 import time
 from collections.abc import Callable, Iterator
@@ -122,6 +123,21 @@ def residuals(hook: CommHook) -> dict[str, torch.Tensor]:
 
 def relative(difference: torch.Tensor, reference: torch.Tensor) -> float:
     return float(difference.double().norm() / reference.double().norm())
+
+
+def errors_of_means(model: nn.Module, steps: int, factor: float = 1.0) -> list[float]:
+    """Trains. Of each gradient the relative error: it should be `factor` times the mean of the ranks' own ones."""
+    errors = []
+    for step in range(steps):
+        alone = local_gradients(model, functools.partial(backward, step=step))
+        backward(model, step)
+        for name, gradient in gradients(model).items():
+            expected = factor * mean_over_ranks(alone[name])
+            assert gradient.dtype == expected.dtype
+            errors.append(relative(gradient - expected, expected))
+        descend(model)
+        assert replicas_equal(model)
+    return errors
 
 
 def conservation_error(

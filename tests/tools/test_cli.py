@@ -1,7 +1,5 @@
 """The `commhooks` command, and what a hook says of itself."""
 
-from __future__ import annotations
-
 import gc
 import os
 import re
@@ -27,12 +25,6 @@ def test_alone_it_prints_its_help(capsys):
     assert "list the hooks and their options" in capsys.readouterr().out
 
 
-def test_an_unknown_command_is_refused(capsys):
-    with pytest.raises(SystemExit) as stopped:
-        main(["hoks"])
-    assert stopped.value.code == 2 and "invalid choice: 'hoks'" in capsys.readouterr().err
-
-
 @pytest.mark.parametrize(
     ("given", "says"),
     [
@@ -49,9 +41,10 @@ def test_an_unknown_command_is_refused(capsys):
         (["--json", "inspect", "f"], "write --json behind the command: commhooks inspect ... --json"),
         (["hooks", "powerSGD"], "unrecognized arguments: powerSGD"),
         (["--vers"], "unrecognized arguments: --vers"),
+        (["hoks"], "invalid choice: 'hoks'"),
     ],
 )
-def test_no_command_takes_abbreviations(given: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_no_command_takes(given: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stopped:
         main(given)
     assert stopped.value.code == 2 and says in capsys.readouterr().err

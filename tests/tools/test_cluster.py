@@ -1,7 +1,5 @@
 """`commhooks plan --nodes`: what leaves a node, by hand, and the command."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 from typing import Any
@@ -11,25 +9,24 @@ import torch
 from torch import nn
 
 from commhooks.comm.link import Network
-from commhooks.hook.plan_model import plan_model
-from commhooks.hook.request import HookRequest
+from commhooks.compressors.candidates import Candidate
 from commhooks.tools.cli import main
 from commhooks.tools.cluster import Cluster, Prediction, predict
+from commhooks.tools.named_model import NamedModel
 
 MB = 1_000_000
 
 
-def build() -> nn.Module:
+def build(layers: int = 2) -> nn.Module:
     with torch.device("meta"):
-        return nn.Sequential(nn.Linear(1000, 1000, bias=False), nn.Linear(1000, 1000, bias=False))
+        return nn.Sequential(*(nn.Linear(1000, 1000, bias=False) for _ in range(layers)))
 
 
 def _predict(hook: str, cluster: Cluster, buckets: int = 1, **options: Any) -> list[Prediction]:
-    request = HookRequest.parse(hook, hook_options=options)
-    plan = plan_model(dict(build().named_parameters()), request, total_steps=1000)
-    compressor = request.new_compressor(1000)
-    assert compressor is not None
-    return predict(plan, compressor, buckets, cluster)
+    """Of a model of two layers in one bucket, or of one layer in each of more buckets."""
+    model = NamedModel(dict(build(max(2, buckets)).named_parameters()))
+    cap_mb = 25 if buckets == 1 else 1
+    return predict(Candidate(hook, hook, options), model, cluster, bucket_cap_mb=cap_mb, total_steps=1000)
 
 
 def test_rings_of_all_ranks_and_between_nodes() -> None:

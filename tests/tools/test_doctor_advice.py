@@ -1,7 +1,5 @@
 """What the doctor makes of its figures: advice, estimates for other links, table and picture."""
 
-from __future__ import annotations
-
 import dataclasses
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """`commhooks doctor`, the command."""
 
-from __future__ import annotations
-
 import io
 import json
 import os

@@ -1,7 +1,5 @@
 """`commhooks inspect`: what is in a saved state, told from the file alone; nothing in it runs, and damage is named."""
 
-from __future__ import annotations
-
 import copy
 import json
 import os

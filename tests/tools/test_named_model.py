@@ -1,7 +1,5 @@
 """A model by its name: a function that builds it, or a checkpoint."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 from typing import Any

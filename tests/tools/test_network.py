@@ -1,7 +1,5 @@
 """`commhooks network`: what it measures, predicts and advises."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import json
@@ -37,7 +35,7 @@ def test_all_ranks_get_the_same_report(run_ranks: Any) -> None:
     assert all(each.mbit_per_s > 10 and 0 < each.latency_ms < 1000 for each in pairs)
     assert [each["ranks"] for each in report["pairs"]] == [[0, 1], [0, 2], [1, 2]]
     assert list(report["machines"].values()) == [[0, 1, 2]]
-    assert report["link"]["mbit_per_s"] > 10
+    assert report["link"]["mbit_per_s"] > 10 and 0 < report["link"]["latency_ms"] / 1000 < report["link"]["took_s"]
     assert report["advice"] and report["advice"][-1] in " ".join(text.split())
     for name in ("plain DDP", "bf16", "int8", "powerSGD rank 4", "diloco, every 30 steps", "1 - 2"):
         assert name in text
@@ -69,11 +67,12 @@ def test_the_interface_is_the_one_whose_counter_grows(tmp_path: Path) -> None:
     before = sent_bytes(tmp_path)
     assert before == {"lo": 5, "eth0": 100, "ib0": 7}
     sent(lo=9_000_000, eth0=2_000_000)
-    assert busiest(before, 1e5, others=True, system=tmp_path) == Interface("eth0", 1000.0)
-    assert busiest(before, 1e5, others=False, system=tmp_path) == Interface("lo")
-    assert busiest(before, 1e7, others=True, system=tmp_path).words == "interface unknown"
+    assert busiest(before, others=True, system=tmp_path) == Interface("eth0", 1000.0)
+    assert busiest(before, others=False, system=tmp_path) == Interface("lo")
     sent(ib0=3_000_000)
-    assert busiest(before, 1e5, others=True, system=tmp_path) == Interface("ib0")
+    assert busiest(before, others=True, system=tmp_path) == Interface("ib0")
+    sent(eth0=99_000, ib0=99_000)  # what a rank says to others anyway
+    assert busiest(before, others=True, system=tmp_path).words == "interface unknown"
 
 
 def test_sizes_of_models() -> None:

@@ -1,7 +1,5 @@
 """The command `commhooks plan`: its flags, its two forms of output, and the time of the codec."""
 
-from __future__ import annotations
-
 import json
 import os
 from pathlib import Path

@@ -19,7 +19,7 @@ from accelerate_commhooks.settings import CommHookConfig, Settings
 from commhooks import HookConfigError
 from commhooks.comm.wire import WRAPPERS
 from commhooks.hook.vocabulary import SAVE_RESIDUAL
-from tests.support.accelerate_yaml import ACCELERATE
+from tests.support.accelerate_yaml import ACCELERATE, default_file
 
 COMMENTED = """\
 # mine
@@ -70,6 +70,10 @@ def test_config_of_new_and_json_files(tmp_path: Path, capsys: pytest.CaptureFixt
     # JSON writes a small number without a point, which PyYAML takes for a text.
     assert main(["config", str(path), "--hook", "powerSGD", "--hook_options", "orthogonalization_epsilon=1e-05"]) == 0
     assert CommHookKwargs.from_config(path).hook_options == {"orthogonalization_epsilon": 1e-05}
+    path = tmp_path / "in_braces.yaml"  # a date is no JSON
+    path.write_text("{num_processes: 2, since: 2026-01-01}\n")
+    assert main(["config", str(path), "--hook", "bf16"]) == 0
+    assert path.read_text() == "num_processes: 2\nsince: 2026-01-01\ncomm_hook_config:\n  hook: bf16\n"
     path = tmp_path / "new.json"
     assert main(["config", str(path), "--hook", "bf16"]) == 0
     assert json.loads(path.read_text()) == {"comm_hook_config": {"hook": "bf16"}}
@@ -102,31 +106,21 @@ def test_wrong_flags_change_nothing(flags: list[str], says: str, tmp_path: Path,
     assert path.read_text() == COMMENTED
 
 
-@pytest.fixture
-def default_config() -> Any:
-    from accelerate.commands.config.config_args import default_config_file
-
-    path = Path(default_config_file)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(ACCELERATE)
-    yield path
-    path.unlink()
-
-
-def test_config_protects_the_default_file(default_config: Path, tmp_path: Path, capsys: Any) -> None:
-    link = tmp_path / "link.yaml"
-    link.symlink_to(default_config)
-    for path in (default_config, link):
-        assert main(["config", str(path), "--hook", "fp16"]) == 2
-        assert "Accelerate refuses keys that it does not know" in capsys.readouterr().err
-        assert default_config.read_text() == ACCELERATE
-    # The reason: Accelerate itself cannot read it any more.
-    assert main(["config", str(link), "--hook", "fp16", "--force"]) == 0
-    assert link.is_symlink() and Settings.read(default_config).values == {"hook": "fp16"}
+def test_config_protects_the_default_file(tmp_path: Path, capsys: Any) -> None:
     from accelerate.commands.config.config_args import load_config_from_file
 
-    with pytest.raises(ValueError, match="unknown keys.*comm_hook_config"):
-        load_config_from_file(None)
+    link = tmp_path / "link.yaml"
+    with default_file(ACCELERATE) as default:
+        link.symlink_to(default)
+        for path in (default, link):
+            assert main(["config", str(path), "--hook", "fp16"]) == 2
+            assert "Accelerate refuses keys that it does not know" in capsys.readouterr().err
+            assert default.read_text() == ACCELERATE
+        # The reason: Accelerate itself cannot read it any more.
+        assert main(["config", str(link), "--hook", "fp16", "--force"]) == 0
+        assert link.is_symlink() and Settings.read(default).values == {"hook": "fp16"}
+        with pytest.raises(ValueError, match="unknown keys.*comm_hook_config"):
+            load_config_from_file(None)
 
 
 def test_patterns_are_written_and_shown_as_they_are(tmp_path: Path, capsys: Any) -> None:
@@ -140,29 +134,19 @@ def test_patterns_are_written_and_shown_as_they_are(tmp_path: Path, capsys: Any)
 
 
 @pytest.mark.parametrize(
-    ("line", "says"), [("num_processes: 4", "starts 4 "), ("", "--num_processes N script.py` starts N ")]
+    ("lines", "says"),
+    [
+        ("distributed_type: MULTI_GPU\nnum_processes: 4", "starts 4 processes."),
+        ("distributed_type: MULTI_GPU", "--num_processes N script.py` starts N processes."),
+        ("distributed_type: 'NO'\nnum_processes: 2", "starts one process here, whose model is not wrapped in DDP"),
+        ("distributed_type: NO\nnum_processes: 2", "starts one process here"),  # YAML reads this as false
+    ],
 )
-def test_how_many_processes_start(line: str, says: str, tmp_path: Path, capsys: Any) -> None:
+def test_how_many_processes_start(lines: str, says: str, tmp_path: Path, capsys: Any) -> None:
     path = tmp_path / "accelerate.yaml"
-    path.write_text(f"distributed_type: MULTI_GPU\n{line}\ncomm_hook_config: {{hook: fp16}}\n")
+    path.write_text(f"{lines}\ncomm_hook_config: {{hook: fp16}}\n")
     assert main(["check", str(path)]) == 0
-    assert f"{says}processes." in capsys.readouterr().out
-
-
-def test_one_process_is_noticed_without_quotes_too(tmp_path: Path, capsys: Any) -> None:
-    """YAML reads `NO` as false."""
-    path = tmp_path / "accelerate.yaml"
-    for kind in ("NO", "'NO'"):
-        path.write_text(f"distributed_type: {kind}\nnum_processes: 2\ncomm_hook_config: {{hook: fp16}}\n")
-        assert main(["check", str(path)]) == 0
-        assert "Accelerate starts one process here, whose model is not wrapped in DDP" in capsys.readouterr().out
-
-
-def test_a_file_without_a_hook(tmp_path: Path, capsys: Any) -> None:
-    path = tmp_path / "hook.yaml"
-    path.write_text("hook: none\n")
-    assert main(["check", str(path)]) == 0
-    assert "hook  none: plain DDP, without a communication hook\n" in capsys.readouterr().out
+    assert says in capsys.readouterr().out
 
 
 def test_every_setting_has_a_flag_that_says_what_it_means() -> None:

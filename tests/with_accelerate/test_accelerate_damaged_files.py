@@ -1,9 +1,8 @@
-"""What can be wrong with the files of a hook when `accelerator.load_state` reads them."""
+"""What can be wrong with the files of a hook when `accelerator.load_state` reads them. All that can be wrong with their
+contents, `checkpoint/test_payload_parts.py` has."""
 
 from __future__ import annotations
 
-import os
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +11,7 @@ import torch
 
 import commhooks
 from tests.support.accelerate_checkpoints import BOTH, assert_equal, outcome, resume, truncate
-from tests.support.accelerators import OPTIONS, WRONG, Training, launched, new_accelerator, power_sgd
-from tests.support.training import flat
+from tests.support.accelerators import OPTIONS, WRONG, Training, launched, power_sgd
 
 
 @launched
@@ -37,9 +35,6 @@ DAMAGE_OF_ONE_RANK = {
     "truncated": (lambda folder: truncate(folder / BOTH[2]), "cannot be read: it is cut off after "),
     "empty": (lambda folder: (folder / BOTH[2]).write_bytes(b""), "cannot be read: it is empty"),
     "of another save": (lambda folder: _rewrite(folder / BOTH[2], fingerprint="0"), "is of another save"),
-    "of another rank": (lambda folder: shutil.copy(folder / BOTH[1], folder / BOTH[2]), "is of rank 0, not of rank 1"),
-    "of another kind": (lambda folder: shutil.copy(folder / BOTH[0], folder / BOTH[2]), "is not the part of one rank"),
-    "misfit": (lambda folder: _rewrite(folder / BOTH[2], residuals={"0.weight": torch.ones(2)}), "does not fit"),
 }
 
 
@@ -72,8 +67,6 @@ DAMAGE_OF_THE_SHARED_FILE = {
     "truncated": (lambda folder: truncate(folder / BOTH[0]), "comm_hook.pt cannot be read: it is cut off after "),
     "missing": (lambda folder: (folder / BOTH[0]).unlink(), "comm_hook.pt is missing, though comm_hook_rank"),
     "changed": (lambda folder: _rewrite(folder / BOTH[0], step=7), "fingerprint do not belong together"),
-    "newer": (lambda folder: _rewrite(folder / BOTH[0], version=99), "has version 99"),
-    "foreign": (lambda folder: torch.save([1], folder / BOTH[0]), "not the state of a commhooks hook"),
 }
 
 
@@ -87,14 +80,9 @@ def test_a_bad_shared_file_is_an_error_on_every_rank_before_anything_changes(
         assert text in result["error"] and str(checkpoint) in result["error"]
 
 
-def test_no_code_of_a_checkpoint_is_run(run_ranks: Any, checkpoint: Path) -> None:
-    torch.save({"format": os.system}, checkpoint / BOTH[0])
-    for result in run_ranks(_fails_to_load, str(checkpoint)):
-        assert "UnpicklingError" in result["error"]
-
-
 def test_another_hook_is_an_error(run_ranks: Any, checkpoint: Path) -> None:
     for result in run_ranks(_fails_to_load, str(checkpoint), hook="batched_powerSGD"):
+        assert result["error"].startswith(f"{checkpoint / BOTH[0]}: ")
         assert "is of hook 'powerSGD', this one is 'batched_powerSGD'" in result["error"]
 
 
@@ -106,22 +94,3 @@ def test_another_hook_with_strict_off_begins_anew(run_ranks: Any, checkpoint: Pa
         assert result["stats"]["step"] == 3 and result["stats"]["compressed_steps"] == 2
     assert "begins with fresh memory (strict=False)" in results[0]["warnings"][0]
     assert results[1]["warnings"] == []
-
-
-@launched
-def _other_model(folder: str) -> str:
-    handler = power_sgd()
-    accelerator = new_accelerator(handler)
-    model = accelerator.prepare(torch.nn.Linear(4, 4))
-    before = flat(model.parameters())
-    with pytest.raises(commhooks.PayloadError) as caught:
-        accelerator.load_state(folder)
-    assert torch.equal(flat(model.parameters()), before)
-    return str(caught.value)
-
-
-def test_another_model_is_an_error_that_lists_the_names(run_ranks: Any, checkpoint: Path) -> None:
-    for error in run_ranks(_other_model, str(checkpoint)):
-        assert "comm_hook.pt: the saved hook state is of another model" in error
-        assert "7.weight: in the saved state, not in the model" in error
-        assert "weight: in the model, not in the saved state" in error

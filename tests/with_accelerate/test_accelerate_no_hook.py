@@ -59,7 +59,7 @@ def test_every_way_to_write_it(written: str, tmp_path: Path, capsys: pytest.Capt
     file.write_text(section(f"hook: {written}\nhook_options: {{matrix_approximation_rank: 2}}\nwrapper: bf16"))
     assert CommHookKwargs.from_config(file).off
     assert main(["check", str(file)]) == 0
-    assert "none" in capsys.readouterr().out
+    assert "none: plain DDP, without a communication hook\n" in capsys.readouterr().out
 
 
 def test_left_out_is_not_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -71,18 +71,6 @@ def test_drop_saves_no_residual(run_ranks: Any, tmp_path: Path) -> None:
         assert result["warnings"] == []
 
 
-def test_a_simple_hook_is_saved_too(run_ranks: Any, tmp_path: Path) -> None:
-    for stats in run_ranks(_simple_hook, str(tmp_path)):
-        assert stats["compression_rate"] == 2
-    assert hook_files(tmp_path) == BOTH[:1]
-
-
-@launched
-def _simple_hook(folder: str) -> dict[str, Any]:
-    Training(CommHookKwargs(hook="fp16_compress")).train(2).save(folder)
-    return Training.resumed(folder, 2, CommHookKwargs(hook="fp16_compress")).train(1).hook.stats()
-
-
 @pytest.mark.parametrize(
     ("before", "after", "save_residual"), [(2, 1, "per_rank"), (2, 3, "per_rank"), (1, 2, "mean"), (3, 2, "mean")]
 )
@@ -99,16 +87,6 @@ def test_another_world_size(run_ranks: Any, tmp_path: Path, before: int, after: 
         assert mean_before.norm() > 0
         for result in resumed:
             assert (mean_before - result["loaded"][name]).norm() <= 1e-6 * mean_before.norm()
-
-
-def test_another_rank_of_the_approximation(run_ranks: Any, tmp_path: Path) -> None:
-    through = run_ranks(train_and_save, str(tmp_path))
-    resumed = run_ranks(resume, str(tmp_path), options=WRONG | {"matrix_approximation_rank": 4})
-    for run, again in zip(through, resumed, strict=True):
-        assert set(again["loaded"]) == {"3.weight", "5.weight"}  # at rank 4 the others are not worth compressing
-        assert all(torch.equal(run["saved"][name], again["loaded"][name]) for name in again["loaded"])
-        assert again["stats"]["compressed_steps"] == 3
-        assert torch.equal(again["weights"], resumed[0]["weights"])
 
 
 @launched

@@ -14,10 +14,10 @@ from accelerate.state import PartialState
 from accelerate.utils import DDPCommunicationHookType
 
 from accelerate_commhooks import CommHookKwargs
+from accelerate_commhooks.requested import checked_request
 from commhooks import BatchedPowerSGD, PowerSGD
 from tests.support.accelerators import OPTIONS, Training, hook_files, launched, new_accelerator, power_sgd
-from tests.support.inside import session_of
-from tests.support.training import batch, make_model, residuals
+from tests.support.training import make_model
 
 
 @launched
@@ -84,57 +84,9 @@ def test_the_path_of_several_gpus(run_ranks: Any, tmp_path: Path) -> None:
 @pytest.mark.parametrize("kind", [DDPCommunicationHookType, str], ids=["enum", "string"])
 def test_only_the_name_of_the_class_changes(kind: Any) -> None:
     def request(name: str, **more: Any) -> Any:
-        return CommHookKwargs(comm_hook=kind(name), **more)._checked_request()
+        return checked_request(CommHookKwargs(comm_hook=kind(name), **more))
 
     assert [request(name).name for name in ("fp16", "bf16")] == ["fp16_compress", "bf16_compress"]
-    for name, ours in (("power_sgd", PowerSGD), ("batched_power_sgd", BatchedPowerSGD)):
-        found = request(name, comm_wrapper=kind("fp16"), comm_state_option=OPTIONS)
-        assert (found.config, found.wrapper) == (ours(**OPTIONS), "fp16")
-
-
-@launched
-def _total_steps() -> list[Any]:
-    starts = []
-    for start in (None, 0.5):
-        hook = PowerSGD(start_powerSGD_iter=start)
-        starts.append(Training(CommHookKwargs(hook=hook, total_steps=40)).hook.options["start_powerSGD_iter"])
-    return starts
-
-
-def test_total_steps_resolves_the_start(run_ranks: Any) -> None:
-    assert run_ranks(_total_steps) == [[4, 20]] * 2
-
-
-@launched
-def _scaled() -> dict[str, Any]:
-    options = {"matrix_approximation_rank": 2, "start_powerSGD_iter": 1}
-    run = Training(power_sgd(options)).train(3)
-    scaled = Training(power_sgd(options), scale=1024.0).train(2)
-    assert session_of(scaled.hook).state.loss_scale == 1024
-    scaled.accelerator.scaler.update(256.0)
-    scaled.train(1)
-    memory, unscaled = session_of(scaled.hook).state, residuals(run.hook)["5.weight"]
-    apart = (memory["residual"]["5.weight"] / 256 - unscaled).norm() / unscaled.norm()
-    return {"scale": memory.loss_scale, "apart": apart, "norm": unscaled.norm()}
-
-
-def test_the_residual_follows_the_loss_scale(run_ranks: Any) -> None:
-    for result in run_ranks(_scaled):
-        assert result["scale"] == 256 and result["norm"] > 0
-        assert result["apart"] < 1e-3
-
-
-def test_accumulation(run_ranks: Any) -> None:
-    for step, count in run_ranks(_accumulates):
-        assert step == 3 and count == 6
-
-
-@launched
-def _accumulates() -> tuple[int, int]:
-    handler = power_sgd()
-    run = Training(handler, gradient_accumulation_steps=2)
-    for step in range(6):
-        with run.accelerator.accumulate(run.model):
-            images, labels = batch(step, 0)
-            run.accelerator.backward(torch.nn.functional.cross_entropy(run.model(images), labels))
-    return run.hook.stats()["step"], step + 1
+    for name, ours, wrapper in (("power_sgd", PowerSGD, "fp16"), ("batched_power_sgd", BatchedPowerSGD, "bf16")):
+        found = request(name, comm_wrapper=kind(wrapper), comm_state_option=OPTIONS)
+        assert (found.config, found.wrapper) == (ours(**OPTIONS), wrapper)

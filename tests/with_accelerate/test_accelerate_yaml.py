@@ -65,12 +65,6 @@ def test_hook_state_by_its_path() -> None:
 
     assert state("test_accelerate_yaml:SHARED_STATE") is SHARED_STATE
     assert isinstance(state("test_accelerate_yaml:State"), State)
-    for path, text in [
-        ("no_such_module:x", "cannot import 'no_such_module'"),
-        ("test_accelerate_yaml:nothing", "has no 'nothing'"),
-    ]:
-        with pytest.raises(HookConfigError, match=text):
-            state(path)
     with pytest.raises(HookConfigError, match="expected 'package.module:name'"):
         state("test_accelerate_yaml.State")
 
@@ -93,14 +87,12 @@ WRONG = [
     Wrong("hook: powerSGD\nhook_options: {matrix_rank: 4}", "hook_options.matrix_rank", "'matrix_approximation_rank'?"),
     Wrong("hook: fp16\nhook_options: {a: 4}", "hook_options.a", "it has none"),
     Wrong("hook: powerSGD\nhook_options: {matrix_approximation_rank: four}", "hook_options.matrix_appr", "'four'"),
-    Wrong("hook: powerSGD\nhook_options: {matrix_approximation_rank: null}", "hook_options.matrix_appr", "None"),
     Wrong(
         "hook: powerSGD\nhook_options: {matrix_approximation_rank: 0}",
         "hook_options.matrix_appr",
         "rank: 0; expected at least",
     ),
     Wrong("hook: powerSGD\nhook_options: 4", "hook_options", "4 is of type int; expected options, as 'name: value'"),
-    Wrong("hook: powerSGD\nbucket_cap_mb: many", "bucket_cap_mb", "'many'"),
     Wrong("hook: powerSGD\nbucket_cap_mb: null", "bucket_cap_mb", "None"),
     Wrong("hook: powerSGD\nstrict: 3.5", "strict", "not a valid bool"),
     Wrong("hook: [powerSGD]", "hook", "['powerSGD'] is of type list; expected str"),

@@ -27,13 +27,7 @@ pytestmark = fully_shard_on_gloo
 
 POWER_SGD = {"hook": "powerSGD", "hook_options": OPTIONS}
 WRONG = {"hook": "powerSGD", "hook_options": OPTIONS | {"start_powerSGD_iter": 5}}
-OTHERS: dict[str, dict[str, Any]] = {
-    "int8": {"start_iter": 1},
-    "int4": {"start_iter": 1},
-    "fp16": {},
-    "bf16": {},
-    "diloco": {"sync_every": 2, "start_iter": 0},
-}
+DILOCO = {"hook": "diloco", "hook_options": {"sync_every": 2, "start_iter": 0}}
 STEPS, SAVE_AT = 6, 4
 
 
@@ -106,10 +100,9 @@ def _trained(folder: str) -> dict[str, Any]:
     alone = _trainer(f"{folder}/alone", replicas=1, hook=POWER_SGD)  # the other replicas are lost
     alone.train(resume_from_checkpoint=f"{folder}/SHARDED_STATE_DICT/checkpoint-{SAVE_AT}")
     found["alone"] = _outcome(alone)
-    for hook, options in OTHERS.items():
-        other = _trainer(f"{folder}/{hook}", max_steps=2, save_steps=100, hook={"hook": hook, "hook_options": options})
-        other.train()
-        found[hook] = _outcome(other)
+    rounds = _trainer(f"{folder}/diloco", max_steps=3, save_steps=100, hook=DILOCO)
+    rounds.train()
+    found["diloco"] = _outcome(rounds)
     with pytest.raises(HookConfigError) as error:
         _trainer(f"{folder}/auto", hook={"hook": "auto"}).train()
     found["auto"] = str(error.value)
@@ -137,11 +130,8 @@ def test_replicas_train_and_resume(run_ranks: Any, tmp_path: Path) -> None:
             assert again["stats"]["compression_rate"] > 1.2
         assert rank["anew"] == STEPS and rank["warnings"] == []
         assert rank["alone"]["stats"]["step"] == STEPS and rank["alone"]["stats"]["compressed_steps"] == STEPS - SAVE_AT
-        for hook in OTHERS:
-            assert rank[hook]["stats"]["backward_passes"] == 2, hook
-            if hook != "diloco":  # whose end of a round sends what the steps did not
-                assert 0 < rank[hook]["stats"]["bytes_sent"] < rank[hook]["stats"]["bytes_uncompressed"], hook
-            assert torch.equal(rank[hook]["weights"], ranks[0][hook]["weights"]), hook
+        assert rank["diloco"]["stats"]["backward_passes"] == 3
+        assert torch.equal(rank["diloco"]["weights"], ranks[0]["diloco"]["weights"])  # the training ends with a round
         assert "it measures ranks that all compress the whole model" in rank["auto"]
         assert "nothing is left to a communication hook" in rank["over all"]
     for form in ("SHARDED_STATE_DICT", "FULL_STATE_DICT"):

@@ -8,14 +8,17 @@ import weakref
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 
-from accelerate_commhooks.transformers import CommHookTrainer
-from tests.support.accelerators import launched
-from tests.support.inside import session_of
-from tests.support.sweeps import CollectsGarbage, assert_nothing_piles_up, threads_after_each
-from tests.support.transformers_runs import TrainerCallback, TrainingArguments
+pytest.importorskip("transformers", reason="transformers needs Python 3.11 or newer")
+
+from accelerate_commhooks.transformers import CommHookTrainer  # noqa: E402
+from tests.support.accelerators import launched  # noqa: E402
+from tests.support.inside import session_of  # noqa: E402
+from tests.support.sweeps import CollectsGarbage, assert_nothing_piles_up, threads_after_each  # noqa: E402
+from tests.support.transformers_runs import TrainerCallback, TrainingArguments  # noqa: E402
 
 OPTIONS = {"matrix_approximation_rank": 2, "start_powerSGD_iter": 1}
 

@@ -7,10 +7,10 @@ from typing import Any
 
 from commhooks.compressors.adaptive import ObservedPass, Ranks
 from commhooks.compressors.auto.energy import Energies, by_layer
-from commhooks.compressors.auto.options import Auto
+from commhooks.compressors.auto.options import QUALITIES, Auto
 from commhooks.compressors.auto.ranks import highest_rank, ranks_for_bytes, ranks_for_share, truncated
 from commhooks.compressors.base import Compressor
-from commhooks.compressors.candidates import ALLREDUCE, BF16, INT4, INT8, Candidate, powersgd
+from commhooks.compressors.candidates import Candidate, powersgd
 from commhooks.compressors.cast import AllReduceCompressor, BF16Compressor
 from commhooks.compressors.powersgd.compressor import PowerSGDCompressor
 from commhooks.compressors.powersgd.matrix_plan import MatrixPlan
@@ -23,7 +23,6 @@ _CLASSES: dict[str, type[Compressor[Any]]] = {
     each.Config.hook_name: each
     for each in (AllReduceCompressor, BF16Compressor, Int8Compressor, Int4Compressor, PowerSGDCompressor)
 }
-_BY_QUALITY = {"same": (ALLREDUCE, BF16, INT8), "close": (ALLREDUCE, BF16, INT8, INT4)}
 
 
 def new(candidate: Candidate) -> Compressor[Any]:
@@ -45,7 +44,7 @@ def simple(config: Auto) -> list[Candidate]:
     """The candidates without ranks, the most exact first."""
     return [
         replace(each, options={} if _CLASSES[each.hook].Config.start_option is None else _exclude(config))
-        for each in _BY_QUALITY[config.quality]
+        for each in QUALITIES[config.quality]
     ]
 
 
@@ -69,7 +68,7 @@ def allowed(candidate: Candidate, config: Auto) -> bool:
     """Whether the config allows the candidate: by its quality, and PowerSGD if its ranks are for the config's target
     and for the layers that it does not exclude."""
     if candidate.hook != POWERSGD:
-        return candidate.hook in [each.hook for each in _BY_QUALITY[config.quality]]
+        return candidate.hook in [each.hook for each in QUALITIES[config.quality]]
     if config.quality != "close" or excluding(candidate, config) != candidate:
         return False
     return candidate.label.startswith(f"{_target_label(config.target)} (")

@@ -44,9 +44,7 @@ class AutoCompressor(AdaptiveCompressor[Auto]):
     enough_passes = 3
     """Passes that have to make sense before a decision."""
 
-    def __init__(
-        self, config: Auto, wire_dtype: torch.dtype | None = None, *, decision: Decision | None = None
-    ) -> None:
+    def __init__(self, config: Auto, *, decision: Decision | None = None) -> None:
         self.decision = decision or trials.begin(config, 0)
         self._inner = candidates.new(self.decision.candidate)
         super().__init__(config, self._inner.wire_dtype)

@@ -4,9 +4,11 @@ import math
 from dataclasses import dataclass, field
 from typing import ClassVar, Union
 
+from commhooks.compressors.candidates import ALLREDUCE, BF16, INT4, INT8
 from commhooks.compressors.hook_config import HookConfig
 
-QUALITIES = ("same", "close")
+QUALITIES = {"same": (ALLREDUCE, BF16, INT8), "close": (ALLREDUCE, BF16, INT8, INT4)}
+"""The candidates without ranks, the most exact first; "close" has PowerSGD beside them."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,6 +1,5 @@
 """Check, before the doctor measures, that the model and `batch_fn` can be measured on every rank."""
 
-import inspect
 import traceback
 from collections.abc import Callable
 from typing import Any
@@ -10,6 +9,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from commhooks.comm.collective import gather_texts
+from commhooks.compressors.dotted_path import why_not_called
 from commhooks.compressors.noop import Noop
 from commhooks.errors import DoctorError
 from commhooks.gradients.torch_private import delays_all_reduce
@@ -82,12 +82,8 @@ def check_batch_fn(ddp_model: DistributedDataParallel, batch_fn: BatchFn) -> Non
 
 
 def _try(ddp_model: DistributedDataParallel, trial: DistributedDataParallel, batch_fn: BatchFn) -> None:
-    try:
-        inspect.signature(batch_fn).bind(trial)
-    except TypeError as error:
-        raise DoctorError(f"batch_fn cannot be called with one argument ({error}). {CONTRACT}") from None
-    except ValueError:  # a builtin without a signature
-        pass
+    if reason := why_not_called(batch_fn, trial):
+        raise DoctorError(f"batch_fn cannot be called with one argument ({reason}). {CONTRACT}")
 
     def not_this_one(module: torch.nn.Module, arguments: Any) -> None:
         raise DoctorError(f"batch_fn called your own model instead of the copy that it was given. {CONTRACT}")

@@ -12,6 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from commhooks.compressors.dotted_path import current_folder_first, import_path
 from commhooks.errors import DoctorError
+from commhooks.tools.arguments import DOCTOR_COMMAND
 from commhooks.tools.doctor.check import CONTRACT, check_world_size
 from commhooks.tools.doctor.report import check_output
 from commhooks.tools.doctor.run import doctor
@@ -19,8 +20,7 @@ from commhooks.tools.options import parse_options
 from commhooks.tools.process_group import process_group
 
 START_IT = (
-    "the doctor measures on the ranks and the network of a training. Start it as you start that: "
-    "torchrun --nproc-per-node 2 -m commhooks doctor package.module:build"
+    f"the doctor measures on the ranks and the network of a training. Start it as you start that: {DOCTOR_COMMAND}"
 )
 
 

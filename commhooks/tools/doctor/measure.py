@@ -2,7 +2,6 @@
 
 import gc
 import statistics
-import time
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -12,7 +11,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from commhooks.comm.collective import gather_rows
-from commhooks.comm.link import synchronize
+from commhooks.comm.link import seconds_of, synchronize
 from commhooks.compressors.candidates import Candidate
 from commhooks.compressors.kernel import TORCH
 from commhooks.compressors.registry import COMPRESSORS
@@ -155,10 +154,7 @@ class Rounds:
         ddp_model.zero_grad(set_to_none=True)
         synchronize(device)
         all_ranks(0.0)  # a common start
-        began = time.perf_counter()
-        self.batch_fn(ddp_model).backward()
-        synchronize(device)
-        passed = time.perf_counter() - began
+        passed = seconds_of(lambda: self.batch_fn(ddp_model).backward(), device)
         stats = hook.stats()
         timed = stats["codec_s_last_pass"] is not None
         clocks = (stats["codec_s_last_pass"], stats["waiting_s_last_pass"]) if timed else (0.0, 0.0)

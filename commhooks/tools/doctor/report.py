@@ -152,20 +152,15 @@ def check_output(json_path: Path | None, plot_path: Path | None) -> None:
         from commhooks.tools.doctor.plot import check_format
 
         check_format(plot_path)
-    for path in (json_path, plot_path):
-        if path is not None and not path.resolve().parent.is_dir():
+    for path in filter(None, (json_path, plot_path)):
+        if not path.resolve().parent.is_dir():
             raise DoctorError(f"{path}: there is no folder {path.resolve().parent}")
-        if path is not None and path.is_dir():
+        if path.is_dir():
             raise DoctorError(f"{path} is a folder; give the name of a file in it")
-        if path is not None:
-            _check_writable(path)
-
-
-def _check_writable(path: Path) -> None:
-    new = not path.exists()
-    try:
-        path.open("a").close()
-        if new:
-            path.unlink()
-    except OSError as error:
-        raise DoctorError(f"{path} cannot be written: {error}") from error
+        new = not path.exists()
+        try:
+            path.open("a").close()
+            if new:
+                path.unlink()
+        except OSError as error:
+            raise DoctorError(f"{path} cannot be written: {error}") from error

@@ -7,23 +7,22 @@ import time
 import torch
 import torch.distributed as dist
 
-from commhooks.comm.collective import gather_texts
+from commhooks.comm.collective import gather_texts, resolve_group
 from commhooks.comm.groups import backend_of
 from commhooks.comm.link import Backend, measure_link
 from commhooks.comm.nodes import members_of, places_of
 from commhooks.comm.pairs import measure_pairs, pairs_to_measure
 from commhooks.errors import DoctorError, HookConfigError
+from commhooks.tools.arguments import NETWORK_COMMAND
 from commhooks.tools.network import interfaces
 from commhooks.tools.network.predicted import cluster_of, exchanges, parsed_size
 from commhooks.tools.network.report import NetworkReport
 from commhooks.tools.process_group import process_group
 
 START_IT = (
-    "the network between the ranks of a training is measured. Start it as you start that, on every machine: torchrun "
-    "--nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint HOST:29500 -m commhooks network"
+    "the network between the ranks of a training is measured. Start it as you start that, on every machine: "
+    f"{NETWORK_COMMAND}"
 )
-COUNTED_BYTES = 100_000
-"""An interface that has sent less was not the one."""
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -32,8 +31,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.step_ms is not None and not arguments.step_ms > 0:
         raise HookConfigError(f"--step-ms {arguments.step_ms}: expected a number above 0")
     with process_group(arguments.backend, START_IT):
-        group = dist.group.WORLD
-        assert group is not None
+        group = resolve_group()
         report = measure(group, sizes, arguments.step_ms)
         if group.rank() == 0:
             print(json.dumps(report.as_dict(), indent=1) if arguments.json else report, flush=True)
@@ -59,7 +57,7 @@ def measure(group: dist.ProcessGroup, sizes: dict[str, float], step_ms: float | 
     before = interfaces.sent_bytes()
     link = measure_link(group, device)
     pairs = measure_pairs(pairs_to_measure(list(machines.values())), group, device)
-    own = interfaces.busiest(before, COUNTED_BYTES, others=len(machines) > 1)
+    own = interfaces.busiest(before, others=len(machines) > 1)
     texts = gather_texts(json.dumps([own.name, own.rated_mbit_per_s]), group, device, "the names of the interfaces")
     of_ranks = [interfaces.Interface(*json.loads(text)) for text in texts]
     inside = [p.mbit_per_s for p in pairs if any({*p.ranks} <= {*ranks} for ranks in machines.values())]

@@ -7,7 +7,8 @@ from pathlib import Path
 from commhooks.comm.link import bandwidth
 
 SYSTEM = Path("/sys/class/net")  # Linux only
-LOOPBACK = "lo"
+COUNTED_BYTES = 100_000
+"""An interface that has sent less was not the one."""
 
 
 @dataclass(frozen=True)
@@ -37,19 +38,18 @@ def sent_bytes(system: Path = SYSTEM) -> dict[str, int]:
     return found
 
 
-def busiest(before: dict[str, int], at_least: float, others: bool, system: Path = SYSTEM) -> Interface:
+def busiest(before: dict[str, int], others: bool, system: Path = SYSTEM) -> Interface:
     """The interface that has sent most since `before`.
 
     Args:
         before: an earlier `sent_bytes`.
-        at_least: bytes; what has sent less was not it.
         others: there are other machines, to which nothing goes over the loopback interface.
     """
     grown = {name: sent - before.get(name, sent) for name, sent in sent_bytes(system).items()}
     if others:
-        grown.pop(LOOPBACK, None)
+        grown.pop("lo", None)
     name = max(grown, key=lambda each: grown[each], default="")
-    if not name or grown[name] < at_least:
+    if not name or grown[name] < COUNTED_BYTES:
         return Interface()
     rated = None
     with contextlib.suppress(OSError, ValueError):  # virtual interfaces raise, or say -1

@@ -9,9 +9,8 @@ import torch
 from commhooks.comm.link import Backend, Link, Network
 from commhooks.compressors.candidates import ALLREDUCE, BF16, INT8, Candidate, powersgd
 from commhooks.errors import HookConfigError
-from commhooks.hook.plan_model import plan_model
-from commhooks.hook.request import HookRequest
 from commhooks.tools.cluster import Cluster, predict
+from commhooks.tools.named_model import NamedModel
 
 PLAIN = dataclasses.replace(ALLREDUCE, label="plain DDP")
 CANDIDATES = (
@@ -45,11 +44,8 @@ def parsed_size(text: str) -> float:
     Raises:
         HookConfigError: it is no number.
     """
-    match = re.fullmatch(r"([\d.]+)\s*([kmb]?)", text.strip().lower())
-    try:
-        size = float(match[1]) * _UNITS[match[2]] if match else 0.0
-    except ValueError:
-        size = 0.0
+    match = re.fullmatch(r"(\d+\.?\d*|\.\d+)\s*([kmb]?)", text.strip().lower())
+    size = float(match[1]) * _UNITS[match[2]] if match else 0.0
     if size < 1:
         raise HookConfigError(f"--params {text}: expected a number of parameters such as 350k, 124M or 1.5B")
     return size
@@ -77,13 +73,9 @@ def cluster_of(machines: list[list[int]], link: Link, inside_mbit_per_s: float, 
 
 def exchanges(numel: float, cluster: Cluster) -> list[Exchange]:
     """Of each candidate, with DDP's usual buckets."""
-    parameters, found = transformer(numel), []
+    model, found = NamedModel(transformer(numel)), []
     for each in CANDIDATES:
-        request = HookRequest.parse(each.hook, hook_options=dict(each.options) or None, wrapper=each.wrapper)
-        plan = plan_model(parameters, request, total_steps=1)
-        compressor = request.new_compressor(1)
-        assert compressor is not None
-        predicted = predict(plan, compressor, len(plan.bucket_names), cluster)
+        predicted = predict(each, model, cluster, total_steps=1)
         best = min(predicted[:1] if each is PLAIN else predicted, key=lambda one: one.seconds)
         found.append(Exchange(each, best.seconds, best.leaving, best.between_nodes))
     return found

@@ -47,6 +47,10 @@ class NetworkReport:
     step_ms: float | None
     took_s: float
 
+    @property
+    def _ranks(self) -> int:
+        return sum(map(len, self.machines.values()))
+
     def as_dict(self) -> dict[str, Any]:
         return asdict(self) | {"advice": self.advice()}
 
@@ -56,7 +60,8 @@ class NetworkReport:
     # ---- advice ------------------------------------------------------------------------------------------------------
 
     def advice(self) -> list[str]:
-        return [*self._slow_connections(), *self._slow_interfaces(), self._hook(), *self._long_round_trips()]
+        far = sentences(self._ranks, len(self.machines), self.link.round_trip_s(self._ranks))
+        return [*self._slow_connections(), *self._slow_interfaces(), self._hook(), *far]
 
     def _kinds(self) -> dict[str, list[Pair]]:
         """The pairs between machines and those inside one."""
@@ -118,18 +123,15 @@ class NetworkReport:
             f"{small} beside {self.step_ms:g} ms of computing. Compare the last loss with that of plain DDP."
         )
 
-    def _long_round_trips(self) -> list[str]:
-        ranks = sum(map(len, self.machines.values()))
-        return sentences(ranks, len(self.machines), self.link.round_trip_s(ranks))
-
     # ---- text --------------------------------------------------------------------------------------------------------
 
     def _machines(self) -> list[str]:
-        ranks = sum(map(len, self.machines.values()))
-        lines = [f"{ranks} ranks, {self.backend}, measured in {self.took_s:.0f} s"]
-        return lines + [
-            f"  {name}: ranks {', '.join(map(str, ranks))}; {self.interfaces[name].words}"
-            for name, ranks in self.machines.items()
+        return [
+            f"{self._ranks} ranks, {self.backend}, measured in {self.took_s:.0f} s",
+            *(
+                f"  {name}: ranks {', '.join(map(str, ranks))}; {self.interfaces[name].words}"
+                for name, ranks in self.machines.items()
+            ),
         ]
 
     def _pairs(self) -> Any:

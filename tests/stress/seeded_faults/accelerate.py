@@ -15,7 +15,7 @@ MUTANTS = [
         "accelerate_commhooks/prepared.py",
         "        return scale_of(known.scaler, known.device)\n",
         "        return 1.0\n",
-        "with_accelerate/test_accelerate_two_ranks.py::test_the_residual_follows_the_loss_scale",
+        "with_accelerate/test_accelerate_saving.py::test_the_loss_scale_is_saved_with_the_residual",
     ),
     Mutant(
         "Accelerate: old files of ranks stay",

@@ -94,7 +94,7 @@ MUTANTS = [
     Mutant(
         "on a GPU DDP does not wait for the codec",
         "commhooks/comm/collective.py",
-        "    return torch.futures.Future(devices=[device])\n",
+        '    return torch.futures.Future(devices=[] if device.type == "cpu" else [device])\n',
         "    return torch.futures.Future()\n",
         _NCCL,
         cuda=True,

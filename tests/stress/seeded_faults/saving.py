@@ -8,7 +8,7 @@ MUTANTS = [
         "commhooks/checkpoint/payload.py",
         "saved[ranks.index(target.rank)]",
         "saved[0]",
-        "checkpoint/test_resume.py::test_residuals_of_all_ranks_in_one_file",
+        "checkpoint/test_elastic_resume.py::test_from_any_number_of_ranks",
     ),
     Mutant(
         "rows of Q in another order",
@@ -37,14 +37,14 @@ MUTANTS = [
         "commhooks/checkpoint/learned_state.py",
         "            session.consensus.replaced(",
         "            session.state.step = 0\n            session.consensus.replaced(",
-        "checkpoint/test_resume.py::test_resume_is_bit_equal",
+        "checkpoint/test_golden_payloads.py::test_step_start_q_and_residuals_are_those_of_the_file",
     ),
     Mutant(
         "a joint save goes ahead without all ranks",
         "commhooks/comm/joint_save.py",
         '            if decision == b"all":\n',
         "            if True:\n",
-        "comm/test_joint_save.py::test_rank_0_saves_alone",
+        "comm/test_joint_save.py::test_one_rank_saves_alone",
     ),
     Mutant(
         "a failed save counts as a good one",

@@ -84,7 +84,6 @@ def run_ranks(
     *args: Any,
     world_size: int = 2,
     start_method: str = "spawn",
-    timeout_s: float = RANKS_LIMIT_S,
 ) -> Any:
     """Run `function(*args)` in one process per rank with a gloo process group; returns its result on rank 0 (JSON
     types).
@@ -98,11 +97,11 @@ def run_ranks(
             join=False,
             start_method=start_method,
         )
-        deadline = datetime.datetime.now() + datetime.timedelta(seconds=timeout_s)
+        deadline = datetime.datetime.now() + datetime.timedelta(seconds=RANKS_LIMIT_S)
         try:
             while not ranks.join(timeout=1.0):  # ends all ranks and raises if one has failed
                 if datetime.datetime.now() > deadline:
-                    raise SystemExit(f"the ranks are not done after {timeout_s:.0f} s")
+                    raise SystemExit(f"the ranks are not done after {RANKS_LIMIT_S:.0f} s")
         finally:
             for process in ranks.processes:
                 if process.is_alive():

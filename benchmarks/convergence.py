@@ -104,15 +104,13 @@ def measure(hooks: list[str], seeds: list[int], epochs: int) -> dict[str, list[R
 
 
 def plot(rows: list[Row], file: Path, epochs: int) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
+    from matplotlib.figure import Figure
 
     # One colour per family of hooks and one marker per factor rank; `fp16` and `bf16` are families of their own.
     families = list(dict.fromkeys(_family(row["hook"]) for row in rows))
     markers = {"": "s", "1": "o", "2": "^", "4": "D"}
-    figure, axes = pyplot.subplots(1, 2, figsize=(11, 4.5), sharex=True)
+    figure = Figure(figsize=(11, 4.5))
+    axes = figure.subplots(1, 2, sharex=True)
     for axis, what, title in ((axes[0], "losses", "test loss"), (axes[1], "accuracies", "test error, %")):
         for row in rows:
             values = [100 * (1 - value) for value in row[what]] if what == "accuracies" else row[what]

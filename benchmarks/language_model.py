@@ -254,13 +254,11 @@ def table(runs: list[Row], hooks: list[str]) -> list[Row]:
 
 def plot(rows: list[Row], file: Path) -> None:
     """Loss against bytes."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
+    from matplotlib.figure import Figure
 
     counts = sorted({row["ranks"] for row in rows})
-    figure, axes = pyplot.subplots(1, len(counts), figsize=(5.5 * len(counts), 4.5), sharey=True, squeeze=False)
+    figure = Figure(figsize=(5.5 * len(counts), 4.5))
+    axes = figure.subplots(1, len(counts), sharey=True, squeeze=False)
     hooks = list(dict.fromkeys(row["hook"] for row in rows))
     for axis, count in zip(axes[0], counts, strict=True):
         for row in (each for each in rows if each["ranks"] == count):

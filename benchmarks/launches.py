@@ -12,13 +12,13 @@ collectives, and a few operators per step with which the engine joins the verdic
 """
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from common import Row, number, parse, parser, report
 from machine import machine
-from models import TASKS
+from models import GPT2, TASKS
 from torch.utils._python_dispatch import TorchDispatchMode  # the only way to see what is dispatched; torch 2.13
 
 from commhooks.engine.local_driver import LocalDriver
@@ -29,24 +29,11 @@ Shapes = Sequence[tuple[int, ...]]
 META = torch.device("meta")
 
 
-def transformer_shapes(width: int, layers: int, words: int = 50_257, context: int = 1024) -> Shapes:
-    """The parameters of a GPT-2: embeddings, and per block two layer norms and four linear layers."""
-    norm = [(width,), (width,)]
-    linear = [(3 * width, width), (3 * width,), (width, width), (width,)]
-    feed_forward = [(4 * width, width), (4 * width,), (width, 4 * width), (width,)]
-    return [(words, width), (context, width), *([*norm, *linear, *norm, *feed_forward] * layers), *norm]
-
-
-def resnet50_shapes() -> Shapes:
-    with META:
-        return [tuple(parameter.shape) for parameter in TASKS["resnet50"].make().parameters()]
-
-
-MODELS: Mapping[str, Any] = {
-    "resnet50": resnet50_shapes,
-    "gpt2": lambda: transformer_shapes(768, 12),
-    "gpt-1.3b": lambda: transformer_shapes(2048, 24, context=2048),
-    "tiny": lambda: transformer_shapes(64, 2, 256, 32),
+MODELS: Mapping[str, Callable[[], torch.nn.Module]] = {
+    "resnet50": TASKS["resnet50"].make,
+    "gpt2": GPT2,
+    "gpt-1.3b": lambda: GPT2(context=2048, width=2048, blocks=24, heads=16),
+    "tiny": lambda: GPT2(256, 32, 64, 2, 4),
 }
 VARIANTS: Mapping[str, tuple[str | None, dict[str, Any], float | None]] = {
     "powerSGD": (None, {}, None),
@@ -98,7 +85,8 @@ def main() -> None:
     at = machine()
     rows: list[Row] = []
     for model in args.models:
-        shapes = MODELS[model]()
+        with META:
+            shapes = [tuple(parameter.shape) for parameter in MODELS[model]().parameters()]
         common = {"section": model, "model": model, "matrices": sum(len(shape) > 1 for shape in shapes)}
         for variant, (wrapper, options, cap_mb) in VARIANTS.items():
             for rank in args.ranks:

@@ -41,9 +41,7 @@ also after Ctrl-C and after errors. A subset in about 3 minutes is
 
 import argparse
 import json
-import signal
 import sys
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -54,7 +52,7 @@ from link_ranks import LinkRanks
 from link_worker import SIZES
 from machine import machine
 from models import make, numel
-from namespaces import Link, bits_per_second, missing
+from namespaces import Link, bits_per_second
 from wide_area import Weather, WideArea
 
 RATES = ["10mbit", "100mbit", "1gbit", "10gbit", "unlimited"]
@@ -87,22 +85,17 @@ def measure(args: argparse.Namespace) -> list[Row]:
     for rate in args.rates:
         if rate != "unlimited":
             bits_per_second(rate)
-    reason = missing()
-    if reason is not None:
-        raise SystemExit(reason)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # raises SystemExit, so that the namespaces are removed
     rows = []
     weather = Weather(args.rtt, args.jitter, args.loss)
     if str(weather) and args.nodes != 2:
         raise SystemExit("--rtt, --jitter and --loss are for two nodes")
     kind = WideArea(weather) if str(weather) else Link(args.nodes)
-    with kind as link, tempfile.TemporaryDirectory() as folder:
+    with kind as link:
         for model in args.models:
             gradient = 4 * numel(make(model)[0])
             link.limit("unlimited")
             order = {"ranks_per_node": args.ranks_per_node, "model_name": model, "hooks": args.hooks}
-            ranks = LinkRanks(link, WORKER, folder, **order)
-            try:
+            with LinkRanks(link, WORKER, **order) as ranks:
                 ranks.answer(timeout_s=600)
                 for compute in args.compute:
                     for rate in args.rates:
@@ -122,8 +115,6 @@ def measure(args: argparse.Namespace) -> list[Row]:
                         common |= {"nodes": args.nodes, "ranks_per_node": args.ranks_per_node}
                         rows += rows_of(answer, args.hooks, **common, gradient_mb=gradient / 1e6)
                         print(f"{section}: done", file=sys.stderr, flush=True)
-            finally:
-                ranks.end()
     return rows
 
 

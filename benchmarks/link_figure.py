@@ -25,10 +25,7 @@ APART = 0.12  # decades between two names
 
 def draw(rows: list[Row], at: Row, file: Path) -> None:
     """Write a PNG with the first model and amount of computation in `rows`. `at`: the machine that they are from."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
+    from matplotlib.figure import Figure
     from matplotlib.ticker import NullLocator
 
     rows = [row for row in rows if (row["model"], row["compute"]) == (rows[0]["model"], rows[0]["compute"])]
@@ -38,7 +35,8 @@ def draw(rows: list[Row], at: Row, file: Path) -> None:
         label = _drawn_as(row["hook"])
         if label in NAMES:
             lines.setdefault(label, [None] * len(rates))[rates.index(row["rate"])] = row["median_ms"] / 1000
-    figure, axis = pyplot.subplots(figsize=(8.4, 5.0), facecolor="white")
+    figure = Figure(figsize=(8.4, 5.0), facecolor="white")
+    axis = figure.subplots()
     for label, times in lines.items():
         _, color, style = NAMES[label]
         places = [place for place, time in enumerate(times) if time is not None]
@@ -63,7 +61,6 @@ def draw(rows: list[Row], at: Row, file: Path) -> None:
     figure.text(0.02, 0.905, _circumstances(rows[0], at), color="#555555", fontsize=9)
     figure.tight_layout(rect=(0, 0, 1, 0.97))
     figure.savefig(file, dpi=150)
-    pyplot.close(figure)
 
 
 def _drawn_as(hook: str) -> str:

@@ -7,39 +7,59 @@ import os
 import queue
 import subprocess
 import sys
+import tempfile
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch.distributed as dist
-from common import Row
+from common import Row, steady
 from namespaces import SUBNET, Link
 
 PORT = 29500  # of the first node, in its namespace
 
 
-def meet(rank: int, world_size: int) -> None:
-    """Make the process group over the link. Each of the processes must call this."""
-    address = f"tcp://{SUBNET}.1:{PORT}"
-    dist.init_process_group(
-        "gloo", init_method=address, rank=rank, world_size=world_size, timeout=datetime.timedelta(minutes=30)
-    )
+def run_worker(worker: Callable[..., None]) -> None:
+    """In a process of `LinkRanks`: meet the others over the link, and call `worker` with what this one was given."""
+    place = json.loads(sys.argv[1])
+    group = {"rank": place["rank"], "world_size": place["world_size"], "timeout": datetime.timedelta(minutes=30)}
+    with steady(place["rank"]):
+        dist.init_process_group("gloo", init_method=f"tcp://{SUBNET}.1:{PORT}", **group)
+        worker(**place)
+
+
+def bytes_sent(interface: str) -> int:
+    """By a network interface so far, headers included."""
+    return int(Path("/sys/class/net", interface, "statistics", "tx_bytes").read_text())
+
+
+def serve(rank: int, ready: Row, job: Callable[..., Row]) -> NoReturn:
+    """Do the jobs of `LinkRanks`. Rank 0 writes `ready` at once, and for each job what `job` returns."""
+    answer = ready
+    while True:
+        if rank == 0:
+            print(json.dumps(answer), flush=True)
+        line = sys.stdin.readline()
+        if not line:
+            os._exit(0)  # gloo sometimes aborts at interpreter shutdown, with or without a hook
+        answer = job(**json.loads(line))
 
 
 class LinkRanks:
-    """Processes that run `worker`, those of a node in its namespace.
+    """Processes that run `worker`, those of a node in its namespace, for as long as it is used as a context.
 
     Args:
         worker: a script. Its argument is JSON: rank, world_size, ranks_per_node, interface, and `order`. It reads a job
             per line from its standard input. Rank 0 writes a line of JSON when all are ready, and one for each job.
-        folder: for what they write to standard error.
     """
 
-    def __init__(self, link: Link, worker: Path, folder: str, ranks_per_node: int = 1, **order: Any) -> None:
+    def __init__(self, link: Link, worker: Path, ranks_per_node: int = 1, **order: Any) -> None:
         self.processes: list[subprocess.Popen[str]] = []
         world_size = len(link.namespaces) * ranks_per_node
-        self.errors = [Path(folder, f"rank_{rank}.txt") for rank in range(world_size)]
+        self._folder = tempfile.TemporaryDirectory()
+        self.errors = [Path(self._folder.name, f"rank_{rank}.txt") for rank in range(world_size)]
         for rank, (namespace, interface) in enumerate(each for each in link.ends() for _ in range(ranks_per_node)):
             place = {"rank": rank, "world_size": world_size, "ranks_per_node": ranks_per_node, "interface": interface}
             environment = {**os.environ, "GLOO_SOCKET_IFNAME": interface, "OMP_NUM_THREADS": "1"}
@@ -80,7 +100,11 @@ class LinkRanks:
             process.stdin.flush()
         return self.answer(timeout_s)
 
-    def end(self) -> None:
+    def __enter__(self) -> "LinkRanks":
+        return self
+
+    def __exit__(self, *error: object) -> None:
         for process in self.processes:
             process.kill()
             process.wait()
+        self._folder.cleanup()

@@ -3,18 +3,14 @@
 link.py starts it with its place as JSON in the command line, and writes one job per line to its stdin.
 """
 
-import json
-import os
-import sys
 import time
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from common import Row, steady
+from common import Row
 from hooks import CHOOSING, steps_of_round, wrap
-from link_ranks import meet
+from link_ranks import bytes_sent, run_worker, serve
 from models import forward_loss, make
 
 SIZES = {
@@ -28,10 +24,7 @@ DECIDED_WITHIN = 500
 
 
 def worker(rank: int, world_size: int, ranks_per_node: int, interface: str, model_name: str, hooks: list[str]) -> None:
-    """Make the models, then run one job per line of stdin; rank 0 writes one line of JSON per job to stdout."""
-    torch.set_num_threads(1)
-    sent_bytes = Path("/sys/class/net", interface, "statistics", "tx_bytes")
-    meet(rank, world_size)
+    """Make the models, then run the jobs."""
     task = make(model_name)[1]
 
     def new(label: str) -> Any:
@@ -47,7 +40,7 @@ def worker(rank: int, world_size: int, ranks_per_node: int, interface: str, mode
         steps = steps_of_round(label)
         (ddp_model, _), optimizer = models[label]
         dist.barrier()
-        before, started = int(sent_bytes.read_text()), time.perf_counter()
+        before, started = bytes_sent(interface), time.perf_counter()
         for _ in range(steps):
             optimizer.zero_grad(set_to_none=True)
             forward_loss(ddp_model, task, batch).backward()
@@ -56,9 +49,14 @@ def worker(rank: int, world_size: int, ranks_per_node: int, interface: str, mode
         optimizer.zero_grad(set_to_none=True)
         dist.all_reduce(passed, dist.ReduceOp.MAX)
         # Read the counter after that message: until then data of the hook may be in the queue of the link.
-        return passed.item(), (int(sent_bytes.read_text()) - before) // steps
+        return passed.item(), (bytes_sent(interface) - before) // steps
 
-    def job(size: int, steps: int, seconds: float, warms_up: bool = False) -> dict[str, Any]:
+    def job(size: int, steps: int, seconds: float, warms_up: bool = False) -> Row:
+        of_hooks = samples(size, steps, seconds, warms_up)
+        compressed = {label: hook.stats()["compressed_steps"] for label, ((_, hook), _) in models.items() if hook}
+        return {"hooks": of_hooks, "compressed": compressed}
+
+    def samples(size: int, steps: int, seconds: float, warms_up: bool) -> dict[str, Row]:
         torch.manual_seed(rank)
         batch = task.batch(size)
         decided = {label: decide(label, batch) for label in hooks if label in CHOOSING and not warms_up}
@@ -107,17 +105,7 @@ def worker(rank: int, world_size: int, ranks_per_node: int, interface: str, mode
         hook = models[label][0][1]
         return 0 if hook is None or ":fsdp2" in label else size_of(hook.state_dict("per_rank"))
 
-    answer = job(SIZES[model_name]["light"], WARM_UP, float("inf"), warms_up=True)
-    while True:
-        if rank == 0:
-            compressed = {label: hook.stats()["compressed_steps"] for label, ((_, hook), _) in models.items() if hook}
-            print(json.dumps({"hooks": answer, "compressed": compressed}), flush=True)
-        line = sys.stdin.readline()
-        if not line:
-            break
-        answer = job(**json.loads(line))
-    sys.stdout.flush()
-    os._exit(0)  # gloo sometimes aborts at interpreter shutdown, with or without a hook
+    serve(rank, job(SIZES[model_name]["light"], WARM_UP, float("inf"), warms_up=True), job)
 
 
 def size_of(saved: dict[str, Any]) -> int:
@@ -127,6 +115,4 @@ def size_of(saved: dict[str, Any]) -> int:
 
 
 if __name__ == "__main__":
-    order = json.loads(sys.argv[1])
-    with steady(order["rank"]):
-        worker(**order)
+    run_worker(worker)

@@ -122,9 +122,10 @@ class Residual(nn.Module):
         return functional.relu(self.body(x) + self.shortcut(x))
 
 
-def resnet(blocks: list[int], bottleneck: bool, classes: int, cifar: bool = False, width: int = 64) -> nn.Module:
+def resnet(blocks: list[int], bottleneck: bool, classes: int, cifar: bool = False) -> nn.Module:
     """The shapes of He et al. 2015. `cifar`: a 3 x 3 first layer without pooling after it, as usual for 32 x 32 images
     and as in the PowerSGD paper."""
+    width = 64
     layers: list[nn.Module] = [*_conv(3, width, 3 if cifar else 7, 1 if cifar else 2), nn.ReLU()]
     if not cifar:
         layers.append(nn.MaxPool2d(3, 2, 1))
@@ -219,9 +220,9 @@ def numel(model: nn.Module) -> int:
     return sum(parameter.numel() for parameter in model.parameters())
 
 
-def make(name: str, seed: int = 0) -> tuple[nn.Module, Task]:
+def make(name: str) -> tuple[nn.Module, Task]:
     """The model of that name and its task; the weights are equal in all processes."""
-    torch.manual_seed(seed)
+    torch.manual_seed(0)
     task = TASKS[name]
     return task.make(), task
 

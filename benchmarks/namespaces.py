@@ -4,7 +4,7 @@
         link.limit("100mbit")
         for namespace, interface in link.ends(): ...    # start a process there with `ip netns exec`
 
-Needs Linux, root, `ip` and `tc`; `missing()` says what is not there.
+Needs Linux, root, `ip` and `tc`, and ends with a sentence that says what is not there.
 """
 
 import os
@@ -19,7 +19,8 @@ SUBNET = "198.18.0"  # from the block for benchmarks (RFC 2544); used only insid
 
 
 class Link:
-    """A namespace per node, removed on exit: two joined by a veth pair, more by a bridge in one more namespace."""
+    """A namespace per node: two joined by a veth pair, more by a bridge in one more namespace. They are removed at the
+    end, which SIGTERM brings about from here on, too: it raises SystemExit."""
 
     def __init__(self, nodes: int) -> None:
         sides = string.ascii_lowercase[:nodes]
@@ -28,6 +29,9 @@ class Link:
         self._bridge = f"commhooks-{os.getpid()}-bridge" if nodes > 2 else None
 
     def __enter__(self) -> "Link":
+        if reason := _missing():
+            raise SystemExit(reason)
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
         try:
             for namespace in self.namespaces:
                 run("ip", "netns", "add", namespace)
@@ -91,8 +95,8 @@ def run(*command: str) -> None:
         raise SystemExit(f"{' '.join(command)}: {done.stderr.strip() or done.returncode}")
 
 
-def missing() -> str | None:
-    """The reason why this machine cannot run the benchmark, as a sentence; None if it can."""
+def _missing() -> str:
+    """The reason why this machine cannot limit a link, as a sentence; empty if it can."""
     if not sys.platform.startswith("linux"):
         return "limiting a link needs Linux: network namespaces and tc"
     if os.geteuid() != 0:
@@ -100,4 +104,4 @@ def missing() -> str | None:
     tools = [tool for tool in ("ip", "tc") if shutil.which(tool) is None]
     if tools:
         return f"limiting a link needs {' and '.join(tools)} (package iproute2)"
-    return None
+    return ""

@@ -16,17 +16,16 @@ Needs Linux, root and `ip`; see link.py. Hooks compress from the second step on;
 import json
 import os
 import sys
-import tempfile
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from common import Cell, Row, parse, parser, report
-from link_ranks import PORT, LinkRanks
+from link_ranks import PORT, LinkRanks, bytes_sent
 from machine import machine
 from memory import Ledger
-from namespaces import SUBNET, Link, missing
+from namespaces import SUBNET, Link
 
 LAYERS, BATCH = 8, 8
 OPTIONS: dict[str, Row] = {
@@ -73,13 +72,12 @@ def worker(place: Row) -> None:
 
     ledger.trace(step)
     ledger.trace(step)
-    sent = Path("/sys/class/net", place["interface"], "statistics", "tx_bytes")
     dist.barrier()
-    started = int(sent.read_text())
+    started = bytes_sent(place["interface"])
     for _ in range(place["steps"]):
         ledger.trace(step)
     dist.barrier()
-    passed = int(sent.read_text()) - started
+    passed = bytes_sent(place["interface"]) - started
     plan = None if handler.attached is None else handler.attached.plan().as_dict()
     own: Row = {
         "peak": max(ledger.peaks),
@@ -113,17 +111,11 @@ def main() -> None:
     made.add_argument("--steps", type=int, default=5)
     made.add_argument("--width", type=int, default=2048)
     args = parse(made, width=256, steps=2)
-    if lacking := missing():
-        raise SystemExit(f"replicas.py: {lacking}")
     at, rows = machine(), []
     for hook in args.hooks:
-        with Link(nodes=2) as link, tempfile.TemporaryDirectory() as folder:
-            order = {"hook": hook, "width": args.width, "steps": args.steps}
-            ranks = LinkRanks(link, Path(__file__), folder, ranks_per_node=2, **order)
-            try:
-                found = ranks.answer(600)
-            finally:
-                ranks.end()
+        order = {"hook": hook, "width": args.width, "steps": args.steps}
+        with Link(nodes=2) as link, LinkRanks(link, Path(__file__), ranks_per_node=2, **order) as ranks:
+            found = ranks.answer(600)
         rows.append({"hook": hook, **{name: None if x is None else round(x / 1e6, 3) for name, x in found.items()}})
         print(rows[-1], file=sys.stderr)
     columns: dict[str, Cell] = {"hook": lambda row: row["hook"]}

@@ -26,7 +26,6 @@ import argparse
 import itertools
 import json
 import math
-import signal
 import statistics
 import sys
 import tempfile
@@ -38,7 +37,7 @@ from hooks import CHOOSING, LABELS, starts_late
 from link_ranks import LinkRanks
 from loss_curves import draw, reached_after
 from machine import machine
-from namespaces import Link, bits_per_second, missing
+from namespaces import Link, bits_per_second
 
 HOOKS = ["ddp", "bf16", "fused-int8", "fused-int4", "fused-4", "torch-4", "auto", "auto-close"]
 STEPS = {"language": 1500, "digits": 880}
@@ -70,25 +69,17 @@ def run_missing(jobs: list[Job], results: Path, points: int) -> dict[Job, Row]:
         return done
     for rate in {job.rate for job in todo} - {"unlimited"}:
         bits_per_second(rate)
-    reason = missing()
-    if reason is not None:
-        raise SystemExit(reason)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # raises SystemExit, so that the namespaces are removed
     at = machine()
-    with Link(2) as link, tempfile.TemporaryDirectory() as folder:
-        ranks = LinkRanks(link, WORKER, folder)
-        try:
-            ranks.answer(timeout_s=600)
-            for job in todo:
-                link.limit(job.rate)
-                order = {"task": job.task, "label": job.label, "seed": job.seed, "steps": job.steps, "points": points}
-                row = {"job": job, "machine": at, **ranks.job(LIMIT_S, **order, timed=job.timed)}
-                with results.open("a") as file:
-                    file.write(json.dumps(row) + "\n")
-                done[job] = json.loads(json.dumps(row))
-                print(f"{' '.join(map(str, job))}: {row['curve'][-1][1]:.0f} s", file=sys.stderr, flush=True)
-        finally:
-            ranks.end()
+    with Link(2) as link, LinkRanks(link, WORKER) as ranks:
+        ranks.answer(timeout_s=600)
+        for job in todo:
+            link.limit(job.rate)
+            order = {"task": job.task, "label": job.label, "seed": job.seed, "steps": job.steps, "points": points}
+            row = {"job": job, "machine": at, **ranks.job(LIMIT_S, **order, timed=job.timed)}
+            with results.open("a") as file:
+                file.write(json.dumps(row) + "\n")
+            done[job] = json.loads(json.dumps(row))
+            print(f"{' '.join(map(str, job))}: {row['curve'][-1][1]:.0f} s", file=sys.stderr, flush=True)
     return done
 
 

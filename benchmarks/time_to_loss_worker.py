@@ -3,25 +3,21 @@
 time_to_loss.py starts it with its place as JSON in the command line, and writes one training per line to its stdin.
 """
 
-import contextlib
+import functools
 import itertools
-import json
-import os
 import statistics
-import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import convergence
 import language_model
 import torch
 import torch.distributed as dist
-from common import Row, steady
+from common import Row
 from hooks import CHOOSING, starts_late, wrap
-from link_ranks import meet
+from link_ranks import bytes_sent, run_worker, serve
 from torch import nn
 from torch.nn import functional
 
@@ -102,7 +98,7 @@ TASKS = {"language": language, "digits": digits}
 """Of seed, steps and the factor of the learning rate."""
 
 
-def train(task: str, label: str, seed: int, steps: int, points: int, timed: int, sent_bytes: Path) -> Row:
+def train(task: str, label: str, seed: int, steps: int, points: int, timed: int, interface: str) -> Row:
     """One training from its first step on, or with `timed` so many steps of it, after some others. All ranks must call
     this; the clock is rank 0's, and stops while it validates."""
     torch.manual_seed(seed)
@@ -113,7 +109,7 @@ def train(task: str, label: str, seed: int, steps: int, points: int, timed: int,
     ends = [WARM_UP, WARM_UP + timed] if timed else [steps * (point + 1) // points for point in range(points)]
     for begin, end in itertools.pairwise([0, *ends]):
         dist.barrier()
-        before, started = int(sent_bytes.read_text()), time.perf_counter()
+        before, started = bytes_sent(interface), time.perf_counter()
         for batch in itertools.islice(training.batches, end - begin):
             wrapped.zero_grad(set_to_none=True)
             training.loss(wrapped, batch).backward()
@@ -122,7 +118,7 @@ def train(task: str, label: str, seed: int, steps: int, points: int, timed: int,
             hook.synchronize()  # what is validated is the model of all ranks
         dist.barrier()
         seconds += time.perf_counter() - started
-        megabytes += (int(sent_bytes.read_text()) - before) / 1e6
+        megabytes += (bytes_sent(interface) - before) / 1e6
         if dist.get_rank() == 0:
             with torch.no_grad():
                 curve.append([end, seconds, megabytes, None if timed else training.validation_loss()])
@@ -131,16 +127,8 @@ def train(task: str, label: str, seed: int, steps: int, points: int, timed: int,
 
 
 def worker(rank: int, world_size: int, ranks_per_node: int, interface: str) -> None:
-    meet(rank, world_size)
-    sent_bytes = Path("/sys/class/net", interface, "statistics", "tx_bytes")
-    print(json.dumps("ready"), flush=True)
-    for line in sys.stdin:
-        answer = train(**json.loads(line), sent_bytes=sent_bytes)
-        print(json.dumps(answer), flush=True)
+    serve(rank, {}, functools.partial(train, interface=interface))
 
 
 if __name__ == "__main__":
-    order = json.loads(sys.argv[1])
-    with steady(order["rank"]), contextlib.suppress(KeyboardInterrupt):
-        worker(**order)
-    os._exit(0)  # gloo sometimes aborts at interpreter shutdown, with or without a hook
+    run_worker(worker)

@@ -19,10 +19,8 @@ with buckets of --bucket-cap-mb, so that a small model has several.
 """
 
 import argparse
-import signal
 import statistics
 import sys
-import tempfile
 import threading
 from pathlib import Path
 
@@ -31,7 +29,7 @@ from hooks import CHOOSING, LABELS, steps_of_round
 from link_ranks import LinkRanks
 from machine import machine
 from models import make, numel
-from namespaces import bits_per_second, missing
+from namespaces import bits_per_second
 from wide_area import Weather, WideArea
 
 WORKER = Path(__file__).with_name("wide_area_worker.py")
@@ -51,31 +49,23 @@ def conditions(args: argparse.Namespace) -> list[tuple[str, Weather, float]]:
 
 
 def measure(args: argparse.Namespace) -> list[Row]:
-    reason = missing()
-    if reason is not None:
-        raise SystemExit(reason)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # raises SystemExit, so that the namespaces are removed
     rows: list[Row] = []
     gradient = 4 * numel(make(args.model)[0])
     limit_s = 120 + 20 * args.steps * 8 * gradient / bits_per_second(args.rate)
-    with WideArea(Weather()) as link, tempfile.TemporaryDirectory() as folder:
-        ranks = LinkRanks(link, WORKER, folder, model_name=args.model)
-        try:
-            ranks.answer(timeout_s=300)
-            link.limit(args.rate)
-            for condition, weather, break_s in conditions(args):
-                link.turn(weather)
-                for label in args.hooks:
-                    ranks.job(limit_s, label=label, bucket_cap_mb=args.bucket_cap_mb)
-                    if break_s:
-                        usual = next(row for row in reversed(rows) if row["hook"] == label and row["rtt_ms"] > 0)
-                        threading.Timer(usual["training_s"] / 2, link.break_off, [break_s]).start()
-                    row = row_of(ranks.job(limit_s + break_s, steps=args.steps), label)
-                    row |= {"section": condition, "rtt_ms": weather.rtt_ms, "loss": weather.loss, "break_s": break_s}
-                    rows.append(row | {"rate": args.rate, "gradient_mb": gradient / 1e6})
-                print(f"{condition}: done", file=sys.stderr, flush=True)
-        finally:
-            ranks.end()
+    with WideArea(Weather()) as link, LinkRanks(link, WORKER, model_name=args.model) as ranks:
+        ranks.answer(timeout_s=300)
+        link.limit(args.rate)
+        for condition, weather, break_s in conditions(args):
+            link.turn(weather)
+            for label in args.hooks:
+                ranks.job(limit_s, label=label, bucket_cap_mb=args.bucket_cap_mb)
+                if break_s:
+                    usual = next(row for row in reversed(rows) if row["hook"] == label and row["rtt_ms"] > 0)
+                    threading.Timer(usual["training_s"] / 2, link.break_off, [break_s]).start()
+                row = row_of(ranks.job(limit_s + break_s, steps=args.steps), label)
+                row |= {"section": condition, "rtt_ms": weather.rtt_ms, "loss": weather.loss, "break_s": break_s}
+                rows.append(row | {"rate": args.rate, "gradient_mb": gradient / 1e6})
+            print(f"{condition}: done", file=sys.stderr, flush=True)
     compare(rows)
     return rows
 

@@ -4,18 +4,14 @@ A job on its stdin makes a DDP model with a hook and trains it until the hook ha
 """
 
 import hashlib
-import json
-import os
-import sys
 import time
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from common import Row, steady
+from common import Row
 from hooks import wrap
-from link_ranks import meet
+from link_ranks import bytes_sent, run_worker, serve
 from models import forward_loss, make
 
 TOKENS, START, WARM_UP = 64, 2, 4
@@ -57,37 +53,25 @@ def hash_of(model: torch.nn.Module) -> str:
 
 
 def worker(rank: int, world_size: int, ranks_per_node: int, interface: str, model_name: str) -> None:
-    """One line of JSON on rank 0's stdout when all are ready, and one per job."""
-    torch.set_num_threads(1)
-    sent_bytes = Path("/sys/class/net", interface, "statistics", "tx_bytes")
-    meet(rank, world_size)
     training: Any = None
-    answer: Row = {}
-    while True:
-        if rank == 0:
-            print(json.dumps(answer), flush=True)
-        line = sys.stdin.readline()
-        if not line:
-            break
-        job = json.loads(line)
-        if "label" in job:
-            training = Training(model_name, job["label"], job["bucket_cap_mb"], rank)
+
+    def job(steps: int = 0, **new: Any) -> Row:
+        nonlocal training
+        if new:
+            training = Training(model_name, rank=rank, **new)
             training.steps(WARM_UP)
             dist.barrier()
-            answer = {}
-            continue
-        before = int(sent_bytes.read_text())
-        slowest = torch.tensor(training.steps(job["steps"]), dtype=torch.float64)
-        sent = int(sent_bytes.read_text()) - before
+            return {}
+        before = bytes_sent(interface)
+        slowest = torch.tensor(training.steps(steps), dtype=torch.float64)
+        sent = bytes_sent(interface) - before
         dist.all_reduce(slowest, dist.ReduceOp.MAX)
         hashes: list[Any] = [None] * world_size
         dist.all_gather_object(hashes, hash_of(training.model))
-        answer = {"times_s": slowest.tolist(), "sent_bytes": sent, "hashes": hashes, **training.facts()}
-    sys.stdout.flush()
-    os._exit(0)  # gloo sometimes aborts at interpreter shutdown, with or without a hook
+        return {"times_s": slowest.tolist(), "sent_bytes": sent, "hashes": hashes, **training.facts()}
+
+    serve(rank, {}, job)
 
 
 if __name__ == "__main__":
-    order = json.loads(sys.argv[1])
-    with steady(order["rank"]):
-        worker(**order)
+    run_worker(worker)

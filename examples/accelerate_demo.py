@@ -10,20 +10,16 @@ command is run again. Exits with 1 unless the final weights of both are bitwise 
 from __future__ import annotations
 
 import argparse
-import os
-import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import clean_env
 import psutil
 import torch
-from demo import Training, TrainingFailed, console, different_tensors
+from demo import Training, console, different_tensors, failures_after_the_kill, run_to_a_verdict
 
 HERE = Path(__file__).parent
 COMMAND = [sys.executable, "-m", "accelerate_commhooks", "launch"]
@@ -42,12 +38,7 @@ def failures(whole: dict[str, Any], resumed: dict[str, Any], saved_steps: int, d
     for name, result in (("the uninterrupted training", whole), ("the resumed training", resumed)):
         if not result["stats"]["compressed_steps"]:
             found.append(f"{name}: no step was compressed")
-    trained, missing = resumed["stats"]["backward_passes"], resumed["global_step"] - saved_steps
-    if trained != missing:
-        found.append(f"it did not resume: after the kill it trained {trained} steps, where {missing} were missing")
-    if differ:
-        found.append(f"the weights differ after the kill: {', '.join(differ)}")
-    return found
+    return found + failures_after_the_kill(resumed, saved_steps, differ)
 
 
 @dataclass(frozen=True)
@@ -84,13 +75,8 @@ def run_demo(args: argparse.Namespace, folder: Path, env: dict[str, str]) -> lis
         return AccelerateTraining(title, folder / name, command, env, args.epochs)
 
     whole = training("uninterrupted", "whole").run()
-    steps_per_epoch = whole["global_step"] // args.epochs
-    killed_at = training("to be killed", "killed").run_and_kill(
-        args.epochs // 2 * steps_per_epoch + steps_per_epoch // 2, steps_per_epoch
-    )
-    epoch, step = divmod(killed_at, steps_per_epoch)
-    console.print(f"SIGKILL to all its processes after step {step} of {steps_per_epoch} in epoch {epoch + 1}.")
-    resumed = training("the same command again", "killed").run()
+    killed = training("to be killed", "killed")
+    saved_steps, resumed = killed.run_kill_and_resume(whole["global_step"] // args.epochs)
 
     weights = (torch.load(folder / name / "weights.pt", weights_only=True) for name in ("whole", "killed"))
     differ = different_tensors(*weights)
@@ -101,7 +87,7 @@ def run_demo(args: argparse.Namespace, folder: Path, env: dict[str, str]) -> lis
         f"It trained the last {resumed['stats']['backward_passes']} of {resumed['global_step']} steps. Final weights "
         f"bit-equal to those of the uninterrupted run: {'NO' if differ else 'yes'}"
     )
-    return failures(whole, resumed, epoch * steps_per_epoch, differ)
+    return failures(whole, resumed, saved_steps, differ)
 
 
 def arguments() -> argparse.ArgumentParser:
@@ -112,26 +98,7 @@ def arguments() -> argparse.ArgumentParser:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = arguments()
-    args = parser.parse_args(argv)
-    if args.epochs < 2:
-        parser.error("--epochs must be 2 or more: the kill comes after the first checkpoint")
-
-    signal.signal(signal.SIGTERM, lambda signum, frame: sys.exit(128 + signum))  # end the trainings, too
-    folder = Path(tempfile.mkdtemp(prefix="commhooks-demo-"))
-    with tempfile.TemporaryDirectory(prefix="commhooks-hf-") as hf_home:
-        try:
-            found = run_demo(args, folder, clean_env.cleaned(os.environ, hf_home))
-        except TrainingFailed as failure:
-            found = [str(failure)]
-    for sentence in found:
-        console.print(f"FAILED: {sentence}", style="bold red", markup=False)
-    if found:
-        console.print(f"Checkpoints, logs and outputs are in {folder}", markup=False)
-        return 1
-    shutil.rmtree(folder)
-    console.print("All of it held: compressed steps, exact resume.")
-    return 0
+    return run_to_a_verdict(arguments(), argv, run_demo, "compressed steps, exact resume")
 
 
 if __name__ == "__main__":

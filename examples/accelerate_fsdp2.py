@@ -24,7 +24,8 @@ from accelerate import (
 )
 from accelerate.parallelism_config import ParallelismConfig
 from accelerate.utils import set_seed
-from accelerate_digits import digits, digits_net, newest_checkpoint, save
+from accelerate_digits import newest_checkpoint, save
+from digits import digits, digits_net
 from torch import nn
 from torch.utils.data import DataLoader
 

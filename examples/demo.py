@@ -23,8 +23,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -72,13 +72,18 @@ def failures(outcome: Outcome, max_loss_points: float) -> list[str]:
     saved = 1 - stats["bytes_sent"] / stats["bytes_uncompressed"]
     if saved < 0.5:
         found.append(f"only {saved:.1%} of the bytes were saved, less than half")
+    return found + failures_after_the_kill(outcome.resumed, outcome.saved_steps, outcome.different_weights)
+
+
+def failures_after_the_kill(resumed: dict[str, Any], saved_steps: int, differ: list[str]) -> list[str]:
+    """Those of the resumed training; the arguments are as in `Outcome`."""
+    found = []
     # A run that restarts from the beginning reaches the same weights, so check separately that it has resumed.
-    trained = outcome.resumed["stats"]["backward_passes"]
-    missing = outcome.resumed["global_step"] - outcome.saved_steps
+    trained, missing = resumed["stats"]["backward_passes"], resumed["global_step"] - saved_steps
     if trained != missing:
         found.append(f"it did not resume: after the kill it trained {trained} steps, where {missing} were missing")
-    if outcome.different_weights:
-        found.append(f"the weights differ after the kill: {', '.join(outcome.different_weights)}")
+    if differ:
+        found.append(f"the weights differ after the kill: {', '.join(differ)}")
     return found
 
 
@@ -143,6 +148,14 @@ class Training:
                     return done
                 self._send(process, signal.SIGCONT)
         raise self._failed(f"it ended with exit status {process.returncode} before it could be killed")
+
+    def run_kill_and_resume(self, steps_per_epoch: int) -> tuple[int, dict[str, Any]]:
+        """Kill it in the middle of an epoch and give the same command again; returns the steps in the newest checkpoint
+        at the kill, and the content of `result.json`."""
+        middle = self.epochs // 2 * steps_per_epoch + steps_per_epoch // 2
+        epoch, step = divmod(self.run_and_kill(middle, steps_per_epoch), steps_per_epoch)
+        console.print(f"SIGKILL to all its processes after step {step} of {steps_per_epoch} in epoch {epoch + 1}.")
+        return epoch * steps_per_epoch, replace(self, title="the same command again").run()
 
     @contextlib.contextmanager
     def _started(self) -> Iterator[subprocess.Popen[bytes]]:
@@ -212,19 +225,14 @@ def run_demo(args: argparse.Namespace, folder: Path, env: dict[str, str]) -> lis
     compressed = training("powerSGD", "powersgd", "powerSGD", options).run()
     show_table({"allreduce": plain, f"powerSGD, rank {args.rank}": compressed})
 
-    steps_per_epoch = compressed["global_step"] // args.epochs
-    again = training("powerSGD, to be killed", "killed", "powerSGD", options)
-    killed_at = again.run_and_kill(args.epochs // 2 * steps_per_epoch + steps_per_epoch // 2, steps_per_epoch)
-    epoch, step = divmod(killed_at, steps_per_epoch)
-    console.print(f"SIGKILL to all its processes after step {step} of {steps_per_epoch} in epoch {epoch + 1}.")
-    resumed = training("the same command again", "killed", "powerSGD", options).run()
-
+    killed = training("powerSGD, to be killed", "killed", "powerSGD", options)
+    saved_steps, resumed = killed.run_kill_and_resume(compressed["global_step"] // args.epochs)
     differ = different_weights(folder / "powersgd", folder / "killed")
     console.print(
         f"It trained the last {resumed['stats']['backward_passes']} of {resumed['global_step']} steps. Final weights "
         f"bit-equal to those of the uninterrupted run: {'NO' if differ else 'yes'}\n"
     )
-    return failures(Outcome(plain, compressed, resumed, epoch * steps_per_epoch, differ), args.max_loss_points)
+    return failures(Outcome(plain, compressed, resumed, saved_steps, differ), args.max_loss_points)
 
 
 def show_table(results: dict[str, dict[str, Any]]) -> None:
@@ -256,7 +264,16 @@ def arguments() -> argparse.ArgumentParser:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = arguments()
+    return run_to_a_verdict(arguments(), argv, run_demo, "accuracy, compressed steps, bytes saved, exact resume")
+
+
+def run_to_a_verdict(
+    parser: argparse.ArgumentParser,
+    argv: list[str] | None,
+    run: Callable[[argparse.Namespace, Path, dict[str, str]], list[str]],
+    promises: str,
+) -> int:
+    """Print the failed checks that `run` returns, or that all `promises` held; returns the exit status."""
     args = parser.parse_args(argv)
     if args.epochs < 2:
         parser.error("--epochs must be 2 or more: the kill comes after the first checkpoint")
@@ -265,7 +282,7 @@ def main(argv: list[str] | None = None) -> int:
     folder = Path(tempfile.mkdtemp(prefix="commhooks-demo-"))
     with tempfile.TemporaryDirectory(prefix="commhooks-hf-") as hf_home:
         try:
-            found = run_demo(args, folder, clean_env.cleaned(os.environ, hf_home))
+            found = run(args, folder, clean_env.cleaned(os.environ, hf_home))
         except TrainingFailed as failure:
             found = [str(failure)]
     for sentence in found:
@@ -274,7 +291,7 @@ def main(argv: list[str] | None = None) -> int:
         console.print(f"Checkpoints, logs and outputs are in {folder}", markup=False)
         return 1
     shutil.rmtree(folder)
-    console.print("All of it held: accuracy, compressed steps, bytes saved, exact resume.")
+    console.print(f"All of it held: {promises}.")
     return 0
 
 

@@ -13,36 +13,19 @@ from pathlib import Path
 
 import lightning.pytorch as pl
 import torch
+from digits import digits, digits_net
 from lightning.pytorch.callbacks import ModelCheckpoint, Timer
 from lightning.pytorch.loggers import CSVLogger
-from sklearn.datasets import load_digits
-from sklearn.model_selection import train_test_split
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader
 
 from lightning_commhooks import CommHookDDP
 
 
 class DigitsNet(pl.LightningModule):
-    """Three convolutions and two linear layers for images of 8 x 8 pixels: 160 000 parameters."""
-
-    def __init__(self, learning_rate: float = 0.05) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.learning_rate = learning_rate
-        self.layers = nn.Sequential(
-            nn.Conv2d(1, 32, 3, padding=1),
-            nn.ReLU(),
-            nn.Conv2d(32, 64, 3, padding=1),
-            nn.ReLU(),
-            nn.MaxPool2d(2),
-            nn.Conv2d(64, 128, 3, padding=1),
-            nn.ReLU(),
-            nn.MaxPool2d(2),
-            nn.Flatten(),
-            nn.Linear(512, 128),
-            nn.ReLU(),
-            nn.Linear(128, 10),
-        )
+        self.layers = digits_net()
 
     def training_step(self, batch: list[torch.Tensor]) -> torch.Tensor:
         images, labels = batch
@@ -56,16 +39,7 @@ class DigitsNet(pl.LightningModule):
         self.log("test_accuracy", accuracy, sync_dist=True)
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=self.learning_rate, momentum=0.9)
-
-
-def digits() -> tuple[TensorDataset, TensorDataset]:
-    """1,437 training and 360 test images; the split is fixed."""
-    data = load_digits()
-    images = torch.tensor(data.images, dtype=torch.float32).unsqueeze(1) / 16
-    labels = torch.tensor(data.target)
-    train, test = train_test_split(range(len(labels)), test_size=360, random_state=0, stratify=labels)
-    return TensorDataset(images[train], labels[train]), TensorDataset(images[test], labels[test])
+        return torch.optim.SGD(self.parameters(), lr=0.05, momentum=0.9)
 
 
 def arguments() -> argparse.ArgumentParser:

@@ -48,7 +48,7 @@ FRAMEWORKS = {
     "with_accelerate": [ACCELERATE],
     "with_transformers": [ACCELERATE, TRANSFORMERS],
     "test_accelerate_demo.py": [ACCELERATE],
-    "test_accelerate_fsdp2_example.py": [ACCELERATE],
+    "test_examples.py": [ACCELERATE],
     "test_background_save.py": [LIGHTNING],
     "test_chaos.py": [LIGHTNING, ACCELERATE, TRANSFORMERS],
     "test_demo.py": [LIGHTNING],

@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import sys
 import types
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -32,10 +33,21 @@ def _can_limit_a_link() -> bool:
     return made
 
 
+@pytest.fixture
+def namespaces_are_removed() -> Iterator[None]:
+    def namespaces() -> set[str]:
+        listed = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=True).stdout
+        return {line.split()[0] for line in listed.splitlines() if line.startswith("commhooks-")}
+
+    before = namespaces()
+    yield
+    assert namespaces() <= before
+
+
 def _run(name: str, tmp_path: Path, *arguments: str) -> list[dict[str, Any]]:
     """The rows of `benchmarks/name.py --quick`."""
     file = tmp_path / "figures.json"
-    python = warm.python("matplotlib.pyplot", "sklearn.datasets")
+    python = warm.python("matplotlib.figure", "sklearn.datasets")
     command = [python, f"benchmarks/{name}.py", "--quick", "--json", str(file), *arguments]
     environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
     done = subprocess.run(command, cwd=REPOSITORY, env=environment, capture_output=True, text=True, timeout=280)
@@ -217,8 +229,7 @@ def test_gpt2_has_the_size_of_gpt2():
 
 
 @pytest.mark.skipif(not _can_limit_a_link(), reason="needs root, ip and tc")
-def test_link(tmp_path):
-    before = _namespaces()
+def test_link(namespaces_are_removed, tmp_path):
     picture = tmp_path / "figures.png"
     rows = {row["hook"]: row for row in _run("link", tmp_path, "--plot", str(picture))}
     assert picture.read_bytes().startswith(b"\x89PNG")
@@ -233,25 +244,21 @@ def test_link(tmp_path):
     # The scale on which hooks are compared. Where powersgd-1 is on it is a matter of speed.
     assert (rows["noop"]["cost_removed"], rows["ddp"]["cost_removed"]) == (1, 0)
     assert isinstance(rows["powersgd-1"]["cost_removed"], float)
-    assert _namespaces() <= before
 
 
 @pytest.mark.skipif(not (_can_limit_a_link() and os.path.exists("/dev/net/tun")), reason="needs root, ip and TUN")
-def test_a_wide_area_link(tmp_path):
-    before = _namespaces()
+def test_a_wide_area_link(namespaces_are_removed, tmp_path):
     arguments = ["--hooks", "ddp", "diloco-5", "--rtt", "40", "--loss", "0.001", "--steps", "1"]
     rows = {row["hook"]: row for row in _run("link", tmp_path, *arguments)}
     sent_ms = 1000 * 8 * 1e6 * rows["ddp"]["gradient_mb"] / 100e6
     assert rows["ddp"]["median_ms"] > 40 + 0.8 * sent_ms  # there and back, at least once
     assert rows["diloco-5"]["bytes_per_step"] < 0.1 * rows["ddp"]["bytes_per_step"]
     assert {row["rtt_ms"] for row in rows.values()} == {40.0}
-    assert _namespaces() <= before
 
 
 @pytest.mark.skipif(not (_can_limit_a_link() and os.path.exists("/dev/net/tun")), reason="needs root, ip and TUN")
-def test_training_over_a_wide_area_link(tmp_path):
+def test_training_over_a_wide_area_link(namespaces_are_removed, tmp_path):
     """It ends with the weights of a clean link, also after a break in which nothing arrives."""
-    before = _namespaces()
     rows = _run("wide_area_training", tmp_path)
     assert [row["section"] for row in rows[::3]] == ["clean", "40 ms", "40 ms, 1 s of silence"]
     assert all(row["weights"] == "equal" for row in rows) and len({tuple(row["hashes"]) for row in rows}) == 3
@@ -261,7 +268,6 @@ def test_training_over_a_wide_area_link(tmp_path):
     assert of["40 ms, 1 s of silence", "ddp"]["longest_s"] > 0.5
     clean, far = (of[section, "powersgd-1"]["collectives"] for section in ("clean", "40 ms"))
     assert far <= 4 and clean >= 2 * far  # messages of all buckets together
-    assert _namespaces() <= before
 
 
 def test_link_draws_what_was_measured_before(tmp_path):
@@ -334,8 +340,3 @@ def test_names_of_lines_do_not_touch():
     places = _alone("link_figure").spread_out({"a": 0.5, "b": 0.52, "c": 0.53, "far": 100})
     assert places["b"] > 1.2 * places["a"] and places["c"] > 1.2 * places["b"] and places["far"] == pytest.approx(100)
     assert places["a"] < 0.5 < places["c"]  # on both sides of their lines
-
-
-def _namespaces() -> set[str]:
-    listed = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=True).stdout
-    return {line.split()[0] for line in listed.splitlines() if line.startswith("commhooks-")}

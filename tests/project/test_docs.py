@@ -16,25 +16,20 @@ import commhooks
 from commhooks.compressors import candidates
 from tests.support.doc_snippets import Snippet, WrongSnippet, find_snippets, old_and_new
 from tests.support.features import replicate_with_fsdp, trainer_resumes_on_cpu
-from tests.support.repository import REPOSITORY
+from tests.support.repository import PACKAGES, REPOSITORY, sources
 from tests.support.snippet_check import check
 from tests.support.snippet_commands import commands
 from tests.support.workers import RanksFailed
 
 DOCS = sorted((REPOSITORY / "docs").glob("*.md"))
-PAGES = [REPOSITORY / "README.md", REPOSITORY / "CONTRIBUTING.md", *DOCS]
+PAGES = {
+    page: page.read_text(encoding="utf-8") for page in (REPOSITORY / "README.md", REPOSITORY / "CONTRIBUTING.md", *DOCS)
+}
 SNIPPETS = [
-    snippet
-    for page in PAGES
-    for snippet in find_snippets(page.relative_to(REPOSITORY).as_posix(), page.read_text(encoding="utf-8"))
+    snippet for page, text in PAGES.items() for snippet in find_snippets(page.relative_to(REPOSITORY).as_posix(), text)
 ]
-INLINE_COMMANDS = [
-    (page.name, code)
-    for page in PAGES
-    for code in re.findall(
-        r"(?<!`)`((?:make|pip|python|torchrun|commhooks|accelerate-commhooks) [^`]+)`", page.read_text(encoding="utf-8")
-    )
-]
+COMMAND = r"(?<!`)`((?:make|pip|python|torchrun|commhooks|accelerate-commhooks) [^`]+)`"
+INLINE_COMMANDS = [(page.name, code) for page, text in PAGES.items() for code in re.findall(COMMAND, text)]
 
 
 def _marked(snippet: Snippet) -> Any:
@@ -56,7 +51,7 @@ def test_command_in_the_text(page, code, run_ranks, tmp_path):
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_links_lead_to_files(page):
-    for target in re.findall(r"\]\(([^)#]+)[^)]*\)", page.read_text(encoding="utf-8")):
+    for target in re.findall(r"\]\(([^)#]+)[^)]*\)", PAGES[page]):
         if "://" not in target:
             assert (page.parent / target).exists(), f"{page.name} links to {target}"
 
@@ -70,13 +65,13 @@ def _without_code(markdown: str) -> str:
 
 def _anchors(page: Path) -> list[str]:
     """As Python-Markdown and GitHub make them of the headings."""
-    headings = re.findall(r"^#+ (.+)$", _without_code(page.read_text(encoding="utf-8")), re.MULTILINE)
+    headings = re.findall(r"^#+ (.+)$", _without_code(PAGES[page]), re.MULTILINE)
     return [re.sub(r"[-\s]+", "-", re.sub(r"[^\w\s-]", "", heading).strip().lower()) for heading in headings]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_links_lead_to_headings(page):
-    for target, anchor in re.findall(r"\]\(([^)#:]*)#([^)]+)\)", page.read_text(encoding="utf-8")):
+    for target, anchor in re.findall(r"\]\(([^)#:]*)#([^)]+)\)", PAGES[page]):
         there = page.parent / target if target else page
         assert anchor in _anchors(there), f"{page.name} links to {target}#{anchor}; there are {_anchors(there)}"
 
@@ -84,7 +79,7 @@ def test_links_lead_to_headings(page):
 @pytest.mark.parametrize("page", DOCS, ids=lambda page: page.name)
 def test_pages_link_to_pages_only(page):
     """What is outside of docs/ is not in the site."""
-    for target in re.findall(r"\]\(([^)#]+)[^)]*\)", _without_code(page.read_text(encoding="utf-8"))):
+    for target in re.findall(r"\]\(([^)#]+)[^)]*\)", _without_code(PAGES[page])):
         figure = re.fullmatch(r"figures/[a-z_]+\.png", target)
         assert "://" in target or figure or (page.parent / target).suffix == ".md" and "/" not in target, target
 
@@ -92,14 +87,13 @@ def test_pages_link_to_pages_only(page):
 def _texts_of_the_code() -> list[list[str]]:
     """Each text in the code, as the pieces between what is put into it."""
     texts = []
-    for package in ("commhooks", "lightning_commhooks", "accelerate_commhooks"):
-        for path in (REPOSITORY / package).rglob("*.py"):
-            for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-                if isinstance(node, ast.JoinedStr):
-                    parts = [str(x.value) if isinstance(x, ast.Constant) else "\0" for x in node.values]
-                    texts.append("".join(parts).split("\0"))
-                elif isinstance(node, ast.Constant) and isinstance(node.value, str):
-                    texts.append(re.split(r"%[srdg]", node.value))
+    for source in sources().values():
+        for node in ast.walk(ast.parse(source)):
+            if isinstance(node, ast.JoinedStr):
+                parts = [str(x.value) if isinstance(x, ast.Constant) else "\0" for x in node.values]
+                texts.append("".join(parts).split("\0"))
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                texts.append(re.split(r"%[srdg]", node.value))
     return texts
 
 
@@ -126,15 +120,19 @@ def _is_said(quote: str, texts: list[list[str]]) -> bool:
 
 def test_quoted_errors_are_those_of_the_code():
     texts = _texts_of_the_code()
-    quotes = [quote for page in PAGES for quote in _quotes(page.read_text(encoding="utf-8"))]
+    quotes = [quote for text in PAGES.values() for quote in _quotes(text)]
     assert len(quotes) > 30
     assert [quote for quote in quotes if not _is_said(quote, texts)] == []
     assert not _is_said("the ranks attach different hats:", texts)
     assert not _is_said("the replicas have drifted apart ... rank 0 alone", texts)
 
 
+def _page(name: str) -> str:
+    return PAGES[REPOSITORY / f"docs/{name}.md"]
+
+
 def test_the_counters_are_explained():
-    rows = re.findall(r"^\| (`.+?) \|", (REPOSITORY / "docs/metrics.md").read_text(encoding="utf-8"), re.MULTILINE)
+    rows = re.findall(r"^\| (`.+?) \|", _page("metrics"), re.MULTILINE)
     explained = {name for row in rows for name in re.findall(r"`([a-z_]+)`", row)}
     counted = set(re.findall(r'^ +"(\w+)": ', inspect.getsource(commhooks.CommHook.stats), re.MULTILINE))
     assert counted and counted <= explained
@@ -143,18 +141,18 @@ def test_the_counters_are_explained():
 def test_the_doctors_threshold_is_the_one_on_the_page():
     """And of auto."""
     much = f"{100 * (candidates.MARGIN - 1):.0f} %"
-    doctor, auto = ((REPOSITORY / f"docs/{name}.md").read_text(encoding="utf-8") for name in ("commands", "auto"))
+    doctor, auto = _page("commands"), _page("auto")
     assert f"step at least {much} faster" in doctor
     assert f"within {much} of the fastest and gain at least {much}" in auto
 
 
 def test_the_options_are_explained():
-    page = (REPOSITORY / "docs/options.md").read_text(encoding="utf-8")
+    page = _page("options")
     assert [name for name in commhooks.available_hooks()["powerSGD"]["options"] if f"`{name}`" not in page] == []
 
 
 def test_the_reference_has_every_public_name():
-    page = (REPOSITORY / "docs/reference.md").read_text(encoding="utf-8")
+    page = _page("reference")
     for path in re.findall(r"^::: (\S+)$", page, re.MULTILINE):
         module, _, name = path.rpartition(".")
         if module.endswith(".transformers"):
@@ -162,7 +160,7 @@ def test_the_reference_has_every_public_name():
         found = getattr(importlib.import_module(module), name)
         # A type alias has its docstring in the source only, below it.
         assert isinstance(found, types.GenericAlias) or (found.__doc__ or "").strip(), f"{path} has no docstring"
-    for package in ("commhooks", "lightning_commhooks", "accelerate_commhooks"):
+    for package in PACKAGES:
         for name in importlib.import_module(package).__all__:
             assert name == "ddp_comm_hooks" or f"\n::: {package}.{name}\n" in page, f"{package}.{name}"
 

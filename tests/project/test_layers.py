@@ -9,9 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.repository import REPOSITORY
+from tests.support.repository import PACKAGES, REPOSITORY
 
-PACKAGES = ("commhooks", "lightning_commhooks", "accelerate_commhooks")
 LINT = "from importlinter.cli import lint_imports_command; lint_imports_command()"
 
 

@@ -4,20 +4,11 @@ mutants, which must fit the code that they break."""
 from __future__ import annotations
 
 import ast
-import os
 import re
-import subprocess
 import sys
 
 from tests.stress import mutants, mutation_areas
-from tests.support.repository import REPOSITORY
-
-
-def _make(*arguments: str) -> subprocess.CompletedProcess[str]:
-    # Not as a part of the make that may be running these tests.
-    env = {name: value for name, value in os.environ.items() if not name.startswith("MAKE") and name != "MFLAGS"}
-    command = ["make", *arguments]
-    return subprocess.run(command, cwd=REPOSITORY, env=env, capture_output=True, text=True, timeout=280)
+from tests.support.repository import REPOSITORY, make
 
 
 def test_a_python_without_ensurepip_is_one_sentence(tmp_path):
@@ -26,7 +17,7 @@ def test_a_python_without_ensurepip_is_one_sentence(tmp_path):
     python.write_text(f'#!/bin/sh\n[ "$1" = -c ] || exit 97\nexec "{sys.executable}" -c "{code}" "$2"\n')
     python.chmod(0o755)
     venv = tmp_path / "venv"
-    done = _make("venv", f"PYTHON={python}", f"VENV={venv}")
+    done = make("venv", f"PYTHON={python}", f"VENV={venv}")
     assert done.returncode != 0 and not venv.exists()
     sentence, *rest = done.stderr.splitlines()
     assert sentence.startswith(f"'{python}' cannot create virtual environments: install its venv package")
@@ -41,7 +32,7 @@ def test_the_demo_installs_only_what_it_needs_and_nothing_twice(tmp_path):
     python.chmod(0o755)
 
     def installed(target: str) -> list[str]:
-        done = _make(target, f"PYTHON={sys.executable}", f"VENV={venv}")
+        done = make(target, f"PYTHON={sys.executable}", f"VENV={venv}")
         assert done.returncode == 0, done.stderr
         return re.findall(r"it runs: -m pip install .*--editable (\S+)", done.stdout)
 
@@ -54,12 +45,12 @@ def test_the_demo_installs_only_what_it_needs_and_nothing_twice(tmp_path):
 
 def test_the_demo_imports_what_it_installs():
     imported = set()
-    for name in ("clean_env", "demo", "lightning_digits"):
+    for name in ("clean_env", "demo", "digits", "lightning_digits"):
         for node in ast.walk(ast.parse((REPOSITORY / "examples" / f"{name}.py").read_text())):
             names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
             names += [node.module] if isinstance(node, ast.ImportFrom) else []
             imported |= {name.partition(".")[0] for name in names}
-    ours = {"clean_env", "lightning_commhooks"}
+    ours = {"clean_env", "digits", "lightning_commhooks"}
     assert imported - ours - sys.stdlib_module_names == {"torch", "lightning", "sklearn", "rich"}
 
 

@@ -2,28 +2,18 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 from pathlib import Path
 
 import pytest
 
 from tests.support import warm
-from tests.support.repository import REPOSITORY, TESTS
-
-
-def _make(target: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    # Not as a part of the make that may be running these tests, which hands on its ARGS.
-    env = {name: value for name, value in os.environ.items() if not name.startswith("MAKE")}
-    env = {name: value for name, value in env.items() if name not in ("MFLAGS", "ARGS")}
-    env |= {"CUDA_VISIBLE_DEVICES": "", **environment}
-    command = ["make", target, f"PYTHON={warm.python()}"]
-    return subprocess.run(command, cwd=REPOSITORY, env=env, capture_output=True, text=True, timeout=280)
+from tests.support.repository import REPOSITORY, TESTS, make
 
 
 @pytest.mark.parametrize("target", ["test-cuda", "bench-gpu"])
 def test_without_a_device_it_fails_with_a_sentence(target: str) -> None:
-    done = _make(target)
+    done = make(target, f"PYTHON={warm.python()}", CUDA_VISIBLE_DEVICES="")
     assert done.returncode != 0 and "|" not in done.stdout
     sentence, *rest = done.stderr.splitlines()
     assert sentence.startswith(("This torch (", "torch ")) and "CUDA" in sentence

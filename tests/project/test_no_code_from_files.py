@@ -6,9 +6,7 @@ import ast
 
 import pytest
 
-from tests.support.repository import REPOSITORY
-
-PACKAGES = ("commhooks", "lightning_commhooks", "accelerate_commhooks")
+from tests.support.repository import sources
 
 # What imports by name: what a user's configuration or command line names; the subcommands and packages of Lightning,
 # from a table in the source. No checkpoint reaches it.
@@ -49,10 +47,8 @@ def dangerous(source: str) -> list[str]:
 
 
 def test_no_source_can_run_what_a_file_holds() -> None:
-    files = [file for package in PACKAGES for file in sorted((REPOSITORY / package).rglob("*.py"))]
-    assert len(files) > 40
-    found = {(str(file.relative_to(REPOSITORY)), name) for file in files for name in dangerous(file.read_text())}
-    assert found == BY_NAME
+    assert len(sources()) > 40
+    assert {(file, name) for file, text in sources().items() for name in dangerous(text)} == BY_NAME
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import ast
 import omegaconf
 from omegaconf import errors
 
-from tests.support.repository import REPOSITORY
+from tests.support.repository import sources
 
 IN_BOTH = {
     "omegaconf.OmegaConf",
@@ -22,13 +22,12 @@ IN_BOTH = {
 
 def _used() -> set[str]:
     found = set()
-    for package in ("commhooks", "lightning_commhooks", "accelerate_commhooks"):
-        for path in (REPOSITORY / package).rglob("*.py"):
-            for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-                if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == "omegaconf":
-                    found |= {f"{node.module}.{name.name}" for name in node.names}
-                elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
-                    found |= {f"OmegaConf.{node.attr}"} if node.value.id == "OmegaConf" else set()
+    for text in sources().values():
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == "omegaconf":
+                found |= {f"{node.module}.{name.name}" for name in node.names}
+            elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+                found |= {f"OmegaConf.{node.attr}"} if node.value.id == "OmegaConf" else set()
     return found
 
 

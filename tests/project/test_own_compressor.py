@@ -12,7 +12,6 @@ from unittest import mock
 
 import pytest
 import torch
-import torch.distributed as dist
 import yaml
 from jsonargparse import ArgumentParser
 
@@ -154,16 +153,12 @@ def test_the_trainer_resumes_bit_equal(run_ranks: Any, tmp_path: Path) -> None:
         assert again["stats"]["step"] == 8 and again["stats"]["compressed_steps"] == 4
 
 
-# ---- doctor, commands, checks ----------------------------------------------------------------------------------------
+# ---- doctor, commands ------------------------------------------------------------------------------------------------
 
 
 def _consult() -> dict[str, Any]:
-    registry.register_compressor(registry.compressor_of(commhooks.attach(wrap(mlp()), **_given())._request.config))
+    registry.register_compressor(registry.compressor_of(commhooks.attach(wrap(mlp()), **EVERYWHERE)._request.config))
     return commhooks.doctor(wrap(Net()), loss_of, steps=1, powersgd_ranks=(1,)).as_dict()
-
-
-def _given() -> dict[str, Any]:
-    return {"hook": PATH, "hook_options": OPTIONS}
 
 
 def test_the_doctor_tries_it(run_ranks: Any) -> None:
@@ -173,33 +168,8 @@ def test_the_doctor_tries_it(run_ranks: Any) -> None:
         assert 0 < found["bytes_sent"] < report["gradient_bytes"] / 5 and found["compressed_steps"] > 0
 
 
-def _checked(spoil: bool) -> dict[str, Any]:
-    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
-    run = Run.new(hook=PATH, hook_options=OPTIONS, check_every=1, loss_scale=scaler.get_scale).train(3)
-    if spoil and dist.get_rank() == 1:
-        with torch.no_grad():
-            next(run.ddp.parameters()).view(-1)[0] += 1
-    error = ""
-    try:
-        run.train(1)
-    except commhooks.HookRunError as raised:
-        error = str(raised)
-    return {
-        "error": error,
-        "scale": session_of(run.hook).state.loss_scale,
-        "saved": run.hook.state_dict("mean", joint=False),
-    }
-
-
-def test_replicas_are_compared_and_the_loss_scale_is_saved(run_ranks: Any) -> None:
-    for rank in run_ranks(_checked, True):
-        assert "different are parameter 0.weight" in rank["error"]
-    for rank in run_ranks(_checked, False):
-        assert rank["error"] == "" and rank["scale"] == 1024.0 == rank["saved"]["loss_scale"]
-
-
 def _saved() -> dict[str, Any]:
-    return Run.new(hook=PATH, hook_options=OPTIONS).train(4).hook.state_dict("mean")
+    return Run.new(**EVERYWHERE).train(4).hook.state_dict("mean")
 
 
 def test_the_commands_know_it(run_ranks: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

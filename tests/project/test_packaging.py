@@ -21,10 +21,9 @@ import pytest
 
 from tests.support import warm
 from tests.support.compilers import HAS_COMPILER
-from tests.support.repository import REPOSITORY
+from tests.support.repository import PACKAGES, REPOSITORY, sources
 
 OUTSIDE = Path(__file__).with_name("outside")  # programs of users
-PACKAGES = ("commhooks", "lightning_commhooks", "accelerate_commhooks")
 
 # Put before a snippet: makes the frameworks unimportable, as if they were not installed.
 BLOCK_FRAMEWORKS = """
@@ -129,13 +128,10 @@ def test_wheel_holds_the_packages_and_nothing_else(wheel):
     assert {name for name in top_level if not name.endswith(".dist-info")} == set(PACKAGES)
     for package in PACKAGES:
         assert f"{package}/py.typed" in names
-    in_repository = {
-        path.relative_to(REPOSITORY).as_posix() for package in PACKAGES for path in (REPOSITORY / package).rglob("*.py")
-    }
-    assert {name for name in names if name.endswith(".py")} == in_repository
-    sources = {path for ending in ("c", "h") for path in (REPOSITORY / "commhooks").rglob(f"*.{ending}")}
-    assert {path.parent.parent.name for path in sources} == {"compressors", "powersgd", "quantized"}
-    assert {path.relative_to(REPOSITORY).as_posix() for path in sources} <= set(names)  # compiled where they are used
+    assert {name for name in names if name.endswith(".py")} == sources().keys()
+    in_c = {path for ending in ("c", "h") for path in (REPOSITORY / "commhooks").rglob(f"*.{ending}")}
+    assert {path.parent.parent.name for path in in_c} == {"compressors", "powersgd", "quantized"}
+    assert {path.relative_to(REPOSITORY).as_posix() for path in in_c} <= set(names)  # compiled where they are used
 
 
 def test_wheel_metadata(wheel, imported):

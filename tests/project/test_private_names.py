@@ -21,17 +21,12 @@ from torch.nn.parallel import DistributedDataParallel
 
 from commhooks.gradients import torch_private
 from tests.support.ddp_steps import process_group_of_one
-from tests.support.repository import REPOSITORY
+from tests.support.repository import PACKAGES, REPOSITORY, sources
 
 TEXT = (REPOSITORY / "docs" / "versions.md").read_text(encoding="utf-8")
 LISTED = re.findall(r"^\| `([^`]+)` \|", TEXT.partition("## Private names")[2], re.MULTILINE)
-PACKAGES = ("commhooks", "lightning_commhooks", "accelerate_commhooks")
 OF_TORCH = ("torch.", "DistributedDataParallel.", "Parameter.", "OptimizedModule.")
-TREES = {
-    path.relative_to(REPOSITORY).as_posix(): ast.parse(path.read_text(encoding="utf-8"))
-    for package in PACKAGES
-    for path in sorted((REPOSITORY / package).rglob("*.py"))
-}
+TREES = {file: ast.parse(text) for file, text in sources().items()}
 
 
 def _last(name: str) -> str:

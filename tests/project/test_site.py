@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.repository import REPOSITORY
+from tests.support.repository import PACKAGES, REPOSITORY
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -54,7 +54,7 @@ def test_the_site(tmp_path):
         pytest.importorskip(module, reason='the site needs Python 3.11 and pip install ".[docs]"')
     shutil.copytree(REPOSITORY / "docs", tmp_path / "docs")
     shutil.copy(REPOSITORY / "zensical.toml", tmp_path)
-    for package in ("commhooks", "lightning_commhooks", "accelerate_commhooks"):
+    for package in PACKAGES:
         (tmp_path / package).symlink_to(REPOSITORY / package)
     done = _build(tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr

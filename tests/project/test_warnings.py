@@ -8,13 +8,8 @@ import logging
 import pytest
 
 from commhooks.errors import logger_of
-from tests.support.repository import REPOSITORY
+from tests.support.repository import sources
 
-MODULES = sorted(
-    path
-    for package in ("commhooks", "lightning_commhooks", "accelerate_commhooks")
-    for path in (REPOSITORY / package).rglob("*.py")
-)
 HELPERS = {"commhooks/errors.py", "lightning_commhooks/hooked_strategy.py"}
 
 
@@ -43,9 +38,9 @@ def _warnings_without_prefix(source: str) -> list[int]:
 
 
 def test_every_warning_has_the_prefix() -> None:
-    paths = [path for path in MODULES if path.relative_to(REPOSITORY).as_posix() not in HELPERS]
-    found = {path.name: lines for path in paths if (lines := _warnings_without_prefix(path.read_text("utf-8")))}
-    assert found == {} and len(paths) > 100
+    texts = {file: text for file, text in sources().items() if file not in HELPERS}
+    found = {file: lines for file, text in texts.items() if (lines := _warnings_without_prefix(text))}
+    assert found == {} and len(texts) > 100
 
 
 def test_one_without_it_is_found() -> None:

@@ -142,15 +142,11 @@ def _plain_ddp(job: Job) -> ByHand:
 def _plain_sharded(job: Job) -> ByHand:
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
 
-    mesh = init_device_mesh("cpu", (2, dist.get_world_size() // 2), mesh_dim_names=("replicate", "shard"))
-    model = make_model()
-    for layer in model:
-        if any(True for _ in layer.parameters()):
-            fully_shard(layer, mesh=mesh["shard"])
-    fully_shard(model, mesh=mesh["shard"])
+    from tests.support.sharded import mesh_of, shard
+
+    mesh = mesh_of(2, dist.get_world_size() // 2)
+    model = shard(make_model(), mesh["shard"])
     hook = commhooks.attach(model, job.config, replicate_group=mesh["replicate"])
     optimizer = _optimizer(model)
 

@@ -22,11 +22,11 @@ def _epoch(ranks: int) -> tuple[torch.Tensor, torch.Tensor]:
 def lightning(job: Job, watch: Watch) -> Trained:
     import lightning.pytorch as pl
     from lightning.pytorch.callbacks import ModelCheckpoint
-    from torch.distributed.fsdp import fully_shard
     from torch.distributed.tensor import DTensor
     from torch.utils.data import DataLoader, TensorDataset
 
     from lightning_commhooks import CommHookDDP, CommHookFSDP2
+    from tests.support.sharded import shard
 
     class Model(pl.LightningModule):
         def __init__(self) -> None:
@@ -36,11 +36,7 @@ def lightning(job: Job, watch: Watch) -> Trained:
         def configure_model(self) -> None:
             if job.topology != "fsdp2" or any(isinstance(each, DTensor) for each in self.parameters()):
                 return
-            mesh = self.trainer.strategy.device_mesh["shard"]
-            for layer in self.net:
-                if any(True for _ in layer.parameters()):
-                    fully_shard(layer, mesh=mesh)
-            fully_shard(self.net, mesh=mesh)
+            shard(self.net, self.trainer.strategy.device_mesh["shard"])
 
         def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
             watch.at("between", self.trainer.global_step)

@@ -1,6 +1,6 @@
 """How interpreters end after a training with Accelerate on two CPU ranks, with a hook and without.
 
-    python -m tests.stress.exits [--runs 150] [--hooks none powerSGD int8_compress] [--ends destroy none]
+    make exits ARGS="[--runs 150] [--hooks none powerSGD int8_compress] [--ends destroy none]"
 
 Plain DDP on gloo now and then ends in "terminate called without an active exception", or hangs, while the interpreter
 exits: docs/reliability.md says why. This counts how often, for each hook and each way to end. The ranks are forked from
@@ -19,11 +19,6 @@ import tempfile
 import time
 from collections import Counter
 from pathlib import Path
-
-ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT), str(ROOT / "examples")]
-
-import clean_env  # noqa: E402
 
 STEPS = 6
 LIMIT_S = 12
@@ -127,16 +122,12 @@ def in_words(hook: str, counts: Counter[str]) -> str:
     return f"{hook} {sum(counts.values())} exits, {' and '.join(bad) or 'all good'}"
 
 
-def main(arguments: list[str]) -> int:
+def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--runs", type=int, default=150, help="of each kind; two exits each")
     parser.add_argument("--hooks", nargs="+", default=["none", "powerSGD", "int8_compress"])
     parser.add_argument("--ends", nargs="+", choices=["destroy", "none", "saved"], default=["destroy", "saved", "none"])
-    args = parser.parse_args(arguments)
-    if "COMMHOOKS_CLEAN" not in os.environ:
-        with tempfile.TemporaryDirectory(prefix="exits-") as home:
-            environment = clean_env.cleaned(os.environ, home) | {"COMMHOOKS_CLEAN": "1"}
-            return subprocess.run([sys.executable, __file__, *arguments], env=environment).returncode
+    args = parser.parse_args()
     store = subprocess.Popen([sys.executable, "-c", STORE], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert store.stdout is not None
     port = int(store.stdout.readline())
@@ -154,4 +145,4 @@ def main(arguments: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main())

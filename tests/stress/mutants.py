@@ -38,6 +38,16 @@ COPIED = (
 TIME_LIMIT_S = 400
 
 
+def copy_repository(folder: str) -> None:
+    """What the tests of a mutant need, into an empty folder."""
+    for name in COPIED:
+        source = ROOT / name
+        if source.is_dir():
+            shutil.copytree(source, Path(folder, name), ignore=shutil.ignore_patterns("__pycache__"))
+        else:
+            shutil.copy(source, folder)
+
+
 def run(mutant: Mutant, console: Console) -> str:
     """ "killed", "SURVIVED", or what went wrong."""
     before = run_test(mutant.test, cuda=mutant.cuda)
@@ -60,12 +70,7 @@ class Outcome:
 def run_test(test: str, mutant: Mutant | None = None, *, cuda: bool = False) -> Outcome:
     """ "passed", "failed" or what went wrong, in a copy of the packages with the fault of `mutant`."""
     with tempfile.TemporaryDirectory(prefix="mutant-") as folder:
-        for name in COPIED:
-            source = ROOT / name
-            if source.is_dir():
-                shutil.copytree(source, Path(folder, name), ignore=shutil.ignore_patterns("__pycache__"))
-            else:
-                shutil.copy(source, folder)
+        copy_repository(folder)
         if mutant is not None:
             file = Path(folder, mutant.file)
             text = file.read_text()

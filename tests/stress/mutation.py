@@ -27,7 +27,7 @@ from cosmic_ray.work_item import MutationSpec, TestOutcome, WorkerOutcome
 from rich.console import Console
 from rich.table import Table
 
-from tests.stress.mutants import COPIED, ROOT
+from tests.stress.mutants import ROOT, copy_repository
 from tests.stress.mutation_areas import AREAS, EXPLAINED, OPERATORS, Part
 from tests.support import warm
 
@@ -39,12 +39,7 @@ CACHE, CACHE_BEFORE = Path(".cache"), Path(".cache-before")
 def enter_copy(folder: str) -> None:
     """The current folder is a copy of the repository from now on, and the tests that are started use nothing else: not
     the user's cache either, where the libraries of a mutant would stay."""
-    for name in COPIED:
-        source, target = ROOT / name, Path(folder, name)
-        if source.is_dir():
-            shutil.copytree(source, target, ignore=shutil.ignore_patterns("__pycache__"))
-        else:
-            shutil.copy(source, target)
+    copy_repository(folder)
     os.chdir(folder)
     CACHE.mkdir()
     os.environ |= {"PYTHONPATH": folder, "XDG_CACHE_HOME": str(CACHE.absolute())}

@@ -18,6 +18,7 @@ from accelerate.parallelism_config import ParallelismConfig
 from accelerate.state import AcceleratorState, GradientState
 
 from accelerate_commhooks import CommHookKwargs
+from tests.support.ddp_steps import log_lines
 from tests.support.training import SEVERAL_BUCKETS_MB, batch, flat, make_model
 
 OPTIONS = {"matrix_approximation_rank": 2, "start_powerSGD_iter": 3}
@@ -156,24 +157,8 @@ class Training:
         return flat(self.model.parameters())
 
 
-class Warnings(logging.Handler):
-    """The warnings of commhooks and its plugin, for as long as it is used as a context."""
-
-    def __init__(self) -> None:
-        super().__init__(logging.WARNING)
-        self.texts: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.texts.append(record.getMessage())
-
-    def __enter__(self) -> list[str]:
-        for name in ("commhooks", "accelerate_commhooks"):
-            logging.getLogger(name).addHandler(self)
-        return self.texts
-
-    def __exit__(self, *error: object) -> None:
-        for name in ("commhooks", "accelerate_commhooks"):
-            logging.getLogger(name).removeHandler(self)
+Warnings = functools.partial(log_lines, ("commhooks", "accelerate_commhooks"), logging.WARNING)
+"""The warnings of commhooks and its plugin, as a context."""
 
 
 def hook_files(folder: Any) -> list[str]:

@@ -157,17 +157,19 @@ def conservation_error(
 
 
 @contextlib.contextmanager
-def log_lines(name: str = "commhooks", level: int = logging.INFO) -> Iterator[list[str]]:
-    """Collects what is logged under `name` while the body runs."""
+def log_lines(names: str | tuple[str, ...] = "commhooks", level: int = logging.INFO) -> Iterator[list[str]]:
+    """Collects what is logged under one name or several while the body runs."""
     lines: list[str] = []
-    handler = logging.Handler()
+    handler = logging.Handler(level)
     handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
-    logger = logging.getLogger(name)
-    before = logger.level
-    logger.addHandler(handler)
-    logger.setLevel(level)
+    loggers = map(logging.getLogger, (names,) if isinstance(names, str) else names)
+    before = {logger: logger.level for logger in loggers}
+    for logger in before:
+        logger.addHandler(handler)
+        logger.setLevel(min(level, logger.getEffectiveLevel()))
     try:
         yield lines
     finally:
-        logger.removeHandler(handler)
-        logger.setLevel(before)
+        for logger, its_level in before.items():
+            logger.removeHandler(handler)
+            logger.setLevel(its_level)

@@ -32,8 +32,8 @@ class Seen:
 
 
 @contextlib.contextmanager
-def late_answers(delay_s: float = DELAY_S) -> Iterator[Seen]:
-    """In the body every asynchronous collective of dense tensors, of those that hooks use, answers `delay_s` seconds
+def late_answers() -> Iterator[Seen]:
+    """In the body every asynchronous collective of dense tensors, of those that hooks use, answers `DELAY_S` seconds
     late, or more."""
     seen = Seen()
     reduce, gather, exchange, by_messages = (
@@ -50,7 +50,7 @@ def late_answers(delay_s: float = DELAY_S) -> Iterator[Seen]:
         work = begin(results)
         for tensor in tensors:
             tensor.fill_(float("nan") if tensor.is_floating_point() else torch.iinfo(tensor.dtype).max)
-        return (_LateOnCuda if tensors[0].is_cuda else _LateOnHost)(tensors, results, work, delay_s)
+        return (_LateOnCuda if tensors[0].is_cuda else _LateOnHost)(tensors, results, work)
 
     def all_reduce(tensor: torch.Tensor, *args: Any, async_op: bool = False, **kwargs: Any) -> Any:
         if not async_op or tensor.is_sparse:
@@ -77,28 +77,26 @@ def late_answers(delay_s: float = DELAY_S) -> Iterator[Seen]:
         yield seen
 
 
-def sleep_on(device: torch.device, seconds: float = DELAY_S) -> None:
+def sleep_on(device: torch.device) -> None:
     """Keep the current stream of a GPU busy; the host goes on. On the CPU nothing."""
     if device.type != "cuda":
         return
     if not hasattr(torch.cuda, "_sleep"):
         raise RuntimeError(f"torch {torch.__version__} has no torch.cuda._sleep: late_answers.py needs something else")
-    torch.cuda._sleep(int(seconds * _CYCLES_PER_S))  # private, torch 2.11 to 2.13: there is no public one
+    torch.cuda._sleep(int(DELAY_S * _CYCLES_PER_S))  # private, torch 2.11 to 2.13: there is no public one
 
 
 class _LateOnCuda:
     """Stands for a `dist.Work`."""
 
-    def __init__(
-        self, tensors: Sequence[torch.Tensor], results: Sequence[torch.Tensor], work: Any, delay_s: float
-    ) -> None:
+    def __init__(self, tensors: Sequence[torch.Tensor], results: Sequence[torch.Tensor], work: Any) -> None:
         self._tensors = list(tensors)
         self._device = tensors[0].device
         self._stream = torch.cuda.Stream(self._device)
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
             work.wait()
-            sleep_on(self._device, delay_s)
+            sleep_on(self._device)
             for tensor, result in zip(tensors, results, strict=True):
                 result.record_stream(self._stream)
                 tensor.copy_(result)
@@ -119,15 +117,13 @@ class _LateOnCuda:
 class _LateOnHost:
     """Stands for a `dist.Work`."""
 
-    def __init__(
-        self, tensors: Sequence[torch.Tensor], results: Sequence[torch.Tensor], work: Any, delay_s: float
-    ) -> None:
+    def __init__(self, tensors: Sequence[torch.Tensor], results: Sequence[torch.Tensor], work: Any) -> None:
         self._future: Any = torch.futures.Future()
 
         def answer() -> None:
             try:
                 work.wait()
-                time.sleep(delay_s)
+                time.sleep(DELAY_S)
                 for tensor, result in zip(tensors, results, strict=True):
                     tensor.copy_(result)
             except RuntimeError as error:

@@ -7,13 +7,21 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from lightning.fabric.plugins.environments import SLURMEnvironment
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from commhooks import PowerSGD
 from tests.support import lightning_support as support
-from tests.support.lightning_support import STEPS_PER_EPOCH, Model, Watch, data, strategy, trainer, weights
+from tests.support.lightning_support import (
+    STEPS_PER_EPOCH,
+    Model,
+    PoolEnvironment,
+    Watch,
+    data,
+    strategy,
+    trainer,
+    weights,
+)
 
 # Compressing from the second epoch on; checkpoints at the end of the second, so that residuals are in them.
 HOOK = PowerSGD(start_powerSGD_iter=STEPS_PER_EPOCH, matrix_approximation_rank=2)
@@ -79,20 +87,5 @@ def residuals(payload: dict[str, Any]) -> dict[str, torch.Tensor]:
     }
 
 
-class Slurm(SLURMEnvironment):
+class Slurm(PoolEnvironment, SLURMEnvironment):
     """Lightning's own requeueing signal handler on the ranks of the pool."""
-
-    main_address = "unused"  # type: ignore[assignment]
-    main_port = 0  # type: ignore[assignment]
-
-    def world_size(self) -> int:
-        return dist.get_world_size()
-
-    def global_rank(self) -> int:
-        return dist.get_rank()
-
-    def local_rank(self) -> int:
-        return dist.get_rank()
-
-    def node_rank(self) -> int:
-        return 0

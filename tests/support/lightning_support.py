@@ -23,6 +23,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from commhooks import PowerSGD
 from lightning_commhooks import CommHookDDP
+from tests.support.ddp_steps import log_lines
 
 SEVERAL_BUCKETS_MB = 0.0005  # the model below then has three buckets after DDP's rebuild
 STEPS_PER_EPOCH = 4  # for two ranks
@@ -61,14 +62,13 @@ class PoolEnvironment(ClusterEnvironment):
 class Model(pl.LightningModule):
     """Three matrices that are worth compressing, their biases, and dropout-free noise-free training."""
 
-    def __init__(self, seed: int = 0, lr: float = 0.05, extra: bool = False) -> None:
+    def __init__(self, seed: int = 0, extra: bool = False) -> None:
         super().__init__()
         torch.manual_seed(seed)
         self.net = torch.nn.Sequential(
             torch.nn.Linear(16, 32), torch.nn.Tanh(), torch.nn.Linear(32, 32), torch.nn.Tanh(), torch.nn.Linear(32, 8)
         )
         self.extra = torch.nn.Linear(8, 8) if extra else torch.nn.Identity()
-        self.lr = lr
 
     def loss(self, batch: Any) -> torch.Tensor:
         x, y = batch
@@ -83,7 +83,7 @@ class Model(pl.LightningModule):
         self.log("val_loss", self.loss(batch), sync_dist=True)
 
     def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.net.parameters(), lr=self.lr, momentum=0.9)
+        return torch.optim.SGD(self.net.parameters(), lr=0.05, momentum=0.9)
 
 
 class ManualModel(Model):
@@ -112,14 +112,14 @@ class TwoOptimizersModel(ManualModel):
     def configure_optimizers(self) -> Any:
         head = list(self.net[4].parameters())
         body = [p for p in self.net.parameters() if all(p is not q for q in head)]
-        return [torch.optim.SGD(body, lr=self.lr), torch.optim.Adam(head, lr=0.01)]
+        return [torch.optim.SGD(body, lr=0.05), torch.optim.Adam(head, lr=0.01)]
 
 
-def data(samples: int = 64, batch_size: int = 8) -> DataLoader[Any]:
+def data() -> DataLoader[Any]:
     generator = torch.Generator().manual_seed(7)
-    x = torch.randn(samples, 16, generator=generator)
-    y = torch.tanh(x @ torch.randn(16, 8, generator=generator)) + 0.1 * torch.randn(samples, 8, generator=generator)
-    return DataLoader(TensorDataset(x, y), batch_size=batch_size)
+    x = torch.randn(64, 16, generator=generator)
+    y = torch.tanh(x @ torch.randn(16, 8, generator=generator)) + 0.1 * torch.randn(64, 8, generator=generator)
+    return DataLoader(TensorDataset(x, y), batch_size=8)
 
 
 class Data(pl.LightningDataModule):
@@ -196,23 +196,11 @@ class Watch(pl.Callback):
 
 @contextlib.contextmanager
 def caught_warnings() -> Iterator[list[str]]:
-    """The texts of all warnings and of all records of commhooks' loggers."""
-    texts: list[str] = []
-
-    class Handler(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            if record.levelno >= logging.WARNING:
-                texts.append(record.getMessage())
-
-    handler, logger = Handler(), logging.getLogger("commhooks")
-    logger.addHandler(handler)
-    try:
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            yield texts
-            texts += [str(each.message) for each in caught]
-    finally:
-        logger.removeHandler(handler)
+    """The texts of all warnings, those that commhooks logs first."""
+    with log_lines(level=logging.WARNING) as texts, warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        yield texts
+        texts += [str(each.message) for each in caught]
 
 
 # ---------------------------------------------------------------------------------------------- in the parent process

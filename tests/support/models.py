@@ -46,16 +46,14 @@ def mlp(width: int, layers: int, bias: bool = True) -> torch.nn.Sequential:
     return torch.nn.Sequential(*blocks[:-1])
 
 
-def random_gradients(
-    shapes: Shapes, rank: int, step: int, dtype: torch.dtype = torch.float32, noise: float = 0.5
-) -> Gradients:
-    """What rank `rank` has at step `step`: a part common to all ranks plus `noise` times a part of its own."""
+def random_gradients(shapes: Shapes, rank: int, step: int, dtype: torch.dtype = torch.float32) -> Gradients:
+    """What rank `rank` has at step `step`: a part common to all ranks plus half of a part of its own."""
     common = torch.Generator().manual_seed(1_000_003 * (step + 1))
     own = torch.Generator().manual_seed(1_000_003 * (step + 1) + rank + 1)
     gradients = {}
     for name, shape in shapes.items():
         gradient = torch.randn(shape, generator=common, dtype=torch.float64)
-        gradient += noise * torch.randn(shape, generator=own, dtype=torch.float64)
+        gradient += 0.5 * torch.randn(shape, generator=own, dtype=torch.float64)
         gradients[name] = gradient.to(dtype)
     return gradients
 

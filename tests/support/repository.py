@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
 from pathlib import Path
 
 SUPPORT = Path(__file__).resolve().parent
@@ -9,3 +11,17 @@ TESTS = SUPPORT.parent
 REPOSITORY = TESTS.parent
 PYTHONPATH = str(REPOSITORY)
 """For processes that import the packages of this copy and `tests`."""
+PACKAGES = ("commhooks", "lightning_commhooks", "accelerate_commhooks")
+
+
+def sources() -> dict[str, str]:
+    """The text of each Python file of the packages, by its path in the repository."""
+    files = [file for package in PACKAGES for file in sorted((REPOSITORY / package).rglob("*.py"))]
+    return {file.relative_to(REPOSITORY).as_posix(): file.read_text(encoding="utf-8") for file in files}
+
+
+def make(*arguments: str, **environ: str) -> subprocess.CompletedProcess[str]:
+    """Not as a part of the make that may be running these tests, which hands on its ARGS."""
+    env = {name: value for name, value in os.environ.items() if not name.startswith(("MAKE", "MFLAGS", "ARGS"))}
+    command = ["make", *arguments]
+    return subprocess.run(command, cwd=REPOSITORY, env=env | environ, capture_output=True, text=True, timeout=280)

@@ -66,9 +66,10 @@ def mesh_of(replicas: int, shards: int) -> DeviceMesh:
 
 
 def shard(model: nn.Module, mesh: DeviceMesh, **options: Any) -> nn.Module:
-    """Every child is a unit, and the root is one."""
+    """Every child with parameters is a unit, and the root is one."""
     for child in model.children():
-        fully_shard(child, mesh=mesh, **options)
+        if any(True for _ in child.parameters()):
+            fully_shard(child, mesh=mesh, **options)
     return fully_shard(model, mesh=mesh, **options)
 
 

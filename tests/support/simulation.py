@@ -16,26 +16,17 @@ class SimulatedPowerSGD:
         states: per rank, what the package remembers.
     """
 
-    def __init__(
-        self,
-        world_size: int,
-        n: int,
-        m: int,
-        rank: int,
-        dtype: torch.dtype = torch.float32,
-        *,
-        fused: bool | None = None,
-    ) -> None:
+    def __init__(self, world_size: int, n: int, m: int, rank: int, *, fused: bool | None = None) -> None:
         config = PowerSGD(matrix_approximation_rank=rank, start_powerSGD_iter=0, min_compression_rate=1e-3, fused=fused)
-        parameters = {"w": torch.empty(n, m, dtype=dtype)}
+        parameters = {"w": torch.empty(n, m)}
         self._ranks = SimulatedRanks(lambda: PowerSGDCompressor(config), world_size, parameters)
-        self._rank, self._m, self._dtype = rank, m, dtype
+        self._rank, self._m = rank, m
         self.states: list[LearnedState] = self._ranks.states
 
     @property
     def start_q(self) -> torch.Tensor:
         """The first Q, m x r."""
-        return codec.draw(0, "w", "Q", self._rank, self._m, self._dtype).T
+        return codec.draw(0, "w", "Q", self._rank, self._m, torch.float32).T
 
     def step(self, gradients: list[torch.Tensor]) -> list[torch.Tensor]:
         """One n x m gradient per rank in, the gradient that each rank continues with out."""

@@ -97,6 +97,8 @@ def execute(chain: list[tuple[str, str]], needs: str, folder: str) -> None:
     """
     config = str(REPOSITORY / "examples" / "accelerate_config.yaml")
     outside = {"ACCELERATE_COMM_HOOK_CONFIG": config} if needs == "accelerate yaml" else {}
+    if needs in ("lightning ranks", "fabric ranks"):
+        outside = {"TORCHELASTIC_RUN_ID": "snippets", "GROUP_RANK": "0"}  # as Lightning 2.6 knows torchrun
     sharded = needs.endswith(" sharded")
     needs = needs.removesuffix(" yaml").removesuffix(" sharded")
     namespace: dict[str, Any] = {"__name__": "__main__"}
@@ -110,14 +112,13 @@ def execute(chain: list[tuple[str, str]], needs: str, folder: str) -> None:
         undo.enter_context(_logging_as_before())
         undo.enter_context(mock.patch.dict(registry.COMPRESSORS))
         undo.enter_context(mock.patch.dict(registry.FACTORIES))  # a name that a snippet gives is free again afterwards
-        if needs in ("accelerate", "transformers"):
+        if needs in ("accelerate", "transformers", "lightning ranks", "fabric ranks"):
             from tests.support.accelerators import accelerate_launched, pretend_to_have_accelerators
 
             undo.enter_context(accelerate_launched(**outside))
             if sharded:
                 pretend_to_have_accelerators()
         if needs in ("lightning ranks", "fabric ranks"):
-            undo.enter_context(mock.patch.dict(os.environ, _torchrun()))
             exec(_LIGHTNING, namespace)
         if needs == "transformers":
             exec(_TRANSFORMERS + (_SHARDED if sharded else ""), namespace)
@@ -151,21 +152,6 @@ def _logging_as_before() -> Iterator[None]:
         for logger, level, handlers in before:
             logger.setLevel(level)
             logger.handlers[:] = handlers
-
-
-def _torchrun() -> dict[str, str]:
-    """The variables by which Lightning 2.6 knows torchrun; it takes the process group that is there as its own."""
-    rank, size = str(dist.get_rank()), str(dist.get_world_size())
-    return {
-        "TORCHELASTIC_RUN_ID": "snippets",
-        "RANK": rank,
-        "LOCAL_RANK": rank,
-        "GROUP_RANK": "0",
-        "WORLD_SIZE": size,
-        "LOCAL_WORLD_SIZE": size,
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": "1",  # nobody listens there
-    }
 
 
 _LIGHTNING = """

@@ -1,53 +1,39 @@
-"""Faults of what runs on accelerators; the tests run it on CPU tensors."""
+"""Seeded faults. What runs on accelerators, and answers that come late: on CPU tensors, except where `cuda=True`."""
 
 from tests.stress.seeded_faults.mutant import Mutant
 
-_KERNEL, _VIEWS, _FACTORS, _CODEC = (
-    "commhooks/compressors/powersgd/device_kernel.py",
-    "commhooks/compressors/named_views.py",
-    "commhooks/compressors/powersgd/packed_factors.py",
-    "commhooks/compressors/powersgd/codec.py",
-)
-_TOGETHER = "compressors/powersgd/test_packed_factors.py::test_together_as_alone"
-_ORACLE = "compressors/powersgd/test_powersgd_against_oracle.py::test_gradients_and_residuals_equal_the_oracle"
-_STREAMS, _ORDER = "commhooks/engine/streams.py", "engine/test_streams.py"
-_MASKS = "engine/test_masked_commit.py::test_masks_decide_as_the_host_does"
+_ORDER = "engine/test_streams.py"
+_LATE = "cuda/test_late_answers.py::test_late_answers_change_nothing"
+_NCCL = f"{_LATE}[powerSGD-cuda over nccl]"
 
 MUTANTS = [
     Mutant(
         "behind a mask: a bad step is committed",
-        _KERNEL,
+        "commhooks/compressors/powersgd/device_kernel.py",
         "        keep = (good & now.used)",
         "        keep = now.used",
-        _MASKS,
-    ),
-    Mutant(
-        "behind a mask: an idle layer is committed",
-        _KERNEL,
-        "        keep = (good & now.used)",
-        "        keep = (good | (now.used & False))",
-        _ORACLE,
+        "engine/test_masked_commit.py::test_masks_decide_as_the_host_does",
     ),
     Mutant(
         "stacks: a lost residual comes back",
-        _VIEWS,
+        "commhooks/compressors/named_views.py",
         "            else:\n                view.zero_()\n",
         "            else:\n                pass\n",
         "compressors/test_named_views.py::test_slices_follow_a_dict",
     ),
     Mutant(
         "stacks: missing directions stay missing",
-        _CODEC,
+        "commhooks/compressors/powersgd/codec.py",
         "rows.addcmul_(refill, weak.unsqueeze(-1), value=_NUDGE)",
         "rows",
         "compressors/powersgd/test_orthonormal_stack.py::test_orthonormal_for_hard_inputs",
     ),
     Mutant(
         "packed factors: padding holds a neighbour's numbers",
-        _FACTORS,
+        "commhooks/compressors/powersgd/packed_factors.py",
         "torch.full((sum(self._sizes),), self.numel, dtype=torch.int32)",
         "torch.full((sum(self._sizes),), self.numel - 1, dtype=torch.int32)",
-        _TOGETHER,
+        "compressors/powersgd/test_packed_factors.py::test_together_as_alone",
     ),
     Mutant(
         "steps are counted twice or never when a signal comes",
@@ -65,7 +51,7 @@ MUTANTS = [
     ),
     Mutant(
         "streams: who reads waits for the next pass",
-        _STREAMS,
+        "commhooks/engine/streams.py",
         "        stream.wait_event(event)\n",
         "        stream.wait_stream(_stream(device, _CODEC_PRIORITY))\n",
         f"{_ORDER}::test_a_thread_that_saves_waits_for_the_latest_commit_only",
@@ -92,10 +78,33 @@ MUTANTS = [
         "engine/test_abandoned_collectives.py",
     ),
     Mutant(
-        "a CUDA graph is captured",
-        "commhooks/gradients/ddp.py",
-        "    if precision.has_streams(grad_bucket.buffer().device) and torch",
-        "    if False and torch",
-        "gradients/test_cuda_graphs.py",
+        "the engine reads an answer before it has waited",
+        "commhooks/engine/backward_pass.py",
+        "        assert self._pending is not None\n        answer = self._pending.wait()\n",
+        "        assert self._pending is not None\n        answer = self._pending.answer\n",
+        f"{_LATE}[powerSGD-cpu]",
+    ),
+    Mutant(
+        "a simple hook reads an answer before it is there",
+        "commhooks/engine/immediate.py",
+        "    return pending.future().then(finish)\n",
+        "    done = new_future(flat.device)\n    done.set_result(go_on(pending.answer))\n    return done\n",
+        f"{_LATE}[fp16-cpu]",
+    ),
+    Mutant(
+        "on a GPU DDP does not wait for the codec",
+        "commhooks/comm/collective.py",
+        '    return torch.futures.Future(devices=[] if device.type == "cpu" else [device])\n',
+        "    return torch.futures.Future()\n",
+        _NCCL,
+        cuda=True,
+    ),
+    Mutant(
+        "on a GPU a save does not wait for the codec",
+        "commhooks/engine/streams.py",
+        "        stream.wait_event(event)\n",
+        "",
+        "cuda/test_gpu_saving.py::test_a_thread_that_saves_never_mixes_two_steps[cuda over nccl]",
+        cuda=True,
     ),
 ]

@@ -18,25 +18,11 @@ MUTANTS = [
         "hook/test_copies.py::test_a_copy_averages_without_the_hook",
     ),
     Mutant(
-        "replicas that differ go unseen",
-        "commhooks/hook/replica_check.py",
-        "        if others:\n",
-        "        if len(others) == len(rows):\n",
-        "hook/test_divergence.py::test_one_changed_bit_is_found",
-    ),
-    Mutant(
         "nobody asks what the others attach",
         "commhooks/hook/attach.py",
         "    choice = check_requests(described, source.described(), plan, runner.kernel_support(), source)\n",
         "    choice = (check_requests, described, plan, runner.choice)[3]\n",
         "engine/test_disagreement.py::test_different_requests",
-    ),
-    Mutant(
-        "exclude: what is excluded is compressed all the same",
-        "commhooks/engine/known_buckets.py",
-        "ParameterInfo.of(slot.name, slot.parameter, self._names, config, layout.sparse)",
-        "ParameterInfo(slot.name, slot.parameter, layout.sparse)",
-        "gradients/test_exclude.py::test_what_is_excluded_is_averaged_exactly",
     ),
     Mutant(
         "a group whose ranks all have the number 0 is taken",

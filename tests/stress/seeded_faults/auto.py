@@ -2,11 +2,8 @@
 
 from tests.stress.seeded_faults.mutant import Mutant
 
-_AUTO = "commhooks/compressors/auto"
 _TRAINING = "compressors/auto/test_auto_training.py"
-_TRIALS = "compressors/auto/test_trials.py"
 _LEFTOVERS = "compressors/auto/test_orphaned_residuals.py"
-_RESUME = "compressors/auto/test_auto_resume.py"
 
 MUTANTS = [
     Mutant(
@@ -21,18 +18,11 @@ MUTANTS = [
         "commhooks/compressors/candidates.py",
         "key=lambda label: (known[label].changes, usable[label])",
         "key=lambda label: usable[label]",
-        _TRIALS,
-    ),
-    Mutant(
-        "auto: everything is tried, however long its bytes take",
-        f"{_AUTO}/trials.py",
-        "if now.counted_bytes[label] * s_per_byte <= best_s]",
-        "]",
-        _TRIALS,
+        "compressors/auto/test_trials.py",
     ),
     Mutant(
         "auto: a trial that could not be measured stays in force",
-        f"{_AUTO}/trials.py",
+        "commhooks/compressors/auto/trials.py",
         '    if now.phase == "trying":\n        return _ended(',
         "    if False:\n        return _ended(",
         f"{_TRAINING}::test_a_trial_that_cannot_be_measured_is_taken_back",
@@ -42,14 +32,7 @@ MUTANTS = [
         "commhooks/checkpoint/learned_state.py",
         "if not compressor.selective or isinstance(compressor, AdaptiveCompressor):",
         "if not compressor.selective:",
-        f"{_RESUME}::test_residuals_of_what_is_excluded_now_go_with_the_next_gradient",
-    ),
-    Mutant(
-        "auto: the decision is not saved",
-        "commhooks/checkpoint/payload.py",
-        '{"notes": target.compressor.notes} if isinstance(target.compressor, AdaptiveCompressor) else {}',
-        "{}",
-        f"{_RESUME}::test_a_run_that_resumes_goes_on_as_the_one_that_saved",
+        "compressors/auto/test_auto_resume.py::test_residuals_of_what_is_excluded_now_go_with_the_next_gradient",
     ),
     Mutant(
         "auto: residuals of a branch that is not used at the change are lost",
@@ -70,13 +53,6 @@ MUTANTS = [
         "commhooks/engine/known_buckets.py",
         "            self.orphaned = orphaned(self.layout, self.compressed, state)  # those",
         "            pass  # those",
-        f"{_LEFTOVERS}::test_a_choice_that_does_not_hold_is_taken_back_and_nothing_is_lost",
-    ),
-    Mutant(
-        "auto: residuals are lost at a change",
-        "commhooks/engine/orphaned_residuals.py",
-        "        slot.of(flat).add_(residuals[slot.name] * factor)\n",
-        "        pass\n",
         f"{_LEFTOVERS}::test_a_choice_that_does_not_hold_is_taken_back_and_nothing_is_lost",
     ),
 ]

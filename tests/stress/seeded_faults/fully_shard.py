@@ -2,11 +2,9 @@
 
 from tests.stress.seeded_faults.mutant import Mutant
 
-_SOURCE, _SHARD = "commhooks/gradients/fully_shard.py", "commhooks/gradients/local_shard.py"
+_SHARD = "commhooks/gradients/local_shard.py"
 _MODES = "gradients/test_fully_shard_modes.py"
-_BAD_STEP = "engine/test_fully_shard_transactions.py::test_a_bad_step_changes_nothing_anywhere"
 _CHECKPOINTS = "checkpoint/test_fully_shard_checkpoints.py"
-_EXACT = "gradients/test_fully_shard_gradients.py::test_an_all_reduce_in_the_hook_is_the_mean"
 
 MUTANTS = [
     Mutant(
@@ -14,7 +12,7 @@ MUTANTS = [
         "commhooks/comm/shards.py",
         "    bad = (~good).to(torch.int32).view(1)\n",
         "    bad = -good.to(torch.int32).view(1)\n",
-        _BAD_STEP,
+        "engine/test_fully_shard_transactions.py::test_a_bad_step_changes_nothing_anywhere",
     ),
     Mutant(
         "accumulated gradients are averaged again",
@@ -32,10 +30,10 @@ MUTANTS = [
     ),
     Mutant(
         "the bucket is sent before FSDP has divided it",
-        _SOURCE,
+        "commhooks/gradients/fully_shard.py",
         "        current.filling = UnitBuffer(flat)\n",
         "        current.filling = UnitBuffer(flat.clone())\n",
-        _EXACT,
+        "gradients/test_fully_shard_gradients.py::test_an_all_reduce_in_the_hook_is_the_mean",
     ),
     Mutant(
         "every shard continues with the Q of the first one",

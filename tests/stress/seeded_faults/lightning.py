@@ -1,4 +1,4 @@
-"""Seeded faults. `lightning_commhooks`: strategy and checkpoints."""
+"""Seeded faults. `lightning_commhooks`: strategies and checkpoints, with Fabric."""
 
 from tests.stress.seeded_faults.mutant import Mutant
 
@@ -25,13 +25,6 @@ MUTANTS = [
         "with_lightning/test_lightning_fsdp2_folder.py::test_a_folder_that_is_incomplete_or_of_other_weights_is_not_loaded",
     ),
     Mutant(
-        "Lightning does not restore",
-        "lightning_commhooks/strategy.py",
-        "        if take_over is not None:\n            take_over()\n",
-        "        if take_over is not None:\n            pass\n",
-        "with_lightning/test_lightning_resume.py",
-    ),
-    Mutant(
         "Lightning: checkpoints of the web are run",
         "lightning_commhooks/strategy.py",
         "weights_only = True if weights_only is None else weights_only",
@@ -44,5 +37,12 @@ MUTANTS = [
         "    return trainer.interrupted or in_signal_handler()\n",
         "    return in_signal_handler()\n",
         "with_lightning/test_interrupted_trainer.py::test_what_ends_a_training_leaves_a_checkpoint_that_resumes",
+    ),
+    Mutant(
+        "Fabric does not restore",
+        "lightning_commhooks/fabric_strategy.py",
+        "        for each in take_over:\n            each()\n",
+        "",
+        "with_lightning/test_fabric.py::test_a_resumed_training_is_bit_equal",
     ),
 ]

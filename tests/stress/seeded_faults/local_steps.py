@@ -7,9 +7,7 @@ _TURNS = "commhooks/hook/outer_steps.py"
 _TESTS, _ROUNDS, _SAVING = "hook/test_local_steps.py", "hook/test_local_rounds.py", "hook/test_local_saving.py"
 _RESUME = f"{_SAVING}::test_a_run_that_resumes_in_mid_round_goes_on_as_the_other"
 _STREAMING = f"{_TESTS}::test_streaming_is_that_of_the_paper"
-
 _MISHAPS = "hook/test_local_mishaps.py"
-
 _RECOVERY = "hook/test_local_recovery.py"
 
 MUTANTS = [
@@ -77,13 +75,6 @@ MUTANTS = [
         _RESUME,
     ),
     Mutant(
-        "local steps: a save does not end the round",
-        _HOOK,
-        "            if self._weights_agree:\n                self._average_buffers()\n",
-        "            if True:\n                self._average_buffers()\n",
-        _RESUME,
-    ),
-    Mutant(
         "local steps: buffers stay apart",
         "commhooks/hook/means.py",
         "            now.copy_(torch.where(change == 0, common, common + change))\n",
@@ -130,13 +121,6 @@ MUTANTS = [
         _TURNS,
         "        if self._sent and not self.discarded:\n",
         "        if False:\n",
-        _STREAMING,
-    ),
-    Mutant(
-        "streaming: a part arrives as soon as it can",
-        _TURNS,
-        "if self._on_its_way is None else turn.due_after)",
-        "if self._on_its_way is None else turn.sent_after)",
         _STREAMING,
     ),
     Mutant(

@@ -1,4 +1,4 @@
-"""Seeded faults. What a new user meets: no hook, mistakes in arguments, lines that are logged, commands."""
+"""Seeded faults. What a user meets: no hook, counters and clocks, the doctor."""
 
 from tests.stress.seeded_faults.mutant import Mutant
 
@@ -23,5 +23,33 @@ MUTANTS = [
         "saved.get(name, 0) - getattr(self, name)",
         "saved.get(name, 0)",
         "checkpoint/test_resumed.py::test_what_was_counted_goes_on",
+    ),
+    Mutant(
+        "waiting is codec time",
+        "commhooks/comm/clocks.py",
+        "-seconds if waiting else seconds",
+        "0.0 if waiting else seconds",
+        "hook/test_metrics.py::test_waiting_is_not_codec_time",
+    ),
+    Mutant(
+        "a sample of this rank alone",
+        "commhooks/hook/cosine.py",
+        "                dist.all_reduce(gradient, group=self._group())\n",
+        "                pass\n",
+        "hook/test_metrics.py::test_the_cosine_is_right_and_leaves_no_trace",
+    ),
+    Mutant(
+        "the doctor leaves the random state moved",
+        "commhooks/tools/doctor/run.py",
+        "    finally:\n        restore_random()\n",
+        "    finally:\n",
+        "tools/test_doctor.py::test_a_training_goes_on_as_if_nobody_had_asked",
+    ),
+    Mutant(
+        "each rank believes its own clock",
+        "commhooks/tools/doctor/measure.py",
+        "measured.step_ms.append(1000 * max(step))",
+        "measured.step_ms.append(1000 * passed)",
+        "tools/test_doctor.py::test_a_training_goes_on_as_if_nobody_had_asked",
     ),
 ]

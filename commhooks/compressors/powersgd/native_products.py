@@ -97,9 +97,8 @@ class NativeProducts:
             out = (self.p if side == "P" else self.q)[i]
             if self._refills:
                 other = refill(i)
-                table = FactorTable([rows.shape], self._dtype)
+                table = _to([out], self._dtype)
                 table.point("refill", [other])
-                table.point("to", [out])
                 if self._unit_rows(table, [rows], orthogonal=True):
                     out.copy_(codec.orthonormal_rows(rows, other)[0])
             else:

@@ -34,19 +34,11 @@ from tests.support.models import (
 )
 
 COMPRESSED = ("conv", "first", "second", "wide")
-IDLE_AT = 3  # "first" has no gradient on any rank
 
 
 def _options(rank: int, batch: bool, **more: Any) -> dict[str, Any]:
     common = {"start_powerSGD_iter": 0, "min_compression_rate": 1.0, "random_seed": 11}
     return {"matrix_approximation_rank": rank, "batch_tensors_with_same_shape": batch, **common, **more}
-
-
-def _gradients(rank: int, step: int, dtype: torch.dtype) -> Gradients:
-    gradients = random_gradients(SHAPES, rank, step, dtype)
-    if step == IDLE_AT:
-        gradients["first"].zero_()
-    return gradients
 
 
 def _variants(masked: bool, cases: list[Any]) -> list[list[Gradients]]:
@@ -187,16 +179,16 @@ def _resumed(batch: bool, residual: str) -> bool:
         ddp = wrap(SHAPES, 0.001)
         hook = commhooks.attach(ddp, "powerSGD", hook_options=_options(2, batch))
         for step in range(4):
-            backward(ddp, _gradients(dist.get_rank(), step, torch.float32))
+            backward(ddp, random_gradients(SHAPES, dist.get_rank(), step))
         file = io.BytesIO()
         torch.save(hook.state_dict(residual=residual), file)
-        straight = [backward(ddp, _gradients(dist.get_rank(), step, torch.float32)) for step in range(5, 8)]
+        straight = [backward(ddp, random_gradients(SHAPES, dist.get_rank(), step)) for step in range(5, 8)]
         ddp = wrap(SHAPES, 0.001)
         hook = commhooks.attach(ddp, "powerSGD", hook_options=_options(2, not batch))
-        backward(ddp, _gradients(dist.get_rank(), 0, torch.float32))
+        backward(ddp, random_gradients(SHAPES, dist.get_rank(), 0))
         file.seek(0)
         hook.load_state_dict(torch.load(file, weights_only=True))
-        again = [backward(ddp, _gradients(dist.get_rank(), step, torch.float32)) for step in range(5, 8)]
+        again = [backward(ddp, random_gradients(SHAPES, dist.get_rank(), step)) for step in range(5, 8)]
     errors = [relative_error(a[n], b[n]) for a, b in zip(straight, again, strict=True) for n in SHAPES]
     return max(errors) < 1e-5
 

@@ -18,6 +18,8 @@ from commhooks.errors import HookRunError
 
 AnyTable = TypeVar("AnyTable", bound="Table")
 ALL = slice(None)
+ARGUMENTS = (ctypes.c_void_p, ctypes.c_uint, ctypes.c_size_t, ctypes.c_void_p)
+"""The first ones of each function of a kernel, which `Table.run` passes."""
 _GRAIN = 2**15
 """Elements per thread, at least: as many as torch's operators ask for."""
 _IMPORTED_IN = os.getpid()

@@ -14,7 +14,7 @@ from typing import ClassVar
 import torch
 
 from commhooks.compressors.native import library
-from commhooks.compressors.native.tables import Table
+from commhooks.compressors.native.tables import ARGUMENTS, Table
 from commhooks.compressors.powersgd import codec
 from commhooks.compressors.powersgd.torch_products import Refill, Residuals, Tensors
 
@@ -139,16 +139,9 @@ def load(dtype: torch.dtype = torch.float32) -> ctypes.CDLL:
         HookConfigError: see `library.load`.
     """
     loaded = library.load(SOURCE, FLAGS, dtype)
-    number = ctypes.c_double
-    for name, more in (
-        ("form_p", [number]),
-        ("form_q", [number]),
-        ("split", []),
-        ("unit_rows", [ctypes.c_int, number]),
-    ):
-        function = getattr(loaded, f"commhooks_{name}")
-        function.argtypes = [ctypes.c_void_p, ctypes.c_uint, ctypes.c_size_t, ctypes.c_void_p, *more]
-        function.restype = ctypes.c_int
+    loaded.commhooks_form_p.argtypes = loaded.commhooks_form_q.argtypes = [*ARGUMENTS, ctypes.c_double]
+    loaded.commhooks_split.argtypes = ARGUMENTS
+    loaded.commhooks_unit_rows.argtypes = [*ARGUMENTS, ctypes.c_int, ctypes.c_double]
     return loaded
 
 

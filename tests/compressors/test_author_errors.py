@@ -253,10 +253,6 @@ def _config(**members: Any) -> type[Any]:
     [
         ({"Config": None}, "its Config is None; expected a dataclass"),
         ({"Config": type("Plain", (commhooks.HookConfig,), {"hook_name": "mine"})}, "is not a dataclass: decorate it"),
-        ({"Config": _config(hook_name=None)}, "has no hook_name"),
-        ({"Config": _config(hook_name="power sgd")}, "expected a word without ':' and spaces"),
-        ({"Config": _config(hook_name="powersgd")}, "the name 'powersgd' is taken by 'powerSGD'"),
-        ({"Config": _config(aliases=("fp16",))}, "the name 'fp16' is taken by 'fp16_compress'"),
         ({"Config": _config(aliases="fp16")}, "expected a tuple of names"),
         ({"Config": _config(start_option="start")}, "start_option='start' is not one of the options"),
         ({"Config": _config(), "exchange": None}, "does not define exchange"),

@@ -71,11 +71,6 @@ def _bare(state: Any) -> None:
     backward(ddp, 0)
 
 
-def _register_twice() -> None:
-    commhooks.register_hook("mine", good_factory)
-    commhooks.register_hook("Mine", good_factory)
-
-
 def _registered(factory: Any) -> Any:
     def request() -> None:
         commhooks.register_hook("mine", factory)
@@ -115,10 +110,8 @@ CASES = [
              "int4", {"wrapper": "int4"}),
     Expected("wrapper around a function", "wrapper='int8' with the function callable_hook: it is for 'powerSGD'",
              callable_hook, {"wrapper": "int8"}),
-    Expected("save_residual typo", "save_residual='per_rang' (did you mean 'per_rank'?); expected one of 'mean',",
-             options={"save_residual": "per_rang"}),
-    Expected("another typo of save_residual", "save_residual='distribute' (did you mean 'distributed'?); expected one "
-             "of 'mean', 'per_rank', 'drop', 'distributed', 'auto'", options={"save_residual": "distribute"}),
+    Expected("save_residual typo", "save_residual='per_rang' (did you mean 'per_rank'?); expected one of 'mean', "
+             "'per_rank', 'drop', 'distributed', 'auto'", options={"save_residual": "per_rang"}),
     Expected("save_residual None", "save_residual=None; expected one of", options={"save_residual": None}),
     Expected("strict of wrong type", "strict='yes'; expected True or False", options={"strict": "yes"}),
     # values
@@ -131,16 +124,16 @@ CASES = [
     Expected("start 1.0", "start_powerSGD_iter=1.0; expected a fraction of the run strictly between 0 and 1",
              options=_options(start_powerSGD_iter=1.0)),
     Expected("start 0.0", "start_powerSGD_iter=0.0; expected a fraction", options=_options(start_powerSGD_iter=0.0)),
-    Expected("negative fraction", "start_powerSGD_iter=-0.5; expected a fraction",
-             options=_options(start_powerSGD_iter=-0.5)),
     Expected("fraction, length unknown", "start_powerSGD_iter=0.1 is a fraction of the run, whose length is unknown",
              options=_options(start_powerSGD_iter=0.1)),
     Expected("min rate", "min_compression_rate=0.0; expected a positive number",
              options=_options(min_compression_rate=0)),
-    Expected("min rate nan", "min_compression_rate=nan; expected a positive number",
-             options=_options(min_compression_rate=float("nan"))),
     Expected("epsilon", "orthogonalization_epsilon=-1.0; expected 0 or a small",
              options=_options(orthogonalization_epsilon=-1)),
+    Expected("alternate without a warm start", "alternate=True; expected False where warm_start is False",
+             options=_options(alternate=True, warm_start=False)),
+    Expected("alternate with whole buckets", "alternate=True; expected False: it is for PowerSGD", "batched_powerSGD",
+             _options(alternate=True)),
     Expected("total_steps", "total_steps=0; expected a number of steps", options={"total_steps": 0}),
     Expected("total_steps of wrong type", "total_steps='many'; expected a number", options={"total_steps": "many"}),
     Expected("options of wrong type", "hook_options=[1]; expected a dict of options", options={"hook_options": [1]}),
@@ -183,8 +176,6 @@ CASES = [
              "allreduce", {"zzz": 1}),
     Expected("a config's option", "PowerSGD has no option 'rank' (did you mean 'matrix_approximation_rank'?); its "
              "options are matrix_approximation_rank, start_powerSGD_iter", request=lambda: commhooks.PowerSGD(rank=4)),
-    Expected("a config without options", "AllReduce has no options, got 'rank'",
-             request=lambda: commhooks.AllReduce(rank=4)),
     # dotted paths
     Expected("no such module", "hook 'no_such_module:hook': cannot import 'no_such_module'", "no_such_module:hook"),
     Expected(
@@ -194,7 +185,6 @@ CASES = [
         "test_config_errors:calable_hook",
     ),
     Expected("not callable", "is a int, not a callable (state, bucket)", "test_config_errors:not_callable"),
-    Expected("path without a module", "hook ':x' is not a path: expected 'package.module:function'", ":x"),
     Expected("relative path", "hook '.rel:x' is not a path: expected 'package.module:function'", ".rel:x"),
     Expected("path without a function", "hook 'torch:' is not a path: expected 'package.module:function'", "torch:"),
     Expected("path without a colon", "'mypkg.hooks.hook' (for a function of your own write 'mypkg.hooks:hook'); known",
@@ -202,13 +192,8 @@ CASES = [
     # register_hook
     Expected("built-in name", "the name 'power-sgd' is taken by 'powerSGD'",
              request=lambda: commhooks.register_hook("power-sgd", good_factory)),
-    Expected("alias", "the name 'FP16' is taken by 'fp16_compress'",
-             request=lambda: commhooks.register_hook("FP16", good_factory)),
-    Expected("taken before", "the name 'Mine' is taken by 'mine'", request=_register_twice),
     Expected("name with a colon", "name='a:b'; expected a word without ':' and spaces",
              request=lambda: commhooks.register_hook("a:b", good_factory)),
-    Expected("name with a space", "name='my hook'; expected a word without ':' and spaces",
-             request=lambda: commhooks.register_hook("my hook", good_factory)),
     Expected("factory", "the factory is a int, not callable", request=lambda: commhooks.register_hook("mine", 3)),
     Expected("factory without a pair", "expected a pair (state, callable hook)", request=_registered(bad_factory)),
     # models
@@ -221,7 +206,6 @@ CASES = [
         error=AttachError,
         model=lambda: "powerSGD",
     ),
-    Expected("no model", "got a builtins.NoneType; wrap the model first", error=AttachError, model=lambda: None),
     Expected("second registration", "has a communication hook already, so 'allreduce' cannot be", error=AttachError,
              request=_twice),
 ]  # fmt: skip
@@ -339,30 +323,24 @@ WRONG_VALUES = [
     ("matrix_approximation_rank", 0),
     ("matrix_approximation_rank", 1.5),
     ("matrix_approximation_rank", None),
-    ("matrix_approximation_rank", "four"),
     ("matrix_approximation_rank", True),
-    ("matrix_approximation_rank", [4]),
     ("exclude", "*embed*"),
     ("exclude", [4]),
     ("exclude", [""]),
-    ("exclude", None),
     ("exclude", {"*embed*": True}),
     ("start_powerSGD_iter", -1),
     ("start_powerSGD_iter", 1.0),
-    ("start_powerSGD_iter", 2.5),
     ("start_powerSGD_iter", float("nan")),
     ("start_powerSGD_iter", "soon"),
     ("start_powerSGD_iter", True),
     ("min_compression_rate", -1),
     ("min_compression_rate", float("inf")),
     ("min_compression_rate", "much"),
-    ("min_compression_rate", None),
     ("min_compression_rate", False),
     ("use_error_feedback", "maybe"),
     ("use_error_feedback", 2.5),
     ("warm_start", None),
     ("orthogonalization_epsilon", -1e-8),
-    ("random_seed", 0.5),
     ("random_seed", "x"),
     ("compression_stats_logging_frequency", 1.5),
 ]

@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import torch
@@ -30,19 +30,17 @@ class WeightPlan(UnitPlan):
         every: steps between two outer steps.
     """
 
-    on_wire: UnitPlan | None = None
-    every: int = 1
+    on_wire: UnitPlan = field(kw_only=True)
+    every: int = field(kw_only=True)
 
     def sent_bytes(self, wire_dtype: torch.dtype | None) -> int:
         """Bytes per rank and step, on average over a round."""
-        assert self.on_wire is not None
         return -(-self.on_wire.sent_bytes(None) // self.every)
 
 
 class LocalStepsCompressor(Compressor[AnyLocalSteps]):
     """An outer step as the exchange of a bucket of weights. `hook/local_steps_hook.py` says when there is one."""
 
-    Plan = WeightPlan
     wrappers = ()
     on_weights = True
     computes_from_received = False
@@ -89,7 +87,7 @@ class LocalStepsCompressor(Compressor[AnyLocalSteps]):
         )
 
     def workspace(self, layout: BucketLayout, plans: Sequence[UnitPlan]) -> Workspace:
-        on_wire = [plan.on_wire for plan in plans if isinstance(plan, WeightPlan) and plan.on_wire is not None]
+        on_wire = [plan.on_wire for plan in plans if isinstance(plan, WeightPlan)]
         if self._wire is None or not any(each.compressed for each in on_wire):
             return Workspace(layout, None, None)
         self._wire.kernel = self.kernel
@@ -100,7 +98,7 @@ class LocalStepsCompressor(Compressor[AnyLocalSteps]):
 
     def memory_plan(self, plans: Sequence[UnitPlan], buckets: Sequence[Sequence[UnitPlan]]) -> MemoryPlan:
         """`copies`: the weights of an outer step, twice while the training goes on beside it."""
-        on_wire = [plan.on_wire for plan in plans if isinstance(plan, WeightPlan) and plan.on_wire is not None]
+        on_wire = [plan.on_wire for plan in plans if isinstance(plan, WeightPlan)]
         weights = sum(each.numel * each.dtype.itemsize for each in on_wire)
         sending = MemoryPlan()
         if self._wire is not None:

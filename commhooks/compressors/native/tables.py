@@ -18,6 +18,8 @@ from commhooks.errors import HookRunError
 
 AnyTable = TypeVar("AnyTable", bound="Table")
 ALL = slice(None)
+ARGUMENTS = (ctypes.c_void_p, ctypes.c_uint, ctypes.c_size_t, ctypes.c_void_p)
+"""The first ones of each function of a kernel, which `Table.run` passes."""
 _GRAIN = 2**15
 """Elements per thread, at least: as many as torch's operators ask for."""
 _IMPORTED_IN = os.getpid()
@@ -75,13 +77,14 @@ class Table:
         """A field of all rows, int64; a view."""
         return self.rows[:, self.fields.index(field)]
 
-    def point(self, field: str, tensors: Sequence[torch.Tensor | None] | None) -> None:
-        """Write the addresses of `tensors`, or 0 for None, into the field. Whoever calls the kernel must keep them."""
-        i, j = self.pointers[field]
-        place = self.fields.index(field)
-        for sizes, tensor in zip(self.sizes, tensors or [None] * len(self.sizes), strict=True):
-            self._numbers[place] = 0 if tensor is None else address(tensor, self.dtype, sizes[i] * sizes[j])
-            place += len(self.fields)
+    def point(self, **tensors: Sequence[torch.Tensor | None] | None) -> None:
+        """Write the addresses of the tensors, or 0 for None, into fields. Whoever calls the kernel must keep them."""
+        for field, each in tensors.items():
+            i, j = self.pointers[field]
+            place = self.fields.index(field)
+            for sizes, tensor in zip(self.sizes, each or [None] * len(self.sizes), strict=True):
+                self._numbers[place] = 0 if tensor is None else address(tensor, self.dtype, sizes[i] * sizes[j])
+                place += len(self.fields)
 
 
 def address(tensor: torch.Tensor, dtype: torch.dtype, numel: int) -> int:

@@ -12,8 +12,7 @@ import torch
 from commhooks.comm.collective import Op
 from commhooks.comm.wire import WRAPPERS
 from commhooks.compressors.base import RESIDUAL, Compressor, StateField
-from commhooks.compressors.kernel import KernelsHere
-from commhooks.compressors.native import choice
+from commhooks.compressors.native.choice import NativelyComputed
 from commhooks.compressors.powersgd import codec, fields, native_products
 from commhooks.compressors.powersgd.device_kernel import DeviceKernel, by_shape
 from commhooks.compressors.powersgd.exchange import low_rank_exchange
@@ -44,12 +43,13 @@ BLOCK_SIZE = 64
 """Elements of a block with the wrappers that quantise. Factors and vectors are short, and each begins a new block."""
 
 
-class _LowRank(Compressor[AnyPowerSGD]):
+class _LowRank(NativelyComputed[AnyPowerSGD]):
     """Common base of the per-parameter and the per-bucket form."""
 
     title = "PowerSGD"
     wrappers = WRAPPERS
     Plan = MatrixPlan
+    native = native_products
     exchange = staticmethod(low_rank_exchange)
 
     def __init__(
@@ -108,12 +108,6 @@ class _LowRank(Compressor[AnyPowerSGD]):
         purpose = "Q" if self.config.warm_start else "Q at step 0"
         return codec.draw(self.config.random_seed, plan.key, purpose, plan.rank, plan.m, dtype)
 
-    def check_here(self, device: torch.device, dtype: torch.dtype) -> None:
-        choice.check_here(device, precision.compute_dtype(dtype), self.config.fused, native_products.load)
-
-    def kernels_here(self, device: torch.device, dtype: torch.dtype) -> KernelsHere:
-        return choice.kernels_here(device, precision.compute_dtype(dtype), self.config.fused, native_products.build)
-
     def memory_plan(self, plans: Sequence[UnitPlan], buckets: Sequence[Sequence[UnitPlan]]) -> MemoryPlan:
         packed = sum(
             packed_bytes(rows, self.wire_dtype) if self.code is None else quantised_bytes(rows, self.code)
@@ -136,7 +130,7 @@ class _LowRank(Compressor[AnyPowerSGD]):
         if on_device:
             return DeviceKernel(work, stack_deltas=self.config.batch_tensors_with_same_shape)
         shapes = [(x.n, x.m, x.rank) for x in matrices]
-        if not choice.computes_natively(self.kernel, self.config.fused, layout.device, work.dtype):
+        if not self.computes_natively(layout.device, layout.dtype):
             return HostKernel(work, TorchProducts(shapes, work.dtype, layout.device))
         refills = not (self.config.alternate or self.per_bucket)
         return HostKernel(work, NativeProducts(native_products.load(work.dtype), shapes, work.dtype, refills=refills))

@@ -29,6 +29,7 @@ class BucketPass:
         plain: what is uncompressed in the bucket.
         first: the message that also holds uncompressed gradients and flags.
         last: the message that ends the step; with `alternate` the same one.
+        buffer: all that the step receives.
         makes_q: per matrix whether the step ends with Q. With `alternate` it may end with P.
         deltas: gradient + residual; set in `form_p`, in the form that the kernel works on.
         used, used_elements: masks of `DeviceKernel`: per matrix whether it has a gradient on some rank, and the same
@@ -48,9 +49,11 @@ class BucketPass:
         if work.alternate:
             self.makes_q = [x.name in self.p for x in work.matrices]
             self.first = self.last = work.only_message(self.makes_q)
+            self.buffer = self.last.buffer
         else:
             self.makes_q = [True] * len(work.matrices)
             self.first, self.last = work.messages
+            self.buffer = work.buffer
 
     def put_uncompressed(self) -> None:
         """Write what is not compressed as a matrix into the first message, beside the flags, which are there."""
@@ -108,47 +111,38 @@ class AlternatingKernel(LowRankKernel, Protocol):
 
 
 def low_rank_exchange(flat: torch.Tensor, work: LowRankKernel | OnlyBlocks, state: State, step: StepInfo) -> Exchange:
-    """See `Compressor.exchange`. `work`: `OnlyBlocks` for a bucket without a matrix, if the rest is quantised."""
+    """One step: Algorithm 1 on each matrix, inside the error feedback of Algorithm 2. See `Compressor.exchange`.
+
+    With `alternate` there is one matrix product and one all-reduce per step, P and Q in turn. A step that has Q
+    computes P = delta basis(Q), with an orthonormal basis of Q, and uses the gradient P basis(Q)^T. The next step
+    computes Q = delta^T basis(P) with that P, and so on. Two such steps perform the power iteration of one step without
+    `alternate`. The scheme is that of epfml/powersgd, the code of PowerSGD's authors.
+
+    The learned state of a matrix then holds the factor received last: either "q" or "p". It determines which factor the
+    matrix sends next, so the host must know at each commit whether the step was finite and which matrices had a
+    gradient, and synchronises with an accelerator.
+
+    Args:
+        work: `OnlyBlocks` for a bucket without a matrix, if the rest is quantised.
+    """
     if isinstance(work, OnlyBlocks):
-        return quantised_exchange(flat, work, state, step)
-    now = BucketPass(flat, work.work, state, step)
-    return alternate(cast(AlternatingKernel, work), now) if work.work.alternate else average(work, now)
-
-
-def average(kernel: LowRankKernel, now: BucketPass) -> Exchange:
-    """One step: Algorithm 1 on each matrix, inside the error feedback of Algorithm 2."""
+        return (yield from quantised_exchange(flat, work, state, step))
+    kernel, now = work, BucketPass(flat, work.work, state, step)
     remainder = functools.partial(kernel.form_remainder, now) if kernel.forms_remainder else None
-    kernel.form_p(now)  # 1. delta = gradient + residual; P = delta Q
-    now.put_uncompressed()
-    yield from now.first.sum_over_ranks(now.step, "P")  # 2. the mean of P
-    kernel.orthonormalize(now)  # 3.
-    kernel.form_q(now)  # 4. Q = delta^T P
-    yield from now.last.sum_over_ranks(now.step, "Q", last=True, meanwhile=remainder)  # 5. the mean of Q
-    finite = all_finite(now.work.buffer)
+    if now.work.alternate:
+        cast(AlternatingKernel, kernel).form_factor(now)
+        now.put_uncompressed()
+        what = "P or Q"
+    else:
+        kernel.form_p(now)  # 1. delta = gradient + residual; P = delta Q
+        now.put_uncompressed()
+        yield from now.first.sum_over_ranks(step, "P")  # 2. the mean of P
+        kernel.orthonormalize(now)  # 3.
+        kernel.form_q(now)  # 4. Q = delta^T P
+        what = "Q"
+    yield from now.last.sum_over_ranks(step, what, last=True, meanwhile=remainder)  # 5. the mean of Q
+    finite = all_finite(now.buffer)
     good = yield Verdict(finite)
     now.store_uncompressed(good)
     kernel.split(now, good, finite)  # 6. gradient = P Q^T; residual = delta - P Q^T with the own Q
-    return None
-
-
-def alternate(kernel: AlternatingKernel, now: BucketPass) -> Exchange:
-    """One matrix product and one all-reduce per step: P and Q in turn.
-
-    A step that has Q computes P = delta basis(Q), with an orthonormal basis of Q, and uses the gradient P basis(Q)^T.
-    The next step computes Q = delta^T basis(P) with that P, and so on. Two such steps perform the power iteration of
-    one step of `average`. The scheme is that of epfml/powersgd, the code of PowerSGD's authors.
-
-    The learned state of a matrix holds the factor received last: either "q" or "p". It determines which factor the
-    matrix sends next, so the host must know at each commit whether the step was finite and which matrices had a
-    gradient, and synchronises with an accelerator.
-    """
-    kernel.form_factor(now)  # delta = gradient + residual; P = delta basis(Q), or Q = delta^T basis(P)
-    now.put_uncompressed()
-    yield from now.first.sum_over_ranks(now.step, "P or Q", last=True)
-    if kernel.forms_remainder:
-        kernel.form_remainder(now)
-    finite = all_finite(now.first.buffer)
-    good = yield Verdict(finite)
-    now.store_uncompressed(good)
-    kernel.split(now, good, finite)
     return None

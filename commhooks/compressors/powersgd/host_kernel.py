@@ -93,7 +93,7 @@ class HostKernel:
     def _sent(self, now: BucketPass) -> list[torch.Tensor]:
         """Per matrix the factor of this rank that ends the step."""
         p, q = self.products.p, self.products.q
-        return [q[i] if now.makes_q[i] else p[i] for i in self._all] if self.work.alternate else q
+        return [q[i] if now.makes_q[i] else p[i] for i in self._all]
 
     # ---- gradient and residual -------------------------------------------------------------------------------------
 

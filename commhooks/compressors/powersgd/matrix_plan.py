@@ -30,22 +30,19 @@ class MatrixPlan(UnitPlan):
 
     @property
     def numel_sent(self) -> int:
-        """Elements of both factors; with `alternate` the mean of two steps."""
-        if not self.compressed:
+        """Elements of both factors; with `alternate` the mean of two steps. Without factors those of the gradient."""
+        if not self.rank:
             return self.numel
         sent = (self.n + self.m) * self.rank
         return sent // 2 if self.alternate else sent
 
     @property
     def cells(self) -> tuple[str, ...]:
-        return f"{self.n} x {self.m}", str(self.rank)
+        return (f"{self.n} x {self.m}", str(self.rank)) if self.rank else ("", "")
 
     @property
     def details(self) -> dict[str, Any]:
-        return {
-            "matrix": [self.n, self.m] if self.compressed else None,
-            "rank": self.rank if self.compressed else None,
-        }
+        return {"matrix": [self.n, self.m] if self.rank else None, "rank": self.rank or None}
 
 
 def plan_parameter(info: ParameterInfo, options: PowerSGD) -> MatrixPlan:

@@ -14,7 +14,7 @@ from typing import ClassVar
 import torch
 
 from commhooks.compressors.native import library
-from commhooks.compressors.native.tables import Table
+from commhooks.compressors.native.tables import ARGUMENTS, Table
 from commhooks.compressors.powersgd import codec
 from commhooks.compressors.powersgd.torch_products import Refill, Residuals, Tensors
 
@@ -82,8 +82,7 @@ class NativeProducts:
         parts_q = q.split([sum(r * m for _, m, r in run) for run in runs])
         self.pieces = [(p, q, run[0][2]) for p, q, run in zip(parts_p, parts_q, runs, strict=True)]
         self._matrices = MatrixTable(shapes, dtype)
-        self._matrices.point("p", self.p)
-        self._matrices.point("q", self.q)
+        self._matrices.point(p=self.p, q=self.q)
         self.largest = self._matrices.column("largest").view(torch.float64)
         self._rows = {"P": _to(self.p, dtype), "Q": _to(self.q, dtype)}
 
@@ -97,9 +96,8 @@ class NativeProducts:
             out = (self.p if side == "P" else self.q)[i]
             if self._refills:
                 other = refill(i)
-                table = FactorTable([rows.shape], self._dtype)
-                table.point("refill", [other])
-                table.point("to", [out])
+                table = _to([out], self._dtype)
+                table.point(refill=[other])
                 if self._unit_rows(table, [rows], orthogonal=True):
                     out.copy_(codec.orthonormal_rows(rows, other)[0])
             else:
@@ -108,7 +106,8 @@ class NativeProducts:
     def form(
         self, side: str, places: Sequence[int], deltas: Tensors, residuals: Residuals | None = None, factor: float = 1.0
     ) -> None:
-        table = self._pointed_to(places, deltas, residuals)
+        table = self._matrices.only(places)
+        table.point(delta=deltas, residual=residuals)
         table.run(self._kernel.commhooks_form_p if side == "P" else self._kernel.commhooks_form_q, factor)
 
     def split(
@@ -119,21 +118,14 @@ class NativeProducts:
         mean_p: Tensors,
         mean_q: Tensors | None,
     ) -> None:
-        table = self._pointed_to(places, deltas, residuals)
-        table.point("mean_p", mean_p)
-        table.point("mean_q", mean_q)
-        table.run(self._kernel.commhooks_split)
-
-    def _pointed_to(self, places: Sequence[int], deltas: Tensors, residuals: Residuals | None) -> MatrixTable:
         table = self._matrices.only(places)
-        table.point("delta", deltas)
-        table.point("residual", residuals)
-        return table
+        table.point(delta=deltas, residual=residuals, mean_p=mean_p, mean_q=mean_q)
+        table.run(self._kernel.commhooks_split)
 
     def _unit_rows(self, table: FactorTable, sources: Tensors, *, orthogonal: bool) -> list[int]:
         """Scale rows to norm 1 and, if `orthogonal`, orthonormalise them. Non-finite numbers count as zero. Returns the
         places of useless results: some of their rows are zero or dependent, and were not replaced."""
-        table.point("source", sources)
+        table.point(source=sources)
         table.run(self._kernel.commhooks_unit_rows, orthogonal, self._least_norm if orthogonal else 0.0)
         missing = table.missing.tolist()
         return [i for i, rows in enumerate(missing) if rows] if any(missing) else []
@@ -147,16 +139,9 @@ def load(dtype: torch.dtype = torch.float32) -> ctypes.CDLL:
         HookConfigError: see `library.load`.
     """
     loaded = library.load(SOURCE, FLAGS, dtype)
-    number = ctypes.c_double
-    for name, more in (
-        ("form_p", [number]),
-        ("form_q", [number]),
-        ("split", []),
-        ("unit_rows", [ctypes.c_int, number]),
-    ):
-        function = getattr(loaded, f"commhooks_{name}")
-        function.argtypes = [ctypes.c_void_p, ctypes.c_uint, ctypes.c_size_t, ctypes.c_void_p, *more]
-        function.restype = ctypes.c_int
+    loaded.commhooks_form_p.argtypes = loaded.commhooks_form_q.argtypes = [*ARGUMENTS, ctypes.c_double]
+    loaded.commhooks_split.argtypes = ARGUMENTS
+    loaded.commhooks_unit_rows.argtypes = [*ARGUMENTS, ctypes.c_int, ctypes.c_double]
     return loaded
 
 
@@ -203,5 +188,5 @@ def _packed(shapes: Sequence[tuple[int, int]], dtype: torch.dtype) -> tuple[torc
 
 def _to(factors: Tensors, dtype: torch.dtype) -> FactorTable:
     table = FactorTable([tuple(factor.shape) for factor in factors], dtype)
-    table.point("to", factors)
+    table.point(to=factors)
     return table

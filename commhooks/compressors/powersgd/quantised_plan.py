@@ -25,25 +25,15 @@ class QuantisedPlan(MatrixPlan):
     block_bytes: int = 0
     """Codes and scale of a block."""
 
-    columns: ClassVar[tuple[str, ...]] = ("n x m", "rank", "bits")
+    columns: ClassVar[tuple[str, ...]] = (*MatrixPlan.columns, "bits")
 
     @property
     def cells(self) -> tuple[str, ...]:
-        matrix = (f"{self.n} x {self.m}", str(self.rank)) if self.rank else ("", "")
-        return *matrix, str(self.bits)
+        return *super().cells, str(self.bits)
 
     @property
     def details(self) -> dict[str, Any]:
-        return {
-            "matrix": [self.n, self.m] if self.rank else None,
-            "rank": self.rank or None,
-            "bits": self.bits if self.compressed else None,
-            "blocks": self.blocks if self.compressed else None,
-        }
-
-    @property
-    def numel_sent(self) -> int:
-        return super().numel_sent if self.rank else self.numel
+        return super().details | {"bits": self.bits or None, "blocks": self.blocks or None}
 
     def sent_bytes(self, wire_dtype: torch.dtype | None) -> int:
         if not self.compressed:

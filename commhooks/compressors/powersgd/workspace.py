@@ -39,8 +39,7 @@ MOST_MESSAGES = 4
 
 
 class Workspace:
-    """The matrices of one bucket layout, allocated once with their messages. It belongs to one session and is never
-    saved.
+    """The matrices of one bucket layout, with their messages.
 
     Args:
         matrices: in the order in which they are sent.

@@ -3,11 +3,8 @@
 from collections.abc import Sequence
 from typing import TypeVar
 
-import torch
-
-from commhooks.compressors.base import RESIDUAL, Compressor, StateField
-from commhooks.compressors.kernel import KernelsHere
-from commhooks.compressors.native import choice
+from commhooks.compressors.base import RESIDUAL, StateField
+from commhooks.compressors.native.choice import NAME, NativelyComputed
 from commhooks.compressors.quantized import native_blocks
 from commhooks.compressors.quantized.block_plan import BlockPlan, plan_parameter
 from commhooks.compressors.quantized.blocks import BlockCode
@@ -21,12 +18,13 @@ from commhooks.gradients.precision import compute_dtype
 AnyQuantized = TypeVar("AnyQuantized", bound=Quantized)
 
 
-class QuantizedCompressor(Compressor[AnyQuantized]):
+class QuantizedCompressor(NativelyComputed[AnyQuantized]):
     """A quantised all-reduce with error feedback: an all-to-all and an all-gather per bucket."""
 
     collectives = ("all_to_all", "gather")
     computes_from_received = False  # a code times its scale
     Plan = BlockPlan
+    native = native_blocks
     exchange = staticmethod(quantised_exchange)
 
     @property
@@ -44,16 +42,8 @@ class QuantizedCompressor(Compressor[AnyQuantized]):
     def plan_parameter(self, info: ParameterInfo) -> UnitPlan:
         return plan_parameter(info, self.code, self.wire_dtype_for(info.parameter.dtype))
 
-    def check_here(self, device: torch.device, dtype: torch.dtype) -> None:
-        choice.check_here(device, compute_dtype(dtype), self.config.fused, native_blocks.load)
-
-    def kernels_here(self, device: torch.device, dtype: torch.dtype) -> KernelsHere:
-        return choice.kernels_here(device, compute_dtype(dtype), self.config.fused, native_blocks.build)
-
     def workspace(self, layout: BucketLayout, plans: Sequence[UnitPlan]) -> Workspace:
-        natively = precision.is_host_readable(layout.device) and choice.computes_natively(
-            self.kernel, self.config.fused, layout.device, compute_dtype(layout.dtype)
-        )
+        natively = precision.is_host_readable(layout.device) and self.computes_natively(layout.device, layout.dtype)
         return Workspace(
             layout,
             plans,
@@ -67,7 +57,7 @@ class QuantizedCompressor(Compressor[AnyQuantized]):
         """`copies`: with torch delta in blocks, and the padding of the residuals; with the native kernel delta, where
         the gradients have 16 bits. `packed`: codes and scales as they are made (with torch), sent and received in both
         collectives, without the padding of shares."""
-        natively = self.kernel.name == choice.NAME
+        natively = self.kernel.name == NAME
         quantised = [plan for plan in plans if isinstance(plan, BlockPlan) and plan.compressed]
         residual = sum(RESIDUAL.size_bytes(plan) for plan in quantised) if self.config.use_error_feedback else 0
         beside = [plan for rows in buckets if any(p.compressed for p in rows) for plan in rows if not plan.compressed]

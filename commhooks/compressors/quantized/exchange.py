@@ -25,8 +25,7 @@ from commhooks.gradients.precision import compute_dtype
 
 
 class Workspace:
-    """The buffers for quantising the buckets of one layout, allocated once. They belong to one session and are never
-    saved.
+    """The buffers for quantising the buckets of one layout.
 
     Args:
         plans: one per slot of the layout, in order.
@@ -85,16 +84,13 @@ class Workspace:
 
 
 def quantised_exchange(flat: torch.Tensor, work: Workspace, state: State, step: StepInfo) -> Exchange:
-    """One bucket of one backward pass. Works on any device; on an accelerator the host never waits for it.
+    """See `Compressor.exchange`. Works on any device; on an accelerator the host never waits for it.
 
     What is not finite arrives as NaN on every rank. A parameter without a gradient on any rank keeps its residual, and
     its averaged gradient is zero.
 
     Args:
-        flat: the bucket's buffer, 1-D: this rank's gradient, replaced by the average.
-        work: the workspace of the bucket's layout.
-        state: "residual" per parameter, flat in memory order; written after the verdict.
-        step: the step of this backward pass.
+        state: "residual" per parameter, flat in memory order.
     """
     kernel, residuals, factor = work.kernel(step), state["residual"], step.residual_factor
     messages, pieces = kernel.messages, flat.split(work.sizes)

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from commhooks.compressors.native import library
-from commhooks.compressors.native.tables import Table, address
+from commhooks.compressors.native.tables import ARGUMENTS, Table, address
 from commhooks.compressors.quantized.blocks import BlockCode
 
 SOURCE = Path(__file__).parent / "native" / "blocks.c"
@@ -34,10 +34,10 @@ def load(dtype: torch.dtype = torch.float32) -> ctypes.CDLL:
     Raises:
         HookConfigError: see `library.load`.
     """
-    number, size, pointer = ctypes.c_double, ctypes.c_size_t, ctypes.c_void_p
+    number, size = ctypes.c_double, ctypes.c_size_t
     loaded = library.load(SOURCE, FLAGS, dtype)
-    loaded.commhooks_dequantise.argtypes = [pointer, ctypes.c_uint, size, pointer, ctypes.c_int]
-    loaded.commhooks_quantise.argtypes = [*loaded.commhooks_dequantise.argtypes, number, number, size, size, size]
+    loaded.commhooks_dequantise.argtypes = [*ARGUMENTS, ctypes.c_int]
+    loaded.commhooks_quantise.argtypes = [*ARGUMENTS, ctypes.c_int, number, number, size, size, size]
     return loaded
 
 

@@ -31,9 +31,6 @@ def test_the_kernel_is_compiled_once_and_kept(monkeypatch: pytest.MonkeyPatch, t
     made = library.stat().st_mtime_ns
     _fresh_load(monkeypatch, XDG_CACHE_HOME=str(tmp_path))
     assert [each.stat().st_mtime_ns for each in (tmp_path / "commhooks").iterdir()] == [made]
-    blocked = tmp_path / "a file"
-    blocked.write_text("")
-    _fresh_load(monkeypatch, XDG_CACHE_HOME=str(blocked))  # in a temporary folder then
 
 
 def test_without_a_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -34,19 +34,11 @@ from tests.support.models import (
 )
 
 COMPRESSED = ("conv", "first", "second", "wide")
-IDLE_AT = 3  # "first" has no gradient on any rank
 
 
 def _options(rank: int, batch: bool, **more: Any) -> dict[str, Any]:
     common = {"start_powerSGD_iter": 0, "min_compression_rate": 1.0, "random_seed": 11}
     return {"matrix_approximation_rank": rank, "batch_tensors_with_same_shape": batch, **common, **more}
-
-
-def _gradients(rank: int, step: int, dtype: torch.dtype) -> Gradients:
-    gradients = random_gradients(SHAPES, rank, step, dtype)
-    if step == IDLE_AT:
-        gradients["first"].zero_()
-    return gradients
 
 
 def _variants(masked: bool, cases: list[Any]) -> list[list[Gradients]]:
@@ -110,50 +102,41 @@ class _Counter(TorchDispatchMode):
 @pytest.mark.parametrize("loss_scale", [None, lambda: torch.tensor(2.0)])
 @pytest.mark.parametrize("batch", [True, False])
 def test_kernels_per_shape_and_no_wait(batch: bool, loss_scale: Any) -> None:
-    counts = {}
-    for layers in (4, 12):
-        with process_group_of_one(), masks():
-            model = mlp(16, layers, bias=False)
-            ddp = torch.nn.parallel.DistributedDataParallel(model)
-            hook = commhooks.attach(ddp, "powerSGD", hook_options=_options(2, batch), loss_scale=loss_scale)
-            counter = _count_one_step(ddp)
-            assert hook.stats()["compressed_steps"] == 4
-        assert counter.waits == []
-        counts[layers] = counter.kernels
+    few, many = (
+        _kernels_of_a_step(mlp(16, layers, bias=False), "powerSGD", _options(2, batch), loss_scale=loss_scale)
+        for layers in (4, 12)
+    )
     if batch:
-        assert counts[4] == counts[12] <= 85
+        assert few == many <= 85
     else:  # each matrix: flag, residual, P, Q, new residual, mask, gradient
-        assert (counts[12] - counts[4]) / 8 <= 7
+        assert (many - few) / 8 <= 7
 
 
 @pytest.mark.parametrize("wrapper", ["int8", "int4"])
 def test_quantised_factors_wait_for_nothing(wrapper: str) -> None:
     """Nor do the vectors beside them."""
-    with process_group_of_one(), masks():
-        ddp = torch.nn.parallel.DistributedDataParallel(mlp(80, 4))
-        hook = commhooks.attach(ddp, "powerSGD", hook_options=_options(2, False), wrapper=wrapper)
-        counter = _count_one_step(ddp, width=80)
-        assert hook.stats()["compressed_steps"] == 4
-        assert any(not plan.details["rank"] for plan in hook.plan().compressed)
-    assert counter.waits == []
+    _kernels_of_a_step(mlp(80, 4), "powerSGD", _options(2, False), width=80, quantises_vectors=True, wrapper=wrapper)
 
 
 def test_a_whole_bucket_waits_for_nothing() -> None:
     """Not even for the flags of its parameters. One kernel per parameter computes its flag."""
-    counts = {}
-    for layers in (4, 12):
-        with process_group_of_one(), masks():
-            ddp = torch.nn.parallel.DistributedDataParallel(mlp(16, layers))
-            options = {"matrix_approximation_rank": 2, "start_powerSGD_iter": 0}
-            hook = commhooks.attach(ddp, "batched_powerSGD", hook_options=options, loss_scale=lambda: torch.tensor(2.0))
-            counter = _count_one_step(ddp)
-            assert hook.stats()["compressed_steps"] == 4
-        assert counter.waits == []
-        counts[layers] = counter.kernels
-    assert (counts[12] - counts[4]) / 16 <= 1
+    options = {"matrix_approximation_rank": 2, "start_powerSGD_iter": 0}
+    few, many = (
+        _kernels_of_a_step(mlp(16, layers), "batched_powerSGD", options, loss_scale=lambda: torch.tensor(2.0))
+        for layers in (4, 12)
+    )
+    assert (many - few) / 16 <= 1
 
 
-def _count_one_step(ddp: torch.nn.parallel.DistributedDataParallel, width: int = 16) -> _Counter:
+def _kernels_of_a_step(
+    model: torch.nn.Module,
+    name: str,
+    options: dict[str, Any],
+    width: int = 16,
+    quantises_vectors: bool = False,
+    **arguments: Any,
+) -> int:
+    """The kernels of the fourth step, which waits for none of them."""
     counter = _Counter()
     whole = Runner._reduce
 
@@ -161,11 +144,18 @@ def _count_one_step(ddp: torch.nn.parallel.DistributedDataParallel, width: int =
         with counter:
             return whole(self, bucket)
 
-    for step in range(4):
-        with mock.patch.object(Runner, "_reduce", counted if step == 3 else whole):
-            ddp.zero_grad()
-            ddp(torch.randn(3, width)).sum().backward()
-    return counter
+    with process_group_of_one(), masks():
+        ddp = torch.nn.parallel.DistributedDataParallel(model)
+        hook = commhooks.attach(ddp, name, hook_options=options, **arguments)
+        for step in range(4):
+            with mock.patch.object(Runner, "_reduce", counted if step == 3 else whole):
+                ddp.zero_grad()
+                ddp(torch.randn(3, width)).sum().backward()
+        assert hook.stats()["compressed_steps"] == 4
+        if quantises_vectors:
+            assert any(not plan.details["rank"] for plan in hook.plan().compressed)
+    assert counter.waits == []
+    return counter.kernels
 
 
 @pytest.mark.parametrize(("used", "rank", "batch"), [(3, 4, True), (5, 8, False)])
@@ -189,16 +179,16 @@ def _resumed(batch: bool, residual: str) -> bool:
         ddp = wrap(SHAPES, 0.001)
         hook = commhooks.attach(ddp, "powerSGD", hook_options=_options(2, batch))
         for step in range(4):
-            backward(ddp, _gradients(dist.get_rank(), step, torch.float32))
+            backward(ddp, random_gradients(SHAPES, dist.get_rank(), step))
         file = io.BytesIO()
         torch.save(hook.state_dict(residual=residual), file)
-        straight = [backward(ddp, _gradients(dist.get_rank(), step, torch.float32)) for step in range(5, 8)]
+        straight = [backward(ddp, random_gradients(SHAPES, dist.get_rank(), step)) for step in range(5, 8)]
         ddp = wrap(SHAPES, 0.001)
         hook = commhooks.attach(ddp, "powerSGD", hook_options=_options(2, not batch))
-        backward(ddp, _gradients(dist.get_rank(), 0, torch.float32))
+        backward(ddp, random_gradients(SHAPES, dist.get_rank(), 0))
         file.seek(0)
         hook.load_state_dict(torch.load(file, weights_only=True))
-        again = [backward(ddp, _gradients(dist.get_rank(), step, torch.float32)) for step in range(5, 8)]
+        again = [backward(ddp, random_gradients(SHAPES, dist.get_rank(), step)) for step in range(5, 8)]
     errors = [relative_error(a[n], b[n]) for a, b in zip(straight, again, strict=True) for n in SHAPES]
     return max(errors) < 1e-5
 

@@ -16,8 +16,7 @@ import torch
 import torch.distributed as dist
 
 import commhooks
-from commhooks.compressors.kernel import TORCH, KernelsHere
-from commhooks.compressors.native import choice
+from commhooks.compressors.kernel import TORCH
 from commhooks.compressors.powersgd import native_products
 from commhooks.compressors.powersgd.compressor import PowerSGDCompressor
 from commhooks.ddp_comm_hooks import powerSGD_hook
@@ -161,12 +160,6 @@ def test_a_build_is_known_by_its_bits(cache: Path) -> None:
     assert _results(cache, native_products.FLAGS + OTHER_BUILD) != usual
     if torch.backends.cpu.get_cpu_capability() == "AVX512":  # vectors of another length add in another order
         assert _results(cache, (*native_products.FLAGS, "-mno-avx512f", "-O1")) != usual
-
-
-def test_nothing_is_missing_where_the_kernel_does_not_apply() -> None:
-    assert choice.kernels_here(torch.device("cuda"), torch.float32, None, native_products.build) == KernelsHere(
-        (TORCH,)
-    )
 
 
 def test_fused_false_asks_for_no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:

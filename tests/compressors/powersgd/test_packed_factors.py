@@ -94,8 +94,3 @@ def test_which_factors_share_a_tensor() -> None:
     shapes = [(r, n) for r in (1, 4, 16) for n in (64, 5000, 20_000, 100_000)]
     padded = sum(torch.Size(group.shape).numel() for group in _factors(shapes, torch.float32)._groups)
     assert padded < 4 * 16 * sum(n for _, n in shapes)
-
-
-def test_which_matrix_an_element_belongs_to() -> None:
-    factors = _factors([(1, 3), (2, 2)], torch.float32)
-    assert factors.matrix_of.tolist() == [0, 0, 0, 1, 1, 1, 1]

@@ -11,10 +11,10 @@ import torch
 import torch.distributed as dist
 
 import commhooks
+from tests.support.ddp_steps import conservation_error, residuals
 from tests.support.models import (
     EVERY_PARAMETER,
     SHAPES,
-    Gradients,
     all_finite,
     backward,
     bits_equal,
@@ -44,17 +44,6 @@ CASES = [
 ]
 
 
-def _mean(tensor: torch.Tensor) -> torch.Tensor:
-    tensor = tensor.double()
-    dist.all_reduce(tensor)
-    return tensor / dist.get_world_size()
-
-
-def _residuals(hook: commhooks.CommHook) -> Gradients:
-    saved = hook.state_dict(residual="per_rank")["parameters"]
-    return {name: entry["residual"][0] for name, entry in saved.items() if entry["residual"] is not None}
-
-
 def _run(case: Case, dtype: torch.dtype, wrapper: str | None, fused: bool | None = None) -> dict[str, Any]:
     ddp = wrap(SHAPES, case.bucket_cap_mb, dtype)
     config = commhooks.PowerSGD(
@@ -69,17 +58,13 @@ def _run(case: Case, dtype: torch.dtype, wrapper: str | None, fused: bool | None
     got, lost = [], []
     for step in range(case.start + COMPRESSED_STEPS):
         own = random_gradients(SHAPES, dist.get_rank(), step, dtype)
-        before = _residuals(hook)
+        before = residuals(hook)
         got.append(backward(ddp, own))
-        after = _residuals(hook)
-        if step < case.start:
-            continue
-        for plan in hook.plan().compressed:
-            name = plan.name
-            delta = _mean(own[name].double() + before.get(name, torch.zeros(())))
-            if case.error_feedback:
-                lost.append(float((_mean(after[name]) + got[-1][name] - delta).norm() / delta.norm()))
-    return {"gradients": got, "lost": lost, "stats": hook.stats(), "residuals": len(_residuals(hook))}
+        after = residuals(hook)
+        if step >= case.start and case.error_feedback:
+            for name in (plan.name for plan in hook.plan().compressed):
+                lost.append(conservation_error(own[name], before.get(name), after[name], got[-1][name]))
+    return {"gradients": got, "lost": lost, "stats": hook.stats(), "residuals": len(residuals(hook))}
 
 
 def _run_all(dtype: torch.dtype, wrapper: str | None, fused: bool | None) -> list[dict[str, Any]]:

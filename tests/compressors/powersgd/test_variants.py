@@ -1,4 +1,4 @@
-"""`alternate` (one factor per step) and `fused` (a native kernel): bytes, changes with a resume, and what is refused.
+"""`alternate` (one factor per step) and `fused` (a native kernel): bytes, and changes with a resume.
 
 What every compressor promises is in `test_every_compressor.py`.
 """
@@ -8,11 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-import commhooks
-from commhooks.compressors.native import library
 from tests.support.compilers import needs_compiler
-from tests.support.ddp_steps import process_group_of_one
-from tests.support.models import SHAPES, wrap
 from tests.support.training import Run
 
 OPTIONS = {"matrix_approximation_rank": 2, "start_powerSGD_iter": 1}
@@ -55,21 +51,3 @@ def test_half_the_bytes(run_ranks: Any) -> None:
         assert usual[:4] == [p + q + vectors + flags] * 4
         assert alternate[:4] == [p + vectors + flags, q + vectors + flags] * 2
         assert alternate[4] == (p + q) // 2 + vectors
-
-
-@pytest.mark.parametrize(
-    ("hook", "options", "text"),
-    [
-        ("powerSGD", {"alternate": True, "warm_start": False}, "alternate=True; expected False where warm_start"),
-        ("batched_powerSGD", {"alternate": True}, "alternate=True; expected False: it is for PowerSGD"),
-        ("powerSGD", {"fused": "yes, please"}, "fused"),
-    ],
-)
-def test_what_does_not_go_together(hook: str, options: dict[str, Any], text: str) -> None:
-    with process_group_of_one(), pytest.raises(commhooks.HookConfigError, match=text):
-        commhooks.attach(wrap(SHAPES), hook, hook_options=options)
-
-
-def test_fused_is_for_the_cpu() -> None:
-    with pytest.raises(commhooks.HookConfigError, match="here are gradients in bfloat16 on cuda: leave out fused=True"):
-        library.check_supported(torch.device("cuda"), torch.bfloat16)

@@ -28,7 +28,6 @@ def test_whole_numbers_arrive_exactly_and_ties_go_to_even(code: BlockCode) -> No
     whole = torch.arange(-code.levels, code.levels + 1).float()
     blocks = torch.zeros(-(-len(whole) // (SIZE - 1)), SIZE)
     blocks[:, 0] = code.levels  # a scale of 1
-    blocks[:, 1:].flatten()
     inside = torch.zeros(len(blocks) * (SIZE - 1))
     inside[: len(whole)] = whole
     blocks[:, 1:] = inside.view(len(blocks), -1)

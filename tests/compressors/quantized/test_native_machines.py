@@ -13,8 +13,9 @@ import torch
 import torch.distributed as dist
 
 import commhooks
-from commhooks.compressors.native import choice
+from commhooks.compressors.kernel import TORCH, KernelsHere
 from commhooks.compressors.quantized import native_blocks
+from commhooks.compressors.quantized.compressor import Int8Compressor
 from tests.support.compilers import needs_compiler
 from tests.support.ddp_steps import log_lines
 from tests.support.models import same_bits
@@ -74,9 +75,12 @@ def test_one_machine_without_a_compiler(run_ranks: Any, tmp_path: Path) -> None:
 
 
 def test_nothing_is_missing_where_the_kernel_does_not_apply() -> None:
-    build = mock.Mock(side_effect=AssertionError("compiled"))
-    for device, fused in (("cuda", None), ("cuda", False), ("cpu", False)):
-        found = choice.kernels_here(torch.device(device), torch.float32, fused, build)
-        assert found.kernels[0].name == "torch" and not found.missing
+    with mock.patch.object(native_blocks, "build", side_effect=AssertionError("compiled")):
+        for device, fused in (("cuda", None), ("cuda", False), ("cpu", False)):
+            assert _int8(fused).kernels_here(torch.device(device), torch.float32) == KernelsHere((TORCH,))
     with pytest.raises(commhooks.HookConfigError, match="here are gradients in float32 on cuda: leave out fused=True"):
-        choice.check_here(torch.device("cuda"), torch.float32, True, native_blocks.load)
+        _int8(True).check_here(torch.device("cuda"), torch.float16)
+
+
+def _int8(fused: bool | None) -> Int8Compressor:
+    return Int8Compressor(commhooks.Int8Compress(fused=fused))

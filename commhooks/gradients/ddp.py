@@ -57,7 +57,7 @@ class BucketReader:
                 nothing tells which bucket is the last.
         """
         found, before, task = checked_bucket(grad_bucket), self._task, current_task()
-        index, is_last = found.index(), found.is_last()
+        index, is_last, parameters = found.index(), found.is_last(), found.parameters()
         if index == 0 and not is_last and task != -1:
             if task != before:
                 self._read = 0
@@ -69,7 +69,7 @@ class BucketReader:
                 )
             else:
                 index = self._index + 1
-            self._read += len(found.parameters())
+            self._read += len(parameters)
             is_last = self._read == self._parameters
         # An index that does not increase follows a pass that ended in an exception.
         is_first = index <= self._index
@@ -77,8 +77,7 @@ class BucketReader:
         # A callback that is queued in a backward pass inside this one (reentrant checkpointing) ends with that.
         if end_pass is not None and not is_last and (is_first or task != before):
             run_after_backward(functools.partial(self._at_the_end, end_pass))
-        # torch makes a new list of the parameters at each call.
-        return Bucket(found.buffer(), found.parameters, index, is_last, is_first, found)
+        return Bucket(found.buffer(), parameters, index, is_last, is_first, found)
 
     def _at_the_end(self, end_pass: Callable[[], None]) -> None:
         if self._index != _NO_BUCKET_YET:

@@ -11,10 +11,10 @@ import torch
 from commhooks.comm.collective import Send
 from commhooks.compressors.base import Compressor, StepInfo, Verdict
 from commhooks.compressors.unit_plan import ParameterInfo, UnitPlan
-from commhooks.engine.average import exchange_or_average
+from commhooks.engine.average import new_task
 from commhooks.engine.kernel_choice import use_own_kernel
 from commhooks.engine.state import LearnedState
-from commhooks.engine.task import Done, ExchangeTask
+from commhooks.engine.task import Done
 from commhooks.errors import HookRunError
 from commhooks.gradients import precision
 from commhooks.gradients.layout import BucketLayout, read_layout
@@ -61,14 +61,7 @@ class SimulatedRanks:
         without learned state, which averages non-finite values as they are."""
         with precision.full_precision(self.layout.device):
             tasks = [
-                ExchangeTask(
-                    exchange_or_average(
-                        compressor, self._compresses, flat, work, state, StepInfo(state.step, len(buckets), rank=rank)
-                    ),
-                    flat,
-                    compressor.name,
-                    judged=compressor.transactional,
-                )
+                new_task(compressor, self._compresses, flat, work, state, StepInfo(state.step, len(buckets), rank=rank))
                 for rank, (compressor, flat, work, state) in enumerate(
                     zip(self._compressors, buckets, self._works, self.states, strict=True)
                 )

@@ -114,7 +114,7 @@ AREAS = {
             ),
         ),
         Part(
-            _files("engine", "local_driver", "observer", "statistics_log", "streams"),
+            _files("engine", "local_driver", "observer", "streams"),
             _tests("engine/test_observer", "engine/test_streams", "tools/test_codec_time", "hook/test_metrics"),
         ),
     ],
@@ -203,9 +203,9 @@ EXPLAINED = {
         "first_one = self._compressors[ -1]",
     ): ALIKE,
     (
-        "commhooks/engine/statistics_log.py",
-        "self.due = 0",
-        "self.due = -1",
+        "commhooks/engine/session.py",
+        "self._statistics_due = 0",
+        "self._statistics_due = -1",
     ): "no step is less than 0",
     (
         "commhooks/compressors/quantized/blocks.py",

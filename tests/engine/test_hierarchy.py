@@ -131,7 +131,7 @@ def test_the_plan_shows_what_a_rank_of_a_node_needs(run_ranks: Any, kind: str) -
     assert sum(rank["plan"].residual for rank in ranks[:2]) == ranks[0]["alone"].residual
 
 
-def _norms(_: None) -> dict[str, Any]:
+def _norms() -> dict[str, Any]:
     run = _new("powerSGD", 2).train(5)
     own = residuals(run.hook)
     gradients = {name: p.grad.clone() for name, p in run.ddp.module.named_parameters() if p.grad is not None}
@@ -140,7 +140,7 @@ def _norms(_: None) -> dict[str, Any]:
 
 def test_norms_are_those_of_the_share(run_ranks: Any) -> None:
     """Otherwise the residual of a share would be divided by the gradient of everything."""
-    for rank in run_ranks(_norms, None, world_size=4):
+    for rank in run_ranks(_norms, world_size=4):
         residual = float(torch.cat([each.flatten() for each in rank["residuals"].values()]).norm()) / 2
         gradient = float(torch.cat([each.flatten() for each in rank["gradients"].values()]).norm())
         assert rank["norms"]["residual_norm"] == pytest.approx(residual, rel=1e-5) and residual > 0
@@ -270,7 +270,7 @@ def _mean_before_the_first_pass(ranks_per_node: int | None, saved: dict[str, Any
     return residuals(run.hook)
 
 
-def _gathered(_: None) -> bool:
+def _gathered() -> bool:
     run = _new("powerSGD", 2).train(5)
     saved = run.save(residual="per_rank", gather=True)
     again = _new("powerSGD", 2).load(copy.deepcopy(saved)).train(3)
@@ -278,7 +278,7 @@ def _gathered(_: None) -> bool:
 
 
 def test_one_file_with_the_residuals_of_all_ranks(run_ranks: Any) -> None:
-    assert all(run_ranks(_gathered, None, world_size=4))
+    assert all(run_ranks(_gathered, world_size=4))
 
 
 def _two_layers(ranks_per_node: int | None, saved: list[dict[str, Any]] | None) -> dict[str, Any]:

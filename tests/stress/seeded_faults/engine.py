@@ -41,7 +41,7 @@ MUTANTS = [
         f"{_ENGINE}/task.py",
         "            if self._judged and not self._decided:\n",
         "            if False:\n",
-        "engine/test_backward_pass.py::test_an_exchange_without_a_verdict_is_told",
+        "compressors/test_author_errors.py::test_a_malformed_exchange",
     ),
     Mutant(
         "at once: a second collective is tolerated",

@@ -39,31 +39,24 @@ def _new(kind: str, ranks_per_node: Any, **more: Any) -> Run:
 
 
 def _both(kind: str, ranks_per_node: int, masked: bool) -> dict[str, Any]:
-    with masks(masked), contextlib.ExitStack() as stack:
-        if masked:  # gloo has messages on the CPU only
-            stack.enter_context(mock.patch.object(PointToPoint, "serve", return_value=False))
-        return _both_on_this_device(kind, ranks_per_node)
-
-
-def _both_on_this_device(kind: str, ranks_per_node: int) -> dict[str, Any]:
-    flat, nodes = (_new(kind, each, model=make_model(torch.float64)) for each in (None, ranks_per_node))
-    for run in (flat, nodes):
-        run.optimizer.param_groups[0]["lr"] = 0.0  # so that both always have the same gradients
-        run.train(STEPS)
-    return {
-        "flat": flat.gradients,
-        "nodes": nodes.gradients,
-        "weights": nodes.weights(),
-        "residuals": residuals(nodes.hook),
-        "stats": nodes.hook.stats(),
-        "plan": nodes.hook.plan().as_dict(),
-        "flat_stats": flat.hook.stats(),
-        "learned": {
-            (key, name): tensor.clone()
-            for key in ("q", "p")
-            for name, tensor in session_of(nodes.hook).state[key].items()
-        },
-    }
+    # gloo has messages on the CPU only
+    messages = mock.patch.object(PointToPoint, "serve", return_value=False) if masked else contextlib.nullcontext()
+    with masks(masked), messages:
+        flat, nodes = (_new(kind, each, model=make_model(torch.float64)) for each in (None, ranks_per_node))
+        for run in (flat, nodes):
+            run.optimizer.param_groups[0]["lr"] = 0.0  # so that both always have the same gradients
+            run.train(STEPS)
+        learned = session_of(nodes.hook).state
+        return {
+            "flat": flat.gradients,
+            "nodes": nodes.gradients,
+            "weights": nodes.weights(),
+            "residuals": residuals(nodes.hook),
+            "stats": nodes.hook.stats(),
+            "plan": nodes.hook.plan().as_dict(),
+            "flat_stats": flat.hook.stats(),
+            "learned": {(key, n): each.clone() for key in ("q", "p") for n, each in learned[key].items()},
+        }
 
 
 def _far(got: torch.Tensor, wanted: torch.Tensor) -> float:

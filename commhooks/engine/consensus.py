@@ -176,7 +176,10 @@ class Consensus:
         in_force = compressor.config, None if adaptive is None else adaptive.notes
         configuration = agreement_key(compressor.name, in_force, compressor.wire, shapes)
         chosen, device = self.choice, flat.device
-        support = KernelSupport.of(compressor, device, [flat.dtype]) if chosen is None else chosen.as_support()
+        if chosen is None:
+            support = KernelSupport.of(compressor, device, [flat.dtype])
+        else:
+            support = KernelSupport((chosen.kernel,))
         local = agreement_key(*sorted(name for key in state.local for name in state[key]))
         numbers = [state.step, configuration, int(state.local_missing), secrets.randbits(62), support.key, local]
 

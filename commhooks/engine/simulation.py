@@ -45,10 +45,10 @@ class SimulatedRanks:
         numel = sum(p.numel() for p in parameters.values())
         empty = torch.empty(numel, dtype=first.dtype, device=first.device)
         self.layout: BucketLayout = read_layout(empty, list(parameters.values()), list(parameters))
-        names, config = ModelNames(parameters.items()), self._compressors[0].planning_config
+        first_one, names = self._compressors[0], ModelNames(parameters.items())
+        config = first_one.planning_config
         infos = [ParameterInfo.of(name, parameter, names, config) for name, parameter in parameters.items()]
-        self.plans: list[UnitPlan] = self._compressors[0].plan(infos)
-        first_one = self._compressors[0]
+        self.plans: list[UnitPlan] = first_one.plan(infos)
         self._compresses = not first_one.transactional or any(plan.compressed for plan in self.plans)
         self._works = [
             each.workspace(self.layout, self.plans) if self._compresses else None for each in self._compressors

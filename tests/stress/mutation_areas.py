@@ -189,19 +189,13 @@ AREAS = {
 }
 """Areas by name; more than a part where other tests notice other files."""
 
-ALIKE = "all elements are alike"
 
 EXPLAINED = {
     (
         "commhooks/engine/simulation.py",
-        "names, config = ModelNames(parameters.items()), self._compressors[0].planning_config",
-        "names, config = ModelNames(parameters.items()), self._compressors[ -1].planning_config",
-    ): ALIKE,
-    (
-        "commhooks/engine/simulation.py",
-        "first_one = self._compressors[0]",
-        "first_one = self._compressors[ -1]",
-    ): ALIKE,
+        "first_one, names = self._compressors[0], ModelNames(parameters.items())",
+        "first_one, names = self._compressors[ -1], ModelNames(parameters.items())",
+    ): "all elements are alike",
     (
         "commhooks/engine/session.py",
         "self._statistics_due = 0",

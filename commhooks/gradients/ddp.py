@@ -109,7 +109,6 @@ class DDPGradients(GradientSource):
         """
         _check_free(ddp_model)
         self._ranks_differ = False
-        self._used: set[int] | None = None  # since the latest synchronised pass; None: all are
         self._ddp_model = weakref.ref(ddp_model)
         user_module = ddp_model.module if module is None else module
         self._module = weakref.ref(user_module)
@@ -137,9 +136,8 @@ class DDPGradients(GradientSource):
             ) from error
         keep_group_until_reducer_ends(ddp_model)
         if ddp_model.find_unused_parameters and not ddp_model.static_graph:
-            used: set[int] = set()
-            self._used = used
-            note = functools.partial(_note_used, used)  # it holds no more than the set
+            self.used = set()
+            note = functools.partial(_note_used, self.used)  # it holds no more than the set
             handles = [each.register_post_accumulate_grad_hook(note) for each in self.names.known().values()]
             weakref.finalize(ddp_model, _remove, handles).atexit = False
 
@@ -163,16 +161,6 @@ class DDPGradients(GradientSource):
 
     def gradients(self) -> Mapping[str, torch.Tensor | None]:
         return {name: parameter.grad for name, parameter in self.names.known().items()}
-
-    def unused_in(self, bucket: Bucket) -> Sequence[int]:
-        if self._used is None:
-            return ()
-        used = self._used
-        return [i for i, each in enumerate(bucket.parameters) if each.grad is not None and id(each) not in used]
-
-    def end_pass(self) -> None:
-        if self._used is not None:
-            self._used.clear()
 
     def check_pass(self) -> None:
         ddp_model = self._ddp_model()

@@ -1,6 +1,7 @@
 """How the ranks share the work on a bucket. Here: all alike. In `hierarchy.py` each has a share of it."""
 
 from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -22,14 +23,14 @@ class Flat:
         words: how the ranks are arranged, for the log; "" if they are not.
         complete: every rank has the local tensors (residuals) of all parameters.
         ranks_per_residual: a residual is that of the sum of so many ranks' gradients.
-        deciding: returns ranks that receive different things: what one of them finds not finite counts for all. None:
-            all ranks receive the same.
+        groups: return the ranks that a collective is for, where these are not all of the session: by their `Reach`.
+            Those of a "node" receive different things: what one of them finds not finite counts for all.
     """
 
     words: str = ""
     complete: bool = True
     ranks_per_residual: int = 1
-    deciding: Callable[[], dist.ProcessGroup] | None = None
+    groups: Mapping[Reach, Callable[[], dist.ProcessGroup]] = MappingProxyType({})
 
     def keeps(self, name: str) -> bool:
         """Whether this rank keeps the local tensors (residuals) of the parameter `name`."""
@@ -52,10 +53,6 @@ class Flat:
     def exchange(self, compressor: Compressor[Any]) -> Callable[[torch.Tensor, Any, LearnedState, StepInfo], Exchange]:
         """What averages a bucket: flat, workspace, state, step; see `Compressor.exchange`."""
         return compressor.exchange
-
-    def group(self, over: Reach, everyone: dist.ProcessGroup) -> dist.ProcessGroup:
-        """The ranks that a collective is for. `everyone`: those that the session is bound to."""
-        return everyone
 
     def redistribute_residuals(
         self, state: LearnedState, parameters: Mapping[str, torch.Tensor], group: dist.ProcessGroup
@@ -80,10 +77,8 @@ class EqualInNodes(Flat):
     """The ranks of a node bring the same, and each averages it with one rank of every other node."""
 
     def __init__(self, nodes: Nodes) -> None:
-        self._nodes, self.words = nodes, nodes.words
-
-    def group(self, over: Reach, everyone: dist.ProcessGroup) -> dist.ProcessGroup:
-        return self._nodes.across
+        self.words = nodes.words
+        self.groups = dict.fromkeys(("all", "nodes"), lambda: nodes.across)
 
 
 def gather_held(

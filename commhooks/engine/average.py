@@ -6,6 +6,7 @@ import torch
 
 from commhooks.comm.wire import all_finite
 from commhooks.compressors.base import Compressor, Exchange, Send, State, StepInfo, Verdict
+from commhooks.engine.task import ExchangeTask
 from commhooks.gradients.torch_private import sparse_values
 
 
@@ -29,11 +30,13 @@ def average(flat: torch.Tensor, wire_dtype: torch.dtype, world_size: int, *, jud
     return None
 
 
-def exchange_or_average(
+def new_task(
     compressor: Compressor[Any], compresses: bool, flat: torch.Tensor, work: Any, state: State, step: StepInfo
-) -> Exchange:
+) -> ExchangeTask:
     """The exchange of one bucket, or its average if nothing in it is compressed: the compressor has no workspace then.
     For the arguments see `Compressor.exchange`."""
     if compresses:
-        return compressor.exchange(flat, work, state, step)
-    return average(flat, compressor.wire_dtype_for(flat.dtype), step.world_size)
+        exchange = compressor.exchange(flat, work, state, step)
+    else:
+        exchange = average(flat, compressor.wire_dtype_for(flat.dtype), step.world_size)
+    return ExchangeTask(exchange, flat, compressor.name, judged=compressor.transactional)

@@ -34,6 +34,7 @@ class RunningExchange:
         result: holds the averaged gradient after the commit: the bucket, unless the exchange returns another tensor.
         finite: what its verdict says of everything received (0-dim bool tensor); set when it has no collective left.
         has_round_left: a collective is pending, and the exchange will issue another one after it.
+        is_held: the pending collective waits for those of other buckets.
     """
 
     finite: torch.Tensor
@@ -41,26 +42,15 @@ class RunningExchange:
     def __init__(self, task: ExchangeTask, flat: torch.Tensor, issue: Issue) -> None:
         self.flat = self.result = flat
         self.future = new_future(flat.device)
-        self.has_round_left = False
+        self.has_round_left = self.is_held = False
         self._task = task
         self._issue = issue
         self._pending: Pending | Held | None = None
 
-    @property
-    def is_held(self) -> bool:
-        """The pending collective waits for those of other buckets."""
-        return isinstance(self._pending, Held)
-
-    def step(self) -> None:
-        """Wait for the pending collective, then run up to the next one or to the verdict."""
-        assert self._pending is not None
-        answer = self._pending.wait()
-        self.advance(answer)
-
     def finish(self) -> None:
         """Run up to the verdict; after that, to the end."""
         while self._pending is not None:
-            self.step()
+            self.advance()
 
     def close(self) -> Pending | None:
         """Close the exchange of an abandoned pass. Its exceptions are suppressed: they would hide the error that ended
@@ -70,9 +60,10 @@ class RunningExchange:
         pending, self._pending, self.has_round_left = self._pending, None, False
         return None if pending is None or isinstance(pending, Held) or not pending.writes(self.flat) else pending
 
-    def advance(self, answer: torch.Tensor | bool | None) -> None:
-        """Give the exchange its answer, and issue what it sends next. None begins it; after the verdict the answer is
-        that on the whole pass."""
+    def advance(self, verdict: torch.Tensor | bool | None = None) -> None:
+        """Begin the exchange, or wait for its pending collective and give it the answer; after its verdict give it
+        `verdict`, that on the whole pass. Then issue what it sends next."""
+        answer = verdict if self._pending is None else self._pending.wait()
         self._pending, self.has_round_left = None, False
         step = self._task.advance(answer)
         if isinstance(step, Done):
@@ -81,6 +72,7 @@ class RunningExchange:
             self.finite = step.finite
         else:
             self._pending, self.has_round_left = self._issue(step), not step.last
+            self.is_held = isinstance(self._pending, Held)
             if step.meanwhile is not None:
                 step.meanwhile()
 
@@ -95,6 +87,7 @@ class BackwardPass:
         loss_scale: the loss scale of this pass.
         step: what the exchanges are told of the step.
         step_at_most: the upper bound of its number.
+        step_label: it for messages: "7", or "<= 7" if the host has not read the outcomes of earlier passes.
         coalescing: holds small messages back; None: each is sent at once.
     """
 
@@ -103,28 +96,24 @@ class BackwardPass:
     loss_scale: LossScale
     step: StepInfo
     step_at_most: int
+    step_label: str
     coalescing: Coalescing | None = None
     running: list[RunningExchange] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        self.step_label = f"{'' if self.step.number == self.step_at_most else '<= '}{self.step_at_most}"
-        """The step for messages: "7", or "<= 7" if the host has not read the outcomes of earlier passes."""
 
     def add(self, exchange: RunningExchange) -> None:
         """Start the exchange of the next bucket, then advance each earlier one with a round left by one step."""
         self.running.append(exchange)
-        exchange.advance(None)
+        exchange.advance()
         for earlier in self.running[:-1]:
             if earlier.has_round_left and not earlier.is_held:
-                earlier.step()
+                earlier.advance()
 
     def drain(self) -> torch.Tensor:
         """After the last bucket: run all remaining rounds and wait for them. Returns whether everything received is
         finite (0-dim bool tensor)."""
-        while any(each.has_round_left for each in self.running):
-            for each in self.running:
-                if each.has_round_left:
-                    each.step()
+        while left := [each for each in self.running if each.has_round_left]:
+            for each in left:
+                each.advance()
         for each in self.running:
             each.finish()
         return torch.stack([each.finite for each in self.running]).all()

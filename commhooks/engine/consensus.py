@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from commhooks.comm.collective import agreement_key, gather_rows
+from commhooks.comm.collective import Reach, agreement_key, gather_rows
 from commhooks.comm.counters import Counters
 from commhooks.comm.shards import is_logging_rank, on_all_shards
 from commhooks.compressors.adaptive import AdaptiveCompressor, Ranks
@@ -45,15 +45,6 @@ class Agreement:
     exact_step: bool
     waiting: Waiting | None
     adaptive: AdaptiveCompressor[Any] | None
-
-    @classmethod
-    def on(cls, compressor: Compressor[Any], waiting: Waiting | None) -> "Agreement":
-        return cls(
-            compressor.first_exchange,
-            compressor.needs_exact_step,
-            waiting,
-            compressor if isinstance(compressor, AdaptiveCompressor) else None,
-        )
 
 
 @dataclass(frozen=True)
@@ -113,6 +104,11 @@ class Consensus:
         """Work for this model. Allowed only before the first backward pass."""
         self.binding = binding
         self.buckets = KnownBuckets(self._held.state, binding.names)
+
+    def group(self, over: Reach, everyone: dist.ProcessGroup) -> dist.ProcessGroup:
+        """The ranks that a collective is for. `everyone`: those that the session is bound to."""
+        fewer = self.arrangement.groups.get(over)
+        return everyone if fewer is None else fewer()
 
     def compute_with(self, choice: Choice) -> None:
         """Use the kernel on which all ranks have agreed."""
@@ -176,10 +172,14 @@ class Consensus:
         # A load allocated them on its own stream.
         keep_for_current_stream(tensor for entries in state.entries.values() for tensor in entries.values())
         shapes = sorted((name, tuple(parameter.shape)) for name, parameter in names.items())
-        in_force = compressor.config, compressor.notes if isinstance(compressor, AdaptiveCompressor) else None
+        adaptive = compressor if isinstance(compressor, AdaptiveCompressor) else None
+        in_force = compressor.config, None if adaptive is None else adaptive.notes
         configuration = agreement_key(compressor.name, in_force, compressor.wire, shapes)
         chosen, device = self.choice, flat.device
-        support = KernelSupport.of(compressor, device, [flat.dtype]) if chosen is None else chosen.as_support()
+        if chosen is None:
+            support = KernelSupport.of(compressor, device, [flat.dtype])
+        else:
+            support = KernelSupport((chosen.kernel,))
         local = agreement_key(*sorted(name for key in state.local for name in state[key]))
         numbers = [state.step, configuration, int(state.local_missing), secrets.randbits(62), support.key, local]
 
@@ -210,8 +210,8 @@ class Consensus:
                 )
         if not self.arrangement.complete or len({row[5] for row in table}) > 1:
             self.arrangement.redistribute_residuals(state, names, group)
-        waiting = self._patience.of(compressor, self.arrangement.group("nodes", group), device)
-        self._agreement = Agreement.on(compressor, waiting)
+        waiting = self._patience.of(compressor, self.group("nodes", group), device)
+        self._agreement = Agreement(compressor.first_exchange, compressor.needs_exact_step, waiting, adaptive)
         return self._agreement
 
 
@@ -227,11 +227,8 @@ def _check_configurations(configurations: list[int]) -> None:
 
 def _check_steps(steps: list[int], of: str = "") -> None:
     if len(set(steps)) > 1:
+        by_rank = ", ".join(f"rank {rank}: {step}" for rank, step in enumerate(steps))
         raise HookRunError(
-            f"the ranks are at different steps of the hook: {_by_rank(steps)}{of}. Load the same checkpoint on every "
+            f"the ranks are at different steps of the hook: {by_rank}{of}. Load the same checkpoint on every "
             "rank before the first backward pass, or on none"
         )
-
-
-def _by_rank(values: list[int]) -> str:
-    return ", ".join(f"rank {rank}: {value}" for rank, value in enumerate(values))

@@ -36,21 +36,16 @@ class HeldState:
         # Passes whose outcome the host has not read: committed count (on the device), passes, compressed?
         self._unread: tuple[torch.Tensor, int, bool] | None = None
 
-    @property
-    def unread_passes(self) -> int:
-        """Number of backward passes whose outcome the host has not read."""
-        unread = self._unread  # another thread may read the outcome meanwhile
-        return unread[1] if unread else 0
-
     def steps(self, start: int, *, exact: bool) -> tuple[int, int]:
         """The least and the largest number of steps that may have been committed: if none, or all, of the passes whose
         outcome is unread were. Synchronises with an accelerator only if `exact`, or if `start` lies in between."""
         with self.lock:  # another thread that saves may be updating `state.step` and the unread passes
-            step, unread = self.state.step, self.unread_passes
-            if unread and (exact or step < start <= step + unread):
+            step, unread = self.state.step, self._unread
+            passes = unread[1] if unread else 0
+            if passes and (exact or step < start <= step + passes):
                 self.settle()
-                step, unread = self.state.step, 0
-            return step, step + unread
+                step, passes = self.state.step, 0
+            return step, step + passes
 
     @contextlib.contextmanager
     def committing(self, device: torch.device) -> Iterator[None]:

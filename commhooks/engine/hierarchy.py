@@ -22,12 +22,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from commhooks.comm.collective import Reach, Send, start
+from commhooks.comm.collective import Send, start
 from commhooks.comm.nodes import Nodes
 from commhooks.compressors.base import Compressor, Exchange, StepInfo, Verdict
 from commhooks.compressors.unit_plan import MemoryPlan, UnitPlan
 from commhooks.engine.arrangement import Flat, gather_held, zeros_for
-from commhooks.engine.average import exchange_or_average
+from commhooks.engine.average import new_task
 from commhooks.engine.immediate import NO_STATE
 from commhooks.engine.node_shares import (
     NodeShares,
@@ -55,7 +55,7 @@ class Hierarchy(Flat):
         self.nodes = nodes
         self.words = nodes.words
         self.ranks_per_residual = nodes.ranks_per_node
-        self.deciding = lambda: nodes.node  # its owners receive different shares
+        self.groups = {"node": lambda: nodes.node, "nodes": lambda: nodes.across}
         self._owners = owners_of({name: each.numel() for name, each in parameters.items()}, nodes.ranks_per_node)
 
     def keeps(self, name: str) -> bool:
@@ -143,9 +143,6 @@ class Hierarchy(Flat):
         work.take(flat, state)
         return None
 
-    def group(self, over: Reach, everyone: dist.ProcessGroup) -> dist.ProcessGroup:
-        return {"all": everyone, "node": self.nodes.node, "nodes": self.nodes.across}[over]
-
     def redistribute_residuals(
         self, state: LearnedState, parameters: Mapping[str, torch.Tensor], group: dist.ProcessGroup
     ) -> None:
@@ -168,9 +165,8 @@ class Hierarchy(Flat):
         """The exchange of this rank's share of a bucket."""
         own, mine = work.own, StepInfo(step.number, self.nodes.count, step.residual_factor, self.nodes.across.rank())
         if not compressor.transactional:
-            return ExchangeTask(compressor.exchange(own, None, NO_STATE, mine), own, compressor.name, judged=False)
-        exchange = exchange_or_average(compressor, work.compresses, own, work.work, state, mine)
-        return ExchangeTask(exchange, own, compressor.name)
+            return new_task(compressor, True, own, None, NO_STATE, mine)
+        return new_task(compressor, work.compresses, own, work.work, state, mine)
 
     def _collect(self, tensors: dict[str, torch.Tensor], parameters: Mapping[str, torch.Tensor]) -> None:
         """Add up, at its owner, what the ranks of this node have for each parameter, if any other rank has something.

@@ -91,10 +91,6 @@ class Choice:
             )
         return said
 
-    def as_support(self) -> KernelSupport:
-        """Nothing but the kernel chosen before."""
-        return KernelSupport((self.kernel,))
-
 
 def use_own_kernel(compressor: Compressor[Any], device: torch.device, dtypes: Collection[torch.dtype]) -> Choice:
     """Compute with the kernel that this machine prefers, where there are no other ranks.

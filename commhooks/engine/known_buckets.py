@@ -115,7 +115,7 @@ class KnownBuckets:
         if first:
             for known in self._buckets.values():
                 known.used = False
-        key = bucket.layout_key
+        key = tuple(map(id, bucket.parameters))  # which the known layouts keep alive
         found = self._buckets.get(key)
         if found is None:
             self._forget_dead(bucket, compressor)

@@ -12,7 +12,7 @@ from commhooks.comm.collective import Send
 from commhooks.compressors.base import Compressor, StepInfo, Verdict
 from commhooks.compressors.local_steps.exchange import ANCHOR
 from commhooks.compressors.unit_plan import ParameterInfo
-from commhooks.engine.average import exchange_or_average
+from commhooks.engine.average import new_task
 from commhooks.engine.kernel_choice import use_own_kernel
 from commhooks.engine.state import LearnedState
 from commhooks.engine.task import Done, ExchangeTask
@@ -63,13 +63,12 @@ class LocalDriver:
         info = StepInfo(self._state.step, world_size=1)
         device = self._buckets[0][0].device
         with precision.full_precision(device):
-            run_alone([self._task(flat, work, info) for flat, work in self._buckets], device)
+            tasks = [
+                new_task(self._compressor, work is not None, flat, work, self._state, info)
+                for flat, work in self._buckets
+            ]
+            run_alone(tasks, device)
         self._state.step += 1
-
-    def _task(self, flat: torch.Tensor, work: Any, info: StepInfo) -> ExchangeTask:
-        compressor = self._compressor
-        exchange = exchange_or_average(compressor, work is not None, flat, work, self._state, info)
-        return ExchangeTask(exchange, flat, compressor.name, judged=compressor.transactional)
 
 
 def run_alone(tasks: Sequence[ExchangeTask], device: torch.device) -> None:

@@ -28,7 +28,6 @@ from commhooks.engine.held_state import HeldState
 from commhooks.engine.immediate import reduce_and_count
 from commhooks.engine.observer import Observer
 from commhooks.engine.state import LearnedState
-from commhooks.engine.statistics_log import StatisticsLog
 from commhooks.engine.streams import computing_on, wait_for_codec
 from commhooks.engine.task import ExchangeTask
 from commhooks.errors import logger_of
@@ -65,7 +64,7 @@ class Session:
         self._messages = PointToPoint()
         self._pass: BackwardPass | None = None
         self._closed = False
-        self._log = StatisticsLog()
+        self._statistics_due = 0
         self._observer = Observer(binding.names) if isinstance(compressor, AdaptiveCompressor) else None
 
     @property
@@ -137,13 +136,14 @@ class Session:
         # Without a scaler the scale is 1; residuals saved with one are rescaled to it.
         loss_scale = 1.0 if binding.loss_scale is None else read_scale(binding.loss_scale, state.loss_scale)
         self.counters.begin_pass()
-        group = consensus.arrangement.group("all", everyone)
+        group = consensus.group("all", everyone)
         info = StepInfo(step, group.size(), loss_scale / state.loss_scale, group.rank())
-        current = BackwardPass(group, compressing, loss_scale, info, step_at_most)
+        label = f"{'' if step == step_at_most else '<= '}{step_at_most}"
+        current = BackwardPass(group, compressing, loss_scale, info, step_at_most, label)
         if agreement.waiting is not None:
 
             def ranks(over: Reach) -> int:
-                return consensus.arrangement.group(over, group).size()
+                return consensus.group(over, group).size()
 
             current.coalescing = Coalescing(agreement.waiting, functools.partial(self._send, current), ranks)
         return current
@@ -172,14 +172,14 @@ class Session:
 
     def _send(self, current: BackwardPass, buckets: Sequence[int], send: Send) -> Pending:
         where = f"bucket{'s' * (len(buckets) > 1)} {', '.join(map(str, buckets))} at step {current.step_label}"
-        over = send.over
-        group = current.group if over == "all" else self.consensus.arrangement.group(over, current.group)
+        group = current.group if send.over == "all" else self.consensus.group(send.over, current.group)
         return collective.start(send, group, self.counters, where, self._messages)
 
     def _drain(self, current: BackwardPass) -> None:
         """End a pass: run all remaining rounds, then commit."""
-        good, node, shards = current.drain(), self.consensus.arrangement.deciding, self.consensus.binding.shards
-        if node is not None:
+        good, shards = current.drain(), self.consensus.binding.shards
+        node = self.consensus.arrangement.groups.get("node")
+        if node is not None:  # its ranks receive different shares
             good = good_on_all(good, node(), "the node")
         if shards is not None:
             good = good_on_all(good, shards(), "all shards")
@@ -198,20 +198,32 @@ class Session:
         if current.compressing:
             self.state.local_shared = False
         current.commit(verdict)
-        selective = self.consensus.compressor.selective
-        self.held.add(verdict, current.loss_scale, compressed=current.compressing and selective)
-        buckets, residual_factor = self.consensus.buckets, current.step.residual_factor
+        compressor, buckets = self.consensus.compressor, self.consensus.buckets
+        self.held.add(verdict, current.loss_scale, compressed=current.compressing and compressor.selective)
         if buckets.dead_units:
-            buckets.forget_dead_state(self.compressor)
+            buckets.forget_dead_state(compressor)
+        residual_factor = current.step.residual_factor
         if verdict is not False and (isinstance(residual_factor, torch.Tensor) or residual_factor != 1):
             # The exchanges do it for what they compress.
             compressed = buckets.compressed() if current.compressing else set()
             factor = chosen(verdict, residual_factor, 1.0)
-            self.state.rescale(self.compressor.state_fields, factor, but=compressed)
-        if current.compressing and current.step_at_most >= self._log.due:
-            every = self.compressor.stats_every
+            self.state.rescale(compressor.state_fields, factor, but=compressed)
+        if current.compressing and current.step_at_most >= self._statistics_due:
+            every = compressor.stats_every
             if every is not None:
-                self._log.add(current, self.counters, every)
+                self._statistics_due = current.step_at_most + every  # the step at whose commit they are logged next
+                self._log_statistics(current.step_label)
+
+    def _log_statistics(self, step_label: str) -> None:
+        """torch's log line about compression."""
+        before, after = self.counters.numel_before, self.counters.numel_after
+        logger.info(
+            "Compression stats: iter %s, total before compression %s, total after compression %s, rate %s",
+            step_label,
+            before,
+            after,
+            before / after if after else 0,
+        )
 
     @contextlib.contextmanager
     def _computing(self, flat: torch.Tensor) -> Iterator[None]:
@@ -220,7 +232,7 @@ class Session:
         try:
             on_stream = computing_on(flat) if precision.has_streams(flat.device) else contextlib.nullcontext()
             # An outer step adds and rounds, perhaps in a thread beside the training.
-            with on_stream, precision.full_precision(flat.device, products=not self.compressor.on_weights):
+            with on_stream, precision.full_precision(flat.device, products=not self.consensus.compressor.on_weights):
                 yield
         except BaseException:
             with contextlib.suppress(RuntimeError):  # the device itself may have failed

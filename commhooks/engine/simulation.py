@@ -11,10 +11,10 @@ import torch
 from commhooks.comm.collective import Send
 from commhooks.compressors.base import Compressor, StepInfo, Verdict
 from commhooks.compressors.unit_plan import ParameterInfo, UnitPlan
-from commhooks.engine.average import exchange_or_average
+from commhooks.engine.average import new_task
 from commhooks.engine.kernel_choice import use_own_kernel
 from commhooks.engine.state import LearnedState
-from commhooks.engine.task import Done, ExchangeTask
+from commhooks.engine.task import Done
 from commhooks.errors import HookRunError
 from commhooks.gradients import precision
 from commhooks.gradients.layout import BucketLayout, read_layout
@@ -45,10 +45,10 @@ class SimulatedRanks:
         numel = sum(p.numel() for p in parameters.values())
         empty = torch.empty(numel, dtype=first.dtype, device=first.device)
         self.layout: BucketLayout = read_layout(empty, list(parameters.values()), list(parameters))
-        names, config = ModelNames(parameters.items()), self._compressors[0].planning_config
+        first_one, names = self._compressors[0], ModelNames(parameters.items())
+        config = first_one.planning_config
         infos = [ParameterInfo.of(name, parameter, names, config) for name, parameter in parameters.items()]
-        self.plans: list[UnitPlan] = self._compressors[0].plan(infos)
-        first_one = self._compressors[0]
+        self.plans: list[UnitPlan] = first_one.plan(infos)
         self._compresses = not first_one.transactional or any(plan.compressed for plan in self.plans)
         self._works = [
             each.workspace(self.layout, self.plans) if self._compresses else None for each in self._compressors
@@ -61,14 +61,7 @@ class SimulatedRanks:
         without learned state, which averages non-finite values as they are."""
         with precision.full_precision(self.layout.device):
             tasks = [
-                ExchangeTask(
-                    exchange_or_average(
-                        compressor, self._compresses, flat, work, state, StepInfo(state.step, len(buckets), rank=rank)
-                    ),
-                    flat,
-                    compressor.name,
-                    judged=compressor.transactional,
-                )
+                new_task(compressor, self._compresses, flat, work, state, StepInfo(state.step, len(buckets), rank=rank))
                 for rank, (compressor, flat, work, state) in enumerate(
                     zip(self._compressors, buckets, self._works, self.states, strict=True)
                 )

@@ -60,7 +60,7 @@ class ExchangeTask:
                     f"{self._named} ended before its verdict: it must yield Verdict(finite) once, "
                     "before it writes its state"
                 ) from None
-            return Done(self._checked_result(end.value))
+            return Done(self._flat if end.value is None else self._checked_result(end.value))
         # What the ranks of a node send each other may follow; it is the engine's own.
         if self._decided and not (isinstance(yielded, Send) and yielded.over == "node"):
             raise HookRunError(
@@ -68,27 +68,24 @@ class ExchangeTask:
             )
         if isinstance(yielded, Verdict):
             self._decided = True
-            return self._checked_verdict(yielded)
-        if not isinstance(yielded, Send):
+            finite: Any = yielded.finite
+            if not (isinstance(finite, torch.Tensor) and finite.dim() == 0 and finite.dtype == torch.bool):
+                raise self._wrong_verdict(finite)
+            if not self._judged:
+                raise HookRunError(f"{self._named} asks for a verdict, but it is not transactional")
+        elif not isinstance(yielded, Send):
             raise HookRunError(f"{self._named} yields a {type(yielded).__name__}; expected Send or Verdict")
         return yielded
 
-    def _checked_verdict(self, verdict: Verdict) -> Verdict:
-        finite: Any = verdict.finite
-        if not (isinstance(finite, torch.Tensor) and finite.dim() == 0 and finite.dtype == torch.bool):
-            if isinstance(finite, torch.Tensor):
-                finite = f"a tensor of shape {tuple(finite.shape)} in {finite.dtype}"
-            raise HookRunError(
-                f"{self._named} yields Verdict({finite}); expected a bool tensor without dimensions, "
-                "such as reduced.isfinite().all()"
-            )
-        if not self._judged:
-            raise HookRunError(f"{self._named} asks for a verdict, but it is not transactional")
-        return verdict
+    def _wrong_verdict(self, finite: Any) -> HookRunError:
+        if isinstance(finite, torch.Tensor):
+            finite = f"a tensor of shape {tuple(finite.shape)} in {finite.dtype}"
+        return HookRunError(
+            f"{self._named} yields Verdict({finite}); expected a bool tensor without dimensions, "
+            "such as reduced.isfinite().all()"
+        )
 
     def _checked_result(self, value: Any) -> torch.Tensor:
-        if value is None:
-            return self._flat
         if not isinstance(value, torch.Tensor) or (not self._flat.is_sparse and value.shape != self._flat.shape):
             what = f"a {type(value).__name__}"
             if isinstance(value, torch.Tensor):

@@ -3,7 +3,7 @@
 Made from DDP's buckets (`gradients.ddp`), or directly from tensors.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
@@ -16,6 +16,7 @@ class Bucket:
 
     Attributes:
         flat: 1-D, this rank's gradients, replaced in place by the result. A sparse tensor for a sparse gradient.
+        parameters: in their order in the buffer.
         index: increases within a backward pass.
         numel_here: number of elements in the buffer; for a sparse gradient that of its values.
         is_first, is_last: this is the first, the last bucket of its backward pass.
@@ -27,33 +28,18 @@ class Bucket:
     def __init__(
         self,
         flat: torch.Tensor,
-        parameters: Sequence[torch.Tensor] | Callable[[], Sequence[torch.Tensor]],
+        parameters: Sequence[torch.Tensor],
         index: int = 0,
         is_last: bool = True,
         is_first: bool | None = None,
         grad_bucket: dist.GradBucket | None = None,
     ) -> None:
-        """
-        Args:
-            parameters: in their order in the buffer, or what returns them when they are needed.
-            is_first: None: the one with index 0 is.
-        """
+        """`is_first`: None: the one with index 0 is."""
         self.flat = flat
+        self.parameters = parameters
         self.numel_here = sparse_values(flat).numel() if flat.is_sparse else flat.numel()
         self.index = index
         self.is_first = index == 0 if is_first is None else is_first
         self.is_last = is_last
         self.grad_bucket = grad_bucket
         self.unused: Sequence[int] = ()
-        self._parameters = parameters
-
-    @property
-    def parameters(self) -> Sequence[torch.Tensor]:
-        """The parameters in their order in the buffer."""
-        return self._parameters() if callable(self._parameters) else self._parameters
-
-    @property
-    def layout_key(self) -> tuple[int, ...]:
-        """Identifies the parameters and their order by `id`. Valid while the parameters are alive; a stored layout
-        keeps them alive."""
-        return tuple(map(id, self.parameters))

@@ -57,7 +57,7 @@ class BucketReader:
                 nothing tells which bucket is the last.
         """
         found, before, task = checked_bucket(grad_bucket), self._task, current_task()
-        index, is_last = found.index(), found.is_last()
+        index, is_last, parameters = found.index(), found.is_last(), found.parameters()
         if index == 0 and not is_last and task != -1:
             if task != before:
                 self._read = 0
@@ -69,7 +69,7 @@ class BucketReader:
                 )
             else:
                 index = self._index + 1
-            self._read += len(found.parameters())
+            self._read += len(parameters)
             is_last = self._read == self._parameters
         # An index that does not increase follows a pass that ended in an exception.
         is_first = index <= self._index
@@ -77,8 +77,7 @@ class BucketReader:
         # A callback that is queued in a backward pass inside this one (reentrant checkpointing) ends with that.
         if end_pass is not None and not is_last and (is_first or task != before):
             run_after_backward(functools.partial(self._at_the_end, end_pass))
-        # torch makes a new list of the parameters at each call.
-        return Bucket(found.buffer(), found.parameters, index, is_last, is_first, found)
+        return Bucket(found.buffer(), parameters, index, is_last, is_first, found)
 
     def _at_the_end(self, end_pass: Callable[[], None]) -> None:
         if self._index != _NO_BUCKET_YET:
@@ -110,7 +109,6 @@ class DDPGradients(GradientSource):
         """
         _check_free(ddp_model)
         self._ranks_differ = False
-        self._used: set[int] | None = None  # since the latest synchronised pass; None: all are
         self._ddp_model = weakref.ref(ddp_model)
         user_module = ddp_model.module if module is None else module
         self._module = weakref.ref(user_module)
@@ -138,9 +136,8 @@ class DDPGradients(GradientSource):
             ) from error
         keep_group_until_reducer_ends(ddp_model)
         if ddp_model.find_unused_parameters and not ddp_model.static_graph:
-            used: set[int] = set()
-            self._used = used
-            note = functools.partial(_note_used, used)  # it holds no more than the set
+            self.used = set()
+            note = functools.partial(_note_used, self.used)  # it holds no more than the set
             handles = [each.register_post_accumulate_grad_hook(note) for each in self.names.known().values()]
             weakref.finalize(ddp_model, _remove, handles).atexit = False
 
@@ -164,16 +161,6 @@ class DDPGradients(GradientSource):
 
     def gradients(self) -> Mapping[str, torch.Tensor | None]:
         return {name: parameter.grad for name, parameter in self.names.known().items()}
-
-    def unused_in(self, bucket: Bucket) -> Sequence[int]:
-        if self._used is None:
-            return ()
-        used = self._used
-        return [i for i, each in enumerate(bucket.parameters) if each.grad is not None and id(each) not in used]
-
-    def end_pass(self) -> None:
-        if self._used is not None:
-            self._used.clear()
 
     def check_pass(self) -> None:
         ddp_model = self._ddp_model()

@@ -2,7 +2,7 @@
 
 import difflib
 import fnmatch
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import torch
 
@@ -11,13 +11,9 @@ from commhooks.errors import logger_of
 logger = logger_of(__name__)
 
 
-def matching(names: Iterable[str], patterns: Sequence[str]) -> str | None:
+def matching(names: Sequence[str], patterns: Sequence[str]) -> str | None:
     """The first of `patterns` that matches one of a parameter's `names` (a tied parameter has several); else None."""
-    all_names = list(names)
-    for pattern in patterns:
-        if any(fnmatch.fnmatchcase(name, pattern) for name in all_names):
-            return pattern
-    return None
+    return next((each for each in patterns if any(fnmatch.fnmatchcase(name, each) for name in names)), None)
 
 
 def own_name(name: str) -> str:

@@ -82,6 +82,8 @@ class GradientSource(ABC):
         names: the parameters that are reduced. For a sharded model these are this rank's shards.
         device: where the gradients are.
         sparse: ids of the parameters whose gradients are sparse.
+        used: ids of those that this rank has used since the latest synchronised pass, for the caller to clear; None:
+            all are used.
         nothing_to_reduce: the error message if `names` is empty.
         gives_grad_buckets: whether it passes torch's `GradBucket`, which a user's function takes.
         averages_alone: whether gradients are averaged over `group` where no hook is registered.
@@ -90,6 +92,7 @@ class GradientSource(ABC):
     names: ModelNames
     device: torch.device
     sparse: set[int]
+    used: set[int] | None = None
     nothing_to_reduce: ClassVar[str]
     gives_grad_buckets: ClassVar[bool]
     averages_alone: ClassVar[bool]
@@ -179,14 +182,6 @@ class GradientSource(ABC):
     def as_whole(self, name: str, part: torch.Tensor) -> torch.Tensor:
         """`part`, which belongs to this rank's shard of the parameter, as a tensor placed like the parameter."""
         return part
-
-    def unused_in(self, bucket: Bucket) -> Sequence[int]:
-        """See `Bucket.unused`."""
-        return ()
-
-    def end_pass(self) -> None:
-        """Called at the end of a synchronised pass."""
-        return None
 
     def check_pass(self) -> None:
         """Called before a backward pass. Raises HookRunError if hooks cannot be right in it."""

@@ -16,7 +16,12 @@ def packed(tensors: Sequence[torch.Tensor]) -> Iterator[Bucket]:
     (float64 for tensors in float64)."""
     groups = _groups(tensors[::-1])
     for index, each in enumerate(groups):
-        yield _packed(each, index, is_last=index == len(groups) - 1)
+        size, first = sum(tensor.numel() for tensor in each), each[0]
+        flat = torch.empty(size, dtype=compute_dtype(first.dtype), device=first.device)
+        bucket = Bucket(flat, each, index, is_last=index == len(groups) - 1)
+        for tensor, part in _parts(bucket):
+            part.copy_(to_memory(tensor.detach(), tensor))
+        yield bucket
 
 
 def divided(tensors: Sequence[torch.Tensor], sizes: Sequence[int], parts: int) -> list[list[torch.Tensor]]:
@@ -74,15 +79,6 @@ class SharedBuffers:
             (now[name] if name in now and now[name].shape == common.shape else common, common)
             for name, common in self._common.items()
         ]
-
-
-def _packed(tensors: Sequence[torch.Tensor], index: int, *, is_last: bool) -> Bucket:
-    first, size = tensors[0], sum(each.numel() for each in tensors)
-    flat = torch.empty(size, dtype=compute_dtype(first.dtype), device=first.device)
-    bucket = Bucket(flat, tensors, index, is_last=is_last)
-    for tensor, part in _parts(bucket):
-        part.copy_(to_memory(tensor.detach(), tensor))
-    return bucket
 
 
 def _parts(bucket: Bucket) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:

@@ -90,7 +90,9 @@ class Runner(ABC):
                 "the model in a new DistributedDataParallel, and attach a hook to that"
             )
         own = self._reader.read(bucket, self._end_pass)
-        own.unused = self._source.unused_in(own)
+        used = self._source.used
+        if used is not None:
+            own.unused = [i for i, p in enumerate(own.parameters) if p.grad is not None and id(p) not in used]
         future = self._reduce(own)
         if own.is_last:
             self._finish_pass()
@@ -119,7 +121,8 @@ class Runner(ABC):
             self.cosine.begin_pass()
 
     def _finish_pass(self) -> None:
-        self._source.end_pass()
+        if self._source.used is not None:
+            self._source.used.clear()
         if self.cosine is not None:
             self.cosine.compare(self.counters.backward_passes)
         if not self.quiet:

@@ -157,12 +157,12 @@ def _torn() -> tuple[str, bool, bool]:
     advance = RunningExchange.advance
     verdicts = 0
 
-    def failing(self: RunningExchange, answer: Any) -> None:
+    def failing(self: RunningExchange, verdict: Any = None) -> None:
         nonlocal verdicts
-        verdicts += isinstance(answer, bool)
+        verdicts += isinstance(verdict, bool)
         if verdicts == 3:
             raise MemoryError("no memory left")
-        advance(self, answer)
+        advance(self, verdict)
 
     with mock.patch.object(RunningExchange, "advance", failing), pytest.raises(MemoryError):
         run.train(1)

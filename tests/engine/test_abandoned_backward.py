@@ -1,5 +1,6 @@
 """An exception in the middle of a backward pass leaves the last committed step behind, for a new DDP to go on from."""
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 from unittest import mock
@@ -45,14 +46,10 @@ def _by_loading(name: str = "powerSGD", options: dict[str, int] = OPTIONS) -> Ca
     return attach
 
 
-def _by_loading_int8() -> Callable[[DistributedDataParallel], None]:
-    return _by_loading("int8", {"start_iter": 1})
-
-
 WAYS = {
     "register": _by_register,
     "load": _by_loading,
-    "load int8": _by_loading_int8,
+    "load int8": functools.partial(_by_loading, "int8", {"start_iter": 1}),
 }
 
 

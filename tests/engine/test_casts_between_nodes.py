@@ -29,12 +29,12 @@ CASTS: dict[str, tuple[dict[str, Any], torch.dtype | None]] = {
 }
 
 
-def _cast(how: str, ranks_per_node: int, factor: float, dtype: torch.dtype = torch.float32) -> dict[str, Any]:
+def _cast(how: str, ranks_per_node: int, factor: float) -> dict[str, Any]:
     """A step on gradients of about `factor`. `alone`: those of this rank."""
     arguments = CASTS[how][0]
-    ddp = torch.nn.parallel.DistributedDataParallel(make_model().to(dtype), bucket_cap_mb=0.001)
+    ddp = torch.nn.parallel.DistributedDataParallel(make_model(), bucket_cap_mb=0.001)
     hook = commhooks.attach(ddp, **arguments, ranks_per_node=ranks_per_node)
-    batch = torch.randn(8, 1, 8, 8, generator=torch.Generator().manual_seed(dist.get_rank())).to(dtype)
+    batch = torch.randn(8, 1, 8, 8, generator=torch.Generator().manual_seed(dist.get_rank()))
 
     def gradients() -> torch.Tensor:
         ddp.zero_grad()

@@ -135,9 +135,9 @@ def test_reentrant_checkpoints_are_one_pass(run_ranks, attached, options):
     run_ranks(reentrant_checkpoints, attached, options, timeout_s=30)
 
 
-def compiled_module(backend: str) -> None:
+def compiled_module() -> None:
     # Dynamo splits the graph at DDP's buckets, and refuses caps below that of the first one.
-    ddp = wrap(torch.compile(mlp(), backend=backend), bucket_cap_mb=25)
+    ddp = wrap(torch.compile(mlp(), backend="eager"), bucket_cap_mb=25)
     hook = commhooks.attach(ddp, POWER_SGD)
     train(ddp, 3)
     names = list(dict(mlp().named_parameters()))
@@ -150,7 +150,7 @@ def compiled_module(backend: str) -> None:
 
 
 def test_names_of_a_compiled_module_are_those_of_the_module(run_ranks):
-    run_ranks(compiled_module, "eager")
+    run_ranks(compiled_module)
 
 
 # -------------------------------------------------------------------------------------- skip_all_reduce_unused_params

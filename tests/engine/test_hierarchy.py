@@ -39,31 +39,24 @@ def _new(kind: str, ranks_per_node: Any, **more: Any) -> Run:
 
 
 def _both(kind: str, ranks_per_node: int, masked: bool) -> dict[str, Any]:
-    with masks(masked), contextlib.ExitStack() as stack:
-        if masked:  # gloo has messages on the CPU only
-            stack.enter_context(mock.patch.object(PointToPoint, "serve", return_value=False))
-        return _both_on_this_device(kind, ranks_per_node)
-
-
-def _both_on_this_device(kind: str, ranks_per_node: int) -> dict[str, Any]:
-    flat, nodes = (_new(kind, each, model=make_model(torch.float64)) for each in (None, ranks_per_node))
-    for run in (flat, nodes):
-        run.optimizer.param_groups[0]["lr"] = 0.0  # so that both always have the same gradients
-        run.train(STEPS)
-    return {
-        "flat": flat.gradients,
-        "nodes": nodes.gradients,
-        "weights": nodes.weights(),
-        "residuals": residuals(nodes.hook),
-        "stats": nodes.hook.stats(),
-        "plan": nodes.hook.plan().as_dict(),
-        "flat_stats": flat.hook.stats(),
-        "learned": {
-            (key, name): tensor.clone()
-            for key in ("q", "p")
-            for name, tensor in session_of(nodes.hook).state[key].items()
-        },
-    }
+    # gloo has messages on the CPU only
+    messages = mock.patch.object(PointToPoint, "serve", return_value=False) if masked else contextlib.nullcontext()
+    with masks(masked), messages:
+        flat, nodes = (_new(kind, each, model=make_model(torch.float64)) for each in (None, ranks_per_node))
+        for run in (flat, nodes):
+            run.optimizer.param_groups[0]["lr"] = 0.0  # so that both always have the same gradients
+            run.train(STEPS)
+        learned = session_of(nodes.hook).state
+        return {
+            "flat": flat.gradients,
+            "nodes": nodes.gradients,
+            "weights": nodes.weights(),
+            "residuals": residuals(nodes.hook),
+            "stats": nodes.hook.stats(),
+            "plan": nodes.hook.plan().as_dict(),
+            "flat_stats": flat.hook.stats(),
+            "learned": {(key, n): each.clone() for key in ("q", "p") for n, each in learned[key].items()},
+        }
 
 
 def _far(got: torch.Tensor, wanted: torch.Tensor) -> float:
@@ -131,7 +124,7 @@ def test_the_plan_shows_what_a_rank_of_a_node_needs(run_ranks: Any, kind: str) -
     assert sum(rank["plan"].residual for rank in ranks[:2]) == ranks[0]["alone"].residual
 
 
-def _norms(_: None) -> dict[str, Any]:
+def _norms() -> dict[str, Any]:
     run = _new("powerSGD", 2).train(5)
     own = residuals(run.hook)
     gradients = {name: p.grad.clone() for name, p in run.ddp.module.named_parameters() if p.grad is not None}
@@ -140,7 +133,7 @@ def _norms(_: None) -> dict[str, Any]:
 
 def test_norms_are_those_of_the_share(run_ranks: Any) -> None:
     """Otherwise the residual of a share would be divided by the gradient of everything."""
-    for rank in run_ranks(_norms, None, world_size=4):
+    for rank in run_ranks(_norms, world_size=4):
         residual = float(torch.cat([each.flatten() for each in rank["residuals"].values()]).norm()) / 2
         gradient = float(torch.cat([each.flatten() for each in rank["gradients"].values()]).norm())
         assert rank["norms"]["residual_norm"] == pytest.approx(residual, rel=1e-5) and residual > 0
@@ -270,7 +263,7 @@ def _mean_before_the_first_pass(ranks_per_node: int | None, saved: dict[str, Any
     return residuals(run.hook)
 
 
-def _gathered(_: None) -> bool:
+def _gathered() -> bool:
     run = _new("powerSGD", 2).train(5)
     saved = run.save(residual="per_rank", gather=True)
     again = _new("powerSGD", 2).load(copy.deepcopy(saved)).train(3)
@@ -278,7 +271,7 @@ def _gathered(_: None) -> bool:
 
 
 def test_one_file_with_the_residuals_of_all_ranks(run_ranks: Any) -> None:
-    assert all(run_ranks(_gathered, None, world_size=4))
+    assert all(run_ranks(_gathered, world_size=4))
 
 
 def _two_layers(ranks_per_node: int | None, saved: list[dict[str, Any]] | None) -> dict[str, Any]:

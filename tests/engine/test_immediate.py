@@ -97,13 +97,13 @@ class Gathers(Stateless[Steps]):
         return rows.sum(0) + half
 
 
-def _gathered(_: None) -> torch.Tensor:
+def _gathered() -> torch.Tensor:
     flat = torch.arange(4.0) + 10 * dist.get_rank()
     return reduce_immediately(Gathers(), Bucket(flat, [flat]), resolve_group(None)).wait()
 
 
 def test_a_gather_has_a_row_of_each_rank(run_ranks: Any) -> None:
-    for rank, found in enumerate(run_ranks(_gathered, None)):
+    for rank, found in enumerate(run_ranks(_gathered)):
         assert torch.equal(found, 2 * torch.arange(4.0) + 10 + (torch.arange(4.0) + 10 * rank) / 2)
 
 

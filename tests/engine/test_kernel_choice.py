@@ -54,25 +54,10 @@ def test_no_kernel_for_all() -> None:
 
 def test_an_offer_survives_the_way() -> None:
     support = KernelSupport((WIDE, TORCH), "it is \u201cmissing\u201d\n", ALIKE)
-    assert (
-        KernelSupport.from_text(support.as_text()) == support
-        and KernelSupport.from_text(support.as_text()).key == support.key
-    )
-    assert (
-        len(
-            {
-                each.key
-                for each in (
-                    support,
-                    KernelSupport(),
-                    KernelSupport((WIDE,)),
-                    KernelSupport((NARROW,)),
-                    KernelSupport(missing="x"),
-                )
-            }
-        )
-        == 5
-    )
+    arrived = KernelSupport.from_text(support.as_text())
+    assert arrived == support and arrived.key == support.key
+    others = KernelSupport(), KernelSupport((WIDE,)), KernelSupport((NARROW,)), KernelSupport(missing="x")
+    assert len({each.key for each in (support, *others)}) == 5
 
 
 class Picky(PowerSGDCompressor):

@@ -100,5 +100,5 @@ def test_its_errors_end_the_pass() -> None:
         task = ExchangeTask(exchange(), torch.zeros(1), "mine")
         running = RunningExchange(task, torch.zeros(1), lambda send: collective.start(send, group, None))
         with pytest.raises(RuntimeError, match="^mine$"):
-            running.advance(None)
+            running.advance()
         assert running.has_round_left is False and running.close() is None

@@ -124,11 +124,8 @@ def announced(hook: str, wrapper: str | None, with_logging: bool) -> tuple[list[
 
 
 LINES = {
-    (
-        "powerSGD",
-        None,
-    ): "commhooks: powerSGD (rank 2, from step 2): 3 of 6 parameters compressed (96.7 % of the bytes), "
-    "10.592 kB -> 1.760 kB per step and rank",
+    ("powerSGD", None): "commhooks: powerSGD (rank 2, from step 2): 3 of 6 parameters compressed (96.7 % of the "
+    "bytes), 10.592 kB -> 1.760 kB per step and rank",
     ("powerSGD", "bf16"): "commhooks: powerSGD (rank 2, from step 2): 3 of 6 parameters compressed (96.7 % of the "
     "bytes), 10.592 kB -> 0.880 kB per step and rank, bf16 on the wire",
     ("allreduce", None): "commhooks: allreduce: 10.592 kB -> 10.592 kB per step and rank",

@@ -34,9 +34,8 @@ class Net(nn.Module):
         return self.head(self.frozen(self.Embed2(self.middle(self.embed(words)))).tanh())
 
 
-def attach(ddp: Any, *patterns: str, start: int = 0, **arguments: Any) -> commhooks.CommHook:
-    options = PowerSGD(start_powerSGD_iter=start, exclude=list(patterns))
-    return commhooks.attach(ddp, options, **arguments)
+def attach(ddp: Any, *patterns: str) -> commhooks.CommHook:
+    return commhooks.attach(ddp, PowerSGD(start_powerSGD_iter=0, exclude=list(patterns)))
 
 
 def step(model: nn.Module) -> None:

@@ -17,8 +17,8 @@ STEPS = 5
 RANK = POWERSGD["matrix_approximation_rank"]
 
 
-def _exact(replicas: int, shards: int, hook: str) -> list[float]:
-    model, _ = attached(replicas, shards, hook)
+def _exact(replicas: int, shards: int) -> list[float]:
+    model, _ = attached(replicas, shards, "allreduce")
     errors = []
     for step in range(2):
         got = backward(model, random_gradients(step))
@@ -28,7 +28,7 @@ def _exact(replicas: int, shards: int, hook: str) -> list[float]:
 
 @pytest.mark.parametrize(("replicas", "shards"), [(2, 2), (3, 1), (1, 3), (1, 4)])
 def test_an_all_reduce_in_the_hook_is_the_mean(run_ranks: Any, replicas: int, shards: int) -> None:
-    for errors in run_ranks(_exact, replicas, shards, "allreduce", world_size=replicas * shards):
+    for errors in run_ranks(_exact, replicas, shards, world_size=replicas * shards):
         assert max(errors) < 1e-14
 
 

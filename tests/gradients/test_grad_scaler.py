@@ -39,10 +39,10 @@ def _overflows(parameters: int) -> dict[int, tuple[int, int, float]]:
     }
 
 
-def _train(wrapper: str | None, bucket_cap_mb: float) -> dict[str, Any]:
+def _train(wrapper: str | None) -> dict[str, Any]:
     torch.manual_seed(0)
     model = mlp(WIDTH, 3)
-    ddp = DistributedDataParallel(model, bucket_cap_mb=bucket_cap_mb)
+    ddp = DistributedDataParallel(model, bucket_cap_mb=0.001)
     scaler = torch.amp.GradScaler("cpu", init_scale=SCALE, growth_interval=GROWTH_INTERVAL)
     config = commhooks.PowerSGD(matrix_approximation_rank=2, start_powerSGD_iter=5)
     hook = commhooks.attach(ddp, config, wrapper=wrapper, loss_scale=scaler.get_scale)
@@ -87,7 +87,7 @@ def _train(wrapper: str | None, bucket_cap_mb: float) -> dict[str, Any]:
 
 @pytest.mark.parametrize("wrapper", [None, "fp16"])
 def test_overflows_at_random(run_ranks, wrapper):
-    ranks = run_ranks(_train, wrapper, 0.001)
+    ranks = run_ranks(_train, wrapper)
     for each in ranks:
         stats, scales = each["stats"], each["scales"]
         assert each["at random"] == OVERFLOWS

@@ -46,10 +46,6 @@ def _train(options: dict[str, Any], ddp_options: dict[str, Any]) -> tuple[dict[s
     return {name: p.detach().clone() for name, p in ddp.module.named_parameters()}, buckets
 
 
-def _all(options: dict[str, Any], variants: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    return {name: _train(options, ddp_options) for name, ddp_options in variants.items()}
-
-
 VARIANTS: dict[str, dict[str, Any]] = {
     "cap 0.05": {"bucket_cap_mb": 0.05},
     "cap 0.25": {"bucket_cap_mb": 0.25},
@@ -62,8 +58,13 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }
 
 
+def _all() -> dict[str, Any]:
+    options = {"matrix_approximation_rank": 4, "start_powerSGD_iter": 1}
+    return {name: _train(options, ddp_options) for name, ddp_options in VARIANTS.items()}
+
+
 def test_same_bits_for_every_layout(run_ranks):
-    ranks = run_ranks(_all, {"matrix_approximation_rank": 4, "start_powerSGD_iter": 1}, VARIANTS)
+    ranks = run_ranks(_all)
     expected, _ = ranks[0]["cap 25"]
     for results, (name, _) in itertools.product(ranks, VARIANTS.items()):
         assert bits_equal(results[name][0], expected), name
@@ -74,14 +75,14 @@ def test_same_bits_for_every_layout(run_ranks):
     assert buckets[0] != buckets[1]
 
 
-def _repeat(times: int) -> list[tuple[dict[str, torch.Tensor], list[int]]]:
+def _repeat() -> list[tuple[dict[str, torch.Tensor], list[int]]]:
     options = {"matrix_approximation_rank": 2, "start_powerSGD_iter": 1}
-    return [_train(options, {"bucket_cap_mb": 0.05}) for _ in range(times)]
+    return [_train(options, {"bucket_cap_mb": 0.05}) for _ in range(4)]
 
 
 def test_repeats_with_many_buckets(run_ranks):
     """No hang, replicas equal bit for bit, every run the same bit for bit."""
-    ranks = run_ranks(_repeat, 4)
+    ranks = run_ranks(_repeat)
     expected, _ = ranks[0][0]
     for results in ranks:
         for weights, buckets in results:

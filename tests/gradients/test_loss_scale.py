@@ -117,21 +117,18 @@ def _saved_scale() -> float:
     return hook.state_dict()["loss_scale"]
 
 
-@pytest.mark.parametrize("scale", [0.0, -1.0, float("inf"), float("nan")])
-def test_a_scale_that_is_none(scale: float) -> None:
+NOT_POSITIVE = "a positive number. A GradScaler comes down to zero when every"
+NO_NUMBER = "the factor by which the loss was multiplied: a number"
+
+
+@pytest.mark.parametrize(
+    ("scale", "text"),
+    [(each, NOT_POSITIVE) for each in (0.0, -1.0, float("inf"), float("nan"))]
+    + [(each, NO_NUMBER) for each in (None, "2", torch.ones(2))],
+)
+def test_a_scale_that_is_none(scale: Any, text: str) -> None:
     with process_group_of_one():
         ddp = wrap(SHAPES)
         commhooks.attach(ddp, "powerSGD", hook_options={"start_powerSGD_iter": 0}, loss_scale=lambda: scale)
-        with pytest.raises(
-            commhooks.HookRunError, match="a positive number. A GradScaler comes down to zero when every"
-        ):
-            backward(ddp, random_gradients(SHAPES, 0, 0))
-
-
-@pytest.mark.parametrize("scale", [None, "2", torch.ones(2)])
-def test_what_is_no_number(scale: Any) -> None:
-    with process_group_of_one():
-        ddp = wrap(SHAPES)
-        commhooks.attach(ddp, "powerSGD", hook_options={"start_powerSGD_iter": 0}, loss_scale=lambda: scale)
-        with pytest.raises(commhooks.HookRunError, match="the factor by which the loss was multiplied: a number"):
+        with pytest.raises(commhooks.HookRunError, match=text):
             backward(ddp, random_gradients(SHAPES, 0, 0))

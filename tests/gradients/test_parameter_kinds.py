@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 
 import pytest
@@ -169,12 +168,13 @@ def _images(model: nn.Module, step: int) -> None:
     model(batch(step, width=4 * 6 * 6).view(8, 4, 6, 6)).square().mean().backward()
 
 
-def channels_last(change: Callable[[nn.Module], nn.Module]) -> None:
+def channels_last() -> None:
     """The same Q in both formats, handed over by a checkpoint: the matrices differ in the order of columns only."""
     torch.manual_seed(0)
     usual = wrap(nn.Sequential(nn.Conv2d(4, 12, 3), nn.Tanh(), nn.Conv2d(12, 8, 3)))
     torch.manual_seed(0)
-    last = wrap(change(nn.Sequential(nn.Conv2d(4, 12, 3), nn.Tanh(), nn.Conv2d(12, 8, 3))))
+    module = nn.Sequential(nn.Conv2d(4, 12, 3), nn.Tanh(), nn.Conv2d(12, 8, 3))
+    last = wrap(module.to(memory_format=torch.channels_last))
     assert not last.module[0].weight.is_contiguous()
     hook, last_hook = commhooks.attach(usual, POWER_SGD), commhooks.attach(last, POWER_SGD)
     for step in range(2):
@@ -202,11 +202,7 @@ def channels_last(change: Callable[[nn.Module], nn.Module]) -> None:
 
 
 def test_channels_last_gives_the_same_gradients(run_ranks):
-    run_ranks(channels_last, to_channels_last)
-
-
-def to_channels_last(module: nn.Module) -> nn.Module:
-    return module.to(memory_format=torch.channels_last)
+    run_ranks(channels_last)
 
 
 # ------------------------------------------------------------------------------------------------------ tied weights

@@ -114,7 +114,7 @@ AREAS = {
             ),
         ),
         Part(
-            _files("engine", "local_driver", "observer", "statistics_log", "streams"),
+            _files("engine", "local_driver", "observer", "streams"),
             _tests("engine/test_observer", "engine/test_streams", "tools/test_codec_time", "hook/test_metrics"),
         ),
     ],
@@ -189,23 +189,17 @@ AREAS = {
 }
 """Areas by name; more than a part where other tests notice other files."""
 
-ALIKE = "all elements are alike"
 
 EXPLAINED = {
     (
         "commhooks/engine/simulation.py",
-        "names, config = ModelNames(parameters.items()), self._compressors[0].planning_config",
-        "names, config = ModelNames(parameters.items()), self._compressors[ -1].planning_config",
-    ): ALIKE,
+        "first_one, names = self._compressors[0], ModelNames(parameters.items())",
+        "first_one, names = self._compressors[ -1], ModelNames(parameters.items())",
+    ): "all elements are alike",
     (
-        "commhooks/engine/simulation.py",
-        "first_one = self._compressors[0]",
-        "first_one = self._compressors[ -1]",
-    ): ALIKE,
-    (
-        "commhooks/engine/statistics_log.py",
-        "self.due = 0",
-        "self.due = -1",
+        "commhooks/engine/session.py",
+        "self._statistics_due = 0",
+        "self._statistics_due = -1",
     ): "no step is less than 0",
     (
         "commhooks/compressors/quantized/blocks.py",

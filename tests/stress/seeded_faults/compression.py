@@ -5,7 +5,7 @@ from tests.stress.seeded_faults.mutant import Mutant
 _EARLIER = (
     "        for earlier in self.running[:-1]:\n"
     "            if earlier.has_round_left and not earlier.is_held:\n"
-    "                earlier.step()\n"
+    "                earlier.advance()\n"
 )
 
 MUTANTS = [
@@ -76,8 +76,8 @@ MUTANTS = [
     Mutant(
         "Q of a bucket before P of the next",
         "commhooks/engine/backward_pass.py",
-        f"        exchange.advance(None)\n{_EARLIER}",
-        f"{_EARLIER}        exchange.advance(None)\n",
+        f"        exchange.advance()\n{_EARLIER}",
+        f"{_EARLIER}        exchange.advance()\n",
         "comm/test_collectives.py",
     ),
     Mutant(

@@ -58,9 +58,9 @@ MUTANTS = [
     ),
     Mutant(
         "nodes: each rank believes its own verdict",
-        _HIERARCHY,
-        "        self.deciding = lambda: nodes.node  # its owners receive different shares\n",
-        "",
+        "commhooks/engine/session.py",
+        '        node = self.consensus.arrangement.groups.get("node")\n',
+        "        node = None\n",
         f"{_NODES}::test_a_step_that_is_not_finite_changes_nothing_on_any_node",
     ),
     Mutant(

@@ -43,7 +43,7 @@ def reduce_and_count(
     """`reduce_immediately`, with the pass, its bytes and its times counted."""
     if bucket.is_first:
         counters.begin_pass()
-    counters.gradients(bucket.numel_here * bucket.flat.element_size())
+    counters.gradients(bucket.nbytes)
     with counters.clocks.measure(bucket.flat.device):
         future = reduce_immediately(compressor, bucket, group, counters, over)
     answered = counters.clocks.left_to_ddp(bucket.flat.device)

@@ -154,7 +154,7 @@ class Session:
         if current.running and current.running[0].flat.device != flat.device:
             precision.check_one_device([current.running[0].flat.device, flat.device], compressor.display_name)
         known = consensus.buckets.find(bucket, compressor, consensus.arrangement, first=not current.running)
-        counters.gradients(flat.element_size() * bucket.numel_here)
+        counters.gradients(bucket.nbytes)
         if current.compressing:
             counters.numel_before += known.layout.numel
             counters.numel_after += known.numel_sent

@@ -18,7 +18,7 @@ class Bucket:
         flat: 1-D, this rank's gradients, replaced in place by the result. A sparse tensor for a sparse gradient.
         parameters: in their order in the buffer.
         index: increases within a backward pass.
-        numel_here: number of elements in the buffer; for a sparse gradient that of its values.
+        nbytes: of the buffer; for a sparse gradient those of its values.
         is_first, is_last: this is the first, the last bucket of its backward pass.
         grad_bucket: the same bucket as DDP passed it; None without DDP.
         unused: the places of parameters that this rank has not used since the latest synchronised pass, although they
@@ -37,7 +37,7 @@ class Bucket:
         """`is_first`: None: the one with index 0 is."""
         self.flat = flat
         self.parameters = parameters
-        self.numel_here = sparse_values(flat).numel() if flat.is_sparse else flat.numel()
+        self.nbytes = sparse_values(flat).nbytes if flat.is_sparse else flat.nbytes
         self.index = index
         self.is_first = index == 0 if is_first is None else is_first
         self.is_last = is_last

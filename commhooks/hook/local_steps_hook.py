@@ -89,7 +89,7 @@ class LocalStepsHook(EngineHook):
         if bucket.is_first:
             self._begin_local_pass(bucket)
         flat = bucket.flat
-        self._passes.gradients_of_pass(bucket.numel_here * flat.element_size())
+        self._passes.gradients_of_pass(bucket.nbytes)
         if self._scaled and not self._averages_gradients and self._outer.due(self._in_round + 1):
             self._finite.append(all_finite(sparse_values(flat) if flat.is_sparse else flat))
         if self._averages_gradients:

@@ -33,7 +33,7 @@ class UserHook(Runner):
     def run(self, bucket: Bucket) -> Future:
         if bucket.is_first:
             self.counters.begin_pass()
-        self.counters.bytes_uncompressed += bucket.numel_here * bucket.flat.element_size()
+        self.counters.bytes_uncompressed += bucket.nbytes
         return checked_future(self._function(self._state, bucket.grad_bucket), self._request.name)
 
     @property

@@ -7,8 +7,6 @@ each epoch. The first runs to its end. All processes of the second are killed in
 command is run again. Exits with 1 unless the final weights of both are bitwise equal and steps were compressed.
 """
 
-from __future__ import annotations
-
 import argparse
 import signal
 import subprocess

@@ -9,8 +9,6 @@ is chosen, threads are limited to one per process, and the Hugging Face folder, 
 configuration lives, is a temporary one. Only the child process sees this. `tests/conftest.py` uses the same rule.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

@@ -10,8 +10,6 @@ Runs three trainings by `lightning_digits.py`, one after the other, each on two 
                 the final weights must be bitwise equal to those of the uninterrupted run
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import csv

@@ -10,8 +10,6 @@ Elastic, with one or two machines (or terminals); one may leave and come back wh
 PAUSE_S=0.5 in the environment makes each step last that long, so that there is time to kill something.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import time

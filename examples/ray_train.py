@@ -6,8 +6,6 @@
 The same command goes on where the last run has ended.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import sys

@@ -1,7 +1,5 @@
 """Fixtures for all tests: the clean environment, the worker pool, and the guard against leaked process groups."""
 
-from __future__ import annotations
-
 import atexit
 import os
 import shutil

@@ -1,7 +1,5 @@
 """A checkpoint that is written while training goes on holds what a checkpoint written at once would hold."""
 
-from __future__ import annotations
-
 import os
 import threading
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A full disk, a folder that cannot be written, a write that was interrupted: what was saved before stays whole."""
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import resource

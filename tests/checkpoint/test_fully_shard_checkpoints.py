@@ -1,7 +1,5 @@
 """Saved with `torch.distributed.checkpoint`, loaded into any number of replicas and shards, and into DDP."""
 
-from __future__ import annotations
-
 import threading
 from pathlib import Path
 from typing import Any

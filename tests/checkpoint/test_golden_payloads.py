@@ -4,8 +4,6 @@ The files are made by tests/golden/make.py. Whoever sees these tests fail has ch
 version then.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

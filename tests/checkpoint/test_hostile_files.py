@@ -1,7 +1,5 @@
 """Files as damage or malice would make them: nothing in a checkpoint is run, and what cannot be read is named."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import os

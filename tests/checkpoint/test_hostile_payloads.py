@@ -1,7 +1,5 @@
 """What damaged and hostile payloads end in: success, or a `CommHookError` that names a key and has changed nothing."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import functools
@@ -59,7 +57,7 @@ class Subject:
     """It averages weights: any finite ones may be in a payload, also such with which gradients are not finite."""
 
     @classmethod
-    def new(cls, hook: Any, steps: int = 3, **options: Any) -> Subject:
+    def new(cls, hook: Any, steps: int = 3, **options: Any) -> "Subject":
         ddp = wrap(mlp())
         attached = commhooks.attach(ddp, hook, **options)
         for step in range(steps):

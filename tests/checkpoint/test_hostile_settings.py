@@ -1,8 +1,6 @@
 """Files of settings as accidents or malice would make them: each gives a handler, or a `CommHookError` that names the
 file. Nothing in it is run."""
 
-from __future__ import annotations
-
 import copy
 import random
 import time

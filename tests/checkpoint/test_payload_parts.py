@@ -1,7 +1,5 @@
 """A payload in a shared part and parts of ranks: nothing is lost, and what does not belong together is found out."""
 
-from __future__ import annotations
-
 import copy
 import io
 import re

@@ -1,7 +1,5 @@
 """The types that a checkpoint may hold: `plain_types_problem` says what `weights_only=True` says."""
 
-from __future__ import annotations
-
 import collections
 import io
 import pickle

@@ -1,7 +1,5 @@
 """A resume says where it goes on, and its counters go on too."""
 
-from __future__ import annotations
-
 import logging
 from typing import Any
 

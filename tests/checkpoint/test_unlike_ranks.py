@@ -1,7 +1,5 @@
 """Saves and loads where ranks hold different things, or a state was saved for another form of the model."""
 
-from __future__ import annotations
-
 import random
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What the author of a compressor can get wrong ends in an error that names it, never in a hang or a wrong result."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar

@@ -1,7 +1,5 @@
 """The same options through Python, YAML, the environment and flags: the same configuration, or refused by all."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import json

@@ -1,7 +1,5 @@
 """Requests that cannot work: the class of the error and its text, in which the user finds what to do."""
 
-from __future__ import annotations
-
 import dataclasses
 import inspect
 from collections.abc import Callable, Iterator

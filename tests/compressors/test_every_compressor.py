@@ -3,8 +3,6 @@
 A new compressor is added to `KINDS` and has to keep all of it. One call of the workers does as much as possible.
 """
 
-from __future__ import annotations
-
 import logging
 import re
 from typing import Any

@@ -1,8 +1,6 @@
 """What every compressor promises, for one of each sort, on a model sharded by `fully_shard` with two replicas of two
 shards."""
 
-from __future__ import annotations
-
 import logging
 from typing import Any
 

@@ -6,8 +6,6 @@ Needs the torch and the pytest of this Python, and nothing else: nothing is inst
 GPU is enough. Fails if there is no device, if every test is skipped, and if a test hangs.
 """
 
-from __future__ import annotations
-
 import contextlib
 import faulthandler
 import importlib.util

@@ -1,7 +1,5 @@
 """Drop-in for `torch.distributed.algorithms.ddp_comm_hooks`: the same names and arguments, and torch's examples run."""
 
-from __future__ import annotations
-
 import ast
 import inspect
 import textwrap

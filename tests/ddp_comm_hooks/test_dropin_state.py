@@ -1,7 +1,5 @@
 """`PowerSGDState` as torch's users know it: pickled and loaded, counted, logged, started at once."""
 
-from __future__ import annotations
-
 import io
 import pickle
 

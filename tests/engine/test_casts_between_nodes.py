@@ -1,7 +1,5 @@
 """Hooks without learned state between nodes: exact inside a node, cast between nodes, saved as without nodes."""
 
-from __future__ import annotations
-
 import copy
 from types import SimpleNamespace
 from typing import Any

@@ -1,7 +1,5 @@
 """Behind a long link small messages of several buckets go out as one: no bit changes, and a step has fewer rounds."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator
 from typing import Any

@@ -1,7 +1,5 @@
 """Ways to run DDP that change which passes and which parameters a hook sees: accumulation, unused parameters, join."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import pytest

@@ -1,7 +1,5 @@
 """Options of DDP that have a path of their own: each works with a hook, or is refused with a sentence."""
 
-from __future__ import annotations
-
 import time
 from functools import partial
 from typing import Any

@@ -3,8 +3,6 @@
 With `static_graph` DDP calls the hook for all of them at the end of that pass, numbers each 0 and marks none as last.
 """
 
-from __future__ import annotations
-
 from typing import Any
 from unittest import mock
 

@@ -1,7 +1,5 @@
 """A step with an inf or a NaN on any rank changes nothing on all ranks of the model, also those with other shards."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

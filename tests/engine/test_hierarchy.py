@@ -1,7 +1,5 @@
 """Ranks in nodes: the same numbers as without nodes, for a share of the work, and checkpoints of either kind."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 from typing import Any

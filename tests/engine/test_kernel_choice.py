@@ -1,7 +1,5 @@
 """All ranks compute with one kernel: the first one of rank 0 that all of them have. A line says what is missing."""
 
-from __future__ import annotations
-
 from typing import Any
 from unittest import mock
 

@@ -1,7 +1,5 @@
 """`Send(meanwhile=...)`: work between the start of a collective and the wait for it."""
 
-from __future__ import annotations
-
 import functools
 from dataclasses import dataclass
 from typing import Any, ClassVar

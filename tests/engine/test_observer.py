@@ -1,7 +1,5 @@
 """The times of watched passes, by a clock that the test sets."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from unittest import mock
 

@@ -1,7 +1,5 @@
 """A pipeline of two stages on two replicas: each stage's replicas average over a group of their own, with a hook."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

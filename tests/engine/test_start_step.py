@@ -1,7 +1,5 @@
 """When compression begins: resolved once, and said aloud where it never will."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 

@@ -1,7 +1,5 @@
 """`ranks_per_node`: which ranks are a node, who owns what in it, and what is refused."""
 
-from __future__ import annotations
-
 import os
 from typing import Any
 from unittest import mock

@@ -1,7 +1,5 @@
 """`exclude`: parameters that are never compressed, by globs on their names."""
 
-from __future__ import annotations
-
 import pickle
 from typing import Any
 

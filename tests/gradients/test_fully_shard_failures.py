@@ -1,7 +1,5 @@
 """A backward pass of a model sharded by `fully_shard` that fails, and the passes after it."""
 
-from __future__ import annotations
-
 import contextlib
 from typing import Any
 from unittest import mock

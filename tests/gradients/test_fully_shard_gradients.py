@@ -1,7 +1,5 @@
 """Averaged gradients of a model sharded by `fully_shard` equal the mean, and those of PowerSGD the slow oracle."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """FSDP2's options and users' habits: the averaged gradient is right in each of them, and nothing hangs."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,8 +1,6 @@
 """Checkpoints where the reduction is wider or narrower than the weights, where a shard is compressed although the whole
 parameter is not, and along another dimension."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

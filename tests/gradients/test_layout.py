@@ -1,7 +1,5 @@
 """Memory order and back: pure functions on tensors of every kind of strides."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

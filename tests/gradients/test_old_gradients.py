@@ -1,7 +1,5 @@
 """`find_unused_parameters=True` where a parameter that a pass does not use still has the gradient of an earlier one."""
 
-from __future__ import annotations
-
 import gc
 import weakref
 from typing import Any

@@ -1,7 +1,5 @@
 """Parameters of every kind that a model may have: what cannot be compressed is averaged as plain DDP does."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import pytest

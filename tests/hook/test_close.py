@@ -1,7 +1,5 @@
 """What a training leaves behind: nothing that waits for the garbage collector, or that cannot end in a fork."""
 
-from __future__ import annotations
-
 import gc
 import os
 import time

@@ -1,8 +1,6 @@
 """A DDP model with a hook can be copied and pickled whole, as one without: the copy has no hook, and the original keeps
 its own."""
 
-from __future__ import annotations
-
 import copy
 import io
 import pickle

@@ -1,7 +1,5 @@
 """The arguments that the front ends have in common: the same names, defaults and types everywhere, and explained."""
 
-from __future__ import annotations
-
 import dataclasses
 import inspect
 import typing

@@ -1,7 +1,5 @@
 """`diloco` and `local_sgd` between the replicas of a sharded model: rounds, outer steps, checkpoints."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +30,7 @@ class Training:
             self.model, self.hook = ddp, commhooks.attach(ddp, config, save_residual="distributed")
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=LR, momentum=momentum)
 
-    def train(self, begin: int, end: int) -> Training:
+    def train(self, begin: int, end: int) -> "Training":
         for step in range(begin, end):
             self.optimizer.zero_grad()
             self.model(random_gradients(step)).backward()
@@ -53,7 +51,7 @@ class Training:
         self.hook.state_dict()  # ends the round
         dcp.save(self.stateful(), checkpoint_id=folder)
 
-    def load(self, folder: str) -> Training:
+    def load(self, folder: str) -> "Training":
         content = self.stateful()
         dcp.load(content, checkpoint_id=folder)
         set_state_dict(

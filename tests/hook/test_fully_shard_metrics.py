@@ -1,7 +1,5 @@
 """Norms, cosines, statistics and the comparison of replicas on shards."""
 
-from __future__ import annotations
-
 import gc
 import weakref
 from typing import Any

@@ -1,7 +1,5 @@
 """What cannot be served is refused with a sentence that says what to do."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable
 from typing import Any

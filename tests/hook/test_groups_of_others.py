@@ -1,8 +1,6 @@
 """Process groups that torch did not make: one that does not number its ranks is refused, and those of torchft, where it
 is installed, average as torch's own do."""
 
-from __future__ import annotations
-
 from datetime import timedelta
 from typing import Any
 from unittest import mock

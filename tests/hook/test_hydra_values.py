@@ -1,7 +1,5 @@
 """Hydra passes OmegaConf's containers to what it makes: they are taken as the dicts and lists that they stand for."""
 
-from __future__ import annotations
-
 import importlib
 import pickle
 from typing import Any

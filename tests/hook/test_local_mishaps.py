@@ -1,8 +1,6 @@
 """What may go wrong in a round of `diloco` and `local_sgd`: numbers that are not finite, ranks that would miss each
 other, a process that ends while a part is on its way."""
 
-from __future__ import annotations
-
 import gc
 import subprocess
 import weakref

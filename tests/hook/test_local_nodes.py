@@ -1,7 +1,5 @@
 """`diloco` with `ranks_per_node`: the exact mean of the gradients inside a node, outer steps between nodes."""
 
-from __future__ import annotations
-
 from typing import Any
 from unittest import mock
 

@@ -1,7 +1,5 @@
 """`diloco` and `local_sgd` where a rank is lost, or the ranks have come apart: they find together again, and say so."""
 
-from __future__ import annotations
-
 import threading
 import time
 from typing import Any

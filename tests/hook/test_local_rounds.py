@@ -1,7 +1,5 @@
 """When the rounds of `diloco` and `local_sgd` end, and what ends with them: buffers, modes of training, optimizers."""
 
-from __future__ import annotations
-
 import copy
 import gc
 import io

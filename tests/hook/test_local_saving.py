@@ -1,7 +1,5 @@
 """Saving and resuming `diloco` and `local_sgd`, in the middle of a round, too."""
 
-from __future__ import annotations
-
 from typing import Any
 from unittest import mock
 

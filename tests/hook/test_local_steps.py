@@ -1,7 +1,5 @@
 """What `diloco` and `local_sgd` compute and send. Their rounds: test_local_rounds.py; saving: test_local_saving.py."""
 
-from __future__ import annotations
-
 import copy
 import itertools
 from typing import Any

@@ -1,7 +1,5 @@
 """Seconds of the codec and of waiting, norms, and the sampled cosine: right, and without a trace in the training."""
 
-from __future__ import annotations
-
 import inspect
 import logging
 import math

@@ -1,7 +1,5 @@
 """`hook=None` is DDP without a hook; `noop` is not, and says so."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import logging

@@ -1,7 +1,5 @@
 """What is compressed, why not, and the bytes: decided from shapes and options alone."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import pytest

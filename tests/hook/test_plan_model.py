@@ -1,7 +1,5 @@
 """`commhooks plan`: the same as the attached hook will say and do, before there is a process group."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,8 +1,6 @@
 """`commhooks.quantized_all_reduce`: within its bound of the exact mean, the same bits on all ranks, nothing lost with a
 residual."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 from unittest import mock

@@ -1,8 +1,6 @@
 """Models that `torch.distributed._composable` has replicated, by `replicate` and where torch has it by
 `replicate_with_fsdp`: hooked, saved and resumed."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

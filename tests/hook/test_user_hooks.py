@@ -1,7 +1,5 @@
 """Hooks of the user's own: a callable, a dotted path, a registered name; with a state that is saved, and without."""
 
-from __future__ import annotations
-
 import io
 from collections.abc import Iterator
 from typing import Any

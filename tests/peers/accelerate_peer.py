@@ -7,8 +7,6 @@ The scripts make accelerators without arguments, so the class that they import i
 COMMHOOKS_PEERS_HOOK nothing of this happens.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import importlib
 import sys

@@ -3,8 +3,6 @@
 With torch 2.13.0 and Accelerate 1.15.0.
 """
 
-from __future__ import annotations
-
 _ROUNDS = "float16 rounds, by more than the case allows"
 _APPROXIMATES = "it expects the exact mean, and this hook approximates"
 

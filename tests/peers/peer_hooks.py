@@ -1,7 +1,5 @@
 """In the processes of a peer's test: which hook is tried, and a record of what it did."""
 
-from __future__ import annotations
-
 import json
 import os
 from multiprocessing.util import Finalize

@@ -7,8 +7,6 @@ From Accelerate: scripts of `accelerate.test_utils.scripts`, on two CPU ranks. F
 changed. Ends with 1 if a case fails with a hook and passes without, unless `explained.py` says why; or if no hook ran.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

@@ -1,7 +1,5 @@
 """`make test-peers` compares what it should: one small case of torch, and the verdicts on made-up outcomes."""
 
-from __future__ import annotations
-
 import io
 import sys
 from pathlib import Path

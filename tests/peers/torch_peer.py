@@ -7,8 +7,6 @@ attached with `commhooks.attach`, and the modules with torch's hooks are those o
 COMMHOOKS_PEERS_HOOK nothing of this happens.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 import time

@@ -1,7 +1,5 @@
 """`make demo-accelerate`: what it calls a failure, whom it kills, and the whole of it once in short form."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

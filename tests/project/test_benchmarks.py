@@ -1,8 +1,6 @@
 """Each benchmark runs, in its shortest form, and writes the figures that it promises. No figure is judged here, except
 those that do not depend on the machine."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import os

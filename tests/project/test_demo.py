@@ -1,7 +1,5 @@
 """The demo: what it calls a failure, how it kills, and the whole of it once in short form in a hostile environment."""
 
-from __future__ import annotations
-
 import copy
 import os
 import signal

@@ -1,7 +1,5 @@
 """Every snippet of README, CONTRIBUTING and docs/ works, every link leads somewhere, and every quoted error exists."""
 
-from __future__ import annotations
-
 import ast
 import importlib
 import inspect

@@ -1,8 +1,6 @@
 """`examples/elastic_training.py` under torchrun with `--nnodes 1:2`: one of two launchers is killed, and the other one
 goes on alone, with the hook's state."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import time

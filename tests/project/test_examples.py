@@ -1,7 +1,5 @@
 """Examples, started twice as a user does: the second run goes on where the first has ended, with the hook's state."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """The layers of docs/architecture.md hold, and the tool that checks them fails on a wrong import."""
 
-from __future__ import annotations
-
 import shutil
 import subprocess
 import sys

@@ -1,8 +1,6 @@
 """The Makefile where Python is not what it needs, and what it installs for whom; and the seeded faults and the areas of
 mutants, which must fit the code that they break."""
 
-from __future__ import annotations
-
 import ast
 import re
 import sys

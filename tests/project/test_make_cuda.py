@@ -1,7 +1,5 @@
 """`make test-cuda` and `make bench-gpu` where there is no GPU: they fail with a sentence; and what they would print."""
 
-from __future__ import annotations
-
 import subprocess
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """No source of the packages can run what a file holds: a look at the sources; `test_hostile_files.py` plants code."""
 
-from __future__ import annotations
-
 import ast
 
 import pytest

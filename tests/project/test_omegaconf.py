@@ -3,8 +3,6 @@
 The whole tests of the configuration were run with 2.3.0, beside hydra-core 1.3.8, and with 2.4.0.
 """
 
-from __future__ import annotations
-
 import ast
 
 import omegaconf

@@ -1,7 +1,5 @@
 """A compressor of a user's own in every front end: the example works everywhere without any other change."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

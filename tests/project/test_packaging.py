@@ -1,8 +1,6 @@
 """What a user gets from `pip install`: the source distribution, the wheel that is built from it, and what the wheel
 does in an environment of its own, outside of the repository."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -3,8 +3,6 @@
 What torch's names do is in test_torch_private.py.
 """
 
-from __future__ import annotations
-
 import ast
 import inspect
 import re

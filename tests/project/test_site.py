@@ -1,7 +1,5 @@
 """The documentation as a site: what `make docs` builds, and which pages it has."""
 
-from __future__ import annotations
-
 import re
 import shutil
 import subprocess

@@ -1,7 +1,5 @@
 """The private things of torch that the package touches: these tests fail when torch changes one of them."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

@@ -1,7 +1,5 @@
 """docs/versions.md, pyproject.toml, the plugins and `make test-versions` name the same versions."""
 
-from __future__ import annotations
-
 import importlib.metadata
 import os
 import re

@@ -1,7 +1,5 @@
 """Warnings say where they come from: all of them go through `commhooks.errors.logger_of` or Lightning's `warn`."""
 
-from __future__ import annotations
-
 import ast
 import logging
 

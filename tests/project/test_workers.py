@@ -1,7 +1,5 @@
 """The multi-rank test tools themselves: a tool that lost a failure would make every other test worthless."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

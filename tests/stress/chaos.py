@@ -11,8 +11,6 @@ A campaign in parts, with one report over all of them: the same command again un
     ... chaos --seed 7 --results seed-7.jsonl --seconds 240
 """
 
-from __future__ import annotations
-
 import argparse
 import dataclasses
 import json

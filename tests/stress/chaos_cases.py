@@ -1,7 +1,5 @@
 """What `make chaos` draws from: front ends, topologies, hooks and kinds of death; and what is left out, and why."""
 
-from __future__ import annotations
-
 import math
 import random
 from collections.abc import Collection

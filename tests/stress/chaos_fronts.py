@@ -5,8 +5,6 @@ Each builds a training with a given topology and hook, which saves at every `SAV
 complete counts as a checkpoint (`complete_checkpoints`), and goes on from the newest one.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 from collections.abc import Callable

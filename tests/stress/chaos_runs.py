@@ -1,7 +1,5 @@
 """One training that dies and goes on, from outside: it is started, killed, started again, and judged."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

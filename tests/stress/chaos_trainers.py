@@ -1,7 +1,5 @@
 """The front ends that bring the training loop: Lightning and the Trainer of transformers. See chaos_fronts.py."""
 
-from __future__ import annotations
-
 import os
 from typing import Any
 

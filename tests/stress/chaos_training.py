@@ -3,8 +3,6 @@
 It writes final-RANK.pt, the weights and statistics of the hook, beside the notes of chaos_watch.py.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 import traceback

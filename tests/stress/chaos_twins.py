@@ -1,7 +1,5 @@
 """Trainings that are left alone, with whose weights those of the killed ones are compared."""
 
-from __future__ import annotations
-
 import tempfile
 from pathlib import Path
 from typing import Any

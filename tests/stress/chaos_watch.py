@@ -4,8 +4,6 @@ In the folder of the training: start-ATTEMPT-RANK.json when an attempt begins to
 death, error-ATTEMPT-RANK.json with the error that ended a rank, end-ATTEMPT-RANK.json.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import resource
@@ -49,7 +47,7 @@ class Watch:
         self._limits: tuple[int, int] | None = None
 
     @classmethod
-    def of_this_process(cls, folder: Path) -> Watch:
+    def of_this_process(cls, folder: Path) -> "Watch":
         """CHAOS_DEATH: the death as JSON. CHAOS_COMMAND: how often the command was given before."""
         restarts = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
         given = os.environ.get("CHAOS_DEATH")

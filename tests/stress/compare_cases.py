@@ -1,7 +1,5 @@
 """The grid of `compare_versions.py`: every kind of hook in every situation, options, and states of others."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """The processes in which `compare_versions.py` runs its cases, one per rank."""
 
-from __future__ import annotations
-
 import contextlib
 import faulthandler
 import gc

@@ -1,7 +1,5 @@
 """What `compare_versions.py` notes of a case, as plain types, and how two such notes differ."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import logging

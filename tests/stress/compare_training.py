@@ -4,8 +4,6 @@ Only names of `commhooks` itself are used, so that the same file runs against an
 two runs of one version give the same bits.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import hashlib
@@ -129,7 +127,7 @@ class Run:
         self.state = hook.get("hook_state")
         self.hook = commhooks.attach(self.ddp, **(hook | situation.attach | scale))
 
-    def train(self, upto: int) -> Run:
+    def train(self, upto: int) -> "Run":
         if self.situation.join:
             with Join([self.ddp]):
                 self._steps(upto // 2 + 2 * self.rank)
@@ -177,7 +175,7 @@ class Run:
         parts["hook"] = self.hook.state_dict(residual, **how) if self.hook is not None else None
         return through_bytes(parts)
 
-    def load(self, saved: dict[str, Any]) -> Run:
+    def load(self, saved: dict[str, Any]) -> "Run":
         self.module.load_state_dict(saved["model"])
         self.optimizer.load_state_dict(saved["optimizer"])
         if saved["hook"] is not None:

@@ -11,8 +11,6 @@ Only the public names of commhooks are used. Both versions must run on the same 
 processors and kernels give other bits.
 """
 
-from __future__ import annotations
-
 import argparse
 import fnmatch
 import os

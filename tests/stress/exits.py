@@ -8,8 +8,6 @@ a process that has imported everything, so that a run takes a fraction of a seco
 As under torchrun, the store of the ranks lives in another process.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import shutil

@@ -1,8 +1,6 @@
 """Trainings that die at chosen moments resume by themselves to the same weights: each kind of death once. `make chaos`
 draws more."""
 
-from __future__ import annotations
-
 import dataclasses
 from pathlib import Path
 from typing import Any

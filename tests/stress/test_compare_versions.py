@@ -1,7 +1,5 @@
 """The comparison of two versions uses the packages on the path and its own `tests`, and sees a changed factor."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

@@ -1,7 +1,5 @@
 """How `make exits` counts."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import time

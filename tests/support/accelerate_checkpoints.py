@@ -1,7 +1,5 @@
 """A training with Accelerate that saves, one that resumes, and what is compared; for the tests of `save_state`."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 from typing import Any

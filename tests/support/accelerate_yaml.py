@@ -1,7 +1,5 @@
 """An Accelerate configuration file, with a section of ours in it; for the tests of settings as YAML."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Accelerators in the worker pool, and a small training run with one, shared by the tests of `accelerate_commhooks`."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import logging
@@ -122,7 +120,7 @@ class Training:
         self.step = 0
 
     @classmethod
-    def resumed(cls, folder: Any, step: int, handler: Any = None, **kwargs: Any) -> Training:
+    def resumed(cls, folder: Any, step: int, handler: Any = None, **kwargs: Any) -> "Training":
         """A new one with other weights and other options, which then loads."""
         new = cls(power_sgd(WRONG) if handler is None else handler, **kwargs)
         with torch.no_grad():
@@ -130,7 +128,7 @@ class Training:
                 parameter.add_(1)
         return new.load(folder, step)
 
-    def train(self, steps: int) -> Training:
+    def train(self, steps: int) -> "Training":
         for _ in range(steps):
             images, labels = batch(self.step, self.accelerator.process_index)
             self.optimizer.zero_grad()
@@ -139,12 +137,12 @@ class Training:
             self.step += 1
         return self
 
-    def save(self, folder: Any = None) -> Training:
+    def save(self, folder: Any = None) -> "Training":
         self.accelerator.save_state(None if folder is None else str(folder))
         self.accelerator.wait_for_everyone()  # Accelerate has no barrier at the end of save_state
         return self
 
-    def load(self, folder: Any, step: int) -> Training:
+    def load(self, folder: Any, step: int) -> "Training":
         self.accelerator.load_state(None if folder is None else str(folder))
         self.step = step
         return self

@@ -3,8 +3,6 @@
 Everything here runs inside the workers. What compares over ranks must be called by all ranks of the group.
 """
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import functools

@@ -27,8 +27,6 @@ A fence that needs more than `import torch` names what it needs in a comment abo
 A script with `ckpt_path="last"` is started twice: the second run must continue where the first has ended.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import re
 import textwrap
@@ -56,7 +54,7 @@ class Snippet:
     language: str
     needs: str
     text: str
-    above: Snippet | None = None
+    above: "Snippet | None" = None
     """The snippet that this one continues."""
     output: str = ""
     """Lines that a script must print."""

@@ -1,7 +1,5 @@
 """A model and a loss in which everything could be changed by accident, for the tests of the doctor."""
 
-from __future__ import annotations
-
 import random
 
 import torch

@@ -3,8 +3,6 @@
 `torch.__version__` is asked only where a missing feature shows as a wrong result or an error from deep inside.
 """
 
-from __future__ import annotations
-
 import importlib.metadata
 import importlib.util
 import re

@@ -4,8 +4,6 @@ Nothing here depends on random numbers of torch: gradients are sines, and Q is i
 ranks.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

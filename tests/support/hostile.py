@@ -1,7 +1,5 @@
 """Payloads as damage or malice would make them: random changes of good ones, the same for the same seed."""
 
-from __future__ import annotations
-
 import copy
 import io
 import os

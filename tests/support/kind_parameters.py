@@ -1,7 +1,5 @@
 """The kinds of `kinds.py` as parameters of tests."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.support.compilers import needs_compiler

@@ -1,7 +1,5 @@
 """A fit with CommHookDDP that may save or resume, and what came of it; for the tests of checkpoints."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 from typing import Any

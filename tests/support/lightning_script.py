@@ -3,8 +3,6 @@
 Two CPU processes of Lightning's own making. Every rank writes what came of it to FOLDER/rank-N.json.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

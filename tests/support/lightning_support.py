@@ -4,8 +4,6 @@ The pool has joined a process group before the function runs, and Lightning take
 launcher, no ports. All functions here run in a worker.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import logging
@@ -69,6 +67,7 @@ class Model(pl.LightningModule):
             torch.nn.Linear(16, 32), torch.nn.Tanh(), torch.nn.Linear(32, 32), torch.nn.Tanh(), torch.nn.Linear(32, 8)
         )
         self.extra = torch.nn.Linear(8, 8) if extra else torch.nn.Identity()
+        self.lr = 0.05  # which a learning-rate finder sets
 
     def loss(self, batch: Any) -> torch.Tensor:
         x, y = batch
@@ -83,7 +82,7 @@ class Model(pl.LightningModule):
         self.log("val_loss", self.loss(batch), sync_dist=True)
 
     def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.net.parameters(), lr=0.05, momentum=0.9)
+        return torch.optim.SGD(self.net.parameters(), lr=self.lr, momentum=0.9)
 
 
 class ManualModel(Model):
@@ -112,7 +111,7 @@ class TwoOptimizersModel(ManualModel):
     def configure_optimizers(self) -> Any:
         head = list(self.net[4].parameters())
         body = [p for p in self.net.parameters() if all(p is not q for q in head)]
-        return [torch.optim.SGD(body, lr=0.05), torch.optim.Adam(head, lr=0.01)]
+        return [torch.optim.SGD(body, lr=self.lr), torch.optim.Adam(head, lr=0.01)]
 
 
 def data() -> DataLoader[Any]:

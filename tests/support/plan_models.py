@@ -1,7 +1,5 @@
 """Models for `commhooks plan`, and what is none."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

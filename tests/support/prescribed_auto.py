@@ -4,8 +4,6 @@ It begins its trials at step 2. A step takes a second with all-reduce, and `trie
 tenth, only the candidate that sends least is tried, because the bytes of the others alone would take longer.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from dataclasses import dataclass
 from typing import Any, ClassVar

@@ -1,7 +1,5 @@
 """Where things are, for tests that start scripts or read files of the repository."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 from pathlib import Path

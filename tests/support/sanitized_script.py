@@ -7,8 +7,6 @@
 The sanitizer prints each race and raises. Prints "done" at the end.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 

@@ -1,7 +1,5 @@
 """A model sharded by `fully_shard` whose gradients are prescribed, on a mesh of replicas and shards."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Mapping
 from typing import Any

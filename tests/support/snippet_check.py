@@ -1,7 +1,5 @@
 """Runs or checks the snippets that `doc_snippets.py` finds."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Checks command lines in snippets."""
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import importlib.util

@@ -1,7 +1,5 @@
 """Runs Python snippets: on two ranks, or as a script of its own."""
 
-from __future__ import annotations
-
 import contextlib
 import linecache
 import logging

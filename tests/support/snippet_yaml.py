@@ -1,7 +1,5 @@
 """Checks YAML snippets: settings of Lightning or of Accelerate."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import re

@@ -1,7 +1,5 @@
 """What a task of a worker must leave as it found it: environment, settings, threads."""
 
-from __future__ import annotations
-
 import dataclasses
 import logging
 import os
@@ -25,7 +23,7 @@ class Surroundings:
     log_handlers: tuple[logging.Handler, ...]
 
     @staticmethod
-    def now() -> Surroundings:
+    def now() -> "Surroundings":
         return Surroundings(
             dict(os.environ),
             {name: get() for name, (get, _) in _SETTINGS.items()},

@@ -1,7 +1,5 @@
 """Several trainings in one process, as of Optuna, with forked DataLoader workers in which Python collects garbage."""
 
-from __future__ import annotations
-
 import gc
 import os
 from collections.abc import Callable

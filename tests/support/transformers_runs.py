@@ -1,7 +1,5 @@
 """A `CommHookTrainer` that really is one of two ranks, and what came of its training."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -10,8 +10,6 @@ nothing of commhooks is imported in it. What it starts by `sys.executable` or mu
 use this where the start itself is tested, or Ctrl-C for a whole process group.
 """
 
-from __future__ import annotations
-
 import atexit
 import contextlib
 import ctypes

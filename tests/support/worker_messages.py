@@ -1,7 +1,5 @@
 """What the pool (`workers.py`) and a worker (`worker_side.py`) send each other."""
 
-from __future__ import annotations
-
 import dataclasses
 import io
 from typing import Any

@@ -1,7 +1,5 @@
 """The worker's side of `workers.py`: runs one task after another, each in a group of its own."""
 
-from __future__ import annotations
-
 import contextlib
 import faulthandler
 import gc

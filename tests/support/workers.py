@@ -21,8 +21,6 @@ ends the collectives that the others wait in. Payloads travel as bytes of `torch
 memory. Whatever goes wrong ends in one `RanksFailed` in the parent that shows all ranks.
 """
 
-from __future__ import annotations
-
 import atexit
 import contextlib
 import multiprocessing.connection

@@ -6,8 +6,6 @@ The environments stay in .venvs/ for the next time. torch from PyPI brings the l
 though nothing runs on a GPU.
 """
 
-from __future__ import annotations
-
 import argparse
 import datetime
 import shlex

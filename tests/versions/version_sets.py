@@ -4,8 +4,6 @@
 holds the three together. Everything else is as in constraints-dev.txt, which is the set of `make test`.
 """
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """To what `CommHookKwargs` attaches: several models and accelerators, models that go, compiled ones."""
 
-from __future__ import annotations
-
 import copy
 import gc
 import pickle

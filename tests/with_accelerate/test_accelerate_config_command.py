@@ -1,7 +1,5 @@
 """`accelerate-commhooks config` and `check`, on files."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import subprocess

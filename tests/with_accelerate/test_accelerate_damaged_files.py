@@ -1,8 +1,6 @@
 """What can be wrong with the files of a hook when `accelerator.load_state` reads them. All that can be wrong with their
 contents, `checkpoint/test_payload_parts.py` has."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Settings handed over in the environment: what wins over what, and that they must be used."""
 
-from __future__ import annotations
-
 import dataclasses
 import os
 import pickle

@@ -1,7 +1,5 @@
 """`CommHookKwargs` as an object: what the stock `Accelerator` accepts, what is refused, and what Python does to it."""
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 import pickle

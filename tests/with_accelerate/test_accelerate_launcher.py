@@ -1,7 +1,5 @@
 """`accelerate-commhooks launch`, and `accelerate launch` with the environment variable, as users start them."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -1,7 +1,5 @@
 """Ways in which people call `accelerator.load_state` with a hook."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

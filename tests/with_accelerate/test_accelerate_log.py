@@ -1,7 +1,5 @@
 """`CommHookKwargs.log`: what the hooks do, in the accelerator's trackers, read back from a real TensorBoard file."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +31,7 @@ class Notes(GeneralTracker):
         self.rows: list[tuple[int | None, dict[str, float]]] = []
 
     @property
-    def tracker(self) -> Notes:
+    def tracker(self) -> "Notes":
         return self
 
     def store_init_configuration(self, values: dict[str, Any]) -> None:

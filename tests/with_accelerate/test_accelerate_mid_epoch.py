@@ -4,8 +4,6 @@ Batches in random order, two of them accumulated per step, a scheduler, several 
 demo (tests/project/test_accelerate_demo.py).
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

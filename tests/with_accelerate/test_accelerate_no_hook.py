@@ -1,7 +1,5 @@
 """`CommHookKwargs(hook=None)` is DDP without a hook; so is `hook: null` in a file, whatever else the file says."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 from typing import Any

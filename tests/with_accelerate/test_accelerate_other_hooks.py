@@ -1,7 +1,5 @@
 """`save_state` with hooks that remember other things than PowerSGD, or nothing: a resume from it is bit-equal."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

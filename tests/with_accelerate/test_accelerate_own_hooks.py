@@ -1,7 +1,5 @@
 """`save_state` and `load_state` where users bring hooks, states and objects of their own, or where there is no hook."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 from typing import Any

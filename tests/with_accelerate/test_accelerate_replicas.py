@@ -1,8 +1,6 @@
 """Accelerate with FSDP2 and `dp_replicate_size`: `prepare` shards within each replica, and the hook averages between
 the replicas."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -58,7 +56,7 @@ class Run:
         self.model, self.optimizer = self.accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=0.01))
         self.handler, self.step, self.losses = handler, 0, []
 
-    def train(self, steps: int) -> Run:
+    def train(self, steps: int) -> "Run":
         for _ in range(2 * steps):
             dtype = next(self.model.parameters()).dtype
             images, labels = batch(self.step, self.accelerator.process_index, dtype)

@@ -1,7 +1,5 @@
 """`accelerator.save_state` with a hook, on real ranks, and what resumes from it: the table in docs/cases.md."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """`save_state` and `load_state` with several hooked models, and with models that go."""
 
-from __future__ import annotations
-
 import gc
 from pathlib import Path
 from typing import Any
@@ -30,7 +28,7 @@ class Pair:
         self.second = self.accelerator.prepare(make_model())
         self.second_hook = self.handler.attached
 
-    def train(self, start: int, steps: int) -> Pair:
+    def train(self, start: int, steps: int) -> "Pair":
         for step in range(start, start + steps):
             for factor, model in ((1, self.first), (3, self.second)):
                 images, labels = batch(step, self.accelerator.process_index)

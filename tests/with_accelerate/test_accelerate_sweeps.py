@@ -1,7 +1,5 @@
 """Several accelerators one after another in a process: what a training leaves behind when its model is released."""
 
-from __future__ import annotations
-
 import weakref
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """`CommHookKwargs` in the stock `Accelerator` on two ranks: what it attaches acts, with every setting."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The settings of `CommHookKwargs` as YAML: what is accepted, and what an error says."""
 
-from __future__ import annotations
-
 import dataclasses
 from pathlib import Path
 from typing import Any

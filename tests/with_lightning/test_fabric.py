@@ -1,7 +1,5 @@
 """`lightning_commhooks.fabric.CommHookDDP`: a hook for every model, saved and restored with Fabric's checkpoints."""
 
-from __future__ import annotations
-
 import pickle
 from pathlib import Path
 from typing import Any

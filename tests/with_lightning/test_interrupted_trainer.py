@@ -1,7 +1,5 @@
 """Exceptions, Ctrl-C and signals on one rank or on all: Lightning's own emergency checkpoints, with a hook's state."""
 
-from __future__ import annotations
-
 import os
 import signal
 import time

@@ -1,7 +1,5 @@
 """`auto` in Lightning: it decides, and a checkpoint resumes with the decision."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """CommHookDDP by name, from Python, and from LightningCLI: what is accepted, what is refused, and with which words."""
 
-from __future__ import annotations
-
 import importlib
 import inspect
 import pickle

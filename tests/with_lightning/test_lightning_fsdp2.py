@@ -1,7 +1,5 @@
 """`CommHookFSDP2` trains shards on CPU ranks, and its distributed checkpoints resume bit-equal."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The hook's folder in checkpoints of `CommHookFSDP2`: incomplete, outdated, of another hook, hostile."""
 
-from __future__ import annotations
-
 import time
 from pathlib import Path
 from typing import Any

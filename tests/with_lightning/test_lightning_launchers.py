@@ -1,7 +1,5 @@
 """Lightning's own launchers, each really used: a script with two processes, and a resume in new ones."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

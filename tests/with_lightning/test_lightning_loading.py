@@ -1,7 +1,5 @@
 """What a Trainer with CommHookDDP loads: other checkpoints, other hooks; nothing leaks from one call into the next."""
 
-from __future__ import annotations
-
 import functools
 from pathlib import Path
 from typing import Any

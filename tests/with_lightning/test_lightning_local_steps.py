@@ -1,7 +1,5 @@
 """Hooks that average weights once in several steps, in a Trainer: resume, validation, the end of the training."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

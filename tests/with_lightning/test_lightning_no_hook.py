@@ -1,7 +1,5 @@
 """`CommHookDDP(hook=None)` is DDPStrategy: no hook, nothing in checkpoints, no error from callbacks."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

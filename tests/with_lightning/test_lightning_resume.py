@@ -1,7 +1,5 @@
 """Checkpoints of a Trainer with CommHookDDP: a resume is exact, on another number of ranks from the mean."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 from typing import Any

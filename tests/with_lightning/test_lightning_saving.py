@@ -1,7 +1,5 @@
 """What a Trainer with CommHookDDP saves: once, in full checkpoints, as it was told."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 from typing import Any

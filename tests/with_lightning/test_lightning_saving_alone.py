@@ -1,8 +1,6 @@
 """Saves in signal handlers, where the other ranks may not take part: they communicate nothing. Those in exceptions are
 in test_interrupted_trainer.py."""
 
-from __future__ import annotations
-
 import enum
 import functools
 import os

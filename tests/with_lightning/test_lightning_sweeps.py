@@ -1,7 +1,5 @@
 """Several Trainers one after another in a process, and what each leaves behind."""
 
-from __future__ import annotations
-
 import gc
 import weakref
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Training with CommHookDDP does what it does with DDPStrategy, and compresses."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """What `CommHookMonitor` logs, read back from real TensorBoard and CSV files."""
 
-from __future__ import annotations
-
 import csv
 import math
 import pickle

@@ -1,8 +1,6 @@
 """One rank: all strategies say the same line, which claims no savings. (Without Lightning: `test_start_step.py`; with
 Accelerate, which wraps no model then: `test_accelerate_log.py`, `test_transformers_settings.py`.)"""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 from typing import Any

@@ -1,8 +1,6 @@
 """`lightning_commhooks.pytorch_lightning`: the same strategies and callbacks for the package `pytorch_lightning`. The
 other tests of Lightning are for `lightning.pytorch`; these hold what could differ."""
 
-from __future__ import annotations
-
 import ast
 import pickle
 import subprocess

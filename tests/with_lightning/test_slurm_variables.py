@@ -1,8 +1,6 @@
 """SLURM's variables, set by hand: Lightning takes rank and world size from them, and the hook is attached and resumes.
 No cluster is used."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The example with `CommHookTrainer` in processes of its own: killed and resumed, it ends as if nothing had been."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -1,7 +1,5 @@
 """The Trainer's checkpoint on SIGTERM, on two real ranks that notice the signal in the middle of a step."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

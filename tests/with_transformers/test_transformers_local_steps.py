@@ -1,7 +1,5 @@
 """Hooks that average weights once in several steps, in a `CommHookTrainer`: resume, evaluation, the end."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What `report_to` gets of the hook: the metrics of the other front ends, beside the loss, and through a resume."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import os

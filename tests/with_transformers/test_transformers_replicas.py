@@ -1,7 +1,5 @@
 """`CommHookTrainer` with FSDP2 and `dp_replicate_size`: replicas are sharded, and the hook averages between them."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

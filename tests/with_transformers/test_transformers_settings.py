@@ -1,7 +1,5 @@
 """`CommHookTrainer`'s settings: DDP's arguments, files, mistakes, and where there is no hook."""
 
-from __future__ import annotations
-
 import os
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Several Trainers one after another in a process, as of a hyperparameter search."""
 
-from __future__ import annotations
-
 import gc
 import os
 import weakref

@@ -1,7 +1,5 @@
 """`CommHookTrainer` on two real ranks: training, checkpoints and resuming."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 from typing import Any

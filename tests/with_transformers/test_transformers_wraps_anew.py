@@ -1,7 +1,5 @@
 """What makes the Trainer wrap a model anew, and that the hook follows it."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 from unittest import mock

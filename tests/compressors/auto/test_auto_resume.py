@@ -1,7 +1,5 @@
 """The decision of `auto` in the checkpoint: kept on resume, made anew with other ranks, refused if damaged."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import math

@@ -1,7 +1,5 @@
 """`auto` in training: what it decides is done, as if it had been asked for by name; at, before and after the change."""
 
-from __future__ import annotations
-
 import math
 import threading
 from typing import Any

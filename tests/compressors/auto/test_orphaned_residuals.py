@@ -1,8 +1,6 @@
 """What error feedback has left when `auto` changes to something that keeps no residuals: it is sent, once, whatever
 the pass of the change looks like."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Ranks per layer: from shares of energy, for a target share or a number of bytes."""
 
-from __future__ import annotations
-
 import dataclasses
 import glob
 import itertools

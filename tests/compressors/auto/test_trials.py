@@ -1,7 +1,5 @@
 """Which candidate is tried next, and which is chosen, by tables: no clocks, no ranks."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 

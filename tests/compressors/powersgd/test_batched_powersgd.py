@@ -1,7 +1,5 @@
 """`batched_powerSGD_hook` against a slow and obvious version of itself, in float64."""
 
-from __future__ import annotations
-
 import math
 from functools import partial
 from typing import Any

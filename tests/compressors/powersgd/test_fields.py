@@ -1,7 +1,5 @@
 """Saved factors: those of another matrix are named, those of another rank fitted."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """Where `fused` is not set: the native kernel if all ranks have the same one, else torch, and a line that says why."""
 
-from __future__ import annotations
-
 import os
 import platform
 import time

@@ -1,7 +1,5 @@
 """A basis for many matrices at once, as on accelerators, where nothing is asked of the device: hard inputs too."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """Factors of different shapes that are normalised and orthonormalised together, in padded tensors."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

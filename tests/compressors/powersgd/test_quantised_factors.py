@@ -1,7 +1,5 @@
 """PowerSGD with `wrapper="int8"` and `"int4"`: what it computes, what is fed back, and what is never rounded."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from typing import Any

@@ -1,7 +1,5 @@
 """`matrix_approximation_rank` as ranks by globs on names."""
 
-from __future__ import annotations
-
 import pickle
 from typing import Any
 

@@ -1,8 +1,6 @@
 """The quantised hooks' native kernel computes the same bits as torch's operations, whatever the numbers, the compiler,
 the processor's vectors and the number of threads."""
 
-from __future__ import annotations
-
 import platform
 import shutil
 from collections.abc import Iterator

@@ -1,8 +1,6 @@
 """The quantised hooks on machines with and without a compiler: all ranks compute with one kernel, and the bits do not
 depend on which."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 from typing import Any

@@ -126,9 +126,12 @@ def write_section(path: Path, settings: dict[str, Any]) -> None:
     if root is not None and not isinstance(root, yaml.MappingNode):
         raise HookConfigError(f"{path} does not hold settings ('key: value')")
     if path.suffix == ".json" or (root is not None and root.flow_style):  # there are no comments to keep
-        values = (yaml.safe_load(before) or {}) | {SECTION: settings}
-        in_json = path.suffix == ".json"
-        text = json.dumps(values, indent=2) + "\n" if in_json else yaml.safe_dump(values, sort_keys=False)
+        try:
+            text = json.dumps((yaml.safe_load(before) or {}) | {SECTION: settings}, indent=2) + "\n"
+        except TypeError as error:  # of a date, for example
+            raise HookConfigError(
+                f"{path} was not changed, because not all in it is JSON ({error}). Write the section {SECTION} by hand"
+            ) from error
     else:
         text = _without_section(before, root)
         text += "" if not text or text.endswith("\n") else "\n"

@@ -14,7 +14,6 @@ Accelerate does with such a model:
     comm_hook    comm_hook_1
 """
 
-import functools
 import itertools
 import weakref
 from collections.abc import Callable, Iterator
@@ -102,13 +101,11 @@ class SavedHooks:
         when they are.
 
         Raises:
-            PayloadError: a file is damaged or does not fit. Nothing was changed, but models of which the folder, as of
-                one that is sharded, was read before.
+            PayloadError: a file is damaged or does not fit. Nothing was changed, but models that are sharded.
         """
         if self._live_accelerator().distributed_type is DistributedType.NO and not self._models:
             return  # no model will have a hook
         # Check everything before applying anything, so that an error leaves all models unchanged.
-        folders: list[Callable[[], None]] = []  # which are checked where they are read
         take_over: list[Callable[[], None]] = []
         early: dict[int, tuple[dict[str, Any], Path]] = {}
         for number in itertools.count():
@@ -118,14 +115,14 @@ class SavedHooks:
             hook = self._models[number].hook if known else None
             if known and self._models[number].is_sharded:
                 if hook is not None:
-                    folders.append(functools.partial(self._load_folder, folder, number, hook))
+                    self._load_folder(folder, number, hook)
                 continue
             saved = self._read(path, hook)
             if saved is not None and hook is not None:
                 take_over.append(_checked(hook, saved, path))
             if saved is not None and (not known or self._freed()):
                 early[number] = saved, path
-        for each in (*folders, *take_over):
+        for each in take_over:
             each()
         self._loaded_early = early
 

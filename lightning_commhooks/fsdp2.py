@@ -119,13 +119,6 @@ class HookedFSDP2(HookedStrategy, ModelParallelStrategy):
         _check_shards(self.lightning_module, self.device_mesh["shard"])
         self._attach(root, replicate_group=self.device_mesh["replicate"])
 
-    def on_train_start(self) -> None:
-        super().on_train_start()
-        assert self.lightning_module is not None
-        trainer = self.lightning_module.trainer
-        if not trainer.fast_dev_run:  # type: ignore[attr-defined]
-            self.warn_if_never_reached(trainer)  # as CommHookCheckpoint, which is not needed here
-
     @contextlib.contextmanager
     def block_backward_sync(self) -> Iterator[None]:
         """While gradients are accumulated, as `no_sync` of DDP: neither FSDP nor the hook sends anything. FSDP keeps

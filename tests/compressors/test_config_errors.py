@@ -122,6 +122,7 @@ CASES = [
     Expected("start 1.0", "start_powerSGD_iter=1.0; expected a fraction of the run strictly between 0 and 1",
              options=_options(start_powerSGD_iter=1.0)),
     Expected("start 0.0", "start_powerSGD_iter=0.0; expected a fraction", options=_options(start_powerSGD_iter=0.0)),
+    Expected("start -0.5", "start_powerSGD_iter=-0.5; expected a fraction", options=_options(start_powerSGD_iter=-0.5)),
     Expected("fraction, length unknown", "start_powerSGD_iter=0.1 is a fraction of the run, whose length is unknown",
              options=_options(start_powerSGD_iter=0.1)),
     Expected("min rate", "min_compression_rate=0.0; expected a positive number",

@@ -84,4 +84,7 @@ def test_what_is_no_compressor_is_refused() -> None:
     without.Config = Needs
     with pytest.raises(commhooks.HookConfigError, match="every option needs a default"):
         commhooks.register_compressor(without)
+    without.Config = dict
+    with pytest.raises(commhooks.HookConfigError, match="its Config is"):
+        commhooks.register_compressor(without)
     assert "free" not in registry.COMPRESSORS

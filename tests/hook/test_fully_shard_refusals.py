@@ -73,6 +73,12 @@ CASES: dict[str, tuple[Callable[[dict[str, Any]], nn.Module], dict[str, Any], ty
         AttachError,
         r"over the replicas.*fully_shard\(module, mesh=mesh\['shard'\]\).*, replicate_group=mesh\['replicate'\]",
     ),
+    "a drop-in with a state": (
+        _plain,
+        {"hook": commhooks.powerSGD_hook, "hook_state": commhooks.PowerSGDState(None, 1)},
+        HookConfigError,
+        "which only DistributedDataParallel has",
+    ),
     "no group": (_plain, {"replicate_group": None}, HookConfigError, r"replicate_group=None; .*mesh\['replicate'\]"),
     "a mesh of two": (_plain, {"replicate_group": "both"}, HookConfigError, "replicate_group=a mesh of 2 dimensions"),
     "process_group": (_plain, {"process_group": "replicate"}, HookConfigError, "process_group is for Distributed"),

@@ -68,10 +68,11 @@ def test_config_of_new_and_json_files(tmp_path: Path, capsys: pytest.CaptureFixt
     # JSON writes a small number without a point, which PyYAML takes for a text.
     assert main(["config", str(path), "--hook", "powerSGD", "--hook_options", "orthogonalization_epsilon=1e-05"]) == 0
     assert CommHookKwargs.from_config(path).hook_options == {"orthogonalization_epsilon": 1e-05}
-    path = tmp_path / "in_braces.yaml"  # a date is no JSON
+    path = tmp_path / "in_braces.yaml"
     path.write_text("{num_processes: 2, since: 2026-01-01}\n")
-    assert main(["config", str(path), "--hook", "bf16"]) == 0
-    assert path.read_text() == "num_processes: 2\nsince: 2026-01-01\ncomm_hook_config:\n  hook: bf16\n"
+    assert main(["config", str(path), "--hook", "bf16"]) == 2
+    assert "not changed, because not all in it is JSON (Object of type date" in capsys.readouterr().err
+    assert path.read_text() == "{num_processes: 2, since: 2026-01-01}\n"
     path = tmp_path / "new.json"
     assert main(["config", str(path), "--hook", "bf16"]) == 0
     assert json.loads(path.read_text()) == {"comm_hook_config": {"hook": "bf16"}}

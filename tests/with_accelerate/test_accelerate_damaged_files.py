@@ -33,6 +33,7 @@ DAMAGE_OF_ONE_RANK = {
     "truncated": (lambda folder: truncate(folder / BOTH[2]), "cannot be read: it is cut off after "),
     "empty": (lambda folder: (folder / BOTH[2]).write_bytes(b""), "cannot be read: it is empty"),
     "of another save": (lambda folder: _rewrite(folder / BOTH[2], fingerprint="0"), "is of another save"),
+    "of another rank": (lambda folder: _rewrite(folder / BOTH[2], rank=0), "is of rank 0, not of rank 1"),
 }
 
 

@@ -198,6 +198,7 @@ def test_a_reminder_while_it_runs(config: Path, launch_one: Any, monkeypatch: An
     [
         (ACCELERATE + "comm_hook_config: {hook: powerSDG}\n", [], "did you mean 'powerSGD'"),
         (ACCELERATE + "comm_hook_config: {hook: fp16, wraper: bf16}\n", [], "comm_hook_config.wraper: no such setting"),
+        (ACCELERATE + "comm_hook_config: {hook: powerSGD, hook_options: {start_powerSGD_iter: 0.5}}", [], "fraction"),
         (ACCELERATE, [], "has no section 'comm_hook_config'"),
         (
             ACCELERATE + SECTION,

@@ -101,7 +101,7 @@ class SavedHooks:
         when they are.
 
         Raises:
-            PayloadError: a file is damaged or does not fit. Nothing was changed, but models that are sharded.
+            PayloadError: a file is damaged or does not fit. Nothing was changed, except in models that are sharded.
         """
         if self._live_accelerator().distributed_type is DistributedType.NO and not self._models:
             return  # no model will have a hook

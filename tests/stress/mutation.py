@@ -4,13 +4,15 @@ must notice.
     python -m tests.stress.mutation [AREA ...] [--sample N | --all] [--seed S]
 
 `mutation_areas.py` has the areas: files, and the tests that are to notice. Of each area a sample is tried, the same for
-the same seed and code. What no test notices is printed as a diff and makes the exit status 1, unless EXPLAINED has a
-reason for it. Run by `make test-mutants`, after the seeded faults.
+the same seed and code. What these tests do not notice is tried again with all of `WIDER`, which takes minutes; a mutant
+that only those notice is printed with the test that did. What no test notices is printed as a diff and makes the exit
+status 1, unless EXPLAINED has a reason for it. Run by `make test-mutants`, after the seeded faults.
 """
 
 import argparse
 import os
 import random
+import re
 import shlex
 import shutil
 import sys
@@ -23,7 +25,7 @@ from cosmic_ray.ast import ast_nodes, get_ast
 from cosmic_ray.mutating import mutate_and_test, mutate_code
 from cosmic_ray.plugins import get_operator
 from cosmic_ray.testing import run_tests
-from cosmic_ray.work_item import MutationSpec, TestOutcome, WorkerOutcome
+from cosmic_ray.work_item import MutationSpec, TestOutcome, WorkerOutcome, WorkResult
 from rich.console import Console
 from rich.table import Table
 
@@ -33,6 +35,10 @@ from tests.support import warm
 
 SAMPLE, SEED = 10, 1
 BASE_LIMIT_S = 600  # for tests of the code as it is
+WIDER = " ".join(
+    f"tests/{each}" for each in ("engine", "checkpoint", "compressors", "hook", "ddp_comm_hooks", "gradients")
+)
+WIDER_LIMIT_S = 1200
 CACHE, CACHE_BEFORE = Path(".cache"), Path(".cache-before")
 
 
@@ -117,22 +123,33 @@ class Tester:
         command = f"{self._pytest} {' '.join(part.tests)}"
         limit_s = self._prepare(part, command)
         started = time.monotonic()
-        result = mutate_and_test([mutant], command, limit_s)
-        shutil.rmtree(CACHE)
-        shutil.copytree(CACHE_BEFORE, CACHE)
-        if result.worker_outcome != WorkerOutcome.NORMAL:
-            sys.exit(f"{mutant}: {result.output}")
+        result = self._tried(mutant, command, limit_s)
         old, new = changed_lines(result.diff or "")
-        outcome = "killed"
-        if result.test_outcome == TestOutcome.SURVIVED:
-            outcome = "explained" if (str(mutant.module_path), old, new) in EXPLAINED else "SURVIVED"
+        outcome, how = "killed", ", by the time limit" if result.output == "timeout" else ""
+        if result.test_outcome == TestOutcome.SURVIVED and (str(mutant.module_path), old, new) in EXPLAINED:
+            outcome = "explained"
+        elif result.test_outcome == TestOutcome.SURVIVED:
+            result = self._tried(
+                mutant, f"{sys.executable} -m pytest -x -q -n 4 --dist loadfile {WIDER}", WIDER_LIMIT_S
+            )
+            failed = re.findall(r"^FAILED (\S+)", result.output or "", re.MULTILINE)
+            how = f", by {failed[0]}" if failed else ""
+            outcome = "SURVIVED" if result.test_outcome == TestOutcome.SURVIVED else "killed"
         where = f"{mutant.module_path}:{mutant.start_pos[0]}"
-        how = ", by the time limit" if result.output == "timeout" else ""
         seconds = time.monotonic() - started
         self._console.print(
             f"{outcome}{how} ({seconds:.0f} s) {where}\n    {old}\n    {new}", markup=False, soft_wrap=True
         )
         return outcome
+
+    @staticmethod
+    def _tried(mutant: MutationSpec, command: str, limit_s: float) -> WorkResult:
+        result = mutate_and_test([mutant], command, limit_s)
+        shutil.rmtree(CACHE)
+        shutil.copytree(CACHE_BEFORE, CACHE)
+        if result.worker_outcome != WorkerOutcome.NORMAL:
+            sys.exit(f"{mutant}: {result.output}")
+        return result
 
 
 def main() -> int:

@@ -42,7 +42,7 @@ class SavedLearnedState:
         self._group = held_weakly(group)
         self._plans_with = plans
         self._rank, self._world_size = group.rank(), group.size()
-        self._speaks = is_logging_rank(group, session.consensus.binding.shard_group)
+        self._is_logging_rank = is_logging_rank(group, session.consensus.binding.shard_group)
         self._joint_save: tuple[int, JointSave] | None = None
         self._first_start = session.compressor.start_step
 
@@ -170,15 +170,15 @@ class SavedLearnedState:
             for name, mine in residuals.items():
                 collected[name] = group.mean(mine) if mean else group.gather(mine)
 
-        speaker = 0
+        logging_rank = 0
         if not joint:
             reason = "this rank saves on its own"
         elif saver is None:
             reason = "no backward pass has run since the hook was attached"
         else:
-            reason, speaker = saver.run(state.step, collect, limit_s), saver.speaker
+            reason, logging_rank = saver.run(state.step, collect, limit_s), saver.logging_rank
         if reason:
-            self._warn_inexact(reason, speaker)
+            self._warn_inexact(reason, logging_rank)
             return Contribution(exact=False)
         if mean:
             self._rebase(collected)
@@ -214,9 +214,9 @@ class SavedLearnedState:
                 state["residual"][name] = kept[name].to(device, copy=True)
         state.local_shared = session.consensus.arrangement.complete
 
-    def _warn_inexact(self, reason: str, speaker: int) -> None:
-        """Log one warning on rank `speaker`: rank 0 if all ranks know of the failure, else a rank that does."""
-        if self._rank != speaker:
+    def _warn_inexact(self, reason: str, logging_rank: int) -> None:
+        """Log one warning on rank `logging_rank`: rank 0 if all ranks know of the failure, else a rank that does."""
+        if self._rank != logging_rank:
             return
         logger.warning(
             "hook %s was saved at step %s without residuals, because %s. The saved state is marked inexact: "
@@ -238,4 +238,4 @@ class SavedLearnedState:
     def _target(self, compressor: Compressor[Any]) -> payload.Target:
         compressed = {plan.name: plan for plan in self._plans_with(compressor) if plan.compressed}
         names, ranks = self._session.consensus.binding.names.known(), (self._rank, self._world_size)
-        return payload.Target(self._hook, compressor, names, compressed, *ranks, self._speaks)
+        return payload.Target(self._hook, compressor, names, compressed, *ranks, self._is_logging_rank)

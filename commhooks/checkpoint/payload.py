@@ -35,7 +35,7 @@ class Target:
         parameters: name -> parameter of the current model.
         plans: name -> plan of each compressed parameter; empty for a compressor of whole buckets.
         rank, world_size: those of this process in the hook's group.
-        speaks: this rank logs the warnings that concern all ranks.
+        is_logging_rank: this rank logs the warnings that concern all ranks.
     """
 
     hook: str
@@ -44,7 +44,7 @@ class Target:
     plans: Mapping[str, UnitPlan]
     rank: int
     world_size: int
-    speaks: bool
+    is_logging_rank: bool
 
     def kept_dtype(self, field: StateField, name: str) -> torch.dtype:
         """The dtype in which a field of a parameter of this name is kept, as far as the weights tell."""
@@ -156,7 +156,7 @@ def read(payload: dict[str, Any], target: Target, *, strict: bool) -> LearnedSta
                 state[each.key][name] = value.to(parameter.device, dtype, copy=True).contiguous()
     if payload["residual"] == "none" and payload["exact"] is False and state.local:
         state.local_missing = state.missing_was_said = True
-        if target.speaks:
+        if target.is_logging_rank:
             logger.warning(
                 "the saved state of hook %s is marked inexact: it was saved where not all ranks could take part, "
                 "without residuals. Training resumes from residuals of zero; step and Q are kept.",
@@ -217,7 +217,7 @@ def _compare(parameters: dict[str, Any], target: Target, strict: bool) -> list[s
                 f"{text}\nstrict=False beside hook=... or in the load gives these parameters fresh memory and "
                 "loads the others"
             )
-        if target.speaks:
+        if target.is_logging_rank:
             logger.warning("%s\nThese parameters start with fresh memory (strict=False).", text)
     return [name for name in parameters if name not in problems]
 

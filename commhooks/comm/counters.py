@@ -43,7 +43,7 @@ class Counters:
     bytes."""
     numel_before: int = 0
     numel_after: int = 0
-    """Gradient elements before and after compression in compressed passes only (torch's `compression_stats`)."""
+    """Gradient elements before and after compression, in compressed passes only."""
     last_issued: str = ""
     """Description, bucket and step of the latest collective, to find out where a run hangs."""
     last_pass: PassCounters = field(default_factory=PassCounters)
@@ -58,6 +58,12 @@ class Counters:
     def resume_from(self, saved: Mapping[str, int]) -> None:
         """Let `cumulative()` be `saved` now. A counter that is not in it begins at 0."""
         self.before = {name: saved.get(name, 0) - getattr(self, name) for name in CONTINUED}
+
+    def compression_stats(self) -> tuple[float, int, int]:
+        """(compression rate, elements before, elements after) over all compressed backward passes so far, as in
+        torch's `PowerSGDState.compression_stats`."""
+        before, after = self.numel_before, self.numel_after
+        return before / after if after else 0, before, after
 
     def sent(self, size: int) -> None:
         """Count one collective of `size` bytes."""

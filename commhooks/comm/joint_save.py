@@ -43,7 +43,7 @@ class JointSave:
         # Of the running save. The group is a ProcessGroupGloo; torch's type stubs lack its collectives.
         self._store: Any = None
         self._group: Any = None
-        self.speaker = 0
+        self.logging_rank = 0
         """The one rank that logs a warning about the latest failure; it is a rank that knows of it."""
 
     def run(self, step: int, collect: Callable[["JointSave"], None], limit_s: float) -> str:
@@ -58,7 +58,7 @@ class JointSave:
             "" if it succeeded on every rank, else the reason of the failure; all ranks succeed or all fail. Never waits
             longer than the limits and never raises because of another rank.
         """
-        self._limit, self.speaker, self._declined = timedelta(seconds=limit_s), 0, ""
+        self._limit, self.logging_rank, self._declined = timedelta(seconds=limit_s), 0, ""
         self._saves[step] += 1
         place, late = f"{step}.{self._saves[step]}", f"not every rank took part within {limit_s:g} s"
         try:
@@ -71,7 +71,7 @@ class JointSave:
                 self._forget(place)
             return failures[0] if failures else ""
         except HookRunError as error:  # the group of the ranks was destroyed
-            self.speaker = self._rank
+            self.logging_rank = self._rank
             return str(error)
         finally:
             self._store = self._group = None
@@ -163,7 +163,7 @@ class JointSave:
                 return [store.get(ballot).decode() for ballot in ballots]
             # The rank that declined, or whose time limit passed: rank 0 may not have joined this save.
             rank, _, self._declined = decision.decode().partition(" ")
-            self.speaker = int(rank)
+            self.logging_rank = int(rank)
         except RuntimeError:
-            self.speaker = self._rank
+            self.logging_rank = self._rank
         return None

@@ -62,11 +62,11 @@ class StateField:
         """The inverse of `to_saved`; None if `saved` cannot be used. `row_dim`: the slowest dimension at the save."""
         return to_memory(saved.detach(), parameter)
 
-    def refit(self, value: torch.Tensor, plan: UnitPlan, fresh: torch.Tensor | None) -> torch.Tensor | None:
+    def refit(self, value: torch.Tensor, plan: UnitPlan, initial: torch.Tensor | None) -> torch.Tensor | None:
         """Convert `value` to the current plan after options have changed; None: discard it and start afresh.
 
         Args:
-            fresh: the initial value of this field (see `Compressor.initial_value`), or None.
+            initial: the initial value of this field (see `Compressor.initial_value`), or None.
         """
         return value if tuple(value.shape) == self.shape(plan) else None
 

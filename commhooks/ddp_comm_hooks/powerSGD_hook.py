@@ -148,9 +148,7 @@ class PowerSGDState:
 
     def compression_stats(self) -> tuple[float, int, int]:
         """(compression rate, elements before, elements after) over all compressed backward passes so far."""
-        counters = self.session.counters
-        before, after = counters.numel_before, counters.numel_after
-        return (before / after if after else 0, before, after)
+        return self.session.counters.compression_stats()
 
     def __getstate__(self) -> dict[str, Any]:
         """The options and the learned state as plain types and tensors, without the process group and buffers."""

@@ -193,16 +193,16 @@ class Consensus:
 
         (table, choice), steps = on_all_shards(agree, [state.step], shard_group, device, HookRunError)
         _check_steps([row[0] for row in steps], " of the sharding group")
-        self.buckets.speaker = speaker = is_logging_rank(group, shard_group)
+        self.buckets.is_logging_rank = logs = is_logging_rank(group, shard_group)
         if chosen is None:
             self.compute_with(choice)
-            for remark in choice.remarks(compressor.display_name) if speaker else ():
+            for remark in choice.remarks(compressor.display_name) if logs else ():
                 logger.warning("%s", remark)
         if self.nonce is None:
             self.nonce = table[0][3]
         if any(row[2] for row in table):
             state.drop_local()
-            if speaker and not state.missing_was_said:
+            if logs and not state.missing_was_said:
                 logger.warning(
                     "%s: the residual of at least one rank is missing or belongs to another rank; all ranks start "
                     "from residuals of zero. Step and Q are kept.",

@@ -77,15 +77,15 @@ class Choice:
     slower: str = ""
     drift: str = ""
 
-    def remarks(self, called: str, *, checked: bool = False) -> list[str]:
-        """What rank 0 should log. `called`: the compressor's name; `checked`: the weights of the replicas are compared
+    def remarks(self, name: str, *, checked: bool = False) -> list[str]:
+        """What rank 0 should log. `name`: the compressor's; `checked`: the weights of the replicas are compared
         now and then, so that drift does not go unseen."""
         said = []
         if self.slower:
-            said.append(f"{called} computes with the kernel {self.kernel.name!r} on all ranks. {self.slower}")
+            said.append(f"{name} computes with the kernel {self.kernel.name!r} on all ranks. {self.slower}")
         if self.drift and not checked:
             said.append(
-                f"the machines of the ranks may compute the last bits of {called} differently, so that the replicas "
+                f"the machines of the ranks may compute the last bits of {name} differently, so that the replicas "
                 f"drift apart slowly: {self.drift}. Use machines, versions and thread counts of one kind, or have the "
                 "weights compared by commhooks.attach(..., check_every=N)"
             )

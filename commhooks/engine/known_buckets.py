@@ -75,12 +75,12 @@ class KnownBuckets:
     """The known bucket layouts; derived from the buckets and the options, never saved.
 
     Attributes:
-        speaker: this rank logs the warnings that concern all ranks.
+        is_logging_rank: this rank logs the warnings that concern all ranks.
         dead_units: the keys of the units whose layouts no longer exist, and whose state is still there.
     """
 
     def __init__(self, state: LearnedState, names: ParameterNames) -> None:
-        self.speaker = True
+        self.is_logging_rank = True
         self._state = state
         self._names = names
         self._buckets: dict[tuple[int, ...], KnownBucket] = {}
@@ -187,7 +187,7 @@ class KnownBuckets:
             self._state[field.key][plan.key] = fitted.to(device, field.dtype(plan))
             return
         del self._state[field.key][plan.key]
-        if self.speaker:
+        if self.is_logging_rank:
             logger.warning(
                 "the saved %s of %s has shape %s, it needs %s: it starts afresh",
                 field.key.capitalize(),

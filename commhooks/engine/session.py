@@ -212,18 +212,9 @@ class Session:
             every = compressor.stats_every
             if every is not None:
                 self._statistics_due = current.step_at_most + every  # the step at whose commit they are logged next
-                self._log_statistics(current.step_label)
-
-    def _log_statistics(self, step_label: str) -> None:
-        """torch's log line about compression."""
-        before, after = self.counters.numel_before, self.counters.numel_after
-        logger.info(
-            "Compression stats: iter %s, total before compression %s, total after compression %s, rate %s",
-            step_label,
-            before,
-            after,
-            before / after if after else 0,
-        )
+                rate, before, after = self.counters.compression_stats()
+                stats = f"total before compression {before}, total after compression {after}, rate {rate}"
+                logger.info("Compression stats: iter %s, %s", current.step_label, stats)
 
     @contextlib.contextmanager
     def _computing(self, flat: torch.Tensor) -> Iterator[None]:

@@ -193,7 +193,7 @@ class LocalStepsHook(EngineHook):
             self._outer.end_round()
         if early or self._outer.advance(self._in_round):
             self._average_buffers()
-            self._in_round, self._weights_agree = 0, early or self._outer.at_once
+            self._in_round, self._weights_agree = 0, early or self._outer.immediate
         self._note_discarded()
 
     def _average_buffers(self) -> None:
@@ -258,7 +258,7 @@ class LocalStepsHook(EngineHook):
             work()
             return True
         reason = saver.run(-self._passes.backward_passes, lambda _: work(), limit_s)
-        if reason and self.rank == saver.speaker:
+        if reason and self.rank == saver.logging_rank:
             self._warn.not_averaged(reason)
         return not reason
 
@@ -280,7 +280,7 @@ class LocalStepsHook(EngineHook):
 
     def problems(self) -> list[str]:
         found = list(self._still_sent)
-        if self._request.check_every is not None and not self._outer.at_once:
+        if self._request.check_every is not None and not self._outer.immediate:
             found.append(
                 "check_every compares weights when they should be equal on all ranks: with fragments or delay that is "
                 "after a save or a validation only"

@@ -20,13 +20,13 @@ class OuterSteps:
         sizes: numbers in the whole of each, of which `weights` may be shards.
 
     Attributes:
-        at_once: all weights are exchanged together, and nothing happens in the meantime.
+        immediate: all weights are exchanged together, and nothing happens in the meantime.
         discarded: how many outer steps have found weights that are not finite.
     """
 
     def __init__(self, session: Session, weights: Sequence[torch.Tensor], sizes: Sequence[int]) -> None:
         config = session.compressor.config
-        self.at_once = config.fragments == 1 and config.delay == 0
+        self.immediate = config.fragments == 1 and config.delay == 0
         self.discarded = 0
         self._session = session
         self._weights = weights

@@ -45,7 +45,7 @@ class Largest(StateField):
     def from_saved(self, saved: torch.Tensor, parameter: torch.Tensor, row_dim: int) -> torch.Tensor | None:
         return saved.detach()
 
-    def refit(self, value: torch.Tensor, plan: UnitPlan, fresh: torch.Tensor | None) -> torch.Tensor | None:
+    def refit(self, value: torch.Tensor, plan: UnitPlan, initial: torch.Tensor | None) -> torch.Tensor | None:
         """The smallest of them stands for those that are missing."""
         (wanted,) = self.shape(plan)
         return torch.cat([value, value[-1:].expand(max(0, wanted - len(value)))])[:wanted].clone()

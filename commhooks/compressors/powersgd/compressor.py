@@ -115,16 +115,16 @@ class _LowRank(NativelyComputed[AnyPowerSGD]):
         )
         return memory_plan(cast(Sequence[MatrixPlan], plans), packed, error_feedback=self.config.use_error_feedback)
 
-    def _new_kernel(self, layout: BucketLayout, matrices: list[Matrix], beside: Sequence[Slot] = ()) -> AnyKernel:
+    def _new_kernel(self, layout: BucketLayout, matrices: list[Matrix], direct: Sequence[Slot] = ()) -> AnyKernel:
         """With the buffers of one bucket."""
         on_device = not precision.is_host_readable(layout.device) and not self.config.alternate
         wire_dtype, in_blocks = self.wire_dtype_for(layout.dtype), None
         if self.code is not None:
             dtype = precision.compute_dtype(layout.dtype)
-            residuals = residual_memory(beside, self.code, dtype, layout.device)
+            residuals = residual_memory(direct, self.code, dtype, layout.device)
             # An element of P Q^T, a sum of r products, has to fit into the bucket.
             largest = torch.finfo(layout.dtype).max / math.sqrt(max(x.rank for x in matrices))
-            in_blocks = InBlocks(self.code, beside, residuals, wire_dtype, largest)
+            in_blocks = InBlocks(self.code, direct, residuals, wire_dtype, largest)
             wire_dtype = dtype  # quantised on the way
         work = Workspace(layout, by_shape(matrices) if on_device else matrices, self.config, wire_dtype, in_blocks)
         if on_device:
@@ -151,8 +151,8 @@ class PowerSGDCompressor(_LowRank[PowerSGD]):
         pairs = list(zip(layout.slots, cast(Sequence[MatrixPlan], plans), strict=True))
         matrices = [Matrix(plan.name, (slot,), plan.n, plan.m, plan.rank) for slot, plan in pairs if plan.rank]
         if matrices:
-            beside = [slot for slot, plan in pairs if plan.compressed and not plan.rank]
-            return self._new_kernel(layout, matrices, beside)
+            direct = [slot for slot, plan in pairs if plan.compressed and not plan.rank]
+            return self._new_kernel(layout, matrices, direct)
         assert self.code is not None
         return OnlyBlocks(layout, plans, self.code, self.wire_dtype_for(layout.dtype), error_feedback=True)
 

@@ -16,15 +16,15 @@ class _Factor(StateField):
         assert isinstance(plan, MatrixPlan)
         return plan.rank, plan.m if self.key == "q" else plan.n
 
-    def refit(self, value: torch.Tensor, plan: UnitPlan, fresh: torch.Tensor | None) -> torch.Tensor | None:
-        """Truncate to the new rank; additional rows are taken from `fresh`. Without it they are zero, and the codec
+    def refit(self, value: torch.Tensor, plan: UnitPlan, initial: torch.Tensor | None) -> torch.Tensor | None:
+        """Truncate to the new rank; additional rows are taken from `initial`. Without it they are zero, and the codec
         replaces zero rows."""
         rank, rows = self.shape(plan)[0], len(value)
         if not rank:
             return None
         if rows >= rank:
             return value[:rank].clone()
-        refitted = value.new_zeros(rank, value.shape[1]) if fresh is None else fresh.to(value)
+        refitted = value.new_zeros(rank, value.shape[1]) if initial is None else initial.to(value)
         refitted[:rows] = value
         return refitted
 
@@ -72,8 +72,8 @@ class FactorP(_Factor):
 class BucketQ(_Factor):
     """Q of a bucket that is compressed as one matrix, saved without conversion."""
 
-    def refit(self, value: torch.Tensor, plan: UnitPlan, fresh: torch.Tensor | None) -> torch.Tensor | None:
-        return super().refit(value, plan, fresh) if value.shape[1] == self.shape(plan)[1] else None
+    def refit(self, value: torch.Tensor, plan: UnitPlan, initial: torch.Tensor | None) -> torch.Tensor | None:
+        return super().refit(value, plan, initial) if value.shape[1] == self.shape(plan)[1] else None
 
     def problem(self, value: torch.Tensor, plan: UnitPlan) -> str | None:
         # The size of the matrix is unknown before DDP has built its buckets: a Q of another size is replaced later.

@@ -113,11 +113,11 @@ def packed_bytes(rows: Sequence[MatrixPlan], wire: torch.dtype | None) -> int:
     matrices = [p for p in rows if p.compressed]
     if not matrices:
         return 0
-    beside = sum(p.numel_sent * p.wire_itemsize(wire) for p in rows if not p.compressed and p.lowered)
-    beside += sum(p.flags * p.wire_itemsize(wire) for p in matrices)
+    rest = sum(p.numel_sent * p.wire_itemsize(wire) for p in rows if not p.compressed and p.lowered)
+    rest += sum(p.flags * p.wire_itemsize(wire) for p in matrices)
     size_p = sum(p.rank * p.n * p.wire_itemsize(wire) for p in matrices)
     size_q = sum(p.rank * p.m * p.wire_itemsize(wire) for p in matrices)
     if not matrices[0].alternate:
-        return size_p + size_q + beside
+        return size_p + size_q + rest
     # Each factor is sent together with everything else; both use one buffer if all matrices are square.
-    return size_p + beside + (size_q + beside if any(p.n != p.m for p in matrices) else 0)
+    return size_p + rest + (size_q + rest if any(p.n != p.m for p in matrices) else 0)

@@ -62,14 +62,14 @@ class InBlocks:
     """How the messages of one bucket layout are quantised. Every factor and every parameter begins a new block.
 
     Attributes:
-        beside: the parameters that are quantised as they are, with error feedback.
-        residuals: of `beside`, whichever message takes them.
+        direct: the parameters that are quantised as they are, with error feedback.
+        residuals: of `direct`, whichever message takes them.
         plain_dtype: the dtype in which other uncompressed gradients travel.
         largest: numbers beyond it are clamped; error feedback keeps the rest.
     """
 
     code: BlockCode
-    beside: Sequence[Slot]
+    direct: Sequence[Slot]
     residuals: NamedViews
     plain_dtype: torch.dtype
     largest: float
@@ -86,7 +86,7 @@ class QuantisedMessage(Message):
         P           all ranks receive the same bits, and any P does: its basis is formed after it has arrived.
         all others  have residuals of their own, as in the quantised hooks.
 
-    The blocks of the gradients beside come first, then those of the factors.
+    The blocks of the gradients that are quantised as they are come first, then those of the factors.
     The last element of the buffer is NaN after the sum if anything that has arrived is not finite, else 0.
     """
 
@@ -94,11 +94,11 @@ class QuantisedMessage(Message):
         super().__init__(factors, plain, flags, buffer)
         self._bad = buffer[-1]
         self._how, code = how, how.code
-        self._beside = how.beside if flags else ()  # a message of the factors alone has no flags
-        beside = [(slot.name, code.blocks_of(slot.numel)) for slot in self._beside]
+        self._direct = how.direct if flags else ()  # a message of the factors alone has no flags
+        direct = [(slot.name, code.blocks_of(slot.numel)) for slot in self._direct]
         blocks_of = [(name, code.blocks_of(rank * length)) for name, (rank, length) in factors]
-        self._tensors = [*beside, *blocks_of]
-        self._first = sum(blocks for _, blocks in beside)
+        self._tensors = [*direct, *blocks_of]
+        self._first = sum(blocks for _, blocks in direct)
         self._decoded = buffer.new_zeros(sum(blocks for _, blocks in self._tensors), code.block_size)
         starts = itertools.accumulate((blocks * code.block_size for _, blocks in blocks_of), initial=0)
         places = [torch.arange(start, start + each.numel()) for start, each in zip(starts, self.factors, strict=False)]
@@ -119,9 +119,9 @@ class QuantisedMessage(Message):
                 self.buffer.device,
                 largest=how.largest,
                 plain=(len(self.plain), how.plain_dtype),
-                flags=len(self._beside) + len(self.flags),
+                flags=len(self._direct) + len(self.flags),
             )
-            made = self._kernel = TorchKernel(shares, step.rank, self._beside, how.residuals if self._beside else None)
+            made = self._kernel = TorchKernel(shares, step.rank, self._direct, how.residuals if self._direct else None)
         return made
 
     def sum_over_ranks(
@@ -153,9 +153,9 @@ class QuantisedMessage(Message):
         """Before the message is sent, take what travels as blocks from the bucket."""
         kernel = self.kernel(step)
         kernel.load(flat, residuals, step.residual_factor)
-        flags = kernel.messages.flags[: len(self._beside)]
-        put_flags([slot.of(flat) for slot in self._beside], flags)
-        clear_flags_of_unused(self._beside, flags, step)
+        flags = kernel.messages.flags[: len(self._direct)]
+        put_flags([slot.of(flat) for slot in self._direct], flags)
+        clear_flags_of_unused(self._direct, flags, step)
 
     def store(self, flat: torch.Tensor, residuals: Residuals, step: StepInfo, good: torch.Tensor | bool) -> None:
         """After the verdict, write its averages into the bucket and, where `good`, its residuals."""
@@ -163,4 +163,4 @@ class QuantisedMessage(Message):
         self._kernel.store(self._averaged, flat, residuals, step.residual_factor, good, self._decoded)
 
     def _flags_of_matrices(self, flags: torch.Tensor) -> torch.Tensor:
-        return flags[len(self._beside) :]
+        return flags[len(self._direct) :]

@@ -74,7 +74,7 @@ class Workspace:
         starts = list(itertools.accumulate((len(matrix.slots) for matrix in matrices), initial=0))
         self.flags_of = list(map(slice, starts, starts[1:]))
         compressed = [matrix.span for matrix in matrices]
-        known = sorted([*compressed, *((slot.offset, slot.stop) for slot in (in_blocks.beside if in_blocks else ()))])
+        known = sorted([*compressed, *((slot.offset, slot.stop) for slot in (in_blocks.direct if in_blocks else ()))])
         plain = _gaps(known, layout.numel)
         spans = sorted([*known, *plain])
         self.sizes = [stop - start for start, stop in spans]

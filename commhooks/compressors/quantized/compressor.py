@@ -60,8 +60,8 @@ class QuantizedCompressor(NativelyComputed[AnyQuantized]):
         natively = self.kernel.name == NAME
         quantised = [plan for plan in plans if isinstance(plan, BlockPlan) and plan.compressed]
         residual = sum(RESIDUAL.size_bytes(plan) for plan in quantised) if self.config.use_error_feedback else 0
-        beside = [plan for rows in buckets if any(p.compressed for p in rows) for plan in rows if not plan.compressed]
-        plain = sum(plan.numel_sent * plan.wire_itemsize(self.wire_dtype) for plan in beside)
+        sent = [plan for rows in buckets if any(p.compressed for p in rows) for plan in rows if not plan.compressed]
+        plain = sum(plan.numel_sent * plan.wire_itemsize(self.wire_dtype) for plan in sent)
         packed = (3 if natively else 4) * sum(plan.numel_sent for plan in quantised) + 4 * plain
         if natively:
             converted = [plan for plan in quantised if compute_dtype(plan.dtype) != plan.dtype]

@@ -172,7 +172,7 @@ def skipped_buckets(attached: bool, ddp_options: dict[str, Any], uses: list[str]
     ddp = wrap(FirstUnused(), skip_all_reduce_unused_params=True, bucket_cap_mb=0.001, **ddp_options)
     hook = state = None
     if attached:
-        options = {"start_powerSGD_iter": 1} if hook_name == "powerSGD" else {}
+        options = {} if hook_name == "allreduce" else {"start_powerSGD_iter": 1}
         hook = commhooks.attach(ddp, hook_name, hook_options=options)
     else:
         state = commhooks.PowerSGDState(None, start_powerSGD_iter=1)
@@ -193,6 +193,8 @@ def skipped_buckets(attached: bool, ddp_options: dict[str, Any], uses: list[str]
     if hook_name == "powerSGD":
         compressed = hook.stats()["compressed_steps"] if hook else state.session.counters.compressed_steps
         assert compressed == len(uses) - 1
+    if hook and hook_name == "batched_powerSGD":  # a bucket that is skipped keeps its Q
+        assert len(hook.state_dict("drop")["batched_q"]) == len({name for use in uses[1:] for name in use.split()})
 
 
 ALL, LAST, MIDDLE = "first second third", "second third", "first third"
@@ -213,6 +215,8 @@ def all_skipped_buckets(attached: bool) -> None:
     for uses in USES.values():
         skipped_buckets(attached, {"find_unused_parameters": True}, uses, "powerSGD")
     skipped_buckets(attached, {"static_graph": True}, [LAST] * 4, "powerSGD")
+    if attached:
+        skipped_buckets(attached, {"find_unused_parameters": True}, USES["one bucket alone"], "batched_powerSGD")
 
 
 @pytest.mark.parametrize("uses", USES)

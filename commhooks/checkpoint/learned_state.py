@@ -55,7 +55,7 @@ class SavedLearnedState:
     def step(self) -> int:
         return self._session.state.step
 
-    def save(self, residual: str, *, gather: bool = False, joint: bool = True, limit_s: float = 60.0) -> dict[str, Any]:
+    def save(self, residual: str, *, limit_s: float, gather: bool = False, joint: bool = True) -> dict[str, Any]:
         """See `CommHook.state_dict`. `limit_s`: seconds to wait for the other ranks."""
         session = self._session
         with session.held.lock, contextlib.ExitStack() as body:

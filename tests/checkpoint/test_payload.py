@@ -47,7 +47,8 @@ REFUSALS = [
     pytest.param(lambda p: p.pop("step"), ["'step'"], id="no step"),
     pytest.param(_top(step=-1), ["'step'", "-1"], id="negative step"),
     pytest.param(_top(step=True), ["'step'"], id="step of another type"),
-    pytest.param(_top(step=10**30), ["'step'"], id="step too large"),
+    pytest.param(_top(step=2**63), ["'step'"], id="step too large"),
+    pytest.param(_top(world_size=0), ["'world_size'"], id="no rank"),
     pytest.param(_top(parameters=[]), ["'parameters'"], id="parameters of another type"),
     pytest.param(_top(residual="mean"), ["residual='mean'"], id="kind of residual"),
     pytest.param(_top(residual_ranks=[]), ["one tensor per rank"], id="ranks"),
@@ -73,6 +74,7 @@ REFUSALS = [
     pytest.param(_top(batched_q={"5.weight": torch.ones(2, 24)}), ["batched_q"], id="batched_q of a name"),
     pytest.param(_top(batched_q={3: torch.ones(2, 24)}), ["batched_q"], id="batched_q of an int"),
     pytest.param(_top(batched_q={"batched.1": torch.ones(2)}), ["batched.1"], id="batched_q a vector"),
+    pytest.param(_top(batched_q={"batched.1": torch.ones(0, 24)}), ["batched.1"], id="batched_q of rank 0"),
     pytest.param(lambda p: p["options"].update(start_powerSGD_iter="x"), ["start_powerSGD_iter"], id="start"),
 ]
 
@@ -104,17 +106,18 @@ def test_plain_types_only(run_ranks: Any, hook: str) -> None:
         assert _plain_types(saved) == []
 
 
-def _is_independent() -> bool:
+def _is_independent(hook: str) -> bool:
     """What was saved is not changed by the training that goes on."""
-    run = Run.new(hook_options=OPTIONS).train(4)
+    run = Run.new(hook=hook, hook_options=OPTIONS).train(4)
     saved = run.hook.state_dict()
     before = copy.deepcopy(saved)
     run.train(2)
     return same(saved, before)
 
 
-def test_a_saved_state_does_not_change_afterwards(run_ranks: Any) -> None:
-    assert run_ranks(_is_independent) == [True, True]
+@pytest.mark.parametrize("hook", ["powerSGD", "batched_powerSGD"])
+def test_a_saved_state_does_not_change_afterwards(run_ranks: Any, hook: str) -> None:
+    assert run_ranks(_is_independent, hook) == [True, True]
 
 
 def test_state_dict_of_an_unknown_kind() -> None:

@@ -197,6 +197,26 @@ EXPLAINED = {
         "first_one, names = self._compressors[ -1], ModelNames(parameters.items())",
     ): "all elements are alike",
     (
+        "commhooks/engine/observer.py",
+        "self._begin = 0",
+        "self._begin = 1",
+    ): "`begin_pass` sets it before it is read",
+    (
+        "commhooks/checkpoint/checks.py",
+        "if _largest(each) * max(1, 1 / loss_scale) > largest / 2**24:",
+        "if _largest(each) * max(1, 1 / loss_scale) > largest / 2** 25:",
+    ): "any limit does that leaves room for the sum of a row",
+    (
+        "commhooks/checkpoint/parts.py",
+        'own = {name: entry["residual"][0] for name, entry in entries.items() if entry["residual"] is not None}',
+        'own = {name: entry["residual"][ -1] for name, entry in entries.items() if entry["residual"] is not None}',
+    ): "the list holds the residual of one rank",
+    (
+        "commhooks/checkpoint/payload.py",
+        '"row_dim": memory_order(parameter)[0] if parameter.dim() else 0,',
+        '"row_dim": memory_order(parameter)[0] if parameter.dim() else 1,',
+    ): "nobody reads it of a scalar, which is never compressed",
+    (
         "commhooks/engine/session.py",
         "self._statistics_due = 0",
         "self._statistics_due = -1",

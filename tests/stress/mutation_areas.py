@@ -217,6 +217,11 @@ EXPLAINED = {
         '"row_dim": memory_order(parameter)[0] if parameter.dim() else 1,',
     ): "nobody reads it of a scalar, which is never compressed",
     (
+        "commhooks/checkpoint/reshard.py",
+        'return entries[0] | {"shape": [sum(each[0] for each in shapes if each), *shapes[0][1:]] if shapes[0] else []}',
+        'return entries[ 1] | {"shape": [sum(each[0] for each in shapes if each), *shapes[0][1:]] if shapes[0] else []}',  # noqa: E501
+    ): "it is for an error, of which the shape alone is read",
+    (
         "commhooks/engine/session.py",
         "self._statistics_due = 0",
         "self._statistics_due = -1",

@@ -193,4 +193,5 @@ def check_ddp_arguments(hook: object, given: Mapping[str, Any], *takers: Callabl
             raise HookConfigError(f"CommHookDDP has no argument {name!r}: {_FROM_LIGHTNING[name]}; leave it out")
         if name not in known:
             others = ", and neither have DDPStrategy and DistributedDataParallel; they know"
-            raise unknown_argument("CommHookDDP", name, value, hook, known, others)
+            allowed = known.difference(_OF_ANOTHER_HOOK, ["mixed_precision"])
+            raise unknown_argument("CommHookDDP", name, value, hook, allowed, others)

@@ -80,7 +80,7 @@ def resolve_group(process_group: dist.ProcessGroup | None = None) -> dist.Proces
     if process_group is not None:
         return process_group
     if not dist.is_initialized():
-        raise HookRunError("no process group: call torch.distributed.init_process_group before the first backward pass")
+        raise HookRunError("no process group: call torch.distributed.init_process_group first")
     group = dist.group.WORLD
     assert group is not None
     return group

@@ -150,8 +150,9 @@ class HookRequest:
                 )
         possible = tuple(WIRE_DTYPES) if compressor is None else compressor.wrappers
         if self.wrapper is not None and not possible:
+            wire = " and set its option wire" if compressor and hasattr(compressor.Config, "wire") else ""
             raise HookConfigError(
-                f"wrapper={self.wrapper!r} with {hook}, which chooses itself what to send: omit wrapper"
+                f"wrapper={self.wrapper!r} with {hook}, which chooses itself what to send: omit wrapper{wire}"
             )
         if self.wrapper is not None and self.wrapper not in possible:
             others = " and ".join(repr(name) for name, each in COMPRESSORS.items() if self.wrapper in each.wrappers)

@@ -20,7 +20,7 @@ from commhooks.tools.network.report import NetworkReport
 from commhooks.tools.process_group import process_group
 
 START_IT = (
-    "the network between the ranks of a training is measured. Start it as you start that, on every machine: "
+    "the network between the ranks of a training is measured. Start this as you start the training, on every machine: "
     f"{NETWORK_COMMAND}"
 )
 

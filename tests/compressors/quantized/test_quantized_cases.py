@@ -152,7 +152,9 @@ def _after_a_step(config: commhooks.Int8Compress, dtype: torch.dtype) -> tuple[A
     ranks = SimulatedRanks(compressor, 1, {n: torch.zeros(s, dtype=dtype) for n, s in shapes.items()})
     with torch.no_grad():
         assert ranks.step([torch.ones(ranks.layout.numel, dtype=dtype)])
-    return made[0].memory_plan(ranks.plans, [ranks.plans]), ranks._works[0], ranks.states[0]
+    work = ranks._works[0]
+    assert sum(plan.flags for plan in ranks.plans) == work._kernel.messages.flags.nbytes
+    return made[0].memory_plan(ranks.plans, [ranks.plans]), work, ranks.states[0]
 
 
 @pytest.mark.parametrize("error_feedback", [True, False])

@@ -101,7 +101,7 @@ class SavedHooks:
         when they are.
 
         Raises:
-            PayloadError: a file is damaged or does not fit. Nothing was changed, except in models that are sharded.
+            PayloadError: a file is damaged or does not fit. Nothing was changed.
         """
         if self._live_accelerator().distributed_type is DistributedType.NO and not self._models:
             return  # no model will have a hook
@@ -115,7 +115,7 @@ class SavedHooks:
             hook = self._models[number].hook if known else None
             if known and self._models[number].is_sharded:
                 if hook is not None:
-                    self._load_folder(folder, number, hook)
+                    take_over.append(self._from_folder(folder, number, hook))
                 continue
             saved = self._read(path, hook)
             if saved is not None and hook is not None:
@@ -136,12 +136,13 @@ class SavedHooks:
 
     # ---- helpers -----------------------------------------------------------------------------------------------------
 
-    def _load_folder(self, folder: str, number: int, hook: CommHook) -> None:
+    def _from_folder(self, folder: str, number: int, hook: CommHook) -> Callable[[], None]:
         saved = _folder(folder, number)
         if saved.is_complete():
-            saved.load(hook, strict=self._models[number].strict)
-        elif self._live_accelerator().is_main_process:
+            return saved.prepare_load(hook, strict=self._models[number].strict)
+        if self._live_accelerator().is_main_process:
             _warn_of_nothing(Path(folder), _path(folder, number).stem, hook)
+        return lambda: None
 
     def _read(self, path: Path, hook: CommHook | None) -> dict[str, Any] | None:
         """The payload for this rank, of the model whose shared file is `path`; None if the checkpoint has none."""

@@ -58,15 +58,15 @@ class HookFolder:
     def save(self, hook: CommHook) -> None:
         dcp.save({"hook": hook}, checkpoint_id=self._path)
 
-    def load(self, hook: CommHook, *, strict: bool) -> None:
-        """Load what `save` has written.
+    def prepare_load(self, hook: CommHook, *, strict: bool) -> Callable[[], None]:
+        """Read and check what `save` has written. Returns a function that lets `hook` take it over.
 
         Raises:
             PayloadError: it cannot be read; with `strict` also if it is of another hook, or has no residuals.
         """
-        planner = _PlainPlanner(allow_partial_load=not strict)
+        planner, content = _PlainPlanner(allow_partial_load=not strict), {"hook": hook.state_dict()}
         try:
-            dcp.load({"hook": hook}, checkpoint_id=self._path, planner=planner)
+            dcp.load(content, checkpoint_id=self._path, planner=planner)
         except CheckpointException as error:  # a BaseException in torch 2.13
             reason, _ = next(iter(error.failures.values()))
             if strict and "Missing key" in str(reason):
@@ -76,6 +76,7 @@ class HookFolder:
                     f"begin with what is missing fresh: {self._front_end}(strict=False)"
                 ) from error
             raise PayloadError(f"{self._path} cannot be read: {reason}") from error
+        return hook.prepare_load(content["hook"], strict)
 
 
 class _PlainPlanner(DefaultLoadPlanner):

@@ -28,9 +28,11 @@ from accelerate_commhooks.atomic_write import write_together
 from accelerate_commhooks.prepared import HookedModel, unwrapped
 from commhooks import CommHook, PayloadError
 from commhooks.errors import logger_of
-from commhooks.hook.for_plugins import HookFolder, cut_off, payload_parts, reason_first
+from commhooks.hook.for_plugins import HookFolder, cut_off, located, nothing_saved, payload_parts, reason_first
 
 logger = logger_of(__name__)
+
+_REMEDY = "Load another checkpoint, or remove its comm_hook*.pt files to continue with fresh memory"
 
 # One `SavedHooks` per accelerator, shared by all of its handlers, as long as the accelerator exists.
 _SAVED_HOOKS: "weakref.WeakKeyDictionary[Accelerator, SavedHooks]" = weakref.WeakKeyDictionary()
@@ -141,7 +143,7 @@ class SavedHooks:
         if saved.is_complete():
             return saved.prepare_load(hook, strict=self._models[number].strict)
         if self._live_accelerator().is_main_process:
-            _warn_of_nothing(Path(folder), _path(folder, number).stem, hook)
+            logger.warning(nothing_saved(folder, _path(folder, number).stem, hook.name))
         return lambda: None
 
     def _read(self, path: Path, hook: CommHook | None) -> dict[str, Any] | None:
@@ -152,21 +154,17 @@ class SavedHooks:
             if _of_rank(path, rank).exists():
                 raise PayloadError(
                     f"{path} is missing, though {_of_rank(path, rank).name} is there: the shared part of the "
-                    "communication hook's state is written by the main process. Copy it from there, or remove all "
-                    "comm_hook*.pt files to continue with fresh memory"
+                    f"communication hook's state is written by the main process. Copy it from there. {_REMEDY}"
                 )
             if hook is not None and accelerator.is_main_process:
-                _warn_of_nothing(path.parent, path.name, hook)
+                logger.warning(nothing_saved(path.parent, path.name, hook.name))
             return None
         try:
-            shared = payload_parts.check_shared(torch.load(path, map_location="cpu", weights_only=True))
-        except PayloadError as error:
-            raise PayloadError(f"{path}: {error}") from error
+            content = torch.load(path, map_location="cpu", weights_only=True)
         except Exception as error:  # torch.load raises many kinds of exceptions for truncated or foreign files
-            raise PayloadError(
-                f"{path} {_unreadable(path, error)}. Load another checkpoint, or "
-                "remove the comm_hook*.pt files to continue with fresh memory"
-            ) from error
+            raise PayloadError(f"{path} {_unreadable(path, error)}. {_REMEDY}") from error
+        with located(path, _REMEDY):
+            shared = payload_parts.check_shared(content)
         needed = payload_parts.ranks_needed(shared, rank, world_size)
         if shared.get("hook_state") is not None and not needed and accelerator.is_main_process:
             logger.warning(
@@ -232,24 +230,11 @@ def _of_rank(path: Path, rank: int) -> Path:
     return path.with_name(f"{path.stem}_rank{rank}.pt")
 
 
-def _warn_of_nothing(folder: Path, missing: str, hook: CommHook) -> None:
-    logger.warning(
-        "%s holds no state of a communication hook (%s): hook %r goes on with the memory that it has, which is none in "
-        "a new run.",
-        folder,
-        missing,
-        hook.name,
-    )
-
-
 def _checked(hook: CommHook, saved: dict[str, Any], path: Path) -> Callable[[], None]:
-    try:
+    with located(path, _REMEDY):
         return hook.prepare_load(saved)
-    except PayloadError as error:
-        raise PayloadError(f"{path}: {error}") from error
 
 
 def _unreadable(path: Path, error: Exception) -> str:
-    cut = cut_off(path, error)
     reason = (str(error).splitlines() or [""])[0]
-    return f"cannot be read: {cut}" if cut else f"cannot be read ({type(error).__name__}: {reason})"
+    return cut_off(path, error) or f"cannot be read ({type(error).__name__}: {reason})"

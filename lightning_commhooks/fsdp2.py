@@ -19,6 +19,7 @@ from commhooks.hook.for_plugins import (
     check_value,
     documented_by,
     explains_arguments,
+    nothing_saved,
 )
 from lightning_commhooks.checkpoint import CHECKPOINT_KEY, HookCheckpoint
 from lightning_commhooks.hooked_strategy import HookedStrategy, warn
@@ -160,10 +161,8 @@ class HookedFSDP2(HookedStrategy, ModelParallelStrategy):
         if take_over is not None:
             take_over()
         elif hook is not None:
-            warn(
-                "the checkpoint holds no complete state of a communication hook (it was saved without CommHookFSDP2, "
-                f"or its save was interrupted): hook {hook.name!r} begins with fresh memory"
-            )
+            why = "it was saved without CommHookFSDP2, or its save was interrupted"
+            warn(nothing_saved("the checkpoint", why, hook.name))
         return loaded
 
     @property

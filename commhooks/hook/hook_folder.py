@@ -13,7 +13,10 @@ from torch.distributed.checkpoint import CheckpointException, DefaultLoadPlanner
 from torch.distributed.checkpoint.planner import ReadItem
 
 from commhooks.errors import HookRunError, PayloadError
+from commhooks.hook.checked_state import located
 from commhooks.hook.comm_hook import CommHook
+
+_REMEDY = "Load another checkpoint, or remove this folder to continue with fresh memory"
 
 
 class HookFolder:
@@ -75,8 +78,10 @@ class HookFolder:
                     f"or with save_residual='drop'. Use that hook, or {self._front_end}(save_residual='drop'), or "
                     f"begin with what is missing fresh: {self._front_end}(strict=False)"
                 ) from error
-            raise PayloadError(f"{self._path} cannot be read: {reason}") from error
-        return hook.prepare_load(content["hook"], strict)
+            why = (str(reason).splitlines() or [""])[0]  # more would advise to run what is in it
+            raise PayloadError(f"{self._path} cannot be read ({type(reason).__name__}: {why}). {_REMEDY}") from error
+        with located(self._path, _REMEDY):
+            return hook.prepare_load(content["hook"], strict)
 
 
 class _PlainPlanner(DefaultLoadPlanner):

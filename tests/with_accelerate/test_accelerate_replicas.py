@@ -250,7 +250,8 @@ def _second_folder_damaged(folder: str) -> dict[str, Any]:
 def test_an_error_in_the_second_folder_leaves_the_first_model_alone(run_ranks: Any, tmp_path: Path) -> None:
     for found in run_ranks(_second_folder_damaged, str(tmp_path)):
         assert found["loaded"] == [3, 3] and found["fresh"] == [1, 1] and found["same"]
-        assert f"{tmp_path / 'comm_hook_1'} cannot be read: " in found["error"]
+        assert f"{tmp_path / 'comm_hook_1'} cannot be read (" in found["error"]
+        assert "remove this folder" in found["error"]
 
 
 # ---------------------------------------------------------------------------------------------------- lost replicas

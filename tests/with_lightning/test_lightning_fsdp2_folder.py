@@ -42,7 +42,7 @@ def test_a_folder_that_is_incomplete_or_of_other_weights_is_not_loaded(run_ranks
     for result in results:
         assert result["whole"] and not result["outdated"]
         assert result["step"] == 4  # of the second epoch alone
-    assert any("holds no complete state of a communication hook" in text for text in results[0]["warnings"])
+    assert any("its save was interrupted): hook 'int8_compress' goes on" in text for text in results[0]["warnings"])
 
 
 def _of_another_hook(root: str) -> dict[str, Any]:
@@ -84,7 +84,7 @@ def _hostile(root: str) -> bool:
     _saved(root, "int8")
     planted = f"{root}/planted"
     dcp.save({"hook": {"commhooks": _Hostile(planted)}}, checkpoint_id=f"{root}/whole.ckpt/commhooks")
-    with pytest.raises(PayloadError, match="commhooks cannot be read: .*Weights only"):
+    with pytest.raises(PayloadError, match=r"commhooks cannot be read \(.*Weights only.*\)\. .* remove this folder"):
         fit(f"{root}/resumed", 2, f"{root}/whole.ckpt", hook="int8", strict=False)
     return Path(planted).exists()
 

@@ -87,12 +87,6 @@ class HookCheckpoint(Callback):
             strategy.save_residual, gather=True, joint=not saves_alone(trainer)
         )
 
-    def on_train_start(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
-        # Not called in the learning-rate finder, which disables callbacks while it runs.
-        strategy = hooked_strategy_of(trainer)
-        if strategy is not None and not trainer.fast_dev_run:  # type: ignore[attr-defined]
-            strategy.warn_if_never_reached(trainer)
-
     def on_validation_start(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
         strategy = hooked_strategy_of(trainer)
         if strategy is not None:

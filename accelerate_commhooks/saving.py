@@ -14,6 +14,7 @@ Accelerate does with such a model:
     comm_hook    comm_hook_1
 """
 
+import functools
 import itertools
 import weakref
 from collections.abc import Callable, Iterator
@@ -33,6 +34,9 @@ from commhooks.hook.for_plugins import HookFolder, cut_off, located, nothing_sav
 logger = logger_of(__name__)
 
 _REMEDY = "Load another checkpoint, or remove its comm_hook*.pt files to continue with fresh memory"
+
+_Check = Callable[[CommHook], Callable[[], None]]
+"""Checks what was saved for a hook. Returns a function that lets the hook take it over."""
 
 # One `SavedHooks` per accelerator, shared by all of its handlers, as long as the accelerator exists.
 _SAVED_HOOKS: "weakref.WeakKeyDictionary[Accelerator, SavedHooks]" = weakref.WeakKeyDictionary()
@@ -56,7 +60,7 @@ class SavedHooks:
     def __init__(self, accelerator: Accelerator) -> None:
         self._accelerator = weakref.ref(accelerator)
         self._models: list[HookedModel] = []
-        self._loaded_early: dict[int, tuple[dict[str, Any], Path]] = {}
+        self._loaded_early: dict[int, _Check] = {}
         accelerator.register_save_state_pre_hook(self._save)
         accelerator.register_load_state_pre_hook(lambda models, folder: self.load(folder))
 
@@ -68,7 +72,7 @@ class SavedHooks:
         self._models[number : number + 1] = [model]
         early = self._loaded_early.pop(number, None)
         if early is not None and model.hook is not None:
-            _checked(model.hook, *early)()
+            early(model.hook)()
 
     def save(self, folder: str, *, writes_shared: bool) -> None:
         """Write this rank's files into an existing folder, and with `writes_shared` also the shared ones.
@@ -109,21 +113,23 @@ class SavedHooks:
             return  # no model will have a hook
         # Check everything before applying anything, so that an error leaves all models unchanged.
         take_over: list[Callable[[], None]] = []
-        early: dict[int, tuple[dict[str, Any], Path]] = {}
+        early: dict[int, _Check] = {}
         for number in itertools.count():
             path, known = _path(folder, number), number < len(self._models)
-            if not known and not path.exists():
+            is_sharded = self._models[number].is_sharded if known else path.with_suffix("").is_dir()
+            if not known and not is_sharded and not path.exists():
                 break
             hook = self._models[number].hook if known else None
-            if known and self._models[number].is_sharded:
-                if hook is not None:
-                    take_over.append(self._from_folder(folder, number, hook))
+            if is_sharded:
+                check: _Check = functools.partial(self._from_folder, folder, number)
+            elif (saved := self._read(path, hook)) is not None:
+                check = functools.partial(_checked, saved, path)
+            else:
                 continue
-            saved = self._read(path, hook)
-            if saved is not None and hook is not None:
-                take_over.append(_checked(hook, saved, path))
-            if saved is not None and (not known or self._freed()):
-                early[number] = saved, path
+            if hook is not None:
+                take_over.append(check(hook))
+            if not known or self._freed():
+                early[number] = check
         for each in take_over:
             each()
         self._loaded_early = early
@@ -230,7 +236,7 @@ def _of_rank(path: Path, rank: int) -> Path:
     return path.with_name(f"{path.stem}_rank{rank}.pt")
 
 
-def _checked(hook: CommHook, saved: dict[str, Any], path: Path) -> Callable[[], None]:
+def _checked(saved: dict[str, Any], path: Path, hook: CommHook) -> Callable[[], None]:
     with located(path, _REMEDY):
         return hook.prepare_load(saved)
 

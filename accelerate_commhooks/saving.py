@@ -77,8 +77,8 @@ class SavedHooks:
     def save(self, folder: str, *, writes_shared: bool) -> None:
         """Write this rank's files into an existing folder, and with `writes_shared` also the shared ones.
 
-        No rank waits for another one, unless a hook has `save_residual="mean"` or its model is sharded: then all ranks
-        must call this.
+        No rank waits for another one, unless a hook has `save_residual="mean"` or averages weights, or its model is
+        sharded: then all ranks must call this.
 
         Raises:
             OSError: as `write_together`.

@@ -14,6 +14,7 @@ Accelerate does with such a model:
     comm_hook    comm_hook_1
 """
 
+import functools
 import itertools
 import weakref
 from collections.abc import Callable, Iterator
@@ -28,9 +29,14 @@ from accelerate_commhooks.atomic_write import write_together
 from accelerate_commhooks.prepared import HookedModel, unwrapped
 from commhooks import CommHook, PayloadError
 from commhooks.errors import logger_of
-from commhooks.hook.for_plugins import HookFolder, cut_off, payload_parts, reason_first
+from commhooks.hook.for_plugins import HookFolder, cut_off, located, nothing_saved, payload_parts, reason_first
 
 logger = logger_of(__name__)
+
+_REMEDY = "Load another checkpoint, or remove its comm_hook*.pt files to continue with fresh memory"
+
+_Check = Callable[[CommHook], Callable[[], None]]
+"""Checks what was saved for a hook. Returns a function that lets the hook take it over."""
 
 # One `SavedHooks` per accelerator, shared by all of its handlers, as long as the accelerator exists.
 _SAVED_HOOKS: "weakref.WeakKeyDictionary[Accelerator, SavedHooks]" = weakref.WeakKeyDictionary()
@@ -54,7 +60,7 @@ class SavedHooks:
     def __init__(self, accelerator: Accelerator) -> None:
         self._accelerator = weakref.ref(accelerator)
         self._models: list[HookedModel] = []
-        self._loaded_early: dict[int, tuple[dict[str, Any], Path]] = {}
+        self._loaded_early: dict[int, _Check] = {}
         accelerator.register_save_state_pre_hook(self._save)
         accelerator.register_load_state_pre_hook(lambda models, folder: self.load(folder))
 
@@ -66,13 +72,13 @@ class SavedHooks:
         self._models[number : number + 1] = [model]
         early = self._loaded_early.pop(number, None)
         if early is not None and model.hook is not None:
-            _checked(model.hook, *early)()
+            early(model.hook)()
 
     def save(self, folder: str, *, writes_shared: bool) -> None:
         """Write this rank's files into an existing folder, and with `writes_shared` also the shared ones.
 
-        No rank waits for another one, unless a hook has `save_residual="mean"` or its model is sharded: then all ranks
-        must call this.
+        No rank waits for another one, unless a hook has `save_residual="mean"` or averages weights, or its model is
+        sharded: then all ranks must call this.
 
         Raises:
             OSError: as `write_together`.
@@ -101,27 +107,29 @@ class SavedHooks:
         when they are.
 
         Raises:
-            PayloadError: a file is damaged or does not fit. Nothing was changed, except in models that are sharded.
+            PayloadError: a file is damaged or does not fit. Nothing was changed.
         """
         if self._live_accelerator().distributed_type is DistributedType.NO and not self._models:
             return  # no model will have a hook
         # Check everything before applying anything, so that an error leaves all models unchanged.
         take_over: list[Callable[[], None]] = []
-        early: dict[int, tuple[dict[str, Any], Path]] = {}
+        early: dict[int, _Check] = {}
         for number in itertools.count():
             path, known = _path(folder, number), number < len(self._models)
-            if not known and not path.exists():
+            is_sharded = self._models[number].is_sharded if known else path.with_suffix("").is_dir()
+            if not known and not is_sharded and not path.exists():
                 break
             hook = self._models[number].hook if known else None
-            if known and self._models[number].is_sharded:
-                if hook is not None:
-                    self._load_folder(folder, number, hook)
+            if is_sharded:
+                check: _Check = functools.partial(self._from_folder, folder, number)
+            elif (saved := self._read(path, hook)) is not None:
+                check = functools.partial(_checked, saved, path)
+            else:
                 continue
-            saved = self._read(path, hook)
-            if saved is not None and hook is not None:
-                take_over.append(_checked(hook, saved, path))
-            if saved is not None and (not known or self._freed()):
-                early[number] = saved, path
+            if hook is not None:
+                take_over.append(check(hook))
+            if not known or self._freed():
+                early[number] = check
         for each in take_over:
             each()
         self._loaded_early = early
@@ -136,12 +144,13 @@ class SavedHooks:
 
     # ---- helpers -----------------------------------------------------------------------------------------------------
 
-    def _load_folder(self, folder: str, number: int, hook: CommHook) -> None:
+    def _from_folder(self, folder: str, number: int, hook: CommHook) -> Callable[[], None]:
         saved = _folder(folder, number)
         if saved.is_complete():
-            saved.load(hook, strict=self._models[number].strict)
-        elif self._live_accelerator().is_main_process:
-            _warn_of_nothing(Path(folder), _path(folder, number).stem, hook)
+            return saved.prepare_load(hook, strict=self._models[number].strict)
+        if self._live_accelerator().is_main_process:
+            logger.warning(nothing_saved(folder, _path(folder, number).stem, hook.name))
+        return lambda: None
 
     def _read(self, path: Path, hook: CommHook | None) -> dict[str, Any] | None:
         """The payload for this rank, of the model whose shared file is `path`; None if the checkpoint has none."""
@@ -151,21 +160,17 @@ class SavedHooks:
             if _of_rank(path, rank).exists():
                 raise PayloadError(
                     f"{path} is missing, though {_of_rank(path, rank).name} is there: the shared part of the "
-                    "communication hook's state is written by the main process. Copy it from there, or remove all "
-                    "comm_hook*.pt files to continue with fresh memory"
+                    f"communication hook's state is written by the main process. Copy it from there. {_REMEDY}"
                 )
             if hook is not None and accelerator.is_main_process:
-                _warn_of_nothing(path.parent, path.name, hook)
+                logger.warning(nothing_saved(path.parent, path.name, hook.name))
             return None
         try:
-            shared = payload_parts.check_shared(torch.load(path, map_location="cpu", weights_only=True))
-        except PayloadError as error:
-            raise PayloadError(f"{path}: {error}") from error
+            content = torch.load(path, map_location="cpu", weights_only=True)
         except Exception as error:  # torch.load raises many kinds of exceptions for truncated or foreign files
-            raise PayloadError(
-                f"{path} {_unreadable(path, error)}. Load another checkpoint, or "
-                "remove the comm_hook*.pt files to continue with fresh memory"
-            ) from error
+            raise PayloadError(f"{path} {_unreadable(path, error)}. {_REMEDY}") from error
+        with located(path, _REMEDY):
+            shared = payload_parts.check_shared(content)
         needed = payload_parts.ranks_needed(shared, rank, world_size)
         if shared.get("hook_state") is not None and not needed and accelerator.is_main_process:
             logger.warning(
@@ -231,24 +236,11 @@ def _of_rank(path: Path, rank: int) -> Path:
     return path.with_name(f"{path.stem}_rank{rank}.pt")
 
 
-def _warn_of_nothing(folder: Path, missing: str, hook: CommHook) -> None:
-    logger.warning(
-        "%s holds no state of a communication hook (%s): hook %r goes on with the memory that it has, which is none in "
-        "a new run.",
-        folder,
-        missing,
-        hook.name,
-    )
-
-
-def _checked(hook: CommHook, saved: dict[str, Any], path: Path) -> Callable[[], None]:
-    try:
+def _checked(saved: dict[str, Any], path: Path, hook: CommHook) -> Callable[[], None]:
+    with located(path, _REMEDY):
         return hook.prepare_load(saved)
-    except PayloadError as error:
-        raise PayloadError(f"{path}: {error}") from error
 
 
 def _unreadable(path: Path, error: Exception) -> str:
-    cut = cut_off(path, error)
     reason = (str(error).splitlines() or [""])[0]
-    return f"cannot be read: {cut}" if cut else f"cannot be read ({type(error).__name__}: {reason})"
+    return cut_off(path, error) or f"cannot be read ({type(error).__name__}: {reason})"

@@ -11,14 +11,13 @@ import inspect
 import signal
 import sys
 import traceback
-from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, Literal, Optional
 
-from commhooks import CommHook, PayloadError
-from commhooks.hook.for_plugins import ARGUMENTS, check_arguments
+from commhooks import CommHook
+from commhooks.hook.for_plugins import ARGUMENTS, check_arguments, located
 from lightning_commhooks.hooked_strategy import HookedStrategy, hooked_strategy_of, keep_stats, warn, warn_if_unhooked
 from lightning_commhooks.twins import Callback, check_twin, unlike_the_trainer
 
@@ -88,12 +87,6 @@ class HookCheckpoint(Callback):
             strategy.save_residual, gather=True, joint=not saves_alone(trainer)
         )
 
-    def on_train_start(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
-        # Not called in the learning-rate finder, which disables callbacks while it runs.
-        strategy = hooked_strategy_of(trainer)
-        if strategy is not None and not trainer.fast_dev_run:  # type: ignore[attr-defined]
-            strategy.warn_if_never_reached(trainer)
-
     def on_validation_start(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
         strategy = hooked_strategy_of(trainer)
         if strategy is not None:
@@ -133,19 +126,13 @@ class HookCheckpoint(Callback):
             )
 
 
-@contextlib.contextmanager
-def naming(path: str | Path) -> Iterator[None]:
+def naming(path: str | Path) -> contextlib.AbstractContextManager[None]:
     """Let errors about the hook's state name the checkpoint of Lightning that holds it, and say what to do there."""
-    try:
-        yield
-    except PayloadError as error:
-        text = f"{path}, key {CHECKPOINT_KEY!r}: {error}"
-        if "damaged" in text or "not the state" in text:
-            text += (
-                ". Resume Lightning from another checkpoint; or, to begin with fresh memory, torch.load this one, "
-                "delete the key, and torch.save it"
-            )
-        raise PayloadError(text) from error
+    return located(
+        f"{path}, key {CHECKPOINT_KEY!r}",
+        "Resume Lightning from another checkpoint; or, to begin with fresh memory, torch.load this one, delete the "
+        "key, and torch.save it",
+    )
 
 
 def saves_alone(trainer: "pl.Trainer") -> bool:

@@ -17,6 +17,7 @@ from commhooks.hook.for_plugins import (
     cut_off,
     documented_by,
     explains_arguments,
+    nothing_saved,
     reason_first,
 )
 from lightning_commhooks.checkpoint import (
@@ -140,7 +141,7 @@ class HookedFabricDDP(FabricDDPStrategy):
             rest = super().load_checkpoint(path=path, state=state, strict=strict, weights_only=weights_only)
         except Exception as error:  # torch raises many kinds of exceptions for truncated files
             if cut := cut_off(path, error):
-                raise PayloadError(f"{path} cannot be read: {cut}. Load another checkpoint") from error
+                raise PayloadError(f"{path} {cut}. Load another checkpoint") from error
             raise
         if isinstance(state, dict) and state:
             with naming(path):
@@ -169,10 +170,7 @@ class HookedFabricDDP(FabricDDPStrategy):
             each()
         for name, hook in hooks.items():
             if name not in saved:
-                warn(
-                    f"the checkpoint holds no state of a communication hook for {name!r} (it was saved without "
-                    f"CommHookDDP): hook {hook.name!r} goes on with the memory that it has, which is none in a new run"
-                )
+                warn(nothing_saved(f"{name!r} in the checkpoint", "it was saved without CommHookDDP", hook.name))
         early = [name for name in saved if isinstance(state.get(name), nn.Module) and name not in hooks]
         if early and not self._request.off:
             warn(

@@ -19,6 +19,7 @@ from commhooks.hook.for_plugins import (
     check_value,
     documented_by,
     explains_arguments,
+    nothing_saved,
 )
 from lightning_commhooks.checkpoint import CHECKPOINT_KEY, HookCheckpoint
 from lightning_commhooks.hooked_strategy import HookedStrategy, warn
@@ -149,19 +150,19 @@ class HookedFSDP2(HookedStrategy, ModelParallelStrategy):
             self._folder_in(path).save(self._saved_hook)
 
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
-        path, module = Path(self.broadcast(checkpoint_path)), self.lightning_module
+        path, module, hook = Path(self.broadcast(checkpoint_path)), self.lightning_module, self._saved_hook
+        take_over = None
+        if module is None or module.trainer.state.fn != "fit":
+            hook = None
+        # Check the hook's state before the model and the optimizers load theirs.
+        if hook is not None and (folder := self._folder_in(path)).is_complete():
+            take_over = folder.prepare_load(hook, strict=self._request.strict)
         loaded = super().load_checkpoint(path, weights_only=True if weights_only is None else weights_only)
-        hook = self._saved_hook
-        if module is None or hook is None or module.trainer.state.fn != "fit":
-            return loaded
-        folder = self._folder_in(path)
-        if folder.is_complete():
-            folder.load(hook, strict=self._request.strict)
-        else:
-            warn(
-                "the checkpoint holds no complete state of a communication hook (it was saved without CommHookFSDP2, "
-                f"or its save was interrupted): hook {hook.name!r} begins with fresh memory"
-            )
+        if take_over is not None:
+            take_over()
+        elif hook is not None:
+            why = "it was saved without CommHookFSDP2, or its save was interrupted"
+            warn(nothing_saved("the checkpoint", why, hook.name))
         return loaded
 
     @property

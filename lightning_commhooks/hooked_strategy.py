@@ -28,6 +28,7 @@ class HookedStrategy(ParallelStrategy):
     _comm_hook: CommHook | None = None
     _hooked_module: "weakref.ref[pl.LightningModule] | None" = None
     _trained_at_wrap: frozenset[str] = frozenset()
+    _callbacks: "list[pl.Callback] | None" = None
 
     @property
     def comm_hook(self) -> CommHook | None:
@@ -50,6 +51,18 @@ class HookedStrategy(ParallelStrategy):
     def _arguments(self) -> str:
         return f"hook={self._request.name!r}"
 
+    def setup(self, trainer: "pl.Trainer") -> None:
+        self._callbacks = trainer.callbacks  # type: ignore[attr-defined]
+        super().setup(trainer)
+
+    def on_train_start(self) -> None:
+        super().on_train_start()
+        assert self.lightning_module is not None
+        trainer: Any = self.lightning_module.trainer
+        # The tuner's trial runs, as of the learning-rate finder, have other callbacks than the fit around them.
+        if trainer.callbacks is self._callbacks and not trainer.fast_dev_run:
+            self._warn_if_never_reached(trainer)
+
     def on_validation_start(self) -> None:
         super().on_validation_start()
         self.end_round()
@@ -70,7 +83,7 @@ class HookedStrategy(ParallelStrategy):
 
     def __getstate__(self) -> dict[str, Any]:
         # Pickles (of the spawn launcher) and copies contain the configuration, never the hook of a wrapped model.
-        return {**super().__getstate__(), "_comm_hook": None, "_hooked_module": None}
+        return {**super().__getstate__(), "_comm_hook": None, "_hooked_module": None, "_callbacks": None}
 
     def hook_belongs_to(self, module: "pl.LightningModule") -> bool:
         """Whether the hook was attached for this module, not for a module trained earlier."""
@@ -84,7 +97,7 @@ class HookedStrategy(ParallelStrategy):
         trained = [name for name, parameter in module.named_parameters() if parameter.requires_grad]
         return [name for name in trained if name not in self._trained_at_wrap]
 
-    def warn_if_never_reached(self, trainer: "pl.Trainer") -> None:
+    def _warn_if_never_reached(self, trainer: "pl.Trainer") -> None:
         """Log a warning if this run ends before the hook begins to compress."""
         hook, left, config = self._comm_hook, _steps_left(trainer), self._request.config
         if hook is None or config is None or config.start_option is None or left is None:

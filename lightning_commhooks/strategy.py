@@ -18,6 +18,7 @@ from commhooks.hook.for_plugins import (
     cut_off,
     documented_by,
     explains_arguments,
+    nothing_saved,
     reason_first,
     unknown_argument,
 )
@@ -120,7 +121,7 @@ class HookedDDP(HookedStrategy, DDPStrategy):
             return super().load_checkpoint(checkpoint_path, weights_only=weights_only)
         except Exception as error:  # torch raises many kinds of exceptions for truncated or foreign files
             if cut := cut_off(checkpoint_path, error):
-                raise PayloadError(f"{checkpoint_path} cannot be read: {cut}. Resume from another one") from error
+                raise PayloadError(f"{checkpoint_path} {cut}. Resume from another one") from error
             if isinstance(error, OSError) or not weights_only:  # the message names the file, or code in it has failed
                 raise
             foreign = re.search(r"GLOBAL (\S+)", str(error))  # so torch 2.13 names what is no plain type
@@ -143,10 +144,7 @@ class HookedDDP(HookedStrategy, DDPStrategy):
         if take_over is not None:
             take_over()
         elif hook is not None:
-            warn(
-                f"the checkpoint holds no state of a communication hook (it was saved without CommHookDDP): hook "
-                f"{hook.name!r} begins with fresh memory"
-            )
+            warn(nothing_saved("the checkpoint", "it was saved without CommHookDDP", hook.name))
 
     # ---- helpers -----------------------------------------------------------------------------------------------------
 

@@ -37,7 +37,7 @@ class JointSave:
     def __init__(self, group: Callable[[], dist.ProcessGroup], rank: int, size: int, nonce: int) -> None:
         self._ranks, self._rank, self._size, self._nonce = group, rank, size, nonce
         self._limit = timedelta(0)
-        self._voted: list[str] = []
+        self._written: list[str] = []  # keys, in the order of the saves
         self._saves: Counter[int] = Counter()
         self._declined = ""
         # Of the running save. The group is a ProcessGroupGloo; torch's type stubs lack its collectives.
@@ -65,10 +65,11 @@ class JointSave:
             self._store = self._shared_store()
             if self._vote(f"{place}/begin", "") is None:
                 return self._declined or late
-            outcome = self._vote(f"{place}/end", self._try_collecting(place, collect))
+            failure, before = self._try_collecting(place, collect), len(self._written)
+            outcome = self._vote(f"{place}/end", failure)
             failures = [late] if outcome is None else [each for each in outcome if each]
-            if not failures:
-                self._forget(place)
+            if outcome is not None:
+                self._forget(before)
             return failures[0] if failures else ""
         except HookRunError as error:  # the group of the ranks was destroyed
             self.logging_rank = self._rank
@@ -83,7 +84,9 @@ class JointSave:
             shared = self._shared_store()
             for each in steps:
                 self._saves[each] += 1
-                store = dist.PrefixStore(f"{each}.{self._saves[each]}/begin", shared)
+                place = f"{each}.{self._saves[each]}/begin"
+                self._written += [f"{place}/decision", f"{place}/vote{self._rank}"]
+                store = dist.PrefixStore(place, shared)
                 store.compare_set("decision", "", f"{self._rank} {reason}")
                 store.set(f"vote{self._rank}", "")
 
@@ -93,6 +96,7 @@ class JointSave:
     def _try_collecting(self, place: str, collect: Callable[["JointSave"], None]) -> str:
         """Connect the ranks and run `collect`. Returns "" or what failed: a dead rank or a timeout, for which torch has
         no narrower class than Exception."""
+        self._written += [f"{place}/gloo/{address_key(self._rank)}"]
         try:
             store = dist.PrefixStore(f"{place}/gloo", self._store)
             self._group = dist.ProcessGroupGloo(store, self._rank, self._size, self._limit)
@@ -112,20 +116,19 @@ class JointSave:
 
     def _first_failure(self, place: str, own: str) -> str:
         """Of the failures of this save the first, which is the cause of the others; the same on all ranks that fail."""
+        self._written += [f"{place}/cause"]
         with contextlib.suppress(RuntimeError):  # the process that hosts the store has ended
             return self._store.compare_set(f"{place}/cause", "", own).decode()
         return own
 
-    def _forget(self, place: str) -> None:
-        """Delete what no rank reads any more. All ranks have voted at the end of `place`, so they have connected, and
-        have finished its first vote and all earlier saves."""
-        if self._rank == 0:
-            for rank in range(self._size):
-                self._store.delete_key(f"{place}/gloo/{address_key(rank)}")
-            for old in (*self._voted, f"{place}/begin"):
-                for key in ("decision", *(f"vote{rank}" for rank in range(self._size))):
-                    self._store.delete_key(f"{old}/{key}")
-            self._voted = [f"{place}/end"]
+    def _forget(self, count: int) -> None:
+        """Delete the first `count` keys that this rank has written. All ranks have voted at the end of a save, so they
+        are through with what came before in it and with all earlier saves. A rank that has missed one of those, and
+        comes to it after a load of an earlier step, waits there for its time limit, as the first one does."""
+        with contextlib.suppress(RuntimeError):  # the process that hosts the store has ended
+            for key in self._written[:count]:
+                self._store.delete_key(key)
+        del self._written[:count]
 
     def mean(self, tensor: torch.Tensor) -> torch.Tensor:
         """The mean of `tensor` over the ranks, on the CPU. All ranks must call this with equal shapes and dtypes."""
@@ -149,6 +152,7 @@ class JointSave:
         store = dist.PrefixStore(place, self._store)
         ballots = [f"vote{rank}" for rank in range(self._size)]
         verdict = "all"
+        self._written += [f"{place}/vote{self._rank}", f"{place}/decision"]
         try:
             store.set(f"vote{self._rank}", vote)
             try:

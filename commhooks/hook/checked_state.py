@@ -1,6 +1,7 @@
 """What a saved state must be to go on with, and what rank 0 says about it."""
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 
 from commhooks.checkpoint.checks import REPLICAS_EQUAL, check_header
 from commhooks.checkpoint.distributed import from_distributed, is_distributed
@@ -11,6 +12,24 @@ from commhooks.hook.request import HookRequest
 from commhooks.hook.runner import Runner
 
 logger = logger_of(__name__)
+
+
+@contextlib.contextmanager
+def located(place: object, remedy: str) -> Iterator[None]:
+    """Let a PayloadError of the body begin with the place of the saved state. `remedy`: what to do if it is damaged."""
+    try:
+        yield
+    except PayloadError as error:
+        damaged = "damaged" in str(error) or "not the state" in str(error)
+        raise PayloadError(f"{place}: {error}" + (f". {remedy}" if damaged else "")) from error
+
+
+def nothing_saved(place: object, why: str, hook: str) -> str:
+    """A warning for a load from `place`, where the hook of this name has no state, because of `why`."""
+    return (
+        f"{place} holds no state of a communication hook ({why}): hook {hook!r} goes on with the memory that it has, "
+        "which is none in a new run."
+    )
 
 
 def checked_state(

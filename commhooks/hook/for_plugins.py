@@ -22,6 +22,7 @@ from commhooks.hook.arguments import (
     unknown_flag,
 )
 from commhooks.hook.attach import attach_request
+from commhooks.hook.checked_state import located, nothing_saved
 from commhooks.hook.hook_folder import HookFolder
 from commhooks.hook.metrics import NAMES, PREFIX, Meter
 from commhooks.hook.request import HookRequest

@@ -13,7 +13,10 @@ from torch.distributed.checkpoint import CheckpointException, DefaultLoadPlanner
 from torch.distributed.checkpoint.planner import ReadItem
 
 from commhooks.errors import HookRunError, PayloadError
+from commhooks.hook.checked_state import located
 from commhooks.hook.comm_hook import CommHook
+
+_REMEDY = "Load another checkpoint, or remove this folder to continue with fresh memory"
 
 
 class HookFolder:
@@ -58,15 +61,15 @@ class HookFolder:
     def save(self, hook: CommHook) -> None:
         dcp.save({"hook": hook}, checkpoint_id=self._path)
 
-    def load(self, hook: CommHook, *, strict: bool) -> None:
-        """Load what `save` has written.
+    def prepare_load(self, hook: CommHook, *, strict: bool) -> Callable[[], None]:
+        """Read and check what `save` has written. Returns a function that lets `hook` take it over.
 
         Raises:
             PayloadError: it cannot be read; with `strict` also if it is of another hook, or has no residuals.
         """
-        planner = _PlainPlanner(allow_partial_load=not strict)
+        planner, content = _PlainPlanner(allow_partial_load=not strict), {"hook": hook.state_dict()}
         try:
-            dcp.load({"hook": hook}, checkpoint_id=self._path, planner=planner)
+            dcp.load(content, checkpoint_id=self._path, planner=planner)
         except CheckpointException as error:  # a BaseException in torch 2.13
             reason, _ = next(iter(error.failures.values()))
             if strict and "Missing key" in str(reason):
@@ -75,7 +78,10 @@ class HookFolder:
                     f"or with save_residual='drop'. Use that hook, or {self._front_end}(save_residual='drop'), or "
                     f"begin with what is missing fresh: {self._front_end}(strict=False)"
                 ) from error
-            raise PayloadError(f"{self._path} cannot be read: {reason}") from error
+            why = (str(reason).splitlines() or [""])[0]  # more would advise to run what is in it
+            raise PayloadError(f"{self._path} cannot be read ({type(reason).__name__}: {why}). {_REMEDY}") from error
+        with located(self._path, _REMEDY):
+            return hook.prepare_load(content["hook"], strict)
 
 
 class _PlainPlanner(DefaultLoadPlanner):

@@ -145,7 +145,7 @@ def load_plain(path: Path) -> Any:
             return torch.load(path, map_location="cpu", weights_only=True, mmap=lazily)
     except Exception as error:  # torch raises many kinds of exceptions for truncated or foreign files, OSError as well
         if cut := cut_off(path, error):
-            raise UnreadableFileError(f"{path} cannot be read: {cut}") from None
+            raise UnreadableFileError(f"{path} {cut}") from None
         if isinstance(error, OSError):
             raise UnreadableFileError(f"{path} cannot be read: {error.strerror or error}") from error
         if foreign := _FOREIGN.search(str(error)):

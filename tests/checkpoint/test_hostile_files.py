@@ -218,13 +218,13 @@ def test_damaged_folders(tmp_path: Path, name: str) -> None:
         folder.save(hook)
         good = {path: path.read_bytes() for path in sorted(tmp_path.rglob("*")) if path.is_file()}
         for _ in range(25 * hostile.TIMES):
-            folder.load(hook, strict=True)
+            folder.prepare_load(hook, strict=True)()
             before = hook.state_dict()
             path = rng.choice(list(good))
             content, what = hostile.damaged_bytes(good[path], rng)
             path.write_bytes(content)
             try:
-                folder.load(hook, strict=rng.random() < 0.5)
+                folder.prepare_load(hook, strict=rng.random() < 0.5)()
                 loaded += 1
                 train(1)
             except PayloadError as error:

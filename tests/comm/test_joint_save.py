@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from commhooks.gradients.torch_private import store_of
 from tests.support.ddp_steps import log_lines
 from tests.support.inside import session_of
 from tests.support.training import Run, residuals
@@ -121,6 +122,45 @@ def _fails_in_the_middle() -> tuple[Any, Any, bool]:
 
 def test_a_failure_in_the_middle(run_ranks: Any) -> None:
     assert run_ranks(_fails_in_the_middle) == [(INEXACT, EXACT, True)] * 2
+
+
+def _keys_left() -> tuple[int, list[int]]:
+    """Keys in the store of the process group after a joint save: the first one, and those that follow failed ones."""
+    run = _run()
+    store, rank = store_of(dist.group.WORLD), dist.get_rank()
+    saver = run.hook._runner.saved_state.joint_save()  # type: ignore[union-attr]
+    assert saver is not None
+
+    def after_a_save() -> int:
+        saver.__dict__.pop("mean", None)
+        run.train(1)
+        assert _describe(run.hook.state_dict()) == EXACT
+        dist.barrier()
+        count = store.num_keys()
+        dist.barrier()
+        run.train(1)
+        return count
+
+    first, later = after_a_save(), []
+    for case in ("rank 1 alone", "rank 1 fails", "no network", "rank 1 declines"):
+        if case == "rank 1 declines":
+            session_of(run.hook).state.local_missing = rank == 1
+        if rank == 1 and case == "rank 1 fails":
+            saver.mean = failing  # type: ignore[method-assign]
+        connect = failing if case == "no network" else dist.ProcessGroupGloo
+        with mock.patch.object(dist, "ProcessGroupGloo", connect):
+            if case != "rank 1 alone":
+                assert _describe(run.hook.state_dict()) == INEXACT
+            elif rank == 1:
+                assert _describe(_save_alone(run)) == INEXACT
+        session_of(run.hook).state.local_missing = False
+        later.append(after_a_save())
+    return first, later
+
+
+def test_what_failed_saves_wrote_is_deleted(run_ranks: Any) -> None:
+    for first, later in run_ranks(_keys_left):
+        assert later == [first] * 4
 
 
 def _resume_inexact() -> torch.Tensor:

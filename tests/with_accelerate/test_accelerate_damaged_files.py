@@ -77,6 +77,7 @@ def test_a_bad_shared_file_is_an_error_on_every_rank_before_anything_changes(
     change(checkpoint)
     for result in run_ranks(_fails_to_load, str(checkpoint)):
         assert text in result["error"] and str(checkpoint) in result["error"]
+        assert "Load another checkpoint, or remove its comm_hook*.pt files" in result["error"]
 
 
 def test_another_hook_is_an_error(run_ranks: Any, checkpoint: Path) -> None:

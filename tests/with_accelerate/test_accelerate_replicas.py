@@ -23,6 +23,7 @@ from tests.support.accelerators import (
     sharding_accelerator,
 )
 from tests.support.features import fully_shard_on_gloo
+from tests.support.models import bits_equal
 from tests.support.sharded import learned, whole_residuals
 from tests.support.training import batch, flat, make_model
 
@@ -198,6 +199,66 @@ def _incomplete(folder: str) -> list[str]:
     hook.detach()
     assert run.hook is None and not run.handler.is_attached(run.model) and ", detached, rank" in repr(hook)
     return [text[text.index("holds") : text.index(")") + 1] for text in texts] or [""]
+
+
+class _Pair:
+    """Two models of one accelerator, in one replica of two shards."""
+
+    def __init__(self, load_between: str | None = None) -> None:
+        self.handler = CommHookKwargs(**HOOKS["int8"])
+        self.accelerator = sharding_accelerator(self.handler, replicas=1)
+        self.models = [self._prepared()]
+        if load_between is not None:
+            self.accelerator.load_state(load_between)
+        self.models.append(self._prepared())
+
+    def _prepared(self) -> Any:
+        model = make_model()
+        return self.accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.01))[0]
+
+    def train(self, steps: int) -> "_Pair":
+        for step in range(steps):
+            for number, model in enumerate(self.models):
+                images, labels = batch(2 * step + number, self.accelerator.process_index)
+                self.accelerator.backward(torch.nn.functional.cross_entropy(model(images), labels))
+        return self
+
+    def learned(self) -> list[dict[str, torch.Tensor]]:
+        """With the mean of the residuals, as loading needs it."""
+        for hook in self.handler.attached_hooks:
+            hook.state_dict()
+        return [learned(hook) for hook in self.handler.attached_hooks]
+
+    def steps(self) -> list[int]:
+        return [hook.stats()["step"] for hook in self.handler.attached_hooks]
+
+
+@launched
+def _two_folders(folder: str) -> dict[str, Any]:
+    saved = _Pair().train(3)
+    saved.accelerator.save_state(folder)
+    saved.accelerator.wait_for_everyone()
+    loaded = _Pair()
+    loaded.accelerator.load_state(folder)
+    piecemeal = _Pair(load_between=folder)
+    if loaded.accelerator.is_main_process:
+        (Path(folder) / "comm_hook_1" / "__0_0.distcp").write_bytes(b"damaged")
+    loaded.accelerator.wait_for_everyone()
+    fresh = _Pair().train(1)
+    before = fresh.learned()
+    with pytest.raises(commhooks.PayloadError) as error:
+        fresh.accelerator.load_state(folder)
+    after = fresh.learned()
+    same = all(bits_equal(one, other) for one, other in zip(before, after, strict=True))
+    steps = loaded.steps() + piecemeal.steps()
+    return {"loaded": steps, "fresh": fresh.steps(), "same": same, "error": str(error.value)}
+
+
+def test_each_of_two_models_loads_its_folder_or_none_does(run_ranks: Any, tmp_path: Path) -> None:
+    for found in run_ranks(_two_folders, str(tmp_path)):
+        assert found["loaded"] == [3] * 4 and found["fresh"] == [1, 1] and found["same"]
+        assert f"{tmp_path / 'comm_hook_1'} cannot be read (" in found["error"]
+        assert "remove this folder" in found["error"]
 
 
 # ---------------------------------------------------------------------------------------------------- lost replicas

@@ -167,16 +167,17 @@ def test_what_cannot_work_is_refused(run_ranks: Any, tmp_path: Path) -> None:
         assert "mesh=self.trainer.strategy.device_mesh['shard']" in over_another
 
 
-def _beside(root: str) -> list[str]:
-    made = trainer(root, strategy=strategy(), max_epochs=1)
+def _warned(root: str) -> list[str]:
+    made = trainer(root, strategy=strategy(hook=PowerSGD(start_powerSGD_iter=100)), max_epochs=1)
     with caught_warnings() as texts:
         made.fit(_PartBeside(), data())
-    return [text for text in texts if "drift apart" in text]
+    return [text for text in texts if "drift apart" in text or "nothing will be compressed" in text]
 
 
-def test_a_trained_layer_that_nobody_averages_is_named(run_ranks: Any, tmp_path: Path) -> None:
-    first, *others = run_ranks(_beside, str(tmp_path), world_size=2)
-    assert len(first) == 1 and "head.weight, head.bias would be trained" in first[0] and not any(others)
+def test_what_nobody_averages_and_what_never_compresses_is_named(run_ranks: Any, tmp_path: Path) -> None:
+    (beside, late), *others = run_ranks(_warned, str(tmp_path), world_size=2)
+    assert "head.weight, head.bias would be trained" in beside and not any(others)
+    assert "powerSGD begins to compress after 100 steps, but this run ends after 4" in late
 
 
 def _accumulated(root: str) -> dict[str, Any]:

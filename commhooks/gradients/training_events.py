@@ -31,6 +31,9 @@ class OptimizerSteps:
         self._optimizers: weakref.WeakKeyDictionary[Optimizer, None] = weakref.WeakKeyDictionary()
         self.stepping = False
         """An optimizer of the model is in its step, in which it may call a closure with further passes."""
+        self.repeats = False
+        """A further backward pass would be one of a step that has had one: LBFGS calls its closure on each rank as often
+        as the numbers of that rank ask for."""
         _watch_all_optimizers()
         _watching[self] = None
 
@@ -46,6 +49,10 @@ class OptimizerSteps:
         """Wait for nothing."""
         self._missing = None
 
+    def passed(self) -> None:
+        """A backward pass has ended."""
+        self.repeats = self.stepping
+
     def before_step(self, optimizer: Optimizer) -> None:
         if not self._mine(optimizer):
             return
@@ -54,13 +61,13 @@ class OptimizerSteps:
                 f"{type(optimizer).__name__} steps each parameter on one rank only, by the gradient of that rank, as "
                 "this hook averages weights and not gradients: use a plain optimizer, or shard the model by fully_shard"
             )
-        self.stepping = True
+        self.stepping, self.repeats = True, False
 
     def after_step(self, optimizer: Optimizer) -> None:
         mine = self._mine(optimizer)
         if not mine:
             return
-        self.stepping = False
+        self.stepping = self.repeats = False
         self._optimizers[optimizer] = None
         if self._missing is not None:
             self._missing -= mine

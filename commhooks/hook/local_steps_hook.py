@@ -1,8 +1,8 @@
 """A hook that averages weights, once in several steps: between two outer steps every rank trains on its own gradients.
 
-A round is `sync_every` backward passes. An outer step comes after the optimizer's step that follows the last of them,
-or the pass at which it is the turn of a part of the weights (`outer_steps.py`), and before anything that looks at the
-model as a whole: a joint save, and `CommHook.synchronize`.
+A round is `sync_every` backward passes, of which those of one step with a closure count once. An outer step comes
+after the optimizer's step that follows the last of them, or the pass at which it is the turn of a part of the weights
+(`outer_steps.py`), and before anything that looks at the model as a whole: a joint save, and `CommHook.synchronize`.
 """
 
 import contextlib
@@ -60,6 +60,7 @@ class LocalStepsHook(EngineHook):
         sizes = [each.numel() for each in source.stepped()]
         self._outer = OuterSteps(session, list(source.names.known().values()), sizes)
         self._in_round = 0
+        self._begun = 0  # passes that count; the same on all ranks, which those of a closure are not
         self._weights_agree = True
         self._scaled = scaled
         self._finite: list[torch.Tensor] = []
@@ -107,8 +108,10 @@ class LocalStepsHook(EngineHook):
         module, state = self._module(), self._session.state
         self._session.consensus.reach(self._source.group, first.flat)
         self._passes.begin_gradients()
-        begun = self._passes.cumulative()["backward_passes"]
-        self._averages_gradients = begun <= self._session.compressor.start_step
+        if not self._optimizers.repeats:
+            self._begun += 1
+            begun = self._passes.cumulative()["backward_passes"]
+            self._averages_gradients = begun <= self._session.compressor.start_step
         self._buffers_differ = any(True for _ in module.buffers())
         self._trained_in_mode = module.training
         self._finite.clear()
@@ -119,9 +122,13 @@ class LocalStepsHook(EngineHook):
             state[ANCHOR.key].update(copied(missing))
 
     def end_pass(self) -> None:
+        repeats = self._optimizers.repeats
+        self._optimizers.passed()
         if self._averages_gradients:
             return
         self._moments_differ, self._weights_agree = True, False
+        if repeats:
+            return
         if self._outer.due(self._in_round + 1) and self._all_step():
             self._due = True
             self._optimizers.expect()
@@ -257,7 +264,7 @@ class LocalStepsHook(EngineHook):
         if saver is None or self.world_size == 1:
             work()
             return True
-        reason = saver.run(-self._passes.backward_passes, lambda _: work(), limit_s)
+        reason = saver.run(-self._begun, lambda _: work(), limit_s)
         if reason and self.rank == saver.speaker:
             self._warn.not_averaged(reason)
         return not reason

@@ -59,12 +59,10 @@ class LocalStepsHook(EngineHook):
         self._nodes: Nodes | None = None
         sizes = [each.numel() for each in source.stepped()]
         self._outer = OuterSteps(session, list(source.names.known().values()), sizes)
-        self._in_round = 0
-        self._begun = 0  # passes that count; the same on all ranks, which those of a closure are not
+        self._in_round = self._begun = 0  # passes that count, the same on all ranks, of the round and of the run
         self._weights_agree = True
-        self._scaled = scaled
+        self._scaled, self._due = scaled, False
         self._finite: list[torch.Tensor] = []
-        self._due = False
         self._moments_differ = self._buffers_differ = False
         self._to_anchor = False  # the weights may not be those of the anchor, which was loaded
         self._trained_in_mode = True  # `Module.training` of the latest pass
@@ -105,13 +103,12 @@ class LocalStepsHook(EngineHook):
         return future
 
     def _begin_local_pass(self, first: Bucket) -> None:
-        module, state = self._module(), self._session.state
+        module, state, start = self._module(), self._session.state, self._session.compressor.start_step
         self._session.consensus.reach(self._source.group, first.flat)
         self._passes.begin_gradients()
         if not self._optimizers.repeats:
             self._begun += 1
-            begun = self._passes.cumulative()["backward_passes"]
-            self._averages_gradients = begun <= self._session.compressor.start_step
+            self._averages_gradients = self._passes.cumulative()["backward_passes"] <= start
         self._buffers_differ = any(True for _ in module.buffers())
         self._trained_in_mode = module.training
         self._finite.clear()
@@ -122,12 +119,11 @@ class LocalStepsHook(EngineHook):
             state[ANCHOR.key].update(copied(missing))
 
     def end_pass(self) -> None:
-        repeats = self._optimizers.repeats
-        self._optimizers.passed()
+        repeated = self._optimizers.passed()
         if self._averages_gradients:
             return
         self._moments_differ, self._weights_agree = True, False
-        if repeats:
+        if repeated:
             return
         if self._outer.due(self._in_round + 1) and self._all_step():
             self._due = True
@@ -230,9 +226,7 @@ class LocalStepsHook(EngineHook):
             else:
                 self._outer_step(early=True)
             if optimizers:
-                moments = self._optimizers.moments()
-                names, tensors = [name for name, _ in moments], [each for _, each in moments]
-                self._means.average(tensors, "the optimizers' state", names)
+                self._means.average_moments(self._optimizers)
                 self._moments_differ = False
 
         differ = self._buffers_differ or not self._weights_agree or (optimizers and self._moments_differ)

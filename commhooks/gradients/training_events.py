@@ -2,7 +2,7 @@
 
 import functools
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Protocol
 
 import torch
@@ -31,6 +31,9 @@ class OptimizerSteps:
         self._optimizers: weakref.WeakKeyDictionary[Optimizer, None] = weakref.WeakKeyDictionary()
         self.stepping = False
         """An optimizer of the model is in its step, in which it may call a closure with further passes."""
+        self.repeats = False
+        """A further backward pass would be one of a step that has had one: LBFGS calls its closure on each rank as
+        often as the numbers of that rank ask for."""
         _watch_all_optimizers()
         _watching[self] = None
 
@@ -46,6 +49,11 @@ class OptimizerSteps:
         """Wait for nothing."""
         self._missing = None
 
+    def passed(self) -> bool:
+        """A backward pass has ended. Returns whether it was a further one of its step."""
+        repeated, self.repeats = self.repeats, self.stepping
+        return repeated
+
     def before_step(self, optimizer: Optimizer) -> None:
         if not self._mine(optimizer):
             return
@@ -54,13 +62,13 @@ class OptimizerSteps:
                 f"{type(optimizer).__name__} steps each parameter on one rank only, by the gradient of that rank, as "
                 "this hook averages weights and not gradients: use a plain optimizer, or shard the model by fully_shard"
             )
-        self.stepping = True
+        self.stepping, self.repeats = True, False
 
     def after_step(self, optimizer: Optimizer) -> None:
         mine = self._mine(optimizer)
         if not mine:
             return
-        self.stepping = False
+        self.stepping = self.repeats = False
         self._optimizers[optimizer] = None
         if self._missing is not None:
             self._missing -= mine
@@ -73,14 +81,25 @@ class OptimizerSteps:
 
     def moments(self) -> list[tuple[str, torch.Tensor]]:
         """What the optimizers keep for the numbers of each parameter, such as Adam's moments, and what it is: in one
-        order on all ranks that have stepped the same parameters."""
+        order on all ranks that have stepped the same parameters. None of those with `codes`."""
         return [
             (f"{key} of parameter {place}", each)
-            for place, parameter in enumerate(self._parameters.values())
-            for optimizer in self._optimizers
-            for key, each in _numbers(optimizer.state.get(parameter, {})).items()
+            for place, parameter, state in self._states()
+            if not _is_coded(state)
+            for key, each in _numbers(state).items()
             if each.dim() or not parameter.dim()  # not the count of steps
         ]
+
+    def codes(self) -> int:
+        """For how many parameters an optimizer keeps integers, as 8-bit optimizers do. The numbers beside them, such as
+        scales, belong to these and have no mean without them."""
+        return len({place for place, _, state in self._states() if _is_coded(state)})
+
+    def _states(self) -> Iterator[tuple[int, torch.Tensor, dict[str, Any]]]:
+        """Of each parameter its place, itself, and what each optimizer keeps for it."""
+        for place, parameter in enumerate(self._parameters.values()):
+            for optimizer in self._optimizers:
+                yield place, parameter, optimizer.state.get(parameter, {})
 
     def begin_anew(self) -> int:
         """Let the optimizers begin anew with the parameters for which they keep a number that is not finite, such as
@@ -111,6 +130,11 @@ def _numbers(state: dict[str, Any]) -> dict[str, torch.Tensor]:
     """The tensors of real numbers in what an optimizer keeps for a parameter."""
     found = {key: _own(each) for key, each in sorted(state.items()) if isinstance(each, torch.Tensor)}
     return {key: each for key, each in found.items() if each.is_floating_point()}
+
+
+def _is_coded(state: dict[str, Any]) -> bool:
+    tensors = [each for each in state.values() if isinstance(each, torch.Tensor)]
+    return any(each.dim() > 0 and not each.is_floating_point() and not each.is_complex() for each in tensors)
 
 
 _watching: weakref.WeakKeyDictionary[OptimizerSteps, None] = weakref.WeakKeyDictionary()

@@ -64,9 +64,11 @@ class SharedBuffers:
         self._common: dict[str, torch.Tensor] = {}
 
     def note(self, module: torch.nn.Module) -> None:
-        """The buffers are equal on all ranks now, unless they were noted before."""
+        """The buffers are equal on all ranks now, unless they were noted before. Sparse ones, such as those of a graph,
+        stay each rank's own."""
         if not self._common:
-            self._common = {name: each.clone() for name, each in module.named_buffers()}
+            dense = {name: each for name, each in module.named_buffers() if each.layout is torch.strided}
+            self._common = {name: each.clone() for name, each in dense.items()}
 
     def forget(self) -> None:
         self._common = {}

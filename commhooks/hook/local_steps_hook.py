@@ -1,8 +1,8 @@
 """A hook that averages weights, once in several steps: between two outer steps every rank trains on its own gradients.
 
-A round is `sync_every` backward passes. An outer step comes after the optimizer's step that follows the last of them,
-or the pass at which it is the turn of a part of the weights (`outer_steps.py`), and before anything that looks at the
-model as a whole: a joint save, and `CommHook.synchronize`.
+A round is `sync_every` backward passes, of which those of one step with a closure count once. An outer step comes
+after the optimizer's step that follows the last of them, or the pass at which it is the turn of a part of the weights
+(`outer_steps.py`), and before anything that looks at the model as a whole: a joint save, and `CommHook.synchronize`.
 """
 
 import contextlib
@@ -59,11 +59,10 @@ class LocalStepsHook(EngineHook):
         self._nodes: Nodes | None = None
         sizes = [each.numel() for each in source.stepped()]
         self._outer = OuterSteps(session, list(source.names.known().values()), sizes)
-        self._in_round = 0
+        self._in_round = self._begun = 0  # passes that count, the same on all ranks, of the round and of the run
         self._weights_agree = True
-        self._scaled = scaled
+        self._scaled, self._due = scaled, False
         self._finite: list[torch.Tensor] = []
-        self._due = False
         self._moments_differ = self._buffers_differ = False
         self._to_anchor = False  # the weights may not be those of the anchor, which was loaded
         self._trained_in_mode = True  # `Module.training` of the latest pass
@@ -104,11 +103,12 @@ class LocalStepsHook(EngineHook):
         return future
 
     def _begin_local_pass(self, first: Bucket) -> None:
-        module, state = self._module(), self._session.state
+        module, state, start = self._module(), self._session.state, self._session.compressor.start_step
         self._session.consensus.reach(self._source.group, first.flat)
         self._passes.begin_gradients()
-        begun = self._passes.cumulative()["backward_passes"]
-        self._averages_gradients = begun <= self._session.compressor.start_step
+        if not self._optimizers.repeats:
+            self._begun += 1
+            self._averages_gradients = self._passes.cumulative()["backward_passes"] <= start
         self._buffers_differ = any(True for _ in module.buffers())
         self._trained_in_mode = module.training
         self._finite.clear()
@@ -119,9 +119,12 @@ class LocalStepsHook(EngineHook):
             state[ANCHOR.key].update(copied(missing))
 
     def end_pass(self) -> None:
+        repeated = self._optimizers.passed()
         if self._averages_gradients:
             return
         self._moments_differ, self._weights_agree = True, False
+        if repeated:
+            return
         if self._outer.due(self._in_round + 1) and self._all_step():
             self._due = True
             self._optimizers.expect()
@@ -223,9 +226,7 @@ class LocalStepsHook(EngineHook):
             else:
                 self._outer_step(early=True)
             if optimizers:
-                moments = self._optimizers.moments()
-                names, tensors = [name for name, _ in moments], [each for _, each in moments]
-                self._means.average(tensors, "the optimizers' state", names)
+                self._means.average_moments(self._optimizers)
                 self._moments_differ = False
 
         differ = self._buffers_differ or not self._weights_agree or (optimizers and self._moments_differ)
@@ -257,7 +258,7 @@ class LocalStepsHook(EngineHook):
         if saver is None or self.world_size == 1:
             work()
             return True
-        reason = saver.run(-self._passes.backward_passes, lambda _: work(), limit_s)
+        reason = saver.run(-self._begun, lambda _: work(), limit_s)
         if reason and self.rank == saver.logging_rank:
             self._warn.not_averaged(reason)
         return not reason

@@ -9,6 +9,7 @@ from commhooks.comm.collective import Send, agreement_key, gather_rows
 from commhooks.comm.counters import Counters
 from commhooks.errors import logger_of
 from commhooks.gradients.source import GradientSource
+from commhooks.gradients.training_events import OptimizerSteps
 from commhooks.gradients.weights import SharedBuffers, packed, write_back
 from commhooks.hook.replica_check import weights_checksum
 
@@ -27,6 +28,7 @@ class MeansOfRanks:
     def __init__(self, hook: str, source: GradientSource, counters: Counters, *, says: bool) -> None:
         self._hook, self._source, self._counters, self._says = hook, source, counters, says
         self._shared = SharedBuffers()
+        self._told_of_codes = False
 
     @torch.no_grad()
     def average(self, tensors: list[torch.Tensor], what: str, names: Sequence[str] = ()) -> None:
@@ -47,6 +49,21 @@ class MeansOfRanks:
             bucket.flat.div_(group.size())
             collective.start(Send(bucket.flat, what=what, last=True), group, self._counters, "").wait()
             write_back(bucket)
+
+    def average_moments(self, optimizers: OptimizerSteps) -> None:
+        """What the optimizers keep of the parameters, such as Adam's moments."""
+        moments = optimizers.moments()
+        self.average([each for _, each in moments], "the optimizers' state", [name for name, _ in moments])
+        codes = optimizers.codes()
+        if codes and self._says and not self._told_of_codes:
+            self._told_of_codes = True
+            logger.warning(
+                "hook %s: for %s parameters the optimizers keep integers, as 8-bit optimizers do, which have no mean: "
+                "what they keep for these stays each rank's own, and a run that resumes from that of one rank goes on "
+                "with it on all.",
+                self._hook,
+                codes,
+            )
 
     @torch.no_grad()
     def equalize(self, weights: list[torch.Tensor]) -> None:

@@ -214,6 +214,25 @@ def test_a_rank_that_declined_a_joint_save_takes_part_in_that_of_the_next_step(r
         assert declined == ("none", False) and joint[0] == "mean"
 
 
+def _alone_without_a_residual() -> tuple[str, bool]:
+    """Rank 1 saves on its own while it has no residual, and then loads one."""
+    run = Run.new(hook_options=OPTIONS).train(3)
+    run.hook.joint_save_limit_s = 5.0
+    payload = run.hook.state_dict("per_rank", gather=False)
+    if dist.get_rank() == 1:
+        without = copy.deepcopy(payload)
+        _make_inexact(without)
+        run.hook.load_state_dict(without)
+        assert run.hook.state_dict("mean", joint=False)["residual"] == "none"
+    run.hook.load_state_dict(payload)
+    saved = run.hook.state_dict("mean")
+    return saved["residual"], saved["exact"]
+
+
+def test_a_save_of_one_rank_alone_declines_no_joint_save(run_ranks: Any) -> None:
+    assert run_ranks(_alone_without_a_residual) == [("mean", True)] * 2
+
+
 def _wrapped_anew(model: torch.nn.Module, state: commhooks.PowerSGDState) -> Run:
     ddp = DistributedDataParallel(model, bucket_cap_mb=0.001)
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.05)

@@ -63,6 +63,7 @@ def _attached_again() -> tuple[float, float, list[str]]:
     mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
+    model.register_buffer("graph", torch.eye(4).to_sparse())
     fully_shard(model, mesh=mesh["shard"])
     optimizer = torch.optim.SGD(model.parameters(), 0.01)
 

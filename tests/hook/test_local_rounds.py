@@ -237,10 +237,13 @@ def test_what_one_rank_says(run_ranks):
 
 
 def _with_closure() -> Any:
-    run = Run.new(hook="local_sgd", hook_options={"sync_every": 4})
-    optimizer = torch.optim.LBFGS(run.ddp.parameters(), lr=0.1, max_iter=3)
+    """LBFGS calls its closure on each rank as often as its line search asks for, here three times and four. As in
+    Accelerate, the ranks agree before an outer step whether all will step."""
+    run = Run.new(hook=commhooks.LocalSGD(sync_every=2), loss_scale=lambda: 1.0)
+    run.hook.joint_save_limit_s = 5
+    optimizer = torch.optim.LBFGS(run.ddp.parameters(), lr=0.1, max_iter=3 + dist.get_rank())
     after = []
-    for step in range(3):
+    for step in range(5):
         images, labels = batch(step, dist.get_rank())
 
         def closure(images: torch.Tensor = images, labels: torch.Tensor = labels) -> torch.Tensor:
@@ -250,14 +253,19 @@ def _with_closure() -> Any:
             return loss
 
         optimizer.step(closure)
-        after.append(run.weights())
-    return after, run.hook.stats()["backward_passes"]
+        after.append((run.weights(), run.hook.stats()["step_in_round"]))
+    passes = run.hook.stats()["backward_passes"]
+    return after, passes, run.hook.synchronize(), run.weights()
 
 
-def test_closures_count_their_passes(run_ranks):
-    (first, passes), (second, same) = run_ranks(_with_closure)
-    assert passes == same > 6
-    assert [torch.equal(one, other) for one, other in zip(first, second, strict=True)] == [False, True, False]
+def test_passes_of_a_closure_count_once(run_ranks):
+    (first, passes, *_), (second, other_passes, *_) = found = run_ranks(_with_closure, timeout_s=30)
+    assert (passes, other_passes) == (15, 20)
+    assert [torch.equal(one, other) for (one, _), (other, _) in zip(first, second, strict=True)] == [
+        step in (1, 3) for step in range(5)
+    ]
+    assert [in_round for _, in_round in first] == [1, 0, 1, 0, 1]
+    assert all(together for *_, together, _ in found) and torch.equal(found[0][-1], found[1][-1])
 
 
 def _copied_and_pickled() -> Any:

@@ -10,6 +10,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import commhooks
 from commhooks.gradients import weights
+from tests.support.ddp_steps import log_lines
 from tests.support.training import Run, batch, flat, plain
 
 SEVERAL = 1000  # bytes in a bucket of weights, so that there are several
@@ -185,3 +186,37 @@ def _moments(optimizer: torch.optim.Optimizer) -> torch.Tensor:
 
 def test_moments_are_averaged_with_those_of_the_same_optimizer(run_ranks):
     assert run_ranks(_averaged_moments, 3) == [[True] * 6] * 2
+
+
+class _EightBits(torch.optim.Optimizer):
+    """SGD with a momentum of integers and their scale."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for parameter in self.param_groups[0]["params"]:
+            state = self.state[parameter]
+            momentum = 0.9 * state["codes"] * state["scale"] + parameter.grad if state else parameter.grad
+            state["scale"] = momentum.abs().max()[None] / 127
+            state["codes"] = (momentum / state["scale"]).round().to(torch.int8)
+            parameter.sub_(0.01 * momentum)
+
+
+def _saves_codes() -> tuple[bool, bool, list[str]]:
+    run = Run.new(hook=commhooks.LocalSGD(sync_every=3))
+    run.optimizer = _EightBits(run.ddp.parameters(), {})
+    run.train(2)
+    before = plain(run.optimizer.state_dict())
+    with log_lines("commhooks") as lines:
+        run.hook.synchronize(optimizers=True)
+        same = plain(run.optimizer.state_dict()) == before
+        run.train(1).hook.state_dict()
+    others = [plain([])] * 2
+    dist.all_gather_object(others, before)
+    return same, others[0] != others[1], [line for line in lines if "8-bit optimizers" in line]
+
+
+def test_what_is_kept_in_integers_stays_each_ranks_own(run_ranks):
+    """Their scales have no mean without them."""
+    (*first, said), (*second, silence) = run_ranks(_saves_codes)
+    assert first == second == [True, True] and silence == []
+    assert len(said) == 1 and "for 8 parameters the optimizers keep integers" in said[0]

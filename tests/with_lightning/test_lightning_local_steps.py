@@ -5,7 +5,9 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from test_lightning_fsdp2 import Sharded, whole
 from test_lightning_fsdp2 import fit as fit_sharded
+from test_lightning_fsdp2 import strategy as sharded
 
 import commhooks
 from tests.support.features import fully_shard_on_gloo
@@ -96,3 +98,32 @@ def test_a_sharded_fit_resumes_in_mid_round(run_ranks: Any, tmp_path: Path) -> N
         assert_equal(result["resumed"]["weights"], result["through"]["weights"])
         assert_equal(result["through"]["weights"], found[0]["through"]["weights"])
         assert result["through"]["stats"]["step"] == 3  # after steps 2, 4 and 6
+
+
+def _copies(module: pl.LightningModule) -> dict[str, torch.Tensor]:
+    return {name: each.clone() for name, each in whole(module).items()}  # one shard is the weight itself
+
+
+class _LooksAtShards(pl.Callback):
+    def __init__(self) -> None:
+        self.seen: dict[str, Any] = {}
+
+    def on_train_batch_end(self, trainer: pl.Trainer, module: pl.LightningModule, *_: Any) -> None:
+        self.seen["trained"] = _copies(module)
+
+    def on_validation_batch_start(self, trainer: pl.Trainer, module: pl.LightningModule, *_: Any) -> None:
+        self.seen["validated"] = _copies(module)
+
+
+def _validate_sharded(root: str) -> dict[str, Any]:
+    looks = _LooksAtShards()
+    made = trainer(root, strategy=sharded(hook=HOOK), max_epochs=1, limit_val_batches=1, callbacks=[looks])
+    made.fit(Sharded(), data(), data())
+    return looks.seen
+
+
+@fully_shard_on_gloo
+def test_a_validation_ends_the_round_of_replicas_that_are_sharded(run_ranks: Any, tmp_path: Path) -> None:
+    first, second = run_ranks(_validate_sharded, str(tmp_path))
+    assert difference(first["trained"], second["trained"]) > 1e-5
+    assert_equal(first["validated"], second["validated"])

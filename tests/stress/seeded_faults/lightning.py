@@ -39,6 +39,13 @@ MUTANTS = [
         "with_lightning/test_interrupted_trainer.py::test_what_ends_a_training_leaves_a_checkpoint_that_resumes",
     ),
     Mutant(
+        "Lightning: a validation of replicas that are sharded sees those of each rank",
+        "lightning_commhooks/hooked_strategy.py",
+        "        super().on_validation_start()\n        self.end_round()\n",
+        "        super().on_validation_start()\n",
+        "with_lightning/test_lightning_local_steps.py::test_a_validation_ends_the_round_of_replicas_that_are_sharded",
+    ),
+    Mutant(
         "Fabric does not restore",
         "lightning_commhooks/fabric_strategy.py",
         "        for each in take_over:\n            each()\n",

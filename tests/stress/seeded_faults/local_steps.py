@@ -70,9 +70,23 @@ MUTANTS = [
     Mutant(
         "local steps: a save leaves the optimizers' moments to the ranks",
         _HOOK,
-        '                self._means.average(tensors, "the optimizers\' state", names)\n',
+        "                self._means.average_moments(self._optimizers)\n",
         "",
         _RESUME,
+    ),
+    Mutant(
+        "local steps: scales of integers are averaged without them",
+        "commhooks/gradients/training_events.py",
+        "            if not _is_coded(state)\n",
+        "",
+        f"{_SAVING}::test_what_is_kept_in_integers_stays_each_ranks_own",
+    ),
+    Mutant(
+        "local steps: each pass of a closure counts",
+        _HOOK,
+        "        if repeated:\n",
+        "        if False:\n",
+        f"{_ROUNDS}::test_passes_of_a_closure_count_once",
     ),
     Mutant(
         "local steps: buffers stay apart",
@@ -86,7 +100,7 @@ MUTANTS = [
         _HOOK,
         "if self._due and not self._optimizers.stepping and",
         "if self._due and",
-        f"{_ROUNDS}::test_closures_count_their_passes",
+        f"{_ROUNDS}::test_passes_of_a_closure_count_once",
     ),
     Mutant(
         "local steps: a rank that skips its step is late for the outer one",

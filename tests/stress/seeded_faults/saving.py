@@ -61,6 +61,13 @@ MUTANTS = [
         "checkpoint/test_changed_surroundings.py::test_nobody_waits_for_a_rank_whose_commit_failed",
     ),
     Mutant(
+        "a rank that saves alone declines the joint saves of the others",
+        "commhooks/checkpoint/learned_state.py",
+        "            if not alone and joint and saver is not None:\n",
+        "            if not alone and saver is not None:\n",
+        "checkpoint/test_changed_surroundings.py::test_a_save_of_one_rank_alone_declines_no_joint_save",
+    ),
+    Mutant(
         "learned state waits for the garbage collector",
         "commhooks/hook/engine_hook.py",
         "        self._session = session\n",

@@ -59,7 +59,7 @@ class HookedStrategy(ParallelStrategy):
         super().on_train_start()
         assert self.lightning_module is not None
         trainer: Any = self.lightning_module.trainer
-        # The tuner's trial runs, as of the learning-rate finder, have other callbacks than the fit around them.
+        # The tuner's trial runs, as of the learning-rate finder, have a list of callbacks of their own (lightning 2.6).
         if trainer.callbacks is self._callbacks and not trainer.fast_dev_run:
             self._warn_if_never_reached(trainer)
 

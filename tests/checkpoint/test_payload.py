@@ -120,6 +120,15 @@ def test_a_saved_state_does_not_change_afterwards(run_ranks: Any, hook: str) -> 
     assert run_ranks(_is_independent, hook) == [True, True]
 
 
+def test_a_scalar_is_saved_and_loads() -> None:
+    with process_group_of_one():
+        module = torch.nn.ParameterDict({"scale": torch.ones(())})
+        hook = commhooks.attach(torch.nn.parallel.DistributedDataParallel(module), "powerSGD", hook_options=OPTIONS)
+        saved = hook.state_dict()
+        assert saved["parameters"]["scale"]["shape"] == []
+        hook.load_state_dict(saved)
+
+
 def test_state_dict_of_an_unknown_kind() -> None:
     with process_group_of_one(), pytest.raises(commhooks.HookConfigError, match="'average'"):
         Run.new(hook_options=OPTIONS).hook.state_dict(residual="average")

@@ -212,11 +212,6 @@ EXPLAINED = {
         'own = {name: entry["residual"][ -1] for name, entry in entries.items() if entry["residual"] is not None}',
     ): "the list holds the residual of one rank",
     (
-        "commhooks/checkpoint/payload.py",
-        '"row_dim": memory_order(parameter)[0] if parameter.dim() else 0,',
-        '"row_dim": memory_order(parameter)[0] if parameter.dim() else 1,',
-    ): "nobody reads it of a scalar, which is never compressed",
-    (
         "commhooks/checkpoint/reshard.py",
         'return entries[0] | {"shape": [sum(each[0] for each in shapes if each), *shapes[0][1:]] if shapes[0] else []}',
         'return entries[ 1] | {"shape": [sum(each[0] for each in shapes if each), *shapes[0][1:]] if shapes[0] else []}',  # noqa: E501

@@ -79,3 +79,5 @@ def test_the_areas_of_the_mutants_fit_the_code():
             assert (REPOSITORY / file).exists()
     for file, old, _ in mutation_areas.EXPLAINED:
         assert old in (line.strip() for line in (REPOSITORY / file).read_text().splitlines()), (file, old)
+    for file, function in mutation_areas.EXPLAINED_NUMBERS:
+        assert f"def {function}(" in (REPOSITORY / file).read_text(), (file, function)

@@ -227,14 +227,45 @@ EXPLAINED = {
         "divisors = torch.where(scales == 0, 2, scales).unsqueeze(1)",
     ): "where the scale is 0, the numbers are so small that either quotient rounds to 0",
     (
-        "commhooks/compressors/quantized/native_blocks.py",
-        "for which, start in enumerate((0, 1)):",
-        "for which, start in enumerate((0, 2)):",
-    ): "any fixed numbers tell builds apart",
-    (
         "commhooks/compressors/quantized/native_kernel.py",
         "self._factor = 1.0",
         "self._factor = 0.0",
     ): "`load` sets it before it is read",
+    (
+        "commhooks/compressors/quantized/torch_kernel.py",
+        "if here.stop < end:",
+        "if here.stop <= end:",
+    ): "zeroes nothing where they are equal",
+    (
+        "commhooks/compressors/quantized/torch_kernel.py",
+        "sent.scales.copy_(self.scales.index_select(0, order).view_as(sent.scales))",
+        "sent.scales.copy_(self.scales.index_select( -1, order).view_as(sent.scales))",
+    ): "a 1-D tensor",
+    (
+        "commhooks/compressors/powersgd/device_kernel.py",
+        "@dataclass(frozen=True, eq=False)",
+        "@dataclass(frozen=False, eq=False)",
+    ): "nothing assigns to a field",
+    (
+        "commhooks/compressors/powersgd/device_kernel.py",
+        "padding = work.matrices[0].n * work.matrices[0].m - work.layout.numel",
+        "padding = work.matrices[ -1].n * work.matrices[0].m - work.layout.numel",
+    ): "a whole bucket is one matrix",
+    (
+        "commhooks/compressors/powersgd/device_kernel.py",
+        "gradient = now.deltas[0].view(-1)[slot.offset : slot.stop]",
+        "gradient = now.deltas[ -1].view(-1)[slot.offset : slot.stop]",
+    ): "a whole bucket is one matrix",
+    (
+        "commhooks/compressors/powersgd/device_kernel.py",
+        "return [piece.view(block.shape) for piece, block in zip(pieces, self.blocks, strict=True)]",
+        "return [piece.view(block.shape) for piece, block in zip(pieces, self.blocks, strict=False)]",
+    ): "the pieces are cut from the blocks' sizes",
 }
 """(file, line, what the mutant makes of it): why no test can notice, or need not."""
+
+EXPLAINED_NUMBERS = {
+    ("commhooks/compressors/quantized/native_blocks.py", "results_of"): "any fixed numbers tell builds apart",
+    ("commhooks/compressors/powersgd/native_products.py", "results_of"): "any fixed numbers tell builds apart",
+}
+"""(file, function): why another number in it need not be noticed."""

@@ -225,6 +225,19 @@ def test_padding_remembers_nothing() -> None:
         assert hook.stats()["compressed_steps"] == 4
 
 
+@pytest.mark.parametrize("stacked", [False, True])
+def test_only_gradients_of_one_shape_are_copied(stacked: bool) -> None:
+    """A gradient that is alone in its shape needs no memory of its own: it is computed in the bucket."""
+    shapes = {"alone": (20, 30), "first": (20, 20), "second": (20, 20)}
+    with process_group_of_one(), masks():
+        ddp = wrap(shapes)
+        hook = commhooks.attach(ddp, "powerSGD", hook_options=_options(2, stacked))
+        backward(ddp, random_gradients(shapes, 0, 0))
+        (bucket,) = session_of(hook).consensus.buckets
+        copied = {block.shape: block.delta is not None for block in bucket.work.blocks}
+        assert copied == {(1, 20, 30): False, (2 if stacked else 1, 20, 20): stacked}
+
+
 def test_no_exchange_outlives_its_pass() -> None:
     """It would keep a bucket that DDP has replaced."""
     alive = []

@@ -60,3 +60,11 @@ def test_the_stack_spans_what_householder_spans() -> None:
         assert not missing.any()
         assert (stacked[i].T @ stacked[i] - alone.T @ alone).abs().max() < 1e-6
     assert (rows - rows @ stacked.transpose(1, 2) @ stacked).abs().max() < 1e-5
+
+
+def test_numbers_that_are_not_finite_count_as_zero() -> None:
+    rows, refill = _random(3, 4, 50), torch.nn.functional.normalize(_random(3, 4, 50, seed=3), dim=-1)
+    damaged = rows.clone()
+    damaged[0, 1, 2:5] = torch.tensor([float("nan"), float("inf"), float("-inf")])
+    rows[0, 1, 2:5] = 0
+    assert torch.equal(codec.orthonormal_stack(damaged, refill), codec.orthonormal_stack(rows, refill))

@@ -271,18 +271,21 @@ def test_hard_gradients_stay_finite_and_are_worked_off(
 
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_what_a_committed_step_gives_fits_into_a_bucket_of_float16(world_size: int, masked: bool) -> None:
-    """Two rows of nearly the largest float16, alike: their residual grows beyond it, because Q is clamped. Then they
-    differ, and the sum of r products is larger than each."""
+@pytest.mark.parametrize("wrapper", LEVELS)
+def test_what_a_committed_step_gives_fits_into_a_bucket_of_float16(wrapper: str, world_size: int, masked: bool) -> None:
+    """Two rows of nearly the largest float16, alike: their residual grows beyond it, because Q is clamped. Then their
+    signs differ, and the sum of r products is larger than each."""
+    signs = torch.Generator().manual_seed(4)
     with masks(masked), torch.no_grad():
         parameters = {"w": torch.zeros(60, 30, dtype=torch.float16)}
         ranks = SimulatedRanks(
-            lambda: compressor("int8", matrix_approximation_rank=2, fused=False), world_size, parameters
+            lambda: compressor(wrapper, matrix_approximation_rank=2, fused=False), world_size, parameters
         )
-        for step in range(12):
+        for step in range(16):
             gradient = torch.zeros(60, 30)
-            gradient[0] = 0.99 * torch.finfo(torch.float16).max
-            gradient[1] = gradient[0] if step < 8 else -gradient[0]
+            gradient[:2] = 0.99 * torch.finfo(torch.float16).max
+            if step >= 8:
+                gradient[:2] *= torch.randint(0, 2, (2, 30), generator=signs) * 2 - 1
             buckets = [gradient.flatten().half() for _ in range(world_size)]
             assert ranks.step(buckets) and all_finite(buckets), step
             assert float(buckets[0].abs().max()) > 30_000

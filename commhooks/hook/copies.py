@@ -5,6 +5,7 @@ torch keeps the hook's function in the model and pickles it with the model: `tor
 the gradients itself.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -16,31 +17,31 @@ from commhooks.gradients.source import Future
 logger = logger_of(__name__)
 
 
-class Registered:
+class Registered(functools.partial[Future]):
     """What DDP calls. Copied, it leaves the hook behind, with process group and learned state.
 
     Args:
         name: name of the hook, which DDP's logging data show.
-        function: its function; None in a copy.
+        function: its function.
         owner: lives as long as the model.
     """
 
-    def __init__(
-        self, name: str, function: Callable[[Any, dist.GradBucket], Future] | None, owner: object = None
-    ) -> None:
-        self.__name__ = self.__qualname__ = name
-        self._function = function
-        self._owner = owner
+    __name__: str
+    __qualname__: str
+    _owner: object
 
-    def __call__(self, state: Any, bucket: dist.GradBucket) -> Future:
-        if self._function is None:
-            raise HookRunError(
-                f"this function is from a copy of a model with the hook {self.__qualname__!r}, and copies have no "
-                "hook: attach one with commhooks.attach(copied_model, ...)"
-            )
-        return self._function(state, bucket)
+    def __new__(
+        cls, name: str, function: Callable[[Any, dist.GradBucket], Future], owner: object = None
+    ) -> "Registered":
+        made = super().__new__(cls, function)
+        made.__name__ = made.__qualname__ = name
+        made._owner = owner
+        return made
 
-    run = __call__  # models that were pickled by commhooks 1.0 ask for it
+    @property
+    def run(self) -> "Registered":
+        """Models that were pickled by commhooks 1.0 ask for it."""
+        return self
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _copied, (self.__qualname__,)
@@ -48,4 +49,11 @@ class Registered:
 
 def _copied(name: str) -> Registered:
     logger.info("a model with hook %r was copied or loaded whole: the copy has no hook until one is attached.", name)
-    return Registered(name, None)
+
+    def refuse(state: Any, bucket: dist.GradBucket) -> Future:
+        raise HookRunError(
+            f"this function is from a copy of a model with the hook {name!r}, and copies have no hook: attach one with "
+            "commhooks.attach(copied_model, ...)"
+        )
+
+    return Registered(name, refuse)

@@ -14,7 +14,7 @@ MUTANTS = [
         "a copy of a model takes the hook along",
         "commhooks/hook/copies.py",
         "        return _copied, (self.__qualname__,)\n",
-        "        return Registered, (self.__qualname__, self._function)\n",
+        "        return Registered, (self.__qualname__, self.func)\n",
         "hook/test_copies.py::test_a_copy_averages_without_the_hook",
     ),
     Mutant(

@@ -261,6 +261,11 @@ EXPLAINED = {
         "return [piece.view(block.shape) for piece, block in zip(pieces, self.blocks, strict=True)]",
         "return [piece.view(block.shape) for piece, block in zip(pieces, self.blocks, strict=False)]",
     ): "the pieces are cut from the blocks' sizes",
+    (
+        "commhooks/compressors/powersgd/packed_factors.py",
+        "members, k, widest = (groups[-1].members, *groups[-1].shape[:2]) if groups else ([], 0, 0)",
+        "members, k, widest = (groups[-1].members, *groups[-1].shape[:2]) if groups else ([], 0, -1)",
+    ): "without groups it is not read",
 }
 """(file, line, what the mutant makes of it): why no test can notice, or need not."""
 

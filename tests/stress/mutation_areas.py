@@ -266,6 +266,11 @@ EXPLAINED = {
         "members, k, widest = (groups[-1].members, *groups[-1].shape[:2]) if groups else ([], 0, 0)",
         "members, k, widest = (groups[-1].members, *groups[-1].shape[:2]) if groups else ([], 0, -1)",
     ): "without groups it is not read",
+    (
+        "commhooks/engine/session.py",
+        "flat = self._pass.running[-1].flat",
+        "flat = self._pass.running[- 0].flat",
+    ): "only its device is read, and all are on one",
 }
 """(file, line, what the mutant makes of it): why no test can notice, or need not."""
 

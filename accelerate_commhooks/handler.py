@@ -14,7 +14,7 @@ from accelerate_commhooks.flags import VARIABLE
 from accelerate_commhooks.prepared import HookedModel, accelerator_in_construction, calling_accelerator, loss_scale_of
 from accelerate_commhooks.replicas import check_leaves_something, replicas_of, saved_by_replicas, serve_replicas
 from accelerate_commhooks.requested import DDP_FIELDS, RunValues, checked_request, stock_requests
-from accelerate_commhooks.saving import saved_hooks
+from accelerate_commhooks.saving import register_at_first_save, saved_hooks
 from accelerate_commhooks.settings import NOT_FROM_OUTSIDE, Settings, refuse_to_ignore_the_launcher
 from commhooks import AttachError, CommHook, HookConfigError, HookRunError, attach
 from commhooks.errors import logger_of
@@ -222,10 +222,10 @@ class CommHookKwargs(DistributedDataParallelKwargs):
     def __class__(self) -> type:
         # Accelerate 1.15 looks up handlers by their exact class (`handler_class_to_attr[handler.__class__]`), without
         # subclasses. `type()`, `isinstance` and the methods below are not affected. It is also the only moment at which
-        # a handler meets an accelerator that will shard.
-        accelerator = accelerator_in_construction()
+        # a handler meets an accelerator that will shard, or wrap no model.
+        accelerator, shards = accelerator_in_construction()
         if accelerator is not None:
-            serve_replicas(accelerator, self)
+            serve_replicas(accelerator, self) if shards else register_at_first_save(accelerator)
         return DistributedDataParallelKwargs
 
     def to_dict(self) -> dict[str, Any]:

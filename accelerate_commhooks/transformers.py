@@ -162,7 +162,7 @@ class CommHookTrainerMixin(_Base):
         """
         if _internal_call and self.args.save_only_model and self.comm_hook is not None:
             self.comm_hook.synchronize()
-        elif _internal_call and output_dir is not None and self.comm_hook is not None:
+        elif _internal_call and output_dir is not None:
             os.makedirs(output_dir, exist_ok=True)  # the main process may create it later than this rank needs it
             saved_hooks(self.accelerator).save(output_dir, writes_shared=self.args.should_save)
             self._saved_at_step = self.state.global_step

@@ -91,6 +91,8 @@ def test_no_hook(run_ranks: Any, tmp_path: Path) -> None:
 @launched
 def _no_hook(folder: Path) -> None:
     found = []
+    make_trainer(folder / "none", max_steps=4, save_steps=4).train()  # whose checkpoint the last one saves over
+    assert hook_files(folder / "none" / "checkpoint-4") != []
     for name, cls, hook in (("plain", Trainer, None), ("none", CommHookTrainer, {"hook": None, "wrapper": "bf16"})):
         with Warnings() as texts:
             trainer = make_trainer(folder / name, cls, hook=hook, max_steps=4, save_steps=4)

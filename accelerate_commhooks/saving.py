@@ -54,22 +54,24 @@ def saved_hooks(accelerator: Accelerator) -> "SavedHooks":
     return known
 
 
-def register_at_first_save(accelerator: Accelerator) -> None:
-    """Call `saved_hooks` at the first `save_state` of an accelerator that is in construction, also if none of its
-    models has a hook by then.
+class RegisteringSave:
+    """The `save_state` of an accelerator that is in construction: calls `saved_hooks` first, because its models may get
+    no hook. A pickled accelerator has the method of its class.
 
     Accelerate 1.15 registers nothing during its construction, and tells handlers nothing of models that it does not
     wrap. So this public method is overridden, on this one object.
     """
-    weak = weakref.ref(accelerator)
 
-    @functools.wraps(Accelerator.save_state)
-    def save_state(*args: Any, **kwargs: Any) -> Any:
-        caller: Any = weak()
-        saved_hooks(caller)
-        return type(caller).save_state(caller, *args, **kwargs)
+    def __init__(self, accelerator: Accelerator) -> None:
+        self._accelerator = weakref.ref(accelerator)
 
-    accelerator.save_state = save_state
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        accelerator: Any = self._accelerator()
+        saved_hooks(accelerator)
+        return type(accelerator).save_state(accelerator, *args, **kwargs)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return getattr, (self._accelerator(), "save_state")
 
 
 class SavedHooks:

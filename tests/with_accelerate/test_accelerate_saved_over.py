@@ -1,6 +1,7 @@
 """`save_state` into a folder of an earlier run that had a hook, by one that has none, or other models: what the old
 hook remembered belongs to weights that are gone, and nobody loads it."""
 
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -97,3 +98,9 @@ def test_two_ranks_one_and_two_again(run_ranks: Any, tmp_path: Path) -> None:
     (step, [warning], weights), (_, none, others) = run_ranks(_resumed, str(tmp_path))
     assert step == 0 and torch.equal(weights, others) and none == []
     assert "holds no state of a communication hook (comm_hook.pt)" in warning
+
+
+def test_an_accelerator_is_pickled_as_without_a_hook() -> None:
+    with accelerate_launched(none=True):
+        other = pickle.loads(pickle.dumps(Accelerator(cpu=True, kwargs_handlers=[power_sgd()])))
+        assert other.save_state.__self__ is other and other.save_state.__func__ is Accelerator.save_state

@@ -14,7 +14,7 @@ from accelerate_commhooks.flags import VARIABLE
 from accelerate_commhooks.prepared import HookedModel, accelerator_in_construction, calling_accelerator, loss_scale_of
 from accelerate_commhooks.replicas import check_leaves_something, replicas_of, saved_by_replicas, serve_replicas
 from accelerate_commhooks.requested import DDP_FIELDS, RunValues, checked_request, stock_requests
-from accelerate_commhooks.saving import saved_hooks
+from accelerate_commhooks.saving import RegisteringSave, saved_hooks
 from accelerate_commhooks.settings import NOT_FROM_OUTSIDE, Settings, refuse_to_ignore_the_launcher
 from commhooks import AttachError, CommHook, HookConfigError, HookRunError, attach
 from commhooks.errors import logger_of
@@ -190,8 +190,7 @@ class CommHookKwargs(DistributedDataParallelKwargs):
         Raises:
             HookConfigError: the accelerator has a handler of DDP arguments already, or leaves nothing to a hook.
         """
-        present = accelerator.ddp_handler
-        if present is not None and not isinstance(present, CommHookKwargs):
+        if not isinstance(accelerator.ddp_handler, CommHookKwargs | None):
             raise HookConfigError(
                 "this accelerator has a DistributedDataParallelKwargs already, and it takes one only: give its "
                 "arguments to CommHookKwargs(...) instead"
@@ -222,10 +221,12 @@ class CommHookKwargs(DistributedDataParallelKwargs):
     def __class__(self) -> type:
         # Accelerate 1.15 looks up handlers by their exact class (`handler_class_to_attr[handler.__class__]`), without
         # subclasses. `type()`, `isinstance` and the methods below are not affected. It is also the only moment at which
-        # a handler meets an accelerator that will shard.
-        accelerator = accelerator_in_construction()
-        if accelerator is not None:
+        # a handler meets an accelerator that will shard, or wrap no model.
+        accelerator, shards = accelerator_in_construction()
+        if accelerator is not None and shards:
             serve_replicas(accelerator, self)
+        elif accelerator is not None:
+            accelerator.save_state = RegisteringSave(accelerator)
         return DistributedDataParallelKwargs
 
     def to_dict(self) -> dict[str, Any]:
@@ -244,9 +245,8 @@ class CommHookKwargs(DistributedDataParallelKwargs):
             self._settings.noting("attached")
             return
         request = saved_by_replicas(request, given="save_residual" in self.given)
-        for earlier in [each.hook for each in self._hooked if each.is_of(model)]:
-            if earlier is not None:
-                earlier.detach()
+        for earlier in filter(None, [each.hook for each in self._hooked if each.is_of(model)]):
+            earlier.detach()
         self._attach(model, request, accelerator, replicate_group=replicas_of(accelerator))
 
     def __repr__(self) -> str:

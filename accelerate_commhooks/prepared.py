@@ -67,16 +67,15 @@ def calling_accelerator(handler: DistributedDataParallelKwargs) -> Accelerator |
     return None
 
 
-def accelerator_in_construction() -> Accelerator | None:
-    """The accelerator whose constructor has called the caller of this function, if it has a plugin for FSDP.
+def accelerator_in_construction() -> tuple[Accelerator | None, bool]:
+    """The accelerator whose constructor has called the caller of this function, and whether it has a plugin for FSDP.
 
     Accelerate 1.15 has set none of its attributes by then: both are variables of the constructor.
     """
     frame = sys._getframe(2)
-    if frame.f_code is not Accelerator.__init__.__code__ or frame.f_locals.get("fsdp_plugin") is None:
-        return None
-    accelerator: Accelerator = frame.f_locals["self"]
-    return accelerator
+    if frame.f_code is not Accelerator.__init__.__code__:
+        return None, False
+    return frame.f_locals["self"], frame.f_locals.get("fsdp_plugin") is not None
 
 
 def loss_scale_of(accelerator: Accelerator | None) -> Callable[[], LossScale] | None:

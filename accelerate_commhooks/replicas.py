@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from accelerate import Accelerator, DistributedType
 
+from accelerate_commhooks.saving import saved_hooks
 from commhooks import HookConfigError
 from commhooks.hook.for_plugins import HookRequest
 
@@ -116,6 +117,7 @@ def serve_replicas(accelerator: Accelerator, handler: "CommHookKwargs") -> None:
 
     @functools.wraps(Accelerator.save_state)
     def save_state(*args: Any, **kwargs: Any) -> Any:
+        saved_hooks(accelerator)
         for hook in handler.attached_hooks if serves() else ():
             hook.synchronize(optimizers=True)
         return overridden.save_state(accelerator, *args, **kwargs)

@@ -16,6 +16,7 @@ Accelerate does with such a model:
 
 import functools
 import itertools
+import re
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -35,6 +36,9 @@ logger = logger_of(__name__)
 
 _REMEDY = "Load another checkpoint, or remove its comm_hook*.pt files to continue with fresh memory"
 
+_OURS = re.compile(r"comm_hook(?:_(\d+))?((?:_rank\d+)?\.pt)?")
+"""The names of our files, and without the second group of our folders; the first one is the number of the model."""
+
 _Check = Callable[[CommHook], Callable[[], None]]
 """Checks what was saved for a hook. Returns a function that lets the hook take it over."""
 
@@ -48,6 +52,26 @@ def saved_hooks(accelerator: Accelerator) -> "SavedHooks":
     if known is None:
         known = _SAVED_HOOKS[accelerator] = SavedHooks(accelerator)
     return known
+
+
+class RegisteringSave:
+    """The `save_state` of an accelerator that is in construction: calls `saved_hooks` first, because its models may get
+    no hook. A pickled accelerator has the method of its class.
+
+    Accelerate 1.15 registers nothing during its construction, and tells handlers nothing of models that it does not
+    wrap. So this public method is overridden, on this one object.
+    """
+
+    def __init__(self, accelerator: Accelerator) -> None:
+        self._accelerator = weakref.ref(accelerator)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        accelerator: Any = self._accelerator()
+        saved_hooks(accelerator)
+        return type(accelerator).save_state(accelerator, *args, **kwargs)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return getattr, (self._accelerator(), "save_state")
 
 
 class SavedHooks:
@@ -75,7 +99,8 @@ class SavedHooks:
             early(model.hook)()
 
     def save(self, folder: str, *, writes_shared: bool) -> None:
-        """Write this rank's files into an existing folder, and with `writes_shared` also the shared ones.
+        """Write this rank's files into an existing folder, and with `writes_shared` also the shared ones. Files of an
+        earlier save there, for which there is no hook now, are removed: they belong to other weights.
 
         No rank waits for another one, unless a hook has `save_residual="mean"` or averages weights, or its model is
         sharded: then all ranks must call this.
@@ -98,6 +123,8 @@ class SavedHooks:
                     yield _of_rank(path, rank), own  # None: an earlier save in this folder may have left one
                     if writes_shared:
                         yield path, shared
+            for path in self._left_over(folder) if writes_shared else ():
+                yield path, None
 
         write_together(files(), rank)
 
@@ -109,7 +136,9 @@ class SavedHooks:
         Raises:
             PayloadError: a file is damaged or does not fit. Nothing was changed.
         """
-        if self._live_accelerator().distributed_type is DistributedType.NO and not self._models:
+        accelerator = self._live_accelerator()
+        without = accelerator.distributed_type is DistributedType.NO or getattr(accelerator.ddp_handler, "off", False)
+        if without and not self._models:
             return  # no model will have a hook
         # Check everything before applying anything, so that an error leaves all models unchanged.
         take_over: list[Callable[[], None]] = []
@@ -143,6 +172,16 @@ class SavedHooks:
         self.save(output_dir, writes_shared=main)
 
     # ---- helpers -----------------------------------------------------------------------------------------------------
+
+    def _left_over(self, folder: str) -> Iterator[Path]:
+        """What an earlier save in `folder` has left and a load would read, of hooks that are not saved now."""
+        kept = {(number, model.is_sharded) for number, model in enumerate(self._models) if model.hook is not None}
+        for path in Path(folder).iterdir():
+            if (ours := _OURS.fullmatch(path.name)) is not None:
+                number, is_sharded = int(ours[1] or 0), ours[2] is None
+                read = _folder(folder, number).last_file if is_sharded else path
+                if (number, is_sharded) not in kept and read.is_file():
+                    yield read
 
     def _from_folder(self, folder: str, number: int, hook: CommHook) -> Callable[[], None]:
         saved = _folder(folder, number)

@@ -87,7 +87,7 @@ class CommHookTrainerMixin(_Base):
         self._hook_handler = _handler(hook, {name: value for name, value in settings.items() if value is not None})
         self._resume_folder: str | None = None
         self._saved_at_step: int | None = None
-        self._closed_hook: CommHook | None = None  # a sharded model does not keep it
+        self._closed_hook: CommHook | None = None
         self._meter = Meter()
         self._metrics_at: dict[int, dict[str, float]] = {}
         super().__init__(*args, **kwargs)
@@ -99,7 +99,7 @@ class CommHookTrainerMixin(_Base):
     def comm_hook(self) -> CommHook | None:
         """The hook of the model that is or was trained last: `stats()`, `plan()`. None before the first `train()`,
         closed after each (see `CommHook.close`)."""
-        return self._hook_handler.attached or self._closed_hook
+        return self._closed_hook or self._hook_handler.attached  # the handler may have served another Trainer since
 
     # ---- what the Trainer calls --------------------------------------------------------------------------------------
 
@@ -116,9 +116,11 @@ class CommHookTrainerMixin(_Base):
     def set_initial_training_values(self, args: Any, dataloader: Any) -> Any:
         """Also set the length of the run in the handler. Called before the model is wrapped."""
         values = super().set_initial_training_values(args, dataloader)
-        max_steps = values[-1]  # optimizer steps; only their backward passes are synchronised
+        passes = values[-1]  # synchronised ones: one for each step of the optimizer, as a rule
+        if self.accelerator.gradient_state.plugin_kwargs.get("sync_each_batch"):
+            passes *= args.gradient_accumulation_steps
         handler = self._hook_handler
-        handler.run_values.set(handler, "total_steps", handler.run_values.users(handler, "total_steps") or max_steps)
+        handler.run_values.set(handler, "total_steps", handler.run_values.users(handler, "total_steps") or passes)
         return values
 
     def train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
@@ -162,7 +164,7 @@ class CommHookTrainerMixin(_Base):
         """
         if _internal_call and self.args.save_only_model and self.comm_hook is not None:
             self.comm_hook.synchronize()
-        elif _internal_call and output_dir is not None and self.comm_hook is not None:
+        elif _internal_call and output_dir is not None:
             os.makedirs(output_dir, exist_ok=True)  # the main process may create it later than this rank needs it
             saved_hooks(self.accelerator).save(output_dir, writes_shared=self.args.should_save)
             self._saved_at_step = self.state.global_step

@@ -26,11 +26,14 @@ class HookFolder:
         path: the same on all ranks, in a file system that they share.
         front_end: the class that users configure, for messages.
         broadcast: returns on every rank what rank 0 has given to it.
+
+    Attributes:
+        last_file: the one that a save writes last; without it nothing is loaded.
     """
 
     def __init__(self, path: Path, front_end: str, broadcast: Callable[[Any], Any]) -> None:
         self._path, self._front_end, self._broadcast = path, front_end, broadcast
-        self._last_file = path / ".metadata"  # that DCP writes
+        self.last_file = path / ".metadata"  # of DCP
 
     def remove(self) -> None:
         """Before other weights replace those that it belongs to. A file in place of the checkpoint goes, too.
@@ -43,7 +46,7 @@ class HookFolder:
             try:
                 if self._path.parent.is_file():  # each rank of Lightning 2.6 would remove it, and all but one fail
                     self._path.parent.unlink()
-                self._last_file.unlink(missing_ok=True)
+                self.last_file.unlink(missing_ok=True)
             except OSError as error:
                 failed = str(error)
             else:
@@ -56,7 +59,7 @@ class HookFolder:
 
     def is_complete(self) -> bool:
         """Whether a save has come to its end here."""
-        return bool(self._broadcast(self._last_file.is_file()))
+        return bool(self._broadcast(self.last_file.is_file()))
 
     def save(self, hook: CommHook) -> None:
         dcp.save({"hook": hook}, checkpoint_id=self._path)

@@ -7,12 +7,13 @@ from unittest import mock
 
 import pytest
 import torch
-from accelerate import DistributedDataParallelKwargs
+from accelerate import Accelerator, DistributedDataParallelKwargs
 
 from accelerate_commhooks import CommHookKwargs
 from accelerate_commhooks.cli import main
 from accelerate_commhooks.flags import VARIABLE
 from accelerate_commhooks.settings import Settings
+from tests.support.accelerate_checkpoints import train_and_save, truncate
 from tests.support.accelerate_yaml import section
 from tests.support.accelerators import Training, Warnings, hook_files, launched
 from tests.support.ddp_steps import log_lines
@@ -49,6 +50,21 @@ def test_it_trains_and_saves_as_plain_ddp(run_ranks: Any, tmp_path: Path) -> Non
     assert ranks[0]["said"] == ["commhooks: none: no hook, DDP averages the gradients itself"]
     assert ranks[1]["said"] == []
     assert given.noted("attached")  # or the launcher would say that the section was not used
+
+
+@launched
+def _reads(folder: str) -> None:
+    given, later = CommHookKwargs(hook=None), CommHookKwargs(hook=None)
+    accelerators = Accelerator(kwargs_handlers=[given]), Accelerator()
+    for handler, accelerator in zip((given, later.attach(accelerators[1])), accelerators, strict=True):
+        run = Training(handler, accelerator=accelerator)
+        run.save(f"{folder}/own").load(f"{folder}/of a hook", 1)
+
+
+def test_it_reads_no_files_of_a_hook(run_ranks: Any, tmp_path: Path) -> None:
+    run_ranks(train_and_save, str(tmp_path / "of a hook"), 1, 0)
+    truncate(tmp_path / "of a hook" / "comm_hook.pt")
+    run_ranks(_reads, str(tmp_path))
 
 
 @pytest.mark.parametrize("written", ["null", "~", "off", "none", "None", '"off"'])

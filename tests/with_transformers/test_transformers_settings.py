@@ -40,7 +40,10 @@ def _ddp_arguments(folder: Path) -> None:
     assert handler.attached is trainer.comm_hook and handler.is_attached(trainer.model)
     assert trainer.comm_hook.stats()["compressed_steps"] == 1
 
-    # A second run with the same handler begins with what the user has given it.
+    # A second run with the same handler begins with what the user has given it, and each Trainer has its own hook.
+    first, trainer = trainer, make_trainer(folder, hook={"hook": handler}, max_steps=2, save_strategy="no")
+    trainer.train()
+    assert [each.comm_hook.stats()["step"] for each in (first, trainer)] == [4, 2]
     trainer = make_trainer(folder, hook={"hook": handler}, max_steps=20, save_strategy="no", ddp_bucket_cap_mb=0.01)
     assert handler.find_unused_parameters is True and handler.bucket_cap_mb == 0.01 and handler.broadcast_buffers
     assert handler.gradient_as_bucket_view is True
@@ -56,6 +59,11 @@ def _ddp_arguments(folder: Path) -> None:
         trainer = make_trainer(folder, hook={"hook": handler}, max_steps=steps, save_strategy="no")
         trainer.set_initial_training_values(trainer.args, trainer.get_train_dataloader())
         assert handler.total_steps == steps and start == -(-steps // 10)
+    each_batch = {"gradient_accumulation_kwargs": {"sync_each_batch": True}}
+    more = {"gradient_accumulation_steps": 2, "accelerator_config": each_batch}
+    trainer = make_trainer(folder, hook={"hook": handler}, max_steps=10, save_strategy="no", **more)
+    trainer.set_initial_training_values(trainer.args, trainer.get_train_dataloader())
+    assert handler.total_steps == 20  # backward passes that call the hook
     with pytest.raises(commhooks.HookConfigError, match="find_unused_parameters=False in CommHookKwargs"):
         make_trainer(folder, hook={"hook": handler}, ddp_find_unused_parameters=True)
 
@@ -91,6 +99,8 @@ def test_no_hook(run_ranks: Any, tmp_path: Path) -> None:
 @launched
 def _no_hook(folder: Path) -> None:
     found = []
+    make_trainer(folder / "none", max_steps=4, save_steps=4).train()  # whose checkpoint the last one saves over
+    assert hook_files(folder / "none" / "checkpoint-4") != []
     for name, cls, hook in (("plain", Trainer, None), ("none", CommHookTrainer, {"hook": None, "wrapper": "bf16"})):
         with Warnings() as texts:
             trainer = make_trainer(folder / name, cls, hook=hook, max_steps=4, save_steps=4)

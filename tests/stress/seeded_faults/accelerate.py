@@ -25,6 +25,20 @@ MUTANTS = [
         "with_accelerate/test_accelerate_saving.py::test_drop_saves_no_residual",
     ),
     Mutant(
+        "Accelerate: files of a hook that is gone stay",
+        "accelerate_commhooks/saving.py",
+        "                if (number, is_sharded) not in kept and read.is_file():\n",
+        "                if False:\n",
+        "with_accelerate/test_accelerate_saved_over.py::test_nothing_of_an_old_hook_stays",
+    ),
+    Mutant(
+        "Accelerate: one process knows nothing of the files of a hook",
+        "accelerate_commhooks/handler.py",
+        "            accelerator.save_state = RegisteringSave(accelerator)\n",
+        "            pass\n",
+        "with_accelerate/test_accelerate_saved_over.py::test_two_ranks_one_and_two_again",
+    ),
+    Mutant(
         "files of the hook change one by one",
         "accelerate_commhooks/atomic_write.py",
         "                    os.fsync(file.fileno())  #",

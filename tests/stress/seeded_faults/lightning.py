@@ -20,7 +20,7 @@ MUTANTS = [
     Mutant(
         "FSDP2 checkpoints: a save that was interrupted is loaded",
         "commhooks/hook/hook_folder.py",
-        "self._broadcast(self._last_file.is_file())",
+        "self._broadcast(self.last_file.is_file())",
         "self._broadcast(self._path.is_dir())",
         "with_lightning/test_lightning_fsdp2_folder.py::test_a_folder_that_is_incomplete_or_of_other_weights_is_not_loaded",
     ),

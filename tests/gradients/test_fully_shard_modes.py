@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 import commhooks
 from tests.support.ddp_steps import log_lines, process_group_of_one
-from tests.support.features import fully_shard_on_gloo, reset_iter_state
+from tests.support.features import fully_shard_on_gloo, reduce_scatter_unused_params, reset_iter_state
 from tests.support.models import bits_equal, worst_error
 from tests.support.sharded import (
     NAMES,
@@ -187,7 +187,18 @@ def _frozen() -> dict[str, bool]:
     )
 
 
-@pytest.mark.parametrize("work", [_unused, _frozen])
+def _used_on_some_ranks() -> dict[str, bool]:
+    model, _ = attached(2, 2, "allreduce")
+    model.set_reduce_scatter_unused_params(True)
+    left_out = {0: ("first.bias", "tiny.weight"), 1: ("first.weight", "own_bias"), 2: (), 3: ("tiny.weight",)}
+    got = backward(model, _without(*left_out[dist.get_rank()]))
+    every = [{n: g for n, g in random_gradients(0, rank).items() if n not in left_out[rank]} for rank in left_out]
+    return _wrong(mean=worst_error(got, {n: sum(each.get(n, 0.0) for each in every) / 4 for n in NAMES}) < 1e-14)
+
+
+@pytest.mark.parametrize(
+    "work", [_unused, _frozen, pytest.param(_used_on_some_ranks, marks=reduce_scatter_unused_params)]
+)
 def test_parameters_without_a_gradient(run_ranks: Any, work: Callable[..., Any]) -> None:
     _on_every_rank(run_ranks, work)
 

@@ -39,6 +39,10 @@ fully_shard_on_gloo = _needs("a fully_shard that averages float32 on gloo (torch
 
 reset_iter_state = _needs("FSDPModule.reset_iter_state", hasattr(FSDPModule, "reset_iter_state"))
 
+reduce_scatter_unused_params = _needs(
+    "FSDPModule.set_reduce_scatter_unused_params", hasattr(FSDPModule, "set_reduce_scatter_unused_params")
+)
+
 replicate_with_fsdp = _needs(
     "torch.distributed._composable.replicate_with_fsdp",
     importlib.util.find_spec("torch.distributed._composable.replicate_with_fsdp") is not None,

@@ -143,8 +143,9 @@ def test_what_cannot_be_measured(capsys: pytest.CaptureFixture[str], monkeypatch
     assert "no process group: the network between the ranks" in capsys.readouterr().err
     assert main(["network", "--params", "huge"]) == 1
     assert "--params huge: expected a number" in capsys.readouterr().err
-    assert main(["network", "--step-ms", "0"]) == 1
-    assert "--step-ms 0.0: expected a number above 0" in capsys.readouterr().err
+    for value in ("0.0", "nan", "inf"):  # JSON has no infinite number
+        assert main(["network", "--step-ms", value]) == 1
+        assert f"--step-ms {value}: expected a number above 0" in capsys.readouterr().err
     for name, value in {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}.items():
         monkeypatch.setenv(name, value)
     assert main(["network", "--backend", "gloo"]) == 1

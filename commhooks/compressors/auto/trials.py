@@ -149,9 +149,10 @@ def _ended(now: Decision, config: Auto, step: int) -> Decision:
 
 
 def _measuring(now: Decision, config: Auto, step: int) -> Decision:
-    """Measure what is in force; what was only tried is taken back before."""
+    """Measure what is in force; what was only tried is taken back before. After the first trials nothing was chosen."""
     if now.phase == "trying":
         now = _with(now, _before(now), step)
+        now = now if now.why else replace(now, since=None)
     watch = Watch(step + min(WARM_UP, config.measure_steps - 1), step + config.measure_steps)
     return replace(now, phase="measuring", watch=watch, extended=0)
 

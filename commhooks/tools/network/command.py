@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import math
 import time
 
 import torch
@@ -28,7 +29,7 @@ START_IT = (
 def run(arguments: argparse.Namespace) -> int:
     """Run the command. All ranks must call this; rank 0 prints."""
     sizes = {text: parsed_size(text) for text in arguments.params}
-    if arguments.step_ms is not None and not arguments.step_ms > 0:
+    if arguments.step_ms is not None and not 0 < arguments.step_ms < math.inf:
         raise HookConfigError(f"--step-ms {arguments.step_ms}: expected a number above 0")
     with process_group(arguments.backend, START_IT):
         group = resolve_group()

@@ -28,6 +28,13 @@ MUTANTS = [
         f"{_TRAINING}::test_a_trial_that_cannot_be_measured_is_taken_back",
     ),
     Mutant(
+        "auto: a first trial that is taken back counts as a choice",
+        "commhooks/compressors/auto/trials.py",
+        "now = now if now.why else replace(now, since=None)",
+        "pass",
+        "compressors/auto/test_auto_resume.py::test_with_another_number_of_ranks_a_trial_is_taken_back",
+    ),
+    Mutant(
         "auto: residuals that wait are lost in a checkpoint",
         "commhooks/checkpoint/learned_state.py",
         "if not compressor.selective or isinstance(compressor, AdaptiveCompressor):",

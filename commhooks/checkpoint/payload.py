@@ -154,6 +154,9 @@ def read(payload: dict[str, Any], target: Target, *, strict: bool) -> LearnedSta
                 dtype = torch.promote_types(value.dtype, target.kept_dtype(each, name))
                 # Copies: the state changes in place, and what was loaded may be loaded into another hook, too.
                 state[each.key][name] = value.to(parameter.device, dtype, copy=True).contiguous()
+    if payload.get("residual_shares") is True and payload["step"] > target.compressor.first_exchange:
+        # The rank that saved may have had none, as the owner of nothing that is compressed.
+        state.local_missing |= not _is_of(payload, target)
     if payload["residual"] == "none" and payload["exact"] is False and state.local:
         state.local_missing = state.missing_was_said = True
         if target.is_logging_rank:
@@ -228,9 +231,14 @@ def _own_residual(saved: Any, payload: dict[str, Any], target: Target) -> torch.
     own: torch.Tensor | None = None
     if payload["residual"] == "mean":
         own = saved
-    elif world_size == target.world_size and target.rank in ranks:
+    elif _is_of(payload, target):
         own = saved[ranks.index(target.rank)]
     elif len(ranks) == world_size != target.world_size:  # all ranks are included: `check_learned` excludes duplicates
         # Another world size: every rank uses the mean, which preserves the mean over the ranks.
         own = torch.stack(saved).mean(0)
     return own
+
+
+def _is_of(payload: dict[str, Any], target: Target) -> bool:
+    """Whether a payload with residuals per rank has those of this one."""
+    return payload["world_size"] == target.world_size and target.rank in payload["residual_ranks"]

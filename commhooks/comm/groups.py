@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
-from commhooks.gradients.torch_private import timeout_of
+from commhooks.gradients.torch_private import groups_here, timeout_of
 
 
 def backend_of(group: dist.ProcessGroup, device: torch.device) -> str:
@@ -16,11 +16,23 @@ def backend_of(group: dist.ProcessGroup, device: torch.device) -> str:
 
 
 def new_group(ranks: Sequence[int], within: dist.ProcessGroup) -> dist.ProcessGroup:
-    """Another group of some ranks of `within`, or of all, with its time-out. Only they call this. torch keeps it until
-    `destroy_process_group`."""
+    """Another group of some ranks of `within`, or of all, with its time-out. All ranks of `within` call this, each for
+    a group that it is in. torch keeps the group until `destroy_process_group`."""
     everywhere = dist.get_process_group_ranks(within)
     device = torch.device(dist.get_backend_config(within).split(":", 1)[0])
+    _count_alike(within, device)
     made: dist.ProcessGroup = dist.new_group(
         [everywhere[rank] for rank in ranks], timeout=timeout_of(within, device), use_local_synchronization=True
     )
     return made
+
+
+def _count_alike(within: dist.ProcessGroup, device: torch.device) -> None:
+    """Let all ranks of `within` be in equally many groups: torch 2.13 makes this number a part of the name under which
+    the ranks of a new group find each other, and with different ones they wait until the time-out. A rank of fewer
+    groups gets some of its own, of which nobody makes use."""
+    own = groups_here()
+    most = torch.tensor([own], device=device)
+    dist.all_reduce(most, op=dist.ReduceOp.MAX, group=within)
+    for _ in range(int(most) - own):
+        dist.new_group([dist.get_rank()], backend="gloo", use_local_synchronization=True)

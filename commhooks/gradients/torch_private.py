@@ -95,6 +95,11 @@ def timeout_of(group: dist.ProcessGroup, device: torch.device) -> timedelta | No
     return None
 
 
+def groups_here() -> int:
+    """How many process groups of torch this rank is in."""
+    return len(getattr(getattr(dist.distributed_c10d, "_world", None), "pg_names", ()))
+
+
 def address_key(rank: int) -> str:
     """The key under which `ProcessGroupGloo` puts the address of a rank into the store that it is made with."""
     return f"0/{rank}"

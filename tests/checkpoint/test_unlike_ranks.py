@@ -12,6 +12,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import commhooks
+from tests.support.ddp_steps import log_lines
 from tests.support.features import fully_shard_on_gloo
 from tests.support.inside import session_of
 
@@ -69,6 +70,31 @@ class _SomeLayers(nn.Module):
 
     def forward(self, images: torch.Tensor, used: list[int]) -> torch.Tensor:
         return torch.stack([self.layers[i](images) for i in used]).sum()
+
+
+def _loaded_from_rank_0() -> tuple[list[bool], list[str]]:
+    """The compressed parameter belongs to rank 1 of each node, and every rank loads what rank 0 has saved."""
+    hooks = []
+    for _ in range(2):
+        model = DistributedDataParallel(_layers())
+        config = commhooks.PowerSGD(start_powerSGD_iter=0, exclude=["0.*"])
+        hooks.append((model, commhooks.attach(model, config, ranks_per_node=2)))
+    (first, saving), (second, loading) = hooks
+    torch.manual_seed(dist.get_rank())
+    _train(first, 2)
+    box = [saving.state_dict("per_rank")]
+    had = [each is not None for each in _residuals(box[0]).values()]
+    dist.broadcast_object_list(box)
+    loading.load_state_dict(box[0])
+    with log_lines() as lines:
+        _train(second, 1)
+    return had, [line for line in lines if "residual of at least one rank is missing" in line]
+
+
+def test_the_state_of_a_rank_without_residuals_is_not_taken_for_that_of_all(run_ranks: Any) -> None:
+    found = run_ranks(_loaded_from_rank_0, world_size=4)
+    assert [had for had, _ in found] == [[False, False], [False, True]] * 2
+    assert [len(lines) for _, lines in found] == [1, 0, 0, 0]
 
 
 def _messages_kept() -> int:

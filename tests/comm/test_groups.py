@@ -119,3 +119,25 @@ def saved_on_a_sub_group(residual: str, gather: bool) -> None:
 @pytest.mark.parametrize("residual, gather", [("mean", False), ("per_rank", True)])
 def test_save_and_resume_on_a_sub_group(run_ranks, residual, gather):
     run_ranks(saved_on_a_sub_group, residual, gather, world_size=3)
+
+
+def _with_unequal_groups(config: commhooks.HookConfig, nodes: int | None) -> None:
+    for _ in range(2):
+        dist.new_group([0])  # such as one for an evaluation
+    ddp = wrap(mlp())
+    hook = commhooks.attach(ddp, config, ranks_per_node=nodes)
+    train(ddp, 4)
+    ddp.zero_grad()
+    assert hook.synchronize() and replicas_equal(ddp)
+    assert hook.stats()["bytes_sent"] > 0
+
+
+@pytest.mark.parametrize(
+    ("config", "ranks", "nodes"),
+    [(commhooks.PowerSGD(start_powerSGD_iter=1), 4, 2), (commhooks.DiLoCo(sync_every=3, delay=1), 2, None)],
+)
+def test_ranks_in_different_numbers_of_groups(
+    run_ranks: Any, config: commhooks.HookConfig, ranks: int, nodes: int | None
+) -> None:
+    """torch names a new group by its ranks and by how many groups there are on this rank."""
+    run_ranks(_with_unequal_groups, config, nodes, world_size=ranks, timeout_s=30)

@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 import commhooks
-from commhooks.gradients.torch_private import in_join, run_after_backward
+from commhooks.gradients.torch_private import groups_here, in_join, run_after_backward
 from tests.support.ddp_steps import process_group_of_one
 
 
@@ -31,6 +31,12 @@ def test_join_tells_ddp_what_to_divide_by(alone, divide):
     assert not in_join(DistributedDataParallel(nn.Linear(2, 2)))
     with Join([ddp], enable=False):
         assert not in_join(ddp)
+
+
+def test_torch_counts_its_groups(alone):
+    assert groups_here() == 1
+    dist.new_group([0], use_local_synchronization=True)
+    assert groups_here() == 2
 
 
 def test_the_engine_runs_callbacks_at_the_end_of_backward_only():

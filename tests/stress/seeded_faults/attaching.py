@@ -31,4 +31,11 @@ MUTANTS = [
         "        if False:\n",
         "hook/test_groups_of_others.py::test_ranks_without_numbers_are_refused",
     ),
+    Mutant(
+        "ranks in different numbers of groups make a new one",
+        "commhooks/comm/groups.py",
+        "    _count_alike(within, device)\n",
+        "",
+        "comm/test_groups.py::test_ranks_in_different_numbers_of_groups",
+    ),
 ]

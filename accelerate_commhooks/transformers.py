@@ -162,8 +162,9 @@ class CommHookTrainerMixin(_Base):
         complete checkpoint includes the hook's shared file. The hook is saved before the model: with
         `save_residual="mean"` the ranks wait for each other, and only one of them writes the model.
         """
-        if _internal_call and self.args.save_only_model and self.comm_hook is not None:
-            self.comm_hook.synchronize()
+        if _internal_call and self.args.save_only_model:
+            if self.comm_hook is not None:
+                self.comm_hook.synchronize()
         elif _internal_call and output_dir is not None:
             os.makedirs(output_dir, exist_ok=True)  # the main process may create it later than this rank needs it
             saved_hooks(self.accelerator).save(output_dir, writes_shared=self.args.should_save)

@@ -54,7 +54,6 @@ FRAMEWORKS = {
     "test_failed_writes.py": [LIGHTNING, ACCELERATE],
     "test_hostile_files.py": [LIGHTNING, ACCELERATE],
     "test_hostile_settings.py": [ACCELERATE],
-    "test_inspect.py": [LIGHTNING, ACCELERATE],
     "test_own_compressor.py": [LIGHTNING, ACCELERATE, TRANSFORMERS],
     "test_packaging.py": [LIGHTNING, ACCELERATE],
 }

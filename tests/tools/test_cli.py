@@ -30,8 +30,8 @@ def test_alone_it_prints_its_help(capsys):
     [
         (["plan", "m:f", "--exclud", "a"], "there is no flag --exclud (did you mean '--exclude'?)"),
         (["doctor", "m:f", "--step", "4"], "there is no flag --step (did you mean '--steps'?)"),
-        (["inspect", "f", "--js"], "there is no flag --js (did you mean '--json'?)"),
-        (["--json", "inspect", "f"], "write --json behind the command: commhooks inspect ... --json"),
+        (["network", "--js"], "there is no flag --js (did you mean '--json'?)"),
+        (["--json", "network"], "write --json behind the command: commhooks network ... --json"),
         (["hooks", "powerSGD"], "unrecognized arguments: powerSGD"),
         (["--vers"], "unrecognized arguments: --vers"),
         (["hoks"], "invalid choice: 'hoks'"),
@@ -45,7 +45,7 @@ def test_what_no_command_takes(given: list[str], says: str, capsys: pytest.Captu
 
 def test_help_and_completion_need_no_torch(tmp_path: Path) -> None:
     """Which takes seconds to import: here nothing can import it. Completion as bash asks argcomplete for it."""
-    commands, typed = ["hooks", "plan", "doctor", "network", "inspect"], "commhooks plan --wr"
+    commands, typed = ["hooks", "plan", "doctor", "network"], "commhooks plan --wr"
     code = f"""
 import contextlib, os, sys
 sys.modules |= dict.fromkeys(["torch", "accelerate", "omegaconf", "rich"])

@@ -14,7 +14,7 @@ from accelerate_commhooks.prepared import HookedModel, accelerator_in_constructi
 from accelerate_commhooks.replicas import check_leaves_something, replicas_of, saved_by_replicas, serve_replicas
 from accelerate_commhooks.requested import RunValues, checked_request, stock_requests
 from accelerate_commhooks.saving import RegisteringSave, saved_hooks
-from accelerate_commhooks.settings import DDP_FIELDS, VARIABLE, Settings
+from accelerate_commhooks.settings import DDP_FIELDS, LINE_TO_ADD, VARIABLE, Settings
 from commhooks import AttachError, CommHook, HookConfigError, HookRunError
 from commhooks.errors import logger_of, no_such
 from commhooks.hook.for_plugins import PREFIX, HookRequest, Meter, attach_request
@@ -79,6 +79,7 @@ class CommHookKwargs(DistributedDataParallelKwargs):
         """The names of the arguments that the user has given, here or from outside."""
         self._hooked: list[HookedModel] = []
         self._meter = Meter()
+        self._settings: Settings | None = None
         self._warned_alone = False
         self.run_values = RunValues()
         asks = self.hook is not None or "hook" in self.given or stock_requests(self)
@@ -91,6 +92,8 @@ class CommHookKwargs(DistributedDataParallelKwargs):
                 setattr(self, name, outside[name])
             self.given |= outside.keys()
         checked_request(self)
+        if settings is not None:
+            self._use(settings)
 
     @classmethod
     def from_config(cls, path: str | Path | None = None, *, overrides: Iterable[str] = ()) -> "CommHookKwargs":
@@ -116,7 +119,9 @@ class CommHookKwargs(DistributedDataParallelKwargs):
         if path is None and overrides:
             given = given.overridden(overrides)
         with given.named_in_errors():
-            return cls(**given.arguments())
+            handler = cls(**given.arguments())
+        handler._use(given)
+        return handler
 
     @property
     def attached(self) -> CommHook | None:
@@ -232,6 +237,8 @@ class CommHookKwargs(DistributedDataParallelKwargs):
         call this. A hook that the model has from an earlier `prepare` is taken off."""
         request = checked_request(self)
         if request.off:
+            if self._settings is not None:
+                self._settings.message("")
             return
         request = saved_by_replicas(request, given="save_residual" in self.given)
         for earlier in filter(None, [each.hook for each in self._hooked if each.is_of(model)]):
@@ -249,7 +256,14 @@ class CommHookKwargs(DistributedDataParallelKwargs):
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Pickles and copies contain the configuration, never the hooks of wrapped models.
-        return _rebuild, (type(self), _values(self)), {"given": self.given}
+        return _rebuild, (type(self), _values(self)), {"_settings": self._settings, "given": self.given}
+
+    def _use(self, settings: Settings) -> None:
+        self._settings = settings
+        settings.message(
+            f"the hook {settings.values['hook']!r} of {settings.source} was attached to no model. {LINE_TO_ADD}",
+            first=True,
+        )
 
     def _attach(
         self, model: torch.nn.Module, request: HookRequest, accelerator: Accelerator | None, **groups: Any
@@ -263,6 +277,8 @@ class CommHookKwargs(DistributedDataParallelKwargs):
             )
         scale = loss_scale_of(accelerator)
         hook = attach_request(model, request, total_steps=self.total_steps, loss_scale=scale, **groups)
+        if self._settings is not None:
+            self._settings.message("")
         if request.off:
             return
         hooked = HookedModel(model, hook, request.strict)

@@ -2,10 +2,12 @@
 
 Accelerate 1.15 rejects configuration files with unknown keys and does not pass the file's name to its workers. The
 section is therefore removed: Accelerate gets a copy of the file without it, in a folder that is removed when the run
-ends, and the workers get the section in the environment variable of `settings`.
+ends, and the workers get the section in the environment variable of `settings`. They leave a message in that folder if
+no model got the hook, or it compressed nothing, which is printed after the run.
 """
 
 import argparse
+import dataclasses
 import json
 import os
 import signal
@@ -26,7 +28,7 @@ from accelerate.utils import patch_environment
 from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
-from accelerate_commhooks.settings import SECTION, VARIABLE, Settings, no_section
+from accelerate_commhooks.settings import LINE_TO_ADD, SECTION, VARIABLE, Settings, no_section
 from commhooks import HookConfigError
 
 WHAT_IT_ADDS = (
@@ -49,8 +51,8 @@ _NOT_DDP = {
 def launch(arguments: list[str]) -> int:
     """Run `accelerate launch` with these arguments, with the settings for the workers.
 
-    Returns the exit status of the script: that of the first process that failed; 128 + n after signal n. Raises
-    HookConfigError before anything is started.
+    Returns the exit status of the script: that of the first process that failed; 128 + n after signal n. If it is 0 and
+    the hook was of no use, a message says so. Raises HookConfigError before anything is started.
     """
     parser = launch_command_parser()
     parser.prog, parser.description = "accelerate-commhooks launch", WHAT_IT_ADDS
@@ -68,14 +70,25 @@ def launch(arguments: list[str]) -> int:
             f"`accelerate launch` with flags set {VARIABLE}={file}"
         )
     _refuse_without_ddp(args, file, content)
-    if sentence := _one_process_only(args, content):
-        print(f"accelerate-commhooks launch: {sentence}", file=sys.stderr)
+    alone = _one_process_only(args, content)
+    if alone is not None:
+        print(f"accelerate-commhooks launch: {alone}", file=sys.stderr)
     with tempfile.TemporaryDirectory(prefix="commhooks-launch-") as folder:
         if content.pop(SECTION, None) is not None and accelerate_reads:
             args.config_file = os.path.join(folder, "config.yaml")
             Path(args.config_file).write_text(yaml.safe_dump(content), encoding="utf-8")
+        # The machines of a host file cannot write into this folder.
+        message_file = None if getattr(args, "mpirun_hostfile", None) else Path(folder, "message")
+        settings = dataclasses.replace(settings, message_file=message_file)
         with patch_environment(**{VARIABLE: settings.to_environment()}):
-            return _run(args)
+            status = _run(args)
+        if status == 0 and alone is None and message_file is not None:
+            text = f"{args.training_script} has not read {settings.source}, and trained without its hook. {LINE_TO_ADD}"
+            if message_file.exists():
+                text = message_file.read_text(encoding="utf-8")
+            if text:
+                print(f"accelerate-commhooks launch: {text}", file=sys.stderr)
+    return status
 
 
 # ------------------------------------------------------------------------------------------------------- before the run

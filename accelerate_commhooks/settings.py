@@ -3,7 +3,8 @@ configuration file, or a file of its own (docs/accelerate.md shows both). The ke
 `CommHookKwargs`; those that are objects in Python are strings here, and `hook: null` is DDP without a hook.
 
 The environment variable ACCELERATE_COMM_HOOK_CONFIG names such a file. `accelerate-commhooks launch` sets it to a JSON
-object, recognised by its first character "{" (write `./{...` for such a path).
+object, recognised by its first character "{" (write `./{...` for such a path), which also names a file for the message
+that the launcher prints after the run.
 """
 
 import contextlib
@@ -57,6 +58,8 @@ class Settings:
     """The keys that are set, as plain types. Dotted paths in `hook` and `hook_state` are not imported."""
     source: str
     """The file, also with `, section comm_hook_config`, or the variable: for messages."""
+    message_file: Path | None = None
+    """Where the launcher finds what it is to print after the run; None if the settings are not from the launcher."""
 
     @classmethod
     def read(cls, path: str | Path, overrides: Iterable[str] = ()) -> "Settings":
@@ -84,14 +87,16 @@ class Settings:
                 raise HookConfigError(f"{VARIABLE}={text}: {error}") from error
         try:
             content = json.loads(text)
-            return cls(dict(content["settings"]), content["source"])
+            file = content["message_file"]
+            return cls(dict(content["settings"]), content["source"], None if file is None else Path(file))
         except (ValueError, TypeError, KeyError) as error:
             raise HookConfigError(
                 f"{VARIABLE}={text}; expected the path of a YAML file, with './' before a name that begins with '{{'"
             ) from error
 
     def to_environment(self) -> str:
-        return json.dumps({"settings": self.values, "source": self.source})
+        file = None if self.message_file is None else str(self.message_file)
+        return json.dumps({"settings": self.values, "source": self.source, "message_file": file})
 
     def overridden(self, overrides: Iterable[str]) -> "Settings":
         """With overrides as in `read`."""
@@ -124,6 +129,14 @@ class Settings:
             arguments["hook_state"] = found() if inspect.isclass(found) or inspect.isfunction(found) else found
         return arguments
 
+    def message(self, text: str, *, first: bool = False) -> None:
+        """Let the launcher print `text` after the run, in place of an earlier one; "" for nothing. All ranks leave the
+        same. `first`: only if there is none yet."""
+        if self.message_file is not None:
+            # The folder does not exist on another machine, nor after the launcher has gone.
+            with contextlib.suppress(OSError), open(self.message_file, "x" if first else "w", encoding="utf-8") as file:
+                file.write(text)
+
     @contextlib.contextmanager
     def named_in_errors(self) -> Iterator[None]:
         """Make HookConfigErrors of the body begin with the file."""
@@ -131,6 +144,14 @@ class Settings:
             yield
         except HookConfigError as error:
             raise HookConfigError(f"{self.source}: {error}") from error
+
+
+LINE_TO_ADD = (
+    "Write `Accelerator(kwargs_handlers=[CommHookKwargs()])`, with `from accelerate_commhooks import CommHookKwargs`, "
+    "and let `prepare` wrap the model. In place of transformers' Trainer take CommHookTrainer from "
+    "accelerate_commhooks.transformers"
+)
+"""What makes a script use settings from outside."""
 
 
 def no_section(keys: Iterable[str]) -> str:

@@ -276,9 +276,9 @@ def test_wrong_yaml_is_found(strategy, run_ranks, tmp_path):
     [
         ("hook: powerSDG", "did you mean 'powerSGD'"),
         ("hook: powerSGD\nbucket_cap: 3", "did you mean 'bucket_cap_mb'"),
-        ("distributed_type: MULTI_GPU\ncomm_hook_config: {hook: powerSGD, rank: 3}", "comm_hook_config.rank"),
+        ("distributed_type: MULTI_GPU\ncomm_hook_config: {hook: powerSGD, rank: 3}", "has no setting 'rank'"),
         ("distributed_type: MULTI_GPU\nprocesses: 2\ncomm_hook_config: {hook: powerSGD}", "unknown keys"),
-        ("distributed_type: MULTI_GPU", "without a section"),
+        ("distributed_type: MULTI_GPU", "no section"),
         ("devices: 2", "devices"),
     ],
 )

@@ -68,7 +68,6 @@ FIRST = (
     "test_interrupted_trainer.py",
     "test_accelerate_replicas.py",
     "test_docs.py",
-    "test_workers.py",
     "test_background_save.py",
     "test_transformers_replicas.py",
     "test_hierarchy.py",

@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable
 from typing import Any
 
-from commhooks.errors import HookConfigError, closest
+from commhooks.errors import HookConfigError, did_you_mean
 
 
 def import_path(path: str, said: str, *, kind: str = "function") -> Any:
@@ -43,7 +43,7 @@ def import_path(path: str, said: str, *, kind: str = "function") -> Any:
         try:
             found = getattr(found, part)
         except AttributeError:
-            raise HookConfigError(f"{said}: {where!r} has no {part!r}{closest(part, dir(found))}") from None
+            raise HookConfigError(f"{said}: {where!r} has no {part!r}{did_you_mean(part, dir(found))}") from None
         where = f"{where}.{part}"
     return found
 

@@ -8,7 +8,7 @@ with each number of threads; the difference to the `noop` of the same round and 
 
   noop                    nothing: the baseline
   commhooks               our PowerSGD, with fused=False
-  fused, alternate        the same with the native kernel, with alternate, and with both
+  fused                   the same with the native kernel
   int8, int4              our quantised hooks, with fused=False; they have no rank
   fused int8, fused int4  the same with the native kernel
   torch, torch same       torch's powerSGD_hook without and with batch_tensors_with_same_shape
@@ -40,7 +40,7 @@ from commhooks import CommHook
 WARM_UP, START, BATCHES = 4, 2, 4
 QUANTISED = {"int8": "int8", "int4": "int4", "fused int8": "fused-int8", "fused int4": "fused-int4"}
 PASSES = {"int8": 6.5, "fused int8": 6.5, "int4": 6.25, "fused int4": 6.25}
-OURS = {"commhooks": "powersgd", "fused": "fused", "alternate": "alternate", "fused alternate": "fused-alternate"}
+OURS = {"commhooks": "powersgd", "fused": "fused"}
 BATCH_SIZE = {"resnet18": 2, "resnet50": 2}  # images; 16 vectors or tokens for other models
 
 try:

@@ -85,14 +85,6 @@ def put_projection(factor: torch.Tensor, out: torch.Tensor, world_size: int, *, 
     factor.mul_(world_size)
 
 
-def put_only_factor(factor: torch.Tensor, out: torch.Tensor, world_size: int) -> None:
-    """As `put_projection`, but for the only message of a step: if `factor` holds inf or NaN, all of `out` becomes
-    NaN."""
-    bad = (factor * 0).sum()
-    put_projection(factor, out, world_size)
-    out.add_(bad.to(out.dtype))
-
-
 def put_plain(gradients: Sequence[torch.Tensor], out: torch.Tensor, world_size: int) -> None:
     """Write uncompressed gradients (1-D, at least one), divided by the world size, to `out`, one after another. Without
     clamping, for which no error feedback would compensate: an overflow becomes inf, as in plain fp16 compression, and

@@ -129,10 +129,6 @@ CASES = [
              options=_options(min_compression_rate=0)),
     Expected("epsilon", "orthogonalization_epsilon=-1.0; expected 0 or a small",
              options=_options(orthogonalization_epsilon=-1)),
-    Expected("alternate without a warm start", "alternate=True; expected False where warm_start is False",
-             options=_options(alternate=True, warm_start=False)),
-    Expected("alternate with whole buckets", "alternate=True; expected False: it is for PowerSGD", "batched_powerSGD",
-             _options(alternate=True)),
     Expected("total_steps", "total_steps=0; expected a number of steps", options={"total_steps": 0}),
     Expected("total_steps of wrong type", "total_steps='many'; expected a number", options={"total_steps": "many"}),
     Expected("options of wrong type", "hook_options=[1]; expected a dict of options", options={"hook_options": [1]}),
@@ -282,7 +278,6 @@ OTHER_VALUES = {
     "random_seed": 7,
     "compression_stats_logging_frequency": 10,
     "batch_tensors_with_same_shape": True,
-    "alternate": False,  # goes with no warm start
     "fused": True,
     "coalesce": True,
     "exclude": ["*embed*", "head.?.weight"],

@@ -37,7 +37,6 @@ CASES = {
     "same shapes together": Case(_power_sgd(batch_tensors_with_same_shape=True)),
     "one bucket, from the first step": Case(_power_sgd(start_powerSGD_iter=0), run={"bucket_cap_mb": ONE_BUCKET_MB}),
     "without warm start": Case(_power_sgd(warm_start=False)),
-    "alternate": Case(_power_sgd(alternate=True)),
     "batched": Case(BatchedPowerSGD(matrix_approximation_rank=2, start_powerSGD_iter=2)),
     "fp16 wire": Case(_power_sgd(), attach={"wrapper": "fp16"}),
     "bf16 wire": Case(_power_sgd(), attach={"wrapper": "bf16"}),

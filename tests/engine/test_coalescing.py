@@ -18,7 +18,7 @@ from tests.support.sharded import POWERSGD, attached, backward, random_gradients
 from tests.support.training import Run, make_model, residuals
 
 STEPS = START + 3
-SUMS = ("powerSGD", "powerSGD, fp16 wrapper", "powerSGD, bf16 wrapper", "alternate", "random_k")
+SUMS = ("powerSGD", "powerSGD, fp16 wrapper", "powerSGD, bf16 wrapper", "random_k")
 QUANTISED = ("int8, native", "int4, torch", "powerSGD, int8 wrapper")
 
 

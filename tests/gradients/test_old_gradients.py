@@ -51,12 +51,11 @@ def _alternate(hook: str, options: dict[str, Any], wrapper: str | None, clear: b
     ("hook", "options", "wrapper"),
     [
         ("powerSGD", COMPRESSED, None),
-        ("powerSGD", COMPRESSED | {"alternate": True}, None),
         ("powerSGD", COMPRESSED | {"fused": False}, None),
         ("powerSGD", COMPRESSED, "int8"),
         ("int8", {}, None),
     ],
-    ids=["powerSGD", "alternate", "torch", "wrapper", "int8"],
+    ids=["powerSGD", "torch", "wrapper", "int8"],
 )
 def test_it_is_not_taken_for_a_new_one(run_ranks: Any, hook: str, options: Any, wrapper: Any) -> None:
     """DDP drops the result for what no rank has used: what a residual gives to it would be lost."""

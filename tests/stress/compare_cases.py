@@ -56,7 +56,6 @@ BARE: dict[str, Callable[[], Any]] = {
     "bare fp16": lambda: (None, default_hooks.fp16_compress_hook),
     "bare powerSGD": lambda: (_state(fused=False), LOW),
     "bare batched": lambda: (_state(fused=False), BATCHED),
-    "bare alternate": lambda: (_state(alternate=True), LOW),
     "bare native": lambda: (_state(fused=True), LOW),
     "bare bf16(powerSGD)": lambda: (_state(), default_hooks.bf16_compress_wrapper(LOW)),
     "bare fp16(batched)": lambda: (_state(), default_hooks.fp16_compress_wrapper(BATCHED)),
@@ -99,8 +98,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 # Saved by one, loaded by another, in another situation.
 CROSSED = [("powerSGD", "batched", "buckets"), ("batched", "powerSGD", "buckets"), ("fp16", "own", "buckets"),
-           ("own", "powerSGD", "buckets"), ("alternate", "powerSGD, torch", "buckets"),
-           ("powerSGD", "alternate", "buckets"), ("int8, native", "int4, native", "buckets"),
+           ("own", "powerSGD", "buckets"), ("int8, native", "int4, native", "buckets"),
            ("int8, torch", "int8, native", "odd"), ("powerSGD", "powerSGD, int8 wrapper", "buckets"),
            ("powerSGD", "powerSGD", "float64, views, no_sync"), ("batched", "batched", "one bucket")]  # fmt: skip
 

@@ -39,26 +39,3 @@ class QuantisedOracleMatrix:
         self.q, contributed = quantised_mean(self.name, [delta.T @ p for delta in deltas], self.levels)
         self.residuals = [delta - p @ q.T for delta, q in zip(deltas, contributed, strict=True)]
         return p @ self.q.T
-
-
-class QuantisedAlternatingOracleMatrix(QuantisedOracleMatrix):
-    """The same with one factor per step: P = delta Q^, then Q = delta^T P^ with that P, and so on."""
-
-    def __init__(self, name: str, q: torch.Tensor, world_size: int, levels: int) -> None:
-        super().__init__(name, q, world_size, levels)
-        self.makes_p = True
-
-    def step(self, gradients: list[torch.Tensor]) -> torch.Tensor:
-        if not any(bool(gradient.any()) for gradient in gradients):
-            return torch.zeros_like(gradients[0])
-        deltas = [gradient + residual for gradient, residual in zip(gradients, self.residuals, strict=True)]
-        basis = gram_schmidt(self.q)
-        local = [delta @ basis if self.makes_p else delta.T @ basis for delta in deltas]
-        self.q, contributed = quantised_mean(self.name, local, self.levels)
-
-        def product(factor: torch.Tensor) -> torch.Tensor:
-            return factor @ basis.T if makes_p else basis @ factor.T
-
-        makes_p, self.makes_p = self.makes_p, not self.makes_p
-        self.residuals = [delta - product(each) for delta, each in zip(deltas, contributed, strict=True)]
-        return product(self.q)

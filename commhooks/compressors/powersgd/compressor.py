@@ -76,7 +76,7 @@ class _LowRank(NativelyComputed[AnyPowerSGD]):
     @property
     def collectives(self) -> Sequence[Op]:  # type: ignore[override]
         message: tuple[Op, ...] = ("sum",) if self.code is None else ("all_to_all", "gather")
-        return message if self.config.alternate else (*message, *message)
+        return (*message, *message)
 
     @property
     def coalesces(self) -> bool | None:  # type: ignore[override]
@@ -96,10 +96,8 @@ class _LowRank(NativelyComputed[AnyPowerSGD]):
 
     @property
     def state_fields(self) -> tuple[StateField, ...]:  # type: ignore[override]
-        """Q, P with `alternate`, and the residual with error feedback."""
         q = fields.BUCKET_Q if self.per_bucket else fields.Q
-        kept = (q, fields.P) if self.config.alternate else (q,)
-        return (*kept, RESIDUAL) if self.config.use_error_feedback else kept
+        return (q, RESIDUAL) if self.config.use_error_feedback else (q,)
 
     def initial_value(self, field: StateField, plan: UnitPlan, dtype: torch.dtype) -> torch.Tensor | None:
         if field.key != "q" or not isinstance(plan, MatrixPlan):
@@ -117,7 +115,7 @@ class _LowRank(NativelyComputed[AnyPowerSGD]):
 
     def _new_kernel(self, layout: BucketLayout, matrices: list[Matrix], direct: Sequence[Slot] = ()) -> AnyKernel:
         """With the buffers of one bucket."""
-        on_device = not precision.is_host_readable(layout.device) and not self.config.alternate
+        on_device = not precision.is_host_readable(layout.device)
         wire_dtype, in_blocks = self.wire_dtype_for(layout.dtype), None
         if self.code is not None:
             dtype = precision.compute_dtype(layout.dtype)
@@ -131,9 +129,9 @@ class _LowRank(NativelyComputed[AnyPowerSGD]):
             return DeviceKernel(work, stack_deltas=self.config.batch_tensors_with_same_shape)
         shapes = [(x.n, x.m, x.rank) for x in matrices]
         if not self.computes_natively(layout.device, layout.dtype):
-            return HostKernel(work, TorchProducts(shapes, work.dtype, layout.device))
-        refills = not (self.config.alternate or self.per_bucket)
-        return HostKernel(work, NativeProducts(native_products.load(work.dtype), shapes, work.dtype, refills=refills))
+            return HostKernel(work, TorchProducts(shapes, work.dtype))
+        kernel = native_products.load(work.dtype)
+        return HostKernel(work, NativeProducts(kernel, shapes, work.dtype, refills=not self.per_bucket))
 
 
 class PowerSGDCompressor(_LowRank[PowerSGD]):

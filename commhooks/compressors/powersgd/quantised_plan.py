@@ -38,8 +38,7 @@ class QuantisedPlan(MatrixPlan):
     def sent_bytes(self, wire_dtype: torch.dtype | None) -> int:
         if not self.compressed:
             return super().sent_bytes(wire_dtype)
-        sent = self.blocks * self.block_bytes
-        return sent // 2 if self.alternate else sent
+        return self.blocks * self.block_bytes
 
 
 def quantised_plan(plan: MatrixPlan, code: BlockCode, *, as_it_is: bool) -> QuantisedPlan:
@@ -60,7 +59,7 @@ def quantised_plan(plan: MatrixPlan, code: BlockCode, *, as_it_is: bool) -> Quan
             smallest, least = dataclasses.replace(quantised, blocks=blocks), blocks * block_bytes
     blocks = code.blocks_of(plan.numel)
     if as_it_is and (blocks * block_bytes < least or blocks == smallest.blocks > 0):
-        smallest = dataclasses.replace(quantised, blocks=blocks, n=0, m=0, rank=0, alternate=False, reason="")
+        smallest = dataclasses.replace(quantised, blocks=blocks, n=0, m=0, rank=0, reason="")
     return smallest
 
 

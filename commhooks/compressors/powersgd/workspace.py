@@ -1,6 +1,5 @@
 """The matrices of a bucket layout and its messages, which PowerSGD's kernels share."""
 
-import functools
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -34,10 +33,6 @@ class Matrix:
         return self.slots[0].offset, self.slots[-1].stop
 
 
-MOST_MESSAGES = 4
-"""With `alternate`: how many combinations of P and Q keep their memory."""
-
-
 class Workspace:
     """The matrices of one bucket layout, with their messages.
 
@@ -52,6 +47,8 @@ class Workspace:
         is_whole_bucket: there is one matrix, of several parameters or padded. Otherwise each is one parameter.
         in_bucket: delta can be computed in the bucket: its dtype is the compute dtype, and no matrix is padded.
         flags_of: per matrix the places of its parameters among those of all matrices.
+        first, last: the messages: P with everything uncompressed and the flags; then Q.
+        buffer: both messages, so that one operator tells whether all is finite.
     """
 
     def __init__(
@@ -65,7 +62,6 @@ class Workspace:
         self.layout, self.matrices = layout, matrices
         self.dtype = precision.compute_dtype(layout.dtype)
         self.error_feedback, self.warm_start = config.use_error_feedback, config.warm_start
-        self.alternate = config.alternate
         self.quantised = in_blocks is not None
         first = matrices[0]
         padded = first.span[1] - first.span[0] < first.n * first.m
@@ -80,38 +76,16 @@ class Workspace:
         self.sizes = [stop - start for start, stop in spans]
         self.place_of_matrix = [spans.index(span) for span in compressed]
         self.place_of_plain = [spans.index(span) for span in plain]
-        self._plain_numel = sum(stop - start for start, stop in plain)
-        self._seed, self._wire_dtype, self._in_blocks = config.random_seed, wire_dtype, in_blocks
-        self._messages: dict[tuple[int, ...], Message] = {}
-
-    @functools.cached_property
-    def messages(self) -> tuple[Message, Message]:
-        """P with everything uncompressed and the flags; then Q."""
-        p, q = self._new_messages([x.n for x in self.matrices], [x.m for x in self.matrices])
-        return p, q
-
-    def only_message(self, makes_q: Sequence[bool]) -> Message:
-        """Of a step that sends one factor per matrix, P or Q, with everything uncompressed and the flags."""
-        lengths = tuple(x.m if q else x.n for x, q in zip(self.matrices, makes_q, strict=True))
-        if lengths not in self._messages:
-            # Parameters without gradients in some steps bring the matrices out of step, in ever other combinations.
-            while len(self._messages) >= MOST_MESSAGES:
-                del self._messages[next(iter(self._messages))]
-            (self._messages[lengths],) = self._new_messages(lengths)
-        return self._messages[lengths]
-
-    def _new_messages(self, *lengths: Sequence[int]) -> list[Message]:
-        """Messages with factors of these lengths, the first one with everything else. They share a buffer, so that one
-        operator tells whether all is finite."""
-        how, plain, flags = self._in_blocks, self._plain_numel, self.flags_of[-1].stop
-        contents: list[tuple[Factors, int, int]] = []
-        for each in lengths:
-            factors = [(x.name, (x.rank, length)) for x, length in zip(self.matrices, each, strict=True)]
-            contents.append((factors, *((0, 0) if contents else (plain, flags))))
-        sizes = [sum(r * n for _, (r, n) in factors) + sum(more) + (how is not None) for factors, *more in contents]
-        self.buffer = torch.zeros(sum(sizes), dtype=self._wire_dtype, device=self.layout.device)
-        parts = zip(contents, self.buffer.split(sizes), strict=True)
-        return [Message(*of, part) if how is None else QuantisedMessage(how, *of, part) for of, part in parts]
+        self._seed = config.random_seed
+        p: Factors = [(x.name, (x.rank, x.n)) for x in matrices]
+        q: Factors = [(x.name, (x.rank, x.m)) for x in matrices]
+        contents = [(p, sum(stop - start for start, stop in plain), starts[-1]), (q, 0, 0)]
+        sizes = [sum(r * n for _, (r, n) in of) + sum(more) + self.quantised for of, *more in contents]
+        self.buffer = torch.zeros(sum(sizes), dtype=wire_dtype, device=layout.device)
+        self.first, self.last = (
+            Message(*of, part) if in_blocks is None else QuantisedMessage(in_blocks, *of, part)
+            for of, part in zip(contents, self.buffer.split(sizes), strict=True)
+        )
 
     def draw_q(self, matrix: Matrix, step: int) -> torch.Tensor:
         """The Q to start from, `r x m`, on the CPU: equal on every rank, for every layout and after a restart."""

@@ -139,7 +139,6 @@ class Rounds:
         stats = hook.stats()
         measured.kernel = stats["kernel"] or TORCH.name
         measured.compressed_steps += (stats["compressed_steps"] or 0) - before
-        # The mean over all passes: with `alternate` consecutive passes differ.
         measured.bytes_sent = stats["bytes_sent"] // stats["backward_passes"]
         measured.collectives = stats["collectives_last_pass"]
         measured.bytes_uncompressed = stats["bytes_uncompressed"] // stats["backward_passes"]

@@ -284,23 +284,6 @@ class Halves(nn.Module):
         return self.layers[self.used](x)
 
 
-def _alternating_drop_in(used: int) -> list[float]:
-    ddp = wrap(Halves(used), bucket_cap_mb=25, find_unused_parameters=True)
-    state = commhooks.PowerSGDState(None, 2, start_powerSGD_iter=0, alternate=True)
-    ddp.register_comm_hook(state, commhooks.batched_powerSGD_hook)
-    norms = []
-    for step in range(3):
-        backward(ddp, step)
-        norms.append(float(ddp.module.layers[used].weight.grad.norm()))
-    return norms
-
-
-@pytest.mark.parametrize("used", [0, 1])
-def test_an_idle_parameter_does_not_stop_the_others_with_alternate(run_ranks, used):
-    for norms in run_ranks(_alternating_drop_in, used):
-        assert all(norm > 0 for norm in norms)
-
-
 def _with_an_empty_parameter(masked: bool) -> bool:
     with masks(masked):
         model = mlp()

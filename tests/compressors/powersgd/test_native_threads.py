@@ -30,7 +30,6 @@ def _all_steps(dtype: torch.dtype, rank: int) -> list[torch.Tensor]:
     """What the kernel computes from fixed numbers: for all shapes in one call, so that the threads have work."""
     generator = torch.Generator().manual_seed(rank)
     shapes = [(n, m, min(n, m, rank)) for n, m in SHAPES]
-    everything = range(len(shapes))
     products = NativeProducts(load(dtype), shapes, dtype)
 
     def draw() -> list[torch.Tensor]:
@@ -42,12 +41,12 @@ def _all_steps(dtype: torch.dtype, rank: int) -> list[torch.Tensor]:
     delta, residual = draw(), draw()
     mean_q = [torch.randn(r, m, generator=generator, dtype=dtype) for _, m, r in shapes]
     products.unit_rows(mean_q, refill)
-    products.form("P", everything, delta, residual, 0.5)
+    products.form_p(delta, residual, 0.5)
     largest = products.largest.clone()
     rows = [each.clone() for each in products.p]
-    products.orthonormalize("P", everything, rows, refill)
-    products.form("Q", everything, delta, residual, 0.25)
-    products.split(everything, delta, residual, products.p, mean_q)
+    products.orthonormalize(rows, refill)
+    products.form_q(delta)
+    products.split(range(len(shapes)), delta, residual, mean_q)
     return [*delta, *residual, *rows, *products.p, *products.q, largest]
 
 

@@ -16,7 +16,7 @@ from commhooks.hook.request import HookRequest
 from tests.support.compilers import needs_compiler
 from tests.support.models import EVERY_PARAMETER, all_finite, backward, masks, random_gradients, same_bits, wrap
 from tests.support.models import SHAPES as LAYERS
-from tests.support.quantised_factors_oracle import BLOCK, QuantisedAlternatingOracleMatrix, QuantisedOracleMatrix
+from tests.support.quantised_factors_oracle import BLOCK, QuantisedOracleMatrix
 from tests.support.quantized_oracle import OracleRanks
 from tests.support.training import Run, residuals
 
@@ -37,8 +37,6 @@ VARIANTS = [
     pytest.param({"fused": False}, False, id="torch"),
     pytest.param({"fused": False}, True, id="masked"),
     pytest.param({"fused": True}, False, marks=needs_compiler, id="native"),
-    pytest.param({"fused": False, "alternate": True}, False, id="alternate"),
-    pytest.param({"fused": False, "alternate": True}, True, id="alternate-masked"),
 ]
 """Options, and whether the host must not look at the tensors, as on an accelerator."""
 
@@ -79,7 +77,7 @@ def flat(each: dict[str, torch.Tensor]) -> torch.Tensor:
 def test_averages_and_residuals_are_those_of_the_oracle(
     wrapper: str, world_size: int, options: dict[str, Any], masked: bool
 ) -> None:
-    kind = QuantisedAlternatingOracleMatrix if "alternate" in options else QuantisedOracleMatrix
+    kind = QuantisedOracleMatrix
     levels = LEVELS[wrapper]
     matrices = {
         name: kind(name, codec.draw(0, name, "Q", RANK, m, torch.float64).T, world_size, levels)
@@ -110,7 +108,7 @@ def test_averages_and_residuals_are_those_of_the_oracle(
 
 
 CASES = [
-    *itertools.product(["powerSGD"], LEVELS, [1, 16], [3], [{}, {"alternate": True}]),
+    *itertools.product(["powerSGD"], LEVELS, [1, 16], [3], [{}]),
     *itertools.product(["batched_powerSGD"], LEVELS, [2], [1], [{}]),
 ]
 
@@ -231,7 +229,7 @@ def test_one_number_that_is_not_finite_anywhere_stops_the_step(
             assert not ranks.step(buckets), slot.name
             assert not any(all_finite([bucket]) for bucket in buckets)
         for one, other in zip(ranks.states, clean.states, strict=True):
-            for key in ("q", "p", "residual"):
+            for key in ("q", "residual"):
                 assert one[key].keys() == other[key].keys()
                 assert all(same_bits(one[key][name], other[key][name]) for name in one[key])
         after, wanted = ([flat(gradients(r, 4)).float() for r in range(world_size)] for _ in range(2))

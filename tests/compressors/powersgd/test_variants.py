@@ -1,7 +1,4 @@
-"""`alternate` (one factor per step) and `fused` (a native kernel): bytes, and changes with a resume.
-
-What every compressor promises is in `test_every_compressor.py`.
-"""
+"""`fused` (a native kernel) may change with a resume."""
 
 from typing import Any
 
@@ -23,10 +20,6 @@ def _change(before: dict[str, Any], after: dict[str, Any]) -> tuple[torch.Tensor
 @pytest.mark.parametrize(
     ("before", "after"),
     [
-        ({"alternate": True}, {}),
-        ({}, {"alternate": True}),
-        ({"alternate": True}, {"alternate": True, "matrix_approximation_rank": 4}),
-        ({"alternate": True}, {"alternate": True, "matrix_approximation_rank": 1}),
         pytest.param({"fused": True}, {"fused": False}, marks=needs_compiler),
     ],
     ids=str,
@@ -35,19 +28,3 @@ def test_the_option_may_change_with_a_resume(run_ranks: Any, before: dict[str, A
     (weights, compressed), other = run_ranks(_change, before, after)
     assert torch.equal(weights, other[0]) and weights.isfinite().all()
     assert compressed == other[1] == 4
-
-
-def _bytes(variant: dict[str, Any]) -> list[int]:
-    run = Run.new(hook_options={**OPTIONS, "start_powerSGD_iter": 0, **variant})
-    return [run.train(1).hook.stats()["bytes_sent_last_pass"] for _ in range(4)] + [run.hook.plan().bytes_after]
-
-
-def test_half_the_bytes(run_ranks: Any) -> None:
-    for usual, alternate in zip(run_ranks(_bytes, {}), run_ranks(_bytes, {"alternate": True}), strict=True):
-        flags = 4 * 4
-        matrices = [((12, 9), 2), ((24, 432), 2), ((24, 24), 2), ((10, 24), 2)]
-        vectors = 4 * (12 + 24 + 24 + 10)
-        p, q = (sum(4 * r * shape[side] for shape, r in matrices) for side in (0, 1))
-        assert usual[:4] == [p + q + vectors + flags] * 4
-        assert alternate[:4] == [p + vectors + flags, q + vectors + flags] * 2
-        assert alternate[4] == (p + q) // 2 + vectors

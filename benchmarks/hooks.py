@@ -5,7 +5,7 @@
 powerSGD_hook) and `torch-same-4`; "same" is batch_tensors_with_same_shape. `int8`, `int4`, `fused-int8` and
 `fused-int4` are the quantised hooks. `auto` and `auto-close` choose one of them (quality "same" and "close"). Only
 those with "fused", and what these choose, use the native kernel. `diloco-30` (with int4) and `local-30` communicate
-every 30 steps; in `diloco-30-10` the network has 10 steps for it. `+int8` or `+int4` after PowerSGD is the wrapper.
+every 30 steps; in `diloco-30-10` the network has 10 steps for it.
 The suffix `:one` selects one bucket: one all-reduce for all P, and one for all Q.
 For benchmarks with several ranks per node: `:nodes` compresses between nodes only, `:fsdp2` shards the model inside the
 node (`fully_shard`), and `hsdp` and `hsdp-bf16` are `fully_shard` on both dimensions without a hook, with gradients
@@ -28,8 +28,8 @@ ONE_BUCKET_MB = 10_000
 LABELS = (
     "noop, ddp, allreduce, fp16, bf16, powersgd-RANK, fused-RANK, coalesce-RANK, "
     "apart-RANK, same-RANK, batched-RANK, diloco-STEPS, diloco-STEPS-DELAY, "
-    "local-STEPS, auto, auto-close, int8, int4, fused-int8, fused-int4, torch-RANK, torch-same-RANK; with +int8 or "
-    "+int4, :one, :nodes, :fsdp2; hsdp, hsdp-bf16"
+    "local-STEPS, auto, auto-close, int8, int4, fused-int8, fused-int4, torch-RANK, torch-same-RANK; with "
+    ":one, :nodes, :fsdp2; hsdp, hsdp-bf16"
 )
 SIMPLE = {
     "noop": commhooks.Noop,
@@ -74,15 +74,12 @@ def wrap(
     start: int = 2,
     bucket_cap_mb: float | None = None,
     ranks_per_node: int | None = None,
-    wrapper: str | None = None,
     **ddp: Any,
 ) -> tuple[Any, commhooks.CommHook | None]:
     """Wrap `model` in DDP, or shard it, with that hook; also returns the CommHook (None for torch's hooks and without a
     hook). On gloo torch's PowerSGD always gets one bucket, because it hangs there with several. `start`: the step at
-    which PowerSGD and quantising begin; torch requires at least 2. `wrapper`: as in `commhooks.attach`; not for torch's
-    hooks."""
+    which PowerSGD and quantising begin; torch requires at least 2."""
     label, _, suffix = label.partition(":")
-    label, _, quantised = label.partition("+")
     if label.startswith("hsdp"):
         return shard(model, ranks_per_node, both=True, low="bf16" in label), None
     kind, _, rank_text = label.rpartition("-")
@@ -120,9 +117,9 @@ def wrap(
         )
     if suffix == "fsdp2":
         group = mesh_of(ranks_per_node)["replicate"]
-        return wrapped, commhooks.attach(wrapped, config, wrapper=quantised or wrapper, replicate_group=group)
+        return wrapped, commhooks.attach(wrapped, config, replicate_group=group)
     nodes = ranks_per_node if suffix == "nodes" else None
-    return wrapped, commhooks.attach(wrapped, config, wrapper=quantised or wrapper, ranks_per_node=nodes)
+    return wrapped, commhooks.attach(wrapped, config, ranks_per_node=nodes)
 
 
 @functools.cache

@@ -14,9 +14,7 @@ import torch
 from commhooks.gradients import precision
 
 WIRE_DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
-WIRE_BITS = {"int8": 8, "int4": 4}
-WRAPPERS = (*WIRE_DTYPES, *WIRE_BITS)
-"""What the option `wrapper` can be: a dtype to cast to, or the width of integers to quantise to."""
+"""What the option `wrapper` can be, and the dtype to which it casts."""
 CLAMPED_STEPS = 64
 """A gradient larger than this many times the largest number of the wire dtype counts as an overflow. Error feedback
 would need more than this many steps to send it."""

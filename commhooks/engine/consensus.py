@@ -174,7 +174,7 @@ class Consensus:
         shapes = sorted((name, tuple(parameter.shape)) for name, parameter in names.items())
         adaptive = compressor if isinstance(compressor, AdaptiveCompressor) else None
         in_force = compressor.config, None if adaptive is None else adaptive.notes
-        configuration = agreement_key(compressor.name, in_force, compressor.wire, shapes)
+        configuration = agreement_key(compressor.name, in_force, compressor.wire_dtype, shapes)
         chosen, device = self.choice, flat.device
         if chosen is None:
             support = KernelSupport.of(compressor, device, [flat.dtype])

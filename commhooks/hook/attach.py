@@ -76,8 +76,7 @@ def attach(
             `fully_shard` is averaged by plain all-reduce.
         hook_options: options of a hook given by name.
         hook_state: the state of a callable. It is saved and restored if it has `state_dict` and `load_state_dict`.
-        wrapper: let the hook communicate in float16 or bfloat16 ("fp16", "bf16"); for PowerSGD also in 8-bit or 4-bit
-            integers ("int8", "int4"), its factors and, with error feedback, what it leaves uncompressed.
+        wrapper: let the hook communicate in float16 or bfloat16 ("fp16", "bf16").
         save_residual: default of `state_dict(residual=)`: "per_rank" (this rank's own residuals, without
             communication), "mean" (over the ranks; all of them must save), "drop" (no residuals), "distributed" (the
             mean, in a form for `torch.distributed.checkpoint`). "auto": "per_rank", or "distributed" for a model

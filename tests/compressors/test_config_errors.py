@@ -101,13 +101,6 @@ CASES = [
     Expected("wrapper typo", "wrapper='fp61' (did you mean 'fp16'?); expected one of None, 'fp16', 'bf16'",
              options={"wrapper": "fp61"}),
     Expected("wrapper of wrong type", "wrapper=16; expected one of None, 'fp16', 'bf16'", options={"wrapper": 16}),
-    Expected("wrapper for another hook", "wrapper='int8' with hook 'bf16_compress': it is for 'powerSGD' and "
-             "'batched_powerSGD', given by name or by config; hook='int8_compress' quantises gradients as they are",
-             "bf16", {"wrapper": "int8"}),
-    Expected("wrapper around the hook of that name", "wrapper='int4' with hook 'int4_compress': it is for 'powerSGD'",
-             "int4", {"wrapper": "int4"}),
-    Expected("wrapper around a function", "wrapper='int8' with the function callable_hook: it is for 'powerSGD'",
-             callable_hook, {"wrapper": "int8"}),
     Expected("save_residual typo", "save_residual='per_rang' (did you mean 'per_rank'?); expected one of 'mean', "
              "'per_rank', 'drop', 'distributed', 'auto'", options={"save_residual": "per_rang"}),
     Expected("save_residual None", "save_residual=None; expected one of", options={"save_residual": None}),

@@ -76,9 +76,8 @@ def _trained(name: str) -> dict[str, Any]:
 
 def _padding(plan: Any) -> int:
     """An upper bound of what a step sends to each rank besides the plan, in bytes."""
-    messages = 2 if any(getattr(p, "rank", 0) for p in plan.compressed) else 1
     blocks = sum(plan.sent_bytes(p) // p.blocks for p in plan.compressed)
-    return messages * (blocks + 64 * len(plan.buckets or plan.parameters))
+    return blocks + 64 * len(plan.buckets or plan.parameters)
 
 
 @pytest.mark.parametrize("name", ALL)
@@ -117,9 +116,8 @@ def test_the_plan_of_a_model_is_that_of_the_hook(name: str) -> None:
 
 
 def _spoilt_and_resumed(name: str) -> dict[str, Any]:
-    """Four steps and three more: straight on, with a step before the first and one before the second of them that are
-    not finite, and after a resume. Then the same after a save of the mean residual, with which the run that saves goes
-    on, too."""
+    """Four steps and three more: straight on, after a step that is not finite, and after a resume. Then the same after
+    a save of the mean residual, with which the run that saves goes on, too."""
     kind = KINDS[name]
     whole = kind.new().train(4)
     saved = whole.save(residual="per_rank")
@@ -136,7 +134,7 @@ def _spoilt_and_resumed(name: str) -> dict[str, Any]:
         "finite": finite,
         "same": before == after,
         "skipped": spoilt.hook.stats()["nonfinite_steps"],
-        "spoilt": [spoilt.train(2).weights(), weights],
+        "spoilt": [spoilt.train(3).weights(), weights],
         "resumed": [resumed.weights(), weights],
         "resumed with the mean": [resumed_mean.weights(), whole.train(2).weights()],
         "steps": [run.hook.stats()["step"] for run in (resumed, resumed_mean)],
@@ -166,7 +164,7 @@ def test_a_step_that_is_not_finite_changes_nothing_and_a_resume_is_bit_equal(run
     kind = KINDS[name]
     for rank in run_ranks(_spoilt_and_resumed, name):
         assert not rank["finite"], "every rank has to skip the step"
-        assert rank["same"] and rank["skipped"] == (2 if kind.learns else None)
+        assert rank["same"] and rank["skipped"] == (1 if kind.learns else None)
         assert same_bits(*rank["spoilt"])
         assert rank["exact"] and rank["unchanged"] and rank["steps"] == [7, 9]
         # A rebuilt bucket of another layout starts from a fresh Q in batched PowerSGD: only close, as documented.

@@ -25,7 +25,7 @@ from tests.support.sharded import (
 )
 
 # A codec and a wrapper of each sort: with DDP all of them are tested in all combinations.
-SORTS = ("fp16", "powerSGD, bf16 wrapper", "powerSGD, int8 wrapper", "batched")
+SORTS = ("fp16", "powerSGD, bf16 wrapper", "int8, native", "batched")
 SORTS += ("int8, native", "int4, no error feedback", "random_k")
 ONE_OF_EACH = [each for each in ALL if each.id in SORTS]
 

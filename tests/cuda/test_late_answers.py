@@ -40,7 +40,6 @@ CASES = {
     "batched": Case(BatchedPowerSGD(matrix_approximation_rank=2, start_powerSGD_iter=2)),
     "fp16 wire": Case(_power_sgd(), attach={"wrapper": "fp16"}),
     "bf16 wire": Case(_power_sgd(), attach={"wrapper": "bf16"}),
-    "int8 wire": Case(_power_sgd(), attach={"wrapper": "int8"}),
     "int8": Case(Int8Compress(start_iter=2, block_size=32)),
     "int8, torch": Case(Int8Compress(start_iter=2, block_size=32, fused=False)),
     "int4, no error feedback": Case(Int4Compress(start_iter=2, block_size=32, use_error_feedback=False)),

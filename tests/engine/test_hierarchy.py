@@ -137,16 +137,10 @@ def test_norms_are_those_of_the_share(run_ranks: Any) -> None:
         assert rank["norms"]["gradient_norm"] == pytest.approx(gradient, rel=1e-5)
 
 
-ROUNDING: dict[str, dict[str, Any]] = {
-    "int8": {"hook": "int8", "hook_options": {"block_size": 32}},
-    "powerSGD, int8": {"hook": "powerSGD", "hook_options": {"start_powerSGD_iter": 0}, "wrapper": "int8"},
-}
-
-
-def _lossless(how: str, ranks_per_node: int, steps: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _lossless(ranks_per_node: int, steps: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """The sum of what was applied, and of what the ranks had, and the residuals, on a model of one matrix."""
     ddp = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(24, 16, bias=False, dtype=torch.float64))
-    hook = commhooks.attach(ddp, **ROUNDING[how], ranks_per_node=ranks_per_node)
+    hook = commhooks.attach(ddp, "int8", hook_options={"block_size": 32}, ranks_per_node=ranks_per_node)
     applied = torch.zeros(16, 24, dtype=torch.float64)
     wanted = applied.clone()
     weight = ddp.module.weight
@@ -162,16 +156,16 @@ def _lossless(how: str, ranks_per_node: int, steps: int) -> tuple[torch.Tensor, 
     return applied, wanted, left.view(16, 24)
 
 
-@pytest.mark.parametrize(("how", "world_size", "ranks_per_node"), [("int8", 6, 3), ("powerSGD, int8", 6, 2)])
-def test_what_int8_rounds_is_in_the_residuals(run_ranks: Any, how: str, world_size: int, ranks_per_node: int) -> None:
+@pytest.mark.parametrize(("world_size", "ranks_per_node"), [(6, 3)])
+def test_what_int8_rounds_is_in_the_residuals(run_ranks: Any, world_size: int, ranks_per_node: int) -> None:
     """What was applied, and the mean of the residuals over all ranks, make up the mean of the gradients."""
-    ranks = run_ranks(_lossless, how, ranks_per_node, 5, world_size=world_size)
+    ranks = run_ranks(_lossless, ranks_per_node, 5, world_size=world_size)
     wanted = sum(each[1] for each in ranks) / world_size
     left = sum(each[2] for each in ranks) / world_size
     assert left.any() and _far(ranks[0][0] + left, wanted) < 1e-12
 
 
-def _host_reads(kind: str, wrapper: str | None) -> tuple[int, int]:
+def _host_reads(kind: str) -> tuple[int, int]:
     """How often the host reads a tensor in the first compressed step, and in a later one, on an accelerator."""
     tolist, reads = torch.Tensor.tolist, []
 
@@ -180,7 +174,7 @@ def _host_reads(kind: str, wrapper: str | None) -> tuple[int, int]:
         return tolist(tensor)
 
     with masks():
-        run = _new(kind, 2, wrapper=wrapper).train(2)
+        run = _new(kind, 2).train(2)
         counts = []
         for steps in (1, 3, 1):
             reads.clear()
@@ -190,11 +184,10 @@ def _host_reads(kind: str, wrapper: str | None) -> tuple[int, int]:
     return counts[0], counts[-1]
 
 
-@pytest.mark.parametrize(("kind", "wrapper"), [("powerSGD", None), ("powerSGD", "int8"), ("int8", None)])
-def test_the_host_reads_nothing_once_all_is_there(run_ranks: Any, kind: str, wrapper: str | None) -> None:
-    """It reads whether other ranks have learned something until it has that, too. `wrapper="int8"` has parameters
-    without factors."""
-    for first, later in run_ranks(_host_reads, kind, wrapper, world_size=4):
+@pytest.mark.parametrize("kind", ["powerSGD", "int8"])
+def test_the_host_reads_nothing_once_all_is_there(run_ranks: Any, kind: str) -> None:
+    """It reads whether other ranks have learned something until it has that, too."""
+    for first, later in run_ranks(_host_reads, kind, world_size=4):
         assert later == 0 and (first > 0 or kind == "int8")
 
 

@@ -99,7 +99,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 # Saved by one, loaded by another, in another situation.
 CROSSED = [("powerSGD", "batched", "buckets"), ("batched", "powerSGD", "buckets"), ("fp16", "own", "buckets"),
            ("own", "powerSGD", "buckets"), ("int8, native", "int4, native", "buckets"),
-           ("int8, torch", "int8, native", "odd"), ("powerSGD", "powerSGD, int8 wrapper", "buckets"),
+           ("int8, torch", "int8, native", "odd"),
            ("powerSGD", "powerSGD", "float64, views, no_sync"), ("batched", "batched", "one bucket")]  # fmt: skip
 
 

@@ -173,7 +173,7 @@ AREAS = {
             _files("compressors/powersgd", "codec", "device_kernel", "exchange", "message", "matrix_plan")
             + _files("compressors/powersgd", "compressor", "fields", "host_kernel", "native_products", "options")
             + _files("compressors/powersgd", "packed_factors", "torch_products", "workspace")
-            + _files("compressors/powersgd", "quantised_plan", "reference"),
+            + _files("compressors/powersgd", "reference"),
             _tests(
                 "compressors/powersgd/test_fields",
                 "compressors/powersgd/test_packed_factors",
@@ -182,7 +182,6 @@ AREAS = {
                 "compressors/powersgd/test_batched_rank",
                 "compressors/powersgd/test_powersgd_against_oracle",
                 "compressors/powersgd/test_masked_exchange",
-                "compressors/powersgd/test_quantised_factors",
             ),
         )
     ],

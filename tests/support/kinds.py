@@ -26,8 +26,7 @@ class Kind:
     layouts_matter: bool = False
     """It compresses whole buckets."""
     pads: bool = False
-    """It sends to each rank up to a block per parameter and factor, and 64 bytes per bucket and message, more than is
-    planned."""
+    """It sends to each rank up to a block per parameter, and 64 bytes per bucket, more than is planned."""
     keeps_residual: bool = True
 
     def new(self, **more: Any) -> Run:
@@ -44,8 +43,6 @@ KINDS = {
     "powerSGD, bf16 wrapper": Kind("powerSGD", POWERSGD, "bf16"),
     "powerSGD, fp16 wrapper": Kind("powerSGD", POWERSGD, "fp16"),
     "powerSGD, torch": Kind("powerSGD", POWERSGD | {"fused": False}),
-    "powerSGD, int8 wrapper": Kind("powerSGD", POWERSGD, "int8", pads=True),
-    "powerSGD, torch, int8 wrapper": Kind("powerSGD", POWERSGD | {"fused": False}, "int8", pads=True),
     "int8, native": Kind("int8", QUANTIZED | {"fused": True}, pads=True),
     "int8, torch": Kind("int8", QUANTIZED | {"fused": False}, pads=True),
     "int8, fp16 wrapper": Kind("int8", QUANTIZED, "fp16", pads=True),
@@ -55,7 +52,6 @@ KINDS = {
     "int4, no error feedback": Kind("int4", QUANTIZED | {"use_error_feedback": False}, pads=True, keeps_residual=False),
     "batched": Kind("batched_powerSGD", POWERSGD, layouts_matter=True),
     "batched, torch": Kind("batched_powerSGD", POWERSGD | {"fused": False}, layouts_matter=True),
-    "batched, int8 wrapper": Kind("batched_powerSGD", POWERSGD, "int8", layouts_matter=True, pads=True),
     "random_k": Kind(RANDOM_K, {"share": 0.2, "start_iter": START}),
     "auto, chooses int8": Kind(AUTO, pads=True),
     "auto, chooses powerSGD": Kind(AUTO, {"quality": "close", "target": 1}),

@@ -15,8 +15,7 @@ from accelerate_commhooks.cli import main, write_section
 from accelerate_commhooks.flags import FLAGS, YES_NO
 from accelerate_commhooks.settings import CommHookConfig, Settings
 from commhooks import HookConfigError
-from commhooks.comm.wire import WRAPPERS
-from commhooks.hook.vocabulary import SAVE_RESIDUAL
+from commhooks.hook.vocabulary import SAVE_RESIDUAL, WRAPPERS
 from tests.support.accelerate_yaml import ACCELERATE, default_file
 
 COMMENTED = """\

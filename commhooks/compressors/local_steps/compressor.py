@@ -41,7 +41,7 @@ class WeightPlan(UnitPlan):
 class LocalStepsCompressor(Compressor[AnyLocalSteps]):
     """An outer step as the exchange of a bucket of weights. `hook/local_steps_hook.py` says when there is one."""
 
-    wrappers = ()
+    wrappers = False
     on_weights = True
     computes_from_received = False
 

@@ -9,12 +9,9 @@ from typing import Protocol
 import torch
 
 from commhooks.comm.wire import all_finite, divide, put_plain
-from commhooks.compressors.base import Exchange, State, StepInfo, Verdict
+from commhooks.compressors.base import Exchange, Send, State, StepInfo, Verdict
 from commhooks.compressors.error_feedback import clear_flags_of_unused
-from commhooks.compressors.powersgd.message import QuantisedMessage
 from commhooks.compressors.powersgd.workspace import Workspace
-from commhooks.compressors.quantized.exchange import Workspace as OnlyBlocks
-from commhooks.compressors.quantized.exchange import quantised_exchange
 
 
 class BucketPass:
@@ -53,28 +50,13 @@ class BucketPass:
             clear_flags_of_unused(slots, self.first.flags, self.step)
         if self.plain:
             put_plain(self.plain, self.first.plain, self.step.world_size)
-        if isinstance(self.first, QuantisedMessage):
-            self.first.load(self.flat, self.residuals, self.step)
-
-    def store_uncompressed(self, good: torch.Tensor | bool) -> None:
-        """Write the averages of these gradients into the bucket."""
-        if self.plain:
-            divide(self.first.plain, self.plain)
-        if isinstance(self.first, QuantisedMessage):
-            self.first.store(self.flat, self.residuals, self.step, good)
 
 
 class LowRankKernel(Protocol):
     """The computations of a step, for all matrices of a bucket: `HostKernel` on the CPU, with branches; `DeviceKernel`
-    on an accelerator, which the host never asks, with masks.
-
-    Attributes:
-        work: the buffers.
-        forms_remainder: `form_remainder` has something to do.
-    """
+    on an accelerator, which the host never asks, with masks. `work`: the buffers."""
 
     work: Workspace
-    forms_remainder: bool
 
     def form_p(self, now: BucketPass) -> None:
         """delta = gradient + residual; P = delta Q, into the first message, with the flags: per parameter 1 if its
@@ -87,7 +69,7 @@ class LowRankKernel(Protocol):
         """Q = delta^T P, into the last message. A parameter without a gradient on any rank takes no part."""
 
     def form_remainder(self, now: BucketPass) -> None:
-        """What error feedback needs of this rank's own Q, as it was sent."""
+        """What can be computed while Q is on its way."""
 
     def split(self, now: BucketPass, good: torch.Tensor | bool, finite: torch.Tensor) -> None:
         """gradient = P Q^T with the mean Q, into the bucket; and, where `good`, the mean Q and
@@ -96,24 +78,19 @@ class LowRankKernel(Protocol):
         become NaN on every rank."""
 
 
-def low_rank_exchange(flat: torch.Tensor, work: LowRankKernel | OnlyBlocks, state: State, step: StepInfo) -> Exchange:
-    """One step: Algorithm 1 on each matrix, inside the error feedback of Algorithm 2. See `Compressor.exchange`.
-
-    Args:
-        work: `OnlyBlocks` for a bucket without a matrix, if the rest is quantised.
-    """
-    if isinstance(work, OnlyBlocks):
-        return (yield from quantised_exchange(flat, work, state, step))
+def low_rank_exchange(flat: torch.Tensor, work: LowRankKernel, state: State, step: StepInfo) -> Exchange:
+    """One step: Algorithm 1 on each matrix, inside the error feedback of Algorithm 2. See `Compressor.exchange`."""
     kernel, now = work, BucketPass(flat, work.work, state, step)
-    remainder = functools.partial(kernel.form_remainder, now) if kernel.forms_remainder else None
     kernel.form_p(now)  # 1. delta = gradient + residual; P = delta Q
     now.put_uncompressed()
-    yield from now.first.sum_over_ranks(step, "P")  # 2. the mean of P
+    yield Send(now.first.buffer, what="P")  # 2. the mean of P
     kernel.orthonormalize(now)  # 3.
     kernel.form_q(now)  # 4. Q = delta^T P
-    yield from now.last.sum_over_ranks(step, "Q", last=True, meanwhile=remainder)  # 5. the mean of Q
+    remainder = functools.partial(kernel.form_remainder, now)
+    yield Send(now.last.buffer, what="Q", last=True, meanwhile=remainder)  # 5. the mean of Q
     finite = all_finite(now.work.buffer)
     good = yield Verdict(finite)
-    now.store_uncompressed(good)
+    if now.plain:
+        divide(now.first.plain, now.plain)
     kernel.split(now, good, finite)  # 6. gradient = P Q^T; residual = delta - P Q^T with the own Q
     return None

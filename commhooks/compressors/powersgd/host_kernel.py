@@ -7,7 +7,6 @@ import torch
 
 from commhooks.comm.wire import largest_gradient, pack_factor, put_flags, put_overflow, put_projection
 from commhooks.compressors.powersgd.exchange import BucketPass
-from commhooks.compressors.powersgd.message import QuantisedMessage
 from commhooks.compressors.powersgd.native_products import NativeProducts
 from commhooks.compressors.powersgd.torch_products import Residuals, TorchProducts
 from commhooks.compressors.powersgd.workspace import Workspace
@@ -24,8 +23,6 @@ class HostKernel:
     def __init__(self, work: Workspace, products: TorchProducts | NativeProducts) -> None:
         self.work, self.products = work, products
         self._largest = None if work.is_whole_bucket else products.largest
-        # The residual needs this rank's own Q as it was sent: of what blocks have lost, only the message knows.
-        self.forms_remainder = work.error_feedback and work.quantised
         # Of `work`: bound to this kernel, they would hold it and its memory in a cycle.
         self._refill_p, self._refill_q = (functools.partial(work.refill, side) for side in "PQ")
         self.own_deltas = [None if work.in_bucket else torch.zeros(x.n, x.m, dtype=work.dtype) for x in work.matrices]
@@ -62,9 +59,7 @@ class HostKernel:
             put_projection(q, out, now.step.world_size, rank=rank)
 
     def form_remainder(self, now: BucketPass) -> None:
-        """Here of the factor alone: the rest is done in `split`, where delta is read once."""
-        assert isinstance(now.last, QuantisedMessage)
-        now.last.subtract_lost(self.products.q)
+        """Nothing: `split` forms it with the gradient, so that it reads delta once."""
 
     # ---- gradient and residual -------------------------------------------------------------------------------------
 

@@ -17,8 +17,7 @@ from commhooks.gradients.precision import compute_dtype
 
 @dataclass(frozen=True)
 class MatrixPlan(UnitPlan):
-    """A gradient as an `n x m` matrix compressed at `rank`, or uncompressed with a reason. `rank` is 0 unless it is
-    compressed as a matrix."""
+    """A gradient as an `n x m` matrix compressed at `rank`, or uncompressed with a reason."""
 
     n: int = 0
     m: int = 0
@@ -29,11 +28,11 @@ class MatrixPlan(UnitPlan):
     @property
     def numel_sent(self) -> int:
         """Elements of both factors, or of the gradient."""
-        return (self.n + self.m) * self.rank if self.rank else self.numel
+        return (self.n + self.m) * self.rank if self.compressed else self.numel
 
     @property
     def cells(self) -> tuple[str, ...]:
-        return (f"{self.n} x {self.m}", str(self.rank)) if self.rank else ("", "")
+        return f"{self.n} x {self.m}", str(self.rank)
 
     @property
     def details(self) -> dict[str, Any]:

@@ -30,8 +30,8 @@ class PowerSGD(HookConfig):
             only, and nothing on the CPU.
         coalesce: send small messages of all buckets as one, after the backward pass, so that a step costs two round
             trips however many buckets there are. None: where a round trip takes 10 ms or more and it changes no bit of
-            the results, which is between two ranks, or two nodes with `ranks_per_node`; with an int8 or int4 wrapper
-            between any number. True: always; sums over more than two ranks then differ by rounding. False: never.
+            the results, which is between two ranks, or two nodes with `ranks_per_node`. True: always; sums over more
+            than two ranks then differ by rounding. False: never.
         fused: compute on the CPU with a native kernel, compiled by the machine's C compiler when first used: several
             times faster, the same results to rounding. None: if the machines of all ranks can, and compile it alike;
             otherwise with torch. True: an error if they cannot. False: never.

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from commhooks.compressors.powersgd import codec
-from commhooks.compressors.powersgd.message import Factors, InBlocks, Message, QuantisedMessage
+from commhooks.compressors.powersgd.message import Message
 from commhooks.compressors.powersgd.options import PowerSGD
 from commhooks.gradients import precision
 from commhooks.gradients.layout import BucketLayout, Slot
@@ -39,11 +39,9 @@ class Workspace:
     Args:
         matrices: in the order in which they are sent.
         wire_dtype: of the messages.
-        in_blocks: how the messages are quantised; None: they are not.
 
     Attributes:
         dtype: the compute dtype.
-        quantised: the messages are.
         is_whole_bucket: there is one matrix, of several parameters or padded. Otherwise each is one parameter.
         in_bucket: delta can be computed in the bucket: its dtype is the compute dtype, and no matrix is padded.
         flags_of: per matrix the places of its parameters among those of all matrices.
@@ -57,12 +55,10 @@ class Workspace:
         matrices: Sequence[Matrix],
         config: PowerSGD,
         wire_dtype: torch.dtype,
-        in_blocks: InBlocks | None,
     ) -> None:
         self.layout, self.matrices = layout, matrices
         self.dtype = precision.compute_dtype(layout.dtype)
         self.error_feedback, self.warm_start = config.use_error_feedback, config.warm_start
-        self.quantised = in_blocks is not None
         first = matrices[0]
         padded = first.span[1] - first.span[0] < first.n * first.m
         self.is_whole_bucket = padded or len(first.slots) > 1
@@ -70,22 +66,18 @@ class Workspace:
         starts = list(itertools.accumulate((len(matrix.slots) for matrix in matrices), initial=0))
         self.flags_of = list(map(slice, starts, starts[1:]))
         compressed = [matrix.span for matrix in matrices]
-        known = sorted([*compressed, *((slot.offset, slot.stop) for slot in (in_blocks.direct if in_blocks else ()))])
-        plain = _gaps(known, layout.numel)
-        spans = sorted([*known, *plain])
+        plain = _gaps(sorted(compressed), layout.numel)
+        spans = sorted([*compressed, *plain])
         self.sizes = [stop - start for start, stop in spans]
         self.place_of_matrix = [spans.index(span) for span in compressed]
         self.place_of_plain = [spans.index(span) for span in plain]
         self._seed = config.random_seed
-        p: Factors = [(x.name, (x.rank, x.n)) for x in matrices]
-        q: Factors = [(x.name, (x.rank, x.m)) for x in matrices]
-        contents = [(p, sum(stop - start for start, stop in plain), starts[-1]), (q, 0, 0)]
-        sizes = [sum(r * n for _, (r, n) in of) + sum(more) + self.quantised for of, *more in contents]
-        self.buffer = torch.zeros(sum(sizes), dtype=wire_dtype, device=layout.device)
-        self.first, self.last = (
-            Message(*of, part) if in_blocks is None else QuantisedMessage(in_blocks, *of, part)
-            for of, part in zip(contents, self.buffer.split(sizes), strict=True)
-        )
+        plain_numel, flags = sum(stop - start for start, stop in plain), starts[-1]
+        size_p = sum(x.rank * x.n for x in matrices) + plain_numel + flags
+        size_q = sum(x.rank * x.m for x in matrices)
+        self.buffer = torch.zeros(size_p + size_q, dtype=wire_dtype, device=layout.device)
+        self.first = Message([(x.rank, x.n) for x in matrices], plain_numel, flags, self.buffer[:size_p])
+        self.last = Message([(x.rank, x.m) for x in matrices], 0, 0, self.buffer[size_p:])
 
     def draw_q(self, matrix: Matrix, step: int) -> torch.Tensor:
         """The Q to start from, `r x m`, on the CPU: equal on every rank, for every layout and after a restart."""

@@ -116,9 +116,9 @@ class Rounds:
 
     def _measure(self, ddp_model: DistributedDataParallel, measured: Measured, upto: int) -> None:
         candidate, options = measured.candidate, measured.options or None
-        wrapper, group = candidate.wrapper, ddp_model.process_group
+        group = ddp_model.process_group
         try:
-            hook = attach(ddp_model, candidate.hook, hook_options=options, wrapper=wrapper, process_group=group)
+            hook = attach(ddp_model, candidate.hook, hook_options=options, process_group=group)
         except (HookConfigError, AttachError) as error:  # raised on all ranks
             self.progress(f"{candidate.label} cannot run here: {error}")
             measured.useless = True

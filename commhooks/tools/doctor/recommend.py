@@ -27,7 +27,7 @@ class Advice:
     Attributes:
         compress: whether to compress.
         use: label of the recommended candidate; `"allreduce"` means no hook.
-        hook, hook_options, wrapper: arguments for `commhooks.attach`; None and {} if no hook is recommended.
+        hook, hook_options: arguments for `commhooks.attach`; None and {} if no hook is recommended.
         reason: one or two sentences with the measurements.
         headroom: step time with plain all-reduce / that with noop: the largest possible speedup.
         speedup: step time with plain all-reduce / that with the recommended candidate.
@@ -45,7 +45,6 @@ class Advice:
     speedup: float
     pays_below_mbit_per_s: float | None
     notes: tuple[str, ...] = field(default=())
-    wrapper: str | None = None
 
 
 def recommend(measured: Mapping[str, Measured], link: Link, world_size: int) -> Advice:
@@ -105,7 +104,6 @@ def recommend(measured: Mapping[str, Measured], link: Link, world_size: int) -> 
         speedup=plain.median_ms / chosen.median_ms,
         pays_below_mbit_per_s=pays_below(measured, link, world_size),
         notes=tuple(notes),
-        wrapper=used.wrapper if compress else None,
     )
 
 

@@ -49,11 +49,6 @@ or less. Start it as you start the training, on every machine:
 
 The models are transformers of so many parameters. With --step-ms, the time of a step without a network, it says which
 hook makes the network small beside that."""
-INSPECT = """\
-Shows what a communication hook has saved: hook, options, step, and per parameter the shapes of Q and P, the norm of the
-residual and the size. PATH is a checkpoint of Lightning, a folder of Accelerate's save_state or of the transformers
-Trainer (checkpoint-N), or any file of torch.save with what hook.state_dict() returned in it. Nothing in the file is
-executed. The exit status is 1 if the state is damaged or incomplete."""
 
 
 class Command(NamedTuple):
@@ -140,12 +135,6 @@ def _network(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print JSON: bytes, seconds, bit/s")
 
 
-def _inspect(parser: argparse.ArgumentParser) -> None:
-    parser.description = INSPECT
-    parser.add_argument("path", metavar="PATH", type=Path, help="a file or a folder")
-    parser.add_argument("--json", action="store_true", help="print JSON")
-
-
 def hook_names(**_: object) -> list[str]:
     """For the completion of `--hook`."""
     from commhooks.compressors.registry import names_to_offer
@@ -170,5 +159,4 @@ COMMANDS = {
         _network,
         "commhooks.tools.network.command",
     ),
-    "inspect": Command("show the hook's state in a checkpoint", _inspect, "commhooks.tools.inspect.command"),
 }

@@ -37,8 +37,8 @@ def test_alone_it_prints_its_help(capsys):
         (["plan", "m:f", "--exclud", "a"], "there is no flag --exclud (did you mean '--exclude'?)"),
         (["doctor", "m:f", "--rank", "4"], "write --powersgd-ranks 4"),
         (["doctor", "m:f", "--step", "4"], "there is no flag --step (did you mean '--steps'?)"),
-        (["inspect", "f", "--js"], "there is no flag --js (did you mean '--json'?)"),
-        (["--json", "inspect", "f"], "write --json behind the command: commhooks inspect ... --json"),
+        (["network", "--js"], "there is no flag --js (did you mean '--json'?)"),
+        (["--json", "network"], "write --json behind the command: commhooks network ... --json"),
         (["hooks", "powerSGD"], "unrecognized arguments: powerSGD"),
         (["--vers"], "unrecognized arguments: --vers"),
         (["hoks"], "invalid choice: 'hoks'"),
@@ -53,7 +53,7 @@ def test_what_no_command_takes(given: list[str], says: str, capsys: pytest.Captu
 @pytest.mark.parametrize(
     ("package", "commands", "typed"),
     [
-        ("commhooks.tools", ["hooks", "plan", "doctor", "network", "inspect"], "commhooks plan --wr"),
+        ("commhooks.tools", ["hooks", "plan", "doctor", "network"], "commhooks plan --wr"),
         ("accelerate_commhooks", ["config", "check"], "accelerate-commhooks config --wr"),
     ],
 )

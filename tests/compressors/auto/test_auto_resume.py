@@ -3,7 +3,6 @@
 import dataclasses
 import json
 import math
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -19,8 +18,6 @@ from commhooks.compressors.auto.decision import Decision
 from commhooks.compressors.auto.options import Auto
 from commhooks.compressors.auto.trials import TRIAL_STEPS, resumed
 from commhooks.compressors.candidates import Candidate
-from commhooks.tools.inspect.command import report_text
-from commhooks.tools.inspect.payload import inspect_path
 from tests.support.ddp_steps import process_group_of_one
 from tests.support.prescribed_auto import BEGIN, TRIAL, decided, decision_of, new
 from tests.support.training import Run, residuals
@@ -332,14 +329,3 @@ def test_decisions_of_earlier_versions_are_read() -> None:
     assert Decision.from_plain(saved) == made
     trying = dataclasses.replace(made, phase="trying", tried_s={"allreduce": 1.0}).to_plain()
     assert Decision.from_plain({**saved, **trying}).phase == "trying"
-
-
-def test_inspect_shows_the_decision(tmp_path: Path) -> None:
-    with process_group_of_one():
-        saved = Run.new(hook="auto").save(residual="per_rank")["hook"]
-    saved["notes"] = decided("int8", since=3, why="because").to_plain()
-    torch.save(saved, tmp_path / "hook.pt")
-    (report,) = inspect_path(tmp_path / "hook.pt")
-    assert report["problems"] == [] and report["notes"] == saved["notes"]
-    assert "label='int8', since=3, phase='resting'" in report_text(report) and "why='because'" in report_text(report)
-    assert json.loads(json.dumps(report))["notes"]["candidates"][0]["hook"] == "int8_compress"

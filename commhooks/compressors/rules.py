@@ -12,7 +12,7 @@ import torch
 
 from commhooks.comm.wire import wire_dtype_of
 from commhooks.compressors.hook_config import ConfigT, HookConfig
-from commhooks.compressors.kernel import TORCH, Kernel, KernelsHere
+from commhooks.compressors.kernel import TORCH, Kernel, KernelHere
 from commhooks.compressors.state_field import StateField
 from commhooks.compressors.unit_plan import MemoryPlan, ParameterInfo, UnitPlan, real_itemsize
 from commhooks.errors import HookConfigError
@@ -38,8 +38,8 @@ class CompressorRules(ABC, Generic[ConfigT]):
         coalesces: whether small messages of several buckets go out as one; None: where that gains time and changes no
             bit. See `engine/coalescing.py`.
         Plan: the class of its plans, for the parameters that are never offered to `plan_parameter`.
-        kernel: the kernel to compute with, one of `kernels_here`. The engine sets it, to the same one on all ranks,
-            before it asks for a workspace.
+        kernel: the kernel to compute with: that of `kernel_here` if all ranks have it, otherwise torch. The engine
+            sets it before it asks for a workspace.
     """
 
     computes_from_received: ClassVar[bool] = True
@@ -70,10 +70,10 @@ class CompressorRules(ABC, Generic[ConfigT]):
     def check_here(self, device: torch.device, dtype: torch.dtype) -> None:
         """Raise HookConfigError if this machine cannot compress gradients of `dtype` on `device`."""
 
-    def kernels_here(self, device: torch.device, dtype: torch.dtype) -> KernelsHere:
-        """The kernels that this machine has for gradients of `dtype` on `device`. They need not be equal on all ranks:
-        the engine chooses the first one of rank 0 that all ranks have."""
-        return KernelsHere()
+    def kernel_here(self, device: torch.device, dtype: torch.dtype) -> KernelHere:
+        """The fastest kernel that this machine has for gradients of `dtype` on `device`. It need not be the same on
+        all ranks."""
+        return KernelHere()
 
     @classmethod
     def not_between_nodes(cls) -> str:

@@ -136,8 +136,8 @@ class Consensus:
             flat: the first bucket.
 
         Raises:
-            HookRunError: on all ranks, if the steps or the configurations differ, if some ranks cannot run the hook, or
-                if they have no kernel in common; the message names the ranks.
+            HookRunError: on all ranks, if the steps or the configurations differ, or if some ranks cannot run the hook;
+                the message names the ranks.
             HookConfigError: no rank can run the hook.
         """
         # Compared before ranks at different steps decide on different collectives.
@@ -179,7 +179,7 @@ class Consensus:
         if chosen is None:
             support = KernelSupport.of(compressor, device, [flat.dtype])
         else:
-            support = KernelSupport((chosen.kernel,))
+            support = KernelSupport(chosen.kernel)
         local = agreement_key(*sorted(name for key in state.local for name in state[key]))
         numbers = [state.step, configuration, int(state.local_missing), secrets.randbits(62), support.key, local]
 

@@ -27,6 +27,7 @@ from commhooks.hook.request import HookRequest
 from tests.support import kind_parameters
 from tests.support.ddp_steps import log_lines, process_group_of_one
 from tests.support.inside import learns, session_of
+from tests.support.kernels import computing_with
 from tests.support.kinds import KINDS as ORDINARY
 from tests.support.kinds import POWERSGD, RANDOM_K, START, Kind
 from tests.support.models import masks, same_bits
@@ -267,7 +268,8 @@ def _plain_tensors(name: str) -> list[torch.Tensor]:
     found = []
     for step in range(5):
         flat = _random(step, dist.get_rank())
-        session.run(Bucket(flat, list(parameters.values()))).wait()
+        with computing_with(kind.kernel):
+            session.run(Bucket(flat, list(parameters.values()))).wait()
         found.append(flat)
     assert session.counters.compressed_steps == session.state.step == 5
     return [*found, *(each for _, each in sorted(session.state["residual"].items()))]
@@ -277,7 +279,8 @@ def _simulated(name: str, world_size: int) -> list[list[torch.Tensor]]:
     """The same in one process."""
     kind = KINDS[name]
     parameters = {each: torch.zeros(shape) for each, shape in SHAPES.items()}
-    ranks = SimulatedRanks(lambda: _compressor(kind), world_size, parameters)
+    with computing_with(kind.kernel):
+        ranks = SimulatedRanks(lambda: _compressor(kind), world_size, parameters)
     found: list[list[torch.Tensor]] = [[] for _ in range(world_size)]
     for step in range(5):
         buckets = [_random(step, rank) for rank in range(world_size)]

@@ -13,6 +13,7 @@ import commhooks
 from commhooks.comm.point_to_point import PointToPoint
 from tests.support.features import complex_on_gloo
 from tests.support.inside import session_of
+from tests.support.kernels import computing_with
 from tests.support.models import masks
 from tests.support.training import Run, make_model, residuals
 
@@ -21,7 +22,7 @@ POWERSGD: dict[str, Any] = {"matrix_approximation_rank": 2, "start_powerSGD_iter
 STEPS = 8
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "powerSGD": ("powerSGD", POWERSGD),
-    "torch": ("powerSGD", POWERSGD | {"fused": False}),
+    "torch": ("powerSGD", POWERSGD),
     "random_k": (RANDOM_K, {"share": 0.2, "start_iter": 2}),
     "int8": ("int8", {"block_size": 32, "start_iter": 2}),
 }
@@ -29,7 +30,8 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
 
 def _new(kind: str, ranks_per_node: Any, **more: Any) -> Run:
     hook, options = KINDS[kind]
-    return Run.new(hook=hook, hook_options=options, ranks_per_node=ranks_per_node, **more)
+    with computing_with("torch" if kind == "torch" else "native"):
+        return Run.new(hook=hook, hook_options=options, ranks_per_node=ranks_per_node, **more)
 
 
 # ---- the same numbers, a share of the work ---------------------------------------------------------------------------

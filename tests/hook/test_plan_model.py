@@ -16,6 +16,7 @@ from commhooks.tools.named_model import from_module
 from tests.support.compilers import needs_compiler
 from tests.support.ddp_steps import backward, mlp, process_group_of_one, wrap
 from tests.support.inside import session_of
+from tests.support.kernels import computing_with
 from tests.support.plan_models import Net, needs_an_argument
 
 
@@ -89,23 +90,22 @@ def _trained(config: Any, dtype: torch.dtype = torch.float32, wrapper: str | Non
     return hook, session.state, [known.work for known in session.consensus.buckets if known.work]
 
 
-# The native kernel needs less: it does not pad factors of rank 1.
-TORCH: dict[str, Any] = {"start_powerSGD_iter": 0, "fused": False}
+FROM_0: dict[str, Any] = {"start_powerSGD_iter": 0}
 
 
 @pytest.mark.parametrize(
     "config, dtype, wrapper",
     [
-        (commhooks.PowerSGD(**TORCH), torch.float32, None),
-        (commhooks.PowerSGD(**TORCH, matrix_approximation_rank=2), torch.float32, "fp16"),
-        (commhooks.PowerSGD(**TORCH, use_error_feedback=False), torch.float64, None),
-        (commhooks.PowerSGD(**TORCH, matrix_approximation_rank=2), torch.bfloat16, None),
-        (commhooks.PowerSGD(**TORCH, exclude=["0.*"]), torch.float32, "bf16"),
-        (commhooks.BatchedPowerSGD(**TORCH), torch.float32, None),
+        (commhooks.PowerSGD(**FROM_0), torch.float32, None),
+        (commhooks.PowerSGD(**FROM_0, matrix_approximation_rank=2), torch.float32, "fp16"),
+        (commhooks.PowerSGD(**FROM_0, use_error_feedback=False), torch.float64, None),
+        (commhooks.PowerSGD(**FROM_0, matrix_approximation_rank=2), torch.bfloat16, None),
+        (commhooks.PowerSGD(**FROM_0, exclude=["0.*"]), torch.float32, "bf16"),
+        (commhooks.BatchedPowerSGD(**FROM_0), torch.float32, None),
     ],
 )
 def test_the_memory_that_is_planned_is_taken(config: Any, dtype: torch.dtype, wrapper: str | None) -> None:
-    with process_group_of_one():
+    with process_group_of_one(), computing_with("torch"):  # the native kernel needs less
         hook, state, kernels = _trained(config, dtype, wrapper)
     planned = hook.plan().memory
     assert planned.residual == _size(state["residual"].values())

@@ -7,6 +7,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from tests.support.kernels import computing_with
+
 if TYPE_CHECKING:
     from tests.support.training import Run
 
@@ -28,11 +30,13 @@ class Kind:
     pads: bool = False
     """It sends to each rank up to a block per parameter, and 64 bytes per bucket, more than is planned."""
     keeps_residual: bool = True
+    kernel: str = "native"
 
     def new(self, **more: Any) -> Run:
         from tests.support.training import Run  # here: it looks behind the public names of one version
 
-        return Run.new(hook=self.hook, hook_options=self.options or None, wrapper=self.wrapper, **more)
+        with computing_with(self.kernel):
+            return Run.new(hook=self.hook, hook_options=self.options or None, wrapper=self.wrapper, **more)
 
 
 KINDS = {
@@ -42,16 +46,16 @@ KINDS = {
     "powerSGD": Kind("powerSGD", POWERSGD),
     "powerSGD, bf16 wrapper": Kind("powerSGD", POWERSGD, "bf16"),
     "powerSGD, fp16 wrapper": Kind("powerSGD", POWERSGD, "fp16"),
-    "powerSGD, torch": Kind("powerSGD", POWERSGD | {"fused": False}),
-    "int8, native": Kind("int8", QUANTIZED | {"fused": True}, pads=True),
-    "int8, torch": Kind("int8", QUANTIZED | {"fused": False}, pads=True),
+    "powerSGD, torch": Kind("powerSGD", POWERSGD, kernel="torch"),
+    "int8, native": Kind("int8", QUANTIZED, pads=True),
+    "int8, torch": Kind("int8", QUANTIZED, pads=True, kernel="torch"),
     "int8, fp16 wrapper": Kind("int8", QUANTIZED, "fp16", pads=True),
-    "int4, native": Kind("int4", QUANTIZED | {"fused": True}, pads=True),
-    "int4, torch": Kind("int4", QUANTIZED | {"fused": False}, pads=True),
+    "int4, native": Kind("int4", QUANTIZED, pads=True),
+    "int4, torch": Kind("int4", QUANTIZED, pads=True, kernel="torch"),
     "int4, bf16 wrapper": Kind("int4", QUANTIZED, "bf16", pads=True),
     "int4, no error feedback": Kind("int4", QUANTIZED | {"use_error_feedback": False}, pads=True, keeps_residual=False),
     "batched": Kind("batched_powerSGD", POWERSGD, layouts_matter=True),
-    "batched, torch": Kind("batched_powerSGD", POWERSGD | {"fused": False}, layouts_matter=True),
+    "batched, torch": Kind("batched_powerSGD", POWERSGD, layouts_matter=True, kernel="torch"),
     "random_k": Kind(RANDOM_K, {"share": 0.2, "start_iter": START}),
     "auto, chooses int8": Kind(AUTO, pads=True),
     "auto, chooses powerSGD": Kind(AUTO, {"quality": "close", "target": 1}),

@@ -32,9 +32,6 @@ class PowerSGD(HookConfig):
             trips however many buckets there are. None: where a round trip takes 10 ms or more and it changes no bit of
             the results, which is between two ranks, or two nodes with `ranks_per_node`. True: always; sums over more
             than two ranks then differ by rounding. False: never.
-        fused: compute on the CPU with a native kernel, compiled by the machine's C compiler when first used: several
-            times faster, the same results to rounding. None: if the machines of all ranks can, and compile it alike;
-            otherwise with torch. True: an error if they cannot. False: never.
         exclude: globs on parameter names ("*embed*", "head.?.weight"; case matters) that are never compressed. Not for
             batched PowerSGD.
     """
@@ -54,7 +51,6 @@ class PowerSGD(HookConfig):
     compression_stats_logging_frequency: int = 10_000
     batch_tensors_with_same_shape: bool = False
     coalesce: bool | None = None
-    fused: bool | None = None
     exclude: list[str] = field(default_factory=list, hash=False)
 
     def __post_init__(self) -> None:

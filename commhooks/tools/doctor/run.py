@@ -55,7 +55,7 @@ def doctor(
             a tensor with one number. The doctor calls backward. Batches should be as large as in training.
         steps: measured steps per candidate. Each of three rounds begins with two steps that are not counted.
         powersgd_ranks: values of `matrix_approximation_rank` to measure.
-        powersgd_options: further options for PowerSGD, e.g. `{"fused": True}`.
+        powersgd_options: further options for PowerSGD, e.g. `{"coalesce": True}`.
         seconds: a candidate that has used this time is not measured further; it gets at least one measured step.
         progress: called from time to time with a text about what is measured.
 

@@ -25,6 +25,7 @@ from tests.support.ddp_steps import (
     residuals,
     wrap,
 )
+from tests.support.kernels import computing_with
 from tests.support.models import EVERY_PARAMETER, masks
 
 BRANCH = ("branch.weight", "branch.bias")
@@ -89,15 +90,15 @@ def backward_at_times_without_input(model: nn.Module, step: int) -> None:
     model(batch(step, dtype=torch.float64) * (step not in (5, 6))).square().mean().backward()
 
 
-def against_the_oracle(rank: int, fused: bool | None, masked: bool) -> None:
-    with masks(masked):
-        against_the_oracle_here(rank, fused)
+def against_the_oracle(rank: int, kernel: str, masked: bool) -> None:
+    with masks(masked), computing_with(kernel):
+        against_the_oracle_here(rank)
 
 
-def against_the_oracle_here(rank: int, fused: bool | None) -> None:
+def against_the_oracle_here(rank: int) -> None:
     order = order_in_the_bucket()
     ddp = wrap(mlp(dtype=torch.float64), bucket_cap_mb=25)
-    config = commhooks.BatchedPowerSGD(matrix_approximation_rank=rank, start_powerSGD_iter=1, fused=fused)
+    config = commhooks.BatchedPowerSGD(matrix_approximation_rank=rank, start_powerSGD_iter=1)
     hook = commhooks.attach(ddp, config)
     for step in range(3):  # one plain step with the first layout, then two steps from which the oracle goes on
         backward(ddp, step)
@@ -118,10 +119,10 @@ def against_the_oracle_here(rank: int, fused: bool | None) -> None:
     assert hook.stats()["compressed_steps"] == 8
 
 
-@pytest.mark.parametrize(("fused", "masked"), [(None, False), (False, False), (False, True)])
+@pytest.mark.parametrize(("kernel", "masked"), [("native", False), ("torch", False), ("torch", True)])
 @pytest.mark.parametrize("rank", [1, 3])
-def test_against_the_oracle(run_ranks, rank, fused, masked):
-    run_ranks(against_the_oracle, rank, fused, masked)
+def test_against_the_oracle(run_ranks, rank, kernel, masked):
+    run_ranks(against_the_oracle, rank, kernel, masked)
 
 
 def rebuilt_buckets(attached: bool) -> None:

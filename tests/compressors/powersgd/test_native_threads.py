@@ -114,7 +114,7 @@ def test_small_work_wakes_no_threads(threads: Callable[[int], None], monkeypatch
     threads(4)
     products = NativeProducts(load(), [(100, 600, 1)], torch.float32)
     products.q[0].fill_(1)
-    products.form("P", [0], [torch.ones(100, 600)], None, 1.0)
+    products.form_p([torch.ones(100, 600)], None, 1.0)
     assert team.asked == [] and products.p[0][0, 99] == 600
 
 
@@ -152,7 +152,7 @@ products = NativeProducts(load(), [(600, 600, 1)], torch.float32)
 products.q[0].fill_(1)
 delta = torch.ones(600, 600)
 def step():
-    products.form("P", [0], [delta], None, 1.0)
+    products.form_p([delta], None, 1.0)
     return int(products.p[0].sum())
 before = kernel_tables.team(2**62)[1]
 torch.ones(2**22).sum()  # in torch's threads; the kernel has not run yet

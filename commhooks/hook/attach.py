@@ -104,8 +104,7 @@ def attach(
     Raises:
         HookConfigError: the arguments are invalid, or no rank's machine supports them.
         AttachError: the model cannot take a hook. Or, on all ranks: the ranks attach different hooks or have different
-            models, the machines of some ranks do not support `fused=True`, or the nodes have different numbers of
-            ranks.
+            models, the machines of some ranks do not support the hook, or the nodes have different numbers of ranks.
         HookRunError: another rank has failed, or did not take part within the process group's timeout.
     """
     check_choice("save_residual", save_residual, (*SAVE_RESIDUAL, "distributed", "auto"))

@@ -158,6 +158,8 @@ class Consensus:
         if compressor is not adaptive:
             with held.lock:  # no save may read what is half replaced
                 held.state.keep_fields(compressor.state_fields)
+                if compressor.chosen != adaptive.chosen:
+                    held.state.drop_local()
                 self.replaced(compressor)
         if remark:
             self.remarks.append(remark)

@@ -74,7 +74,7 @@ class AutoCompressor(AdaptiveCompressor[Auto]):
 
     @property
     def state_fields(self) -> Sequence[StateField]:  # type: ignore[override]
-        """Those in force, and the residual, which outlasts a change of the candidate."""
+        """Those in force, and the residual, which most candidates have."""
         others = [each for each in self._inner.state_fields if each.key != RESIDUAL.key]
         return (*others, RESIDUAL)
 

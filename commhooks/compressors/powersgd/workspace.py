@@ -7,7 +7,6 @@ from dataclasses import dataclass
 import torch
 
 from commhooks.compressors.powersgd import codec
-from commhooks.compressors.powersgd.message import Message
 from commhooks.compressors.powersgd.options import PowerSGD
 from commhooks.gradients import precision
 from commhooks.gradients.layout import BucketLayout, Slot
@@ -31,6 +30,31 @@ class Matrix:
     def span(self) -> tuple[int, int]:
         """Where it begins and ends in the bucket."""
         return self.slots[0].offset, self.slots[-1].stop
+
+
+class Message:
+    """What one all-reduce sums, as a 1-D tensor: factors, then uncompressed gradients, then flags.
+
+    Args:
+        factors: per matrix the shape of its factor, `r x length`.
+        plain: number of uncompressed elements.
+        flags: number of flags, one per parameter in the matrices; 0 in a message of the factors alone.
+
+    Attributes:
+        buffer: all of it, 1-D. Before it is sent, each rank's part, divided by the number of ranks; then the sums.
+        packed: the factors of all matrices, 1-D.
+        factors: per matrix a view of `packed`, `r x length`.
+        plain: uncompressed gradients, 1-D, in the order of the bucket.
+        flags: per parameter in the matrices 1 if its gradient is not zero, 0 otherwise; after the sum positive if any
+            rank has a gradient.
+    """
+
+    def __init__(self, factors: Sequence[tuple[int, int]], plain: int, flags: int, buffer: torch.Tensor) -> None:
+        self.buffer = buffer
+        numels = [rank * length for rank, length in factors]
+        end = sum(numels)
+        self.packed, self.plain, self.flags = buffer[:end], buffer[end : end + plain], buffer[end + plain :][:flags]
+        self.factors = [piece.view(shape) for piece, shape in zip(self.packed.split(numels), factors, strict=True)]
 
 
 class Workspace:

@@ -67,7 +67,7 @@ def _kernel(dtype, *flags):
         return native_products.load.__wrapped__(dtype)
 
 
-both = pytest.mark.parametrize("kind", [PLAIN, pytest.param("", marks=needs_compiler, id="fused")])
+both = pytest.mark.parametrize("kind", [PLAIN, pytest.param("", marks=needs_compiler, id="native")])
 
 
 def _basis(kind: str, rows: torch.Tensor, refill: torch.Tensor) -> torch.Tensor:
@@ -183,8 +183,8 @@ SHORTER_VECTORS = pytest.mark.skipif(platform.machine() != "x86_64", reason="fla
     [
         (PLAIN, torch.float32),
         (PLAIN, torch.float64),
-        pytest.param("", torch.float32, marks=needs_compiler, id="fused-float32"),
-        pytest.param("", torch.float64, marks=needs_compiler, id="fused-float64"),
+        pytest.param("", torch.float32, marks=needs_compiler, id="native-float32"),
+        pytest.param("", torch.float64, marks=needs_compiler, id="native-float64"),
         pytest.param("-mno-avx512f -O1", torch.float64, marks=[needs_compiler, SHORTER_VECTORS]),
         pytest.param("-mno-avx -O1", torch.float32, marks=[needs_compiler, SHORTER_VECTORS]),
     ],

@@ -102,7 +102,7 @@ def test_on_machines_that_are_alike(run_ranks: Any, cache: Path) -> None:
             assert [rank[fused, bare][0] for fused in (None, True, False)] == ["native", "native", "torch"]
             assert same_bits(rank[None, bare][1], ranks[0][True, bare][1])
     (line,) = ranks[0][None, False][2]
-    assert line.startswith("commhooks: powerSGD (rank 1, from step 1; native kernel): ")
+    assert line.startswith("commhooks: powerSGD (rank 1; native kernel): plain all-reduce until step 1, then ")
     assert not ranks[1][None, False][2] and not ranks[0][None, True][2] and not ranks[0][False, False][2]
 
 

@@ -8,6 +8,7 @@ from torch import nn
 
 import commhooks
 from tests.support.ddp_steps import backward, log_lines, mlp, train, wrap
+from tests.support.kernels import computing_with
 
 # start_powerSGD_iter, total_steps -> the step
 STARTS = [
@@ -109,16 +110,17 @@ def test_a_model_in_which_nothing_is_compressed_is_a_warning(run_ranks):
 
 
 OPTIONS = {
-    "powerSGD": {"matrix_approximation_rank": 2, "start_powerSGD_iter": 2, "fused": False},
-    "batched_powerSGD": {"start_powerSGD_iter": 2, "fused": False},
-    "int8": {"start_iter": 2, "fused": False},
-    "int4": {"start_iter": 0, "fused": False},
+    "powerSGD": {"matrix_approximation_rank": 2, "start_powerSGD_iter": 2},
+    "batched_powerSGD": {"start_powerSGD_iter": 2},
+    "int8": {"start_iter": 2},
+    "int4": {"start_iter": 0},
     "diloco": {"start_iter": 2, "sync_every": 2, "wire": "float32"},
     "local_sgd": {"sync_every": 4},
     "auto": {"measure_steps": 20},
 }
 
 
+@computing_with("torch")
 def announced(hook: str, wrapper: str | None, with_logging: bool) -> tuple[list[str], str]:
     """What is logged and what is printed in three backward passes."""
     printed = io.StringIO()
@@ -147,7 +149,7 @@ LINES = {
     (
         "auto",
         None,
-    ): 'commhooks: auto (quality="same"; native kernel): plain all-reduce until step 20 or later, then the '
+    ): 'commhooks: auto (quality="same"): plain all-reduce until step 20 or later, then the '
     "fastest hook here. Until then 10.592 kB per step and rank",
     ("allreduce", None): "commhooks: allreduce: 10.592 kB -> 10.592 kB per step and rank",
     ("fp16", None): "commhooks: fp16_compress: 10.592 kB -> 5.296 kB per step and rank",
@@ -187,6 +189,7 @@ def test_one_rank_is_told_that_it_sends_nothing(run_ranks, hook):
     assert logged == [ALONE[hook]]
 
 
+@computing_with("torch")
 def everything_logged() -> list[str]:
     with log_lines() as lines:
         ddp = wrap(mlp())
@@ -201,10 +204,11 @@ def test_nothing_but_the_line_of_rank_0_is_logged_before_compression(run_ranks):
     assert line.startswith("commhooks: powerSGD (rank 2): plain all-reduce until step 2, then ") and others == []
 
 
+@computing_with("torch")
 def batched():
     with log_lines("commhooks.hook.announce") as lines:
         ddp = wrap(mlp(), bucket_cap_mb=25)
-        commhooks.attach(ddp, "batched_powerSGD", hook_options={"start_powerSGD_iter": 0, "fused": False})
+        commhooks.attach(ddp, "batched_powerSGD", hook_options={"start_powerSGD_iter": 0})
         backward(ddp, 0)
     return lines
 

@@ -55,8 +55,8 @@ class _LowRank(NativelyComputed[AnyPowerSGD]):
         return max(1, self.config.compression_stats_logging_frequency)
 
     @property
-    def words(self) -> str:
-        return f"{self.config.rank_words}, from step {self.start_step}"
+    def summary(self) -> str:
+        return self.config.rank_words
 
     @property
     def phrase(self) -> str:

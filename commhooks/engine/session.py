@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from commhooks.comm import collective
 from commhooks.comm.collective import Pending, Reach, Send, wait_for_abandoned
@@ -27,6 +28,7 @@ from commhooks.engine.consensus import Binding, Consensus
 from commhooks.engine.held_state import HeldState
 from commhooks.engine.immediate import reduce_and_count
 from commhooks.engine.observer import Observer
+from commhooks.engine.send_comparison import SendComparison
 from commhooks.engine.state import LearnedState
 from commhooks.engine.streams import computing_on, wait_for_codec
 from commhooks.engine.task import ExchangeTask
@@ -89,7 +91,9 @@ class Session:
         consensus, device = self.consensus, bucket.flat.device
         compressor = consensus.compressor
         if not compressor.transactional and consensus.arrangement is FLAT:
-            return reduce_and_count(compressor, bucket, consensus.binding.group(), self.counters)
+            group = consensus.binding.group()
+            comparison = self._comparison(group, device) if consensus.compares_sends(bucket) else None
+            return reduce_and_count(compressor, bucket, group, self.counters, comparison=comparison)
         with self._computing(bucket.flat):
             if bucket.is_first or self._pass is None:
                 self._pass = self._begin(bucket)
@@ -168,7 +172,18 @@ class Session:
         issue: Issue = functools.partial(self._send, current, [bucket.index])
         if current.coalescing is not None:
             issue = functools.partial(current.coalescing.issue, bucket.index)
+        if current.compressing and consensus.compares_sends(bucket):
+            if current.comparison is None:
+                current.comparison = self._comparison(current.group, flat.device)
+            issue = functools.partial(current.comparison.issue, bucket.index, issue)
         return RunningExchange(ExchangeTask(exchange, flat, compressor.name), flat, issue)
+
+    def _comparison(self, everyone: dist.ProcessGroup, device: torch.device) -> SendComparison:
+        consensus = self.consensus
+        apart = consensus.arrangement.groups.get("node"), consensus.binding.shards
+        others = [group() for group in apart if group is not None]
+        exchanging = consensus.group("nodes", everyone)
+        return SendComparison(exchanging, others, consensus.compressor.name, device, self.counters)
 
     def _send(self, current: BackwardPass, buckets: Sequence[int], send: Send) -> Pending:
         where = f"bucket{'s' * (len(buckets) > 1)} {', '.join(map(str, buckets))} at step {current.step_label}"

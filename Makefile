@@ -32,11 +32,9 @@ test-cuda:
 test-versions:
 	@$(PYTHON) -m tests.versions.run_versions $(VERSIONS) -- $(ARGS)
 
-# The seeded faults, then a sample of the mutants that a tool makes. ARGS="words": only these faults; AREAS="engine --sample 10":
-# only the tool.
+# Small changes of the code that a test must notice: half an hour or more. make test-mutants AREAS="engine --sample 2"
 test-mutants: $(READY)
-	@$(if $(AREAS),true,$(CLEAN) -m tests.stress.mutants $(ARGS))
-	@$(if $(ARGS),true,$(CLEAN) -m tests.stress.mutation $(AREAS))
+	@$(CLEAN) -m tests.stress.mutation $(AREAS)
 
 # Tests that ship inside torch and Accelerate, with our hooks and beside them without: some 10 minutes.
 # make test-peers ARGS="torch"

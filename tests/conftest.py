@@ -54,7 +54,6 @@ FRAMEWORKS = {
     "test_failed_writes.py": [LIGHTNING, ACCELERATE],
     "test_hostile_files.py": [LIGHTNING, ACCELERATE],
     "test_hostile_settings.py": [ACCELERATE],
-    "test_inspect.py": [LIGHTNING, ACCELERATE],
     "test_own_compressor.py": [LIGHTNING, ACCELERATE, TRANSFORMERS],
     "test_packaging.py": [LIGHTNING, ACCELERATE],
 }
@@ -69,7 +68,6 @@ FIRST = (
     "test_interrupted_trainer.py",
     "test_accelerate_replicas.py",
     "test_docs.py",
-    "test_workers.py",
     "test_background_save.py",
     "test_transformers_replicas.py",
     "test_hierarchy.py",

@@ -1,11 +1,9 @@
-"""The Makefile where Python is not what it needs, and what it installs for whom; and the seeded faults and the areas of
-mutants, which must fit the code that they break."""
+"""The Makefile where Python is not what it needs, and what it installs for whom."""
 
 import ast
 import re
 import sys
 
-from tests.stress import mutants, mutation_areas
 from tests.support.repository import REPOSITORY, make
 
 
@@ -50,34 +48,3 @@ def test_the_demo_imports_what_it_installs():
             imported |= {name.partition(".")[0] for name in names}
     ours = {"clean_env", "digits", "lightning_commhooks"}
     assert imported - ours - sys.stdlib_module_names == {"torch", "lightning", "sklearn", "rich"}
-
-
-def test_the_seeded_faults_fit_the_code():
-    assert [mutant.name for mutant in mutants.MUTANTS if not _fits(mutant)] == []
-
-
-def _fits(mutant: mutants.Mutant) -> bool:
-    text = (REPOSITORY / mutant.file).read_text()
-    if text.count(mutant.old) != 1 or mutant.old == mutant.new:
-        return False
-    if mutant.file.endswith(".py"):
-        ast.parse(text.replace(mutant.old, mutant.new))  # what is no Python fails every test
-    file, _, name = mutant.test.partition("::")
-    function = f"def {name.partition('[')[0]}(" if name else "def test_"
-    return function in (REPOSITORY / "tests" / file).read_text()
-
-
-def test_the_areas_of_the_mutants_fit_the_code():
-    parts = [part for area in mutation_areas.AREAS.values() for part in area]
-    folders = ("engine", "checkpoint", "compressors/quantized", "compressors/powersgd")
-    modules = {path for folder in folders for path in (REPOSITORY / "commhooks" / folder).glob("[a-z]*.py")}
-    files = [file for part in parts for file in part.files]
-    assert len(files) == len(set(files)) and {REPOSITORY / file for file in files} == modules
-    for part in parts:
-        for file, _, name in (test.partition("::") for test in part.tests):
-            assert not name or f"def {name}(" in (REPOSITORY / file).read_text(), f"{file}::{name}"
-            assert (REPOSITORY / file).exists()
-    for file, old, _ in mutation_areas.EXPLAINED:
-        assert old in (line.strip() for line in (REPOSITORY / file).read_text().splitlines()), (file, old)
-    for file, function in mutation_areas.EXPLAINED_NUMBERS:
-        assert f"def {function}(" in (REPOSITORY / file).read_text(), (file, function)

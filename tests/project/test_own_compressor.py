@@ -28,7 +28,6 @@ from tests.support.inside import session_of
 from tests.support.lightning_fits import fit, path_at, residuals
 from tests.support.lightning_support import assert_equal
 from tests.support.repository import REPOSITORY
-from tests.support.training import Run
 from tests.support.workers import WorkerPool
 
 PATH = "examples.random_k:RandomKCompressor"
@@ -163,22 +162,12 @@ def test_the_doctor_tries_it(run_ranks: Any) -> None:
     for report in run_ranks(_consult):
         found = report["candidates"]["random_k"]
         assert found["hook_options"] == {"start_iter": 0}
-        assert 0 < found["bytes_sent"] < report["gradient_bytes"] / 5 and found["compressed_steps"] > 0
+        assert 0 < found["bytes_sent"] < report["gradient_bytes"] / 5 and 0 < found["error"] <= 1
 
 
-def _saved() -> dict[str, Any]:
-    return Run.new(**EVERYWHERE).train(4).hook.state_dict("mean")
-
-
-def test_the_commands_know_it(run_ranks: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    file = tmp_path / "hook.pt"
-    torch.save(run_ranks(_saved)[0], file)
-    assert main(["inspect", str(file), "--json"]) == 0
-    report = json.loads(capsys.readouterr().out)
-    assert "random_k" in json.dumps(report) and "residual_norm" in json.dumps(report)
-    assert main(["inspect", str(file)]) == 0 and "random_k" in capsys.readouterr().out
+def test_the_commands_know_it(capsys: pytest.CaptureFixture[str]) -> None:
     plan = ["plan", "tests.support.doctor_models:Net", "--hook", PATH, "--options", "share=0.05", "start_iter=0"]
-    assert main([*plan, "--codec-ms", "0.1", "--json"]) == 0
+    assert main([*plan, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["hook"] == "random_k" and found["bytes_after"] < found["bytes_before"] / 10
     assert main(plan) == 0 and "Memory per rank" in capsys.readouterr().out

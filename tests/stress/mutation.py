@@ -6,7 +6,7 @@ must notice.
 `mutation_areas.py` has the areas: files, and the tests that are to notice. Of each area a sample is tried, the same for
 the same seed and code. What these tests do not notice is tried again with all of `WIDER`, which takes minutes; a mutant
 that only those notice is printed with the test that did. What no test notices is printed as a diff and makes the exit
-status 1, unless EXPLAINED has a reason for it. Run by `make test-mutants`, after the seeded faults.
+status 1, unless EXPLAINED has a reason for it. Run by `make test-mutants`.
 """
 
 import argparse
@@ -30,10 +30,20 @@ from cosmic_ray.work_item import MutationSpec, TestOutcome, WorkerOutcome, WorkR
 from rich.console import Console
 from rich.table import Table
 
-from tests.stress.mutants import ROOT, copy_repository
-from tests.stress.mutation_areas import AREAS, EXPLAINED, EXPLAINED_NUMBERS, OPERATORS, Part
+from tests.stress.mutation_areas import AREAS, EXPLAINED, EXPLAINED_NUMBERS, FOLDERS, OPERATORS, Part
 from tests.support import warm
+from tests.support.repository import REPOSITORY, sources
 
+COPIED = (
+    "commhooks",
+    "lightning_commhooks",
+    "accelerate_commhooks",
+    "tests",
+    "examples",
+    "docs",
+    "pyproject.toml",
+    "constraints-dev.txt",
+)
 SAMPLE, SEED = 10, 1
 BASE_LIMIT_S = 600  # for tests of the code as it is
 WIDER = " ".join(
@@ -46,7 +56,12 @@ CACHE, CACHE_BEFORE = Path(".cache"), Path(".cache-before")
 def enter_copy(folder: str) -> None:
     """The current folder is a copy of the repository from now on, and the tests that are started use nothing else: not
     the user's cache either, where the libraries of a mutant would stay."""
-    copy_repository(folder)
+    for name in COPIED:
+        source = REPOSITORY / name
+        if source.is_dir():
+            shutil.copytree(source, Path(folder, name), ignore=shutil.ignore_patterns("__pycache__"))
+        else:
+            shutil.copy(source, folder)
     os.chdir(folder)
     CACHE.mkdir()
     os.environ |= {"PYTHONPATH": folder, "XDG_CACHE_HOME": str(CACHE.absolute())}
@@ -79,9 +94,32 @@ def is_python(mutant: MutationSpec) -> bool:
     return True
 
 
-def chosen(parts: list[Part], sample: int | None, seed: int) -> list[tuple[MutationSpec, Part]]:
+def modules(area: str) -> list[tuple[Path, Part]]:
+    """The modules of an area, each with its part."""
+    left = {path.stem: path for path in sorted(Path(FOLDERS[area]).glob("[a-z]*.py"))}
+    found = []
+    for part in AREAS[area]:
+        for name in list(left) if part.files == "*" else part.files.split():
+            if name not in left:
+                sys.exit(f"mutation_areas.py names the module {name} in the area {area}, which does not exist")
+            found.append((left.pop(name), part))
+    return found
+
+
+def stale() -> list[tuple[str, ...]]:
+    """The entries of EXPLAINED whose code has gone."""
+    lines = {file: {line.strip() for line in text.splitlines()} for file, text in sources().items()}
+    gone: list[tuple[str, ...]] = [entry for entry in EXPLAINED if entry[1] not in lines.get(entry[0], ())]
+    return gone + [
+        (file, function)
+        for file, function in EXPLAINED_NUMBERS
+        if not any(line.startswith(f"def {function}(") for line in lines.get(file, ()))
+    ]
+
+
+def chosen(area: str, sample: int | None, seed: int) -> list[tuple[MutationSpec, Part]]:
     """A sample of the mutants of an area, or all of them."""
-    mutants = [(each, part) for part in parts for file in part.files for each in possible(Path(file))]
+    mutants = [(each, part) for file, part in modules(area) for each in possible(file)]
     random.Random(seed).shuffle(mutants)
     found: list[tuple[MutationSpec, Part]] = []
     for mutant, part in mutants:
@@ -107,6 +145,12 @@ def is_explained(mutant: MutationSpec, old: str, new: str) -> bool:
     return (file, old, new) in EXPLAINED or (is_number and not inside.isdisjoint(EXPLAINED_NUMBERS))
 
 
+def arguments(part: Part) -> str:
+    """The tests of a part as pytest wants them."""
+    tests = (test.partition("::") for test in part.tests)
+    return " ".join(f"tests/{file}.py{colons}{name}" for file, colons, name in tests)
+
+
 class Tester:
     def __init__(self, console: Console) -> None:
         self._console, self._pytest = console, warm_pytest()
@@ -121,15 +165,13 @@ class Tester:
                 sys.exit(f"without a fault, these tests do not pass: {command}\n{output}")
             seconds = time.monotonic() - started
             self._limits[part] = 60 + 2 * seconds
-            self._console.print(
-                f"without a fault {seconds:.0f} s: {' '.join(part.tests)}", markup=False, soft_wrap=True
-            )
+            self._console.print(f"without a fault {seconds:.0f} s: {arguments(part)}", markup=False, soft_wrap=True)
             shutil.rmtree(CACHE_BEFORE, ignore_errors=True)
             shutil.copytree(CACHE, CACHE_BEFORE)
         return self._limits[part]
 
     def outcome(self, mutant: MutationSpec, part: Part) -> str:
-        command = f"{self._pytest} {' '.join(part.tests)}"
+        command = f"{self._pytest} {arguments(part)}"
         limit_s = self._prepare(part, command)
         started = time.monotonic()
         result = self._tried(mutant, command, limit_s)
@@ -167,23 +209,25 @@ def main() -> int:
     parser.add_argument("--sample", type=int, default=SAMPLE, help=f"mutants of each area (default {SAMPLE})")
     parser.add_argument("--all", action="store_true", help="every mutant; hours")
     parser.add_argument("--seed", type=int, default=SEED)
-    arguments = parser.parse_args()
-    if unknown := set(arguments.areas) - set(AREAS):
+    options = parser.parse_args()
+    if unknown := set(options.areas) - set(AREAS):
         parser.error(f"no area {', '.join(sorted(unknown))}: there are {', '.join(AREAS)}")
+    if entries := stale():
+        sys.exit(f"EXPLAINED has entries whose code has gone: {entries}")
     console = Console()
     table = Table("area", "mutants", "killed", "explained", "SURVIVED", "score")
     survived = 0
     with tempfile.TemporaryDirectory(prefix="mutation-") as folder:
         enter_copy(folder)
         tester = Tester(console)
-        for area in arguments.areas or AREAS:
-            mutants = chosen(AREAS[area], None if arguments.all else arguments.sample, arguments.seed)
+        for area in options.areas or AREAS:
+            mutants = chosen(area, None if options.all else options.sample, options.seed)
             count = Counter(tester.outcome(*each) for each in mutants)
             survived += count["SURVIVED"]
             score = f"{100 * count['killed'] / max(1, len(mutants) - count['explained']):.0f} %"
             numbers = (len(mutants), count["killed"], count["explained"], count["SURVIVED"])
             table.add_row(area, *map(str, numbers), score)
-        os.chdir(ROOT)
+        os.chdir(REPOSITORY)
     console.print(table)
     return 1 if survived else 0
 

@@ -45,53 +45,25 @@ OPERATORS = [
 class Part:
     """Some files of an area, and the tests that are to notice: those that notice most in the least time come first."""
 
-    files: tuple[str, ...]
+    files: str
+    """Names of modules, or `*` for those that no part before it has."""
     tests: tuple[str, ...]
 
 
-def _files(package: str, *names: str) -> tuple[str, ...]:
-    return tuple(f"commhooks/{package}/{name}.py" for name in names)
-
-
-def _tests(*names: str) -> tuple[str, ...]:
-    return tuple(f"tests/{name.replace('::', '.py::') if '::' in name else name + '.py'}" for name in names)
-
+FOLDERS = {
+    "engine": "commhooks/engine",
+    "checkpoint": "commhooks/checkpoint",
+    "quantized": "commhooks/compressors/quantized",
+    "powersgd": "commhooks/compressors/powersgd",
+}
+"""The folder of each area."""
 
 AREAS = {
     "engine": [
-        Part(_files("engine", "coalescing"), _tests("engine/test_coalescing")),
+        Part("coalescing", ("engine/test_coalescing",)),
         Part(
-            _files("engine", "average", "backward_pass", "immediate", "simulation", "state", "task"),
-            _tests(
-                "engine/test_backward_pass",
-                "engine/test_meanwhile",
-                "engine/test_simulation",
-                "engine/test_immediate",
-                "engine/test_masked_commit",
-                "compressors/test_author_errors",
-                "engine/test_abandoned_backward",
-            ),
-        ),
-        Part(
-            _files("engine", "held_state", "known_buckets", "orphaned_residuals", "session"),
-            _tests(
-                "engine/test_meanwhile",
-                "engine/test_settle",
-                "engine/test_simulation",
-                "engine/test_masked_commit",
-                "engine/test_start_step",
-                "engine/test_abandoned_collectives",
-                "compressors/auto/test_orphaned_residuals",
-                "checkpoint/test_changed_surroundings::test_a_commit_that_fails_is_not_saved_as_a_whole_one",
-                "checkpoint/test_changed_surroundings::test_nobody_waits_for_a_rank_whose_commit_failed",
-                "engine/test_ddp_modes",
-                "compressors/powersgd/test_batched_powersgd",
-                "engine/test_nonfinite",
-            ),
-        ),
-        Part(
-            _files("engine", "arrangement", "hierarchy", "node_shares"),
-            _tests(
+            "arrangement hierarchy node_shares",
+            (
                 "engine/test_which_nodes",
                 "engine/test_hierarchy::test_the_plan_shows_what_a_rank_of_a_node_needs",
                 "engine/test_hierarchy::test_the_same_as_without_nodes",
@@ -102,8 +74,8 @@ AREAS = {
             ),
         ),
         Part(
-            _files("engine", "consensus", "kernel_choice"),
-            _tests(
+            "consensus kernel_choice",
+            (
                 "engine/test_kernel_choice",
                 "engine/test_start_step",
                 "engine/test_disagreement",
@@ -114,25 +86,34 @@ AREAS = {
             ),
         ),
         Part(
-            _files("engine", "local_driver", "observer", "streams"),
-            _tests("engine/test_observer", "engine/test_streams", "tools/test_codec_time", "hook/test_metrics"),
+            "local_driver observer streams",
+            ("engine/test_observer", "engine/test_streams", "hook/test_metrics"),
+        ),
+        Part(
+            "*",
+            (
+                "engine/test_backward_pass",
+                "engine/test_meanwhile",
+                "engine/test_simulation",
+                "engine/test_immediate",
+                "engine/test_masked_commit",
+                "engine/test_settle",
+                "compressors/test_author_errors",
+                "engine/test_abandoned_backward",
+                "engine/test_start_step",
+                "engine/test_abandoned_collectives",
+                "checkpoint/test_changed_surroundings::test_a_commit_that_fails_is_not_saved_as_a_whole_one",
+                "checkpoint/test_changed_surroundings::test_nobody_waits_for_a_rank_whose_commit_failed",
+                "engine/test_ddp_modes",
+                "compressors/powersgd/test_batched_powersgd",
+                "engine/test_nonfinite",
+            ),
         ),
     ],
     "checkpoint": [
         Part(
-            _files("checkpoint", "checks", "parts", "payload", "reshard"),
-            _tests(
-                "checkpoint/test_payload_parts",
-                "checkpoint/test_further_fields",
-                "checkpoint/test_hostile_payloads",
-                "checkpoint/test_payload",
-                "checkpoint/test_golden_payloads",
-                "checkpoint/test_changed_setup",
-            ),
-        ),
-        Part(
-            _files("checkpoint", "learned_state", "distributed"),
-            _tests(
+            "learned_state distributed",
+            (
                 "checkpoint/test_further_fields",
                 "checkpoint/test_payload",
                 "checkpoint/test_resumed",
@@ -143,21 +124,31 @@ AREAS = {
             ),
         ),
         Part(
-            _files("checkpoint", "user_state"),
-            _tests(
+            "user_state",
+            (
                 "checkpoint/test_plain_types",
                 "checkpoint/test_changed_setup::test_a_state_of_ones_own_that_has_nowhere_to_go",
                 "hook/test_no_hook",
                 "hook/test_user_hooks",
             ),
         ),
-        Part(_files("checkpoint", "cut_off"), _tests("checkpoint/test_hostile_files")),
+        Part("cut_off", ("checkpoint/test_hostile_files",)),
+        Part(
+            "*",
+            (
+                "checkpoint/test_payload_parts",
+                "checkpoint/test_further_fields",
+                "checkpoint/test_hostile_payloads",
+                "checkpoint/test_payload",
+                "checkpoint/test_golden_payloads",
+                "checkpoint/test_changed_setup",
+            ),
+        ),
     ],
     "quantized": [
         Part(
-            _files("compressors/quantized", "block_plan", "blocks", "compressor", "exchange", "mean", "messages")
-            + _files("compressors/quantized", "native_blocks", "native_kernel", "options", "shares", "torch_kernel"),
-            _tests(
+            "*",
+            (
                 "compressors/quantized/test_shares",
                 "compressors/quantized/test_blocks",
                 "compressors/quantized/test_quantized_against_oracle",
@@ -170,11 +161,8 @@ AREAS = {
     ],
     "powersgd": [
         Part(
-            _files("compressors/powersgd", "codec", "device_kernel", "exchange", "message", "matrix_plan")
-            + _files("compressors/powersgd", "compressor", "fields", "host_kernel", "native_products", "options")
-            + _files("compressors/powersgd", "packed_factors", "torch_products", "workspace")
-            + _files("compressors/powersgd", "quantised_plan", "reference"),
-            _tests(
+            "*",
+            (
                 "compressors/powersgd/test_fields",
                 "compressors/powersgd/test_packed_factors",
                 "compressors/powersgd/test_codec",
@@ -182,12 +170,11 @@ AREAS = {
                 "compressors/powersgd/test_batched_rank",
                 "compressors/powersgd/test_powersgd_against_oracle",
                 "compressors/powersgd/test_masked_exchange",
-                "compressors/powersgd/test_quantised_factors",
             ),
         )
     ],
 }
-"""Areas by name; more than a part where other tests notice other files."""
+"""More than a part where other tests notice other files. Tests as `folder/file` or `folder/file::function`."""
 
 
 EXPLAINED = {

@@ -1,4 +1,4 @@
-"""`accelerator.save_state` with a hook, on real ranks, and what resumes from it: the table in docs/cases.md."""
+"""`accelerator.save_state` with a hook, on real ranks, and what resumes from it: the table in docs/accelerate.md."""
 
 from pathlib import Path
 from typing import Any

@@ -1,1 +1,0 @@
-"""`commhooks inspect`: show the hook state in a checkpoint."""

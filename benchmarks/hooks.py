@@ -1,7 +1,7 @@
 """The candidates of the benchmarks, by label.
 
 `noop`, `ddp` (no hook), `allreduce`, `fp16`, `bf16`, `powersgd-4` and `batched-4` (commhooks, rank 4), `fused-4`,
-`alternate-4`, `coalesce-4`, `apart-4` (coalesce=False), `fused-alternate-4` and `same-4` (commhooks with these
+`alternate-4`, `fused-alternate-4` and `same-4` (commhooks with these
 options), `torch-4` (torch's powerSGD_hook) and `torch-same-4`; "same" is batch_tensors_with_same_shape. `int8`, `int4`,
 `fused-int8` and `fused-int4` are the quantised hooks. `auto` and `auto-close` choose one of them (quality "same" and
 "close"). Only those with "fused", and what these choose, use the native kernel. `diloco-30` (with int4) and `local-30`
@@ -26,8 +26,8 @@ import commhooks
 
 ONE_BUCKET_MB = 10_000
 LABELS = (
-    "noop, ddp, allreduce, fp16, bf16, powersgd-RANK, fused-RANK, alternate-RANK, coalesce-RANK, "
-    "apart-RANK, fused-alternate-RANK, same-RANK, batched-RANK, diloco-STEPS, diloco-STEPS-DELAY, "
+    "noop, ddp, allreduce, fp16, bf16, powersgd-RANK, fused-RANK, alternate-RANK, "
+    "fused-alternate-RANK, same-RANK, batched-RANK, diloco-STEPS, diloco-STEPS-DELAY, "
     "local-STEPS, auto, auto-close, int8, int4, fused-int8, fused-int4, torch-RANK, torch-same-RANK; with +int8 or "
     "+int4, :one, :nodes, :fsdp2; hsdp, hsdp-bf16"
 )
@@ -46,8 +46,6 @@ OPTIONS = {
     "fused": ("fused",),
     "alternate": ("alternate",),
     "fused-alternate": ("fused", "alternate"),
-    "coalesce": ("coalesce",),
-    "apart": (),
     "same": ("batch_tensors_with_same_shape",),
 }
 
@@ -114,7 +112,6 @@ def wrap(
         config = QUANTISED[label.removeprefix("fused-")](start_iter=start, fused=label.startswith("fused-"))
     elif kind in OPTIONS:
         options: dict[str, Any] = {"fused": False} | dict.fromkeys(OPTIONS[kind], True)
-        options |= {"coalesce": False} if kind == "apart" else {}
         config = commhooks.PowerSGD(matrix_approximation_rank=int(rank_text), start_powerSGD_iter=start, **options)
     elif kind == "batched":
         config = commhooks.BatchedPowerSGD(

@@ -28,9 +28,6 @@ _ENOUGH_S = 0.05
 LARGEST_BYTES = 32 * 2**20
 SMALLEST_BYTES = 64 * 2**10
 _REPEATS = 3
-LONG_ROUND_TRIP_S = 0.01
-"""From here on round trips are what small messages cost: between regions 20 ms and more, inside one less than 1 ms."""
-_ROUND_TRIPS = 5
 
 
 @dataclass(frozen=True)
@@ -92,10 +89,6 @@ class Link:
     latency_ms: float
     took_s: float = 0.0
 
-    def round_trip_s(self, ranks: int) -> float:
-        """Seconds of two messages, one after the other, if the all-reduce of one number by so many ranks was a ring."""
-        return self.latency_ms / 1e3 / (ranks - 1)
-
 
 def bandwidth(mbit_per_s: float) -> str:
     """The bandwidth as text with a unit."""
@@ -119,21 +112,6 @@ def measure_link(group: dist.ProcessGroup, device: torch.device) -> Link:
     took_s = min(took_s, *(_all_reduce_s(buffer, group) for _ in range(_REPEATS)))
     mbit_per_s = Network(group.size(), 1e6).seconds(buffer.nbytes) / without_latency_s(took_s, latency_s)
     return Link(mbit_per_s, 1000 * latency_s, _slowest(time.perf_counter() - began, group, device))
-
-
-def round_trip_s(group: dist.ProcessGroup, device: torch.device) -> float:
-    """Seconds that one number of each rank takes to all others, on the slowest rank. All ranks of `group` must call
-    this; all get the same. It is tried again while that is long, because a rank may have been busy: the shortest time
-    counts."""
-    own = slowest = math.inf
-    for _ in range(1 + _ROUND_TRIPS):  # the first one waits for the latest rank
-        began = time.perf_counter()
-        row = torch.tensor([own], dtype=torch.float32, device=device)
-        slowest = float(gather_rows(row, group, None, "the time of a round trip").max())
-        own = min(own, time.perf_counter() - began)
-        if slowest < LONG_ROUND_TRIP_S:
-            break
-    return slowest
 
 
 def enough_s(latency_s: float) -> float:

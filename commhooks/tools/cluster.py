@@ -14,7 +14,6 @@ from commhooks.compressors.candidates import ALLREDUCE, BF16, INT4, INT8, Candid
 from commhooks.compressors.units import Unit
 from commhooks.hook.plan_table import text_of
 from commhooks.hook.request import HookRequest
-from commhooks.tools.long_link import exchange_s
 from commhooks.tools.named_model import NamedModel
 
 CANDIDATES = (
@@ -71,7 +70,8 @@ def predict(candidate: Candidate, model: NamedModel, cluster: Cluster, **limits:
         network = Network(cluster.nodes * together, cluster.bandwidth, cluster.latency, together, cluster.backend)
         if between_nodes and compressor.on_weights:  # each rank of a node sends all of it
             counted *= cluster.ranks_per_node
-        seconds = exchange_s(compressor, network, counted, len(plan.bucket_names))
+        every = compressor.passes_per_exchange
+        seconds = network.seconds(counted * every, compressor.collectives, len(plan.bucket_names)) / every
         if between_nodes:
             seconds += Network(cluster.ranks_per_node, cluster.inside).seconds(plan.bytes_before)
         leaving = network.leaving(counted, compressor.collectives)

@@ -21,7 +21,6 @@ from commhooks.hook.request import HookRequest
 from commhooks.tools.cluster import ASSUMED as ASSUMED_ON_NODES
 from commhooks.tools.cluster import CANDIDATES, Cluster, cluster_table, predict
 from commhooks.tools.codec_time import CodecTime, measure_codec
-from commhooks.tools.long_link import exchange_s, sentences
 from commhooks.tools.named_model import named_model
 from commhooks.tools.options import parse_options
 
@@ -126,8 +125,6 @@ def _run_one_hook(arguments: argparse.Namespace) -> None:
         codec = _codec_time(arguments, compressor, plan)
         remarks += [f"Computed with {codec.kernel}: {codec.missing}."] if codec.missing else []
         estimate = _estimated(plan, compressor, codec, arguments.world_size, arguments.rtt_ms / 1e3)
-        if getattr(config, "coalesce", False) is None and set(compressor.collectives) == {"sum"}:
-            remarks += sentences(arguments.world_size, 0, arguments.rtt_ms / 1e3)
         if compressor.on_weights:
             _add_rounds(estimate, compressor.passes_per_exchange, arguments.step_ms)
             if arguments.step_ms is None:
@@ -163,7 +160,8 @@ def _estimated(
         return network.seconds(before, buckets=buckets)
 
     def with_s(network: Network) -> float:
-        return 0.0 if plan.sends is False else exchange_s(compressor, network, after, buckets)
+        every = compressor.passes_per_exchange
+        return 0.0 if plan.sends is False else network.seconds(after * every, compressor.collectives, buckets) / every
 
     later_s = with_s(endless) - without_s(endless)
     return {

@@ -284,7 +284,6 @@ OTHER_VALUES = {
     "batch_tensors_with_same_shape": True,
     "alternate": False,  # goes with no warm start
     "fused": True,
-    "coalesce": True,
     "exclude": ["*embed*", "head.?.weight"],
 }
 

@@ -52,7 +52,6 @@ def test_arguments_and_defaults_are_those_of_torch(module, name):
     if name == "PowerSGDState":  # what torch has not comes last and by keyword only
         assert mine[-3:] == [
             ("alternate", inspect.Parameter.KEYWORD_ONLY, False),
-            ("coalesce", inspect.Parameter.KEYWORD_ONLY, None),
             ("fused", inspect.Parameter.KEYWORD_ONLY, None),
         ]
         mine = mine[:-3]

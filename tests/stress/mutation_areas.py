@@ -60,7 +60,6 @@ FOLDERS = {
 
 AREAS = {
     "engine": [
-        Part("coalescing", ("engine/test_coalescing",)),
         Part(
             "arrangement hierarchy node_shares",
             (

@@ -76,19 +76,6 @@ def test_messages_cost_their_latency() -> None:
     assert not alone.between_nodes
 
 
-def test_far_away_the_messages_of_all_buckets_go_out_together() -> None:
-    cluster = Cluster(nodes=2, ranks_per_node=2, bandwidth=1e15, inside=1e15, latency=1.0)
-    flat, nodes = _predict("powerSGD", cluster, buckets=4, matrix_approximation_rank=1)
-    assert nodes.seconds == pytest.approx(2 * 2, rel=1e-3)
-    assert flat.seconds == pytest.approx(4 * 2 * 4, rel=1e-3)  # sums of four ranks do not, unless
-    flat, _ = _predict("powerSGD", cluster, buckets=4, matrix_approximation_rank=1, coalesce=True)
-    assert flat.seconds == pytest.approx(2 * 4, rel=1e-3)
-    flat, nodes = _predict("int4_compress", cluster, buckets=4)
-    assert (flat.seconds, nodes.seconds) == pytest.approx((2 + 3, 1 + 1), rel=1e-3)
-    _, large = _predict("allreduce", cluster, buckets=4)  # of megabytes
-    assert large.seconds == pytest.approx(4 * 2, rel=1e-3)
-
-
 def test_the_command(capsys: Any) -> None:
     arguments = ["plan", f"{__name__}:build", "--nodes", "16", "--bandwidth", "25"]
     assert main(arguments) == 0

@@ -123,8 +123,6 @@ def test_advice() -> None:
     assert only.startswith(
         "With plain DDP a step of a model of 124M parameters spends 6 s on the network. If it computes"
     )
-    _, far = _report(link=Link(1000.0, 3 * 50.0)).advice()  # of an all-reduce of four ranks, three round trips
-    assert far.startswith("A round trip takes 50 ms, and PowerSGD") and far.endswith("it does so by itself.")
     (enough,) = _report(step_ms=120_000.0).advice()
     assert enough.endswith("beside 120000 ms of computing: train without a hook.")
     (some,) = _report(step_ms=25_000.0).advice()

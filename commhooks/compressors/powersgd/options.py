@@ -30,10 +30,6 @@ class PowerSGD(HookConfig):
             only, and nothing on the CPU.
         alternate: one product and one all-reduce per step, P and Q in turn: half the bytes and less computation, and a
             subspace that follows the gradient half as fast. Not for batched PowerSGD.
-        coalesce: send small messages of all buckets as one, after the backward pass, so that a step costs two round
-            trips however many buckets there are. None: where a round trip takes 10 ms or more and it changes no bit of
-            the results, which is between two ranks, or two nodes with `ranks_per_node`; with an int8 or int4 wrapper
-            between any number. True: always; sums over more than two ranks then differ by rounding. False: never.
         fused: compute on the CPU with a native kernel, compiled by the machine's C compiler when first used: several
             times faster, the same results to rounding. None: if the machines of all ranks can, and compile it alike;
             otherwise with torch. True: an error if they cannot. False: never.
@@ -56,7 +52,6 @@ class PowerSGD(HookConfig):
     compression_stats_logging_frequency: int = 10_000
     batch_tensors_with_same_shape: bool = False
     alternate: bool = False
-    coalesce: bool | None = None
     fused: bool | None = None
     exclude: list[str] = field(default_factory=list, hash=False)
 

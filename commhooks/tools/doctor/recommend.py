@@ -10,7 +10,6 @@ from commhooks.compressors.candidates import ALLREDUCE, MARGIN, NOOP, choose
 from commhooks.compressors.kernel import TORCH
 from commhooks.compressors.registry import COMPRESSORS
 from commhooks.tools.doctor.measure import Measured
-from commhooks.tools.long_link import sentences
 
 SLOW_CODEC = (
     "{} computes longer than it waits: on a CPU it is faster with the native kernel, which needs a C compiler such as "
@@ -80,8 +79,6 @@ def recommend(measured: Mapping[str, Measured], link: Link, world_size: int) -> 
         )
         if chosen.candidate.note:
             notes.append(chosen.candidate.note)
-        if chosen.candidate.hook == "powerSGD" and chosen.candidate.options.get("coalesce") is None:
-            notes += sentences(world_size, 0, link.round_trip_s(world_size))
     slow_codec = [each for each in hooks if each.kernel == TORCH.name and _codec_rules(each, noop)]
     if slow_codec and headroom >= MARGIN:
         notes.append(SLOW_CODEC.format(slow_codec[0].candidate.label))

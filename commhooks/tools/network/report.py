@@ -7,7 +7,6 @@ from typing import Any
 from commhooks.comm.link import Link, bandwidth
 from commhooks.comm.pairs import Pair
 from commhooks.hook.plan_table import new_table, text_of
-from commhooks.tools.long_link import sentences
 from commhooks.tools.network.interfaces import Interface
 from commhooks.tools.network.predicted import Exchange
 
@@ -60,8 +59,7 @@ class NetworkReport:
     # ---- advice ------------------------------------------------------------------------------------------------------
 
     def advice(self) -> list[str]:
-        far = sentences(self._ranks, len(self.machines), self.link.round_trip_s(self._ranks))
-        return [*self._slow_connections(), *self._slow_interfaces(), self._hook(), *far]
+        return [*self._slow_connections(), *self._slow_interfaces(), self._hook()]
 
     def _kinds(self) -> dict[str, list[Pair]]:
         """The pairs between machines and those inside one."""

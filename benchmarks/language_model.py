@@ -9,7 +9,7 @@ the other hooks at once. `powersgd-4/per-layer` has a rank for each layer, chose
 of the last three steps before, so that together they send at most what rank 4 for all sends. A seed decides weights and
 batches, so hooks are compared seed by seed.
 
-The ranks are simulated in one process per run (commhooks.engine.simulation, bit-equal to real ranks in the tests), one
+The ranks are simulated in one process per run (tests.support.simulation, bit-equal to real ranks in the tests), one
 torch thread each, as many runs at once as there are cores. Finished runs are appended to --results and not repeated:
 the whole table takes hours, and can be interrupted.
 
@@ -39,8 +39,8 @@ from torch import nn
 from torch.nn import functional
 
 from commhooks.compressors.base import Compressor
-from commhooks.engine.simulation import SimulatedRanks
 from commhooks.hook.request import HookRequest
+from tests.support.simulation import SimulatedRanks
 
 CONTEXT, BATCH = 64, 8
 TEXT_BYTES = 12_000_000

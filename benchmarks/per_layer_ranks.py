@@ -9,7 +9,7 @@ from commhooks.compressors.auto.energy import Energies, by_layer
 from commhooks.compressors.auto.ranks import ranks_for_bytes, truncated
 from commhooks.compressors.powersgd.compressor import PowerSGDCompressor
 from commhooks.compressors.powersgd.matrix_plan import MatrixPlan
-from commhooks.engine.simulation import SimulatedRanks
+from tests.support.simulation import SimulatedRanks
 
 
 def ranks_per_layer(

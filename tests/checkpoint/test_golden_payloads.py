@@ -87,7 +87,7 @@ def form(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         return f"{value.dtype} {tuple(value.shape)} {value.device}"
     if isinstance(value, dict):
-        return [(key, type(each) if key in ("fingerprint", "options") else form(each)) for key, each in value.items()]
+        return {key: type(each) if key in ("fingerprint", "options") else form(each) for key, each in value.items()}
     if isinstance(value, list):
         return [form(each) for each in value]
     return value

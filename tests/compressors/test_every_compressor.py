@@ -18,7 +18,6 @@ from commhooks.compressors.base import Compressor
 from commhooks.compressors.registry import COMPRESSORS
 from commhooks.engine.consensus import Binding
 from commhooks.engine.session import Session
-from commhooks.engine.simulation import SimulatedRanks
 from commhooks.engine.state import LearnedState
 from commhooks.gradients.bucket import Bucket
 from commhooks.gradients.names import ModelNames
@@ -29,6 +28,7 @@ from tests.support.inside import learns, session_of
 from tests.support.kind_parameters import ALL, IN_32_BITS
 from tests.support.kinds import KINDS, RANDOM_K, START, Kind
 from tests.support.models import masks, same_bits
+from tests.support.simulation import SimulatedRanks
 from tests.support.training import ONE_BUCKET_MB, SEVERAL_BUCKETS_MB, Run, make_model, plain, residuals
 
 

@@ -180,11 +180,6 @@ AREAS = {
 
 EXPLAINED = {
     (
-        "commhooks/engine/simulation.py",
-        "first_one, names = self._compressors[0], ModelNames(parameters.items())",
-        "first_one, names = self._compressors[ -1], ModelNames(parameters.items())",
-    ): "all elements are alike",
-    (
         "commhooks/engine/observer.py",
         "self._begin = 0",
         "self._begin = 1",

@@ -11,13 +11,13 @@ import torch.distributed as dist
 import commhooks
 from commhooks.compressors.base import Compressor
 from commhooks.compressors.powersgd import codec
-from commhooks.engine.simulation import SimulatedRanks
 from commhooks.hook.request import HookRequest
 from tests.support.compilers import needs_compiler
 from tests.support.models import EVERY_PARAMETER, all_finite, backward, masks, random_gradients, same_bits, wrap
 from tests.support.models import SHAPES as LAYERS
 from tests.support.quantised_factors_oracle import BLOCK, QuantisedAlternatingOracleMatrix, QuantisedOracleMatrix
 from tests.support.quantized_oracle import OracleRanks
+from tests.support.simulation import SimulatedRanks
 from tests.support.training import Run, residuals
 
 LEVELS = {"int8": 127, "int4": 7}

@@ -5,10 +5,10 @@ import torch
 
 from commhooks import Int4Compress, Int8Compress
 from commhooks.compressors.registry import compressor_of
-from commhooks.engine.simulation import SimulatedRanks
 from tests.support.compilers import needs_compiler
 from tests.support.models import masks, same_bits
 from tests.support.quantized_oracle import OracleRanks
+from tests.support.simulation import SimulatedRanks
 
 BLOCK = 16
 STEPS = 4

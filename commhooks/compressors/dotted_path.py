@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from commhooks.errors import CommHookError, HookConfigError, closest
+from commhooks.errors import CommHookError, HookConfigError, did_you_mean
 
 FILE_ENDING = ".py"
 
@@ -65,7 +65,7 @@ def _attribute(module: Any, name: str, said: str, error_class: type[CommHookErro
         try:
             found = getattr(found, part)
         except AttributeError:
-            raise error_class(f"{said}: {where!r} has no {part!r}{closest(part, dir(found))}") from None
+            raise error_class(f"{said}: {where!r} has no {part!r}{did_you_mean(part, dir(found))}") from None
         where = f"{where}.{part}"
     return found
 

@@ -28,7 +28,7 @@ from commhooks.compressors.registry import (
     register_compressor,
 )
 from commhooks.ddp_comm_hooks import debugging_hooks, default_hooks, powerSGD_hook
-from commhooks.errors import HookConfigError, closest
+from commhooks.errors import HookConfigError, did_you_mean
 from commhooks.hook.vocabulary import ARGUMENTS, check_arguments
 
 _DROP_INS: dict[Callable[..., Any], str] = {
@@ -236,7 +236,7 @@ def _found(hook: Any) -> HookConfig | type[HookConfig] | str | Callable[..., Any
         package, _, function = hook.rpartition(".")
         hint = f" (for a function of your own write '{package}:{function}')" if package else ""
         raise HookConfigError(
-            f"unknown hook {hook!r}{hint or closest(hook, [*names_to_offer(), *aliases()])}; known are "
+            f"unknown hook {hook!r}{hint or did_you_mean(hook, [*names_to_offer(), *aliases()])}; known are "
             f"{', '.join(hook_names())}, and 'package.module:function' for one of your own; 'none' trains without a "
             "hook"
         )

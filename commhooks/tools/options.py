@@ -2,7 +2,6 @@
 
 from typing import Any
 
-from commhooks.compressors.plain_values import unresolved
 from commhooks.errors import HookConfigError
 
 
@@ -18,7 +17,7 @@ def parse_options(texts: list[str]) -> dict[str, Any]:
     try:
         values = OmegaConf.to_container(OmegaConf.from_dotlist(texts), resolve=True)
     except OmegaConfBaseException as error:
-        raise HookConfigError(f"--options {' '.join(texts)}: {error.full_key}: {unresolved(error)}") from None
+        raise HookConfigError(f"--options {' '.join(texts)}: {error.full_key}: {str(error).splitlines()[0]}") from None
     except YAMLError:
         quoted = "\"exclude=['*embed*']\""
         raise HookConfigError(

@@ -55,7 +55,7 @@ class HookedFSDP2(HookedStrategy, ModelParallelStrategy):
         *,
         replicate_size: Union[Literal["auto"], int] = "auto",  # noqa: UP007
         hook_options: Optional[dict[str, Any]] = None,  # noqa: UP045
-        wrapper: Optional[Literal["fp16", "bf16", "int8", "int4"]] = None,  # noqa: UP045
+        wrapper: Optional[Literal["fp16", "bf16"]] = None,  # noqa: UP045
         save_residual: Optional[Literal["drop"]] = None,  # noqa: UP045
         strict: bool = True,
         check_every: Optional[int] = None,  # noqa: UP045

@@ -74,7 +74,7 @@ class HookedDDP(HookedStrategy, DDPStrategy):
         *,
         hook_options: Optional[dict[str, Any]] = None,  # noqa: UP045
         hook_state: Any = None,
-        wrapper: Optional[Literal["fp16", "bf16", "int8", "int4"]] = None,  # noqa: UP045
+        wrapper: Optional[Literal["fp16", "bf16"]] = None,  # noqa: UP045
         save_residual: Optional[SaveResidual] = None,  # noqa: UP045
         strict: Optional[bool] = None,  # noqa: UP045
         check_every: Optional[int] = None,  # noqa: UP045

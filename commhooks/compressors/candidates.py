@@ -18,7 +18,7 @@ class Candidate:
     """
     Attributes:
         label: its name in logs, tables and checkpoints.
-        hook, options, wrapper: as in `attach`; without a start step.
+        hook, options: as in `attach`; without a start step.
         changes: how much it changes the gradients, to choose the most exact of equally fast ones: 0 not at all, up to 1
             for another dtype, above 1 for lossy compression.
         note: what to tell who uses it.
@@ -28,7 +28,6 @@ class Candidate:
     hook: str
     options: Mapping[str, Any] = field(default_factory=dict)
     changes: float = 2.0
-    wrapper: str | None = None
     note: str = ""
 
     def options_at_once(self, config: type[HookConfig]) -> dict[str, Any]:
@@ -53,18 +52,14 @@ _POWERSGD_NOTE = (
 )
 
 
-def powersgd(
-    ranks: int | Mapping[str, int], options: Mapping[str, Any], label: str = "", wrapper: str | None = None
-) -> Candidate:
+def powersgd(ranks: int | Mapping[str, int], options: Mapping[str, Any], label: str = "") -> Candidate:
     """PowerSGD with one rank, or with ranks by globs on parameter names."""
     if isinstance(ranks, int):
-        changes = 2 + 1 / ranks + (wrapper is not None)  # the higher ranks first
-        label = label or f"powerSGD rank {ranks}{f', {wrapper}' if wrapper else ''}"
+        changes = 2 + 1 / ranks  # the higher ranks first
+        label = label or f"powerSGD rank {ranks}"
     else:
         changes, ranks = 3.0, dict(ranks)
-    return Candidate(
-        label, "powerSGD", {"matrix_approximation_rank": ranks, **options}, changes, wrapper, _POWERSGD_NOTE
-    )
+    return Candidate(label, "powerSGD", {"matrix_approximation_rank": ranks, **options}, changes, _POWERSGD_NOTE)
 
 
 def choose(times: Mapping[str, float], known: Mapping[str, Candidate], now: str) -> str:

@@ -41,8 +41,7 @@ class PowerSGDState:
 
     Arguments, their order and their defaults are torch's, with these differences: `start_powerSGD_iter` may be 0 or 1
     with error feedback or warm start; `orthogonalization_epsilon` is accepted and ignored; loading a pickled state
-    needs no process group; `alternate` and `fused` are additional. See `commhooks.PowerSGD` for the other
-    arguments.
+    needs no process group. See `commhooks.PowerSGD` for the other arguments.
 
     Args:
         process_group: the group over which to average; None: the default group at the time of the backward pass.
@@ -63,9 +62,6 @@ class PowerSGDState:
         random_seed: int = 0,
         compression_stats_logging_frequency: int = 10_000,
         batch_tensors_with_same_shape: bool = False,
-        *,
-        alternate: bool = False,
-        fused: bool | None = None,
     ) -> None:
         given = locals()
         self.process_group = process_group

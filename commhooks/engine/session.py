@@ -192,6 +192,8 @@ class Session:
         self.held.add(verdict, current.loss_scale, compressed=current.compressing and compressor.selective)
         if buckets.dead_units:
             buckets.forget_dead_state(compressor)
+        if buckets.no_longer_compressed and bool(verdict):
+            buckets.drop_residuals(compressor)
         residual_factor = current.step.residual_factor
         if verdict is not False and (isinstance(residual_factor, torch.Tensor) or residual_factor != 1):
             # The exchanges do it for what they compress.

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from commhooks.comm.link import Network
+from commhooks.comm.wire import dtype_name
 from commhooks.compressors.unit_plan import MemoryPlan, UnitPlan
 from commhooks.compressors.units import Unit
 
@@ -29,8 +30,7 @@ class ModelPlan:
     hook: str
     parameters: tuple[UnitPlan, ...]
     wire_dtype: torch.dtype | None = None
-    wire: str = ""
-    """What the hook or its wrapper makes of the numbers that it sends, such as "float16" or "int8"; "": nothing."""
+    """The dtype to which the hook or its wrapper casts the numbers that it sends; None: it does not."""
     start_step: int = 0
     """Compression begins after this many steps."""
     selective: bool = True
@@ -108,7 +108,7 @@ class ModelPlan:
         return {
             "hook": self.hook,
             "start_step": self.start_step if self.selective else None,
-            "wire_dtype": self.wire or None,
+            "wire_dtype": dtype_name(self.wire_dtype) or None,
             "known": not self._unknown,
             "bytes_before": self.bytes_before,
             "bytes_after": sent,

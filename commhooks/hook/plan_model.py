@@ -45,7 +45,6 @@ def whole_plan(
         f"{hook}: {compressor.chosen}" if isinstance(compressor, AdaptiveCompressor) else hook,
         tuple(rows),
         compressor.wire_dtype,
-        compressor.wire,
         compressor.start_step,
         selective=compressor.selective,
         memory=arrangement.memory_plan(compressor, rows, known or [rows]),

@@ -148,17 +148,10 @@ class HookRequest:
                     f"ranks_per_node with {hook}, which {compressor.not_between_nodes()}: name a hook such as "
                     "'powerSGD', 'int8_compress' or 'bf16_compress', or leave out ranks_per_node"
                 )
-        possible = tuple(WIRE_DTYPES) if compressor is None else compressor.wrappers
-        if self.wrapper is not None and not possible:
-            wire = " and set its option wire" if compressor and hasattr(compressor.Config, "wire") else ""
+        if self.wrapper is not None and compressor is not None and not compressor.wrappers:
+            wire = " and set its option wire" if hasattr(compressor.Config, "wire") else ""
             raise HookConfigError(
                 f"wrapper={self.wrapper!r} with {hook}, which chooses itself what to send: omit wrapper{wire}"
-            )
-        if self.wrapper is not None and self.wrapper not in possible:
-            others = " and ".join(repr(name) for name, each in COMPRESSORS.items() if self.wrapper in each.wrappers)
-            raise HookConfigError(
-                f"wrapper={self.wrapper!r} with {hook}: it is for {others}, given by name or by config; "
-                f"hook='{self.wrapper}_compress' quantises gradients as they are"
             )
         return self
 
@@ -196,7 +189,7 @@ class HookRequest:
         if self.config is None:
             return None
         made = compressor_of(self.config)(self.config.resolved(total_steps))
-        return made if self.wrapper is None else made.wrapped(self.wrapper)
+        return made if self.wrapper is None else made.lowered(WIRE_DTYPES[self.wrapper])
 
     def build(self, process_group: dist.ProcessGroup | None) -> tuple[Any, Callable[..., Any]]:
         """The state and the function of a user's hook."""

@@ -10,7 +10,7 @@ from typing import Any
 from commhooks.compressors.plain_values import as_type
 from commhooks.errors import did_you_mean, invalid
 
-WRAPPERS = ("fp16", "bf16", "int8", "int4")
+WRAPPERS = ("fp16", "bf16")
 SAVE_RESIDUAL = ("mean", "per_rank", "drop")
 
 

@@ -113,7 +113,11 @@ def _doctor(parser: argparse.ArgumentParser) -> None:
         "--powersgd-ranks", type=int, nargs="*", default=[1, 2, 4], metavar="RANK", help="to be tried (1 2 4)"
     )
     parser.add_argument(
-        "--options", nargs="+", default=[], metavar="NAME=VALUE", help="further options of PowerSGD, e.g. fused=true"
+        "--options",
+        nargs="+",
+        default=[],
+        metavar="NAME=VALUE",
+        help="further options of PowerSGD, e.g. warm_start=false",
     )
     parser.add_argument(
         "--seconds", type=float, default=60, help="a candidate that has used as many takes no further part (60)"

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from commhooks.comm.link import Backend, Network
+from commhooks.comm.wire import dtype_name
 from commhooks.compressors.candidates import ALLREDUCE, BF16, INT4, INT8, Candidate, powersgd
 from commhooks.compressors.units import Unit
 from commhooks.hook.plan_table import text_of
@@ -19,7 +20,6 @@ from commhooks.tools.named_model import NamedModel
 CANDIDATES = (
     *(ALLREDUCE, BF16, INT8, INT4),
     *(powersgd(rank, {}) for rank in (16, 4, 1)),
-    powersgd(1, {}, wrapper="int8"),
 )
 ASSUMED = (
     "Assumed: the ranks of a node have consecutive numbers and share its network card, nothing overlaps with the "
@@ -56,11 +56,12 @@ class Prediction:
 
 def predict(candidate: Candidate, model: NamedModel, cluster: Cluster, **limits: Any) -> list[Prediction]:
     """The predictions for one hook: among all ranks, and between nodes if it can. `limits`: as of `model.planned`."""
-    request = HookRequest.parse(candidate.hook, hook_options=candidate.options, wrapper=candidate.wrapper)
+    request = HookRequest.parse(candidate.hook, hook_options=candidate.options)
     plan, compressor = model.planned(request, **limits)
     ranks = getattr(compressor.config, "rank_words", None)
     hook = compressor.name if ranks is None else f"{compressor.name}, {ranks}"
-    hook += f", {compressor.wire}" if compressor.wire and compressor.Config.own_wire is None else ""
+    cast = compressor.wire_dtype is not None and compressor.Config.own_wire is None
+    hook += f", {dtype_name(compressor.wire_dtype)}" if cast else ""
     counted = plan.bytes_after + plan.flag_bytes
     found = []
     for between_nodes in (False, True):

@@ -6,7 +6,7 @@ from commhooks.errors import HookConfigError
 
 
 def parse_options(texts: list[str]) -> dict[str, Any]:
-    """`["fused=true", "exclude=['*embed*']"]` as a dict; values are YAML."""
+    """`["random_seed=1", "exclude=['*embed*']"]` as a dict; values are YAML."""
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
     from yaml import YAMLError

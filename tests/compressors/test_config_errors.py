@@ -98,16 +98,9 @@ CASES = [
              options=_options(start=2)),
     Expected("short name", "unknown hook 'itn8' (did you mean 'int8'?)", "itn8"),
     Expected("option of none", "hook 'allreduce' has no options, got 'rank'", "allreduce", _options(rank=2)),
-    Expected("wrapper typo", "'int8', 'int4' (did you mean 'fp16'?)",
+    Expected("wrapper typo", "wrapper='fp61'; expected one of None, 'fp16', 'bf16' (did you mean 'fp16'?)",
              options={"wrapper": "fp61"}),
     Expected("wrapper of wrong type", "wrapper=16; expected one of None, 'fp16', 'bf16'", options={"wrapper": 16}),
-    Expected("wrapper for another hook", "wrapper='int8' with hook 'bf16_compress': it is for 'powerSGD' and "
-             "'batched_powerSGD', given by name or by config; hook='int8_compress' quantises gradients as they are",
-             "bf16", {"wrapper": "int8"}),
-    Expected("wrapper around the hook of that name", "wrapper='int4' with hook 'int4_compress': it is for 'powerSGD'",
-             "int4", {"wrapper": "int4"}),
-    Expected("wrapper around a function", "wrapper='int8' with the function callable_hook: it is for 'powerSGD'",
-             callable_hook, {"wrapper": "int8"}),
     Expected("save_residual typo", "'auto' (did you mean 'per_rank'?)", options={"save_residual": "per_rang"}),
     Expected("save_residual None", "save_residual=None; expected one of", options={"save_residual": None}),
     Expected("strict of wrong type", "strict='yes'; expected True or False", options={"strict": "yes"}),
@@ -128,10 +121,6 @@ CASES = [
              options=_options(min_compression_rate=0)),
     Expected("epsilon", "orthogonalization_epsilon=-1.0; expected 0 or a small",
              options=_options(orthogonalization_epsilon=-1)),
-    Expected("alternate without a warm start", "alternate=True; expected False where warm_start is False",
-             options=_options(alternate=True, warm_start=False)),
-    Expected("alternate with whole buckets", "alternate=True; expected False: it is for PowerSGD", "batched_powerSGD",
-             _options(alternate=True)),
     Expected("total_steps", "total_steps=0; expected a number of steps", options={"total_steps": 0}),
     Expected("total_steps of wrong type", "total_steps='many'; expected a number", options={"total_steps": "many"}),
     Expected("options of wrong type", "hook_options=[1]; expected a dict of options", options={"hook_options": [1]}),
@@ -272,8 +261,6 @@ OTHER_VALUES = {
     "random_seed": 7,
     "compression_stats_logging_frequency": 10,
     "batch_tensors_with_same_shape": True,
-    "alternate": False,  # goes with no warm start
-    "fused": True,
     "exclude": ["*embed*", "head.?.weight"],
 }
 

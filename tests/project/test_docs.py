@@ -1,6 +1,7 @@
 """Every snippet of README, CONTRIBUTING and docs/ works, every link leads somewhere, and every quoted error exists."""
 
 import ast
+import dataclasses
 import importlib
 import inspect
 import re
@@ -142,6 +143,18 @@ def test_the_doctors_threshold_is_the_one_on_the_page():
     doctor, auto = _page("commands"), _page("auto")
     assert f"step at least {much} faster" in doctor
     assert f"within {much} of the fastest and gain at least {much}" in auto
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [commhooks.ParameterInfo, commhooks.UnitPlan, commhooks.Send, commhooks.StepInfo],
+    ids=lambda kind: kind.__name__,
+)
+def test_the_fields_are_explained(kind):
+    (rows,) = re.findall(rf"^\| `{kind.__name__}` \| \|\n\|---\|---\|\n((?:\|.+\n)+)", _page("own_hook"), re.MULTILINE)
+    explained = re.findall(r"`(\w+)`", " ".join(row.split(" | ")[0] for row in rows.splitlines()))
+    fields = [field.name for field in dataclasses.fields(kind)]
+    assert sorted(explained) == sorted(fields)
 
 
 def test_the_reference_has_every_public_name():

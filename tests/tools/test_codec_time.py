@@ -11,6 +11,7 @@ from commhooks.compressors.powersgd.compressor import PowerSGDCompressor
 from commhooks.compressors.unit_plan import ParameterInfo
 from commhooks.gradients.names import ModelNames
 from commhooks.tools.codec_time import ROUNDS, measure_codec
+from tests.support.kernels import computing_with
 from tests.support.models import masks
 
 STEPS = ROUNDS + 1  # one to warm up
@@ -27,10 +28,11 @@ class _Operators(TorchDispatchMode):
         return func(*args, **kwargs or {})
 
 
+@computing_with("torch")
 @pytest.mark.parametrize("rank", [2, {"?": 2}])
 @pytest.mark.parametrize("accelerator", [False, True])
 def test_the_exchange_of_the_device_is_timed(accelerator: bool, rank: int | dict[str, int]) -> None:
-    compressor = PowerSGDCompressor(PowerSGD(matrix_approximation_rank=rank, start_powerSGD_iter=0, fused=False))
+    compressor = PowerSGDCompressor(PowerSGD(matrix_approximation_rank=rank, start_powerSGD_iter=0))
     parameters = {str(i): torch.empty(shape, device="meta") for i, shape in enumerate(SHAPES)}
     names = ModelNames(parameters.items())
     plans = compressor.plan([ParameterInfo.of(n, p, names, compressor.config) for n, p in parameters.items()])

@@ -94,7 +94,7 @@ def test_a_training_goes_on_as_if_nobody_had_asked(run_ranks: Callable[..., list
     json.dumps(report)
     figures = report["candidates"]
     labels = ["noop", "allreduce", "fp16", "bf16", "int8", "int4"]
-    labels += ["powerSGD rank 1", "powerSGD rank 2", "powerSGD rank 1, int8"]
+    labels += ["powerSGD rank 1", "powerSGD rank 2"]
     assert list(figures) == labels
     gradient = 4 * sum(p.numel() for p in Net().parameters())
     assert report["gradient_bytes"] == gradient and report["world_size"] == 2 and report["backend"] == "gloo"
@@ -102,8 +102,6 @@ def test_a_training_goes_on_as_if_nobody_had_asked(run_ranks: Callable[..., list
     assert sent["noop"] == 0 and sent["allreduce"] == gradient and sent["fp16"] == sent["bf16"] == gradient / 2
     assert 0 < sent["int4"] < sent["int8"] < gradient / 2
     assert 0 < sent["powerSGD rank 1"] < sent["powerSGD rank 2"] < gradient / 2
-    assert 0 < sent["powerSGD rank 1, int8"] < gradient / 2
-    assert {label for label in labels if figures[label]["wrapper"] == "int8"} == {"powerSGD rank 1, int8"}
     for label, each in figures.items():
         assert len(each["step_ms"]) == len(each["codec_ms"]) == len(each["waiting_ms"]) == 4, label
         assert all(ms > 0 for ms in each["step_ms"])
@@ -171,9 +169,7 @@ def _slow_rank() -> Any:
         time.sleep(SLOW_S if dist.get_rank() == 1 else 0)
         return model(batch(0)).square().mean()
 
-    report = commhooks.doctor(
-        ddp, batch_fn, steps=2, powersgd_ranks=[1], powersgd_options={"alternate": True, "exclude": ["4.*"]}
-    )
+    report = commhooks.doctor(ddp, batch_fn, steps=2, powersgd_ranks=[1], powersgd_options={"exclude": ["4.*"]})
     short = commhooks.doctor(ddp, batch_fn, steps=9, seconds=0.001, powersgd_ranks=[])
     thin = wrap(nn.Linear(24, 1))
     useless = commhooks.doctor(thin, batch_fn, steps=1)

@@ -1,6 +1,5 @@
 """What the doctor makes of its figures: advice, estimates for other links, table and picture."""
 
-import dataclasses
 from pathlib import Path
 
 import pytest
@@ -142,15 +141,6 @@ def test_the_table() -> None:
     assert text.index("Use powerSGD rank 1.") == 0 and text.index("attach(") < text.index("2 ranks, gloo, ")
     text = str(report_of(figures(noop=100, allreduce=101, r1=130), 100_000))
     assert "attach(" not in text and "allreduce <-" in text and "Do not compress." in text
-
-
-def test_a_wrapper_is_part_of_the_advice() -> None:
-    found = figures(noop=24, allreduce=1539, r1=46)
-    found["powerSGD rank 1"].candidate = dataclasses.replace(found["powerSGD rank 1"].candidate, wrapper="int8")
-    report = report_of(found)
-    assert report.advice.wrapper == report.as_dict()["advice"]["wrapper"] == "int8"
-    assert "hook_options={'matrix_approximation_rank': 1}, wrapper='int8')" in str(report)
-    assert report_of(figures(noop=100, allreduce=101, r1=130)).advice.wrapper is None
 
 
 def test_the_picture(tmp_path: Path) -> None:

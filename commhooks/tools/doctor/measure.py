@@ -116,9 +116,9 @@ class Rounds:
 
     def _measure(self, ddp_model: DistributedDataParallel, measured: Measured, upto: int) -> None:
         candidate, options = measured.candidate, measured.options or None
-        wrapper, group = candidate.wrapper, ddp_model.process_group
+        group = ddp_model.process_group
         try:
-            hook = attach(ddp_model, candidate.hook, hook_options=options, wrapper=wrapper, process_group=group)
+            hook = attach(ddp_model, candidate.hook, hook_options=options, process_group=group)
         except (HookConfigError, AttachError) as error:  # raised on all ranks
             self.progress(f"{candidate.label} cannot run here: {error}")
             measured.useless = True
@@ -139,7 +139,6 @@ class Rounds:
         stats = hook.stats()
         measured.kernel = stats["kernel"] or TORCH.name
         measured.compressed_steps += (stats["compressed_steps"] or 0) - before
-        # The mean over all passes: with `alternate` consecutive passes differ.
         measured.bytes_sent = stats["bytes_sent"] // stats["backward_passes"]
         measured.collectives = stats["collectives_last_pass"]
         measured.bytes_uncompressed = stats["bytes_uncompressed"] // stats["backward_passes"]

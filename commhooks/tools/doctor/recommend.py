@@ -8,12 +8,13 @@ from typing import Any
 from commhooks.comm.link import Link, Network
 from commhooks.compressors.candidates import ALLREDUCE, MARGIN, NOOP, choose
 from commhooks.compressors.kernel import TORCH
+from commhooks.compressors.native.choice import NativelyComputed
 from commhooks.compressors.registry import COMPRESSORS
 from commhooks.tools.doctor.measure import Measured
 
 SLOW_CODEC = (
     "{} computes longer than it waits: on a CPU it is faster with the native kernel, which needs a C compiler such as "
-    "gcc on every machine, and fused not set to False."
+    "gcc on every machine, and COMMHOOKS_NATIVE=0 not set."
 )
 _NOISY = 0.3
 _GRID_MBIT = [10 ** (exponent / 20) for exponent in range(120, -1, -1)]  # 1 Tbit/s down to 1 Mbit/s
@@ -26,7 +27,7 @@ class Advice:
     Attributes:
         compress: whether to compress.
         use: label of the recommended candidate; `"allreduce"` means no hook.
-        hook, hook_options, wrapper: arguments for `commhooks.attach`; None and {} if no hook is recommended.
+        hook, hook_options: arguments for `commhooks.attach`; None and {} if no hook is recommended.
         reason: one or two sentences with the measurements.
         headroom: step time with plain all-reduce / that with noop: the largest possible speedup.
         speedup: step time with plain all-reduce / that with the recommended candidate.
@@ -44,7 +45,6 @@ class Advice:
     speedup: float
     pays_below_mbit_per_s: float | None
     notes: tuple[str, ...] = field(default=())
-    wrapper: str | None = None
 
 
 def recommend(measured: Mapping[str, Measured], link: Link, world_size: int) -> Advice:
@@ -102,7 +102,6 @@ def recommend(measured: Mapping[str, Measured], link: Link, world_size: int) -> 
         speedup=plain.median_ms / chosen.median_ms,
         pays_below_mbit_per_s=pays_below(measured, link, world_size),
         notes=tuple(notes),
-        wrapper=used.wrapper if compress else None,
     )
 
 
@@ -113,7 +112,7 @@ def _hooks(measured: Mapping[str, Measured]) -> list[Measured]:
 def _codec_rules(each: Measured, noop: Measured) -> bool:
     """Whether a codec that has a native kernel causes most of the time that the hook adds to the step, and a large part
     of the step."""
-    if not each.codec_ms or "fused" not in COMPRESSORS[each.candidate.hook].Config.__dataclass_fields__:
+    if not each.codec_ms or not issubclass(COMPRESSORS[each.candidate.hook], NativelyComputed):
         return False
     codec_ms = statistics.median(each.codec_ms)
     return codec_ms > (each.median_ms - noop.median_ms) / 2 and codec_ms > (MARGIN - 1) * noop.median_ms

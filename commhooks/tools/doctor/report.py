@@ -56,7 +56,6 @@ class DoctorReport:
             candidates[label] = {
                 "hook": each.candidate.hook,
                 "hook_options": each.options,
-                "wrapper": each.candidate.wrapper,
                 "median_ms": each.median_ms,
                 "quartiles_ms": list(each.quartiles_ms),
                 "step_ms": each.step_ms,
@@ -127,8 +126,7 @@ class DoctorReport:
         advice, lines = self.advice, [self.advice.reason]
         if advice.compress:
             options = f", hook_options={dict(advice.hook_options)!r}" if advice.hook_options else ""
-            wrapper = f", wrapper={advice.wrapper!r}" if advice.wrapper is not None else ""
-            lines.append(f"    commhooks.attach(ddp_model, {advice.hook!r}{options}{wrapper})")
+            lines.append(f"    commhooks.attach(ddp_model, {advice.hook!r}{options})")
         below = advice.pays_below_mbit_per_s
         if below is None:
             lines.append("Estimate: nothing that was tried is worth it on a slower link either.")

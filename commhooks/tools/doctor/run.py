@@ -43,8 +43,8 @@ def doctor(
     """Measure the training step with each hook and recommend one, or none. Every rank of the model's process group must
     call this with the same arguments; all get the same report.
 
-    The candidates are `noop` (no communication: the largest possible gain), plain all-reduce, fp16, bf16, int8, int4,
-    PowerSGD, and PowerSGD at the lowest rank with `wrapper="int8"`. They take turns, in rounds, on temporary copies of
+    The candidates are `noop` (no communication: the largest possible gain), plain all-reduce, fp16, bf16, int8, int4
+    and PowerSGD. They take turns, in rounds, on temporary copies of
     `ddp_model.module`, one copy at a time, wrapped with the same DDP arguments. The model's weights, gradients, buffers
     and hook, its optimizer and the random state of torch (CPU and the model's devices), Python and numpy are unchanged
     afterwards. Side effects of `batch_fn` remain: an iterator that it reads has advanced.
@@ -55,7 +55,7 @@ def doctor(
             a tensor with one number. The doctor calls backward. Batches should be as large as in training.
         steps: measured steps per candidate. Each of three rounds begins with two steps that are not counted.
         powersgd_ranks: values of `matrix_approximation_rank` to measure.
-        powersgd_options: further options for PowerSGD, e.g. `{"fused": True}`.
+        powersgd_options: further options for PowerSGD, e.g. `{"warm_start": False}`.
         seconds: a candidate that has used this time is not measured further; it gets at least one measured step.
         progress: called from time to time with a text about what is measured.
 
@@ -105,7 +105,6 @@ def _candidates(powersgd_ranks: Sequence[int], options: Mapping[str, Any]) -> li
     for rank in powersgd_ranks:  # raises for options that it would not take: now, not in the middle
         from_options(PowerSGD, {"matrix_approximation_rank": rank, **options})
     low_rank = [powersgd(rank, options) for rank in dict.fromkeys(powersgd_ranks)]
-    low_rank += [powersgd(min(powersgd_ranks), options, wrapper="int8")] if low_rank else []  # the fewest bytes of all
     others = [
         Candidate(name, name)
         for name, compressor in COMPRESSORS.items()

@@ -94,7 +94,8 @@ class NetworkReport:
         others = f" (and {len(slow) - 1} more)" if len(slow) > 1 else ""
         return [
             f"{name}{others} sends over {each.words}, but reaches {bandwidth(reached)}. Is it the right one? "
-            "GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME name another. If it is, look at what else uses the network."
+            "GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME name another (gloo takes no exclusion such as ^lo). If it is, "
+            "look at what else uses the network."
         ]
 
     def _hook(self) -> str:

@@ -11,8 +11,8 @@ from commhooks.compressors.powersgd.compressor import PowerSGDCompressor
 from commhooks.compressors.powersgd.options import PowerSGD
 from commhooks.compressors.quantized.compressor import Int8Compressor
 from commhooks.compressors.quantized.options import Int8Compress
-from commhooks.engine.local_driver import LocalDriver
 from commhooks.engine.state import LearnedState
+from tests.support.local_driver import LocalDriver
 from tests.support.models import same_bits
 from tests.support.scaled import Scaled, ScaledCompressor
 from tests.support.simulation import SimulatedRanks

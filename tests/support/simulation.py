@@ -12,13 +12,13 @@ from commhooks.compressors.powersgd import codec
 from commhooks.compressors.powersgd.compressor import PowerSGDCompressor
 from commhooks.compressors.unit_plan import ParameterInfo, UnitPlan
 from commhooks.engine.average import new_task
-from commhooks.engine.kernel_choice import use_own_kernel
 from commhooks.engine.state import LearnedState
 from commhooks.engine.task import Done
 from commhooks.errors import HookRunError
 from commhooks.gradients import precision
 from commhooks.gradients.layout import BucketLayout, read_layout
 from commhooks.gradients.names import ModelNames
+from tests.support.kernels import use_own_kernel
 
 
 class SimulatedRanks:

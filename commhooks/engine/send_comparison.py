@@ -6,14 +6,16 @@ others waits for them. Built-in compressors follow their plans; one of the user'
 
 import collections
 from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 
-from commhooks.comm.collective import Pending, Send, agreement_key, gather_rows, gather_texts
+from commhooks.comm.collective import Send, agreement_key, gather_rows, gather_texts
 from commhooks.comm.counters import Counters
 from commhooks.errors import HookRunError
 
+Started = TypeVar("Started")
 _WHAT = "the comparison of what the ranks send"
 _MOST = 4
 """Different things that an error shows."""
@@ -45,7 +47,7 @@ class SendComparison:
         self._sends_of: collections.Counter[int] = collections.Counter()
         self._problem = ""
 
-    def issue(self, bucket: int, start: Callable[[Send], Pending], send: Send) -> Pending | None:
+    def issue(self, bucket: int, start: Callable[[Send], Started], send: Send) -> Started | None:
         """`start(send)`, the next Send of `bucket`, if all ranks send the same; None if they do not."""
         # What the ranks of a node send each other is the engine's own.
         return start(send) if send.over == "node" or self.agree(bucket, send) else None

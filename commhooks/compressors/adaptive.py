@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from commhooks.comm.collective import Send, gather_rows, start
+from commhooks.comm.collective import gather_rows
 from commhooks.comm.counters import Counters
 from commhooks.compressors.base import Compressor
 from commhooks.compressors.hook_config import ConfigT
@@ -47,7 +47,7 @@ class ObservedPass:
 
     def plans(self, compressor: Compressor[Any]) -> list[list[UnitPlan]]:
         """What `compressor` would do to each bucket."""
-        config = compressor.planning_config
+        config = compressor.config
         return [
             compressor.plan(
                 [ParameterInfo.of(s.name, s.parameter, self.names, config, layout.sparse) for s in layout.slots]
@@ -77,15 +77,6 @@ class Ranks:
         what = "what each rank has measured (let every rank take part in each pass)"
         rows: list[list[float]] = gather_rows(self._tensor(numbers), self._group, self._counters, what).tolist()
         return rows
-
-    def of_first(self, numbers: Sequence[float]) -> list[float]:
-        """The numbers of rank 0. All must give as many."""
-        own = self._tensor(numbers)
-        if self._group.rank() != 0:
-            own.zero_()
-        self._counters.handshakes += 1
-        found: list[float] = start(Send(own, what="what rank 0 has measured"), self._group, None).wait().tolist()
-        return found
 
     def _tensor(self, numbers: Sequence[float]) -> torch.Tensor:
         return torch.tensor(numbers, dtype=torch.float64, device=self._device)

@@ -40,14 +40,10 @@ INT8 = Candidate("int8", "int8_compress", changes=1.2)
 INT4 = Candidate("int4", "int4_compress", changes=1.6)
 
 
-def powersgd(ranks: int | Mapping[str, int], options: Mapping[str, Any], label: str = "") -> Candidate:
-    """PowerSGD with one rank, or with ranks by globs on parameter names."""
-    if isinstance(ranks, int):
-        changes = 2 + 1 / ranks  # the higher ranks first
-        label = label or f"powerSGD rank {ranks}"
-    else:
-        changes, ranks = 3.0, dict(ranks)
-    return Candidate(label, "powerSGD", {"matrix_approximation_rank": ranks, **options}, changes)
+def powersgd(rank: int, options: Mapping[str, Any]) -> Candidate:
+    changes = 2 + 1 / rank  # the higher ranks first
+    label, options = f"powerSGD rank {rank}", {"matrix_approximation_rank": rank, **options}
+    return Candidate(label, "powerSGD", options, changes)
 
 
 def choose(times: Mapping[str, float], known: Mapping[str, Candidate], now: str) -> str:

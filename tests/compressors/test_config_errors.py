@@ -16,7 +16,6 @@ from commhooks import AttachError, HookConfigError, HookRunError
 from commhooks.compressors import registry
 from commhooks.hook import request
 from tests.support.ddp_steps import backward, mlp, process_group_of_one, wrap
-from tests.support.features import structured_unions
 
 
 def callable_hook(state: Any, bucket: Any) -> Any:
@@ -266,7 +265,6 @@ OTHER_VALUES = {
 }
 
 
-@structured_unions
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config.__name__)
 def test_a_config_is_an_omegaconf_structured_config(config):
     assert OmegaConf.to_object(OmegaConf.structured(config)) == config()

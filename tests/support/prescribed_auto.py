@@ -10,17 +10,19 @@ from typing import Any, ClassVar
 from unittest import mock
 
 from commhooks.compressors.adaptive import ObservedPass, Ranks
-from commhooks.compressors.auto import candidates
+from commhooks.compressors.auto import candidates, options
 from commhooks.compressors.auto.compressor import AutoCompressor
 from commhooks.compressors.auto.decision import Decision
 from commhooks.compressors.auto.options import Auto
 from commhooks.compressors.auto.trials import TRIAL_STEPS, WARM_UP
-from commhooks.compressors.candidates import Candidate, powersgd
+from commhooks.compressors.candidates import ALLREDUCE, Candidate, powersgd
 from commhooks.compressors.hook_config import LARGEST_STEP
 from commhooks.compressors.registry import register_compressor
 from tests.support.inside import session_of
 from tests.support.training import Run
 
+options.QUALITIES["low rank"] = (ALLREDUCE, powersgd(2, {}))
+"""A choice that compresses the small models of tests, of which PowerSGD of rank 16 compresses nothing."""
 BEGIN = 2
 """The step at which the trials begin."""
 TRIAL = WARM_UP + TRIAL_STEPS
@@ -60,13 +62,13 @@ class PrescribedAutoCompressor(AutoCompressor):
         """Decided at once, for tests without `reconsidered`."""
         if start == LARGEST_STEP:
             return super().with_start(start)
-        chosen = candidates.simple(self.config)[2] if self.config.quality == "same" else powersgd(2, {"exclude": []})
+        *_, chosen = candidates.offered(self.config)
         return self._with(Decision(chosen, None, since=start, phase="resting"))
 
 
 def decided(label: str = "int8", since: int = 0, **more: object) -> Decision:
-    """A decision for one of the simple candidates."""
-    known = {each.label: each for each in candidates.simple(Auto(quality="close"))}
+    """A decision for one of the candidates."""
+    known = {each.label: each for each in candidates.offered(Auto(quality="close"))}
     chosen = known.pop(label)
     made = Decision(chosen, None, tuple(known.values()), since=since, phase="resting")
     return dataclasses.replace(made, **more)  # type: ignore[arg-type]

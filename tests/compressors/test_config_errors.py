@@ -106,7 +106,7 @@ CASES = [
     # values
     Expected("rank 0", "PowerSGD: matrix_approximation_rank=0; expected at least 1",
              options=_options(matrix_approximation_rank=0)),
-    Expected("rank of wrong type", "PowerSGD: matrix_approximation_rank='two'; expected int or numbers",
+    Expected("rank of wrong type", "PowerSGD: matrix_approximation_rank='two'; expected int",
              options=_options(matrix_approximation_rank="two")),
     Expected("negative start", "start_powerSGD_iter=-1; expected a number of steps, 0 or more",
              options=_options(start_powerSGD_iter=-1)),

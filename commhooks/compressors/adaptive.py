@@ -7,7 +7,7 @@ compressor.
 
 from abc import abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -37,17 +37,15 @@ class ObservedPass:
     Attributes:
         step_s: seconds from the end of the pass before to the end of this one; NaN on a device without a clock.
         layouts: its buckets.
-        gradients: their averages, each 1-D, while `observe` runs; empty later.
     """
 
     step_s: float
     layouts: Sequence[BucketLayout]
     names: ParameterNames
-    gradients: Sequence[torch.Tensor] = field(default=(), repr=False)
 
     def plans(self, compressor: Compressor[Any]) -> list[list[UnitPlan]]:
         """What `compressor` would do to each bucket."""
-        config = compressor.config
+        config = compressor.planning_config
         return [
             compressor.plan(
                 [ParameterInfo.of(s.name, s.parameter, self.names, config, layout.sparse) for s in layout.slots]
@@ -75,11 +73,9 @@ class Ranks:
     def table(self, numbers: Sequence[float]) -> list[list[float]]:
         """The numbers of every rank, a row each; equal on all ranks. All must give as many."""
         what = "what each rank has measured (let every rank take part in each pass)"
-        rows: list[list[float]] = gather_rows(self._tensor(numbers), self._group, self._counters, what).tolist()
+        own = torch.tensor(numbers, dtype=torch.float64, device=self._device)
+        rows: list[list[float]] = gather_rows(own, self._group, self._counters, what).tolist()
         return rows
-
-    def _tensor(self, numbers: Sequence[float]) -> torch.Tensor:
-        return torch.tensor(numbers, dtype=torch.float64, device=self._device)
 
 
 class AdaptiveCompressor(Compressor[ConfigT]):

@@ -41,9 +41,9 @@ INT4 = Candidate("int4", "int4_compress", changes=1.6)
 
 
 def powersgd(rank: int, options: Mapping[str, Any]) -> Candidate:
-    changes = 2 + 1 / rank  # the higher ranks first
-    label, options = f"powerSGD rank {rank}", {"matrix_approximation_rank": rank, **options}
-    return Candidate(label, "powerSGD", options, changes)
+    """PowerSGD; the higher ranks change the gradients less."""
+    options = {"matrix_approximation_rank": rank, **options}
+    return Candidate(f"powerSGD rank {rank}", "powerSGD", options, 2 + 1 / rank)
 
 
 def choose(times: Mapping[str, float], known: Mapping[str, Candidate], now: str) -> str:

@@ -34,13 +34,12 @@ def new(candidate: Candidate) -> Compressor[Any]:
 
 
 def offered(config: Auto) -> list[Candidate]:
-    """The candidates, the most exact first."""
-    return [
-        replace(each, options={**each.options, **_exclude(config)})
-        if _CLASSES[each.hook].Config.start_option is not None
-        else each
-        for each in QUALITIES[config.quality]
-    ]
+    """The candidates, plain all-reduce first."""
+    found = []
+    for each in QUALITIES[config.quality]:
+        excludes = _CLASSES[each.hook].Config.start_option is not None
+        found.append(replace(each, options={**each.options, **_exclude(config)}) if excludes else each)
+    return found
 
 
 def _exclude(config: Auto) -> dict[str, Any]:
@@ -52,11 +51,6 @@ def excluding(candidate: Candidate, config: Auto) -> Candidate:
     if "exclude" not in candidate.options:
         return candidate
     return replace(candidate, options={**candidate.options, **_exclude(config)})
-
-
-def allowed(candidate: Candidate, config: Auto) -> bool:
-    """Whether the config's quality allows the candidate."""
-    return candidate.label in [each.label for each in QUALITIES[config.quality]]
 
 
 def counted_bytes(compressor: Compressor[Any], seen: ObservedPass) -> float:

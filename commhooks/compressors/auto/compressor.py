@@ -55,12 +55,17 @@ class AutoCompressor(AdaptiveCompressor[Auto]):
         self._inner.kernel = self.kernel
         return self._inner
 
+    @property
+    def _candidates(self) -> list[Compressor[Any]]:
+        return [candidates.new(each) for each in candidates.offered(self.config)]
+
     exchange = _of_inner("exchange")
     workspace = _of_inner("workspace")
     plan_one = _of_inner("plan_one")
     initial_value = _of_inner("initial_value")
     computes = _of_inner("computes")
     memory_plan = _of_inner("memory_plan")
+    planning_config = _of_inner("planning_config")
     stats_every = _of_inner("stats_every")
     coalesces = _of_inner("coalesces")
     collectives = _of_inner("collectives")
@@ -71,10 +76,6 @@ class AutoCompressor(AdaptiveCompressor[Auto]):
         """Those in force, and the residual, which most candidates have."""
         others = [each for each in self._inner.state_fields if each.key != RESIDUAL.key]
         return (*others, RESIDUAL)
-
-    @property
-    def _candidates(self) -> list[Compressor[Any]]:
-        return [candidates.new(each) for each in candidates.offered(self.config)]
 
     @property
     def selective(self) -> bool:  # type: ignore[override]
@@ -188,9 +189,8 @@ class AutoCompressor(AdaptiveCompressor[Auto]):
 
     def _offered(self, ranks: Ranks) -> list[candidates.Candidate]:
         """What to try, and the candidate in force."""
-        now, offered = self.decision.candidate, []
-        if ranks.size > 1:  # one rank has nothing to gain
-            offered = candidates.offered(self.config)
+        now = self.decision.candidate
+        offered = candidates.offered(self.config) if ranks.size > 1 else []  # one rank has nothing to gain
         others = [each for each in offered if each.label != now.label]
         # A trial that ran out of memory would end the training.
         rows = ranks.table([float(self._has_memory_for(each)) for each in others])

@@ -21,7 +21,7 @@ from tests.support.training import Run, residuals
 
 
 def _saved_while(steps: int) -> dict[str, Any]:
-    options = {"measure_steps": 4, "quality": "close", "check_again_every": 10}
+    options = {"measure_steps": 4, "quality": "low rank", "check_again_every": 10}
     run = new(**options).train(steps)
     saved = run.save(residual="mean")
     again = new(**options).load(saved)
@@ -151,8 +151,8 @@ def test_the_residuals_of_a_choice_that_is_not_allowed_are_dropped() -> None:
         assert torch.equal(again.train(1).gradients[0], plain.train(1).gradients[0])
 
 
+POWER = "powerSGD rank 16"
 OFFERED = {each.label: each for each in offered(Auto(quality="close"))}
-POWER = OFFERED["powerSGD rank 16"]
 
 
 def _resting(label: str, **more: Any) -> Decision:
@@ -178,7 +178,7 @@ def _measures(made: Decision, saved: Decision) -> bool:
 BEGUN = Decision(OFFERED["allreduce"], Watch(9, 17))
 
 
-@pytest.mark.parametrize("label", ["int8", POWER.label])
+@pytest.mark.parametrize("label", ["int8", POWER])
 def test_the_same_options_change_nothing(label: str) -> None:
     for now in (_resting(label), _resting(label, phase="trying"), _resting(label, phase="measuring")):
         assert _resumed(now) == now
@@ -186,14 +186,17 @@ def test_the_same_options_change_nothing(label: str) -> None:
     assert _resumed(given_up).phase == "resting"
 
 
-def test_another_exclude_counts_after_a_resume() -> None:
-    now = _resting("int8")
+@pytest.mark.parametrize("label", ["int8", POWER])
+def test_another_exclude_counts_after_a_resume(label: str) -> None:
+    now = _resting(label)
     made = _resumed(now, exclude=["*embed*"])
-    assert _measures(made, now) and made.candidate.label == "int8"
-    low_rank = _resumed(_resting(POWER.label), exclude=["*embed*"])
-    for each in (made, low_rank):
-        assert each.candidate.options["exclude"] == each.known[POWER.label].options["exclude"] == ["*embed*"]
-    assert low_rank.candidate.label == POWER.label
+    assert _measures(made, now) and made.candidate.label == label
+    assert all(each.options.get("exclude", ["*embed*"]) == ["*embed*"] for each in made.known.values())
+
+
+def test_a_choice_of_other_options_is_made_anew() -> None:
+    low = dataclasses.replace(OFFERED[POWER], options={"matrix_approximation_rank": 2, "exclude": []})
+    assert _resumed(dataclasses.replace(_resting(POWER), candidate=low)) == BEGUN
 
 
 def test_another_quality_counts_after_a_resume() -> None:

@@ -52,7 +52,7 @@ def _as_by_name(options: dict[str, Any]) -> dict[str, Any]:
     ("options", "label"),
     [
         ({}, "int8"),
-        ({"quality": "close"}, "int4"),  # of layers so small rank 16 keeps half of the bytes
+        ({"quality": "close"}, "int4"),  # rank 16 compresses no layer that is so small
         ({"quality": "low rank"}, "powerSGD rank 2"),
     ],
 )

@@ -54,12 +54,13 @@ def saved_hooks(accelerator: Accelerator) -> "SavedHooks":
     return known
 
 
-class RegisteringSave:
-    """The `save_state` of an accelerator that is in construction: calls `saved_hooks` first, because its models may get
-    no hook. A pickled accelerator has the method of its class.
+class HookedSave:
+    """The `save_state` of an accelerator with a handler: first registers the save and load hooks, since the folder may
+    hold those of an earlier save though no model has a hook now, and ends the rounds of hooks that average weights. A
+    pickled accelerator has the method of its class.
 
-    Accelerate 1.15 registers nothing during its construction, and tells handlers nothing of models that it does not
-    wrap. So this public method is overridden, on this one object.
+    Accelerate 1.15 registers nothing during its construction, tells handlers nothing of models that it does not wrap,
+    and writes sharded weights before it calls save hooks. So this public method is overridden, on this one object.
     """
 
     def __init__(self, accelerator: Accelerator) -> None:
@@ -67,7 +68,7 @@ class RegisteringSave:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         accelerator: Any = self._accelerator()
-        saved_hooks(accelerator)
+        saved_hooks(accelerator).end_rounds()
         return type(accelerator).save_state(accelerator, *args, **kwargs)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -97,6 +98,13 @@ class SavedHooks:
         early = self._loaded_early.pop(number, None)
         if early is not None and model.hook is not None:
             early(model.hook)()
+
+    def end_rounds(self) -> None:
+        """End the round of each sharded model, whose weights Accelerate writes before it calls `save`. All ranks must
+        call this."""
+        for model in self._models:
+            if model.is_sharded and (hook := model.hook) is not None:
+                hook.synchronize(optimizers=True)
 
     def save(self, folder: str, *, writes_shared: bool) -> None:
         """Write this rank's files into an existing folder, and with `writes_shared` also the shared ones. Files of an

@@ -87,7 +87,7 @@ AREAS = {
         ),
         Part(
             "local_driver observer streams",
-            ("engine/test_observer", "engine/test_streams", "tools/test_codec_time", "hook/test_metrics"),
+            ("engine/test_observer", "engine/test_streams", "hook/test_metrics"),
         ),
         Part(
             "*",

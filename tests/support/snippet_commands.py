@@ -7,7 +7,7 @@ import shlex
 import sys
 from typing import Any
 
-from commhooks import DoctorError
+from commhooks.errors import CommHookError
 from tests.support.doc_snippets import WrongSnippet
 from tests.support.repository import REPOSITORY
 
@@ -138,9 +138,8 @@ def _check_torchrun(words: list[str]) -> None:
 
 def _check_commhooks(words: list[str]) -> None:
     """The commands that only torchrun can start."""
-    from commhooks.compressors.dotted_path import current_folder_first
     from commhooks.tools.arguments import COMMANDS
-    from commhooks.tools.doctor import command
+    from commhooks.tools.user_code import call
 
     parser = argparse.ArgumentParser()
     try:
@@ -148,9 +147,8 @@ def _check_commhooks(words: list[str]) -> None:
         COMMANDS[words[0]].add_arguments(parser)
         given = parser.parse_args(words[1:])
         if words[0] == "doctor":
-            with current_folder_first():
-                command.import_build(given.build)
-    except (AssertionError, DoctorError, SystemExit) as error:
+            call(given.build)
+    except (AssertionError, CommHookError, SystemExit) as error:
         raise WrongSnippet(f"commhooks {shlex.join(words)}: cannot be started by torchrun: {error}") from error
 
 

@@ -23,7 +23,6 @@ HOOK = {"hook": "powerSGD", "hook_options": {"start_powerSGD_iter": 1}}
 QUIET = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False}
 
 
-@computing_with("torch")
 def _fit(package: Any, ours: Any) -> None:
     class Model(package.LightningModule):  # type: ignore[misc]
         def __init__(self) -> None:
@@ -54,6 +53,7 @@ FRONTS: dict[str, Callable[[], None]] = {
 }
 
 
+@computing_with("torch")
 def _said(front: str) -> list[str]:
     with mock.patch.dict(os.environ), log_lines() as lines:  # Lightning sets variables for processes that it starts
         FRONTS[front]()

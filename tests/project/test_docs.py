@@ -220,7 +220,6 @@ def test_the_pages_show_each_kind():
         ("```bash\npython examples/lightning_digits.py --hooks powerSGD\n```", "does not take these arguments"),
         ("```bash\ntorchrun --nproc-per-node 2 examples/nothing.py\n```", "no such file"),
         ("```bash\ncommhooks hoks\n```", "exits with status 2"),
-        ("```bash\naccelerate-commhooks lunch train.py\n```", "invalid choice"),
         ("```bash\nconda install torch\n```", "does not know 'conda'"),
     ],
 )

@@ -140,7 +140,7 @@ def test_the_doctors_threshold_is_the_one_on_the_page():
     """And of auto."""
     much = f"{100 * (candidates.MARGIN - 1):.0f} %"
     doctor, auto = _page("commands"), _page("auto")
-    assert f"step at least {much} faster" in doctor
+    assert f"within {much} of the fastest" in doctor
     assert f"within {much} of the fastest and gain at least {much}" in auto
 
 

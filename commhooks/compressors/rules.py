@@ -35,8 +35,6 @@ class CompressorRules(ABC, Generic[ConfigT]):
         judges_averages: buckets that the engine averages for it are read, to see whether they are finite. False: what
             is in them does not matter for what it has learned, and they count as finite.
         name: `Config.hook_name`.
-        coalesces: whether small messages of several buckets go out as one; None: where that gains time and changes no
-            bit. See `engine/coalescing.py`.
         Plan: the class of its plans, for the parameters that are never offered to `plan_parameter`.
         kernel: the kernel to compute with: that of `kernel_here` if all ranks have it, otherwise torch. The engine
             sets it before it asks for a workspace.
@@ -52,7 +50,6 @@ class CompressorRules(ABC, Generic[ConfigT]):
     stats_every: int | None = None
     kernel: Kernel = TORCH
     judges_averages: bool = True
-    coalesces: bool | None = None
     Plan: ClassVar[type[UnitPlan]] = UnitPlan
     name: ClassVar[str]
 

@@ -3,7 +3,7 @@
 Collectives are issued only from inside hook calls, in bucket order, so that every rank issues the same sequence. A new
 bucket starts its exchange; then each earlier one with a round left takes one step: with two rounds, P of bucket k, then
 Q of bucket k - 1. The last bucket runs all remaining rounds. The call for bucket k returns while its collective is in
-flight. What is held back to go out with messages of other buckets (`coalescing.py`) is waited for after the last one.
+flight.
 """
 
 import contextlib
@@ -15,11 +15,10 @@ import torch.distributed as dist
 
 from commhooks.comm.collective import Pending, Send, new_future
 from commhooks.compressors.base import StepInfo, Verdict
-from commhooks.engine.coalescing import Coalescing, Held
 from commhooks.engine.task import Done, ExchangeTask
 from commhooks.gradients.loss_scale import LossScale
 
-Issue = Callable[[Send], Pending | Held]
+Issue = Callable[[Send], Pending]
 
 
 class RunningExchange:
@@ -34,7 +33,6 @@ class RunningExchange:
         result: holds the averaged gradient after the commit: the bucket, unless the exchange returns another tensor.
         finite: what its verdict says of everything received (0-dim bool tensor); set when it has no collective left.
         has_round_left: a collective is pending, and the exchange will issue another one after it.
-        is_held: the pending collective waits for those of other buckets.
     """
 
     finite: torch.Tensor
@@ -42,10 +40,10 @@ class RunningExchange:
     def __init__(self, task: ExchangeTask, flat: torch.Tensor, issue: Issue) -> None:
         self.flat = self.result = flat
         self.future = new_future(flat.device)
-        self.has_round_left = self.is_held = False
+        self.has_round_left = False
         self._task = task
         self._issue = issue
-        self._pending: Pending | Held | None = None
+        self._pending: Pending | None = None
 
     def finish(self) -> None:
         """Run up to the verdict; after that, to the end."""
@@ -58,7 +56,7 @@ class RunningExchange:
         with contextlib.suppress(Exception):
             self._task.exchange.close()
         pending, self._pending, self.has_round_left = self._pending, None, False
-        return None if pending is None or isinstance(pending, Held) or not pending.writes(self.flat) else pending
+        return None if pending is None or not pending.writes(self.flat) else pending
 
     def advance(self, verdict: torch.Tensor | bool | None = None) -> None:
         """Begin the exchange, or wait for its pending collective and give it the answer; after its verdict give it
@@ -72,7 +70,6 @@ class RunningExchange:
             self.finite = step.finite
         else:
             self._pending, self.has_round_left = self._issue(step), not step.last
-            self.is_held = isinstance(self._pending, Held)
             if step.meanwhile is not None:
                 step.meanwhile()
 
@@ -88,7 +85,6 @@ class BackwardPass:
         step: what the exchanges are told of the step.
         step_at_most: the upper bound of its number.
         step_label: it for messages: "7", or "<= 7" if the host has not read the outcomes of earlier passes.
-        coalescing: holds small messages back; None: each is sent at once.
     """
 
     group: dist.ProcessGroup
@@ -97,7 +93,6 @@ class BackwardPass:
     step: StepInfo
     step_at_most: int
     step_label: str
-    coalescing: Coalescing | None = None
     running: list[RunningExchange] = field(default_factory=list)
 
     def add(self, exchange: RunningExchange) -> None:
@@ -105,7 +100,7 @@ class BackwardPass:
         self.running.append(exchange)
         exchange.advance()
         for earlier in self.running[:-1]:
-            if earlier.has_round_left and not earlier.is_held:
+            if earlier.has_round_left:
                 earlier.advance()
 
     def drain(self) -> torch.Tensor:

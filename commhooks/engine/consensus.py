@@ -18,7 +18,6 @@ from commhooks.comm.shards import is_logging_rank, on_all_shards
 from commhooks.compressors.adaptive import AdaptiveCompressor, Ranks
 from commhooks.compressors.base import Compressor
 from commhooks.engine.arrangement import FLAT, Flat
-from commhooks.engine.coalescing import Patience, Waiting
 from commhooks.engine.held_state import HeldState
 from commhooks.engine.kernel_choice import Choice, KernelSupport, agreed_choice
 from commhooks.engine.known_buckets import KnownBuckets
@@ -37,13 +36,11 @@ class Agreement:
     Attributes:
         start: committed steps before its first exchange.
         exact_step: its exchange depends on the exact step.
-        waiting: which of its messages wait for those of other buckets; None: none does.
         adaptive: the compressor itself if it may decide anew; else None.
     """
 
     start: int
     exact_step: bool
-    waiting: Waiting | None
     adaptive: AdaptiveCompressor[Any] | None
 
 
@@ -91,7 +88,6 @@ class Consensus:
         self._held = held
         self._counters = counters
         self._agreement: Agreement | None = None  # None: to be compared
-        self._patience = Patience()
         self.bind(binding)
 
     @property
@@ -212,8 +208,7 @@ class Consensus:
                 )
         if not self.arrangement.complete or len({row[5] for row in table}) > 1:
             self.arrangement.redistribute_residuals(state, names, group)
-        waiting = self._patience.of(compressor, self.group("nodes", group), device)
-        self._agreement = Agreement(compressor.first_exchange, compressor.needs_exact_step, waiting, adaptive)
+        self._agreement = Agreement(compressor.first_exchange, compressor.needs_exact_step, adaptive)
         return self._agreement
 
 

@@ -8,21 +8,20 @@ step. Without learned state nothing depends on other buckets, and each one ends 
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 
 from commhooks.comm import collective
-from commhooks.comm.collective import Pending, Reach, Send, wait_for_abandoned
+from commhooks.comm.collective import Pending, Send, wait_for_abandoned
 from commhooks.comm.counters import Counters
 from commhooks.comm.point_to_point import PointToPoint
 from commhooks.comm.shards import good_on_all
 from commhooks.compressors.adaptive import AdaptiveCompressor
 from commhooks.compressors.base import Compressor, StepInfo
 from commhooks.engine.arrangement import FLAT
-from commhooks.engine.backward_pass import BackwardPass, Issue, RunningExchange
-from commhooks.engine.coalescing import Coalescing
+from commhooks.engine.backward_pass import BackwardPass, RunningExchange
 from commhooks.engine.consensus import Binding, Consensus
 from commhooks.engine.held_state import HeldState
 from commhooks.engine.immediate import reduce_and_count
@@ -139,14 +138,7 @@ class Session:
         group = consensus.group("all", everyone)
         info = StepInfo(step, group.size(), loss_scale / state.loss_scale, group.rank())
         label = f"{'' if step == step_at_most else '<= '}{step_at_most}"
-        current = BackwardPass(group, compressing, loss_scale, info, step_at_most, label)
-        if agreement.waiting is not None:
-
-            def ranks(over: Reach) -> int:
-                return consensus.group(over, group).size()
-
-            current.coalescing = Coalescing(agreement.waiting, functools.partial(self._send, current), ranks)
-        return current
+        return BackwardPass(group, compressing, loss_scale, info, step_at_most, label)
 
     def _new_exchange(self, bucket: Bucket, current: BackwardPass) -> RunningExchange:
         flat, consensus, counters = bucket.flat, self.consensus, self.counters
@@ -165,13 +157,11 @@ class Session:
         if bucket.unused:
             step = dataclasses.replace(step, unused={known.layout.names[place] for place in bucket.unused})
         exchange = known.exchange(compressor, flat, self.state, step, compressing=current.compressing)
-        issue: Issue = functools.partial(self._send, current, [bucket.index])
-        if current.coalescing is not None:
-            issue = functools.partial(current.coalescing.issue, bucket.index)
+        issue = functools.partial(self._send, current, bucket.index)
         return RunningExchange(ExchangeTask(exchange, flat, compressor.name), flat, issue)
 
-    def _send(self, current: BackwardPass, buckets: Sequence[int], send: Send) -> Pending:
-        where = f"bucket{'s' * (len(buckets) > 1)} {', '.join(map(str, buckets))} at step {current.step_label}"
+    def _send(self, current: BackwardPass, bucket: int, send: Send) -> Pending:
+        where = f"bucket {bucket} at step {current.step_label}"
         group = current.group if send.over == "all" else self.consensus.group(send.over, current.group)
         return collective.start(send, group, self.counters, where, self._messages)
 
@@ -189,7 +179,7 @@ class Session:
             self._messages.forget_abandoned()
         if self._observer is not None and self._observer.active:
             self.held.settle()  # `current.step` may be less than the step
-            self._observer.show(self.state.step - 1, good, [each.result for each in current.running])
+            self._observer.show(self.state.step - 1, good, current.running[0].result.device)
         current.fulfil()
         self._pass = None
 

@@ -261,7 +261,6 @@ OTHER_VALUES = {
     "random_seed": 7,
     "compression_stats_logging_frequency": 10,
     "batch_tensors_with_same_shape": True,
-    "coalesce": True,
     "exclude": ["*embed*", "head.?.weight"],
 }
 

@@ -11,11 +11,11 @@ from commhooks.compressors.powersgd.compressor import PowerSGDCompressor
 from commhooks.compressors.powersgd.options import PowerSGD
 from commhooks.compressors.quantized.compressor import Int8Compressor
 from commhooks.compressors.quantized.options import Int8Compress
-from commhooks.engine.local_driver import LocalDriver
-from commhooks.engine.simulation import SimulatedRanks
 from commhooks.engine.state import LearnedState
+from tests.support.local_driver import LocalDriver
 from tests.support.models import same_bits
 from tests.support.scaled import Scaled, ScaledCompressor
+from tests.support.simulation import SimulatedRanks
 
 STEPS = 4
 SHAPES = {"0.0": (12, 8), "0.1": (10,), "0.2": (6, 20)}

@@ -47,10 +47,6 @@ class _LowRank(NativelyComputed[AnyPowerSGD]):
         return not self.config.warm_start
 
     @property
-    def coalesces(self) -> bool | None:  # type: ignore[override]
-        return self.config.coalesce
-
-    @property
     def stats_every(self) -> int:  # type: ignore[override]
         return max(1, self.config.compression_stats_logging_frequency)
 

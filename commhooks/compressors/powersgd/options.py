@@ -28,10 +28,6 @@ class PowerSGD(HookConfig):
         batch_tensors_with_same_shape: on an accelerator, work on all matrices of a bucket that have the same shape at
             once: fewer and larger kernels, for one more copy of their gradients in float32. Changes results by rounding
             only, and nothing on the CPU.
-        coalesce: send small messages of all buckets as one, after the backward pass, so that a step costs two round
-            trips however many buckets there are. None: where a round trip takes 10 ms or more and it changes no bit of
-            the results, which is between two ranks, or two nodes with `ranks_per_node`. True: always; sums over more
-            than two ranks then differ by rounding. False: never.
         exclude: globs on parameter names ("*embed*", "head.?.weight"; case matters) that are never compressed. Not for
             batched PowerSGD.
     """
@@ -50,7 +46,6 @@ class PowerSGD(HookConfig):
     random_seed: int = 0
     compression_stats_logging_frequency: int = 10_000
     batch_tensors_with_same_shape: bool = False
-    coalesce: bool | None = None
     exclude: list[str] = field(default_factory=list, hash=False)
 
     def __post_init__(self) -> None:

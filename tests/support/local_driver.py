@@ -1,6 +1,6 @@
 """The exchange of a compressor without other ranks: every collective returns its own input.
 
-Used to time a codec on this machine. Nothing is sent, and no process group is needed.
+Nothing is sent, and no process group is needed.
 """
 
 from collections.abc import Mapping, Sequence
@@ -13,12 +13,12 @@ from commhooks.compressors.base import Compressor, StepInfo, Verdict
 from commhooks.compressors.local_steps.exchange import ANCHOR
 from commhooks.compressors.unit_plan import ParameterInfo
 from commhooks.engine.average import new_task
-from commhooks.engine.kernel_choice import use_own_kernel
 from commhooks.engine.state import LearnedState
 from commhooks.engine.task import Done, ExchangeTask
 from commhooks.gradients import precision
 from commhooks.gradients.layout import read_layout
 from commhooks.gradients.names import ModelNames
+from tests.support.kernels import use_own_kernel
 
 
 class LocalDriver:

@@ -11,7 +11,7 @@ from typing import Any, ClassVar, Generic
 import torch
 
 from commhooks.comm.wire import wire_dtype_of
-from commhooks.compressors.hook_config import ConfigT, HookConfig
+from commhooks.compressors.hook_config import ConfigT
 from commhooks.compressors.kernel import TORCH, Kernel, KernelHere
 from commhooks.compressors.state_field import StateField
 from commhooks.compressors.unit_plan import MemoryPlan, ParameterInfo, UnitPlan, real_itemsize
@@ -80,12 +80,6 @@ class CompressorRules(ABC, Generic[ConfigT]):
         if cls.flat_only:
             return "measures ranks that all compress the whole model"
         return "compresses whole buckets" if cls.per_bucket else ""
-
-    @property
-    def planning_config(self) -> HookConfig:
-        """The config with whose globs parameters are compared before `plan`; see `ParameterInfo`."""
-        config: HookConfig = self.config
-        return config
 
     @property
     def start_step(self) -> int:

@@ -53,7 +53,7 @@ class PowerSGDState:
     def __init__(
         self,
         process_group: dist.ProcessGroup | None,
-        matrix_approximation_rank: int | dict[str, int] = 1,
+        matrix_approximation_rank: int = 1,
         start_powerSGD_iter: int = 1_000,
         min_compression_rate: float = 2,
         use_error_feedback: bool = True,
@@ -127,7 +127,7 @@ class PowerSGDState:
         self.session.held.settle()
         return self.session.state.step
 
-    matrix_approximation_rank: int | dict[str, int] = _option("matrix_approximation_rank")
+    matrix_approximation_rank: int = _option("matrix_approximation_rank")
     start_powerSGD_iter: int = _option("start_powerSGD_iter")
     min_compression_rate: float = _option("min_compression_rate")
     use_error_feedback: bool = _option("use_error_feedback")

@@ -16,7 +16,6 @@ from commhooks import AttachError, HookConfigError, HookRunError
 from commhooks.compressors import registry
 from commhooks.hook import request
 from tests.support.ddp_steps import backward, mlp, process_group_of_one, wrap
-from tests.support.features import structured_unions
 
 
 def callable_hook(state: Any, bucket: Any) -> Any:
@@ -107,7 +106,7 @@ CASES = [
     # values
     Expected("rank 0", "PowerSGD: matrix_approximation_rank=0; expected at least 1",
              options=_options(matrix_approximation_rank=0)),
-    Expected("rank of wrong type", "PowerSGD: matrix_approximation_rank='two'; expected int or numbers",
+    Expected("rank of wrong type", "PowerSGD: matrix_approximation_rank='two'; expected int",
              options=_options(matrix_approximation_rank="two")),
     Expected("negative start", "start_powerSGD_iter=-1; expected a number of steps, 0 or more",
              options=_options(start_powerSGD_iter=-1)),
@@ -265,7 +264,6 @@ OTHER_VALUES = {
 }
 
 
-@structured_unions
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config.__name__)
 def test_a_config_is_an_omegaconf_structured_config(config):
     assert OmegaConf.to_object(OmegaConf.structured(config)) == config()

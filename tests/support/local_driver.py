@@ -48,7 +48,7 @@ class LocalDriver:
                 self._state[ANCHOR.key].update(anchors)
             flat = torch.empty(sum(p.numel() for p in parameters), dtype=dtype, device=device)
             layout = read_layout(flat, parameters, list(named))
-            config = compressor.planning_config
+            config = compressor.config
             plans = compressor.plan([ParameterInfo.of(name, p, names, config) for name, p in named.items()])
             compresses = not compressor.transactional or any(plan.compressed for plan in plans)
             self._buckets.append((flat, compressor.workspace(layout, plans) if compresses else None))

@@ -46,7 +46,7 @@ class SimulatedRanks:
         empty = torch.empty(numel, dtype=first.dtype, device=first.device)
         self.layout: BucketLayout = read_layout(empty, list(parameters.values()), list(parameters))
         first_one, names = self._compressors[0], ModelNames(parameters.items())
-        config = first_one.planning_config
+        config = first_one.config
         infos = [ParameterInfo.of(name, parameter, names, config) for name, parameter in parameters.items()]
         self.plans: list[UnitPlan] = first_one.plan(infos)
         self._compresses = not first_one.transactional or any(plan.compressed for plan in self.plans)

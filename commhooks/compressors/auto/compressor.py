@@ -65,7 +65,6 @@ class AutoCompressor(AdaptiveCompressor[Auto]):
     initial_value = _of_inner("initial_value")
     computes = _of_inner("computes")
     memory_plan = _of_inner("memory_plan")
-    config = _of_inner("planning_config")
     stats_every = _of_inner("stats_every")
     collectives = _of_inner("collectives")
     needs_exact_step = _of_inner("needs_exact_step")

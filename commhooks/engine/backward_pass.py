@@ -15,10 +15,11 @@ import torch.distributed as dist
 
 from commhooks.comm.collective import Pending, Send, new_future
 from commhooks.compressors.base import StepInfo, Verdict
+from commhooks.engine.send_comparison import SendComparison
 from commhooks.engine.task import Done, ExchangeTask
 from commhooks.gradients.loss_scale import LossScale
 
-Issue = Callable[[Send], Pending]
+Issue = Callable[[Send], Pending | None]
 
 
 class RunningExchange:
@@ -27,7 +28,7 @@ class RunningExchange:
     Args:
         task: the exchange, not begun yet.
         flat: the bucket's buffer.
-        issue: starts a collective for this bucket.
+        issue: starts a collective for this bucket; None: the ranks differ in it, and the exchange stays where it is.
 
     Attributes:
         result: holds the averaged gradient after the commit: the bucket, unless the exchange returns another tensor.
@@ -69,8 +70,9 @@ class RunningExchange:
         elif isinstance(step, Verdict):
             self.finite = step.finite
         else:
-            self._pending, self.has_round_left = self._issue(step), not step.last
-            if step.meanwhile is not None:
+            self._pending = self._issue(step)
+            self.has_round_left = self._pending is not None and not step.last
+            if self._pending is not None and step.meanwhile is not None:
                 step.meanwhile()
 
 
@@ -85,6 +87,7 @@ class BackwardPass:
         step: what the exchanges are told of the step.
         step_at_most: the upper bound of its number.
         step_label: it for messages: "7", or "<= 7" if the host has not read the outcomes of earlier passes.
+        comparison: compares what the ranks send; None: it was compared before.
     """
 
     group: dist.ProcessGroup
@@ -93,6 +96,7 @@ class BackwardPass:
     step: StepInfo
     step_at_most: int
     step_label: str
+    comparison: SendComparison | None = None
     running: list[RunningExchange] = field(default_factory=list)
 
     def add(self, exchange: RunningExchange) -> None:
@@ -105,12 +109,18 @@ class BackwardPass:
 
     def drain(self) -> torch.Tensor:
         """After the last bucket: run all remaining rounds and wait for them. Returns whether everything received is
-        finite (0-dim bool tensor)."""
+        finite (0-dim bool tensor).
+
+        Raises:
+            HookRunError: on all ranks, if they do not send the same.
+        """
         while left := [each for each in self.running if each.has_round_left]:
             for each in left:
                 each.advance()
         for each in self.running:
             each.finish()
+        if self.comparison is not None:
+            self.comparison.end()
         return torch.stack([each.finite for each in self.running]).all()
 
     def commit(self, good: torch.Tensor | bool) -> None:

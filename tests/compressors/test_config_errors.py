@@ -37,6 +37,14 @@ def good_factory(options: dict[str, Any], process_group: Any) -> Any:
     return None, callable_hook
 
 
+class Gan(nn.Module):
+    """A module that is not wrapped itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.generator, self.critic = wrap(mlp()), nn.ModuleDict({"net": wrap(mlp())})
+
+
 @dataclass
 class Expected:
     """One request and the error that it ends in. `error` must be its class exactly; `text` must be part of it."""
@@ -177,6 +185,9 @@ CASES = [
     Expected("not DDP", "needs a torch.nn.parallel.DistributedDataParallel model, or one sharded by fully_shard, got a "
              "torch.nn.modules.linear.Linear; wrap the model first",
              error=AttachError, model=lambda: nn.Linear(2, 2)),
+    Expected("a module of DDP models", "Gan is no DistributedDataParallel model, but holds some: generator, "
+             "critic.net. Attach a hook to each of them, such as attach(model.generator, ...)",
+             error=AttachError, model=Gan),
     Expected(
         "swapped",
         "got a builtins.str; the model comes first, then the hook",

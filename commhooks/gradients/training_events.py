@@ -1,5 +1,7 @@
-"""When a model begins a forward pass, when its optimizers have stepped, and what they keep of its parameters."""
+"""When a model begins a forward pass, how many backward passes it has had, when its optimizers have stepped, and what
+they keep of its parameters."""
 
+import collections
 import functools
 import weakref
 from collections.abc import Callable, Iterable, Iterator
@@ -13,6 +15,27 @@ from torch.optim.optimizer import (
 )
 
 from commhooks.errors import HookRunError
+
+
+class BackwardPasses:
+    """Counts the backward passes that give these parameters gradients, whoever averages them, until `stop`."""
+
+    def __init__(self, parameters: Iterable[torch.Tensor]) -> None:
+        self._by_parameter: collections.Counter[int] = collections.Counter()
+        note = functools.partial(_count, self._by_parameter)  # it holds no more than the counter
+        trained = [each for each in parameters if each.requires_grad]
+        self._handles = [each.register_post_accumulate_grad_hook(note) for each in trained]
+
+    def stop(self) -> int:
+        """Returns the number of passes: that of the parameter with the most, because a pass may leave out others."""
+        for each in self._handles:
+            each.remove()
+        self._handles.clear()
+        return max(self._by_parameter.values(), default=0)
+
+
+def _count(by_parameter: "collections.Counter[int]", parameter: torch.Tensor) -> None:
+    by_parameter[id(parameter)] += 1
 
 
 class OptimizerSteps:

@@ -6,6 +6,7 @@ after the optimizer's step that follows the last of them, or the pass at which i
 """
 
 import contextlib
+import dataclasses
 import functools
 import threading
 import weakref
@@ -37,6 +38,7 @@ from commhooks.hook.means import MeansOfRanks
 from commhooks.hook.outer_steps import OuterSteps
 from commhooks.hook.request import HookRequest
 from commhooks.hook.round_warnings import RoundWarnings
+from commhooks.hook.unused import Use
 
 
 class LocalStepsHook(EngineHook):
@@ -268,15 +270,26 @@ class LocalStepsHook(EngineHook):
         assert module is not None  # a hook like this one is attached to models only, and ends with them
         return module
 
-    def announcement(self) -> str:
+    def use(self) -> Use:
+        found, compressor = super().use(), self._session.compressor
+        assert found is not None
+        return dataclasses.replace(
+            found,
+            plain=self._averages_gradients,
+            acts=found.begins + compressor.passes_per_exchange,
+            missing="averaged no weights",
+            remedy=f"{found.remedy}, or sync_every",
+        )
+
+    def effect(self) -> str:
         buffers = any(True for _ in self._module().buffers())
         more = "; DDP no longer broadcasts buffers, which are averaged with the weights" if buffers else ""
-        return f"{super().announcement()} on average{more}"
+        return f"{super().effect()} on average{more}"
 
-    def announcement_alone(self, reason: str) -> str:
+    def alone(self) -> str:
         return (
-            f"{self._words}{reason}. Outer steps are done as among several, so that the run can go on with any number "
-            "of them; hook=None trains without"
+            ". Outer steps are done as among several, so that the run can go on with any number of them; hook=None "
+            "trains without"
         )
 
     def problems(self) -> list[str]:

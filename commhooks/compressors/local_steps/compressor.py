@@ -64,9 +64,8 @@ class LocalStepsCompressor(Compressor[AnyLocalSteps]):
         return 0
 
     @property
-    def words(self) -> str:
-        start = self.config.start_iter
-        return f"every {self.config.sync_every} steps" + (f", from step {start}" if start else "")
+    def summary(self) -> str:
+        return f"every {self.config.sync_every} steps"
 
     def plan_one(self, info: ParameterInfo) -> UnitPlan:
         p = info.parameter

@@ -44,6 +44,9 @@ class ModelPlan:
     """The parameters of each bucket; empty if they are unknown or if the rows of the plan are buckets."""
     buckets_from: str = ""
     """Source of `bucket_names`, for the table."""
+    bytes_per_save: int = 0
+    """Bytes that a joint save sends of an optimizer that keeps two numbers per weight, such as Adam, where each rank
+    trains for itself."""
     sends: bool | None = True
     """False for a hook that sends nothing; None for a user's hook, whose traffic is unknown."""
 
@@ -113,6 +116,7 @@ class ModelPlan:
             "bytes_before": self.bytes_before,
             "bytes_after": sent,
             "flag_bytes": self.flag_bytes,
+            "bytes_per_save": self.bytes_per_save,
             "compression_rate": self.bytes_before / sent if sent else None,
             "compressed_share": self.compressed_share,
             "memory_bytes": {
@@ -154,6 +158,8 @@ class ModelPlan:
         unit = self.unit
         after = "what the hook sends" if self.sends is None else unit.text(self.bytes_after)
         sent = f"{unit.text(self.bytes_before)} -> {after} per step and rank"
+        if self.bytes_per_save:
+            sent += f" on average, and {unit.text(self.bytes_per_save)} per save with an optimizer such as Adam"
         if not self.selective:
             return f"{len(self.parameters)} parameters, {sent}"
         return (

@@ -11,6 +11,7 @@ from typing import Any
 
 from commhooks.comm.link import Backend, Network
 from commhooks.compressors.candidates import ALLREDUCE, BF16, INT4, INT8, Candidate, powersgd
+from commhooks.compressors.local_steps.options import LocalSteps
 from commhooks.compressors.units import Unit
 from commhooks.hook.plan_table import text_of
 from commhooks.hook.request import HookRequest
@@ -69,7 +70,7 @@ def predict(candidate: Candidate, model: NamedModel, cluster: Cluster, **limits:
             continue
         together = 1 if between_nodes else cluster.ranks_per_node  # ranks of a node in one group
         network = Network(cluster.nodes * together, cluster.bandwidth, cluster.latency, together, cluster.backend)
-        if between_nodes and compressor.on_weights:  # each rank of a node sends all of it
+        if between_nodes and isinstance(compressor.config, LocalSteps):  # each rank of a node sends all of it
             counted *= cluster.ranks_per_node
         seconds = exchange_s(compressor, network, counted, len(plan.bucket_names))
         if between_nodes:

@@ -9,6 +9,7 @@ import torch
 
 from commhooks.comm.link import seconds_of
 from commhooks.compressors.base import Compressor
+from commhooks.compressors.local_steps.options import passes_per_exchange
 from commhooks.compressors.unit_plan import UnitPlan
 from commhooks.engine.local_driver import LocalDriver
 
@@ -60,7 +61,7 @@ def measure_codec(compressor: Compressor[Any], plans: Sequence[UnitPlan], device
     once()
     seconds = min(once() for _ in range(ROUNDS))  # the minimum is disturbed least by other load
     kernel, share = driver.choice.kernel.name, min(1.0, sampled / total)
-    per_step = seconds / compressor.passes_per_exchange
+    per_step = seconds / passes_per_exchange(compressor.config)
     return CodecTime(
         per_step * total / sampled, device.type, torch.get_num_threads(), share, kernel, driver.choice.slower
     )

@@ -4,6 +4,7 @@ from typing import Any
 
 from commhooks.comm.link import LONG_ROUND_TRIP_S, Network
 from commhooks.compressors.base import Compressor
+from commhooks.compressors.local_steps.options import passes_per_exchange
 from commhooks.engine.coalescing import Waiting
 
 
@@ -14,7 +15,7 @@ def exchange_s(compressor: Compressor[Any], network: Network, counted_bytes: flo
     Args:
         counted_bytes: of a step, in all buckets; see `Counters`.
     """
-    every = compressor.passes_per_exchange
+    every = passes_per_exchange(compressor.config)
     counted = counted_bytes * every
     which = Waiting.of(compressor, network.ranks, 2 * network.latency_s) if compressor.transactional else None
     largest = counted / len(compressor.collectives) / buckets

@@ -13,6 +13,7 @@ from commhooks.compressors.adaptive import AdaptiveCompressor
 from commhooks.compressors.base import Compressor
 from commhooks.compressors.dotted_path import current_folder_first
 from commhooks.compressors.kernel import TORCH
+from commhooks.compressors.local_steps.options import LocalSteps, passes_per_exchange
 from commhooks.errors import HookConfigError
 from commhooks.gradients.exclude import unmatched_sentence
 from commhooks.hook.model_plan import ModelPlan
@@ -108,7 +109,7 @@ def _run_one_hook(arguments: argparse.Namespace) -> None:
         request = HookRequest.parse(arguments.hook, hook_options=options, wrapper=arguments.wrapper)
     model = named_model(arguments.model)
     plan, compressor = model.planned(request, bucket_cap_mb=arguments.bucket_cap_mb, total_steps=arguments.total_steps)
-    if arguments.step_ms is not None and not compressor.on_weights:
+    if arguments.step_ms is not None and not isinstance(compressor.config, LocalSteps):
         raise HookConfigError(f"--step-ms is for hooks with rounds, such as diloco: {compressor.name} has none")
     remarks, config = [model.note], compressor.config
     for sentence in (
@@ -128,8 +129,8 @@ def _run_one_hook(arguments: argparse.Namespace) -> None:
         estimate = _estimated(plan, compressor, codec, arguments.world_size, arguments.rtt_ms / 1e3)
         if getattr(config, "coalesce", False) is None and set(compressor.collectives) == {"sum"}:
             remarks += sentences(arguments.world_size, 0, arguments.rtt_ms / 1e3)
-        if compressor.on_weights:
-            _add_rounds(estimate, compressor.passes_per_exchange, arguments.step_ms)
+        if isinstance(compressor.config, LocalSteps):
+            _add_rounds(estimate, passes_per_exchange(config), arguments.step_ms)
             if arguments.step_ms is None:
                 remarks.append("With --step-ms MS (a step without a network): the sync_every that it needs.")
     note = " ".join(filter(None, remarks))
@@ -143,7 +144,7 @@ def _run_one_hook(arguments: argparse.Namespace) -> None:
 def _codec_time(arguments: argparse.Namespace, compressor: Compressor[Any], plan: ModelPlan) -> CodecTime:
     """Per step on average: measured here, unless that of one exchange is given."""
     if arguments.codec_ms is not None:
-        return CodecTime(arguments.codec_ms / 1e3 / compressor.passes_per_exchange)
+        return CodecTime(arguments.codec_ms / 1e3 / passes_per_exchange(compressor.config))
     device = torch.device(arguments.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     if device.type == "cuda" and not torch.cuda.is_available():
         raise HookConfigError("--device cuda: this machine has none that torch can use")

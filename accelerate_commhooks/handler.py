@@ -1,7 +1,7 @@
 """`CommHookKwargs`: Accelerate's handler of DDP arguments, with a communication hook of commhooks."""
 
 import dataclasses
-from collections.abc import Iterable, Set
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -10,20 +10,18 @@ import torch
 from accelerate import Accelerator, DistributedDataParallelKwargs, DistributedType
 from torch.nn.parallel import DistributedDataParallel
 
-from accelerate_commhooks.flags import VARIABLE
 from accelerate_commhooks.prepared import HookedModel, accelerator_in_construction, calling_accelerator, loss_scale_of
 from accelerate_commhooks.replicas import check_leaves_something, replicas_of, saved_by_replicas, serve_replicas
-from accelerate_commhooks.requested import DDP_FIELDS, RunValues, checked_request, stock_requests
+from accelerate_commhooks.requested import RunValues, checked_request, stock_requests
 from accelerate_commhooks.saving import RegisteringSave, saved_hooks
-from accelerate_commhooks.settings import NOT_FROM_OUTSIDE, Settings, refuse_to_ignore_the_launcher
-from commhooks import AttachError, CommHook, HookConfigError, HookRunError, attach
-from commhooks.errors import logger_of
-from commhooks.hook.for_plugins import PREFIX, HookRequest, Meter, attach_request, documented_by, unknown_argument
+from accelerate_commhooks.settings import DDP_FIELDS, LINE_TO_ADD, VARIABLE, Settings
+from commhooks import AttachError, CommHook, HookConfigError, HookRunError
+from commhooks.errors import logger_of, no_such
+from commhooks.hook.for_plugins import PREFIX, HookRequest, Meter, attach_request
 
 logger = logger_of(__name__)
 
 
-@documented_by(attach)
 @dataclass(eq=False, repr=False)
 class CommHookKwargs(DistributedDataParallelKwargs):
     """`DistributedDataParallelKwargs` with a communication hook that is saved and resumed.
@@ -70,30 +68,32 @@ class CommHookKwargs(DistributedDataParallelKwargs):
         # Arguments override the environment even if they equal the default; only here is known which were given.
         handler = super().__new__(cls)
         names = [f.name for f in dataclasses.fields(cls)]
-        for name, value in kwargs.items():
+        for name in kwargs:
             if name not in names:
-                raise unknown_argument("CommHookKwargs", name, value, kwargs.get("hook"), names)
-        handler._given = frozenset(names[: len(args)]) | frozenset(kwargs)
+                raise no_such("CommHookKwargs", "argument", name, names)
+        handler.given = frozenset(names[: len(args)]) | frozenset(kwargs)
         return handler
 
     def __post_init__(self) -> None:
-        self._given: frozenset[str]
+        self.given: frozenset[str]
+        """The names of the arguments that the user has given, here or from outside."""
         self._hooked: list[HookedModel] = []
         self._meter = Meter()
-        self._settings = NOT_FROM_OUTSIDE
+        self._settings: Settings | None = None
         self._warned_alone = False
         self.run_values = RunValues()
-        asks = self.hook is not None or "hook" in self._given or stock_requests(self)
-        given = None if asks else Settings.from_environment()
-        if given is None:
-            checked_request(self)
-            return
-        with given.locating_errors(but=self._given):
-            for name, value in given.arguments().items():
-                if name not in self._given:
-                    setattr(self, name, value)
-            checked_request(self)
-        self._settings = given.noting("read")
+        asks = self.hook is not None or "hook" in self.given or stock_requests(self)
+        settings = None if asks else Settings.from_environment()
+        if settings is not None:
+            settings.check()
+            with settings.named_in_errors():
+                outside = settings.arguments()
+            for name in outside.keys() - self.given:
+                setattr(self, name, outside[name])
+            self.given |= outside.keys()
+        checked_request(self)
+        if settings is not None:
+            self._use(settings)
 
     @classmethod
     def from_config(cls, path: str | Path | None = None, *, overrides: Iterable[str] = ()) -> "CommHookKwargs":
@@ -118,9 +118,9 @@ class CommHookKwargs(DistributedDataParallelKwargs):
             )
         if path is None and overrides:
             given = given.overridden(overrides)
-        with given.locating_errors():
+        with given.named_in_errors():
             handler = cls(**given.arguments())
-        handler._settings = given.noting("read")
+        handler._use(given)
         return handler
 
     @property
@@ -137,11 +137,6 @@ class CommHookKwargs(DistributedDataParallelKwargs):
     def off(self) -> bool:
         """Whether the handler is for DDP without a hook: `hook=None`."""
         return checked_request(self).off
-
-    @property
-    def given(self) -> Set[str]:
-        """The names of the arguments that the user has given, here or from outside."""
-        return self._given | self._settings.values.keys()
 
     def is_attached(self, model: torch.nn.Module) -> bool:
         """Whether `model` has a hook of this handler. `model`: the result of `prepare`, or the module inside it."""
@@ -242,7 +237,8 @@ class CommHookKwargs(DistributedDataParallelKwargs):
         call this. A hook that the model has from an earlier `prepare` is taken off."""
         request = checked_request(self)
         if request.off:
-            self._settings.noting("attached")
+            if self._settings is not None:
+                self._settings.message("")
             return
         request = saved_by_replicas(request, given="save_residual" in self.given)
         for earlier in filter(None, [each.hook for each in self._hooked if each.is_of(model)]):
@@ -251,7 +247,7 @@ class CommHookKwargs(DistributedDataParallelKwargs):
 
     def __repr__(self) -> str:
         fields = ((f, getattr(self, f.name)) for f in dataclasses.fields(self))
-        written = {"hook"} & self._given if self.hook is None and not stock_requests(self) else set()
+        written = {"hook"} & self.given if self.hook is None and not stock_requests(self) else set()
         shown = ", ".join(f"{f.name}={v!r}" for f, v in fields if f.name in written or not _is_default(f, v))
         return f"{type(self).__qualname__}({shown})"
 
@@ -260,14 +256,19 @@ class CommHookKwargs(DistributedDataParallelKwargs):
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Pickles and copies contain the configuration, never the hooks of wrapped models.
-        return _rebuild, (type(self), _values(self)), {"_settings": self._settings, "_given": self._given}
+        return _rebuild, (type(self), _values(self)), {"_settings": self._settings, "given": self.given}
+
+    def _use(self, settings: Settings) -> None:
+        self._settings = settings
+        settings.message(
+            f"the hook {settings.values['hook']!r} of {settings.source} was attached to no model. {LINE_TO_ADD}",
+            first=True,
+        )
 
     def _attach(
         self, model: torch.nn.Module, request: HookRequest, accelerator: Accelerator | None, **groups: Any
     ) -> None:
         self._hooked = [each for each in self._hooked if each.hook is not None and not each.is_of(model)]
-        if self._settings.used is None:
-            refuse_to_ignore_the_launcher(self.hook)
         if self.attached_hooks and callable(getattr(request.hook_state, "state_dict", None)):
             raise AttachError(
                 f"hook_state ({type(request.hook_state).__name__}) is one object, and serves another model already. "
@@ -276,7 +277,8 @@ class CommHookKwargs(DistributedDataParallelKwargs):
             )
         scale = loss_scale_of(accelerator)
         hook = attach_request(model, request, total_steps=self.total_steps, loss_scale=scale, **groups)
-        self._settings.noting("attached")
+        if self._settings is not None:
+            self._settings.message("")
         if request.off:
             return
         hooked = HookedModel(model, hook, request.strict)

@@ -1,21 +1,18 @@
 """What a `CommHookKwargs` asks for: by its own arguments, or by those fields of Accelerate's handler that request a
 hook of torch, for which the one of commhooks is taken. Its other fields are DDP's arguments."""
 
-import dataclasses
 from typing import TYPE_CHECKING, Any
 
 from accelerate import DistributedDataParallelKwargs
 from accelerate.utils import DDPCommunicationHookType
 
-from accelerate_commhooks.flags import VARIABLE
+from accelerate_commhooks.settings import STOCK_HOOK_FIELDS, VARIABLE
 from commhooks.errors import HookConfigError
-from commhooks.hook.for_plugins import ARGUMENTS, HOOKS, HookRequest, check_choice
+from commhooks.hook.for_plugins import ARGUMENTS, HookRequest, check_choice
 
 if TYPE_CHECKING:
     from accelerate_commhooks.handler import CommHookKwargs
 
-STOCK_HOOK_FIELDS = ("comm_hook", "comm_wrapper", "comm_state_option")
-DDP_FIELDS = [f for f in dataclasses.fields(DistributedDataParallelKwargs) if f.name not in STOCK_HOOK_FIELDS]
 _NO = DDPCommunicationHookType.NO
 
 
@@ -39,10 +36,10 @@ def checked_request(handler: "CommHookKwargs") -> HookRequest:
         )
     if stock:
         hook, options, wrapper = _translated(handler)
-    elif hook is None and "hook" not in handler._given:
+    elif hook is None and "hook" not in handler.given:
         raise HookConfigError(
-            f"CommHookKwargs needs hook=: {HOOKS}; or settings from outside, by `accelerate-commhooks launch` or a "
-            f"YAML file named in {VARIABLE}. hook=None is DDP without a hook"
+            "CommHookKwargs needs hook=, such as 'powerSGD', or settings from `accelerate-commhooks launch` or a YAML "
+            f"file named in {VARIABLE}. hook=None is DDP without a hook"
         )
     given = {name: getattr(handler, name) for name in ARGUMENTS}
     request = HookRequest.parse(**given | {"hook": hook, "hook_options": options, "wrapper": wrapper})

@@ -9,6 +9,7 @@ The Trainer creates its accelerator itself and has no argument for a hook. `Comm
 import contextlib
 import inspect
 import os
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from commhooks.hook.supported import needed
@@ -25,14 +26,9 @@ with needed(
 from accelerate_commhooks.handler import CommHookKwargs
 from accelerate_commhooks.saving import saved_hooks
 from accelerate_commhooks.trainer_callbacks import HookCallback, print_no_metrics, save_between_steps
-from commhooks import CommHook, HookConfigError, attach
-from commhooks.hook.for_plugins import (
-    Meter,
-    arguments_in,
-    documented_by,
-    misplaced_option,
-    unknown_argument,
-)
+from commhooks import CommHook, HookConfigError
+from commhooks.errors import no_such
+from commhooks.hook.for_plugins import Meter, arguments_in
 
 if TYPE_CHECKING:
     _Base = Trainer
@@ -40,7 +36,6 @@ else:
     _Base = object
 
 
-@documented_by(attach)
 class CommHookTrainerMixin(_Base):
     """Adds a communication hook to a `Trainer` subclass: `class MyTrainer(CommHookTrainerMixin, TheirTrainer)`.
 
@@ -82,7 +77,7 @@ class CommHookTrainerMixin(_Base):
         ranks_per_node: int | str | None = None,
         **kwargs: Any,
     ) -> None:
-        _check_arguments(type(self), kwargs, hook)
+        _check_arguments(type(self), kwargs)
         settings = {name: value for name, value in arguments_in(locals()).items() if name != "hook"}
         self._hook_handler = _handler(hook, {name: value for name, value in settings.items() if value is not None})
         self._resume_folder: str | None = None
@@ -179,21 +174,16 @@ class CommHookTrainer(CommHookTrainerMixin, Trainer):
     """
 
 
-def _check_arguments(trainer: type[CommHookTrainerMixin], given: dict[str, Any], hook: Any) -> None:
-    """Raise HookConfigError for an argument that no constructor of `trainer` has. One with `**kwargs` may have any:
-    then only for an option of the hook."""
+def _check_arguments(trainer: type[CommHookTrainerMixin], given: Iterable[str]) -> None:
+    """Raise HookConfigError for an argument that no constructor of `trainer` has."""
     constructors = [vars(each)["__init__"] for each in trainer.__mro__[:-1] if "__init__" in vars(each)]
     known = [each for constructor in constructors for each in inspect.signature(constructor).parameters.values()]
-    takes_all = [each for each in known if each.kind is each.VAR_KEYWORD]
+    if sum(each.kind is each.VAR_KEYWORD for each in known) > 1:  # not the mixin's alone
+        return
     names = {each.name for each in known if each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD)} - {"self"}
-    for name, value in given.items():
-        problem = None
-        if len(takes_all) > 1:  # not the mixin's alone
-            problem = misplaced_option(trainer.__name__, name, value, hook)
-        elif name not in names:
-            problem = unknown_argument(trainer.__name__, name, value, hook, names)
-        if problem is not None:
-            raise problem
+    for name in given:
+        if name not in names:
+            raise no_such(trainer.__name__, "argument", name, sorted(names))
 
 
 def _handler(hook: Any, settings: dict[str, Any]) -> CommHookKwargs:

@@ -7,10 +7,10 @@ arithmetic and traffic in memory. In every round each hook makes one backward pa
 with each number of threads; the difference to the `noop` of the same round and threads is what counts.
 
   noop                    nothing: the baseline
-  commhooks               our PowerSGD, with fused=False
-  fused, alternate        the same with the native kernel, with alternate, and with both
-  int8, int4              our quantised hooks, with fused=False; they have no rank
-  fused int8, fused int4  the same with the native kernel
+  commhooks               our PowerSGD, computed by torch
+  native                  the same with the native kernel
+  int8, int4              our quantised hooks, computed by torch; they have no rank
+  native int8, native int4  the same with the native kernel
   torch, torch same       torch's powerSGD_hook without and with batch_tensors_with_same_shape
   epfml                   the authors' code (github.com/epfml/powersgd, where it can be imported): no DDP hook, so its
                           aggregate() runs after the backward pass of a bare model. The residual stays in .grad, and
@@ -38,9 +38,9 @@ from models import TASKS, forward_loss, make, numel
 from commhooks import CommHook
 
 WARM_UP, START, BATCHES = 4, 2, 4
-QUANTISED = {"int8": "int8", "int4": "int4", "fused int8": "fused-int8", "fused int4": "fused-int4"}
-PASSES = {"int8": 6.5, "fused int8": 6.5, "int4": 6.25, "fused int4": 6.25}
-OURS = {"commhooks": "powersgd", "fused": "fused", "alternate": "alternate", "fused alternate": "fused-alternate"}
+QUANTISED = {"int8": "int8", "int4": "int4", "native int8": "native-int8", "native int4": "native-int4"}
+PASSES = {"int8": 6.5, "native int8": 6.5, "int4": 6.25, "native int4": 6.25}
+OURS = {"commhooks": "powersgd", "native": "native"}
 BATCH_SIZE = {"resnet18": 2, "resnet50": 2}  # images; 16 vectors or tokens for other models
 
 try:

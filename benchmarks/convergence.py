@@ -22,8 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import commhooks
 
-HOOKS = ["allreduce", "fp16", "bf16", "powersgd-1", "powersgd-2", "powersgd-4", "alternate-1", "alternate-2"]
-HOOKS += ["alternate-4", "batched-1", "batched-4"]
+HOOKS = ["allreduce", "fp16", "bf16", "powersgd-1", "powersgd-2", "powersgd-4", "batched-1", "batched-4"]
 PER_RANK = 16
 
 

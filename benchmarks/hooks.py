@@ -1,19 +1,21 @@
 """The candidates of the benchmarks, by label.
 
-`noop`, `ddp` (no hook), `allreduce`, `fp16`, `bf16`, `powersgd-4` and `batched-4` (commhooks, rank 4), `fused-4`,
-`alternate-4`, `coalesce-4`, `apart-4` (coalesce=False), `fused-alternate-4` and `same-4` (commhooks with these
-options), `torch-4` (torch's powerSGD_hook) and `torch-same-4`; "same" is batch_tensors_with_same_shape. `int8`, `int4`,
-`fused-int8` and `fused-int4` are the quantised hooks. `auto` and `auto-close` choose one of them (quality "same" and
-"close"). Only those with "fused", and what these choose, use the native kernel. `diloco-30` (with int4) and `local-30`
-communicate every 30 steps; in `diloco-30-10` the network has 10 steps for it. `+int8` or `+int4` after PowerSGD is the
-wrapper. The suffix `:one` selects one bucket: one all-reduce for all P, and one for all Q.
+`noop`, `ddp` (no hook), `allreduce`, `fp16`, `bf16`, `powersgd-4` and `batched-4` (commhooks, rank 4), `native-4`,
+`coalesce-4`, `apart-4` (coalesce=False) and `same-4` (commhooks with these options), `torch-4` (torch's
+powerSGD_hook) and `torch-same-4`; "same" is batch_tensors_with_same_shape. `int8`, `int4`, `native-int8` and
+`native-int4` are the quantised hooks. `auto` and `auto-close` choose one of them (quality "same" and "close"). Only
+those with "native", and what these choose, use the native kernel. `diloco-30` (with int4) and `local-30` communicate
+every 30 steps; in `diloco-30-10` the network has 10 steps for it.
+The suffix `:one` selects one bucket: one all-reduce for all P, and one for all Q.
 For benchmarks with several ranks per node: `:nodes` compresses between nodes only, `:fsdp2` shards the model inside the
 node (`fully_shard`), and `hsdp` and `hsdp-bf16` are `fully_shard` on both dimensions without a hook, with gradients
 reduced in float32 or bfloat16.
 """
 
 import functools
+import os
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -26,10 +28,10 @@ import commhooks
 
 ONE_BUCKET_MB = 10_000
 LABELS = (
-    "noop, ddp, allreduce, fp16, bf16, powersgd-RANK, fused-RANK, alternate-RANK, coalesce-RANK, "
-    "apart-RANK, fused-alternate-RANK, same-RANK, batched-RANK, diloco-STEPS, diloco-STEPS-DELAY, "
-    "local-STEPS, auto, auto-close, int8, int4, fused-int8, fused-int4, torch-RANK, torch-same-RANK; with +int8 or "
-    "+int4, :one, :nodes, :fsdp2; hsdp, hsdp-bf16"
+    "noop, ddp, allreduce, fp16, bf16, powersgd-RANK, native-RANK, coalesce-RANK, "
+    "apart-RANK, same-RANK, batched-RANK, diloco-STEPS, diloco-STEPS-DELAY, "
+    "local-STEPS, auto, auto-close, int8, int4, native-int8, native-int4, torch-RANK, torch-same-RANK; with "
+    ":one, :nodes, :fsdp2; hsdp, hsdp-bf16"
 )
 SIMPLE = {
     "noop": commhooks.Noop,
@@ -43,9 +45,7 @@ CHOOSING = {"auto": "same", "auto-close": "close"}
 """Hooks that decide after some steps, by their quality."""
 OPTIONS = {
     "powersgd": (),
-    "fused": ("fused",),
-    "alternate": ("alternate",),
-    "fused-alternate": ("fused", "alternate"),
+    "native": (),
     "coalesce": ("coalesce",),
     "apart": (),
     "same": ("batch_tensors_with_same_shape",),
@@ -61,7 +61,7 @@ def _local_steps(label: str) -> Any:
 def starts_late(label: str) -> bool:
     """Whether it is a PowerSGD, which begins some steps after the training."""
     kind, _, rank = label.rpartition("-")
-    return kind.startswith(("torch", "fused", "powersgd")) and rank.isdigit()
+    return kind.startswith(("torch", "native", "powersgd")) and rank.isdigit()
 
 
 def steps_of_round(label: str) -> int:
@@ -76,15 +76,12 @@ def wrap(
     start: int = 2,
     bucket_cap_mb: float | None = None,
     ranks_per_node: int | None = None,
-    wrapper: str | None = None,
     **ddp: Any,
 ) -> tuple[Any, commhooks.CommHook | None]:
     """Wrap `model` in DDP, or shard it, with that hook; also returns the CommHook (None for torch's hooks and without a
     hook). On gloo torch's PowerSGD always gets one bucket, because it hangs there with several. `start`: the step at
-    which PowerSGD and quantising begin; torch requires at least 2. `wrapper`: as in `commhooks.attach`; not for torch's
-    hooks."""
+    which PowerSGD and quantising begin; torch requires at least 2."""
     label, _, suffix = label.partition(":")
-    label, _, quantised = label.partition("+")
     if label.startswith("hsdp"):
         return shard(model, ranks_per_node, both=True, low="bf16" in label), None
     kind, _, rank_text = label.rpartition("-")
@@ -110,21 +107,22 @@ def wrap(
     config: Any = SIMPLE[label]() if label in SIMPLE else _local_steps(label) or label
     if label in CHOOSING:
         config = commhooks.Auto(quality=CHOOSING[label])
-    elif label.removeprefix("fused-") in QUANTISED:
-        config = QUANTISED[label.removeprefix("fused-")](start_iter=start, fused=label.startswith("fused-"))
+    elif label.removeprefix("native-") in QUANTISED:
+        config = QUANTISED[label.removeprefix("native-")](start_iter=start)
     elif kind in OPTIONS:
-        options: dict[str, Any] = {"fused": False} | dict.fromkeys(OPTIONS[kind], True)
+        options: dict[str, Any] = dict.fromkeys(OPTIONS[kind], True)
         options |= {"coalesce": False} if kind == "apart" else {}
         config = commhooks.PowerSGD(matrix_approximation_rank=int(rank_text), start_powerSGD_iter=start, **options)
     elif kind == "batched":
-        config = commhooks.BatchedPowerSGD(
-            matrix_approximation_rank=int(rank_text), start_powerSGD_iter=start, fused=False
-        )
-    if suffix == "fsdp2":
-        group = mesh_of(ranks_per_node)["replicate"]
-        return wrapped, commhooks.attach(wrapped, config, wrapper=quantised or wrapper, replicate_group=group)
-    nodes = ranks_per_node if suffix == "nodes" else None
-    return wrapped, commhooks.attach(wrapped, config, wrapper=quantised or wrapper, ranks_per_node=nodes)
+        config = commhooks.BatchedPowerSGD(matrix_approximation_rank=int(rank_text), start_powerSGD_iter=start)
+    # The kernel is chosen when the hook is attached.
+    with_torch = label in QUANTISED or kind == "batched" or (kind in OPTIONS and kind != "native")
+    with mock.patch.dict(os.environ, {"COMMHOOKS_NATIVE": "0" if with_torch else "1"}):
+        if suffix == "fsdp2":
+            group = mesh_of(ranks_per_node)["replicate"]
+            return wrapped, commhooks.attach(wrapped, config, replicate_group=group)
+        nodes = ranks_per_node if suffix == "nodes" else None
+        return wrapped, commhooks.attach(wrapped, config, ranks_per_node=nodes)
 
 
 @functools.cache

@@ -5,8 +5,7 @@
 A byte-level transformer with 2.8 M parameters reads the source of Python's standard library (every tenth file is held
 out), AdamW with a one-cycle schedule, the same for every hook; nothing is tuned for any. The batch of a step is divided
 among the ranks, so runs with 2 and 4 ranks see the same data. PowerSGD begins after 10 % of the steps, as by default,
-the other hooks at once. `powersgd-4/per-layer` has a rank for each layer, chosen as hook="auto" does from the gradients
-of the last three steps before, so that together they send at most what rank 4 for all sends. A seed decides weights and
+the other hooks at once. A seed decides weights and
 batches, so hooks are compared seed by seed.
 
 The ranks are simulated in one process per run (commhooks.engine.simulation, bit-equal to real ranks in the tests), one
@@ -34,7 +33,6 @@ from typing import Any
 import torch
 from common import Row, number, parse, parser, report
 from machine import machine
-from per_layer_ranks import ranks_per_layer
 from torch import nn
 from torch.nn import functional
 
@@ -44,14 +42,12 @@ from commhooks.hook.request import HookRequest
 
 CONTEXT, BATCH = 64, 8
 TEXT_BYTES = 12_000_000
-VARIANTS = ["", "no-feedback", "per-layer"]  # after a slash
-LOOKED_AT = 3  # steps, for ranks per layer
+VARIANTS = ["", "no-feedback"]  # after a slash
 POINTS, FEW, ALL = 10, 16, 128  # validations in a run; their batches on the way and at the end
 NAMES = {"powersgd": "powerSGD", "int8": "int8_compress", "int4": "int4_compress", "bf16": "bf16_compress"}
 HOOKS = ["allreduce", "bf16", "int8", "int8/no-feedback", "int4", "int4/no-feedback"]
 HOOKS += ["powersgd-1", "powersgd-4", "powersgd-4/no-feedback", "powersgd-16"]
-HOOKS += ["powersgd-1+int8", "powersgd-4+int8", "powersgd-16+int8"]
-QUICK = ["allreduce", "powersgd-4+int8/per-layer"]
+QUICK = ["allreduce", "powersgd-4"]
 Job = tuple[str, int, int, int]  # hook, seed, ranks, steps
 
 
@@ -110,22 +106,20 @@ def recipe(
 
 
 def rank_of(label: str) -> int | None:
-    rank = label.partition("/")[0].partition("+")[0].partition("-")[2]
+    rank = label.partition("/")[0].partition("-")[2]
     return int(rank) if rank else None
 
 
-def compressor_of(label: str, by_layer: dict[str, int] | None = None) -> Compressor[Any]:
-    """`powersgd-4`, `int8`, `powersgd-4+int8` (a wrapper), `int4/no-feedback`; with ranks `by_layer`
-    `powersgd-4/per-layer`."""
+def compressor_of(label: str) -> Compressor[Any]:
+    """`powersgd-4`, `int8`, `int4/no-feedback`."""
     label, _, variant = label.partition("/")
-    label, _, wrapper = label.partition("+")
     kind, rank = label.partition("-")[0], rank_of(label)
     if variant not in VARIANTS:
         raise SystemExit(f"--hooks: {variant!r} is none of {', '.join(VARIANTS[1:])}")
-    options: dict[str, Any] = {} if rank is None else {"matrix_approximation_rank": by_layer or rank}
+    options: dict[str, Any] = {} if rank is None else {"matrix_approximation_rank": rank}
     if variant == "no-feedback":
         options["use_error_feedback"] = False
-    made = HookRequest.parse(NAMES.get(kind, kind), hook_options=options, wrapper=wrapper or None).new_compressor(1)
+    made = HookRequest.parse(NAMES.get(kind, kind), hook_options=options).new_compressor(1)
     assert made is not None
     return made
 
@@ -141,8 +135,6 @@ def train(job: Job) -> Row:
     sizes = [p.numel() for p in parameters.values()]
     used = [SimulatedRanks(lambda: compressor_of("allreduce"), world_size, parameters)]
     start = steps // 10 if label.startswith("powersgd") else 0
-    by_layer: dict[str, int] | None = None
-    looked_at: list[torch.Tensor] = []
     optimizer, schedule = recipe(model, steps)
     batches = torch.Generator().manual_seed(seed)
     validation = windows(held_out, ALL * BATCH, torch.Generator().manual_seed(1234)).split(BATCH)
@@ -162,13 +154,9 @@ def train(job: Job) -> Row:
             loss_of(model, part).backward()
             flats.append(torch.cat([p.grad.flatten() for p in parameters.values() if p.grad is not None]))
         if step == start + 1:
-            if label.endswith("/per-layer"):
-                by_layer = ranks_per_layer(parameters, looked_at, like=rank_of(label) or 1)
-            used.append(SimulatedRanks(functools.partial(compressor_of, label, by_layer), world_size, parameters))
+            used.append(SimulatedRanks(functools.partial(compressor_of, label), world_size, parameters))
         if not used[-1].step(flats):
             raise RuntimeError(f"{label}: the gradients of step {step} are not finite")
-        if start - LOOKED_AT < step <= start:
-            looked_at.append(flats[0].clone())
         for parameter, mean in zip(parameters.values(), flats[0].split(sizes), strict=True):
             parameter.grad = mean.view_as(parameter)
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -185,7 +173,6 @@ def train(job: Job) -> Row:
         "loss": validation_loss(min(ALL, steps)),
         "megabytes": megabytes(),
         "bytes_per_step": used[-1].bytes_sent / (steps - start),
-        "by_layer": by_layer,
         "curve": curve,
     }
 
@@ -262,14 +249,13 @@ def plot(rows: list[Row], file: Path) -> None:
     hooks = list(dict.fromkeys(row["hook"] for row in rows))
     for axis, count in zip(axes[0], counts, strict=True):
         for row in (each for each in rows if each["ranks"] == count):
-            place = hooks.index(row["hook"])
-            marker = "x" if "/" in row["hook"] else "D" if "+" in row["hook"] else "o"
+            marker = "x" if "/" in row["hook"] else "o"
             axis.errorbar(
                 row["megabytes"],
                 row["loss"],
                 yerr=row["deviation"],
                 fmt=marker,
-                color=f"C{place % 10}" if place < 10 else f"C{hooks.index(row['hook'].partition('+')[0])}",
+                color=f"C{hooks.index(row['hook'])}",
                 capsize=3,
                 label=row["hook"],
             )

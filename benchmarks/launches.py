@@ -22,7 +22,6 @@ from models import GPT2, TASKS
 from torch.utils._python_dispatch import TorchDispatchMode  # the only way to see what is dispatched; torch 2.13
 
 from commhooks.engine.local_driver import LocalDriver
-from commhooks.gradients.bucket_estimate import Reduced, estimate_buckets
 from commhooks.hook.request import HookRequest
 
 Shapes = Sequence[tuple[int, ...]]
@@ -60,11 +59,21 @@ class Dispatched(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+def cut(parameters: Mapping[str, torch.Tensor], cap_mb: float | None) -> list[dict[str, torch.Tensor]]:
+    """Buckets as DDP makes them: from the last parameter on, by default 1 MiB and then 25 MiB each."""
+    caps = [2**20, 25 * 2**20] if cap_mb is None else [cap_mb * 2**20]
+    buckets: list[dict[str, torch.Tensor]] = [{}]
+    for name, parameter in reversed(parameters.items()):
+        if sum(each.nbytes for each in buckets[-1].values()) >= caps[min(len(buckets), len(caps)) - 1]:
+            buckets.append({})
+        buckets[-1][name] = parameter
+    return buckets
+
+
 def count(shapes: Shapes, wrapper: str | None, options: Mapping[str, Any], cap_mb: float | None) -> Row:
     """Count one warm step of PowerSGD."""
     parameters = {str(i): torch.empty(shape, device=META) for i, shape in enumerate(shapes)}
-    sizes = [Reduced(name, 4 * p.numel(), p.dtype, p.device) for name, p in parameters.items()]
-    buckets = [{name: parameters[name] for name in names} for names in estimate_buckets(sizes, cap_mb)]
+    buckets = cut(parameters, cap_mb)
     given = {"start_powerSGD_iter": 0, **options}
     compressor = HookRequest.parse("powerSGD", hook_options=given, wrapper=wrapper).new_compressor(None)
     assert compressor is not None

@@ -17,7 +17,7 @@ NAMES = {
     "powersgd-1": ("commhooks PowerSGD, rank 1", "#1d4ed8", "-"),
     "powersgd-4": ("commhooks PowerSGD, rank 4", "#6d8df0", "-"),
 }
-"""Name, colour and line of each hook that is drawn; of `fused-1` those of `powersgd-1`, and so on."""
+"""Name, colour and line of each hook that is drawn; of `native-1` those of `powersgd-1`, and so on."""
 TITLES = {"10mbit": "10 Mbit/s", "100mbit": "100 Mbit/s", "1gbit": "1 Gbit/s", "10gbit": "10 Gbit/s"}
 LOWEST, HIGHEST = 0.1, 200.0  # s
 APART = 0.12  # decades between two names
@@ -64,8 +64,8 @@ def draw(rows: list[Row], at: Row, file: Path) -> None:
 
 
 def _drawn_as(hook: str) -> str:
-    """`fused-1` as `powersgd-1`, `fused-int8` as `int8`: our hooks as they are on a machine with a C compiler."""
-    rest = hook.removeprefix("fused-")
+    """`native-1` as `powersgd-1`, `native-int8` as `int8`: our hooks as they are on a machine with a C compiler."""
+    rest = hook.removeprefix("native-")
     return f"powersgd-{rest}" if rest != hook and rest.isdigit() else rest
 
 

@@ -7,7 +7,7 @@ Row = dict[str, Any]
 NAMES = {
     "ddp": ("plain DDP", "#222222"),
     "bf16": ("bf16", "#8c8c8c"),
-    "fused-int4": ("int4", "#8c8c8c"),
+    "native-int4": ("int4", "#8c8c8c"),
     "auto": ("auto", "#1d4ed8"),
     "diloco-5@2": ("diloco", "#8c8c8c"),
 }

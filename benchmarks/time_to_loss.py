@@ -6,7 +6,7 @@
 Two ranks, each in a network namespace, joined by a link that is limited as in link.py. `language` is the transformer
 of language_model.py (1,500 steps), `digits` the network of convergence.py (880 steps). Every hook trains for that many
 steps with the same data and schedule, and nothing is tuned for any; in `diloco-5@2` the learning rate is twice as high.
-PowerSGD begins after 10 % of the steps. The hooks with "fused" are ours as they are by default on a CPU with a C
+PowerSGD begins after 10 % of the steps. The hooks with "native" are ours as they are by default on a CPU with a C
 compiler; auto and auto-close choose during training.
 
 With --timed N the trainings run without a limit only, which does not change their losses, and at each rate the seconds
@@ -39,7 +39,7 @@ from loss_curves import draw, reached_after
 from machine import machine
 from namespaces import Link, bits_per_second
 
-HOOKS = ["ddp", "bf16", "fused-int8", "fused-int4", "fused-4", "torch-4", "auto", "auto-close"]
+HOOKS = ["ddp", "bf16", "native-int8", "native-int4", "native-4", "torch-4", "auto", "auto-close"]
 STEPS = {"language": 1500, "digits": 880}
 POINTS = 20
 LIMIT_S = 7200.0
@@ -146,7 +146,7 @@ def main() -> None:
     arguments.add_argument("--within", type=float, default=0.005, help="share of plain DDP's loss")
     arguments.add_argument("--results", type=Path, default=Path("time_to_loss.jsonl"), help="finished trainings")
     arguments.add_argument("--plot", type=Path, metavar="PNG", help="draw loss against time")
-    args = parse(arguments, tasks=["digits"], rates=["100mbit"], hooks=["ddp", "fused-2"], steps=30)
+    args = parse(arguments, tasks=["digits"], rates=["100mbit"], hooks=["ddp", "native-2"], steps=30)
     if "ddp" not in args.hooks:
         args.hooks.insert(0, "ddp")
     changing = [label for label in args.hooks if label in CHOOSING or starts_late(label)]

@@ -3,7 +3,7 @@
 
 import difflib
 import logging
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import TYPE_CHECKING, Any
 
 
@@ -45,7 +45,19 @@ def shown(value: object) -> str:
     return text if len(text) <= 100 else f"{text[:90]}... ({type(value).__name__})"
 
 
-def closest(name: str, candidates: Iterable[str]) -> str:
+def invalid(where: str, value: object, expected: str) -> HookConfigError:
+    """The error about the `value` of the argument, option or setting `where`."""
+    return HookConfigError(f"{where}={shown(value)}; expected {expected}")
+
+
+def no_such(whose: str, kind: str, name: str, known: Collection[str]) -> HookConfigError:
+    """The error about a `name` that is none of the `known` arguments, options or settings (`kind`: one of these)."""
+    if not known:
+        return HookConfigError(f"{whose} has no {kind}s, got {name!r}")
+    return HookConfigError(f"{whose} has no {kind} {name!r}{did_you_mean(name, known)}; known are {', '.join(known)}")
+
+
+def did_you_mean(name: str, candidates: Iterable[str]) -> str:
     """`" (did you mean 'x'?)"`, or an empty string if no candidate is similar."""
     found = closest_name(name, candidates)
     return "" if found is None else f" (did you mean {found!r}?)"

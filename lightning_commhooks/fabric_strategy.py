@@ -9,13 +9,12 @@ from typing import Any, Literal
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from commhooks import CommHook, HookConfigError, PayloadError, attach
+from commhooks import CommHook, HookConfigError, PayloadError
 from commhooks.hook.for_plugins import (
     HookRequest,
     arguments_in,
     attach_request,
     cut_off,
-    documented_by,
     explains_arguments,
     nothing_saved,
     reason_first,
@@ -32,7 +31,6 @@ from lightning_commhooks.strategy import HookType, check_ddp_arguments
 from lightning_commhooks.twins import FabricDDPStrategy
 
 
-@documented_by(attach)
 class HookedFabricDDP(FabricDDPStrategy):
     """Fabric's `DDPStrategy` with a communication hook, on every device, saved and restored by `fabric.save` and
     `fabric.load`.
@@ -66,7 +64,7 @@ class HookedFabricDDP(FabricDDPStrategy):
         ranks_per_node: int | Literal["auto"] | None = None,
         **ddp_kwargs: Any,
     ) -> None:
-        check_ddp_arguments(hook, ddp_kwargs, HookedFabricDDP.__init__, super().__init__)
+        check_ddp_arguments(ddp_kwargs, HookedFabricDDP.__init__, super().__init__)
         super().__init__(**ddp_kwargs)
         self._request = HookRequest.parse(**arguments_in(locals()))
         self._total_steps = total_steps

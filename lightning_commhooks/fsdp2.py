@@ -11,13 +11,12 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from commhooks import CommHook, HookConfigError, attach
+from commhooks import CommHook, HookConfigError
 from commhooks.hook.for_plugins import (
     HookFolder,
     HookRequest,
     arguments_in,
     check_value,
-    documented_by,
     explains_arguments,
     nothing_saved,
 )
@@ -30,7 +29,6 @@ if TYPE_CHECKING:
     import lightning.pytorch as pl
 
 
-@documented_by(attach)
 class HookedFSDP2(HookedStrategy, ModelParallelStrategy):
     """`ModelParallelStrategy` for models that are sharded within groups of ranks, and averaged by a hook between these
     groups. The hook is saved and resumed with the trainer's checkpoints, which are distributed ones (a folder each).
@@ -57,7 +55,7 @@ class HookedFSDP2(HookedStrategy, ModelParallelStrategy):
         *,
         replicate_size: Union[Literal["auto"], int] = "auto",  # noqa: UP007
         hook_options: Optional[dict[str, Any]] = None,  # noqa: UP045
-        wrapper: Optional[Literal["fp16", "bf16", "int8", "int4"]] = None,  # noqa: UP045
+        wrapper: Optional[Literal["fp16", "bf16"]] = None,  # noqa: UP045
         save_residual: Optional[Literal["drop"]] = None,  # noqa: UP045
         strict: bool = True,
         check_every: Optional[int] = None,  # noqa: UP045

@@ -9,18 +9,17 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Optional, Union
 
 from torch.nn.parallel import DistributedDataParallel
 
-from commhooks import HookConfigError, PayloadError, attach
+from commhooks import HookConfigError, PayloadError
+from commhooks.errors import no_such
 from commhooks.hook.for_plugins import (
     COMPRESSORS,
     HookConfig,
     HookRequest,
     arguments_in,
     cut_off,
-    documented_by,
     explains_arguments,
     nothing_saved,
     reason_first,
-    unknown_argument,
 )
 from lightning_commhooks.checkpoint import (
     CHECKPOINT_KEY,
@@ -51,7 +50,6 @@ _FROM_LIGHTNING = {
 _NOT_FOR_USERS = {"self", "kwargs", "ddp_kwargs", "module", "device_ids"}
 
 
-@documented_by(attach)
 class HookedDDP(HookedStrategy, DDPStrategy):
     """`DDPStrategy` with a communication hook, on every device, saved and resumed with the trainer's checkpoints. With
     `hook=None` it is plain DDP, for comparisons: `comm_hook` stays None and checkpoints hold nothing of a hook.
@@ -76,14 +74,14 @@ class HookedDDP(HookedStrategy, DDPStrategy):
         *,
         hook_options: Optional[dict[str, Any]] = None,  # noqa: UP045
         hook_state: Any = None,
-        wrapper: Optional[Literal["fp16", "bf16", "int8", "int4"]] = None,  # noqa: UP045
+        wrapper: Optional[Literal["fp16", "bf16"]] = None,  # noqa: UP045
         save_residual: Optional[SaveResidual] = None,  # noqa: UP045
         strict: Optional[bool] = None,  # noqa: UP045
         check_every: Optional[int] = None,  # noqa: UP045
         ranks_per_node: Union[int, Literal["auto"], None] = None,  # noqa: UP007
         **ddp_kwargs: Any,
     ) -> None:
-        check_ddp_arguments(hook, ddp_kwargs, HookedDDP.__init__, super().__init__)
+        check_ddp_arguments(ddp_kwargs, HookedDDP.__init__, super().__init__)
         super().__init__(**ddp_kwargs)
         self._given: dict[str, Any] = {"save_residual": save_residual, "strict": strict}
         self._request = HookRequest.parse(**arguments_in(locals()) | with_defaults(**self._given))
@@ -170,12 +168,11 @@ class HookedDDP(HookedStrategy, DDPStrategy):
                 self._request = dataclasses.replace(self._request, **{name: theirs})
 
 
-def check_ddp_arguments(hook: object, given: Mapping[str, Any], *takers: Callable[..., None]) -> None:
+def check_ddp_arguments(given: Mapping[str, Any], *takers: Callable[..., None]) -> None:
     """Raise HookConfigError for an argument in `given` that neither DDP nor one of `takers` has, or that sets another
     hook.
 
     Args:
-        hook: the argument beside it, for the message.
         takers: the constructors of the strategy and of `DDPStrategy`.
     """
     for name in _OF_ANOTHER_HOOK:
@@ -186,10 +183,10 @@ def check_ddp_arguments(hook: object, given: Mapping[str, Any], *takers: Callabl
             )
     takers = (*takers, DistributedDataParallel.__init__)
     known = {name for each in takers for name in inspect.signature(each).parameters} - _NOT_FOR_USERS
-    for name, value in given.items():
+    for name in given:
         if name in _FROM_LIGHTNING:
             raise HookConfigError(f"CommHookDDP has no argument {name!r}: {_FROM_LIGHTNING[name]}; leave it out")
         if name not in known:
-            others = ", and neither have DDPStrategy and DistributedDataParallel; they know"
-            allowed = known.difference(_OF_ANOTHER_HOOK, ["mixed_precision"])
-            raise unknown_argument("CommHookDDP", name, value, hook, allowed, others)
+            raise no_such(
+                "CommHookDDP", "argument", name, sorted(known.difference(_OF_ANOTHER_HOOK, ["mixed_precision"]))
+            )

@@ -93,9 +93,8 @@ def check_range(name: str, entry: dict[str, Any], dtype: torch.dtype, loss_scale
     """
     largest = torch.finfo(dtype).max
     where = f"parameters[{shown(name)}]"
-    for key in ("q", "p"):
-        if entry.get(key) is not None and _largest(entry[key]) > largest:
-            raise damaged(f"{where}[{key!r}] holds numbers too large for {dtype}")
+    if entry["q"] is not None and _largest(entry["q"]) > largest:
+        raise damaged(f"{where}['q'] holds numbers too large for {dtype}")
     residual = entry["residual"]
     for each in residual if isinstance(residual, list) else [] if residual is None else [residual]:
         if _largest(each) * max(1, 1 / loss_scale) > largest / 2**24:
@@ -103,7 +102,7 @@ def check_range(name: str, entry: dict[str, Any], dtype: torch.dtype, loss_scale
 
 
 def factor_keys(entry: dict[str, Any]) -> list[str]:
-    """The keys of an entry's replicated tensors: "q", "p", and those of other compressors."""
+    """The keys of an entry's replicated tensors: "q", and those of other compressors."""
     return [key for key, value in entry.items() if key not in ("shape", "row_dim", "residual") and value is not None]
 
 
@@ -145,14 +144,13 @@ def _check_entry(name: object, entry: object, kind: str, copies: int) -> None:
         raise damaged(f"{where}['shape'] is not a list of sizes")
     if type(row_dim) is not int or not 0 <= row_dim < max(len(shape), 1):
         raise damaged(f"{where}['row_dim'] is not a dimension")
-    # As matrices: Q has a row of the other dimensions per rank of the approximation, P one of the row dimension.
-    rows = {"q": shape[:row_dim] + shape[row_dim + 1 :], "p": shape[row_dim : row_dim + 1]}
+    row_of_q = shape[:row_dim] + shape[row_dim + 1 :]
     for key in factor_keys(entry):
         if type(key) is not str:
             raise damaged(f"{where} has a key {shown(key)}")
         factor = entry[key]
         check_tensor(factor, f"{where}[{shown(key)}]")
-        if key in rows and (len(shape) < 2 or factor.shape[:1] == (0,) or list(factor.shape[1:]) != rows[key]):
+        if key == "q" and (len(shape) < 2 or factor.shape[:1] == (0,) or list(factor.shape[1:]) != row_of_q):
             raise damaged(f"{where}[{key!r}] does not fit the shape")
     if residual is None:
         return

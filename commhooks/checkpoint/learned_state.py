@@ -128,9 +128,6 @@ class SavedLearnedState:
     def _drop_uncompressed(self, state: LearnedState, compressor: Compressor[Any]) -> None:
         """Drop residuals of parameters that are no longer compressed: no step would use them, but they would be saved
         again, and a later run that compresses these parameters would add them."""
-        # It does not compress now, or changes what it compresses, and sends residuals with the next gradient.
-        if not compressor.selective or isinstance(compressor, AdaptiveCompressor):
-            return
         # Empty for compressors of whole buckets, where every parameter may have a residual.
         plans = self._plans_with(compressor)
         dropped = [plan.name for plan in plans if not plan.compressed and plan.name in state["residual"]]

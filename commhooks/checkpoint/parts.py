@@ -71,9 +71,8 @@ def save_id(saved: dict[str, Any]) -> str:
     digest.update(str(saved.get("run", "")).encode())
     entries = saved.get("parameters", {}).items()
     factors = [(name, entry["q"]) for name, entry in entries]
-    factors += [(f"P of {name}", entry["p"]) for name, entry in entries if "p" in entry]
     for name, entry in entries:
-        factors += [(f"{key} of {name}", entry[key]) for key in factor_keys(entry) if key not in ("q", "p")]
+        factors += [(f"{key} of {name}", entry[key]) for key in factor_keys(entry) if key != "q"]
     factors += sorted(saved.get("batched_q", {}).items())
     factors += [(f"{key} of {name}", each) for key in bucket_keys(saved) for name, each in sorted(saved[key].items())]
     for name, q in factors:

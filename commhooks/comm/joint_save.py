@@ -108,7 +108,8 @@ class JointSave:
             return self._first_failure(
                 place,
                 f"rank {self._rank} could not connect to the other ranks over gloo (on several machines set "
-                f"GLOO_SOCKET_IFNAME to the network interface between them): {type(error).__name__}: {error}",
+                "GLOO_SOCKET_IFNAME to the network interface between them; an exclusion such as ^lo works with NCCL "
+                f"only): {type(error).__name__}: {error}",
             )
         try:
             collect(self)

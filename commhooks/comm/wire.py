@@ -14,9 +14,7 @@ import torch
 from commhooks.gradients import precision
 
 WIRE_DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
-WIRE_BITS = {"int8": 8, "int4": 4}
-WRAPPERS = (*WIRE_DTYPES, *WIRE_BITS)
-"""What the option `wrapper` can be: a dtype to cast to, or the width of integers to quantise to."""
+"""What the option `wrapper` can be, and the dtype to which it casts."""
 CLAMPED_STEPS = 64
 """A gradient larger than this many times the largest number of the wire dtype counts as an overflow. Error feedback
 would need more than this many steps to send it."""
@@ -83,14 +81,6 @@ def put_projection(factor: torch.Tensor, out: torch.Tensor, world_size: int, *, 
         out.copy_(share)
     factor.copy_(out)
     factor.mul_(world_size)
-
-
-def put_only_factor(factor: torch.Tensor, out: torch.Tensor, world_size: int) -> None:
-    """As `put_projection`, but for the only message of a step: if `factor` holds inf or NaN, all of `out` becomes
-    NaN."""
-    bad = (factor * 0).sum()
-    put_projection(factor, out, world_size)
-    out.add_(bad.to(out.dtype))
 
 
 def put_plain(gradients: Sequence[torch.Tensor], out: torch.Tensor, world_size: int) -> None:

@@ -1,5 +1,4 @@
-"""What `auto`, the doctor and `commhooks plan --nodes` compare: hooks with options, and which of some measured ones to
-use."""
+"""The hooks that `auto`, the doctor and `commhooks network` compare, and which of the measured ones to use."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -18,18 +17,15 @@ class Candidate:
     """
     Attributes:
         label: its name in logs, tables and checkpoints.
-        hook, options, wrapper: as in `attach`; without a start step.
+        hook, options: as in `attach`; without a start step.
         changes: how much it changes the gradients, to choose the most exact of equally fast ones: 0 not at all, up to 1
             for another dtype, above 1 for lossy compression.
-        note: what to tell who uses it.
     """
 
     label: str
     hook: str
     options: Mapping[str, Any] = field(default_factory=dict)
     changes: float = 2.0
-    wrapper: str | None = None
-    note: str = ""
 
     def options_at_once(self, config: type[HookConfig]) -> dict[str, Any]:
         """The options with which it compresses from its first step on. `config`: the config class of the hook."""
@@ -38,33 +34,20 @@ class Candidate:
 
 NOOP = Candidate("noop", "noop")
 ALLREDUCE = Candidate("allreduce", "allreduce", changes=0.0)
-FP16 = Candidate(
-    "fp16",
-    "fp16_compress",
-    changes=1.0,
-    note="Gradients beyond 65504 become inf in float16: use it with a GradScaler.",
-)
+FP16 = Candidate("fp16", "fp16_compress", changes=1.0)
 BF16 = Candidate("bf16", "bf16_compress", changes=0.5)  # before fp16: it needs no GradScaler
 INT8 = Candidate("int8", "int8_compress", changes=1.2)
 INT4 = Candidate("int4", "int4_compress", changes=1.6)
-_POWERSGD_NOTE = (
-    "PowerSGD changes the gradients: compare the accuracy that you reach. Its first start_powerSGD_iter steps (by "
-    "default 10 % of the run, 1000 at most) are plain all-reduce."
-)
 
 
-def powersgd(
-    ranks: int | Mapping[str, int], options: Mapping[str, Any], label: str = "", wrapper: str | None = None
-) -> Candidate:
+def powersgd(ranks: int | Mapping[str, int], options: Mapping[str, Any], label: str = "") -> Candidate:
     """PowerSGD with one rank, or with ranks by globs on parameter names."""
     if isinstance(ranks, int):
-        changes = 2 + 1 / ranks + (wrapper is not None)  # the higher ranks first
-        label = label or f"powerSGD rank {ranks}{f', {wrapper}' if wrapper else ''}"
+        changes = 2 + 1 / ranks  # the higher ranks first
+        label = label or f"powerSGD rank {ranks}"
     else:
         changes, ranks = 3.0, dict(ranks)
-    return Candidate(
-        label, "powerSGD", {"matrix_approximation_rank": ranks, **options}, changes, wrapper, _POWERSGD_NOTE
-    )
+    return Candidate(label, "powerSGD", {"matrix_approximation_rank": ranks, **options}, changes)
 
 
 def choose(times: Mapping[str, float], known: Mapping[str, Candidate], now: str) -> str:

@@ -10,13 +10,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, TypeVar
 
-from commhooks.compressors.plain_values import as_type, in_words, plain, why_not, with_references
-from commhooks.errors import HookConfigError, closest, shown
+from commhooks.compressors.plain_values import checked, plain
+from commhooks.errors import HookConfigError, invalid, no_such
 
 DEFAULT_START_STEP = 1000
 LARGEST_STEP = 2**62
 """The largest step number that a checkpoint can hold."""
-AnyT = TypeVar("AnyT")
 ConfigT = TypeVar("ConfigT", bound="HookConfig")
 
 
@@ -48,7 +47,7 @@ class HookConfig:
         if not any(each.kind is each.VAR_KEYWORD for each in known):
             for name in kwargs:
                 if name not in names:
-                    raise HookConfigError(no_such_option(cls.__name__, name, names))
+                    raise no_such(cls.__name__, "option", name, names)
         return super().__new__(cls)
 
     def __post_init__(self) -> None:
@@ -56,15 +55,7 @@ class HookConfig:
         # configurations from Python and YAML compare equal across ranks. Copy: the caller may change its list later.
         for name, hint in _hints(type(self)).items():
             value = plain(f"{type(self).__name__}: {name}: ", getattr(self, name))
-            try:
-                object.__setattr__(self, name, as_type(value, hint))
-            except TypeError:
-                raise HookConfigError(
-                    f"{type(self).__name__}: {name}={shown(value)} is a {type(value).__name__}; expected "
-                    f"{in_words(hint)}"
-                ) from None
-            except OverflowError:
-                raise HookConfigError(f"{type(self).__name__}: {name} is too large a number") from None
+            object.__setattr__(self, name, checked(f"{type(self).__name__}: {name}", value, hint))
         if self.start_option is not None:
             self._check_start(self.start_option)
 
@@ -130,21 +121,20 @@ class HookConfig:
     def _require(self, holds: bool, name: str, expected: str) -> None:
         """Raise HookConfigError unless `holds`; for `__post_init__` of subclasses."""
         if not holds:
-            raise HookConfigError(f"{type(self).__name__}: {name}={shown(getattr(self, name))}; expected {expected}")
+            raise invalid(f"{type(self).__name__}: {name}", getattr(self, name), expected)
 
 
 def explained_options(config: type[HookConfig]) -> dict[str, str]:
-    """Option -> what it does, in a sentence: the first one of its entry in the docstring of the class, of its nearest
-    base, or of another class derived from that. Without an entry: "". Without the options of no use."""
+    """Option -> the first sentence about it in the docstring of the class or its nearest base; "" without one. Without
+    the options of no use."""
     found: dict[str, str] = {}
-    bases = [each for each in config.__mro__ if issubclass(each, HookConfig) and each is not HookConfig]
-    for each in (*bases, *(beside for base in bases for beside in base.__subclasses__())):
-        found = argument_entries(each.__doc__) | found
+    for each in config.__mro__:
+        found = _argument_entries(each.__doc__) | found
     names = [each.name for each in dataclasses.fields(config) if each.name not in config.without_use]
     return {name: found.get(name, "").partition(". ")[0].rstrip(".") for name in names}
 
 
-def argument_entries(doc: str | None) -> dict[str, str]:
+def _argument_entries(doc: str | None) -> dict[str, str]:
     """Argument -> its entry under "Args:" in a docstring, in one line."""
     section = inspect.cleandoc(doc or "").partition("\nArgs:\n")[2].partition("\n\n")[0]
     entries = re.findall(r"^    (\w+): (.*(?:\n     +.*)*)", section, re.MULTILINE)
@@ -157,36 +147,12 @@ def from_options(config: type[ConfigT], options: Mapping[str, Any]) -> ConfigT:
     Raises:
         HookConfigError: an unknown name (the message suggests the closest one) or a value of the wrong type or range.
     """
-    fields = list(_hints(config))
+    hints = _hints(config)
     for name in options:
-        if name not in fields:
-            raise HookConfigError(no_such_option(f"hook {config.hook_name!r}", str(name), fields))
-    return converted(config, options, f"hook {config.hook_name!r}: option ")
-
-
-def no_such_option(whose: str, name: str, known: Sequence[str]) -> str:
-    """An error message about an unknown option."""
-    if not known:
-        return f"{whose} has no options, got {name!r}"
-    return f"{whose} has no option {name!r}{closest(name, known)}; its options are {', '.join(known)}"
-
-
-def converted(config: type[AnyT], options: Mapping[str, Any], where: str) -> AnyT:
-    """An object of the dataclass `config` from options as parsed from YAML, which are converted to the types of its
-    fields. `${...}` may refer to other options. `where` begins messages about a single option.
-
-    Raises:
-        HookConfigError: a value of the wrong type, out of range, or a reference to nothing.
-    """
-    hints, values = _hints(config), with_references(where, options)
-    for name, value in values.items():
-        try:
-            values[name] = as_type(value, hints[name], text=True)
-        except TypeError:
-            raise HookConfigError(f"{where}{name}: {why_not(value, hints[name])}") from None
-        except OverflowError:
-            raise HookConfigError(f"{where}{name}: Value is too large a number") from None
-    return config(**values)
+        if name not in hints:
+            raise no_such(f"hook {config.hook_name!r}", "option", str(name), hints)
+    where = f"{config.__name__}: "
+    return config(**{name: checked(where + name, each, hints[name], text=True) for name, each in options.items()})
 
 
 def _hints(config: Any) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """The kernels of a compressor: implementations of the same computation, of which all ranks must use one.
 
 Two kernels compute the same up to rounding. Every rank computes its own copy of the averaged gradient, so ranks with
-different kernels would drift apart. The engine therefore asks every rank what it has (`Compressor.kernels_here`) and
+different kernels would drift apart. The engine therefore asks every rank what it has (`Compressor.kernel_here`) and
 chooses one for all (`engine/kernel_choice.py`).
 """
 
@@ -27,14 +27,13 @@ TORCH = Kernel("torch")
 
 
 @dataclass(frozen=True)
-class KernelsHere:
-    """The kernels of this machine.
+class KernelHere:
+    """The fastest kernel of this machine.
 
     Attributes:
-        kernels: those that may be used, the preferred one first.
-        missing: why a preferred one is not among them, and how to get it, as a sentence for users; "" if none is
-            missed.
+        kernel: all ranks compute with it if all have it, otherwise with torch.
+        missing: why a faster one is missing, and how to get it, as a sentence for users; "" if none is missed.
     """
 
-    kernels: tuple[Kernel, ...] = (TORCH,)
+    kernel: Kernel = TORCH
     missing: str = ""

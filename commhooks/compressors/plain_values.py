@@ -5,14 +5,13 @@ for 4. It may also be a container of OmegaConf, which Hydra passes to the object
 
 import contextlib
 import os
-import re
 import sys
 import types
 import typing
 from collections.abc import Mapping, Sequence
 from typing import Any, Union
 
-from commhooks.errors import HookConfigError, shown
+from commhooks.errors import HookConfigError, invalid
 
 NUMBER_OR_NUMBERS = int | dict[str, int]
 """The type of an option that is a number, or numbers by globs on parameter names."""
@@ -52,6 +51,14 @@ def as_type(value: Any, hint: Any, *, text: bool = False) -> Any:
     raise TypeError
 
 
+def checked(where: str, value: Any, hint: Any, *, text: bool = False) -> Any:
+    """As `as_type`, with a HookConfigError about the option or setting `where`."""
+    try:
+        return as_type(value, hint, text=text)
+    except (TypeError, OverflowError):
+        raise invalid(where, value, in_words(hint)) from None
+
+
 def in_words(hint: Any) -> str:
     """A type, for messages."""
     if len(kinds := _kinds(hint)) > 1:
@@ -62,22 +69,9 @@ def in_words(hint: Any) -> str:
         return "numbers by globs on names, as in {'*attention*': 8, '*': 2}"
     if typing.get_origin(hint) is dict:
         return "options, as 'name: value'"
+    if hint is bool:
+        return "True or False"
     return "None" if hint is type(None) else hint.__name__
-
-
-def why_not(value: object, hint: Any) -> str:
-    """The sentence about a value of YAML that is not of the type."""
-    kinds = _kinds(hint)
-    if bool in kinds and isinstance(value, (str, int, float)):
-        return f"Value {shown(value)} is not a valid bool; expected True or False" + " or None" * (len(kinds) > 1)
-    if hint == list[str]:
-        return f"Value {shown(value)} is not a list of text; write it as ['*embed*', 'head.weight']"
-    if hint == NUMBER_OR_NUMBERS and isinstance(value, Mapping):
-        return (
-            f"Value {shown(value)} is neither a number nor numbers by globs on names; write it as 4, or as "
-            "{'*attention*': 8, '*': 2}"
-        )
-    return f"{shown(value)} is of type {type(value).__name__}; expected {in_words(hint)}"
 
 
 def plain(where: str, value: Any) -> Any:
@@ -98,7 +92,7 @@ def plain(where: str, value: Any) -> Any:
         try:
             return OmegaConf.to_container(value, resolve=True, throw_on_missing=True)
         except OmegaConfBaseException as error:
-            raise HookConfigError(f"{where}{error.full_key}: {unresolved(error)}") from error
+            raise HookConfigError(f"{where}{error.full_key}: {str(error).splitlines()[0]}") from error
     if type(value) is dict:
         return {key: plain(f"{where.removesuffix(': ')}.{key}: ", each) for key, each in value.items()}
     if type(value) is list:
@@ -106,41 +100,8 @@ def plain(where: str, value: Any) -> Any:
     return value
 
 
-def with_references(where: str, values: Mapping[str, Any]) -> dict[str, Any]:
-    """`values` with each "${...}" in them replaced by what it refers to. `where` begins messages."""
-    if not _refers(values):
-        return dict(values)
-    from omegaconf import OmegaConf
-    from omegaconf.errors import OmegaConfBaseException
-
-    try:
-        made = OmegaConf.create(dict(values), flags={"allow_objects": True})
-    except OmegaConfBaseException as error:
-        raise HookConfigError(f"{where}{error.full_key}: {unresolved(error)}") from error
-    resolved: dict[str, Any] = plain(where, made)
-    return resolved
-
-
-def unresolved(error: Exception) -> str:
-    """Why OmegaConf could not read a value, in words for users: it is missing, or has a "${...}" without a value."""
-    text = str(error).partition("\n")[0]
-    if text.startswith("Missing mandatory value"):
-        return "'???' stands for a value that is still missing: write it"
-    name = re.search(r"'([^']*)' not found|interpolation type (\w+)|mandatory value: (\S+)", text)
-    if name is None:
-        return "'${' begins a reference to another key that cannot be read: write ${key}, ${oc.env:NAME} or the value"
-    return f"its ${{...}} leads to {next(filter(None, name.groups()))!r}, which is not there"
-
-
 def _kinds(hint: Any) -> tuple[Any, ...]:
     return typing.get_args(hint) if typing.get_origin(hint) in (Union, types.UnionType) else (hint,)
-
-
-def _refers(value: object) -> bool:
-    """Whether a "${...}", or the "???" of a missing value, is in it."""
-    if isinstance(value, (Mapping, list, tuple)):
-        return any(map(_refers, value.values() if isinstance(value, Mapping) else value))
-    return isinstance(value, str) and ("${" in value or value == "???")
 
 
 def _read(value: Any, kinds: tuple[Any, ...]) -> Any:

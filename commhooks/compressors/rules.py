@@ -10,9 +10,9 @@ from typing import Any, ClassVar, Generic
 
 import torch
 
-from commhooks.comm.wire import WIRE_BITS, WIRE_DTYPES, dtype_name, wire_dtype_of
+from commhooks.comm.wire import wire_dtype_of
 from commhooks.compressors.hook_config import ConfigT, HookConfig
-from commhooks.compressors.kernel import TORCH, Kernel, KernelsHere
+from commhooks.compressors.kernel import TORCH, Kernel, KernelHere
 from commhooks.compressors.state_field import StateField
 from commhooks.compressors.unit_plan import MemoryPlan, ParameterInfo, UnitPlan, real_itemsize
 from commhooks.errors import HookConfigError
@@ -27,7 +27,7 @@ class CompressorRules(ABC, Generic[ConfigT]):
         selective: it decides per parameter whether to compress; plans then show the reasons.
         per_bucket: it compresses whole buckets, so its plan is unknown until DDP has built its buckets.
         stats_every: steps between two log lines with compression statistics; None: no such lines.
-        wrappers: what the option `wrapper` can be; see `lowered` and `quantised`.
+        wrappers: whether the fp16 and bf16 wrappers can be used; see `lowered`.
         flat_only: it works where all ranks compress all of every parameter: neither between nodes only, nor on shards.
         judges_averages: buckets that the engine averages for it are read, to see whether they are finite. False: what
             is in them does not matter for what it has learned, and they count as finite.
@@ -35,14 +35,14 @@ class CompressorRules(ABC, Generic[ConfigT]):
         coalesces: whether small messages of several buckets go out as one; None: where that gains time and changes no
             bit. See `engine/coalescing.py`.
         Plan: the class of its plans, for the parameters that are never offered to `plan_parameter`.
-        kernel: the kernel to compute with, one of `kernels_here`. The engine sets it, to the same one on all ranks,
-            before it asks for a workspace.
+        kernel: the kernel to compute with: that of `kernel_here` if all ranks have it, otherwise torch. The engine
+            sets it before it asks for a workspace.
     """
 
     computes_from_received: ClassVar[bool] = True
     selective: ClassVar[bool] = True
     per_bucket: ClassVar[bool] = False
-    wrappers: ClassVar[tuple[str, ...]] = tuple(WIRE_DTYPES)
+    wrappers: ClassVar[bool] = True
     flat_only: ClassVar[bool] = False
     stats_every: int | None = None
     kernel: Kernel = TORCH
@@ -65,10 +65,10 @@ class CompressorRules(ABC, Generic[ConfigT]):
     def check_here(self, device: torch.device, dtype: torch.dtype) -> None:
         """Raise HookConfigError if this machine cannot compress gradients of `dtype` on `device`."""
 
-    def kernels_here(self, device: torch.device, dtype: torch.dtype) -> KernelsHere:
-        """The kernels that this machine has for gradients of `dtype` on `device`. They need not be equal on all ranks:
-        the engine chooses the first one of rank 0 that all ranks have."""
-        return KernelsHere()
+    def kernel_here(self, device: torch.device, dtype: torch.dtype) -> KernelHere:
+        """The fastest kernel that this machine has for gradients of `dtype` on `device`. It need not be the same on
+        all ranks."""
+        return KernelHere()
 
     @classmethod
     def not_between_nodes(cls) -> str:
@@ -96,11 +96,6 @@ class CompressorRules(ABC, Generic[ConfigT]):
     def display_name(self) -> str:
         """Display name in messages."""
         return self.title or self.name
-
-    @property
-    def wire(self) -> str:
-        """What a wrapper makes of the numbers that are sent, such as "float16" or "int8"; "" without a wrapper."""
-        return dtype_name(self.wire_dtype)
 
     @property
     def words(self) -> str:
@@ -141,16 +136,6 @@ class CompressorRules(ABC, Generic[ConfigT]):
         """A copy that sends `dtype` where that is narrower, for the fp16 and bf16 wrappers."""
         kind: Any = type(self)
         return kind(self.config, dtype)
-
-    def quantised(self, bits: int) -> Any:
-        """A copy that sends integers of that width, for the int8 and int4 wrappers if they are in `wrappers`."""
-        raise NotImplementedError(f"{self.name} has no wrapper that quantises")
-
-    def wrapped(self, wrapper: str) -> Any:
-        """A copy that sends as `wrapper`, one of `wrappers`, says."""
-        if wrapper in WIRE_DTYPES:
-            return self.lowered(WIRE_DTYPES[wrapper])
-        return self.quantised(WIRE_BITS[wrapper])
 
     def with_start(self, start: int) -> Any:
         """A copy with another start step."""

@@ -35,7 +35,7 @@ class StateField:
 
     def __post_init__(self) -> None:
         # Version 1 of the checkpoint format defines these keys.
-        if self.key in ("shape", "row_dim") or (self.key in ("q", "p") and type(self) is StateField):
+        if self.key in ("shape", "row_dim") or (self.key == "q" and type(self) is StateField):
             raise ValueError(f"StateField({self.key!r}): the checkpoint keeps something else under this key")
         if self.replicated and self.key == "residual":
             raise ValueError("StateField('residual') is each rank's own: use RESIDUAL, or replicated=False")

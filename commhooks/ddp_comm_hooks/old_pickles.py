@@ -42,7 +42,6 @@ def converted(saved: dict[str, Any]) -> dict[str, Any]:
     if "memory" not in saved:
         return saved
     memory, options = vars(saved["memory"]), vars(saved["options"])
-    p_is_newer = memory.get("p_is_newer", set())
     counted = {f.name for f in dataclasses.fields(Counters)}
     return {
         # Pickles of even earlier versions lack newer options.
@@ -50,12 +49,7 @@ def converted(saved: dict[str, Any]) -> dict[str, Any]:
         "learned": {
             "step": memory["step"],
             "nonfinite_steps": memory.get("nonfinite_steps", 0),
-            "entries": {
-                # With `alternate`, keep the newer of the two factors.
-                "q": {name: q for name, q in memory["q"].items() if name not in p_is_newer},
-                "p": {name: p for name, p in memory.get("p", {}).items() if name in p_is_newer},
-                "residual": memory["residuals"],
-            },
+            "entries": {"q": memory["q"], "residual": memory["residuals"]},
             "loss_scale": memory.get("loss_scale", 1.0),
             "local_missing": memory.get("residual_missing", False),
             "missing_was_said": memory.get("missing_was_said", False),

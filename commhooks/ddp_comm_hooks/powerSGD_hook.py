@@ -42,7 +42,7 @@ class PowerSGDState:
 
     Arguments, their order and their defaults are torch's, with these differences: `start_powerSGD_iter` may be 0 or 1
     with error feedback or warm start; `orthogonalization_epsilon` is accepted and ignored; loading a pickled state
-    needs no process group; `alternate`, `coalesce` and `fused` are additional. See `commhooks.PowerSGD` for the other
+    needs no process group; `coalesce` is additional. See `commhooks.PowerSGD` for the other
     arguments.
 
     Args:
@@ -65,9 +65,7 @@ class PowerSGDState:
         compression_stats_logging_frequency: int = 10_000,
         batch_tensors_with_same_shape: bool = False,
         *,
-        alternate: bool = False,
         coalesce: bool | None = None,
-        fused: bool | None = None,
     ) -> None:
         given = locals()
         self.process_group = process_group

@@ -136,8 +136,8 @@ class Consensus:
             flat: the first bucket.
 
         Raises:
-            HookRunError: on all ranks, if the steps or the configurations differ, if some ranks cannot run the hook, or
-                if they have no kernel in common; the message names the ranks.
+            HookRunError: on all ranks, if the steps or the configurations differ, or if some ranks cannot run the hook;
+                the message names the ranks.
             HookConfigError: no rank can run the hook.
         """
         # Compared before ranks at different steps decide on different collectives.
@@ -158,6 +158,8 @@ class Consensus:
         if compressor is not adaptive:
             with held.lock:  # no save may read what is half replaced
                 held.state.keep_fields(compressor.state_fields)
+                if compressor.chosen != adaptive.chosen:
+                    held.state.drop_local()
                 self.replaced(compressor)
         if remark:
             self.remarks.append(remark)
@@ -174,12 +176,12 @@ class Consensus:
         shapes = sorted((name, tuple(parameter.shape)) for name, parameter in names.items())
         adaptive = compressor if isinstance(compressor, AdaptiveCompressor) else None
         in_force = compressor.config, None if adaptive is None else adaptive.notes
-        configuration = agreement_key(compressor.name, in_force, compressor.wire, shapes)
+        configuration = agreement_key(compressor.name, in_force, compressor.wire_dtype, shapes)
         chosen, device = self.choice, flat.device
         if chosen is None:
             support = KernelSupport.of(compressor, device, [flat.dtype])
         else:
-            support = KernelSupport((chosen.kernel,))
+            support = KernelSupport(chosen.kernel)
         local = agreement_key(*sorted(name for key in state.local for name in state[key]))
         numbers = [state.step, configuration, int(state.local_missing), secrets.randbits(62), support.key, local]
 

@@ -37,13 +37,10 @@ class _NoState:
 NO_STATE: State = _NoState()
 
 
-def reduce_and_count(
+def reduce_and_time(
     compressor: Compressor[Any], bucket: Bucket, group: dist.ProcessGroup, counters: Counters, over: Reach = "all"
 ) -> Future:
-    """`reduce_immediately`, with the pass, its bytes and its times counted."""
-    if bucket.is_first:
-        counters.begin_pass()
-    counters.gradients(bucket.nbytes)
+    """`reduce_immediately`, with its times measured."""
     with counters.clocks.measure(bucket.flat.device):
         future = reduce_immediately(compressor, bucket, group, counters, over)
     answered = counters.clocks.left_to_ddp(bucket.flat.device)

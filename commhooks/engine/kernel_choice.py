@@ -24,13 +24,13 @@ class KernelSupport:
     """What one rank can compute with.
 
     Attributes:
-        kernels: its kernels, the preferred one first.
-        missing: why it lacks a preferred kernel; see `KernelsHere`.
+        kernel: its fastest kernel; see `KernelHere`.
+        missing: why a faster one is missing.
         arithmetic: see `arithmetic_of`; "" for hooks that compute nothing from what they receive.
         cannot: why this machine cannot run the hook at all; "" if it can.
     """
 
-    kernels: tuple[Kernel, ...] = (TORCH,)
+    kernel: Kernel = TORCH
     missing: str = ""
     arithmetic: str = ""
     cannot: str = ""
@@ -43,10 +43,13 @@ class KernelSupport:
                 compressor.check_here(device, dtype)
         except HookConfigError as error:
             return cls(cannot=str(error))
-        found = [compressor.kernels_here(device, dtype) for dtype in dtypes]
-        kernels = tuple(kernel for kernel in found[0].kernels if all(kernel in each.kernels for each in found))
+        found = [compressor.kernel_here(device, dtype) for dtype in dtypes]
         missing = next((each.missing for each in found if each.missing), "")
-        return cls(kernels, missing, arithmetic_of(device) if compressor.computes_from_received else "")
+        return cls(
+            _common([each.kernel for each in found]),
+            missing,
+            arithmetic_of(device) if compressor.computes_from_received else "",
+        )
 
     @property
     def key(self) -> int:
@@ -54,13 +57,12 @@ class KernelSupport:
         return agreement_key(self.as_text())
 
     def as_text(self) -> str:
-        kernels = [[kernel.name, kernel.build] for kernel in self.kernels]
-        return json.dumps([kernels, self.missing, self.arithmetic, self.cannot])
+        return json.dumps([self.kernel.name, self.kernel.build, self.missing, self.arithmetic, self.cannot])
 
     @classmethod
     def from_text(cls, text: str) -> "KernelSupport":
-        kernels, *others = json.loads(text)
-        return cls(tuple(Kernel(*each) for each in kernels), *others)
+        name, build, *others = json.loads(text)
+        return cls(Kernel(name, build), *others)
 
 
 @dataclass(frozen=True)
@@ -68,7 +70,7 @@ class Choice:
     """The kernel of all ranks, and what rank 0 should log about it.
 
     Attributes:
-        kernel: the first one of rank 0 that all ranks have.
+        kernel: the fastest one of rank 0 if all ranks have it, otherwise torch.
         slower: why not a faster one; "" if there is none.
         drift: how the arithmetic of the ranks differs, so that replicas may drift apart; "" if it does not.
     """
@@ -110,7 +112,7 @@ def agreed_choice(
 
     Args:
         keys: `KernelSupport.key` of every rank.
-        error: raised on all ranks if some of them cannot run the hook, or if they have no kernel in common.
+        error: raised on all ranks if some of them cannot run the hook.
 
     Raises:
         HookConfigError: on all ranks, if none of them can run the hook.
@@ -123,9 +125,8 @@ def agreed_choice(
     return choose(supports, group.rank(), error)
 
 
-def _kernels(support: KernelSupport) -> str:
-    names = [f"{kernel.name} {kernel.build}".rstrip() for kernel in support.kernels]
-    return f"{' and '.join(names)} ({support.arithmetic})"
+def _common(kernels: Sequence[Kernel]) -> Kernel:
+    return kernels[0] if len(set(kernels)) == 1 else TORCH
 
 
 def _by_rank(texts: Sequence[str]) -> str:
@@ -144,19 +145,13 @@ def choose(supports: Sequence[KernelSupport], rank: int, error: type[CommHookErr
             f"of {len(supports)} ranks these cannot do what all of them ask for: {unable}. "
             f"Why: {supports[unable[0]].cannot}"
         )
-    common = [kernel for kernel in supports[0].kernels if all(kernel in support.kernels for support in supports)]
-    builds = _by_rank([_kernels(support) for support in supports])
-    if not common:
-        raise error(
-            f"the ranks have no kernel in common: {builds}. Their replicas would drift apart: use processors and "
-            "compilers of one kind, or do not insist on a kernel in the options"
-        )
-    kernel = common[0]
+    kernel = _common([each.kernel for each in supports])
     lacking = [each for each, support in enumerate(supports) if support.missing]
     slower = ""
     if lacking:  # one reason will do: each may name other files
         slower = (f"ranks {lacking}: " if len(supports) > 1 else "") + supports[lacking[0]].missing
-    elif supports[0].kernels[0] != kernel:
-        slower = f"the ranks' faster kernels differ: {builds}"
+    elif supports[0].kernel != kernel:
+        builds = [f"{each.kernel.name} {each.kernel.build}".rstrip() + f" ({each.arithmetic})" for each in supports]
+        slower = f"the ranks' kernels differ: {_by_rank(builds)}"
     arithmetic = [support.arithmetic for support in supports]
     return Choice(kernel, slower, _by_rank(arithmetic) if len(set(arithmetic)) > 1 else "")

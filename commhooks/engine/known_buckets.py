@@ -11,11 +11,10 @@ from commhooks.compressors.state_field import StateField
 from commhooks.compressors.unit_plan import ParameterInfo, UnitPlan
 from commhooks.engine.arrangement import Flat
 from commhooks.engine.average import average
-from commhooks.engine.orphaned_residuals import orphaned, with_orphaned
 from commhooks.engine.state import LearnedState
 from commhooks.errors import HookRunError, logger_of
 from commhooks.gradients.bucket import Bucket
-from commhooks.gradients.layout import BucketLayout, Slot, read_layout
+from commhooks.gradients.layout import BucketLayout, read_layout
 from commhooks.gradients.names import ParameterNames
 
 logger = logger_of(__name__)
@@ -32,7 +31,6 @@ class KnownBucket:
         numel_sent: elements that are sent once compression has begun, without flags.
         work: what `reduce` needs; None if nothing is compressed.
         reduce: the exchange, where anything is compressed.
-        orphaned: the parameters that had a residual when the layout was new, and are not compressed. Others get none.
         used: the layout occurs in the current backward pass, or in the latest one.
     """
 
@@ -43,7 +41,6 @@ class KnownBucket:
     numel_sent: int = field(init=False)
     work: Any = None
     reduce: Callable[[torch.Tensor, Any, LearnedState, StepInfo], Exchange] | None = None
-    orphaned: list[Slot] = field(default_factory=list)
     used: bool = True
 
     def __post_init__(self) -> None:
@@ -59,16 +56,9 @@ class KnownBucket:
     ) -> Exchange:
         """The exchange of a bucket of this layout. `compressing`: whether compression has begun."""
         if compressing and self.reduce is not None:
-            exchange = self.reduce(flat, self.work, state, step)
-        else:
-            # Residuals that any bucket of this pass sends are lost if the optimizer skips it for the sake of this one.
-            judged = compressor.judges_averages or state.has_local()
-            exchange = average(flat, compressor.wire_dtype_for(flat.dtype), step.world_size, judged=judged)
-        if self.orphaned:
-            self.orphaned = orphaned(self.layout, self.compressed, state)  # those that are still there
-        if self.orphaned:
-            return with_orphaned(exchange, flat, self.orphaned, state, step)
-        return exchange
+            return self.reduce(flat, self.work, state, step)
+        dtype = compressor.wire_dtype_for(flat.dtype)
+        return average(flat, dtype, step.world_size, judged=compressor.judges_averages)
 
 
 class KnownBuckets:
@@ -77,6 +67,7 @@ class KnownBuckets:
     Attributes:
         is_logging_rank: this rank logs the warnings that concern all ranks.
         dead_units: the keys of the units whose layouts no longer exist, and whose state is still there.
+        no_longer_compressed: the names of the parameters whose residuals are to be dropped.
     """
 
     def __init__(self, state: LearnedState, names: ParameterNames) -> None:
@@ -85,12 +76,14 @@ class KnownBuckets:
         self._names = names
         self._buckets: dict[tuple[int, ...], KnownBucket] = {}
         self.dead_units: list[str] = []
+        self.no_longer_compressed: list[str] = []
 
     def __iter__(self) -> Any:
         return iter(list(self._buckets.values()))  # an outer step in a thread may add one
 
     def clear(self) -> None:
         self._buckets.clear()
+        self.no_longer_compressed.clear()
 
     def plans(self) -> list[UnitPlan]:
         """The plans of all known buckets, in the order in which the parameters were registered."""
@@ -127,7 +120,10 @@ class KnownBuckets:
             ]
             found = KnownBucket(layout, arrangement.plans(compressor, compressor.plan(infos)))
             self._fit_state(found, infos, compressor)
-            found.orphaned = orphaned(layout, found.compressed, self._state)
+            with_residual = self._state["residual"] if self._state.local else {}
+            self.no_longer_compressed += [
+                name for name in layout.names if name in with_residual and name not in found.compressed
+            ]
             if found.compresses:
                 found.work = arrangement.workspace(compressor, layout, found.plans)
                 found.reduce = arrangement.exchange(compressor)
@@ -146,6 +142,19 @@ class KnownBuckets:
                 if each.per == "bucket":
                     self._state[each.key].pop(key, None)
         self.dead_units.clear()
+
+    def drop_residuals(self, compressor: Compressor[Any]) -> None:
+        """Delete the residuals of the parameters that are no longer compressed. Call in a commit of a finite step: the
+        ranks of a joint save, which are at the same step, then have residuals of the same parameters."""
+        for name in self.no_longer_compressed:
+            self._state["residual"].pop(name, None)
+        if self.is_logging_rank:
+            logger.warning(
+                "%s compresses these parameters no longer, so that their residuals are dropped: %s",
+                compressor.display_name,
+                ", ".join(self.no_longer_compressed),
+            )
+        self.no_longer_compressed.clear()
 
     def _forget_dead(self, new: Bucket, compressor: Compressor[Any]) -> None:
         """Delete layouts that share parameters with `new` and do not occur in this pass: DDP rebuilds its buckets once

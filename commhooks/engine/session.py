@@ -24,7 +24,7 @@ from commhooks.engine.arrangement import FLAT
 from commhooks.engine.backward_pass import BackwardPass, Issue, RunningExchange
 from commhooks.engine.coalescing import Coalescing
 from commhooks.engine.consensus import Binding
-from commhooks.engine.immediate import reduce_and_count
+from commhooks.engine.immediate import reduce_and_time
 from commhooks.engine.learning import Learning
 from commhooks.engine.observer import Observer
 from commhooks.engine.state import LearnedState
@@ -66,7 +66,10 @@ class Session(Learning):
         consensus, device = self.consensus, bucket.flat.device
         compressor = consensus.compressor
         if not compressor.transactional and consensus.arrangement is FLAT:
-            return reduce_and_count(compressor, bucket, consensus.binding.group(), self.counters)
+            if bucket.is_first:
+                self.counters.begin_pass()
+            self.counters.gradients(bucket.nbytes)
+            return reduce_and_time(compressor, bucket, consensus.binding.group(), self.counters)
         with self._computing(bucket.flat):
             if bucket.is_first or self._pass is None:
                 self._pass = self._begin(bucket)
@@ -178,6 +181,8 @@ class Session(Learning):
         self.held.add(verdict, current.loss_scale, compressed=current.compressing and compressor.selective)
         if buckets.dead_units:
             buckets.forget_dead_state(compressor)
+        if buckets.no_longer_compressed and bool(verdict):
+            buckets.drop_residuals(compressor)
         residual_factor = current.step.residual_factor
         if verdict is not False and (isinstance(residual_factor, torch.Tensor) or residual_factor != 1):
             # The exchanges do it for what they compress.

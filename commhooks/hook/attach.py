@@ -77,8 +77,7 @@ def attach(
             `fully_shard` is averaged by plain all-reduce.
         hook_options: options of a hook given by name.
         hook_state: the state of a callable. It is saved and restored if it has `state_dict` and `load_state_dict`.
-        wrapper: let the hook communicate in float16 or bfloat16 ("fp16", "bf16"); for PowerSGD also in 8-bit or 4-bit
-            integers ("int8", "int4"), its factors and, with error feedback, what it leaves uncompressed.
+        wrapper: let the hook communicate in float16 or bfloat16 ("fp16", "bf16").
         save_residual: default of `state_dict(residual=)`: "per_rank" (this rank's own residuals, without
             communication), "mean" (over the ranks; all of them must save), "drop" (no residuals), "distributed" (the
             mean, in a form for `torch.distributed.checkpoint`). "auto": "per_rank", or "distributed" for a model
@@ -106,8 +105,7 @@ def attach(
     Raises:
         HookConfigError: the arguments are invalid, or no rank's machine supports them.
         AttachError: the model cannot take a hook. Or, on all ranks: the ranks attach different hooks or have different
-            models, the machines of some ranks do not support `fused=True`, or the nodes have different numbers of
-            ranks.
+            models, the machines of some ranks do not support the hook, or the nodes have different numbers of ranks.
         HookRunError: another rank has failed, or did not take part within the process group's timeout.
     """
     check_choice("save_residual", save_residual, (*SAVE_RESIDUAL, "distributed", "auto"))

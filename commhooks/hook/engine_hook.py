@@ -26,7 +26,7 @@ from commhooks.gradients import precision
 from commhooks.gradients.bucket import Bucket
 from commhooks.gradients.names import ParameterNames
 from commhooks.gradients.source import Future, GradientSource
-from commhooks.hook.model_plan import LATEST_PASS, ModelPlan
+from commhooks.hook.model_plan import ModelPlan
 from commhooks.hook.plan_model import parameter_infos, whole_plan
 from commhooks.hook.request import HookRequest
 from commhooks.hook.runner import Runner
@@ -94,7 +94,6 @@ class EngineHook(Runner):
             session.compressor,
             self._own_plans(session.compressor),
             session.consensus.buckets.names() if session.has_run else (),
-            LATEST_PASS if session.has_run else "",
             session.consensus.arrangement,
         )
 

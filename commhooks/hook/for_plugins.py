@@ -4,23 +4,13 @@
 from commhooks.checkpoint import parts as payload_parts
 from commhooks.checkpoint.cut_off import cut_off
 from commhooks.compressors.dotted_path import import_path
-from commhooks.compressors.hook_config import HookConfig, converted
-from commhooks.compressors.plain_values import unresolved
+from commhooks.compressors.hook_config import HookConfig
+from commhooks.compressors.plain_values import checked
 from commhooks.compressors.registry import COMPRESSORS, OFF, means_no_hook
-from commhooks.errors import closest
 from commhooks.gradients.loss_scale import LossScale, scale_of
 from commhooks.gradients.torch_private import compiled_from
 from commhooks.hook.announce import reason_first
-from commhooks.hook.arguments import (
-    HOOKS,
-    arguments_in,
-    config_class,
-    documented_by,
-    explains_arguments,
-    misplaced_option,
-    unknown_argument,
-    unknown_flag,
-)
+from commhooks.hook.arguments import arguments_in, explains_arguments
 from commhooks.hook.attach import attach_request
 from commhooks.hook.checked_state import located, nothing_saved
 from commhooks.hook.hook_folder import HookFolder

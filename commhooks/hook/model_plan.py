@@ -6,11 +6,9 @@ from typing import Any
 
 import torch
 
-from commhooks.comm.link import Network
+from commhooks.comm.wire import dtype_name
 from commhooks.compressors.unit_plan import MemoryPlan, UnitPlan
 from commhooks.compressors.units import Unit
-
-LATEST_PASS = "as in the latest backward pass"
 
 
 @dataclass(frozen=True)
@@ -29,8 +27,7 @@ class ModelPlan:
     hook: str
     parameters: tuple[UnitPlan, ...]
     wire_dtype: torch.dtype | None = None
-    wire: str = ""
-    """What the hook or its wrapper makes of the numbers that it sends, such as "float16" or "int8"; "": nothing."""
+    """The dtype to which the hook or its wrapper casts the numbers that it sends; None: it does not."""
     start_step: int = 0
     """Compression begins after this many steps."""
     selective: bool = True
@@ -42,8 +39,6 @@ class ModelPlan:
     """With `ranks_per_node`, between which ranks the bytes of this plan travel; a node sends them as one rank."""
     bucket_names: tuple[tuple[str, ...], ...] = ()
     """The parameters of each bucket; empty if they are unknown or if the rows of the plan are buckets."""
-    buckets_from: str = ""
-    """Source of `bucket_names`, for the table."""
     bytes_per_save: int = 0
     """Bytes that a joint save sends of an optimizer that keeps two numbers per weight, such as Adam, where each rank
     trains for itself."""
@@ -90,28 +85,13 @@ class ModelPlan:
             for names in self.bucket_names
         )
 
-    def break_even_gbit_s(self, codec_s: float, world_size: int = 2) -> float | None:
-        """The bandwidth in Gbit/s per rank below which the hook makes a step faster: at this bandwidth, sending the
-        saved bytes takes as long as the codec.
-
-        Assumes a ring all-reduce at the full bandwidth, and no overlap of codec or communication with the backward
-        pass. None if the hook saves nothing or its traffic is unknown.
-
-        Args:
-            codec_s: seconds that the hook computes per step, and those that it waits longer than plain all-reduce.
-        """
-        saved = self.bytes_before - self.bytes_after - self.flag_bytes
-        if self.sends is None or saved <= 0 or codec_s <= 0:
-            return None
-        return Network(world_size, 1e9).seconds(saved) / codec_s
-
     def as_dict(self) -> dict[str, Any]:
         """Everything as plain types, for JSON. Bytes are per rank and step."""
         sent = None if self.sends is None else self.bytes_after
         return {
             "hook": self.hook,
             "start_step": self.start_step if self.selective else None,
-            "wire_dtype": self.wire or None,
+            "wire_dtype": dtype_name(self.wire_dtype) or None,
             "known": not self._unknown,
             "bytes_before": self.bytes_before,
             "bytes_after": sent,
@@ -138,7 +118,6 @@ class ModelPlan:
                 for p in self.parameters
             ],
             "buckets": [dataclasses.asdict(each) | {"parameters": list(each.parameters)} for each in self.buckets],
-            "buckets_from": self.buckets_from,
         }
 
     @property

@@ -1,6 +1,6 @@
 """Make the plan of a model: with attached hook, or without DDP as for `commhooks plan`."""
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
@@ -9,10 +9,11 @@ from commhooks.compressors.adaptive import AdaptiveCompressor
 from commhooks.compressors.base import Compressor
 from commhooks.compressors.hook_config import HookConfig
 from commhooks.compressors.local_steps.compressor import LocalStepsCompressor
-from commhooks.compressors.unit_plan import ParameterInfo, UnitPlan, real_itemsize
+from commhooks.compressors.unit_plan import ParameterInfo, UnitPlan
 from commhooks.engine.arrangement import FLAT, Flat
 from commhooks.errors import HookConfigError
-from commhooks.gradients.bucket_estimate import ESTIMATE, Reduced, estimate_buckets
+from commhooks.gradients.ddp import sparse_parameters
+from commhooks.gradients.exclude import all_names
 from commhooks.gradients.names import ModelNames, ParameterNames
 from commhooks.hook.model_plan import ModelPlan
 from commhooks.hook.request import HookRequest
@@ -35,7 +36,6 @@ def whole_plan(
     compressor: Compressor[Any],
     rows: Sequence[UnitPlan],
     buckets: BucketNames = (),
-    buckets_from: str = "",
     arrangement: Flat = FLAT,
 ) -> ModelPlan:
     """Make a `ModelPlan` from these rows. `buckets`: the names in each bucket; empty if they are unknown or if the rows
@@ -46,54 +46,36 @@ def whole_plan(
         f"{hook}: {compressor.chosen}" if isinstance(compressor, AdaptiveCompressor) else hook,
         tuple(rows),
         compressor.wire_dtype,
-        compressor.wire,
         compressor.start_step,
         selective=compressor.selective,
         memory=arrangement.memory_plan(compressor, rows, known or [rows]),
         arrangement=arrangement.words,
         bucket_names=tuple(map(tuple, buckets)),
-        buckets_from=buckets_from,
         bytes_per_save=sum(row.numel * 4 for row in rows) if isinstance(compressor, LocalStepsCompressor) else 0,
         sends=compressor.config.sends,
     )
 
 
-def plan_model(
-    parameters: Mapping[str, torch.Tensor],
-    request: HookRequest,
-    *,
-    all_names: Mapping[int, Sequence[str]] | None = None,
-    sparse: Collection[int] = (),
-    bucket_cap_mb: float | None = None,
-    total_steps: int | None = None,
-) -> ModelPlan:
-    """Predict the result of `hook.plan()` for a model with these parameters, and estimate DDP's buckets.
+def plan_model(module: torch.nn.Module, request: HookRequest, total_steps: int | None = None) -> ModelPlan:
+    """The plan that a hook will have before its first backward pass when it is attached to `module` in DDP. The values
+    of the parameters are not read: they may be on the meta device.
 
     Args:
-        parameters: those that DDP will reduce, by name, in the order of registration. Their values are not read: they
-            may be on the meta device.
-        all_names: id of a parameter -> all of its names, for `exclude`.
-        sparse: ids of those whose gradients are sparse.
-        bucket_cap_mb: as DDP's argument, MiB.
         total_steps: as in `attach`.
 
     Raises:
-        HookConfigError: the request is for a user's hook or for none, or its start is a fraction and `total_steps` is
-            None.
+        HookConfigError: the request is for a user's hook or for none, its start is a fraction and `total_steps` is
+            None, or nothing in the model is trained.
     """
     compressor = request.new_compressor(total_steps)
     if request.off:
         raise HookConfigError("without a hook there is nothing to plan; hook 'allreduce' shows the plain average")
     if compressor is None:
         raise HookConfigError(f"hook {request.name!r} is not one of ours: only its own code knows what it sends")
-    infos = parameter_infos(ModelNames(parameters.items(), all_names or {}), compressor.planning_config, sparse)
-    reduced = [
-        Reduced(name, info.numel * real_itemsize(p.dtype), p.dtype, p.device, info.sparse)
-        for name, info in infos.items()
-        for p in [info.parameter]
-    ]
-    buckets = estimate_buckets(reduced, bucket_cap_mb)
-    if compressor.per_bucket:
-        rows = [row for bucket in buckets for row in compressor.plan([infos[name] for name in bucket])]
-        return whole_plan(request.name, compressor, rows, buckets_from=ESTIMATE)
-    return whole_plan(request.name, compressor, compressor.plan(list(infos.values())), buckets, ESTIMATE)
+    names = all_names(module)
+    trained = [(names[id(each)][0], each) for each in module.parameters() if each.requires_grad]
+    if not trained:
+        raise HookConfigError("the model has no parameter that requires a gradient")
+    infos = parameter_infos(ModelNames(trained, names), compressor.planning_config, sparse_parameters(module))
+    rows = [] if compressor.per_bucket else compressor.plan(list(infos.values()))  # DDP has made no buckets yet
+    return whole_plan(request.name, compressor, rows)

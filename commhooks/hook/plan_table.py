@@ -63,7 +63,7 @@ def _parameters(plan: "ModelPlan") -> Any:
 
 
 def _buckets(plan: "ModelPlan") -> Any:
-    table = new_table(f"Buckets, {plan.buckets_from}")
+    table = new_table("Buckets, as in the latest backward pass")
     table.add_column("bucket", justify="right", no_wrap=True)
     table.add_column("parameters", overflow="fold")
     table.add_column(plan.unit.name, justify="right", no_wrap=True)

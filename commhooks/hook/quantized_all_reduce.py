@@ -103,7 +103,8 @@ def _check(name: str, given: torch.Tensor, dtypes: tuple[torch.dtype, ...]) -> N
 def _workspace(flat: torch.Tensor, code: BlockCode, *, error_feedback: bool) -> Workspace:
     layout = BucketLayout((Slot(_NAME, flat, 0, len(flat)),), len(flat), flat.dtype, flat.device)
     plan = UnitPlan(_NAME, tuple(flat.shape), len(flat), flat.dtype, compressed=True)
-    natively = library.supports(flat.device, compute_dtype(flat.dtype)) and _loads(compute_dtype(flat.dtype))
+    dtype = compute_dtype(flat.dtype)
+    natively = library.supports(flat.device, dtype) and not library.is_switched_off() and _loads(dtype)
     return Workspace(layout, [plan], code, flat.dtype, error_feedback=error_feedback, natively=natively)
 
 

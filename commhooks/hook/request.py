@@ -28,7 +28,7 @@ from commhooks.compressors.registry import (
     register_compressor,
 )
 from commhooks.ddp_comm_hooks import debugging_hooks, default_hooks, powerSGD_hook
-from commhooks.errors import HookConfigError, closest
+from commhooks.errors import HookConfigError, did_you_mean
 from commhooks.hook.vocabulary import ARGUMENTS, check_arguments
 
 _DROP_INS: dict[Callable[..., Any], str] = {
@@ -148,17 +148,10 @@ class HookRequest:
                     f"ranks_per_node with {hook}, which {compressor.not_between_nodes()}: name a hook such as "
                     "'powerSGD', 'int8_compress' or 'bf16_compress', or leave out ranks_per_node"
                 )
-        possible = tuple(WIRE_DTYPES) if compressor is None else compressor.wrappers
-        if self.wrapper is not None and not possible:
-            wire = " and set its option wire" if compressor and hasattr(compressor.Config, "wire") else ""
+        if self.wrapper is not None and compressor is not None and not compressor.wrappers:
+            wire = " and set its option wire" if hasattr(compressor.Config, "wire") else ""
             raise HookConfigError(
                 f"wrapper={self.wrapper!r} with {hook}, which chooses itself what to send: omit wrapper{wire}"
-            )
-        if self.wrapper is not None and self.wrapper not in possible:
-            others = " and ".join(repr(name) for name, each in COMPRESSORS.items() if self.wrapper in each.wrappers)
-            raise HookConfigError(
-                f"wrapper={self.wrapper!r} with {hook}: it is for {others}, given by name or by config; "
-                f"hook='{self.wrapper}_compress' quantises gradients as they are"
             )
         return self
 
@@ -196,7 +189,7 @@ class HookRequest:
         if self.config is None:
             return None
         made = compressor_of(self.config)(self.config.resolved(total_steps))
-        return made if self.wrapper is None else made.wrapped(self.wrapper)
+        return made if self.wrapper is None else made.lowered(WIRE_DTYPES[self.wrapper])
 
     def build(self, process_group: dist.ProcessGroup | None) -> tuple[Any, Callable[..., Any]]:
         """The state and the function of a user's hook."""
@@ -236,7 +229,7 @@ def _found(hook: Any) -> HookConfig | type[HookConfig] | str | Callable[..., Any
         package, _, function = hook.rpartition(".")
         hint = f" (for a function of your own write '{package}:{function}')" if package else ""
         raise HookConfigError(
-            f"unknown hook {hook!r}{hint or closest(hook, [*names_to_offer(), *aliases()])}; known are "
+            f"unknown hook {hook!r}{hint or did_you_mean(hook, [*names_to_offer(), *aliases()])}; known are "
             f"{', '.join(hook_names())}, and 'package.module:function' for one of your own; 'none' trains without a "
             "hook"
         )

@@ -50,9 +50,8 @@ def check_requests(
         plan: one line per parameter: whether and how it is compressed.
 
     Raises:
-        AttachError: on all ranks, if the requests or the models differ, if some ranks cannot run the hook, if they
-            have no kernel in common, or if the group does not number them; the message names the ranks and the
-            differences or reasons.
+        AttachError: on all ranks, if the requests or the models differ, if some ranks cannot run the hook, or if the
+            group does not number them; the message names the ranks and the differences or reasons.
         HookConfigError: no rank can run the hook.
         HookRunError: another rank has failed, or did not take part within the process group's timeout.
     """

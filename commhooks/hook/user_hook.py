@@ -8,7 +8,6 @@ import torch.distributed as dist
 from commhooks.checkpoint.user_state import SavedUserState
 from commhooks.comm.counters import Counters
 from commhooks.comm.hook_result import checked_future
-from commhooks.comm.wire import dtype_name
 from commhooks.compressors.unit_plan import MemoryPlan, ParameterInfo, UnitPlan
 from commhooks.gradients.bucket import Bucket
 from commhooks.gradients.source import Future, GradientSource
@@ -46,7 +45,7 @@ class UserHook(Runner):
         rows = tuple(UnitPlan.uncompressed(info, f"hook {name}") for info in infos)
         narrowed = [row for row in rows if row.wire_itemsize(wire) < row.wire_itemsize(None)]
         memory = MemoryPlan(packed=sum(row.numel_sent * row.wire_itemsize(wire) for row in narrowed))
-        return ModelPlan(name, rows, wire, dtype_name(wire), selective=False, memory=memory, sends=None)
+        return ModelPlan(name, rows, wire, selective=False, memory=memory, sends=None)
 
     def problems(self) -> list[str]:
         if self._state is None or isinstance(self._state, dist.ProcessGroup) or self._saves_state:

@@ -1,6 +1,6 @@
 """The nine arguments that the front ends have in common, each once: `commhooks.attach`, the strategies of Lightning and
 Fabric, the handler and the YAML of Accelerate, flags. Their signatures repeat names and defaults for editors and
-jsonargparse; a test compares them with this table. What each means in full, the docstring of `attach` says.
+jsonargparse; a test compares them with this table. The docstring of `attach` explains them.
 """
 
 from collections.abc import Mapping
@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from commhooks.compressors.plain_values import as_type
-from commhooks.errors import HookConfigError, closest
+from commhooks.errors import did_you_mean, invalid
 
-WRAPPERS = ("fp16", "bf16", "int8", "int4")
+WRAPPERS = ("fp16", "bf16")
 SAVE_RESIDUAL = ("mean", "per_rank", "drop")
 
 
@@ -20,38 +20,25 @@ class Argument:
 
     Attributes:
         kind: its type in YAML. In Python `hook` and `hook_state` may be other objects, too.
-        help: one line for a flag, with the default.
         default: if nothing is given. Lightning writes one file for all ranks, so that its `save_residual` is "mean".
         choices: the values, if there are few.
     """
 
     kind: Any
-    help: str
     default: Any = None
     choices: tuple[str | None, ...] = ()
 
 
 ARGUMENTS = {
-    "hook": Argument(str, "which hook, e.g. powerSGD: `commhooks hooks` lists them; none is DDP without a hook"),
-    "hook_options": Argument(dict[str, Any] | None, "options of the hook, e.g. matrix_approximation_rank=4"),
-    "hook_state": Argument(str | None, "state of a function of yours, as package.module:name (none)"),
-    "wrapper": Argument(str | None, "what is made of the numbers that are sent (nothing)", choices=(None, *WRAPPERS)),
-    "save_residual": Argument(
-        str,
-        "which residuals save_state writes: of each rank, their mean, or none (per_rank)",
-        "per_rank",
-        choices=SAVE_RESIDUAL,
-    ),
-    "strict": Argument(bool, "whether loading the state of another hook or model is an error (true)", True),
-    "total_steps": Argument(
-        int | None, "synchronised backward passes in the whole run, for a start that is a fraction of it"
-    ),
-    "check_every": Argument(
-        int | None, "compare the weights of all ranks before every so many backward passes (never)"
-    ),
-    "ranks_per_node": Argument(
-        int | str | None, "average exactly inside a node of so many ranks, or `auto`; compress between nodes (no)"
-    ),
+    "hook": Argument(str),
+    "hook_options": Argument(dict[str, Any] | None),
+    "hook_state": Argument(str | None),
+    "wrapper": Argument(str | None, choices=(None, *WRAPPERS)),
+    "save_residual": Argument(str, "per_rank", choices=SAVE_RESIDUAL),
+    "strict": Argument(bool, True),
+    "total_steps": Argument(int | None),
+    "check_every": Argument(int | None),
+    "ranks_per_node": Argument(int | str | None),
 }
 _EXPECTED = {
     bool: "True or False",
@@ -82,11 +69,13 @@ def check_value(name: str, value: Any, kind: Any, expected: str = "") -> None:
     except TypeError:
         fits = False
     if not fits:
-        raise HookConfigError(f"{name}={value!r}; expected {expected or _EXPECTED[kind]}")
+        raise invalid(name, value, expected or _EXPECTED[kind])
 
 
 def check_choice(name: str, value: object, choices: tuple[object, ...]) -> None:
     """Raise HookConfigError unless `value`, of the argument `name`, is one of `choices`."""
     if value not in choices:
-        offer = closest(value, [each for each in choices if isinstance(each, str)]) if isinstance(value, str) else ""
-        raise HookConfigError(f"{name}={value!r}{offer}; expected one of {', '.join(map(repr, choices))}")
+        near = (
+            did_you_mean(value, [each for each in choices if isinstance(each, str)]) if isinstance(value, str) else ""
+        )
+        raise invalid(name, value, f"one of {', '.join(map(repr, choices))}{near}")

@@ -3,19 +3,17 @@ quick."""
 
 import argparse
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from commhooks.hook.vocabulary import WRAPPERS
 
 PLAN = """\
-Shows what a hook will do to a model before there is a training: per parameter, per bucket of DDP and for all of it,
-what is compressed or why not, MB per step and rank, the memory that is needed, and below which bandwidth a step sends
-faster with the hook. The same for a training that runs: print(hook.plan()).
+Shows what a hook will do to a model before there is a training: for each parameter and in all what is compressed or
+why not, the bytes per step and rank, and the memory that is needed. It prints what print(hook.plan()) prints in a
+training.
 
-  commhooks plan package.module:build_model --hook powerSGD --options matrix_approximation_rank=4
-  commhooks plan checkpoint.ckpt --hook powerSGD --exclude '*embed*' '*head*'
-  commhooks plan package.module:build_model --nodes 16 --ranks-per-node 8 --bandwidth 25
+  commhooks plan train:build_model --hook powerSGD --options matrix_approximation_rank=4
+  commhooks plan package.module:build_model --exclude '*embed*' '*head*'
 """
 DOCTOR_COMMAND = "torchrun --nproc-per-node 2 -m commhooks doctor package.module:build"
 DOCTOR = f"""\
@@ -66,43 +64,18 @@ def _plan(parser: argparse.ArgumentParser) -> None:
     parser.description = PLAN
     parser.add_argument(
         "model",
-        metavar="MODULE:FUNCTION|FILE",
-        help="a function without arguments that returns an nn.Module (package.module:build or train.py:build), or a "
-        "file of torch.save with a state dict",
+        metavar="MODULE:FUNCTION",
+        help="a function without arguments that returns the nn.Module, or (model, batch_fn) as for `commhooks doctor`",
     )
-    parser.add_argument("--json", action="store_true", help="print JSON, bytes and seconds")
-    parser.add_argument("--bucket-cap-mb", type=float, metavar="MB", help="as DDP's argument (25)")
-    parser.add_argument("--total-steps", type=int, metavar="N", help="of the run, for a start that is a fraction")
-    of_a_hook = parser.add_argument_group("the plan of one hook")
-    hook: Any = of_a_hook.add_argument("--hook", help="its name (powerSGD)")
+    hook: Any = parser.add_argument("--hook", default="powerSGD", help="its name (powerSGD)")
     hook.completer = hook_names
-    of_a_hook.add_argument("--options", nargs="+", metavar="NAME=VALUE", help="options of the hook; values are YAML")
-    of_a_hook.add_argument(
-        "--exclude", nargs="+", metavar="GLOB", help="the same as --options \"exclude=['GLOB', ...]\""
+    parser.add_argument(
+        "--options", nargs="+", default=[], metavar="NAME=VALUE", help="options of the hook; values are YAML"
     )
-    of_a_hook.add_argument("--wrapper", choices=WRAPPERS, help="what is made of the numbers that are sent")
-    of_a_hook.add_argument("--world-size", type=int, metavar="N", help="ranks, for the estimate (2)")
-    of_a_hook.add_argument("--rtt-ms", type=float, metavar="MS", help="round trip between ranks, for the estimate (0)")
-    of_a_hook.add_argument("--device", choices=("cpu", "cuda"), help="where the codec is timed (cuda if there is one)")
-    of_a_hook.add_argument(
-        "--codec-ms",
-        type=float,
-        metavar="MS",
-        help="the codec's time per step (of diloco per outer step), instead of timing",
-    )
-    of_a_hook.add_argument(
-        "--step-ms",
-        type=float,
-        metavar="MS",
-        help="a step without a network: what sync_every makes that small (diloco)",
-    )
-    on_nodes = parser.add_argument_group("instead of the plan, a table of all hooks on many nodes")
-    on_nodes.add_argument("--nodes", type=int, metavar="N", help="how many; the flags below are for this table")
-    on_nodes.add_argument("--ranks-per-node", type=int, metavar="N", help="how many (8)")
-    on_nodes.add_argument("--bandwidth", type=float, metavar="GBIT", help="between nodes, Gbit/s (25)")
-    on_nodes.add_argument("--inside", type=float, metavar="GBIT", help="inside a node, Gbit/s (400)")
-    on_nodes.add_argument("--latency-us", type=float, metavar="US", help="per message between nodes (30)")
-    on_nodes.add_argument("--backend", choices=["nccl", "gloo"], help="what carries the collectives (nccl)")
+    parser.add_argument("--exclude", nargs="+", metavar="GLOB", help="the same as --options \"exclude=['GLOB', ...]\"")
+    parser.add_argument("--wrapper", choices=WRAPPERS, help="what is made of the numbers that are sent")
+    parser.add_argument("--total-steps", type=int, metavar="N", help="of the run, for a start that is a fraction")
+    parser.add_argument("--json", action="store_true", help="print JSON, sizes in bytes")
 
 
 def _doctor(parser: argparse.ArgumentParser) -> None:
@@ -113,16 +86,17 @@ def _doctor(parser: argparse.ArgumentParser) -> None:
         "--powersgd-ranks", type=int, nargs="*", default=[1, 2, 4], metavar="RANK", help="to be tried (1 2 4)"
     )
     parser.add_argument(
-        "--options", nargs="+", default=[], metavar="NAME=VALUE", help="further options of PowerSGD, e.g. fused=true"
+        "--options",
+        nargs="+",
+        default=[],
+        metavar="NAME=VALUE",
+        help="further options of PowerSGD, e.g. use_error_feedback=false",
     )
     parser.add_argument(
         "--seconds", type=float, default=60, help="a candidate that has used as many takes no further part (60)"
     )
     parser.add_argument("--backend", help="of the process group: nccl, gloo (default: torch's choice)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures and the advice here")
-    parser.add_argument(
-        "--plot", type=Path, metavar="FILE", help="write a picture of step time against bandwidth here (PNG)"
-    )
+    parser.add_argument("--json", action="store_true", help="print JSON: ms and bytes of each step")
 
 
 def _network(parser: argparse.ArgumentParser) -> None:
@@ -145,7 +119,7 @@ def hook_names(**_: object) -> list[str]:
 COMMANDS = {
     "hooks": Command("list the hooks and their options", lambda parser: None, "commhooks.tools.hooks_command"),
     "plan": Command(
-        "show what a hook will compress in your model, and from which bandwidth on it matters",
+        "show what a hook will compress in your model",
         _plan,
         "commhooks.tools.plan_command",
     ),

@@ -8,7 +8,7 @@ import sys
 from contextlib import suppress
 
 import commhooks
-from commhooks.errors import CommHookError, closest
+from commhooks.errors import CommHookError, did_you_mean
 from commhooks.tools.arguments import COMMANDS
 
 
@@ -20,7 +20,7 @@ def main(arguments: list[str] | None = None) -> int:
     if unknown:
         if parsed.command is None:
             parser.error(f"unrecognized arguments: {' '.join(unknown)}")
-        parsers[parsed.command].error(_about_unknown(unknown[0], given, parsed, parsers[parsed.command]))
+        parsers[parsed.command].error(_about_unknown(unknown[0], parsed.command, parsers[parsed.command]))
     if parsed.command is None:
         parser.print_help()
         return 0
@@ -62,20 +62,12 @@ def _parsers() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentPars
     return parser, parsers
 
 
-def _about_unknown(argument: str, given: list[str], parsed: argparse.Namespace, parser: argparse.ArgumentParser) -> str:
-    """The message about an argument that a subcommand does not have. An option of the hook is the likeliest."""
-    flag, _, value = argument.partition("=")
+def _about_unknown(argument: str, command: str, parser: argparse.ArgumentParser) -> str:
+    """The message about an argument that a subcommand does not have."""
+    flag = argument.partition("=")[0]
     flags = re.findall(r"--[\w-]+", parser.format_usage())
     if not flag.startswith("-"):
         return f"unrecognized arguments: {argument}"
     if flag in flags:
-        return f"write {flag} behind the command: commhooks {parsed.command} ... {flag}"
-    if "options" not in parsed:
-        return f"there is no flag {flag}{closest(flag, flags)}"
-    from commhooks.hook.arguments import unknown_flag
-
-    after = given[given.index(argument) + 1 :]
-    value = value or next((each for each in after[:1] if not each.startswith("-")), "VALUE")
-    if parsed.command == "doctor" and flag in ("--rank", "--ranks", "--matrix-approximation-rank"):
-        return f"there is no flag {flag}; write --powersgd-ranks {value}"
-    return unknown_flag(flag, value, getattr(parsed, "hook", None) or "powerSGD", flags, "--options")
+        return f"write {flag} behind the command: commhooks {command} ... {flag}"
+    return f"there is no flag {flag}{did_you_mean(flag, flags)}"

@@ -2,7 +2,7 @@
 
 import argparse
 
-from commhooks.comm.wire import WIRE_BITS, WIRE_DTYPES
+from commhooks.comm.wire import WIRE_DTYPES
 from commhooks.compressors.hook_config import explained_options
 from commhooks.compressors.registry import COMPRESSORS, aliases, available_hooks
 
@@ -24,13 +24,11 @@ def run(arguments: argparse.Namespace) -> int:
             lines += [f"  {option}={hook['options'][option]!r}", f"      {text}".rstrip()]
         table.add_row(f"{name}\n({short[name]})" if name in short else name, "\n".join(filter(None, lines)))
     unwrapped = " and ".join(name for name, each in COMPRESSORS.items() if not each.wrappers)
-    quantisable = " and ".join(name for name, each in COMPRESSORS.items() if set(WIRE_BITS) <= set(each.wrappers))
     console = Console(markup=False, emoji=False, highlight=False)
     console.print(table)
     console.print(
         "Case, _ and - in names do not matter; names in parentheses are short forms. Every hook, but for "
-        f"{unwrapped}, can be had with wrapper={' or '.join(map(repr, WIRE_DTYPES))}, which halves what it sends, "
-        f"and {quantisable} with wrapper={' or '.join(map(repr, WIRE_BITS))}, a quarter or less. "
+        f"{unwrapped}, can be had with wrapper={' or '.join(map(repr, WIRE_DTYPES))}, which halves what it sends. "
         "A hook of your own is given as 'package.module:function'; 'none' is training without a hook."
     )
     return 0

@@ -2,12 +2,11 @@
 
 from typing import Any
 
-from commhooks.compressors.plain_values import unresolved
 from commhooks.errors import HookConfigError
 
 
 def parse_options(texts: list[str]) -> dict[str, Any]:
-    """`["fused=true", "exclude=['*embed*']"]` as a dict; values are YAML."""
+    """`["random_seed=1", "exclude=['*embed*']"]` as a dict; values are YAML."""
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
     from yaml import YAMLError
@@ -18,7 +17,7 @@ def parse_options(texts: list[str]) -> dict[str, Any]:
     try:
         values = OmegaConf.to_container(OmegaConf.from_dotlist(texts), resolve=True)
     except OmegaConfBaseException as error:
-        raise HookConfigError(f"--options {' '.join(texts)}: {error.full_key}: {unresolved(error)}") from None
+        raise HookConfigError(f"--options {' '.join(texts)}: {error.full_key}: {str(error).splitlines()[0]}") from None
     except YAMLError:
         quoted = "\"exclude=['*embed*']\""
         raise HookConfigError(

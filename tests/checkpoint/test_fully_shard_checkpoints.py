@@ -31,7 +31,6 @@ SAVE_AT, STEPS = 4, 7
 INT8 = {"block_size": 32, "start_iter": 1}
 KINDS = {
     "powerSGD": ("powerSGD", POWERSGD),
-    "alternate": ("powerSGD", POWERSGD | {"alternate": True}),
     "int8": ("int8", INT8),
     "batched": ("batched_powerSGD", {"start_powerSGD_iter": 1}),
 }
@@ -103,7 +102,6 @@ def test_a_resumed_run_is_bit_equal(run_ranks: Any, tmp_path: Path, kind: str, s
     ("kind", "before", "replicas", "shards"),
     [
         ("powerSGD", 2, 1, 4),
-        ("alternate", 2, 4, 1),
         ("powerSGD", 2, 2, 0),
         ("int8", 2, 1, 3),
         ("batched", 2, 3, 1),

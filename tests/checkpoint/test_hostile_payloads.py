@@ -97,8 +97,8 @@ def two_ranks(saved: dict[str, Any], **more: Any) -> dict[str, Any]:
     return gathered
 
 
-def power_sgd(**options: Any) -> Subject:
-    subject = Subject.new("powerSGD", hook_options=OPTIONS, **options)
+def power_sgd() -> Subject:
+    subject = Subject.new("powerSGD", hook_options=OPTIONS)
     subject.good += [subject.hook.state_dict(kind) for kind in ("mean", "drop")]
     subject.good.append(two_ranks(subject.good[0]))
     assert subject.good[0]["residual"] == "per_rank" and subject.hook.stats()["compressed_steps"] == 2
@@ -177,7 +177,6 @@ SUBJECTS: dict[str, tuple[Callable[[], Subject], int]] = {
     "powerSGD": (power_sgd, 150),
     "batched": (batched, 60),
     "own hook": (own_hook, 40),
-    "int8 wrapper": (functools.partial(power_sgd, wrapper="int8"), 60),
     "int8": (functools.partial(quantised, "int8"), 60),
     "int4": (functools.partial(quantised, "int4"), 40),
     "auto": (auto, 60),

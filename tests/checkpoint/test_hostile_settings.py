@@ -15,7 +15,7 @@ from commhooks import CommHookError, HookConfigError
 from tests.support import hostile
 
 HOOKS: list[dict[str, Any]] = [
-    {"hook": "powerSGD", "wrapper": "int8", "hook_options": {"matrix_approximation_rank": 2, "exclude": ["*embed*"]}},
+    {"hook": "powerSGD", "wrapper": "bf16", "hook_options": {"matrix_approximation_rank": 2, "exclude": ["*embed*"]}},
     {"hook": "powerSGD", "hook_options": {"matrix_approximation_rank": {"*": 2, "head.*": 4}}, "bucket_cap_mb": 12.5},
     {"hook": "int8", "hook_options": {"block_size": 64, "start_iter": 0.1}, "ranks_per_node": "auto"},
     {"hook": "int4", "ranks_per_node": 2, "save_residual": "mean"},

@@ -80,12 +80,12 @@ def test_an_overruled_start_is_told_while_it_matters(run_ranks: Any) -> None:
 # ---- counters --------------------------------------------------------------------------------------------------------
 
 
-def _counted(hook: str, wrapper: str | None) -> dict[str, Any]:
+def _counted(hook: str) -> dict[str, Any]:
     options = {"hook_options": OPTIONS} if hook == "powerSGD" else {}
-    through = Run.new(hook=hook, wrapper=wrapper, **options).train(5)
+    through = Run.new(hook=hook, **options).train(5)
     saved = through.save()
     through.train(3)
-    again, _ = _resumed(saved, hook, wrapper=wrapper, **options)
+    again, _ = _resumed(saved, hook, **options)
     loaded = again.hook.stats()["so_far"]
     again.train(3)
     stats = again.hook.stats()
@@ -100,12 +100,9 @@ def _counted(hook: str, wrapper: str | None) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize(("hook", "wrapper"), [("powerSGD", None), ("powerSGD", "int8"), ("bf16", None)], ids=str)
-def test_what_was_counted_goes_on(run_ranks: Any, hook: str, wrapper: str | None) -> None:
-    for rank in run_ranks(_counted, hook, wrapper):
-        # With int8 a first pass has one bucket, with other padding than several.
-        sent = {each: rank[each].pop("bytes_sent") for each in ("again", "through")}
-        assert sent["again"] == pytest.approx(sent["through"], rel=0.01 if wrapper else 0)
+@pytest.mark.parametrize("hook", ["powerSGD", "bf16"])
+def test_what_was_counted_goes_on(run_ranks: Any, hook: str) -> None:
+    for rank in run_ranks(_counted, hook):
         assert rank["again"] == rank["through"] and rank["again"]["backward_passes"] == 8
         assert rank["own"]["backward_passes"] == 3  # `stats()` itself counts from `attach`
         known = {name: count for name, count in rank["loaded"].items() if count is not None}

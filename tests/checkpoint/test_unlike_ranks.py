@@ -1,6 +1,5 @@
 """Saves and loads where ranks hold different things, or a state was saved for another form of the model."""
 
-import random
 from typing import Any
 
 import pytest
@@ -95,22 +94,6 @@ def test_the_state_of_a_rank_without_residuals_is_not_taken_for_that_of_all(run_
     found = run_ranks(_loaded_from_rank_0, world_size=4)
     assert [had for had, _ in found] == [[False, False], [False, True]] * 2
     assert [len(lines) for _, lines in found] == [1, 0, 0, 0]
-
-
-def _messages_kept() -> int:
-    model = DistributedDataParallel(_SomeLayers(8), find_unused_parameters=True)
-    hook = commhooks.attach(model, "powerSGD", hook_options=OPTIONS | {"alternate": True})
-    chosen = random.Random(1)
-    for _ in range(40):
-        model.zero_grad()
-        model(torch.randn(2, 32), [i for i in range(8) if chosen.random() < 0.5] or [0]).backward()
-    (known,) = session_of(hook).consensus.buckets
-    return len(known.work.work._messages)
-
-
-def test_factors_that_come_out_of_step_do_not_fill_the_memory(run_ranks: Any) -> None:
-    for kept in run_ranks(_messages_kept):
-        assert 1 < kept <= 4
 
 
 def _other_form() -> list[str]:

@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 import commhooks
+from tests.support.kernels import computing_with
 from tests.support.models import (
     SHAPES,
     Gradients,
@@ -57,9 +58,9 @@ def test_scaled_gradients_stay_finite_and_train(run_ranks):
         assert sum(each["losses"][-20:]) < 0.7 * sum(each["losses"][:20])
 
 
-def _prescribed(scale: float, wrapper: str | None, fused: bool | None) -> list[Gradients]:
+def _prescribed(scale: float, wrapper: str | None) -> list[Gradients]:
     ddp = wrap(SHAPES)
-    config = commhooks.PowerSGD(matrix_approximation_rank=2, start_powerSGD_iter=0, min_compression_rate=1, fused=fused)
+    config = commhooks.PowerSGD(matrix_approximation_rank=2, start_powerSGD_iter=0, min_compression_rate=1)
     commhooks.attach(ddp, config, wrapper=wrapper)
     gradients = []
     for step in range(5):
@@ -68,16 +69,17 @@ def _prescribed(scale: float, wrapper: str | None, fused: bool | None) -> list[G
     return gradients
 
 
-def _two_scales(scale: float, masked: bool, fused: bool | None) -> tuple[list[Gradients], list[Gradients]]:
-    with masks(masked):
-        return _prescribed(scale, "fp16", fused), _prescribed(1.0, None, fused)
+def _two_scales(scale: float, masked: bool, kernel: str) -> tuple[list[Gradients], list[Gradients]]:
+    with masks(masked), computing_with(kernel):
+        return _prescribed(scale, "fp16"), _prescribed(1.0, None)
 
 
 @pytest.mark.parametrize(
-    ("scale", "masked", "fused"), [(1e-3, False, None), (300.0, False, False), (1e-3, True, None), (300.0, True, None)]
+    ("scale", "masked", "kernel"),
+    [(1e-3, False, "native"), (300.0, False, "torch"), (1e-3, True, "torch"), (300.0, True, "torch")],
 )
-def test_what_travels_grows_with_the_gradient_not_with_its_square(run_ranks, scale, masked, fused):
+def test_what_travels_grows_with_the_gradient_not_with_its_square(run_ranks, scale, masked, kernel):
     """P and Q of gradients of this size fit into fp16; their squares would be clamped, or rounded to zero."""
-    for fp16, float32 in run_ranks(_two_scales, scale, masked, fused):
+    for fp16, float32 in run_ranks(_two_scales, scale, masked, kernel):
         for got, expected in zip(fp16, float32, strict=True):
             assert worst_error(got, expected) < 0.02

@@ -57,6 +57,5 @@ def test_the_doctor_on_a_gpu(run_ranks: Any) -> None:
         assert rank["unchanged"]
         assert rank["grown"] <= GRADIENT_BYTES + 2**16  # nothing of the copies, whatever the allocator rounds
         for label, each in rank["report"]["candidates"].items():
-            assert len(each["step_ms"]) == len(each["codec_ms"]) == len(each["waiting_ms"]) == 3, label
-            assert all(0 <= ms < 60_000 for ms in each["codec_ms"] + each["waiting_ms"]), label
-        assert rank["report"]["candidates"]["powerSGD rank 1"]["compressed_steps"] == 3
+            assert len(each["step_ms"]) == 3, label
+        assert 0 < rank["report"]["candidates"]["powerSGD rank 1"]["error"] < 1

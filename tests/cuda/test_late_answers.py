@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 import commhooks
 from commhooks import BatchedPowerSGD, BF16Compress, FP16Compress, HookConfig, Int4Compress, Int8Compress, PowerSGD
+from tests.support.kernels import computing_with
 from tests.support.late_answers import late_answers, sleep_on
 from tests.support.places import NCCL, PLACES, entered, same, world_size
 from tests.support.training import ONE_BUCKET_MB, Run, make_model
@@ -26,6 +27,7 @@ class Case:
     """Further arguments of `Run.new`."""
     ddp: dict[str, Any] = field(default_factory=dict)
     cosine: int | None = None
+    kernel: str = "native"
 
 
 def _power_sgd(**options: Any) -> PowerSGD:
@@ -37,13 +39,11 @@ CASES = {
     "same shapes together": Case(_power_sgd(batch_tensors_with_same_shape=True)),
     "one bucket, from the first step": Case(_power_sgd(start_powerSGD_iter=0), run={"bucket_cap_mb": ONE_BUCKET_MB}),
     "without warm start": Case(_power_sgd(warm_start=False)),
-    "alternate": Case(_power_sgd(alternate=True)),
     "batched": Case(BatchedPowerSGD(matrix_approximation_rank=2, start_powerSGD_iter=2)),
     "fp16 wire": Case(_power_sgd(), attach={"wrapper": "fp16"}),
     "bf16 wire": Case(_power_sgd(), attach={"wrapper": "bf16"}),
-    "int8 wire": Case(_power_sgd(), attach={"wrapper": "int8"}),
     "int8": Case(Int8Compress(start_iter=2, block_size=32)),
-    "int8, torch": Case(Int8Compress(start_iter=2, block_size=32, fused=False)),
+    "int8, torch": Case(Int8Compress(start_iter=2, block_size=32), kernel="torch"),
     "int4, no error feedback": Case(Int4Compress(start_iter=2, block_size=32, use_error_feedback=False)),
     "views of buckets": Case(_power_sgd(), ddp={"gradient_as_bucket_view": True}),
     "static graph": Case(_power_sgd(), ddp={"static_graph": True}),
@@ -59,7 +59,8 @@ CASES = {
 def _train(place: str, case: Case, late: bool) -> dict[str, Any]:
     with entered(place) as here, late_answers() if late else contextlib.nullcontext() as seen:
         ddp = {**case.ddp, "process_group": here.group}
-        run = Run.new(make_model().to(here.device), hook=case.hook, ddp=ddp, **case.run, **case.attach)
+        with computing_with(case.kernel):
+            run = Run.new(make_model().to(here.device), hook=case.hook, ddp=ddp, **case.run, **case.attach)
         if case.cosine is not None:
             run.hook.sample_cosine(case.cosine)
         if late:  # backward comes late, too: whoever does not wait for it sends the gradients of the step before

@@ -18,8 +18,8 @@ from tests.support.sharded import POWERSGD, attached, backward, random_gradients
 from tests.support.training import Run, make_model, residuals
 
 STEPS = START + 3
-SUMS = ("powerSGD", "powerSGD, fp16 wrapper", "powerSGD, bf16 wrapper", "alternate", "random_k")
-QUANTISED = ("int8, native", "int4, torch", "powerSGD, int8 wrapper")
+SUMS = ("powerSGD", "powerSGD, fp16 wrapper", "powerSGD, bf16 wrapper", "random_k")
+QUANTISED = ("int8, native", "int4, torch")
 
 
 @contextlib.contextmanager
@@ -150,7 +150,7 @@ def _troubled(name: str, seconds: float, find_unused: bool) -> list[torch.Tensor
         return _facts(resumed.train(2))
 
 
-@pytest.mark.parametrize("name", ["powerSGD", "powerSGD, int8 wrapper", "int8, torch"])
+@pytest.mark.parametrize("name", ["powerSGD", "int8, torch"])
 def test_what_is_held_back_is_dropped_with_its_pass(run_ranks: Any, name: str) -> None:
     near, far = (run_ranks(_troubled, name, seconds, name == "powerSGD") for seconds in (0.0, 0.05))
     for one, other in zip(near, far, strict=True):

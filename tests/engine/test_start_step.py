@@ -8,6 +8,7 @@ from torch import nn
 
 import commhooks
 from tests.support.ddp_steps import backward, log_lines, mlp, train, wrap
+from tests.support.kernels import computing_with
 
 # start_powerSGD_iter, total_steps -> the step
 STARTS = [
@@ -108,9 +109,10 @@ def test_a_model_in_which_nothing_is_compressed_is_a_warning(run_ranks):
 # -------------------------------------------------------------------------------------------------- one line at first
 
 
+@computing_with("torch")
 def announced(hook: str, wrapper: str | None, with_logging: bool) -> tuple[list[str], str]:
     """What is logged and what is printed in three backward passes."""
-    options = {"matrix_approximation_rank": 2, "start_powerSGD_iter": 2, "fused": False}
+    options = {"matrix_approximation_rank": 2, "start_powerSGD_iter": 2}
     printed = io.StringIO()
     with contextlib.redirect_stderr(printed), contextlib.ExitStack() as stack:
         lines = stack.enter_context(log_lines("commhooks.hook.announce")) if with_logging else []
@@ -164,9 +166,10 @@ def test_one_rank_is_told_that_it_sends_nothing(run_ranks, hook):
     assert logged == [ALONE[hook]]
 
 
+@computing_with("torch")
 def everything_logged() -> list[str]:
     with log_lines() as lines:
-        options = {"matrix_approximation_rank": 2, "start_powerSGD_iter": 2, "fused": False}
+        options = {"matrix_approximation_rank": 2, "start_powerSGD_iter": 2}
         ddp = wrap(mlp())
         commhooks.attach(ddp, "powerSGD", hook_options=options)
         train(ddp, 1)
@@ -179,10 +182,11 @@ def test_nothing_but_the_line_of_rank_0_is_logged_before_compression(run_ranks):
     assert line.startswith("commhooks: powerSGD (rank 2, from step 2): ") and others == []
 
 
+@computing_with("torch")
 def batched():
     with log_lines("commhooks.hook.announce") as lines:
         ddp = wrap(mlp(), bucket_cap_mb=25)
-        commhooks.attach(ddp, "batched_powerSGD", hook_options={"start_powerSGD_iter": 0, "fused": False})
+        commhooks.attach(ddp, "batched_powerSGD", hook_options={"start_powerSGD_iter": 0})
         backward(ddp, 0)
     return lines
 

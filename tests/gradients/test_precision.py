@@ -14,6 +14,7 @@ import commhooks
 from commhooks.compressors.powersgd import codec
 from commhooks.gradients import precision
 from commhooks.gradients.precision import SwitchOfTheProcess
+from tests.support.kernels import computing_with
 from tests.support.models import EVERY_PARAMETER, Gradients, bits_equal, random_gradients, wrap
 
 SHAPES = {"wide": (64, 300), "tall": (300, 64), "conv": (32, 16, 3, 3), "bias": (300,)}
@@ -66,11 +67,12 @@ def _switches() -> tuple[Any, ...]:
     return products, torch.is_autocast_enabled("cpu"), torch.is_grad_enabled()
 
 
+@computing_with("torch")
 def _run(case: str) -> dict[str, Any]:
     """Gradients, state, and the switches as user code sees them before, within a product of the hook, and after."""
     torch.set_num_threads(1)
     ddp = wrap(SHAPES, EVERY_PARAMETER)
-    options = {"matrix_approximation_rank": 4, "start_powerSGD_iter": 0, "fused": False}  # products of torch
+    options = {"matrix_approximation_rank": 4, "start_powerSGD_iter": 0}
     hook = commhooks.attach(ddp, "powerSGD", hook_options=options)
     inside: set[tuple[Any, ...]] = set()
     reconstruct = codec.reconstruct
@@ -123,10 +125,11 @@ def test_the_users_switches_change_no_bit_and_come_back(run_ranks):
             assert results[case]["before"] != expected["before"], f"{case} switches nothing"
 
 
+@computing_with("torch")
 def _raise_inside() -> list[tuple[Any, ...]]:
     """The switches before and after a pass that ends in an error inside the hook."""
     ddp = wrap(SHAPES)
-    commhooks.attach(ddp, "powerSGD", hook_options={"start_powerSGD_iter": 0, "fused": False})
+    commhooks.attach(ddp, "powerSGD", hook_options={"start_powerSGD_iter": 0})
     with (
         _restored(),
         mock.patch("commhooks.compressors.powersgd.codec.reconstruct", side_effect=ValueError("inside the hook")),

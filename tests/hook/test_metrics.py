@@ -34,7 +34,6 @@ DELAY_S = 0.8  # far more than a step takes on a busy machine
 POWERSGD: dict[str, Any] = {"matrix_approximation_rank": 2, "start_powerSGD_iter": 1}
 KINDS: dict[str, dict[str, Any]] = {
     "powerSGD": {"hook": "powerSGD", "hook_options": POWERSGD},
-    "alternate": {"hook": "powerSGD", "hook_options": POWERSGD | {"alternate": True}},
     "powerSGD on bf16": {"hook": "powerSGD", "hook_options": POWERSGD, "wrapper": "bf16"},
     "batched": {"hook": "batched_powerSGD", "hook_options": POWERSGD},
     "allreduce": {"hook": "allreduce"},
@@ -83,7 +82,7 @@ def test_waiting_is_not_codec_time(run_ranks):
             assert stats["codec_s_last_pass"] + stats["waiting_s_last_pass"] <= stats["wall"], kind
         assert early["waiting_s_last_pass"] > 0.6 * DELAY_S, kind
         assert early["codec_s_last_pass"] < 0.6 * DELAY_S and late["waiting_s_last_pass"] < 0.6 * DELAY_S, kind
-        if "SGD" in kind or kind in ("alternate", "batched"):
+        if "SGD" in kind or kind == "batched":
             assert early["compressed_steps"] == 3
 
 
@@ -183,7 +182,6 @@ NO_LAST_BUCKET = UNUSED | {"skip_all_reduce_unused_params": True}
     [
         ("powerSGD", UNUSED),
         ("powerSGD", NO_LAST_BUCKET),
-        ("alternate", UNUSED),
         ("batched", UNUSED | {"gradient_as_bucket_view": True}),
         ("fp16", UNUSED),
         ("powerSGD on bf16", UNUSED),

@@ -162,12 +162,12 @@ def test_the_doctor_tries_it(run_ranks: Any) -> None:
     for report in run_ranks(_consult):
         found = report["candidates"]["random_k"]
         assert found["hook_options"] == {"start_iter": 0}
-        assert 0 < found["bytes_sent"] < report["gradient_bytes"] / 5 and found["compressed_steps"] > 0
+        assert 0 < found["bytes_sent"] < report["gradient_bytes"] / 5 and 0 < found["error"] <= 1
 
 
 def test_the_commands_know_it(capsys: pytest.CaptureFixture[str]) -> None:
     plan = ["plan", "tests.support.doctor_models:Net", "--hook", PATH, "--options", "share=0.05", "start_iter=0"]
-    assert main([*plan, "--codec-ms", "0.1", "--json"]) == 0
+    assert main([*plan, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["hook"] == "random_k" and found["bytes_after"] < found["bytes_before"] / 10
     assert main(plan) == 0 and "Memory per rank" in capsys.readouterr().out

@@ -11,6 +11,7 @@ import torch.distributed as dist
 import commhooks
 from commhooks.ddp_comm_hooks import default_hooks, powerSGD_hook
 from tests.stress.compare_training import STEPS, Run, Situation, through_bytes
+from tests.support.kernels import computing_with
 from tests.support.kinds import KINDS, START
 
 LOW, BATCHED = powerSGD_hook.powerSGD_hook, powerSGD_hook.batched_powerSGD_hook
@@ -54,13 +55,13 @@ ATTACHED: dict[str, Callable[[], Any]] = OF_KINDS | {
 BARE: dict[str, Callable[[], Any]] = {
     "bare allreduce": lambda: (None, default_hooks.allreduce_hook),
     "bare fp16": lambda: (None, default_hooks.fp16_compress_hook),
-    "bare powerSGD": lambda: (_state(fused=False), LOW),
-    "bare batched": lambda: (_state(fused=False), BATCHED),
-    "bare alternate": lambda: (_state(alternate=True), LOW),
-    "bare native": lambda: (_state(fused=True), LOW),
+    "bare powerSGD": lambda: (_state(), LOW),
+    "bare batched": lambda: (_state(), BATCHED),
+    "bare native": lambda: (_state(), LOW),
     "bare bf16(powerSGD)": lambda: (_state(), default_hooks.bf16_compress_wrapper(LOW)),
     "bare fp16(batched)": lambda: (_state(), default_hooks.fp16_compress_wrapper(BATCHED)),
 }
+BARE_WITH_TORCH = ("bare powerSGD", "bare batched")
 FIND = {"find_unused_parameters": True}
 OF_ALL = {
     "one bucket": Situation(several=False),
@@ -99,9 +100,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 # Saved by one, loaded by another, in another situation.
 CROSSED = [("powerSGD", "batched", "buckets"), ("batched", "powerSGD", "buckets"), ("fp16", "own", "buckets"),
-           ("own", "powerSGD", "buckets"), ("alternate", "powerSGD, torch", "buckets"),
-           ("powerSGD", "alternate", "buckets"), ("int8, native", "int4, native", "buckets"),
-           ("int8, torch", "int8, native", "odd"), ("powerSGD", "powerSGD, int8 wrapper", "buckets"),
+           ("own", "powerSGD", "buckets"), ("int8, native", "int4, native", "buckets"),
+           ("int8, torch", "int8, native", "odd"),
            ("powerSGD", "powerSGD", "float64, views, no_sync"), ("batched", "batched", "one bucket")]  # fmt: skip
 
 
@@ -114,13 +114,15 @@ class Case:
     function: Callable[..., Any]
     arguments: tuple[Any, ...] = ()
     quiet: bool = False
+    kernel: str = "native"
 
     @property
     def full_name(self) -> str:
         return f"{self.world_size} ranks: {self.name}"
 
     def run(self) -> Any:
-        return self.function(*self.arguments)
+        with computing_with(self.kernel):
+            return self.function(*self.arguments)
 
 
 def train(make: Callable[[], Any], situation: Situation) -> dict[str, Any]:
@@ -144,7 +146,8 @@ def train(make: Callable[[], Any], situation: Situation) -> dict[str, Any]:
 
 def crossed(before: str, after: str, situation: str) -> dict[str, Any]:
     """What is saved by one hook is offered to another."""
-    payload = through_bytes(Run(ATTACHED[before](), OF_ATTACHED["buckets"]).train(5).hook.state_dict("mean"))
+    with computing_with(KINDS[before].kernel if before in KINDS else "native"):
+        payload = through_bytes(Run(ATTACHED[before](), OF_ATTACHED["buckets"]).train(5).hook.state_dict("mean"))
     other = Run(ATTACHED[after](), OF_ATTACHED[situation], seed=5)
     other.hook.load_state_dict(payload, strict=False)
     return {"saved": payload, "loaded": other.train(STEPS).result()}
@@ -162,7 +165,8 @@ def all_cases() -> dict[str, Case]:
         if hook in OF_KINDS and not KINDS[hook].layouts_matter:
             chosen += [(4, name, each) for name, each in OF_NODES.items()]
         for world_size, name, situation in chosen:
-            cases.append(Case(world_size, f"{hook}, {name}", train, (make, situation), situation.quiet))
+            kernel = KINDS[hook].kernel if hook in KINDS else "torch" if hook in BARE_WITH_TORCH else "native"
+            cases.append(Case(world_size, f"{hook}, {name}", train, (make, situation), situation.quiet, kernel))
     for name, options in OPTIONS.items():
         make = functools.partial(dict, hook="powerSGD", hook_options=KINDS["powerSGD"].options | options)
         situation = Situation(attach={"total_steps": 12}, resume="per_rank")

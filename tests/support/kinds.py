@@ -7,6 +7,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from tests.support.kernels import computing_with
+
 if TYPE_CHECKING:
     from tests.support.training import Run
 
@@ -26,14 +28,15 @@ class Kind:
     layouts_matter: bool = False
     """It compresses whole buckets."""
     pads: bool = False
-    """It sends to each rank up to a block per parameter and factor, and 64 bytes per bucket and message, more than is
-    planned."""
+    """It sends to each rank up to a block per parameter, and 64 bytes per bucket, more than is planned."""
     keeps_residual: bool = True
+    kernel: str = "native"
 
     def new(self, **more: Any) -> Run:
         from tests.support.training import Run  # here: it looks behind the public names of one version
 
-        return Run.new(hook=self.hook, hook_options=self.options or None, wrapper=self.wrapper, **more)
+        with computing_with(self.kernel):
+            return Run.new(hook=self.hook, hook_options=self.options or None, wrapper=self.wrapper, **more)
 
 
 KINDS = {
@@ -43,21 +46,16 @@ KINDS = {
     "powerSGD": Kind("powerSGD", POWERSGD),
     "powerSGD, bf16 wrapper": Kind("powerSGD", POWERSGD, "bf16"),
     "powerSGD, fp16 wrapper": Kind("powerSGD", POWERSGD, "fp16"),
-    "alternate": Kind("powerSGD", POWERSGD | {"alternate": True}),
-    "powerSGD, torch": Kind("powerSGD", POWERSGD | {"fused": False}),
-    "powerSGD, int8 wrapper": Kind("powerSGD", POWERSGD, "int8", pads=True),
-    "powerSGD, torch, int8 wrapper": Kind("powerSGD", POWERSGD | {"fused": False}, "int8", pads=True),
-    "alternate, int8 wrapper": Kind("powerSGD", POWERSGD | {"alternate": True}, "int8", pads=True),
-    "int8, native": Kind("int8", QUANTIZED | {"fused": True}, pads=True),
-    "int8, torch": Kind("int8", QUANTIZED | {"fused": False}, pads=True),
+    "powerSGD, torch": Kind("powerSGD", POWERSGD, kernel="torch"),
+    "int8, native": Kind("int8", QUANTIZED, pads=True),
+    "int8, torch": Kind("int8", QUANTIZED, pads=True, kernel="torch"),
     "int8, fp16 wrapper": Kind("int8", QUANTIZED, "fp16", pads=True),
-    "int4, native": Kind("int4", QUANTIZED | {"fused": True}, pads=True),
-    "int4, torch": Kind("int4", QUANTIZED | {"fused": False}, pads=True),
+    "int4, native": Kind("int4", QUANTIZED, pads=True),
+    "int4, torch": Kind("int4", QUANTIZED, pads=True, kernel="torch"),
     "int4, bf16 wrapper": Kind("int4", QUANTIZED, "bf16", pads=True),
     "int4, no error feedback": Kind("int4", QUANTIZED | {"use_error_feedback": False}, pads=True, keeps_residual=False),
     "batched": Kind("batched_powerSGD", POWERSGD, layouts_matter=True),
-    "batched, torch": Kind("batched_powerSGD", POWERSGD | {"fused": False}, layouts_matter=True),
-    "batched, int8 wrapper": Kind("batched_powerSGD", POWERSGD, "int8", layouts_matter=True, pads=True),
+    "batched, torch": Kind("batched_powerSGD", POWERSGD, layouts_matter=True, kernel="torch"),
     "random_k": Kind(RANDOM_K, {"share": 0.2, "start_iter": START}),
     "auto, chooses int8": Kind(AUTO, pads=True),
     "auto, chooses powerSGD": Kind(AUTO, {"quality": "close", "target": 1}),

@@ -16,8 +16,8 @@ class SimulatedPowerSGD:
         states: per rank, what the package remembers.
     """
 
-    def __init__(self, world_size: int, n: int, m: int, rank: int, *, fused: bool | None = None) -> None:
-        config = PowerSGD(matrix_approximation_rank=rank, start_powerSGD_iter=0, min_compression_rate=1e-3, fused=fused)
+    def __init__(self, world_size: int, n: int, m: int, rank: int) -> None:
+        config = PowerSGD(matrix_approximation_rank=rank, start_powerSGD_iter=0, min_compression_rate=1e-3)
         parameters = {"w": torch.empty(n, m)}
         self._ranks = SimulatedRanks(lambda: PowerSGDCompressor(config), world_size, parameters)
         self._rank, self._m = rank, m

@@ -1,17 +1,13 @@
 """Checks command lines in snippets."""
 
 import argparse
-import contextlib
 import importlib.util
-import io
 import re
 import shlex
 import sys
-import tempfile
-from pathlib import Path
 from typing import Any
 
-from commhooks import DoctorError
+from commhooks.errors import CommHookError
 from tests.support.doc_snippets import WrongSnippet
 from tests.support.repository import REPOSITORY
 
@@ -95,27 +91,20 @@ def _check_python(words: list[str]) -> None:
 
 
 def _check_accelerate_commhooks(words: list[str]) -> None:
-    from accelerate_commhooks.cli import main
+    from accelerate_commhooks.settings import Settings
+    from commhooks import HookConfigError
 
+    if words[0] != "launch":
+        raise WrongSnippet(f"accelerate-commhooks {words[0]}: the command is launch")
     if words == ["launch"]:  # the text speaks of the command
         return
-    if words[:1] == ["launch"]:
-        args = _launch_arguments(words)
-        if args.config_file is not None:
-            _check_accelerate_commhooks(["check", args.config_file])
-        _check_python([args.training_script, *args.training_script_args])
-        return
-    with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stderr(io.StringIO()) as errors:
-        if words[:1] == ["config"]:
-            words = ["config", str(Path(folder) / words[1]), *words[2:]]  # which writes the file
-        elif words[:1] == ["check"]:
-            words = ["check", str(REPOSITORY / words[1]), *words[2:]]
+    args = _launch_arguments(words)
+    if args.config_file is not None:
         try:
-            status = main(words)
-        except SystemExit as error:
-            status = error.code
-    if status:
-        raise WrongSnippet(f"accelerate-commhooks {shlex.join(words)}: {errors.getvalue()}")
+            Settings.read(REPOSITORY / args.config_file).check(imports=False)
+        except HookConfigError as error:
+            raise WrongSnippet(f"accelerate-commhooks {shlex.join(words)}: {error}") from error
+    _check_python([args.training_script, *args.training_script_args])
 
 
 def _launch_arguments(words: list[str]) -> Any:
@@ -149,9 +138,8 @@ def _check_torchrun(words: list[str]) -> None:
 
 def _check_commhooks(words: list[str]) -> None:
     """The commands that only torchrun can start."""
-    from commhooks.compressors.dotted_path import current_folder_first
     from commhooks.tools.arguments import COMMANDS
-    from commhooks.tools.doctor import command
+    from commhooks.tools.user_code import call
 
     parser = argparse.ArgumentParser()
     try:
@@ -159,9 +147,8 @@ def _check_commhooks(words: list[str]) -> None:
         COMMANDS[words[0]].add_arguments(parser)
         given = parser.parse_args(words[1:])
         if words[0] == "doctor":
-            with current_folder_first():
-                command.import_build(given.build)
-    except (AssertionError, DoctorError, SystemExit) as error:
+            call(given.build)
+    except (AssertionError, CommHookError, SystemExit) as error:
         raise WrongSnippet(f"commhooks {shlex.join(words)}: cannot be started by torchrun: {error}") from error
 
 

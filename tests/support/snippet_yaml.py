@@ -1,7 +1,5 @@
 """Checks YAML snippets: settings of Lightning or of Accelerate."""
 
-import contextlib
-import io
 import re
 import sys
 from pathlib import Path
@@ -22,15 +20,15 @@ def _check_accelerate_yaml(text: str, folder: Path) -> None:
     import yaml
     from accelerate.commands.config.config_args import load_config_from_file
 
-    from accelerate_commhooks.cli import main
-    from accelerate_commhooks.flags import SECTION
+    from accelerate_commhooks.settings import SECTION, Settings
+    from commhooks import HookConfigError
 
     path = folder / "config.yaml"
     path.write_text(text)
-    with contextlib.redirect_stderr(io.StringIO()) as errors:
-        status = main(["check", str(path)])
-    if status:
-        raise WrongSnippet(f"{errors.getvalue()}\n{text}")
+    try:
+        Settings.read(path).check(imports=False)
+    except HookConfigError as error:
+        raise WrongSnippet(f"{error}\n{text}") from error
     content = yaml.safe_load(text)
     if content.pop(SECTION, None) is not None:
         path.write_text(yaml.safe_dump(content))

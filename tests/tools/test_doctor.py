@@ -94,7 +94,7 @@ def test_a_training_goes_on_as_if_nobody_had_asked(run_ranks: Callable[..., list
     json.dumps(report)
     figures = report["candidates"]
     labels = ["noop", "allreduce", "fp16", "bf16", "int8", "int4"]
-    labels += ["powerSGD rank 1", "powerSGD rank 2", "powerSGD rank 1, int8"]
+    labels += ["powerSGD rank 1", "powerSGD rank 2"]
     assert list(figures) == labels
     gradient = 4 * sum(p.numel() for p in Net().parameters())
     assert report["gradient_bytes"] == gradient and report["world_size"] == 2 and report["backend"] == "gloo"
@@ -102,21 +102,14 @@ def test_a_training_goes_on_as_if_nobody_had_asked(run_ranks: Callable[..., list
     assert sent["noop"] == 0 and sent["allreduce"] == gradient and sent["fp16"] == sent["bf16"] == gradient / 2
     assert 0 < sent["int4"] < sent["int8"] < gradient / 2
     assert 0 < sent["powerSGD rank 1"] < sent["powerSGD rank 2"] < gradient / 2
-    assert 0 < sent["powerSGD rank 1, int8"] < gradient / 2
-    assert {label for label in labels if figures[label]["wrapper"] == "int8"} == {"powerSGD rank 1, int8"}
     for label, each in figures.items():
-        assert len(each["step_ms"]) == len(each["codec_ms"]) == len(each["waiting_ms"]) == 4, label
-        assert all(ms > 0 for ms in each["step_ms"])
-        assert each["compressed_steps"] == (4 if "powerSGD" in label or "int" in label else 0)
-        assert (each["collectives"] > 2) == (label != "noop"), label  # several buckets, as in the user's DDP
-        assert all(c + w <= s for s, c, w in zip(each["step_ms"], each["codec_ms"], each["waiting_ms"], strict=True))
-    assert report["link"]["mbit_per_s"] > 0 < report["link"]["latency_ms"]
+        assert len(each["step_ms"]) == 4 and all(ms > 0 for ms in each["step_ms"]), label
     # ---- they took turns, each round in another order
     turns = [line.rpartition(": ")[2] for line in ranks[0]["lines"] if line.startswith("round")]
-    rounds = [turns[i : i + 9] for i in range(0, 27, 9)]
-    assert len(turns) == 27 and all(sorted(each) == sorted(labels) for each in rounds)
+    rounds = [turns[i : i + 8] for i in range(0, 24, 8)]
+    assert len(turns) == 24 and all(sorted(each) == sorted(labels) for each in rounds)
     assert len({each[0] for each in rounds}) == 3
-    assert report["advice"]["reason"] in ranks[0]["text"].replace("\n", " ").replace("  ", " ")
+    assert f"{report['chosen']} <-" in ranks[0]["text"]
 
 
 def _options_of_copies() -> list[Any]:
@@ -171,9 +164,7 @@ def _slow_rank() -> Any:
         time.sleep(SLOW_S if dist.get_rank() == 1 else 0)
         return model(batch(0)).square().mean()
 
-    report = commhooks.doctor(
-        ddp, batch_fn, steps=2, powersgd_ranks=[1], powersgd_options={"alternate": True, "exclude": ["4.*"]}
-    )
+    report = commhooks.doctor(ddp, batch_fn, steps=2, powersgd_ranks=[1], powersgd_options={"exclude": ["4.*"]})
     short = commhooks.doctor(ddp, batch_fn, steps=9, seconds=0.001, powersgd_ranks=[])
     thin = wrap(nn.Linear(24, 1))
     useless = commhooks.doctor(thin, batch_fn, steps=1)
@@ -186,11 +177,40 @@ def test_the_slowest_rank_decides_and_options(run_ranks: Callable[..., list[Any]
     report, short, useless, text = ranks[0]
     for label, each in report["candidates"].items():
         assert min(each["step_ms"]) >= 1000 * SLOW_S, label  # on both ranks
-        # The rank that is never waited for waits least: what the other one waits for it is not the network's.
-        assert min(each["waiting_ms"]) < 600 * SLOW_S, label
     assert report["candidates"]["powerSGD rank 1"]["hook_options"]["exclude"] == ["4.*"]
     # `seconds` ends a candidate, after one measured step at least.
     assert {len(each["step_ms"]) for each in short["candidates"].values()} == {1}
     assert list(short["candidates"]) == ["noop", "allreduce", "fp16", "bf16", "int8", "int4"]
     assert useless["not_measured"] == ["int8", "powerSGD rank 1", "powerSGD rank 2", "powerSGD rank 4"]
     assert "powerSGD rank 2 compresses no parameter of this model: not measured." in text
+
+
+def _errors() -> tuple[dict[str, Any], dict[str, float]]:
+    """Of the doctor, and by hand: what each hook makes of the gradients of one batch. Every batch is another one."""
+    ddp, seed = wrap(mlp()), iter(range(1000))
+
+    def batch_fn(model: nn.Module) -> torch.Tensor:
+        generator = torch.Generator().manual_seed(2 * next(seed) + dist.get_rank())
+        return model(torch.randn(8, 24, generator=generator)).square().mean()
+
+    found = commhooks.doctor(ddp, batch_fn, steps=1, powersgd_ranks=[1, 4]).as_dict()["candidates"]
+    gradients = {}
+    for label, each in found.items():
+        again, seed = copy_of(ddp), iter(range(1000))
+        commhooks.attach(again, each["hook"], hook_options=each["hook_options"] or None)
+        batch_fn(again).backward()
+        gradients[label] = torch.cat([p.grad.double().flatten() for p in again.parameters()])
+    mean = gradients["allreduce"]
+    return found, {label: float((each - mean).norm() / mean.norm()) for label, each in gradients.items()}
+
+
+def test_the_error_is_that_of_one_step(run_ranks: Callable[..., list[Any]]) -> None:
+    ranks = run_ranks(_errors)
+    errors = [{label: each["error"] for label, each in found.items()} for found, _ in ranks]
+    assert errors[0] == errors[1]
+    found, by_hand = errors[0], ranks[0][1]
+    for label in found.keys() - {"noop"}:
+        assert found[label] == pytest.approx(by_hand[label], rel=1e-3, abs=1e-9), label
+    assert found["noop"] is None and found["allreduce"] == 0
+    assert 0 < found["fp16"] < found["bf16"] < found["int8"] < found["int4"] < found["powerSGD rank 1"]
+    assert found["powerSGD rank 4"] < found["powerSGD rank 1"] < 1

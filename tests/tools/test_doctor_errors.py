@@ -95,7 +95,7 @@ def _bad_arguments() -> None:
         ({"steps": True}, DoctorError, "steps=True"),
         ({"seconds": 0}, DoctorError, "seconds=0; expected a positive number"),
         ({"powersgd_ranks": [0]}, commhooks.HookConfigError, "matrix_approximation_rank=0; expected at least 1"),
-        ({"powersgd_options": {"fusd": True}}, commhooks.HookConfigError, "did you mean 'fused'"),
+        ({"powersgd_options": {"exclud": []}}, commhooks.HookConfigError, "did you mean 'exclude'"),
         ({"powersgd_options": {"start_powerSGD_iter": 3}}, DoctorError, "is the doctor's own"),
     ):
         with pytest.raises(error) as raised:

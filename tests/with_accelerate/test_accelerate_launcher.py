@@ -5,7 +5,6 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -15,9 +14,8 @@ from typing import Any
 import psutil
 import pytest
 
-from accelerate_commhooks import launcher
 from accelerate_commhooks.cli import main
-from accelerate_commhooks.flags import VARIABLE
+from accelerate_commhooks.settings import VARIABLE
 from tests.support import warm
 from tests.support.accelerate_yaml import ACCELERATE, default_file, section
 from tests.support.features import fully_shard_on_gloo
@@ -37,7 +35,7 @@ parallelism_config: {parallelism_config_dp_replicate_size: 2, parallelism_config
 )
 HOOK = "hook: powerSGD\nhook_options: {matrix_approximation_rank: 1, start_powerSGD_iter: 1}\nbucket_cap_mb: 9\n"
 SECTION = section(HOOK).removeprefix(ACCELERATE)
-SENTENCE = "Write `accelerator = Accelerator(kwargs_handlers=[CommHookKwargs()])`"
+SENTENCE = "Write `Accelerator(kwargs_handlers=[CommHookKwargs()])`"
 
 
 @pytest.fixture
@@ -103,6 +101,7 @@ def test_the_workers_use_what_was_handed_over(way: str, config: Path, temporary:
         # The script's own bucket_cap_mb=3 wins over the 9 of the file.
         assert found["handler"] == f"CommHookKwargs(bucket_cap_mb=3, hook='powerSGD', hook_options={options})"
         assert found["stats"]["compressed_steps"] == 2
+    assert "accelerate-commhooks launch: " not in output
     assert left_behind(temporary) == []
     assert config.read_text() == (ACCELERATE + SECTION if way == "section" else ACCELERATE)
 
@@ -122,14 +121,26 @@ def test_replicas_that_are_sharded(config: Path, temporary: Path, tmp_path: Path
 # ---- it is not used --------------------------------------------------------------------------------------------------
 
 
-def test_a_script_that_ignores_the_section_fails(config: Path, temporary: Path, tmp_path: Path) -> None:
-    script = tmp_path / "ignores.py"
+@pytest.mark.parametrize(
+    ("uses", "says"),
+    [
+        ("", "{script} has not read {config}, section comm_hook_config, and trained without its hook. "),
+        (
+            "from accelerate_commhooks import CommHookKwargs\nCommHookKwargs()\n",
+            "the hook 'powerSGD' of {config}, section comm_hook_config was attached to no model. ",
+        ),
+    ],
+    ids=["no handler", "for no accelerator"],
+)
+def test_a_message_after_the_run(uses: str, says: str, config: Path, temporary: Path, tmp_path: Path) -> None:
+    script = tmp_path / "trains.py"
     # One write: two processes share the output.
-    script.write_text("import os\nos.write(1, f\"ran as rank {os.environ['RANK']}\\n\".encode())\n")
+    script.write_text(f"{uses}import os\nos.write(1, f\"ran as rank {{os.environ['RANK']}}\\n\".encode())\n")
     status, output = run([*OURS, "--config_file", str(config), str(script)], temporary)
-    assert "ran as rank 0" in output and "ran as rank 1" in output
-    assert status == 1 and SENTENCE in output, output
-    assert f"{config}, section comm_hook_config" in output
+    assert status == 0 and "ran as rank 0" in output and "ran as rank 1" in output
+    last = output.splitlines()[-1]
+    assert last.startswith("accelerate-commhooks launch: " + says.format(script=script, config=config) + SENTENCE)
+    assert "CommHookTrainer" in last
     assert left_behind(temporary) == []
 
 
@@ -165,29 +176,13 @@ READS = "from accelerate_commhooks import CommHookKwargs\nassert CommHookKwargs(
 
 def test_one_process(config: Path, launch_one: Any, temporary: Path, capfd: Any) -> None:
     before = dict(os.environ)
-    assert launch_one(config, "") == 1
-    assert SENTENCE in capfd.readouterr().err
-    # In one process nothing is wrapped in DDP: to take the settings is enough, and a line says that there is no hook.
     assert launch_one(config, READS) == 0
-    assert "starts one process here" in capfd.readouterr().err
-    # The status of the script goes through, and says nothing about the section.
+    err = capfd.readouterr().err
+    assert "starts one process here" in err and SENTENCE not in err
+    # The status of the script goes through.
     assert launch_one(config, "import sys\nsys.exit(int(sys.argv[1]))") == 3
     assert launch_one(config, "import os\nos.kill(os.getpid(), 9)") == 128 + 9
-    assert SENTENCE not in capfd.readouterr().err
     assert os.environ == before and left_behind(temporary) == []
-
-
-def test_a_reminder_while_it_runs(config: Path, launch_one: Any, monkeypatch: Any, capfd: Any) -> None:
-    monkeypatch.setattr(launcher, "REMINDER_S", 0.1)
-    assert launch_one(config, "import time\ntime.sleep(0.5)\nraise SystemExit(4)") == 4
-    assert "until now, " in capfd.readouterr().err
-    monkeypatch.setattr(launcher, "REMINDER_S", 60)
-    launch_one(config, "raise SystemExit(4)")
-    for thread in threading.enumerate():
-        if isinstance(thread, threading.Timer):
-            thread.join(30)  # it was cancelled, and not at its 60 s
-    assert not any(isinstance(thread, threading.Timer) for thread in threading.enumerate())
-    assert "until now, " not in capfd.readouterr().err
 
 
 # ---- before anything is started --------------------------------------------------------------------------------------
@@ -197,24 +192,16 @@ def test_a_reminder_while_it_runs(config: Path, launch_one: Any, monkeypatch: An
     ("text", "flags", "says"),
     [
         (ACCELERATE + "comm_hook_config: {hook: powerSDG}\n", [], "did you mean 'powerSGD'"),
-        (ACCELERATE + "comm_hook_config: {hook: fp16, wraper: bf16}\n", [], "comm_hook_config.wraper: no such setting"),
-        (ACCELERATE + "comm_hook_config: {hook: powerSGD, hook_options: {start_powerSGD_iter: 0.5}}", [], "fraction"),
-        (ACCELERATE, [], "has no section 'comm_hook_config'"),
+        (ACCELERATE + "comm_hook_config: {hook: fp16, wraper: bf16}\n", [], "has no setting 'wraper'"),
+        (ACCELERATE, [], "accelerate.yaml: no section 'comm_hook_config', and ACCELERATE_COMM_HOOK_CONFIG is not set"),
         (
-            ACCELERATE + SECTION,
-            ["--use_fsdp"],
-            "fsdp_version=1, parallelism_config_dp_replicate_size=1 and parallelism_config_dp_shard_size=1. Use",
+            ACCELERATE.replace("num_processes: 2", "num_processes: ${oc.env:HOME}") + SECTION,
+            [],
+            "num_processes: ${oc.env:HOME}: Accelerate resolves no interpolations, which work in comm_hook_config",
         ),
-        (
-            SHARDED.replace("shard_size: 2", "shard_size: 1") + SECTION,
-            ["--parallelism_config_dp_replicate_size", "1"],
-            "given are fsdp_version=2, parallelism_config_dp_replicate_size=1 and",
-        ),
-        (SHARDED.replace("replicate_size: 2", "replicate_size: two") + SECTION, [], "dp_replicate_size=two and"),
-        (ACCELERATE + "fsdp_config: [2]\n" + SECTION, ["--use_fsdp"], "given are fsdp_version=1, "),
         (ACCELERATE.replace("MULTI_GPU", "DEEPSPEED") + SECTION, [], "yaml: distributed_type: DEEPSPEED: Accelerate"),
         (ACCELERATE.replace("LOCAL_MACHINE", "AMAZON_SAGEMAKER") + SECTION, [], "AMAZON_SAGEMAKER"),
-        (SECTION, [], "accelerate.yaml: Settings only: use it with CommHookKwargs.from_config("),
+        (SECTION, [], "accelerate.yaml has settings of the hook only, and this command needs Accelerate's own"),
     ],
 )
 def test_refused(text: str, flags: list[str], says: str, tmp_path: Path, in_this_process: Path, capfd: Any) -> None:
@@ -235,7 +222,7 @@ def test_hooks_of_the_script_are_left_to_it(tmp_path: Path, launch_one: Any, cap
     assert launch_one(config, code) == 0
     config.write_text(config.read_text().replace("}", ", wrapper: fp8}"))
     assert launch_one(config, code) == 2
-    assert "comm_hook_config.wrapper: 'fp8'" in capfd.readouterr().err
+    assert "section comm_hook_config: wrapper='fp8'; expected one of" in capfd.readouterr().err
 
 
 def test_two_places_and_none(config: Path, launch_one: Any, monkeypatch: Any, capfd: Any) -> None:
@@ -246,9 +233,7 @@ def test_two_places_and_none(config: Path, launch_one: Any, monkeypatch: Any, ca
     monkeypatch.setenv(VARIABLE, str(own))
     assert launch_one(config, READS) == 2
     assert "both ask for a communication hook" in capfd.readouterr().err
-    # The variable alone will do, and must be used as well.
-    assert launch_one(None, READS) == 0
-    assert launch_one(None, "") == 1
+    assert launch_one(None, READS) == 0  # the variable alone will do
     config.write_text(ACCELERATE)
     assert launch_one(config, READS) == 0
     assert os.environ[VARIABLE] == str(own)
@@ -258,6 +243,23 @@ def test_the_default_configuration_file(tmp_path: Path, in_this_process: Path, c
     (tmp_path / "script.py").write_text(READS)
     with default_file("distributed_type: 'NO'\nnum_processes: 1\n" + SECTION):
         assert main(["launch", str(tmp_path / "script.py")]) == 0, capfd.readouterr().err
+
+
+def test_the_help_says_what_it_adds(capsys: Any) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        main(["launch", "--help"])
+    text = " ".join(capsys.readouterr().out.split())
+    assert stopped.value.code == 0 and text.startswith("usage: accelerate-commhooks launch ")
+    assert "The section comm_hook_config of the configuration file" in text and "--num_processes" in text
+
+
+def test_without_accelerate_it_is_one_line() -> None:
+    block = "import sys; sys.modules['accelerate'] = None; from accelerate_commhooks.cli import main; "
+    for arguments, status in ((["launch", "script.py"], 1), (["--version"], 0)):
+        command = [sys.executable, "-c", f"{block}sys.exit(main({arguments}))"]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=280)
+        line = "accelerate-commhooks: accelerate_commhooks needs Accelerate: pip install accelerate\n"
+        assert (done.returncode, done.stderr) == (status, line if status else "")
 
 
 # ---- it is interrupted -----------------------------------------------------------------------------------------------

@@ -37,7 +37,6 @@ SETUPS: dict[str, dict[str, Any]] = {
 }
 HOOKS: dict[str, dict[str, Any]] = {
     "powerSGD": {"hook": "powerSGD", "hook_options": OPTIONS},
-    "powerSGD, int8 factors": {"hook": "powerSGD", "hook_options": OPTIONS, "wrapper": "int8"},
     "int8": {"hook": "int8", "hook_options": {"start_iter": 2}},
     "fp16": {"hook": "fp16"},
     "diloco": {"hook": "diloco", "hook_options": {"sync_every": 2, "start_iter": 1}},

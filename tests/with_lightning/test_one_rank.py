@@ -16,9 +16,10 @@ import lightning_commhooks.fabric
 import lightning_commhooks.lightning_pytorch
 import lightning_commhooks.pytorch_lightning
 from tests.support.ddp_steps import log_lines
+from tests.support.kernels import computing_with
 from tests.support.lightning_support import data
 
-HOOK = {"hook": "powerSGD", "hook_options": {"start_powerSGD_iter": 1, "fused": False}}
+HOOK = {"hook": "powerSGD", "hook_options": {"start_powerSGD_iter": 1}}
 QUIET = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False}
 
 
@@ -52,6 +53,7 @@ FRONTS: dict[str, Callable[[], None]] = {
 }
 
 
+@computing_with("torch")
 def _said(front: str) -> list[str]:
     with mock.patch.dict(os.environ), log_lines() as lines:  # Lightning sets variables for processes that it starts
         FRONTS[front]()

@@ -18,7 +18,7 @@ from commhooks.compressors.auto.energy import Energies
 from commhooks.compressors.auto.options import Auto
 from commhooks.compressors.base import RESIDUAL, Compressor, StateField
 from commhooks.compressors.hook_config import LARGEST_STEP
-from commhooks.compressors.kernel import TORCH, Kernel, KernelsHere
+from commhooks.compressors.kernel import Kernel, KernelHere
 from commhooks.compressors.native.choice import NAME as NATIVE
 from commhooks.compressors.unit_plan import ParameterInfo
 
@@ -39,7 +39,7 @@ class AutoCompressor(AdaptiveCompressor[Auto]):
 
     Config = Auto
     title = "auto"
-    wrappers = ()
+    wrappers = False
     flat_only = True
     enough_passes = 3
     """Passes that have to make sense before a decision."""
@@ -74,7 +74,7 @@ class AutoCompressor(AdaptiveCompressor[Auto]):
 
     @property
     def state_fields(self) -> Sequence[StateField]:  # type: ignore[override]
-        """Those in force, and the residual, which outlasts a change of the candidate."""
+        """Those in force, and the residual, which most candidates have."""
         others = [each for each in self._inner.state_fields if each.key != RESIDUAL.key]
         return (*others, RESIDUAL)
 
@@ -122,14 +122,12 @@ class AutoCompressor(AdaptiveCompressor[Auto]):
         plans = [each.plan(infos) for each in (self._inner, *learning)]
         return [any(plan.compressed for plan in each) for each in zip(*plans, strict=True)]
 
-    def kernels_here(self, device: torch.device, dtype: torch.dtype) -> KernelsHere:
+    def kernel_here(self, device: torch.device, dtype: torch.dtype) -> KernelHere:
         """One name for all candidates: the native kernel if this machine has that of each."""
-        found = [each.kernels_here(device, dtype) for each in candidates.widest(self.config) if each.transactional]
-        natives = [[kernel for kernel in each.kernels if kernel.name == NATIVE] for each in found]
-        if all(natives):
-            builds = dict.fromkeys(kernels[0].build for kernels in natives)
-            return KernelsHere((Kernel(NATIVE, " ".join(builds)), TORCH))
-        return KernelsHere(missing=next((each.missing for each in found if each.missing), ""))
+        found = [each.kernel_here(device, dtype) for each in candidates.widest(self.config) if each.transactional]
+        if all(each.kernel.name == NATIVE for each in found):
+            return KernelHere(Kernel(NATIVE, " ".join(dict.fromkeys(each.kernel.build for each in found))))
+        return KernelHere(missing=next((each.missing for each in found if each.missing), ""))
 
     # ---- learned state -----------------------------------------------------------------------------------------------
 

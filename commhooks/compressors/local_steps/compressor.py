@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 import torch
 
 from commhooks.compressors.base import RESIDUAL, Compressor, Exchange, State, StateField, StepInfo
-from commhooks.compressors.kernel import KernelsHere
+from commhooks.compressors.kernel import KernelHere
 from commhooks.compressors.local_steps.options import DiLoCo, LocalSGD, LocalSteps
 from commhooks.compressors.local_steps.outer_step import ANCHOR, MOMENTUM, Workspace, outer_step
 from commhooks.compressors.quantized.compressor import Int4Compressor, Int8Compressor
@@ -41,7 +41,7 @@ class WeightPlan(UnitPlan):
 class LocalStepsCompressor(Compressor[AnyLocalSteps]):
     """An outer step as the exchange of a buffer of weights. `hook/local_steps/driver.py` says when there is one."""
 
-    wrappers = ()
+    wrappers = False
     computes_from_received = False
 
     def __init__(self, config: AnyLocalSteps, wire_dtype: torch.dtype | None = None) -> None:
@@ -109,11 +109,9 @@ class LocalStepsCompressor(Compressor[AnyLocalSteps]):
                 f"hook {self.name!r} with delay={self.config.delay} works where the model is on the CPU, and not on "
                 f"{device}: use delay=0"
             )
-        if self._wire is not None:
-            self._wire.check_here(device, dtype)
 
-    def kernels_here(self, device: torch.device, dtype: torch.dtype) -> KernelsHere:
-        return KernelsHere() if self._wire is None else self._wire.kernels_here(device, dtype)
+    def kernel_here(self, device: torch.device, dtype: torch.dtype) -> KernelHere:
+        return KernelHere() if self._wire is None else self._wire.kernel_here(device, dtype)
 
 
 class DiLoCoCompressor(LocalStepsCompressor[DiLoCo]):

@@ -27,6 +27,8 @@ C_TYPES = {torch.float32: "float", torch.float64: "double"}
 """Compute dtypes of the kernels, and what `REAL` is in their source then."""
 COMPILE_LIMIT_S = 60.0
 """It takes about a second; other ranks wait for this one."""
+SWITCH = "COMMHOOKS_NATIVE"
+"""The environment variable with which users switch native kernels off."""
 
 
 def load(source: Path, flags: Sequence[str], dtype: torch.dtype) -> ctypes.CDLL:
@@ -94,14 +96,9 @@ def supports(device: torch.device, dtype: torch.dtype) -> bool:
     return device.type == "cpu" and dtype in C_TYPES
 
 
-def check_supported(device: torch.device, dtype: torch.dtype) -> None:
-    """Raise HookConfigError, for `fused=True`, unless kernels support this compute dtype (float32, float64) and this
-    device (CPU)."""
-    if not supports(device, dtype):
-        raise HookConfigError(
-            f"fused=True works on the CPU, and here are gradients in {str(dtype).removeprefix('torch.')} on {device}: "
-            "leave out fused=True"
-        )
+def is_switched_off() -> bool:
+    """Whether COMMHOOKS_NATIVE=0 is set. Ranks may differ in it: all compute with torch then."""
+    return os.environ.get(SWITCH) == "0"
 
 
 def _load_or_compile(command: Sequence[str], library: Path) -> ctypes.CDLL:

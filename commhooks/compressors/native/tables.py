@@ -99,7 +99,7 @@ def address(tensor: torch.Tensor, dtype: torch.dtype, numel: int) -> int:
         raise HookRunError(
             f"the native kernel needs {numel} numbers of {dtype} one after another on the CPU, and got a tensor of "
             f"shape {tuple(tensor.shape)} and stride {tensor.stride()} of {tensor.dtype} on {tensor.device}; "
-            "fused=False does without the kernel"
+            "COMMHOOKS_NATIVE=0 does without the kernel"
         )
     return place
 

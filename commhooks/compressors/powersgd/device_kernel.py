@@ -16,7 +16,6 @@ import torch
 from commhooks.comm.wire import divide, join, largest_gradient, pack_factor, put_projection
 from commhooks.compressors.named_views import NamedViews
 from commhooks.compressors.powersgd.exchange import BucketPass
-from commhooks.compressors.powersgd.message import QuantisedMessage
 from commhooks.compressors.powersgd.packed_factors import PackedFactors, new_packed
 from commhooks.compressors.powersgd.workspace import Matrix, Workspace
 from commhooks.gradients.loss_scale import chosen, is_one
@@ -56,7 +55,6 @@ class DeviceKernel:
 
     def __init__(self, work: Workspace, *, stack_deltas: bool) -> None:
         self.work = work
-        self.forms_remainder = work.error_feedback
         self.p, self.q = self._factors("P"), self._factors("Q")
         self.slots = [slot for x in work.matrices for slot in x.slots]
         self.largest = torch.zeros(len(self.slots), dtype=work.dtype, device=work.layout.device)
@@ -110,9 +108,7 @@ class DeviceKernel:
 
     def form_remainder(self, now: BucketPass) -> None:
         """delta - P Q^T in place, while Q is on its way: the next residuals."""
-        if isinstance(now.last, QuantisedMessage):
-            now.last.subtract_lost([self.q.flat])
-        for block, delta in zip(self.blocks, now.deltas, strict=True):
+        for block, delta in zip(self.blocks, now.deltas, strict=True) if self.work.error_feedback else ():
             delta.baddbmm_(block.p.transpose(1, 2), block.q, alpha=-1)
 
     def split(self, now: BucketPass, good: torch.Tensor | bool, finite: torch.Tensor) -> None:

@@ -4,17 +4,14 @@
 """
 
 import functools
-from typing import Protocol, cast
+from typing import Protocol
 
 import torch
 
 from commhooks.comm.wire import all_finite, divide, put_plain
-from commhooks.compressors.base import Exchange, State, StepInfo, Verdict
+from commhooks.compressors.base import Exchange, Send, State, StepInfo, Verdict
 from commhooks.compressors.error_feedback import clear_flags_of_unused
-from commhooks.compressors.powersgd.message import QuantisedMessage
 from commhooks.compressors.powersgd.workspace import Workspace
-from commhooks.compressors.quantized.exchange import Workspace as OnlyBlocks
-from commhooks.compressors.quantized.exchange import quantised_exchange
 
 
 class BucketPass:
@@ -22,15 +19,13 @@ class BucketPass:
 
     Args:
         flat: the bucket's buffer, 1-D, changed in place.
-        state: "q" per matrix, `r x m`; "residual" per parameter, flat in memory order; with `alternate` "p", `r x n`.
+        state: "q" per matrix, `r x m`; "residual" per parameter, flat in memory order.
 
     Attributes:
         gradients: per matrix its part of the bucket, 1-D.
         plain: what is uncompressed in the bucket.
-        first: the message that also holds uncompressed gradients and flags.
-        last: the message that ends the step; with `alternate` the same one.
-        buffer: all that the step receives.
-        makes_q: per matrix whether the step ends with Q. With `alternate` it may end with P.
+        first: the message of P, which also holds uncompressed gradients and flags.
+        last: the message of Q.
         deltas: gradient + residual; set in `form_p`, in the form that the kernel works on.
         used, used_elements: masks of `DeviceKernel`: per matrix whether it has a gradient on some rank, and the same
             per element of a whole bucket.
@@ -42,18 +37,11 @@ class BucketPass:
 
     def __init__(self, flat: torch.Tensor, work: Workspace, state: State, step: StepInfo) -> None:
         self.flat, self.work, self.step = flat, work, step
-        self.q, self.p, self.residuals = state["q"], state["p"], state["residual"]
+        self.q, self.residuals = state["q"], state["residual"]
         pieces = flat.split(work.sizes)
         self.gradients = [pieces[i] for i in work.place_of_matrix]
         self.plain = [pieces[i] for i in work.place_of_plain]
-        if work.alternate:
-            self.makes_q = [x.name in self.p for x in work.matrices]
-            self.first = self.last = work.only_message(self.makes_q)
-            self.buffer = self.last.buffer
-        else:
-            self.makes_q = [True] * len(work.matrices)
-            self.first, self.last = work.messages
-            self.buffer = work.buffer
+        self.first, self.last = work.first, work.last
 
     def put_uncompressed(self) -> None:
         """Write what is not compressed as a matrix into the first message, beside the flags, which are there."""
@@ -62,28 +50,13 @@ class BucketPass:
             clear_flags_of_unused(slots, self.first.flags, self.step)
         if self.plain:
             put_plain(self.plain, self.first.plain, self.step.world_size)
-        if isinstance(self.first, QuantisedMessage):
-            self.first.load(self.flat, self.residuals, self.step)
-
-    def store_uncompressed(self, good: torch.Tensor | bool) -> None:
-        """Write the averages of these gradients into the bucket."""
-        if self.plain:
-            divide(self.first.plain, self.plain)
-        if isinstance(self.first, QuantisedMessage):
-            self.first.store(self.flat, self.residuals, self.step, good)
 
 
 class LowRankKernel(Protocol):
     """The computations of a step, for all matrices of a bucket: `HostKernel` on the CPU, with branches; `DeviceKernel`
-    on an accelerator, which the host never asks, with masks.
-
-    Attributes:
-        work: the buffers.
-        forms_remainder: `form_remainder` has something to do.
-    """
+    on an accelerator, which the host never asks, with masks. `work`: the buffers."""
 
     work: Workspace
-    forms_remainder: bool
 
     def form_p(self, now: BucketPass) -> None:
         """delta = gradient + residual; P = delta Q, into the first message, with the flags: per parameter 1 if its
@@ -96,7 +69,7 @@ class LowRankKernel(Protocol):
         """Q = delta^T P, into the last message. A parameter without a gradient on any rank takes no part."""
 
     def form_remainder(self, now: BucketPass) -> None:
-        """What error feedback needs of this rank's own Q, as it was sent."""
+        """What can be computed while Q is on its way."""
 
     def split(self, now: BucketPass, good: torch.Tensor | bool, finite: torch.Tensor) -> None:
         """gradient = P Q^T with the mean Q, into the bucket; and, where `good`, the mean Q and
@@ -105,44 +78,19 @@ class LowRankKernel(Protocol):
         become NaN on every rank."""
 
 
-class AlternatingKernel(LowRankKernel, Protocol):
-    def form_factor(self, now: BucketPass) -> None:
-        """delta = gradient + residual; P = delta basis(Q), or Q = delta^T basis(P), into the message with the flags."""
-
-
-def low_rank_exchange(flat: torch.Tensor, work: LowRankKernel | OnlyBlocks, state: State, step: StepInfo) -> Exchange:
-    """One step: Algorithm 1 on each matrix, inside the error feedback of Algorithm 2. See `Compressor.exchange`.
-
-    With `alternate` there is one matrix product and one all-reduce per step, P and Q in turn. A step that has Q
-    computes P = delta basis(Q), with an orthonormal basis of Q, and uses the gradient P basis(Q)^T. The next step
-    computes Q = delta^T basis(P) with that P, and so on. Two such steps perform the power iteration of one step without
-    `alternate`. The scheme is that of epfml/powersgd, the code of PowerSGD's authors.
-
-    The learned state of a matrix then holds the factor received last: either "q" or "p". It determines which factor the
-    matrix sends next, so the host must know at each commit whether the step was finite and which matrices had a
-    gradient, and synchronises with an accelerator.
-
-    Args:
-        work: `OnlyBlocks` for a bucket without a matrix, if the rest is quantised.
-    """
-    if isinstance(work, OnlyBlocks):
-        return (yield from quantised_exchange(flat, work, state, step))
+def low_rank_exchange(flat: torch.Tensor, work: LowRankKernel, state: State, step: StepInfo) -> Exchange:
+    """One step: Algorithm 1 on each matrix, inside the error feedback of Algorithm 2. See `Compressor.exchange`."""
     kernel, now = work, BucketPass(flat, work.work, state, step)
-    remainder = functools.partial(kernel.form_remainder, now) if kernel.forms_remainder else None
-    if now.work.alternate:
-        cast(AlternatingKernel, kernel).form_factor(now)
-        now.put_uncompressed()
-        what = "P or Q"
-    else:
-        kernel.form_p(now)  # 1. delta = gradient + residual; P = delta Q
-        now.put_uncompressed()
-        yield from now.first.sum_over_ranks(step, "P")  # 2. the mean of P
-        kernel.orthonormalize(now)  # 3.
-        kernel.form_q(now)  # 4. Q = delta^T P
-        what = "Q"
-    yield from now.last.sum_over_ranks(step, what, last=True, meanwhile=remainder)  # 5. the mean of Q
-    finite = all_finite(now.buffer)
+    kernel.form_p(now)  # 1. delta = gradient + residual; P = delta Q
+    now.put_uncompressed()
+    yield Send(now.first.buffer, what="P")  # 2. the mean of P
+    kernel.orthonormalize(now)  # 3.
+    kernel.form_q(now)  # 4. Q = delta^T P
+    remainder = functools.partial(kernel.form_remainder, now)
+    yield Send(now.last.buffer, what="Q", last=True, meanwhile=remainder)  # 5. the mean of Q
+    finite = all_finite(now.work.buffer)
     good = yield Verdict(finite)
-    now.store_uncompressed(good)
+    if now.plain:
+        divide(now.first.plain, now.plain)
     kernel.split(now, good, finite)  # 6. gradient = P Q^T; residual = delta - P Q^T with the own Q
     return None

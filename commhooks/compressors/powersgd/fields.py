@@ -1,5 +1,4 @@
-"""PowerSGD's learned state besides residuals: the factors, how they are saved, and how they are fitted to another
-rank."""
+"""PowerSGD's learned state besides residuals: Q, how it is saved, and how it is fitted to another rank."""
 
 import torch
 
@@ -10,11 +9,11 @@ from commhooks.gradients.layout import memory_order
 
 
 class _Factor(StateField):
-    """A factor of a matrix, transposed: `r x m` for Q, `r x n` for P."""
+    """Q of a matrix, transposed: `r x m`."""
 
     def shape(self, plan: UnitPlan) -> tuple[int, int]:
         assert isinstance(plan, MatrixPlan)
-        return plan.rank, plan.m if self.key == "q" else plan.n
+        return plan.rank, plan.m
 
     def refit(self, value: torch.Tensor, plan: UnitPlan, initial: torch.Tensor | None) -> torch.Tensor | None:
         """Truncate to the new rank; additional rows are taken from `initial`. Without it they are zero, and the codec
@@ -53,22 +52,6 @@ class FactorQ(_Factor):
         return None
 
 
-class FactorP(_Factor):
-    """P of a parameter. With `alternate`, present only while it is newer than Q."""
-
-    def to_saved(self, value: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
-        return value.detach().to("cpu", copy=True)
-
-    def from_saved(self, saved: torch.Tensor, parameter: torch.Tensor, row_dim: int) -> torch.Tensor | None:
-        return saved.detach() if row_dim == memory_order(parameter)[0] else None
-
-    def problem(self, value: torch.Tensor, plan: UnitPlan) -> str | None:
-        rank, n = self.shape(plan)
-        if rank and value.shape[1] != n:
-            return f"a P of shape {tuple(value.shape)} for {plan.name}, which needs {(rank, n)}"
-        return None
-
-
 class BucketQ(_Factor):
     """Q of a bucket that is compressed as one matrix, saved without conversion."""
 
@@ -81,5 +64,4 @@ class BucketQ(_Factor):
 
 
 Q = FactorQ("q")
-P = FactorP("p")
 BUCKET_Q = BucketQ("q", per="bucket")

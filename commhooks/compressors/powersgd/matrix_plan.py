@@ -17,28 +17,22 @@ from commhooks.gradients.precision import compute_dtype
 
 @dataclass(frozen=True)
 class MatrixPlan(UnitPlan):
-    """A gradient as an `n x m` matrix compressed at `rank`, or uncompressed with a reason. `rank` is 0 unless it is
-    compressed as a matrix."""
+    """A gradient as an `n x m` matrix compressed at `rank`, or uncompressed with a reason."""
 
     n: int = 0
     m: int = 0
     rank: int = 0
-    alternate: bool = False
-    """Each step sends one of the two factors, P and Q in turn."""
 
     columns: ClassVar[tuple[str, ...]] = ("n x m", "rank")
 
     @property
     def numel_sent(self) -> int:
-        """Elements of both factors; with `alternate` the mean of two steps. Without factors those of the gradient."""
-        if not self.rank:
-            return self.numel
-        sent = (self.n + self.m) * self.rank
-        return sent // 2 if self.alternate else sent
+        """Elements of both factors, or of the gradient."""
+        return (self.n + self.m) * self.rank if self.compressed else self.numel
 
     @property
     def cells(self) -> tuple[str, ...]:
-        return (f"{self.n} x {self.m}", str(self.rank)) if self.rank else ("", "")
+        return f"{self.n} x {self.m}", str(self.rank)
 
     @property
     def details(self) -> dict[str, Any]:
@@ -64,7 +58,7 @@ def plan_parameter(info: ParameterInfo, options: PowerSGD) -> MatrixPlan:
         saved = parameter.numel() / sent
         return MatrixPlan.uncompressed(info, f"saves only {saved:.2g}x (min_compression_rate={min_rate:g})")
     plan = MatrixPlan.uncompressed(info, "")
-    return dataclasses.replace(plan, compressed=True, flags=1, n=n, m=m, rank=rank, alternate=options.alternate)
+    return dataclasses.replace(plan, compressed=True, flags=1, n=n, m=m, rank=rank)
 
 
 def plan_bucket(parameters: Sequence[ParameterInfo], rank: int) -> MatrixPlan:
@@ -101,8 +95,7 @@ def memory_plan(plans: Sequence[MatrixPlan], packed: int, *, error_feedback: boo
             continue
         itemsize = compute_dtype(p.dtype).itemsize
         residual += p.numel * itemsize if error_feedback else 0
-        kept = p.rank * (p.n + p.m if p.alternate else p.m)
-        factors += (kept + max(p.rank, 2) * (p.n + p.m)) * itemsize
+        factors += (p.rank * p.m + max(p.rank, 2) * (p.n + p.m)) * itemsize
         if p.n * p.m != p.numel or real_itemsize(p.dtype) != itemsize:
             copies += p.n * p.m * itemsize
     return MemoryPlan(residual, factors, packed, "P and Q", copies)
@@ -113,11 +106,5 @@ def packed_bytes(rows: Sequence[MatrixPlan], wire: torch.dtype | None) -> int:
     matrices = [p for p in rows if p.compressed]
     if not matrices:
         return 0
-    rest = sum(p.numel_sent * p.wire_itemsize(wire) for p in rows if not p.compressed and p.lowered)
-    rest += sum(p.flags * p.wire_itemsize(wire) for p in matrices)
-    size_p = sum(p.rank * p.n * p.wire_itemsize(wire) for p in matrices)
-    size_q = sum(p.rank * p.m * p.wire_itemsize(wire) for p in matrices)
-    if not matrices[0].alternate:
-        return size_p + size_q + rest
-    # Each factor is sent together with everything else; both use one buffer if all matrices are square.
-    return size_p + rest + (size_q + rest if any(p.n != p.m for p in matrices) else 0)
+    plain = sum(p.numel_sent * p.wire_itemsize(wire) for p in rows if not p.compressed and p.lowered)
+    return plain + sum((p.numel_sent + p.flags) * p.wire_itemsize(wire) for p in matrices)

@@ -26,13 +26,12 @@ class MatrixTable(Table):
     """`struct matrix` in `native/tables.h`: `n`, `m` and `r`, then the addresses of delta and residual (n x m) and of
     factors (r x n and r x m)."""
 
-    fields = ("n", "m", "r", "delta", "residual", "p", "q", "mean_p", "mean_q", "scratch", "largest")
+    fields = ("n", "m", "r", "delta", "residual", "p", "q", "mean_q", "scratch", "largest")
     pointers: ClassVar[Mapping[str, tuple[int, int]]] = {
         "delta": (0, 1),
         "residual": (0, 1),
         "p": (2, 0),
         "q": (2, 1),
-        "mean_p": (2, 0),
         "mean_q": (2, 1),
     }
 
@@ -84,16 +83,15 @@ class NativeProducts:
         self._matrices = MatrixTable(shapes, dtype)
         self._matrices.point(p=self.p, q=self.q)
         self.largest = self._matrices.column("largest").view(torch.float64)
-        self._rows = {"P": _to(self.p, dtype), "Q": _to(self.q, dtype)}
+        self._rows_p, self._rows_q = _to(self.p, dtype), _to(self.q, dtype)
 
     def unit_rows(self, sources: Tensors, refill: Refill) -> None:
-        for i in self._unit_rows(self._rows["Q"], sources, orthogonal=False):
+        for i in self._unit_rows(self._rows_q, sources, orthogonal=False):
             self.q[i].copy_(codec.filled_unit_rows(sources[i], functools.partial(refill, i)))
 
-    def orthonormalize(self, side: str, places: Sequence[int], sources: Tensors, refill: Refill) -> None:
-        for k in self._unit_rows(self._rows[side].only(places), sources, orthogonal=True):
-            i, rows = places[k], sources[k]
-            out = (self.p if side == "P" else self.q)[i]
+    def orthonormalize(self, sources: Tensors, refill: Refill) -> None:
+        for i in self._unit_rows(self._rows_p, sources, orthogonal=True):
+            rows, out = sources[i], self.p[i]
             if self._refills:
                 other = refill(i)
                 table = _to([out], self._dtype)
@@ -103,23 +101,23 @@ class NativeProducts:
             else:
                 out.copy_(codec.basis(rows, functools.partial(refill, i)))
 
-    def form(
-        self, side: str, places: Sequence[int], deltas: Tensors, residuals: Residuals | None = None, factor: float = 1.0
-    ) -> None:
-        table = self._matrices.only(places)
-        table.point(delta=deltas, residual=residuals)
-        table.run(self._kernel.commhooks_form_p if side == "P" else self._kernel.commhooks_form_q, factor)
+    def form_p(self, deltas: Tensors, residuals: Residuals | None, factor: float) -> None:
+        self._matrices.point(delta=deltas, residual=residuals)
+        self._matrices.run(self._kernel.commhooks_form_p, factor)
+
+    def form_q(self, deltas: Tensors) -> None:
+        self._matrices.point(delta=deltas)
+        self._matrices.run(self._kernel.commhooks_form_q)
 
     def split(
         self,
         places: Sequence[int],
         deltas: Tensors,
         residuals: Tensors | None,
-        mean_p: Tensors,
         mean_q: Tensors | None,
     ) -> None:
         table = self._matrices.only(places)
-        table.point(delta=deltas, residual=residuals, mean_p=mean_p, mean_q=mean_q)
+        table.point(delta=deltas, residual=residuals, mean_q=mean_q)
         table.run(self._kernel.commhooks_split)
 
     def _unit_rows(self, table: FactorTable, sources: Tensors, *, orthogonal: bool) -> list[int]:
@@ -139,8 +137,8 @@ def load(dtype: torch.dtype = torch.float32) -> ctypes.CDLL:
         HookConfigError: see `library.load`.
     """
     loaded = library.load(SOURCE, FLAGS, dtype)
-    loaded.commhooks_form_p.argtypes = loaded.commhooks_form_q.argtypes = [*ARGUMENTS, ctypes.c_double]
-    loaded.commhooks_split.argtypes = ARGUMENTS
+    loaded.commhooks_form_p.argtypes = [*ARGUMENTS, ctypes.c_double]
+    loaded.commhooks_form_q.argtypes = loaded.commhooks_split.argtypes = ARGUMENTS
     loaded.commhooks_unit_rows.argtypes = [*ARGUMENTS, ctypes.c_int, ctypes.c_double]
     return loaded
 
@@ -166,16 +164,15 @@ def results_of(kernel: ctypes.CDLL, dtype: torch.dtype) -> bytes:
     for n, m, rank in shapes:
         products = NativeProducts(kernel, [(n, m, rank)], dtype)
         delta, residual = (numbers[start : start + n * m].view(n, m).clone() for start in (1, 2))
-        products.orthonormalize("Q", [0], [numbers[: rank * m].view(rank, m)], lambda i: numbers)
+        products.unit_rows([numbers[: rank * m].view(rank, m)], lambda i: numbers)
         first = products.q[0].clone()
-        products.form("P", [0], [delta], [residual], 0.7)
+        products.form_p([delta], [residual], 0.7)
         arrived = products.p[0].clone()
-        products.orthonormalize("P", [0], [arrived], lambda i: numbers)
-        products.form("Q", [0], [delta], [residual], 0.7)
-        results += [first, arrived, products.p[0], products.q[0].clone()]
-        products.split([0], [delta], [residual], products.p, [first])
-        products.unit_rows([delta[:rank]], lambda i: numbers)
-        results += [residual, delta, products.q[0]]
+        products.orthonormalize([arrived], lambda i: numbers)
+        products.form_q([delta])
+        results += [first, arrived, products.p[0], products.q[0]]
+        products.split([0], [delta], [residual], [first])
+        results += [residual, delta]
     return b"".join(each.numpy().tobytes() for each in results)
 
 

@@ -28,15 +28,10 @@ class PowerSGD(HookConfig):
         batch_tensors_with_same_shape: on an accelerator, work on all matrices of a bucket that have the same shape at
             once: fewer and larger kernels, for one more copy of their gradients in float32. Changes results by rounding
             only, and nothing on the CPU.
-        alternate: one product and one all-reduce per step, P and Q in turn: half the bytes and less computation, and a
-            subspace that follows the gradient half as fast. Not for batched PowerSGD.
         coalesce: send small messages of all buckets as one, after the backward pass, so that a step costs two round
             trips however many buckets there are. None: where a round trip takes 10 ms or more and it changes no bit of
-            the results, which is between two ranks, or two nodes with `ranks_per_node`; with an int8 or int4 wrapper
-            between any number. True: always; sums over more than two ranks then differ by rounding. False: never.
-        fused: compute on the CPU with a native kernel, compiled by the machine's C compiler when first used: several
-            times faster, the same results to rounding. None: if the machines of all ranks can, and compile it alike;
-            otherwise with torch. True: an error if they cannot. False: never.
+            the results, which is between two ranks, or two nodes with `ranks_per_node`. True: always; sums over more
+            than two ranks then differ by rounding. False: never.
         exclude: globs on parameter names ("*embed*", "head.?.weight"; case matters) that are never compressed. Not for
             batched PowerSGD.
     """
@@ -55,9 +50,7 @@ class PowerSGD(HookConfig):
     random_seed: int = 0
     compression_stats_logging_frequency: int = 10_000
     batch_tensors_with_same_shape: bool = False
-    alternate: bool = False
     coalesce: bool | None = None
-    fused: bool | None = None
     exclude: list[str] = field(default_factory=list, hash=False)
 
     def __post_init__(self) -> None:
@@ -80,7 +73,6 @@ class PowerSGD(HookConfig):
             "orthogonalization_epsilon",
             "0 or a small positive number",
         )
-        self._require(self.warm_start or not self.alternate, "alternate", "False where warm_start is False")
         self._require(all(self.exclude), "exclude", "patterns that are not empty")
 
     @property
@@ -116,11 +108,10 @@ class BatchedPowerSGD(PowerSGD):
     """
 
     hook_name: ClassVar[str] = "batched_powerSGD"
-    without_use: ClassVar[tuple[str, ...]] = ("min_compression_rate", "alternate", "exclude")
+    without_use: ClassVar[tuple[str, ...]] = ("min_compression_rate", "exclude")
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._require(not self.alternate, "alternate", "False: it is for PowerSGD")
         self._require(not self.exclude, "exclude", "none: whole buckets are compressed here; use PowerSGD")
         self._require(
             isinstance(self.matrix_approximation_rank, int),

@@ -42,33 +42,6 @@ class OracleMatrix:
         return p @ q.T
 
 
-class AlternatingOracleMatrix:
-    """The same with one factor per step: P = delta Q^, then Q = delta^T P^ with that P, and so on."""
-
-    def __init__(self, q: torch.Tensor, world_size: int) -> None:
-        self.factor = q.double()
-        self.makes_p = True
-        self.world_size = world_size
-        self.residuals: list[torch.Tensor] | None = None
-
-    def step(self, gradients: list[torch.Tensor]) -> torch.Tensor:
-        deltas = [gradient.double() for gradient in gradients]
-        if self.residuals is not None:
-            deltas = [delta + residual for delta, residual in zip(deltas, self.residuals, strict=True)]
-        if all(bool((gradient == 0).all()) for gradient in gradients):
-            return torch.zeros_like(deltas[0])
-        basis = gram_schmidt(self.factor)
-        if self.makes_p:
-            local = [delta @ basis for delta in deltas]
-            approximations = [p @ basis.T for p in local]
-        else:
-            local = [delta.T @ basis for delta in deltas]
-            approximations = [basis @ q.T for q in local]
-        self.residuals = [delta - each for delta, each in zip(deltas, approximations, strict=True)]
-        self.factor, self.makes_p = torch.stack(local).mean(0), not self.makes_p
-        return torch.stack(approximations).mean(0)
-
-
 def plain_mean(gradients: list[torch.Tensor]) -> torch.Tensor:
     """What an uncompressed parameter gets."""
     return torch.stack([gradient.double() for gradient in gradients]).mean(0)

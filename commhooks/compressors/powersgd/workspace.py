@@ -1,6 +1,5 @@
 """The matrices of a bucket layout and its messages, which PowerSGD's kernels share."""
 
-import functools
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -8,7 +7,6 @@ from dataclasses import dataclass
 import torch
 
 from commhooks.compressors.powersgd import codec
-from commhooks.compressors.powersgd.message import Factors, InBlocks, Message, QuantisedMessage
 from commhooks.compressors.powersgd.options import PowerSGD
 from commhooks.gradients import precision
 from commhooks.gradients.layout import BucketLayout, Slot
@@ -34,8 +32,29 @@ class Matrix:
         return self.slots[0].offset, self.slots[-1].stop
 
 
-MOST_MESSAGES = 4
-"""With `alternate`: how many combinations of P and Q keep their memory."""
+class Message:
+    """What one all-reduce sums, as a 1-D tensor: factors, then uncompressed gradients, then flags.
+
+    Args:
+        factors: per matrix the shape of its factor, `r x length`.
+        plain: number of uncompressed elements.
+        flags: number of flags, one per parameter in the matrices; 0 in a message of the factors alone.
+
+    Attributes:
+        buffer: all of it, 1-D. Before it is sent, each rank's part, divided by the number of ranks; then the sums.
+        packed: the factors of all matrices, 1-D.
+        factors: per matrix a view of `packed`, `r x length`.
+        plain: uncompressed gradients, 1-D, in the order of the bucket.
+        flags: per parameter in the matrices 1 if its gradient is not zero, 0 otherwise; after the sum positive if any
+            rank has a gradient.
+    """
+
+    def __init__(self, factors: Sequence[tuple[int, int]], plain: int, flags: int, buffer: torch.Tensor) -> None:
+        self.buffer = buffer
+        numels = [rank * length for rank, length in factors]
+        end = sum(numels)
+        self.packed, self.plain, self.flags = buffer[:end], buffer[end : end + plain], buffer[end + plain :][:flags]
+        self.factors = [piece.view(shape) for piece, shape in zip(self.packed.split(numels), factors, strict=True)]
 
 
 class Workspace:
@@ -44,14 +63,14 @@ class Workspace:
     Args:
         matrices: in the order in which they are sent.
         wire_dtype: of the messages.
-        in_blocks: how the messages are quantised; None: they are not.
 
     Attributes:
         dtype: the compute dtype.
-        quantised: the messages are.
         is_whole_bucket: there is one matrix, of several parameters or padded. Otherwise each is one parameter.
         in_bucket: delta can be computed in the bucket: its dtype is the compute dtype, and no matrix is padded.
         flags_of: per matrix the places of its parameters among those of all matrices.
+        first, last: the messages: P with everything uncompressed and the flags; then Q.
+        buffer: both messages, so that one operator tells whether all is finite.
     """
 
     def __init__(
@@ -60,13 +79,10 @@ class Workspace:
         matrices: Sequence[Matrix],
         config: PowerSGD,
         wire_dtype: torch.dtype,
-        in_blocks: InBlocks | None,
     ) -> None:
         self.layout, self.matrices = layout, matrices
         self.dtype = precision.compute_dtype(layout.dtype)
         self.error_feedback, self.warm_start = config.use_error_feedback, config.warm_start
-        self.alternate = config.alternate
-        self.quantised = in_blocks is not None
         first = matrices[0]
         padded = first.span[1] - first.span[0] < first.n * first.m
         self.is_whole_bucket = padded or len(first.slots) > 1
@@ -74,44 +90,18 @@ class Workspace:
         starts = list(itertools.accumulate((len(matrix.slots) for matrix in matrices), initial=0))
         self.flags_of = list(map(slice, starts, starts[1:]))
         compressed = [matrix.span for matrix in matrices]
-        known = sorted([*compressed, *((slot.offset, slot.stop) for slot in (in_blocks.direct if in_blocks else ()))])
-        plain = _gaps(known, layout.numel)
-        spans = sorted([*known, *plain])
+        plain = _gaps(sorted(compressed), layout.numel)
+        spans = sorted([*compressed, *plain])
         self.sizes = [stop - start for start, stop in spans]
         self.place_of_matrix = [spans.index(span) for span in compressed]
         self.place_of_plain = [spans.index(span) for span in plain]
-        self._plain_numel = sum(stop - start for start, stop in plain)
-        self._seed, self._wire_dtype, self._in_blocks = config.random_seed, wire_dtype, in_blocks
-        self._messages: dict[tuple[int, ...], Message] = {}
-
-    @functools.cached_property
-    def messages(self) -> tuple[Message, Message]:
-        """P with everything uncompressed and the flags; then Q."""
-        p, q = self._new_messages([x.n for x in self.matrices], [x.m for x in self.matrices])
-        return p, q
-
-    def only_message(self, makes_q: Sequence[bool]) -> Message:
-        """Of a step that sends one factor per matrix, P or Q, with everything uncompressed and the flags."""
-        lengths = tuple(x.m if q else x.n for x, q in zip(self.matrices, makes_q, strict=True))
-        if lengths not in self._messages:
-            # Parameters without gradients in some steps bring the matrices out of step, in ever other combinations.
-            while len(self._messages) >= MOST_MESSAGES:
-                del self._messages[next(iter(self._messages))]
-            (self._messages[lengths],) = self._new_messages(lengths)
-        return self._messages[lengths]
-
-    def _new_messages(self, *lengths: Sequence[int]) -> list[Message]:
-        """Messages with factors of these lengths, the first one with everything else. They share a buffer, so that one
-        operator tells whether all is finite."""
-        how, plain, flags = self._in_blocks, self._plain_numel, self.flags_of[-1].stop
-        contents: list[tuple[Factors, int, int]] = []
-        for each in lengths:
-            factors = [(x.name, (x.rank, length)) for x, length in zip(self.matrices, each, strict=True)]
-            contents.append((factors, *((0, 0) if contents else (plain, flags))))
-        sizes = [sum(r * n for _, (r, n) in factors) + sum(more) + (how is not None) for factors, *more in contents]
-        self.buffer = torch.zeros(sum(sizes), dtype=self._wire_dtype, device=self.layout.device)
-        parts = zip(contents, self.buffer.split(sizes), strict=True)
-        return [Message(*of, part) if how is None else QuantisedMessage(how, *of, part) for of, part in parts]
+        self._seed = config.random_seed
+        plain_numel, flags = sum(stop - start for start, stop in plain), starts[-1]
+        size_p = sum(x.rank * x.n for x in matrices) + plain_numel + flags
+        size_q = sum(x.rank * x.m for x in matrices)
+        self.buffer = torch.zeros(size_p + size_q, dtype=wire_dtype, device=layout.device)
+        self.first = Message([(x.rank, x.n) for x in matrices], plain_numel, flags, self.buffer[:size_p])
+        self.last = Message([(x.rank, x.m) for x in matrices], 0, 0, self.buffer[size_p:])
 
     def draw_q(self, matrix: Matrix, step: int) -> torch.Tensor:
         """The Q to start from, `r x m`, on the CPU: equal on every rank, for every layout and after a restart."""

@@ -18,7 +18,7 @@ from commhooks.compressors.quantized.blocks import BlockCode
 from commhooks.compressors.quantized.mean import BlockKernel, mean_over_ranks
 from commhooks.compressors.quantized.messages import ShareMessages
 from commhooks.compressors.quantized.native_kernel import NativeKernel
-from commhooks.compressors.quantized.torch_kernel import TorchKernel, residual_memory
+from commhooks.compressors.quantized.torch_kernel import TorchKernel
 from commhooks.compressors.unit_plan import UnitPlan
 from commhooks.gradients.layout import BucketLayout
 from commhooks.gradients.precision import compute_dtype
@@ -74,12 +74,11 @@ class Workspace:
             plain=plain,
             flags=len(self.slots),
         )
+        kept = self._error_feedback
         if self._natively:
-            kept = self._error_feedback
             self._kernel = NativeKernel(messages, step.rank, self.slots, self._layout.dtype, error_feedback=kept)
         else:
-            residuals = residual_memory(self.slots, code, dtype, device) if self._error_feedback else None
-            self._kernel = TorchKernel(messages, step.rank, self.slots, residuals)
+            self._kernel = TorchKernel(messages, step.rank, self.slots, error_feedback=kept)
         return self._kernel
 
 

@@ -4,7 +4,7 @@ Delta is what a rank has to give: its numbers plus what was lost of earlier ones
 has an owner among the ranks.
 """
 
-from collections.abc import Callable, Generator
+from collections.abc import Generator
 from typing import Any, Protocol
 
 import torch
@@ -47,25 +47,16 @@ class BlockKernel(Protocol):
         """
 
 
-def mean_over_ranks(
-    kernel: BlockKernel,
-    *,
-    what: str = "",
-    last: bool = True,
-    meanwhile: Callable[[], None] | None = None,
-) -> Generator[Send, Any, Averaged]:
-    """Average delta over the ranks: `averaged = yield from mean_over_ranks(...)`.
+def mean_over_ranks(kernel: BlockKernel) -> Generator[Send, Any, Averaged]:
+    """Average delta over the ranks: `averaged = yield from mean_over_ranks(kernel)`.
 
     Afterwards delta is what was lost on this rank. The mean of it over the ranks is what the result lacks.
-
-    Args:
-        what, last, meanwhile: see `Send`; the last two belong to the second collective.
     """
-    messages, of = kernel.messages, f" of {what}" if what else ""
+    messages = kernel.messages
     kernel.quantise()  # 1  each rank quantises what others average
     messages.put_plain_and_flags()
-    arrived = yield Send(messages.sent, what=f"shares{of}", op="all_to_all")  # 2  every block goes to its owner
+    arrived = yield Send(messages.sent, what="shares", op="all_to_all")  # 2  every block goes to its owner
     kernel.average(arrived)  # 3  the owner averages, and quantises the mean
     messages.reduce_plain_and_flags(arrived)
-    means = yield Send(messages.mean, what=f"means{of}", op="gather", last=last, meanwhile=meanwhile)  # 4
+    means = yield Send(messages.mean, what="means", op="gather", last=True)  # 4
     return Averaged(messages, means)  # 5  all ranks decode the same bytes

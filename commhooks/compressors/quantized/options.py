@@ -18,7 +18,6 @@ class Quantized(HookConfig):
 
     block_size: int = 256
     use_error_feedback: bool = True
-    fused: bool | None = None
     start_iter: Union[int, float, None] = 0  # noqa: UP007  (OmegaConf 2.4 does not read `int | float | None`)
     exclude: list[str] = field(default_factory=list, hash=False)
 
@@ -42,9 +41,6 @@ class Int8Compress(Quantized):
         start_iter: plain all-reduce for so many steps first. An int is a number of steps, a float strictly between 0
             and 1 a fraction of the run; None is 10 % of the run, at most 1000 steps, and 1000 where the length of the
             run is unknown.
-        fused: compute on the CPU with a native kernel, compiled by the machine's C compiler when first used: several
-            times faster, the same bits. None: if the machines of all ranks can; otherwise with torch. True: an error if
-            they cannot. False: never.
         exclude: globs on parameter names ("*embed*", "head.?.weight"; case matters) that are never compressed.
     """
 

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 import torch
 
 from commhooks.compressors.named_views import NamedViews
-from commhooks.compressors.quantized.blocks import BlockCode
 from commhooks.compressors.quantized.mean import Good, Residuals
 from commhooks.compressors.quantized.messages import Averaged, ShareMessages
 from commhooks.gradients import precision
@@ -14,34 +13,30 @@ from commhooks.gradients.layout import Slot
 from commhooks.gradients.loss_scale import LossScale, chosen, is_one
 
 
-def residual_memory(slots: Sequence[Slot], code: BlockCode, dtype: torch.dtype, device: torch.device) -> NamedViews:
-    """Memory for the residuals of `slots`, which a `TorchKernel` uses: each begins a new block."""
-    starts = _starts(slots, code)
-    names = [(slot.name, start, (slot.numel,)) for slot, start in zip(slots, starts, strict=False)]
-    return NamedViews(names, torch.zeros(starts[-1], dtype=dtype, device=device))
-
-
 class TorchKernel:
     """See `BlockKernel`.
 
     Args:
-        slots: the first tensors. Blocks of further ones are put and taken by the caller.
-        residuals: of `slots`; None: without error feedback.
+        slots: the tensors whose blocks are averaged.
 
     Attributes:
         delta: `blocks + 1` rows; the last one is zero. The end of the last block of each of `slots` is zero, too.
+        residuals: of `slots`, in blocks; None without error feedback.
     """
 
-    def __init__(self, messages: ShareMessages, rank: int, slots: Sequence[Slot], residuals: NamedViews | None) -> None:
+    def __init__(self, messages: ShareMessages, rank: int, slots: Sequence[Slot], *, error_feedback: bool) -> None:
         self.messages, self.rank = messages, rank
         code, device, rows = messages.code, messages.sent.device, len(messages.shares.places) + 1
         self.delta = torch.zeros(rows, code.block_size, dtype=messages.dtype, device=device)
         self.codes = torch.zeros(rows, code.block_bytes, dtype=torch.uint8, device=device)
         self.scales = torch.zeros(rows, dtype=messages.dtype, device=device)
-        self.residuals = residuals
-        starts = _starts(slots, code)
+        starts = list(itertools.accumulate((code.blocks_of(x.numel) * code.block_size for x in slots), initial=0))
+        self.residuals: NamedViews | None = None
+        if error_feedback:
+            names = [(slot.name, start, (slot.numel,)) for slot, start in zip(slots, starts, strict=False)]
+            self.residuals = NamedViews(names, torch.zeros(starts[-1], dtype=messages.dtype, device=device))
         self._spans = list(zip(slots, starts, starts[1:], strict=False))
-        self._of_slots = self.delta[: starts[-1] // code.block_size]
+        self._of_slots = self.delta[:-1]
         blocks = torch.tensor(starts).diff() // code.block_size
         self._slot_of_block = torch.arange(len(slots)).repeat_interleave(blocks).to(device)
         self._own: torch.Tensor | None = None
@@ -81,27 +76,16 @@ class TorchKernel:
         count = shares.counts[self.rank]
         self.delta.index_copy_(0, shares.blocks[self.rank, :count], own[:count].mul_(messages.world_size))
 
-    def decode(self, averaged: Averaged, out: torch.Tensor) -> torch.Tensor:
-        """Write the averages of all blocks to `out` (`blocks x block_size`) and return it."""
-        code, places = self.messages.code, self.messages.shares.places
-        codes = averaged.sections.codes.reshape(-1, code.block_bytes).index_select(0, places)
-        return code.dequantise(codes, averaged.sections.scales.reshape(-1).index_select(0, places), out)
-
     def store(
-        self,
-        averaged: Averaged,
-        flat: torch.Tensor,
-        residuals: Residuals,
-        factor: LossScale,
-        good: Good,
-        decoded: torch.Tensor | None = None,
+        self, averaged: Averaged, flat: torch.Tensor, residuals: Residuals, factor: LossScale, good: Good
     ) -> None:
-        """`decoded`: the averages of all blocks, where `decode` has been called; changed in place."""
-        has_gradient, used = averaged.flags[: len(self._spans)] > 0, None
+        has_gradient, used = averaged.flags > 0, None
         if not (precision.is_host_readable(flat.device) and bool(has_gradient.all())):
             used = has_gradient.index_select(0, self._slot_of_block).unsqueeze(1)
         self._keep_lost(residuals, factor, good, used)
-        mean = self.decode(averaged, self._of_slots) if decoded is None else decoded[: len(self._of_slots)]
+        code, places, sections = self.messages.code, self.messages.shares.places, averaged.sections
+        codes = sections.codes.reshape(-1, code.block_bytes).index_select(0, places)
+        mean = code.dequantise(codes, sections.scales.reshape(-1).index_select(0, places), self._of_slots)
         if used is not None:
             mean.masked_fill_(~used, 0)
         for slot, start, _ in self._spans:
@@ -122,8 +106,3 @@ class TorchKernel:
             before.mul_(factor)
         keep = torch.as_tensor(good, device=lost.device) if used is None else used & good
         torch.where(keep, lost, before, out=before)
-
-
-def _starts(slots: Sequence[Slot], code: BlockCode) -> list[int]:
-    """Where each begins in the blocks, in elements, and where the last one ends."""
-    return list(itertools.accumulate((code.blocks_of(slot.numel) * code.block_size for slot in slots), initial=0))

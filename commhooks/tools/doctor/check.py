@@ -1,7 +1,7 @@
 """Check, before the doctor measures, that the model and `batch_fn` can be measured on every rank."""
 
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -17,6 +17,8 @@ from commhooks.hook.attach import attach
 from commhooks.tools.doctor.copies import copy_of
 
 BatchFn = Callable[[DistributedDataParallel], torch.Tensor]
+Gradients = Sequence[torch.Tensor | None]
+"""Of the parameters of a model in their order, on the CPU."""
 
 CONTRACT = (
     "batch_fn(model) makes a batch, calls the model that it is given (a copy of yours) and returns the loss, a tensor "
@@ -57,8 +59,15 @@ def check_world_size(group: dist.ProcessGroup | None) -> None:
         )
 
 
-def check_batch_fn(ddp_model: DistributedDataParallel, batch_fn: BatchFn) -> None:
+def gradients_of(module: torch.nn.Module) -> Gradients:
+    return [None if each.grad is None else each.grad.to("cpu", copy=True) for each in module.parameters()]
+
+
+def check_batch_fn(ddp_model: DistributedDataParallel, batch_fn: BatchFn) -> Gradients:
     """Run `batch_fn` once on a copy of the model, without communication in it. All ranks must call this.
+
+    Returns:
+        The gradients of this rank.
 
     Raises:
         DoctorError: on all ranks, if `batch_fn` fails on any of them.
@@ -79,6 +88,7 @@ def check_batch_fn(ddp_model: DistributedDataParallel, batch_fn: BatchFn) -> Non
     for rank, text in enumerate(texts):
         if text != works:
             raise DoctorError(f"rank {rank} cannot go on: {text}")
+    return gradients_of(trial.module)
 
 
 def _try(ddp_model: DistributedDataParallel, trial: DistributedDataParallel, batch_fn: BatchFn) -> None:

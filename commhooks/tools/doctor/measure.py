@@ -1,6 +1,7 @@
 """The doctor's measurements: training steps of temporary copies of the model with one hook each, in turns."""
 
 import gc
+import itertools
 import statistics
 import weakref
 from collections.abc import Callable, Sequence
@@ -11,15 +12,13 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from commhooks.comm.collective import gather_rows
-from commhooks.comm.link import seconds_of, synchronize
-from commhooks.compressors.candidates import Candidate
-from commhooks.compressors.kernel import TORCH
+from commhooks.compressors.candidates import ALLREDUCE, NOOP, Candidate
 from commhooks.compressors.registry import COMPRESSORS
 from commhooks.errors import AttachError, HookConfigError
 from commhooks.hook.attach import attach
-from commhooks.hook.comm_hook import CommHook
-from commhooks.tools.doctor.check import BatchFn
+from commhooks.tools.doctor.check import BatchFn, Gradients, gradients_of
 from commhooks.tools.doctor.copies import copy_of
+from commhooks.tools.measuring import seconds_of
 
 ROUNDS = 3
 # After the first backward pass DDP rebuilds its buckets; in the second pass the hook allocates buffers for these.
@@ -33,26 +32,17 @@ class Measured:
     Attributes:
         step_ms: per measured step: time of forward, backward and communication, from a common start to the end of the
             slowest rank.
-        codec_ms: per step: time inside the hook on the slowest rank; empty on accelerators other than CUDA, where the
-            host only queues the work.
-        waiting_ms: per step: waiting time for collectives on the rank that waits least, because the other ranks also
-            wait for that rank and not only for the network. Empty if `codec_ms` is.
         bytes_sent: mean bytes per step passed to collectives.
         bytes_uncompressed: bytes per step that DDP without a hook passes to all-reduce.
-        collectives: number of collectives per step.
-        compressed_steps: number of measured steps in which the hook compressed.
-        kernel: name of the kernel with which the hook computed.
+        error: of the gradient that the hook makes of one step, without residuals of earlier steps: the norm of its
+            difference to the mean of all ranks, as a share of the norm of that mean. None for noop.
     """
 
     candidate: Candidate
     step_ms: list[float] = field(default_factory=list)
-    codec_ms: list[float] = field(default_factory=list)
-    waiting_ms: list[float] = field(default_factory=list)
     bytes_sent: int = 0
     bytes_uncompressed: int = 0
-    collectives: int = 0
-    compressed_steps: int = 0
-    kernel: str = TORCH.name
+    error: float | None = None
     useless: bool = False
     """The hook compresses no parameter of this model and was not measured."""
     spent_s: float = 0.0
@@ -79,17 +69,21 @@ class Measured:
 @dataclass
 class Rounds:
     """Measures the candidates in turn, with arguments of `doctor`. One copy of the model exists at a time.
-    `restore_random` gives every candidate the same batches."""
+    `restore_random` gives every candidate the same batches, `local` are gradients of this rank for one batch."""
 
     ddp_model: DistributedDataParallel
     batch_fn: BatchFn
     restore_random: Callable[[], None]
+    local: Gradients
     steps: int
     seconds: float
     progress: Callable[[str], None]
+    _mean: Gradients = field(default=(), init=False)
+    """The average of `local`."""
 
     def measure(self, candidates: Sequence[Candidate]) -> dict[str, Measured]:
-        """Measure all candidates. All ranks must call this; all get the same result."""
+        """Measure all candidates; plain all-reduce comes before those that compress. All ranks must call this; all get
+        the same result."""
         order = [Measured(candidate) for candidate in candidates]
         rounds = min(ROUNDS, self.steps)
         for turn in range(rounds):
@@ -116,9 +110,8 @@ class Rounds:
 
     def _measure(self, ddp_model: DistributedDataParallel, measured: Measured, upto: int) -> None:
         candidate, options = measured.candidate, measured.options or None
-        wrapper, group = candidate.wrapper, ddp_model.process_group
         try:
-            hook = attach(ddp_model, candidate.hook, hook_options=options, wrapper=wrapper, process_group=group)
+            hook = attach(ddp_model, candidate.hook, hook_options=options, process_group=ddp_model.process_group)
         except (HookConfigError, AttachError) as error:  # raised on all ranks
             self.progress(f"{candidate.label} cannot run here: {error}")
             measured.useless = True
@@ -128,40 +121,62 @@ class Rounds:
             measured.useless = True
             return
         hook.quiet()
-        for _ in range(_WARM_UP):
+        warm_up = _WARM_UP
+        if not measured.step_ms:
+            self._compare(ddp_model, measured)
+            warm_up -= 1
+        for _ in range(warm_up):
             if measured.spent_s < self.seconds / 5:
-                self._step(ddp_model, hook, measured, counts=False)
-        before = hook.stats()["compressed_steps"] or 0
+                self._step(ddp_model, measured)
         while len(measured.step_ms) < upto:
-            self._step(ddp_model, hook, measured, counts=True)
+            measured.step_ms.append(self._step(ddp_model, measured))
             if measured.spent_s >= self.seconds:
                 break
         stats = hook.stats()
-        measured.kernel = stats["kernel"] or TORCH.name
-        measured.compressed_steps += (stats["compressed_steps"] or 0) - before
-        # The mean over all passes: with `alternate` consecutive passes differ.
         measured.bytes_sent = stats["bytes_sent"] // stats["backward_passes"]
-        measured.collectives = stats["collectives_last_pass"]
         measured.bytes_uncompressed = stats["bytes_uncompressed"] // stats["backward_passes"]
 
-    def _step(self, ddp_model: DistributedDataParallel, hook: CommHook, measured: Measured, *, counts: bool) -> None:
-        group, device = ddp_model.process_group, next(p.device for p in ddp_model.parameters() if p.requires_grad)
+    def _compare(self, ddp_model: DistributedDataParallel, measured: Measured) -> None:
+        """Run a step in which every rank's gradients are `local`, and compare their average with that of plain
+        all-reduce. `batch_fn` may return another batch in every step."""
+        replaced = [
+            parameter.register_hook(lambda grad, own=own: own.to(grad.device))
+            for parameter, own in zip(ddp_model.module.parameters(), self.local, strict=True)
+            if own is not None
+        ]
+        self._step(ddp_model, measured)
+        for each in replaced:
+            each.remove()
+        if measured.candidate == ALLREDUCE:
+            self._mean = gradients_of(ddp_model.module)
+        if measured.candidate != NOOP:
+            norm = _norm(self._mean)
+            error = norm and _norm(gradients_of(ddp_model.module), self._mean) / norm
+            measured.error = max(self._all_ranks(error))
 
-        def all_ranks(*own: float) -> Any:
-            row = torch.tensor(own, dtype=torch.float64, device=device)
-            return gather_rows(row, group, None, "the time of a step").T.tolist()
-
+    def _step(self, ddp_model: DistributedDataParallel, measured: Measured) -> float:
+        """Run a step; returns its time in ms."""
+        device = next(p.device for p in ddp_model.parameters() if p.requires_grad)
         ddp_model.zero_grad(set_to_none=True)
-        synchronize(device)
-        all_ranks(0.0)  # a common start
-        passed = seconds_of(lambda: self.batch_fn(ddp_model).backward(), device)
-        stats = hook.stats()
-        timed = stats["codec_s_last_pass"] is not None
-        clocks = (stats["codec_s_last_pass"], stats["waiting_s_last_pass"]) if timed else (0.0, 0.0)
-        step, codec, waiting = all_ranks(passed, *clocks)
-        measured.spent_s += max(step)
-        if counts:
-            measured.step_ms.append(1000 * max(step))
-        if counts and timed:
-            measured.codec_ms.append(1000 * max(codec))
-            measured.waiting_ms.append(1000 * min(waiting))
+        self._all_ranks(0.0)  # a common start
+        passed = max(self._all_ranks(seconds_of(lambda: self.batch_fn(ddp_model).backward(), device)))
+        measured.spent_s += passed
+        return 1000 * passed
+
+    def _all_ranks(self, own: float) -> list[float]:
+        device = next(p.device for p in self.ddp_model.parameters() if p.requires_grad)
+        row = torch.tensor([own], dtype=torch.float64, device=device)
+        rows: list[float] = (
+            gather_rows(row, self.ddp_model.process_group, None, "the time of a step").flatten().tolist()
+        )
+        return rows
+
+
+def _norm(gradients: Gradients, without: Gradients = ()) -> float:
+    """The norm of all gradients together, or of their difference to those of `without`."""
+    squares = 0.0
+    for own, other in itertools.zip_longest(gradients, without):
+        if own is not None:
+            difference = own if other is None else own - other
+            squares += float(torch.linalg.vector_norm(difference.to_dense().abs(), dtype=torch.float64)) ** 2
+    return squares**0.5

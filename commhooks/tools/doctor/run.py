@@ -1,4 +1,4 @@
-"""`commhooks.doctor`: measure on the ranks and the network of a training whether a hook makes it faster, and which one.
+"""`commhooks.doctor`: measure on the ranks and the network of a training whether a hook makes it faster, and which.
 
 This module must not be named `doctor`: importing it would replace the function `commhooks.doctor` by the module.
 """
@@ -14,7 +14,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from commhooks.comm.collective import agreement_key, gather_rows
 from commhooks.comm.groups import backend_of
-from commhooks.comm.link import measure_link
 from commhooks.compressors.adaptive import AdaptiveCompressor
 from commhooks.compressors.candidates import ALLREDUCE, BF16, FP16, INT4, INT8, NOOP, Candidate, powersgd
 from commhooks.compressors.hook_config import from_options
@@ -24,7 +23,6 @@ from commhooks.errors import DoctorError
 from commhooks.tools.doctor.check import BatchFn, check_batch_fn, check_model
 from commhooks.tools.doctor.copies import keep_random_state
 from commhooks.tools.doctor.measure import Rounds
-from commhooks.tools.doctor.recommend import recommend
 from commhooks.tools.doctor.report import DoctorReport
 
 logger = logging.getLogger(__name__)
@@ -40,12 +38,12 @@ def doctor(
     seconds: float = 60.0,
     progress: Callable[[str], None] | None = None,
 ) -> DoctorReport:
-    """Measure the training step with each hook and recommend one, or none. Every rank of the model's process group must
-    call this with the same arguments; all get the same report.
+    """Measure the training step with each hook. Every rank of the model's process group must call this with the same
+    arguments; all get the same report.
 
-    The candidates are `noop` (no communication: the largest possible gain), plain all-reduce, fp16, bf16, int8, int4,
-    PowerSGD, and PowerSGD at the lowest rank with `wrapper="int8"`. They take turns, in rounds, on temporary copies of
-    `ddp_model.module`, one copy at a time, wrapped with the same DDP arguments. The model's weights, gradients, buffers
+    The candidates are `noop` (no communication: the largest possible gain), plain all-reduce, fp16, bf16, int8, int4
+    and PowerSGD. They take turns, in rounds, on temporary copies of `ddp_model.module`, one copy at a time, wrapped
+    with the same DDP arguments. The model's weights, gradients, buffers
     and hook, its optimizer and the random state of torch (CPU and the model's devices), Python and numpy are unchanged
     afterwards. Side effects of `batch_fn` remain: an iterator that it reads has advanced.
 
@@ -55,13 +53,13 @@ def doctor(
             a tensor with one number. The doctor calls backward. Batches should be as large as in training.
         steps: measured steps per candidate. Each of three rounds begins with two steps that are not counted.
         powersgd_ranks: values of `matrix_approximation_rank` to measure.
-        powersgd_options: further options for PowerSGD, e.g. `{"fused": True}`.
+        powersgd_options: further options for PowerSGD, e.g. `{"exclude": ["*embed*"]}`.
         seconds: a candidate that has used this time is not measured further; it gets at least one measured step.
         progress: called from time to time with a text about what is measured.
 
     Returns:
-        The report. `print(report)` shows a table and the recommendation. See also `report.advice`, `report.measured`,
-        `report.as_dict()`, `report.save_json(path)`, `report.plot(path)`.
+        The report. `print(report)` shows a table and the hook to use; see also `report.chosen`, `report.measured` and
+        `report.as_dict()`.
 
     Raises:
         DoctorError: no process group, only one rank, not a DDP model; or, on all ranks, `batch_fn` fails on one of
@@ -82,19 +80,16 @@ def doctor(
     tell = progress if progress is not None else logger.info
     try:
         with torch.inference_mode(False), torch.enable_grad():
-            check_batch_fn(ddp_model, batch_fn)
-            tell("the link between the ranks")
-            link = measure_link(group, device)
-            rounds = Rounds(ddp_model, batch_fn, restore_random, steps, float(seconds), tell)
+            local = check_batch_fn(ddp_model, batch_fn)
+            rounds = Rounds(ddp_model, batch_fn, restore_random, local, steps, float(seconds), tell)
             measured = rounds.measure(candidates)
     finally:
         restore_random()
         gc.collect()
         if device.type == "cuda":
             torch.cuda.empty_cache()
-    advice = recommend(measured, link, group.size())
     not_measured = tuple(each.label for each in candidates if each.label not in measured)
-    return DoctorReport(measured, link, advice, group.size(), backend_of(group, device), not_measured)
+    return DoctorReport(measured, group.size(), backend_of(group, device), not_measured)
 
 
 def _candidates(powersgd_ranks: Sequence[int], options: Mapping[str, Any]) -> list[Candidate]:
@@ -105,7 +100,6 @@ def _candidates(powersgd_ranks: Sequence[int], options: Mapping[str, Any]) -> li
     for rank in powersgd_ranks:  # raises for options that it would not take: now, not in the middle
         from_options(PowerSGD, {"matrix_approximation_rank": rank, **options})
     low_rank = [powersgd(rank, options) for rank in dict.fromkeys(powersgd_ranks)]
-    low_rank += [powersgd(min(powersgd_ranks), options, wrapper="int8")] if low_rank else []  # the fewest bytes of all
     others = [
         Candidate(name, name)
         for name, compressor in COMPRESSORS.items()

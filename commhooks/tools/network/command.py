@@ -10,15 +10,14 @@ import torch.distributed as dist
 
 from commhooks.comm.collective import gather_texts, resolve_group
 from commhooks.comm.groups import backend_of
-from commhooks.comm.link import Backend, measure_link
 from commhooks.comm.nodes import members_of, places_of
-from commhooks.comm.pairs import measure_pairs, pairs_to_measure
 from commhooks.errors import DoctorError, HookConfigError
 from commhooks.tools.arguments import NETWORK_COMMAND
+from commhooks.tools.measuring import process_group
 from commhooks.tools.network import interfaces
+from commhooks.tools.network.link import measure_link, measure_pairs, pairs_to_measure
 from commhooks.tools.network.predicted import cluster_of, exchanges, parsed_size
 from commhooks.tools.network.report import NetworkReport
-from commhooks.tools.process_group import process_group
 
 START_IT = (
     "the network between the ranks of a training is measured. Start this as you start the training, on every machine: "
@@ -62,8 +61,12 @@ def measure(group: dist.ProcessGroup, sizes: dict[str, float], step_ms: float | 
     texts = gather_texts(json.dumps([own.name, own.rated_mbit_per_s]), group, device, "the names of the interfaces")
     of_ranks = [interfaces.Interface(*json.loads(text)) for text in texts]
     inside = [p.mbit_per_s for p in pairs if any({*p.ranks} <= {*ranks} for ranks in machines.values())]
-    backend: Backend = "nccl" if backend_of(group, device) == "nccl" else "gloo"
-    cluster = cluster_of(list(machines.values()), link, max(inside, default=link.mbit_per_s), backend)
+    cluster = cluster_of(
+        list(machines.values()),
+        link,
+        max(inside, default=link.mbit_per_s),
+        "nccl" if backend_of(group, device) == "nccl" else "gloo",
+    )
     return NetworkReport(
         machines=machines,
         interfaces={name: of_ranks[ranks[0]] for name, ranks in machines.items()},

@@ -4,7 +4,7 @@ import contextlib
 from dataclasses import dataclass
 from pathlib import Path
 
-from commhooks.comm.link import bandwidth
+from commhooks.tools.network.link import bandwidth
 
 SYSTEM = Path("/sys/class/net")  # Linux only
 COUNTED_BYTES = 100_000

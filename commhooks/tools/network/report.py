@@ -4,15 +4,14 @@ import statistics
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from commhooks.comm.link import Link, bandwidth
-from commhooks.comm.pairs import Pair
 from commhooks.hook.plan_table import new_table, text_of
-from commhooks.tools.long_link import sentences
 from commhooks.tools.network.interfaces import Interface
+from commhooks.tools.network.link import Link, Pair, bandwidth
 from commhooks.tools.network.predicted import Exchange
 
-SMALL = 0.1
-"""Share of a step that the network may take without being worth a hook."""
+SMALL = 0.15
+"""The exchange is small if it takes at most this share of the time that a step computes. No hook that loses more is
+advised then: it could make the step 13 % shorter at most."""
 SLOW = 0.5
 """Of the median: a connection below it is named."""
 UNUSED = 0.25
@@ -60,8 +59,8 @@ class NetworkReport:
     # ---- advice ------------------------------------------------------------------------------------------------------
 
     def advice(self) -> list[str]:
-        far = sentences(self._ranks, len(self.machines), self.link.round_trip_s(self._ranks))
-        return [*self._slow_connections(), *self._slow_interfaces(), self._hook(), *far]
+        hooks = [self._hook(size, exchanges) for size, exchanges in self.exchanges.items()]
+        return [*self._slow_connections(), *self._slow_interfaces(), *hooks]
 
     def _kinds(self) -> dict[str, list[Pair]]:
         """The pairs between machines and those inside one."""
@@ -96,31 +95,30 @@ class NetworkReport:
         others = f" (and {len(slow) - 1} more)" if len(slow) > 1 else ""
         return [
             f"{name}{others} sends over {each.words}, but reaches {bandwidth(reached)}. Is it the right one? "
-            "GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME name another. If it is, look at what else uses the network."
+            "GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME name another (gloo takes no exclusion such as ^lo). If it is, "
+            "look at what else uses the network."
         ]
 
-    def _hook(self) -> str:
-        size, exchanges = next(reversed(self.exchanges.items()))
+    def _hook(self, size: str, exchanges: list[Exchange]) -> str:
+        """The least lossy hook with which the exchange of a model of this size is small."""
         plain = exchanges[0]
-        spends = (
-            f"With plain DDP a step of a model of {size} parameters spends {_duration(plain.seconds)} on the network"
-        )
+        spends = f"{size} parameters: with plain DDP a step spends {_duration(plain.seconds)} on the network"
         if self.step_ms is None:
             return (
-                f"{spends}. If it computes for more than {_duration(plain.seconds / SMALL)}, no hook makes it much "
-                'faster. Else begin with hook="auto", which measures and chooses; diloco sends the least.'
+                f"{spends}. If it computes for {_duration(plain.seconds / SMALL)} or more, nothing is needed. Else "
+                'begin with hook="auto", which measures and chooses; diloco sends the least.'
             )
-        limit = SMALL * self.step_ms / 1e3
+        computing, limit = f"beside {self.step_ms:g} ms of computing", SMALL * self.step_ms / 1e3
         if plain.seconds <= limit:
-            return f"{spends}, beside {self.step_ms:g} ms of computing: train without a hook."
-        enough = [each for each in exchanges if each.seconds <= limit]
-        best = enough[0] if enough else min(exchanges, key=lambda each: each.seconds)
+            return f"{spends}, {computing}: nothing needed."
+        small = [each for each in exchanges if each.seconds <= limit]
+        best = small[0] if small else min(exchanges, key=lambda each: each.seconds)
         options = f", hook_options={dict(best.candidate.options)!r}" if best.candidate.options else ""
         nodes = ', ranks_per_node="auto"' if best.between_nodes else ""
-        small = "small" if enough else "the least of all, but not small"
         return (
             f'{spends}. With hook="{best.candidate.hook}"{options}{nodes} it would be {_duration(best.seconds)}: '
-            f"{small} beside {self.step_ms:g} ms of computing. Compare the last loss with that of plain DDP."
+            f"{'small' if small else 'the least of all, but not small'} {computing}. Compare the last loss with plain "
+            "DDP's."
         )
 
     # ---- text --------------------------------------------------------------------------------------------------------

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from commhooks.compressors.powersgd.fields import BUCKET_Q, P, Q
+from commhooks.compressors.powersgd.fields import BUCKET_Q, Q
 from commhooks.compressors.powersgd.matrix_plan import MatrixPlan
 from commhooks.compressors.state_field import StateField
 
@@ -16,8 +16,6 @@ UNCOMPRESSED = replace(PLAN, compressed=False, rank=0)
 @pytest.mark.parametrize(
     ("field", "columns", "problem"),
     [
-        (P, 6, None),
-        (P, 4, "a P of shape (3, 4) for w, which needs (2, 6)"),
         (Q, 4, None),
         (Q, 6, "a Q with 6 rows for w, which needs 4"),
         (BUCKET_Q, 5, None),  # DDP has yet to build the bucket

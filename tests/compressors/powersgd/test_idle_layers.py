@@ -10,6 +10,7 @@ import commhooks
 from commhooks.compressors.powersgd import codec
 from commhooks.compressors.powersgd.reference import OracleMatrix
 from tests.support.inside import session_of
+from tests.support.kernels import computing_with
 from tests.support.models import (
     EVERY_PARAMETER,
     SHAPES,
@@ -43,9 +44,8 @@ def _memory(hook: commhooks.CommHook) -> Gradients:
 def _run(quiet: range, wrapper: str | None, cap: float, on_rank: int | None = None) -> dict[str, Any]:
     ddp = wrap(SHAPES, cap)
     options = {"matrix_approximation_rank": 2, "start_powerSGD_iter": 0, "min_compression_rate": 1}
-    if cap == EVERY_PARAMETER:
-        options["fused"] = False  # the form without the native kernel, too
-    hook = commhooks.attach(ddp, "powerSGD", hook_options=options, wrapper=wrapper)
+    with computing_with("torch" if cap == EVERY_PARAMETER else "native"):
+        hook = commhooks.attach(ddp, "powerSGD", hook_options=options, wrapper=wrapper)
     gradients, memory = [], [_memory(hook)]
     for step in range(STEPS):
         gradients.append(backward(ddp, _gradients(dist.get_rank(), step, quiet, on_rank)))
@@ -88,7 +88,7 @@ def test_zero_on_one_rank_only_is_a_gradient_like_any_other(run_ranks):
             assert relative_error(gradients[LAYER], matrix) < 1e-4
 
 
-def _recover_from_a_zero_direction(zero_rows: list[int], fused: bool | None) -> tuple[float, bool]:
+def _recover_from_a_zero_direction(zero_rows: list[int], kernel: str) -> tuple[float, bool]:
     """(how far a gradient of rank 2 is from being recovered at once, whether Q has its directions back)."""
     ddp = wrap({LAYER: SHAPES[LAYER]})
     config = commhooks.PowerSGD(
@@ -96,9 +96,9 @@ def _recover_from_a_zero_direction(zero_rows: list[int], fused: bool | None) -> 
         start_powerSGD_iter=0,
         min_compression_rate=1,
         use_error_feedback=False,
-        fused=fused,
     )
-    hook = commhooks.attach(ddp, config)
+    with computing_with(kernel):
+        hook = commhooks.attach(ddp, config)
     backward(ddp, random_gradients({LAYER: SHAPES[LAYER]}, dist.get_rank(), 0))
     assert session_of(hook) is not None
     q = session_of(hook).state["q"][LAYER]
@@ -111,10 +111,10 @@ def _recover_from_a_zero_direction(zero_rows: list[int], fused: bool | None) -> 
     return error, bool(q.any(dim=1).all())
 
 
-@pytest.mark.parametrize("fused", [None, False])
+@pytest.mark.parametrize("kernel", ["native", "torch"])
 @pytest.mark.parametrize("zero_rows", [[1], [0, 1]])
-def test_a_direction_of_zeros_in_q_is_refilled(run_ranks, zero_rows, fused):
+def test_a_direction_of_zeros_in_q_is_refilled(run_ranks, zero_rows, kernel):
     """Otherwise P would get a random direction there instead of one of the gradient."""
-    for error, restored in run_ranks(_recover_from_a_zero_direction, zero_rows, fused):
+    for error, restored in run_ranks(_recover_from_a_zero_direction, zero_rows, kernel):
         assert error < 1e-5
         assert restored

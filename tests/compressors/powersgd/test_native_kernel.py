@@ -1,8 +1,7 @@
-"""Where `fused` is not set: the native kernel if all ranks have the same one, else torch, and a line that says why."""
+"""The native kernel if all ranks have the same one, else torch, and a line that says why."""
 
 import os
 import platform
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,8 +20,9 @@ from commhooks.ddp_comm_hooks import powerSGD_hook
 from commhooks.engine.simulation import SimulatedRanks
 from tests.support.compilers import needs_compiler
 from tests.support.ddp_steps import log_lines, process_group_of_one
+from tests.support.kernels import computing_with
 from tests.support.models import same_bits
-from tests.support.training import SEVERAL_BUCKETS_MB, flat, make_model
+from tests.support.training import SEVERAL_BUCKETS_MB, Run, flat, make_model
 
 NO_COMPILER = {"CC": "/bin/false"}
 """Of a machine without a compiler."""
@@ -54,92 +54,95 @@ def _machine(cache: Path, broken: bool = False, other: bool = False) -> Iterator
         native_products.load.cache_clear()
 
 
-def _trained(fused: bool | None, bare: bool) -> tuple[Any, ...]:
-    """Kernel, weights and warnings of a run; or the error and how long it took to come."""
-    began = time.monotonic()
+def _trained(bare: bool) -> tuple[Any, ...]:
+    """Kernel, gradients and warnings of a run."""
     ddp = torch.nn.parallel.DistributedDataParallel(make_model(), bucket_cap_mb=SEVERAL_BUCKETS_MB)
     with log_lines() as lines:
-        try:
-            if bare:
-                state = powerSGD_hook.PowerSGDState(None, start_powerSGD_iter=1, fused=fused)
-                ddp.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
-            else:
-                options = {"start_powerSGD_iter": 1, "fused": fused}
-                hook = commhooks.attach(ddp, "powerSGD", hook_options=options)
-            for _ in range(4):
-                ddp(torch.full((4, 1, 8, 8), 1.0 + dist.get_rank())).square().sum().backward()
-        except commhooks.CommHookError as error:
-            return type(error).__name__, str(error), time.monotonic() - began
+        if bare:
+            state = powerSGD_hook.PowerSGDState(None, start_powerSGD_iter=1)
+            ddp.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+        else:
+            hook = commhooks.attach(ddp, "powerSGD", hook_options={"start_powerSGD_iter": 1})
+        for _ in range(4):
+            ddp(torch.full((4, 1, 8, 8), 1.0 + dist.get_rank())).square().sum().backward()
     kernel = state.session.compressor.kernel.name if bare else hook.stats()["kernel"]
     gradients = flat(p.grad for p in ddp.parameters() if p.grad is not None)
     return kernel, gradients, [line for line in lines if "kernel" in line]
 
 
-def _on_two_machines(cache: Path, broken: list[int], other: list[int]) -> dict[Any, tuple[Any, ...]]:
+def _on_machines(cache: Path, bare: bool, broken: list[int], other: list[int], off: list[int]) -> tuple[Any, ...]:
+    """A run in which some ranks have no compiler, have another kind of processor, or have the kernel switched off; and
+    one with torch on all ranks."""
     rank = dist.get_rank()
-    with _machine(cache, rank in broken, rank in other):
-        return {(fused, bare): _trained(fused, bare) for fused in (None, False, True) for bare in (False, True)}
+    with _machine(cache, rank in broken, rank in other), computing_with("torch" if rank in off else "native"):
+        mixed = _trained(bare)
+    with computing_with("torch"):
+        return mixed, _trained(bare)
 
 
-def _one_rank_is_told(ranks: list[dict[Any, tuple[Any, ...]]], bare: bool) -> str:
-    """What rank 0 says where `fused` is left alone; all compute with torch, as with False."""
-    for rank in ranks:
-        for fused in (None, False):
-            kernel, gradients, _ = rank[fused, bare]
-            assert kernel == "torch" and same_bits(gradients, ranks[0][False, bare][1])
-        assert not [line for line in rank[False, bare][2] if "native" in line]
-    first, *others = ([line for line in rank[None, bare][2] if "native" in line] for rank in ranks)
+def _one_line(ranks: list[Any]) -> list[str]:
+    """What is logged on rank 0 where all ranks compute with torch after all; other ranks log nothing."""
+    for (kernel, gradients, _), (torch_alone, expected, unsaid) in ranks:
+        assert kernel == torch_alone == "torch" and same_bits(gradients, ranks[0][1][1])
+        assert same_bits(gradients, expected) and not [line for line in unsaid if "native" in line]
+    first, *others = ([line for line in mixed[2] if "native" in line] for mixed, _ in ranks)
     assert not any(others)
-    (line,) = first
-    return line
+    return first
+
+
+both_ways = pytest.mark.parametrize("bare", [False, True], ids=["attached", "bare"])
 
 
 @needs_compiler
-def test_on_machines_that_are_alike(run_ranks: Any, cache: Path) -> None:
-    ranks = run_ranks(_on_two_machines, cache, [], [])
-    for bare in (False, True):
-        for rank in ranks:
-            assert [rank[fused, bare][0] for fused in (None, True, False)] == ["native", "native", "torch"]
-            assert same_bits(rank[None, bare][1], ranks[0][True, bare][1])
-    (line,) = ranks[0][None, False][2]
-    assert line.startswith("commhooks: powerSGD (rank 1, from step 1; native kernel): ")
-    assert not ranks[1][None, False][2] and not ranks[0][None, True][2] and not ranks[0][False, False][2]
+@both_ways
+def test_on_machines_that_are_alike(run_ranks: Any, cache: Path, bare: bool) -> None:
+    ranks = run_ranks(_on_machines, cache, bare, [], [], [])
+    for (kernel, gradients, _), (without, _, unsaid) in ranks:
+        assert (kernel, without) == ("native", "torch") and same_bits(gradients, ranks[0][0][1])
+        assert not [line for line in unsaid if "native" in line]
+    said, unsaid = (mixed[2] for mixed, _ in ranks)
+    assert not unsaid and len(said) == (not bare)
+    assert all(line.startswith("commhooks: powerSGD (rank 1, from step 1; native kernel): ") for line in said)
 
 
 @needs_compiler
-def test_one_machine_without_a_compiler(run_ranks: Any, cache: Path) -> None:
-    ranks = run_ranks(_on_two_machines, cache, [1], [])
-    for bare in (False, True):
-        line = _one_rank_is_told(ranks, bare)
-        assert "PowerSGD computes with the kernel 'torch' on all ranks. ranks [1]: the native kernel cannot be" in line
-        assert "or name another one in the environment variable CC" in line and "fused=False does without it" in line
-        for rank in ranks:
-            kind, text, seconds = rank[True, bare]
-            assert kind == ("HookRunError" if bare else "AttachError") and seconds < 20
-            assert text.startswith("of 2 ranks these cannot do what all of them ask for: [1]. Why: fused=True: the ")
-            assert text.endswith("Without fused=True, torch would compute instead")
-
-
-def test_no_compiler_anywhere(run_ranks: Any, cache: Path) -> None:
-    ranks = run_ranks(_on_two_machines, cache, [0, 1], [])
-    for bare in (False, True):
-        assert "on all ranks. ranks [0" in _one_rank_is_told(ranks, bare)
-        for rank in ranks:
-            kind, text, _ = rank[True, bare]
-            assert kind == "HookConfigError" and text.startswith("fused=True: the native kernel cannot be compiled: ")
+@both_ways
+@pytest.mark.parametrize("broken", [[1], [0, 1]], ids=str)
+def test_machines_without_a_compiler(run_ranks: Any, cache: Path, bare: bool, broken: list[int]) -> None:
+    (line,) = _one_line(run_ranks(_on_machines, cache, bare, broken, [], []))
+    assert f"computes with the kernel 'torch' on all ranks. ranks {broken}: the native kernel cannot be" in line
+    assert "or name another one in the environment variable CC" in line and "COMMHOOKS_NATIVE=0 does without it" in line
 
 
 @needs_compiler
 @joins_operations
-def test_machines_whose_kernels_differ(run_ranks: Any, cache: Path) -> None:
-    ranks = run_ranks(_on_two_machines, cache, [], [1])
-    for bare in (False, True):
-        line = _one_rank_is_told(ranks, bare)
-        assert "the ranks' faster kernels differ: ranks [0]: native " in line and "; ranks [1]: native " in line
-        for rank in ranks:
-            kind, text, seconds = rank[True, bare]
-            assert kind == ("HookRunError" if bare else "AttachError") and seconds < 20
-            assert text.startswith("the ranks have no kernel in common: ranks [0]: native ")
+@both_ways
+def test_machines_whose_kernels_differ(run_ranks: Any, cache: Path, bare: bool) -> None:
+    (line,) = _one_line(run_ranks(_on_machines, cache, bare, [], [1], []))
+    assert "the ranks' kernels differ: ranks [0]: native " in line and "; ranks [1]: native " in line
+
+
+@needs_compiler
+@both_ways
+def test_where_it_is_switched_off_on_one_rank_all_compute_with_torch(run_ranks: Any, cache: Path, bare: bool) -> None:
+    (line,) = _one_line(run_ranks(_on_machines, cache, bare, [], [], [1]))
+    assert "the ranks' kernels differ: ranks [0]: native " in line and "; ranks [1]: torch (" in line
+    assert not _one_line(run_ranks(_on_machines, cache, bare, [], [], [0]))
+
+
+def _other_kernel_after_a_load(before: str, after: str) -> torch.Tensor:
+    with computing_with(before):
+        saved = Run.new(hook_options={"start_powerSGD_iter": 1}).train(4).save(residual="per_rank")
+    with computing_with(after):
+        run = Run.new(hook_options={"start_powerSGD_iter": 1}).load(saved).train(4)
+    assert run.hook.stats()["kernel"] == after and run.hook.stats()["compressed_steps"] == 4
+    return run.weights()
+
+
+@needs_compiler
+def test_the_kernel_may_change_with_a_resume(run_ranks: Any) -> None:
+    one, other = run_ranks(_other_kernel_after_a_load, "native", "torch")
+    assert same_bits(one, other) and one.isfinite().all()
 
 
 def _results(cache: Path, flags: tuple[str, ...]) -> bytes:
@@ -160,23 +163,18 @@ def test_a_build_is_known_by_its_bits(cache: Path) -> None:
         assert _results(cache, (*native_products.FLAGS, "-mno-avx512f", "-O1")) != usual
 
 
-def test_fused_false_asks_for_no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_switched_off_asks_for_no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(native_products, "load", mock.Mock(side_effect=AssertionError("compiled")))
-    with process_group_of_one():
-        assert _trained(False, bare=False)[0] == "torch"
+    with process_group_of_one(), computing_with("torch"):
+        assert _trained(bare=False)[0] == "torch"
 
 
 def test_simulated_ranks_use_the_kernel_of_this_machine(cache: Path) -> None:
     def compressor() -> PowerSGDCompressor:
-        made.append(PowerSGDCompressor(commhooks.PowerSGD(start_powerSGD_iter=0, fused=fused)))
+        made.append(PowerSGDCompressor(commhooks.PowerSGD(start_powerSGD_iter=0)))
         return made[-1]
 
-    for fused in (None, True):
-        made: list[PowerSGDCompressor] = []
-        with _machine(cache, broken=True):
-            if fused:
-                with pytest.raises(commhooks.HookConfigError, match="fused=True"):
-                    SimulatedRanks(compressor, 2, {"w": torch.empty(20, 30)})
-            else:
-                SimulatedRanks(compressor, 2, {"w": torch.empty(20, 30)})
-                assert [each.kernel for each in made] == [TORCH] * 2
+    made: list[PowerSGDCompressor] = []
+    with _machine(cache, broken=True):
+        SimulatedRanks(compressor, 2, {"w": torch.empty(20, 30)})
+    assert [each.kernel for each in made] == [TORCH] * 2

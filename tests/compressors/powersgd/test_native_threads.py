@@ -30,7 +30,6 @@ def _all_steps(dtype: torch.dtype, rank: int) -> list[torch.Tensor]:
     """What the kernel computes from fixed numbers: for all shapes in one call, so that the threads have work."""
     generator = torch.Generator().manual_seed(rank)
     shapes = [(n, m, min(n, m, rank)) for n, m in SHAPES]
-    everything = range(len(shapes))
     products = NativeProducts(load(dtype), shapes, dtype)
 
     def draw() -> list[torch.Tensor]:
@@ -42,12 +41,12 @@ def _all_steps(dtype: torch.dtype, rank: int) -> list[torch.Tensor]:
     delta, residual = draw(), draw()
     mean_q = [torch.randn(r, m, generator=generator, dtype=dtype) for _, m, r in shapes]
     products.unit_rows(mean_q, refill)
-    products.form("P", everything, delta, residual, 0.5)
+    products.form_p(delta, residual, 0.5)
     largest = products.largest.clone()
     rows = [each.clone() for each in products.p]
-    products.orthonormalize("P", everything, rows, refill)
-    products.form("Q", everything, delta, residual, 0.25)
-    products.split(everything, delta, residual, products.p, mean_q)
+    products.orthonormalize(rows, refill)
+    products.form_q(delta)
+    products.split(range(len(shapes)), delta, residual, mean_q)
     return [*delta, *residual, *rows, *products.p, *products.q, largest]
 
 
@@ -115,7 +114,7 @@ def test_small_work_wakes_no_threads(threads: Callable[[int], None], monkeypatch
     threads(4)
     products = NativeProducts(load(), [(100, 600, 1)], torch.float32)
     products.q[0].fill_(1)
-    products.form("P", [0], [torch.ones(100, 600)], None, 1.0)
+    products.form_p([torch.ones(100, 600)], None, 1.0)
     assert team.asked == [] and products.p[0][0, 99] == 600
 
 
@@ -153,7 +152,7 @@ products = NativeProducts(load(), [(600, 600, 1)], torch.float32)
 products.q[0].fill_(1)
 delta = torch.ones(600, 600)
 def step():
-    products.form("P", [0], [delta], None, 1.0)
+    products.form_p([delta], None, 1.0)
     return int(products.p[0].sum())
 before = kernel_tables.team(2**62)[1]
 torch.ones(2**22).sum()  # in torch's threads; the kernel has not run yet

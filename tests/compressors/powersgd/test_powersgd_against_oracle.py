@@ -1,5 +1,5 @@
 """Gradients and residuals equal those of a slow, plain implementation on simulated ranks (`reference.py`): with torch,
-with the native kernel, with one factor per step, and as on an accelerator, alone and in stacks."""
+with the native kernel, and as on an accelerator, alone and in stacks."""
 
 import itertools
 from typing import Any
@@ -10,8 +10,9 @@ import torch.distributed as dist
 
 import commhooks
 from commhooks.compressors.powersgd import codec
-from commhooks.compressors.powersgd.reference import AlternatingOracleMatrix, OracleMatrix, plain_mean
+from commhooks.compressors.powersgd.reference import OracleMatrix, plain_mean
 from tests.support.compilers import needs_compiler
+from tests.support.kernels import computing_with
 from tests.support.models import (
     EVERY_PARAMETER,
     SHAPES,
@@ -45,13 +46,14 @@ def _gradients(rank: int, step: int, dtype: torch.dtype) -> Gradients:
     return gradients
 
 
-def _run_all(form: dict[str, Any], masked: bool) -> list[dict[str, Any]]:
+def _run_all(kernel: str, masked: bool, batch: bool) -> list[dict[str, Any]]:
     results = []
     for approximation_rank, cap, dtype in CASES:
         options = {"matrix_approximation_rank": approximation_rank, "start_powerSGD_iter": 0, "random_seed": 11}
-        with masks(masked):
+        options |= {"min_compression_rate": 1.0, "batch_tensors_with_same_shape": batch}
+        with masks(masked), computing_with(kernel):
             ddp = wrap(SHAPES, cap, dtype)
-            hook = commhooks.attach(ddp, "powerSGD", hook_options={**options, "min_compression_rate": 1.0, **form})
+            hook = commhooks.attach(ddp, "powerSGD", hook_options=options)
             got = [backward(ddp, _gradients(dist.get_rank(), step, dtype)) for step in range(STEPS)]
             saved = hook.state_dict(residual="per_rank")["parameters"]
         residuals = {name: saved[name]["residual"][0] for name in COMPRESSED}
@@ -59,13 +61,11 @@ def _run_all(form: dict[str, Any], masked: bool) -> list[dict[str, Any]]:
     return results
 
 
-def _oracle(
-    approximation_rank: int, dtype: torch.dtype, world_size: int, kind: type
-) -> tuple[list[Gradients], dict[str, Any]]:
+def _oracle(approximation_rank: int, dtype: torch.dtype, world_size: int) -> tuple[list[Gradients], dict[str, Any]]:
     matrices = {}
     for name in COMPRESSED:
         m = torch.Size(SHAPES[name]).numel() // SHAPES[name][0]
-        matrices[name] = kind(codec.draw(11, name, "Q", approximation_rank, m, dtype).T, world_size)
+        matrices[name] = OracleMatrix(codec.draw(11, name, "Q", approximation_rank, m, dtype).T, world_size)
     expected: list[Gradients] = []
     for step in range(STEPS):
         ranks = [_gradients(rank, step, dtype) for rank in range(world_size)]
@@ -79,26 +79,23 @@ def _oracle(
 
 
 @pytest.mark.parametrize(
-    ("form", "masked", "world_size"),
+    ("kernel", "masked", "batch", "world_size"),
     [
-        pytest.param({"fused": False}, False, 1, id="one rank"),
-        pytest.param({"fused": False}, False, 3, id="torch"),
-        pytest.param({"fused": True}, False, 2, marks=needs_compiler, id="native"),
-        pytest.param({"fused": False, "alternate": True}, False, 2, id="alternate"),
-        pytest.param({"fused": True, "alternate": True}, False, 2, marks=needs_compiler, id="alternate, native"),
-        pytest.param({"batch_tensors_with_same_shape": False}, True, 2, id="masked"),
-        pytest.param({"batch_tensors_with_same_shape": True}, True, 2, id="masked, in stacks"),
+        pytest.param("torch", False, False, 1, id="one rank"),
+        pytest.param("torch", False, False, 3, id="torch"),
+        pytest.param("native", False, False, 2, marks=needs_compiler, id="native"),
+        pytest.param("torch", True, False, 2, id="masked"),
+        pytest.param("torch", True, True, 2, id="masked, in stacks"),
     ],
 )
 def test_gradients_and_residuals_equal_the_oracle(
-    run_ranks: Any, form: dict[str, Any], masked: bool, world_size: int
+    run_ranks: Any, kernel: str, masked: bool, batch: bool, world_size: int
 ) -> None:
-    results = run_ranks(_run_all, form, masked, world_size=world_size)
-    kind = AlternatingOracleMatrix if "alternate" in form else OracleMatrix
+    results = run_ranks(_run_all, kernel, masked, batch, world_size=world_size)
     for index, (approximation_rank, cap, dtype) in enumerate(CASES):
         # On an accelerator the basis is made by other operations, which lose some digits.
         tolerance = 1e-10 if masked and dtype == torch.float64 else TOLERANCE[dtype]
-        expected, residuals = _oracle(approximation_rank, dtype, world_size, kind)
+        expected, residuals = _oracle(approximation_rank, dtype, world_size)
         for rank, result in enumerate(each[index] for each in results):
             for step, name in itertools.product(range(STEPS), SHAPES):
                 got, wanted = result["gradients"][step][name], expected[step][name]
@@ -109,10 +106,11 @@ def test_gradients_and_residuals_equal_the_oracle(
             for name, residual in result["residuals"].items():
                 assert relative_error(residual.flatten(1), residuals[name][rank]) < tolerance, (CASES[index], name)
             stats = result["stats"]
+            assert stats["kernel"] == kernel
             assert stats["compressed_steps"] == STEPS and stats["bytes_sent"] < stats["bytes_uncompressed"]
             # One all-reduce per bucket, and for the second factor one more where it holds a compressed matrix.
             buckets, more = (1, 1) if cap == 25 else (len(SHAPES), len(COMPRESSED))
-            assert stats["collectives_last_pass"] == buckets + (0 if "alternate" in form else more)
+            assert stats["collectives_last_pass"] == buckets + more
         assert all(map(bits_equal, results[0][index]["gradients"], results[-1][index]["gradients"]))
     one_bucket, many_buckets = (results[0][index]["gradients"] for index in (1, 2))
     # With three ranks the order of a sum follows the layout.

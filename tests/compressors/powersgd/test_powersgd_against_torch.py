@@ -21,6 +21,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as theirs
 from torch.nn.parallel import DistributedDataParallel
 
 import commhooks
+from tests.support.kernels import computing_with
 from tests.support.models import worst_error
 
 START, STEPS = 2, 15
@@ -107,8 +108,8 @@ def _compare(options: dict[str, Any]) -> tuple[float, list[str], int]:
         assert q.shape == (rank, length) and q.dtype == dtype
         return q.clone()
 
-    with mock.patch("commhooks.compressors.powersgd.codec.draw", drawn_by_torch):
-        ours = options | {"start_powerSGD_iter": START, "fused": False}
+    with mock.patch("commhooks.compressors.powersgd.codec.draw", drawn_by_torch), computing_with("torch"):
+        ours = options | {"start_powerSGD_iter": START}
         got, hook = _train(lambda ddp: commhooks.attach(ddp, "powerSGD", hook_options=ours))
     error = max(worst_error(g, e) for g, e in zip(got, expected, strict=True))
     return error, [p.name for p in hook.plan().compressed], hook.stats()["compressed_steps"]

@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 import commhooks
 from tests.support.ddp_steps import conservation_error, residuals
+from tests.support.kernels import computing_with
 from tests.support.models import (
     EVERY_PARAMETER,
     SHAPES,
@@ -44,7 +45,7 @@ CASES = [
 ]
 
 
-def _run(case: Case, dtype: torch.dtype, wrapper: str | None, fused: bool | None = None) -> dict[str, Any]:
+def _run(case: Case, dtype: torch.dtype, wrapper: str | None, kernel: str = "native") -> dict[str, Any]:
     ddp = wrap(SHAPES, case.bucket_cap_mb, dtype)
     config = commhooks.PowerSGD(
         matrix_approximation_rank=2,
@@ -52,9 +53,9 @@ def _run(case: Case, dtype: torch.dtype, wrapper: str | None, fused: bool | None
         min_compression_rate=1,
         use_error_feedback=case.error_feedback,
         warm_start=case.warm_start,
-        fused=fused,
     )
-    hook = commhooks.attach(ddp, config, wrapper=wrapper)
+    with computing_with(kernel):
+        hook = commhooks.attach(ddp, config, wrapper=wrapper)
     got, lost = [], []
     for step in range(case.start + COMPRESSED_STEPS):
         own = random_gradients(SHAPES, dist.get_rank(), step, dtype)
@@ -67,22 +68,22 @@ def _run(case: Case, dtype: torch.dtype, wrapper: str | None, fused: bool | None
     return {"gradients": got, "lost": lost, "stats": hook.stats(), "residuals": len(residuals(hook))}
 
 
-def _run_all(dtype: torch.dtype, wrapper: str | None, fused: bool | None) -> list[dict[str, Any]]:
-    return [_run(case, dtype, wrapper, fused) for case in CASES]
+def _run_all(dtype: torch.dtype, wrapper: str | None, kernel: str) -> list[dict[str, Any]]:
+    return [_run(case, dtype, wrapper, kernel) for case in CASES]
 
 
 @pytest.mark.parametrize(
-    ("dtype", "wrapper", "wire", "fused"),
+    ("dtype", "wrapper", "wire", "kernel"),
     [
-        (torch.float32, None, torch.float32, None),
-        (torch.float32, "fp16", torch.float16, None),
-        (torch.float32, "fp16", torch.float16, False),
-        (torch.float32, "bf16", torch.bfloat16, False),
-        (torch.bfloat16, "fp16", torch.bfloat16, None),  # a 16-bit bucket is not converted to the other 16-bit type
+        (torch.float32, None, torch.float32, "native"),
+        (torch.float32, "fp16", torch.float16, "native"),
+        (torch.float32, "fp16", torch.float16, "torch"),
+        (torch.float32, "bf16", torch.bfloat16, "torch"),
+        (torch.bfloat16, "fp16", torch.bfloat16, "native"),  # a 16-bit bucket is not converted to the other 16-bit type
     ],
 )
-def test_every_case(run_ranks, dtype, wrapper, wire, fused):
-    for case, *ranks in zip(CASES, *run_ranks(_run_all, dtype, wrapper, fused), strict=True):
+def test_every_case(run_ranks, dtype, wrapper, wire, kernel):
+    for case, *ranks in zip(CASES, *run_ranks(_run_all, dtype, wrapper, kernel), strict=True):
         for each in ranks:
             assert all(map(bits_equal, each["gradients"], ranks[0]["gradients"])), case
             assert all_finite(g for gradients in each["gradients"] for g in gradients.values()), case

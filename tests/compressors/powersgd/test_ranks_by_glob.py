@@ -98,7 +98,7 @@ def test_a_tied_parameter_has_all_its_names_and_patterns_without_a_match_are_nam
 
 def test_the_plan_of_a_model_without_ddp() -> None:
     request = HookRequest.parse("powerSGD", hook_options=_options({"embed*": 3}))
-    plan = plan_model(dict(Tied().named_parameters()), request)
+    plan = plan_model(Tied(), request)
     assert [row.details["rank"] for row in plan.compressed] == [3]
     assert plan.as_dict()["parameters"][0]["rank"] == 3
 

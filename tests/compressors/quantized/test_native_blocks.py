@@ -22,6 +22,7 @@ from commhooks.compressors.registry import compressor_of
 from commhooks.engine import simulation
 from commhooks.engine.simulation import SimulatedRanks
 from tests.support.compilers import needs_compiler
+from tests.support.kernels import computing_with
 from tests.support.models import same_bits
 
 BLOCK = 32
@@ -75,10 +76,13 @@ def _gradients(ranks: SimulatedRanks, world_size: int, step: int) -> list[torch.
     return buckets
 
 
-def _run(config: HookConfig, world_size: int, dtype: torch.dtype, steps: int = 4) -> list[tuple[torch.Tensor, ...]]:
+def _run(
+    config: HookConfig, world_size: int, dtype: torch.dtype, kernel: str = "native", steps: int = 4
+) -> list[tuple[torch.Tensor, ...]]:
     """After each step the verdict, and per rank the average and the residuals. One step is not finite, and one has
     another loss scale."""
-    ranks = _ranks(config, world_size, dtype)
+    with computing_with(kernel):
+        ranks = _ranks(config, world_size, dtype)
     found = []
     with torch.no_grad():
         for step in range(steps):
@@ -88,7 +92,7 @@ def _run(config: HookConfig, world_size: int, dtype: torch.dtype, steps: int = 4
             with _residual_factor(0.7 if step == 2 else 1.0):
                 good = ranks.step(buckets)
             assert good == (step != 1)
-            assert isinstance(ranks._works[0]._kernel, NativeKernel if config.fused else TorchKernel)  # type: ignore[attr-defined]
+            assert isinstance(ranks._works[0]._kernel, NativeKernel if kernel == "native" else TorchKernel)
             residuals = [state["residual"] for state in ranks.states] if _keeps(config) else []
             kept = [each.clone() for own in residuals for each in own.values()]
             # A NaN is a NaN, whichever its sign.
@@ -110,7 +114,7 @@ def _keeps(config: HookConfig) -> bool:
 
 def _compare(config: type[HookConfig], world_size: int, dtype: torch.dtype, **options: Any) -> None:
     options = {"block_size": BLOCK, **options}
-    native, torch_form = (_run(config(fused=fused, **options), world_size, dtype) for fused in (True, False))
+    native, torch_form = (_run(config(**options), world_size, dtype, kernel) for kernel in ("native", "torch"))
     for step, (one, other) in enumerate(zip(native, torch_form, strict=True)):
         assert len(one) == len(other) and all(map(same_bits, one, other)), step
         assert world_size == 1 or options.get("use_error_feedback") is False or len(one) > 2 * world_size
@@ -188,9 +192,7 @@ def test_no_bit_depends_on_the_number_of_threads(monkeypatch: pytest.MonkeyPatch
     try:
         for threads in (1, 3, 2):
             torch.set_num_threads(threads)
-            results.append(
-                [each for step in _run(config(block_size=BLOCK, fused=True), 2, torch.float32) for each in step]
-            )
+            results.append([each for step in _run(config(block_size=BLOCK), 2, torch.float32) for each in step])
     finally:
         torch.set_num_threads(before)
     assert all(same_bits(a, b) and same_bits(a, c) for a, b, c in zip(*results, strict=True))

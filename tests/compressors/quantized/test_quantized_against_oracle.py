@@ -7,6 +7,7 @@ from commhooks import Int4Compress, Int8Compress
 from commhooks.compressors.registry import compressor_of
 from commhooks.engine.simulation import SimulatedRanks
 from tests.support.compilers import needs_compiler
+from tests.support.kernels import computing_with
 from tests.support.models import masks, same_bits
 from tests.support.quantized_oracle import OracleRanks
 
@@ -44,8 +45,9 @@ def _gradients(rank: int, step: int, dtype: torch.dtype) -> dict[str, torch.Tens
 
 
 def _simulated(hook: str, world_size: int, dtype: torch.dtype, way: str) -> SimulatedRanks:
-    config = CONFIGS[hook](block_size=BLOCK, fused=way == "native")
-    return SimulatedRanks(lambda: compressor_of(config)(config), world_size, _parameters(dtype))
+    config = CONFIGS[hook](block_size=BLOCK)
+    with computing_with("native" if way == "native" else "torch"):
+        return SimulatedRanks(lambda: compressor_of(config)(config), world_size, _parameters(dtype))
 
 
 @pytest.mark.parametrize("way", WAYS)

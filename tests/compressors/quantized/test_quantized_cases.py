@@ -14,10 +14,11 @@ from commhooks.engine.simulation import SimulatedRanks
 from tests.support.compilers import needs_compiler
 from tests.support.ddp_steps import replicas_equal, residuals
 from tests.support.features import complex_on_gloo
+from tests.support.kernels import computing_with
 from tests.support.models import all_finite
 
 HOOKS = ["int8", "int4"]
-FUSED = [pytest.param(True, marks=needs_compiler, id="native"), pytest.param(False, id="torch")]
+KERNELS = [pytest.param("native", marks=needs_compiler), "torch"]
 
 
 class Mixed(nn.Module):
@@ -46,11 +47,12 @@ def _step(model: nn.Module, step: int, use_all: bool) -> None:
     model(torch.randint(0, 50, (16,), generator=generator), use_all).backward()
 
 
-def _mixed(hook: str, fused: bool, wrapper: str | None, dtype: torch.dtype) -> dict[str, Any]:
-    options = {"exclude": ["head.weight"], "block_size": 64, "fused": fused}
+def _mixed(hook: str, kernel: str, wrapper: str | None, dtype: torch.dtype) -> dict[str, Any]:
+    options = {"exclude": ["head.weight"], "block_size": 64}
     ddp = nn.parallel.DistributedDataParallel(Mixed(dtype), find_unused_parameters=True)
     plain = nn.parallel.DistributedDataParallel(Mixed(dtype), find_unused_parameters=True)
-    attached = commhooks.attach(ddp, hook, hook_options=options, wrapper=wrapper)
+    with computing_with(kernel):
+        attached = commhooks.attach(ddp, hook, hook_options=options, wrapper=wrapper)
     errors: dict[str, float] = {}
     kept = []
     for step in range(4):
@@ -73,16 +75,16 @@ def _mixed(hook: str, fused: bool, wrapper: str | None, dtype: torch.dtype) -> d
 
 @complex_on_gloo
 @pytest.mark.parametrize(
-    ("hook", "fused", "wrapper", "exact"),
+    ("hook", "kernel", "wrapper", "exact"),
     [
-        pytest.param("int8", True, None, 1e-6, marks=needs_compiler),
-        ("int8", False, "bf16", 2e-2),
-        pytest.param("int4", True, "bf16", 2e-2, marks=needs_compiler),
+        pytest.param("int8", "native", None, 1e-6, marks=needs_compiler),
+        ("int8", "torch", "bf16", 2e-2),
+        pytest.param("int4", "native", "bf16", 2e-2, marks=needs_compiler),
     ],
 )
-def test_parameters_of_every_kind(run_ranks: Any, hook: str, fused: bool, wrapper: str | None, exact: float) -> None:
+def test_parameters_of_every_kind(run_ranks: Any, hook: str, kernel: str, wrapper: str | None, exact: float) -> None:
     quantised = 0.02 if hook == "int8" else 0.3
-    for rank in run_ranks(_mixed, hook, fused, wrapper, torch.float32, world_size=3):
+    for rank in run_ranks(_mixed, hook, kernel, wrapper, torch.float32, world_size=3):
         reasons = rank["reasons"]
         assert {name for name, reason in reasons.items() if not reason} == {"wide.weight", "unused.weight"}
         assert reasons["small"] == "too small for a block of 64" and reasons["phase"] == "complex numbers"
@@ -93,13 +95,14 @@ def test_parameters_of_every_kind(run_ranks: Any, hook: str, fused: bool, wrappe
         assert rank["kept"], "a parameter that no rank used keeps its residual"
 
 
-def _all_dtypes(hook: str, fused: bool) -> list[bool]:
+def _all_dtypes(hook: str, kernel: str) -> list[bool]:
     """In float64, and with a model in 16 bits; what is learned is float32 then."""
     found = []
     for dtype, kept in ((torch.float64, torch.float64), (torch.bfloat16, torch.float32)):
         model = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 8)).to(dtype)
         ddp = nn.parallel.DistributedDataParallel(model)
-        attached = commhooks.attach(ddp, hook, hook_options={"fused": fused})
+        with computing_with(kernel):
+            attached = commhooks.attach(ddp, hook)
         for step in range(3):
             generator = torch.Generator().manual_seed(10 * step + dist.get_rank())
             ddp.zero_grad()
@@ -108,23 +111,24 @@ def _all_dtypes(hook: str, fused: bool) -> list[bool]:
     return found
 
 
-@pytest.mark.parametrize("fused", FUSED)
+@pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize("hook", HOOKS)
-def test_gradients_in_64_and_in_16_bits(run_ranks: Any, hook: str, fused: bool) -> None:
-    assert run_ranks(_all_dtypes, hook, fused) == [[True, True]] * 2
+def test_gradients_in_64_and_in_16_bits(run_ranks: Any, hook: str, kernel: str) -> None:
+    assert run_ranks(_all_dtypes, hook, kernel) == [[True, True]] * 2
 
 
 @pytest.mark.parametrize("value", [-math.inf, math.nan])
 @pytest.mark.parametrize(
-    ("compressor", "fused"),
-    [pytest.param(Int8Compressor, True, marks=needs_compiler), (Int8Compressor, False)]
-    + [pytest.param(Int4Compressor, True, marks=needs_compiler)],
+    ("compressor", "kernel"),
+    [pytest.param(Int8Compressor, "native", marks=needs_compiler), (Int8Compressor, "torch")]
+    + [pytest.param(Int4Compressor, "native", marks=needs_compiler)],
 )
-def test_one_number_that_is_not_finite_anywhere_stops_the_step(compressor: Any, fused: bool, value: float) -> None:
+def test_one_number_that_is_not_finite_anywhere_stops_the_step(compressor: Any, kernel: str, value: float) -> None:
     """On any rank, in any block, in one's own share and in another's, and in what is not quantised."""
     world_size, shapes = 3, {"a": (10, 7), "bias": (5,), "b": (6, 16)}
-    config = compressor.Config(block_size=16, fused=fused)
-    ranks = SimulatedRanks(lambda: compressor(config), world_size, {n: torch.zeros(s) for n, s in shapes.items()})
+    config, parameters = compressor.Config(block_size=16), {n: torch.zeros(s) for n, s in shapes.items()}
+    with computing_with(kernel):
+        ranks = SimulatedRanks(lambda: compressor(config), world_size, parameters)
     numel = ranks.layout.numel
     with torch.no_grad():
         assert ranks.step([torch.randn(numel) for _ in range(world_size)])
@@ -157,9 +161,10 @@ def _after_a_step(config: commhooks.Int8Compress, dtype: torch.dtype) -> tuple[A
     return made[0].memory_plan(ranks.plans, [ranks.plans]), work, ranks.states[0]
 
 
+@computing_with("torch")
 @pytest.mark.parametrize("error_feedback", [True, False])
 def test_the_plan_knows_the_memory(error_feedback: bool) -> None:
-    config = commhooks.Int8Compress(block_size=32, use_error_feedback=error_feedback, fused=False)
+    config = commhooks.Int8Compress(block_size=32, use_error_feedback=error_feedback)
     planned, work, state = _after_a_step(config, torch.float32)
     assert planned.residual == sum(each.nbytes for each in state["residual"].values())
     kernel = work._kernel
@@ -175,7 +180,7 @@ def test_the_plan_knows_the_memory(error_feedback: bool) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("error_feedback", [True, False])
 def test_the_plan_knows_the_memory_of_the_native_kernel(error_feedback: bool, dtype: torch.dtype) -> None:
-    config = commhooks.Int8Compress(block_size=32, use_error_feedback=error_feedback, fused=True)
+    config = commhooks.Int8Compress(block_size=32, use_error_feedback=error_feedback)
     planned, work, state = _after_a_step(config, dtype)
     assert planned.residual == sum(each.nbytes for each in state["residual"].values())
     kernel, blocks, plain = work._kernel, 3 + 3, 4 * 5 * dtype.itemsize

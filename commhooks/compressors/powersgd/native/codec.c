@@ -39,13 +39,12 @@ int commhooks_form_p(start_team *start, unsigned threads, size_t count, struct m
     return share(start, threads, sizeof *table, &work);
 }
 
-/* delta += factor * residual where there is one; Q = delta^T P; largest as above, where there is a residual. */
-int commhooks_form_q(start_team *start, unsigned threads, size_t count, struct matrix *table, double factor) {
-    struct call call = {.number = factor};
+/* Q = delta^T P. */
+int commhooks_form_q(start_team *start, unsigned threads, size_t count, struct matrix *table) {
+    struct call call = {0};
     struct work work = {.run = form_q, .parts = sum_parts, .table = table, .count = count, .call = &call};
     size_t size = 1;
     for (size_t i = 0; i < count; i++) {
-        table[i].largest = 0;
         table[i].scratch = size;
         size += (sum_parts(table + i) - 1) * table[i].r * table[i].m;
     }
@@ -57,7 +56,7 @@ int commhooks_form_q(start_team *start, unsigned threads, size_t count, struct m
     return 0;
 }
 
-/* residual = delta - P Q^T unless residual is NULL, then delta = mean_P mean_Q^T unless mean_q is NULL. */
+/* residual = delta - P Q^T unless residual is NULL, then delta = P mean_Q^T unless mean_q is NULL. */
 int commhooks_split(start_team *start, unsigned threads, size_t count, struct matrix *table) {
     struct work work = {.run = split, .parts = row_parts, .table = table, .count = count};
     return share(start, threads, sizeof *table, &work);

@@ -1,4 +1,4 @@
-/* Q = delta^T P, for `alternate` with delta += factor * residual before. */
+/* Q = delta^T P. */
 
 #define AHEAD (16384 / sizeof(REAL)) /* elements: within the first-level cache */
 
@@ -29,11 +29,8 @@ static int form_q(const struct work *work, void *row, size_t part) {
     size_t block = x.r > WIDE ? 32 : x.r, strip = HIGH * LANES;
     size_t ahead = up(most(pieces(AHEAD, m), block), block) * m;
     REAL *sum = part ? call->scratch + x.scratch + (part - 1) * x.r * m : x.q;
-    vec largest[4] = {{0}};
     for (size_t i = begin; i < end; i += block) {
         size_t rows = least(block, end - i);
-        for (size_t t = i; x.residual && t < i + rows; t++)
-            add(m, x.delta + t * m, x.residual + t * m, call->number, largest);
         for (size_t j = 0; j < m; j += strip)
             for (size_t k = 0; k < x.r; k += WIDE) {
                 const REAL *delta = x.delta + i * m + j, *p = x.p + k * x.n + i;
@@ -45,7 +42,6 @@ static int form_q(const struct work *work, void *row, size_t part) {
                                k ? 0 : ahead)
             }
     }
-    note_largest(row, largest);
     return 0;
 }
 

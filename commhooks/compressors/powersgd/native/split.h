@@ -1,4 +1,4 @@
-/* residual = delta - P Q^T, and then the gradient: delta = mean_P mean_Q^T. */
+/* residual = delta - P Q^T, and then the gradient: delta = P mean_Q^T. */
 
 #define PAIR (2 * LANES)  /* columns at a time */
 #define TALL (2 * HIGH)   /* rows at a time */
@@ -37,12 +37,12 @@ static int split(const struct work *work, void *row, size_t part) {
     const struct matrix x = *(struct matrix *)row;
     size_t m = x.m, r = x.r, begin = part * part_rows(&x), end = least(x.n, begin + part_rows(&x));
     size_t tile = most(TILES / r / PAIR, 1) * PAIR, high = r * up(end - begin, TALL), wide = r * tile;
-    REAL *p = malloc((2 * high + 2 * wide) * sizeof(REAL)), *mean_p = p + high, *q = mean_p + high, *mean_q = q + wide;
+    REAL *minus_p = malloc((2 * high + 2 * wide) * sizeof(REAL)), *p = minus_p + high, *q = p + high, *mean_q = q + wide;
     int aligned = ((uintptr_t)x.residual | m * sizeof(REAL)) % BYTES == 0;
     (void)work;
-    if (!p) return -1;
-    pack(TALL, r, end - begin, x.n, -1, x.p + begin, p);
-    pack(TALL, r, end - begin, x.n, 1, x.mean_p + begin, mean_p);
+    if (!minus_p) return -1;
+    pack(TALL, r, end - begin, x.n, -1, x.p + begin, minus_p);
+    pack(TALL, r, end - begin, x.n, 1, x.p + begin, p);
     for (size_t first = 0; first < m; first += tile) {
         size_t last = least(m, first + tile);
         pack(PAIR, r, last - first, m, 1, x.q + first, q);
@@ -50,22 +50,22 @@ static int split(const struct work *work, void *row, size_t part) {
         for (size_t i = begin; i < end; i += TALL)
             for (size_t j = first; j < last; j += PAIR) {
                 REAL *delta = x.delta + i * m + j, *residual = x.residual ? x.residual + i * m + j : NULL;
-                const REAL *own_p = p + (i - begin) * r, *own_mean_p = mean_p + (i - begin) * r;
+                const REAL *own_minus_p = minus_p + (i - begin) * r, *own_p = p + (i - begin) * r;
                 const REAL *own_q = q + (j - first) * r, *own_mean_q = mean_q + (j - first) * r;
                 size_t rows = least(TALL, end - i), columns = least(PAIR, m - j);
                 if (rows < TALL || columns < PAIR) {
-                    if (residual) low_rank(r, rows, columns, m, delta, residual, own_p, own_q, 0);
-                    if (x.mean_q) low_rank(r, rows, columns, m, NULL, delta, own_mean_p, own_mean_q, 0);
+                    if (residual) low_rank(r, rows, columns, m, delta, residual, own_minus_p, own_q, 0);
+                    if (x.mean_q) low_rank(r, rows, columns, m, NULL, delta, own_p, own_mean_q, 0);
                     continue;
                 }
                 for (size_t t = TALL; t < 2 * TALL; t++) /* the next rows */
                     for (size_t c = 0; c < PAIR; c += LANES) __builtin_prefetch(delta + t * m + c, 1);
-                if (residual && aligned) low_rank(r, TALL, PAIR, m, delta, residual, own_p, own_q, 1);
-                else if (residual) low_rank(r, TALL, PAIR, m, delta, residual, own_p, own_q, 0);
-                if (x.mean_q) low_rank(r, TALL, PAIR, m, NULL, delta, own_mean_p, own_mean_q, 0);
+                if (residual && aligned) low_rank(r, TALL, PAIR, m, delta, residual, own_minus_p, own_q, 1);
+                else if (residual) low_rank(r, TALL, PAIR, m, delta, residual, own_minus_p, own_q, 0);
+                if (x.mean_q) low_rank(r, TALL, PAIR, m, NULL, delta, own_p, own_mean_q, 0);
             }
     }
-    free(p);
+    free(minus_p);
     streamed();
     return 0;
 }

@@ -4,9 +4,9 @@
 struct matrix {
     size_t n, m, r;
     REAL *delta, *residual; /* residual may be NULL */
-    REAL *p, *q, *mean_p, *mean_q;
+    REAL *p, *q, *mean_q;
     size_t scratch;   /* set in commhooks_form_q: place in the scratch memory */
-    uint64_t largest; /* set in form_p and form_q: a double */
+    uint64_t largest; /* set in form_p: a double */
 };
 
 struct factor {

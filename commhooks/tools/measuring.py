@@ -1,8 +1,9 @@
-"""The process group of a command that measures on the ranks of a training."""
+"""For commands that measure on the ranks of a training: their process group, and a stopwatch."""
 
 import contextlib
 import os
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 
 import torch
 import torch.distributed as dist
@@ -38,3 +39,17 @@ def process_group(backend: str | None, start_it: str) -> Iterator[None]:
         yield
     finally:
         dist.destroy_process_group()
+
+
+def seconds_of(work: Callable[[], object], device: torch.device) -> float:
+    """Seconds that `work` takes, with all that it queues on the device."""
+    _synchronize(device)
+    began = time.perf_counter()
+    work()
+    _synchronize(device)
+    return time.perf_counter() - began
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)

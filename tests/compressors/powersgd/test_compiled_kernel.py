@@ -11,6 +11,7 @@ import torch
 import commhooks
 from commhooks.compressors.native import library
 from tests.support.compilers import needs_compiler
+from tests.support.kernels import computing_with
 from tests.support.training import Run, make_model
 
 
@@ -119,9 +120,10 @@ def test_a_compiler_that_hangs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
         _fresh_load(monkeypatch, XDG_CACHE_HOME=str(tmp_path), CC=str(compiler))
 
 
-def _float64(fused: bool | None) -> tuple[str, int, torch.Tensor]:
-    options = {"fused": fused, "start_powerSGD_iter": 1, "matrix_approximation_rank": 2}
-    run = Run.new(make_model(torch.float64), hook_options=options).train(4)
+def _float64(kernel: str) -> tuple[str, int, torch.Tensor]:
+    with computing_with(kernel):
+        options = {"start_powerSGD_iter": 1, "matrix_approximation_rank": 2}
+        run = Run.new(make_model(torch.float64), hook_options=options).train(4)
     stats = run.hook.stats()
     return stats["kernel"], stats["compressed_steps"], run.weights()
 
@@ -129,7 +131,7 @@ def _float64(fused: bool | None) -> tuple[str, int, torch.Tensor]:
 @needs_compiler
 def test_float64_parameters(run_ranks: Any) -> None:
     for (kernel, steps, weights), (other, _, expected) in zip(
-        run_ranks(_float64, None), run_ranks(_float64, False), strict=True
+        run_ranks(_float64, "native"), run_ranks(_float64, "torch"), strict=True
     ):
         assert (kernel, other, steps) == ("native", "torch", 3)
         assert weights.dtype == torch.float64 and (weights - expected).norm() <= 1e-12 * expected.norm()

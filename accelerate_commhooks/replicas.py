@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from accelerate import Accelerator, DistributedType
 
-from accelerate_commhooks.saving import saved_hooks
+from accelerate_commhooks.saving import override_saves
 from commhooks import HookConfigError
 from commhooks.hook.for_plugins import HookRequest
 
@@ -92,10 +92,10 @@ def saved_by_replicas(request: HookRequest, *, given: bool) -> HookRequest:
 
 def serve_replicas(accelerator: Accelerator, handler: "CommHookKwargs") -> None:
     """From now on, where `accelerator` shards by FSDP and has this handler, shard within replicas in `prepare`, attach
-    the hook to what that returns, and end its round before `save_state`.
+    the hook to what that returns.
 
-    Accelerate 1.15 tells handlers nothing of models that it shards, and writes their weights before it calls save
-    hooks. So these two public methods are overridden, on this one object.
+    Accelerate 1.15 tells handlers nothing of models that it shards, so this public method is overridden, on this one
+    object.
     """
     overridden = type(accelerator)
 
@@ -115,15 +115,8 @@ def serve_replicas(accelerator: Accelerator, handler: "CommHookKwargs") -> None:
                 handler.attach_to_replica(accelerator, each)
         return prepared
 
-    @functools.wraps(Accelerator.save_state)
-    def save_state(*args: Any, **kwargs: Any) -> Any:
-        saved_hooks(accelerator)
-        for hook in handler.attached_hooks if serves() else ():
-            hook.synchronize(optimizers=True)
-        return overridden.save_state(accelerator, *args, **kwargs)
-
     accelerator.prepare = prepare
-    accelerator.save_state = save_state
+    override_saves(accelerator)
 
 
 @contextlib.contextmanager

@@ -54,24 +54,29 @@ def saved_hooks(accelerator: Accelerator) -> "SavedHooks":
     return known
 
 
-class RegisteringSave:
-    """The `save_state` of an accelerator that is in construction: calls `saved_hooks` first, because its models may get
-    no hook. A pickled accelerator has the method of its class.
+class _OverriddenSave:
+    """`save_state` or `save_model` of one accelerator: first the hooks end their rounds, where that must happen before
+    Accelerate reads the model. A pickled accelerator has the method of its class.
 
-    Accelerate 1.15 registers nothing during its construction, and tells handlers nothing of models that it does not
-    wrap. So this public method is overridden, on this one object.
+    Accelerate 1.15 registers nothing during its construction, tells handlers nothing of models that it does not wrap,
+    and calls no hooks in `save_model`. So these public methods are overridden, on this one object.
     """
 
-    def __init__(self, accelerator: Accelerator) -> None:
-        self._accelerator = weakref.ref(accelerator)
+    def __init__(self, accelerator: Accelerator, name: str) -> None:
+        self._accelerator, self._name = weakref.ref(accelerator), name
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         accelerator: Any = self._accelerator()
-        saved_hooks(accelerator)
-        return type(accelerator).save_state(accelerator, *args, **kwargs)
+        saved_hooks(accelerator).end_rounds(state=self._name == "save_state")
+        return getattr(type(accelerator), self._name)(accelerator, *args, **kwargs)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return getattr, (self._accelerator(), "save_state")
+        return getattr, (self._accelerator(), self._name)
+
+
+def override_saves(accelerator: Accelerator) -> None:
+    for name in ("save_state", "save_model"):
+        setattr(accelerator, name, _OverriddenSave(accelerator, name))
 
 
 class SavedHooks:
@@ -97,6 +102,13 @@ class SavedHooks:
         early = self._loaded_early.pop(number, None)
         if early is not None and model.hook is not None:
             early(model.hook)()
+
+    def end_rounds(self, *, state: bool) -> None:
+        """Let hooks that average weights do so now. `state`: for `save_state`, where the hook of a DDP model does so when
+        it is saved."""
+        for model in self._models:
+            if (hook := model.hook) is not None and (model.is_sharded or not state):
+                hook.synchronize(optimizers=state)
 
     def save(self, folder: str, *, writes_shared: bool) -> None:
         """Write this rank's files into an existing folder, and with `writes_shared` also the shared ones. Files of an

@@ -104,8 +104,8 @@ class SavedHooks:
             early(model.hook)()
 
     def end_rounds(self, *, state: bool) -> None:
-        """Let hooks that average weights do so now. `state`: for `save_state`, where the hook of a DDP model does so when
-        it is saved."""
+        """End the rounds of hooks that average weights. `state`: for `save_state`, where the hook of a DDP model does
+        so by itself when it is saved."""
         for model in self._models:
             if (hook := model.hook) is not None and (model.is_sharded or not state):
                 hook.synchronize(optimizers=state)

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from commhooks.comm.groups import GLOO_INTERFACE
 from commhooks.errors import HookRunError
 from commhooks.gradients.torch_private import address_key, store_of
 
@@ -107,9 +108,8 @@ class JointSave:
         except Exception as error:
             return self._first_failure(
                 place,
-                f"rank {self._rank} could not connect to the other ranks over gloo (on several machines set "
-                "GLOO_SOCKET_IFNAME to the network interface between them; an exclusion such as ^lo works with NCCL "
-                f"only): {type(error).__name__}: {error}",
+                f"rank {self._rank} could not connect to the other ranks over gloo ({GLOO_INTERFACE}): "
+                f"{type(error).__name__}: {error}",
             )
         try:
             collect(self)

@@ -94,8 +94,8 @@ def serve_replicas(accelerator: Accelerator, handler: "CommHookKwargs") -> None:
     """From now on, where `accelerator` shards by FSDP and has this handler, shard within replicas in `prepare`, attach
     the hook to what that returns.
 
-    Accelerate 1.15 tells handlers nothing of models that it shards, so this public method is overridden, on this one
-    object.
+    Accelerate 1.15 tells handlers nothing of models that it shards. So `prepare` is overridden, on this one object; for
+    the methods that save see `HookedSave`.
     """
     overridden = type(accelerator)
 

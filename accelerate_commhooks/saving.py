@@ -54,12 +54,14 @@ def saved_hooks(accelerator: Accelerator) -> "SavedHooks":
     return known
 
 
-class _OverriddenSave:
-    """`save_state` or `save_model` of one accelerator: first the hooks end their rounds, where that must happen before
-    Accelerate reads the model. A pickled accelerator has the method of its class.
+class HookedSave:
+    """The `save_state` or `save_model` of an accelerator with a handler: first registers the save and load hooks, since
+    the folder may hold those of an earlier save though no model has a hook now, and ends the rounds of hooks that
+    average weights. A pickled accelerator has the method of its class.
 
     Accelerate 1.15 registers nothing during its construction, tells handlers nothing of models that it does not wrap,
-    and calls no hooks in `save_model`. So these public methods are overridden, on this one object.
+    writes sharded weights before it calls save hooks, and calls none in `save_model`. So these public methods are
+    overridden, on this one object.
     """
 
     def __init__(self, accelerator: Accelerator, name: str) -> None:
@@ -76,7 +78,7 @@ class _OverriddenSave:
 
 def override_saves(accelerator: Accelerator) -> None:
     for name in ("save_state", "save_model"):
-        setattr(accelerator, name, _OverriddenSave(accelerator, name))
+        setattr(accelerator, name, HookedSave(accelerator, name))
 
 
 class SavedHooks:

@@ -26,7 +26,7 @@ def check_header(payload: object) -> dict[str, Any]:
     if not isinstance(payload, dict) or not _is(payload.get("format"), "commhooks"):
         raise PayloadError(
             f"this is not the state of a commhooks hook (a {type(payload).__name__} without format='commhooks'); "
-            "expected what a hook's state_dict returned"
+            "expected what a hook's state_dict returned. To begin with fresh memory, leave out this load"
         )
     if not _is(payload.get("version"), VERSION):
         version = payload.get("version")

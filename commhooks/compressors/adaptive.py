@@ -7,13 +7,13 @@ compressor.
 
 from abc import abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from commhooks.comm.collective import Send, gather_rows, start
+from commhooks.comm.collective import gather_rows
 from commhooks.comm.counters import Counters
 from commhooks.compressors.base import Compressor
 from commhooks.compressors.hook_config import ConfigT
@@ -37,13 +37,11 @@ class ObservedPass:
     Attributes:
         step_s: seconds from the end of the pass before to the end of this one; NaN on a device without a clock.
         layouts: its buckets.
-        gradients: their averages, each 1-D, while `observe` runs; empty later.
     """
 
     step_s: float
     layouts: Sequence[BucketLayout]
     names: ParameterNames
-    gradients: Sequence[torch.Tensor] = field(default=(), repr=False)
 
     def plans(self, compressor: Compressor[Any]) -> list[list[UnitPlan]]:
         """What `compressor` would do to each bucket."""
@@ -75,20 +73,9 @@ class Ranks:
     def table(self, numbers: Sequence[float]) -> list[list[float]]:
         """The numbers of every rank, a row each; equal on all ranks. All must give as many."""
         what = "what each rank has measured (let every rank take part in each pass)"
-        rows: list[list[float]] = gather_rows(self._tensor(numbers), self._group, self._counters, what).tolist()
+        own = torch.tensor(numbers, dtype=torch.float64, device=self._device)
+        rows: list[list[float]] = gather_rows(own, self._group, self._counters, what).tolist()
         return rows
-
-    def of_first(self, numbers: Sequence[float]) -> list[float]:
-        """The numbers of rank 0. All must give as many."""
-        own = self._tensor(numbers)
-        if self._group.rank() != 0:
-            own.zero_()
-        self._counters.handshakes += 1
-        found: list[float] = start(Send(own, what="what rank 0 has measured"), self._group, None).wait().tolist()
-        return found
-
-    def _tensor(self, numbers: Sequence[float]) -> torch.Tensor:
-        return torch.tensor(numbers, dtype=torch.float64, device=self._device)
 
 
 class AdaptiveCompressor(Compressor[ConfigT]):

@@ -40,14 +40,10 @@ INT8 = Candidate("int8", "int8_compress", changes=1.2)
 INT4 = Candidate("int4", "int4_compress", changes=1.6)
 
 
-def powersgd(ranks: int | Mapping[str, int], options: Mapping[str, Any], label: str = "") -> Candidate:
-    """PowerSGD with one rank, or with ranks by globs on parameter names."""
-    if isinstance(ranks, int):
-        changes = 2 + 1 / ranks  # the higher ranks first
-        label = label or f"powerSGD rank {ranks}"
-    else:
-        changes, ranks = 3.0, dict(ranks)
-    return Candidate(label, "powerSGD", {"matrix_approximation_rank": ranks, **options}, changes)
+def powersgd(rank: int, options: Mapping[str, Any]) -> Candidate:
+    """PowerSGD; the higher ranks change the gradients less."""
+    options = {"matrix_approximation_rank": rank, **options}
+    return Candidate(f"powerSGD rank {rank}", "powerSGD", options, 2 + 1 / rank)
 
 
 def choose(times: Mapping[str, float], known: Mapping[str, Candidate], now: str) -> str:

@@ -1,6 +1,5 @@
 """Measure the passes that an adaptive compressor watches; see `compressors/adaptive.py`."""
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -51,21 +50,18 @@ class Observer:
         if self.active:
             self._layouts.append(layout)
 
-    def show(self, step: int, good: torch.Tensor, results: Sequence[torch.Tensor]) -> None:
+    def show(self, step: int, good: torch.Tensor, device: torch.device) -> None:
         """Show the compressor the pass that ends now, if it is watched and was committed. On accelerators the host
         waits.
 
         Args:
             step: committed steps before it, if it was committed.
             good: whether it was committed.
-            results: the averaged buckets.
         """
-        device = results[0].device
         began, ended, follows = self._ended, mark(device), self._follows
         self._ended, self._follows = ended, True
         if self._watching is None or not follows or step < self._begin or not bool(good):
             return
-        seen = ObservedPass(seconds_between(began, ended), list(self._layouts), self._names, results)
+        seen = ObservedPass(seconds_between(began, ended), list(self._layouts), self._names)
         self._watching.observe(seen)
-        seen.gradients = ()
         self._ended = mark(device)  # looking at the pass is no part of the next one

@@ -168,7 +168,7 @@ class Session(Learning):
             self._messages.forget_abandoned()
         if self._observer is not None and self._observer.active:
             self.held.settle()  # `current.step` may be less than the step
-            self._observer.show(self.state.step - 1, good, [each.result for each in current.running])
+            self._observer.show(self.state.step - 1, good, current.running[0].result.device)
         current.fulfil()
         self._pass = None
 

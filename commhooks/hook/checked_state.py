@@ -43,6 +43,11 @@ def checked_state(
     """
     strict = request.strict if strict is None else strict
     content = check_header(from_distributed(saved, source) if is_distributed(saved) else saved)
+    if not strict and runner.is_logging_rank:
+        say(
+            f"{request.name}: strict=False: this load leaves out what does not fit, also of a wrong checkpoint. Remove "
+            "strict=False when this run has saved again"
+        )
     if not content.get(REPLICAS_EQUAL, True) and runner.is_logging_rank:
         logger.warning(
             "the checkpoint is of hook %s, which averages nothing: the ranks had drifted apart, and the weights "

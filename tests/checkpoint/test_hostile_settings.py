@@ -19,7 +19,7 @@ HOOKS: list[dict[str, Any]] = [
     {"hook": "powerSGD", "hook_options": {"matrix_approximation_rank": {"*": 2, "head.*": 4}}, "bucket_cap_mb": 12.5},
     {"hook": "int8", "hook_options": {"block_size": 64, "start_iter": 0.1}, "ranks_per_node": "auto"},
     {"hook": "int4", "ranks_per_node": 2, "save_residual": "mean"},
-    {"hook": "auto", "hook_options": {"quality": "close", "target": 0.9}, "strict": False},
+    {"hook": "auto", "hook_options": {"quality": "close", "measure_steps": 9}, "strict": False},
     {"hook": "diloco", "hook_options": {"sync_every": 20, "wire": "int8", "fragments": 2, "delay": 3}},
     {"hook": "local_sgd", "hook_options": {"sync_every": 4}, "total_steps": 1000},
 ]

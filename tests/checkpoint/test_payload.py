@@ -43,7 +43,11 @@ NUMBERS = torch.zeros(24, 24)
 RESIDUAL = ["'5.weight'", "['residual']"]
 # Other versions: test_golden_payloads.py; other hooks and models: test_changed_setup.py.
 REFUSALS = [
-    pytest.param(lambda p: p.clear(), ["not the state of a commhooks hook"], id="not a payload"),
+    pytest.param(
+        lambda p: p.clear(),
+        ["not the state of a commhooks hook", "To begin with fresh memory, leave out this load"],
+        id="not a payload",
+    ),
     pytest.param(lambda p: p.pop("step"), ["'step'"], id="no step"),
     pytest.param(_top(step=-1), ["'step'", "-1"], id="negative step"),
     pytest.param(_top(step=True), ["'step'"], id="step of another type"),

@@ -39,7 +39,7 @@ class Looks(AutoCompressor):
         self.clock, self.seen = clock, []  # type: ignore[var-annotated]
 
     def observe(self, seen: ObservedPass) -> None:
-        self.seen.append((seen.step_s, [layout.names for layout in seen.layouts], len(seen.gradients)))
+        self.seen.append((seen.step_s, [layout.names for layout in seen.layouts]))
         self.clock.now += 2.0
 
 
@@ -65,7 +65,7 @@ class Training:
             self.observer.add(read_layout(torch.zeros(4), [PARAMETERS[name]], [name]))
         self.clock.now += 5.0
         if self.observer.active:
-            self.observer.show(self.step, torch.tensor(good), [torch.zeros(4)] * 2)
+            self.observer.show(self.step, torch.tensor(good), torch.device("cpu"))
         self.step += good
 
 
@@ -74,7 +74,7 @@ def test_times_and_what_is_no_part_of_them(clock: Clock) -> None:
     for _ in range(3):
         training.run()
     # The first pass follows none that was measured. What was done after a pass to look at it is not in the next step.
-    assert training.shown.seen == [(5.0, [["a"], ["b"]], 2)] * 2
+    assert training.shown.seen == [(5.0, [["a"], ["b"]])] * 2
 
 
 @pytest.mark.parametrize("good", [True, False])

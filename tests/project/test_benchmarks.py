@@ -27,7 +27,6 @@ ALONE = {
     "checkpoint": "",
     "codec": "--ranks 4 --rounds 2",
     "convergence": "--plot figures.png",
-    "energies": "",
     "gpu": "--device cpu --models tiny --ranks 1 --markdown",
     "language_model": "--plot figures.png --steps 12",
     "launches": "--models resnet50 --ranks 1",

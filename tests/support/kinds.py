@@ -58,5 +58,5 @@ KINDS = {
     "batched, torch": Kind("batched_powerSGD", POWERSGD, layouts_matter=True, kernel="torch"),
     "random_k": Kind(RANDOM_K, {"share": 0.2, "start_iter": START}),
     "auto, chooses int8": Kind(AUTO, pads=True),
-    "auto, chooses powerSGD": Kind(AUTO, {"quality": "close", "target": 1}),
+    "auto, chooses powerSGD": Kind(AUTO, {"quality": "low rank"}),
 }

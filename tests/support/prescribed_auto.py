@@ -13,9 +13,9 @@ from commhooks.compressors.adaptive import ObservedPass, Ranks
 from commhooks.compressors.auto import candidates
 from commhooks.compressors.auto.compressor import AutoCompressor
 from commhooks.compressors.auto.decision import Decision
-from commhooks.compressors.auto.options import Auto
+from commhooks.compressors.auto.options import QUALITIES, Auto
 from commhooks.compressors.auto.trials import TRIAL_STEPS, WARM_UP
-from commhooks.compressors.candidates import Candidate, powersgd
+from commhooks.compressors.candidates import ALLREDUCE, Candidate, powersgd
 from commhooks.compressors.hook_config import LARGEST_STEP
 from commhooks.compressors.registry import register_compressor
 from tests.support.inside import session_of
@@ -25,6 +25,7 @@ BEGIN = 2
 """The step at which the trials begin."""
 TRIAL = WARM_UP + TRIAL_STEPS
 """Steps of one trial."""
+QUALITIES["low rank"] = (ALLREDUCE, powersgd(2, {}))  # PowerSGD, of a rank that compresses the small layers of tests
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,13 +61,12 @@ class PrescribedAutoCompressor(AutoCompressor):
         """Decided at once, for tests without `reconsidered`."""
         if start == LARGEST_STEP:
             return super().with_start(start)
-        chosen = candidates.simple(self.config)[2] if self.config.quality == "same" else powersgd(2, {"exclude": []})
-        return self._with(Decision(chosen, None, since=start, phase="resting"))
+        return self._with(Decision(candidates.offered(self.config)[-1], None, since=start, phase="resting"))
 
 
 def decided(label: str = "int8", since: int = 0, **more: object) -> Decision:
     """A decision for one of the simple candidates."""
-    known = {each.label: each for each in candidates.simple(Auto(quality="close"))}
+    known = {each.label: each for each in candidates.offered(Auto(quality="close"))}
     chosen = known.pop(label)
     made = Decision(chosen, None, tuple(known.values()), since=since, phase="resting")
     return dataclasses.replace(made, **more)  # type: ignore[arg-type]

@@ -14,16 +14,12 @@ import torch
 from commhooks.compressors.adaptive import AdaptiveCompressor, ObservedPass, Ranks, Watch
 from commhooks.compressors.auto import candidates, trials
 from commhooks.compressors.auto.decision import Decision
-from commhooks.compressors.auto.energy import Energies
 from commhooks.compressors.auto.options import Auto
 from commhooks.compressors.base import RESIDUAL, Compressor, StateField
 from commhooks.compressors.hook_config import LARGEST_STEP
 from commhooks.compressors.kernel import Kernel, KernelHere
 from commhooks.compressors.native.choice import NAME as NATIVE
 from commhooks.compressors.unit_plan import ParameterInfo
-
-LOOKS = 3
-"""Gradients whose energies are looked at."""
 
 
 def _of_inner(name: str) -> Any:
@@ -50,7 +46,6 @@ class AutoCompressor(AdaptiveCompressor[Auto]):
         super().__init__(config, self._inner.wire_dtype)
         self._steps_s: list[float] = []
         self._latest: ObservedPass | None = None
-        self._energies = Energies()
 
     # ---- delegation --------------------------------------------------------------------------------------------------
 
@@ -59,6 +54,10 @@ class AutoCompressor(AdaptiveCompressor[Auto]):
         """The compressor of the candidate in force."""
         self._inner.kernel = self.kernel
         return self._inner
+
+    @property
+    def _candidates(self) -> list[Compressor[Any]]:
+        return [candidates.new(each) for each in candidates.offered(self.config)]
 
     exchange = _of_inner("exchange")
     workspace = _of_inner("workspace")
@@ -84,7 +83,7 @@ class AutoCompressor(AdaptiveCompressor[Auto]):
 
     @property
     def computes_from_received(self) -> bool:  # type: ignore[override]
-        return any(each.computes_from_received for each in candidates.widest(self.config))
+        return any(each.computes_from_received for each in self._candidates)
 
     @property
     def start_step(self) -> int:
@@ -118,13 +117,13 @@ class AutoCompressor(AdaptiveCompressor[Auto]):
 
     def may_compress(self, infos: Sequence[ParameterInfo]) -> list[bool]:
         """Whether any candidate compresses the parameter."""
-        learning = [each for each in candidates.widest(self.config) if each.state_fields]
+        learning = [each for each in self._candidates if each.state_fields]
         plans = [each.plan(infos) for each in (self._inner, *learning)]
         return [any(plan.compressed for plan in each) for each in zip(*plans, strict=True)]
 
     def kernel_here(self, device: torch.device, dtype: torch.dtype) -> KernelHere:
         """One name for all candidates: the native kernel if this machine has that of each."""
-        found = [each.kernel_here(device, dtype) for each in candidates.widest(self.config) if each.transactional]
+        found = [each.kernel_here(device, dtype) for each in self._candidates if each.transactional]
         if all(each.kernel.name == NATIVE for each in found):
             return KernelHere(Kernel(NATIVE, " ".join(dict.fromkeys(each.kernel.build for each in found))))
         return KernelHere(missing=next((each.missing for each in found if each.missing), ""))
@@ -156,9 +155,6 @@ class AutoCompressor(AdaptiveCompressor[Auto]):
     def observe(self, seen: ObservedPass) -> None:
         self._steps_s.append(seen.step_s)
         self._latest = seen
-        looks = self.decision.phase == "measuring" and len(self._steps_s) <= LOOKS and not self._low_rank
-        if looks and self.config.target is not None:
-            candidates.look_at(seen, self.config, self._energies)
 
     def reconsidered(self, ranks: Ranks, step: int) -> tuple["AutoCompressor", str]:
         before, after = self.decision, self._decided(ranks, step)
@@ -170,7 +166,7 @@ class AutoCompressor(AdaptiveCompressor[Auto]):
         self.decision = after
         if after.watch is None or before.watch is None or after.watch.begin != before.watch.begin:
             self._steps_s.clear()  # else it goes on with what was measured
-            self._latest, self._energies = None, Energies()
+            self._latest = None
         return self, said
 
     def _decided(self, ranks: Ranks, step: int) -> Decision:
@@ -193,11 +189,8 @@ class AutoCompressor(AdaptiveCompressor[Auto]):
 
     def _offered(self, ranks: Ranks) -> list[candidates.Candidate]:
         """What to try, and the candidate in force."""
-        now, offered = self.decision.candidate, []
-        if ranks.size > 1:  # one rank has nothing to gain
-            offered = candidates.simple(self.config)
-            if self.config.quality == "close" and not self._low_rank:
-                offered += candidates.powersgd_candidates(self.config, self._seen, self._energies, ranks)
+        now = self.decision.candidate
+        offered = candidates.offered(self.config) if ranks.size > 1 else []  # one rank has nothing to gain
         others = [each for each in offered if each.label != now.label]
         # A trial that ran out of memory would end the training.
         rows = ranks.table([float(self._has_memory_for(each)) for each in others])
@@ -213,11 +206,6 @@ class AutoCompressor(AdaptiveCompressor[Auto]):
         except (RuntimeError, MemoryError):  # torch's OutOfMemoryError is a RuntimeError
             return False
         return True
-
-    @property
-    def _low_rank(self) -> bool:
-        """Whether the averaged gradients are approximations: which ranks they need cannot be seen in them."""
-        return self.decision.candidate.hook == candidates.POWERSGD
 
     def _numbers(self) -> list[float]:
         """What this rank has measured: the number of buckets and of steps that make sense, and their median. A clock

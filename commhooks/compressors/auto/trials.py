@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from commhooks.compressors.adaptive import Watch
-from commhooks.compressors.auto.candidates import allowed, excluding, simple
+from commhooks.compressors.auto.candidates import excluding, offered
 from commhooks.compressors.auto.decision import Decision
 from commhooks.compressors.auto.options import Auto
 from commhooks.compressors.candidates import ALLREDUCE, Candidate, choose
@@ -34,7 +34,7 @@ NO_TIMES = "the measured times make no sense, so nothing changes"
 
 def begin(config: Auto, step: int) -> Decision:
     """Nothing decided: plain all-reduce until it was measured."""
-    return _measuring(Decision(simple(config)[0], None), config, step)
+    return _measuring(Decision(offered(config)[0], None), config, step)
 
 
 def longer(now: Decision, step: int, steps: int) -> Decision:
@@ -53,11 +53,11 @@ def extended(now: Decision, config: Auto, step: int) -> Decision:
 
 
 def after_measuring(
-    now: Decision, config: Auto, step: int, step_s: float, offered: Sequence[Candidate], sent: Mapping[str, float]
+    now: Decision, config: Auto, step: int, step_s: float, candidates: Sequence[Candidate], sent: Mapping[str, float]
 ) -> Decision:
-    """Begin the trials of `offered`. `sent`: counted bytes of a step, by label; also of the one in force."""
+    """Begin the trials of `candidates`. `sent`: counted bytes of a step, by label; also of the one in force."""
     label = now.candidate.label
-    others = tuple(each for each in offered if each.label != label)
+    others = tuple(each for each in candidates if each.label != label)
     return _next_trial(replace(now, others=others, tried_s={label: step_s}, counted_bytes=sent), config, step)
 
 
@@ -77,8 +77,9 @@ def after_rest(now: Decision, config: Auto, step: int, step_s: float) -> Decisio
 def resumed(saved: Decision, config: Auto, step: int, *, same_ranks: bool) -> Decision:
     """Go on with a decision from a checkpoint; in the middle of the trials with these. With another number of ranks, or
     other candidates, the choice stays in force and is measured anew. A choice that the options no longer allow is
-    dropped at once: that is also PowerSGD whose ranks were chosen for another target, or for other layers."""
-    usable = {label: excluding(each, config) for label, each in saved.known.items() if allowed(each, config)}
+    dropped at once."""
+    allowed = offered(config)
+    usable = {label: each for label, old in saved.known.items() if (each := excluding(old, config)) in allowed}
     candidate = usable.get(saved.candidate.label)
     if candidate is None:
         return begin(config, step)
@@ -93,7 +94,7 @@ def resumed(saved: Decision, config: Auto, step: int, *, same_ranks: bool) -> De
         return replace(_measuring(now, config, step), tried_s={}, counted_bytes={})
     if now.phase == "measuring":
         return now
-    missing = {each.label for each in simple(config)} - usable.keys()
+    missing = {each.label for each in allowed} - usable.keys()
     # Without others nothing could be measured: the next look will try again.
     if saved.others and (missing or now.known != saved.known):
         return _measuring(now, config, step)

@@ -4,7 +4,6 @@ import dataclasses
 import json
 import math
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -12,19 +11,17 @@ import torch.distributed as dist
 
 from commhooks import HookConfigError, HookRunError, PayloadError
 from commhooks.compressors.adaptive import Watch
-from commhooks.compressors.auto import candidates
-from commhooks.compressors.auto.candidates import simple
+from commhooks.compressors.auto.candidates import offered
 from commhooks.compressors.auto.decision import Decision
 from commhooks.compressors.auto.options import Auto
 from commhooks.compressors.auto.trials import TRIAL_STEPS, resumed
-from commhooks.compressors.candidates import Candidate
 from tests.support.ddp_steps import log_lines, process_group_of_one
 from tests.support.prescribed_auto import BEGIN, TRIAL, decided, decision_of, new
 from tests.support.training import Run, residuals
 
 
 def _saved_while(steps: int) -> dict[str, Any]:
-    options = {"measure_steps": 4, "quality": "close", "target": 1, "check_again_every": 10}
+    options = {"measure_steps": 4, "quality": "low rank", "check_again_every": 10}
     run = new(**options).train(steps)
     saved = run.save(residual="mean")
     again = new(**options).load(saved)
@@ -103,33 +100,6 @@ def test_with_another_number_of_ranks_a_trial_is_taken_back(run_ranks: Any) -> N
         assert rank["before"].since is None and "measured until step" in rank["before"].words
 
 
-def _save_low_rank() -> dict[str, Any]:
-    return new(quality="close", target=1).train(BEGIN + TRIAL + 1).save(residual="mean")
-
-
-def _elastic_low_rank(saved: dict[str, Any]) -> dict[str, Any]:
-    run = new(quality="close", target=1).load(saved)
-    before = decision_of(run)
-    looked_at_them = mock.Mock(side_effect=AssertionError)
-    with mock.patch.multiple(candidates, powersgd_candidates=looked_at_them, look_at=looked_at_them):
-        run.train(6)
-    return {"before": before, "after": decision_of(run)}
-
-
-def test_ranks_are_not_chosen_anew_from_approximated_gradients(run_ranks: Any) -> None:
-    """They would seem to need no more than they have."""
-    saved = run_ranks(_save_low_rank)[0]
-    for rank in run_ranks(_elastic_low_rank, saved, world_size=3):
-        before, after = rank["before"], rank["after"]
-        assert before.phase == "measuring" and after.phase == "trying"
-        assert before.candidate.label == next(iter(after.tried_s)) == "powerSGD, 1 bytes (rank 1)"
-        assert after.known[before.candidate.label] == before.candidate
-        assert set(after.known) == {
-            *(each.label for each in simple(Auto(quality="close"))),
-            before.candidate.label,
-        }
-
-
 def test_residuals_of_what_is_excluded_now_are_dropped() -> None:
     with process_group_of_one():
         saved = new().train(BEGIN + TRIAL + 1).save(residual="per_rank")
@@ -171,7 +141,7 @@ def test_a_choice_that_the_quality_no_longer_allows_is_made_anew() -> None:
 
 def test_the_residuals_of_a_choice_that_is_not_allowed_are_dropped() -> None:
     with process_group_of_one():
-        run = new(quality="close", target=1).train(6)
+        run = new(quality="low rank").train(6)
         saved = run.save(residual="per_rank")
         assert residuals(run.hook) and run.hook.stats()["chosen"].startswith("powerSGD")
         again, plain = new().load(saved), Run.new(hook="allreduce")
@@ -181,8 +151,8 @@ def test_the_residuals_of_a_choice_that_is_not_allowed_are_dropped() -> None:
         assert torch.equal(again.train(1).gradients[0], plain.train(1).gradients[0])
 
 
-POWER = Candidate("powerSGD (rank 2)", "powerSGD", {"matrix_approximation_rank": {"*": 2}, "exclude": []}, 3.0)
-OFFERED = {each.label: each for each in (*simple(Auto(quality="close")), POWER)}
+POWER = "powerSGD rank 16"
+OFFERED = {each.label: each for each in offered(Auto(quality="close"))}
 
 
 def _resting(label: str, **more: Any) -> Decision:
@@ -208,7 +178,7 @@ def _measures(made: Decision, saved: Decision) -> bool:
 BEGUN = Decision(OFFERED["allreduce"], Watch(9, 17))
 
 
-@pytest.mark.parametrize("label", ["int8", POWER.label])
+@pytest.mark.parametrize("label", ["int8", POWER])
 def test_the_same_options_change_nothing(label: str) -> None:
     for now in (_resting(label), _resting(label, phase="trying"), _resting(label, phase="measuring")):
         assert _resumed(now) == now
@@ -216,22 +186,17 @@ def test_the_same_options_change_nothing(label: str) -> None:
     assert _resumed(given_up).phase == "resting"
 
 
-def test_another_exclude_counts_after_a_resume() -> None:
-    now = _resting("int8")
+@pytest.mark.parametrize("label", ["int8", POWER])
+def test_another_exclude_counts_after_a_resume(label: str) -> None:
+    now = _resting(label)
     made = _resumed(now, exclude=["*embed*"])
-    assert _measures(made, now) and made.candidate.label == "int8"
-    assert made.candidate.options["exclude"] == ["*embed*"] and POWER.label not in made.known
-    assert _resumed(_resting(POWER.label), exclude=["*embed*"]) == BEGUN
+    assert _measures(made, now) and made.candidate.label == label
+    assert all(each.options.get("exclude", ["*embed*"]) == ["*embed*"] for each in made.known.values())
 
 
-@pytest.mark.parametrize("target", [0.5, 1000])
-def test_another_target_counts_after_a_resume(target: float) -> None:
-    now = _resting("int8")
-    made = _resumed(now, target=target)
-    assert _measures(made, now) and POWER.label not in made.known
-    assert _resumed(_resting(POWER.label), target=target) == BEGUN
-    again = _resting("int8", others=made.others, counted_bytes=made.counted_bytes)  # not measured at each resume
-    assert _resumed(again, target=target) == again
+def test_a_choice_of_other_options_is_made_anew() -> None:
+    low = dataclasses.replace(OFFERED[POWER], options={"matrix_approximation_rank": 2, "exclude": []})
+    assert _resumed(dataclasses.replace(_resting(POWER), candidate=low)) == BEGUN
 
 
 def test_another_quality_counts_after_a_resume() -> None:

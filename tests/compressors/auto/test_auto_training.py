@@ -52,9 +52,8 @@ def _as_by_name(options: dict[str, Any]) -> dict[str, Any]:
     ("options", "label"),
     [
         ({}, "int8"),
-        ({"quality": "close"}, "int4"),  # of layers so small rank 16 keeps half of the bytes
-        ({"quality": "close", "target": 3000}, "powerSGD, 3000 bytes"),
-        ({"quality": "close", "target": 0.001}, "powerSGD, 0.001 of energy"),
+        ({"quality": "close"}, "int4"),  # rank 16 compresses no layer that is so small
+        ({"quality": "low rank"}, "powerSGD rank 2"),
     ],
 )
 def test_the_choice_trains_as_by_name(run_ranks: Any, options: dict[str, Any], label: str) -> None:
@@ -68,9 +67,6 @@ def test_the_choice_trains_as_by_name(run_ranks: Any, options: dict[str, Any], l
         assert rank["stats"]["compressed_steps"] == 6
         assert rank["plan"]["parameters"] == rank["plan by name"]["parameters"]
         assert rank["plan"]["hook"] == f"prescribed_auto: {rank['label']}" and rank["label"] in rank["table"]
-    if "target" in options:
-        ranks_by_glob = ranks[0]["options"]["matrix_approximation_rank"]
-        assert set(ranks_by_glob) == {"0.weight", "3.weight", "5.weight", "7.weight"}
 
 
 def _without_memory() -> str:
@@ -93,7 +89,7 @@ def test_what_a_rank_has_no_memory_for_is_not_tried(run_ranks: Any) -> None:
 
 def _decides_by_the_clock() -> dict[str, Any]:
     torch.manual_seed(0)
-    run = Run.new(hook="auto", hook_options={"measure_steps": 8, "quality": "close", "target": 0.9})
+    run = Run.new(hook="auto", hook_options={"measure_steps": 8, "quality": "close"})
     before = run.train(6).hook.stats()
     reference = Run.new(hook="allreduce").train(6)
     weights, labels = run.weights(), set()
@@ -117,7 +113,7 @@ def test_real_clocks_lead_to_one_decision(run_ranks: Any) -> None:
         assert rank["decision"] == ranks[0]["decision"] and torch.equal(rank["weights"], ranks[0]["weights"])
         tried_s = rank["decision"]["figures"]["tried_s"]
         labels = [each["label"] for each in rank["decision"]["candidates"]]
-        assert list(tried_s)[0] == "allreduce" and any(label.startswith("powerSGD, 0.9 of energy") for label in labels)
+        assert list(tried_s)[0] == "allreduce" and "powerSGD rank 16" in labels
         assert all(each > 0 for each in tried_s.values()) and len(rank["tried"]) > 1
 
 
@@ -313,9 +309,6 @@ def test_a_choice_that_is_taken_back_leaves_no_residuals(run_ranks: Any, finite:
     "options",
     [
         {"quality": "good"},
-        {"target": 0.5},
-        {"quality": "close", "target": 1.0},
-        {"quality": "close", "target": 0},
         {"measure_steps": 1},
         {"check_again_every": 3},
         {"exclude": [""]},

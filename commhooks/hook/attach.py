@@ -18,6 +18,7 @@ from commhooks.compressors.cast import AllReduce, AllReduceCompressor
 from commhooks.compressors.dotted_path import why_not_called
 from commhooks.compressors.hook_config import HookConfig
 from commhooks.compressors.local_steps.compressor import LocalStepsCompressor
+from commhooks.compressors.local_steps.options import LocalSteps
 from commhooks.compressors.registry import compressor_of
 from commhooks.ddp_comm_hooks.default_hooks import bf16_compress_wrapper, fp16_compress_wrapper
 from commhooks.ddp_comm_hooks.powerSGD_hook import PowerSGDState
@@ -69,7 +70,8 @@ def attach(
 
     Args:
         ddp_model: a `DistributedDataParallel` model that has no hook yet; or the root module of one that was sharded by
-            `fully_shard` over a mesh of one dimension, with its parameters on their device.
+            `fully_shard` over a mesh of one dimension, with its parameters on their device. `DiLoCo` and `LocalSGD`
+            also take a module that nothing wraps, for one process per machine.
         hook: a config object such as `PowerSGD(matrix_approximation_rank=4)`, a name ("powerSGD", see
             `available_hooks()`), a path `"package.module:function"`, or a callable
             `(state, bucket) -> torch.futures.Future[torch.Tensor]`. None, "none" or "off": no hook, for comparisons.
@@ -143,7 +145,8 @@ def attach_request(
             f"loss_scale={loss_scale!r}; expected a function that returns the factor of this step, for example "
             "scaler.get_scale, or None"
         )
-    source = source_of(model, process_group, replicate_group)
+    unwrapped = isinstance(request.config, LocalSteps)
+    source = source_of(model, process_group, replicate_group, unwrapped=unwrapped)
     _check_arrangement(request, source)
     if request.off and not source.averages_alone:
         request = request.as_plain_average()

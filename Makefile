@@ -11,7 +11,7 @@ CLEAN := $(PY) examples/clean_env.py
 READY := $(VENV)/.ready
 READY_FOR_DEMO := $(VENV)/.ready-for-demo
 
-.PHONY: demo demo-accelerate test test-cuda test-versions test-mutants test-peers exits bench bench-gpu soak stragglers hostile chaos lint docs docs-serve venv clean
+.PHONY: demo demo-accelerate test test-cuda test-versions test-mutants test-peers exits bench bench-gpu soak heap stragglers hostile chaos lint docs docs-serve venv clean
 .DELETE_ON_ERROR:
 
 demo: $(READY_FOR_DEMO)
@@ -48,6 +48,11 @@ exits: $(READY)
 # 50,000 steps on 2 ranks for each of three hooks: half an hour. make soak ARGS="--steps 1000"
 soak: $(READY)
 	@$(CLEAN) -m tests.stress.soak $(ARGS)
+
+# Trainings one after another under an allocator that finds writes into freed memory (Linux, glibc): 10 minutes.
+# make heap ARGS="--minutes 60 --allocator check --subject torch"
+heap: $(READY)
+	@$(CLEAN) -m tests.stress.heap $(ARGS)
 
 # One rank of three is slow, stopped, or gone: who waits how long, and what is read. 10 minutes, most of them asleep.
 stragglers: $(READY)

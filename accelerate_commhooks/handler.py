@@ -142,7 +142,7 @@ class CommHookKwargs(DistributedDataParallelKwargs):
         """Whether `model` has a hook of this handler. `model`: the result of `prepare`, or the module inside it."""
         return any(hooked.is_of(model) for hooked in self._hooked)
 
-    def log(self, accelerator: Accelerator, step: int | None = None, *, per_layer: bool = False) -> None:
+    def log(self, accelerator: Accelerator, step: int | None = None) -> None:
         """Log the metrics of the hooks with the accelerator's trackers, as `accelerator.log` does.
 
             if step % 50 == 0:
@@ -151,13 +151,11 @@ class CommHookKwargs(DistributedDataParallelKwargs):
         The names are those of `commhooks.hook.metrics`, with `commhooks/1/...` for the second of several models; means
         are since the previous call. Without a hook nothing is logged. Gradients are read from `.grad`: call this after
         `optimizer.step()` and before `optimizer.zero_grad()`, or the two metrics that need them are omitted. It does
-        not communicate: all ranks may call it, or only the main process. The cosine is included if
-        `handler.attached.sample_cosine(N)` was called.
+        not communicate: all ranks may call it, or only the main process.
 
         Args:
             accelerator: the accelerator with the trackers (`Accelerator(log_with=...)` with `init_trackers`).
             step: as for `accelerator.log`.
-            per_layer: include norms and cosine of every parameter.
 
         Raises:
             HookRunError: the accelerator has no trackers.
@@ -175,7 +173,7 @@ class CommHookKwargs(DistributedDataParallelKwargs):
         values: dict[str, float] = {}
         for number, hook in enumerate(self.attached_hooks):
             prefix = f"{PREFIX}/{number}" if number else PREFIX
-            values |= self._meter.read(hook, per_layer=per_layer, prefix=prefix)
+            values |= self._meter.read(hook, prefix=prefix)
         if values:
             accelerator.log(values, step=step)
 

@@ -25,6 +25,7 @@ import torch
 import torch.distributed as dist
 from machine import in_words
 
+sys.path.append(str(Path(__file__).resolve().parents[1]))  # some benchmarks import `tests.support`
 Row = dict[str, Any]
 RANKS_LIMIT_S = 3600.0
 

@@ -1,12 +1,11 @@
 """The candidates of the benchmarks, by label.
 
-`noop`, `ddp` (no hook), `allreduce`, `fp16`, `bf16`, `powersgd-4` and `batched-4` (commhooks, rank 4), `native-4`,
-`coalesce-4`, `apart-4` (coalesce=False) and `same-4` (commhooks with these options), `torch-4` (torch's
-powerSGD_hook) and `torch-same-4`; "same" is batch_tensors_with_same_shape. `int8`, `int4`, `native-int8` and
-`native-int4` are the quantised hooks. `auto` and `auto-close` choose one of them (quality "same" and "close"). Only
-those with "native", and what these choose, use the native kernel. `diloco-30` (with int4) and `local-30` communicate
-every 30 steps; in `diloco-30-10` the network has 10 steps for it.
-The suffix `:one` selects one bucket: one all-reduce for all P, and one for all Q.
+`noop`, `ddp` (no hook), `allreduce`, `fp16`, `bf16`, `powersgd-4` and `batched-4` (commhooks, rank 4), `native-4` and
+`same-4` (commhooks with these options), `torch-4` (torch's powerSGD_hook) and `torch-same-4`; "same" is
+batch_tensors_with_same_shape. `int8`, `int4`, `native-int8` and `native-int4` are the quantised hooks. `auto` and
+`auto-close` choose one of them (quality "same" and "close"). Only those with "native", and what these choose, use the
+native kernel. `diloco-30` (with int4) and `local-30` communicate every 30 steps; in `diloco-30-10` the network has 10
+steps for it. The suffix `:one` selects one bucket: one all-reduce for all P, and one for all Q.
 For benchmarks with several ranks per node: `:nodes` compresses between nodes only, `:fsdp2` shards the model inside the
 node (`fully_shard`), and `hsdp` and `hsdp-bf16` are `fully_shard` on both dimensions without a hook, with gradients
 reduced in float32 or bfloat16.
@@ -28,10 +27,9 @@ import commhooks
 
 ONE_BUCKET_MB = 10_000
 LABELS = (
-    "noop, ddp, allreduce, fp16, bf16, powersgd-RANK, native-RANK, coalesce-RANK, "
-    "apart-RANK, same-RANK, batched-RANK, diloco-STEPS, diloco-STEPS-DELAY, "
-    "local-STEPS, auto, auto-close, int8, int4, native-int8, native-int4, torch-RANK, torch-same-RANK; with "
-    ":one, :nodes, :fsdp2; hsdp, hsdp-bf16"
+    "noop, ddp, allreduce, fp16, bf16, powersgd-RANK, native-RANK, same-RANK, batched-RANK, diloco-STEPS, "
+    "diloco-STEPS-DELAY, local-STEPS, auto, auto-close, int8, int4, native-int8, native-int4, torch-RANK, "
+    "torch-same-RANK; with :one, :nodes, :fsdp2; hsdp, hsdp-bf16"
 )
 SIMPLE = {
     "noop": commhooks.Noop,
@@ -46,8 +44,6 @@ CHOOSING = {"auto": "same", "auto-close": "close"}
 OPTIONS = {
     "powersgd": (),
     "native": (),
-    "coalesce": ("coalesce",),
-    "apart": (),
     "same": ("batch_tensors_with_same_shape",),
 }
 
@@ -111,7 +107,6 @@ def wrap(
         config = QUANTISED[label.removeprefix("native-")](start_iter=start)
     elif kind in OPTIONS:
         options: dict[str, Any] = dict.fromkeys(OPTIONS[kind], True)
-        options |= {"coalesce": False} if kind == "apart" else {}
         config = commhooks.PowerSGD(matrix_approximation_rank=int(rank_text), start_powerSGD_iter=start, **options)
     elif kind == "batched":
         config = commhooks.BatchedPowerSGD(matrix_approximation_rank=int(rank_text), start_powerSGD_iter=start)

@@ -8,7 +8,7 @@ among the ranks, so runs with 2 and 4 ranks see the same data. PowerSGD begins a
 the other hooks at once. A seed decides weights and
 batches, so hooks are compared seed by seed.
 
-The ranks are simulated in one process per run (commhooks.engine.simulation, bit-equal to real ranks in the tests), one
+The ranks are simulated in one process per run (tests.support.simulation, bit-equal to real ranks in the tests), one
 torch thread each, as many runs at once as there are cores. Finished runs are appended to --results and not repeated:
 the whole table takes hours, and can be interrupted.
 
@@ -37,8 +37,8 @@ from torch import nn
 from torch.nn import functional
 
 from commhooks.compressors.base import Compressor
-from commhooks.engine.simulation import SimulatedRanks
 from commhooks.hook.request import HookRequest
+from tests.support.simulation import SimulatedRanks
 
 CONTEXT, BATCH = 64, 8
 TEXT_BYTES = 12_000_000

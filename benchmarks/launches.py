@@ -21,8 +21,8 @@ from machine import machine
 from models import GPT2, TASKS
 from torch.utils._python_dispatch import TorchDispatchMode  # the only way to see what is dispatched; torch 2.13
 
-from commhooks.engine.local_driver import LocalDriver
 from commhooks.hook.request import HookRequest
+from tests.support.local_driver import LocalDriver
 
 Shapes = Sequence[tuple[int, ...]]
 META = torch.device("meta")

@@ -39,7 +39,7 @@ from language_model import (
 from machine import machine
 from torch import nn
 
-from commhooks.engine.simulation import SimulatedRanks
+from tests.support.simulation import SimulatedRanks
 
 Job = tuple[str, int, int, int]  # setting, seed, ranks, steps
 

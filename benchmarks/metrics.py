@@ -1,4 +1,4 @@
-"""What the metrics cost: steps with and without the clocks of `stats()` in turn, a reading of all values, a sample.
+"""What the metrics cost: steps with and without the clocks of `stats()` in turn, and a reading of all values.
 
     python benchmarks/metrics.py [--models tiny blocks] [--hooks powersgd-4 fp16 allreduce] [--rounds 41]
 
@@ -8,11 +8,9 @@ kind on the same batch. The first two kinds take turns with each other, then the
   without     as if nobody had written the clocks: they are taken out
   clocks      what every step does, asked for or not: longer than `without` by so much
   reading     all values read after the step (`commhooks.hook.metrics.Meter`), as loggers do every so many steps
-  layers      the same with the values per parameter
-  sampled     a step of which the cosine is taken (`sample_cosine`)
 
 What is told is the median over the rounds of the difference within a round. `% of a step` is that of the clocks, which
-is in every step; of a reading, of which there is one in EVERY steps; of a sample likewise.
+is in every step, or of a reading, of which there is one in EVERY steps.
 """
 
 import contextlib
@@ -54,32 +52,15 @@ def measure(name: str, label: str, rounds: int) -> list[Row]:
         ):
             return step()
 
-    def sampled() -> float:
-        hook.sample_cosine(1)
-        try:
-            return step()
-        finally:
-            hook.sample_cosine(None)
-
-    # Separate groups: a sampled step evicts the caches, which slows down the step after it.
     pair = take_turns({"without": without, "clocks": step}, rounds, WARM_UP)
-    others = take_turns(
-        {
-            "base": step,
-            "reading": lambda: step(lambda: meter.read(hook)),
-            "layers": lambda: step(lambda: meter.read(hook, per_layer=True)),
-            "sampled": sampled,
-        },
-        rounds,
-    )
+    others = take_turns({"base": step, "reading": lambda: step(lambda: meter.read(hook))}, rounds)
     done = hook.stats()
     if not done["codec_s"] or (label.startswith("powersgd") and not done["compressed_steps"]):
         raise SystemExit(f"nothing was measured: {done}")
     usual = summary(pair["without"], "us")["median_us"]
     common = {"section": f"{name} {label}", "model": name, "gradient_mb": 4 * numel(model) / 1e6, "hook": label}
     rows: list[Row] = [{**common, "kind": "without", **summary(pair["without"], "us")}]
-    compared = [("clocks", pair["clocks"], pair["without"])]
-    compared += [(kind, others[kind], others["base"]) for kind in ("reading", "layers", "sampled")]
+    compared = [("clocks", pair["clocks"], pair["without"]), ("reading", others["reading"], others["base"])]
     for kind, times, base in compared:
         row = {**common, "kind": kind, **summary([each - other for each, other in zip(times, base, strict=True)], "us")}
         row["percent"] = 100 * row["median_us"] / usual / (1 if kind == "clocks" else EVERY)
@@ -107,7 +88,7 @@ def main() -> None:
         "us, longer by: median (quartiles)": spread("us", 0),
         "% of a step": number("percent", "{:.3f}"),
     }
-    title = f"metrics: what they add to a step; readings and samples every {EVERY} steps"
+    title = f"metrics: what they add to a step; readings every {EVERY} steps"
     report("metrics", title, args, at, rows, columns, ["The line `without` is the step itself."])
 
 

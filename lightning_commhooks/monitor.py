@@ -23,10 +23,6 @@ class HookMonitor(Callback):
     Args:
         every_n_steps: optimizer steps from one time to the next; None (the default) is the trainer's
             `log_every_n_steps`.
-        per_layer: log residual, gradient and cosine of every parameter too.
-        sample_cosine_every: measure the cosine on every so many backward passes; such a pass makes one plain
-            all-reduce of the gradients more. None (the default): never. A multiple of `every_n_steps` shows each sample
-            at its own step.
         progress_bar: which of the values (by its name without "commhooks/") stands in the progress bar, with the prefix
             "hook_". The default is shown as "hook_x": times fewer bytes. None: none.
 
@@ -38,18 +34,12 @@ class HookMonitor(Callback):
     def __init__(
         self,
         every_n_steps: Optional[int] = None,  # noqa: UP045
-        per_layer: bool = False,
-        sample_cosine_every: Optional[int] = None,  # noqa: UP045
         progress_bar: Optional[str] = "compression_rate",  # noqa: UP045
     ) -> None:
         super().__init__()
         check_value("every_n_steps", every_n_steps, int | None)
-        check_value("sample_cosine_every", sample_cosine_every, int | None)
-        check_value("per_layer", per_layer, bool)
         check_choice("progress_bar", progress_bar, (None, *NAMES))
         self.every_n_steps = every_n_steps
-        self.per_layer = per_layer
-        self.sample_cosine_every = sample_cosine_every
         self.progress_bar = progress_bar
         self._warned = False
         self._meter = Meter()
@@ -63,11 +53,7 @@ class HookMonitor(Callback):
             )
 
     def on_train_start(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
-        # Every fit wraps the model again and has a new hook.
         self._last_step = -1
-        hook = hook_of(trainer)
-        if hook is not None and self.sample_cosine_every is not None:
-            hook.sample_cosine(self.sample_cosine_every)
 
     def on_before_optimizer_step(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", optimizer: Any) -> None:
         # Here the gradients are averaged and unscaled, but not clipped. With several optimizers: at the first of a
@@ -80,7 +66,7 @@ class HookMonitor(Callback):
         if not every or (step + 1) % every or step == self._last_step:
             return
         self._last_step = step
-        values = self._meter.read(hook, per_layer=self.per_layer)
+        values = self._meter.read(hook)
         for logger in trainer.loggers:
             logger.log_metrics(values, step=step)
         shown = values.get(f"{PREFIX}/{self.progress_bar}")

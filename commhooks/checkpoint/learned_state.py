@@ -94,7 +94,7 @@ class SavedLearnedState:
 
         def take_over() -> None:
             self._take_over(state, compressor)
-            self._session.counters.resume_from(content.get(COUNTERS, {}))
+            self._session.counters.resume_from(content[COUNTERS])
 
         return take_over
 

@@ -79,7 +79,7 @@ def build(target: Target, state: LearnedState, local: Contribution, counters: di
         entry: dict[str, Any] = {
             "shape": list(parameter.shape),
             "row_dim": memory_order(parameter)[0] if parameter.dim() else 0,
-            # Version 1 of the format has these two keys for every hook.
+            # Every entry has these two keys, whatever the hook.
             "q": None,
             "residual": None,
         }

@@ -124,7 +124,7 @@ class SavedUserState:
                         "tells; the step is as it was"
                     ) from error
             self._passes_before = step - self._counters.backward_passes
-            self._counters.resume_from(content.get(COUNTERS, {}))
+            self._counters.resume_from(content[COUNTERS])
 
         return adopt
 

@@ -51,8 +51,6 @@ class Send:
     over: Reach = "all"
     """Over which ranks. Set by the engine where the ranks form nodes: those of this "node", or those with this local
     rank on all "nodes"."""
-    numel_here: int = field(init=False)
-    """Elements that this rank sends: of a sparse tensor its values, which a sum may make more."""
     reduces: bool = field(init=False)
     """The result is `tensor` itself, reduced in place."""
 
@@ -63,12 +61,12 @@ class Send:
                 "is sent by step.world_size"
             )
 
-        self.numel_here = sparse_values(self.tensor).numel() if self.tensor.is_sparse else self.tensor.numel()
         self.reduces = self.op in ("sum", "max")
 
     def counted_bytes(self, world_size: int) -> int:
         """What this collective adds to the counted bytes: see `Counters`."""
-        size = self.numel_here * self.tensor.element_size()
+        sent = sparse_values(self.tensor) if self.tensor.is_sparse else self.tensor
+        size = sent.numel() * sent.element_size()
         if self.reduces:
             return size
         whole = size * world_size if self.op == "gather" else size  # a rank's parts are as large as its own

@@ -56,8 +56,8 @@ class Counters:
         return {name: self.before.get(name, 0) + getattr(self, name) for name in CONTINUED}
 
     def resume_from(self, saved: Mapping[str, int]) -> None:
-        """Let `cumulative()` be `saved` now. A counter that is not in it begins at 0."""
-        self.before = {name: saved.get(name, 0) - getattr(self, name) for name in CONTINUED}
+        """Let `cumulative()` be `saved` now."""
+        self.before = {name: saved[name] - getattr(self, name) for name in CONTINUED}
 
     def compression_stats(self) -> tuple[float, int, int]:
         """(compression rate, elements before, elements after) over all compressed backward passes so far, as in

@@ -5,6 +5,7 @@ rank posts its send first, so that on a busy link its announcement queues behind
 message waits as long as that takes to send. With the receives first both directions are busy all the time.
 """
 
+import weakref
 from collections.abc import Sequence
 
 import torch
@@ -17,16 +18,24 @@ TAG = 2**30
 
 
 class MessageWork:
-    """The messages of one collective, in flight."""
+    """The messages of one collective, in flight.
 
-    def __init__(self, works: list[dist.Work], in_flight: set["MessageWork"]) -> None:
-        self._works = works
+    Args:
+        in_flight: holds this until `wait` has returned.
+    """
+
+    def __init__(self, in_flight: set["MessageWork"]) -> None:
+        self.works: list[dist.Work] = []
         self._in_flight = in_flight
         in_flight.add(self)
 
+    def post(self, work: dist.Work | None) -> None:
+        if work is not None:
+            self.works.append(work)
+
     def wait(self) -> None:
         """Wait until all messages of this rank have arrived, and those to others have been handed to the network."""
-        for work in self._works:
+        for work in self.works:
             work.wait()
         self._in_flight.discard(self)
 
@@ -34,12 +43,21 @@ class MessageWork:
 class PointToPoint:
     """Collectives of one session as messages.
 
-    Attributes:
-        in_flight: those that nobody has waited for yet.
+    torch's work holds the memory of a message. Without it gloo neither reads nor writes that memory, but the connection
+    stays in the middle of the message, and all that follows on it waits for ever. So the messages of a group are held
+    until somebody has waited for them, also if the pass, the session or the exchange of which they are a part has
+    failed; `forget_abandoned` and the end of the group let them go.
     """
 
+    _IN_FLIGHT: "weakref.WeakKeyDictionary[dist.ProcessGroup, set[MessageWork]]" = weakref.WeakKeyDictionary()
+
     def __init__(self) -> None:
-        self.in_flight: set[MessageWork] = set()
+        self._groups: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()
+
+    @classmethod
+    def in_flight(cls, group: dist.ProcessGroup) -> set[MessageWork]:
+        """What nobody has waited for yet in `group`, of all sessions."""
+        return cls._IN_FLIGHT.setdefault(group, set())
 
     @staticmethod
     def serve(group: dist.ProcessGroup, device: torch.device) -> bool:
@@ -52,21 +70,20 @@ class PointToPoint:
         """Start to send `sent[i]` to rank i of `group`, and to receive `arriving[i]` from it: contiguous tensors, of
         which the empty ones do not travel. All ranks of `group` must call this, in the same order."""
         here, size = group.rank(), group.size()
+        self._groups.add(group)
         before = [(here - distance) % size for distance in range(1, size)]
-        works = [
-            dist.irecv(arriving[other], group=group, group_src=other, tag=TAG)
-            for other in before
-            if arriving[other].numel()
-        ]
-        works += [
-            dist.isend(sent[other], group=group, group_dst=other, tag=TAG)
-            for other in reversed(before)
-            if sent[other].numel()
-        ]
+        messages = MessageWork(self.in_flight(group))
+        for other in before:
+            if arriving[other].numel():
+                messages.post(dist.irecv(arriving[other], group=group, group_src=other, tag=TAG))
+        for other in reversed(before):
+            if sent[other].numel():
+                messages.post(dist.isend(sent[other], group=group, group_dst=other, tag=TAG))
         arriving[here].copy_(sent[here])
-        return MessageWork([work for work in works if work is not None], self.in_flight)
+        return messages
 
     def forget_abandoned(self) -> None:
-        """Let go of messages for which nobody waits any more. Only when later ones have arrived on all ranks: until
-        then gloo may read or write them."""
-        self.in_flight.clear()
+        """Let go of messages for which nobody waits any more, in the groups of this session. Only when later ones have
+        arrived on all ranks: those of one pair arrive in order."""
+        for group in self._groups:
+            self.in_flight(group).clear()

@@ -45,7 +45,7 @@ class ObservedPass:
 
     def plans(self, compressor: Compressor[Any]) -> list[list[UnitPlan]]:
         """What `compressor` would do to each bucket."""
-        config = compressor.planning_config
+        config = compressor.config
         return [
             compressor.plan(
                 [ParameterInfo.of(s.name, s.parameter, self.names, config, layout.sparse) for s in layout.slots]

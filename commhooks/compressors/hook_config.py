@@ -21,8 +21,7 @@ ConfigT = TypeVar("ConfigT", bound="HookConfig")
 
 @dataclass(frozen=True, kw_only=True)
 class HookConfig:
-    """Base of the config classes. Fields are bool, int, float, str, a list of str, or a union of these with None; or an
-    int or a dict of str to int, which are numbers by globs on parameter names.
+    """Base of the config classes. Fields are bool, int, float, str, a list of str, or a union of these with None.
 
     A field `exclude: list[str]` holds globs on parameter names: what matches is never offered to the compressor.
     """
@@ -64,16 +63,6 @@ class HookConfig:
         """Globs on parameter names; matching parameters are never compressed."""
         patterns: Sequence[str] = getattr(self, "exclude", ())
         return patterns
-
-    @property
-    def option_globs(self) -> Sequence[str]:
-        """Globs on parameter names by which an option has a value of its own; see `ParameterInfo.glob`."""
-        return ()
-
-    @property
-    def glob_option(self) -> str:
-        """The name of the option with `option_globs`, for messages."""
-        return ""
 
     @property
     def configured_start(self) -> int | float | None:

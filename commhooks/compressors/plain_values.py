@@ -13,8 +13,6 @@ from typing import Any, Union
 
 from commhooks.errors import HookConfigError, invalid
 
-NUMBER_OR_NUMBERS = int | dict[str, int]
-"""The type of an option that is a number, or numbers by globs on parameter names."""
 _YAML_BOOLS = dict.fromkeys(("true", "yes", "on", "y"), True) | dict.fromkeys(("false", "no", "off", "n"), False)
 
 
@@ -22,8 +20,7 @@ def as_type(value: Any, hint: Any, *, text: bool = False) -> Any:
     """`value` if it is of the type `hint`; a list or dict as a copy, an int as a float where only a float is expected.
 
     Args:
-        hint: bool, int, float, str, list[str], dict[str, int], dict[str, Any], another class, or a union of these
-            with None.
+        hint: bool, int, float, str, list[str], dict[str, Any], another class, or a union of these with None.
         text: convert text to what YAML reads in it, and a number to text where text is expected.
 
     Raises:
@@ -37,10 +34,8 @@ def as_type(value: Any, hint: Any, *, text: bool = False) -> Any:
         if type(value) in kinds:
             return value
     elif isinstance(value, Mapping):
-        for kind in kinds:
-            if typing.get_origin(kind) is dict and all(isinstance(key, str) for key in value):
-                item = typing.get_args(kind)[1]
-                return {key: each if item is Any else as_type(each, item, text=text) for key, each in value.items()}
+        if dict[str, Any] in kinds and all(isinstance(key, str) for key in value):
+            return dict(value)
     elif isinstance(value, Sequence) and not isinstance(value, (str, bytes)):
         if list[str] in kinds and all(isinstance(each, str) for each in value):
             return list(value)
@@ -65,9 +60,7 @@ def in_words(hint: Any) -> str:
         return " or ".join(map(in_words, kinds))
     if hint == list[str]:
         return "a list of text"
-    if hint == dict[str, int]:
-        return "numbers by globs on names, as in {'*attention*': 8, '*': 2}"
-    if typing.get_origin(hint) is dict:
+    if hint == dict[str, Any]:
         return "options, as 'name: value'"
     if hint is bool:
         return "True or False"

@@ -11,7 +11,7 @@ from typing import Any, ClassVar, Generic
 import torch
 
 from commhooks.comm.wire import wire_dtype_of
-from commhooks.compressors.hook_config import ConfigT, HookConfig
+from commhooks.compressors.hook_config import ConfigT
 from commhooks.compressors.kernel import TORCH, Kernel, KernelHere
 from commhooks.compressors.state_field import StateField
 from commhooks.compressors.unit_plan import MemoryPlan, ParameterInfo, UnitPlan, real_itemsize
@@ -32,8 +32,6 @@ class CompressorRules(ABC, Generic[ConfigT]):
         judges_averages: buckets that the engine averages for it are read, to see whether they are finite. False: what
             is in them does not matter for what it has learned, and they count as finite.
         name: `Config.hook_name`.
-        coalesces: whether small messages of several buckets go out as one; None: where that gains time and changes no
-            bit. See `engine/coalescing.py`.
         Plan: the class of its plans, for the parameters that are never offered to `plan_parameter`.
         kernel: the kernel to compute with: that of `kernel_here` if all ranks have it, otherwise torch. The engine
             sets it before it asks for a workspace.
@@ -47,7 +45,6 @@ class CompressorRules(ABC, Generic[ConfigT]):
     stats_every: int | None = None
     kernel: Kernel = TORCH
     judges_averages: bool = True
-    coalesces: bool | None = None
     Plan: ClassVar[type[UnitPlan]] = UnitPlan
     name: ClassVar[str]
 
@@ -78,12 +75,6 @@ class CompressorRules(ABC, Generic[ConfigT]):
         if cls.flat_only:
             return "measures ranks that all compress the whole model"
         return "compresses whole buckets" if cls.per_bucket else ""
-
-    @property
-    def planning_config(self) -> HookConfig:
-        """The config with whose globs parameters are compared before `plan`; see `ParameterInfo`."""
-        config: HookConfig = self.config
-        return config
 
     @property
     def start_step(self) -> int:

@@ -21,21 +21,13 @@ class ParameterInfo:
     """Its gradient is sparse."""
     excluded_by: str | None = None
     """The glob of the option `exclude` that it matches; None if there is none."""
-    glob: str | None = None
-    """The first of the config's `option_globs` that it matches; None if there is none."""
 
     @classmethod
     def of(
         cls, name: str, parameter: torch.Tensor, names: ParameterNames, config: HookConfig, sparse: bool = False
     ) -> "ParameterInfo":
         """A parameter with these names, for the compressor with that config."""
-        return cls(
-            name,
-            parameter,
-            sparse,
-            names.first_match(name, config.excluded_globs, "exclude"),
-            names.first_match(name, config.option_globs, config.glob_option),
-        )
+        return cls(name, parameter, sparse, names.first_match(name, config.excluded_globs))
 
     @property
     def numel(self) -> int:

@@ -18,7 +18,6 @@ from commhooks.comm.counters import Counters
 from commhooks.compressors.powersgd.compressor import PowerSGDCompressor
 from commhooks.compressors.powersgd.options import PowerSGD
 from commhooks.ddp_comm_hooks.form import FORMS, Form, form_of
-from commhooks.ddp_comm_hooks.old_pickles import converted
 from commhooks.engine.consensus import Binding
 from commhooks.engine.session import Session
 from commhooks.engine.state import LearnedState
@@ -42,8 +41,7 @@ class PowerSGDState:
 
     Arguments, their order and their defaults are torch's, with these differences: `start_powerSGD_iter` may be 0 or 1
     with error feedback or warm start; `orthogonalization_epsilon` is accepted and ignored; loading a pickled state
-    needs no process group; `coalesce` is additional. See `commhooks.PowerSGD` for the other
-    arguments.
+    needs no process group. See `commhooks.PowerSGD` for the other arguments.
 
     Args:
         process_group: the group over which to average; None: the default group at the time of the backward pass.
@@ -55,7 +53,7 @@ class PowerSGDState:
     def __init__(
         self,
         process_group: dist.ProcessGroup | None,
-        matrix_approximation_rank: int | dict[str, int] = 1,
+        matrix_approximation_rank: int = 1,
         start_powerSGD_iter: int = 1_000,
         min_compression_rate: float = 2,
         use_error_feedback: bool = True,
@@ -64,8 +62,6 @@ class PowerSGDState:
         random_seed: int = 0,
         compression_stats_logging_frequency: int = 10_000,
         batch_tensors_with_same_shape: bool = False,
-        *,
-        coalesce: bool | None = None,
     ) -> None:
         given = locals()
         self.process_group = process_group
@@ -131,7 +127,7 @@ class PowerSGDState:
         self.session.held.settle()
         return self.session.state.step
 
-    matrix_approximation_rank: int | dict[str, int] = _option("matrix_approximation_rank")
+    matrix_approximation_rank: int = _option("matrix_approximation_rank")
     start_powerSGD_iter: int = _option("start_powerSGD_iter")
     min_compression_rate: float = _option("min_compression_rate")
     use_error_feedback: bool = _option("use_error_feedback")
@@ -160,7 +156,6 @@ class PowerSGDState:
                 saved_on = (dist.get_rank(group), dist.get_world_size(group))
         counters = {f.name: getattr(session.counters, f.name) for f in dataclasses.fields(Counters)}
         return {
-            "format": 2,
             "options": dataclasses.asdict(self._options),
             "learned": vars(session.state.apart()),
             "counters": {name: value for name, value in counters.items() if isinstance(value, (int, str))},
@@ -169,14 +164,12 @@ class PowerSGDState:
         }
 
     def __setstate__(self, saved: dict[str, Any]) -> None:
-        """Restore a pickled state, also one of version 0.1. The process group becomes the default group, which need not
-        exist yet."""
+        """Restore a pickled state. The process group becomes the default group, which need not exist yet."""
         _as_torch.warning(
             "NOTE: Process group will be set to a default group (i.e. the world size). "
             "If a different group is desired, please set `self.process_group` after PowerSGD state is loaded."
         )
         self.process_group = None
-        saved = converted(saved)
         counters = Counters()
         vars(counters).update(saved["counters"])
         self._new_session(PowerSGD(**saved["options"]), LearnedState(**saved["learned"]), counters)

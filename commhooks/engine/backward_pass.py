@@ -3,7 +3,7 @@
 Collectives are issued only from inside hook calls, in bucket order, so that every rank issues the same sequence. A new
 bucket starts its exchange; then each earlier one with a round left takes one step: with two rounds, P of bucket k, then
 Q of bucket k - 1. The last bucket runs all remaining rounds. The call for bucket k returns while its collective is in
-flight. What is held back to go out with messages of other buckets (`coalescing.py`) is waited for after the last one.
+flight.
 """
 
 import contextlib
@@ -15,11 +15,11 @@ import torch.distributed as dist
 
 from commhooks.comm.collective import Pending, Send, new_future
 from commhooks.compressors.base import StepInfo, Verdict
-from commhooks.engine.coalescing import Coalescing, Held
+from commhooks.engine.send_comparison import SendComparison
 from commhooks.engine.task import Done, ExchangeTask
 from commhooks.gradients.loss_scale import LossScale
 
-Issue = Callable[[Send], Pending | Held]
+Issue = Callable[[Send], Pending | None]
 
 
 class RunningExchange:
@@ -28,13 +28,12 @@ class RunningExchange:
     Args:
         task: the exchange, not begun yet.
         flat: the bucket's buffer.
-        issue: starts a collective for this bucket.
+        issue: starts a collective for this bucket; None: the ranks differ in it, and the exchange stays where it is.
 
     Attributes:
         result: holds the averaged gradient after the commit: the bucket, unless the exchange returns another tensor.
         finite: what its verdict says of everything received (0-dim bool tensor); set when it has no collective left.
         has_round_left: a collective is pending, and the exchange will issue another one after it.
-        is_held: the pending collective waits for those of other buckets.
     """
 
     finite: torch.Tensor
@@ -42,10 +41,10 @@ class RunningExchange:
     def __init__(self, task: ExchangeTask, flat: torch.Tensor, issue: Issue) -> None:
         self.flat = self.result = flat
         self.future = new_future(flat.device)
-        self.has_round_left = self.is_held = False
+        self.has_round_left = False
         self._task = task
         self._issue = issue
-        self._pending: Pending | Held | None = None
+        self._pending: Pending | None = None
 
     def finish(self) -> None:
         """Run up to the verdict; after that, to the end."""
@@ -58,7 +57,7 @@ class RunningExchange:
         with contextlib.suppress(Exception):
             self._task.exchange.close()
         pending, self._pending, self.has_round_left = self._pending, None, False
-        return None if pending is None or isinstance(pending, Held) or not pending.writes(self.flat) else pending
+        return None if pending is None or not pending.writes(self.flat) else pending
 
     def advance(self, verdict: torch.Tensor | bool | None = None) -> None:
         """Begin the exchange, or wait for its pending collective and give it the answer; after its verdict give it
@@ -71,9 +70,9 @@ class RunningExchange:
         elif isinstance(step, Verdict):
             self.finite = step.finite
         else:
-            self._pending, self.has_round_left = self._issue(step), not step.last
-            self.is_held = isinstance(self._pending, Held)
-            if step.meanwhile is not None:
+            self._pending = self._issue(step)
+            self.has_round_left = self._pending is not None and not step.last
+            if self._pending is not None and step.meanwhile is not None:
                 step.meanwhile()
 
 
@@ -88,7 +87,7 @@ class BackwardPass:
         step: what the exchanges are told of the step.
         step_at_most: the upper bound of its number.
         step_label: it for messages: "7", or "<= 7" if the host has not read the outcomes of earlier passes.
-        coalescing: holds small messages back; None: each is sent at once.
+        comparison: compares what the ranks send; None: it was compared before.
     """
 
     group: dist.ProcessGroup
@@ -97,7 +96,7 @@ class BackwardPass:
     step: StepInfo
     step_at_most: int
     step_label: str
-    coalescing: Coalescing | None = None
+    comparison: SendComparison | None = None
     running: list[RunningExchange] = field(default_factory=list)
 
     def add(self, exchange: RunningExchange) -> None:
@@ -105,17 +104,23 @@ class BackwardPass:
         self.running.append(exchange)
         exchange.advance()
         for earlier in self.running[:-1]:
-            if earlier.has_round_left and not earlier.is_held:
+            if earlier.has_round_left:
                 earlier.advance()
 
     def drain(self) -> torch.Tensor:
         """After the last bucket: run all remaining rounds and wait for them. Returns whether everything received is
-        finite (0-dim bool tensor)."""
+        finite (0-dim bool tensor).
+
+        Raises:
+            HookRunError: on all ranks, if they do not send the same.
+        """
         while left := [each for each in self.running if each.has_round_left]:
             for each in left:
                 each.advance()
         for each in self.running:
             each.finish()
+        if self.comparison is not None:
+            self.comparison.end()
         return torch.stack([each.finite for each in self.running]).all()
 
     def commit(self, good: torch.Tensor | bool) -> None:

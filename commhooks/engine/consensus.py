@@ -17,13 +17,14 @@ from commhooks.comm.counters import Counters
 from commhooks.comm.shards import is_logging_rank, on_all_shards
 from commhooks.compressors.adaptive import AdaptiveCompressor, Ranks
 from commhooks.compressors.base import Compressor
+from commhooks.compressors.registry import BUILT_IN
 from commhooks.engine.arrangement import FLAT, Flat
-from commhooks.engine.coalescing import Patience, Waiting
 from commhooks.engine.held_state import HeldState
 from commhooks.engine.kernel_choice import Choice, KernelSupport, agreed_choice
 from commhooks.engine.known_buckets import KnownBuckets
 from commhooks.engine.streams import keep_for_current_stream
 from commhooks.errors import HookRunError, logger_of
+from commhooks.gradients.bucket import Bucket
 from commhooks.gradients.loss_scale import LossScale
 from commhooks.gradients.names import ParameterNames
 
@@ -37,13 +38,11 @@ class Agreement:
     Attributes:
         start: committed steps before its first exchange.
         exact_step: its exchange depends on the exact step.
-        waiting: which of its messages wait for those of other buckets; None: none does.
         adaptive: the compressor itself if it may decide anew; else None.
     """
 
     start: int
     exact_step: bool
-    waiting: Waiting | None
     adaptive: AdaptiveCompressor[Any] | None
 
 
@@ -91,7 +90,7 @@ class Consensus:
         self._held = held
         self._counters = counters
         self._agreement: Agreement | None = None  # None: to be compared
-        self._patience = Patience()
+        self._compared: set[tuple[int, ...]] = set()  # buckets, by their parameters
         self.bind(binding)
 
     @property
@@ -126,6 +125,17 @@ class Consensus:
         self._agreement = None
         self._held.torn = False
         self.buckets.clear()
+        self._compared.clear()
+
+    def compares_sends(self, bucket: Bucket) -> bool:
+        """Whether the ranks compare what they send for `bucket`: for a compressor of the user's own, the first
+        time that the layout occurs. Call this when compression has begun; afterwards the layout counts as compared."""
+        if type(self.compressor) in BUILT_IN:
+            return False
+        layout = tuple(map(id, bucket.parameters))
+        compares = layout not in self._compared
+        self._compared.add(layout)
+        return compares
 
     def reach(self, group: dist.ProcessGroup, flat: torch.Tensor) -> Agreement:
         """Before each backward pass: compare the states of the ranks after a start, a load or a change of the
@@ -212,8 +222,7 @@ class Consensus:
                 )
         if not self.arrangement.complete or len({row[5] for row in table}) > 1:
             self.arrangement.redistribute_residuals(state, names, group)
-        waiting = self._patience.of(compressor, self.group("nodes", group), device)
-        self._agreement = Agreement(compressor.start_step, compressor.needs_exact_step, waiting, adaptive)
+        self._agreement = Agreement(compressor.start_step, compressor.needs_exact_step, adaptive)
         return self._agreement
 
 

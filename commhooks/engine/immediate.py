@@ -14,6 +14,7 @@ from commhooks.comm import collective
 from commhooks.comm.collective import Reach, Send, new_future
 from commhooks.comm.counters import Counters
 from commhooks.compressors.base import Compressor, State, StepInfo
+from commhooks.engine.send_comparison import SendComparison
 from commhooks.engine.streams import keep_for_current_stream
 from commhooks.engine.task import Done, ExchangeTask
 from commhooks.errors import HookRunError
@@ -38,11 +39,16 @@ NO_STATE: State = _NoState()
 
 
 def reduce_and_time(
-    compressor: Compressor[Any], bucket: Bucket, group: dist.ProcessGroup, counters: Counters, over: Reach = "all"
+    compressor: Compressor[Any],
+    bucket: Bucket,
+    group: dist.ProcessGroup,
+    counters: Counters,
+    over: Reach = "all",
+    comparison: SendComparison | None = None,
 ) -> Future:
     """`reduce_immediately`, with its times measured."""
     with counters.clocks.measure(bucket.flat.device):
-        future = reduce_immediately(compressor, bucket, group, counters, over)
+        future = reduce_immediately(compressor, bucket, group, counters, over, comparison)
     answered = counters.clocks.left_to_ddp(bucket.flat.device)
 
     def note(answer: Future) -> torch.Tensor:
@@ -58,6 +64,7 @@ def reduce_immediately(
     group: dist.ProcessGroup,
     counters: Counters | None = None,
     over: Reach = "all",
+    comparison: SendComparison | None = None,
 ) -> Future:
     """Start the exchange of one bucket. All ranks of `group` must call this, in the same order. The future holds the
     reduced gradient. `over`: what the group is, for the counters.
@@ -65,13 +72,18 @@ def reduce_immediately(
     The part of the exchange after the collective runs in a callback of the future; no bucket waits for another.
 
     Raises:
-        HookRunError: the exchange yields a `Verdict`, or sends more than once.
+        HookRunError: the exchange yields a `Verdict`, or sends more than once. Or, on all ranks: `comparison`
+            finds that they do not send the same.
     """
     flat = bucket.flat
     number = 0 if counters is None else max(0, counters.backward_passes - 1)  # those before this one
     exchange = compressor.exchange(flat, None, NO_STATE, StepInfo(number, group.size(), rank=group.rank()))
     task = ExchangeTask(exchange, flat, compressor.name, judged=False)
     step = task.advance(None)
+    if comparison is not None:
+        if isinstance(step, Send):
+            comparison.agree(bucket.index, step)
+        comparison.end()
     if isinstance(step, Done):
         done = new_future(flat.device)
         done.set_result(step.result)

@@ -94,17 +94,6 @@ class Choice:
         return said
 
 
-def use_own_kernel(compressor: Compressor[Any], device: torch.device, dtypes: Collection[torch.dtype]) -> Choice:
-    """Compute with the kernel that this machine prefers, where there are no other ranks.
-
-    Raises:
-        HookConfigError: this machine cannot compress gradients of `dtypes` on `device`.
-    """
-    choice = choose([KernelSupport.of(compressor, device, dtypes)], 0, HookConfigError)
-    compressor.kernel = choice.kernel
-    return choice
-
-
 def agreed_choice(
     own: KernelSupport, keys: Sequence[int], group: dist.ProcessGroup, device: torch.device, error: type[CommHookError]
 ) -> Choice:

@@ -114,7 +114,7 @@ class KnownBuckets:
             self._forget_dead(bucket, compressor)
             names = self._names.of_bucket(list(bucket.parameters), first)
             layout = read_layout(bucket.flat, bucket.parameters, names)
-            config = compressor.planning_config
+            config = compressor.config
             infos = [
                 ParameterInfo.of(slot.name, slot.parameter, self._names, config, layout.sparse) for slot in layout.slots
             ]

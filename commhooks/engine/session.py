@@ -8,13 +8,14 @@ step. Without learned state nothing depends on other buckets, and each one ends 
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from commhooks.comm import collective
-from commhooks.comm.collective import Pending, Reach, Send, wait_for_abandoned
+from commhooks.comm.collective import Pending, Send, wait_for_abandoned
 from commhooks.comm.counters import Counters
 from commhooks.comm.point_to_point import PointToPoint
 from commhooks.comm.shards import good_on_all
@@ -22,11 +23,11 @@ from commhooks.compressors.adaptive import AdaptiveCompressor
 from commhooks.compressors.base import Compressor, StepInfo
 from commhooks.engine.arrangement import FLAT
 from commhooks.engine.backward_pass import BackwardPass, Issue, RunningExchange
-from commhooks.engine.coalescing import Coalescing
 from commhooks.engine.consensus import Binding
 from commhooks.engine.immediate import reduce_and_time
 from commhooks.engine.learning import Learning
 from commhooks.engine.observer import Observer
+from commhooks.engine.send_comparison import SendComparison
 from commhooks.engine.state import LearnedState
 from commhooks.engine.streams import computing_on, wait_for_codec
 from commhooks.engine.task import ExchangeTask
@@ -69,7 +70,9 @@ class Session(Learning):
             if bucket.is_first:
                 self.counters.begin_pass()
             self.counters.gradients(bucket.nbytes)
-            return reduce_and_time(compressor, bucket, consensus.binding.group(), self.counters)
+            group = consensus.binding.group()
+            comparison = self._comparison(group, device) if consensus.compares_sends(bucket) else None
+            return reduce_and_time(compressor, bucket, group, self.counters, comparison=comparison)
         with self._computing(bucket.flat):
             if bucket.is_first or self._pass is None:
                 self._pass = self._begin(bucket)
@@ -118,14 +121,7 @@ class Session(Learning):
         group = consensus.group("all", everyone)
         info = StepInfo(step, group.size(), loss_scale / state.loss_scale, group.rank())
         label = f"{'' if step == step_at_most else '<= '}{step_at_most}"
-        current = BackwardPass(group, compressing, loss_scale, info, step_at_most, label)
-        if agreement.waiting is not None:
-
-            def ranks(over: Reach) -> int:
-                return consensus.group(over, group).size()
-
-            current.coalescing = Coalescing(agreement.waiting, functools.partial(self._send, current), ranks)
-        return current
+        return BackwardPass(group, compressing, loss_scale, info, step_at_most, label)
 
     def _new_exchange(self, bucket: Bucket, current: BackwardPass) -> RunningExchange:
         flat, consensus, counters = bucket.flat, self.consensus, self.counters
@@ -144,13 +140,22 @@ class Session(Learning):
         if bucket.unused:
             step = dataclasses.replace(step, unused={known.layout.names[place] for place in bucket.unused})
         exchange = known.exchange(compressor, flat, self.state, step, compressing=current.compressing)
-        issue: Issue = functools.partial(self._send, current, [bucket.index])
-        if current.coalescing is not None:
-            issue = functools.partial(current.coalescing.issue, bucket.index)
+        issue: Issue = functools.partial(self._send, current, bucket.index)
+        if current.compressing and consensus.compares_sends(bucket):
+            if current.comparison is None:
+                current.comparison = self._comparison(current.group, flat.device)
+            issue = functools.partial(current.comparison.issue, bucket.index, issue)
         return RunningExchange(ExchangeTask(exchange, flat, compressor.name), flat, issue)
 
-    def _send(self, current: BackwardPass, buckets: Sequence[int], send: Send) -> Pending:
-        where = f"bucket{'s' * (len(buckets) > 1)} {', '.join(map(str, buckets))} at step {current.step_label}"
+    def _comparison(self, everyone: dist.ProcessGroup, device: torch.device) -> SendComparison:
+        consensus = self.consensus
+        apart = consensus.arrangement.groups.get("node"), consensus.binding.shards
+        others = [group() for group in apart if group is not None]
+        exchanging = consensus.group("nodes", everyone)
+        return SendComparison(exchanging, others, consensus.compressor.name, device, self.counters)
+
+    def _send(self, current: BackwardPass, bucket: int, send: Send) -> Pending:
+        where = f"bucket {bucket} at step {current.step_label}"
         group = current.group if send.over == "all" else self.consensus.group(send.over, current.group)
         return collective.start(send, group, self.counters, where, self._messages)
 
@@ -164,8 +169,7 @@ class Session(Learning):
             good = good_on_all(good, shards(), "all shards")
         with self.held.committing(good.device):
             self._commit(current, bool(good) if precision.is_host_readable(good.device) else good)
-        if self._messages.in_flight:
-            self._messages.forget_abandoned()
+        self._messages.forget_abandoned()
         if self._observer is not None and self._observer.active:
             self.held.settle()  # `current.step` may be less than the step
             self._observer.show(self.state.step - 1, good, current.running[0].result.device)

@@ -1,4 +1,4 @@
-"""Options for some parameters only, by globs on their names (`fnmatch`, case-sensitive)."""
+"""The option `exclude`: globs on parameter names (`fnmatch`, case-sensitive)."""
 
 import difflib
 import fnmatch
@@ -29,9 +29,8 @@ def all_names(module: torch.nn.Module) -> dict[int, list[str]]:
     return names
 
 
-def unmatched_sentence(patterns: Sequence[str], names: Sequence[str], option: str = "exclude") -> str | None:
-    """A warning about patterns of that option that match none of the parameter `names`; None if every pattern matches
-    one."""
+def unmatched_sentence(patterns: Sequence[str], names: Sequence[str]) -> str | None:
+    """A warning about patterns that match none of the parameter `names`; None if every pattern matches one."""
     parts = []
     for pattern in patterns:
         if matching(names, [pattern]) is None:
@@ -40,13 +39,13 @@ def unmatched_sentence(patterns: Sequence[str], names: Sequence[str], option: st
     if not parts:
         return None
     return (
-        f"{option}: no parameter of the model matches {', '.join(parts)}. Patterns are compared with whole names, case "
+        f"exclude: no parameter of the model matches {', '.join(parts)}. Patterns are compared with whole names, case "
         "matters, and * stands for anything"
     )
 
 
-def warn_if_unmatched(patterns: Sequence[str], module: torch.nn.Module, option: str = "exclude") -> None:
-    """Log one warning about patterns of that option that match no parameter of `module`, frozen ones included."""
-    sentence = unmatched_sentence(patterns, [name for names in all_names(module).values() for name in names], option)
+def warn_if_unmatched(patterns: Sequence[str], module: torch.nn.Module) -> None:
+    """Log one warning about patterns that match no parameter of `module`, frozen ones included."""
+    sentence = unmatched_sentence(patterns, [name for names in all_names(module).values() for name in names])
     if sentence is not None:
         logger.warning("%s.", sentence)

@@ -26,8 +26,8 @@ class ParameterNames(Protocol):
     def known(self) -> dict[str, torch.Tensor]:
         """Name -> parameter, for all parameters known so far."""
 
-    def first_match(self, name: str, patterns: Sequence[str], option: str) -> str | None:
-        """The first of `patterns`, the globs of that option, that matches the parameter, else None."""
+    def first_match(self, name: str, patterns: Sequence[str]) -> str | None:
+        """The first of `patterns`, the globs of the option `exclude`, that matches the parameter, else None."""
 
 
 class ModelNames:
@@ -61,7 +61,7 @@ class ModelNames:
         """All names of a parameter, for tied parameters."""
         return self._all_names[name]
 
-    def first_match(self, name: str, patterns: Sequence[str], option: str) -> str | None:
+    def first_match(self, name: str, patterns: Sequence[str]) -> str | None:
         return matching(self._all_names[name], patterns)
 
 
@@ -87,10 +87,10 @@ class PositionalNames:
     def known(self) -> dict[str, torch.Tensor]:
         return {name: parameter for parameter, name in self._parameters.values()}
 
-    def first_match(self, name: str, patterns: Sequence[str], option: str) -> str | None:
+    def first_match(self, name: str, patterns: Sequence[str]) -> str | None:
         if patterns:
             raise HookRunError(
-                f"{option}={list(patterns)} needs the names of parameters, which a bare register_comm_hook does not "
-                f"know: use commhooks.attach(ddp_model, commhooks.PowerSGD({option}=...))"
+                f"exclude={list(patterns)} needs the names of parameters, which a bare register_comm_hook does not "
+                "know: use commhooks.attach(ddp_model, commhooks.PowerSGD(exclude=...))"
             )
         return None

@@ -177,7 +177,6 @@ def attach_request(
             logger.warning("%s", problem)
         if request.config is not None:
             warn_if_unmatched(request.config.excluded_globs, source.module)
-            warn_if_unmatched(request.config.option_globs, source.module, request.config.glob_option)
     return attached
 
 

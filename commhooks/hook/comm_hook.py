@@ -2,17 +2,16 @@
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 from commhooks.checkpoint.distributed import to_distributed
 from commhooks.comm.clocks import has_clock
-from commhooks.errors import HookConfigError
+from commhooks.errors import HookConfigError, HookRunError
 from commhooks.gradients.source import GradientSource
 from commhooks.hook.announce import reason_first
 from commhooks.hook.checked_state import checked_state
-from commhooks.hook.cosine import CosineSampler
 from commhooks.hook.model_plan import ModelPlan
-from commhooks.hook.norms import Norms, measure, total
+from commhooks.hook.norms import measure
 from commhooks.hook.request import HookRequest
 from commhooks.hook.runner import Runner
 from commhooks.hook.vocabulary import SAVE_RESIDUAL
@@ -46,6 +45,13 @@ class CommHook:
         wrapper = f", wrapper={self._request.wrapper!r}" if self._request.wrapper is not None else ""
         place = f"rank {self._runner.rank} of {self._runner.world_size}"
         return f"<CommHook({self.name!r}{options}{wrapper}), {model}, {place}>"
+
+    def __reduce__(self) -> NoReturn:
+        """Called for copies and pickles."""
+        raise HookRunError(
+            "a CommHook cannot be copied or pickled, because it belongs to one model and its process group: "
+            "save hook.state_dict(), and load that into the hook of another model"
+        )
 
     def quiet(self) -> None:
         """Do not log the lines at the first backward pass, for callers such as the doctor."""
@@ -113,7 +119,6 @@ class CommHook:
         the delay of other ranks. Both are measured on the host, on CUDA by events on the device, and are None on other
         accelerators. Simple hooks return at once and DDP waits: their waiting time is that from the last hook call to
         the completion of the last future. The small collectives after a start or a load are not included.
-        `cosine` is None without `sample_cosine`; `cosine_pass` is the backward pass that it was measured on.
         """
         runner = self._runner
         runner.settle()
@@ -121,7 +126,6 @@ class CommHook:
         clocks, timed = s.clocks, known and all(has_clock(p.device) for p in self._source.names.known().values())
         clocks.collect(wait=True)
         in_round, outer_norm, outer_cosine = runner.round
-        sample = self._runner.cosine.latest if self._runner.cosine is not None else None
         counted: dict[str, Any] = {
             "hook": self.name,
             "kernel": runner.choice.kernel.name if known else None,
@@ -145,8 +149,6 @@ class CommHook:
             "codec_s_last_pass": clocks.last_pass.codec_s if timed else None,
             "waiting_s": clocks.total.waiting_s if timed else None,
             "waiting_s_last_pass": clocks.last_pass.waiting_s if timed else None,
-            "cosine": sample.cosine() if sample is not None else None,
-            "cosine_pass": sample.backward_pass if sample is not None else None,
             "handshakes": s.handshakes,
             "last_issued": s.last_issued or None,
         }
@@ -163,40 +165,10 @@ class CommHook:
         (with a GradScaler: after `unscale_` or the optimizer's step) and before the gradients are zeroed. A norm is
         None if there is nothing to measure.
         """
-        return total(self._norms().values()).as_dict()
-
-    def layers(self) -> dict[str, dict[str, float | None]]:
-        """The values of `norms()` and the latest `cosine` per parameter, by name."""
-        sample = self._runner.cosine.latest if self._runner.cosine is not None else None
-        cosines = sample.per_parameter() if sample is not None else {}
-        norms = self._norms(every=True)
-        return {name: each.as_dict() | {"cosine": cosines.get(name)} for name, each in norms.items()}
-
-    def _norms(self, every: bool = False) -> dict[str, Norms]:
-        parameters = self._source.names.known()
-        chosen = set(parameters) if every else self._runner.measured(set(parameters))
+        chosen = self._runner.measured(set(self._source.names.known()))
         with self._runner.residuals() as (residuals, factor):
             gradients = {name: each for name, each in self._source.gradients().items() if name in chosen}
             return measure(gradients, residuals, factor)
-
-    def sample_cosine(self, every: int | None) -> None:
-        """Measure, on every `every`-th backward pass, the cosine of the angle between the gradient that the hook
-        produces and the true mean of the ranks' gradients. None: stop. *All ranks must call* this with the same
-        number, between two backward passes.
-
-        A sampled pass copies the gradients, averages the copies by one plain all-reduce, which is not counted in the
-        bytes, and waits for it. Training results do not change. `stats()` returns the latest result, `layers()` that of
-        each parameter. With error feedback a cosine well below 1 is usual: later steps send what this step omits.
-
-        Raises:
-            HookConfigError: `every` is not a positive int; or, on all ranks, it differs between ranks; or the hook is a
-                user's hook, whose futures may complete at any time.
-            HookRunError: another rank has failed, or did not take part within the process group's timeout.
-        """
-        if not self._runner.counts_bytes:
-            whose = "is none" if self._request.off else "is your own"
-            raise HookConfigError(f"sample_cosine: hook {self.name!r} {whose}; only the hooks of commhooks can be")
-        self._runner.cosine = CosineSampler.agreed(every, self._source.names, self._source.group, self._runner.counters)
 
     def state_dict(self, residual: str | None = None, *, gather: bool = False, joint: bool = True) -> dict[str, Any]:
         """The state of the hook for a checkpoint: step, Q, residuals, options; tensors are on the CPU.

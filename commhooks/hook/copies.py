@@ -38,11 +38,6 @@ class Registered(functools.partial[Future]):
         made._owner = owner
         return made
 
-    @property
-    def run(self) -> "Registered":
-        """Models that were pickled by commhooks 1.0 ask for it."""
-        return self
-
     def __reduce__(self) -> tuple[Any, ...]:
         return _copied, (self.__qualname__,)
 

@@ -132,7 +132,7 @@ class EngineHook(Runner):
         compressor = self._session.compressor
         if not self._session.state.local:
             return {}
-        infos = list(parameter_infos(names, compressor.planning_config, self._source.sparse).values())
+        infos = list(parameter_infos(names, compressor.config, self._source.sparse).values())
         if not compressor.per_bucket:
             infos = [info for info, may in zip(infos, compressor.may_compress(infos), strict=True) if may]
         dtypes = {each.name: precision.compute_dtype(each.parameter.dtype) for each in infos if not each.sparse}
@@ -201,5 +201,5 @@ def _plans_of_parameters(session: Learning, sparse: Collection[int], compressor:
     loading a state may change options."""
     if compressor.per_bucket:
         return []
-    infos = parameter_infos(session.consensus.binding.names, compressor.planning_config, sparse)
+    infos = parameter_infos(session.consensus.binding.names, compressor.config, sparse)
     return compressor.plan(list(infos.values()))

@@ -24,9 +24,7 @@ NAMES = (
     "residual_over_gradient",
     "outer_gradient_norm",
     "outer_gradient_cosine",
-    "cosine",
 )
-"""All metrics except those per parameter, `layers/PARAMETER/NAME`."""
 
 
 class Meter:
@@ -38,17 +36,15 @@ class Meter:
     def __reduce__(self) -> tuple[type["Meter"], tuple[()]]:
         return Meter, ()  # pickles, as those of Lightning's spawn launcher, hold nothing of hooks
 
-    def read(self, hook: CommHook, *, per_layer: bool = False, prefix: str = PREFIX) -> dict[str, float]:
+    def read(self, hook: CommHook, *, prefix: str = PREFIX) -> dict[str, float]:
         """The metrics that exist; others are left out. Synchronises with the accelerator, but does not communicate: a
         single rank may call it."""
         now, before = hook.stats(), self._before.get(hook, {})
         self._before[hook] = now
-        sampled = now["cosine"] is not None and now["cosine_pass"] != before.get("cosine_pass")
         values: dict[str, float | None] = {
             **{name: now["so_far"][name] for name in ("bytes_sent", "compressed_steps", "nonfinite_steps")},
             **{name: now[name] for name in ("chosen_at", "outer_gradient_norm", "outer_gradient_cosine")},
             **hook.norms(),
-            "cosine": now["cosine"] if sampled else None,
         }
         passes = now["backward_passes"] - before.get("backward_passes", 0)
         for name, of, unit in (
@@ -61,8 +57,4 @@ class Meter:
         sent = (now["bytes_sent"] or 0) - (before.get("bytes_sent") or 0)
         if sent:
             values["compression_rate"] = (now["bytes_uncompressed"] - before.get("bytes_uncompressed", 0)) / sent
-        for parameter, layer in hook.layers().items() if per_layer else ():
-            for name, value in layer.items():
-                if name != "cosine" or sampled:
-                    values[f"layers/{parameter}/{name}"] = value
         return {f"{prefix}/{name}": float(value) for name, value in values.items() if value is not None}

@@ -76,6 +76,6 @@ def plan_model(module: torch.nn.Module, request: HookRequest, total_steps: int |
     trained = [(names[id(each)][0], each) for each in module.parameters() if each.requires_grad]
     if not trained:
         raise HookConfigError("the model has no parameter that requires a gradient")
-    infos = parameter_infos(ModelNames(trained, names), compressor.planning_config, sparse_parameters(module))
+    infos = parameter_infos(ModelNames(trained, names), compressor.config, sparse_parameters(module))
     rows = [] if compressor.per_bucket else compressor.plan(list(infos.values()))  # DDP has made no buckets yet
     return whole_plan(request.name, compressor, rows)

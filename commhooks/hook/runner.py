@@ -23,7 +23,6 @@ from commhooks.gradients.source import Future, GradientSource, Reducer
 from commhooks.gradients.torch_private import current_task
 from commhooks.hook.announce import say
 from commhooks.hook.copies import Registered
-from commhooks.hook.cosine import CosineSampler
 from commhooks.hook.model_plan import ModelPlan
 from commhooks.hook.replica_check import ReplicaCheck
 from commhooks.hook.request import HookRequest
@@ -41,7 +40,6 @@ class Runner(ABC):
         counts_outcomes: whether it is known which steps were committed and which were compressed.
         run: reduces one bucket. All ranks must call it, in the same order.
         choice: the kernel that all ranks use.
-        cosine: samples the cosine, if the user asks for it.
         said: what the hook has decided, for rank 0 to say at the end of the pass; see `Consensus.remarks`.
         quiet: do not log the lines at the first backward pass, or they were logged.
     """
@@ -61,7 +59,6 @@ class Runner(ABC):
         self.counters = counters
         self.saved_state = saved_state
         self.choice = Choice()
-        self.cosine: CosineSampler | None = None
         self.said: list[str] = []
         self.quiet = False
         self.rank, self.world_size = source.group.rank(), source.group.size()
@@ -101,9 +98,7 @@ class Runner(ABC):
     def _reduce(self, bucket: Bucket) -> Future:
         if bucket.is_first:
             self._begin_pass()
-        if self.cosine is None:
-            return self.run(bucket)
-        return self.cosine.around(bucket, self.run)
+        return self.run(bucket)
 
     def _end_pass(self) -> None:
         """The last bucket of the pass was not marked as the last."""
@@ -117,14 +112,10 @@ class Runner(ABC):
             plan = agreement_key(*(repr(row) for row in self.plan().parameters))
             # Outside of a backward pass `Join` shadows the collectives of a rank that has run out of data.
             self._replicas.compare(self.saved_state.step, plan, taking_part=current_task() != -1)
-        if self.cosine is not None:
-            self.cosine.begin_pass()
 
     def _finish_pass(self) -> None:
         if self._source.used is not None:
             self._source.used.clear()
-        if self.cosine is not None:
-            self.cosine.compare(self.counters.backward_passes)
         if not self.quiet:
             self.quiet = True
             if self.is_logging_rank:

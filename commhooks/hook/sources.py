@@ -82,6 +82,12 @@ def _cannot_take_a_hook(model: object) -> AttachError:
     inner = compiled_from(model)
     if isinstance(inner, DistributedDataParallel):
         return AttachError("attach the hook to the DistributedDataParallel model before torch.compile wraps it")
+    parts = model.named_modules() if isinstance(model, torch.nn.Module) else ()
+    if wrapped := [name for name, part in parts if isinstance(part, DistributedDataParallel)]:
+        return AttachError(
+            f"{type(model).__qualname__} is no DistributedDataParallel model, but holds some: {', '.join(wrapped)}. "
+            f"Attach a hook to each of them, such as attach(model.{wrapped[0]}, ...)"
+        )
     hint = "the model comes first, then the hook" if isinstance(model, str) else "wrap the model first"
     return AttachError(
         f"a communication hook needs a torch.nn.parallel.DistributedDataParallel model, or one sharded by fully_shard, "

@@ -16,7 +16,7 @@ from tests.support import hostile
 
 HOOKS: list[dict[str, Any]] = [
     {"hook": "powerSGD", "wrapper": "bf16", "hook_options": {"matrix_approximation_rank": 2, "exclude": ["*embed*"]}},
-    {"hook": "powerSGD", "hook_options": {"matrix_approximation_rank": {"*": 2, "head.*": 4}}, "bucket_cap_mb": 12.5},
+    {"hook": "powerSGD", "hook_options": {"matrix_approximation_rank": 4}, "bucket_cap_mb": 12.5},
     {"hook": "int8", "hook_options": {"block_size": 64, "start_iter": 0.1}, "ranks_per_node": "auto"},
     {"hook": "int4", "ranks_per_node": 2, "save_residual": "mean"},
     {"hook": "auto", "hook_options": {"quality": "close", "measure_steps": 9}, "strict": False},

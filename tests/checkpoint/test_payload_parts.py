@@ -10,6 +10,7 @@ import torch
 
 from commhooks import PayloadError
 from commhooks.checkpoint.parts import check_shared, merge, problem_of_part, ranks_needed, save_id, split
+from commhooks.comm.counters import CONTINUED
 from tests.support.models import same
 
 
@@ -24,6 +25,7 @@ def made(rank: int, world_size: int = 2, **changes: Any) -> dict[str, Any]:
         "options": {"matrix_approximation_rank": 2, "start_powerSGD_iter": 3},
         "step": 7,
         "nonfinite_steps": 0,
+        "counters": dict.fromkeys(CONTINUED, 0),
         "world_size": world_size,
         "loss_scale": 1.0,
         "exact": True,
@@ -182,7 +184,7 @@ def test_what_is_no_part_at_all(part: Any) -> None:
         ({"batched_q": {"a": 1}}, "batched_q has a key 'a'"),
         ({"world_size": 2**40}, "'world_size' is 1099511627776"),
         ({"fingerprint": None}, "its content and its fingerprint"),
-        ({"version": 2}, "has version 2"),
+        ({"version": 2}, "has format version 2"),
         ({"format": "x"}, "not the state of a commhooks hook"),
     ],
 )

@@ -1,14 +1,16 @@
 """All-to-all and all-gather as messages: what gloo's own collectives give, also with many in flight."""
 
+import gc
 from datetime import timedelta
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from commhooks.comm.collective import Send, start
-from commhooks.comm.point_to_point import PointToPoint
+from commhooks.comm.point_to_point import TAG, PointToPoint
 from commhooks.errors import HookRunError
 
 NUMELS = (1, 7, 0, 300_000, 5)
@@ -55,6 +57,49 @@ def _too_few() -> str:
 def test_one_is_not_taken_for_another(run_ranks: Any) -> None:
     text, _ = run_ranks(_too_few)
     assert "number 2" in text and "rank 0 of 2" in text
+
+
+def _failed_half_way() -> list[int]:
+    """How many messages are held: after a failure between two of them, when the session is gone, after later ones have
+    arrived, and when another group has ended."""
+    group, messages = dist.group.WORLD, PointToPoint()
+    assert group is not None
+    rows, counts = torch.ones(3, 500_000), []
+
+    def held(group: dist.ProcessGroup) -> int:
+        gc.collect()
+        return sum(len(each.works) for each in PointToPoint.in_flight(group))
+
+    with (
+        mock.patch.object(dist, "isend", side_effect=RuntimeError("half-way")),
+        pytest.raises(RuntimeError, match="half-way"),
+    ):
+        messages.exchange(rows.unbind(0), torch.zeros_like(rows).unbind(0), group)
+    del messages
+    counts.append(held(group))
+    for other in range(3):  # what was received for, so that the connections are free again
+        if other != dist.get_rank():
+            dist.isend(rows[other], group=group, group_dst=other, tag=TAG).wait()
+    messages = PointToPoint()
+    answer = torch.zeros_like(rows)
+    messages.exchange(rows.unbind(0), answer.unbind(0), group).wait()
+    assert answer.eq(1).all()
+    counts.append(held(group))
+    dist.barrier()
+    messages.forget_abandoned()
+    counts.append(held(group))
+    before, pair = len(PointToPoint._IN_FLIGHT), dist.new_group()
+    messages.exchange(rows.unbind(0), answer.unbind(0), pair)
+    counts.append(held(pair))
+    dist.barrier()
+    dist.destroy_process_group(pair)
+    del pair
+    gc.collect()
+    return [*counts, len(PointToPoint._IN_FLIGHT) - before]
+
+
+def test_messages_are_held_until_their_end_is_known(run_ranks: Any) -> None:
+    assert run_ranks(_failed_half_way, world_size=3) == [[2, 2, 0, 4, 0]] * 3
 
 
 def _abandoned() -> list[float]:

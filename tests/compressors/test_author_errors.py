@@ -12,8 +12,8 @@ import torch.distributed as dist
 import commhooks
 from commhooks import HookConfigError, HookRunError, PayloadError
 from commhooks.compressors import registry
-from commhooks.engine.simulation import SimulatedRanks
 from tests.support.ddp_steps import backward, mlp, process_group_of_one, wrap
+from tests.support.simulation import SimulatedRanks
 from tests.support.workers import RanksFailed
 
 

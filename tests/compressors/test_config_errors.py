@@ -16,7 +16,6 @@ from commhooks import AttachError, HookConfigError, HookRunError
 from commhooks.compressors import registry
 from commhooks.hook import request
 from tests.support.ddp_steps import backward, mlp, process_group_of_one, wrap
-from tests.support.features import structured_unions
 
 
 def callable_hook(state: Any, bucket: Any) -> Any:
@@ -36,6 +35,14 @@ def bad_factory(options: dict[str, Any], process_group: Any) -> Any:
 
 def good_factory(options: dict[str, Any], process_group: Any) -> Any:
     return None, callable_hook
+
+
+class Gan(nn.Module):
+    """A module that is not wrapped itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.generator, self.critic = wrap(mlp()), nn.ModuleDict({"net": wrap(mlp())})
 
 
 @dataclass
@@ -107,7 +114,7 @@ CASES = [
     # values
     Expected("rank 0", "PowerSGD: matrix_approximation_rank=0; expected at least 1",
              options=_options(matrix_approximation_rank=0)),
-    Expected("rank of wrong type", "PowerSGD: matrix_approximation_rank='two'; expected int or numbers",
+    Expected("rank of wrong type", "PowerSGD: matrix_approximation_rank='two'; expected int",
              options=_options(matrix_approximation_rank="two")),
     Expected("negative start", "start_powerSGD_iter=-1; expected a number of steps, 0 or more",
              options=_options(start_powerSGD_iter=-1)),
@@ -178,6 +185,9 @@ CASES = [
     Expected("not DDP", "needs a torch.nn.parallel.DistributedDataParallel model, or one sharded by fully_shard, got a "
              "torch.nn.modules.linear.Linear; wrap the model first",
              error=AttachError, model=lambda: nn.Linear(2, 2)),
+    Expected("a module of DDP models", "Gan is no DistributedDataParallel model, but holds some: generator, "
+             "critic.net. Attach a hook to each of them, such as attach(model.generator, ...)",
+             error=AttachError, model=Gan),
     Expected(
         "swapped",
         "got a builtins.str; the model comes first, then the hook",
@@ -261,12 +271,10 @@ OTHER_VALUES = {
     "random_seed": 7,
     "compression_stats_logging_frequency": 10,
     "batch_tensors_with_same_shape": True,
-    "coalesce": True,
     "exclude": ["*embed*", "head.?.weight"],
 }
 
 
-@structured_unions
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config.__name__)
 def test_a_config_is_an_omegaconf_structured_config(config):
     assert OmegaConf.to_object(OmegaConf.structured(config)) == config()

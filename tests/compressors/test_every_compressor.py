@@ -18,25 +18,19 @@ from commhooks.compressors.base import Compressor
 from commhooks.compressors.registry import COMPRESSORS
 from commhooks.engine.consensus import Binding
 from commhooks.engine.session import Session
-from commhooks.engine.simulation import SimulatedRanks
 from commhooks.engine.state import LearnedState
 from commhooks.gradients.bucket import Bucket
 from commhooks.gradients.names import ModelNames
 from commhooks.hook.plan_model import plan_model
 from commhooks.hook.request import HookRequest
-from tests.support import kind_parameters
 from tests.support.ddp_steps import log_lines, process_group_of_one
 from tests.support.inside import learns, session_of
 from tests.support.kernels import computing_with
-from tests.support.kinds import KINDS as ORDINARY
-from tests.support.kinds import POWERSGD, RANDOM_K, START, Kind
+from tests.support.kind_parameters import ALL, IN_32_BITS
+from tests.support.kinds import KINDS, RANDOM_K, START, Kind
 from tests.support.models import masks, same_bits
+from tests.support.simulation import SimulatedRanks
 from tests.support.training import ONE_BUCKET_MB, SEVERAL_BUCKETS_MB, Run, make_model, plain, residuals
-
-TOGETHER = "powerSGD, coalesced"
-KINDS = ORDINARY | {TOGETHER: Kind("powerSGD", POWERSGD | {"coalesce": True})}
-ALL = [*kind_parameters.ALL, pytest.param(TOGETHER, id=TOGETHER)]
-IN_32_BITS = [*kind_parameters.IN_32_BITS, pytest.param(TOGETHER, id=TOGETHER)]
 
 
 def test_every_built_in_compressor_is_here() -> None:
@@ -90,7 +84,6 @@ def test_replicas_are_equal_and_send_what_is_planned_in_one_order(run_ranks: Any
         assert rank["issued"] == first["issued"] and len(rank["issued"]) == rank["collectives"]
         most = rank["padding"]
         # Each rank adds up an equal share of what is sent together: of P and of Q, in two steps.
-        most += 2 * 2 * 3 * 4 if name == TOGETHER else 0
         assert 0 <= rank["sent"] - rank["planned"] <= most
     stats = first["stats"]
     if kind.learns:

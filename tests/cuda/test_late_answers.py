@@ -26,7 +26,6 @@ class Case:
     run: dict[str, Any] = field(default_factory=dict)
     """Further arguments of `Run.new`."""
     ddp: dict[str, Any] = field(default_factory=dict)
-    cosine: int | None = None
     kernel: str = "native"
 
 
@@ -47,9 +46,9 @@ CASES = {
     "int4, no error feedback": Case(Int4Compress(start_iter=2, block_size=32, use_error_feedback=False)),
     "views of buckets": Case(_power_sgd(), ddp={"gradient_as_bucket_view": True}),
     "static graph": Case(_power_sgd(), ddp={"static_graph": True}),
-    "checks": Case(_power_sgd(), attach={"check_every": 2}, cosine=2),
+    "checks": Case(_power_sgd(), attach={"check_every": 2}),
     "allreduce": Case(commhooks.AllReduce(), ddp={"gradient_as_bucket_view": True}),
-    "allreduce, checks": Case(commhooks.AllReduce(), attach={"check_every": 2}, cosine=2),
+    "allreduce, checks": Case(commhooks.AllReduce(), attach={"check_every": 2}),
     "fp16": Case(FP16Compress()),
     "bf16": Case(BF16Compress(), ddp={"static_graph": True}),
     "noop": Case(commhooks.Noop()),
@@ -61,8 +60,6 @@ def _train(place: str, case: Case, late: bool) -> dict[str, Any]:
         ddp = {**case.ddp, "process_group": here.group}
         with computing_with(case.kernel):
             run = Run.new(make_model().to(here.device), hook=case.hook, ddp=ddp, **case.run, **case.attach)
-        if case.cosine is not None:
-            run.hook.sample_cosine(case.cosine)
         if late:  # backward comes late, too: whoever does not wait for it sends the gradients of the step before
             run.ddp.register_forward_hook(lambda *_: sleep_on(here.device))
         run.train(STEPS)
@@ -88,9 +85,6 @@ def test_late_answers_change_nothing(run_ranks: Any, name: str, place: str) -> N
         assert same(place, got["weights"], expected["weights"])
         if got["stats"]["compressed_steps"] is not None:
             assert got["stats"]["compressed_steps"] == STEPS - case.hook.configured_start
-        if case.cosine is not None:
-            assert got["stats"]["cosine_pass"] == STEPS
-            assert got["stats"]["cosine"] == pytest.approx(expected["stats"]["cosine"], abs=1e-4)
         if "check_every" in case.attach and place != NCCL:
             assert got["stats"]["handshakes"] >= STEPS // 2
     assert torch.equal(late[0]["weights"], late[-1]["weights"]) or name == "noop"

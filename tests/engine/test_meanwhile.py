@@ -15,14 +15,14 @@ from commhooks.compressors.hook_config import HookConfig
 from commhooks.compressors.unit_plan import ParameterInfo, UnitPlan
 from commhooks.engine.backward_pass import RunningExchange
 from commhooks.engine.consensus import Binding
-from commhooks.engine.local_driver import LocalDriver
 from commhooks.engine.session import Session
-from commhooks.engine.simulation import SimulatedRanks
 from commhooks.engine.state import LearnedState
 from commhooks.engine.task import ExchangeTask
 from commhooks.gradients.bucket import Bucket
 from commhooks.gradients.names import PositionalNames
 from tests.support.ddp_steps import process_group_of_one
+from tests.support.local_driver import LocalDriver
+from tests.support.simulation import SimulatedRanks
 
 
 @dataclass(frozen=True, kw_only=True)

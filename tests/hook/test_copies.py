@@ -94,6 +94,21 @@ def test_the_function_in_a_copy_says_that_it_has_no_hook(run_ranks: Any) -> None
     run_ranks(_called_in_a_copy, world_size=1)
 
 
+def _hook_alone() -> list[str]:
+    hook = commhooks.attach(wrap(mlp()), "powerSGD")
+    texts = []
+    for way in (copy.copy, copy.deepcopy, pickle.dumps, lambda hook: torch.save(hook, io.BytesIO())):
+        with pytest.raises(HookRunError) as error:
+            way(hook)
+        texts.append(str(error.value))
+    return texts
+
+
+def test_a_hook_alone_is_neither_copied_nor_pickled(run_ranks: Any) -> None:
+    for text in run_ranks(_hook_alone, world_size=1)[0]:
+        assert text.startswith("a CommHook cannot be copied or pickled") and "state_dict()" in text
+
+
 def _name_in_the_logging_data() -> str:
     ddp = wrap(mlp())
     commhooks.attach(ddp, "int8")

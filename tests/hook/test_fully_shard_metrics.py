@@ -1,4 +1,4 @@
-"""Norms, cosines, statistics and the comparison of replicas on shards."""
+"""Norms, statistics and the comparison of replicas on shards."""
 
 import gc
 import weakref
@@ -16,7 +16,6 @@ OPTIONS = POWERSGD | {"start_powerSGD_iter": 0}
 
 def _measured() -> dict[str, bool]:
     model, hook = attached(2, 2, hook_options=OPTIONS)
-    hook.sample_cosine(2)
     for step in range(2):
         got = backward(model, random_gradients(step))
     names = [row.name for row in hook.plan().compressed]
@@ -24,19 +23,12 @@ def _measured() -> dict[str, bool]:
     own = torch.cat([got[name][rows_of(name, 2, index)].flatten() for name in names])
     residual = torch.cat([session_of(hook).state["residual"][name].flatten() for name in names])
     norms, stats = hook.norms(), hook.stats()
-    ranks = [random_gradients(1, rank) for rank in range(4)]
-    true = {name: torch.stack([each[name] for each in ranks]).mean(0) for name in got}
-    pieces = [(got[name][rows], true[name][rows]) for name in got for rows in [rows_of(name, 2, index)]]
-    a, b = (torch.cat([piece[side].flatten() for piece in pieces]) for side in (0, 1))
     local = [parameter.to_local() for parameter in model.parameters()]
     shapes = {row.name: row.shape for row in hook.plan().parameters}
     return {
         "gradient norm": abs(norms["gradient_norm"] - own.norm().item()) < 1e-10,
         "residual norm": abs(norms["residual_norm"] - residual.norm().item()) < 1e-10,
-        "cosine": abs(stats["cosine"] - (a @ b / a.norm() / b.norm()).item()) < 1e-10,
-        "layers": hook.layers().keys() == got.keys(),
         "plan of the shard": shapes["first.weight"] == ((17, 20), (16, 20))[index],
-        "empty shards": (hook.layers()["tiny.bias"]["gradient_norm"] == 0) == (index == 1),
         "bytes of the shard": stats["bytes_uncompressed"] == 2 * 8 * sum(each.numel() for each in local),
         "clocks": stats["codec_s"] > 0 and stats["waiting_s"] >= 0,
         "repr": repr(hook).endswith(f"attached to FSDPPrescribed, rank {dist.get_rank() // 2} of 2>"),

@@ -1,4 +1,4 @@
-"""Seconds of the codec and of waiting, norms, and the sampled cosine: right, and without a trace in the training."""
+"""Seconds of the codec and of waiting, norms, and the metrics that loggers get."""
 
 import inspect
 import logging
@@ -10,7 +10,6 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as torch_powersgd
 
 import commhooks
@@ -18,12 +17,9 @@ from commhooks.gradients import precision
 from commhooks.hook.metrics import NAMES, Meter
 from tests.support.ddp_steps import (
     backward,
-    batch,
     descend,
     gradients,
-    local_gradients,
     log_lines,
-    mean_over_ranks,
     mlp,
     train,
     wrap,
@@ -104,132 +100,9 @@ def test_times_that_nobody_knows_are_none(run_ranks):
             assert [each[name] for name in each if "codec" in name or "waiting" in name] == [None] * 4
         assert of_a_user.keys() == {"commhooks/gradient_norm"}
         # No residual either: compression has not begun.
-        unknown = ("codec_ms", "waiting_ms", *OF_OTHERS, "cosine", "residual_norm", "residual_over_gradient")
+        unknown = ("codec_ms", "waiting_ms", *OF_OTHERS, "residual_norm", "residual_over_gradient")
         missing = {f"commhooks/{name}" for name in unknown}
         assert on_an_accelerator.keys() == {f"commhooks/{name}" for name in NAMES} - missing
-
-
-# -------------------------------------------------------------------------------------------------------------- cosine
-
-
-class Model(nn.Module):
-    """`mlp`, a sparse embedding, and a layer that is not used in every step."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.mlp = mlp()
-        self.sometimes = nn.Linear(24, 24)
-        self.embedding = nn.Embedding(10, 24, sparse=True)
-
-    def forward(self, step: int, x: torch.Tensor) -> torch.Tensor:
-        # Not a plain sum: its two sides share one gradient tensor, which DDP (torch 2.13) divides in place for the
-        # sparse side and thereby for the other one too.
-        y = self.mlp(x) + 2 * self.embedding(torch.arange(8) % (3 + step % 2))
-        return self.sometimes(y) if step % 2 else y
-
-
-def one_pass(model: nn.Module, step: int) -> None:
-    model.zero_grad(set_to_none=True)
-    model(step, batch(step)).square().mean().backward()
-
-
-def sampled(kind: str, every: int | None, ddp_options: dict[str, Any]) -> dict[str, Any]:
-    """Six steps; the reference from gradients of this rank alone, averaged here."""
-    torch.manual_seed(3)
-    ddp = wrap(Model(), **ddp_options)
-    hook = commhooks.attach(ddp, **KINDS[kind])
-    seen: list[Any] = []
-    expected: dict[str, Any] = {}
-    if every is not None:
-        hook.sample_cosine(every)
-    for step in range(6):
-        if every is not None and (step + 1) % every == 0:
-            alone = local_gradients(ddp, lambda model, step=step: one_pass(model, step))
-            alone = {name: alone.get(name, torch.zeros_like(p)) for name, p in ddp.module.named_parameters()}
-            expected = {name: mean_over_ranks(gradient) for name, gradient in alone.items()}
-        one_pass(ddp, step)
-        if every is not None and (step + 1) % every == 0:
-            found = gradients(ddp)
-            pairs = {
-                name: (found[name].double().flatten(), true.double().flatten())
-                for name, true in expected.items()
-                if name in found and name != "embedding.weight"
-            }
-        seen.append((hook.stats()["cosine_pass"], hook.stats()["cosine"]))
-        descend(ddp)
-    out = {
-        "weights": torch.cat([p.detach().flatten() for p in ddp.parameters()]),
-        "seen": seen,
-        "stats": hook.stats(),
-        "layers": hook.layers(),
-    }
-    if every is not None:
-        a, b = (torch.cat([pair[side] for pair in pairs.values()]) for side in (0, 1))
-        out["expected"] = float(nn.functional.cosine_similarity(a, b, dim=0))
-        out["expected layers"] = {
-            name: float(nn.functional.cosine_similarity(a, b, dim=0)) if float(b.norm()) else None
-            for name, (a, b) in pairs.items()
-        }
-    return out
-
-
-UNUSED = {"find_unused_parameters": True}
-NO_LAST_BUCKET = UNUSED | {"skip_all_reduce_unused_params": True}
-
-
-@pytest.mark.parametrize(
-    ("kind", "ddp_options"),
-    [
-        ("powerSGD", UNUSED),
-        ("powerSGD", NO_LAST_BUCKET),
-        ("batched", UNUSED | {"gradient_as_bucket_view": True}),
-        ("fp16", UNUSED),
-        ("powerSGD on bf16", UNUSED),
-    ],
-)
-def test_the_cosine_is_right_and_leaves_no_trace(run_ranks, kind, ddp_options):
-    without = run_ranks(sampled, kind, None, ddp_options)
-    every = 5 if ddp_options is NO_LAST_BUCKET else 2
-    for rank, plain in zip(run_ranks(sampled, kind, every, ddp_options), without, strict=True):
-        assert torch.equal(rank["weights"], plain["weights"])
-        assert plain["seen"] == [(None, None)] * 6 and plain["stats"]["cosine"] is None
-        assert [at for at, _ in rank["seen"]] == [step // every * every or None for step in range(1, 7)]
-        for name in ("bytes_sent", "collectives", "backward_passes", "compressed_steps", "nonfinite_steps"):
-            assert rank["stats"][name] == plain["stats"][name], name
-        assert rank["stats"]["cosine"] == pytest.approx(rank["expected"], abs=1e-6)
-        assert 0.1 < rank["expected"] < (1 if "fp16" in kind else 0.999)
-        assert rank["layers"]["embedding.weight"]["cosine"] is None  # sparse
-        for name, cosine in rank["expected layers"].items():
-            assert rank["layers"][name]["cosine"] == pytest.approx(cosine, abs=1e-6), name
-
-
-def wrong_sampling() -> list[str]:
-    hook = commhooks.attach(wrap(mlp()), "powerSGD")
-    of_a_user = commhooks.attach(wrap(mlp()), users_hook)
-    texts = []
-    rank = dist.get_rank()
-    for attached, every in (
-        (hook, 0),
-        (hook, True),
-        (hook, 2.0),
-        (of_a_user, 3),
-        (hook, 3 + rank),
-        (hook, 3 if rank else "3"),
-    ):
-        with pytest.raises(commhooks.HookConfigError) as caught:
-            attached.sample_cosine(every)
-        texts.append(str(caught.value))
-    return texts
-
-
-def test_wrong_sampling(run_ranks):
-    ranks = run_ranks(wrong_sampling)
-    assert "sample_cosine('3'); expected" in ranks[0][5] and "different numbers" in ranks[1][5]
-    for texts in ranks:
-        for text in texts[:3]:
-            assert "expected a number of steps, 1 or more, or None" in text
-        assert "users_hook' is your own" in texts[3]
-        assert "different numbers of steps (0: none): [3, 4]" in texts[4]
 
 
 # --------------------------------------------------------------------------------------------------------------- norms
@@ -257,7 +130,7 @@ def norms() -> dict[str, Any]:
         found = {name: float(g.double().norm()) for name, g in gradients(ddp).items()}
         if kind == "batched":
             residuals = {n: float(r.double().norm()) for n, r in session_of(hook).state["residual"].items()}
-        out[kind] = {"norms": hook.norms(), "layers": hook.layers(), "residuals": residuals, "gradients": found}
+        out[kind] = {"norms": hook.norms(), "residuals": residuals, "gradients": found}
         ddp.zero_grad(set_to_none=True)
         out[kind, "after zero_grad"] = hook.norms()
     return out
@@ -276,11 +149,6 @@ def test_norms(run_ranks):
             ratio = residual / gradient if matrices else None
             wanted = {"residual_norm": residual, "gradient_norm": gradient, "residual_over_gradient": ratio}
             assert truth["norms"] == {name: value and pytest.approx(value, rel=1e-5) for name, value in wanted.items()}
-            assert truth["layers"].keys() == truth["gradients"].keys()
-            for name, layer in truth["layers"].items():
-                own = truth["residuals"].get(name)
-                assert layer["gradient_norm"] == pytest.approx(truth["gradients"][name], rel=1e-5)
-                assert layer["residual_norm"] == (own and pytest.approx(own, rel=1e-5))
             assert before == dict.fromkeys(wanted)
             assert after == {**dict.fromkeys(wanted), "residual_norm": truth["norms"]["residual_norm"]}
 
@@ -291,12 +159,11 @@ def test_norms(run_ranks):
 def readings() -> list[Any]:
     ddp = wrap(mlp())
     hook = commhooks.attach(ddp, "powerSGD", hook_options=POWERSGD | {"start_powerSGD_iter": 2})
-    hook.sample_cosine(3)
     meter, out = Meter(), []
     train(ddp, 2)
     out.append((meter.read(hook), hook.stats()))
     train(ddp, 3, first_step=2)
-    out.append((meter.read(hook, per_layer=True, prefix="x"), hook.stats()))
+    out.append((meter.read(hook, prefix="x"), hook.stats()))
     out.append((meter.read(hook), hook.stats()))
     return out
 
@@ -304,13 +171,11 @@ def readings() -> list[Any]:
 def test_a_meter_tells_what_happened_since_the_last_reading(run_ranks):
     for (first, one), (second, two), (third, _) in run_ranks(readings):
         names = {f"commhooks/{name}" for name in NAMES} - {f"commhooks/{name}" for name in OF_OTHERS}
-        # No residual yet, and no pass that was sampled.
-        assert first.keys() == names - {f"commhooks/{n}" for n in ("residual_norm", "residual_over_gradient", "cosine")}
+        # No residual yet.
+        assert first.keys() == names - {f"commhooks/{n}" for n in ("residual_norm", "residual_over_gradient")}
         assert first["commhooks/compression_rate"] == 1 and first["commhooks/compressed_steps"] == 0
         assert first["commhooks/bytes_per_pass"] == one["bytes_sent"] / 2
-        layers = {name for name in second if name.startswith("x/layers/")}
-        assert {name.replace("x/", "commhooks/") for name in second.keys() - layers} == names
-        assert len(layers) == 3 * 4 + 3 * 2  # vectors have no residual
+        assert {name.replace("x/", "commhooks/") for name in second} == names
         assert second["x/compressed_steps"] == 3 and second["x/bytes_sent"] == two["bytes_sent"]
         assert second["x/bytes_per_pass"] == (two["bytes_sent"] - one["bytes_sent"]) / 3
         assert second["x/bytes_per_pass"] < 0.5 * first["commhooks/bytes_per_pass"]
@@ -319,8 +184,8 @@ def test_a_meter_tells_what_happened_since_the_last_reading(run_ranks):
         for name in ("codec", "waiting"):
             since = two[f"{name}_s"] - one[f"{name}_s"]
             assert second[f"x/{name}_ms"] == pytest.approx(1000 * since / 3)
-        # Nothing has happened since: no means, no cosine.
-        means = {f"commhooks/{n}" for n in ("bytes_per_pass", "codec_ms", "waiting_ms", "compression_rate", "cosine")}
+        # Nothing has happened since: no means.
+        means = {f"commhooks/{n}" for n in ("bytes_per_pass", "codec_ms", "waiting_ms", "compression_rate")}
         assert third.keys() == names - means
 
 

@@ -128,10 +128,7 @@ class Case:
 def train(make: Callable[[], Any], situation: Situation) -> dict[str, Any]:
     """To the end; with `resume` also saved in the middle and gone on with in a new model and hook."""
     if not situation.resume:
-        run = Run(make(), situation)
-        if situation is WATCHED:
-            run.hook.sample_cosine(3)
-        return run.train(STEPS).result()
+        return Run(make(), situation).train(STEPS).result()
     savers, content = situation.savers or dist.get_world_size(), [None]
     group = dist.new_group(list(range(savers))) if situation.savers else None
     found: dict[str, Any] = {}

@@ -192,7 +192,7 @@ class Run:
             found["plan as text"] = hook.plan().summary() if self.situation.several else str(hook.plan())
             found["stats"] = {k: v for k, v in hook.stats().items() if not k.startswith(("codec_s", "waiting_s"))}
             found["repr"], found["options"], found["name"] = repr(hook), hook.options, hook.name
-            found["norms"], found["layers"] = hook.norms(), hook.layers()
+            found["norms"] = hook.norms()
             for residual in ("per_rank", "drop", "mean"):
                 found[f"payload {residual}"] = hook.state_dict(residual)
         if isinstance(self.state, commhooks.PowerSGDState):
@@ -208,7 +208,7 @@ def of_state(state: Any) -> dict[str, Any]:
 
 
 _BY_STEP = ("step", "compressed_steps", "nonfinite_steps", "collectives_last_pass", "bytes_sent_last_pass",
-            "last_issued", "handshakes", "cosine", "cosine_pass")  # fmt: skip
+            "last_issued", "handshakes")  # fmt: skip
 
 
 def digest(tensors: Any) -> str:

@@ -60,7 +60,6 @@ FOLDERS = {
 
 AREAS = {
     "engine": [
-        Part("coalescing", ("engine/test_coalescing",)),
         Part(
             "arrangement hierarchy node_shares",
             (
@@ -86,7 +85,7 @@ AREAS = {
             ),
         ),
         Part(
-            "local_driver observer streams",
+            "observer streams",
             ("engine/test_observer", "engine/test_streams", "hook/test_metrics"),
         ),
         Part(
@@ -178,11 +177,6 @@ AREAS = {
 
 
 EXPLAINED = {
-    (
-        "commhooks/engine/simulation.py",
-        "first_one, names = self._compressors[0], ModelNames(parameters.items())",
-        "first_one, names = self._compressors[ -1], ModelNames(parameters.items())",
-    ): "all elements are alike",
     (
         "commhooks/engine/observer.py",
         "self._begin = 0",

@@ -7,7 +7,6 @@ import importlib.metadata
 import importlib.util
 import re
 
-import omegaconf
 import pytest
 import torch
 from torch.distributed.fsdp import FSDPModule
@@ -55,12 +54,6 @@ delayed_in_small_buckets = _needs(
 mixed_precision_of_ddp = _needs(
     "DDP's mixed_precision, which a torch for CUDA refuses without a driver",
     torch.version.cuda is None or torch.cuda.is_available(),
-)
-
-# OmegaConf 2.3: "Unions of containers are not supported".
-structured_unions = _needs(
-    "OmegaConf.structured with Union[int, dict[str, int]]",
-    _numbers(omegaconf.__version__)[:2] > (2, 3),
 )
 
 # jsonargparse takes the annotation `int | float | None` of a config for Lightning's own `float | int | None`.

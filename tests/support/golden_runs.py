@@ -1,10 +1,10 @@
-"""The runs behind the files in tests/golden: what was saved, in each way there is, and what training from it gives.
+"""The runs behind tests/golden/payloads.pt: what is saved, in every form, and what training from it gives.
 
 Nothing here depends on random numbers of torch: gradients are sines, and Q is in what is loaded. Everything runs on two
 ranks.
 """
 
-from pathlib import Path
+import copy
 from typing import Any
 
 import torch
@@ -17,25 +17,20 @@ from tests.support.inside import learns, session_of, user_state
 from tests.support.models import EVERY_PARAMETER, Prescribed, backward
 from tests.support.repository import TESTS
 
-FOLDER = TESTS / "golden"
+FILE = TESTS / "golden" / "payloads.pt"
+"""A dict: "saved" holds, for each of two ranks, what it saved by kind; "gradients" those of the next steps, by kind."""
 SHAPES = {"conv": (6, 2, 3, 3), "bias": (6,), "wide": (8, 10)}
 LOW_RANK = {"matrix_approximation_rank": 2, "min_compression_rate": 1}
 SAVED_AT = 4
 
-# Name of the file -> hook, and how it is saved.
+# One kind per form of a payload: its hook, and how it is saved.
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {
-    "per_rank": ("powerSGD", {"residual": "per_rank"}),
     "mean": ("powerSGD", {"residual": "mean"}),
     "gathered": ("powerSGD", {"residual": "per_rank", "gather": True}),
-    "drop": ("powerSGD", {"residual": "drop"}),
-    "inexact": ("powerSGD", {"residual": "mean", "joint": False}),
+    "parts": ("powerSGD", {"residual": "per_rank"}),
     "batched": ("batched_powerSGD", {"residual": "per_rank", "gather": True}),
-    "simple": ("fp16_compress", {}),
     "users": ("users", {}),
-    "shared": ("powerSGD", {"residual": "per_rank"}),
-    "part": ("powerSGD", {"residual": "per_rank"}),
 }
-OF_EACH_RANK = ("per_rank", "part", "users")
 
 
 class Momentum:
@@ -93,57 +88,51 @@ def new(hook: str, start: int) -> tuple[DistributedDataParallel, commhooks.CommH
 
 
 def save(kind: str) -> Any:
-    """What this rank's file of this kind holds after `SAVED_AT` steps, three of them compressed."""
+    """What this rank saves of this kind after `SAVED_AT` steps, three of them compressed. Of "parts" a list: the shared
+    part, and that of this rank."""
     hook, how = KINDS[kind]
     ddp, attached = new(hook, start=1)
     for step in range(SAVED_AT):
         backward(ddp, gradients(dist.get_rank(), step))
     saved = attached.state_dict(**how)
-    if kind in ("shared", "part"):
-        return payload_parts.split(saved, dist.get_rank())[kind == "part"]
-    return saved
+    return list(payload_parts.split(saved, dist.get_rank())) if kind == "parts" else saved
 
 
 def save_all() -> dict[str, Any]:
     return {kind: save(kind) for kind in KINDS}
 
 
-def path(kind: str, rank: int, version: int) -> Path:
-    name = f"{kind}_{rank}" if kind in OF_EACH_RANK else kind
-    return FOLDER / f"v{version}" / f"{name}.pt"
-
-
-def payload_of(kind: str, version: int) -> dict[str, Any]:
-    """What this rank loads: the file itself, or what is put together of parts."""
+def payload_of(kind: str, saved: list[dict[str, Any]]) -> dict[str, Any]:
+    """What this rank loads of what the ranks saved."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    if kind not in ("shared", "part"):
-        return torch.load(path(kind, rank, version), weights_only=True)
-    shared = payload_parts.check_shared(torch.load(path("shared", rank, version), weights_only=True))
+    content: Any = saved[rank][kind]
+    if kind != "parts":
+        return content
+    shared = payload_parts.check_shared(content[0])
     needed = payload_parts.ranks_needed(shared, rank, world_size)
-    parts = [torch.load(path("part", each, version), weights_only=True) for each in needed]
+    parts = [saved[each][kind][1] for each in needed]
     assert [payload_parts.problem_of_part(shared, part, each) for part, each in zip(parts, needed, strict=True)] == [
         None for _ in needed
     ]
     return payload_parts.merge(shared, parts, rank, world_size)
 
 
-def resume(kind: str, version: int) -> dict[str, Any]:
+def resume(kind: str, saved: list[dict[str, Any]]) -> dict[str, Any]:
     """Load it into a hook that was told to start much later, look at its memory, and train two steps."""
     ddp, attached = new(KINDS[kind][0], start=900)
-    attached.load_state_dict(payload_of(kind, version))
+    attached.load_state_dict(payload_of(kind, saved))
     memory = session_of(attached).state if learns(attached) else None
     found: dict[str, Any] = {
         "step": attached.stats()["step"],
         "start": attached.options.get("start_powerSGD_iter"),
         "q": {name: q.clone() for name, q in memory["q"].items()} if memory is not None else {},
         "residuals": {name: r.clone() for name, r in memory["residual"].items()} if memory is not None else {},
-        "missing": memory is not None and memory.local_missing,
-        "calls": user_state(attached).calls if KINDS[kind][0] == "users" else None,
+        "users": None if memory is not None else copy.deepcopy(user_state(attached).state_dict()),
     }
     steps = range(SAVED_AT, SAVED_AT + 2)
     found["gradients"] = [backward(ddp, gradients(dist.get_rank(), step)) for step in steps]
     return found
 
 
-def resume_all(version: int) -> dict[str, Any]:
-    return {kind: resume(kind, version) for kind in KINDS if kind != "shared"}
+def resume_all(saved: list[dict[str, Any]]) -> dict[str, Any]:
+    return {kind: resume(kind, saved) for kind in KINDS}

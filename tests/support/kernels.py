@@ -2,8 +2,15 @@
 
 import contextlib
 import os
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
+from typing import Any
 from unittest import mock
+
+import torch
+
+from commhooks.compressors.base import Compressor
+from commhooks.engine.kernel_choice import Choice, KernelSupport, choose
+from commhooks.errors import HookConfigError
 
 
 @contextlib.contextmanager
@@ -12,3 +19,14 @@ def computing_with(kernel: str) -> Iterator[None]:
     "torch"."""
     with mock.patch.dict(os.environ, {"COMMHOOKS_NATIVE": {"native": "1", "torch": "0"}[kernel]}):
         yield
+
+
+def use_own_kernel(compressor: Compressor[Any], device: torch.device, dtypes: Collection[torch.dtype]) -> Choice:
+    """Compute with the kernel that this machine prefers, where there are no other ranks.
+
+    Raises:
+        HookConfigError: this machine cannot compress gradients of `dtypes` on `device`.
+    """
+    choice = choose([KernelSupport.of(compressor, device, dtypes)], 0, HookConfigError)
+    compressor.kernel = choice.kernel
+    return choice

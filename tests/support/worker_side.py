@@ -64,7 +64,7 @@ def worker_main(stack_path: str) -> None:
         misnamed = _next_group_is_misnamed()
         if misnamed:
             leaks.append("the name of the next process group: the ranks of the next task would not find each other")
-        _forget_meshes()
+        forget_meshes()
         _collect_garbage()
         del group  # now: no `Reducer` of a DDP model without a hook may be the last to hold it, see gradients/ddp.py
         more_leaks, beyond_repair = before.restore()
@@ -96,7 +96,7 @@ def _collect_garbage() -> None:
 _modules = [0]
 
 
-def _forget_meshes() -> None:
+def forget_meshes() -> None:
     """DTensor caches results of operations by mesh, and takes a mesh of the next task, of the same shape but with other
     groups, for the one of this task. And its plans of redistributions keep meshes, and with them their groups, for
     ever."""

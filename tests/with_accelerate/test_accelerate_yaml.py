@@ -90,7 +90,7 @@ WRONG: dict[str, tuple[str, ...]] = {
     "hook: powerSGD\ntotal_steps: ${nowhere}": ("total_steps: Interpolation key 'nowhere' not found",),
     "hook: powerSGD\ntotal_steps: ${oc.env:NO_SUCH}": ("Environment variable 'NO_SUCH' not found",),
     "hook: powerSDG": (": unknown hook 'powerSDG' (did you mean 'powerSGD'?)",),
-    "hook: powerSGD\nwrapper: fp61": (": wrapper='fp61'; expected one of None, 'fp16', 'bf16', ",),
+    "hook: powerSGD\nwrapper: fp61": (": wrapper='fp61'; expected one of None, 'fp16', 'bf16' (did you",),
     "hook: powerSGD\nhook_options: {start_powerSGD_iter: 0.1}": (": start_powerSGD_iter=0.1 is a fraction of the run",),
     "hook: fp16": (" has no setting 'wraper' (did you mean 'wrapper'?)", "wraper=fp16"),
     "hook: bf16": (": override 'wrapper'; expected 'key=value'", "wrapper"),

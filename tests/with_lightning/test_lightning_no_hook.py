@@ -13,7 +13,7 @@ from tests.support.lightning_support import SEVERAL_BUCKETS_MB, assert_equal
 
 def _fits(root: str) -> dict[str, Any]:
     without: dict[str, Any] = {"hook": None, "wrapper": "bf16"}
-    monitor = CommHookMonitor(every_n_steps=1, sample_cosine_every=1)
+    monitor = CommHookMonitor(every_n_steps=1)
     found = {
         "plain": fit(root + "/plain", make=lambda: DDPStrategy(bucket_cap_mb=SEVERAL_BUCKETS_MB)),
         "none": fit(root, save=True, callbacks=[monitor], **without),

@@ -65,9 +65,8 @@ class AutoCompressor(AdaptiveCompressor[Auto]):
     initial_value = _of_inner("initial_value")
     computes = _of_inner("computes")
     memory_plan = _of_inner("memory_plan")
-    planning_config = _of_inner("planning_config")
+    config = _of_inner("planning_config")
     stats_every = _of_inner("stats_every")
-    coalesces = _of_inner("coalesces")
     collectives = _of_inner("collectives")
     needs_exact_step = _of_inner("needs_exact_step")
 

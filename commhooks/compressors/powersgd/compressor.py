@@ -47,20 +47,16 @@ class _LowRank(NativelyComputed[AnyPowerSGD]):
         return not self.config.warm_start
 
     @property
-    def coalesces(self) -> bool | None:  # type: ignore[override]
-        return self.config.coalesce
-
-    @property
     def stats_every(self) -> int:  # type: ignore[override]
         return max(1, self.config.compression_stats_logging_frequency)
 
     @property
     def words(self) -> str:
-        return f"{self.config.rank_words}, from step {self.start_step}"
+        return f"rank {self.config.matrix_approximation_rank}, from step {self.start_step}"
 
     @property
     def phrase(self) -> str:
-        return f"{self.title} at {self.config.rank_words}"
+        return f"{self.title} at rank {self.config.matrix_approximation_rank}"
 
     @property
     def state_fields(self) -> tuple[StateField, ...]:  # type: ignore[override]
@@ -114,9 +110,7 @@ class BatchedPowerSGDCompressor(_LowRank[BatchedPowerSGD]):
     per_bucket = True
 
     def plan(self, parameters: Sequence[ParameterInfo]) -> list[UnitPlan]:
-        rank = self.config.rank_for(None)
-        assert rank is not None  # the config takes no globs
-        return [plan_bucket(parameters, rank)]
+        return [plan_bucket(parameters, self.config.matrix_approximation_rank)]
 
     def workspace(self, layout: BucketLayout, plans: Sequence[UnitPlan]) -> AnyKernel:
         (plan,) = plans

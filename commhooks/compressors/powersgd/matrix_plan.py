@@ -48,11 +48,8 @@ def plan_parameter(info: ParameterInfo, options: PowerSGD) -> MatrixPlan:
     parameter = info.parameter
     if parameter.dim() < 2:
         return MatrixPlan.uncompressed(info, "scalar" if parameter.dim() == 0 else "vector")
-    wanted = options.rank_for(info.glob)
-    if wanted is None:
-        return MatrixPlan.uncompressed(info, "no pattern of matrix_approximation_rank matches")
     n, m = matrix_shape(parameter)
-    rank = min(n, m, wanted)
+    rank = min(n, m, options.matrix_approximation_rank)
     sent, min_rate = (n + m) * rank, options.min_compression_rate
     if sent >= parameter.numel() or sent * min_rate >= parameter.numel():
         saved = parameter.numel() / sent

@@ -17,11 +17,11 @@ from commhooks.compressors.kernel import TORCH
 from commhooks.compressors.powersgd import native_products
 from commhooks.compressors.powersgd.compressor import PowerSGDCompressor
 from commhooks.ddp_comm_hooks import powerSGD_hook
-from commhooks.engine.simulation import SimulatedRanks
 from tests.support.compilers import needs_compiler
 from tests.support.ddp_steps import log_lines, process_group_of_one
 from tests.support.kernels import computing_with
 from tests.support.models import same_bits
+from tests.support.simulation import SimulatedRanks
 from tests.support.training import SEVERAL_BUCKETS_MB, Run, flat, make_model
 
 NO_COMPILER = {"CC": "/bin/false"}

@@ -19,11 +19,11 @@ from commhooks.compressors.quantized import native_blocks
 from commhooks.compressors.quantized.native_kernel import NativeKernel
 from commhooks.compressors.quantized.torch_kernel import TorchKernel
 from commhooks.compressors.registry import compressor_of
-from commhooks.engine import simulation
-from commhooks.engine.simulation import SimulatedRanks
+from tests.support import simulation
 from tests.support.compilers import needs_compiler
 from tests.support.kernels import computing_with
 from tests.support.models import same_bits
+from tests.support.simulation import SimulatedRanks
 
 BLOCK = 32
 # Parts of a block, one block, a little more, blocks for some of the ranks only, and more than a part of the kernel.

@@ -5,11 +5,11 @@ import torch
 
 from commhooks import Int4Compress, Int8Compress
 from commhooks.compressors.registry import compressor_of
-from commhooks.engine.simulation import SimulatedRanks
 from tests.support.compilers import needs_compiler
 from tests.support.kernels import computing_with
 from tests.support.models import masks, same_bits
 from tests.support.quantized_oracle import OracleRanks
+from tests.support.simulation import SimulatedRanks
 
 BLOCK = 16
 STEPS = 4

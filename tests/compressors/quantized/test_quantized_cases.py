@@ -10,12 +10,12 @@ from torch import nn
 
 import commhooks
 from commhooks.compressors.quantized.compressor import Int4Compressor, Int8Compressor
-from commhooks.engine.simulation import SimulatedRanks
 from tests.support.compilers import needs_compiler
 from tests.support.ddp_steps import replicas_equal, residuals
 from tests.support.features import complex_on_gloo
 from tests.support.kernels import computing_with
 from tests.support.models import all_finite
+from tests.support.simulation import SimulatedRanks
 
 HOOKS = ["int8", "int4"]
 KERNELS = [pytest.param("native", marks=needs_compiler), "torch"]

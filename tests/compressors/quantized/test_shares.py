@@ -6,8 +6,8 @@ import torch
 from commhooks import Int8Compress
 from commhooks.compressors.quantized.compressor import Int8Compressor
 from commhooks.compressors.quantized.shares import Shares
-from commhooks.engine.simulation import SimulatedRanks
 from tests.support.models import same_bits
+from tests.support.simulation import SimulatedRanks
 
 PARAMETERS = [("a", 1), ("layers.0.weight", 100), ("b", 3), ("layers.1.weight", 101)]
 

@@ -11,7 +11,7 @@ from lightning_commhooks import CommHookDDP, CommHookMonitor
 
 
 def attach(ddp_model: DistributedDataParallel) -> commhooks.CommHook:
-    config = commhooks.PowerSGD(matrix_approximation_rank={"*attention*": 8, "*": 2}, start_powerSGD_iter=0.1)
+    config = commhooks.PowerSGD(matrix_approximation_rank=8, start_powerSGD_iter=0.1)
     hook = commhooks.attach(ddp_model, config, wrapper="bf16", check_every=100)
     hook.load_state_dict(hook.state_dict("mean"))
     print(hook.plan().compressed_share, hook.stats()["step"])

@@ -1,6 +1,6 @@
 """The exchange of a compressor without other ranks: every collective returns its own input.
 
-Used to time a codec on this machine. Nothing is sent, and no process group is needed.
+Nothing is sent, and no process group is needed.
 """
 
 from collections.abc import Mapping, Sequence
@@ -14,12 +14,12 @@ from commhooks.compressors.local_steps.compressor import LocalStepsCompressor
 from commhooks.compressors.local_steps.outer_step import ANCHOR
 from commhooks.compressors.unit_plan import ParameterInfo
 from commhooks.engine.average import new_task
-from commhooks.engine.kernel_choice import use_own_kernel
 from commhooks.engine.state import LearnedState
 from commhooks.engine.task import Done, ExchangeTask
 from commhooks.gradients import precision
 from commhooks.gradients.layout import read_layout
 from commhooks.gradients.names import ModelNames
+from tests.support.kernels import use_own_kernel
 
 
 class LocalDriver:
@@ -51,7 +51,7 @@ class LocalDriver:
                 self._state[ANCHOR.key].update(anchors)
             flat = torch.empty(sum(p.numel() for p in parameters), dtype=dtype, device=device)
             layout = read_layout(flat, parameters, list(named))
-            config = compressor.planning_config
+            config = compressor.config
             plans = compressor.plan([ParameterInfo.of(name, p, names, config) for name, p in named.items()])
             compresses = not compressor.transactional or any(plan.compressed for plan in plans)
             self._buckets.append((flat, compressor.workspace(layout, plans) if compresses else None))

@@ -1,0 +1,68 @@
+"""Parameters without elements, in buckets beside others and in a bucket of their own, change no bit of the others. On
+shards they cannot be: FSDP2 refuses them in the backward pass (torch 2.13)."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.support.kind_parameters import ALL
+from tests.support.kinds import AUTO, KINDS, Kind
+from tests.support.models import same_bits
+from tests.support.training import make_model
+
+STEPS = 3
+OTHERS = {
+    "noop": Kind("noop", learns=False),
+    "diloco": Kind("diloco", {"sync_every": 2}),
+    "diloco, fragments": Kind("diloco", {"sync_every": 4, "fragments": 2}),
+    "local_sgd": Kind("local_sgd", {"sync_every": 2}),
+}
+EVERY = KINDS | OTHERS
+BETWEEN_NODES = [each for each in ALL if KINDS[each.id].hook != AUTO and not KINDS[each.id].layouts_matter]
+
+
+class _Empty(nn.Module):
+    def __init__(self, *shapes: tuple[int, ...], dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        self.tensors = nn.ParameterList(torch.empty(shape, dtype=dtype) for shape in shapes)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + sum(each.sum() for each in self.tensors).to(x.dtype)
+
+
+def _model(empty: bool) -> nn.Sequential:
+    """`empty`: with parameters without elements beside the others, and of another dtype in a bucket of their own."""
+    model = make_model()
+    if empty:
+        model.append(_Empty((0, 3), (4, 0, 2), (0,)))
+        model.append(_Empty((3, 0), dtype=torch.bfloat16))
+    return model
+
+
+def _trained(name: str, ranks_per_node: int | None) -> dict[bool, list[torch.Tensor]]:
+    """The weights with and without empty parameters: at the end, and at the ends of runs that went on from a save."""
+    kind, found = EVERY[name], {}
+    more = {} if ranks_per_node is None else {"ranks_per_node": ranks_per_node}
+    for empty in (False, True):
+        run = kind.new(model=_model(empty), **more).train(STEPS)
+        saves = [run.save(residual=residual) for residual in ("per_rank", "mean", "distributed")]
+        resumed = [kind.new(model=_model(empty), **more).load(saved) for saved in saves]
+        found[empty] = [each.train(STEPS).weights() for each in (run, *resumed)]
+    return found
+
+
+@pytest.mark.parametrize("name", [*ALL, *OTHERS])
+def test_parameters_without_elements(run_ranks: Any, name: str) -> None:
+    for found in run_ranks(_trained, name, None):
+        with_empty, without = found[True], found[False]
+        assert all(each.isfinite().all() for each in with_empty)
+        # The matrix of a bucket starts from a Q that the names of its parameters decide.
+        assert EVERY[name].layouts_matter or all(map(same_bits, with_empty, without))
+
+
+@pytest.mark.parametrize("name", [*BETWEEN_NODES, "diloco"])
+def test_parameters_without_elements_between_nodes(run_ranks: Any, name: str) -> None:
+    for found in run_ranks(_trained, name, 2, world_size=4):
+        assert all(map(same_bits, found[True], found[False]))

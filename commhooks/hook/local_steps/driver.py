@@ -146,7 +146,7 @@ class LocalStepsDriver(EngineHook):
             what = "ranks_per_node, with which the ranks of a node average gradients in every pass: leave it out"
         elif self.counters.cumulative()["backward_passes"] < self._outer.compressor.start_step:
             what = "start_iter, with which the first passes average gradients: leave it out"
-        elif any(isinstance(each, torch.nn.SyncBatchNorm) for each in self._module().modules()):
+        elif any(isinstance(each, torch.nn.SyncBatchNorm) and each.training for each in self._module().modules()):
             what = "SyncBatchNorm, which sends in every pass: use BatchNorm"
         if what:
             raise HookRunError(

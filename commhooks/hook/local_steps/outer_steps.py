@@ -155,7 +155,7 @@ class OuterSteps(Learning):
 
     def _made(self, parameters: Mapping[str, torch.Tensor]) -> "list[Buffer]":
         compressor, names = self.compressor, self.consensus.binding.names
-        config, found = compressor.planning_config, []
+        config, found = compressor.config, []
         for layout in weights.layouts(parameters):
             infos = [ParameterInfo.of(slot.name, slot.parameter, names, config, False) for slot in layout.slots]
             found.append(Buffer(layout, compressor.workspace(layout, compressor.plan(infos))))

@@ -5,7 +5,7 @@ spectral norm, observers that begin at infinity, teachers that follow the studen
 often none of them. On a sharded model rank 0 is the rank of the first replica that holds the same shard.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from commhooks.comm.collective import Send, agreement_key, broadcast_first, gath
 from commhooks.comm.counters import Counters
 from commhooks.errors import logger_of
 from commhooks.gradients.exclude import own_name
+from commhooks.gradients.loss_scale import LossScale, scaler_of
 from commhooks.gradients.source import GradientSource
 from commhooks.hook.local_steps import state_tree, weights
 from commhooks.hook.local_steps.optimizers import OptimizerSteps
@@ -33,7 +34,7 @@ class CommonState:
 
     Args:
         hook: its name, for messages.
-        scaler: the GradScaler of the training; None if there is none, or it is not known.
+        loss_scale: as of `attach`; the GradScaler that it belongs to is rank 0's, too, if that can be told.
         counters: count what is sent.
         logs: this rank logs what concerns all.
     """
@@ -43,12 +44,12 @@ class CommonState:
         hook: str,
         source: GradientSource,
         optimizers: OptimizerSteps,
-        scaler: Any,
+        loss_scale: Callable[[], LossScale] | None,
         counters: Counters,
         *,
         logs: bool,
     ) -> None:
-        self._hook, self._logs, self._scaler = hook, logs, scaler
+        self._hook, self._logs, self._loss_scale = hook, logs, loss_scale
         self._source, self._optimizers, self._counters = source, optimizers, counters
 
     # ---- rank 0's ----------------------------------------------------------------------------------------------------
@@ -88,6 +89,8 @@ class CommonState:
                         left.remove(label)
                 except CannotBeMade:
                     left.append(label)
+        if same:
+            return []
         found = gather_texts("\n".join(left if group.rank() else ()), group, device, _WHAT)
         return sorted({each for text in found for each in text.splitlines()})
 
@@ -112,8 +115,8 @@ class CommonState:
                     "of": self._names_of(parameters),
                 },
             )
-        if self._scaler is not None:
-            yield "the GradScaler", self._scaler.state_dict()
+        if (scaler := scaler_of(self._loss_scale)) is not None:
+            yield "the GradScaler", scaler.state_dict()
 
     def _set(self, label: str, own: Any, tree: Tree, arrived: Mapping[int, torch.Tensor]) -> None:
         """Let what this rank has under `label` be as on rank 0.
@@ -144,8 +147,8 @@ class CommonState:
         elif kind == "frozen":
             if state_tree.rebuilt(own, tree, arrived) is not own:
                 raise CannotBeMade
-        else:
-            self._scaler.load_state_dict(state_tree.rebuilt(own, tree, arrived))
+        elif (scaler := scaler_of(self._loss_scale)) is not None:
+            scaler.load_state_dict(state_tree.rebuilt(own, tree, arrived))
 
     def _set_buffer(self, name: str, value: Any) -> None:
         module, (owner, _, own) = self._source.module, name.rpartition(".")

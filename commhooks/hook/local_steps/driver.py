@@ -29,7 +29,7 @@ from commhooks.engine.immediate import reduce_and_time
 from commhooks.errors import HookRunError
 from commhooks.gradients.bucket import Bucket
 from commhooks.gradients.layout import to_logical
-from commhooks.gradients.loss_scale import LossScale, scaler_of
+from commhooks.gradients.loss_scale import LossScale
 from commhooks.gradients.names import ParameterNames
 from commhooks.gradients.precision import compute_dtype
 from commhooks.gradients.source import Future, GradientSource
@@ -82,9 +82,8 @@ class LocalStepsDriver(EngineHook):
         # Bound methods would keep this object, and with it the learned state, as long as torch's hooks.
         this = weakref.ref(self)
         self._optimizers = OptimizerSteps(source.stepped(), functools.partial(_after_steps, this))
-        scaler = scaler_of(loss_scale)
         logs = self.is_logging_rank
-        self._common = CommonState(request.name, source, self._optimizers, scaler, self.counters, logs=logs)
+        self._common = CommonState(request.name, source, self._optimizers, loss_scale, self.counters, logs=logs)
         # Before torch's own hooks: those of fully_shard gather the weights.
         self._before_forward = self._module().register_forward_pre_hook(_BeforeForward(self), prepend=True)
         self._still_sent = source.let_ranks_differ()

@@ -214,7 +214,7 @@ class _EightBits(torch.optim.Optimizer):
             state, grad, mesh = self.state[p], p.grad.to_local(), p.device_mesh
             momentum = grad.clone()
             if state:
-                momentum += 0.9 * state["codes"].to_local() * state["scale"].to_local()
+                momentum += 0.9 * state["codes"].to_local().double() * state["scale"].to_local()
             scale = momentum.abs().max().clamp_min(1e-9)[None] / 127 if momentum.numel() else momentum.new_ones(1)
             codes = (momentum / scale).round().to(torch.int8)
             whole = {"shape": p.shape, "stride": p.stride()}

@@ -320,7 +320,7 @@ def test_optimizers_that_take_turns_get_their_outer_steps(run_ranks):
 
 
 class _OnTheCPU(nn.SyncBatchNorm):
-    """torch has it for GPUs only."""
+    """DDP takes it on GPUs only."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x - x.mean(0)
@@ -330,9 +330,10 @@ def _repeats(what: str) -> str:
     kwargs: dict[str, Any] = {"find_unused_parameters": {"ddp": {"find_unused_parameters": True}}}.get(what, {})
     kwargs |= {"ranks_per_node": 2} if what == "ranks_per_node" else {}
     start = 10 if what == "start_iter" else 0
-    norm = _OnTheCPU(8) if what == "SyncBatchNorm" else nn.BatchNorm1d(8)
-    model = nn.Sequential(nn.Flatten(), nn.Linear(64, 8), norm, nn.Linear(8, 10))
+    model = nn.Sequential(nn.Flatten(), nn.Linear(64, 8), nn.BatchNorm1d(8, affine=False), nn.Linear(8, 10))
     run = Run.new(model, hook=commhooks.LocalSGD(sync_every=2, start_iter=start), **kwargs)
+    if what == "SyncBatchNorm":
+        run.ddp.module[2] = _OnTheCPU(8, affine=False)
     optimizer = torch.optim.LBFGS(run.ddp.parameters(), lr=0.1, max_iter=3 + dist.get_rank())
     images, labels = batch(0, dist.get_rank())
 

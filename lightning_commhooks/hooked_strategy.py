@@ -61,7 +61,9 @@ class HookedStrategy(ParallelStrategy):
         trainer: Any = self.lightning_module.trainer
         # The tuner's trial runs, as of the learning-rate finder, have a list of callbacks of their own (lightning 2.6).
         if trainer.callbacks is self._callbacks and not trainer.fast_dev_run:
-            self._warn_if_never_reached(trainer)
+            left = _steps_left(trainer)
+            if self._comm_hook is not None and left is not None:
+                self._comm_hook.will_end(left)
 
     def end_round(self, *, optimizers: bool = False) -> None:
         """Let a hook that averages weights do so now, so that the model is that of all ranks. All of them call this.
@@ -72,6 +74,9 @@ class HookedStrategy(ParallelStrategy):
     def teardown(self) -> None:
         super().teardown()
         if self._comm_hook is not None:
+            trainer: Any = None if self.lightning_module is None else self.lightning_module.trainer
+            if trainer is not None and trainer.fast_dev_run:
+                self._comm_hook.quiet()  # some batches only
             self._comm_hook.close()  # which another fit of this module could not attach a hook beside
 
     def __getstate__(self) -> dict[str, Any]:
@@ -89,22 +94,6 @@ class HookedStrategy(ParallelStrategy):
             return []
         trained = [name for name, parameter in module.named_parameters() if parameter.requires_grad]
         return [name for name in trained if name not in self._trained_at_wrap]
-
-    def _warn_if_never_reached(self, trainer: "pl.Trainer") -> None:
-        """Log a warning if this run ends before the hook begins to compress."""
-        hook, left, config = self._comm_hook, _steps_left(trainer), self._request.config
-        if hook is None or config is None or config.start_option is None or left is None:
-            return
-        start, stats = hook.options[config.start_option], hook.stats()
-        # That of a hook that averages weights counts rounds.
-        step = stats["step"] if stats["step_in_round"] is None else stats["so_far"]["backward_passes"]
-        if start < step + left:
-            return
-        about = "" if trainer.lightning_module.automatic_optimization else "about "
-        warn(
-            f"{hook.name} begins to compress after {start} steps, but this run ends after {about}{step + left}: "
-            f"nothing will be compressed. Set {config.start_option} to a smaller number, or to a fraction of the run."
-        )
 
     def _attach(self, model: Any, **groups: Any) -> None:
         """Attach the hook to `model`, which is or is in the wrapped LightningModule."""
@@ -175,10 +164,12 @@ def _with_start(request: HookRequest, trainer: "pl.Trainer") -> HookRequest:
         return request
     steps, option = _steps_left(trainer), config.start_option
     if steps is None and config.configured_start is not None:
+        unknown = "does not know (max_epochs=-1, or a data set without length): set max_steps in the Trainer, or"
+        if not trainer.lightning_module.automatic_optimization:
+            unknown = "does not know in backward passes (manual optimization decides how many each batch has):"
         raise HookConfigError(
-            f"{option}={config.configured_start!r} is a fraction of the run, whose length the "
-            "Trainer does not know (max_epochs=-1, or a data set without length): set max_steps in the Trainer, or "
-            f"give {option} as an int, a number of steps"
+            f"{option}={config.configured_start!r} is a fraction of the run, whose length the Trainer {unknown} give "
+            f"{option} as an int, a number of steps"
         )
     return dataclasses.replace(request, config=config.resolved(steps))
 
@@ -186,16 +177,11 @@ def _with_start(request: HookRequest, trainer: "pl.Trainer") -> HookRequest:
 def _steps_left(trainer: "pl.Trainer") -> int | None:
     """Number of synchronised backward passes from here to the end of the run; None if unknown.
 
-    Automatic optimisation has one per optimizer step, also with gradient accumulation. Manual optimisation: only the
-    number of batches is known, and one pass per batch is assumed.
+    Automatic optimization has one per optimizer step, also with gradient accumulation. With manual optimization the
+    user's code decides.
     """
+    if not trainer.lightning_module.automatic_optimization:
+        return None
     # -1 for a data set without length, inf for max_epochs=-1; the steps of an earlier fit are subtracted.
-    total = trainer.estimated_stepping_batches
-    if trainer.lightning_module.automatic_optimization:
-        left = total - trainer.global_step
-    else:
-        # Here `global_step`, and therefore max_steps, counts the steps of all optimizers; the estimate is in batches.
-        left = total - (trainer.fit_loop.epoch_loop.total_batch_idx + 1)
-        if trainer.max_steps != -1:
-            left = min(left, trainer.max_steps - trainer.global_step)
+    left = trainer.estimated_stepping_batches - trainer.global_step
     return int(left) if 1 <= left < math.inf else None

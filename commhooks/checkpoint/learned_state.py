@@ -102,15 +102,16 @@ class SavedLearnedState:
         """What became of the residuals in `content`, which was loaded, and of the start step, for the log line."""
         said, state, ranks = "", self._session.state, content["world_size"]
         if state.local:
-            if state.local_missing or content["residual"] == "none":
-                residuals = "none, they start from zero"
+            if not content[COUNTERS]["compressed_steps"]:
+                said = "; not yet compressing"
+            elif state.local_missing or content["residual"] == "none":
+                said = "; residuals: none, they start from zero"
             elif all(entry["residual"] is None for entry in content["parameters"].values()):
-                residuals = "zero"
+                said = "; nothing is compressed"
             elif content["residual"] == "per_rank" and ranks == self._world_size:
-                residuals = "each rank's own"
+                said = "; residuals: each rank's own"
             else:
-                residuals = f"mean of {ranks} rank{'s' if ranks > 1 else ''}"
-            said = f"; residuals: {residuals}"
+                said = f"; residuals: mean of {ranks} rank{'s' if ranks > 1 else ''}"
         option, start = self._session.compressor.config.start_option, self._session.compressor.start_step
         if option is not None and start != self._first_start and max(start, self._first_start) > content["step"]:
             said += f"; {option}={start} as it was saved, not {self._first_start}"

@@ -13,7 +13,10 @@ from typing import Any, ClassVar, TypeVar
 from commhooks.compressors.plain_values import checked, plain
 from commhooks.errors import HookConfigError, invalid, no_such
 
-DEFAULT_START_STEP = 1000
+LATEST_DEFAULT_START = 1000
+"""The default start in a run of known length: 10 % of it, and no later than this step."""
+START_IF_UNKNOWN = 100
+"""The default start in a run of unknown length."""
 LARGEST_STEP = 2**62
 """The largest step number that a checkpoint can hold."""
 ConfigT = TypeVar("ConfigT", bound="HookConfig")
@@ -35,7 +38,8 @@ class HookConfig:
     """False for a hook that communicates nothing, so that replicas drift apart."""
     start_option: ClassVar[str | None] = None
     """Name of the field with the step at which compression begins: an int is a number of steps, a float a fraction of
-    the run, None 10 % of it (at most 1000 steps). Before that step gradients are averaged uncompressed."""
+    the run, None 10 % of it (at most 1000 steps), and 100 steps where its length is unknown. Before that step gradients
+    are averaged uncompressed."""
     without_use: ClassVar[tuple[str, ...]] = ()
     """Inherited options that this hook refuses or does not need: lists of options leave them out."""
 
@@ -87,7 +91,7 @@ class HookConfig:
             return self
         if start is None:
             return self.with_start(
-                DEFAULT_START_STEP if total_steps is None else min(DEFAULT_START_STEP, math.ceil(0.1 * total_steps))
+                START_IF_UNKNOWN if total_steps is None else min(LATEST_DEFAULT_START, math.ceil(0.1 * total_steps))
             )
         if total_steps is None:
             raise HookConfigError(

@@ -89,9 +89,9 @@ class CompressorRules(ABC, Generic[ConfigT]):
         return self.title or self.name
 
     @property
-    def words(self) -> str:
-        """Short summary of the options for the log line at the first backward pass."""
-        return f"from step {self.start_step}"
+    def summary(self) -> str:
+        """The main options, for the summary at the first backward pass; "" for none."""
+        return ""
 
     @property
     def phrase(self) -> str:
@@ -134,15 +134,15 @@ class CompressorRules(ABC, Generic[ConfigT]):
         made.config = self.config.with_start(start)
         return made
 
-    def never_acts(self, total_steps: int) -> str:
-        """What to tell the user if it begins only after a run of so many steps has ended; "" if it begins before."""
-        start, option = self.start_step, self.config.start_option
-        if option is None or start < total_steps:
-            return ""
-        return (
-            f"{self.display_name} begins after {start} steps, but this run has only {total_steps}: nothing will be "
-            f"compressed. Set {option} to a smaller number, or to a fraction of the run."
-        )
+    @property
+    def begins(self) -> int:
+        """The step at which compression begins, as far as it is known."""
+        return self.start_step
+
+    @property
+    def how_to_begin_earlier(self) -> str:
+        """The remedy for a training that ends before `begins`."""
+        return f"Set {self.config.start_option} to a smaller number"
 
     def may_compress(self, infos: Sequence[ParameterInfo]) -> list[bool]:
         """Whether each parameter could come to be compressed, and have a residual, with these options."""

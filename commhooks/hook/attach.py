@@ -138,8 +138,10 @@ def attach_request(
     process_group: dist.ProcessGroup | None = None,
     replicate_group: DeviceMesh | dist.ProcessGroup | None = None,
     loss_scale: Callable[[], float | torch.Tensor] | None = None,
+    on_unused: Callable[[str], None] | None = None,
 ) -> CommHook:
-    """`attach` for a request that was checked before; see `attach`."""
+    """`attach` for a request that was checked before; see `attach`. `on_unused`: called on the rank that logs, with the
+    warning that a training has not used the hook."""
     if loss_scale is not None and not callable(loss_scale):
         raise HookConfigError(
             f"loss_scale={loss_scale!r}; expected a function that returns the factor of this step, for example "
@@ -152,10 +154,6 @@ def attach_request(
         request = request.as_plain_average()
     compressor = AllReduceCompressor(AllReduce()) if request.off else request.new_compressor(total_steps)
     logging_rank = is_logging_rank(source.group, source.shard_group)
-    if compressor is not None and total_steps is not None and logging_rank:
-        problem = compressor.never_acts(total_steps)
-        if problem:
-            logger.warning("%s", problem)
     shards = None if source.shard_group is None else held_weakly(source.shard_group)
     binding = Binding(source.names, held_weakly(source.group), loss_scale, shards)
     runner, state = _runner_of(request, source, compressor, binding)
@@ -171,7 +169,10 @@ def attach_request(
             ignored = f" ({' and '.join(request.ignored)} without effect)" if request.ignored else ""
             say(f"{request.name}: no hook, DDP averages the gradients itself{ignored}")
         return attached
+    runner.unused.callback = on_unused
     runner.register(state, attached)
+    if total_steps is not None:
+        runner.will_end(total_steps)
     if source.module is not None and logging_rank:
         for problem in runner.problems():
             logger.warning("%s", problem)

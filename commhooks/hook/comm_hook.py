@@ -1,6 +1,8 @@
 """`CommHook`: a hook that is attached to a model, and the user's handle on it."""
 
 import functools
+import sys
+import weakref
 from collections.abc import Callable
 from typing import Any, NoReturn
 
@@ -36,6 +38,10 @@ class CommHook:
         self._request = request
         self._runner = runner
         self._source = source
+        weakref.finalize(self, _at_exit, weakref.ref(self))
+
+    def __del__(self) -> None:
+        self._runner.ended()  # with the model
 
     def __repr__(self) -> str:
         module = self._source.module
@@ -54,8 +60,13 @@ class CommHook:
         )
 
     def quiet(self) -> None:
-        """Do not log the lines at the first backward pass, for callers such as the doctor."""
-        self._runner.quiet = True
+        """Log neither a summary at the first backward pass nor that the training does not use the hook, for callers
+        such as the doctor."""
+        self._runner.quiet()
+
+    def will_end(self, passes: int) -> None:
+        """Log a warning if the training ends after so many further backward passes and the hook begins later."""
+        self._runner.will_end(passes)
 
     def detach(self) -> None:
         """Take the hook off a model sharded by `fully_shard`, between two backward passes, so that another one can be
@@ -67,6 +78,7 @@ class CommHook:
         """
         self._source.unregister()
         self.synchronize()
+        self._runner.unused.silence()
         self._runner.stop()
         self.detached = True
 
@@ -261,3 +273,13 @@ class CommHook:
         return functools.partial(
             self._runner.load, checked_state(saved, self._runner, self._request, self._source, strict)
         )
+
+
+def _at_exit(hook: "weakref.ref[CommHook]") -> None:
+    """Called at the end of the interpreter; also when the hook is deleted, when `hook` gives None."""
+    alive = hook()
+    if alive is None:
+        return
+    if getattr(sys, "last_value", None) is not None:  # an exception ends the interpreter
+        alive.quiet()
+    alive._runner.ended()

@@ -13,7 +13,9 @@ from commhooks.checkpoint.user_state import SavedUserState
 from commhooks.comm.nodes import Nodes, find_nodes
 from commhooks.compressors.adaptive import AdaptiveCompressor
 from commhooks.compressors.base import RESIDUAL, Compressor
+from commhooks.compressors.cast import AllReduce
 from commhooks.compressors.kernel import TORCH
+from commhooks.compressors.noop import Noop
 from commhooks.compressors.unit_plan import UnitPlan
 from commhooks.compressors.units import Unit
 from commhooks.engine.arrangement import Flat
@@ -30,6 +32,7 @@ from commhooks.hook.model_plan import ModelPlan
 from commhooks.hook.plan_model import parameter_infos, whole_plan
 from commhooks.hook.request import HookRequest
 from commhooks.hook.runner import Runner
+from commhooks.hook.unused import Use
 
 
 class EngineHook(Runner):
@@ -97,28 +100,45 @@ class EngineHook(Runner):
             session.consensus.arrangement,
         )
 
-    def announcement(self) -> str:
-        if self._learns:
-            return f"{self._words}: {self.plan().summary()}"
-        nodes = self._session.consensus.arrangement.words
-        before, sent = self.counters.bytes_uncompressed, self.counters.last_pass.bytes_sent
-        unit = Unit.of(before)
-        return (f" ({nodes})" if nodes else "") + f": {unit.text(before)} -> {unit.text(sent)} per step and rank"
-
-    def announcement_alone(self, reason: str) -> str:
+    def use(self) -> Use | None:
+        compressor = self._session.compressor
         if not self._learns:
-            return reason
-        # Its residuals must be those that a run with several ranks can go on with, and take over from one.
-        return (
-            f"{self._words}{reason}. The gradients are compressed as among several, so that the run can go on with any "
-            "number of them; hook=None trains on exact gradients"
+            plain = isinstance(compressor.config, (AllReduce, Noop))
+            return None if plain and self._request.wrapper is None else Use(acted=True)
+        acted = self.counters.numel_before > 0
+        return Use(
+            acted,
+            plain=not acted,
+            begins=compressor.begins,
+            acts=compressor.begins,
+            remedy=compressor.how_to_begin_earlier,
+            or_later=" or later" if isinstance(compressor, AdaptiveCompressor) else "",
         )
 
-    @property
-    def _words(self) -> str:
-        kernel = "" if self.choice.kernel == TORCH else f"; {self.choice.kernel.name} kernel"
-        nodes = self._session.consensus.arrangement.words
-        return f" ({self._session.compressor.words}{kernel}{f'; {nodes}' if nodes else ''})"
+    def details(self) -> list[str]:
+        kernel = f"{self.choice.kernel.name} kernel" if self._learns and self.choice.kernel != TORCH else ""
+        found = (self._session.compressor.summary, kernel, self._session.consensus.arrangement.words)
+        return [each for each in found if each]
+
+    def effect(self) -> str:
+        before, sent = self.counters.bytes_uncompressed, self.counters.last_pass.bytes_sent
+        unit, compressor = Unit.of(before), self._session.compressor
+        if not self._learns:
+            return f"{unit.text(before)} -> {unit.text(sent)} per step and rank"
+        if isinstance(compressor, AdaptiveCompressor) and not self.counters.numel_before:
+            return f"the fastest hook here. Until then {unit.text(before)} per step and rank"
+        return self.plan().summary()
+
+    def alone(self) -> str:
+        if not self._learns:
+            return ""
+        # Its residuals must be those that a run with several ranks can go on with, and take over from one.
+        use = self.use()
+        begin = f"From step {use.begins} on the" if use is not None and use.plain else "The"
+        return (
+            f". {begin} gradients are compressed as among several, so that the run can go on with any number of them; "
+            "hook=None trains on exact gradients"
+        )
 
     @contextlib.contextmanager
     def residuals(self) -> Iterator[tuple[Mapping[str, torch.Tensor], float]]:

@@ -26,6 +26,8 @@ from commhooks.hook.copies import Registered
 from commhooks.hook.model_plan import ModelPlan
 from commhooks.hook.replica_check import ReplicaCheck
 from commhooks.hook.request import HookRequest
+from commhooks.hook.summary import summary
+from commhooks.hook.unused import UnusedWarning, Use
 
 logger = logger_of(__name__)
 
@@ -41,7 +43,7 @@ class Runner(ABC):
         run: reduces one bucket. All ranks must call it, in the same order.
         choice: the kernel that all ranks use.
         said: what the hook has decided, for rank 0 to say at the end of the pass; see `Consensus.remarks`.
-        quiet: do not log the lines at the first backward pass, or they were logged.
+        unused: warns if the training does not use the hook.
     """
 
     run: Callable[[Bucket], Future]
@@ -60,7 +62,6 @@ class Runner(ABC):
         self.saved_state = saved_state
         self.choice = Choice()
         self.said: list[str] = []
-        self.quiet = False
         self.rank, self.world_size = source.group.rank(), source.group.size()
         self.is_logging_rank = is_logging_rank(source.group, source.shard_group)
         self._request = request
@@ -68,7 +69,8 @@ class Runner(ABC):
         self._reader = BucketReader(len(source.names.known()))
         every = request.check_every
         self._replicas = ReplicaCheck(source, every, counters) if every is not None else None
-        self._closed = False
+        self.unused = UnusedWarning(request.name, counters, logs=self.is_logging_rank and self.world_size > 1)
+        self._summarised = self._closed = False
 
     # ---- the backward pass -------------------------------------------------------------------------------------------
 
@@ -78,6 +80,8 @@ class Runner(ABC):
         name = self._request.name
         function = Registered(name, self._run, owner)
         self._source.register(Reducer(name, function, self._reduce, self._end_pass), state)
+        if self.use() is not None and self._source.gives_grad_buckets:  # fully_shard calls it wherever it reduces
+            self.unused.watch(self._source.stepped())
 
     def _run(self, state: Any, bucket: dist.GradBucket) -> Future:
         """The hook function for DDP."""
@@ -106,6 +110,7 @@ class Runner(ABC):
         self._finish_pass()
 
     def _begin_pass(self) -> None:
+        self.unused.called()
         self._source.check_pass()
         if self._replicas is not None and self.replicas_agree and self._replicas.due():
             self.settle()
@@ -116,26 +121,44 @@ class Runner(ABC):
     def _finish_pass(self) -> None:
         if self._source.used is not None:
             self._source.used.clear()
-        if not self.quiet:
-            self.quiet = True
+        if not self._summarised:
+            self._summarised = True
             if self.is_logging_rank:
-                say(self._request.name + self._announcement())
+                say(self._summary())
                 for remark in self.remarks(checked=self._replicas is not None):
                     logger.warning("%s", remark)
         for line in self.said if self.is_logging_rank else ():
             say(line)
         self.said.clear()
 
-    def _announcement(self) -> str:
-        """The text after the hook's name in the log line at the end of the first backward pass."""
+    def _summary(self) -> str:
+        name, use, plain_until = self._request.name, self.use(), ""
         if self.world_size == 1:
             unit = "rank" if self._source.shard_group is None else "replica"
-            return self.announcement_alone(f": there is one {unit}, so nothing is sent")
-        wrapper = self._request.wrapper
-        return self.announcement() + (f", {wrapper} on the wire" if wrapper is not None else "")
+            return summary(name, self.details(), "", f"there is one {unit}, so nothing is sent{self.alone()}")
+        if use is not None and use.plain:
+            plain_until = f"step {use.begins}{use.or_later}"
+        wrapper = f", {self._request.wrapper} on the wire" if self._request.wrapper is not None else ""
+        return summary(name, self.details(), plain_until, self.effect() + wrapper)
+
+    def quiet(self) -> None:
+        """See `CommHook.quiet`."""
+        self._summarised = True
+        self.unused.silence()
+
+    def will_end(self, passes: int) -> None:
+        """See `CommHook.will_end`."""
+        if (use := self.use()) is not None:
+            self.unused.before(use, passes)
+
+    def ended(self) -> None:
+        """The training has ended, as far as is known."""
+        if (use := self.use()) is not None:
+            self.unused.after(use)
 
     def close(self) -> None:
         """See `CommHook.close`."""
+        self.ended()
         self._closed = True
         self._source.close()
         self.stop()
@@ -181,13 +204,21 @@ class Runner(ABC):
     def plan(self) -> ModelPlan:
         """See `CommHook.plan`."""
 
-    def announcement(self) -> str:
-        """What the hook does and sends, in the log line at the end of the first backward pass."""
+    def use(self) -> Use | None:
+        """What the hook has done; None for one that is asked for nothing but plain averages, or for none."""
+        return Use(acted=True)
+
+    def details(self) -> list[str]:
+        """For the summary: the main options, the kernel and the nodes."""
+        return []
+
+    def effect(self) -> str:
+        """For the summary: what the hook does and sends."""
         return ""
 
-    def announcement_alone(self, reason: str) -> str:
-        """The same where nothing is sent, for this `reason`."""
-        return reason
+    def alone(self) -> str:
+        """For the summary where nothing is sent: what the hook does nevertheless, to be appended."""
+        return ""
 
     @contextlib.contextmanager
     def residuals(self) -> Iterator[tuple[Mapping[str, torch.Tensor], float]]:

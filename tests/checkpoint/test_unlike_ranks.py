@@ -62,15 +62,6 @@ def test_a_mean_of_what_nodes_have_saved_is_that_of_each_parameter(run_ranks: An
             assert torch.allclose(own[name].flatten(), mean.flatten(), atol=1e-6)
 
 
-class _SomeLayers(nn.Module):
-    def __init__(self, count: int) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(32, 16, bias=False) for _ in range(count))
-
-    def forward(self, images: torch.Tensor, used: list[int]) -> torch.Tensor:
-        return torch.stack([self.layers[i](images) for i in used]).sum()
-
-
 def _loaded_from_rank_0() -> tuple[list[bool], list[str]]:
     """The compressed parameter belongs to rank 1 of each node, and every rank loads what rank 0 has saved."""
     hooks = []

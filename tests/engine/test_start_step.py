@@ -12,7 +12,7 @@ from tests.support.kernels import computing_with
 
 # start_powerSGD_iter, total_steps -> the step
 STARTS = [
-    (None, None, 1000),
+    (None, None, 100),
     (None, 50_000, 1000),
     (None, 10_000, 1000),
     (None, 9_999, 1000),
@@ -54,7 +54,7 @@ def started(config: commhooks.PowerSGD, total_steps: int | None) -> tuple[int, i
         backward(ddp, step)
         if hook.stats()["compressed_steps"] and first < 0:
             first = step
-    return hook.options["start_powerSGD_iter"], first, [line for line in lines if "nothing will be" in line]
+    return hook.options["start_powerSGD_iter"], first, [line for line in lines if "has no effect" in line]
 
 
 @pytest.mark.parametrize("start, total_steps, expected", [(0.5, 6, 3), (None, 40, 4), (0, None, 0), (1, 2, 1)])
@@ -71,7 +71,7 @@ def test_a_start_that_is_never_reached_is_a_warning(run_ranks, start, total_step
     resolved = start if isinstance(start, int) else 6
     assert on_0[1] == -1
     assert len(on_0[2]) == 1
-    assert f"PowerSGD begins after {resolved} steps, but this run has only 6" in on_0[2][0]
+    assert f"hook 'powerSGD' begins at step {resolved}, but this training ends at step 6, so" in on_0[2][0]
     assert on_1[2] == []
 
 
@@ -84,8 +84,8 @@ def warned_by_auto(total_steps: int) -> list[str]:
 def test_auto_that_never_decides_is_a_warning(run_ranks):
     on_0, on_1 = run_ranks(warned_by_auto, 6)
     assert on_0 == [
-        "commhooks: auto decides after 6 steps, but this run has only 6: nothing will be compressed. Set measure_steps "
-        "to a smaller number, or name the hook."
+        "commhooks: hook 'auto' begins at step 6, but this training ends at step 6, so that it has no effect. Set "
+        "measure_steps to a smaller number, or name the hook."
     ]
     assert on_1 == [] and run_ranks(warned_by_auto, 7) == [[], []]
 
@@ -109,25 +109,48 @@ def test_a_model_in_which_nothing_is_compressed_is_a_warning(run_ranks):
 # -------------------------------------------------------------------------------------------------- one line at first
 
 
+OPTIONS = {
+    "powerSGD": {"matrix_approximation_rank": 2, "start_powerSGD_iter": 2},
+    "batched_powerSGD": {"start_powerSGD_iter": 2},
+    "int8": {"start_iter": 2},
+    "int4": {"start_iter": 0},
+    "diloco": {"start_iter": 2, "sync_every": 2, "wire": "float32"},
+    "local_sgd": {"sync_every": 4},
+    "auto": {"measure_steps": 20},
+}
+
+
 @computing_with("torch")
 def announced(hook: str, wrapper: str | None, with_logging: bool) -> tuple[list[str], str]:
     """What is logged and what is printed in three backward passes."""
-    options = {"matrix_approximation_rank": 2, "start_powerSGD_iter": 2}
     printed = io.StringIO()
     with contextlib.redirect_stderr(printed), contextlib.ExitStack() as stack:
         lines = stack.enter_context(log_lines("commhooks.hook.announce")) if with_logging else []
         ddp = wrap(mlp())
-        commhooks.attach(ddp, hook, hook_options=options if "powerSGD" in hook else None, wrapper=wrapper)
+        commhooks.attach(ddp, hook, hook_options=OPTIONS.get(hook), wrapper=wrapper)
         assert not lines and not printed.getvalue()
         train(ddp, 3)
     return [line for line in lines if line.startswith("commhooks: ")], printed.getvalue()
 
 
 LINES = {
-    ("powerSGD", None): "commhooks: powerSGD (rank 2, from step 2): 3 of 6 parameters compressed (96.7 % of the "
-    "bytes), 10.592 kB -> 1.760 kB per step and rank",
-    ("powerSGD", "bf16"): "commhooks: powerSGD (rank 2, from step 2): 3 of 6 parameters compressed (96.7 % of the "
-    "bytes), 10.592 kB -> 0.880 kB per step and rank, bf16 on the wire",
+    ("powerSGD", None): "commhooks: powerSGD (rank 2): plain all-reduce until step 2, then 3 of 6 parameters "
+    "compressed (96.7 % of the bytes), 10.592 kB -> 1.760 kB per step and rank",
+    ("powerSGD", "bf16"): "commhooks: powerSGD (rank 2): plain all-reduce until step 2, then 3 of 6 parameters "
+    "compressed (96.7 % of the bytes), 10.592 kB -> 0.880 kB per step and rank, bf16 on the wire",
+    ("int8", None): "commhooks: int8_compress (blocks of 256): plain all-reduce until step 2, then 3 of 6 parameters "
+    "compressed (96.7 % of the bytes), 10.592 kB -> 2.952 kB per step and rank",
+    ("int4", None): "commhooks: int4_compress (blocks of 128): 3 of 6 parameters compressed (96.7 % of the bytes), "
+    "10.592 kB -> 1.712 kB per step and rank",
+    ("diloco", None): "commhooks: diloco (every 2 steps): plain all-reduce until step 2, then 6 of 6 parameters "
+    "compressed (100.0 % of the bytes), 10.592 kB -> 5.296 kB per step and rank on average",
+    ("local_sgd", None): "commhooks: local_sgd (every 4 steps): 6 of 6 parameters compressed (100.0 % of the bytes), "
+    "10.592 kB -> 2.648 kB per step and rank on average",
+    (
+        "auto",
+        None,
+    ): 'commhooks: auto (quality="same"): plain all-reduce until step 20 or later, then the '
+    "fastest hook here. Until then 10.592 kB per step and rank",
     ("allreduce", None): "commhooks: allreduce: 10.592 kB -> 10.592 kB per step and rank",
     ("fp16", None): "commhooks: fp16_compress: 10.592 kB -> 5.296 kB per step and rank",
     ("noop", None): "commhooks: noop: 10.592 kB -> 0.000 kB per step and rank",
@@ -153,7 +176,7 @@ def test_one_line_at_the_first_backward_on_rank_0(run_ranks, hook, wrapper):
 
 
 ALONE = {
-    "powerSGD": "commhooks: powerSGD (rank 2, from step 2): there is one rank, so nothing is sent. The gradients are "
+    "powerSGD": "commhooks: powerSGD (rank 2): there is one rank, so nothing is sent. From step 2 on the gradients are "
     "compressed as among several, so that the run can go on with any number of them; hook=None trains on exact "
     "gradients",
     "bf16": "commhooks: bf16_compress: there is one rank, so nothing is sent",
@@ -169,9 +192,8 @@ def test_one_rank_is_told_that_it_sends_nothing(run_ranks, hook):
 @computing_with("torch")
 def everything_logged() -> list[str]:
     with log_lines() as lines:
-        options = {"matrix_approximation_rank": 2, "start_powerSGD_iter": 2}
         ddp = wrap(mlp())
-        commhooks.attach(ddp, "powerSGD", hook_options=options)
+        commhooks.attach(ddp, "powerSGD", hook_options=OPTIONS["powerSGD"])
         train(ddp, 1)
     return lines
 
@@ -179,7 +201,7 @@ def everything_logged() -> list[str]:
 def test_nothing_but_the_line_of_rank_0_is_logged_before_compression(run_ranks):
     """No options that are not those in force, on any rank."""
     ((line,), others) = run_ranks(everything_logged)
-    assert line.startswith("commhooks: powerSGD (rank 2, from step 2): ") and others == []
+    assert line.startswith("commhooks: powerSGD (rank 2): plain all-reduce until step 2, then ") and others == []
 
 
 @computing_with("torch")
@@ -194,6 +216,6 @@ def batched():
 def test_batched_is_announced_with_its_buckets(run_ranks):
     (line,) = [line for line in run_ranks(batched)[0] if line.startswith("commhooks: ")]
     assert line == (
-        "commhooks: batched_powerSGD (rank 1, from step 0): 1 of 1 parameters compressed (100.0 % of the bytes), "
+        "commhooks: batched_powerSGD (rank 1): 1 of 1 parameters compressed (100.0 % of the bytes), "
         "10.592 kB -> 0.416 kB per step and rank"
     )

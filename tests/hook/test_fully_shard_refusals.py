@@ -252,6 +252,6 @@ def _said() -> list[str]:
 def test_one_rank_of_the_model_speaks(run_ranks: Any) -> None:
     first, *others = run_ranks(_said, world_size=4)
     assert others == [[], [], []]
-    assert sum("begins after 9 steps" in line for line in first) == 1
+    assert sum("begins at step 9, but" in line for line in first) == 1
     assert sum("no parameter of the model matches 'nothing.*'" in line for line in first) == 1
-    assert sum("powerSGD (rank 1, from step 9" in line for line in first) == 1 and len(first) == 3
+    assert sum("plain all-reduce until step 9, then" in line for line in first) == 1 and len(first) == 3

@@ -1,18 +1,14 @@
-"""`make demo-accelerate`: what it calls a failure, whom it kills, and the whole of it once in short form."""
+"""`make demo-accelerate`: what it calls a failure, and the whole of it once in short form."""
 
 import os
 import subprocess
-import sys
-import textwrap
-import time
 from pathlib import Path
 from typing import Any
 
 import accelerate_demo
 import accelerate_digits
-import psutil
 import pytest
-from accelerate_demo import AccelerateTraining, failures
+from accelerate_demo import failures
 
 from tests.support import warm
 from tests.support.repository import REPOSITORY
@@ -21,23 +17,12 @@ WHOLE: dict[str, Any] = {"global_step": 345, "stats": {"compressed_steps": 325, 
 RESUMED: dict[str, Any] = {"global_step": 345, "stats": {"compressed_steps": 184, "backward_passes": 184}}
 
 
-def test_a_good_run_fails_nothing() -> None:
-    assert failures(WHOLE, RESUMED, saved_steps=161, differ=[]) == []
-
-
 def test_each_broken_promise_is_a_failure() -> None:
     """Those after a kill are in `test_demo.py`."""
     plain = RESUMED | {"stats": RESUMED["stats"] | {"compressed_steps": 0}}
     sentence = "the resumed training: no step was compressed"
     assert failures(WHOLE, plain, saved_steps=161, differ=[]) == [sentence]
     assert failures(WHOLE, RESUMED, saved_steps=161, differ=["w"]) == ["the weights differ after the kill: w"]
-
-
-def test_unfinished_checkpoints_are_not_taken(tmp_path: Path) -> None:
-    assert accelerate_digits.newest_checkpoint(tmp_path / "nothing") is None
-    for name in ("epoch_2", "epoch_10", "epoch_9", "unfinished", "epoch_", "epoch_11.tmp"):
-        (tmp_path / name).mkdir()
-    assert accelerate_digits.newest_checkpoint(tmp_path) == tmp_path / "epoch_10"
 
 
 class Killed(Exception):
@@ -70,36 +55,6 @@ def test_a_kill_while_saving_leaves_the_checkpoint_before(tmp_path: Path) -> Non
     accelerate_digits.save(FakeAccelerator(False), tmp_path, 2)
     assert [path.name for path in tmp_path.iterdir()] == ["epoch_2"]
     assert sorted(path.name for path in (tmp_path / "epoch_2").iterdir()) == ["model.safetensors", "optimizer.bin"]
-
-
-WORKER_IN_ITS_OWN_SESSION = """
-    import pathlib, subprocess, sys, time
-    folder = pathlib.Path(sys.argv[1])
-    code = "import time; time.sleep(100)"
-    child = subprocess.Popen([sys.executable, "-c", code], start_new_session=True)
-    (folder / "child").write_text(str(child.pid))
-    with open(folder / "log.csv", "w", buffering=1) as log:
-        for step in range(3000):
-            log.write(f"{step // 10},{step},0.5\\n")
-            time.sleep(0.02)
-    time.sleep(100)
-"""
-
-
-def test_workers_in_sessions_of_their_own_are_killed_too(tmp_path: Path) -> None:
-    script = tmp_path / "fake.py"
-    script.write_text(textwrap.dedent(WORKER_IN_ITS_OWN_SESSION))
-    folder = tmp_path / "folder"
-    training = AccelerateTraining(
-        "fake", folder, [sys.executable, str(script), str(folder)], dict(os.environ), epochs=300
-    )
-    done = training.run_and_kill(13, steps_per_epoch=10)
-    assert 13 <= done < 3000 and 0 < done % 10 < 9
-    child = int((folder / "child").read_text())
-    deadline = time.monotonic() + 30
-    while psutil.pid_exists(child) and psutil.Process(child).status() != psutil.STATUS_ZOMBIE:
-        assert time.monotonic() < deadline, "a process of the training outlived it"
-        time.sleep(0.05)
 
 
 @pytest.mark.timeout(300)

@@ -13,11 +13,10 @@ import pytest
 
 import commhooks
 from commhooks.compressors import candidates
-from tests.support.doc_snippets import Snippet, WrongSnippet, find_snippets, old_and_new
+from tests.support.doc_snippets import Snippet, WrongSnippet, find_snippets
 from tests.support.features import replicate_with_fsdp, trainer_resumes_on_cpu
 from tests.support.repository import PACKAGES, REPOSITORY, sources
 from tests.support.snippet_check import check
-from tests.support.snippet_commands import commands
 from tests.support.workers import RanksFailed
 
 DOCS = sorted((REPOSITORY / "docs").glob("*.md"))
@@ -141,7 +140,7 @@ def test_the_doctors_threshold_is_the_one_on_the_page():
     """And of auto."""
     much = f"{100 * (candidates.MARGIN - 1):.0f} %"
     doctor, auto = _page("commands"), _page("auto")
-    assert f"step at least {much} faster" in doctor
+    assert f"within {much} of the fastest" in doctor
     assert f"within {much} of the fastest and gain at least {much}" in auto
 
 
@@ -192,150 +191,47 @@ def test_the_pages_show_each_kind():
 # ---------------------------------------------------------------------------------------- a wrong snippet is found
 
 
-def _only(markdown: str) -> Snippet:
-    return find_snippets("page.md", markdown)[-1]
-
-
+@pytest.mark.timeout(200)
 @pytest.mark.parametrize(
     ("markdown", "text"),
     [
         ("```python\nimport commhooks\ncommhooks.no_such_name\n```", "has no attribute 'no_such_name'"),
-        ("```python\nif True\n```", "SyntaxError"),
         (
-            "<!-- snippet: ddp -->\n```python\nimport commhooks\ncommhooks.attach(model, 'powerSGD')\n```",
-            "wrap the model first",
-        ),
-        (
-            "<!-- snippet: ddp -->\n```diff\n+import commhooks\n"
-            " ddp_model = torch.nn.parallel.DistributedDataParallel(model)\n+commhooks.attach(ddp_model, 'power')\n```",
-            "unknown hook 'power'",
+            "<!-- snippet: attached -->\n```python\nif dist.get_rank(): model[0].bias.data.add_(1)\n```",
+            "replicas differ",
         ),
         (
             "<!-- snippet: ddp -->\n```diff\n-import torch.no_such_module\n+import torch\n```",
             "No module named 'torch.no_such_module'",
         ),
         (
-            "<!-- snippet: attached -->\n```python\nx = hook.stats()['step']\n```\n"
-            "<!-- snippet: continued -->\n```python\nassert x == 4\n```",
-            'File "page.md:6", line 1, in <module>\n    assert x == 4',
+            "<!-- snippet: lightning -->\n```python\nfrom lightning.pytorch import Trainer\n"
+            "Trainer(strategy='ddp_power')\n```",
+            "ddp_power",
         ),
         (
-            "<!-- snippet: attached -->\n```python\nif dist.get_rank(): model[0].bias.data.add_(1)\n```",
-            "replicas differ",
+            "<!-- snippet: lightning notebook -->\n```python\nprint('one')\n```\n"
+            "<!-- snippet: output -->\n```text\none\ntwo\n```",
+            "does not print 'two'",
         ),
+        ("```yaml\ntrainer:\n  strategy:\n    class_path: lightning_commhooks.NoSuchStrategy\n```", "NoSuchStrategy"),
+        ("```yaml\nhook: powerSDG\n```", "did you mean 'powerSGD'"),
+        ("```bash\nmake dmeo\n```", "no such target"),
+        ("```bash\npython examples/lightning_digits.py --hooks powerSGD\n```", "does not take these arguments"),
+        ("```bash\ntorchrun --nproc-per-node 2 examples/nothing.py\n```", "no such file"),
+        ("```bash\ncommhooks hoks\n```", "exits with status 2"),
+        ("```bash\nconda install torch\n```", "does not know 'conda'"),
     ],
 )
-def test_wrong_python_is_found(markdown, text, run_ranks, tmp_path):
-    with pytest.raises(RanksFailed) as raised:
-        check(_only(markdown), run_ranks, tmp_path)
+def test_it_is_found(markdown, text, run_ranks, tmp_path):
+    with pytest.raises((WrongSnippet, RanksFailed, ValueError)) as raised:
+        check(find_snippets("page.md", markdown)[0], run_ranks, tmp_path)
     assert text in str(raised.value)
-
-
-@pytest.mark.timeout(200)
-def test_wrong_lightning_script_is_found(run_ranks, tmp_path):
-    code = "from lightning.pytorch import Trainer\ntrainer = Trainer(devices=1, max_epochs=1, strategy='ddp_power')\n"
-    with pytest.raises(WrongSnippet, match="ddp_power"):
-        check(_only(f"<!-- snippet: lightning -->\n```python\n{code}```"), run_ranks, tmp_path)
-
-
-@pytest.mark.timeout(200)
-def test_a_script_that_does_not_continue_is_found(run_ranks, tmp_path):
-    code = (
-        "from lightning.pytorch import Trainer\nimport lightning_commhooks\n"
-        "trainer = Trainer(devices=1, max_epochs=1, strategy='ddp_powersgd', logger=False)\n"
-        'trainer.fit(model, train_loader, ckpt_path="last")\n'
-    )
-    with pytest.raises(WrongSnippet, match="the second run does not continue"):
-        check(_only(f"<!-- snippet: lightning -->\n```python\n{code}```"), run_ranks, tmp_path)
-
-
-@pytest.mark.timeout(200)
-def test_an_output_that_is_not_printed_is_found(run_ranks, tmp_path):
-    script = "<!-- snippet: lightning notebook -->\n```python\nprint('one; torch kernel')\n```\n"
-    outputs = find_snippets("page.md", f"{script}<!-- snippet: output -->\n```text\none; native kernel\ntwo\n```")
-    assert outputs[0].output == "one; native kernel\ntwo\n"
-    with pytest.raises(WrongSnippet, match="does not print 'two'"):
-        check(outputs[0], run_ranks, tmp_path)
-    with pytest.raises(WrongSnippet, match="the output of what"):
-        find_snippets("page.md", "<!-- snippet: output -->\n```text\none\n```")
-
-
-def test_wrong_trainer_is_found(run_ranks, tmp_path):
-    pytest.importorskip("transformers", reason="transformers needs Python 3.11 or newer")
-    code = "from transformers import Trainer\ntrainer = Trainer(model, args, train_dataset=train_dataset)\n"
-    with pytest.raises(RanksFailed, match="nothing was trained"):
-        check(_only(f"<!-- snippet: transformers -->\n```python\n{code}```"), run_ranks, tmp_path)
-
-
-def _yaml(strategy: str) -> str:
-    return f"```yaml\ntrainer:\n  devices: 2\n  strategy:\n    class_path: {strategy}\n```"
-
-
-@pytest.mark.parametrize(
-    "strategy",
-    [
-        "lightning_commhooks.NoSuchStrategy",
-        "lightning_commhooks.CommHookDDP\n    init_args: {hook: powerSGD, hook_options: {rank: 4}}",
-        "lightning.pytorch.strategies.DDPStrategy",
-    ],
-)
-def test_wrong_yaml_is_found(strategy, run_ranks, tmp_path):
-    with pytest.raises((WrongSnippet, ValueError)):
-        check(_only(_yaml(strategy)), run_ranks, tmp_path)
-
-
-@pytest.mark.parametrize(
-    ("yaml", "text"),
-    [
-        ("hook: powerSDG", "did you mean 'powerSGD'"),
-        ("hook: powerSGD\nbucket_cap: 3", "did you mean 'bucket_cap_mb'"),
-        ("distributed_type: MULTI_GPU\ncomm_hook_config: {hook: powerSGD, rank: 3}", "has no setting 'rank'"),
-        ("distributed_type: MULTI_GPU\nprocesses: 2\ncomm_hook_config: {hook: powerSGD}", "unknown keys"),
-        ("distributed_type: MULTI_GPU", "no section"),
-        ("devices: 2", "devices"),
-    ],
-)
-def test_wrong_accelerate_yaml_is_found(yaml, text, run_ranks, tmp_path):
-    with pytest.raises(WrongSnippet, match=re.escape(text)):
-        check(_only(f"```yaml\n{yaml}\n```"), run_ranks, tmp_path)
-
-
-@pytest.mark.parametrize(
-    ("command", "text"),
-    [
-        ("make dmeo", "no such target"),
-        ("make demo ARG=--epochs=3", "does not use ARG"),
-        ("make demo ARGS=--epoch-count=3", "does not take these arguments"),
-        ("python examples/lightning_digits.py --hooks powerSGD", "does not take these arguments"),
-        ("python examples/nothing.py", "no such file"),
-        ("python -m no_such_module", "no such module"),
-        ("torchrun --ranks 2 examples/transformers_trainer.py", "torchrun does not take these arguments"),
-        ("torchrun --nproc-per-node 2 examples/nothing.py", "no such file"),
-        ("torchrun --max-restart", "torchrun does not take --max-restart"),
-        ("torchrun -m commhooks doctor examples.doctor_transformer:built", "has no 'built'"),
-        ("torchrun -m commhooks doctor examples.doctor_transformer:build --step 3 --nosuch", "cannot be started"),
-        ("torchrun -m commhooks hooks", "cannot be started"),
-        ("srun torchrun --nnodes 2 examples/nothing.py", "no such file"),
-        ("export NCCL_SOCKET_IFNAME=eth1 && make dmeo", "does not know '&&'"),
-        ('pip install ".[lightening]"', "no extra 'lightening'"),
-        ("pip install commhooks", "only this repository"),
-        ("commhooks hoks", "exits with status 2"),
-        ("conda install torch", "does not know 'conda'"),
-        ("accelerate-commhooks lunch train.py", "the command is launch"),
-        ("accelerate-commhooks launch --config_file nothing.yaml examples/accelerate_digits.py", "cannot be read"),
-        ("accelerate-commhooks launch --confg_file=x examples/accelerate_digits.py", "no arguments of it"),
-        ("accelerate-commhooks launch examples/accelerate_digits.py --epoch-count 3", "does not take these arguments"),
-    ],
-)
-def test_wrong_command_is_found(command, text, run_ranks, tmp_path):
-    with pytest.raises(WrongSnippet, match=re.escape(text)):
-        check(_only(f"```bash\n{command}\n```"), run_ranks, tmp_path)
 
 
 @pytest.mark.parametrize(
     ("markdown", "text"),
     [
-        ("```\nx\n```", "language ''"),
         ("```pythn\nx\n```", "language 'pythn'"),
         ("```python\nx\n", "never closed"),
         ("<!-- snippet: dpd -->\n```python\nx\n```", "unknown comment"),
@@ -344,25 +240,3 @@ def test_wrong_command_is_found(command, text, run_ranks, tmp_path):
 def test_wrong_fence_is_found(markdown, text):
     with pytest.raises(WrongSnippet, match=text):
         find_snippets("page.md", markdown)
-
-
-def test_find_snippets():
-    markdown = "a\n\n  ```python\n  if x:\n      y\n  ```\n<!-- snippet: ddp -->\n~~~text\n```\n~~~\n"
-    assert [(s.line, s.language, s.needs, s.text) for s in find_snippets("page.md", markdown)] == [
-        (3, "python", "", "if x:\n    y\n"),
-        (8, "text", "ddp", "```\n"),
-    ]
-
-
-def test_old_and_new():
-    assert old_and_new("-a\n+b\n c\n\n") == ("a\nc\n\n", "b\nc\n\n")
-    for wrong, text in ((" a\n", "changes nothing"), ("a\n+b\n", "begins with")):
-        with pytest.raises(WrongSnippet, match=text):
-            old_and_new(wrong)
-
-
-def test_commands():
-    assert commands("$ make demo  # comment\n\n# only a comment\npip install \\\n  '.[cli]'\n") == [
-        ["make", "demo"],
-        ["pip", "install", ".[cli]"],
-    ]

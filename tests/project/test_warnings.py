@@ -41,11 +41,6 @@ def test_every_warning_has_the_prefix() -> None:
     assert found == {} and len(texts) > 100
 
 
-def test_one_without_it_is_found() -> None:
-    assert _warnings_without_prefix("logger = logging.getLogger('x')\nlogger.warning('a')\n") == [2]
-    assert _warnings_without_prefix("logger = logger_of('x')\nlogger.warning('a')\nrank_zero_warn('b')\n") == [3]
-
-
 def test_the_prefix_and_the_place(caplog: pytest.LogCaptureFixture) -> None:
     logger = logger_of("commhooks.test")
     with caplog.at_level(logging.INFO):

@@ -8,13 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from commhooks.compressors.registry import compressor_of
 from tests.stress import chaos_cases, chaos_runs
 from tests.stress.chaos_cases import Case, Combination, Death
 from tests.stress.chaos_runs import Outcome
-from tests.stress.chaos_training import HOOKS
 from tests.stress.chaos_twins import Twins
-from tests.stress.chaos_watch import Watch
 from tests.support import warm
 from tests.support.features import fully_shard_on_gloo, trainer_resumes_on_cpu
 
@@ -147,66 +144,3 @@ def test_other_weights_are_a_failure() -> None:
     short = _outcome()
     short.final[1]["stats"]["so_far"]["backward_passes"] -= 1
     assert chaos_runs.judge(short, WEIGHTS).failures == [f"not {chaos_cases.STEPS} steps, or none compressed"]
-
-
-@pytest.mark.parametrize(
-    ("front", "status", "output", "said"),
-    [
-        ("lightning", 1, "a/b.pt, key: it is cut off after 7 bytes", "refused"),
-        ("lightning", 1, "PytorchStreamReader failed", ""),
-        ("lightning", 0, "", ""),
-        ("accelerate", 0, "a/b.pt counts as missing ... all ranks start from residuals of zero", "without residuals"),
-        ("plain", 1, "PytorchStreamReader failed", "refused"),  # the script reads by itself
-    ],
-)
-def test_what_is_said_of_a_damaged_file(front: str, status: int, output: str, said: str) -> None:
-    case = Case(dataclasses.replace(PLAIN, front=front), Death("truncated", "between", 12))
-    assert chaos_runs._what_it_said(status, output, case, Path("a/b.pt")) == said
-
-
-def test_a_limit_that_no_file_has_met_is_no_death(tmp_path: Path) -> None:
-    watch = Watch(tmp_path, 1, death=Death("full", "saving", 5, rank=1, file_bytes=1000))
-    watch.at("between", 5)
-    watch.at("saving", 5)
-    (tmp_path / "small").write_bytes(b"0" * 1000)
-    with pytest.raises(OSError, match=chaos_runs.FULL):
-        (tmp_path / "large").write_bytes(b"0" * 1001)
-    assert (tmp_path / "death.json").exists()
-    watch.at("between", 6)
-    assert not (tmp_path / "death.json").exists()
-    (tmp_path / "large").write_bytes(b"0" * 1001)
-
-
-# -------------------------------------------------------------------------------------------------- what it draws from
-
-
-def test_a_seed_draws_everything_that_exists() -> None:
-    arguments = (chaos_cases.FRONTS, chaos_cases.TOPOLOGIES, chaos_cases.HOOKS)
-    cases = chaos_cases.draw(1000, 3, *arguments, chaos_cases.DEATHS)
-    assert cases[:100] == chaos_cases.draw(100, 3, *arguments, chaos_cases.DEATHS)
-    assert {case.combination for case in cases} == set(chaos_cases.combinations(*arguments))
-    moments = {(kind, moment) for kind, some in chaos_cases.MOMENTS.items() for moment in some}
-    assert {(case.death.kind, case.death.moment) for case in cases} == moments
-    assert all(case.death.step == 0 for case in cases if case.death.moment == "start")  # or it never comes
-    assert chaos_cases.draw(1, 3, ["fabric"], ["ddp"], ["auto"], ["one"])[0].combination.front == "fabric"
-
-
-def test_what_is_left_out_is_refused_by_the_hooks() -> None:
-    for hook, config in HOOKS.items():
-        compressor = compressor_of(config())
-        refused = bool(compressor.flat_only)
-        for topology in ("nodes", "fsdp2"):
-            assert bool(chaos_cases.left_out(Combination("plain", topology, hook))) == refused
-
-
-def test_only_what_is_complete_is_a_checkpoint(tmp_path: Path) -> None:
-    for path in ("step_05.pt", "step=10.ckpt/commhooks/.metadata", "checkpoint-15/trainer_state.json", "step_20/a"):
-        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / path).write_text("whole")
-    for path in ("step=25.ckpt/meta.pt", "checkpoint-30/model.safetensors", "unfinished/a", "step_30.tmp"):
-        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / path).write_text("cut")
-    found = chaos_cases.complete_checkpoints(tmp_path)
-    assert [chaos_cases.step_of(path) for path in found] == [5, 10, 15, 20]
-    assert chaos_cases.files_with_the_hook(found[1]) == [tmp_path / "step=10.ckpt" / "commhooks" / ".metadata"]
-    assert chaos_cases.files_with_the_hook(found[0]) == [tmp_path / "step_05.pt"]

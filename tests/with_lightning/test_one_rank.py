@@ -64,7 +64,7 @@ def _said(front: str) -> list[str]:
 def test_one_rank_is_told_alike(run_ranks: Any, front: str) -> None:
     [lines] = run_ranks(_said, front, world_size=1)
     assert lines == [
-        "commhooks: powerSGD (rank 1, from step 1): there is one rank, so nothing is sent. The gradients are "
+        "commhooks: powerSGD (rank 1): there is one rank, so nothing is sent. From step 1 on the gradients are "
         "compressed as among several, so that the run can go on with any number of them; hook=None trains on "
         "exact gradients"
     ]

@@ -65,7 +65,6 @@ class AutoCompressor(AdaptiveCompressor[Auto]):
     initial_value = _of_inner("initial_value")
     computes = _of_inner("computes")
     memory_plan = _of_inner("memory_plan")
-    config = _of_inner("planning_config")
     stats_every = _of_inner("stats_every")
     collectives = _of_inner("collectives")
     needs_exact_step = _of_inner("needs_exact_step")
@@ -88,18 +87,18 @@ class AutoCompressor(AdaptiveCompressor[Auto]):
     def start_step(self) -> int:
         return LARGEST_STEP if self.decision.since is None else self.decision.since
 
-    def never_acts(self, total_steps: int) -> str:
+    @property
+    def begins(self) -> int:
         watch = self.decision.watch
-        if self.decision.since is not None or watch is None or watch.end < total_steps:
-            return ""
-        return (
-            f"auto decides after {watch.end} steps, but this run has only {total_steps}: nothing will be compressed. "
-            "Set measure_steps to a smaller number, or name the hook."
-        )
+        return watch.end if self.decision.since is None and watch is not None else self.start_step
 
     @property
-    def words(self) -> str:
-        return f'quality="{self.config.quality}"; {self.decision.words}'
+    def how_to_begin_earlier(self) -> str:
+        return "Set measure_steps to a smaller number, or name the hook"
+
+    @property
+    def summary(self) -> str:
+        return "; ".join(filter(None, (f'quality="{self.config.quality}"', self.decision.summary)))
 
     @property
     def judges_averages(self) -> bool:  # type: ignore[override]

@@ -53,14 +53,13 @@ class Decision:
         return {each.label: each for each in (self.candidate, *self.others)}
 
     @property
-    def words(self) -> str:
-        """The state of things in a few words, for the line at the first backward pass."""
+    def summary(self) -> str:
+        """What was decided, for the summary at the first backward pass; "" if nothing was."""
         if self.phase == "trying":
             return f"trying {self.candidate.label} since step {self.since}"
         if self.since is not None:
             return f"{self.candidate.label} since step {self.since}: {self.why}"
-        end = self.watch.end if self.watch is not None else 0
-        return f"plain all-reduce, measured until step {end} or later"
+        return ""
 
     @property
     def line(self) -> str:

@@ -57,9 +57,8 @@ class LocalStepsCompressor(Compressor[AnyLocalSteps]):
         return ANCHOR, *((MOMENTUM,) if self.config.outer_momentum else ()), *of_wire
 
     @property
-    def words(self) -> str:
-        start = self.config.start_iter
-        return f"every {self.config.sync_every} steps" + (f", from step {start}" if start else "")
+    def summary(self) -> str:
+        return f"every {self.config.sync_every} steps"
 
     def plan_one(self, info: ParameterInfo) -> UnitPlan:
         p = info.parameter

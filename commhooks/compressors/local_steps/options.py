@@ -64,7 +64,7 @@ class DiLoCo(LocalSteps):
         delay: a part is sent so many steps before its turn, while the training goes on, and arrives at its turn; less
             than H / P. What the training has added in the meantime stays. For models on the CPU only.
         start_iter: average the gradients of every step exactly for so many steps first. An int is a number of steps, a
-            float strictly between 0 and 1 a fraction of the run; None is 10 % of the run, at most 1000 steps, and 1000
+            float strictly between 0 and 1 a fraction of the run; None is 10 % of the run, at most 1000 steps, and 100
             where the length of the run is unknown.
         exclude: globs on parameter names ("*embed*", "head.?.weight"; case matters) that travel in float32.
     """

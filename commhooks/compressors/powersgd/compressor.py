@@ -51,8 +51,8 @@ class _LowRank(NativelyComputed[AnyPowerSGD]):
         return max(1, self.config.compression_stats_logging_frequency)
 
     @property
-    def words(self) -> str:
-        return f"rank {self.config.matrix_approximation_rank}, from step {self.start_step}"
+    def summary(self) -> str:
+        return f"rank {self.config.matrix_approximation_rank}"
 
     @property
     def phrase(self) -> str:

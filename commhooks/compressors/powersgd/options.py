@@ -14,7 +14,7 @@ class PowerSGD(HookConfig):
     Args:
         matrix_approximation_rank: rank of the factors; 1 to 4 is usual, more is closer to all-reduce and sends more.
         start_powerSGD_iter: plain all-reduce for so many steps first. An int is a number of steps, a float strictly
-            between 0 and 1 a fraction of the run; None is 10 % of the run, at most 1000 steps, and 1000 where the
+            between 0 and 1 a fraction of the run; None is 10 % of the run, at most 1000 steps, and 100 where the
             length of the run is unknown.
         min_compression_rate: parameters that would shrink by less than this factor are not compressed.
         use_error_feedback: add what compression lost to the next gradient. Leave it on.

@@ -36,8 +36,8 @@ class QuantizedCompressor(NativelyComputed[AnyQuantized]):
         return (RESIDUAL,) if self.config.use_error_feedback else ()
 
     @property
-    def words(self) -> str:
-        return f"blocks of {self.config.block_size}, from step {self.start_step}"
+    def summary(self) -> str:
+        return f"blocks of {self.config.block_size}"
 
     def plan_parameter(self, info: ParameterInfo) -> UnitPlan:
         return plan_parameter(info, self.code, self.wire_dtype_for(info.parameter.dtype))

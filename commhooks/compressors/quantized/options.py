@@ -39,7 +39,7 @@ class Int8Compress(Quantized):
             exact and send more scales, of 4 bytes each.
         use_error_feedback: add what rounding lost to the next gradient. Leave it on.
         start_iter: plain all-reduce for so many steps first. An int is a number of steps, a float strictly between 0
-            and 1 a fraction of the run; None is 10 % of the run, at most 1000 steps, and 1000 where the length of the
+            and 1 a fraction of the run; None is 10 % of the run, at most 1000 steps, and 100 where the length of the
             run is unknown.
         exclude: globs on parameter names ("*embed*", "head.?.weight"; case matters) that are never compressed.
     """

@@ -9,6 +9,7 @@ that looks at the model as a whole: a joint save, and `CommHook.synchronize`.
 """
 
 import contextlib
+import dataclasses
 import functools
 import threading
 import weakref
@@ -41,6 +42,7 @@ from commhooks.hook.local_steps.outer_steps import OuterSteps
 from commhooks.hook.local_steps.round_warnings import RoundWarnings
 from commhooks.hook.local_steps.weights import copied, set_weights
 from commhooks.hook.request import HookRequest
+from commhooks.hook.unused import Use
 
 
 class LocalStepsDriver(EngineHook):
@@ -341,15 +343,27 @@ class LocalStepsDriver(EngineHook):
         assert module is not None  # a hook like this one is attached to models only, and ends with them
         return module
 
-    def announcement(self) -> str:
+    def use(self) -> Use:
+        found, config = super().use(), self._outer.compressor.config
+        assert found is not None
+        return dataclasses.replace(
+            found,
+            acted=self.counters.compressed_steps + self.counters.nonfinite_steps > 0,
+            plain=self._averages,
+            acts=found.begins + config.sync_every,
+            missing="averaged no weights",
+            remedy=f"{found.remedy}, or sync_every",
+        )
+
+    def effect(self) -> str:
         buffers = any(True for _ in self._module().buffers())
         more = "; DDP no longer broadcasts buffers, which are rank 0's from each outer step on" if buffers else ""
-        return f"{super().announcement()}{more}"
+        return f"{super().effect()}{more}"
 
-    def announcement_alone(self, reason: str) -> str:
+    def alone(self) -> str:
         return (
-            f"{self._words}{reason}. Outer steps are done as among several, so that the run can go on with any number "
-            "of them; hook=None trains without"
+            ". Outer steps are done as among several, so that the run can go on with any number of them; hook=None "
+            "trains without"
         )
 
     def problems(self) -> list[str]:

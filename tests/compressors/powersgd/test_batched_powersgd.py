@@ -276,19 +276,6 @@ def test_a_saved_q_of_another_width_is_not_used(run_ranks):
     assert on_1 == [] and compressed == 3
 
 
-class Halves(nn.Module):
-    """Two layers, of which one is never used."""
-
-    def __init__(self, used: int) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.layers = nn.ModuleList([nn.Linear(24, 24), nn.Linear(24, 24)])
-        self.used = used
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.layers[self.used](x)
-
-
 def _with_an_empty_parameter(masked: bool) -> bool:
     with masks(masked):
         model = mlp()

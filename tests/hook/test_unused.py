@@ -1,0 +1,207 @@
+"""A training that ends and has not used its hook: one warning with the numbers, on one rank, and none where it would be
+wrong."""
+
+import gc
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+import commhooks
+from tests.support.ddp_steps import backward, log_lines, mlp, wrap
+from tests.support.kinds import KINDS
+from tests.support.sharded import attached, random_gradients
+from tests.support.sharded import backward as sharded_backward
+
+STEPS = 3
+NOT_BEGUN = (
+    "commhooks: hook {!r} has compressed nothing in 3 backward passes: it begins at step {}. Set {} to a smaller "
+)
+UNUSED: dict[str, tuple[Any, dict[str, Any] | None, str]] = {
+    "powerSGD": ("powerSGD", None, NOT_BEGUN.format("powerSGD", 100, "start_powerSGD_iter") + "number."),
+    "batched": ("batched_powerSGD", None, NOT_BEGUN.format("batched_powerSGD", 100, "start_powerSGD_iter") + "number."),
+    "int8": ("int8", {"start_iter": 3}, NOT_BEGUN.format("int8_compress", 3, "start_iter") + "number."),
+    "auto": ("auto", None, NOT_BEGUN.format("auto", 10, "measure_steps") + "number, or name the hook."),
+    "diloco": (
+        "diloco",
+        {"sync_every": 4},
+        "commhooks: hook 'diloco' has averaged no weights in 3 backward passes: it begins at step 4. Set start_iter to "
+        "a smaller number, or sync_every.",
+    ),
+    "int8, begun": ("int8", {"start_iter": 2}, ""),
+    "auto, decided": (KINDS["auto, chooses int8"].hook, None, ""),
+    "local_sgd, averaged": ("local_sgd", {"sync_every": 3}, ""),
+    "allreduce": ("allreduce", None, ""),
+    "noop": ("noop", None, ""),
+    "fp16": ("fp16", None, ""),
+    "none": (None, None, ""),
+}
+
+
+def _trained(hook: Any, options: dict[str, Any] | None, end: str) -> list[str]:
+    gc.disable()
+    try:
+        with log_lines("commhooks.hook.unused") as lines:
+            ddp = wrap(mlp())
+            attached = commhooks.attach(ddp, hook, hook_options=options)
+            optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+            for step in range(STEPS):
+                backward(ddp, step)
+                optimizer.step()
+            assert not lines
+            if end == "closed":
+                attached.close()
+                assert not hook or len(lines) <= 1
+            elif end == "cycle":
+                ddp.itself = [ddp]  # type: ignore[assignment]
+            del ddp, attached, optimizer
+            if end == "cycle":
+                gc.collect()
+            return list(lines)
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize("end", ["closed", "deleted", "cycle"])
+@pytest.mark.parametrize("name", UNUSED)
+def test_a_training_that_has_not_used_its_hook(run_ranks: Any, name: str, end: str) -> None:
+    hook, options, expected = UNUSED[name]
+    on_0, on_1 = run_ranks(_trained, hook, options, end)
+    assert on_0 == ([expected] if expected else []) and on_1 == []
+
+
+def _not_called(way: str, hook: str) -> list[str]:
+    with log_lines("commhooks.hook.unused") as lines:
+        ddp = wrap(mlp())
+        attached = commhooks.attach(ddp, hook)
+        if way == "another wrapper":
+            model: torch.nn.Module = wrap(ddp.module)
+            for step in range(STEPS):
+                backward(model, step)
+        elif way == "no_sync":
+            for step in range(STEPS):
+                with ddp.no_sync():
+                    backward(ddp, step)
+        elif way == "evaluated":
+            with torch.no_grad():
+                for _ in range(STEPS):
+                    ddp(torch.randn(8, 24))
+        elif way == "replaced":
+            ddp = wrap(ddp.module)
+            attached = commhooks.attach(ddp, "bf16_compress")
+            backward(ddp, 0)
+        attached.close()
+    assert not any(p._post_accumulate_grad_hooks for p in ddp.parameters())  # type: ignore[attr-defined]
+    return lines
+
+
+@pytest.mark.parametrize("way", ["another wrapper", "no_sync", "evaluated", "replaced"])
+@pytest.mark.parametrize("hook", ["bf16_compress", "powerSGD", "tests.hook.test_unused:users_hook"])
+def test_a_hook_that_was_never_called(run_ranks: Any, way: str, hook: str) -> None:
+    on_0, on_1 = run_ranks(_not_called, way, hook)
+    called = f"commhooks: hook {hook!r} was never called in 3 backward passes of its model, and has averaged nothing. "
+    assert [line.startswith(called) for line in on_0] == ([True] if way in ("another wrapper", "no_sync") else [])
+    assert on_1 == []
+
+
+def users_hook(state: Any, bucket: Any) -> Any:
+    return commhooks.allreduce_hook(state, bucket)
+
+
+def _silent() -> list[str]:
+    """An exception ends the training; a training in a forked process; a training that goes on in another process group;
+    a quiet hook; a training announced as too short."""
+    with log_lines("commhooks.hook.unused") as lines:
+
+        def trained(**attach: Any) -> tuple[DistributedDataParallel, commhooks.CommHook]:
+            ddp = wrap(mlp())
+            hook = commhooks.attach(ddp, "powerSGD", **attach)
+            backward(ddp, 0)
+            return ddp, hook
+
+        ddp, hook = trained()
+        hook.quiet()
+        hook.close()
+        ddp, hook = trained()
+        try:
+            raise KeyboardInterrupt
+        except KeyboardInterrupt:
+            hook.close()
+        ddp, hook = trained()
+        child = os.fork()
+        if child == 0:
+            del ddp, hook
+            os._exit(len(lines))
+        assert os.waitpid(child, 0)[1] == 0
+        assert not lines
+        hook.close()
+        assert len(lines) == (torch.distributed.get_rank() == 0)
+        hook.close()
+        ddp, hook = trained(total_steps=1)  # warned of at the beginning
+        hook.close()
+        del ddp, hook
+    return lines
+
+
+def test_where_it_would_be_wrong_or_said_before(run_ranks: Any) -> None:
+    on_0, on_1 = run_ranks(_silent)
+    assert [line.split(":")[1] for line in on_0] == [
+        " hook 'powerSGD' has compressed nothing in 1 backward passes",
+        " hook 'powerSGD' begins at step 1, but this training ends at step 1, so that it has no effect. Set "
+        "start_powerSGD_iter to a smaller number.",
+    ]
+    assert on_1 == []
+
+
+def _of_shards() -> list[list[str]]:
+    found = []
+    for end in ("close", "detach"):
+        with log_lines("commhooks.hook.unused") as lines:
+            model, hook = attached(2, 2, commhooks.PowerSGD(start_powerSGD_iter=9))
+            sharded_backward(model, random_gradients(0))
+            getattr(hook, end)()
+            hook.close()
+        found.append(lines)
+    return found
+
+
+def test_on_shards_and_a_detached_hook(run_ranks: Any) -> None:
+    (closed, detached), *others = run_ranks(_of_shards, world_size=4)
+    assert len(closed) == 1 and "has compressed nothing in 1 backward passes: it begins at step 9." in closed[0]
+    assert detached == [] and others == [[[], []]] * 3
+
+
+SCRIPT = """
+import sys
+import torch, torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+import commhooks
+rank, folder, end = int(sys.argv[1]), *sys.argv[2:]
+dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
+model = DistributedDataParallel(torch.nn.Linear(64, 64))
+hook = commhooks.attach(model, "powerSGD")
+for step in range(5):
+    model(torch.randn(4, 64)).square().mean().backward()
+if end == "exception":
+    raise ValueError("an error of the user")
+dist.barrier()
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.parametrize("end", ["end", "exception"])
+def test_the_end_of_the_process(tmp_path: Path, end: str) -> None:
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", SCRIPT, str(rank), str(tmp_path), end], stderr=subprocess.PIPE, text=True
+        )
+        for rank in (0, 1)
+    ]
+    on_0, on_1 = (each.communicate(timeout=120)[1] for each in ranks)
+    assert on_0.count("hook 'powerSGD' has compressed nothing in 5 backward passes") == (end == "end"), on_0
+    assert "compressed nothing" not in on_1 and (end == "end" or "an error of the user" in on_0)

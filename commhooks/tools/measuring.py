@@ -35,7 +35,7 @@ def process_group(backend: str | None, start_it: str) -> Iterator[None]:
         dist.init_process_group(backend)
     except (AssertionError, ValueError, RuntimeError) as error:
         which = "" if backend is None else f" with backend {backend!r}"
-        hint = "" if backend == "nccl" else f" ({GLOO_INTERFACE})"
+        hint = f" ({GLOO_INTERFACE})" if backend in (None, "gloo") else ""
         raise DoctorError(f"the ranks make no process group{which}{hint}: {error}") from error
     try:
         yield

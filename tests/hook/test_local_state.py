@@ -84,12 +84,12 @@ def _spectral(wrap: Callable[[nn.Module], nn.Module], passes: int) -> list[float
     torch.manual_seed(0)
     layers = [wrap(nn.Linear(16, 16)) for _ in range(4)]
     model = DistributedDataParallel(nn.Sequential(*layers))
-    commhooks.attach(model, commhooks.LocalSGD(sync_every=5))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    commhooks.attach(model, commhooks.LocalSGD(sync_every=passes))
+    optimizer = torch.optim.SGD(model.parameters(), lr=5.0)
     for step in range(passes):
         optimizer.zero_grad()
         x = torch.randn(8, 16, generator=torch.Generator().manual_seed(10 * step + dist.get_rank()))
-        model(x).square().mean().backward()
+        (model(x) * (1 + dist.get_rank())).square().mean().backward()
         optimizer.step()
     return [float(each.norm()) for each in model.module.buffers()]
 

@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from accelerate_commhooks.prepared import HookedModel, accelerator_in_construction, calling_accelerator, loss_scale_of
 from accelerate_commhooks.replicas import check_leaves_something, replicas_of, saved_by_replicas, serve_replicas
 from accelerate_commhooks.requested import RunValues, checked_request, stock_requests
-from accelerate_commhooks.saving import HookedSave, saved_hooks
+from accelerate_commhooks.saving import override_saves, saved_hooks
 from accelerate_commhooks.settings import DDP_FIELDS, LINE_TO_ADD, VARIABLE, Settings
 from commhooks import AttachError, CommHook, HookConfigError, HookRunError
 from commhooks.errors import logger_of, no_such
@@ -193,6 +193,8 @@ class CommHookKwargs(DistributedDataParallelKwargs):
             check_leaves_something(accelerator)
         if shards:
             serve_replicas(accelerator, self)
+        else:
+            override_saves(accelerator)
         accelerator.ddp_handler = self
         saved_hooks(accelerator)
         if accelerator.distributed_type is DistributedType.NO:
@@ -219,7 +221,7 @@ class CommHookKwargs(DistributedDataParallelKwargs):
         if accelerator is not None and shards:
             serve_replicas(accelerator, self)
         elif accelerator is not None:
-            accelerator.save_state = HookedSave(accelerator)
+            override_saves(accelerator)
         return DistributedDataParallelKwargs
 
     def to_dict(self) -> dict[str, Any]:

@@ -4,7 +4,6 @@ references are weak."""
 import sys
 import weakref
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from accelerate import Accelerator, DistributedDataParallelKwargs
@@ -12,7 +11,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
 from commhooks import CommHook
-from commhooks.hook.for_plugins import LossScale, compiled_from, scale_of
+from commhooks.hook.for_plugins import LossScale, ScaleOf, compiled_from
 
 
 class HookedModel:
@@ -84,13 +83,8 @@ def loss_scale_of(accelerator: Accelerator | None) -> Callable[[], LossScale] | 
         return None
     weak = weakref.ref(accelerator)
 
-    def loss_scale() -> LossScale:
-        known: Any = weak()
-        if getattr(known, "scaler", None) is None:  # checked at each call, because it may be set later
-            return 1.0
-        return scale_of(known.scaler, known.device)
-
-    return loss_scale
+    # Looked up at each call, because it may be set later.
+    return ScaleOf(lambda: getattr(weak(), "scaler", None), accelerator.device)
 
 
 def _not_compiled(model: torch.nn.Module) -> torch.nn.Module:

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from accelerate import Accelerator, DistributedType
 
-from accelerate_commhooks.saving import HookedSave
+from accelerate_commhooks.saving import override_saves
 from commhooks import HookConfigError
 from commhooks.hook.for_plugins import HookRequest
 
@@ -92,10 +92,10 @@ def saved_by_replicas(request: HookRequest, *, given: bool) -> HookRequest:
 
 def serve_replicas(accelerator: Accelerator, handler: "CommHookKwargs") -> None:
     """From now on, where `accelerator` shards by FSDP and has this handler, shard within replicas in `prepare`, attach
-    the hook to what that returns, and end its round before `save_state`.
+    the hook to what that returns.
 
     Accelerate 1.15 tells handlers nothing of models that it shards. So `prepare` is overridden, on this one object; for
-    `save_state` see `HookedSave`.
+    the methods that save see `HookedSave`.
     """
     overridden = type(accelerator)
 
@@ -116,7 +116,7 @@ def serve_replicas(accelerator: Accelerator, handler: "CommHookKwargs") -> None:
         return prepared
 
     accelerator.prepare = prepare
-    accelerator.save_state = HookedSave(accelerator)
+    override_saves(accelerator)
 
 
 @contextlib.contextmanager

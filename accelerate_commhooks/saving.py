@@ -55,24 +55,30 @@ def saved_hooks(accelerator: Accelerator) -> "SavedHooks":
 
 
 class HookedSave:
-    """The `save_state` of an accelerator with a handler: first registers the save and load hooks, since the folder may
-    hold those of an earlier save though no model has a hook now, and ends the rounds of hooks that average weights. A
-    pickled accelerator has the method of its class.
+    """The `save_state` or `save_model` of an accelerator with a handler: first registers the save and load hooks, since
+    the folder may hold those of an earlier save though no model has a hook now, and ends the rounds of hooks that
+    average weights. A pickled accelerator has the method of its class.
 
     Accelerate 1.15 registers nothing during its construction, tells handlers nothing of models that it does not wrap,
-    and writes sharded weights before it calls save hooks. So this public method is overridden, on this one object.
+    writes sharded weights before it calls save hooks, and calls none in `save_model`. So these public methods are
+    overridden, on this one object.
     """
 
-    def __init__(self, accelerator: Accelerator) -> None:
-        self._accelerator = weakref.ref(accelerator)
+    def __init__(self, accelerator: Accelerator, name: str) -> None:
+        self._accelerator, self._name = weakref.ref(accelerator), name
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         accelerator: Any = self._accelerator()
-        saved_hooks(accelerator).end_rounds()
-        return type(accelerator).save_state(accelerator, *args, **kwargs)
+        saved_hooks(accelerator).end_rounds(state=self._name == "save_state")
+        return getattr(type(accelerator), self._name)(accelerator, *args, **kwargs)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return getattr, (self._accelerator(), "save_state")
+        return getattr, (self._accelerator(), self._name)
+
+
+def override_saves(accelerator: Accelerator) -> None:
+    for name in ("save_state", "save_model"):
+        setattr(accelerator, name, HookedSave(accelerator, name))
 
 
 class SavedHooks:
@@ -99,12 +105,12 @@ class SavedHooks:
         if early is not None and model.hook is not None:
             early(model.hook)()
 
-    def end_rounds(self) -> None:
-        """End the round of each sharded model, whose weights Accelerate writes before it calls `save`. All ranks must
-        call this."""
+    def end_rounds(self, *, state: bool) -> None:
+        """End the rounds of hooks that average weights. `state`: for `save_state`, where the hook of a DDP model does
+        so by itself when it is saved."""
         for model in self._models:
-            if model.is_sharded and (hook := model.hook) is not None:
-                hook.synchronize(optimizers=True)
+            if (hook := model.hook) is not None and (model.is_sharded or not state):
+                hook.synchronize(optimizers=state)
 
     def save(self, folder: str, *, writes_shared: bool) -> None:
         """Write this rank's files into an existing folder, and with `writes_shared` also the shared ones. Files of an

@@ -46,6 +46,11 @@ class HookCallback(TrainerCallback):
         if due or step == 1 and args.logging_first_step:
             self.trainer._metrics_at = {step: self.trainer._metrics()}
 
+    def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Let other callbacks see the model of all ranks."""
+        if (hook := self.trainer.comm_hook) is not None:
+            hook.synchronize()
+
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if (hook := self.trainer.comm_hook) is not None:
             if not (args.load_best_model_at_end and state.best_model_checkpoint):  # loaded by now, on all ranks

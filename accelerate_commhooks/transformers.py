@@ -86,7 +86,8 @@ class CommHookTrainerMixin(_Base):
         self._meter = Meter()
         self._metrics_at: dict[int, dict[str, float]] = {}
         super().__init__(*args, **kwargs)
-        self.add_callback(HookCallback(self))
+        # First, so that a hook that averages weights ends its round before others look at the model.
+        self.callback_handler.callbacks.insert(0, HookCallback(self))
         print_no_metrics(self)
         save_between_steps(self)
 
@@ -157,10 +158,9 @@ class CommHookTrainerMixin(_Base):
         complete checkpoint includes the hook's shared file. The hook is saved before the model: with
         `save_residual="mean"` the ranks wait for each other, and only one of them writes the model.
         """
-        if _internal_call and self.args.save_only_model:
-            if self.comm_hook is not None:
-                self.comm_hook.synchronize()
-        elif _internal_call and output_dir is not None:
+        if self.comm_hook is not None and self._closed_hook is None:
+            self.comm_hook.synchronize()  # so that the model is that of all ranks
+        if _internal_call and output_dir is not None and not self.args.save_only_model:
             os.makedirs(output_dir, exist_ok=True)  # the main process may create it later than this rank needs it
             saved_hooks(self.accelerator).save(output_dir, writes_shared=self.args.should_save)
             self._saved_at_step = self.state.global_step

@@ -19,7 +19,8 @@ from typing import TYPE_CHECKING, Any, Literal, Optional
 from commhooks import CommHook
 from commhooks.hook.for_plugins import ARGUMENTS, check_arguments, located
 from lightning_commhooks.hooked_strategy import HookedStrategy, hooked_strategy_of, keep_stats, warn, warn_if_unhooked
-from lightning_commhooks.twins import Callback, check_twin, unlike_the_trainer
+from lightning_commhooks.round_end import HookRoundEnd
+from lightning_commhooks.twins import check_twin, unlike_the_trainer
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -43,7 +44,7 @@ def with_defaults(save_residual: object, strict: object) -> dict[str, object]:
     }
 
 
-class HookCheckpoint(Callback):
+class HookCheckpoint(HookRoundEnd):
     """Saves the communication hook's state with the trainer's full checkpoints.
 
     `CommHookDDP` adds one by itself: give it explicitly only to set what it saves. Weights-only checkpoints hold no
@@ -87,15 +88,8 @@ class HookCheckpoint(Callback):
             strategy.save_residual, gather=True, joint=not saves_alone(trainer)
         )
 
-    def on_validation_start(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
-        strategy = hooked_strategy_of(trainer)
-        if strategy is not None:
-            strategy.end_round()  # before callbacks that put other weights into the model
-
     def on_train_end(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
-        strategy = hooked_strategy_of(trainer)
-        if strategy is not None:
-            strategy.end_round()
+        super().on_train_end(trainer, pl_module)
         keep_stats(trainer)
 
     def on_train_batch_start(

@@ -116,9 +116,10 @@ class HookedFabricDDP(FabricDDPStrategy):
     ) -> None:
         if CHECKPOINT_KEY in state:
             raise HookConfigError(f"{CHECKPOINT_KEY!r} in the state: this key holds the states of the hooks")
-        hooks = self._hooks_in(state)
+        hooks, joint = self._hooks_in(state), not in_signal_handler()
+        for each in self._hooks.values() if joint else ():
+            each.synchronize(optimizers=True)
         if hooks:
-            joint = not in_signal_handler()
             saved = {name: hook.state_dict(gather=True, joint=joint) for name, hook in hooks.items()}
             state = {**state, CHECKPOINT_KEY: saved}
         elif self._hooks and not self._warned_about_saving:

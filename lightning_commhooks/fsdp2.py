@@ -4,7 +4,7 @@ import contextlib
 from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Optional, Union
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Optional, Union
 
 from torch.distributed.constants import default_pg_timeout
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -22,6 +22,7 @@ from commhooks.hook.for_plugins import (
 )
 from lightning_commhooks.checkpoint import CHECKPOINT_KEY, HookCheckpoint
 from lightning_commhooks.hooked_strategy import HookedStrategy, warn
+from lightning_commhooks.round_end import HookRoundEnd, put_first
 from lightning_commhooks.strategy import HookType
 from lightning_commhooks.twins import ModelParallelStrategy
 
@@ -47,6 +48,9 @@ class HookedFSDP2(HookedStrategy, ModelParallelStrategy):
     Raises:
         commhooks.HookConfigError: at construction, as `CommHookDDP`.
     """
+
+    round_end_callback: ClassVar[type[HookRoundEnd]]
+    """`CommHookRoundEnd` of the Trainer's package."""
 
     @explains_arguments
     def __init__(
@@ -100,6 +104,7 @@ class HookedFSDP2(HookedStrategy, ModelParallelStrategy):
         callbacks: list[pl.Callback] = self.lightning_module.trainer.callbacks  # type: ignore[attr-defined]
         if any(isinstance(callback, HookCheckpoint) for callback in callbacks):
             raise HookConfigError("CommHookFSDP2 saves its hook itself: leave out the CommHookCheckpoint callback")
+        put_first(self.lightning_module.trainer, self.round_end_callback)
         super().setup_environment()
         replicas = self.num_nodes if self._replicate_size == "auto" else self._replicate_size
         if self.world_size % replicas:
@@ -131,9 +136,8 @@ class HookedFSDP2(HookedStrategy, ModelParallelStrategy):
             root.set_requires_gradient_sync(True)
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        # The Trainer asks for it first of all that it saves. A hook that averages weights ends its round here.
-        if self._comm_hook is not None:
-            self._comm_hook.synchronize(optimizers=True)
+        # The Trainer asks for it first of all that it saves.
+        self.end_round(optimizers=True)
         return super().lightning_module_state_dict()
 
     def save_checkpoint(

@@ -10,7 +10,7 @@ import torch
 
 from commhooks import CommHook, HookConfigError
 from commhooks.errors import WARNING_PREFIX
-from commhooks.hook.for_plugins import HookRequest, LossScale, attach_request, scale_of
+from commhooks.hook.for_plugins import HookRequest, LossScale, ScaleOf, attach_request
 from lightning_commhooks.twins import ParallelStrategy, for_the_other_trainer
 
 if TYPE_CHECKING:
@@ -65,18 +65,11 @@ class HookedStrategy(ParallelStrategy):
             if self._comm_hook is not None and left is not None:
                 self._comm_hook.will_end(left)
 
-    def on_validation_start(self) -> None:
-        super().on_validation_start()
-        self.end_round()
-
-    def on_train_end(self) -> None:
-        super().on_train_end()
-        self.end_round()
-
-    def end_round(self) -> None:
-        """Let a hook that averages weights do so now, so that the model is that of all ranks. All of them call this."""
+    def end_round(self, *, optimizers: bool = False) -> None:
+        """Let a hook that averages weights do so now, so that the model is that of all ranks. All of them call this.
+        `optimizers`: as of `CommHook.synchronize`."""
         if self._comm_hook is not None:
-            self._comm_hook.synchronize()
+            self._comm_hook.synchronize(optimizers=optimizers)
 
     def teardown(self) -> None:
         super().teardown()
@@ -150,7 +143,7 @@ def loss_scale(plugin: Any, device: torch.device) -> Callable[[], LossScale] | N
     """Returns the current scale of the GradScaler of a precision plugin (of a Trainer or Fabric); None without one."""
     if getattr(plugin, "scaler", None) is None:
         return None
-    return lambda: scale_of(plugin.scaler, device)
+    return ScaleOf(lambda: plugin.scaler, device)
 
 
 def warn(text: str, stacklevel: int = 5) -> None:

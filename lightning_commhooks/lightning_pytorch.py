@@ -6,6 +6,7 @@ from lightning_commhooks.fsdp2 import HookedFSDP2
 from lightning_commhooks.hooked_strategy import hook_stats
 from lightning_commhooks.monitor import HookMonitor
 from lightning_commhooks.registry import register_strategy_names
+from lightning_commhooks.round_end import HookRoundEnd
 from lightning_commhooks.strategy import HookedDDP
 
 with needed(
@@ -23,6 +24,10 @@ class CommHookCheckpoint(HookCheckpoint, Callback):
     __doc__ = HookCheckpoint.__doc__
 
 
+class CommHookRoundEnd(HookRoundEnd, Callback):
+    __doc__ = HookRoundEnd.__doc__
+
+
 class CommHookMonitor(HookMonitor, Callback):
     __doc__ = HookMonitor.__doc__
 
@@ -34,6 +39,7 @@ class CommHookDDP(HookedDDP, DDPStrategy):
 
 class CommHookFSDP2(HookedFSDP2, ModelParallelStrategy):
     __doc__ = HookedFSDP2.__doc__
+    round_end_callback = CommHookRoundEnd
 
 
 register_strategy_names(StrategyRegistry, CommHookDDP)

@@ -30,6 +30,7 @@ from lightning_commhooks.checkpoint import (
     with_defaults,
 )
 from lightning_commhooks.hooked_strategy import HookedStrategy, warn
+from lightning_commhooks.round_end import put_first
 from lightning_commhooks.twins import DDPStrategy
 
 if TYPE_CHECKING:
@@ -106,7 +107,7 @@ class HookedDDP(HookedStrategy, DDPStrategy):
         # The Trainer asks for it first of all that it saves, of weights alone, too.
         module = self.lightning_module
         if module is not None and self.hook_belongs_to(module) and not saves_alone(module.trainer):
-            self.end_round()
+            self.end_round(optimizers=True)
         return super().lightning_module_state_dict()
 
     @reason_first()
@@ -148,17 +149,13 @@ class HookedDDP(HookedStrategy, DDPStrategy):
 
     def _settle_checkpointing(self, trainer: "pl.Trainer") -> None:
         """Find or add the callback, and combine its options with those of this strategy."""
-        # `trainer.callbacks` is an ordinary list; Lightning itself appends to it.
         callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
-        ours = [callback for callback in callbacks if isinstance(callback, HookCheckpoint)]
-        if len(ours) > 1:
-            raise HookConfigError(f"{len(ours)} CommHookCheckpoint callbacks in one Trainer; give one, or none")
-        if not ours:
-            ours = [self.checkpoint_callback()]
-        # First: a hook that averages weights ends its round before others look at the model.
-        callbacks[:] = [ours[0], *(callback for callback in callbacks if callback is not ours[0])]
+        given = sum(isinstance(callback, HookCheckpoint) for callback in callbacks)
+        if given > 1:
+            raise HookConfigError(f"{given} CommHookCheckpoint callbacks in one Trainer; give one, or none")
+        ours = put_first(trainer, self.checkpoint_callback)
         for name, mine in self._given.items():
-            theirs = getattr(ours[0], name)
+            theirs = getattr(ours, name)
             if mine is not None and theirs is not None and mine != theirs:
                 raise HookConfigError(
                     f"CommHookDDP({name}={mine!r}) and CommHookCheckpoint({name}={theirs!r}) contradict each other; "

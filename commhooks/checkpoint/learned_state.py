@@ -15,7 +15,7 @@ from commhooks.comm.shards import is_logging_rank
 from commhooks.compressors.adaptive import AdaptiveCompressor
 from commhooks.compressors.base import Compressor
 from commhooks.compressors.unit_plan import UnitPlan
-from commhooks.engine.session import Session
+from commhooks.engine.learning import Learning
 from commhooks.engine.state import LearnedState
 from commhooks.errors import HookConfigError, logger_of
 from commhooks.gradients.source import held_weakly
@@ -35,7 +35,7 @@ class SavedLearnedState:
     """What `begin_anew` does not reset, as the end of a sentence for messages."""
 
     def __init__(
-        self, hook: str, session: Session, group: dist.ProcessGroup, plans: Callable[[Compressor[Any]], list[UnitPlan]]
+        self, hook: str, session: Learning, group: dist.ProcessGroup, plans: Callable[[Compressor[Any]], list[UnitPlan]]
     ) -> None:
         self._hook = hook
         self._session = session
@@ -102,7 +102,7 @@ class SavedLearnedState:
         """What became of the residuals in `content`, which was loaded, and of the start step, for the log line."""
         said, state, ranks = "", self._session.state, content["world_size"]
         if state.local:
-            if content["step"] <= self._session.compressor.first_exchange:
+            if not content[COUNTERS]["compressed_steps"]:
                 said = "; not yet compressing"
             elif state.local_missing or content["residual"] == "none":
                 said = "; residuals: none, they start from zero"

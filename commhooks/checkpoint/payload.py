@@ -154,7 +154,7 @@ def read(payload: dict[str, Any], target: Target, *, strict: bool) -> LearnedSta
                 dtype = torch.promote_types(value.dtype, target.kept_dtype(each, name))
                 # Copies: the state changes in place, and what was loaded may be loaded into another hook, too.
                 state[each.key][name] = value.to(parameter.device, dtype, copy=True).contiguous()
-    if payload.get("residual_shares") is True and payload["step"] > target.compressor.first_exchange:
+    if payload.get("residual_shares") is True and payload["step"] > target.compressor.start_step:
         # The rank that saved may have had none, as the owner of nothing that is compressed.
         state.local_missing |= not _is_of(payload, target)
     if payload["residual"] == "none" and payload["exact"] is False and state.local:

@@ -250,6 +250,21 @@ def gather_bytes(own: bytes, group: dist.ProcessGroup, device: torch.device, wha
     return found
 
 
+def broadcast_first(tensor: torch.Tensor, group: dist.ProcessGroup, counters: Counters | None, what: str) -> None:
+    """Let `tensor`, contiguous, be what it is on rank 0 of `group`. All of its ranks must call this, with equal shapes
+    and dtypes. Counted as an all-reduce that puts as many bytes on the network: half of them.
+
+    Raises:
+        HookRunError: another rank has failed, or did not take part within the process group's timeout.
+    """
+    try:
+        dist.broadcast(tensor, group=group, group_src=0)
+    except RuntimeError as error:
+        raise collective_error(what, group, error) from error
+    if counters is not None:
+        counters.sent(-(-tensor.nbytes // 2))
+
+
 def gather_texts(text: str, group: dist.ProcessGroup, device: torch.device, what: str) -> list[str]:
     """Gather `text` of every rank; see `gather_bytes`."""
     return [each.decode() for each in gather_bytes(text.encode(), group, device, what)]

@@ -80,20 +80,3 @@ class Counters:
         self.backward_passes += 1
         self.clocks.begin_pass()
         self.last_pass = PassCounters()
-
-
-class RoundCounters(Counters):
-    """Counters of a session that reduces weights now and then. Its passes are none of gradients: whoever sees those
-    counts them, by `begin_gradients` and `gradients_of_pass`."""
-
-    def begin_pass(self) -> None:
-        return None
-
-    def gradients(self, size: int) -> None:
-        return None
-
-    def begin_gradients(self) -> None:
-        super().begin_pass()
-
-    def gradients_of_pass(self, size: int) -> None:
-        super().gradients(size)

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
+from commhooks.errors import HookRunError
 from commhooks.gradients.torch_private import groups_here, timeout_of
 
 
@@ -15,15 +16,30 @@ def backend_of(group: dist.ProcessGroup, device: torch.device) -> str:
     return name
 
 
+GLOO_INTERFACE = (
+    "on several machines set GLOO_SOCKET_IFNAME to the network interface between them; an exclusion such as ^lo works "
+    "with NCCL only"
+)
+"""What to do where ranks cannot connect over gloo."""
+
+
 def new_group(ranks: Sequence[int], within: dist.ProcessGroup) -> dist.ProcessGroup:
     """Another group of some ranks of `within`, or of all, with its time-out. All ranks of `within` call this, each for
-    a group that it is in. torch keeps the group until `destroy_process_group`."""
+    a group that it is in. torch keeps the group until `destroy_process_group`.
+
+    Raises:
+        HookRunError: the ranks cannot connect.
+    """
     everywhere = dist.get_process_group_ranks(within)
     device = torch.device(dist.get_backend_config(within).split(":", 1)[0])
     _count_alike(within, device)
-    made: dist.ProcessGroup = dist.new_group(
-        [everywhere[rank] for rank in ranks], timeout=timeout_of(within, device), use_local_synchronization=True
-    )
+    timeout = timeout_of(within, device)
+    try:
+        made: dist.ProcessGroup = dist.new_group(
+            [everywhere[rank] for rank in ranks], timeout=timeout, use_local_synchronization=True
+        )
+    except RuntimeError as error:
+        raise HookRunError(f"the ranks make no further process group ({GLOO_INTERFACE}): {error}") from error
     return made
 
 

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from commhooks.comm.groups import GLOO_INTERFACE
 from commhooks.errors import HookRunError
 from commhooks.gradients.torch_private import address_key, store_of
 
@@ -46,13 +47,14 @@ class JointSave:
         self.logging_rank = 0
         """The one rank that logs a warning about the latest failure; it is a rank that knows of it."""
 
-    def run(self, step: int, collect: Callable[["JointSave"], None], limit_s: float) -> str:
+    def run(self, step: int, collect: Callable[["JointSave"], None], limit_s: float, passes: int | None = None) -> str:
         """Run `collect`, which calls `mean` and `gather` on this object, jointly on all ranks. All ranks should call
         this; if one does not, the others return a failure after the time limit.
 
         Args:
             step: the step that is saved, equal on all ranks; part of the keys in the store.
             limit_s: seconds to wait for the other ranks, and for each piece.
+            passes: the backward passes that this rank has made, where ranks with different numbers must not save.
 
         Returns:
             "" if it succeeded on every rank, else the reason of the failure; all ranks succeed or all fail. Never waits
@@ -63,8 +65,11 @@ class JointSave:
         place, late = f"{step}.{self._saves[step]}", f"not every rank took part within {limit_s:g} s"
         try:
             self._store = self._shared_store()
-            if self._vote(f"{place}/begin", "") is None:
+            votes = self._vote(f"{place}/begin", "" if passes is None else str(passes))
+            if votes is None:
                 return self._declined or late
+            if len(different := sorted(set(votes), key=lambda each: int(each or 0))) > 1:
+                return f"the ranks have made {' and '.join(different)} backward passes"
             failure, before = self._try_collecting(place, collect), len(self._written)
             outcome = self._vote(f"{place}/end", failure)
             failures = [late] if outcome is None else [each for each in outcome if each]
@@ -103,9 +108,8 @@ class JointSave:
         except Exception as error:
             return self._first_failure(
                 place,
-                f"rank {self._rank} could not connect to the other ranks over gloo (on several machines set "
-                "GLOO_SOCKET_IFNAME to the network interface between them; an exclusion such as ^lo works with NCCL "
-                f"only): {type(error).__name__}: {error}",
+                f"rank {self._rank} could not connect to the other ranks over gloo ({GLOO_INTERFACE}): "
+                f"{type(error).__name__}: {error}",
             )
         try:
             collect(self)

@@ -28,9 +28,6 @@ class CompressorRules(ABC, Generic[ConfigT]):
         per_bucket: it compresses whole buckets, so its plan is unknown until DDP has built its buckets.
         stats_every: steps between two log lines with compression statistics; None: no such lines.
         wrappers: whether the fp16 and bf16 wrappers can be used; see `lowered`.
-        on_weights: its exchange is not of gradients, which stay each rank's own, but of the weights, once in several
-            passes; see `hook/local_steps_hook.py`.
-        passes_per_exchange: backward passes from one exchange to the next.
         flat_only: it works where all ranks compress all of every parameter: neither between nodes only, nor on shards.
         judges_averages: buckets that the engine averages for it are read, to see whether they are finite. False: what
             is in them does not matter for what it has learned, and they count as finite.
@@ -44,9 +41,7 @@ class CompressorRules(ABC, Generic[ConfigT]):
     selective: ClassVar[bool] = True
     per_bucket: ClassVar[bool] = False
     wrappers: ClassVar[bool] = True
-    on_weights: ClassVar[bool] = False
     flat_only: ClassVar[bool] = False
-    passes_per_exchange: int = 1
     stats_every: int | None = None
     kernel: Kernel = TORCH
     judges_averages: bool = True
@@ -87,11 +82,6 @@ class CompressorRules(ABC, Generic[ConfigT]):
         start = self.config.configured_start
         assert isinstance(start, int)
         return start
-
-    @property
-    def first_exchange(self) -> int:
-        """Number of committed steps before the compressor's first exchange; until then the engine averages."""
-        return self.start_step
 
     @property
     def display_name(self) -> str:

@@ -78,7 +78,7 @@ class EqualInNodes(Flat):
 
     def __init__(self, nodes: Nodes) -> None:
         self.words = nodes.words
-        self.groups = dict.fromkeys(("all", "nodes"), lambda: nodes.across)
+        self.groups = {"all": lambda: nodes.across, "nodes": lambda: nodes.across, "node": lambda: nodes.node}
 
 
 def gather_held(

@@ -222,7 +222,7 @@ class Consensus:
                 )
         if not self.arrangement.complete or len({row[5] for row in table}) > 1:
             self.arrangement.redistribute_residuals(state, names, group)
-        self._agreement = Agreement(compressor.first_exchange, compressor.needs_exact_step, adaptive)
+        self._agreement = Agreement(compressor.start_step, compressor.needs_exact_step, adaptive)
         return self._agreement
 
 

@@ -38,7 +38,7 @@ class _NoState:
 NO_STATE: State = _NoState()
 
 
-def reduce_and_count(
+def reduce_and_time(
     compressor: Compressor[Any],
     bucket: Bucket,
     group: dist.ProcessGroup,
@@ -46,10 +46,7 @@ def reduce_and_count(
     over: Reach = "all",
     comparison: SendComparison | None = None,
 ) -> Future:
-    """`reduce_immediately`, with the pass, its bytes and its times counted."""
-    if bucket.is_first:
-        counters.begin_pass()
-    counters.gradients(bucket.nbytes)
+    """`reduce_immediately`, with its times measured."""
     with counters.clocks.measure(bucket.flat.device):
         future = reduce_immediately(compressor, bucket, group, counters, over, comparison)
     answered = counters.clocks.left_to_ddp(bucket.flat.device)

@@ -23,9 +23,9 @@ from commhooks.compressors.adaptive import AdaptiveCompressor
 from commhooks.compressors.base import Compressor, StepInfo
 from commhooks.engine.arrangement import FLAT
 from commhooks.engine.backward_pass import BackwardPass, Issue, RunningExchange
-from commhooks.engine.consensus import Binding, Consensus
-from commhooks.engine.held_state import HeldState
-from commhooks.engine.immediate import reduce_and_count
+from commhooks.engine.consensus import Binding
+from commhooks.engine.immediate import reduce_and_time
+from commhooks.engine.learning import Learning
 from commhooks.engine.observer import Observer
 from commhooks.engine.send_comparison import SendComparison
 from commhooks.engine.state import LearnedState
@@ -42,41 +42,18 @@ ABANDONED_LIMIT_S = 5.0
 """Seconds that the host waits, after an exception, for collectives that may still write into a bucket."""
 
 
-class Session:
-    """Runs a compressor for one model.
-
-    Args:
-        binding: the model and the ranks.
-        state: the learned state, changed at commits only.
-        counters: the counters to update; None: new ones.
-
-    Attributes:
-        state, held: the learned state, and who may read and write it when.
-        consensus: what all ranks do alike: compressor, kernel, arrangement, buckets.
-    """
+class Session(Learning):
+    """Runs the exchanges of a compressor in the backward passes of one model."""
 
     def __init__(
         self, compressor: Compressor[Any], binding: Binding, state: LearnedState, counters: Counters | None = None
     ) -> None:
-        self.state = state
-        self.counters = counters if counters is not None else Counters()
-        self.held = HeldState(state, self.counters)
-        self.consensus = Consensus(compressor, binding, self.held, self.counters)
+        super().__init__(compressor, binding, state, counters)
         self._messages = PointToPoint()
         self._pass: BackwardPass | None = None
         self._closed = False
         self._statistics_due = 0
         self._observer = Observer(binding.names) if isinstance(compressor, AdaptiveCompressor) else None
-
-    @property
-    def compressor(self) -> Compressor[Any]:
-        """The compressor in force."""
-        return self.consensus.compressor
-
-    @property
-    def has_run(self) -> bool:
-        """Whether the ranks have agreed on their state in a first backward pass."""
-        return self.consensus.nonce is not None
 
     def run(self, bucket: Bucket) -> torch.futures.Future[torch.Tensor]:
         """Reduce one bucket in place. All ranks must call this, in the same order. The futures of all buckets complete
@@ -90,9 +67,12 @@ class Session:
         consensus, device = self.consensus, bucket.flat.device
         compressor = consensus.compressor
         if not compressor.transactional and consensus.arrangement is FLAT:
+            if bucket.is_first:
+                self.counters.begin_pass()
+            self.counters.gradients(bucket.nbytes)
             group = consensus.binding.group()
             comparison = self._comparison(group, device) if consensus.compares_sends(bucket) else None
-            return reduce_and_count(compressor, bucket, group, self.counters, comparison=comparison)
+            return reduce_and_time(compressor, bucket, group, self.counters, comparison=comparison)
         with self._computing(bucket.flat):
             if bucket.is_first or self._pass is None:
                 self._pass = self._begin(bucket)
@@ -116,8 +96,7 @@ class Session:
         self._closed = True
         for known in self.consensus.buckets:
             known.work = None
-        with self.held.settled():
-            self.state.to_host()
+        super().close()
 
     def _begin(self, bucket: Bucket) -> BackwardPass:
         if self._pass is not None:  # it ended in an exception and was never committed
@@ -228,8 +207,7 @@ class Session:
         hook has begun for its buckets is waited for, because the caller may fill them again."""
         try:
             on_stream = computing_on(flat) if precision.has_streams(flat.device) else contextlib.nullcontext()
-            # An outer step adds and rounds, perhaps in a thread beside the training.
-            with on_stream, precision.full_precision(flat.device, products=not self.consensus.compressor.on_weights):
+            with on_stream, precision.full_precision(flat.device):
                 yield
         except BaseException:
             with contextlib.suppress(RuntimeError):  # the device itself may have failed

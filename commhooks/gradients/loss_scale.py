@@ -22,6 +22,31 @@ def scale_of(scaler: torch.amp.GradScaler, device: torch.device) -> LossScale:
     return scaler.scale(torch.ones((), device=device))
 
 
+class ScaleOf:
+    """Returns the current scale of a GradScaler, 1 without one.
+
+    Args:
+        scaler: returns the GradScaler, which may be made later; None: there is none.
+    """
+
+    def __init__(self, scaler: Callable[[], torch.amp.GradScaler | None], device: torch.device) -> None:
+        self.scaler = scaler
+        self._device = device
+
+    def __call__(self) -> LossScale:
+        scaler = self.scaler()
+        return 1.0 if scaler is None else scale_of(scaler, self._device)
+
+
+def scaler_of(loss_scale: Callable[[], LossScale] | None) -> torch.amp.GradScaler | None:
+    """The GradScaler whose scale `loss_scale` returns: a `ScaleOf`, or `scaler.get_scale` as users give it. None if it
+    cannot be told."""
+    if isinstance(loss_scale, ScaleOf):
+        return loss_scale.scaler()
+    owner = getattr(loss_scale, "__self__", None)
+    return owner if isinstance(owner, torch.amp.GradScaler) else None
+
+
 def read_scale(loss_scale: Callable[[], LossScale], before: LossScale) -> LossScale:
     """The loss scale of this backward pass, as `loss_scale` returns it.
 

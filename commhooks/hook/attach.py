@@ -9,7 +9,6 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 
-from commhooks.comm.counters import RoundCounters
 from commhooks.comm.groups import new_group
 from commhooks.comm.hook_result import checked_future
 from commhooks.comm.nodes import RanksPerNode
@@ -18,6 +17,8 @@ from commhooks.compressors.base import Compressor
 from commhooks.compressors.cast import AllReduce, AllReduceCompressor
 from commhooks.compressors.dotted_path import why_not_called
 from commhooks.compressors.hook_config import HookConfig
+from commhooks.compressors.local_steps.compressor import LocalStepsCompressor
+from commhooks.compressors.local_steps.options import LocalSteps
 from commhooks.compressors.registry import compressor_of
 from commhooks.ddp_comm_hooks.default_hooks import bf16_compress_wrapper, fp16_compress_wrapper
 from commhooks.ddp_comm_hooks.powerSGD_hook import PowerSGDState
@@ -32,7 +33,8 @@ from commhooks.hook.announce import reason_first, say
 from commhooks.hook.arguments import arguments_in, explains_arguments
 from commhooks.hook.comm_hook import CommHook
 from commhooks.hook.engine_hook import EngineHook
-from commhooks.hook.local_steps_hook import LocalStepsHook
+from commhooks.hook.local_steps.driver import LocalStepsDriver
+from commhooks.hook.local_steps.outer_steps import OuterSteps
 from commhooks.hook.request import HookRequest
 from commhooks.hook.request_check import check_requests, describe_request
 from commhooks.hook.runner import Runner
@@ -68,7 +70,8 @@ def attach(
 
     Args:
         ddp_model: a `DistributedDataParallel` model that has no hook yet; or the root module of one that was sharded by
-            `fully_shard` over a mesh of one dimension, with its parameters on their device.
+            `fully_shard` over a mesh of one dimension, with its parameters on their device. `DiLoCo` and `LocalSGD`
+            also take a module that nothing wraps, for one process per machine.
         hook: a config object such as `PowerSGD(matrix_approximation_rank=4)`, a name ("powerSGD", see
             `available_hooks()`), a path `"package.module:function"`, or a callable
             `(state, bucket) -> torch.futures.Future[torch.Tensor]`. None, "none" or "off": no hook, for comparisons.
@@ -144,7 +147,8 @@ def attach_request(
             f"loss_scale={loss_scale!r}; expected a function that returns the factor of this step, for example "
             "scaler.get_scale, or None"
         )
-    source = source_of(model, process_group, replicate_group)
+    unwrapped = isinstance(request.config, LocalSteps)
+    source = source_of(model, process_group, replicate_group, unwrapped=unwrapped)
     _check_arrangement(request, source)
     if request.off and not source.averages_alone:
         request = request.as_plain_average()
@@ -197,16 +201,13 @@ def _runner_of(
     request: HookRequest, source: GradientSource, compressor: Compressor[Any] | None, binding: Binding
 ) -> tuple[Runner, Any]:
     """The runner of a compressor, or of a hook `(state, bucket)`, and the state that DDP passes to that."""
-    if compressor is not None and compressor.on_weights:
-        of_weights = dataclasses.replace(binding, loss_scale=None)
+    if isinstance(compressor, LocalStepsCompressor):
+        loss_scale = binding.loss_scale
         if compressor.config.delay:  # a thread's collectives, beside those of the model
             own = new_group(range(source.group.size()), source.group)
-            of_weights = dataclasses.replace(of_weights, group=held_weakly(own))
-            if source.shard_group is not None:
-                shards = new_group(range(source.shard_group.size()), source.shard_group)
-                of_weights = dataclasses.replace(of_weights, shards=held_weakly(shards))
-        session = Session(compressor, of_weights, LearnedState.of(compressor.state_fields), RoundCounters())
-        return LocalStepsHook(request, source, session, scaled=binding.loss_scale is not None), None
+            binding = dataclasses.replace(binding, group=held_weakly(own))
+        sizes = {name: each.numel() for name, each in zip(source.names.known(), source.stepped(), strict=True)}
+        return LocalStepsDriver(request, source, OuterSteps(compressor, binding, sizes), loss_scale), None
     if compressor is not None:
         session = Session(compressor, binding, LearnedState.of(compressor.state_fields))
         return EngineHook(request, source, session, session.run), None

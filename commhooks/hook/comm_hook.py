@@ -214,19 +214,20 @@ class CommHook:
         joint = joint and self.synchronize(optimizers=True)
         limit_s = self.joint_save_limit_s
         content = self._runner.saved_state.save(residual, gather=gather, joint=joint, limit_s=limit_s)
-        return content if joint else self._runner.saved_alone(content)
+        return self._runner.vouched(content, together=joint)
 
     def _distributed_state(self, residual: str, joint: bool) -> dict[str, Any]:
         if not joint:
             raise HookConfigError(
                 "joint=False with a state for torch.distributed.checkpoint: it needs all ranks, as dcp.save does"
             )
-        self.synchronize(optimizers=True)
+        together = self.synchronize(optimizers=True)
         kept = self._runner.kept_fields(self._source.whole)
         if residual == "drop":
             kept.pop("residual", None)
         form = "mean" if "residual" in kept else "drop"
         saved = self._runner.saved_state.save(form, limit_s=self.joint_save_limit_s)
+        saved = self._runner.vouched(saved, together=together)
         return to_distributed(saved, kept, self._source)
 
     def synchronize(self, *, optimizers: bool = False) -> bool:
@@ -235,9 +236,9 @@ class CommHook:
         hooks do nothing.
 
         Args:
-            optimizers: average what the optimizers keep, too, such as Adam's moments, so that those of any rank
-                are those of all, and a run that resumes goes on as this one does. A joint `state_dict` does it: call
-                that, or this, before you copy the state of the model or of an optimizer.
+            optimizers: let all ranks go on with the optimizers' state of rank 0, too, as a run that resumes does. A
+                joint `state_dict` does it: call that, or this, before you copy the state of the model or of an
+                optimizer.
 
         Returns:
             Whether all ranks took part, for which this waits at most `joint_save_limit_s` seconds. If not, nothing has

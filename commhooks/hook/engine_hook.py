@@ -21,6 +21,7 @@ from commhooks.compressors.units import Unit
 from commhooks.engine.arrangement import Flat
 from commhooks.engine.hierarchy import Hierarchy
 from commhooks.engine.kernel_choice import Choice, KernelSupport
+from commhooks.engine.learning import Learning
 from commhooks.engine.session import Session
 from commhooks.errors import HookConfigError
 from commhooks.gradients import precision
@@ -37,7 +38,7 @@ from commhooks.hook.unused import Use
 class EngineHook(Runner):
     """
     Args:
-        session: the session, bound to the model.
+        session: what runs the compressor, bound to the model.
         run: reduces a bucket with the session; None: a subclass has a method for it.
     """
 
@@ -45,7 +46,7 @@ class EngineHook(Runner):
         self,
         request: HookRequest,
         source: GradientSource,
-        session: Session,
+        session: Learning,
         run: Callable[[Bucket], Future] | None = None,
     ) -> None:
         name, config = request.name, session.compressor.config
@@ -69,6 +70,7 @@ class EngineHook(Runner):
             self.run = run
 
     def end_pass(self) -> None:
+        assert isinstance(self._session, Session)
         self._session.end_pass()
 
     def close(self) -> None:
@@ -214,7 +216,7 @@ class EngineHook(Runner):
         return [f"{compressor.phrase} compresses no parameter of this model: print(hook.plan()) says why for each."]
 
 
-def _plans_of_parameters(session: Session, sparse: Collection[int], compressor: Compressor[Any]) -> list[UnitPlan]:
+def _plans_of_parameters(session: Learning, sparse: Collection[int], compressor: Compressor[Any]) -> list[UnitPlan]:
     """The plans of all parameters with `compressor`; empty for one of whole buckets. Computed at each call, because
     loading a state may change options."""
     if compressor.per_bucket:

@@ -7,7 +7,7 @@ from commhooks.compressors.dotted_path import import_path
 from commhooks.compressors.hook_config import HookConfig
 from commhooks.compressors.plain_values import checked
 from commhooks.compressors.registry import COMPRESSORS, OFF, means_no_hook
-from commhooks.gradients.loss_scale import LossScale, scale_of
+from commhooks.gradients.loss_scale import LossScale, ScaleOf
 from commhooks.gradients.torch_private import compiled_from
 from commhooks.hook.announce import reason_first
 from commhooks.hook.arguments import arguments_in, explains_arguments

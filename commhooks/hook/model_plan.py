@@ -39,6 +39,9 @@ class ModelPlan:
     """With `ranks_per_node`, between which ranks the bytes of this plan travel; a node sends them as one rank."""
     bucket_names: tuple[tuple[str, ...], ...] = ()
     """The parameters of each bucket; empty if they are unknown or if the rows of the plan are buckets."""
+    bytes_per_save: int = 0
+    """Bytes that a joint save sends of an optimizer that keeps two numbers per weight, such as Adam, where each rank
+    trains for itself."""
     sends: bool | None = True
     """False for a hook that sends nothing; None for a user's hook, whose traffic is unknown."""
 
@@ -93,6 +96,7 @@ class ModelPlan:
             "bytes_before": self.bytes_before,
             "bytes_after": sent,
             "flag_bytes": self.flag_bytes,
+            "bytes_per_save": self.bytes_per_save,
             "compression_rate": self.bytes_before / sent if sent else None,
             "compressed_share": self.compressed_share,
             "memory_bytes": {
@@ -133,6 +137,8 @@ class ModelPlan:
         unit = self.unit
         after = "what the hook sends" if self.sends is None else unit.text(self.bytes_after)
         sent = f"{unit.text(self.bytes_before)} -> {after} per step and rank"
+        if self.bytes_per_save:
+            sent += f" on average, and {unit.text(self.bytes_per_save)} per save with an optimizer such as Adam"
         if not self.selective:
             return f"{len(self.parameters)} parameters, {sent}"
         return (

@@ -8,6 +8,7 @@ import torch
 from commhooks.compressors.adaptive import AdaptiveCompressor
 from commhooks.compressors.base import Compressor
 from commhooks.compressors.hook_config import HookConfig
+from commhooks.compressors.local_steps.compressor import LocalStepsCompressor
 from commhooks.compressors.unit_plan import ParameterInfo, UnitPlan
 from commhooks.engine.arrangement import FLAT, Flat
 from commhooks.errors import HookConfigError
@@ -50,6 +51,7 @@ def whole_plan(
         memory=arrangement.memory_plan(compressor, rows, known or [rows]),
         arrangement=arrangement.words,
         bucket_names=tuple(map(tuple, buckets)),
+        bytes_per_save=sum(row.numel * 4 for row in rows) if isinstance(compressor, LocalStepsCompressor) else 0,
         sends=compressor.config.sends,
     )
 

@@ -186,8 +186,9 @@ class Runner(ABC):
         """See `CommHook.synchronize`. `limit_s`: seconds to wait for the other ranks."""
         return True
 
-    def saved_alone(self, content: dict[str, Any]) -> dict[str, Any]:
-        """The payload `content` as it is saved where other ranks may not take part."""
+    def vouched(self, content: dict[str, Any], *, together: bool) -> dict[str, Any]:
+        """The payload `content`, marked inexact if a run that resumes from it would not go on as this one.
+        `together`: all ranks took part in the save."""
         return content
 
     def load(self, take_over: Callable[[], None]) -> None:

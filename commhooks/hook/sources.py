@@ -6,9 +6,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 
+from commhooks.comm.collective import resolve_group
 from commhooks.errors import AttachError, HookConfigError
 from commhooks.gradients.ddp import DDPGradients
 from commhooks.gradients.fully_shard import FullyShardGradients
+from commhooks.gradients.plain_module import PlainGradients
 from commhooks.gradients.source import GradientSource
 from commhooks.gradients.torch_private import compiled_from, ddp_under
 
@@ -17,8 +19,11 @@ def source_of(
     model: object,
     process_group: dist.ProcessGroup | None = None,
     replicate_group: DeviceMesh | dist.ProcessGroup | None = None,
+    *,
+    unwrapped: bool = False,
 ) -> GradientSource:
-    """The source of a model's gradients; see `attach` for the arguments.
+    """The source of a model's gradients; see `attach` for the arguments. `unwrapped`: the hook takes a module that is
+    not wrapped, too.
 
     Raises:
         AttachError: the model cannot take a hook.
@@ -40,6 +45,10 @@ def source_of(
     module = model if isinstance(model, torch.nn.Module) else None
     replicated = None if module is None else ddp_under(module)
     ddp_model = model if replicated is None else replicated
+    takes_plain = unwrapped and module is not None and not isinstance(module, FullyShardedDataParallel)
+    if takes_plain and compiled_from(module) is None and not isinstance(ddp_model, DistributedDataParallel):
+        assert module is not None
+        return PlainGradients(module, resolve_group(process_group))
     if not isinstance(ddp_model, DistributedDataParallel):
         raise _cannot_take_a_hook(model)
     if replicate_group is not None:

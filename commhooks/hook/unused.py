@@ -9,7 +9,7 @@ import torch
 
 from commhooks.comm.counters import Counters
 from commhooks.errors import logger_of
-from commhooks.gradients.training_events import BackwardPasses
+from commhooks.gradients.backward_passes import BackwardPasses
 
 logger = logger_of(__name__)
 

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 import torch
 import torch.distributed as dist
 
+from commhooks.comm.groups import GLOO_INTERFACE
 from commhooks.errors import DoctorError
 
 
@@ -34,7 +35,8 @@ def process_group(backend: str | None, start_it: str) -> Iterator[None]:
         dist.init_process_group(backend)
     except (AssertionError, ValueError, RuntimeError) as error:
         which = "" if backend is None else f" with backend {backend!r}"
-        raise DoctorError(f"the ranks make no process group{which}: {error}") from error
+        hint = f" ({GLOO_INTERFACE})" if backend in (None, "gloo") else ""
+        raise DoctorError(f"the ranks make no process group{which}{hint}: {error}") from error
     try:
         yield
     finally:

@@ -12,6 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import commhooks
 from commhooks.comm import collective
+from commhooks.compressors.local_steps.options import passes_per_exchange
 from commhooks.hook.request import HookRequest
 from tests.support.kernels import computing_with
 from tests.support.kinds import AUTO, KINDS, Kind
@@ -67,5 +68,5 @@ def test_the_collectives_are_those_that_are_sent(name: str, alone: None) -> None
             step()
     made = HookRequest.parse(kind.hook, hook_options=kind.options, wrapper=kind.wrapper).new_compressor(None)
     assert made is not None
-    exchanges = STEPS // made.passes_per_exchange
+    exchanges = STEPS // passes_per_exchange(made.config)
     assert sent == {op: count * exchanges for op, count in Counter(made.collectives).items()}

@@ -9,12 +9,13 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
-from torch.distributed.tensor import DTensor
+from torch.distributed.fsdp import register_fsdp_forward_method
+from torch.distributed.tensor import DTensor, Shard
 from torch.nn.parallel import DistributedDataParallel
 
 import commhooks
 from tests.support.models import bits_equal
-from tests.support.sharded import Prescribed, attached, random_gradients
+from tests.support.sharded import Prescribed, attached, mesh_of, random_gradients, shard
 
 EVERY, SAVE_AT, STEPS = 3, 4, 8
 LR = 0.1
@@ -167,3 +168,111 @@ def test_a_hook_that_is_taken_off_ends_its_round_and_does_no_more(run_ranks: Any
     for common, _, sent in found:
         assert bits_equal(common, found[0][0]) and sent == 0
     assert _worst(found[0][1], found[2][1]) > 1e-3  # each replica for itself
+
+
+class _ByHand:
+    """Plain SGD that is none of torch's optimizers."""
+
+    def __init__(self, parameters: Any) -> None:
+        self._parameters = list(parameters)
+
+    @torch.no_grad()
+    def step(self) -> None:
+        for each in self._parameters:
+            each.sub_(LR * each.grad)
+            each.grad = None
+
+
+def _through_a_method(passes: int) -> Any:
+    """A model that is trained through a method of its own, by an optimizer that torch does not know."""
+    training = Training(2, 2, commhooks.LocalSGD(sync_every=EVERY))
+    model: Any = training.model
+    type(model).score = Prescribed.forward
+    register_fsdp_forward_method(model, "score")
+    optimizer, rounds = _ByHand(model.parameters()), []
+    for step in range(passes):
+        model.score(random_gradients(step)).backward()
+        optimizer.step()
+        rounds.append(training.hook.stats()["step"])
+    training.hook.synchronize()
+    return rounds, training.hook.stats()["step"], training.weights()
+
+
+def test_a_model_without_a_forward_pass_of_its_own_gets_its_outer_steps(run_ranks: Any) -> None:
+    found = run_ranks(_through_a_method, 3 * EVERY, world_size=4)
+    for rounds, at_end, weights in found:
+        assert rounds == [0, 0, 0, 1, 1, 1, 2, 2, 2] and at_end == 3  # with the next backward pass
+        assert bits_equal(weights, found[0][2])
+
+
+class _EightBits(torch.optim.Optimizer):
+    """SGD with a momentum of integers and a scale per shard."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for p in self.param_groups[0]["params"]:
+            state, grad, mesh = self.state[p], p.grad.to_local(), p.device_mesh
+            momentum = grad.clone()
+            if state:
+                momentum += 0.9 * state["codes"].to_local().double() * state["scale"].to_local()
+            scale = momentum.abs().max().clamp_min(1e-9)[None] / 127 if momentum.numel() else momentum.new_ones(1)
+            codes = (momentum / scale).round().to(torch.int8)
+            whole = {"shape": p.shape, "stride": p.stride()}
+            state["codes"] = DTensor.from_local(codes, mesh, p.placements, run_check=False, **whole)
+            state["scale"] = DTensor.from_local(scale, mesh, [Shard(0)], run_check=False)
+            p.to_local().sub_(LR * momentum)
+
+
+def _local_state(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    return [each.to_local().clone() for state in optimizer.state.values() for each in state.values()]
+
+
+def _saves_codes(folder: str) -> Any:
+    training = Training(2, 2, commhooks.DiLoCo(sync_every=EVERY))
+    training.optimizer = _EightBits(training.model.parameters(), {})
+    training.train(0, SAVE_AT)
+    before = _local_state(training.optimizer)
+    training.save(folder)
+    saved = _local_state(training.optimizer)
+    again = Training(2, 2, commhooks.DiLoCo(sync_every=EVERY))
+    again.optimizer = _EightBits(again.model.parameters(), {})
+    again.train(0, 1).load(folder)
+    loaded = _local_state(again.optimizer)
+    for each in (training, again):
+        each.train(SAVE_AT, STEPS).hook.synchronize()
+    return before, saved, loaded, training.weights(), again.weights()
+
+
+def test_codes_and_scales_are_those_of_one_replica(run_ranks: Any, tmp_path: Path) -> None:
+    found = run_ranks(_saves_codes, str(tmp_path), world_size=4)
+    for rank, (_, saved, loaded, end, same) in enumerate(found):
+        first = found[rank % 2][0]  # of the first replica, with the same shard
+        assert all(map(torch.equal, first, saved)) and all(map(torch.equal, saved, loaded))
+        assert bits_equal(end, same)
+    assert not all(map(torch.equal, found[0][0], found[2][0]))
+
+
+def _teaches() -> Any:
+    """The root's parameter is a frozen one, which each replica moves by itself."""
+    mesh = mesh_of(2, 2)
+    model = Prescribed()
+    model.even.weight.requires_grad_(False)
+    shard(model, mesh["shard"])
+    hook = commhooks.attach(model, commhooks.LocalSGD(sync_every=EVERY), replicate_group=mesh["replicate"])
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=LR)
+    for step in range(SAVE_AT):
+        optimizer.zero_grad()
+        model(random_gradients(step)).backward()
+        optimizer.step()
+        with torch.no_grad():
+            model.even.weight.to_local().add_(0.1 * (1 + dist.get_rank()))
+    own = model.even.weight.to_local().clone()
+    exact = hook.synchronize(optimizers=True)
+    return own, model.even.weight.to_local().clone(), exact
+
+
+def test_a_frozen_parameter_is_that_of_the_first_replica(run_ranks: Any) -> None:
+    found = run_ranks(_teaches, world_size=4)
+    for rank, (_, now, exact) in enumerate(found):
+        assert exact and torch.equal(now, found[rank % 2][0])
+    assert not torch.equal(found[0][0], found[2][0])

@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.optim import ZeroRedundancyOptimizer
 
 import commhooks
-from commhooks.engine.session import Session
+from commhooks.hook.local_steps.outer_steps import OuterSteps
 from tests.support import warm
 from tests.support.ddp_steps import log_lines
 from tests.support.training import Run, batch
@@ -132,18 +132,18 @@ def _collects_another() -> int:
     gone: list[Any] = [Run.new(hook="local_sgd").train(1)]
     gone.append(gone)
     runner = weakref.ref(gone[0].hook._runner)
-    run, run_session = Run.new(hook=commhooks.LocalSGD(sync_every=1)), Session.run
+    run, advance = Run.new(hook=commhooks.LocalSGD(sync_every=1)), OuterSteps.advance
     third = Run.new(hook="local_sgd")  # told of the step after `run`
     del gone
 
     def collecting(*args: Any) -> Any:
         gc.collect()
-        return run_session(*args)
+        return advance(*args)
 
     gc.disable()
     try:
         alive = runner() is not None
-        with mock.patch.object(Session, "run", collecting):
+        with mock.patch.object(OuterSteps, "advance", collecting):
             run.train(2)
     finally:
         gc.enable()
@@ -157,13 +157,13 @@ def test_another_hook_may_end_within_an_outer_step(run_ranks):
 
 ENDS_EARLY = """
 import time, torch, torch.distributed as dist, commhooks
-from commhooks.engine.session import Session
+from commhooks.hook.local_steps import outer_steps
 
-def slow(session, bucket):
+def slow(exchange):
     time.sleep(0.3)
     print("arrived", flush=True)
 
-Session.run = slow
+outer_steps._Exchange._exchange = slow
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 1))
 hook = commhooks.attach(model, commhooks.DiLoCo(sync_every=2, delay=1))

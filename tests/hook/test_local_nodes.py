@@ -10,7 +10,7 @@ from torch import nn
 
 import commhooks
 from commhooks.compressors.local_steps.reference import ReferenceDiLoCo
-from commhooks.gradients import weights
+from commhooks.hook.local_steps import weights
 from tests.support.training import Run, batch, flat, make_model
 
 SEVERAL = 1000  # bytes in a bucket of weights, so that there are several
@@ -36,7 +36,7 @@ def _of_the_paper(every: int, steps: int, momentum: float) -> list[torch.Tensor]
     return [flat(model.parameters()) for model in models]
 
 
-@mock.patch.object(weights, "BUCKET_BYTES", SEVERAL)
+@mock.patch.object(weights, "BUFFER_BYTES", SEVERAL)
 def _train(every: int, steps: int) -> Any:
     config = commhooks.DiLoCo(sync_every=every, wire="float32", outer_lr=0.7, outer_momentum=0.5)
     run = Run.new(hook=config, ranks_per_node=PER_NODE)
@@ -73,7 +73,7 @@ def test_a_node_is_one_rank(run_ranks):
     assert not torch.equal(found[0][0], found[2][0]) and not torch.equal(found[0][1], found[2][1])
 
 
-@mock.patch.object(weights, "BUCKET_BYTES", SEVERAL)
+@mock.patch.object(weights, "BUFFER_BYTES", SEVERAL)
 def _resumed(config: commhooks.DiLoCo, residual: str) -> Any:
     whole, resumed = (Run.new(hook=config, ranks_per_node=PER_NODE).train(5) for _ in range(2))
     whole.save(residual=residual)
@@ -96,3 +96,22 @@ def test_a_run_that_resumes_in_mid_round_goes_on_as_the_other(run_ranks, residua
         differences = [float((each[2] - found[0][2]).abs().max()) for each in found]
         assert torch.equal(flat_one, found[0][2]) and flat_one.isfinite().all(), differences
     assert not torch.equal(found[0][0], found[2][0])  # in mid-round
+
+
+def _not_finite_on_one_rank() -> Any:
+    """A weight of one rank alone, in the last step of a round."""
+    run = Run.new(hook=commhooks.LocalSGD(sync_every=3), ranks_per_node=PER_NODE).train(3)
+    good = run.weights()
+    run.train(2)
+    images, labels = batch(run.step, dist.get_rank())
+    nn.functional.cross_entropy(run.ddp(images), labels).backward()
+    if dist.get_rank() == 1:
+        with torch.no_grad():
+            next(run.ddp.parameters())[0] = torch.nan
+    run.optimizer.step()
+    return good, run.weights(), run.hook.stats()
+
+
+def test_one_verdict_for_all_ranks_of_all_nodes(run_ranks):
+    for good, after, stats in run_ranks(_not_finite_on_one_rank, world_size=NODES * PER_NODE):
+        assert torch.equal(good, after) and (stats["step"], stats["nonfinite_steps"]) == (1, 1)

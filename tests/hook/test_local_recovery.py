@@ -98,30 +98,6 @@ def test_replicas_that_were_left_in_mid_round_begin_from_their_mean(run_ranks):
     assert [len(lines) for *_, lines in found] == [1, 0]
 
 
-def _with_experts() -> tuple[list[float], list[str]]:
-    """Each rank has trained another one of two experts of the same size."""
-    model = nn.parallel.DistributedDataParallel(nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)]))
-    hook = commhooks.attach(model, commhooks.LocalSGD(sync_every=2))
-    optimizer = torch.optim.Adam(model.parameters())
-    own = model.module[dist.get_rank()]
-    with log_lines("commhooks") as lines:
-        model.forward = own.forward  # type: ignore[method-assign]
-        for parameter in own.parameters():
-            parameter.grad = torch.full_like(parameter, 1.0 + dist.get_rank())
-        optimizer.step()
-        hook._runner._moments_differ = True  # type: ignore[attr-defined] # as after a pass
-        hook.synchronize(optimizers=True)
-    moments = [float(each["exp_avg"].flatten()[0]) for each in optimizer.state.values()]
-    return moments, [line for line in lines if "not the same parts" in line or "not averaged" in line]
-
-
-def test_moments_of_different_parameters_are_not_averaged(run_ranks):
-    found = run_ranks(_with_experts)
-    for rank, (moments, _) in enumerate(found):
-        assert all(abs(each - 0.1 * (1 + rank)) < 1e-6 for each in moments) and len(moments) == 2
-    assert [len(lines) for _, lines in found] == [1, 0]
-
-
 def _saves_in_a_thread() -> tuple[bool, list[str], torch.Tensor]:
     run = Run.new(hook=commhooks.LocalSGD(sync_every=3)).train(4)
     saved: list[dict[str, Any]] = []
@@ -147,7 +123,7 @@ def _loads_while_a_part_is_on_its_way() -> tuple[int, int, int]:
     if dist.get_rank() == 1:
         time.sleep(1.0)
     run.train(1)
-    with mock.patch("commhooks.hook.outer_steps.ABANDONED_LIMIT_S", 0.1):
+    with mock.patch("commhooks.hook.local_steps.outer_steps.ABANDONED_LIMIT_S", 0.1):
         run.load(saved)
     at_load = run.hook.stats()["step"]
     time.sleep(1.0 if dist.get_rank() == 0 else 0.0)

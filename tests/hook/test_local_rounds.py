@@ -148,7 +148,7 @@ def test_batchnorm_tied_and_frozen(run_ranks):
     for name in first:
         assert torch.equal(first[name], second[name]), name
     assert not torch.equal(mine, other)
-    torch.testing.assert_close(first["norm.running_mean"], (mine + other) / 2)
+    assert torch.equal(first["norm.running_mean"], mine)
 
 
 def _in_mode(mode: str) -> Any:
@@ -207,7 +207,7 @@ def _said(unused: bool, hook: Any = "local_sgd", **attach: Any) -> list[str]:
 
 def test_what_ddp_still_sends_and_what_no_more(run_ranks):
     ((broadcast,), _), ((unused, *_), _) = (run_ranks(_said, each) for each in (False, True))
-    assert "per step and rank on average; DDP no longer broadcasts buffers" in broadcast
+    assert "per step and rank on average, and 0.436 kB per save with an optimizer such as Adam; DDP no" in broadcast
     assert "with find_unused_parameters=True DDP sends a message in every step" in unused
 
 

@@ -13,9 +13,9 @@ from torch.distributed.algorithms.model_averaging.averagers import PeriodicModel
 from torch.nn.parallel import DistributedDataParallel
 
 import commhooks
-from commhooks.compressors.local_steps import exchange
+from commhooks.compressors.local_steps import outer_step
 from commhooks.compressors.local_steps.reference import ReferenceDiLoCo
-from commhooks.gradients import weights
+from commhooks.hook.local_steps import weights
 from tests.support.inside import session_of
 from tests.support.training import Run, batch, flat, make_model
 
@@ -65,7 +65,7 @@ def test_local_sgd_is_that_of_torch(run_ranks, world_size, every, start):
         assert (ours - torchs).abs().max() < 1e-6
 
 
-@mock.patch.object(weights, "BUCKET_BYTES", SEVERAL)
+@mock.patch.object(weights, "BUFFER_BYTES", SEVERAL)
 def _with_reference(every: int, rounds: int, **options: Any) -> tuple[torch.Tensor, torch.Tensor, int]:
     run = Run.new(hook=commhooks.DiLoCo(sync_every=every, **options))
     reference = ReferenceDiLoCo(run.weights(), options["outer_lr"], options["outer_momentum"])
@@ -100,7 +100,8 @@ def _streaming_reference(run: Run, every: int, fragments: int, delay: int, steps
     model = copy.deepcopy(run.ddp.module)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     parameters = list(model.parameters())
-    parts = [part for part in weights.divided(parameters, [p.numel() for p in parameters], fragments) if part]
+    sizes = {str(place): p.numel() for place, p in enumerate(parameters)}
+    parts = [[parameters[int(name)] for name in part] for part in weights.divided(sizes, fragments) if part]
     references = [ReferenceDiLoCo(flat(part), 0.7, 0.5) for part in parts]
     assert len(references) == fragments
     sent: dict[int, torch.Tensor] = {}
@@ -135,7 +136,7 @@ def _streaming_reference(run: Run, every: int, fragments: int, delay: int, steps
     return [own, flat(model.parameters())]
 
 
-@mock.patch.object(weights, "BUCKET_BYTES", SEVERAL)
+@mock.patch.object(weights, "BUFFER_BYTES", SEVERAL)
 def _streaming(every: int, fragments: int, delay: int, steps: int) -> Any:
     options = {"outer_lr": 0.7, "outer_momentum": 0.5, "fragments": fragments, "delay": delay}
     run = Run.new(hook=commhooks.DiLoCo(sync_every=every, wire="float32", **options))
@@ -228,8 +229,8 @@ def test_the_plan_knows_what_is_kept(run_ranks, config):
         assert planned.copies >= kept["anchor"] > planned.packed
 
 
-@mock.patch.object(exchange, "SAMPLED_EVERY", 1)
-@mock.patch.object(weights, "BUCKET_BYTES", SEVERAL)
+@mock.patch.object(outer_step, "SAMPLED_EVERY", 1)
+@mock.patch.object(weights, "BUFFER_BYTES", SEVERAL)
 def _measured() -> Any:
     run = _sgd(Run.new(hook=commhooks.DiLoCo(sync_every=2, wire="float32")))
     anchors, found = [run.weights()], []

@@ -10,7 +10,8 @@ import torch
 
 from commhooks.comm.collective import Send
 from commhooks.compressors.base import Compressor, StepInfo, Verdict
-from commhooks.compressors.local_steps.exchange import ANCHOR
+from commhooks.compressors.local_steps.compressor import LocalStepsCompressor
+from commhooks.compressors.local_steps.outer_step import ANCHOR
 from commhooks.compressors.unit_plan import ParameterInfo
 from commhooks.engine.average import new_task
 from commhooks.engine.state import LearnedState
@@ -42,7 +43,9 @@ class LocalDriver:
         for named in buckets:
             parameters, names = list(named.values()), ModelNames(named.items())
             dtype = parameters[0].dtype
-            if compressor.on_weights:  # which are copied before they are exchanged, and begin from a common anchor
+            if isinstance(
+                compressor, LocalStepsCompressor
+            ):  # weights are copied before they are exchanged, and begin from a common anchor
                 dtype = precision.compute_dtype(dtype)
                 anchors = {name: torch.zeros(p.numel(), dtype=dtype, device=device) for name, p in named.items()}
                 self._state[ANCHOR.key].update(anchors)

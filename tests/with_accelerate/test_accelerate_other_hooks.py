@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file
 
 from accelerate_commhooks import CommHookKwargs
 from tests.support.accelerate_checkpoints import BOTH
@@ -48,3 +49,16 @@ def test_a_simple_hook_is_saved_too(run_ranks: Any, tmp_path: Path) -> None:
     for rank in run_ranks(_resumed, str(tmp_path), 2, hook="fp16_compress"):
         assert rank["stats"]["compression_rate"] == 2 and torch.equal(*rank["end"])
     assert hook_files(tmp_path) == BOTH[:1]
+
+
+@launched
+def _save_model(folder: str) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    run = Training(CommHookKwargs(hook="local_sgd", hook_options={"sync_every": 3})).train(4)
+    run.accelerator.save_model(run.model, folder)
+    return run.weights(), {name: p.detach().clone() for name, p in run.model.module.named_parameters()}
+
+
+def test_save_model_in_mid_round_saves_the_common_weights(run_ranks: Any, tmp_path: Path) -> None:
+    (first, named), (second, _) = run_ranks(_save_model, str(tmp_path))
+    saved = load_file(tmp_path / "model.safetensors")
+    assert torch.equal(first, second) and all(torch.equal(named[name], saved[name]) for name in named)

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from lightning.fabric import Fabric
 
-from commhooks import HookConfigError, PayloadError, PowerSGD
+from commhooks import HookConfigError, LocalSGD, PayloadError, PowerSGD
 from lightning_commhooks.fabric import CommHookDDP
 from tests.support.lightning_support import SEVERAL_BUCKETS_MB, PoolEnvironment, assert_equal, caught_warnings
 from tests.support.workers import RanksFailed
@@ -306,3 +306,20 @@ def test_a_fraction_needs_the_length_of_the_run(run_ranks: Any) -> None:
     assert run_ranks(_a_fraction, 100) == [25, 25]
     with pytest.raises(RanksFailed, match="is a fraction of the run, whose length is unknown here: pass total_steps="):
         run_ranks(_a_fraction, None)
+
+
+def _saved_in_mid_round(root: str) -> Any:
+    fabric = _fabric(LocalSGD(sync_every=3))
+    model, optimizer = _setup(fabric)
+    _train(fabric, model, optimizer, range(4))
+    own = _weights(model)
+    fabric.save(f"{root}/weights.ckpt", {"weights": model.state_dict()})  # without the model, and so without its hook
+    return own, _weights(model)
+
+
+def test_a_save_ends_the_round(run_ranks: Any, tmp_path: Path) -> None:
+    (own, now), (others, same) = run_ranks(_saved_in_mid_round, str(tmp_path))
+    saved = torch.load(tmp_path / "weights.ckpt", weights_only=True)["weights"]
+    assert_equal(now, same)
+    assert_equal(now, saved)
+    assert not torch.equal(own["0.weight"], others["0.weight"])

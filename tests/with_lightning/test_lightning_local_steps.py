@@ -4,10 +4,12 @@ from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
+import pytest
 import torch
 from test_lightning_fsdp2 import Sharded, whole
 from test_lightning_fsdp2 import fit as fit_sharded
 from test_lightning_fsdp2 import strategy as sharded
+from torch.distributed.tensor import DTensor
 
 import commhooks
 from tests.support.features import fully_shard_on_gloo
@@ -84,6 +86,11 @@ def test_a_resume_that_still_reaches_the_start_is_not_warned_about(run_ranks: An
     assert run_ranks(_late, str(tmp_path)) == [[], []]
 
 
+def local_values(parameter: torch.Tensor) -> torch.Tensor:
+    local: torch.Tensor = parameter.detach()
+    return local.to_local() if isinstance(local, DTensor) else local
+
+
 def _sharded(root: str) -> dict[str, Any]:
     hook = commhooks.DiLoCo(sync_every=3)  # an epoch has two steps, and a checkpoint at its end
     through = fit_sharded(f"{root}/through", 3, hook=hook)
@@ -127,3 +134,45 @@ def test_a_validation_ends_the_round_of_replicas_that_are_sharded(run_ranks: Any
     first, second = run_ranks(_validate_sharded, str(tmp_path))
     assert difference(first["trained"], second["trained"]) > 1e-5
     assert_equal(first["validated"], second["validated"])
+
+
+class _Swaps(pl.Callback):
+    """Puts an average over time into the model for each validation, as an EMA callback does, and looks at the model at
+    the end of an epoch."""
+
+    def __init__(self) -> None:
+        self.average: list[torch.Tensor] = []
+        self.trained: list[torch.Tensor] = []
+        self.seen: dict[str, Any] = {}
+
+    def on_train_batch_end(self, trainer: pl.Trainer, module: pl.LightningModule, *_: Any) -> None:
+        own = [local_values(p).clone() for p in module.parameters()]
+        self.average = [0.9 * a + 0.1 * o for a, o in zip(self.average, own, strict=True)] if self.average else own
+
+    def on_train_epoch_end(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+        self.seen["epoch"] = [local_values(p).clone() for p in module.parameters()]
+
+    def on_validation_start(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+        self.trained = [local_values(p).clone() for p in module.parameters()]
+        for p, value in zip(module.parameters(), self.average or self.trained, strict=True):
+            local_values(p).copy_(value)
+
+    def on_validation_end(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+        for p, value in zip(module.parameters(), self.trained, strict=True):
+            local_values(p).copy_(value)
+        self.seen["after"] = [local_values(p).clone() for p in module.parameters()]
+
+
+def _swap(root: str, is_sharded: bool) -> dict[str, Any]:
+    swaps = _Swaps()
+    made = sharded(hook=HOOK) if is_sharded else strategy(hook=HOOK)
+    made = trainer(root, strategy=made, max_epochs=1, limit_val_batches=1, callbacks=[swaps])
+    made.fit(Sharded() if is_sharded else Model(), data(), data())
+    return swaps.seen
+
+
+@pytest.mark.parametrize("is_sharded", [False, pytest.param(True, marks=fully_shard_on_gloo)])
+def test_an_average_in_the_model_leaves_the_replicas_equal(run_ranks: Any, tmp_path: Path, is_sharded: bool) -> None:
+    first, second = run_ranks(_swap, str(tmp_path), is_sharded)
+    for when in ("epoch", "after"):
+        assert all(map(torch.equal, first[when], second[when])), when

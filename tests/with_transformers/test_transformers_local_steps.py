@@ -111,3 +111,26 @@ def test_a_model_that_is_saved_alone_is_the_common_one(run_ranks: Any, tmp_path:
     saved = load_file(tmp_path / "checkpoint-4" / "model.safetensors")  # in mid-round
     for name, tensor in saved.items():
         assert torch.equal(first[name], tensor) and torch.equal(second[name], tensor)
+
+
+class _SavesInMidRound(TrainerCallback):
+    trainer: Any
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step == 4:
+            self.trainer.save_model(f"{args.output_dir}/by_hand")
+            self.weights = flat(self.trainer.model.parameters())
+
+
+@launched
+def _save_by_hand(folder: Path) -> Any:
+    trainer, saves = make_trainer(folder, hook=HOOK, save_strategy="no"), _SavesInMidRound()
+    saves.trainer = trainer
+    trainer.add_callback(saves)
+    trainer.train()
+    return saves.weights, trainer.comm_hook.stats()["outer_gradient_norm"]
+
+
+def test_a_callback_that_saves_ends_the_round(run_ranks: Any, tmp_path: Path) -> None:
+    (first, norm), (second, _) = run_ranks(_save_by_hand, tmp_path)
+    assert torch.equal(first, second) and norm > 0

@@ -9,8 +9,8 @@ import torch
 
 from commhooks.compressors.base import RESIDUAL, Compressor, Exchange, State, StateField, StepInfo
 from commhooks.compressors.kernel import KernelHere
-from commhooks.compressors.local_steps.exchange import ANCHOR, MOMENTUM, Workspace, outer_step
 from commhooks.compressors.local_steps.options import DiLoCo, LocalSGD, LocalSteps
+from commhooks.compressors.local_steps.outer_step import ANCHOR, MOMENTUM, Workspace, outer_step
 from commhooks.compressors.quantized.compressor import Int4Compressor, Int8Compressor
 from commhooks.compressors.unit_plan import MemoryPlan, ParameterInfo, UnitPlan
 from commhooks.errors import HookConfigError
@@ -39,16 +39,14 @@ class WeightPlan(UnitPlan):
 
 
 class LocalStepsCompressor(Compressor[AnyLocalSteps]):
-    """An outer step as the exchange of a bucket of weights. `hook/local_steps_hook.py` says when there is one."""
+    """An outer step as the exchange of a buffer of weights. `hook/local_steps/driver.py` says when there is one."""
 
     wrappers = False
-    on_weights = True
     computes_from_received = False
 
     def __init__(self, config: AnyLocalSteps, wire_dtype: torch.dtype | None = None) -> None:
         super().__init__(config, wire_dtype)
         quantised = _QUANTISED.get(config.wire)
-        self.passes_per_exchange = config.sync_every
         self._wire = None if quantised is None else quantised(quantised.Config(exclude=list(config.excluded_globs)))
         if self._wire is not None:
             self.collectives = self._wire.collectives
@@ -57,11 +55,6 @@ class LocalStepsCompressor(Compressor[AnyLocalSteps]):
     def state_fields(self) -> tuple[StateField, ...]:  # type: ignore[override]
         of_wire = () if self._wire is None else (dataclasses.replace(RESIDUAL, scales_with_loss=False),)
         return ANCHOR, *((MOMENTUM,) if self.config.outer_momentum else ()), *of_wire
-
-    @property
-    def first_exchange(self) -> int:
-        """Outer steps begin with the first round; `start_iter` counts steps of the optimizer before it."""
-        return 0
 
     @property
     def summary(self) -> str:

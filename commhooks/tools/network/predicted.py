@@ -15,6 +15,7 @@ import torch
 
 from commhooks.comm.collective import Op
 from commhooks.compressors.candidates import ALLREDUCE, BF16, INT8, Candidate, powersgd
+from commhooks.compressors.local_steps.options import LocalSteps, passes_per_exchange
 from commhooks.compressors.unit_plan import ParameterInfo
 from commhooks.errors import HookConfigError
 from commhooks.hook.plan_model import whole_plan
@@ -112,14 +113,14 @@ def _exchange(candidate: Candidate, parameters: dict[str, torch.Tensor], cluster
     plan = whole_plan(
         candidate.hook, compressor, compressor.plan([ParameterInfo(*each) for each in parameters.items()])
     )
-    every, buckets = compressor.passes_per_exchange, math.ceil(plan.bytes_before / _BUCKET_BYTES)
+    every, buckets = passes_per_exchange(compressor.config), math.ceil(plan.bytes_before / _BUCKET_BYTES)
     counted = every * (plan.bytes_after + plan.flag_bytes)
 
     def seconds(together: int) -> float:
         return cluster.seconds(counted, compressor.collectives, buckets, together) / every
 
     among_all = Exchange(candidate, seconds(cluster.ranks_per_machine), between_nodes=False)
-    if candidate is PLAIN or compressor.on_weights or cluster.ranks_per_machine == 1:
+    if candidate is PLAIN or isinstance(compressor.config, LocalSteps) or cluster.ranks_per_machine == 1:
         return among_all
     ranks = cluster.ranks_per_machine  # inside a machine every gradient travels twice, as in an all-reduce
     inside = 8 * 2 * (ranks - 1) / ranks * plan.bytes_before / cluster.inside

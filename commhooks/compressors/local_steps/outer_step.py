@@ -1,5 +1,5 @@
-"""One bucket of weights in an outer step (Douillard et al., DiLoCo: Distributed Low-Communication Training of Language
-Models, 2023, algorithm 1).
+"""The weights of one buffer in an outer step (Douillard et al., DiLoCo: Distributed
+Low-Communication Training of Language Models, 2023, algorithm 1).
 
 Between two outer steps each rank m trains its own weights theta_m. Common to all ranks are the anchor A, where they
 began, and the momentum v of the outer optimizer, which is torch's SGD with Nesterov momentum:
@@ -12,7 +12,7 @@ The readable form is in `reference.py`.
 """
 
 import math
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,7 +34,7 @@ SAMPLED_EVERY = 64
 
 @dataclass
 class Workspace:
-    """The buckets of one layout.
+    """What the outer steps of one buffer need.
 
     Attributes:
         wire: what carries their differences; None for float32.
@@ -58,13 +58,12 @@ class Workspace:
         self.sample = chosen(good, new, before)
 
 
-def norm_and_cosine(works: Iterable[Workspace]) -> tuple[float | None, float | None]:
-    """Of the buckets of the latest outer step: the norm of g, and the cosine between it and the g before. None where
-    there is none. Waits for an accelerator."""
-    measured = [work.measured for work in works if work.measured is not None]
+def norm_and_cosine(measured: Sequence[torch.Tensor]) -> tuple[float | None, float | None]:
+    """From `Workspace.measured` of the buffers of an outer step: the norm of g, and the cosine between it and the g
+    before. None where there is none. Waits for an accelerator."""
     if not measured:
         return None, None
-    squares, new, before, both = torch.stack(measured).sum(0).tolist()
+    squares, new, before, both = torch.stack([each.cpu() for each in measured]).sum(0).tolist()
     return math.sqrt(squares), both / math.sqrt(new * before) if new * before > 0 else None
 
 

@@ -1,0 +1,410 @@
+"""What is beside the trained weights in `diloco` and `local_sgd` is rank 0's; a joint save says where ranks differ."""
+
+import copy
+import os
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils import parametrizations
+
+import commhooks
+from tests.support.ddp_steps import log_lines
+from tests.support.training import Run, batch, flat, plain
+
+
+def _own_batch(step: int) -> torch.Tensor:
+    return torch.randn(8, 6, generator=torch.Generator().manual_seed(10 * step + dist.get_rank()))
+
+
+class _Observed(nn.Module):
+    """Buffers that begin as infinities, that change their shape, and that are registered late, as those of observers
+    and of pruning."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.first, self.second = nn.Linear(6, 6), nn.Linear(6, 2)
+        self.register_buffer("low", torch.tensor(torch.inf))
+        self.register_buffer("high", torch.tensor(-torch.inf))
+        self.register_buffer("seen", torch.tensor(torch.nan))
+        self.register_buffer("channels", torch.empty(0))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.first(x)
+        with torch.no_grad():
+            self.low = torch.minimum(self.low, y.min())
+            self.high.copy_(torch.maximum(self.high, y.max()))
+            self.seen.fill_(float(y.mean()))
+            self.channels = y.abs().amax(0)
+            self.first.register_buffer("mask", y.mean(0) > 0)
+        return self.second(y)
+
+
+def _observe(steps: int) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """The buffers before the optimizer's step with which the round ends, and after it."""
+    model = DistributedDataParallel(_Observed())
+    hook = commhooks.attach(model, commhooks.DiLoCo(sync_every=steps))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    before = {}
+    for step in range(steps):
+        optimizer.zero_grad()
+        model(_own_batch(step)).square().mean().backward()
+        before = {name: each.clone() for name, each in model.module.named_buffers()}
+        optimizer.step()
+    assert hook.stats()["step"] == 1
+    return before, dict(model.module.named_buffers())
+
+
+def test_buffers_are_rank_0s_whatever_they_begin_as(run_ranks):
+    (mine, mine_now), (other, other_now) = run_ranks(_observe, 3)
+    assert mine.keys() == mine_now.keys() == other_now.keys() and "first.mask" in mine
+    for name in mine:
+        assert torch.equal(mine[name], mine_now[name]) and torch.equal(mine[name], other_now[name]), name
+    assert all(mine[name].isfinite().all() for name in mine) and not torch.equal(mine["seen"], other["seen"])
+
+
+def _registered_on_rank_0() -> tuple[bool, torch.Tensor]:
+    run = Run.new(hook=commhooks.LocalSGD(sync_every=3)).train(1)
+    if dist.get_rank() == 0:
+        run.ddp.module[3].register_buffer("mask", torch.arange(5))
+    return run.hook.synchronize(), run.ddp.module[3].mask
+
+
+def test_a_buffer_that_only_rank_0_has_comes_to_all(run_ranks):
+    assert all(together and torch.equal(mask, torch.arange(5)) for together, mask in run_ranks(_registered_on_rank_0))
+
+
+def _spectral(wrap: Callable[[nn.Module], nn.Module], passes: int) -> list[float]:
+    torch.manual_seed(0)
+    layers = [wrap(nn.Linear(16, 16)) for _ in range(4)]
+    model = DistributedDataParallel(nn.Sequential(*layers))
+    commhooks.attach(model, commhooks.LocalSGD(sync_every=passes))
+    optimizer = torch.optim.SGD(model.parameters(), lr=5.0)
+    for step in range(passes):
+        optimizer.zero_grad()
+        x = torch.randn(8, 16, generator=torch.Generator().manual_seed(10 * step + dist.get_rank()))
+        (model(x) * (1 + dist.get_rank())).square().mean().backward()
+        optimizer.step()
+    return [float(each.norm()) for each in model.module.buffers()]
+
+
+@pytest.mark.parametrize("wrap", [parametrizations.spectral_norm, nn.utils.spectral_norm], ids=["new", "old"])
+def test_the_vectors_of_a_spectral_norm_keep_their_length(run_ranks, wrap):
+    for lengths in run_ranks(_spectral, wrap, 20):
+        assert len(lengths) == 8 and lengths == pytest.approx([1.0] * 8, abs=1e-5)
+
+
+class _Taught(nn.Module):
+    """A student, and its frozen teacher."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.student = nn.Linear(6, 6)
+        self.teacher = copy.deepcopy(self.student).requires_grad_(False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.student(x) - self.teacher(x.roll(1)) + x
+
+    def teach(self) -> None:
+        for mine, students in zip(self.teacher.parameters(), self.student.parameters(), strict=True):
+            mine.data.mul_(0.9).add_(students.data, alpha=0.1)
+
+
+def _teach(steps: int) -> Any:
+    model = DistributedDataParallel(_Taught())
+    hook = commhooks.attach(model, commhooks.DiLoCo(sync_every=3), check_every=1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(steps):
+        optimizer.zero_grad()
+        model(_own_batch(step)).square().mean().backward()
+        optimizer.step()
+        if step < steps - 1:
+            model.module.teach()
+    own = flat(model.module.teacher.parameters())
+    saved = hook.state_dict()
+    return own, flat(model.module.teacher.parameters()), saved["exact"]
+
+
+def test_a_teacher_is_rank_0s(run_ranks):
+    """In mid-round, and with a comparison of the replicas in each round."""
+    (mine, mine_now, exact), (other, other_now, _) = run_ranks(_teach, 8)
+    assert exact and torch.equal(mine, mine_now) and torch.equal(mine, other_now) and not torch.equal(mine, other)
+
+
+# ---- what a joint save says ------------------------------------------------------------------------------------------
+
+
+class _ScheduleFree(torch.optim.Optimizer):
+    """SGD whose weights in evaluation mode are the average of those that it has gone through."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"train_mode": True, "k": 0})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        group = self.param_groups[0]
+        group["k"] += 1
+        for p in group["params"]:
+            state = self.state[p]
+            z = state.setdefault("z", p.clone())
+            state["x"] = state.get("x", p.clone()).lerp(z, 1 / group["k"])
+            z.sub_(0.1 * p.grad)
+            p.copy_(z.lerp(state["x"], 0.9))
+
+    @torch.no_grad()
+    def eval(self) -> None:
+        group = self.param_groups[0]
+        for p in group["params"] if group["train_mode"] else ():
+            p.copy_(self.state[p]["x"])
+        group["train_mode"] = False
+
+
+def _saved_in_evaluation(steps: int, synchronized: bool) -> Any:
+    run = Run.new(hook=commhooks.LocalSGD(sync_every=3))
+    run.optimizer = optimizer = _ScheduleFree(run.ddp.parameters())
+    run.train(steps)
+    if synchronized:
+        run.hook.synchronize(optimizers=True)
+    optimizer.eval()
+    with log_lines("commhooks") as lines:
+        exact = run.hook.state_dict()["exact"]
+    return exact, run.weights(), [line for line in lines if "marked inexact" in line]
+
+
+@pytest.mark.parametrize(("steps", "synchronized", "equal"), [(3, False, False), (4, False, True), (3, True, True)])
+def test_an_optimizer_in_evaluation_mode(run_ranks, steps, synchronized, equal):
+    """At the end of a round, in the middle of one, and in the order that the docs recommend."""
+    (exact, weights, lines), (same, others, none) = run_ranks(_saved_in_evaluation, steps, synchronized)
+    assert exact == same == torch.equal(weights, others) == equal and none == []
+    assert equal == (not lines) and all("differ in the weights (0.weight and 7 more)" in line for line in lines)
+
+
+def _with_an_average_in_the_model() -> Any:
+    run = Run.new(hook=commhooks.LocalSGD(sync_every=4)).train(2)
+    trained = [p.detach().clone() for p in run.ddp.parameters()]
+    with torch.no_grad():
+        for p in run.ddp.parameters():
+            p.mul_(0.9)  # stands for an average over time
+        run.hook.synchronize()
+        for p, own in zip(run.ddp.parameters(), trained, strict=True):
+            p.copy_(own)
+    with log_lines("commhooks") as lines:
+        exact = run.hook.state_dict()["exact"]
+    return exact, [line for line in lines if "marked inexact, because the ranks differ in the weights" in line]
+
+
+def test_weights_that_are_written_back_after_a_round(run_ranks):
+    (exact, lines), (same, none) = run_ranks(_with_an_average_in_the_model)
+    assert not exact and not same and len(lines) == 1 and none == []
+
+
+def _skipped_by_the_scaler() -> Any:
+    """Rank 1 has loaded the state of an optimizer whose step it then skips."""
+    run = Run.new(hook=commhooks.LocalSGD(sync_every=4), loss_scale=lambda: 1.0).train(2)
+    content = run.save()
+    run = Run.new(hook=commhooks.LocalSGD(sync_every=4), loss_scale=lambda: 1.0).load(content)
+    images, labels = batch(5, dist.get_rank())
+    nn.functional.cross_entropy(run.ddp(images), labels).backward()
+    if dist.get_rank() == 0:
+        run.optimizer.step()
+    with log_lines("commhooks") as lines:
+        exact = run.hook.state_dict()["exact"]
+    return exact, [line for line in lines if "differ in the state of SGD with 8 parameters" in line]
+
+
+def test_an_optimizer_that_one_rank_has_not_stepped(run_ranks):
+    (exact, lines), (same, _) = run_ranks(_skipped_by_the_scaler)
+    assert not exact and not same and len(lines) == 1
+
+
+def _at_different_passes() -> Any:
+    run = Run.new(hook=commhooks.LocalSGD(sync_every=30)).train(17 + dist.get_rank())
+    run.hook.joint_save_limit_s = 30
+    began = time.monotonic()
+    with log_lines("commhooks") as lines:
+        exact = run.hook.state_dict()["exact"]
+    return exact, time.monotonic() - began, lines
+
+
+def test_ranks_at_different_passes_are_told_at_once(run_ranks):
+    (exact, seconds, lines), (same, other_seconds, _) = run_ranks(_at_different_passes)
+    assert not exact and not same and max(seconds, other_seconds) < 15
+    assert any("the ranks have made 17 and 18 backward passes" in line for line in lines)
+
+
+def _scaled(skips: bool) -> Any:
+    """The scale and the growth count after a joint save; rank 1 has skipped a step."""
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=100)
+    run = Run.new(hook=commhooks.LocalSGD(sync_every=6), loss_scale=scaler.get_scale)
+    for step in range(3):
+        images, labels = batch(step, dist.get_rank())
+        run.optimizer.zero_grad()
+        bad = skips and step == 1 and dist.get_rank() == 1
+        scaler.scale(nn.functional.cross_entropy(run.ddp(images), labels) * (torch.inf if bad else 1.0)).backward()
+        scaler.step(run.optimizer)
+        scaler.update()
+    before = scaler.state_dict()
+    exact = run.hook.state_dict()["exact"]
+    return before, scaler.state_dict(), plain(run.optimizer.state_dict()), exact
+
+
+def test_the_scale_is_rank_0s(run_ranks):
+    (mine, mine_now, state, exact), (other, other_now, others, _) = run_ranks(_scaled, True)
+    assert mine == mine_now == other_now != other and state == others and exact
+
+
+# ---- after a load ----------------------------------------------------------------------------------------------------
+
+
+def _other_weights(apart: bool) -> Any:
+    saved = Run.new(hook=commhooks.LocalSGD(sync_every=3)).train(3).save()
+    run = Run.new(hook=commhooks.LocalSGD(sync_every=3)).load(saved)
+    anchor = run.weights()
+    with torch.no_grad():
+        for p in run.ddp.parameters():
+            p.mul_(0.5 + 0.1 * dist.get_rank() * apart)
+    loaded = run.weights()
+    with log_lines("commhooks") as lines:
+        run.ddp(batch(0, 0)[0])
+    return anchor, loaded, run.weights(), [line for line in lines if "has other weights than those" in line]
+
+
+@pytest.mark.parametrize(("apart", "says"), [(False, "those of the model"), (True, "the common ones")])
+def test_a_load_says_which_weights_are_taken(run_ranks, apart, says):
+    found = run_ranks(_other_weights, apart)
+    for anchor, loaded, now, _ in found:
+        assert torch.equal(now, anchor if apart else loaded)
+    assert [len(lines) for *_, lines in found] == [1, 0] and says in found[0][3][0]
+
+
+# ---- the driver ------------------------------------------------------------------------------------------------------
+
+
+class _Pair(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.generator, self.critic = nn.Linear(6, 6), nn.Linear(6, 1)
+
+    def forward(self, x: torch.Tensor, whose: str) -> torch.Tensor:
+        return self.critic(x) if whose == "critic" else self.critic(self.generator(x))
+
+
+def _alternating(passes: int) -> Any:
+    model = DistributedDataParallel(_Pair(), find_unused_parameters=True)
+    hook = commhooks.attach(model, commhooks.LocalSGD(sync_every=3))
+    optimizers = {
+        "critic": torch.optim.SGD(model.module.critic.parameters(), lr=0.1),
+        "generator": torch.optim.SGD(model.module.generator.parameters(), lr=0.1),
+    }
+    for step in range(passes):
+        whose = ("critic", "generator")[step % 2]
+        model.zero_grad()
+        model(_own_batch(step), whose).square().mean().backward()
+        optimizers[whose].step()
+    rounds = hook.stats()["step"]
+    hook.synchronize()
+    return rounds, hook.stats()["step"], flat(model.parameters())
+
+
+def test_optimizers_that_take_turns_get_their_outer_steps(run_ranks):
+    (rounds, all_rounds, weights), (same, _, others) = run_ranks(_alternating, 9)
+    assert rounds == same == 2 and all_rounds == 3 and torch.equal(weights, others)
+
+
+class _OnTheCPU(nn.SyncBatchNorm):
+    """DDP takes it on GPUs only."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x - x.mean(0)
+
+
+def _repeats(what: str) -> str:
+    kwargs: dict[str, Any] = {"find_unused_parameters": {"ddp": {"find_unused_parameters": True}}}.get(what, {})
+    kwargs |= {"ranks_per_node": 2} if what == "ranks_per_node" else {}
+    start = 10 if what == "start_iter" else 0
+    model = nn.Sequential(nn.Flatten(), nn.Linear(64, 8), nn.BatchNorm1d(8, affine=False), nn.Linear(8, 10))
+    run = Run.new(model, hook=commhooks.LocalSGD(sync_every=2, start_iter=start), **kwargs)
+    if what == "SyncBatchNorm":
+        run.ddp.module[2] = _OnTheCPU(8, affine=False)
+    optimizer = torch.optim.LBFGS(run.ddp.parameters(), lr=0.1, max_iter=3 + dist.get_rank())
+    images, labels = batch(0, dist.get_rank())
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = nn.functional.cross_entropy(run.ddp(images), labels)
+        loss.backward()
+        return loss
+
+    try:
+        optimizer.step(closure)
+    except commhooks.HookRunError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("what", ["find_unused_parameters", "ranks_per_node", "start_iter", "SyncBatchNorm"])
+def test_a_repeated_pass_that_would_communicate_is_refused(run_ranks, what):
+    for said in run_ranks(_repeats, what, world_size=4 if what == "ranks_per_node" else 2, timeout_s=30):
+        assert f"That cannot be combined with {what}" in said
+
+
+def _plain(steps: int, start: int) -> Any:
+    torch.manual_seed(7)
+    model = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 2))
+    wrapped = DistributedDataParallel(copy.deepcopy(model))
+    config = commhooks.DiLoCo(sync_every=3, outer_momentum=0.5, start_iter=start)
+    found = []
+    for each in (model, wrapped):
+        hook = commhooks.attach(each, config)
+        optimizer = torch.optim.SGD(each.parameters(), lr=0.1, momentum=0.9)
+        for step in range(steps):
+            optimizer.zero_grad()
+            each(_own_batch(step)).square().mean().backward()
+            optimizer.step()
+        found.append((flat(each.parameters()), hook.stats()["step"], hook.stats()["backward_passes"]))
+        hook.close()
+    return found
+
+
+@pytest.mark.parametrize("start", [0, 2])
+def test_a_module_that_nothing_wraps(run_ranks, start):
+    for (weights, *counts), (same, *same_counts) in run_ranks(_plain, 7, start):
+        assert counts == same_counts == [(7 - start) // 3, 7]
+        torch.testing.assert_close(weights, same)
+
+
+def _closed() -> Any:
+    hook = Run.new(hook=commhooks.LocalSGD(sync_every=2)).train(4).hook
+    before = hook.stats()
+    hook.close()
+    return before, hook.stats()
+
+
+def test_the_outer_gradient_is_known_after_the_end(run_ranks):
+    for before, after in run_ranks(_closed):
+        assert after["outer_gradient_norm"] == before["outer_gradient_norm"] > 0
+        assert after["outer_gradient_cosine"] == before["outer_gradient_cosine"]
+
+
+def _without_an_interface() -> str:
+    os.environ["GLOO_SOCKET_IFNAME"] = "nowhere0"
+    try:
+        Run.new(hook=commhooks.DiLoCo(sync_every=3, delay=1))
+    except commhooks.HookRunError as error:
+        return str(error)
+    finally:
+        del os.environ["GLOO_SOCKET_IFNAME"]
+    return ""
+
+
+def test_a_group_of_its_own_that_cannot_connect_says_what_to_set(run_ranks):
+    for said in run_ranks(_without_an_interface):
+        assert "set GLOO_SOCKET_IFNAME to the network interface" in said and "nowhere0" in said

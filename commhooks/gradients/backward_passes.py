@@ -2,7 +2,7 @@
 
 import collections
 import functools
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 import torch
 
@@ -14,11 +14,17 @@ class BackwardPasses:
         self._by_parameter: collections.Counter[int] = collections.Counter()
         note = functools.partial(_count, self._by_parameter)  # it holds no more than the counter
         trained = [each for each in parameters if each.requires_grad]
-        self._handles = [each.register_post_accumulate_grad_hook(note) for each in trained]
+        self._handles = {id(each): each.register_post_accumulate_grad_hook(note) for each in trained}
+
+    def leave_out(self, parameters: Collection[int]) -> None:
+        """Do not count the passes of the parameters with these `id()`s, not even the earlier ones."""
+        for each in self._handles.keys() & parameters:
+            self._handles.pop(each).remove()
+            self._by_parameter.pop(each, None)
 
     def stop(self) -> int:
         """Returns the number of passes: that of the parameter with the most, because a pass may leave out others."""
-        for each in self._handles:
+        for each in self._handles.values():
             each.remove()
         self._handles.clear()
         return max(self._by_parameter.values(), default=0)

@@ -80,7 +80,9 @@ class Runner(ABC):
         name = self._request.name
         function = Registered(name, self._run, owner)
         self._source.register(Reducer(name, function, self._reduce, self._end_pass), state)
-        if self.use() is not None and self._source.gives_grad_buckets:  # fully_shard calls it wherever it reduces
+        if self.use() is None:
+            self.unused.silence()
+        if self._source.gives_grad_buckets:  # fully_shard calls it wherever it reduces
             self.unused.watch(self._source.stepped())
 
     def _run(self, state: Any, bucket: dist.GradBucket) -> Future:

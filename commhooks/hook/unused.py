@@ -2,7 +2,8 @@
 
 import os
 import sys
-from collections.abc import Callable, Iterable
+import weakref
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -12,6 +13,9 @@ from commhooks.errors import logger_of
 from commhooks.gradients.backward_passes import BackwardPasses
 
 logger = logger_of(__name__)
+
+_not_called: "weakref.WeakSet[UnusedWarning]" = weakref.WeakSet()
+"""Those that count the backward passes of their models."""
 
 
 @dataclass(frozen=True)
@@ -54,18 +58,24 @@ class UnusedWarning:
         self._name, self._counters, self._silent = name, counters, not logs
         self._warned_before = self._called = False
         self._process = os.getpid()
+        self._parameters: frozenset[int] = frozenset()
         self._uncalled: BackwardPasses | None = None
 
-    def watch(self, parameters: Iterable[torch.Tensor]) -> None:
+    def watch(self, parameters: Sequence[torch.Tensor]) -> None:
         """The hook was registered: until it is called, count the backward passes of these parameters."""
+        self._parameters = frozenset(map(id, parameters))
         if not self._silent:
             self._uncalled = BackwardPasses(parameters)
+            _not_called.add(self)
 
     def called(self) -> None:
-        """A backward pass has called the hook."""
+        """A backward pass has called the hook. Hooks of other wrappers of the same parameters are not missed then."""
         if not self._called:
             self._called = True
             self._stop_counting()
+            for each in list(_not_called):
+                if each._uncalled is not None:
+                    each._uncalled.leave_out(self._parameters)
 
     def silence(self) -> None:
         """Log nothing from now on."""
@@ -114,4 +124,5 @@ class UnusedWarning:
 
     def _stop_counting(self) -> int:
         passes, self._uncalled = self._uncalled, None
+        _not_called.discard(self)
         return 0 if passes is None else passes.stop()

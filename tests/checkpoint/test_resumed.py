@@ -44,8 +44,8 @@ def test_the_line_says_where_it_goes_on(run_ranks: Any) -> None:
     assert not any(other.values())
 
 
-def _saved_by(residual: str) -> dict[str, Any]:
-    return Run.new(hook_options=OPTIONS).train(5).save(residual=residual, gather=residual == "per_rank")
+def _saved_by(residual: str, step: int = 5) -> dict[str, Any]:
+    return Run.new(hook_options=OPTIONS).train(step).save(residual=residual, gather=residual == "per_rank")
 
 
 def _loaded(saved: dict[str, Any]) -> list[str]:
@@ -57,6 +57,9 @@ def test_another_number_of_ranks_is_named(run_ranks: Any, residual: str) -> None
     saved = run_ranks(_saved_by, residual)[0]
     ((line,),) = run_ranks(_loaded, saved, world_size=1)
     assert line == "commhooks: powerSGD resumed at step 5; residuals: mean of 2 ranks"
+    saved = run_ranks(_saved_by, residual, 2)[0]
+    ((line,),) = run_ranks(_loaded, saved, world_size=1)
+    assert line == "commhooks: powerSGD resumed at step 2; not yet compressing"
 
 
 def _other_starts() -> dict[str, list[str]]:

@@ -26,6 +26,11 @@ UNUSED: dict[str, tuple[Any, dict[str, Any] | None, str]] = {
     "powerSGD": ("powerSGD", None, NOT_BEGUN.format("powerSGD", 100, "start_powerSGD_iter") + "number."),
     "batched": ("batched_powerSGD", None, NOT_BEGUN.format("batched_powerSGD", 100, "start_powerSGD_iter") + "number."),
     "int8": ("int8", {"start_iter": 3}, NOT_BEGUN.format("int8_compress", 3, "start_iter") + "number."),
+    "a compressor of one's own": (
+        "examples.random_k:RandomKCompressor",
+        {"start_iter": 3},
+        NOT_BEGUN.format("random_k", 3, "start_iter") + "number.",
+    ),
     "auto": ("auto", None, NOT_BEGUN.format("auto", 10, "measure_steps") + "number, or name the hook."),
     "diloco": (
         "diloco",
@@ -106,6 +111,30 @@ def test_a_hook_that_was_never_called(run_ranks: Any, way: str, hook: str) -> No
     on_0, on_1 = run_ranks(_not_called, way, hook)
     called = f"commhooks: hook {hook!r} was never called in 3 backward passes of its model, and has averaged nothing. "
     assert [line.startswith(called) for line in on_0] == ([True] if way in ("another wrapper", "no_sync") else [])
+    assert on_1 == []
+
+
+def _of_two_wrappers(first: str) -> list[str]:
+    """Both are kept, and the training goes through the second one alone."""
+    with log_lines("commhooks.hook.unused") as lines:
+        model = mlp()
+        whole, part = wrap(model), wrap(model[0])
+        kept, trained = (part, whole) if first == "of a part" else (whole, part)
+        unused, used = commhooks.attach(kept, "bf16_compress"), commhooks.attach(trained, "allreduce")
+        for _ in range(STEPS):
+            trained(torch.randn(8, 24)).square().mean().backward()
+            if first == "of more":
+                model(torch.randn(8, 24)).square().mean().backward()
+        unused.close()
+        used.close()
+    return lines
+
+
+@pytest.mark.parametrize("first", ["of a part", "of more"])
+def test_a_hook_in_whose_place_another_one_is_called(run_ranks: Any, first: str) -> None:
+    """Then the gradients are averaged, as far as the other hook has all of the parameters."""
+    on_0, on_1 = run_ranks(_of_two_wrappers, first)
+    assert ["was never called in 3 backward passes" in line for line in on_0] == [True] * (first == "of more")
     assert on_1 == []
 
 

@@ -308,6 +308,20 @@ def test_a_fraction_needs_the_length_of_the_run(run_ranks: Any) -> None:
         run_ranks(_a_fraction, None)
 
 
+def _short() -> list[str]:
+    with caught_warnings() as texts:
+        fabric = _fabric("powerSGD")
+        model, optimizer = _setup(fabric)
+        _train(fabric, model, optimizer, range(3))
+        fabric.strategy.hook_of(model).close()
+    return [text for text in texts if "hook 'powerSGD'" in text]
+
+
+def test_a_run_that_ends_before_its_hook_begins(run_ranks: Any) -> None:
+    (warning,), other = run_ranks(_short)
+    assert "has compressed nothing in 3 backward passes: it begins at step 100." in warning and other == []
+
+
 def _saved_in_mid_round(root: str) -> Any:
     fabric = _fabric(LocalSGD(sync_every=3))
     model, optimizer = _setup(fabric)

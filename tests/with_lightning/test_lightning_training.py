@@ -1,5 +1,6 @@
 """Training with CommHookDDP does what it does with DDPStrategy, and compresses."""
 
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -203,7 +204,7 @@ FOR_EVER: dict[str, Any] = {"max_epochs": -1, "callbacks": [_Stop()]}
             8,
             "compressed nothing in 8 backward passes: it begins at step 8.",
         ),
-        ({"make": support.ManualModel}, 100, 8, "compressed nothing in 8 backward passes: it begins at step 100."),
+        ({"make": support.TwoOptimizersModel}, 100, 16, "compressed nothing in 16 backward passes: it begins at step"),
         ({"start": 7}, 7, 8, None),
         ({"start": 8, "fast_dev_run": 2}, 8, 2, None),
         ({"start": 8, "callbacks": [FINDER]}, 8, 8, "begins at step 8, but this training ends at step 8,"),
@@ -219,6 +220,31 @@ def test_start_step(
             assert result["warnings"] == []
         else:
             assert len(result["warnings"]) == 1 and warned in result["warnings"][0]
+
+
+class _Interrupted(Model):
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        if batch_idx == 2:
+            raise KeyboardInterrupt
+        return self.loss(batch)
+
+
+def _not_a_whole_training(root: str, what: str) -> list[str]:
+    t = trainer(root, strategy=strategy(hook=PowerSGD(start_powerSGD_iter=7)), max_epochs=2)
+    handler = signal.getsignal(signal.SIGINT)
+    with support.caught_warnings() as texts:
+        if what == "fit":
+            with pytest.raises(SystemExit):
+                t.fit(_Interrupted(), data())
+            signal.signal(signal.SIGINT, handler)
+        else:
+            getattr(t, what)(Model(), data(), verbose=False)
+    return [text for text in texts if "hook 'powerSGD'" in text]
+
+
+@pytest.mark.parametrize("what", ["fit", "validate"])
+def test_no_warning_where_nothing_could_be_compressed(run_ranks: Any, tmp_path: Path, what: str) -> None:
+    assert run_ranks(_not_a_whole_training, str(tmp_path), what) == [[], []]
 
 
 def _second_fit(root: str, start: float) -> dict[str, Any]:

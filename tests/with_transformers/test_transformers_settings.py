@@ -20,12 +20,42 @@ import commhooks  # noqa: E402
 from accelerate_commhooks import CommHookKwargs  # noqa: E402
 from accelerate_commhooks.transformers import CommHookTrainer  # noqa: E402
 from tests.support.accelerators import OPTIONS, Warnings, accelerate_launched, hook_files, launched  # noqa: E402
+from tests.support.ddp_steps import log_lines  # noqa: E402
 from tests.support.training import flat  # noqa: E402
 from tests.support.transformers_runs import FILES, make_trainer  # noqa: E402
 
 
 def test_ddp_arguments_and_a_handler_of_the_users(run_ranks: Any, tmp_path: Path) -> None:
     run_ranks(_ddp_arguments, tmp_path)
+
+
+LATE = {"hook": "powerSGD", "hook_options": {"start_powerSGD_iter": 8}}
+DILOCO = {"hook": "diloco", "hook_options": {"sync_every": 3}}
+
+
+@pytest.mark.parametrize(
+    ("hook", "warned"),
+    [
+        (LATE, "hook 'powerSGD' begins at step 8, but this training ends at step 4, so that it has no effect. Set "),
+        (LATE | {"total_steps": 20}, "hook 'powerSGD' has compressed nothing in 4 backward passes: it begins at step"),
+        (DILOCO, None),
+        (DILOCO | {"hook_options": {"sync_every": 9}}, None),  # the round ends with the training
+    ],
+    ids=["late", "late in a longer run", "diloco", "diloco, one round"],
+)
+def test_a_hook_that_does_nothing(run_ranks: Any, tmp_path: Path, hook: dict[str, Any], warned: str | None) -> None:
+    (lines, norm), (others, _) = run_ranks(_short, tmp_path, hook)
+    assert [line.startswith(f"commhooks: {warned}") for line in lines] == [True] * (warned is not None)
+    assert others == [] and (norm is not None and norm > 0) == (warned is None)
+
+
+@launched
+def _short(folder: Path, hook: dict[str, Any]) -> tuple[list[str], float | None]:
+    with log_lines("commhooks.hook.unused") as lines:
+        trainer = make_trainer(folder, hook=hook, max_steps=4, save_strategy="no", ddp_find_unused_parameters=False)
+        trainer.train()
+        norm = trainer.comm_hook.stats()["outer_gradient_norm"]
+    return lines, norm
 
 
 @launched

@@ -229,22 +229,17 @@ class _Interrupted(Model):
         return self.loss(batch)
 
 
-def _not_a_whole_training(root: str, what: str) -> list[str]:
-    t = trainer(root, strategy=strategy(hook=PowerSGD(start_powerSGD_iter=7)), max_epochs=2)
-    handler = signal.getsignal(signal.SIGINT)
+def _interrupted(root: str) -> list[str]:
+    t, handler = trainer(root, strategy=strategy(hook=PowerSGD(start_powerSGD_iter=7))), signal.getsignal(signal.SIGINT)
     with support.caught_warnings() as texts:
-        if what == "fit":
-            with pytest.raises(SystemExit):
-                t.fit(_Interrupted(), data())
-            signal.signal(signal.SIGINT, handler)
-        else:
-            getattr(t, what)(Model(), data(), verbose=False)
+        with pytest.raises(SystemExit):  # by Lightning
+            t.fit(_Interrupted(), data())
+        signal.signal(signal.SIGINT, handler)
     return [text for text in texts if "hook 'powerSGD'" in text]
 
 
-@pytest.mark.parametrize("what", ["fit", "validate"])
-def test_no_warning_where_nothing_could_be_compressed(run_ranks: Any, tmp_path: Path, what: str) -> None:
-    assert run_ranks(_not_a_whole_training, str(tmp_path), what) == [[], []]
+def test_no_warning_after_an_interruption(run_ranks: Any, tmp_path: Path) -> None:
+    assert run_ranks(_interrupted, str(tmp_path)) == [[], []]
 
 
 def _second_fit(root: str, start: float) -> dict[str, Any]:

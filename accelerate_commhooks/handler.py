@@ -276,9 +276,12 @@ class CommHookKwargs(DistributedDataParallelKwargs):
                 "commhooks.register_hook(name, factory)"
             )
         scale = loss_scale_of(accelerator)
-        hook = attach_request(model, request, total_steps=self.total_steps, loss_scale=scale, **groups)
-        if self._settings is not None:
-            self._settings.message("")
+        message = None if self._settings is None else self._settings.message
+        hook = attach_request(
+            model, request, total_steps=self.total_steps, loss_scale=scale, on_unused=message, **groups
+        )
+        if message is not None:
+            message("")
         if request.off:
             return
         hooked = HookedModel(model, hook, request.strict)

@@ -130,8 +130,8 @@ class Settings:
         return arguments
 
     def message(self, text: str, *, first: bool = False) -> None:
-        """Let the launcher print `text` after the run, in place of an earlier one; "" for nothing. All ranks leave the
-        same. `first`: only if there is none yet."""
+        """Let the launcher print `text` after the run, in place of an earlier one; "" for nothing. `first`: only if
+        none was left before."""
         if self.message_file is not None:
             # The folder does not exist on another machine, nor after the launcher has gone.
             with contextlib.suppress(OSError), open(self.message_file, "x" if first else "w", encoding="utf-8") as file:

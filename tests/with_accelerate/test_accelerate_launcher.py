@@ -144,6 +144,26 @@ def test_a_message_after_the_run(uses: str, says: str, config: Path, temporary: 
     assert left_behind(temporary) == []
 
 
+def test_a_hook_that_begins_too_late(config: Path, temporary: Path, tmp_path: Path) -> None:
+    """The last line is the launcher's, behind whatever the processes print at their end."""
+    config.write_text(config.read_text().replace("start_powerSGD_iter: 1}", "start_powerSGD_iter: 5}"))
+    script = tmp_path / "trains.py"
+    script.write_text(
+        "import torch\nfrom accelerate import Accelerator\nfrom accelerate_commhooks import CommHookKwargs\n"
+        "accelerator = Accelerator(cpu=True, kwargs_handlers=[CommHookKwargs()])\n"
+        "model = accelerator.prepare(torch.nn.Linear(64, 64))\n"
+        "for _ in range(3):\n    accelerator.backward(model(torch.ones(2, 64)).sum())\n"
+        "accelerator.end_training()\n"
+    )
+    status, output = run([*OURS, "--config_file", str(config), str(script)], temporary)
+    assert status == 0, output
+    last = output.splitlines()[-1]
+    assert last.startswith(
+        "accelerate-commhooks launch: hook 'powerSGD' has compressed nothing in 3 backward passes"
+    ), output
+    assert "step 5" in last and left_behind(temporary) == []
+
+
 def test_the_status_of_several_processes(config: Path, temporary: Path, tmp_path: Path) -> None:
     script = tmp_path / "fails.py"
     script.write_text("import sys\nsys.exit(7)\n")

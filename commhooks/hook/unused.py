@@ -1,5 +1,7 @@
 """One warning for a hook that a training does not use: it begins after the end of the training, or is never called."""
 
+import collections
+import functools
 import os
 import sys
 from collections.abc import Callable, Iterable
@@ -9,7 +11,6 @@ import torch
 
 from commhooks.comm.counters import Counters
 from commhooks.errors import logger_of
-from commhooks.gradients.backward_passes import BackwardPasses
 
 logger = logger_of(__name__)
 
@@ -54,12 +55,12 @@ class UnusedWarning:
         self._name, self._counters, self._silent = name, counters, not logs
         self._warned_before = self._called = False
         self._process = os.getpid()
-        self._uncalled: BackwardPasses | None = None
+        self._uncalled: _BackwardPasses | None = None
 
     def watch(self, parameters: Iterable[torch.Tensor]) -> None:
         """The hook was registered: until it is called, count the backward passes of these parameters."""
         if not self._silent:
-            self._uncalled = BackwardPasses(parameters)
+            self._uncalled = _BackwardPasses(parameters)
 
     def called(self) -> None:
         """A backward pass has called the hook."""
@@ -115,3 +116,24 @@ class UnusedWarning:
     def _stop_counting(self) -> int:
         passes, self._uncalled = self._uncalled, None
         return 0 if passes is None else passes.stop()
+
+
+class _BackwardPasses:
+    """Counts the backward passes that give these parameters gradients, whoever averages them, until `stop`."""
+
+    def __init__(self, parameters: Iterable[torch.Tensor]) -> None:
+        self._by_parameter: collections.Counter[int] = collections.Counter()
+        note = functools.partial(_count, self._by_parameter)  # it holds no more than the counter
+        trained = [each for each in parameters if each.requires_grad]
+        self._handles = [each.register_post_accumulate_grad_hook(note) for each in trained]
+
+    def stop(self) -> int:
+        """Returns the number of passes: that of the parameter with the most, because a pass may leave out others."""
+        for each in self._handles:
+            each.remove()
+        self._handles.clear()
+        return max(self._by_parameter.values(), default=0)
+
+
+def _count(by_parameter: "collections.Counter[int]", parameter: torch.Tensor) -> None:
+    by_parameter[id(parameter)] += 1

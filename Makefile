@@ -58,7 +58,7 @@ heap: $(READY)
 stragglers: $(READY)
 	@$(CLEAN) -m tests.stress.stragglers $(ARGS)
 
-# Over 5,000 damaged or hostile payloads, files, folders and settings, six times what `make test` has: some minutes.
+# About 5,000 damaged or hostile payloads, files, folders and settings, six times what `make test` has: some minutes.
 hostile: $(READY)
 	@HOSTILE_TIMES=6 $(CLEAN) -m pytest -q -s tests/checkpoint/test_hostile_payloads.py tests/checkpoint/test_hostile_files.py \
 		tests/checkpoint/test_hostile_settings.py $(ARGS)

@@ -58,22 +58,17 @@ def no_such(whose: str, kind: str, name: str, known: Collection[str]) -> HookCon
 
 
 def did_you_mean(name: str, candidates: Iterable[str]) -> str:
-    """`" (did you mean 'x'?)"`, or an empty string if no candidate is similar."""
-    found = closest_name(name, candidates)
-    return "" if found is None else f" (did you mean {found!r}?)"
+    """`" (did you mean 'x'?)"`, or an empty string if no candidate is similar.
 
-
-def closest_name(name: str, candidates: Iterable[str]) -> str | None:
-    """The candidate that `name` most likely means: that begins with it ("start" for "start_iter"), is spelt similarly,
-    or contains it ("rank" for "matrix_approximation_rank"), but not its plural ("ranks_per_node"). None if there is
-    none."""
+    The candidate that is offered begins with `name` ("start" for "start_iter"), is spelt similarly, or contains it
+    ("rank" for "matrix_approximation_rank"), but not its plural ("ranks_per_node")."""
     by_lower = {candidate.lower(): candidate for candidate in candidates}
     given, long = name.lower(), len(name) > 2
     contain = [each for each in by_lower if long and given in each.replace(f"{given}s", "")]
     matches = sorted((each for each in contain if each.startswith(given)), key=len)
     matches += difflib.get_close_matches(given, by_lower, n=1, cutoff=0.5 if len(name) > 4 else 0.6)
     matches += contain
-    return by_lower[matches[0]] if matches else None
+    return f" (did you mean {by_lower[matches[0]]!r}?)" if matches else ""
 
 
 WARNING_PREFIX = "commhooks: "

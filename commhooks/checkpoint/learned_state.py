@@ -134,7 +134,7 @@ class SavedLearnedState:
         dropped = [plan.name for plan in plans if not plan.compressed and plan.name in state["residual"]]
         for name in dropped:
             del state["residual"][name]
-        if dropped and self._rank == 0:
+        if dropped and self._is_logging_rank:
             logger.warning(
                 "hook %s compresses these parameters no longer, so that the residuals saved for them are dropped: %s",
                 self._hook,

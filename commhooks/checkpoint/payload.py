@@ -172,7 +172,10 @@ def read(payload: dict[str, Any], target: Target, *, strict: bool) -> LearnedSta
     for each in target.compressor.state_fields:
         if each.per == "bucket":
             saved = payload.get(f"batched_{each.key}", {})
-            state[each.key].update((name, tensor.detach().clone()) for name, tensor in saved.items())
+            copies = {
+                name: tensor.detach().clone(memory_format=torch.contiguous_format) for name, tensor in saved.items()
+            }
+            state[each.key].update(copies)
     return state
 
 

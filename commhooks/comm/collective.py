@@ -60,7 +60,6 @@ class Send:
                 f"Send(op={self.op!r}); expected one of {', '.join(map(repr, get_args(Op)))}. For a mean, divide what "
                 "is sent by step.world_size"
             )
-
         self.reduces = self.op in ("sum", "max")
 
     def counted_bytes(self, world_size: int) -> int:

@@ -66,16 +66,16 @@ def put_overflow(gradient: torch.Tensor, out: torch.Tensor) -> None:
         out.add_(torch.where(torch.maximum(-low, high) > limit, float("nan"), 0.0).to(out.dtype))
 
 
-def put_projection(factor: torch.Tensor, out: torch.Tensor, world_size: int, *, rank: int | None = None) -> None:
-    """Write Q (`... x r x m`) divided by the world size to `out`, and replace `factor` by the sent values times the
+def put_projection(factor: torch.Tensor, out: torch.Tensor, world_size: int, *, rank: int) -> None:
+    """Write Q, of rank `rank`, divided by the world size to `out`, and replace `factor` by the sent values times the
     world size.
 
     The residual is computed from the new `factor`, so error feedback includes rounding and clamping. An inf is an
     overflow of this product, because an inf in the gradient shows in P; it is clamped, too. The limit is the largest
-    share divided by sqrt(r), so that an element of P Q^T, a sum of r products, fits into a bucket of the wire dtype.
-    `rank`: r, for factors that are packed into one dimension.
+    share divided by sqrt(rank), so that an element of P Q^T, a sum of `rank` products, fits into a bucket of the wire
+    dtype.
     """
-    limit = largest_share(out.dtype, world_size) / math.sqrt(factor.shape[-2] if rank is None else rank)
+    limit = largest_share(out.dtype, world_size) / math.sqrt(rank)
     share = _share(factor, out, world_size).clamp_(-limit, limit)
     if share is not out:
         out.copy_(share)

@@ -47,12 +47,10 @@ class Stateless(Compressor[ConfigT]):
     def plan_one(self, info: ParameterInfo) -> UnitPlan:
         return UnitPlan.uncompressed(info, f"hook {self.name}")
 
-    def computes(self, plan: UnitPlan) -> bool:
-        return plan.wire_itemsize(self.wire_dtype) < plan.wire_itemsize(None)
-
     def memory_plan(self, plans: Sequence[UnitPlan], buckets: Sequence[Sequence[UnitPlan]]) -> MemoryPlan:
-        narrowed = filter(self.computes, plans if self.config.sends else ())
-        return MemoryPlan(packed=sum(p.numel_sent * p.wire_itemsize(self.wire_dtype) for p in narrowed))
+        wire = self.wire_dtype
+        sent = [plan for plan in plans if self.config.sends and plan.wire_itemsize(wire) < plan.wire_itemsize(None)]
+        return MemoryPlan(packed=sum(plan.numel_sent * plan.wire_itemsize(wire) for plan in sent))
 
 
 class Cast(Stateless[ConfigT]):

@@ -93,11 +93,6 @@ class CompressorRules(ABC, Generic[ConfigT]):
         """The main options, for the summary at the first backward pass; "" for none."""
         return ""
 
-    @property
-    def phrase(self) -> str:
-        """Display name with its main option, for messages about a model."""
-        return self.display_name
-
     def plan(self, parameters: Sequence[ParameterInfo]) -> list[UnitPlan]:
         """Decide for the parameters of a bucket or of a model: one plan each, in order."""
         return [self.plan_one(info) for info in parameters]
@@ -147,10 +142,6 @@ class CompressorRules(ABC, Generic[ConfigT]):
     def may_compress(self, infos: Sequence[ParameterInfo]) -> list[bool]:
         """Whether each parameter could come to be compressed, and have a residual, with these options."""
         return [plan.compressed for plan in self.plan(infos)]
-
-    def computes(self, plan: UnitPlan) -> bool:
-        """Whether the codec has work to do for this unit before it is sent."""
-        return plan.compressed
 
     def wire_dtype_for(self, dtype: torch.dtype) -> torch.dtype:
         """The dtype that is sent for a bucket of `dtype`."""

@@ -84,9 +84,9 @@ class BackwardPass:
         group: the process group.
         compressing: whether compression has begun.
         loss_scale: the loss scale of this pass.
-        step: what the exchanges are told of the step.
+        step: the step, as passed to the exchanges.
         step_at_most: the upper bound of its number.
-        step_label: it for messages: "7", or "<= 7" if the host has not read the outcomes of earlier passes.
+        step_label: its number for messages: "7", or "<= 7" if the host has not read the outcomes of earlier passes.
         comparison: compares what the ranks send; None: it was compared before.
     """
 

@@ -88,9 +88,4 @@ class PositionalNames:
         return {name: parameter for parameter, name in self._parameters.values()}
 
     def first_match(self, name: str, patterns: Sequence[str]) -> str | None:
-        if patterns:
-            raise HookRunError(
-                f"exclude={list(patterns)} needs the names of parameters, which a bare register_comm_hook does not "
-                "know: use commhooks.attach(ddp_model, commhooks.PowerSGD(exclude=...))"
-            )
-        return None
+        return None  # `PowerSGDState`, the only state of a bare register_comm_hook, has no option `exclude`

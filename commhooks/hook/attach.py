@@ -94,8 +94,7 @@ def attach(
         ranks_per_node: average exactly inside a node and compress between nodes only; every rank then compresses and
             keeps residuals for its share of the parameters. A number: so many consecutive ranks are a node. "auto":
             those that one launcher has started, or that have one host name. None: compress between all ranks. With
-            one node, or one rank per node, there is nothing to divide; a number larger than that of the ranks is
-            warned of.
+            one node, or one rank per node, there is nothing to divide. Warns if a number exceeds the world size.
         process_group: the group over which to average a DDP model; None: the model's group.
         replicate_group: for a model sharded by `fully_shard`: the group, or the mesh of one dimension, over which to
             average: the ranks that hold the same shard, such as `mesh["replicate"]`.

@@ -8,7 +8,7 @@ from typing import Any, NoReturn
 
 from commhooks.checkpoint.distributed import to_distributed
 from commhooks.comm.clocks import has_clock
-from commhooks.errors import HookConfigError, HookRunError
+from commhooks.errors import HookConfigError, HookRunError, logger_of
 from commhooks.gradients.source import GradientSource
 from commhooks.hook.announce import reason_first
 from commhooks.hook.checked_state import checked_state
@@ -17,6 +17,8 @@ from commhooks.hook.norms import measure
 from commhooks.hook.request import HookRequest
 from commhooks.hook.runner import Runner
 from commhooks.hook.vocabulary import SAVE_RESIDUAL
+
+logger = logger_of(__name__)
 
 JOINT_SAVE_LIMIT_S = 60.0
 
@@ -38,6 +40,7 @@ class CommHook:
         self._request = request
         self._runner = runner
         self._source = source
+        self._warned_of_copies = False
         weakref.finalize(self, _at_exit, weakref.ref(self))
 
     def __del__(self) -> None:
@@ -221,7 +224,16 @@ class CommHook:
             raise HookConfigError(
                 "joint=False with a state for torch.distributed.checkpoint: it needs all ranks, as dcp.save does"
             )
+        in_round = not self._runner.replicas_agree
         together = self.synchronize(optimizers=True)
+        if in_round and together and self._runner.is_logging_rank and not self._warned_of_copies:
+            self._warned_of_copies = True
+            logger.warning(
+                "hook %s: this save has ended a round. Copies of the model's or an optimizer's state that were made "
+                "before it (cpu_offload=True) are older than the hook's state: call hook.synchronize(optimizers=True) "
+                "before you copy. References need nothing.",
+                self._request.name,
+            )
         kept = self._runner.kept_fields(self._source.whole)
         if residual == "drop":
             kept.pop("residual", None)

@@ -213,7 +213,8 @@ class EngineHook(Runner):
             return []
         if any(plan.compressed for plan in self._own_plans(compressor)):
             return []
-        return [f"{compressor.phrase} compresses no parameter of this model: print(hook.plan()) says why for each."]
+        name = f"{compressor.display_name} ({compressor.summary})" if compressor.summary else compressor.display_name
+        return [f"{name} compresses no parameter of this model: print(hook.plan()) says why for each."]
 
 
 def _plans_of_parameters(session: Learning, sparse: Collection[int], compressor: Compressor[Any]) -> list[UnitPlan]:

@@ -128,7 +128,11 @@ class HookRequest:
         return cls(drop_in, function=function, **common)
 
     def _checked(self) -> "HookRequest":
-        """Itself, if its hook goes together with its other settings."""
+        """Return self if the hook and the other arguments can be combined.
+
+        Raises:
+            HookConfigError: they cannot.
+        """
         compressor = None if self.config is None else compressor_of(self.config)
         hook = f"hook {self.name!r}" if self.function is None else f"the function {self.name}"
         if self.hook_state is not None and self.function is None:

@@ -26,7 +26,6 @@ from commhooks.hook.copies import Registered
 from commhooks.hook.model_plan import ModelPlan
 from commhooks.hook.replica_check import ReplicaCheck
 from commhooks.hook.request import HookRequest
-from commhooks.hook.summary import summary
 from commhooks.hook.unused import UnusedWarning, Use
 
 logger = logger_of(__name__)
@@ -134,14 +133,16 @@ class Runner(ABC):
         self.said.clear()
 
     def _summary(self) -> str:
-        name, use, plain_until = self._request.name, self.use(), ""
+        """What the hook does, in one line."""
+        name, details, use = self._request.name, self.details(), self.use()
+        about = f"{name} ({'; '.join(details)})" if details else name
         if self.world_size == 1:
             unit = "rank" if self._source.shard_group is None else "replica"
-            return summary(name, self.details(), "", f"there is one {unit}, so nothing is sent{self.alone()}")
+            return f"{about}: there is one {unit}, so nothing is sent{self.alone()}"
+        effect = self.effect() + (f", {self._request.wrapper} on the wire" if self._request.wrapper is not None else "")
         if use is not None and use.plain:
-            plain_until = f"step {use.begins}{use.or_later}"
-        wrapper = f", {self._request.wrapper} on the wire" if self._request.wrapper is not None else ""
-        return summary(name, self.details(), plain_until, self.effect() + wrapper)
+            effect = f"plain all-reduce until step {use.begins}{use.or_later}, then {effect}"
+        return f"{about}: {effect}" if effect else about
 
     def quiet(self) -> None:
         """See `CommHook.quiet`."""

@@ -1,16 +1,17 @@
 """One warning for a hook that a training does not use: it begins after the end of the training, or is never called."""
 
+import collections
+import functools
 import os
 import sys
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from commhooks.comm.counters import Counters
 from commhooks.errors import logger_of
-from commhooks.gradients.backward_passes import BackwardPasses
 
 logger = logger_of(__name__)
 
@@ -59,13 +60,13 @@ class UnusedWarning:
         self._warned_before = self._called = False
         self._process = os.getpid()
         self._parameters: frozenset[int] = frozenset()
-        self._uncalled: BackwardPasses | None = None
+        self._uncalled: _BackwardPasses | None = None
 
     def watch(self, parameters: Sequence[torch.Tensor]) -> None:
         """The hook was registered: until it is called, count the backward passes of these parameters."""
         self._parameters = frozenset(map(id, parameters))
         if not self._silent:
-            self._uncalled = BackwardPasses(parameters)
+            self._uncalled = _BackwardPasses(parameters)
             _not_called.add(self)
 
     def called(self) -> None:
@@ -126,3 +127,30 @@ class UnusedWarning:
         passes, self._uncalled = self._uncalled, None
         _not_called.discard(self)
         return 0 if passes is None else passes.stop()
+
+
+class _BackwardPasses:
+    """Counts the backward passes that give these parameters gradients, whoever averages them, until `stop`."""
+
+    def __init__(self, parameters: Sequence[torch.Tensor]) -> None:
+        self._by_parameter: collections.Counter[int] = collections.Counter()
+        note = functools.partial(_count, self._by_parameter)  # it holds no more than the counter
+        trained = [each for each in parameters if each.requires_grad]
+        self._handles = {id(each): each.register_post_accumulate_grad_hook(note) for each in trained}
+
+    def leave_out(self, parameters: Collection[int]) -> None:
+        """Do not count the passes of the parameters with these `id()`s, not even the earlier ones."""
+        for each in self._handles.keys() & parameters:
+            self._handles.pop(each).remove()
+            self._by_parameter.pop(each, None)
+
+    def stop(self) -> int:
+        """Returns the number of passes: that of the parameter with the most, because a pass may leave out others."""
+        for each in self._handles.values():
+            each.remove()
+        self._handles.clear()
+        return max(self._by_parameter.values(), default=0)
+
+
+def _count(by_parameter: "collections.Counter[int]", parameter: torch.Tensor) -> None:
+    by_parameter[id(parameter)] += 1

@@ -206,6 +206,17 @@ def test_changed_payloads(name: str) -> None:
         assert 0.05 * count < loaded < 0.8 * count  # a test in which nearly all ends alike sees nothing
 
 
+def test_the_q_of_a_bucket_may_lie_otherwise_in_memory() -> None:
+    with process_group_of_one():
+        subject = batched()
+        good = subject.good[0]
+        turned = {name: q.t().contiguous().t() for name, q in good["batched_q"].items()}
+        assert not any(q.is_contiguous() for q in turned.values())
+        subject.hook.load_state_dict(good | {"batched_q": turned})
+        assert same(subject.hook.state_dict(), subject.before)
+        subject.step()
+
+
 @pytest.mark.parametrize("kind", ["nested", "meta", "NaN", "one row, expanded to 2^40"])
 @pytest.mark.parametrize(("hook", "key"), [("int8", "residual"), ("diloco", "anchor")])
 def test_distributed_states_hold_dense_tensors(hook: str, key: str, kind: str) -> None:

@@ -101,7 +101,7 @@ def nothing_to_compress() -> list[str]:
 def test_a_model_in_which_nothing_is_compressed_is_a_warning(run_ranks):
     on_0, on_1 = run_ranks(nothing_to_compress)
     assert on_0 == [
-        "commhooks: PowerSGD at rank 1 compresses no parameter of this model: print(hook.plan()) says why for each."
+        "commhooks: PowerSGD (rank 1) compresses no parameter of this model: print(hook.plan()) says why for each."
     ]
     assert on_1 == []
 
@@ -143,9 +143,10 @@ LINES = {
     ("int4", None): "commhooks: int4_compress (blocks of 128): 3 of 6 parameters compressed (96.7 % of the bytes), "
     "10.592 kB -> 1.712 kB per step and rank",
     ("diloco", None): "commhooks: diloco (every 2 steps): plain all-reduce until step 2, then 6 of 6 parameters "
-    "compressed (100.0 % of the bytes), 10.592 kB -> 5.296 kB per step and rank on average",
+    "compressed (100.0 % of the bytes), 10.592 kB -> 5.296 kB per step and rank on average, "
+    "and 10.592 kB per save with an optimizer such as Adam",
     ("local_sgd", None): "commhooks: local_sgd (every 4 steps): 6 of 6 parameters compressed (100.0 % of the bytes), "
-    "10.592 kB -> 2.648 kB per step and rank on average",
+    "10.592 kB -> 2.648 kB per step and rank on average, and 10.592 kB per save with an optimizer such as Adam",
     (
         "auto",
         None,

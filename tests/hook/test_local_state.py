@@ -3,13 +3,16 @@
 import copy
 import os
 import time
+import warnings
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import parametrizations
 
@@ -408,3 +411,24 @@ def _without_an_interface() -> str:
 def test_a_group_of_its_own_that_cannot_connect_says_what_to_set(run_ranks):
     for said in run_ranks(_without_an_interface):
         assert "set GLOO_SOCKET_IFNAME to the network interface" in said and "nowhere0" in said
+
+
+def _copied_before_a_save(folder: str) -> list[list[str]]:
+    run = Run.new(hook=commhooks.LocalSGD(sync_every=4)).train(2)
+    found = []
+    for synchronized in (False, True):
+        run.train(1)
+        if synchronized:
+            run.hook.synchronize(optimizers=True)
+        copies, _ = get_state_dict(run.ddp, run.optimizer, options=StateDictOptions(cpu_offload=True))
+        with log_lines("commhooks") as lines, warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of torch, about copies on the CPU
+            state = {"model": copies, "hook": run.hook.state_dict("distributed")}
+            dcp.save(state, checkpoint_id=f"{folder}/{synchronized}")
+        found.append([line for line in lines if "this save has ended a round" in line])
+    return found
+
+
+def test_copies_that_are_older_than_the_round_that_a_save_ends(run_ranks, tmp_path):
+    (late, in_order), others = run_ranks(_copied_before_a_save, str(tmp_path))
+    assert len(late) == 1 and "cpu_offload=True" in late[0] and in_order == [] and others == [[], []]

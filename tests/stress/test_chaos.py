@@ -36,7 +36,7 @@ def _dies(run_ranks: Any, folder: Path, combination: str, death: Death) -> Outco
     ("hook", "rank", "step", "interrupted"),
     [
         ("powerSGD", 1, 7, "P of bucket 0 at step 7"),  # and of four buckets nothing else
-        ("diloco", 1, 8, "bucket 0 at step 5"),  # half of the weights on its way
+        ("diloco", 1, 8, "outer step 5"),  # half of the weights on its way
         ("auto", 1, 12, "shares of bucket 0 at step 12"),  # the first pass with what it has chosen
     ],
 )

@@ -63,10 +63,8 @@ class AutoCompressor(AdaptiveCompressor[Auto]):
     workspace = _of_inner("workspace")
     plan_one = _of_inner("plan_one")
     initial_value = _of_inner("initial_value")
-    computes = _of_inner("computes")
     memory_plan = _of_inner("memory_plan")
     stats_every = _of_inner("stats_every")
-    collectives = _of_inner("collectives")
     needs_exact_step = _of_inner("needs_exact_step")
 
     @property

@@ -55,10 +55,6 @@ class _LowRank(NativelyComputed[AnyPowerSGD]):
         return f"rank {self.config.matrix_approximation_rank}"
 
     @property
-    def phrase(self) -> str:
-        return f"{self.title} at rank {self.config.matrix_approximation_rank}"
-
-    @property
     def state_fields(self) -> tuple[StateField, ...]:  # type: ignore[override]
         q = fields.BUCKET_Q if self.per_bucket else fields.Q
         return (q, RESIDUAL) if self.config.use_error_feedback else (q,)

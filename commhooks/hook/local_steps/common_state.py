@@ -126,23 +126,23 @@ class CommonState:
         """
         kind, _, name = label.partition(" ")
         optimizer = self._labelled_optimizers().get(label)
-        if kind == "buffer" and (own is not None or tree.kind != "own"):
+        if kind == "buffer" and (own is not None or tree[0] != "own"):
             self._set_buffer(name, state_tree.rebuilt(own, tree, arrived))
         elif own is None:
             raise CannotBeMade
         elif optimizer is not None:
-            parts, parameters = tree.inner, _parameters(optimizer)
+            parts, parameters = tree[1], _parameters(optimizer)
             if state_tree.rebuilt(None, parts["of"], {}) != self._names_of(parameters):
                 raise CannotBeMade
-            states = parts["state"].inner
+            states = parts["state"][1]
             for place, parameter in enumerate(parameters):
                 if place in states:
                     before = optimizer.state.get(parameter)
                     optimizer.state[parameter] = state_tree.rebuilt(before, states[place], arrived, like=parameter)
                 else:
                     optimizer.state.pop(parameter, None)
-            for mine, theirs in zip(optimizer.param_groups, parts["groups"].inner, strict=True):
-                for key, each in theirs.inner.items():
+            for mine, theirs in zip(optimizer.param_groups, parts["groups"][1], strict=True):
+                for key, each in theirs[1].items():
                     mine[key] = state_tree.rebuilt(mine.get(key), each, arrived)
         elif kind == "frozen":
             if state_tree.rebuilt(own, tree, arrived) is not own:

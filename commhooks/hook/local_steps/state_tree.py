@@ -4,7 +4,6 @@ A tree has dicts, lists, tuples, numbers, texts and tensors. What is none of the
 not described: each rank keeps its own.
 """
 
-import dataclasses
 import io
 import math
 from collections.abc import Iterator, Mapping
@@ -47,52 +46,43 @@ class Leaf:
         return math.prod(self.shape) * self.dtype.itemsize
 
 
-@dataclass(frozen=True)
-class Tree:
-    """A description.
-
-    Attributes:
-        kind: "dict", "list", "tuple", "tensor", "shard" (of a DTensor), "parts" (of a tensor that consists of several),
-            "value", or "own" for what each rank keeps.
-        inner: the descriptions inside, by key or in order; a `Leaf`; or the value.
-    """
-
-    kind: str
-    inner: Any = None
+Tree = list[Any]
+"""A description `[kind, inner]` of plain types. Kinds: "dict", "list", "tuple", "tensor" (inner: a `Leaf` as a list),
+"shard" (of a DTensor), "parts" (of a tensor that consists of several), "value", and "own" for what each rank keeps."""
 
 
 def described(value: Any, tensors: list[torch.Tensor]) -> Tree:
     """The description of `value`, whose tensors are appended to `tensors`."""
     if isinstance(value, DTensor):
-        return Tree("shard", described(value.to_local(), tensors))
+        return ["shard", described(value.to_local(), tensors)]
     if isinstance(value, torch.Tensor) and hasattr(value, "__tensor_flatten__"):
         names, _ = value.__tensor_flatten__()
-        return Tree("parts", {name: described(getattr(value, name), tensors) for name in names})
+        return ["parts", {name: described(getattr(value, name), tensors) for name in names}]
     if isinstance(value, torch.Tensor) and value.layout is torch.strided:
         tensors.append(value.detach())
         name = str(value.dtype).removeprefix("torch.")
-        return Tree("tensor", Leaf(len(tensors) - 1, tuple(value.shape), name, value.device.type))
+        return ["tensor", [len(tensors) - 1, tuple(value.shape), name, value.device.type]]
     if isinstance(value, dict) and all(isinstance(key, (str, int)) for key in value):
-        return Tree("dict", {key: described(each, tensors) for key, each in value.items()})
+        return ["dict", {key: described(each, tensors) for key, each in value.items()}]
     if type(value) in (list, tuple):
-        return Tree(type(value).__name__, [described(each, tensors) for each in value])
+        return [type(value).__name__, [described(each, tensors) for each in value]]
     if value is None or type(value) in (bool, int, float, str):
-        return Tree("value", value)
-    return Tree("own")
+        return ["value", value]
+    return ["own", None]
 
 
 def leaves(trees: Mapping[Any, Tree], path: str = "") -> Iterator[tuple[str, Leaf]]:
     """All tensors, by paths that two ranks have in common."""
-    for key, tree in trees.items():
+    for key, (kind, inner) in trees.items():
         here = f"{path}/{key}"
-        if tree.kind == "tensor":
-            yield here, tree.inner
-        elif tree.kind in ("dict", "parts"):
-            yield from leaves(tree.inner, here)
-        elif tree.kind in ("list", "tuple"):
-            yield from leaves(dict(enumerate(tree.inner)), here)
-        elif tree.kind == "shard":
-            yield from leaves({"shard": tree.inner}, here)
+        if kind == "tensor":
+            yield here, Leaf(*inner)
+        elif kind in ("dict", "parts"):
+            yield from leaves(inner, here)
+        elif kind in ("list", "tuple"):
+            yield from leaves(dict(enumerate(inner)), here)
+        elif kind == "shard":
+            yield from leaves({kind: inner}, here)
 
 
 def rebuilt(own: Any, tree: Tree, arrived: Mapping[int, torch.Tensor], like: torch.Tensor | None = None) -> Any:
@@ -105,43 +95,41 @@ def rebuilt(own: Any, tree: Tree, arrived: Mapping[int, torch.Tensor], like: tor
     Raises:
         CannotBeMade: a tensor of a kind of its own is described, and `own` is none.
     """
-    if tree.kind == "own":
+    kind, inner = tree
+    if kind == "own":
         return own
-    if tree.kind == "value":
-        return tree.inner
-    if tree.kind == "tensor":
-        return _rebuilt_tensor(own, tree.inner, arrived, like)
-    if tree.kind == "shard":
-        if isinstance(own, DTensor):
-            local = own.to_local()
-            if rebuilt(local, tree.inner, arrived) is local:
-                return own
+    if kind == "value":
+        return inner
+    if kind == "tensor":
+        return _rebuilt_tensor(own, Leaf(*inner), arrived, like)
+    if kind == "shard":
+        local = own.to_local() if isinstance(own, DTensor) else None
+        made = rebuilt(local, inner, arrived, like)
+        if local is not None and made is local:
+            return own
         if not isinstance(like, DTensor):
             raise CannotBeMade
-        local = rebuilt(None, tree.inner, arrived, like)
-        shape, stride = like.shape, like.stride()
-        return DTensor.from_local(local, like.device_mesh, like.placements, run_check=False, shape=shape, stride=stride)
-    if tree.kind == "parts":
-        if not hasattr(own, "__tensor_flatten__"):
-            raise CannotBeMade
-        for name, inner in tree.inner.items():
-            part = getattr(own, name)
-            if rebuilt(part, inner, arrived) is not part:
+        mesh, placements, shape, stride = like.device_mesh, like.placements, like.shape, like.stride()
+        return DTensor.from_local(made, mesh, placements, run_check=False, shape=shape, stride=stride)
+    if kind == "parts":
+        for name, each in inner.items():
+            part = getattr(own, name, None)
+            if part is None or rebuilt(part, each, arrived) is not part:
                 raise CannotBeMade
         return own
-    if tree.kind == "dict":
-        made = own if isinstance(own, dict) else {}
-        for key in [key for key in made if key not in tree.inner]:
-            del made[key]
-        for key, inner in tree.inner.items():
-            made[key] = rebuilt(made.get(key), inner, arrived, like)
-        return made
-    fits = isinstance(own, (list, tuple)) and len(own) == len(tree.inner)
-    items = [rebuilt(own[i] if fits else None, inner, arrived, like) for i, inner in enumerate(tree.inner)]
-    if tree.kind == "list" and isinstance(own, list):
+    if kind == "dict":
+        found = own if isinstance(own, dict) else {}
+        for key in [key for key in found if key not in inner]:
+            del found[key]
+        for key, each in inner.items():
+            found[key] = rebuilt(found.get(key), each, arrived, like)
+        return found
+    fits = isinstance(own, (list, tuple)) and len(own) == len(inner)
+    items = [rebuilt(own[place] if fits else None, each, arrived, like) for place, each in enumerate(inner)]
+    if kind == "list" and isinstance(own, list):
         own[:] = items
         return own
-    return items if tree.kind == "list" else tuple(items)
+    return items if kind == "list" else tuple(items)
 
 
 def _rebuilt_tensor(
@@ -160,37 +148,11 @@ def _rebuilt_tensor(
 
 def to_bytes(trees: Mapping[str, Tree]) -> bytes:
     file = io.BytesIO()
-    torch.save({label: _plain(tree) for label, tree in trees.items()}, file)
+    torch.save(dict(trees), file)
     return file.getvalue()
 
 
 def from_bytes(content: bytes) -> dict[str, Tree]:
     """What `to_bytes` was given. Nothing in `content` is run."""
-    trees = torch.load(io.BytesIO(content), weights_only=True)
-    return {label: _restored(*each) for label, each in trees.items()}
-
-
-def _plain(tree: Tree) -> list[Any]:
-    inner = tree.inner
-    if tree.kind == "tensor":
-        inner = list(dataclasses.astuple(inner))
-    elif tree.kind == "shard":
-        inner = _plain(inner)
-    elif tree.kind in ("dict", "parts"):
-        inner = {key: _plain(each) for key, each in inner.items()}
-    elif tree.kind in ("list", "tuple"):
-        inner = [_plain(each) for each in inner]
-    return [tree.kind, inner]
-
-
-def _restored(kind: str, inner: Any) -> Tree:
-    if kind == "tensor":
-        number, shape, *others = inner
-        inner = Leaf(number, tuple(shape), *others)
-    elif kind == "shard":
-        inner = _restored(*inner)
-    elif kind in ("dict", "parts"):
-        inner = {key: _restored(*each) for key, each in inner.items()}
-    elif kind in ("list", "tuple"):
-        inner = [_restored(*each) for each in inner]
-    return Tree(kind, inner)
+    trees: dict[str, Tree] = torch.load(io.BytesIO(content), weights_only=True)
+    return trees

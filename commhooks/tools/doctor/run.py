@@ -43,9 +43,9 @@ def doctor(
 
     The candidates are `noop` (no communication: the largest possible gain), plain all-reduce, fp16, bf16, int8, int4
     and PowerSGD. They take turns, in rounds, on temporary copies of `ddp_model.module`, one copy at a time, wrapped
-    with the same DDP arguments. The model's weights, gradients, buffers
-    and hook, its optimizer and the random state of torch (CPU and the model's devices), Python and numpy are unchanged
-    afterwards. Side effects of `batch_fn` remain: an iterator that it reads has advanced.
+    with the same DDP arguments. The model's weights, gradients, buffers and hook, its optimizer and the random state of
+    torch (CPU and the model's devices), Python and numpy are unchanged afterwards. Side effects of `batch_fn` remain:
+    an iterator that it reads has advanced.
 
     Args:
         ddp_model: a `DistributedDataParallel` model; a hook attached to it is neither run nor changed.

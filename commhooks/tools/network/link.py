@@ -2,7 +2,6 @@
 
 import itertools
 import statistics
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -37,17 +36,14 @@ class Link:
     Attributes:
         mbit_per_s: rate at which a rank sends, and receives, in a ring all-reduce of one large buffer.
         latency_ms: time of an all-reduce of one number.
-        took_s: seconds that measuring took.
     """
 
     mbit_per_s: float
     latency_ms: float
-    took_s: float = 0.0
 
 
 def measure_link(group: dist.ProcessGroup, device: torch.device) -> Link:
     """Measure the link. All ranks of `group` must call this; all get the same result."""
-    began = time.perf_counter()
     one = torch.ones(1, device=device)
     latency_s = statistics.median(_all_reduce_s(one, group) for _ in range(2 + _REPEATS))
     buffer = torch.ones(SMALLEST_BYTES // 4, device=device)
@@ -61,7 +57,7 @@ def measure_link(group: dist.ProcessGroup, device: torch.device) -> Link:
     took_s = min(took_s, *(_all_reduce_s(buffer, group) for _ in range(_REPEATS)))
     sent = 2 * (group.size() - 1) / group.size() * buffer.nbytes
     mbit_per_s = 8e-6 * sent / _without_latency_s(took_s, latency_s)
-    return Link(mbit_per_s, 1000 * latency_s, _slowest(time.perf_counter() - began, group, device))
+    return Link(mbit_per_s, 1000 * latency_s)
 
 
 def _enough_s(latency_s: float) -> float:

@@ -17,6 +17,10 @@ from commhooks.compressors.auto.compressor import AutoCompressor
 from commhooks.compressors.auto.decision import Decision
 from commhooks.compressors.auto.options import Auto
 from commhooks.compressors.auto.trials import MOST_EXTENSIONS, TRIAL_S, TRIAL_STEPS, WARM_UP
+from commhooks.compressors.candidates import Candidate
+from commhooks.gradients.exclude import all_names
+from commhooks.gradients.names import ModelNames
+from commhooks.hook.plan_model import parameter_infos
 from tests.support.ddp_steps import log_lines, process_group_of_one
 from tests.support.inside import session_of
 from tests.support.models import masks
@@ -325,6 +329,22 @@ def test_arrangements_and_wrappers_that_it_does_not_measure_are_refused() -> Non
             Run.new(hook="auto", ranks_per_node=1)
         with pytest.raises(HookConfigError, match="wrapper='bf16' with hook 'auto', .* omit wrapper"):
             Run.new(hook="auto", wrapper="bf16")
+
+
+@pytest.mark.parametrize("offered", candidates.offered(Auto(quality="close", exclude=["0.*"])), ids=lambda x: x.label)
+def test_the_plan_is_that_of_the_candidate_in_force(offered: Candidate) -> None:
+    """What is excluded counts for the candidates that have this option; bf16 casts everything."""
+    model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 64))
+    names = ModelNames(list(model.named_parameters()), all_names(model))
+    alone = candidates.new(offered)
+    decision = Decision(offered, None, since=3, phase="resting")
+    chosen = AutoCompressor(Auto(quality="close", exclude=["0.*"]), decision=decision)
+    plans = [each.plan(list(parameter_infos(names, each.config).values())) for each in (chosen, alone)]
+    assert plans[0] == plans[1] and chosen.wire_dtype == alone.wire_dtype
+    excluded = {plan.name for plan in plans[0] if "excluded" in plan.reason}
+    assert excluded == ({"0.weight", "0.bias"} if alone.state_fields else set())
+    # No residual can belong to what is excluded, whichever candidate comes next.
+    assert chosen.may_compress(list(parameter_infos(names, chosen.config).values())) == [False, False, True, False]
 
 
 def test_one_rank_has_nothing_to_gain() -> None:

@@ -328,5 +328,6 @@ def _end(status: int) -> None:
 
 
 if __name__ == "__main__":
+    sys.path[0] = ""  # not this file's folder: transformers would take its kernels.py for a package of that name
     task = _serve(Path(sys.argv[1]), int(sys.argv[2]))
     _end(_status_of(task, sys.argv[3]))

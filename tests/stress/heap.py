@@ -110,7 +110,7 @@ class Case:
             2 if front == "ddp" and ranks == 4 and hook != "batched_powerSGD" and draw.random() < 0.3 else None,
             steps,
             draw.randrange(steps) if draw.random() < 0.15 else -1,
-            draw.random() < 0.1 and front != "fsdp2",  # without a hook, too, torch 2.13 hangs in FSDP's next all-gather
+            draw.random() < 0.1 and front != "fsdp2",  # torch 2.13 without a hook stopped there in FSDP's all-gather
             draw.random() < 0.4,
             2 if large else 1,
         )

@@ -259,7 +259,9 @@ def rank_main(options: argparse.Namespace, rank: int, port: int, folder: Path) -
         print(number, case, file=progress, flush=True)
         if rank < ranks:
             torch.set_num_threads(case.threads)
-            store, limit = dist.PrefixStore(str(number), control), datetime.timedelta(seconds=LIMIT_S)
+            # Messages in flight keep gloo's connections open, with and without hooks: who loses rank 1 waits that long.
+            limit = datetime.timedelta(seconds=10 if case.alone and case.breaks >= 0 else LIMIT_S)
+            store = dist.PrefixStore(str(number), control)
             dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=limit)
             try:
                 one_training(options.subject, case, folder / f"saved {number}")
@@ -308,7 +310,7 @@ def run(options: argparse.Namespace, folder: Path) -> int:
         )
         for rank, log in enumerate(logs)
     ]
-    limit = started + 60 * options.minutes + 2 * LIMIT_S
+    limit = started + 60 * options.minutes + 5 * LIMIT_S
     while any(each.poll() is None for each in ranks) and not any(each.poll() for each in ranks):
         time.sleep(0.2)
         if time.monotonic() > limit:

@@ -14,7 +14,7 @@ from typing import Any
 import psutil
 import pytest
 
-from accelerate_commhooks.cli import main
+from accelerate_commhooks.__main__ import main
 from accelerate_commhooks.settings import VARIABLE
 from tests.support import warm
 from tests.support.accelerate_yaml import ACCELERATE, default_file, section
@@ -285,7 +285,7 @@ def test_the_help_says_what_it_adds(capsys: Any) -> None:
 
 
 def test_without_accelerate_it_is_one_line() -> None:
-    block = "import sys; sys.modules['accelerate'] = None; from accelerate_commhooks.cli import main; "
+    block = "import sys; sys.modules['accelerate'] = None; from accelerate_commhooks.__main__ import main; "
     for arguments, status in ((["launch", "script.py"], 1), (["--version"], 0)):
         command = [sys.executable, "-c", f"{block}sys.exit(main({arguments}))"]
         done = subprocess.run(command, capture_output=True, text=True, timeout=280)

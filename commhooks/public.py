@@ -14,7 +14,6 @@ from commhooks.compressors.base import (
 )
 from commhooks.compressors.cast import AllReduce, BF16Compress, FP16Compress
 from commhooks.compressors.error_feedback import keep_residual, with_residual
-from commhooks.compressors.hook_config import HookConfig
 from commhooks.compressors.local_steps.options import DiLoCo, LocalSGD
 from commhooks.compressors.noop import Noop
 from commhooks.compressors.powersgd.options import BatchedPowerSGD, PowerSGD
@@ -35,6 +34,7 @@ from commhooks.gradients.layout import BucketLayout
 from commhooks.hook.attach import attach
 from commhooks.hook.comm_hook import CommHook
 from commhooks.hook.quantized_all_reduce import quantized_all_reduce
+from commhooks.options import HookConfig
 from commhooks.tools.doctor.run import doctor
 
 __all__ = [

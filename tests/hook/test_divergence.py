@@ -10,7 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import commhooks
 from commhooks.hook.replica_check import weights_checksum
-from commhooks.hook.request import HookRequest
+from commhooks.request import HookRequest
 from tests.support.ddp_steps import process_group_of_one
 from tests.support.training import Run, make_model
 

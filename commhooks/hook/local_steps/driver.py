@@ -41,8 +41,8 @@ from commhooks.hook.local_steps.optimizers import OptimizerSteps
 from commhooks.hook.local_steps.outer_steps import OuterSteps
 from commhooks.hook.local_steps.round_warnings import RoundWarnings
 from commhooks.hook.local_steps.weights import copied, set_weights
-from commhooks.hook.request import HookRequest
 from commhooks.hook.unused import Use
+from commhooks.request import HookRequest
 
 
 class LocalStepsDriver(EngineHook):

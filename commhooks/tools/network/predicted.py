@@ -19,7 +19,7 @@ from commhooks.compressors.local_steps.options import LocalSteps, passes_per_exc
 from commhooks.compressors.unit_plan import ParameterInfo
 from commhooks.errors import HookConfigError
 from commhooks.hook.plan_model import whole_plan
-from commhooks.hook.request import HookRequest
+from commhooks.request import HookRequest
 from commhooks.tools.network.link import Link
 
 PLAIN = dataclasses.replace(ALLREDUCE, label="plain DDP")

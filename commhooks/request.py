@@ -21,7 +21,10 @@ from commhooks.comm.nodes import RanksPerNode
 from commhooks.comm.wire import WIRE_DTYPES
 from commhooks.compressors.base import Compressor
 from commhooks.compressors.cast import AllReduce
-from commhooks.compressors.registry import (
+from commhooks.ddp_comm_hooks import debugging_hooks, default_hooks, powerSGD_hook
+from commhooks.errors import HookConfigError, did_you_mean, invalid, no_such, reason_first
+from commhooks.options import HookConfig, converted, plain
+from commhooks.registry import (
     COMPRESSORS,
     FACTORIES,
     OFF,
@@ -33,9 +36,6 @@ from commhooks.compressors.registry import (
     names_to_offer,
     register_compressor,
 )
-from commhooks.ddp_comm_hooks import debugging_hooks, default_hooks, powerSGD_hook
-from commhooks.errors import HookConfigError, did_you_mean, invalid, no_such, reason_first
-from commhooks.options import HookConfig, converted, plain
 
 P = ParamSpec("P")
 T = TypeVar("T")

@@ -3,7 +3,6 @@
 
 from commhooks.checkpoint import parts as payload_parts
 from commhooks.checkpoint.cut_off import cut_off
-from commhooks.compressors.registry import COMPRESSORS, OFF, means_no_hook
 from commhooks.errors import check_version, reason_first
 from commhooks.gradients.loss_scale import LossScale, ScaleOf
 from commhooks.gradients.torch_private import compiled_from
@@ -12,6 +11,7 @@ from commhooks.hook.checked_state import located, nothing_saved
 from commhooks.hook.hook_folder import HookFolder
 from commhooks.hook.metrics import NAMES, PREFIX, Meter
 from commhooks.options import HookConfig, converted
+from commhooks.registry import COMPRESSORS, OFF, means_no_hook
 from commhooks.request import (
     ARGUMENTS,
     HookRequest,

@@ -6,8 +6,8 @@ import inspect
 import re
 
 from commhooks.comm.wire import WIRE_DTYPES
-from commhooks.compressors.registry import COMPRESSORS, aliases, available_hooks
 from commhooks.options import HookConfig
+from commhooks.registry import COMPRESSORS, aliases, available_hooks
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -12,8 +12,7 @@ from omegaconf import OmegaConf
 from torch import nn
 
 import commhooks
-from commhooks import AttachError, HookConfigError, HookRunError, request
-from commhooks.compressors import registry
+from commhooks import AttachError, HookConfigError, HookRunError, registry, request
 from tests.support.ddp_steps import backward, mlp, process_group_of_one, wrap
 
 
@@ -158,8 +157,8 @@ CASES = [
              options={"wraper": "bf16"}),
     Expected("an argument of nobody", "attach has no argument 'zzz'; known are ddp_model, hook",
              "allreduce", {"zzz": 1}),
-    Expected("a config's option", "hook 'powerSGD' has no option 'rank' (did you mean 'matrix_approximation_rank'?); known "
-             "are matrix_approximation_rank, start_powerSGD_iter", request=lambda: commhooks.PowerSGD(rank=4)),
+    Expected("a config's option", "hook 'powerSGD' has no option 'rank' (did you mean 'matrix_approximation_rank'?); "
+             "known are matrix_approximation_rank, start_powerSGD_iter", request=lambda: commhooks.PowerSGD(rank=4)),
     # dotted paths
     Expected("no such module", "hook 'no_such_module:hook': cannot import 'no_such_module'", "no_such_module:hook"),
     Expected(

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 import commhooks
-from commhooks.compressors.registry import COMPRESSORS
+from commhooks.registry import COMPRESSORS
 from commhooks.tools import arguments
 from commhooks.tools.cli import main
 from commhooks.tools.hooks_command import explained_options

@@ -13,7 +13,7 @@ import weakref
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
-from commhooks.hook.supported import needed
+from commhooks.errors import needed
 
 with needed(
     "accelerate",

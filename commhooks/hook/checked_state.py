@@ -8,8 +8,8 @@ from commhooks.checkpoint.distributed import from_distributed, is_distributed
 from commhooks.errors import PayloadError, logger_of, shown
 from commhooks.gradients.source import GradientSource
 from commhooks.hook.announce import say
-from commhooks.hook.request import HookRequest
 from commhooks.hook.runner import Runner
+from commhooks.request import HookRequest
 
 logger = logger_of(__name__)
 

@@ -29,9 +29,9 @@ from commhooks.gradients.names import ParameterNames
 from commhooks.gradients.source import Future, GradientSource
 from commhooks.hook.model_plan import ModelPlan
 from commhooks.hook.plan_model import parameter_infos, whole_plan
-from commhooks.hook.request import HookRequest
 from commhooks.hook.runner import Runner
 from commhooks.hook.unused import Use
+from commhooks.request import HookRequest
 
 
 class EngineHook(Runner):

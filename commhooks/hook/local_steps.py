@@ -35,13 +35,13 @@ from commhooks.gradients.precision import compute_dtype
 from commhooks.gradients.source import Future, GradientSource
 from commhooks.gradients.torch_private import run_after_backward, sparse_values
 from commhooks.hook.engine_hook import EngineHook
-from commhooks.hook.request import HookRequest
 from commhooks.hook.unused import Use
 from commhooks.local_steps.common_state import CommonState
 from commhooks.local_steps.fragments import OuterSteps, copied, set_weights
 from commhooks.local_steps.optimizers import OptimizerSteps
 from commhooks.local_steps.outer_step import ANCHOR
 from commhooks.local_steps.round_warnings import RoundWarnings
+from commhooks.request import HookRequest
 
 
 class LocalStepsDriver(EngineHook):

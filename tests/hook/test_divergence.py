@@ -10,7 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import commhooks
 from commhooks.comm.collective import checksum
-from commhooks.hook.request import HookRequest
+from commhooks.request import HookRequest
 from tests.support.ddp_steps import process_group_of_one
 from tests.support.training import Run, make_model
 

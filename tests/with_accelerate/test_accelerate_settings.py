@@ -88,7 +88,7 @@ WRONG = [
         " has no setting 'wraper' (did you mean 'wrapper'?); known are hook, hook_options",
     ),
     ("hook: powerSGD\nhook_options: {matrix_rank: 4}", ": hook 'powerSGD' has no option 'matrix_rank' (did you mean"),
-    ("hook: powerSGD\nhook_options: 4", ": hook_options=4; expected options, as 'name: value' or None"),
+    ("hook: powerSGD\nhook_options: 4", ": hook_options=4; expected a dict or None"),
     ("hook: powerSGD\nbucket_cap_mb: null", ": bucket_cap_mb=None; expected int or float"),
     ("hook: powerSGD\nstrict: 3.5", ": strict=3.5; expected True or False"),
     ("wrapper: fp16", ": hook is missing"),

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from commhooks.comm.collective import Reach, gather_rows
+from commhooks.comm.collectives import Reach, gather_rows
 from commhooks.comm.nodes import Nodes
 from commhooks.compressors.base import Compressor, Exchange, StepInfo
 from commhooks.compressors.unit_plan import MemoryPlan, UnitPlan

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from commhooks.comm.collective import Reach, agreement_key, gather_rows
+from commhooks.comm.collectives import Reach, agreement_key, gather_rows, on_all_shards
 from commhooks.comm.counters import Counters
-from commhooks.comm.shards import is_logging_rank, on_all_shards
+from commhooks.comm.groups import is_logging_rank
 from commhooks.compressors.adaptive import AdaptiveCompressor, Ranks
 from commhooks.compressors.base import Compressor
 from commhooks.compressors.registry import BUILT_IN
@@ -24,7 +24,7 @@ from commhooks.engine.kernel_choice import Choice, KernelSupport, agreed_choice
 from commhooks.engine.known_buckets import KnownBuckets
 from commhooks.engine.streams import keep_for_current_stream
 from commhooks.errors import HookRunError, logger_of
-from commhooks.gradients.bucket import Bucket
+from commhooks.gradients.layout import Bucket
 from commhooks.gradients.loss_scale import LossScale
 from commhooks.gradients.names import ParameterNames
 

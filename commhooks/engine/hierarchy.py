@@ -22,7 +22,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from commhooks.comm.collective import Send, start
+from commhooks.comm.collectives import Send, start
 from commhooks.comm.nodes import Nodes
 from commhooks.compressors.base import Compressor, Exchange, StepInfo, Verdict
 from commhooks.compressors.unit_plan import MemoryPlan, UnitPlan

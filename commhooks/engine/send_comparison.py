@@ -11,7 +11,7 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
-from commhooks.comm.collective import Send, agreement_key, gather_rows, gather_texts
+from commhooks.comm.collectives import Send, agreement_key, gather_rows, gather_texts
 from commhooks.comm.counters import Counters
 from commhooks.errors import HookRunError
 

@@ -10,7 +10,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 import commhooks
-from commhooks.checkpoint import parts
+from commhooks.checkpoint import payload as parts
 from commhooks.compressors import registry
 from tests.support.ddp_steps import process_group_of_one
 from tests.support.inside import session_of

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from commhooks.comm import clocks
-from commhooks.comm.clocks import Clocks
+from commhooks.comm.counters import Clocks
 from commhooks.gradients import precision
 from tests.support.training import Run
 

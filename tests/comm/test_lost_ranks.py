@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import commhooks
 from commhooks.comm import lost_ranks
-from commhooks.comm.collective import gather_rows
+from commhooks.comm.collectives import gather_rows
 from commhooks.comm.groups import new_group
 from commhooks.gradients.torch_private import timeout_of
 from tests.support.models import mlp

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from commhooks.comm.collective import gather_texts
+from commhooks.comm.collectives import gather_texts
 from commhooks.compressors.dotted_path import why_not_called
 from commhooks.compressors.noop import Noop
 from commhooks.errors import DoctorError

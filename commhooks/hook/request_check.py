@@ -15,7 +15,7 @@ from commhooks.comm.collectives import agreement_key, gather_rows, gather_texts,
 from commhooks.engine.kernel_choice import Choice, KernelSupport, agreed_choice
 from commhooks.errors import AttachError
 from commhooks.gradients.source import GradientSource
-from commhooks.hook.request import HookRequest
+from commhooks.request import HookRequest
 
 _WHAT = "what each rank attaches (attach the hook on every rank, or on none)"
 

@@ -25,8 +25,8 @@ from commhooks.hook.announce import say
 from commhooks.hook.copies import Registered
 from commhooks.hook.model_plan import ModelPlan
 from commhooks.hook.replica_check import ReplicaCheck
-from commhooks.hook.request import HookRequest
 from commhooks.hook.unused import UnusedWarning, Use
+from commhooks.request import HookRequest
 
 logger = logger_of(__name__)
 

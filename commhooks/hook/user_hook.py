@@ -12,8 +12,8 @@ from commhooks.ddp_comm_hooks.default_hooks import checked_future
 from commhooks.gradients.layout import Bucket
 from commhooks.gradients.source import Future, GradientSource
 from commhooks.hook.model_plan import ModelPlan
-from commhooks.hook.request import HookRequest
 from commhooks.hook.runner import Runner
+from commhooks.request import HookRequest
 
 
 class UserHook(Runner):

@@ -11,7 +11,6 @@ import torch
 from commhooks.comm import collectives
 from commhooks.comm.collectives import Pending, resolve_group
 from commhooks.compressors.base import Compressor, Exchange, Send, State, StepInfo, Verdict
-from commhooks.compressors.hook_config import HookConfig
 from commhooks.compressors.unit_plan import ParameterInfo, UnitPlan
 from commhooks.engine.backward_pass import RunningExchange
 from commhooks.engine.consensus import Binding
@@ -20,6 +19,7 @@ from commhooks.engine.state import LearnedState
 from commhooks.engine.task import ExchangeTask
 from commhooks.gradients.layout import Bucket
 from commhooks.gradients.names import PositionalNames
+from commhooks.options import HookConfig
 from tests.support.ddp_steps import process_group_of_one
 from tests.support.local_driver import LocalDriver
 from tests.support.simulation import SimulatedRanks

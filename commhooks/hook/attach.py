@@ -9,20 +9,18 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 
-from commhooks.comm.groups import new_group
-from commhooks.comm.hook_result import checked_future
+from commhooks.comm.groups import is_logging_rank, new_group
 from commhooks.comm.nodes import RanksPerNode
-from commhooks.comm.shards import is_logging_rank
 from commhooks.compressors.base import Compressor
 from commhooks.compressors.cast import AllReduce, AllReduceCompressor
-from commhooks.ddp_comm_hooks.default_hooks import bf16_compress_wrapper, fp16_compress_wrapper
+from commhooks.ddp_comm_hooks.default_hooks import bf16_compress_wrapper, checked_future, fp16_compress_wrapper
 from commhooks.ddp_comm_hooks.powerSGD_hook import PowerSGDState
 from commhooks.engine.consensus import Binding
 from commhooks.engine.session import Session
 from commhooks.engine.state import LearnedState
 from commhooks.errors import AttachError, HookConfigError, logger_of, reason_first
-from commhooks.gradients.bucket import Bucket
-from commhooks.gradients.exclude import warn_if_unmatched
+from commhooks.gradients.layout import Bucket
+from commhooks.gradients.names import warn_if_unmatched
 from commhooks.gradients.source import GradientSource, held_weakly
 from commhooks.hook.announce import say
 from commhooks.hook.comm_hook import CommHook

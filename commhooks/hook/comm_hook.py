@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any, NoReturn
 
 from commhooks.checkpoint.distributed import to_distributed
-from commhooks.comm.clocks import has_clock
+from commhooks.comm.counters import has_clock
 from commhooks.errors import HookConfigError, HookRunError, logger_of, reason_first
 from commhooks.gradients.source import GradientSource
 from commhooks.hook.checked_state import checked_state

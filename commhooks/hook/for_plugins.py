@@ -1,8 +1,8 @@
 # ruff: noqa: F401
 """Internal names that the Lightning and Accelerate plugins use. Change them together with the plugins."""
 
-from commhooks.checkpoint import parts as payload_parts
-from commhooks.checkpoint.cut_off import cut_off
+from commhooks.checkpoint import payload as payload_parts
+from commhooks.checkpoint.payload import cut_off
 from commhooks.errors import check_version, reason_first
 from commhooks.gradients.loss_scale import LossScale, ScaleOf
 from commhooks.gradients.torch_private import compiled_from

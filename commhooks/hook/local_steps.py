@@ -18,17 +18,15 @@ from typing import Any
 
 import torch
 
-from commhooks.checkpoint.learned_state import SavedLearnedState
-from commhooks.comm.collective import gather_rows, new_future
+from commhooks.checkpoint.state import SavedLearnedState
+from commhooks.comm.collectives import gather_rows, good_on_all, new_future
 from commhooks.comm.nodes import Nodes
-from commhooks.comm.shards import good_on_all
 from commhooks.comm.wire import all_finite
 from commhooks.compressors.cast import AllReduce, AllReduceCompressor
 from commhooks.engine.immediate import reduce_and_time
 from commhooks.engine.nodes import EqualInNodes
 from commhooks.errors import HookRunError
-from commhooks.gradients.bucket import Bucket
-from commhooks.gradients.layout import to_logical
+from commhooks.gradients.layout import Bucket, to_logical
 from commhooks.gradients.loss_scale import LossScale
 from commhooks.gradients.names import ParameterNames
 from commhooks.gradients.precision import compute_dtype

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 import commhooks
-from commhooks.comm.collective import resolve_group
+from commhooks.comm.collectives import resolve_group
 from commhooks.engine.consensus import Binding
 from commhooks.engine.session import Session
 from commhooks.engine.state import LearnedState

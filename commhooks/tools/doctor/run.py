@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from commhooks.comm.collective import agreement_key, gather_rows
+from commhooks.comm.collectives import agreement_key, gather_rows
 from commhooks.comm.groups import backend_of
 from commhooks.compressors.adaptive import AdaptiveCompressor
 from commhooks.compressors.candidates import ALLREDUCE, BF16, FP16, INT4, INT8, NOOP, Candidate, powersgd

@@ -13,7 +13,7 @@ from typing import Literal
 
 import torch
 
-from commhooks.comm.collective import Op
+from commhooks.comm.collectives import Op
 from commhooks.compressors.candidates import ALLREDUCE, BF16, INT8, Candidate, powersgd
 from commhooks.compressors.unit_plan import ParameterInfo
 from commhooks.errors import HookConfigError

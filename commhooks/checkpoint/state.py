@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from commhooks.checkpoint.payload import COUNTERS, FLOATS, VERSION, check_count, check_learned, check_range, damaged
 from commhooks.comm.groups import is_logging_rank
-from commhooks.comm.joint_save import JointSave
+from commhooks.comm.joint_save import Failure, JointSave
 from commhooks.compressors.adaptive import AdaptiveCompressor
 from commhooks.compressors.base import Compressor
 from commhooks.compressors.state_field import StateField
@@ -291,11 +291,8 @@ class SavedLearnedState:
                 body.enter_context(session.held.settled())
             if residual == "drop":
                 local = Contribution(exact=not torn)
-            elif torn:
-                self._warn_inexact("it was being written at that moment", self._rank)
-                local = Contribution(exact=False)
             else:
-                local = self._collect(residual == "mean", residual == "per_rank" and not gather, joint, limit_s)
+                local = self._residuals_for(residual, torn=torn, gather=gather, joint=joint, limit_s=limit_s)
             return build(self._target(session.compressor), session.state, local, session.counters.cumulative())
 
     def prepare_load(self, content: dict[str, Any], strict: bool) -> Callable[[], None]:
@@ -345,11 +342,14 @@ class SavedLearnedState:
 
     def joint_save(self) -> JointSave | None:
         """The joint saves of this session; None before the first backward pass, in which the ranks agree on a nonce."""
-        nonce = self._session.consensus.nonce
-        if nonce is None:
+        consensus = self._session.consensus
+        if consensus.nonce is None:
             return None
-        if self._joint_save is None or self._joint_save[0] != nonce:
-            self._joint_save = (nonce, JointSave(self._group, self._rank, self._world_size, nonce))
+        if self._joint_save is None or self._joint_save[0] != consensus.nonce:
+            binding = consensus.binding
+            device = next(iter(binding.names.known().values())).device
+            ranks = self._group, self._rank, self._world_size
+            self._joint_save = consensus.nonce, JointSave(*ranks, consensus.nonce, binding.shards, device)
         return self._joint_save[1]
 
     def _drop_uncompressed(self, state: LearnedState, compressor: Compressor[Any]) -> None:
@@ -367,46 +367,47 @@ class SavedLearnedState:
                 ", ".join(dropped),
             )
 
-    def _collect(self, mean: bool, alone: bool, joint: bool, limit_s: float) -> Contribution:
-        """The residuals for the payload: their mean; or those of this rank `alone`, without communication; or those of
-        all ranks. But for `alone`, and unless `joint` is false, all ranks must call this."""
-        state, everyone, saver = self._session.state, list(range(self._world_size)), self.joint_save()
-        if state.local_missing:
-            if not alone and joint and saver is not None:
-                # A commit that failed here may have succeeded on the other ranks, which are one step ahead then.
-                steps = [state.step, state.step + 1] if self._session.held.torn else [state.step]
-                saver.decline(steps, f"rank {self._rank} has lost its own")
-            # Rank 0 warns if residuals were missing in a loaded payload, which concerns all ranks; this rank warns
-            # if a commit failed on it.
-            self._warn_inexact("this rank has lost its own", 0 if state.missing_was_said else self._rank)
-            return Contribution(exact=False)
-        if alone:
-            shares = bool(state.local) and not self._session.consensus.arrangement.complete
-            own = {name: [tensor] for name, tensor in state["residual"].items()}
-            return Contribution("per_rank", [self._rank], own, shares=shares)
-        residuals = self._residuals()
-        if self._world_size == 1 or state.local_shared:
+    def _residuals_for(self, residual: str, *, torn: bool, gather: bool, joint: bool, limit_s: float) -> Contribution:
+        """The residuals for the payload. All ranks must call this, unless `joint` is false or each rank saves its own.
+
+        Args:
+            torn: a commit is writing the state at this moment.
+        """
+        state, everyone = self._session.state, list(range(self._world_size))
+        missing = f"rank {self._rank} has lost its own" if state.local_missing else ""
+        missing = "they were being written at that moment" if torn else missing
+        # A loaded payload without residuals concerns all ranks, a commit that failed only this one.
+        failure = Failure(missing, not state.missing_was_said or self._rank == 0) if missing else None
+        if residual == "per_rank" and not gather:
+            if failure is None:
+                shares = bool(state.local) and not self._session.consensus.arrangement.complete
+                own = {name: [tensor] for name, tensor in state["residual"].items()}
+                return Contribution("per_rank", [self._rank], own, shares=shares)
+            return self._inexact(failure)
+        residuals = {} if missing else self._residuals()
+        if not missing and (self._world_size == 1 or state.local_shared):
             # No communication needed: the residual of each rank is the mean.
             return Contribution("mean", everyone, residuals)
         collected: dict[str, Any] = {}
 
         def collect(group: JointSave) -> None:
             for name, mine in residuals.items():
-                collected[name] = group.mean(mine) if mean else group.gather(mine)
+                collected[name] = group.mean(mine) if residual == "mean" else group.gather(mine)
 
-        logging_rank = 0
+        saver = self.joint_save()
         if not joint:
-            reason = "this rank saves on its own"
+            failure = failure or Failure("this rank saves on its own", self._rank == 0)
         elif saver is None:
-            reason = "no backward pass has run since the hook was attached"
+            failure = failure or Failure("no backward pass has run since the hook was attached", self._rank == 0)
         else:
-            reason, logging_rank = saver.run(state.step, collect, limit_s), saver.logging_rank
-        if reason:
-            self._warn_inexact(reason, logging_rank)
-            return Contribution(exact=False)
-        if mean:
+            # A commit that failed on this rank may have succeeded on the others, which are one step ahead then.
+            torn = torn or self._session.held.torn
+            failure = saver.run(state.step, collect, limit_s, refusal=missing, torn=torn)
+        if failure is not None:
+            return self._inexact(failure)
+        if residual == "mean":
             self._rebase(collected)
-        return Contribution("mean" if mean else "per_rank", everyone, collected)
+        return Contribution("mean" if residual == "mean" else "per_rank", everyone, collected)
 
     def _residuals(self) -> dict[str, torch.Tensor]:
         """This rank's residuals; the same names on all ranks."""
@@ -438,17 +439,17 @@ class SavedLearnedState:
                 state["residual"][name] = kept[name].to(device, copy=True)
         state.local_shared = session.consensus.arrangement.complete
 
-    def _warn_inexact(self, reason: str, logging_rank: int) -> None:
-        """Log one warning on rank `logging_rank`: rank 0 if all ranks know of the failure, else a rank that does."""
-        if self._rank != logging_rank:
-            return
-        logger.warning(
-            "hook %s was saved at step %s without residuals, because %s. The saved state is marked inexact: "
-            "a run that resumes from it starts from residuals of zero.",
-            self._hook,
-            self.step,
-            reason,
-        )
+    def _inexact(self, failure: Failure) -> Contribution:
+        """A payload without residuals, with one warning on the rank that logs the failure."""
+        if failure.logged_here:
+            logger.warning(
+                "hook %s was saved at step %s without residuals, because %s. The saved state is marked inexact: "
+                "a run that resumes from it starts from residuals of zero.",
+                self._hook,
+                self.step,
+                failure.reason,
+            )
+        return Contribution(exact=False)
 
     def _take_over(self, state: LearnedState, compressor: Compressor[Any]) -> None:
         session = self._session

@@ -224,12 +224,13 @@ class CommHook:
             )
         in_round = not self._runner.replicas_agree
         together = self.synchronize(optimizers=True)
-        if in_round and together and self._runner.is_logging_rank and not self._warned_of_copies:
+        ended_a_round = in_round and together
+        if ended_a_round and self._runner.is_logging_rank and not self._warned_of_copies:
             self._warned_of_copies = True
             logger.warning(
-                "hook %s: this save has ended a round. Copies of the model's or an optimizer's state that were made "
-                "before it (cpu_offload=True) are older than the hook's state: call hook.synchronize(optimizers=True) "
-                "before you copy. References need nothing.",
+                "hook %s: this save has ended a round and is marked inexact, because copies of the model's or an "
+                "optimizer's state that were made before it (cpu_offload=True) are older than the hook's state. Call "
+                "hook.synchronize(optimizers=True) before you copy and save.",
                 self._request.name,
             )
         kept = self._runner.kept_fields(self._source.whole)
@@ -238,6 +239,7 @@ class CommHook:
         form = "mean" if "residual" in kept else "drop"
         saved = self._runner.saved_state.save(form, limit_s=self.joint_save_limit_s)
         saved = self._runner.vouched(saved, together=together)
+        saved = saved | {"exact": False} if ended_a_round else saved
         return to_distributed(saved, kept, self._source)
 
     def synchronize(self, *, optimizers: bool = False) -> bool:

@@ -294,10 +294,10 @@ class LocalStepsDriver(EngineHook):
             work()
             return True
         rounds = self._outer.state.step + self._outer.state.nonfinite_steps
-        reason = saver.run(-1 - rounds, lambda _: work(), limit_s, passes=self._passes)
-        if reason and self.rank == saver.logging_rank:
-            self._warn.not_averaged(reason)
-        return not reason
+        failure = saver.run(-1 - rounds, lambda _: work(), limit_s, passes=self._passes)
+        if failure is not None and failure.logged_here:
+            self._warn.not_averaged(failure.reason)
+        return failure is None
 
     def vouched(self, content: dict[str, Any], *, together: bool) -> dict[str, Any]:
         if not together and (self._apart or self._passes > self._saved_at):

@@ -398,7 +398,8 @@ T = TypeVar("T")
 def good_on_all(good: torch.Tensor, group: dist.ProcessGroup, whose: str) -> torch.Tensor:
     """Whether `good` (0-dim bool tensor) is true on all ranks of `group`, which are the shards of a replica or the
     ranks of a node. All of them must call this. The host does not wait for an accelerator. Not counted in the hook's
-    bytes.""" bad = (~good).to(torch.int32).view(1)
+    bytes."""
+    bad = (~good).to(torch.int32).view(1)
     return start(Send(bad, what=f"the verdict of {whose}", op="max"), group, None).wait()[0] == 0
 
 

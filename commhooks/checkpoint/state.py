@@ -23,6 +23,8 @@ from commhooks.gradients.layout import memory_order
 from commhooks.gradients.precision import compute_dtype
 from commhooks.gradients.source import held_weakly
 
+logger = logger_of(__name__)
+
 
 @dataclass(frozen=True)
 class Target:
@@ -244,9 +246,6 @@ def _own_residual(saved: Any, payload: dict[str, Any], target: Target) -> torch.
 def _is_of(payload: dict[str, Any], target: Target) -> bool:
     """Whether a payload with residuals per rank has those of this one."""
     return payload["world_size"] == target.world_size and target.rank in payload["residual_ranks"]
-
-
-logger = logger_of(__name__)
 
 
 class SavedLearnedState:

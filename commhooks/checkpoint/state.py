@@ -35,8 +35,8 @@ class Target:
         compressor: the compressor with its current options.
         parameters: name -> parameter of the current model.
         plans: name -> plan of each compressed parameter; empty for a compressor of whole buckets.
-        rank, world_size: those of this process in the hook's group.
-        is_logging_rank: this rank logs the warnings that concern all ranks.
+        rank, world_size: of this process in the hook's group.
+        is_logging_rank: whether this rank logs the warnings that concern all ranks.
     """
 
     hook: str
@@ -48,7 +48,7 @@ class Target:
     is_logging_rank: bool
 
     def kept_dtype(self, field: StateField, name: str) -> torch.dtype:
-        """The dtype in which a field of a parameter of this name is kept, as far as the weights tell."""
+        """The dtype in which the parameter's field is kept, as far as the weights tell."""
         plan = self.plans.get(name)
         return compute_dtype(self.parameters[name].dtype) if plan is None else field.dtype(plan)
 
@@ -61,8 +61,8 @@ class Contribution:
         kind: "mean", "per_rank" or "none".
         ranks: the ranks whose residuals are included.
         residuals: per parameter a tensor, or a list with one per rank, in the form of the learned state.
-        exact: a run that resumes from the payload continues exactly as this one.
-        shares: each rank has residuals for its share of the parameters only.
+        exact: whether a run that resumes from the payload continues exactly as this run.
+        shares: whether each rank has residuals for a share of the parameters only.
     """
 
     kind: str = "none"
@@ -151,9 +151,9 @@ def read(payload: dict[str, Any], target: Target, *, strict: bool) -> LearnedSta
                 state.local_missing |= own is None
                 value = None if own is None else each.from_saved(own, parameter, entry["row_dim"])
             if value is not None:
-                # A wider one stays: FSDP's reduce_dtype, known in the first pass only, may be wider than the weights.
+                # A wider dtype stays: FSDP's reduce_dtype, unknown before the first pass, may exceed the weights'.
                 dtype = torch.promote_types(value.dtype, target.kept_dtype(each, name))
-                # Copies: the state changes in place, and what was loaded may be loaded into another hook, too.
+                # Copies, because the state changes in place.
                 state[each.key][name] = value.to(parameter.device, dtype, copy=True).contiguous()
     if payload.get("residual_shares") is True and payload["step"] > target.compressor.start_step:
         # The rank that saved may have had none, as the owner of nothing that is compressed.
@@ -253,11 +253,11 @@ class SavedLearnedState:
 
     Args:
         hook: name of the hook in the payload.
-        plans: returns the plan of every parameter with a compressor; an empty list for one of whole buckets.
+        plans: returns a compressor's plan of every parameter; an empty list for a compressor of whole buckets.
     """
 
     not_begun_anew = ""
-    """What `begin_anew` does not reset, as the end of a sentence for messages."""
+    """What `begin_anew` does not reset, as the end of a message."""
 
     def __init__(
         self, hook: str, session: Learning, group: dist.ProcessGroup, plans: Callable[[Compressor[Any]], list[UnitPlan]]
@@ -321,7 +321,7 @@ class SavedLearnedState:
         return take_over
 
     def resumed(self, content: dict[str, Any]) -> str:
-        """What became of the residuals in `content`, which was loaded, and of the start step, for the log line."""
+        """What became of the residuals and the start step of the loaded `content`, for the log line."""
         said, state, ranks = "", self._session.state, content["world_size"]
         if state.local:
             if not content[COUNTERS]["compressed_steps"]:
@@ -352,8 +352,8 @@ class SavedLearnedState:
         return self._joint_save[1]
 
     def _drop_uncompressed(self, state: LearnedState, compressor: Compressor[Any]) -> None:
-        """Drop residuals of parameters that are no longer compressed: no step would use them, but they would be saved
-        again, and a later run that compresses these parameters would add them."""
+        """Drop residuals of parameters that are no longer compressed. No step would use them, but a later run that
+        compresses these parameters would add them to its gradients."""
         # Empty for compressors of whole buckets, where every parameter may have a residual.
         plans = self._plans_with(compressor)
         dropped = [plan.name for plan in plans if not plan.compressed and plan.name in state["residual"]]

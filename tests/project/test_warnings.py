@@ -8,7 +8,7 @@ import pytest
 from commhooks.errors import logger_of
 from tests.support.repository import sources
 
-HELPERS = {"commhooks/errors.py", "lightning_commhooks/hooked_strategy.py"}
+HELPERS = {"commhooks/errors.py", "lightning_commhooks/strategy.py"}
 
 
 def _warnings_without_prefix(source: str) -> list[int]:

@@ -9,7 +9,7 @@ import functools
 from importlib import import_module
 from typing import Any
 
-from commhooks.hook.supported import needed
+from commhooks.errors import needed
 from lightning_commhooks.callbacks import CommHookCheckpoint, CommHookMonitor, CommHookRoundEnd
 from lightning_commhooks.fabric_strategy import CommHookDDP as FabricCommHookDDP
 from lightning_commhooks.fsdp2 import CommHookFSDP2

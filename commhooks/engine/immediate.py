@@ -10,32 +10,22 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from commhooks.comm import collective
-from commhooks.comm.collective import Reach, Send, new_future
+from commhooks.comm import collectives
+from commhooks.comm.collectives import Reach, Send, new_future
 from commhooks.comm.counters import Counters
-from commhooks.compressors.base import Compressor, State, StepInfo
-from commhooks.engine.send_comparison import SendComparison
+from commhooks.compressors.base import Compressor, StepInfo
+from commhooks.engine.consensus import SendComparison
 from commhooks.engine.streams import keep_for_current_stream
-from commhooks.engine.task import Done, ExchangeTask
+from commhooks.engine.task import NO_STATE, Done, ExchangeTask
 from commhooks.errors import HookRunError
 from commhooks.gradients import precision
-from commhooks.gradients.bucket import Bucket
+from commhooks.gradients.layout import Bucket
 from commhooks.gradients.source import held_weakly
 
 Future = torch.futures.Future[torch.Tensor]
 MOMENT_S = 0.05
 """For a thread of the backend to come to the end of a callback: a group that ends waits for it, in torch 2.13 with the
 GIL."""
-
-
-class _NoState:
-    """The state that these compressors receive."""
-
-    def __getitem__(self, key: str) -> dict[str, torch.Tensor]:
-        raise HookRunError(f"state[{key!r}]: a compressor that is not transactional has no learned state")
-
-
-NO_STATE: State = _NoState()
 
 
 def reduce_and_time(
@@ -95,7 +85,7 @@ def reduce_immediately(
             f"the exchange of {compressor.name}: put last=True on its only Send; a compressor that is not "
             "transactional sends once"
         )
-    pending = collective.start(step, group, counters, "" if counters is None else f"bucket {bucket.index}")
+    pending = collectives.start(step, group, counters, "" if counters is None else f"bucket {bucket.index}")
     if step.meanwhile is not None:
         step.meanwhile()
     new_answer = None if step.reduces else pending.answer
@@ -129,7 +119,7 @@ def _error_of(what: str, group: Callable[[], dist.ProcessGroup], error: RuntimeE
     def look() -> None:
         try:
             alive = group()
-            found.put(collective.collective_error(what, alive, error))
+            found.put(collectives.collective_error(what, alive, error))
             time.sleep(MOMENT_S)
         except BaseException as other:
             found.put(other)

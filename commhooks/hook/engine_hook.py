@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from commhooks.checkpoint.learned_state import SavedLearnedState
+from commhooks.checkpoint.state import SavedLearnedState
 from commhooks.checkpoint.user_state import SavedUserState
 from commhooks.comm.nodes import Nodes, find_nodes
 from commhooks.compressors.adaptive import AdaptiveCompressor
@@ -18,21 +18,20 @@ from commhooks.compressors.kernel import TORCH
 from commhooks.compressors.noop import Noop
 from commhooks.compressors.unit_plan import UnitPlan
 from commhooks.compressors.units import Unit
-from commhooks.engine.arrangement import Flat
-from commhooks.engine.hierarchy import Hierarchy
 from commhooks.engine.kernel_choice import Choice, KernelSupport
 from commhooks.engine.learning import Learning
+from commhooks.engine.nodes import Arrangement, Hierarchy
 from commhooks.engine.session import Session
 from commhooks.errors import HookConfigError
 from commhooks.gradients import precision
-from commhooks.gradients.bucket import Bucket
+from commhooks.gradients.layout import Bucket
 from commhooks.gradients.names import ParameterNames
 from commhooks.gradients.source import Future, GradientSource
 from commhooks.hook.model_plan import ModelPlan
 from commhooks.hook.plan_model import parameter_infos, whole_plan
-from commhooks.hook.request import HookRequest
 from commhooks.hook.runner import Runner
 from commhooks.hook.unused import Use
+from commhooks.request import HookRequest
 
 
 class EngineHook(Runner):
@@ -188,7 +187,7 @@ class EngineHook(Runner):
         if nodes is not None:
             consensus.arrangement = self._between(nodes)
 
-    def _between(self, nodes: Nodes) -> Flat:
+    def _between(self, nodes: Nodes) -> Arrangement:
         """How the ranks of these nodes share the work."""
         return Hierarchy(nodes, self._source.names.known())
 

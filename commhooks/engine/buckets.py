@@ -1,0 +1,207 @@
+"""The bucket layouts that a session has seen, each with its plan and its workspace."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+from commhooks.compressors.base import Compressor, Exchange, StepInfo
+from commhooks.compressors.state_field import StateField
+from commhooks.compressors.unit_plan import ParameterInfo, UnitPlan
+from commhooks.engine.nodes import Arrangement
+from commhooks.engine.state import LearnedState
+from commhooks.engine.task import average
+from commhooks.errors import HookRunError, logger_of
+from commhooks.gradients.layout import Bucket, BucketLayout, read_layout
+from commhooks.gradients.names import ParameterNames
+
+logger = logger_of(__name__)
+
+
+@dataclass(eq=False)
+class KnownBucket:
+    """One bucket layout with its plan, its workspace, and all that follows from them once.
+
+    Attributes:
+        plans: one per unit.
+        compresses: whether anything in the bucket is compressed.
+        compressed: the names of the parameters and the keys of the units that are compressed.
+        numel_sent: elements that are sent once compression has begun, without flags.
+        work: what `reduce` needs; None if nothing is compressed.
+        reduce: the exchange, where anything is compressed.
+        used: the layout occurs in the current backward pass, or in the latest one.
+    """
+
+    layout: BucketLayout
+    plans: list[UnitPlan]
+    compresses: bool = field(init=False)
+    compressed: set[str] = field(init=False)
+    numel_sent: int = field(init=False)
+    work: Any = None
+    reduce: Callable[[torch.Tensor, Any, LearnedState, StepInfo], Exchange] | None = None
+    used: bool = True
+
+    def __post_init__(self) -> None:
+        self.compresses = any(plan.compressed for plan in self.plans)
+        names = self.layout.names
+        plans = self.plans if len(self.plans) == len(names) else self.plans * len(names)  # one plan for the bucket
+        self.compressed = {name for name, plan in zip(names, plans, strict=False) if plan.compressed}
+        self.compressed |= {plan.key for plan in self.plans if plan.compressed}
+        self.numel_sent = sum(plan.numel_sent for plan in self.plans)
+
+    def exchange(
+        self, compressor: Compressor[Any], flat: torch.Tensor, state: LearnedState, step: StepInfo, *, compressing: bool
+    ) -> Exchange:
+        """The exchange of a bucket of this layout. `compressing`: whether compression has begun."""
+        if compressing and self.reduce is not None:
+            return self.reduce(flat, self.work, state, step)
+        dtype = compressor.wire_dtype_for(flat.dtype)
+        return average(flat, dtype, step.world_size, judged=compressor.judges_averages)
+
+
+class KnownBuckets:
+    """The known bucket layouts; derived from the buckets and the options, never saved.
+
+    Attributes:
+        is_logging_rank: this rank logs the warnings that concern all ranks.
+        dead_units: the keys of the units whose layouts no longer exist, and whose state is still there.
+        no_longer_compressed: the names of the parameters whose residuals are to be dropped.
+    """
+
+    def __init__(self, state: LearnedState, names: ParameterNames) -> None:
+        self.is_logging_rank = True
+        self._state = state
+        self._names = names
+        self._buckets: dict[tuple[int, ...], KnownBucket] = {}
+        self.dead_units: list[str] = []
+        self.no_longer_compressed: list[str] = []
+
+    def __iter__(self) -> Any:
+        return iter(list(self._buckets.values()))  # an outer step in a thread may add one
+
+    def clear(self) -> None:
+        self._buckets.clear()
+        self.no_longer_compressed.clear()
+
+    def plans(self) -> list[UnitPlan]:
+        """The plans of all known buckets, in the order in which the parameters were registered."""
+        plans = [plan for known in self for plan in known.plans]
+        order = {name: place for place, name in enumerate(self._names.known())}
+        return sorted(plans, key=lambda plan: order.get(plan.name, 0))
+
+    def names(self) -> tuple[tuple[str, ...], ...]:
+        """The names of the parameters in each known bucket."""
+        return tuple(tuple(known.layout.names) for known in self)
+
+    def find(
+        self, bucket: Bucket, compressor: Compressor[Any], arrangement: Arrangement, *, first: bool
+    ) -> KnownBucket:
+        """Look up the layout of `bucket`; plan it and allocate its workspace at its first occurrence.
+
+        Args:
+            arrangement: how the ranks share the work.
+            first: this is the first bucket of its backward pass.
+
+        Raises:
+            HookRunError: the learned state belongs to another model.
+        """
+        if first:
+            for known in self._buckets.values():
+                known.used = False
+        key = tuple(map(id, bucket.parameters))  # which the known layouts keep alive
+        found = self._buckets.get(key)
+        if found is None:
+            self._forget_dead(bucket, compressor)
+            names = self._names.of_bucket(list(bucket.parameters), first)
+            layout = read_layout(bucket.flat, bucket.parameters, names)
+            config = compressor.config
+            infos = [
+                ParameterInfo.of(slot.name, slot.parameter, self._names, config, layout.sparse) for slot in layout.slots
+            ]
+            found = KnownBucket(layout, arrangement.plans(compressor, compressor.plan(infos)))
+            self._fit_state(found, infos, compressor)
+            with_residual = self._state["residual"] if self._state.local else {}
+            self.no_longer_compressed += [
+                name for name in layout.names if name in with_residual and name not in found.compressed
+            ]
+            if found.compresses:
+                found.work = arrangement.workspace(compressor, layout, found.plans)
+                found.reduce = arrangement.exchange(compressor)
+            self._buckets[key] = found
+        found.used = True
+        return found
+
+    def compressed(self) -> set[str]:
+        """The names of the parameters and the keys of the units that are compressed in the buckets of this pass."""
+        return {name for known in self._buckets.values() if known.used for name in known.compressed}
+
+    def forget_dead_state(self, compressor: Compressor[Any]) -> None:
+        """Delete the per-bucket state of layouts that no longer exist. Call in a commit."""
+        for key in self.dead_units:
+            for each in compressor.state_fields:
+                if each.per == "bucket":
+                    self._state[each.key].pop(key, None)
+        self.dead_units.clear()
+
+    def drop_residuals(self, compressor: Compressor[Any]) -> None:
+        """Delete the residuals of the parameters that are no longer compressed. Call in a commit of a finite step: the
+        ranks of a joint save, which are at the same step, then have residuals of the same parameters."""
+        for name in self.no_longer_compressed:
+            self._state["residual"].pop(name, None)
+        if self.is_logging_rank:
+            logger.warning(
+                "%s compresses these parameters no longer, so that their residuals are dropped: %s",
+                compressor.display_name,
+                ", ".join(self.no_longer_compressed),
+            )
+        self.no_longer_compressed.clear()
+
+    def _forget_dead(self, new: Bucket, compressor: Compressor[Any]) -> None:
+        """Delete layouts that share parameters with `new` and do not occur in this pass: DDP rebuilds its buckets once
+        and never returns to the old ones. This frees their workspaces before the new one is allocated. Other unused
+        layouts stay, because their buckets may merely have been skipped."""
+        parameters = {id(p) for p in new.parameters}
+        for key, known in list(self._buckets.items()):
+            if known.used or not any(id(p) in parameters for p in known.layout.parameters):
+                continue
+            del self._buckets[key]
+            if compressor.per_bucket:  # no other layout has the same unit
+                self.dead_units += [plan.key for plan in known.plans if plan.compressed]
+
+    def _fit_state(self, known: KnownBucket, infos: list[ParameterInfo], compressor: Compressor[Any]) -> None:
+        """Check loaded state against the parameters of those names; move it to their device and refit it. It takes the
+        dtype of this bucket's computation, which FSDP's `reduce_dtype` may make another than that of the weights.
+
+        Raises:
+            HookRunError: an entry cannot belong to its parameter.
+        """
+        of_parameters = [UnitPlan.uncompressed(info, "") for info in infos] if compressor.per_bucket else known.plans
+        for each in compressor.state_fields:
+            for plan in known.plans if each.per == "bucket" else of_parameters:
+                value = self._state[each.key].get(plan.key)
+                if value is not None and (plan.compressed or not each.replicated):
+                    plan = replace(plan, dtype=known.layout.dtype)
+                    self._fit(each, plan, value, compressor, known.layout.device)
+
+    def _fit(
+        self, field: StateField, plan: UnitPlan, value: torch.Tensor, compressor: Compressor[Any], device: torch.device
+    ) -> None:
+        problem = field.problem(value, plan)
+        if problem is not None:
+            raise HookRunError(f"the saved state has {problem}: it was saved for another model")
+        fitted: torch.Tensor | None = value
+        if plan.compressed and tuple(value.shape) != field.shape(plan):
+            fitted = field.refit(value, plan, compressor.initial_value(field, plan, value.dtype))
+        if fitted is not None:
+            self._state[field.key][plan.key] = fitted.to(device, field.dtype(plan))
+            return
+        del self._state[field.key][plan.key]
+        if self.is_logging_rank:
+            logger.warning(
+                "the saved %s of %s has shape %s, it needs %s: it starts afresh",
+                field.key.capitalize(),
+                plan.key,
+                tuple(value.shape),
+                field.shape(plan),
+            )

@@ -1,9 +1,12 @@
 """The errors that commhooks raises, the loggers of its warnings, and helpers for their texts. All errors derive from
 `CommHookError`, so that one `except` catches them."""
 
+import contextlib
 import difflib
 import logging
-from collections.abc import Collection, Iterable
+import os
+import sys
+from collections.abc import Collection, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 
@@ -89,3 +92,34 @@ def logger_of(module: str) -> _Logger:
     """The logger of a module. Its warnings begin with "commhooks:", so that users see where they come from; its other
     messages, such as those that torch's hooks log, remain as they are."""
     return _Logger(logging.getLogger(module), None)
+
+
+_summary_logger = logging.getLogger("commhooks.summary")
+
+
+def say(line: str) -> None:
+    """Log a line for users, or print it if logging is not configured, so that users see that the hook is active."""
+    text = f"commhooks: {line}"
+    if _summary_logger.isEnabledFor(logging.INFO) and _summary_logger.hasHandlers():
+        _summary_logger.info(text)
+    else:
+        print(text, file=sys.stderr, flush=True)
+
+
+@contextlib.contextmanager
+def reason_first() -> Iterator[None]:
+    """Context manager: rank 0 prints the message of a CommHookError as soon as the body raises it. All ranks raise such
+    errors, and their interleaved tracebacks end with the reason."""
+    try:
+        yield
+    except CommHookError as error:
+        import torch.distributed as dist  # local, because it is slow to import
+
+        if dist.is_initialized():
+            rank, ranks = dist.get_rank(), dist.get_world_size()
+        else:  # set by launchers
+            rank, ranks = (int(os.environ.get(name) or default) for name, default in (("RANK", 0), ("WORLD_SIZE", 1)))
+        if rank == 0 and ranks > 1 and not error.said:
+            error.said = True
+            print(f"commhooks: error: {error}", file=sys.stderr, flush=True)
+        raise

@@ -5,8 +5,7 @@ import inspect
 from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar
 
-from commhooks.errors import no_such
-from commhooks.hook.announce import reason_first
+from commhooks.errors import no_such, reason_first
 from commhooks.hook.vocabulary import ARGUMENTS
 
 P = ParamSpec("P")

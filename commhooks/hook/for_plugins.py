@@ -7,14 +7,13 @@ from commhooks.compressors.dotted_path import import_path
 from commhooks.compressors.hook_config import HookConfig
 from commhooks.compressors.plain_values import checked
 from commhooks.compressors.registry import COMPRESSORS, OFF, means_no_hook
+from commhooks.errors import reason_first
 from commhooks.gradients.loss_scale import LossScale, ScaleOf
 from commhooks.gradients.torch_private import compiled_from
-from commhooks.hook.announce import reason_first
 from commhooks.hook.arguments import arguments_in, explains_arguments
 from commhooks.hook.attach import attach_request
-from commhooks.hook.checked_state import located, nothing_saved
-from commhooks.hook.hook_folder import HookFolder
-from commhooks.hook.metrics import NAMES, PREFIX, Meter
+from commhooks.hook.hook_folder import HookFolder, located, nothing_saved
 from commhooks.hook.request import HookRequest
 from commhooks.hook.supported import check_version
 from commhooks.hook.vocabulary import ARGUMENTS, check_arguments, check_choice, check_value
+from commhooks.report import NAMES, PREFIX, Meter

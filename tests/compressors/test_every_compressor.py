@@ -21,8 +21,8 @@ from commhooks.engine.session import Session
 from commhooks.engine.state import LearnedState
 from commhooks.gradients.bucket import Bucket
 from commhooks.gradients.names import ModelNames
-from commhooks.hook.plan_model import plan_model
 from commhooks.hook.request import HookRequest
+from commhooks.plan import plan_model
 from tests.support.ddp_steps import log_lines, process_group_of_one
 from tests.support.inside import learns, session_of
 from tests.support.kernels import computing_with

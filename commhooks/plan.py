@@ -10,15 +10,15 @@ import torch
 from commhooks.comm.wire import dtype_name
 from commhooks.compressors.adaptive import AdaptiveCompressor
 from commhooks.compressors.base import Compressor
-from commhooks.compressors.local_steps.compressor import LocalStepsCompressor
 from commhooks.compressors.unit_plan import MemoryPlan, ParameterInfo, UnitPlan
 from commhooks.compressors.units import Unit
-from commhooks.engine.arrangement import FLAT, Flat
 from commhooks.engine.learning import Learning
+from commhooks.engine.nodes import FLAT, Arrangement
 from commhooks.errors import HookConfigError
 from commhooks.gradients.ddp import sparse_parameters
 from commhooks.gradients.exclude import all_names
 from commhooks.gradients.names import ModelNames, ParameterNames
+from commhooks.local_steps.compressor import LocalStepsCompressor
 
 if TYPE_CHECKING:
     from commhooks.hook.request import HookRequest
@@ -196,7 +196,7 @@ def whole_plan(
     compressor: Compressor[Any],
     rows: Sequence[UnitPlan],
     buckets: Sequence[Sequence[str]] = (),
-    arrangement: Flat = FLAT,
+    arrangement: Arrangement = FLAT,
 ) -> ModelPlan:
     """A `ModelPlan` of these rows. `buckets`: the names in each bucket; empty if they are unknown or if the rows are
     buckets."""

@@ -18,15 +18,11 @@ from commhooks.compressors.base import Compressor
 from commhooks.compressors.cast import AllReduce, AllReduceCompressor
 from commhooks.compressors.dotted_path import why_not_called
 from commhooks.compressors.hook_config import HookConfig
-from commhooks.compressors.local_steps.compressor import LocalStepsCompressor
-from commhooks.compressors.local_steps.options import LocalSteps
-from commhooks.compressors.registry import compressor_of
 from commhooks.ddp_comm_hooks.default_hooks import bf16_compress_wrapper, fp16_compress_wrapper
 from commhooks.ddp_comm_hooks.powerSGD_hook import PowerSGDState
-from commhooks.engine.arrangement import EqualInNodes
 from commhooks.engine.consensus import Binding
-from commhooks.engine.hierarchy import Hierarchy
 from commhooks.engine.kernel_choice import Choice, KernelSupport
+from commhooks.engine.nodes import EqualInNodes, Hierarchy
 from commhooks.engine.session import Session
 from commhooks.engine.state import LearnedState
 from commhooks.errors import AttachError, HookConfigError, logger_of, reason_first, say
@@ -37,14 +33,17 @@ from commhooks.gradients.source import Future, GradientSource, Reducer, held_wea
 from commhooks.hook.arguments import arguments_in, explains_arguments
 from commhooks.hook.comm_hook import CommHook
 from commhooks.hook.hooks import CompressorHook, FunctionHook, Hook
-from commhooks.hook.local_steps.driver import LocalStepsDriver
-from commhooks.hook.local_steps.outer_steps import OuterSteps
+from commhooks.hook.local_steps import LocalStepsDriver
 from commhooks.hook.replica_check import ReplicaCheck
 from commhooks.hook.request import HookRequest
 from commhooks.hook.request_check import check_requests, describe_request
 from commhooks.hook.sources import source_of
 from commhooks.hook.vocabulary import SAVE_RESIDUAL, check_choice
+from commhooks.local_steps.compressor import LocalStepsCompressor
+from commhooks.local_steps.fragments import OuterSteps
+from commhooks.local_steps.options import LocalSteps
 from commhooks.plan import parameter_plans
+from commhooks.registry import compressor_of
 
 logger = logger_of(__name__)
 

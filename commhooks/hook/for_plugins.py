@@ -6,7 +6,6 @@ from commhooks.checkpoint.cut_off import cut_off
 from commhooks.compressors.dotted_path import import_path
 from commhooks.compressors.hook_config import HookConfig
 from commhooks.compressors.plain_values import checked
-from commhooks.compressors.registry import COMPRESSORS, OFF, means_no_hook
 from commhooks.errors import reason_first
 from commhooks.gradients.loss_scale import LossScale, ScaleOf
 from commhooks.gradients.torch_private import compiled_from
@@ -16,4 +15,5 @@ from commhooks.hook.hook_folder import HookFolder, located, nothing_saved
 from commhooks.hook.request import HookRequest
 from commhooks.hook.supported import check_version
 from commhooks.hook.vocabulary import ARGUMENTS, check_arguments, check_choice, check_value
+from commhooks.registry import COMPRESSORS, OFF, means_no_hook
 from commhooks.report import NAMES, PREFIX, Meter

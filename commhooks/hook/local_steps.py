@@ -3,7 +3,7 @@ ranks come together.
 
 A round is `sync_every` backward passes, of which those of one step with a closure count once. An outer step comes at
 the first event after the optimizer's step that follows the last of them, or the pass at which it is the turn of a part
-of the weights (`outer_steps.py`): when the optimizers have stepped all parameters; else before the next forward pass;
+of the weights (`fragments.py`): when the optimizers have stepped all parameters; else before the next forward pass;
 else, for models whose own forward is not called, at the end of the next backward pass. It also comes before anything
 that looks at the model as a whole: a joint save, and `CommHook.synchronize`.
 """
@@ -27,7 +27,6 @@ from commhooks.comm.wire import all_finite
 from commhooks.compressors.base import Compressor
 from commhooks.compressors.cast import AllReduce, AllReduceCompressor
 from commhooks.compressors.kernel import TORCH
-from commhooks.compressors.local_steps.outer_step import ANCHOR
 from commhooks.compressors.unit_plan import UnitPlan
 from commhooks.engine.immediate import reduce_and_time
 from commhooks.errors import HookRunError
@@ -38,12 +37,12 @@ from commhooks.gradients.precision import compute_dtype
 from commhooks.gradients.source import Future, GradientSource
 from commhooks.gradients.torch_private import run_after_backward, sparse_values
 from commhooks.hook.hooks import Residuals
-from commhooks.hook.local_steps.common_state import CommonState
-from commhooks.hook.local_steps.optimizers import OptimizerSteps
-from commhooks.hook.local_steps.outer_steps import OuterSteps
-from commhooks.hook.local_steps.round_warnings import RoundWarnings
-from commhooks.hook.local_steps.weights import copied, set_weights
 from commhooks.hook.request import HookRequest
+from commhooks.local_steps.common_state import CommonState
+from commhooks.local_steps.fragments import OuterSteps, copied, set_weights
+from commhooks.local_steps.optimizers import OptimizerSteps
+from commhooks.local_steps.outer_step import ANCHOR
+from commhooks.local_steps.round_warnings import RoundWarnings
 from commhooks.plan import ModelPlan, parameter_plans, session_plan
 from commhooks.report import Status, Summary, Use
 

@@ -143,7 +143,7 @@ class CommHook:
         in_round, outer_norm, outer_cosine = runner.round
         counted: dict[str, Any] = {
             "hook": self.name,
-            "kernel": runner.choice.kernel.name if known else None,
+            "kernel": runner.choice.kernel if known else None,
             "chosen": runner.chosen[0],
             "chosen_at": runner.chosen[1],
             "step": runner.saved_state.step,

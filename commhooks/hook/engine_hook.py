@@ -13,11 +13,8 @@ from commhooks.checkpoint.user_state import SavedUserState
 from commhooks.comm.nodes import Nodes, find_nodes
 from commhooks.compressors.adaptive import AdaptiveCompressor
 from commhooks.compressors.base import RESIDUAL, Compressor
-from commhooks.compressors.cast import AllReduce
-from commhooks.compressors.kernel import TORCH
-from commhooks.compressors.noop import Noop
-from commhooks.compressors.unit_plan import UnitPlan
-from commhooks.compressors.units import Unit
+from commhooks.compressors.cast import AllReduce, Noop
+from commhooks.compressors.unit_plan import Unit, UnitPlan
 from commhooks.engine.arrangement import Flat
 from commhooks.engine.hierarchy import Hierarchy
 from commhooks.engine.kernel_choice import Choice, KernelSupport
@@ -116,7 +113,7 @@ class EngineHook(Runner):
         )
 
     def details(self) -> list[str]:
-        kernel = f"{self.choice.kernel.name} kernel" if self._learns and self.choice.kernel != TORCH else ""
+        kernel = "native kernel" if self._learns and self.choice.native else ""
         found = (self._session.compressor.summary, kernel, self._session.consensus.arrangement.words)
         return [each for each in found if each]
 

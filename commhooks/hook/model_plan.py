@@ -7,8 +7,7 @@ from typing import Any
 import torch
 
 from commhooks.comm.wire import dtype_name
-from commhooks.compressors.unit_plan import MemoryPlan, UnitPlan
-from commhooks.compressors.units import Unit
+from commhooks.compressors.unit_plan import MemoryPlan, Unit, UnitPlan
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from commhooks.compressors.native.tables import address
 from commhooks.compressors.powersgd import native_products
 from commhooks.compressors.powersgd.native_products import NativeProducts
 from commhooks.compressors.quantized import native_blocks
-from commhooks.compressors.quantized.blocks import BlockCode
+from commhooks.compressors.quantized.mean import BlockCode
 from commhooks.compressors.quantized.native_blocks import PieceTable
 from tests.support.compilers import needs_compiler
 

@@ -9,7 +9,7 @@ from commhooks.compressors.adaptive import Watch
 from commhooks.compressors.auto.candidates import new
 from commhooks.compressors.candidates import Candidate
 from commhooks.compressors.hook_config import LARGEST_STEP
-from commhooks.compressors.units import Unit
+from commhooks.compressors.unit_plan import Unit
 from commhooks.errors import HookConfigError, shown
 
 SHORTEST_S = 1e-9

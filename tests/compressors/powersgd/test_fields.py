@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from commhooks.compressors.powersgd.fields import BUCKET_Q, Q
-from commhooks.compressors.powersgd.matrix_plan import MatrixPlan
+from commhooks.compressors.powersgd.compressor import MatrixPlan
 from commhooks.compressors.state_field import StateField
 
 PLAN = MatrixPlan("w", (6, 4), 24, torch.float32, compressed=True, n=6, m=4, rank=2)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from commhooks.compressors.quantized.blocks import BlockCode
+from commhooks.compressors.quantized.mean import BlockCode
 from tests.support.models import same_bits
 
 SIZE = 32

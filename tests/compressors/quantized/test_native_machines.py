@@ -13,7 +13,7 @@ import torch.distributed as dist
 import commhooks
 from commhooks.compressors.kernel import KernelHere
 from commhooks.compressors.quantized import native_blocks
-from commhooks.compressors.quantized.compressor import Int8Compressor
+from commhooks.compressors.quantized.exchange import Int8Compressor
 from tests.support.compilers import needs_compiler
 from tests.support.ddp_steps import log_lines
 from tests.support.kernels import computing_with

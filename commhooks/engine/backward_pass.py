@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from commhooks.comm.collective import Pending, Send, new_future
 from commhooks.compressors.base import StepInfo, Verdict
-from commhooks.engine.send_comparison import SendComparison
+from commhooks.engine.consensus import SendComparison
 from commhooks.engine.task import Done, ExchangeTask
 from commhooks.gradients.loss_scale import LossScale
 

@@ -13,10 +13,10 @@ import torch.distributed as dist
 from commhooks.comm import collective
 from commhooks.comm.collective import Reach, Send, new_future
 from commhooks.comm.counters import Counters
-from commhooks.compressors.base import Compressor, State, StepInfo
-from commhooks.engine.send_comparison import SendComparison
+from commhooks.compressors.base import Compressor, StepInfo
+from commhooks.engine.consensus import SendComparison
 from commhooks.engine.streams import keep_for_current_stream
-from commhooks.engine.task import Done, ExchangeTask
+from commhooks.engine.task import NO_STATE, Done, ExchangeTask
 from commhooks.errors import HookRunError
 from commhooks.gradients import precision
 from commhooks.gradients.bucket import Bucket
@@ -26,16 +26,6 @@ Future = torch.futures.Future[torch.Tensor]
 MOMENT_S = 0.05
 """For a thread of the backend to come to the end of a callback: a group that ends waits for it, in torch 2.13 with the
 GIL."""
-
-
-class _NoState:
-    """The state that these compressors receive."""
-
-    def __getitem__(self, key: str) -> dict[str, torch.Tensor]:
-        raise HookRunError(f"state[{key!r}]: a compressor that is not transactional has no learned state")
-
-
-NO_STATE: State = _NoState()
 
 
 def reduce_and_time(

@@ -5,8 +5,7 @@ from typing import Any
 from commhooks.comm.counters import Counters
 from commhooks.compressors.base import Compressor
 from commhooks.engine.consensus import Binding, Consensus
-from commhooks.engine.held_state import HeldState
-from commhooks.engine.state import LearnedState
+from commhooks.engine.state import HeldState, LearnedState
 
 
 class Learning:

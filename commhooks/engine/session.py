@@ -21,13 +21,12 @@ from commhooks.comm.point_to_point import PointToPoint
 from commhooks.comm.shards import good_on_all
 from commhooks.compressors.adaptive import AdaptiveCompressor
 from commhooks.compressors.base import Compressor, StepInfo
-from commhooks.engine.arrangement import FLAT
 from commhooks.engine.backward_pass import BackwardPass, Issue, RunningExchange
-from commhooks.engine.consensus import Binding
+from commhooks.engine.consensus import Binding, SendComparison
 from commhooks.engine.immediate import reduce_and_time
 from commhooks.engine.learning import Learning
+from commhooks.engine.nodes import FLAT
 from commhooks.engine.observer import Observer
-from commhooks.engine.send_comparison import SendComparison
 from commhooks.engine.state import LearnedState
 from commhooks.engine.streams import computing_on, wait_for_codec
 from commhooks.engine.task import ExchangeTask

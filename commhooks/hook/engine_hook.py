@@ -15,10 +15,9 @@ from commhooks.compressors.adaptive import AdaptiveCompressor
 from commhooks.compressors.base import RESIDUAL, Compressor
 from commhooks.compressors.cast import AllReduce, Noop
 from commhooks.compressors.unit_plan import Unit, UnitPlan
-from commhooks.engine.arrangement import Flat
-from commhooks.engine.hierarchy import Hierarchy
 from commhooks.engine.kernel_choice import Choice, KernelSupport
 from commhooks.engine.learning import Learning
+from commhooks.engine.nodes import Arrangement, Hierarchy
 from commhooks.engine.session import Session
 from commhooks.errors import HookConfigError
 from commhooks.gradients import precision
@@ -185,7 +184,7 @@ class EngineHook(Runner):
         if nodes is not None:
             consensus.arrangement = self._between(nodes)
 
-    def _between(self, nodes: Nodes) -> Flat:
+    def _between(self, nodes: Nodes) -> Arrangement:
         """How the ranks of these nodes share the work."""
         return Hierarchy(nodes, self._source.names.known())
 

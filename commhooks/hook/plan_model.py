@@ -10,7 +10,7 @@ from commhooks.compressors.base import Compressor
 from commhooks.compressors.hook_config import HookConfig
 from commhooks.compressors.local_steps.compressor import LocalStepsCompressor
 from commhooks.compressors.unit_plan import ParameterInfo, UnitPlan
-from commhooks.engine.arrangement import FLAT, Flat
+from commhooks.engine.nodes import FLAT, Arrangement
 from commhooks.errors import HookConfigError
 from commhooks.gradients.ddp import sparse_parameters
 from commhooks.gradients.exclude import all_names
@@ -36,7 +36,7 @@ def whole_plan(
     compressor: Compressor[Any],
     rows: Sequence[UnitPlan],
     buckets: BucketNames = (),
-    arrangement: Flat = FLAT,
+    arrangement: Arrangement = FLAT,
 ) -> ModelPlan:
     """Make a `ModelPlan` from these rows. `buckets`: the names in each bucket; empty if they are unknown or if the rows
     are buckets."""

@@ -61,7 +61,7 @@ FOLDERS = {
 AREAS = {
     "engine": [
         Part(
-            "arrangement hierarchy node_shares",
+            "nodes",
             (
                 "engine/test_which_nodes",
                 "engine/test_hierarchy::test_the_plan_shows_what_a_rank_of_a_node_needs",

@@ -13,9 +13,8 @@ from commhooks.compressors.base import Compressor, StepInfo, Verdict
 from commhooks.compressors.local_steps.compressor import LocalStepsCompressor
 from commhooks.compressors.local_steps.outer_step import ANCHOR
 from commhooks.compressors.unit_plan import ParameterInfo
-from commhooks.engine.average import new_task
 from commhooks.engine.state import LearnedState
-from commhooks.engine.task import Done, ExchangeTask
+from commhooks.engine.task import Done, ExchangeTask, new_task
 from commhooks.gradients import precision
 from commhooks.gradients.layout import read_layout
 from commhooks.gradients.names import ModelNames

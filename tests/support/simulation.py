@@ -11,9 +11,8 @@ from commhooks.compressors.base import Compressor, StepInfo, Verdict
 from commhooks.compressors.powersgd import codec
 from commhooks.compressors.powersgd.compressor import PowerSGDCompressor
 from commhooks.compressors.unit_plan import ParameterInfo, UnitPlan
-from commhooks.engine.average import new_task
 from commhooks.engine.state import LearnedState
-from commhooks.engine.task import Done
+from commhooks.engine.task import Done, new_task
 from commhooks.errors import HookRunError
 from commhooks.gradients import precision
 from commhooks.gradients.layout import BucketLayout, read_layout

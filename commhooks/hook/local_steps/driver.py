@@ -25,8 +25,8 @@ from commhooks.comm.shards import good_on_all
 from commhooks.comm.wire import all_finite
 from commhooks.compressors.cast import AllReduce, AllReduceCompressor
 from commhooks.compressors.local_steps.outer_step import ANCHOR
-from commhooks.engine.arrangement import EqualInNodes
 from commhooks.engine.immediate import reduce_and_time
+from commhooks.engine.nodes import EqualInNodes
 from commhooks.errors import HookRunError
 from commhooks.gradients.bucket import Bucket
 from commhooks.gradients.layout import to_logical

@@ -9,9 +9,9 @@ import torch
 from commhooks.compressors.base import Compressor, Exchange, StepInfo
 from commhooks.compressors.state_field import StateField
 from commhooks.compressors.unit_plan import ParameterInfo, UnitPlan
-from commhooks.engine.arrangement import Flat
-from commhooks.engine.average import average
+from commhooks.engine.nodes import Arrangement
 from commhooks.engine.state import LearnedState
+from commhooks.engine.task import average
 from commhooks.errors import HookRunError, logger_of
 from commhooks.gradients.bucket import Bucket
 from commhooks.gradients.layout import BucketLayout, read_layout
@@ -95,7 +95,9 @@ class KnownBuckets:
         """The names of the parameters in each known bucket."""
         return tuple(tuple(known.layout.names) for known in self)
 
-    def find(self, bucket: Bucket, compressor: Compressor[Any], arrangement: Flat, *, first: bool) -> KnownBucket:
+    def find(
+        self, bucket: Bucket, compressor: Compressor[Any], arrangement: Arrangement, *, first: bool
+    ) -> KnownBucket:
         """Look up the layout of `bucket`; plan it and allocate its workspace at its first occurrence.
 
         Args:

@@ -12,12 +12,10 @@ import pytest
 import torch
 
 from commhooks.compressors.native import library
-from commhooks.compressors.native.tables import address
-from commhooks.compressors.powersgd import native_products
-from commhooks.compressors.powersgd.native_products import NativeProducts
-from commhooks.compressors.quantized import native_blocks
+from commhooks.compressors.native.tables import PieceTable, address
+from commhooks.compressors.powersgd import cpu
+from commhooks.compressors.powersgd.cpu import NativeProducts
 from commhooks.compressors.quantized.mean import BlockCode
-from commhooks.compressors.quantized.native_blocks import PieceTable
 from tests.support.compilers import needs_compiler
 
 pytestmark = [needs_compiler, pytest.mark.skipif(sys.platform != "linux", reason="mprotect")]
@@ -68,8 +66,8 @@ def _low_rank() -> int:
         def own(*shape: int, dtype: torch.dtype = dtype, at_end: bool = at_end) -> torch.Tensor:
             return guarded(_numbers(*shape, dtype=dtype), at_end=at_end)
 
-        with mock.patch.object(native_products, "_packed", packed):
-            products = NativeProducts(native_products.load(dtype), [(n, m, rank)], dtype)
+        with mock.patch.object(cpu, "_packed", packed):
+            products = NativeProducts([(n, m, rank)], dtype)
         refill_p, refill_q = own(rank, n), own(rank, m)
         delta, residual = own(n, m), own(n, m)
         products.unit_rows([own(rank, m)], lambda i, refill=refill_q: refill)
@@ -88,7 +86,7 @@ def _blocks() -> int:
     codes_of = (BlockCode(8, 64), BlockCode(4, 48), BlockCode(8, 2), BlockCode(4, 2))
     for dtype, at_end, numel, code in itertools.product(DTYPES, (False, True), (*LENGTHS, 1003), codes_of):
         blocks = code.blocks_of(numel)
-        kernel, most = native_blocks.load(dtype), code.largest_scale(torch.finfo(dtype).max, dtype)
+        most = code.largest_scale(torch.finfo(dtype).max, dtype)
         bucket, residual = (guarded(_numbers(numel, dtype=dtype), at_end=at_end) for _ in range(2))
         size = blocks * code.block_bytes
         codes = guarded(torch.zeros(size, dtype=torch.uint8), at_end=at_end)
@@ -98,9 +96,9 @@ def _blocks() -> int:
         places = [address(each, each.dtype, each.numel()) for each in (bucket, residual, codes, scales)]
         places += [address(arrived, torch.uint8, 2 * size), address(arrived_scales, dtype, blocks)]
         table = PieceTable([[numel, code.block_size, *places]], dtype)
-        table.run(kernel.commhooks_quantise, code.bits, most, 0.7, 1, 0, 0)
-        table.run(kernel.commhooks_quantise, code.bits, most, 0.7, 2, 0, size)
-        table.run(kernel.commhooks_dequantise, code.bits)
+        table.run("quantise", code.bits, most, 0.7, 1, 0, 0)
+        table.run("quantise", code.bits, most, 0.7, 2, 0, size)
+        table.run("dequantise", code.bits)
         calls += 3
     return calls
 

@@ -16,7 +16,7 @@ from commhooks import HookConfig, Int4Compress, Int8Compress
 from commhooks.compressors.native import library
 from commhooks.compressors.native import tables as kernel_tables
 from commhooks.compressors.quantized.kernels import NativeKernel, TorchKernel, results_of
-from commhooks.compressors.registry import compressor_of
+from commhooks.registry import compressor_of
 from tests.support import simulation
 from tests.support.compilers import another_library, needs_compiler
 from tests.support.kernels import computing_with

@@ -49,7 +49,8 @@ def dequantise(code: BlockCode, codes: torch.Tensor, scales: torch.Tensor, out: 
     return out
 
 
-def _add_dequantised(code: BlockCode, codes: torch.Tensor, scales: torch.Tensor, total: torch.Tensor) -> None:
+def add_dequantised(code: BlockCode, codes: torch.Tensor, scales: torch.Tensor, total: torch.Tensor) -> None:
+    """Add codes * scales to `total` (`n x block_size`)."""
     for at in _pieces(total):
         total[at].add_(_unpack(code, codes[at], torch.empty_like(total[at])).mul_(scales[at].unsqueeze(1)))
 
@@ -136,7 +137,7 @@ class TorchKernel:
         for other in range(messages.world_size):
             if other != self.rank:
                 codes = parts.codes[other].view(-1, code.block_bytes)
-                _add_dequantised(code, codes, parts.scales[other] / messages.world_size, own)
+                add_dequantised(code, codes, parts.scales[other] / messages.world_size, own)
         quantise(code, own, mean.codes.view(-1, code.block_bytes), mean.scales, messages.most)
         count = shares.counts[self.rank]
         self.delta.index_copy_(0, shares.blocks[self.rank, :count], own[:count].mul_(messages.world_size))

@@ -1,5 +1,5 @@
-"""The native kernels read and write nothing beyond what they are given: before and after it lies memory that ends a
-process that touches it."""
+"""The C kernels read and write nothing beyond what they are given: every tensor lies beside memory that ends a process
+that touches it."""
 
 import ctypes
 import itertools
@@ -10,13 +10,18 @@ from unittest import mock
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
+import commhooks
 from commhooks.compressors.native import library
 from commhooks.compressors.native.tables import PieceTable, address
-from commhooks.compressors.powersgd import cpu
 from commhooks.compressors.powersgd.cpu import NativeProducts
 from commhooks.compressors.quantized.mean import BlockCode
+from commhooks.registry import compressor_of
 from tests.support.compilers import needs_compiler
+from tests.support.kernels import computing_with
+from tests.support.models import same_bits
+from tests.support.simulation import SimulatedRanks
 
 pytestmark = [needs_compiler, pytest.mark.skipif(sys.platform != "linux", reason="mprotect")]
 
@@ -38,12 +43,36 @@ def guarded(values: torch.Tensor, *, at_end: bool) -> torch.Tensor:
     return copy.copy_(values.reshape(-1)).view(values.shape)
 
 
+class Guarded(TorchDispatchMode):
+    """In the body every new tensor is `guarded`, those of the workspaces and of the tables of pointers, too."""
+
+    def __init__(self, *, at_end: bool) -> None:
+        super().__init__()
+        self._at_end = at_end
+
+    def __enter__(self) -> Any:
+        new = torch.tensor
+        self._patch = mock.patch("torch.tensor", lambda *args, **more: guarded(new(*args, **more), at_end=self._at_end))
+        self._patch.start()
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self._patch.stop()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        is_new = isinstance(result, torch.Tensor) and all(each.alias_info is None for each in func._schema.returns)
+        return guarded(result, at_end=self._at_end) if is_new and result.numel() and result.is_contiguous() else result
+
+
 def _numbers(*shape: int, dtype: torch.dtype) -> torch.Tensor:
     return library.fixed_numbers(torch.Size(shape).numel(), 1, dtype).view(shape)
 
 
 def _touch_beyond() -> None:
-    ctypes.memset(guarded(torch.zeros(5), at_end=True).data_ptr(), 0, 21)
+    with Guarded(at_end=True):
+        ctypes.memset(torch.zeros(5).data_ptr(), 0, 21)
 
 
 def test_a_byte_beyond_ends_the_process(run_ranks: Any) -> None:
@@ -52,21 +81,16 @@ def test_a_byte_beyond_ends_the_process(run_ranks: Any) -> None:
 
 
 def _low_rank() -> int:
-    """P, Q, orthonormal rows and the split of matrices, whose factors lie at edges, too."""
+    """P, Q, orthonormal rows and the split of single matrices."""
     calls = 0
     shapes = [*itertools.product(LENGTHS[:12], LENGTHS[:12], (1, 2)), (37, 1061, 4), (129, 131, 7), (101, 8209, 6)]
     for dtype, at_end, (n, m, rank) in itertools.product(DTYPES, (False, True), shapes):
         rank = min(rank, n, m)
 
-        def packed(shapes: Any, dtype: torch.dtype, at_end: bool = at_end) -> Any:
-            ((r, length),) = shapes
-            flat = guarded(torch.zeros(r * length, dtype=dtype), at_end=at_end)
-            return flat, [flat.view(r, length)]
-
         def own(*shape: int, dtype: torch.dtype = dtype, at_end: bool = at_end) -> torch.Tensor:
             return guarded(_numbers(*shape, dtype=dtype), at_end=at_end)
 
-        with mock.patch.object(cpu, "_packed", packed):
+        with Guarded(at_end=at_end):
             products = NativeProducts([(n, m, rank)], dtype)
         refill_p, refill_q = own(rank, n), own(rank, m)
         delta, residual = own(n, m), own(n, m)
@@ -85,17 +109,15 @@ def _blocks() -> int:
     calls = 0
     codes_of = (BlockCode(8, 64), BlockCode(4, 48), BlockCode(8, 2), BlockCode(4, 2))
     for dtype, at_end, numel, code in itertools.product(DTYPES, (False, True), (*LENGTHS, 1003), codes_of):
-        blocks = code.blocks_of(numel)
-        most = code.largest_scale(torch.finfo(dtype).max, dtype)
-        bucket, residual = (guarded(_numbers(numel, dtype=dtype), at_end=at_end) for _ in range(2))
+        blocks, most = code.blocks_of(numel), code.largest_scale(torch.finfo(dtype).max, dtype)
         size = blocks * code.block_bytes
-        codes = guarded(torch.zeros(size, dtype=torch.uint8), at_end=at_end)
-        scales = guarded(torch.zeros(blocks, dtype=dtype), at_end=at_end)
-        arrived = guarded(torch.zeros(2, size, dtype=torch.uint8), at_end=at_end)
-        arrived_scales = guarded(torch.ones(2, size, dtype=torch.uint8).to(dtype), at_end=at_end)
-        places = [address(each, each.dtype, each.numel()) for each in (bucket, residual, codes, scales)]
-        places += [address(arrived, torch.uint8, 2 * size), address(arrived_scales, dtype, blocks)]
-        table = PieceTable([[numel, code.block_size, *places]], dtype)
+        with Guarded(at_end=at_end):
+            bucket, residual = _numbers(numel, dtype=dtype).clone(), _numbers(numel, dtype=dtype).clone()
+            codes, scales = torch.zeros(size, dtype=torch.uint8), torch.zeros(blocks, dtype=dtype)
+            arrived, arrived_scales = torch.zeros(2, size, dtype=torch.uint8), torch.ones(2, size).to(dtype)
+            places = [address(each, each.dtype, each.numel()) for each in (bucket, residual, codes, scales)]
+            places += [address(arrived, torch.uint8, 2 * size), address(arrived_scales, dtype, blocks)]
+            table = PieceTable([[numel, code.block_size, *places]], dtype)
         table.run("quantise", code.bits, most, 0.7, 1, 0, 0)
         table.run("quantise", code.bits, most, 0.7, 2, 0, size)
         table.run("dequantise", code.bits)
@@ -107,3 +129,56 @@ def _blocks() -> int:
 def test_nothing_beyond_the_edges_is_touched(run_ranks: Any, work: Any) -> None:
     (calls,) = run_ranks(work, world_size=1, init=False)
     assert calls > 500
+
+
+# ---- whole steps, with the tables of pointers that the hooks make ----------------------------------------------------
+
+SHAPES = {"a": (7, 33), "bias": (5,), "idle": (16, 9), "b": (1, 150), "c": (65, 17), "d": (3, 3, 11), "one": (1, 1)}
+CONFIGS: dict[str, commhooks.HookConfig] = {
+    "powerSGD": commhooks.PowerSGD(matrix_approximation_rank=3, start_powerSGD_iter=0, min_compression_rate=0.1),
+    "rank 1": commhooks.PowerSGD(start_powerSGD_iter=0, min_compression_rate=0.1, use_error_feedback=False),
+    "batched": commhooks.BatchedPowerSGD(matrix_approximation_rank=2, start_powerSGD_iter=0),
+    "int8": commhooks.Int8Compress(block_size=16),
+    "int4": commhooks.Int4Compress(block_size=32),
+    "int4, no error feedback": commhooks.Int4Compress(block_size=16, use_error_feedback=False),
+}
+
+
+def _steps(name: str, dtype: torch.dtype, world_size: int) -> list[torch.Tensor]:
+    """Averages and residuals after some steps. A parameter has no gradient at first, and one step is not finite."""
+    config = CONFIGS[name]
+    ranks = SimulatedRanks(
+        lambda: compressor_of(config)(config), world_size, {n: torch.zeros(s, dtype=dtype) for n, s in SHAPES.items()}
+    )
+    found = []
+    for step in range(4):
+        buckets = []
+        for rank in range(world_size):
+            bucket = _numbers(ranks.layout.numel + rank, dtype=dtype)[rank:] * (step + 1)
+            idle = ranks.layout.slots[2].of(bucket)
+            idle.mul_(step != 0)
+            bucket[3] = float("nan") if (rank, step) == (0, 2) else bucket[3]
+            buckets.append(bucket)
+        assert ranks.step(buckets) == (step != 2)
+        found += [bucket.nan_to_num() for bucket in buckets]
+    return found + [each for state in ranks.states for entries in state.entries.values() for each in entries.values()]
+
+
+def _guarded_steps(name: str) -> int:
+    compared = 0
+    with computing_with("native"), torch.no_grad():
+        for dtype, world_size in itertools.product((*DTYPES, torch.float16, torch.bfloat16), (1, 3)):
+            expected = _steps(name, dtype, world_size)
+            for at_end in (False, True):
+                with Guarded(at_end=at_end):
+                    found = _steps(name, dtype, world_size)
+                assert len(found) == len(expected) and all(map(same_bits, found, expected)), (dtype, world_size)
+                compared += len(found)
+    return compared
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_the_tables_of_a_step_point_to_its_tensors(run_ranks: Any, name: str) -> None:
+    """Results do not depend on where the tensors lie, and no pointer leads out of them."""
+    (compared,) = run_ranks(_guarded_steps, name, world_size=1, init=False)
+    assert compared > 100

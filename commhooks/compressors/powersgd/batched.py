@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import torch
 
-from commhooks.comm.collective import agreement_key
+from commhooks.comm.collectives import agreement_key
 from commhooks.compressors.powersgd.accelerator import AcceleratorKernel
 from commhooks.compressors.powersgd.compressor import FactorField, LowRankCompressor, MatrixPlan
 from commhooks.compressors.powersgd.cpu import CpuKernel, NativeProducts, Tensors, TorchProducts

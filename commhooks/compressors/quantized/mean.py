@@ -11,7 +11,7 @@ from zlib import crc32
 
 import torch
 
-from commhooks.comm.collective import Send
+from commhooks.comm.collectives import Send
 from commhooks.comm.wire import all_finite
 from commhooks.gradients.loss_scale import LossScale
 

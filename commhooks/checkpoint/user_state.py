@@ -10,6 +10,7 @@ import torch.distributed as dist
 from commhooks.checkpoint.payload import COUNTERS, REPLICAS_EQUAL, VERSION, check_world_size, damaged
 from commhooks.comm.counters import Counters
 from commhooks.errors import CommHookError, PayloadError, logger_of, shown
+from commhooks.gradients.source import GradientSource
 
 logger = logger_of(__name__)
 
@@ -20,6 +21,8 @@ class SavedUserState:
     Args:
         replicas_equal: False for a hook that averages nothing: its payloads say that the saved weights are one rank's.
     """
+
+    step_is = "step"
 
     def __init__(
         self,
@@ -129,6 +132,9 @@ class SavedUserState:
 
     def resumed(self, content: dict[str, Any]) -> str:
         return ""
+
+    def kept_fields(self, source: GradientSource) -> dict[str, dict[str, torch.dtype]]:
+        return {}
 
 
 _LEAVES = {str, int, float, bool, type(None), complex, bytes, torch.dtype, torch.device, torch.Size}

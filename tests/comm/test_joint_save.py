@@ -278,7 +278,7 @@ def _sharded(failing_ranks: list[int]) -> tuple[bool, list[str], bool]:
 
     for step in range(3):
         backward(model, random_gradients(step))
-    saver = hook._runner.saved_state.joint_save()  # type: ignore[union-attr]
+    saver = hook._hook.saved.joint_save()  # type: ignore[union-attr]
     assert saver is not None
     if dist.get_rank() in failing_ranks:
         saver.mean = failing  # type: ignore[method-assign]

@@ -94,8 +94,3 @@ class DiLoCo(LocalSteps):
             0 <= self.delay < distance, "delay", f"0 up to {distance - 1}: the next turn comes {distance} steps later"
         )
         self._require(all(self.exclude), "exclude", "patterns that are not empty")
-
-
-def passes_per_exchange(config: HookConfig) -> int:
-    """Backward passes from one exchange of a hook with this config to the next."""
-    return config.sync_every if isinstance(config, LocalSteps) else 1

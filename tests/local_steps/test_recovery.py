@@ -107,7 +107,7 @@ def _saves_in_a_thread() -> tuple[bool, list[str], torch.Tensor]:
         run.train(4)
         thread.join()
     run.hook.synchronize()
-    return saved[0]["exact"], [line for line in lines if "in another thread" in line], run.weights()
+    return saved[0]["exact"], [line for line in lines if "outside of the training thread" in line], run.weights()
 
 
 def test_a_save_in_another_thread_does_not_disturb_the_training(run_ranks):

@@ -18,7 +18,7 @@ from commhooks.compressors.candidates import ALLREDUCE, BF16, INT8, Candidate, p
 from commhooks.compressors.unit_plan import ParameterInfo
 from commhooks.errors import HookConfigError
 from commhooks.hook.request import HookRequest
-from commhooks.local_steps.options import LocalSteps, passes_per_exchange
+from commhooks.local_steps.options import LocalSteps
 from commhooks.plan import whole_plan
 from commhooks.tools.network.link import Link
 
@@ -113,7 +113,9 @@ def _exchange(candidate: Candidate, parameters: dict[str, torch.Tensor], cluster
     plan = whole_plan(
         candidate.hook, compressor, compressor.plan([ParameterInfo(*each) for each in parameters.items()])
     )
-    every, buckets = passes_per_exchange(compressor.config), math.ceil(plan.bytes_before / _BUCKET_BYTES)
+    config = compressor.config
+    every = config.sync_every if isinstance(config, LocalSteps) else 1
+    buckets = math.ceil(plan.bytes_before / _BUCKET_BYTES)
     counted = every * (plan.bytes_after + plan.flag_bytes)
 
     def seconds(together: int) -> float:

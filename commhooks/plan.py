@@ -3,7 +3,7 @@
 import dataclasses
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -15,13 +15,10 @@ from commhooks.compressors.units import Unit
 from commhooks.engine.learning import Learning
 from commhooks.engine.nodes import FLAT, Arrangement
 from commhooks.errors import HookConfigError
-from commhooks.gradients.ddp import sparse_parameters
-from commhooks.gradients.exclude import all_names
-from commhooks.gradients.names import ModelNames, ParameterNames
+from commhooks.gradients.names import ModelNames, ParameterNames, all_names
+from commhooks.gradients.source import sparse_parameters
 from commhooks.local_steps.compressor import LocalStepsCompressor
-
-if TYPE_CHECKING:
-    from commhooks.hook.request import HookRequest
+from commhooks.request import HookRequest
 
 
 @dataclass(frozen=True)
@@ -227,7 +224,7 @@ def session_plan(hook: str, session: Learning, sparse: Collection[int]) -> Model
     )
 
 
-def plan_model(module: torch.nn.Module, request: "HookRequest", total_steps: int | None = None) -> ModelPlan:
+def plan_model(module: torch.nn.Module, request: HookRequest, total_steps: int | None = None) -> ModelPlan:
     """The plan that a hook will have before its first backward pass when it is attached to `module` in DDP. The values
     of the parameters are not read: they may be on the meta device.
 

@@ -13,13 +13,13 @@ from typing import Any, ClassVar, Protocol
 
 import torch
 
-from commhooks.comm.collective import Op, Send
-from commhooks.compressors.hook_config import ConfigT
+from commhooks.comm.collectives import Op, Send
 from commhooks.compressors.rules import CompressorRules
 from commhooks.compressors.state_field import RESIDUAL, StateField
 from commhooks.compressors.unit_plan import ParameterInfo, UnitPlan
 from commhooks.gradients.layout import BucketLayout
 from commhooks.gradients.loss_scale import LossScale
+from commhooks.options import ConfigT
 
 __all__ = ["RESIDUAL", "Compressor", "Exchange", "Send", "State", "StateField", "StepInfo", "Verdict", "judged"]
 

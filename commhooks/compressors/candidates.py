@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from commhooks.compressors.hook_config import HookConfig
+from commhooks.options import HookConfig
 
 MARGIN = 1.1
 """What a hook has to gain, as a factor on the time of a step; and those whose steps differ by less are equally fast. A

@@ -11,11 +11,11 @@ from typing import Any, ClassVar, Generic
 import torch
 
 from commhooks.comm.wire import wire_dtype_of
-from commhooks.compressors.hook_config import ConfigT
 from commhooks.compressors.kernel import TORCH, Kernel, KernelHere
 from commhooks.compressors.state_field import StateField
 from commhooks.compressors.unit_plan import MemoryPlan, ParameterInfo, UnitPlan, real_itemsize
 from commhooks.errors import HookConfigError
+from commhooks.options import ConfigT
 
 
 class CompressorRules(ABC, Generic[ConfigT]):

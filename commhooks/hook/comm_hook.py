@@ -5,18 +5,17 @@ import weakref
 from collections.abc import Callable
 from typing import Any, NoReturn
 
-from commhooks.checkpoint.checks import REPLICAS_EQUAL, check_header
 from commhooks.checkpoint.distributed import from_distributed, is_distributed, to_distributed
-from commhooks.comm.clocks import has_clock
-from commhooks.comm.shards import is_logging_rank
+from commhooks.checkpoint.payload import REPLICAS_EQUAL, check_header
+from commhooks.comm.counters import has_clock
+from commhooks.comm.groups import is_logging_rank
 from commhooks.errors import HookConfigError, HookRunError, PayloadError, logger_of, reason_first, say, shown
 from commhooks.gradients.source import GradientSource
 from commhooks.hook.hooks import Hook
-from commhooks.hook.request import HookRequest
 from commhooks.hook.unused import UnusedWarning
-from commhooks.hook.vocabulary import SAVE_RESIDUAL
 from commhooks.plan import ModelPlan
 from commhooks.report import norms
+from commhooks.request import SAVE_RESIDUAL, HookRequest
 
 logger = logger_of(__name__)
 

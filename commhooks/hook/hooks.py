@@ -9,22 +9,22 @@ from typing import Any, NamedTuple, Protocol
 import torch
 import torch.distributed as dist
 
-from commhooks.checkpoint.learned_state import SavedLearnedState
+from commhooks.checkpoint.state import SavedLearnedState
 from commhooks.checkpoint.user_state import SavedUserState
 from commhooks.comm.counters import Counters
-from commhooks.comm.hook_result import checked_future
 from commhooks.compressors.adaptive import AdaptiveCompressor
 from commhooks.compressors.cast import AllReduce
 from commhooks.compressors.kernel import TORCH
 from commhooks.compressors.noop import Noop
 from commhooks.compressors.unit_plan import MemoryPlan, ParameterInfo, UnitPlan
 from commhooks.compressors.units import Unit
+from commhooks.ddp_comm_hooks.default_hooks import checked_future
 from commhooks.engine.session import Session
-from commhooks.gradients.bucket import Bucket
+from commhooks.gradients.layout import Bucket
 from commhooks.gradients.source import Future, GradientSource
-from commhooks.hook.request import HookRequest
 from commhooks.plan import ModelPlan, parameter_plans, session_plan
 from commhooks.report import Status, Summary, Use
+from commhooks.request import HookRequest
 
 
 class Residuals(NamedTuple):

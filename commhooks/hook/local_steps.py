@@ -8,15 +8,15 @@ from typing import Any
 
 import torch
 
-from commhooks.checkpoint.learned_state import SavedLearnedState
+from commhooks.checkpoint.state import SavedLearnedState
 from commhooks.compressors.kernel import TORCH
 from commhooks.gradients.precision import compute_dtype
 from commhooks.gradients.source import GradientSource
 from commhooks.hook.hooks import Residuals
-from commhooks.hook.request import HookRequest
 from commhooks.local_steps.driver import LocalStepsDriver
 from commhooks.plan import ModelPlan, parameter_plans, session_plan
 from commhooks.report import Status, Summary, Use
+from commhooks.request import HookRequest
 
 
 class LocalStepsHook:

@@ -6,8 +6,7 @@ and one small collective every `every` steps.
 
 import torch
 
-from commhooks.comm.collective import agreement_key, checksum, gather_rows
-from commhooks.comm.shards import on_all_shards
+from commhooks.comm.collectives import agreement_key, checksum, gather_rows, on_all_shards
 from commhooks.errors import HookRunError
 from commhooks.gradients.source import GradientSource
 from commhooks.gradients.torch_private import current_task

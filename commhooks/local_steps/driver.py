@@ -15,16 +15,15 @@ from typing import Any
 
 import torch
 
-from commhooks.comm.collective import gather_rows, new_future
+from commhooks.comm.collectives import gather_rows, good_on_all, new_future
+from commhooks.comm.groups import is_logging_rank
 from commhooks.comm.joint_save import JointSave
 from commhooks.comm.nodes import Nodes
-from commhooks.comm.shards import good_on_all, is_logging_rank
 from commhooks.comm.wire import all_finite
 from commhooks.compressors.cast import AllReduce, AllReduceCompressor
 from commhooks.engine.immediate import reduce_and_time
 from commhooks.errors import HookRunError, logger_of
-from commhooks.gradients.bucket import Bucket
-from commhooks.gradients.layout import to_logical
+from commhooks.gradients.layout import Bucket, to_logical
 from commhooks.gradients.loss_scale import LossScale
 from commhooks.gradients.source import Future, GradientSource
 from commhooks.gradients.torch_private import run_after_backward, sparse_values

@@ -11,7 +11,7 @@ import torch.distributed as dist
 import commhooks
 from commhooks.gradients.names import ModelNames
 from commhooks.hook.attach import _kernel_support
-from commhooks.hook.request import HookRequest
+from commhooks.request import HookRequest
 from tests.support.training import Run, make_model
 
 CASTS: dict[str, tuple[dict[str, Any], torch.dtype | None]] = {

@@ -8,8 +8,8 @@ from torch import nn
 
 import commhooks
 from commhooks import HookConfigError
-from commhooks.hook.request import HookRequest
 from commhooks.plan import ModelPlan, plan_model
+from commhooks.request import HookRequest
 from tests.support.compilers import needs_compiler
 from tests.support.ddp_steps import backward, mlp, process_group_of_one, wrap
 from tests.support.inside import session_of

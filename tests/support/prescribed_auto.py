@@ -16,7 +16,7 @@ from commhooks.compressors.auto.decision import Decision
 from commhooks.compressors.auto.options import QUALITIES, Auto
 from commhooks.compressors.auto.trials import TRIAL_STEPS, WARM_UP
 from commhooks.compressors.candidates import ALLREDUCE, Candidate, powersgd
-from commhooks.compressors.hook_config import LARGEST_STEP
+from commhooks.options import LARGEST_STEP
 from commhooks.registry import register_compressor
 from tests.support.inside import session_of
 from tests.support.training import Run

@@ -16,10 +16,10 @@ from commhooks.compressors.auto import candidates, trials
 from commhooks.compressors.auto.decision import Decision
 from commhooks.compressors.auto.options import Auto
 from commhooks.compressors.base import RESIDUAL, Compressor, StateField
-from commhooks.compressors.hook_config import LARGEST_STEP
 from commhooks.compressors.kernel import Kernel, KernelHere
 from commhooks.compressors.native.choice import NAME as NATIVE
 from commhooks.compressors.unit_plan import ParameterInfo
+from commhooks.options import LARGEST_STEP
 
 
 def _of_inner(name: str) -> Any:

@@ -8,9 +8,9 @@ from typing import Any
 from commhooks.compressors.adaptive import Watch
 from commhooks.compressors.auto.candidates import new
 from commhooks.compressors.candidates import Candidate
-from commhooks.compressors.hook_config import LARGEST_STEP
 from commhooks.compressors.units import Unit
 from commhooks.errors import HookConfigError, shown
+from commhooks.options import LARGEST_STEP
 
 SHORTEST_S = 1e-9
 """A step takes at least so many seconds."""

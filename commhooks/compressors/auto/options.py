@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from typing import ClassVar
 
 from commhooks.compressors.candidates import ALLREDUCE, BF16, INT4, INT8, powersgd
-from commhooks.compressors.hook_config import HookConfig
+from commhooks.options import HookConfig
 
 QUALITIES = {"same": (ALLREDUCE, BF16, INT8), "close": (ALLREDUCE, BF16, INT8, INT4, powersgd(16, {}))}
 """The candidates, plain all-reduce first. With PowerSGD of rank 4 and below the language model of

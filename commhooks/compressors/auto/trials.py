@@ -15,7 +15,7 @@ from commhooks.compressors.auto.candidates import excluding, offered
 from commhooks.compressors.auto.decision import Decision
 from commhooks.compressors.auto.options import Auto
 from commhooks.compressors.candidates import ALLREDUCE, Candidate, choose
-from commhooks.compressors.hook_config import LARGEST_STEP
+from commhooks.options import LARGEST_STEP
 
 WARM_UP = 2
 """Steps after a change that are not measured: they allocate memory, and at first DDP divides the model anew."""

@@ -19,8 +19,7 @@ from commhooks.compressors.auto.options import Auto
 from commhooks.compressors.auto.trials import MOST_EXTENSIONS, TRIAL_S, TRIAL_STEPS, WARM_UP
 from commhooks.compressors.candidates import Candidate
 from commhooks.compressors.unit_plan import ParameterInfo
-from commhooks.gradients.exclude import all_names
-from commhooks.gradients.names import ModelNames
+from commhooks.gradients.names import ModelNames, all_names
 from commhooks.plan import parameter_plans
 from tests.support.ddp_steps import log_lines, process_group_of_one
 from tests.support.inside import session_of

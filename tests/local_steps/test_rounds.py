@@ -19,27 +19,6 @@ from tests.support.ddp_steps import log_lines
 from tests.support.training import SEVERAL_BUCKETS_MB, Run, batch, flat
 
 
-def _skips_on_rank_one(every: int, at: int) -> Any:
-    run = Run.new(hook=commhooks.LocalSGD(sync_every=every))
-    spread = []
-    for step in range(2 * every):
-        images, labels = batch(step, dist.get_rank())
-        run.optimizer.zero_grad()
-        nn.functional.cross_entropy(run.ddp(images), labels).backward()
-        if not (step == at and dist.get_rank() == 1):
-            run.optimizer.step()
-        spread.append(run.hook.stats()["step"])
-    run.hook.synchronize()
-    return spread, run.weights()
-
-
-def test_a_step_that_one_rank_alone_skips_delays_only_its_outer_step(run_ranks):
-    first, second = run_ranks(_skips_on_rank_one, 3, 2)
-    assert first[0] == [0, 0, 1, 1, 1, 2]
-    assert second[0] == [0, 0, 0, 1, 1, 2]  # at its next forward pass
-    assert torch.equal(first[1], second[1])
-
-
 def _by_hand(training: bool) -> list[Any]:
     """Four steps in rounds of three, of an optimizer that torch does not know. After the third, rank 0 alone evaluates
     in the other mode."""

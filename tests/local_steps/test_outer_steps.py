@@ -16,7 +16,6 @@ import commhooks
 from commhooks.local_steps import fragments, outer_step
 from commhooks.local_steps.fragments import divided
 from commhooks.local_steps.reference import ReferenceDiLoCo
-from tests.support.inside import session_of
 from tests.support.training import Run, batch, flat, make_model
 
 SEVERAL = 1000  # bytes in a bucket of weights, so that there are several
@@ -160,7 +159,7 @@ def test_nothing_is_sent_between_two_outer_steps(run_ranks):
 
 def _kept(config: commhooks.HookConfig) -> tuple[dict[str, int], Any]:
     run = Run.new(hook=config).train(config.sync_every)
-    state = session_of(run.hook).state
+    state = run.hook._hook.driver.outer.state
     return {key: sum(each.nbytes for each in state[key].values()) for key in state.entries}, run.hook.plan().memory
 
 
@@ -219,7 +218,7 @@ def test_bad_options(options, text):
 
 
 def test_a_wrapper_is_refused():
-    from commhooks.hook.request import HookRequest
+    from commhooks.request import HookRequest
 
     with pytest.raises(commhooks.HookConfigError, match="what to send: omit wrapper and set its option wire$"):
         HookRequest.parse("diloco", wrapper="bf16")

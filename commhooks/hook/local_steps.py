@@ -9,7 +9,6 @@ from typing import Any
 import torch
 
 from commhooks.checkpoint.state import SavedLearnedState
-from commhooks.compressors.kernel import TORCH
 from commhooks.gradients.precision import compute_dtype
 from commhooks.gradients.source import GradientSource
 from commhooks.hook.hooks import Residuals
@@ -52,7 +51,7 @@ class LocalStepsHook:
         assert self._outer.consensus.choice is not None
         return {
             "step": self.saved.step,
-            "kernel": self._outer.consensus.choice.kernel.name,
+            "kernel": self._outer.consensus.choice.kernel,
             "step_in_round": self.driver.in_round,
             "outer_gradient_norm": norm,
             "outer_gradient_cosine": cosine,
@@ -63,7 +62,7 @@ class LocalStepsHook:
         more = "; DDP no longer broadcasts buffers, which are rank 0's from each outer step on" if buffers else ""
         compressor, consensus = self._outer.compressor, self._outer.consensus
         assert consensus.choice is not None
-        kernel = f"{consensus.choice.kernel.name} kernel" if consensus.choice.kernel != TORCH else ""
+        kernel = "native kernel" if consensus.choice.native else ""
         return Summary(
             [each for each in (compressor.summary, kernel, consensus.arrangement.words) if each],
             f"{self.plan().summary()}{more}",

@@ -138,14 +138,12 @@ def _check_torchrun(words: list[str]) -> None:
 
 def _check_commhooks(words: list[str]) -> None:
     """The commands that only torchrun can start."""
-    from commhooks.tools.arguments import COMMANDS
-    from commhooks.tools.user_code import call
+    from commhooks.tools.cli import make_parser
+    from commhooks.tools.common import call
 
-    parser = argparse.ArgumentParser()
     try:
         assert words[:1] in (["doctor"], ["network"])
-        COMMANDS[words[0]].add_arguments(parser)
-        given = parser.parse_args(words[1:])
+        given = make_parser()[0].parse_args(words)
         if words[0] == "doctor":
             call(given.build)
     except (AssertionError, CommHookError, SystemExit) as error:

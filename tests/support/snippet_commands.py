@@ -1,6 +1,5 @@
 """Checks command lines in snippets."""
 
-import argparse
 import importlib.util
 import re
 import shlex

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from commhooks.comm.collective import gather_rows
+from commhooks.comm.collectives import gather_rows
 from commhooks.comm.counters import Counters
 from commhooks.compressors.base import Compressor
 from commhooks.compressors.unit_plan import ParameterInfo, UnitPlan

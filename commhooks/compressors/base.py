@@ -13,7 +13,7 @@ from typing import Any, ClassVar, Protocol
 
 import torch
 
-from commhooks.comm.collective import Op, Send
+from commhooks.comm.collectives import Op, Send
 from commhooks.compressors.rules import CompressorRules
 from commhooks.compressors.state_field import RESIDUAL, StateField
 from commhooks.compressors.unit_plan import ParameterInfo, UnitPlan

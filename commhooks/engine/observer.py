@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from commhooks.comm.clocks import Mark, mark, seconds_between
+from commhooks.comm.counters import Mark, mark, seconds_between
 from commhooks.compressors.adaptive import AdaptiveCompressor, ObservedPass
 from commhooks.compressors.base import Compressor
 from commhooks.gradients.layout import BucketLayout

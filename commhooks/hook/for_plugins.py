@@ -1,17 +1,16 @@
 # ruff: noqa: F401
 """Internal names that the Lightning and Accelerate plugins use. Change them together with the plugins."""
 
-from commhooks.checkpoint import parts as payload_parts
-from commhooks.checkpoint.cut_off import cut_off
+from commhooks.checkpoint import payload as payload_parts
+from commhooks.checkpoint.payload import cut_off
 from commhooks.errors import check_version, reason_first
 from commhooks.gradients.loss_scale import LossScale, ScaleOf
 from commhooks.gradients.torch_private import compiled_from
 from commhooks.hook.attach import attach_request
-from commhooks.hook.checked_state import located, nothing_saved
-from commhooks.hook.hook_folder import HookFolder
-from commhooks.hook.metrics import NAMES, PREFIX, Meter
-from commhooks.options import HookConfig, converted
+from commhooks.hook.hook_folder import HookFolder, located, nothing_saved
+from commhooks.options import HookConfig, converted, plain
 from commhooks.registry import COMPRESSORS, OFF, means_no_hook
+from commhooks.report import NAMES, PREFIX, Meter
 from commhooks.request import (
     ARGUMENTS,
     HookRequest,

@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from commhooks.comm.collective import agreement_key, gather_rows, gather_texts
+from commhooks.comm.collectives import agreement_key, gather_rows, gather_texts
 from commhooks.comm.groups import backend_of
 from commhooks.compressors.adaptive import AdaptiveCompressor
 from commhooks.compressors.candidates import (
@@ -43,7 +43,7 @@ from commhooks.compressors.powersgd.options import PowerSGD
 from commhooks.errors import AttachError, DoctorError, HookConfigError
 from commhooks.gradients.torch_private import delays_all_reduce
 from commhooks.hook.attach import attach
-from commhooks.hook.plan_table import new_table, text_of
+from commhooks.plan import new_table, text_of
 from commhooks.registry import BUILT_IN, COMPRESSORS
 from commhooks.request import why_not_called
 from commhooks.tools.common import call, parse_options, process_group, seconds_of, user_code

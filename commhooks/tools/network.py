@@ -21,15 +21,14 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 
-from commhooks.comm.collective import Op, collective_error, gather_rows, gather_texts, resolve_group
+from commhooks.comm.collectives import Op, collective_error, gather_rows, gather_texts, resolve_group
 from commhooks.comm.groups import backend_of
 from commhooks.comm.nodes import members_of, places_of
 from commhooks.compressors.candidates import ALLREDUCE, BF16, INT8, Candidate, powersgd
 from commhooks.compressors.unit_plan import ParameterInfo
 from commhooks.errors import DoctorError, HookConfigError
-from commhooks.hook.plan_model import whole_plan
-from commhooks.hook.plan_table import new_table, text_of
 from commhooks.local_steps.options import LocalSteps, passes_per_exchange
+from commhooks.plan import new_table, text_of, whole_plan
 from commhooks.request import HookRequest
 from commhooks.tools.common import process_group, seconds_of
 

@@ -7,8 +7,8 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from commhooks.errors import HookConfigError
-from commhooks.gradients.exclude import warn_if_unmatched
-from commhooks.hook.plan_model import plan_model
+from commhooks.gradients.names import warn_if_unmatched
+from commhooks.plan import plan_model
 from commhooks.request import HookRequest
 from commhooks.tools.common import call, parse_options, user_code
 

@@ -38,7 +38,7 @@ from commhooks.compressors.candidates import (
     choose,
     powersgd,
 )
-from commhooks.compressors.noop import Noop
+from commhooks.compressors.cast import Noop
 from commhooks.compressors.powersgd.options import PowerSGD
 from commhooks.errors import AttachError, DoctorError, HookConfigError
 from commhooks.gradients.torch_private import delays_all_reduce

@@ -27,7 +27,7 @@ from commhooks.comm.nodes import members_of, places_of
 from commhooks.compressors.candidates import ALLREDUCE, BF16, INT8, Candidate, powersgd
 from commhooks.compressors.unit_plan import ParameterInfo
 from commhooks.errors import DoctorError, HookConfigError
-from commhooks.local_steps.options import LocalSteps, passes_per_exchange
+from commhooks.local_steps.options import LocalSteps
 from commhooks.plan import new_table, text_of, whole_plan
 from commhooks.request import HookRequest
 from commhooks.tools.common import process_group, seconds_of
@@ -400,7 +400,9 @@ def _exchange(candidate: Candidate, parameters: list[ParameterInfo], cluster: Cl
     compressor = HookRequest.parse(candidate.hook, hook_options=candidate.options).new_compressor(total_steps=1)
     assert compressor is not None
     plan = whole_plan(candidate.hook, compressor, compressor.plan(parameters))
-    every, buckets = passes_per_exchange(compressor.config), math.ceil(plan.bytes_before / _BUCKET_BYTES)
+    config = compressor.config
+    every = config.sync_every if isinstance(config, LocalSteps) else 1
+    buckets = math.ceil(plan.bytes_before / _BUCKET_BYTES)
     counted = every * (plan.bytes_after + plan.flag_bytes)
 
     def seconds(together: int) -> float:
@@ -408,7 +410,7 @@ def _exchange(candidate: Candidate, parameters: list[ParameterInfo], cluster: Cl
 
     ranks = cluster.ranks_per_machine
     among_all = Exchange(candidate, seconds(ranks), between_nodes=False)
-    if candidate is PLAIN or isinstance(compressor.config, LocalSteps) or ranks == 1:
+    if candidate is PLAIN or isinstance(config, LocalSteps) or ranks == 1:
         return among_all
     # Inside a machine every gradient travels twice, as in an all-reduce.
     inside = 8 * 2 * (ranks - 1) / ranks * plan.bytes_before / cluster.inside

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from typing import ClassVar
 
 from commhooks.compressors.candidates import ALLREDUCE, BF16, INT4, INT8, powersgd
-from commhooks.options import HookConfig
+from commhooks.options import HookConfig, check_choice
 
 QUALITIES = {"same": (ALLREDUCE, BF16, INT8), "close": (ALLREDUCE, BF16, INT8, INT4, powersgd(16, {}))}
 """The candidates, plain all-reduce first. With PowerSGD of rank 4 and below the language model of
@@ -35,8 +35,7 @@ class Auto(HookConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._require(self.quality in QUALITIES, "quality", f"one of {', '.join(map(repr, QUALITIES))}")
+        check_choice(f"{type(self).__name__}: quality", self.quality, QUALITIES)
         self._require(2 <= self.measure_steps <= 10_000, "measure_steps", "2 to 10000")
         again = self.check_again_every
         self._require(again is None or 10 <= again <= 2**31, "check_again_every", "10 or more, or None")
-        self._require(all(self.exclude), "exclude", "patterns that are not empty")

@@ -10,8 +10,10 @@ from commhooks.checkpoint.payload import REPLICAS_EQUAL, check_header
 from commhooks.comm.counters import has_clock
 from commhooks.comm.groups import is_logging_rank
 from commhooks.errors import HookConfigError, HookRunError, PayloadError, logger_of, reason_first, say, shown
-from commhooks.gradients.source import GradientSource
+from commhooks.gradients.layout import Bucket
+from commhooks.gradients.source import Future, GradientSource, Reducer
 from commhooks.hook.hooks import Hook
+from commhooks.hook.replica_check import ReplicaCheck
 from commhooks.hook.unused import UnusedWarning
 from commhooks.plan import ModelPlan
 from commhooks.report import norms
@@ -72,16 +74,26 @@ class CommHook:
         """Log a warning if the training ends after so many further backward passes and the hook begins later."""
         self._unused.will_end(passes)
 
-    def watch_use(self, on_unused: Callable[[str], None] | None) -> None:
-        """The hook is registered: from now on, note whether the training uses it. `attach` calls this."""
+    def _register(
+        self,
+        run: Callable[[Bucket], Future],
+        finish: Callable[[], None],
+        state: Any,
+        on_unused: Callable[[str], None] | None,
+    ) -> None:
+        """Have the model call `run` and `finish` (see `Reducer`) from now on, and note whether a training does it.
+        `state`: what DDP passes to its hook."""
+        every = self._request.check_every
+        check = None if every is None else ReplicaCheck(self._source, self._hook, every).before_pass
+        self._source.register(Reducer(self.name, run, finish, self, check, self._begun), state)
         self._unused.callback = on_unused
         if self._hook.status().use is None:
             self._unused.silence()
-        if self._source.gives_grad_buckets:  # fully_shard calls it wherever it reduces
+        if self._source.gives_grad_buckets:  # fully_shard calls a hook wherever it reduces
             self._unused.watch(self._source.stepped())
 
-    def begun(self) -> None:
-        """The first backward pass has ended: log the summary. `attach` registers this."""
+    def _begun(self) -> None:
+        """The first backward pass has ended: log the summary."""
         self._unused.called()
         if self._quiet or not self._logs:
             return

@@ -10,8 +10,7 @@ from torch import nn
 import commhooks
 from commhooks import HookConfigError
 from commhooks.compressors.cast import AllReduceCompressor
-from commhooks.compressors.powersgd.compressor import PowerSGDCompressor
-from commhooks.compressors.powersgd.matrix_plan import MatrixPlan
+from commhooks.compressors.powersgd.compressor import MatrixPlan, PowerSGDCompressor
 from commhooks.compressors.unit_plan import ParameterInfo
 from commhooks.plan import ModelPlan, plan_model
 from commhooks.request import HookRequest

@@ -21,7 +21,7 @@ from commhooks.engine.kernel_choice import Choice
 from commhooks.engine.nodes import EqualInNodes, Hierarchy
 from commhooks.engine.session import Session
 from commhooks.engine.state import LearnedState
-from commhooks.errors import AttachError, HookConfigError, logger_of, reason_first, say
+from commhooks.errors import AttachError, HookConfigError, log_summary, logger_of, reason_first
 from commhooks.gradients.layout import Bucket
 from commhooks.gradients.names import warn_if_unmatched
 from commhooks.gradients.source import Future, GradientSource, held_weakly
@@ -166,7 +166,7 @@ def attach_request(
     if request.off:  # no backward pass of a hook will log a summary
         if logs:
             ignored = f" ({' and '.join(request.ignored)} without effect)" if request.ignored else ""
-            say(f"{request.name}: no hook, DDP averages the gradients itself{ignored}")
+            log_summary(f"{request.name}: no hook, DDP averages the gradients itself{ignored}")
         return attached
     attached._register(run, finish, state, on_unused)
     if total_steps is not None:

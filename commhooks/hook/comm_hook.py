@@ -9,7 +9,7 @@ from commhooks.checkpoint.distributed import from_distributed, is_distributed, t
 from commhooks.checkpoint.payload import REPLICAS_EQUAL, check_header
 from commhooks.comm.counters import has_clock
 from commhooks.comm.groups import is_logging_rank
-from commhooks.errors import HookConfigError, HookRunError, PayloadError, logger_of, reason_first, say, shown
+from commhooks.errors import HookConfigError, HookRunError, PayloadError, log_summary, logger_of, reason_first, shown
 from commhooks.gradients.layout import Bucket
 from commhooks.gradients.source import Future, GradientSource, Reducer
 from commhooks.hook.hooks import Hook
@@ -104,7 +104,7 @@ class CommHook:
             effect = f"there is one {unit}, so nothing is sent{found.alone}"
         elif use is not None and use.plain:
             effect = f"plain all-reduce until step {use.begins}{use.or_later}, then {effect}"
-        say(f"{about}: {effect}" if effect else about)
+        log_summary(f"{about}: {effect}" if effect else about)
         for warning in found.warnings:
             logger.warning("%s", warning)
 
@@ -306,7 +306,7 @@ class CommHook:
         strict = self._request.strict if strict is None else strict
         content = check_header(from_distributed(saved, self._source) if is_distributed(saved) else saved)
         if not strict and self._logs:
-            say(
+            log_summary(
                 f"{self.name}: strict=False: this load leaves out what does not fit, also of a wrong checkpoint. "
                 "Remove strict=False when this run has saved again"
             )
@@ -323,7 +323,7 @@ class CommHook:
             def resume() -> None:
                 take_over()
                 if self._logs and content["step"] > 0:
-                    say(f"{self.name} resumed at {own.step_is} {content['step']}{own.resumed(content)}")
+                    log_summary(f"{self.name} resumed at {own.step_is} {content['step']}{own.resumed(content)}")
 
             return resume
         text = f"the saved state is of hook {shown(content['hook'])}, this one is {self.name!r}"

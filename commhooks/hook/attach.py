@@ -27,10 +27,11 @@ from commhooks.gradients.names import warn_if_unmatched
 from commhooks.gradients.source import Future, GradientSource, held_weakly
 from commhooks.hook.comm_hook import CommHook
 from commhooks.hook.hooks import CompressorHook, FunctionHook, Hook
-from commhooks.hook.local_steps import LocalStepsDriver
+from commhooks.hook.local_steps import LocalStepsHook
 from commhooks.hook.request_check import check_arrangement, check_on_all_ranks
 from commhooks.hook.sources import source_of
 from commhooks.local_steps.compressor import LocalStepsCompressor
+from commhooks.local_steps.driver import LocalStepsDriver
 from commhooks.local_steps.fragments import OuterSteps
 from commhooks.local_steps.options import LocalSteps
 from commhooks.options import HookConfig
@@ -221,8 +222,8 @@ def _hook_of(
         if nodes is not None:
             # The mean of the gradients keeps the weights of a node's ranks equal.
             outer.consensus.arrangement = EqualInNodes(nodes)
-        driver = LocalStepsDriver(request, source, outer, loss_scale, nodes)
-        return driver, driver.run, driver.end_pass
+        driver = LocalStepsDriver(request.name, source, outer, loss_scale, nodes)
+        return LocalStepsHook(request, source, driver), driver.run, driver.end_pass
     if isinstance(state, PowerSGDState):
         session = state.session
     else:

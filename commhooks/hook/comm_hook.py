@@ -255,14 +255,16 @@ class CommHook:
         agreed_before = self._hook.status().replicas_agree
         form = "mean" if "residual" in kept else "drop"
         saved = self._hook.saved.save(form, limit_s=self.joint_save_limit_s)
-        if not agreed_before and self._hook.status().replicas_agree and self._logs and not self._warned_of_copies:
-            self._warned_of_copies = True
-            logger.warning(
-                "hook %s: this save has ended a round. Copies of the model's or an optimizer's state that were made "
-                "before it (cpu_offload=True) are older than the hook's state: call hook.synchronize(optimizers=True) "
-                "before you copy. References need nothing.",
-                self.name,
-            )
+        if not agreed_before and self._hook.status().replicas_agree:  # this save has ended a round
+            saved = saved | {"exact": False}
+            if self._logs and not self._warned_of_copies:
+                self._warned_of_copies = True
+                logger.warning(
+                    "hook %s: this save has ended a round and is marked inexact, because copies of the model's or an "
+                    "optimizer's state that were made before it (cpu_offload=True) are older than the hook's state. "
+                    "Call hook.synchronize(optimizers=True) before you copy and save.",
+                    self.name,
+                )
         return to_distributed(saved, kept, self._source)
 
     def synchronize(self, *, optimizers: bool = False) -> bool:

@@ -11,7 +11,6 @@ from commhooks.compressors.state_field import StateField
 from commhooks.compressors.unit_plan import ParameterInfo, UnitPlan
 from commhooks.engine.nodes import Arrangement
 from commhooks.engine.state import LearnedState
-from commhooks.engine.task import average
 from commhooks.errors import HookRunError, logger_of
 from commhooks.gradients.bucket import Bucket
 from commhooks.gradients.layout import BucketLayout, read_layout
@@ -57,8 +56,7 @@ class KnownBucket:
         """The exchange of a bucket of this layout. `compressing`: whether compression has begun."""
         if compressing and self.reduce is not None:
             return self.reduce(flat, self.work, state, step)
-        dtype = compressor.wire_dtype_for(flat.dtype)
-        return average(flat, dtype, step.world_size, judged=compressor.judges_averages)
+        return compressor.average(flat, step.world_size)
 
 
 class KnownBuckets:
@@ -167,8 +165,8 @@ class KnownBuckets:
             if known.used or not any(id(p) in parameters for p in known.layout.parameters):
                 continue
             del self._buckets[key]
-            if compressor.per_bucket:  # no other layout has the same unit
-                self.dead_units += [plan.key for plan in known.plans if plan.compressed]
+            # No other layout has the same unit.
+            self.dead_units += [plan.key for plan in known.plans if plan.compressed and plan.state_name]
 
     def _fit_state(self, known: KnownBucket, infos: list[ParameterInfo], compressor: Compressor[Any]) -> None:
         """Check loaded state against the parameters of those names; move it to their device and refit it. It takes the
@@ -177,7 +175,9 @@ class KnownBuckets:
         Raises:
             HookRunError: an entry cannot belong to its parameter.
         """
-        of_parameters = [UnitPlan.uncompressed(info, "") for info in infos] if compressor.per_bucket else known.plans
+        of_parameters = known.plans
+        if any(plan.state_name for plan in known.plans):  # the bucket is planned as a whole
+            of_parameters = [UnitPlan.uncompressed(info, "") for info in infos]
         for each in compressor.state_fields:
             for plan in known.plans if each.per == "bucket" else of_parameters:
                 value = self._state[each.key].get(plan.key)

@@ -15,7 +15,7 @@ from commhooks.compressors.adaptive import AdaptiveCompressor, ObservedPass, Ran
 from commhooks.compressors.auto import candidates, trials
 from commhooks.compressors.auto.decision import Decision
 from commhooks.compressors.auto.options import Auto
-from commhooks.compressors.base import RESIDUAL, Compressor, StateField
+from commhooks.compressors.base import RESIDUAL, Compressor, Exchange, StateField, average
 from commhooks.compressors.hook_config import LARGEST_STEP
 from commhooks.compressors.kernel import Kernel, KernelHere
 from commhooks.compressors.native.choice import NAME as NATIVE
@@ -98,10 +98,9 @@ class AutoCompressor(AdaptiveCompressor[Auto]):
     def summary(self) -> str:
         return "; ".join(filter(None, (f'quality="{self.config.quality}"', self.decision.summary)))
 
-    @property
-    def judges_averages(self) -> bool:  # type: ignore[override]
+    def average(self, flat: torch.Tensor, world_size: int) -> Exchange:
         """While nothing is compressed, reading all gradients once more would be the only cost."""
-        return self._inner.transactional
+        return average(flat, self.wire_dtype_for(flat.dtype), world_size, judged=self._inner.transactional)
 
     @property
     def chosen(self) -> str:

@@ -38,8 +38,8 @@ class _LowRank(NativelyComputed[AnyPowerSGD]):
 
     title = "PowerSGD"
     collectives = ("sum", "sum")
-    Plan = MatrixPlan
     native = native_products
+    q: StateField = fields.Q
     exchange = staticmethod(low_rank_exchange)
 
     @property
@@ -56,8 +56,7 @@ class _LowRank(NativelyComputed[AnyPowerSGD]):
 
     @property
     def state_fields(self) -> tuple[StateField, ...]:  # type: ignore[override]
-        q = fields.BUCKET_Q if self.per_bucket else fields.Q
-        return (q, RESIDUAL) if self.config.use_error_feedback else (q,)
+        return (self.q, RESIDUAL) if self.config.use_error_feedback else (self.q,)
 
     def initial_value(self, field: StateField, plan: UnitPlan, dtype: torch.dtype) -> torch.Tensor | None:
         if field.key != "q" or not isinstance(plan, MatrixPlan):
@@ -82,7 +81,7 @@ class _LowRank(NativelyComputed[AnyPowerSGD]):
         if not self.computes_natively(layout.device, layout.dtype):
             return HostKernel(work, TorchProducts(shapes, work.dtype))
         kernel = native_products.load(work.dtype)
-        return HostKernel(work, NativeProducts(kernel, shapes, work.dtype, refills=not self.per_bucket))
+        return HostKernel(work, NativeProducts(kernel, shapes, work.dtype, refills=self.q is fields.Q))
 
 
 class PowerSGDCompressor(_LowRank[PowerSGD]):
@@ -104,6 +103,7 @@ class BatchedPowerSGDCompressor(_LowRank[BatchedPowerSGD]):
 
     Config = BatchedPowerSGD
     per_bucket = True
+    q = fields.BUCKET_Q
 
     def plan(self, parameters: Sequence[ParameterInfo]) -> list[UnitPlan]:
         return [plan_bucket(parameters, self.config.matrix_approximation_rank)]

@@ -69,14 +69,13 @@ def plan_bucket(parameters: Sequence[ParameterInfo], rank: int) -> MatrixPlan:
     label = first if len(parameters) == 1 else f"bucket {first} .. {last} ({len(parameters)} parameters)"
     sparse = any(info.sparse for info in parameters)
     complex_numbers = any(info.parameter.is_complex() for info in parameters)
-    if sparse or complex_numbers or 2 * side * rank >= numel:
-        reason = "sparse gradient" if sparse else "complex numbers" if complex_numbers else "too small"
-        return MatrixPlan(label, (numel,), numel, dtype, reason=reason, lowered=not sparse)
     # The key identifies the sequence of parameters: another bucket layout has another matrix.
     key = f"batched.{agreement_key([info.name for info in parameters]):016x}"
-    return MatrixPlan(
-        label, (numel,), numel, dtype, compressed=True, flags=len(parameters), state_name=key, n=side, m=side, rank=rank
-    )
+    plan = MatrixPlan(label, (numel,), numel, dtype, state_name=key, lowered=not sparse)
+    if sparse or complex_numbers or 2 * side * rank >= numel:
+        reason = "sparse gradient" if sparse else "complex numbers" if complex_numbers else "too small"
+        return dataclasses.replace(plan, reason=reason)
+    return dataclasses.replace(plan, compressed=True, flags=len(parameters), n=side, m=side, rank=rank)
 
 
 def square_side(numel: int) -> int:

@@ -23,7 +23,6 @@ class QuantizedCompressor(NativelyComputed[AnyQuantized]):
 
     collectives = ("all_to_all", "gather")
     computes_from_received = False  # a code times its scale
-    Plan = BlockPlan
     native = native_blocks
     exchange = staticmethod(quantised_exchange)
 

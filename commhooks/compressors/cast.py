@@ -10,7 +10,7 @@ import torch
 from commhooks.comm.wire import WIRE_DTYPES
 from commhooks.compressors.base import Compressor, Exchange, Send, State, StepInfo
 from commhooks.compressors.hook_config import ConfigT, HookConfig
-from commhooks.compressors.unit_plan import MemoryPlan, UnitPlan
+from commhooks.compressors.unit_plan import MemoryPlan, ParameterInfo, UnitPlan
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,6 +43,9 @@ class Stateless(Compressor[ConfigT]):
 
     transactional = False
     computes_from_received = False
+
+    def plan_one(self, info: ParameterInfo) -> UnitPlan:
+        return UnitPlan.uncompressed(info, f"hook {self.name}")
 
     def memory_plan(self, plans: Sequence[UnitPlan], buckets: Sequence[Sequence[UnitPlan]]) -> MemoryPlan:
         wire = self.wire_dtype

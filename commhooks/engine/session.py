@@ -15,18 +15,18 @@ import torch
 import torch.distributed as dist
 
 from commhooks.comm import collective
+from commhooks.comm.clocks import Mark, mark, seconds_between
 from commhooks.comm.collective import Pending, Send, wait_for_abandoned
 from commhooks.comm.counters import Counters
 from commhooks.comm.point_to_point import PointToPoint
 from commhooks.comm.shards import good_on_all
-from commhooks.compressors.adaptive import AdaptiveCompressor
+from commhooks.compressors.adaptive import AdaptiveCompressor, ObservedPass
 from commhooks.compressors.base import Compressor, StepInfo
 from commhooks.engine.backward_pass import BackwardPass, Issue, RunningExchange
 from commhooks.engine.consensus import Binding, SendComparison
 from commhooks.engine.immediate import reduce_and_time
 from commhooks.engine.learning import Learning
 from commhooks.engine.nodes import FLAT
-from commhooks.engine.observer import Observer
 from commhooks.engine.state import LearnedState
 from commhooks.engine.streams import computing_on, wait_for_codec
 from commhooks.engine.task import ExchangeTask
@@ -52,7 +52,7 @@ class Session(Learning):
         self._pass: BackwardPass | None = None
         self._closed = False
         self._statistics_due = 0
-        self._observer = Observer(binding.names) if isinstance(compressor, AdaptiveCompressor) else None
+        self._timed_pass_ended: Mark = None  # where the next step begins, for an adaptive compressor
 
     def run(self, bucket: Bucket) -> torch.futures.Future[torch.Tensor]:
         """Reduce one bucket in place. All ranks must call this, in the same order. The futures of all buckets complete
@@ -112,8 +112,6 @@ class Session(Learning):
         compressing = step >= agreement.start
         if compressing and compressor.selective and self.counters.numel_before == 0:
             logger.info("Start to apply %s after %s iterations.", compressor.display_name, state.step)
-        if self._observer is not None:
-            self._observer.begin_pass(step_at_most, compressor)
         # Without a scaler the scale is 1; residuals saved with one are rescaled to it.
         loss_scale = 1.0 if binding.loss_scale is None else read_scale(binding.loss_scale, state.loss_scale)
         self.counters.begin_pass()
@@ -133,8 +131,6 @@ class Session(Learning):
             counters.numel_before += known.layout.numel
             counters.numel_after += known.numel_sent
 
-        if self._observer is not None:
-            self._observer.add(known.layout)
         step = current.step
         if bucket.unused:
             step = dataclasses.replace(step, unused={known.layout.names[place] for place in bucket.unused})
@@ -169,9 +165,8 @@ class Session(Learning):
         with self.held.committing(good.device):
             self._commit(current, bool(good) if precision.is_host_readable(good.device) else good)
         self._messages.forget_abandoned()
-        if self._observer is not None and self._observer.active:
-            self.held.settle()  # `current.step` may be less than the step
-            self._observer.show(self.state.step - 1, good, current.running[0].result.device)
+        if isinstance(self.consensus.compressor, AdaptiveCompressor):
+            self._observe(self.consensus.compressor, current, good)
         current.fulfil()
         self._pass = None
 
@@ -199,6 +194,19 @@ class Session(Learning):
                 rate, before, after = self.counters.compression_stats()
                 stats = f"total before compression {before}, total after compression {after}, rate {rate}"
                 logger.info("Compression stats: iter %s, %s", current.step_label, stats)
+
+    def _observe(self, compressor: AdaptiveCompressor[Any], current: BackwardPass, good: torch.Tensor) -> None:
+        """Show the pass that ends now to the compressor, if it watches that step. The pass before a watch is timed,
+        too, because the first watched step begins at its end."""
+        began, self._timed_pass_ended = self._timed_pass_ended, None
+        if compressor.watch is None or current.step_at_most + 1 < compressor.watch.begin:
+            return
+        self._timed_pass_ended = ended = mark(good.device)
+        self.held.settle()  # `current.step` may be less than the step
+        if began is not None and self.state.step > compressor.watch.begin and bool(good):
+            layouts = [known.layout for known in self.consensus.buckets if known.used]
+            compressor.observe(ObservedPass(seconds_between(began, ended), layouts, self.consensus.binding.names))
+            self._timed_pass_ended = mark(good.device)  # looking at the pass is no part of the next step
 
     @contextlib.contextmanager
     def _computing(self, flat: torch.Tensor) -> Iterator[None]:

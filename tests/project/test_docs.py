@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 import commhooks
-from commhooks.compressors import candidates
+from commhooks.compressors.auto import options as candidates
 from tests.support.doc_snippets import Snippet, WrongSnippet, find_snippets
 from tests.support.features import replicate_with_fsdp, trainer_resumes_on_cpu
 from tests.support.repository import PACKAGES, REPOSITORY, sources

@@ -85,8 +85,8 @@ AREAS = {
             ),
         ),
         Part(
-            "observer streams",
-            ("engine/test_observer", "engine/test_streams", "hook/test_metrics"),
+            "streams",
+            ("engine/test_streams", "hook/test_metrics"),
         ),
         Part(
             "*",
@@ -177,11 +177,6 @@ AREAS = {
 
 
 EXPLAINED = {
-    (
-        "commhooks/engine/observer.py",
-        "self._begin = 0",
-        "self._begin = 1",
-    ): "`begin_pass` sets it before it is read",
     (
         "commhooks/checkpoint/checks.py",
         "if _largest(each) * max(1, 1 / loss_scale) > largest / 2**24:",

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from commhooks.compressors.candidates import ALLREDUCE, BF16, FP16, INT8, NOOP, powersgd
+from commhooks.compressors.auto.options import ALLREDUCE, BF16, FP16, INT8, NOOP, powersgd
 from commhooks.tools.doctor.measure import Measured
 from commhooks.tools.doctor.report import DoctorReport
 

@@ -12,7 +12,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from commhooks.comm.collective import gather_rows
-from commhooks.compressors.candidates import ALLREDUCE, NOOP, Candidate
+from commhooks.compressors.auto.options import ALLREDUCE, NOOP, Candidate
 from commhooks.compressors.registry import COMPRESSORS
 from commhooks.errors import AttachError, HookConfigError
 from commhooks.hook.attach import attach

@@ -5,7 +5,7 @@ import random
 from dataclasses import dataclass
 from typing import Any
 
-from commhooks.compressors.candidates import ALLREDUCE, MARGIN, NOOP, choose
+from commhooks.compressors.auto.options import ALLREDUCE, MARGIN, NOOP, choose
 from commhooks.hook.plan_table import new_table, text_of
 from commhooks.tools.doctor.measure import Measured
 

@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from commhooks.comm.collective import agreement_key, gather_rows
 from commhooks.comm.groups import backend_of
 from commhooks.compressors.adaptive import AdaptiveCompressor
-from commhooks.compressors.candidates import ALLREDUCE, BF16, FP16, INT4, INT8, NOOP, Candidate, powersgd
+from commhooks.compressors.auto.options import ALLREDUCE, BF16, FP16, INT4, INT8, NOOP, Candidate, powersgd
 from commhooks.compressors.hook_config import from_options
 from commhooks.compressors.powersgd.options import PowerSGD
 from commhooks.compressors.registry import BUILT_IN, COMPRESSORS

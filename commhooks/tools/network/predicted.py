@@ -14,7 +14,7 @@ from typing import Literal
 import torch
 
 from commhooks.comm.collective import Op
-from commhooks.compressors.candidates import ALLREDUCE, BF16, INT8, Candidate, powersgd
+from commhooks.compressors.auto.options import ALLREDUCE, BF16, INT8, Candidate, powersgd
 from commhooks.compressors.local_steps.options import LocalSteps, passes_per_exchange
 from commhooks.compressors.unit_plan import ParameterInfo
 from commhooks.errors import HookConfigError

@@ -11,10 +11,8 @@ import torch.distributed as dist
 
 from commhooks import HookConfigError, HookRunError, PayloadError
 from commhooks.compressors.adaptive import Watch
-from commhooks.compressors.auto.candidates import offered
-from commhooks.compressors.auto.decision import Decision
 from commhooks.compressors.auto.options import Auto
-from commhooks.compressors.auto.trials import TRIAL_STEPS, resumed
+from commhooks.compressors.auto.trials import TRIAL_STEPS, Decision, resumed
 from tests.support.ddp_steps import log_lines, process_group_of_one
 from tests.support.prescribed_auto import BEGIN, TRIAL, decided, decision_of, new
 from tests.support.training import Run, residuals
@@ -152,7 +150,7 @@ def test_the_residuals_of_a_choice_that_is_not_allowed_are_dropped() -> None:
 
 
 POWER = "powerSGD rank 16"
-OFFERED = {each.label: each for each in offered(Auto(quality="close"))}
+OFFERED = {each.label: each for each in Auto(quality="close").candidates}
 
 
 def _resting(label: str, **more: Any) -> Decision:

@@ -12,12 +12,10 @@ import torch.distributed as dist
 import commhooks
 from commhooks import HookConfigError, HookRunError
 from commhooks.compressors.adaptive import Ranks, Watch
-from commhooks.compressors.auto import candidates
+from commhooks.compressors.auto import compressor as auto_compressor
 from commhooks.compressors.auto.compressor import AutoCompressor
-from commhooks.compressors.auto.decision import Decision
-from commhooks.compressors.auto.options import Auto
-from commhooks.compressors.auto.trials import MOST_EXTENSIONS, TRIAL_S, TRIAL_STEPS, WARM_UP
-from commhooks.compressors.candidates import Candidate
+from commhooks.compressors.auto.options import Auto, Candidate
+from commhooks.compressors.auto.trials import MOST_EXTENSIONS, TRIAL_S, TRIAL_STEPS, WARM_UP, Decision
 from commhooks.gradients.exclude import all_names
 from commhooks.gradients.names import ModelNames
 from commhooks.hook.plan_model import parameter_infos
@@ -33,7 +31,7 @@ from tests.support.training import Run, residuals
 def _as_by_name(options: dict[str, Any]) -> dict[str, Any]:
     run = new(**options).train(8)
     chosen = decision_of(run).candidate
-    option = candidates.new(chosen).Config.start_option
+    option = auto_compressor.new(chosen).Config.start_option
     start = {} if option is None else {option: 2}
     by_name = Run.new(hook=chosen.hook, hook_options={**chosen.options, **start}).train(8)
     plan = run.hook.plan()
@@ -331,12 +329,12 @@ def test_arrangements_and_wrappers_that_it_does_not_measure_are_refused() -> Non
             Run.new(hook="auto", wrapper="bf16")
 
 
-@pytest.mark.parametrize("offered", candidates.offered(Auto(quality="close", exclude=["0.*"])), ids=lambda x: x.label)
+@pytest.mark.parametrize("offered", Auto(quality="close", exclude=["0.*"]).candidates, ids=lambda x: x.label)
 def test_the_plan_is_that_of_the_candidate_in_force(offered: Candidate) -> None:
     """What is excluded counts for the candidates that have this option; bf16 casts everything."""
     model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 64))
     names = ModelNames(list(model.named_parameters()), all_names(model))
-    alone = candidates.new(offered)
+    alone = auto_compressor.new(offered)
     decision = Decision(offered, None, since=3, phase="resting")
     chosen = AutoCompressor(Auto(quality="close", exclude=["0.*"]), decision=decision)
     plans = [each.plan(list(parameter_infos(names, each.config).values())) for each in (chosen, alone)]
@@ -360,6 +358,6 @@ def test_one_rank_has_nothing_to_gain() -> None:
 def test_without_a_watch_nothing_is_measured() -> None:
     with process_group_of_one():
         run = Run.new(hook="powerSGD", hook_options={"start_powerSGD_iter": 1})
-        with mock.patch("commhooks.engine.observer.mark", side_effect=AssertionError):
+        with mock.patch("commhooks.engine.session.mark", side_effect=AssertionError):
             run.train(3)
         assert commhooks.__version__ and run.hook.stats()["chosen"] is None

@@ -269,6 +269,27 @@ def gather_texts(text: str, group: dist.ProcessGroup, device: torch.device, what
     return [each.decode() for each in gather_bytes(text.encode(), group, device, what)]
 
 
+_COLUMNS = 1021
+
+
+def checksum(tensor: torch.Tensor) -> torch.Tensor:
+    """A checksum (0-dim int64 tensor on the same device) of the bits of `tensor` and their order.
+
+    Integer arithmetic modulo 2**64: exact, equal in all processes, and different if exactly one element differs.
+    """
+    if tensor.is_complex():
+        tensor = torch.view_as_real(tensor)
+    by_width = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    bits = tensor.detach().contiguous().view(-1).view(by_width[tensor.element_size()])
+    whole = bits.numel() // _COLUMNS * _COLUMNS
+    columns = bits[:whole].view(-1, _COLUMNS).sum(0, dtype=torch.int64)
+    rest = bits[whole:]
+    columns[: rest.numel()] += rest
+    # Odd factors are invertible modulo 2**64, so that a difference in one column always changes the result.
+    factors = torch.arange(_COLUMNS, dtype=torch.int64, device=tensor.device) * 0x9E3779B97F4A7C2 + 1
+    return (columns * (factors | 1)).sum()
+
+
 def agreement_key(*parts: object) -> int:
     """A hash of the `repr` of `parts` below 2**62, equal in all processes, by which ranks compare `parts`."""
     digest = hashlib.sha256("\0".join(map(repr, parts)).encode()).digest()

@@ -17,9 +17,6 @@ from commhooks.compressors.base import Compressor
 from commhooks.compressors.cast import AllReduce, AllReduceCompressor
 from commhooks.compressors.dotted_path import why_not_called
 from commhooks.compressors.hook_config import HookConfig
-from commhooks.compressors.local_steps.compressor import LocalStepsCompressor
-from commhooks.compressors.local_steps.options import LocalSteps
-from commhooks.compressors.registry import compressor_of
 from commhooks.ddp_comm_hooks.default_hooks import bf16_compress_wrapper, fp16_compress_wrapper
 from commhooks.ddp_comm_hooks.powerSGD_hook import PowerSGDState
 from commhooks.engine.consensus import Binding
@@ -33,14 +30,17 @@ from commhooks.hook.announce import reason_first, say
 from commhooks.hook.arguments import arguments_in, explains_arguments
 from commhooks.hook.comm_hook import CommHook
 from commhooks.hook.engine_hook import EngineHook
-from commhooks.hook.local_steps.driver import LocalStepsDriver
-from commhooks.hook.local_steps.outer_steps import OuterSteps
+from commhooks.hook.local_steps import LocalStepsDriver
 from commhooks.hook.request import HookRequest
 from commhooks.hook.request_check import check_requests, describe_request
 from commhooks.hook.runner import Runner
 from commhooks.hook.sources import source_of
 from commhooks.hook.user_hook import UserHook
 from commhooks.hook.vocabulary import SAVE_RESIDUAL, check_choice
+from commhooks.local_steps.compressor import LocalStepsCompressor
+from commhooks.local_steps.fragments import OuterSteps
+from commhooks.local_steps.options import LocalSteps
+from commhooks.registry import compressor_of
 
 logger = logger_of(__name__)
 

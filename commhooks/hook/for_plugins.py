@@ -6,7 +6,6 @@ from commhooks.checkpoint.cut_off import cut_off
 from commhooks.compressors.dotted_path import import_path
 from commhooks.compressors.hook_config import HookConfig
 from commhooks.compressors.plain_values import checked
-from commhooks.compressors.registry import COMPRESSORS, OFF, means_no_hook
 from commhooks.gradients.loss_scale import LossScale, ScaleOf
 from commhooks.gradients.torch_private import compiled_from
 from commhooks.hook.announce import reason_first
@@ -18,3 +17,4 @@ from commhooks.hook.metrics import NAMES, PREFIX, Meter
 from commhooks.hook.request import HookRequest
 from commhooks.hook.supported import check_version
 from commhooks.hook.vocabulary import ARGUMENTS, check_arguments, check_choice, check_value
+from commhooks.registry import COMPRESSORS, OFF, means_no_hook

@@ -8,7 +8,6 @@ import torch
 from commhooks.compressors.adaptive import AdaptiveCompressor
 from commhooks.compressors.base import Compressor
 from commhooks.compressors.hook_config import HookConfig
-from commhooks.compressors.local_steps.compressor import LocalStepsCompressor
 from commhooks.compressors.unit_plan import ParameterInfo, UnitPlan
 from commhooks.engine.nodes import FLAT, Arrangement
 from commhooks.errors import HookConfigError
@@ -17,6 +16,7 @@ from commhooks.gradients.exclude import all_names
 from commhooks.gradients.names import ModelNames, ParameterNames
 from commhooks.hook.model_plan import ModelPlan
 from commhooks.hook.request import HookRequest
+from commhooks.local_steps.compressor import LocalStepsCompressor
 
 BucketNames = Sequence[Sequence[str]]
 

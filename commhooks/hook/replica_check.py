@@ -6,31 +6,11 @@ and one small collective every `every` steps.
 
 import torch
 
-from commhooks.comm.collective import agreement_key, gather_rows
+from commhooks.comm.collective import agreement_key, checksum, gather_rows
 from commhooks.comm.counters import Counters
 from commhooks.comm.shards import on_all_shards
 from commhooks.errors import HookRunError
 from commhooks.gradients.source import GradientSource
-
-_COLUMNS = 1021
-
-
-def weights_checksum(tensor: torch.Tensor) -> torch.Tensor:
-    """A checksum (0-dim int64 tensor on the same device) of the bits of `tensor` and their order.
-
-    Integer arithmetic modulo 2**64: exact, equal in all processes, and different if exactly one element differs.
-    """
-    if tensor.is_complex():
-        tensor = torch.view_as_real(tensor)
-    by_width = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-    bits = tensor.detach().contiguous().view(-1).view(by_width[tensor.element_size()])
-    whole = bits.numel() // _COLUMNS * _COLUMNS
-    columns = bits[:whole].view(-1, _COLUMNS).sum(0, dtype=torch.int64)
-    rest = bits[whole:]
-    columns[: rest.numel()] += rest
-    # Odd factors are invertible modulo 2**64, so that a difference in one column always changes the result.
-    factors = torch.arange(_COLUMNS, dtype=torch.int64, device=tensor.device) * 0x9E3779B97F4A7C2 + 1
-    return (columns * (factors | 1)).sum()
 
 
 class ReplicaCheck:
@@ -88,7 +68,7 @@ class ReplicaCheck:
         present = [rank for rank, row in enumerate(heads) if row[0]]
         subjects = ["the step of the hook", "the plan of what is compressed", "the names of the parameters"]
         _raise_where_different(step, subjects, {rank: heads[rank][1:] for rank in present})
-        own = torch.stack([weights_checksum(p).to(device) for p in parameters.values()])
+        own = torch.stack([checksum(p).to(device) for p in parameters.values()])
         rows = gather_rows(own, group, self._counters, what).tolist()
         subjects = [f"parameter {name}" for name in parameters]
         _raise_where_different(step, subjects, {rank: rows[rank] for rank in present})

@@ -15,7 +15,10 @@ from commhooks.compressors.cast import AllReduce
 from commhooks.compressors.dotted_path import import_path
 from commhooks.compressors.hook_config import HookConfig, from_options
 from commhooks.compressors.plain_values import plain
-from commhooks.compressors.registry import (
+from commhooks.ddp_comm_hooks import debugging_hooks, default_hooks, powerSGD_hook
+from commhooks.errors import HookConfigError, did_you_mean
+from commhooks.hook.vocabulary import ARGUMENTS, check_arguments
+from commhooks.registry import (
     COMPRESSORS,
     FACTORIES,
     OFF,
@@ -27,9 +30,6 @@ from commhooks.compressors.registry import (
     names_to_offer,
     register_compressor,
 )
-from commhooks.ddp_comm_hooks import debugging_hooks, default_hooks, powerSGD_hook
-from commhooks.errors import HookConfigError, did_you_mean
-from commhooks.hook.vocabulary import ARGUMENTS, check_arguments
 
 _DROP_INS: dict[Callable[..., Any], str] = {
     default_hooks.allreduce_hook: "allreduce",

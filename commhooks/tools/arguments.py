@@ -111,7 +111,7 @@ def _network(parser: argparse.ArgumentParser) -> None:
 
 def hook_names(**_: object) -> list[str]:
     """For the completion of `--hook`."""
-    from commhooks.compressors.registry import names_to_offer
+    from commhooks.registry import names_to_offer
 
     return names_to_offer()
 

@@ -4,7 +4,7 @@ import argparse
 
 from commhooks.comm.wire import WIRE_DTYPES
 from commhooks.compressors.hook_config import explained_options
-from commhooks.compressors.registry import COMPRESSORS, aliases, available_hooks
+from commhooks.registry import COMPRESSORS, aliases, available_hooks
 
 
 def run(arguments: argparse.Namespace) -> int:

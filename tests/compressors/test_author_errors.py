@@ -10,8 +10,7 @@ import torch
 import torch.distributed as dist
 
 import commhooks
-from commhooks import HookConfigError, HookRunError, PayloadError
-from commhooks.compressors import registry
+from commhooks import HookConfigError, HookRunError, PayloadError, registry
 from tests.support.ddp_steps import backward, mlp, process_group_of_one, wrap
 from tests.support.simulation import SimulatedRanks
 from tests.support.workers import RanksFailed

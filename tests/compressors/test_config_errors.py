@@ -12,8 +12,7 @@ from omegaconf import OmegaConf
 from torch import nn
 
 import commhooks
-from commhooks import AttachError, HookConfigError, HookRunError
-from commhooks.compressors import registry
+from commhooks import AttachError, HookConfigError, HookRunError, registry
 from commhooks.hook import request
 from tests.support.ddp_steps import backward, mlp, process_group_of_one, wrap
 

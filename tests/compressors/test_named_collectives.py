@@ -12,8 +12,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import commhooks
 from commhooks.comm import collective
-from commhooks.compressors.local_steps.options import passes_per_exchange
 from commhooks.hook.request import HookRequest
+from commhooks.local_steps.options import passes_per_exchange
 from tests.support.kernels import computing_with
 from tests.support.kinds import AUTO, KINDS, Kind
 

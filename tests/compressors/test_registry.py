@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import commhooks
-from commhooks.compressors import registry
+from commhooks import registry
 from commhooks.compressors.base import Exchange, State, StepInfo
 from commhooks.compressors.cast import Stateless
 

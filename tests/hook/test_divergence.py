@@ -9,7 +9,7 @@ from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
 
 import commhooks
-from commhooks.hook.replica_check import weights_checksum
+from commhooks.comm.collective import checksum
 from commhooks.hook.request import HookRequest
 from tests.support.ddp_steps import process_group_of_one
 from tests.support.training import Run, make_model
@@ -136,16 +136,16 @@ def test_parameters_unfrozen_after_the_wrap_drift_apart(run_ranks: Any) -> None:
     ids=lambda t: f"{t.dtype}{tuple(t.shape)}",
 )
 def test_a_fingerprint_sees_every_bit_and_the_order(tensor: torch.Tensor) -> None:
-    whole = weights_checksum(tensor)
-    assert whole == weights_checksum(tensor.clone())
+    whole = checksum(tensor)
+    assert whole == checksum(tensor.clone())
     for place in {0, tensor.numel() // 2, tensor.numel() - 1}:
         changed = tensor.clone().contiguous().view(-1)
         changed[place : place + 1].view(torch.uint8)[0] ^= 1
-        assert weights_checksum(changed.view(tensor.shape)) != whole
+        assert checksum(changed.view(tensor.shape)) != whole
     if tensor.numel() > 2 and tensor.dtype != torch.bool:
         swapped = tensor.clone().contiguous().view(-1)
         swapped[:2] = swapped[:2].flip(0)
-        assert weights_checksum(swapped.view(tensor.shape)) != whole
+        assert checksum(swapped.view(tensor.shape)) != whole
 
 
 def test_alone_there_is_nothing_to_compare() -> None:

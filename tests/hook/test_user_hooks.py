@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 import commhooks
-from commhooks.compressors import registry
+from commhooks import registry
 from tests.support.ddp_steps import (
     backward,
     errors_of_means,

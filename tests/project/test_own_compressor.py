@@ -15,8 +15,7 @@ from jsonargparse import ArgumentParser
 
 import commhooks
 from accelerate_commhooks import CommHookKwargs
-from commhooks import HookConfigError
-from commhooks.compressors import registry
+from commhooks import HookConfigError, registry
 from commhooks.tools.cli import main
 from lightning_commhooks import CommHookDDP
 from tests.support import warm

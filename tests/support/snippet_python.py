@@ -14,7 +14,7 @@ import clean_env
 import torch
 import torch.distributed as dist
 
-from commhooks.compressors import registry
+from commhooks import registry
 from tests.support import warm
 from tests.support.doc_snippets import WrongSnippet
 from tests.support.repository import REPOSITORY

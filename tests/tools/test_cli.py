@@ -12,7 +12,7 @@ import pytest
 
 import commhooks
 from commhooks.compressors.hook_config import explained_options
-from commhooks.compressors.registry import COMPRESSORS
+from commhooks.registry import COMPRESSORS
 from commhooks.tools import arguments
 from commhooks.tools.cli import main
 from tests.support import warm

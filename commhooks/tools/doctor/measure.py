@@ -13,9 +13,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from commhooks.comm.collective import gather_rows
 from commhooks.compressors.auto.options import ALLREDUCE, NOOP, Candidate
-from commhooks.compressors.registry import COMPRESSORS
 from commhooks.errors import AttachError, HookConfigError
 from commhooks.hook.attach import attach
+from commhooks.registry import COMPRESSORS
 from commhooks.tools.doctor.check import BatchFn, Gradients, gradients_of
 from commhooks.tools.doctor.copies import copy_of
 from commhooks.tools.measuring import seconds_of

@@ -18,8 +18,8 @@ from commhooks.compressors.adaptive import AdaptiveCompressor
 from commhooks.compressors.auto.options import ALLREDUCE, BF16, FP16, INT4, INT8, NOOP, Candidate, powersgd
 from commhooks.compressors.hook_config import from_options
 from commhooks.compressors.powersgd.options import PowerSGD
-from commhooks.compressors.registry import BUILT_IN, COMPRESSORS
 from commhooks.errors import DoctorError
+from commhooks.registry import BUILT_IN, COMPRESSORS
 from commhooks.tools.doctor.check import BatchFn, check_batch_fn, check_model
 from commhooks.tools.doctor.copies import keep_random_state
 from commhooks.tools.doctor.measure import Rounds

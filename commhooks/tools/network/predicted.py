@@ -15,11 +15,11 @@ import torch
 
 from commhooks.comm.collective import Op
 from commhooks.compressors.auto.options import ALLREDUCE, BF16, INT8, Candidate, powersgd
-from commhooks.compressors.local_steps.options import LocalSteps, passes_per_exchange
 from commhooks.compressors.unit_plan import ParameterInfo
 from commhooks.errors import HookConfigError
 from commhooks.hook.plan_model import whole_plan
 from commhooks.hook.request import HookRequest
+from commhooks.local_steps.options import LocalSteps, passes_per_exchange
 from commhooks.tools.network.link import Link
 
 PLAIN = dataclasses.replace(ALLREDUCE, label="plain DDP")

@@ -18,7 +18,7 @@ from commhooks.compressors.native import tables as kernel_tables
 from commhooks.compressors.quantized import native_blocks
 from commhooks.compressors.quantized.native_kernel import NativeKernel
 from commhooks.compressors.quantized.torch_kernel import TorchKernel
-from commhooks.compressors.registry import compressor_of
+from commhooks.registry import compressor_of
 from tests.support import simulation
 from tests.support.compilers import needs_compiler
 from tests.support.kernels import computing_with

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from commhooks import Int4Compress, Int8Compress
-from commhooks.compressors.registry import compressor_of
+from commhooks.registry import compressor_of
 from tests.support.compilers import needs_compiler
 from tests.support.kernels import computing_with
 from tests.support.models import masks, same_bits

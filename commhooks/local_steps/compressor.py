@@ -9,13 +9,13 @@ import torch
 
 from commhooks.compressors.base import RESIDUAL, Compressor, Exchange, State, StateField, StepInfo
 from commhooks.compressors.kernel import KernelHere
-from commhooks.compressors.local_steps.options import DiLoCo, LocalSGD, LocalSteps
-from commhooks.compressors.local_steps.outer_step import ANCHOR, MOMENTUM, Workspace, outer_step
 from commhooks.compressors.quantized.compressor import Int4Compressor, Int8Compressor
 from commhooks.compressors.unit_plan import MemoryPlan, ParameterInfo, UnitPlan
 from commhooks.errors import HookConfigError
 from commhooks.gradients.layout import BucketLayout
 from commhooks.gradients.precision import compute_dtype
+from commhooks.local_steps.options import DiLoCo, LocalSGD, LocalSteps
+from commhooks.local_steps.outer_step import ANCHOR, MOMENTUM, Workspace, outer_step
 
 AnyLocalSteps = TypeVar("AnyLocalSteps", bound=LocalSteps)
 _QUANTISED: dict[str, type[Compressor[Any]]] = {"int8": Int8Compressor, "int4": Int4Compressor}
@@ -39,7 +39,7 @@ class WeightPlan(UnitPlan):
 
 
 class LocalStepsCompressor(Compressor[AnyLocalSteps]):
-    """An outer step as the exchange of a buffer of weights. `hook/local_steps/driver.py` says when there is one."""
+    """An outer step as the exchange of a buffer of weights. `hook/local_steps.py` says when there is one."""
 
     wrappers = False
     computes_from_received = False

@@ -3,7 +3,7 @@
 import functools
 import threading
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,8 +14,6 @@ from commhooks.comm.collective import Pending, Send
 from commhooks.comm.point_to_point import PointToPoint
 from commhooks.comm.shards import good_on_all
 from commhooks.compressors.base import StepInfo
-from commhooks.compressors.local_steps.compressor import LocalStepsCompressor
-from commhooks.compressors.local_steps.outer_step import Workspace, norm_and_cosine
 from commhooks.compressors.unit_plan import ParameterInfo
 from commhooks.engine.backward_pass import RunningExchange
 from commhooks.engine.consensus import Binding
@@ -24,8 +22,12 @@ from commhooks.engine.session import ABANDONED_LIMIT_S
 from commhooks.engine.state import LearnedState
 from commhooks.engine.task import ExchangeTask
 from commhooks.gradients import precision
-from commhooks.gradients.layout import BucketLayout
-from commhooks.hook.local_steps import weights
+from commhooks.gradients.layout import BucketLayout, read_layout, to_logical, to_memory
+from commhooks.gradients.precision import compute_dtype
+from commhooks.local_steps.compressor import LocalStepsCompressor
+from commhooks.local_steps.outer_step import Workspace, norm_and_cosine
+
+BUFFER_BYTES = 64 * 2**20
 
 
 @dataclass(frozen=True)
@@ -68,7 +70,7 @@ class OuterSteps(Learning):
         config = compressor.config
         self.immediate = config.fragments == 1 and config.delay == 0
         self.discarded = 0
-        self._fragments = weights.divided(sizes, config.fragments)
+        self._fragments = divided(sizes, config.fragments)
         self._turns = turns(config.sync_every, config.fragments, config.delay)
         self._buffers: dict[int, list[Buffer]] = {}
         self._messages = PointToPoint()
@@ -97,7 +99,7 @@ class OuterSteps(Learning):
         return False
 
     def end_round(self) -> None:
-        """End the round early: let arrive what is on its way, then exchange all weights."""
+        """End the round early: let arrive what is on its way, then exchange all"""
         self._arrive()
         self._next = 0
         whole = self._fragment(0) if len(self._fragments) == 1 else self._made(self.consensus.binding.names.known())
@@ -156,7 +158,7 @@ class OuterSteps(Learning):
     def _made(self, parameters: Mapping[str, torch.Tensor]) -> "list[Buffer]":
         compressor, names = self.compressor, self.consensus.binding.names
         config, found = compressor.config, []
-        for layout in weights.layouts(parameters):
+        for layout in layouts(parameters):
             infos = [ParameterInfo.of(slot.name, slot.parameter, names, config, False) for slot in layout.slots]
             found.append(Buffer(layout, compressor.workspace(layout, compressor.plan(infos))))
         return found
@@ -171,11 +173,11 @@ class Buffer:
 
 
 class _Exchange:
-    """One outer step of some weights. It begins here."""
+    """One outer step of some  It begins here."""
 
     def __init__(self, steps: OuterSteps, buffers: Sequence[Buffer], *, later: bool) -> None:
         self.buffers = buffers
-        self._flats = [weights.packed(each.layout) for each in buffers]
+        self._flats = [packed(each.layout) for each in buffers]
         self._sent = [flat.clone() for flat in self._flats] if later else []
         self._device = self._flats[0].device if self._flats else torch.device("cpu")
         self._clocks = steps.counters.clocks
@@ -244,10 +246,78 @@ class _Exchange:
     def apply(self, *, discarded: bool) -> None:
         for place, (each, flat) in enumerate(zip(self.buffers, self._flats, strict=True)):
             if self._sent and not discarded:
-                flat.sub_(self._sent[place]).add_(weights.packed(each.layout))
-            weights.write_back(each.layout, flat)
+                flat.sub_(self._sent[place]).add_(packed(each.layout))
+            write_back(each.layout, flat)
 
 
 def _join(thread: threading.Thread, limit_s: float | None) -> None:
     if thread is not threading.current_thread():
         thread.join(limit_s)
+
+
+# ---- weights as flat tensors -----------------------------------------------------------------------------------------
+
+
+def layouts(parameters: Mapping[str, torch.Tensor]) -> list[BucketLayout]:
+    """Where each parameter lies in the buffers that hold all of them, last one first. A buffer is on one device and has
+    at most `BUFFER_BYTES`, or one parameter."""
+    found = []
+    for names in _groups({name: parameters[name] for name in reversed(list(parameters))}):
+        group = [parameters[name] for name in names]
+        size, dtype = sum(each.numel() for each in group), compute_dtype(group[0].dtype)
+        found.append(read_layout(torch.empty(size, dtype=dtype, device=group[0].device), group, names))
+    return found
+
+
+def packed(layout: BucketLayout) -> torch.Tensor:
+    """A buffer with a copy of the weights."""
+    flat = torch.empty(layout.numel, dtype=layout.dtype, device=layout.device)
+    for slot in layout.slots:
+        slot.of(flat).copy_(to_memory(slot.parameter.detach(), slot.parameter))
+    return flat
+
+
+def write_back(layout: BucketLayout, flat: torch.Tensor) -> None:
+    """Let the weights be what is in the buffer, rounded to their dtypes."""
+    for slot in layout.slots:
+        slot.parameter.detach().copy_(to_logical(slot.of(flat), slot.parameter))
+
+
+def divided(sizes: Mapping[str, int], parts: int) -> list[list[str]]:
+    """The names in so many parts of about the same size, in order. A part beside a large tensor may be empty.
+
+    Args:
+        sizes: of the whole parameters, so that ranks with other shards divide them alike.
+    """
+    total, before = sum(sizes.values()), 0
+    found: list[list[str]] = [[] for _ in range(parts)]
+    for name, size in sizes.items():
+        middle = before + size / 2
+        found[min(parts - 1, int(middle * parts / max(1, total)))].append(name)
+        before += size
+    return found
+
+
+def copied(parameters: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Copies of the weights by name, flat in memory order."""
+    return {n: to_memory(p.detach(), p).to(compute_dtype(p.dtype), copy=True) for n, p in parameters.items()}
+
+
+def set_weights(parameters: Mapping[str, torch.Tensor], values: Mapping[str, torch.Tensor]) -> None:
+    """Let the weights be `values`, by name and flat in memory order, rounded to their dtypes."""
+    for name, parameter in parameters.items():
+        if name in values:
+            parameter.detach().copy_(to_logical(values[name].to(parameter.device), parameter))
+
+
+def _groups(parameters: Mapping[str, torch.Tensor]) -> Iterator[Sequence[str]]:
+    """The names of parameters of one device and one dtype of computation, up to `BUFFER_BYTES` in a group but at least
+    one."""
+    groups: dict[tuple[torch.device, torch.dtype], list[list[str]]] = {}
+    for name, each in parameters.items():
+        dtype = compute_dtype(each.dtype)
+        mine = groups.setdefault((each.device, dtype), [[]])
+        if mine[-1] and sum(parameters[n].numel() for n in [*mine[-1], name]) * dtype.itemsize > BUFFER_BYTES:
+            mine.append([])
+        mine[-1].append(name)
+    return (group for each in groups.values() for group in each)

@@ -9,13 +9,13 @@ import torch.distributed as dist
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import commhooks
-from commhooks.hook.local_steps import weights
+from commhooks.local_steps import fragments
 from tests.support.training import Run, batch, flat, plain
 
 SEVERAL = 1000  # bytes in a bucket of weights, so that there are several
 
 
-@mock.patch.object(weights, "BUFFER_BYTES", SEVERAL)
+@mock.patch.object(fragments, "BUFFER_BYTES", SEVERAL)
 def _with_saves(config: commhooks.HookConfig, steps: int, saves: list[int], how: dict[str, Any]) -> Any:
     """Weights at the end of a run that saves after these steps, and of one that also resumes there each time."""
     whole = Run.new(hook=config)

@@ -21,9 +21,9 @@ import torch
 from commhooks.comm.collective import Send
 from commhooks.comm.wire import all_finite
 from commhooks.compressors.base import Compressor, Exchange, State, StateField, StepInfo, Verdict, judged
-from commhooks.compressors.local_steps.options import LocalSteps
 from commhooks.gradients.layout import BucketLayout
 from commhooks.gradients.loss_scale import chosen
+from commhooks.local_steps.options import LocalSteps
 
 ANCHOR = StateField("anchor")
 """A: the weights on which all ranks have agreed last."""

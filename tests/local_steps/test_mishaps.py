@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.optim import ZeroRedundancyOptimizer
 
 import commhooks
-from commhooks.hook.local_steps.outer_steps import OuterSteps
+from commhooks.local_steps.fragments import OuterSteps
 from tests.support import warm
 from tests.support.ddp_steps import log_lines
 from tests.support.training import Run, batch
@@ -157,13 +157,13 @@ def test_another_hook_may_end_within_an_outer_step(run_ranks):
 
 ENDS_EARLY = """
 import time, torch, torch.distributed as dist, commhooks
-from commhooks.hook.local_steps import outer_steps
+from commhooks.local_steps import fragments
 
 def slow(exchange):
     time.sleep(0.3)
     print("arrived", flush=True)
 
-outer_steps._Exchange._exchange = slow
+fragments._Exchange._exchange = slow
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 1))
 hook = commhooks.attach(model, commhooks.DiLoCo(sync_every=2, delay=1))

@@ -3,7 +3,7 @@ ranks come together.
 
 A round is `sync_every` backward passes, of which those of one step with a closure count once. An outer step comes at
 the first event after the optimizer's step that follows the last of them, or the pass at which it is the turn of a part
-of the weights (`outer_steps.py`): when the optimizers have stepped all parameters; else before the next forward pass;
+of the weights (`fragments.py`): when the optimizers have stepped all parameters; else before the next forward pass;
 else, for models whose own forward is not called, at the end of the next backward pass. It also comes before anything
 that looks at the model as a whole: a joint save, and `CommHook.synchronize`.
 """
@@ -24,7 +24,6 @@ from commhooks.comm.nodes import Nodes
 from commhooks.comm.shards import good_on_all
 from commhooks.comm.wire import all_finite
 from commhooks.compressors.cast import AllReduce, AllReduceCompressor
-from commhooks.compressors.local_steps.outer_step import ANCHOR
 from commhooks.engine.immediate import reduce_and_time
 from commhooks.engine.nodes import EqualInNodes
 from commhooks.errors import HookRunError
@@ -36,13 +35,13 @@ from commhooks.gradients.precision import compute_dtype
 from commhooks.gradients.source import Future, GradientSource
 from commhooks.gradients.torch_private import run_after_backward, sparse_values
 from commhooks.hook.engine_hook import EngineHook
-from commhooks.hook.local_steps.common_state import CommonState
-from commhooks.hook.local_steps.optimizers import OptimizerSteps
-from commhooks.hook.local_steps.outer_steps import OuterSteps
-from commhooks.hook.local_steps.round_warnings import RoundWarnings
-from commhooks.hook.local_steps.weights import copied, set_weights
 from commhooks.hook.request import HookRequest
 from commhooks.hook.unused import Use
+from commhooks.local_steps.common_state import CommonState
+from commhooks.local_steps.fragments import OuterSteps, copied, set_weights
+from commhooks.local_steps.optimizers import OptimizerSteps
+from commhooks.local_steps.outer_step import ANCHOR
+from commhooks.local_steps.round_warnings import RoundWarnings
 
 
 class LocalStepsDriver(EngineHook):

@@ -123,7 +123,7 @@ def _loads_while_a_part_is_on_its_way() -> tuple[int, int, int]:
     if dist.get_rank() == 1:
         time.sleep(1.0)
     run.train(1)
-    with mock.patch("commhooks.hook.local_steps.outer_steps.ABANDONED_LIMIT_S", 0.1):
+    with mock.patch("commhooks.local_steps.fragments.ABANDONED_LIMIT_S", 0.1):
         run.load(saved)
     at_load = run.hook.stats()["step"]
     time.sleep(1.0 if dist.get_rank() == 0 else 0.0)

@@ -1,4 +1,4 @@
-"""What `diloco` and `local_sgd` compute and send. Their rounds: test_local_rounds.py; saving: test_local_saving.py."""
+"""What `diloco` and `local_sgd` compute and send. Their rounds: test_rounds.py; saving: test_saving.py."""
 
 import copy
 import itertools
@@ -13,9 +13,9 @@ from torch.distributed.algorithms.model_averaging.averagers import PeriodicModel
 from torch.nn.parallel import DistributedDataParallel
 
 import commhooks
-from commhooks.compressors.local_steps import outer_step
-from commhooks.compressors.local_steps.reference import ReferenceDiLoCo
-from commhooks.hook.local_steps import weights
+from commhooks.local_steps import fragments, outer_step
+from commhooks.local_steps.fragments import divided
+from commhooks.local_steps.reference import ReferenceDiLoCo
 from tests.support.inside import session_of
 from tests.support.training import Run, batch, flat, make_model
 
@@ -65,7 +65,7 @@ def test_local_sgd_is_that_of_torch(run_ranks, world_size, every, start):
         assert (ours - torchs).abs().max() < 1e-6
 
 
-@mock.patch.object(weights, "BUFFER_BYTES", SEVERAL)
+@mock.patch.object(fragments, "BUFFER_BYTES", SEVERAL)
 def _with_reference(every: int, rounds: int, **options: Any) -> tuple[torch.Tensor, torch.Tensor, int]:
     run = Run.new(hook=commhooks.DiLoCo(sync_every=every, **options))
     reference = ReferenceDiLoCo(run.weights(), options["outer_lr"], options["outer_momentum"])
@@ -101,7 +101,7 @@ def _streaming_reference(run: Run, every: int, fragments: int, delay: int, steps
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     parameters = list(model.parameters())
     sizes = {str(place): p.numel() for place, p in enumerate(parameters)}
-    parts = [[parameters[int(name)] for name in part] for part in weights.divided(sizes, fragments) if part]
+    parts = [[parameters[int(name)] for name in part] for part in divided(sizes, fragments) if part]
     references = [ReferenceDiLoCo(flat(part), 0.7, 0.5) for part in parts]
     assert len(references) == fragments
     sent: dict[int, torch.Tensor] = {}
@@ -136,7 +136,7 @@ def _streaming_reference(run: Run, every: int, fragments: int, delay: int, steps
     return [own, flat(model.parameters())]
 
 
-@mock.patch.object(weights, "BUFFER_BYTES", SEVERAL)
+@mock.patch.object(fragments, "BUFFER_BYTES", SEVERAL)
 def _streaming(every: int, fragments: int, delay: int, steps: int) -> Any:
     options = {"outer_lr": 0.7, "outer_momentum": 0.5, "fragments": fragments, "delay": delay}
     run = Run.new(hook=commhooks.DiLoCo(sync_every=every, wire="float32", **options))
@@ -230,7 +230,7 @@ def test_the_plan_knows_what_is_kept(run_ranks, config):
 
 
 @mock.patch.object(outer_step, "SAMPLED_EVERY", 1)
-@mock.patch.object(weights, "BUFFER_BYTES", SEVERAL)
+@mock.patch.object(fragments, "BUFFER_BYTES", SEVERAL)
 def _measured() -> Any:
     run = _sgd(Run.new(hook=commhooks.DiLoCo(sync_every=2, wire="float32")))
     anchors, found = [run.weights()], []

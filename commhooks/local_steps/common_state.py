@@ -11,16 +11,16 @@ from typing import Any
 import torch
 
 from commhooks.comm import collective
-from commhooks.comm.collective import Send, agreement_key, broadcast_first, gather_rows, gather_texts
+from commhooks.comm.collective import Send, agreement_key, broadcast_first, checksum, gather_rows, gather_texts
 from commhooks.comm.counters import Counters
 from commhooks.errors import logger_of
 from commhooks.gradients.exclude import own_name
 from commhooks.gradients.loss_scale import LossScale, scaler_of
 from commhooks.gradients.source import GradientSource
-from commhooks.hook.local_steps import state_tree, weights
-from commhooks.hook.local_steps.optimizers import OptimizerSteps
-from commhooks.hook.local_steps.state_tree import CannotBeMade, Tree
-from commhooks.hook.replica_check import weights_checksum
+from commhooks.local_steps import state_tree
+from commhooks.local_steps.fragments import layouts, packed, write_back
+from commhooks.local_steps.optimizers import OptimizerSteps
+from commhooks.local_steps.state_tree import CannotBeMade, Tree
 
 logger = logger_of(__name__)
 
@@ -181,7 +181,7 @@ class CommonState:
             by_device.setdefault(each.device, []).append(place)
         sums = [0] * len(tensors)
         for places in by_device.values():
-            read = torch.stack([weights_checksum(tensors[place]) for place in places]).tolist()
+            read = torch.stack([checksum(tensors[place]) for place in places]).tolist()
             for place, value in zip(places, read, strict=True):
                 sums[place] = value
         return sums
@@ -236,9 +236,9 @@ class CommonState:
             )
         self._source.before_weights_change()
         group = self._source.group
-        for layout in weights.layouts(parameters):
-            send = Send(weights.packed(layout).div_(group.size()), what="the weights to begin from", last=True)
-            weights.write_back(layout, collective.start(send, group, self._counters, "").wait())
+        for layout in layouts(parameters):
+            send = Send(packed(layout).div_(group.size()), what="the weights to begin from", last=True)
+            write_back(layout, collective.start(send, group, self._counters, "").wait())
 
 
 def _parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:

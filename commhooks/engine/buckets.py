@@ -50,14 +50,6 @@ class KnownBucket:
         self.compressed |= {plan.key for plan in self.plans if plan.compressed}
         self.numel_sent = sum(plan.numel_sent for plan in self.plans)
 
-    def exchange(
-        self, compressor: Compressor[Any], flat: torch.Tensor, state: LearnedState, step: StepInfo, *, compressing: bool
-    ) -> Exchange:
-        """The exchange of a bucket of this layout. `compressing`: whether compression has begun."""
-        if compressing and self.reduce is not None:
-            return self.reduce(flat, self.work, state, step)
-        return compressor.average(flat, step.world_size)
-
 
 class KnownBuckets:
     """The known bucket layouts; derived from the buckets and the options, never saved.

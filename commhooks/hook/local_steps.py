@@ -24,7 +24,7 @@ from commhooks.comm.nodes import Nodes
 from commhooks.comm.shards import good_on_all
 from commhooks.comm.wire import all_finite
 from commhooks.compressors.cast import AllReduce, AllReduceCompressor
-from commhooks.engine.immediate import reduce_and_time
+from commhooks.engine.immediate import reduce_immediately
 from commhooks.engine.nodes import EqualInNodes
 from commhooks.errors import HookRunError
 from commhooks.gradients.bucket import Bucket
@@ -104,9 +104,9 @@ class LocalStepsDriver(EngineHook):
         if self._scaled and not self._averages and self._outer.due(self._in_round + 1):
             self._finite.append(all_finite(sparse_values(flat) if flat.is_sparse else flat))
         if self._averages:
-            future = reduce_and_time(self._exact, bucket, group, self.counters)
+            future = reduce_immediately(self._exact, bucket, group, self.counters)
         elif self._nodes is not None:
-            future = reduce_and_time(self._exact, bucket, self._nodes.node, self.counters, over="node")
+            future = reduce_immediately(self._exact, bucket, self._nodes.node, self.counters, over="node")
         else:
             future = new_future(flat.device)
             future.set_result(flat)

@@ -184,7 +184,7 @@ class _Exchange:
         self._finite = torch.ones((), dtype=torch.bool, device=self._device)
         self._error: BaseException | None = None
         self._thread: threading.Thread | None = None
-        group = steps.consensus.group("all", steps.consensus.binding.group())
+        group = steps.consensus.arrangement.groups.get("all", steps.consensus.binding.group)()
         info = StepInfo(steps.state.step, group.size(), rank=group.rank())
         issue = functools.partial(steps.issue, group)
         self._running = [

@@ -27,7 +27,7 @@ from commhooks.hook.for_plugins import (
     OFF,
     HookRequest,
     check_arguments,
-    checked,
+    converted,
     import_path,
     means_no_hook,
 )
@@ -213,4 +213,4 @@ def _typed(source: str, values: Any) -> dict[str, Any]:
         raise HookConfigError(f"{source}: hook is missing; expected its name, e.g. 'powerSGD'")
     if means_no_hook(values["hook"]):
         values = values | {"hook": OFF}
-    return {name: checked(f"{source}: {name}", value, TYPES[name], text=True) for name, value in values.items()}
+    return {name: converted(f"{source}: {name}", value, TYPES[name]) for name, value in values.items()}

@@ -12,7 +12,7 @@ import os
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
-from commhooks.hook.supported import needed
+from commhooks.errors import needed
 
 with needed(
     "accelerate",

@@ -14,7 +14,6 @@ from commhooks.compressors.base import (
 )
 from commhooks.compressors.cast import AllReduce, BF16Compress, FP16Compress
 from commhooks.compressors.error_feedback import keep_residual, with_residual
-from commhooks.compressors.hook_config import HookConfig
 from commhooks.compressors.noop import Noop
 from commhooks.compressors.powersgd.options import BatchedPowerSGD, PowerSGD
 from commhooks.compressors.quantized.options import Int4Compress, Int8Compress
@@ -34,6 +33,7 @@ from commhooks.hook.attach import attach
 from commhooks.hook.comm_hook import CommHook
 from commhooks.hook.quantized_all_reduce import quantized_all_reduce
 from commhooks.local_steps.options import DiLoCo, LocalSGD
+from commhooks.options import HookConfig
 from commhooks.registry import available_hooks, register_compressor, register_hook
 from commhooks.tools.doctor.run import doctor
 

@@ -5,7 +5,7 @@ model, optimizer = fabric.setup(model, optimizer)
 fabric.save("state.ckpt", {"model": model, "optimizer": optimizer})   # with the state of the model's hook
 """
 
-from commhooks.hook.supported import needed
+from commhooks.errors import needed
 from lightning_commhooks.fabric_strategy import HookedFabricDDP
 
 with needed(

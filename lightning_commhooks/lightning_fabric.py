@@ -1,6 +1,6 @@
 """`CommHookDDP` for Fabric from the package `lightning_fabric`, which comes with `pytorch_lightning`. See fabric.py."""
 
-from commhooks.hook.supported import needed
+from commhooks.errors import needed
 from lightning_commhooks.fabric_strategy import HookedFabricDDP
 
 with needed(

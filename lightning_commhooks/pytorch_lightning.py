@@ -1,6 +1,6 @@
 """The strategies and callbacks for the Trainer of `pytorch_lightning`."""
 
-from commhooks.hook.supported import needed
+from commhooks.errors import needed
 from lightning_commhooks.checkpoint import HookCheckpoint
 from lightning_commhooks.fsdp2 import HookedFSDP2
 from lightning_commhooks.hooked_strategy import hook_stats

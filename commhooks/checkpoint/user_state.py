@@ -7,7 +7,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from commhooks.checkpoint.checks import COUNTERS, REPLICAS_EQUAL, VERSION, check_world_size, damaged
+from commhooks.checkpoint.payload import COUNTERS, REPLICAS_EQUAL, VERSION, check_world_size, damaged
 from commhooks.comm.counters import Counters
 from commhooks.errors import CommHookError, PayloadError, logger_of, shown
 

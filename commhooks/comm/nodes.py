@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
-from commhooks.comm.collective import gather_texts
+from commhooks.comm.collectives import gather_texts
 from commhooks.comm.groups import new_group
 from commhooks.errors import AttachError, logger_of
 from commhooks.gradients.source import held_weakly

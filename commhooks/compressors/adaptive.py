@@ -13,13 +13,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from commhooks.comm.collective import gather_rows
+from commhooks.comm.collectives import gather_rows
 from commhooks.comm.counters import Counters
 from commhooks.compressors.base import Compressor
-from commhooks.compressors.hook_config import ConfigT
 from commhooks.compressors.unit_plan import ParameterInfo, UnitPlan
 from commhooks.gradients.layout import BucketLayout
 from commhooks.gradients.names import ParameterNames
+from commhooks.options import ConfigT
 
 
 @dataclass(frozen=True)

@@ -14,9 +14,8 @@ from typing import Any, ClassVar, Generic, Protocol
 
 import torch
 
-from commhooks.comm.collective import Op, Send
+from commhooks.comm.collectives import Op, Send
 from commhooks.comm.wire import all_finite, wire_dtype_of
-from commhooks.compressors.hook_config import ConfigT
 from commhooks.compressors.kernel import TORCH, Kernel, KernelHere
 from commhooks.compressors.state_field import RESIDUAL, StateField
 from commhooks.compressors.unit_plan import MemoryPlan, ParameterInfo, UnitPlan, real_itemsize
@@ -24,6 +23,7 @@ from commhooks.errors import HookConfigError
 from commhooks.gradients.layout import BucketLayout
 from commhooks.gradients.loss_scale import LossScale
 from commhooks.gradients.torch_private import sparse_values
+from commhooks.options import ConfigT
 
 __all__ = ["RESIDUAL", "Compressor", "Exchange", "Send", "State", "StateField", "StepInfo", "Verdict", "judged"]
 

@@ -9,8 +9,8 @@ import torch
 
 from commhooks.comm.wire import WIRE_DTYPES
 from commhooks.compressors.base import Compressor, Exchange, Send, State, StepInfo
-from commhooks.compressors.hook_config import ConfigT, HookConfig
 from commhooks.compressors.unit_plan import MemoryPlan, ParameterInfo, UnitPlan
+from commhooks.options import ConfigT, HookConfig
 
 
 @dataclass(frozen=True, kw_only=True)

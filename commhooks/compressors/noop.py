@@ -7,7 +7,7 @@ import torch
 
 from commhooks.compressors.base import Exchange, State, StepInfo
 from commhooks.compressors.cast import Stateless
-from commhooks.compressors.hook_config import HookConfig
+from commhooks.options import HookConfig
 
 
 @dataclass(frozen=True, kw_only=True)

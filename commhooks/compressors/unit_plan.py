@@ -5,8 +5,8 @@ from typing import Any, ClassVar, TypeVar
 
 import torch
 
-from commhooks.compressors.hook_config import HookConfig
 from commhooks.gradients.names import ParameterNames
+from commhooks.options import HookConfig
 
 AnyPlan = TypeVar("AnyPlan", bound="UnitPlan")
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import torch
 import torch.distributed as dist
 
-from commhooks.comm.collective import Pending, Send, new_future
+from commhooks.comm.collectives import Pending, Send, new_future
 from commhooks.compressors.base import StepInfo, Verdict
 from commhooks.engine.consensus import SendComparison
 from commhooks.engine.task import Done, ExchangeTask

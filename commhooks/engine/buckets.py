@@ -12,8 +12,7 @@ from commhooks.compressors.unit_plan import ParameterInfo, UnitPlan
 from commhooks.engine.nodes import Arrangement
 from commhooks.engine.state import LearnedState
 from commhooks.errors import HookRunError, logger_of
-from commhooks.gradients.bucket import Bucket
-from commhooks.gradients.layout import BucketLayout, read_layout
+from commhooks.gradients.layout import Bucket, BucketLayout, read_layout
 from commhooks.gradients.names import ParameterNames
 
 logger = logger_of(__name__)

@@ -13,9 +13,9 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from commhooks.comm.collective import Send, agreement_key, gather_rows, gather_texts
+from commhooks.comm.collectives import Send, agreement_key, gather_rows, gather_texts, on_all_shards
 from commhooks.comm.counters import Counters
-from commhooks.comm.shards import is_logging_rank, on_all_shards
+from commhooks.comm.groups import is_logging_rank
 from commhooks.compressors.adaptive import AdaptiveCompressor, Ranks
 from commhooks.compressors.base import Compressor
 from commhooks.engine.buckets import KnownBuckets
@@ -24,7 +24,7 @@ from commhooks.engine.nodes import FLAT, Arrangement
 from commhooks.engine.state import HeldState
 from commhooks.engine.streams import keep_for_current_stream
 from commhooks.errors import HookRunError, logger_of
-from commhooks.gradients.bucket import Bucket
+from commhooks.gradients.layout import Bucket
 from commhooks.gradients.loss_scale import LossScale
 from commhooks.gradients.names import ParameterNames
 

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from commhooks.comm import collective
-from commhooks.comm.collective import Reach, Send, new_future
+from commhooks.comm import collectives
+from commhooks.comm.collectives import Reach, Send, new_future
 from commhooks.comm.counters import Counters
 from commhooks.compressors.base import Compressor, StepInfo
 from commhooks.engine.consensus import SendComparison
@@ -20,7 +20,7 @@ from commhooks.engine.streams import keep_for_current_stream
 from commhooks.engine.task import NO_STATE, Done, ExchangeTask
 from commhooks.errors import HookRunError
 from commhooks.gradients import precision
-from commhooks.gradients.bucket import Bucket
+from commhooks.gradients.layout import Bucket
 from commhooks.gradients.source import held_weakly
 
 Future = torch.futures.Future[torch.Tensor]
@@ -72,7 +72,7 @@ def reduce_immediately(
                 f"the exchange of {name}: put last=True on its only Send; a compressor that is not transactional sends "
                 "once"
             )
-        pending = collective.start(step, group, counters, "" if counters is None else f"bucket {bucket.index}")
+        pending = collectives.start(step, group, counters, "" if counters is None else f"bucket {bucket.index}")
         if step.meanwhile is not None:
             step.meanwhile()
     answered = None if counters is None else counters.clocks.left_to_ddp(flat.device)
@@ -109,7 +109,7 @@ def _error_of(what: str, group: Callable[[], dist.ProcessGroup], error: RuntimeE
     def look() -> None:
         try:
             alive = group()
-            found.put(collective.collective_error(what, alive, error))
+            found.put(collectives.collective_error(what, alive, error))
             time.sleep(MOMENT_S)
         except BaseException as other:
             found.put(other)

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from commhooks.comm.collective import agreement_key, gather_texts
+from commhooks.comm.collectives import agreement_key, gather_texts
 from commhooks.compressors.base import Compressor
 from commhooks.compressors.kernel import TORCH, Kernel
 from commhooks.errors import CommHookError, HookConfigError

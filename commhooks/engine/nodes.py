@@ -24,7 +24,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from commhooks.comm.collective import Reach, Send, gather_rows, start
+from commhooks.comm.collectives import Reach, Send, gather_rows, start
 from commhooks.comm.nodes import Nodes
 from commhooks.comm.wire import divide, join
 from commhooks.compressors.base import Compressor, Exchange, StepInfo, Verdict

@@ -13,12 +13,9 @@ from typing import Any
 
 import torch
 
-from commhooks.comm import collective
-from commhooks.comm.clocks import Mark, mark, seconds_between
-from commhooks.comm.collective import Pending, Send, wait_for_abandoned
-from commhooks.comm.counters import Counters
-from commhooks.comm.point_to_point import PointToPoint
-from commhooks.comm.shards import good_on_all
+from commhooks.comm import collectives
+from commhooks.comm.collectives import Pending, PointToPoint, Send, good_on_all, wait_for_abandoned
+from commhooks.comm.counters import Counters, Mark, mark, seconds_between
 from commhooks.compressors.adaptive import AdaptiveCompressor, ObservedPass
 from commhooks.compressors.base import Compressor, StepInfo
 from commhooks.engine.backward_pass import BackwardPass, Issue, RunningExchange
@@ -31,7 +28,7 @@ from commhooks.engine.streams import computing_on, wait_for_codec
 from commhooks.engine.task import ExchangeTask
 from commhooks.errors import logger_of
 from commhooks.gradients import precision
-from commhooks.gradients.bucket import Bucket
+from commhooks.gradients.layout import Bucket
 from commhooks.gradients.loss_scale import chosen, read_scale
 
 logger = logger_of(__name__)
@@ -153,7 +150,7 @@ class Session(Learning):
     def _send(self, current: BackwardPass, bucket: int, send: Send) -> Pending:
         where = f"bucket {bucket} at step {current.step_label}"
         group = current.group if send.over == "all" else self.consensus.arrangement.groups[send.over]()
-        return collective.start(send, group, self.counters, where, self._messages)
+        return collectives.start(send, group, self.counters, where, self._messages)
 
     def _drain(self, current: BackwardPass) -> None:
         """End a pass: run all remaining rounds, then commit."""

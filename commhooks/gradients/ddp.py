@@ -13,10 +13,9 @@ from torch.utils.hooks import RemovableHandle
 
 from commhooks.errors import AttachError, HookRunError
 from commhooks.gradients import precision
-from commhooks.gradients.bucket import Bucket
-from commhooks.gradients.exclude import all_names, own_name
-from commhooks.gradients.names import ModelNames
-from commhooks.gradients.source import GradientSource, Reducer, described_parameter
+from commhooks.gradients.layout import Bucket
+from commhooks.gradients.names import ModelNames, all_names, own_name
+from commhooks.gradients.source import GradientSource, Reducer, described_parameter, sparse_parameters
 from commhooks.gradients.torch_private import (
     current_task,
     has_optimizer_in_backward,
@@ -231,15 +230,6 @@ def checked_bucket(grad_bucket: object) -> dist.GradBucket:
             "that the hook runs outside of the graphs; or train without a hook"
         )
     return grad_bucket
-
-
-def sparse_parameters(module: torch.nn.Module) -> set[int]:
-    """ids of the parameters whose gradients will be sparse."""
-    return {
-        id(each.weight)
-        for each in module.modules()
-        if isinstance(each, (torch.nn.Embedding, torch.nn.EmbeddingBag)) and each.sparse
-    }
 
 
 def _check_free(ddp_model: DistributedDataParallel) -> None:

@@ -9,38 +9,33 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 
-from commhooks.comm.groups import new_group
-from commhooks.comm.hook_result import checked_future
+from commhooks.comm.groups import is_logging_rank, new_group
 from commhooks.comm.nodes import RanksPerNode
-from commhooks.comm.shards import is_logging_rank
 from commhooks.compressors.base import Compressor
 from commhooks.compressors.cast import AllReduce, AllReduceCompressor
-from commhooks.compressors.dotted_path import why_not_called
-from commhooks.compressors.hook_config import HookConfig
-from commhooks.ddp_comm_hooks.default_hooks import bf16_compress_wrapper, fp16_compress_wrapper
+from commhooks.ddp_comm_hooks.default_hooks import bf16_compress_wrapper, checked_future, fp16_compress_wrapper
 from commhooks.ddp_comm_hooks.powerSGD_hook import PowerSGDState
 from commhooks.engine.consensus import Binding
 from commhooks.engine.session import Session
 from commhooks.engine.state import LearnedState
-from commhooks.errors import AttachError, HookConfigError, logger_of
-from commhooks.gradients.bucket import Bucket
-from commhooks.gradients.exclude import warn_if_unmatched
+from commhooks.errors import AttachError, HookConfigError, logger_of, reason_first
+from commhooks.gradients.layout import Bucket
+from commhooks.gradients.names import warn_if_unmatched
 from commhooks.gradients.source import GradientSource, held_weakly
-from commhooks.hook.announce import reason_first, say
-from commhooks.hook.arguments import arguments_in, explains_arguments
+from commhooks.hook.announce import say
 from commhooks.hook.comm_hook import CommHook
 from commhooks.hook.engine_hook import EngineHook
 from commhooks.hook.local_steps import LocalStepsDriver
-from commhooks.hook.request import HookRequest
 from commhooks.hook.request_check import check_requests, describe_request
 from commhooks.hook.runner import Runner
 from commhooks.hook.sources import source_of
 from commhooks.hook.user_hook import UserHook
-from commhooks.hook.vocabulary import SAVE_RESIDUAL, check_choice
 from commhooks.local_steps.compressor import LocalStepsCompressor
 from commhooks.local_steps.fragments import OuterSteps
 from commhooks.local_steps.options import LocalSteps
+from commhooks.options import HookConfig
 from commhooks.registry import compressor_of
+from commhooks.request import SAVE_RESIDUAL, HookRequest, arguments_in, check_choice, explains_arguments, why_not_called
 
 logger = logger_of(__name__)
 
@@ -121,7 +116,6 @@ def attach(
     return attach_request(
         ddp_model,
         request,
-        total_steps=total_steps,
         process_group=process_group,
         replicate_group=replicate_group,
         loss_scale=loss_scale,
@@ -139,13 +133,18 @@ def attach_request(
     loss_scale: Callable[[], float | torch.Tensor] | None = None,
     on_unused: Callable[[str], None] | None = None,
 ) -> CommHook:
-    """`attach` for a request that was checked before; see `attach`. `on_unused`: called on the rank that logs, with the
-    warning that a training has not used the hook."""
+    """`attach` for a request that was checked before; see `attach`.
+
+    Args:
+        total_steps: None: those of the request.
+        on_unused: called on the rank that logs, with the warning that a training has not used the hook.
+    """
     if loss_scale is not None and not callable(loss_scale):
         raise HookConfigError(
             f"loss_scale={loss_scale!r}; expected a function that returns the factor of this step, for example "
             "scaler.get_scale, or None"
         )
+    total_steps = request.total_steps if total_steps is None else total_steps
     unwrapped = isinstance(request.config, LocalSteps)
     source = source_of(model, process_group, replicate_group, unwrapped=unwrapped)
     _check_arrangement(request, source)

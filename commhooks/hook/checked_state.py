@@ -3,13 +3,13 @@
 import contextlib
 from collections.abc import Callable, Iterator
 
-from commhooks.checkpoint.checks import REPLICAS_EQUAL, check_header
 from commhooks.checkpoint.distributed import from_distributed, is_distributed
+from commhooks.checkpoint.payload import REPLICAS_EQUAL, check_header
 from commhooks.errors import PayloadError, logger_of, shown
 from commhooks.gradients.source import GradientSource
 from commhooks.hook.announce import say
-from commhooks.hook.request import HookRequest
 from commhooks.hook.runner import Runner
+from commhooks.request import HookRequest
 
 logger = logger_of(__name__)
 

@@ -7,16 +7,14 @@ from collections.abc import Callable
 from typing import Any, NoReturn
 
 from commhooks.checkpoint.distributed import to_distributed
-from commhooks.comm.clocks import has_clock
-from commhooks.errors import HookConfigError, HookRunError, logger_of
+from commhooks.comm.counters import has_clock
+from commhooks.errors import HookConfigError, HookRunError, logger_of, reason_first
 from commhooks.gradients.source import GradientSource
-from commhooks.hook.announce import reason_first
 from commhooks.hook.checked_state import checked_state
 from commhooks.hook.model_plan import ModelPlan
 from commhooks.hook.norms import measure
-from commhooks.hook.request import HookRequest
 from commhooks.hook.runner import Runner
-from commhooks.hook.vocabulary import SAVE_RESIDUAL
+from commhooks.request import SAVE_RESIDUAL, HookRequest
 
 logger = logger_of(__name__)
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from commhooks.checkpoint.learned_state import SavedLearnedState
+from commhooks.checkpoint.state import SavedLearnedState
 from commhooks.checkpoint.user_state import SavedUserState
 from commhooks.comm.nodes import Nodes, find_nodes
 from commhooks.compressors.adaptive import AdaptiveCompressor
@@ -24,14 +24,14 @@ from commhooks.engine.nodes import Arrangement, Hierarchy
 from commhooks.engine.session import Session
 from commhooks.errors import HookConfigError
 from commhooks.gradients import precision
-from commhooks.gradients.bucket import Bucket
+from commhooks.gradients.layout import Bucket
 from commhooks.gradients.names import ParameterNames
 from commhooks.gradients.source import Future, GradientSource
 from commhooks.hook.model_plan import ModelPlan
 from commhooks.hook.plan_model import parameter_infos, whole_plan
-from commhooks.hook.request import HookRequest
 from commhooks.hook.runner import Runner
 from commhooks.hook.unused import Use
+from commhooks.request import HookRequest
 
 
 class EngineHook(Runner):

@@ -7,16 +7,15 @@ import torch
 
 from commhooks.compressors.adaptive import AdaptiveCompressor
 from commhooks.compressors.base import Compressor
-from commhooks.compressors.hook_config import HookConfig
 from commhooks.compressors.unit_plan import ParameterInfo, UnitPlan
 from commhooks.engine.nodes import FLAT, Arrangement
 from commhooks.errors import HookConfigError
-from commhooks.gradients.ddp import sparse_parameters
-from commhooks.gradients.exclude import all_names
-from commhooks.gradients.names import ModelNames, ParameterNames
+from commhooks.gradients.names import ModelNames, ParameterNames, all_names
+from commhooks.gradients.source import sparse_parameters
 from commhooks.hook.model_plan import ModelPlan
-from commhooks.hook.request import HookRequest
 from commhooks.local_steps.compressor import LocalStepsCompressor
+from commhooks.options import HookConfig
+from commhooks.request import HookRequest
 
 BucketNames = Sequence[Sequence[str]]
 

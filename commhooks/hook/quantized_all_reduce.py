@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from commhooks.comm.collective import Send, resolve_group, start
+from commhooks.comm.collectives import Send, resolve_group, start
 from commhooks.compressors.base import Exchange, StepInfo, Verdict
 from commhooks.compressors.native import library
 from commhooks.compressors.quantized import native_blocks

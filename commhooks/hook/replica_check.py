@@ -6,9 +6,8 @@ and one small collective every `every` steps.
 
 import torch
 
-from commhooks.comm.collective import agreement_key, checksum, gather_rows
+from commhooks.comm.collectives import agreement_key, checksum, gather_rows, on_all_shards
 from commhooks.comm.counters import Counters
-from commhooks.comm.shards import on_all_shards
 from commhooks.errors import HookRunError
 from commhooks.gradients.source import GradientSource
 

@@ -11,12 +11,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from commhooks.comm.collective import agreement_key, gather_rows, gather_texts
-from commhooks.comm.shards import on_all_shards
+from commhooks.comm.collectives import agreement_key, gather_rows, gather_texts, on_all_shards
 from commhooks.engine.kernel_choice import Choice, KernelSupport, agreed_choice
 from commhooks.errors import AttachError
 from commhooks.gradients.source import GradientSource
-from commhooks.hook.request import HookRequest
+from commhooks.request import HookRequest
 
 _WHAT = "what each rank attaches (attach the hook on every rank, or on none)"
 

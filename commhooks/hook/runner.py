@@ -9,15 +9,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from commhooks.checkpoint.learned_state import SavedLearnedState
+from commhooks.checkpoint.state import SavedLearnedState
 from commhooks.checkpoint.user_state import SavedUserState
-from commhooks.comm.collective import agreement_key
+from commhooks.comm.collectives import agreement_key
 from commhooks.comm.counters import Counters
-from commhooks.comm.shards import is_logging_rank
+from commhooks.comm.groups import is_logging_rank
 from commhooks.engine.kernel_choice import Choice, KernelSupport
 from commhooks.errors import HookRunError, logger_of
-from commhooks.gradients.bucket import Bucket
 from commhooks.gradients.ddp import BucketReader
+from commhooks.gradients.layout import Bucket
 from commhooks.gradients.names import ParameterNames
 from commhooks.gradients.source import Future, GradientSource, Reducer
 from commhooks.gradients.torch_private import current_task
@@ -25,8 +25,8 @@ from commhooks.hook.announce import say
 from commhooks.hook.copies import Registered
 from commhooks.hook.model_plan import ModelPlan
 from commhooks.hook.replica_check import ReplicaCheck
-from commhooks.hook.request import HookRequest
 from commhooks.hook.unused import UnusedWarning, Use
+from commhooks.request import HookRequest
 
 logger = logger_of(__name__)
 

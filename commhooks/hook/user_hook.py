@@ -7,13 +7,13 @@ import torch.distributed as dist
 
 from commhooks.checkpoint.user_state import SavedUserState
 from commhooks.comm.counters import Counters
-from commhooks.comm.hook_result import checked_future
 from commhooks.compressors.unit_plan import MemoryPlan, ParameterInfo, UnitPlan
-from commhooks.gradients.bucket import Bucket
+from commhooks.ddp_comm_hooks.default_hooks import checked_future
+from commhooks.gradients.layout import Bucket
 from commhooks.gradients.source import Future, GradientSource
 from commhooks.hook.model_plan import ModelPlan
-from commhooks.hook.request import HookRequest
 from commhooks.hook.runner import Runner
+from commhooks.request import HookRequest
 
 
 class UserHook(Runner):

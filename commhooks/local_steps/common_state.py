@@ -10,12 +10,12 @@ from typing import Any
 
 import torch
 
-from commhooks.comm import collective
-from commhooks.comm.collective import Send, agreement_key, broadcast_first, checksum, gather_rows, gather_texts
+from commhooks.comm import collectives
+from commhooks.comm.collectives import Send, agreement_key, broadcast_first, checksum, gather_rows, gather_texts
 from commhooks.comm.counters import Counters
 from commhooks.errors import logger_of
-from commhooks.gradients.exclude import own_name
 from commhooks.gradients.loss_scale import LossScale, scaler_of
+from commhooks.gradients.names import own_name
 from commhooks.gradients.source import GradientSource
 from commhooks.local_steps import state_tree
 from commhooks.local_steps.fragments import layouts, packed, write_back
@@ -238,7 +238,7 @@ class CommonState:
         group = self._source.group
         for layout in layouts(parameters):
             send = Send(packed(layout).div_(group.size()), what="the weights to begin from", last=True)
-            write_back(layout, collective.start(send, group, self._counters, "").wait())
+            write_back(layout, collectives.start(send, group, self._counters, "").wait())
 
 
 def _parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:

@@ -9,10 +9,8 @@ from typing import Any
 
 import torch
 
-from commhooks.comm import collective
-from commhooks.comm.collective import Pending, Send
-from commhooks.comm.point_to_point import PointToPoint
-from commhooks.comm.shards import good_on_all
+from commhooks.comm import collectives
+from commhooks.comm.collectives import Pending, PointToPoint, Send, good_on_all
 from commhooks.compressors.base import StepInfo
 from commhooks.compressors.unit_plan import ParameterInfo
 from commhooks.engine.backward_pass import RunningExchange
@@ -120,7 +118,7 @@ class OuterSteps(Learning):
 
     def issue(self, group: Any, send: Send) -> Pending:
         """Start a collective of an outer step over `group`."""
-        return collective.start(send, group, self.counters, f"outer step {self.state.step}", self._messages)
+        return collectives.start(send, group, self.counters, f"outer step {self.state.step}", self._messages)
 
     def _arrive(self) -> None:
         """End the exchange that is on its way: commit it on all ranks or on none, and let the weights be the new

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import ClassVar, Union
 
-from commhooks.compressors.hook_config import HookConfig
+from commhooks.options import HookConfig
 
 WIRES = ("float32", "int8", "int4")
 

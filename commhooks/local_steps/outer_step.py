@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from commhooks.comm.collective import Send
+from commhooks.comm.collectives import Send
 from commhooks.comm.wire import all_finite
 from commhooks.compressors.base import Compressor, Exchange, State, StateField, StepInfo, Verdict, judged
 from commhooks.gradients.layout import BucketLayout

@@ -5,7 +5,7 @@ import argparse
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from commhooks.hook.vocabulary import WRAPPERS
+WRAPPERS = ("fp16", "bf16")
 
 PLAN = """\
 Shows what a hook will do to a model before there is a training: for each parameter and in all what is compressed or

@@ -1,9 +1,12 @@
 """`commhooks hooks`: list all hooks with their options."""
 
 import argparse
+import dataclasses
+import inspect
+import re
 
 from commhooks.comm.wire import WIRE_DTYPES
-from commhooks.compressors.hook_config import explained_options
+from commhooks.options import HookConfig
 from commhooks.registry import COMPRESSORS, aliases, available_hooks
 
 
@@ -32,3 +35,20 @@ def run(arguments: argparse.Namespace) -> int:
         "A hook of your own is given as 'package.module:function'; 'none' is training without a hook."
     )
     return 0
+
+
+def explained_options(config: type[HookConfig]) -> dict[str, str]:
+    """Option -> the first sentence about it in the docstring of the class or its nearest base; "" without one. Without
+    the options of no use."""
+    found: dict[str, str] = {}
+    for each in config.__mro__:
+        found = _argument_entries(each.__doc__) | found
+    names = [each.name for each in dataclasses.fields(config) if each.name not in config.without_use]
+    return {name: found.get(name, "").partition(". ")[0].rstrip(".") for name in names}
+
+
+def _argument_entries(doc: str | None) -> dict[str, str]:
+    """Argument -> its entry under "Args:" in a docstring, in one line."""
+    section = inspect.cleandoc(doc or "").partition("\nArgs:\n")[2].partition("\n\n")[0]
+    entries = re.findall(r"^    (\w+): (.*(?:\n     +.*)*)", section, re.MULTILINE)
+    return {name: " ".join(text.split()) for name, text in entries}

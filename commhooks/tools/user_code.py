@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from commhooks.compressors.dotted_path import import_path, why_not_called
 from commhooks.errors import HookConfigError
+from commhooks.request import import_path, why_not_called
 
 
 @contextlib.contextmanager

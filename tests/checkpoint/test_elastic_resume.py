@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from commhooks.checkpoint import parts as payload_parts
+from commhooks.checkpoint import payload as payload_parts
 from tests.support.training import Run, residuals
 
 OPTIONS = {"matrix_approximation_rank": 2, "start_powerSGD_iter": 4}

@@ -18,7 +18,7 @@ from test_hostile_payloads import Subject, power_sgd, silent, try_to_load
 
 from accelerate_commhooks.saving import saved_hooks
 from commhooks import CommHookError, HookRunError, PayloadError
-from commhooks.checkpoint import parts
+from commhooks.checkpoint import payload as parts
 from commhooks.hook.hook_folder import HookFolder
 from lightning_commhooks import CommHookDDP
 from tests.support import hostile, sharded

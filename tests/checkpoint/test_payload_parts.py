@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from commhooks import PayloadError
-from commhooks.checkpoint.parts import check_shared, merge, problem_of_part, ranks_needed, save_id, split
+from commhooks.checkpoint.payload import check_shared, merge, problem_of_part, ranks_needed, save_id, split
 from commhooks.comm.counters import CONTINUED
 from tests.support.models import same
 

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 import commhooks
-from commhooks.gradients.bucket import Bucket
+from commhooks.gradients.layout import Bucket
 from commhooks.hook.runner import Runner
 from tests.support.models import EVERY_PARAMETER, SHAPES, backward, bits_equal, random_gradients, wrap
 
@@ -63,7 +63,7 @@ class Recorder:
             return future
 
         self._patches = [
-            mock.patch("commhooks.comm.collective.dist.all_reduce", recording_all_reduce),
+            mock.patch("commhooks.comm.collectives.dist.all_reduce", recording_all_reduce),
             mock.patch.object(Runner, "_reduce", recording_run),
         ]
         for patch in self._patches:

@@ -22,7 +22,7 @@ from lightning.pytorch.cli import LightningCLI
 from accelerate_commhooks import CommHookKwargs
 from accelerate_commhooks.requested import checked_request
 from commhooks import HookConfigError, PowerSGD
-from commhooks.hook.request import HookRequest
+from commhooks.request import HookRequest
 from tests.support.features import whole_numbers_in_config_classes
 from tests.support.lightning_support import Model
 
@@ -111,9 +111,7 @@ TEXTS = ["4", "0.5", " 8 ", "1e-8", "1_000", "yes", "Off", "true", "nan", "-1", 
     "name", ["matrix_approximation_rank", "start_powerSGD_iter", "warm_start", "min_compression_rate"]
 )
 def test_text_is_converted_as_yaml_does(name: str) -> None:
-    """`${oc.env:NAME}` and overrides give text, so that text stands for a number there; a config object takes none."""
-    for text in TEXTS:
-        assert outcome(CHANNELS["a config object"], {name: text}) == "refused"
+    """`${oc.env:NAME}` and overrides give text, so that text stands for a number."""
     taken = [text for text in TEXTS if outcome(CHANNELS["hook_options"], {name: text}) != "refused"]
     assert (
         taken

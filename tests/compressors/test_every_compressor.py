@@ -12,17 +12,17 @@ import torch
 import torch.distributed as dist
 
 import commhooks
-from commhooks.comm.collective import resolve_group
+from commhooks.comm.collectives import resolve_group
 from commhooks.comm.counters import Counters
 from commhooks.compressors.base import Compressor
 from commhooks.engine.consensus import Binding
 from commhooks.engine.session import Session
 from commhooks.engine.state import LearnedState
-from commhooks.gradients.bucket import Bucket
+from commhooks.gradients.layout import Bucket
 from commhooks.gradients.names import ModelNames
 from commhooks.hook.plan_model import plan_model
-from commhooks.hook.request import HookRequest
 from commhooks.registry import COMPRESSORS
+from commhooks.request import HookRequest
 from tests.support.ddp_steps import log_lines, process_group_of_one
 from tests.support.inside import learns, session_of
 from tests.support.kernels import computing_with
@@ -50,7 +50,7 @@ def all_same_bits(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
 
 def _trained(name: str) -> dict[str, Any]:
     kind = KINDS[name]
-    with log_lines("commhooks.comm.collective", logging.DEBUG) as issued:
+    with log_lines("commhooks.comm.collectives", logging.DEBUG) as issued:
         run = kind.new().train(4)
         before = run.hook.stats()
         del issued[:]

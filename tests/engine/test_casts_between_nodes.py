@@ -9,13 +9,13 @@ import torch
 import torch.distributed as dist
 
 import commhooks
-from commhooks.comm.collective import resolve_group
+from commhooks.comm.collectives import resolve_group
 from commhooks.engine.consensus import Binding
 from commhooks.engine.session import Session
 from commhooks.engine.state import LearnedState
 from commhooks.gradients.names import ModelNames
 from commhooks.hook.engine_hook import EngineHook
-from commhooks.hook.request import HookRequest
+from commhooks.request import HookRequest
 from tests.support.ddp_steps import process_group_of_one
 from tests.support.training import Run, make_model
 

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 import commhooks
-from commhooks.comm.point_to_point import PointToPoint
+from commhooks.comm.collectives import PointToPoint
 from tests.support.features import complex_on_gloo
 from tests.support.inside import session_of
 from tests.support.kernels import computing_with

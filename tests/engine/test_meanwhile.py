@@ -8,18 +8,18 @@ from unittest import mock
 import pytest
 import torch
 
-from commhooks.comm import collective
-from commhooks.comm.collective import Pending, resolve_group
+from commhooks.comm import collectives
+from commhooks.comm.collectives import Pending, resolve_group
 from commhooks.compressors.base import Compressor, Exchange, Send, State, StepInfo, Verdict
-from commhooks.compressors.hook_config import HookConfig
 from commhooks.compressors.unit_plan import ParameterInfo, UnitPlan
 from commhooks.engine.backward_pass import RunningExchange
 from commhooks.engine.consensus import Binding
 from commhooks.engine.session import Session
 from commhooks.engine.state import LearnedState
 from commhooks.engine.task import ExchangeTask
-from commhooks.gradients.bucket import Bucket
+from commhooks.gradients.layout import Bucket
 from commhooks.gradients.names import PositionalNames
+from commhooks.options import HookConfig
 from tests.support.ddp_steps import process_group_of_one
 from tests.support.local_driver import LocalDriver
 from tests.support.simulation import SimulatedRanks
@@ -96,7 +96,7 @@ def test_its_errors_end_the_pass() -> None:
     with process_group_of_one():
         group = resolve_group(None)
         task = ExchangeTask(exchange(), torch.zeros(1), "mine")
-        running = RunningExchange(task, torch.zeros(1), lambda send: collective.start(send, group, None))
+        running = RunningExchange(task, torch.zeros(1), lambda send: collectives.start(send, group, None))
         with pytest.raises(RuntimeError, match="^mine$"):
             running.advance()
         assert running.has_round_left is False and running.close() is None

@@ -9,7 +9,7 @@ from torch import nn
 
 import commhooks
 from commhooks import PowerSGD
-from commhooks.gradients.exclude import matching, unmatched_sentence
+from commhooks.gradients.names import matching, unmatched_sentence
 from tests.support.ddp_steps import local_gradients, log_lines, mean_over_ranks, process_group_of_one, residuals, wrap
 
 

@@ -12,9 +12,7 @@ import commhooks
 from accelerate_commhooks import CommHookKwargs
 from accelerate_commhooks.settings import STOCK_HOOK_FIELDS, TYPES
 from commhooks.comm.wire import WIRE_DTYPES
-from commhooks.hook import vocabulary
-from commhooks.hook.request import HookRequest
-from commhooks.hook.vocabulary import ARGUMENTS
+from commhooks.request import ARGUMENTS, SAVE_RESIDUAL, WRAPPERS, HookRequest
 from lightning_commhooks import CommHookCheckpoint, CommHookDDP, CommHookFSDP2, fabric, pytorch_lightning
 
 REQUIRED = inspect.Parameter.empty
@@ -58,13 +56,13 @@ def test_yaml_has_the_same_arguments_and_those_of_ddp() -> None:
 
 
 def test_what_lightning_cli_offers_are_all_values() -> None:
-    assert vocabulary.WRAPPERS == tuple(WIRE_DTYPES)
+    assert WRAPPERS == tuple(WIRE_DTYPES)
     for strategy in (CommHookDDP, CommHookFSDP2):
         hints = typing.get_type_hints(strategy.__init__)
-        assert typing.get_args(typing.get_args(hints["wrapper"])[0]) == vocabulary.WRAPPERS
+        assert typing.get_args(typing.get_args(hints["wrapper"])[0]) == WRAPPERS
     for taker in (CommHookDDP, CommHookCheckpoint):
         hints = typing.get_type_hints(taker.__init__)
-        assert typing.get_args(typing.get_args(hints["save_residual"])[0]) == vocabulary.SAVE_RESIDUAL
+        assert typing.get_args(typing.get_args(hints["save_residual"])[0]) == SAVE_RESIDUAL
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 
 import commhooks
 from commhooks import HookConfigError, PowerSGD
-from commhooks.hook.request import HookRequest
+from commhooks.request import HookRequest
 
 YAML = """
 rank: 4

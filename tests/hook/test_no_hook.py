@@ -11,8 +11,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 import commhooks
-from commhooks import HookConfigError
-from commhooks.hook import request
+from commhooks import HookConfigError, request
 from tests.support.ddp_steps import log_lines, mlp, process_group_of_one, train, weights, wrap
 from tests.support.sharded import attached
 from tests.support.training import SEVERAL_BUCKETS_MB, Run, make_model

@@ -10,7 +10,7 @@ import commhooks
 from commhooks import HookConfigError
 from commhooks.hook.model_plan import ModelPlan
 from commhooks.hook.plan_model import plan_model
-from commhooks.hook.request import HookRequest
+from commhooks.request import HookRequest
 from tests.support.compilers import needs_compiler
 from tests.support.ddp_steps import backward, mlp, process_group_of_one, wrap
 from tests.support.inside import session_of

@@ -291,7 +291,7 @@ def test_bad_options(options, text):
 
 
 def test_a_wrapper_is_refused():
-    from commhooks.hook.request import HookRequest
+    from commhooks.request import HookRequest
 
     with pytest.raises(commhooks.HookConfigError, match="what to send: omit wrapper and set its option wire$"):
         HookRequest.parse("diloco", wrapper="bf16")

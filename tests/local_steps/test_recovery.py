@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import commhooks
-from commhooks.comm import collective
+from commhooks.comm import collectives
 from commhooks.gradients import precision
 from tests.support.ddp_steps import log_lines
 from tests.support.training import Run, flat
@@ -140,7 +140,7 @@ def test_what_is_on_its_way_does_not_count_as_a_step_of_the_loaded_state(run_ran
 
 def _precision_in(hook: commhooks.HookConfig) -> set[str]:
     """What a training that multiplies in bfloat16 has while the hook sends."""
-    (switch, *_), seen, start = precision._PRECISION_SWITCHES, set(), collective.start
+    (switch, *_), seen, start = precision._PRECISION_SWITCHES, set(), collectives.start
     before = switch.fp32_precision
 
     def noted(*args: Any, **kwargs: Any) -> Any:
@@ -149,7 +149,7 @@ def _precision_in(hook: commhooks.HookConfig) -> set[str]:
 
     switch.fp32_precision = "bf16"
     try:
-        with mock.patch.object(collective, "start", noted):
+        with mock.patch.object(collectives, "start", noted):
             Run.new(hook=hook).train(4)
     finally:
         switch.fp32_precision = before

@@ -9,7 +9,7 @@ from types import ModuleType
 import pytest
 import torch
 
-from commhooks.hook.supported import OLDEST, check_version
+from commhooks.errors import OLDEST, check_version
 from tests.support import features, warm
 from tests.support.repository import REPOSITORY
 from tests.versions import run_versions as run

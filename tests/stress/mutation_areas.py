@@ -111,7 +111,7 @@ AREAS = {
     ],
     "checkpoint": [
         Part(
-            "learned_state distributed",
+            "state distributed",
             (
                 "checkpoint/test_further_fields",
                 "checkpoint/test_payload",
@@ -131,7 +131,6 @@ AREAS = {
                 "hook/test_user_hooks",
             ),
         ),
-        Part("cut_off", ("checkpoint/test_hostile_files",)),
         Part(
             "*",
             (
@@ -178,17 +177,17 @@ AREAS = {
 
 EXPLAINED = {
     (
-        "commhooks/checkpoint/checks.py",
+        "commhooks/checkpoint/payload.py",
         "if _largest(each) * max(1, 1 / loss_scale) > largest / 2**24:",
         "if _largest(each) * max(1, 1 / loss_scale) > largest / 2** 25:",
     ): "any limit does that leaves room for the sum of a row",
     (
-        "commhooks/checkpoint/parts.py",
+        "commhooks/checkpoint/payload.py",
         'own = {name: entry["residual"][0] for name, entry in entries.items() if entry["residual"] is not None}',
         'own = {name: entry["residual"][ -1] for name, entry in entries.items() if entry["residual"] is not None}',
     ): "the list holds the residual of one rank",
     (
-        "commhooks/checkpoint/reshard.py",
+        "commhooks/checkpoint/distributed.py",
         'return entries[0] | {"shape": [sum(each[0] for each in shapes if each), *shapes[0][1:]] if shapes[0] else []}',
         'return entries[ 1] | {"shape": [sum(each[0] for each in shapes if each), *shapes[0][1:]] if shapes[0] else []}',  # noqa: E501
     ): "it is for an error, of which the shape alone is read",

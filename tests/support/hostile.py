@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from commhooks.checkpoint.checks import shown
+from commhooks.checkpoint.payload import shown
 
 TIMES = int(os.environ.get("HOSTILE_TIMES", "1"))
 """How many times as many cases as usual: `make hostile` sets it."""

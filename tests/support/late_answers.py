@@ -17,7 +17,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
-from commhooks.comm.point_to_point import PointToPoint
+from commhooks.comm.collectives import PointToPoint
 
 DELAY_S = 0.003
 LIMIT_S = 60.0

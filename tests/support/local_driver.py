@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from commhooks.comm.collective import Send
+from commhooks.comm.collectives import Send
 from commhooks.compressors.base import Compressor, StepInfo, Verdict
 from commhooks.compressors.unit_plan import ParameterInfo
 from commhooks.engine.state import LearnedState

@@ -13,7 +13,7 @@ from commhooks.compressors.adaptive import ObservedPass, Ranks
 from commhooks.compressors.auto.compressor import AutoCompressor
 from commhooks.compressors.auto.options import ALLREDUCE, QUALITIES, Auto, Candidate, powersgd
 from commhooks.compressors.auto.trials import TRIAL_STEPS, WARM_UP, Decision
-from commhooks.compressors.hook_config import LARGEST_STEP
+from commhooks.options import LARGEST_STEP
 from commhooks.registry import register_compressor
 from tests.support.inside import session_of
 from tests.support.training import Run

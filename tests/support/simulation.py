@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from commhooks import PowerSGD
-from commhooks.comm.collective import Send
+from commhooks.comm.collectives import Send
 from commhooks.compressors.base import Compressor, StepInfo, Verdict
 from commhooks.compressors.powersgd import codec
 from commhooks.compressors.powersgd.compressor import PowerSGDCompressor

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 import commhooks
-from commhooks.compressors.hook_config import explained_options
 from commhooks.registry import COMPRESSORS
 from commhooks.tools import arguments
 from commhooks.tools.cli import main
+from commhooks.tools.hooks_command import explained_options
 from tests.support import warm
 from tests.support.ddp_steps import mlp, process_group_of_one, wrap
 from tests.support.repository import REPOSITORY

@@ -81,7 +81,7 @@ WRONG: dict[str, tuple[str, ...]] = {
         ": PowerSGD: min_compression_rate='four'; expected f",
     ),
     "hook: powerSGD\nhook_options: {min_compression_rate: 0}": (": PowerSGD: min_compression_rate=0.0; expected a",),
-    "hook: powerSGD\nhook_options: 4": (": hook_options=4; expected options, as 'name: value' or None",),
+    "hook: powerSGD\nhook_options: 4": (": hook_options=4; expected a dict or None",),
     "hook: powerSGD\nbucket_cap_mb: null": (": bucket_cap_mb=None; expected int or float",),
     "hook: powerSGD\nstrict: 3.5": (": strict=3.5; expected True or False",),
     "hook: [powerSGD]": (": hook=['powerSGD']; expected str",),

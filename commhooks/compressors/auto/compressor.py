@@ -17,13 +17,13 @@ from commhooks.compressors.auto.options import Auto, Candidate
 from commhooks.compressors.auto.trials import Decision
 from commhooks.compressors.base import RESIDUAL, Compressor, Exchange, StateField, average
 from commhooks.compressors.cast import AllReduceCompressor, BF16Compressor
-from commhooks.compressors.hook_config import LARGEST_STEP
 from commhooks.compressors.kernel import Kernel, KernelHere
 from commhooks.compressors.native.choice import NAME as NATIVE
 from commhooks.compressors.powersgd.compressor import PowerSGDCompressor
 from commhooks.compressors.quantized.compressor import Int4Compressor, Int8Compressor
 from commhooks.compressors.unit_plan import ParameterInfo
 from commhooks.errors import HookConfigError
+from commhooks.options import LARGEST_STEP
 
 _CLASSES: dict[str, type[Compressor[Any]]] = {
     each.Config.hook_name: each

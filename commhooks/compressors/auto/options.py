@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
-from commhooks.compressors.hook_config import HookConfig
+from commhooks.options import HookConfig
 
 MARGIN = 1.1
 """The factor by which another hook must shorten the step to be chosen. Hooks whose steps differ by less are equally

@@ -12,9 +12,9 @@ from typing import Any
 
 from commhooks.compressors.adaptive import Watch
 from commhooks.compressors.auto.options import ALLREDUCE, Auto, Candidate, choose
-from commhooks.compressors.hook_config import LARGEST_STEP
 from commhooks.compressors.units import Unit
 from commhooks.errors import HookConfigError, shown
+from commhooks.options import LARGEST_STEP
 
 WARM_UP = 2
 """Steps after a change that are not measured: they allocate memory, and at first DDP divides the model anew."""

@@ -6,11 +6,11 @@ from typing import Any
 import torch
 
 from commhooks.compressors.base import Compressor
-from commhooks.compressors.hook_config import ConfigT
 from commhooks.compressors.kernel import Kernel, KernelHere
 from commhooks.compressors.native import library
 from commhooks.errors import HookConfigError
 from commhooks.gradients.precision import compute_dtype
+from commhooks.options import ConfigT
 
 NAME = "native"
 _MESSAGE_LENGTH = 500

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from commhooks.comm.collective import agreement_key
+from commhooks.comm.collectives import agreement_key
 from commhooks.compressors.powersgd.options import PowerSGD
 from commhooks.compressors.unit_plan import MemoryPlan, ParameterInfo, UnitPlan, real_itemsize
 from commhooks.gradients.layout import matrix_shape

@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass, field
 from typing import ClassVar, Union
 
-from commhooks.compressors.hook_config import HookConfig
+from commhooks.options import HookConfig
 
 
 @dataclass(frozen=True, kw_only=True)

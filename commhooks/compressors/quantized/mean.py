@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 import torch
 
-from commhooks.comm.collective import Send
+from commhooks.comm.collectives import Send
 from commhooks.compressors.quantized.messages import Averaged, ShareMessages
 from commhooks.gradients.loss_scale import LossScale
 

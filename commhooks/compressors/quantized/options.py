@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import ClassVar, Union
 
-from commhooks.compressors.hook_config import HookConfig
+from commhooks.options import HookConfig
 
 _UNIT = 16
 _LARGEST_BLOCK = 2**16

@@ -8,12 +8,12 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from commhooks.comm.collective import gather_texts
-from commhooks.compressors.dotted_path import why_not_called
+from commhooks.comm.collectives import gather_texts
 from commhooks.compressors.noop import Noop
 from commhooks.errors import DoctorError
 from commhooks.gradients.torch_private import delays_all_reduce
 from commhooks.hook.attach import attach
+from commhooks.request import why_not_called
 from commhooks.tools.doctor.copies import copy_of
 
 BatchFn = Callable[[DistributedDataParallel], torch.Tensor]

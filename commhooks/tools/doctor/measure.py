@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from commhooks.comm.collective import gather_rows
+from commhooks.comm.collectives import gather_rows
 from commhooks.compressors.auto.options import ALLREDUCE, NOOP, Candidate
 from commhooks.errors import AttachError, HookConfigError
 from commhooks.hook.attach import attach

@@ -12,11 +12,10 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from commhooks.comm.collective import agreement_key, gather_rows
+from commhooks.comm.collectives import agreement_key, gather_rows
 from commhooks.comm.groups import backend_of
 from commhooks.compressors.adaptive import AdaptiveCompressor
 from commhooks.compressors.auto.options import ALLREDUCE, BF16, FP16, INT4, INT8, NOOP, Candidate, powersgd
-from commhooks.compressors.hook_config import from_options
 from commhooks.compressors.powersgd.options import PowerSGD
 from commhooks.errors import DoctorError
 from commhooks.registry import BUILT_IN, COMPRESSORS
@@ -98,7 +97,7 @@ def _candidates(powersgd_ranks: Sequence[int], options: Mapping[str, Any]) -> li
         if name in options:
             raise DoctorError(f"powersgd_options={dict(options)!r}: {name} is the doctor's own; see powersgd_ranks")
     for rank in powersgd_ranks:  # raises for options that it would not take: now, not in the middle
-        from_options(PowerSGD, {"matrix_approximation_rank": rank, **options})
+        PowerSGD(**{"matrix_approximation_rank": rank, **options})
     low_rank = [powersgd(rank, options) for rank in dict.fromkeys(powersgd_ranks)]
     others = [
         Candidate(name, name)

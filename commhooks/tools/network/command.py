@@ -8,7 +8,7 @@ import time
 import torch
 import torch.distributed as dist
 
-from commhooks.comm.collective import gather_texts, resolve_group
+from commhooks.comm.collectives import gather_texts, resolve_group
 from commhooks.comm.groups import backend_of
 from commhooks.comm.nodes import members_of, places_of
 from commhooks.errors import DoctorError, HookConfigError

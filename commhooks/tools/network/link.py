@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from commhooks.comm.collective import collective_error, gather_rows
+from commhooks.comm.collectives import collective_error, gather_rows
 from commhooks.tools.measuring import seconds_of
 
 LARGEST_BYTES = 32 * 2**20

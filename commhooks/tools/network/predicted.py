@@ -13,13 +13,13 @@ from typing import Literal
 
 import torch
 
-from commhooks.comm.collective import Op
+from commhooks.comm.collectives import Op
 from commhooks.compressors.auto.options import ALLREDUCE, BF16, INT8, Candidate, powersgd
 from commhooks.compressors.unit_plan import ParameterInfo
 from commhooks.errors import HookConfigError
 from commhooks.hook.plan_model import whole_plan
-from commhooks.hook.request import HookRequest
 from commhooks.local_steps.options import LocalSteps, passes_per_exchange
+from commhooks.request import HookRequest
 from commhooks.tools.network.link import Link
 
 PLAIN = dataclasses.replace(ALLREDUCE, label="plain DDP")

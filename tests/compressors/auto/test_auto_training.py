@@ -16,8 +16,7 @@ from commhooks.compressors.auto import compressor as auto_compressor
 from commhooks.compressors.auto.compressor import AutoCompressor
 from commhooks.compressors.auto.options import Auto, Candidate
 from commhooks.compressors.auto.trials import MOST_EXTENSIONS, TRIAL_S, TRIAL_STEPS, WARM_UP, Decision
-from commhooks.gradients.exclude import all_names
-from commhooks.gradients.names import ModelNames
+from commhooks.gradients.names import ModelNames, all_names
 from commhooks.hook.plan_model import parameter_infos
 from tests.support.ddp_steps import log_lines, process_group_of_one
 from tests.support.inside import session_of

@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import commhooks
 from commhooks.compressors.powersgd.device_kernel import DeviceKernel
 from commhooks.compressors.powersgd.exchange import BucketPass
-from commhooks.gradients.bucket import Bucket
+from commhooks.gradients.layout import Bucket
 from commhooks.hook.runner import Runner
 from tests.support.ddp_steps import process_group_of_one
 from tests.support.inside import session_of

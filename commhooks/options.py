@@ -1,16 +1,18 @@
-"""Configuration: one frozen dataclass per hook. The same definition serves Python, YAML (as an OmegaConf structured
-config), `--help` and checkpoints. Fields have the names of the arguments of torch's hooks."""
+"""The options of hooks: one frozen dataclass per hook, from Python, YAML, the environment, flags and checkpoints alike.
+OmegaConf checks and converts each value. Fields have the names of the arguments of torch's hooks."""
 
 import dataclasses
-import inspect
+import functools
 import math
-import re
+import types
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, TypeVar, Union
 
-from commhooks.compressors.plain_values import checked, plain
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
 from commhooks.errors import HookConfigError, invalid, no_such
 
 LATEST_DEFAULT_START = 1000
@@ -26,7 +28,7 @@ ConfigT = TypeVar("ConfigT", bound="HookConfig")
 class HookConfig:
     """Base of the config classes. Fields are bool, int, float, str, a list of str, or a union of these with None.
 
-    A field `exclude: list[str]` holds globs on parameter names: what matches is never offered to the compressor.
+    A field `exclude: list[str]` holds globs on parameter names; the compressor does not see matching parameters.
     """
 
     hook_name: ClassVar[str]
@@ -43,22 +45,20 @@ class HookConfig:
     without_use: ClassVar[tuple[str, ...]] = ()
     """Inherited options that this hook refuses or does not need: lists of options leave them out."""
 
-    def __new__(cls: type[ConfigT], *args: Any, **kwargs: Any) -> ConfigT:
-        # An unknown keyword argument would end in a TypeError of `__init__` that offers nothing.
-        known = inspect.signature(cls.__init__).parameters.values()
-        names = [each.name for each in known][1:]
-        if not any(each.kind is each.VAR_KEYWORD for each in known):
-            for name in kwargs:
-                if name not in names:
-                    raise no_such(cls.__name__, "option", name, names)
+    def __new__(cls: type[ConfigT], **options: Any) -> ConfigT:
+        # The TypeError of `__init__` about an unknown keyword would offer no similar name.
+        names = [each.name for each in dataclasses.fields(cls)]
+        for name in options:
+            if name not in names:
+                raise no_such(f"hook {getattr(cls, 'hook_name', cls.__name__)!r}", "option", name, names)
         return super().__new__(cls)
 
     def __post_init__(self) -> None:
-        # Check types as strictly as YAML does (a dataclass accepts any type), and convert as YAML does, so that
-        # configurations from Python and YAML compare equal across ranks. Copy: the caller may change its list later.
-        for name, hint in _hints(type(self)).items():
-            value = plain(f"{type(self).__name__}: {name}: ", getattr(self, name))
-            object.__setattr__(self, name, checked(f"{type(self).__name__}: {name}", value, hint))
+        # Configs from Python and from YAML must compare equal across ranks. Lists are copied.
+        hints = typing.get_type_hints(type(self))
+        for name in (each.name for each in dataclasses.fields(self)):
+            value = converted(f"{type(self).__name__}: {name}", getattr(self, name), hints[name])
+            object.__setattr__(self, name, value)
         if self.start_option is not None:
             self._check_start(self.start_option)
 
@@ -96,8 +96,7 @@ class HookConfig:
         if total_steps is None:
             raise HookConfigError(
                 f"{self.start_option}={start!r} is a fraction of the run, whose length is unknown here: "
-                "pass total_steps=N (in YAML `total_steps: N` beside `hook`, for `commhooks plan` --total-steps N), or "
-                f"give {self.start_option} as an int, a number of steps"
+                f"pass total_steps=N, or give {self.start_option} as an int, a number of steps"
             )
         return self.with_start(math.ceil(start * total_steps))
 
@@ -117,38 +116,61 @@ class HookConfig:
             raise invalid(f"{type(self).__name__}: {name}", getattr(self, name), expected)
 
 
-def explained_options(config: type[HookConfig]) -> dict[str, str]:
-    """Option -> the first sentence about it in the docstring of the class or its nearest base; "" without one. Without
-    the options of no use."""
-    found: dict[str, str] = {}
-    for each in config.__mro__:
-        found = _argument_entries(each.__doc__) | found
-    names = [each.name for each in dataclasses.fields(config) if each.name not in config.without_use]
-    return {name: found.get(name, "").partition(". ")[0].rstrip(".") for name in names}
+def converted(where: str, value: Any, hint: Any, expected: str = "") -> Any:
+    """Convert `value` to the type `hint` as OmegaConf does. Text for a number or a bool is read as YAML, because the
+    environment and flags give text; an int for a bool is an error, which OmegaConf would take for True.
 
-
-def _argument_entries(doc: str | None) -> dict[str, str]:
-    """Argument -> its entry under "Args:" in a docstring, in one line."""
-    section = inspect.cleandoc(doc or "").partition("\nArgs:\n")[2].partition("\n\n")[0]
-    entries = re.findall(r"^    (\w+): (.*(?:\n     +.*)*)", section, re.MULTILINE)
-    return {name: " ".join(text.split()) for name, text in entries}
-
-
-def from_options(config: type[ConfigT], options: Mapping[str, Any]) -> ConfigT:
-    """Make a config from `hook_options`: values as parsed from YAML.
+    Args:
+        where: argument, key path or option, for the message.
+        hint: bool, int, float, str, list[str], dict[str, Any], or a union of these with None.
+        expected: what to say of a value that does not fit; "" names the type.
 
     Raises:
-        HookConfigError: an unknown name (the message suggests the closest one) or a value of the wrong type or range.
+        HookConfigError: the value does not fit.
     """
-    hints = _hints(config)
-    for name in options:
-        if name not in hints:
-            raise no_such(f"hook {config.hook_name!r}", "option", str(name), hints)
-    where = f"{config.__name__}: "
-    return config(**{name: checked(where + name, each, hints[name], text=True) for name, each in options.items()})
+    value, kinds = plain(where, value), _members(hint)
+    try:
+        read = value
+        if isinstance(value, str) and value.strip() and not {bool, int, float}.isdisjoint(kinds):
+            read = OmegaConf.from_dotlist([f"value={value}"]).value
+        if type(read) in kinds:
+            return read
+        if bool in kinds:
+            raise TypeError
+        holder = OmegaConf.structured(_holder(hint))
+        OmegaConf.update(holder, "value", read)
+        return plain(where, holder.value)
+    except Exception:  # OmegaConf and PyYAML raise many types, also OverflowError and UnicodeError
+        raise invalid(where, value, expected or " or ".join(map(_in_words, kinds))) from None
 
 
-def _hints(config: Any) -> dict[str, Any]:
-    """Field -> type."""
-    hints = typing.get_type_hints(config)
-    return {each.name: hints[each.name] for each in dataclasses.fields(config)}
+def plain(where: str, value: Any) -> Any:
+    """Replace a container of OmegaConf, which Hydra passes to the objects that it makes, by a dict or list.
+
+    Args:
+        where: argument, key path or file, for the message.
+
+    Raises:
+        HookConfigError: a value is missing ("???"), or an interpolation cannot be resolved.
+    """
+    if not OmegaConf.is_config(value):
+        return value
+    try:
+        return OmegaConf.to_container(value, resolve=True, throw_on_missing=True)
+    except OmegaConfBaseException as error:
+        raise HookConfigError(f"{where}: {error.full_key}: {str(error).splitlines()[0]}") from error
+
+
+@functools.cache
+def _holder(hint: Any) -> type[Any]:
+    """A dataclass with one field of this type, for OmegaConf, which reads no `int | float | None` (2.4)."""
+    return dataclasses.make_dataclass("Value", [("value", Union[_members(hint)])])  # noqa: UP007
+
+
+def _members(hint: Any) -> tuple[Any, ...]:
+    return typing.get_args(hint) if typing.get_origin(hint) in (Union, types.UnionType) else (hint,)
+
+
+def _in_words(kind: Any) -> str:
+    words = {bool: "True or False", type(None): "None", list[str]: "a list of text", dict[str, Any]: "a dict"}
+    return words.get(kind) or str(kind.__name__)

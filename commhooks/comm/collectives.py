@@ -3,17 +3,17 @@
 import contextlib
 import hashlib
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, dataclass, field
-from typing import Literal, get_args
+from typing import Literal, TypeVar, get_args
 
 import torch
 import torch.distributed as dist
 
 from commhooks.comm.counters import Counters
-from commhooks.comm.lost_ranks import lost_ranks
-from commhooks.comm.point_to_point import MessageWork, PointToPoint
-from commhooks.errors import HookRunError, logger_of
+from commhooks.comm.groups import TAG, backend_of, lost_ranks
+from commhooks.errors import CommHookError, HookRunError, logger_of
 from commhooks.gradients.torch_private import sparse_values
 
 logger = logger_of(__name__)
@@ -70,6 +70,78 @@ class Send:
             return size
         whole = size * world_size if self.op == "gather" else size  # a rank's parts are as large as its own
         return -(-whole // 2)
+
+
+class MessageWork:
+    """The messages of one collective, in flight.
+
+    Args:
+        in_flight: holds this until `wait` has returned.
+    """
+
+    def __init__(self, in_flight: set["MessageWork"]) -> None:
+        self.works: list[dist.Work] = []
+        self._in_flight = in_flight
+        in_flight.add(self)
+
+    def post(self, work: dist.Work | None) -> None:
+        if work is not None:
+            self.works.append(work)
+
+    def wait(self) -> None:
+        """Wait until all messages of this rank have arrived, and those to others have been handed to the network."""
+        for work in self.works:
+            work.wait()
+        self._in_flight.discard(self)
+
+
+class PointToPoint:
+    """Collectives of one session as messages.
+
+    torch's work holds the memory of a message. Without it gloo neither reads nor writes that memory, but the connection
+    stays in the middle of the message, and all that follows on it waits for ever. So the messages of a group are held
+    until somebody has waited for them, also if the pass, the session or the exchange of which they are a part has
+    failed; `forget_abandoned` and the end of the group let them go.
+    """
+
+    _IN_FLIGHT: "weakref.WeakKeyDictionary[dist.ProcessGroup, set[MessageWork]]" = weakref.WeakKeyDictionary()
+
+    def __init__(self) -> None:
+        self._groups: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()
+
+    @classmethod
+    def in_flight(cls, group: dist.ProcessGroup) -> set[MessageWork]:
+        """What nobody has waited for yet in `group`, of all sessions."""
+        return cls._IN_FLIGHT.setdefault(group, set())
+
+    @staticmethod
+    def serve(group: dist.ProcessGroup, device: torch.device) -> bool:
+        """Whether tensors on `device` travel as messages in `group`."""
+        return device.type == "cpu" and group.size() > 1 and backend_of(group, device) == "gloo"
+
+    def exchange(
+        self, sent: Sequence[torch.Tensor], arriving: Sequence[torch.Tensor], group: dist.ProcessGroup
+    ) -> MessageWork:
+        """Start to send `sent[i]` to rank i of `group`, and to receive `arriving[i]` from it: contiguous tensors, of
+        which the empty ones do not travel. All ranks of `group` must call this, in the same order."""
+        here, size = group.rank(), group.size()
+        self._groups.add(group)
+        before = [(here - distance) % size for distance in range(1, size)]
+        messages = MessageWork(self.in_flight(group))
+        for other in before:
+            if arriving[other].numel():
+                messages.post(dist.irecv(arriving[other], group=group, group_src=other, tag=TAG))
+        for other in reversed(before):
+            if sent[other].numel():
+                messages.post(dist.isend(sent[other], group=group, group_dst=other, tag=TAG))
+        arriving[here].copy_(sent[here])
+        return messages
+
+    def forget_abandoned(self) -> None:
+        """Let go of messages for which nobody waits any more, in the groups of this session. Only when later ones have
+        arrived on all ranks: those of one pair arrive in order."""
+        for group in self._groups:
+            self.in_flight(group).clear()
 
 
 def resolve_group(process_group: dist.ProcessGroup | None = None) -> dist.ProcessGroup:
@@ -315,3 +387,57 @@ def new_future(device: torch.device) -> torch.futures.Future[torch.Tensor]:
     """A future for a tensor on `device`. On CUDA it must be created with the device: otherwise it accepts the tensor,
     but its waiters do not synchronise with the stream and read too early."""
     return torch.futures.Future(devices=[] if device.type == "cpu" else [device])
+
+
+T = TypeVar("T")
+
+
+def good_on_all(good: torch.Tensor, group: dist.ProcessGroup, whose: str) -> torch.Tensor:
+    """Whether `good` (0-dim bool tensor) is true on all ranks of `group`: all shards, or a node. All of them must call
+    this; no host waits for an accelerator. Not counted in the bytes of the hook, which are those between replicas and
+    between nodes."""
+    bad = (~good).to(torch.int32).view(1)
+    return start(Send(bad, what=f"the verdict of {whose}", op="max"), group, None).wait()[0] == 0
+
+
+def on_all_shards(
+    work: Callable[[], T],
+    numbers: list[int],
+    shard_group: dist.ProcessGroup | None,
+    device: torch.device,
+    otherwise: type[CommHookError],
+) -> tuple[T, list[list[int]]]:
+    """Run `work` on all ranks of `shard_group`. All of them must call this.
+
+    Args:
+        numbers: to compare with those of the other ranks.
+        shard_group: None if nothing is sharded.
+        otherwise: raised on ranks that have not failed if another one has.
+
+    Returns:
+        The result of `work` on this rank, and the numbers of each rank.
+
+    Raises:
+        CommHookError: `work` has raised it on this rank; or it has on another, and this is `otherwise`.
+        HookRunError: another rank has ended, or did not take part within the process group's timeout.
+    """
+    if shard_group is None:
+        return work(), [numbers]
+    what = "the comparison of the shards (do the same on every rank, or on none)"
+    result: list[T] = []
+    failure: CommHookError | None = None
+    try:
+        result.append(work())
+    except CommHookError as error:
+        failure = error
+    row = torch.tensor([int(failure is not None), *numbers], dtype=torch.int64, device=device)
+    table = gather_rows(row, shard_group, None, what).tolist()
+    if failure is not None:
+        raise failure
+    failed = [rank for rank, row in enumerate(table) if row[0]]
+    if failed:
+        raise otherwise(
+            f"the ranks that hold other shards of the model have failed: ranks {failed} of the sharding group. Look at "
+            "their errors"
+        )
+    return result[0], [row[1:] for row in table]

@@ -20,7 +20,6 @@ from hypothesis import strategies as st
 from lightning.pytorch.cli import LightningCLI
 
 from accelerate_commhooks import CommHookKwargs
-from accelerate_commhooks.requested import checked_request
 from commhooks import HookConfigError, PowerSGD
 from commhooks.request import HookRequest
 from tests.support.features import whole_numbers_in_config_classes
@@ -34,7 +33,7 @@ FOLDER = tempfile.TemporaryDirectory(prefix="commhooks-channels-")  # for hypoth
 def _yaml(options: Options) -> Any:
     path = Path(FOLDER.name, "hook.yaml")
     path.write_text(yaml.safe_dump({"hook": "powerSGD", "total_steps": 1000, "hook_options": options}))
-    return checked_request(CommHookKwargs.from_config(path)).config
+    return CommHookKwargs.from_config(path).request.config
 
 
 CHANNELS: dict[str, Callable[[Options], Any]] = {

@@ -5,14 +5,12 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import pytest
 import torch
 from accelerate import Accelerator, DistributedDataParallelKwargs
 
 from accelerate_commhooks import CommHookKwargs
 from accelerate_commhooks.settings import VARIABLE, Settings
 from tests.support.accelerate_checkpoints import train_and_save, truncate
-from tests.support.accelerate_yaml import section
 from tests.support.accelerators import Training, Warnings, hook_files, launched
 from tests.support.ddp_steps import log_lines
 from tests.support.training import SEVERAL_BUCKETS_MB
@@ -62,18 +60,3 @@ def test_it_reads_no_files_of_a_hook(run_ranks: Any, tmp_path: Path) -> None:
     run_ranks(train_and_save, str(tmp_path / "of a hook"), 1, 0)
     truncate(tmp_path / "of a hook" / "comm_hook.pt")
     run_ranks(_reads, str(tmp_path))
-
-
-@pytest.mark.parametrize("written", ["null", "~", "off", "none", "None", '"off"'])
-def test_every_way_to_write_it(written: str, tmp_path: Path) -> None:
-    file = tmp_path / "config.yaml"
-    file.write_text(section(f"hook: {written}\nhook_options: {{matrix_approximation_rank: 2}}\nwrapper: bf16"))
-    assert CommHookKwargs.from_config(file).off
-
-
-def test_left_out_is_not_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    file = tmp_path / "hook.yaml"
-    file.write_text("hook: powerSGD")
-    monkeypatch.setenv(VARIABLE, str(file))
-    handler = CommHookKwargs(hook=None)
-    assert handler.off and not CommHookKwargs().off

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 import commhooks
-from tests.support.accelerate_checkpoints import BOTH, outcome, truncate
-from tests.support.accelerators import OPTIONS, WRONG, Training, hook_files, launched, new_accelerator, power_sgd
+from tests.support.accelerate_checkpoints import BOTH, truncate
+from tests.support.accelerators import OPTIONS, WRONG, hook_files, launched, new_accelerator, power_sgd
 from tests.support.features import ddp_models_stay_as_they_are
 from tests.support.training import batch, flat, make_model, residuals
 
@@ -17,14 +17,12 @@ from tests.support.training import batch, flat, make_model, residuals
 class Pair:
     """Two models of one shape with different gradients, and an evaluation-mode model that is prepared before them."""
 
-    def __init__(self, options: Any = OPTIONS, *, one_by_one: bool = False, folder: str | None = None) -> None:
+    def __init__(self, options: Any = OPTIONS) -> None:
         self.handler = power_sgd(options)
         self.accelerator = new_accelerator(self.handler)
         self.accelerator.prepare_model(make_model(), evaluation_mode=True)
         self.first = self.accelerator.prepare(make_model())
         self.first_hook = self.handler.attached
-        if one_by_one:
-            self.accelerator.load_state(folder)
         self.second = self.accelerator.prepare(make_model())
         self.second_hook = self.handler.attached
 
@@ -52,17 +50,14 @@ def _two_models(folder: str) -> list[list[torch.Tensor]]:
     pair.accelerator.wait_for_everyone()
     resumed = Pair(WRONG)
     resumed.accelerator.load_state(folder)
-    piecemeal = Pair(WRONG, one_by_one=True, folder=folder)
-    at_load = [each.memory()[:2] for each in (pair, resumed, piecemeal)]
+    at_load = [each.memory()[:2] for each in (pair, resumed)]
     return [*at_load, pair.train(5, 2).memory(), resumed.train(5, 2).memory()]
 
 
 def test_two_models_have_a_state_each(run_ranks: Any, tmp_path: Path) -> None:
-    for saved, resumed, piecemeal, through, again in run_ranks(_two_models, str(tmp_path)):
+    for saved, resumed, through, again in run_ranks(_two_models, str(tmp_path)):
         assert not torch.equal(saved[0], saved[1])
-        # The second model was prepared after the load: its hook took over what was kept for it.
-        for other in (resumed, piecemeal):
-            assert torch.equal(saved[0], other[0]) and torch.equal(saved[1], other[1])
+        assert torch.equal(saved[0], resumed[0]) and torch.equal(saved[1], resumed[1])
         assert all(torch.equal(a, b) for a, b in zip(through, again, strict=True))
     assert hook_files(tmp_path) == sorted([*BOTH, *(name.replace("hook", "hook_1") for name in BOTH)])
 
@@ -118,22 +113,6 @@ def test_models_that_go_and_free_memory(run_ranks: Any, tmp_path: Path) -> None:
         assert result == {"kept its number": True, "fresh": True, "step": 0, "stale": True}
     assert hook_files(tmp_path / "gone") == [name.replace("hook", "hook_1") for name in BOTH]
     assert hook_files(tmp_path / "freed") == hook_files(tmp_path / "again") == BOTH[:1]
-
-
-@launched
-def _freed_then_loaded(folder: str) -> dict[str, Any]:
-    run = Training().train(6).save(folder)
-    kept = run.model  # alive in a variable while the accelerator has forgotten it
-    run.accelerator.free_memory()
-    run.accelerator.load_state(folder)
-    again = Training(run.handler, accelerator=run.accelerator)
-    assert kept is not again.model
-    return outcome(again)
-
-
-def test_free_memory_then_load_before_prepare(run_ranks: Any, checkpoint: Path) -> None:
-    for result in run_ranks(_freed_then_loaded, str(checkpoint)):
-        assert result["stats"]["step"] == 6 and result["residuals"]
 
 
 @launched

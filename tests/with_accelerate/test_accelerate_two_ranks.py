@@ -12,7 +12,6 @@ from accelerate.state import PartialState
 from accelerate.utils import DDPCommunicationHookType
 
 from accelerate_commhooks import CommHookKwargs
-from accelerate_commhooks.requested import checked_request
 from commhooks import BatchedPowerSGD, PowerSGD
 from tests.support.accelerators import OPTIONS, Training, hook_files, launched, new_accelerator, power_sgd
 from tests.support.training import make_model
@@ -82,7 +81,7 @@ def test_the_path_of_several_gpus(run_ranks: Any, tmp_path: Path) -> None:
 @pytest.mark.parametrize("kind", [DDPCommunicationHookType, str], ids=["enum", "string"])
 def test_only_the_name_of_the_class_changes(kind: Any) -> None:
     def request(name: str, **more: Any) -> Any:
-        return checked_request(CommHookKwargs(comm_hook=kind(name), **more))
+        return CommHookKwargs(comm_hook=kind(name), **more).request
 
     assert [request(name).name for name in ("fp16", "bf16")] == ["fp16_compress", "bf16_compress"]
     for name, ours, wrapper in (("power_sgd", PowerSGD, "fp16"), ("batched_power_sgd", BatchedPowerSGD, "bf16")):

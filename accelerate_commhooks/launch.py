@@ -31,13 +31,13 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from accelerate_commhooks.settings import LINE_TO_ADD, SECTION, VARIABLE, Settings, no_section
 from commhooks import HookConfigError
 
-WHAT_IT_ADDS = (
+_DESCRIPTION = (
     f"Starts a script as `accelerate launch` does, with its arguments. The section {SECTION} of the configuration "
     f"file, or the file that {VARIABLE} names, goes to all processes, where CommHookKwargs() reads it; it is checked "
     "before anything starts. The exit status is that of the script."
 )
 
-END_S = 30.0
+_END_S = 30.0
 """Seconds in which a script must end after a signal; equal to the limit of torch's launcher."""
 
 _NOT_DDP = {
@@ -55,7 +55,7 @@ def launch(arguments: list[str]) -> int:
     the hook was of no use, a message says so. Raises HookConfigError before anything is started.
     """
     parser = launch_command_parser()
-    parser.prog, parser.description = "accelerate-commhooks launch", WHAT_IT_ADDS
+    parser.prog, parser.description = "accelerate-commhooks launch", _DESCRIPTION
     args = parser.parse_args(arguments)
     file = args.config_file
     if file is None and os.path.isfile(default_config_file):
@@ -71,8 +71,11 @@ def launch(arguments: list[str]) -> int:
         )
     _refuse_without_ddp(args, file, content)
     alone = _one_process_only(args, content)
-    if alone is not None:
-        print(f"accelerate-commhooks launch: {alone}", file=sys.stderr)
+    if alone:
+        _say(
+            "Accelerate starts one process here, whose model is not wrapped in DDP and gets no hook. For several write "
+            "`distributed_type: MULTI_GPU` or --multi_gpu; on the CPU too, with Accelerator(cpu=True) in the script."
+        )
     with tempfile.TemporaryDirectory(prefix="commhooks-launch-") as folder:
         if content.pop(SECTION, None) is not None and accelerate_reads:
             args.config_file = os.path.join(folder, "config.yaml")
@@ -82,13 +85,17 @@ def launch(arguments: list[str]) -> int:
         settings = dataclasses.replace(settings, message_file=message_file)
         with patch_environment(**{VARIABLE: settings.to_environment()}):
             status = _run(args)
-        if status == 0 and alone is None and message_file is not None:
+        if status == 0 and not alone and message_file is not None:
             text = f"{args.training_script} has not read {settings.source}, and trained without its hook. {LINE_TO_ADD}"
             if message_file.exists():
                 text = message_file.read_text(encoding="utf-8")
             if text:
-                print(f"accelerate-commhooks launch: {text}", file=sys.stderr)
+                _say(text)
     return status
+
+
+def _say(text: str) -> None:
+    print(f"accelerate-commhooks launch: {text}", file=sys.stderr)
 
 
 # ------------------------------------------------------------------------------------------------------- before the run
@@ -151,19 +158,12 @@ def _refuse_without_ddp(args: argparse.Namespace, file: str | None, content: dic
         )
 
 
-def _one_process_only(args: argparse.Namespace, content: dict[str, Any]) -> str | None:
-    """A warning if Accelerate starts one process for these arguments and this configuration, else None.
-
-    Accelerate 1.15 has two launchers for local machines; the one for the CPU starts several processes only through MPI.
-    """
+def _one_process_only(args: argparse.Namespace, content: dict[str, Any]) -> bool:
+    """Whether Accelerate starts one process for these arguments and this configuration. Accelerate 1.15 has two
+    launchers for local machines; the launcher for the CPU starts several processes only through MPI."""
     kind = str(content.get("distributed_type") or "NO")  # YAML reads NO without quotes as false
     several = args.multi_gpu or args.use_fsdp or kind not in ("NO", "MULTI_CPU")
-    if (several or args.mpirun_hostfile or content.get("mpirun_config")) and not args.cpu:
-        return None
-    return (
-        "Accelerate starts one process here, whose model is not wrapped in DDP and gets no hook. For several write "
-        "`distributed_type: MULTI_GPU` or --multi_gpu; on the CPU too, with Accelerator(cpu=True) in the script."
-    )
+    return args.cpu or not (several or args.mpirun_hostfile or content.get("mpirun_config"))
 
 
 # -------------------------------------------------------------------------------------------------------------- the run
@@ -182,10 +182,11 @@ def _run(args: argparse.Namespace) -> int:
         code = error.returncode
         what = f"exit status {code}" if code >= 0 else f"ended by signal {-code}"
         print(f"{args.training_script} failed: {what}", file=sys.stderr)
-        return _as_shell(code)
+        return code if code >= 0 else 128 - code
     except ChildFailedError as error:  # several
         print(error, file=sys.stderr)
-        return _as_shell(error.get_first_failure()[1].exitcode)
+        code = error.get_first_failure()[1].exitcode
+        return code if code >= 0 else 128 - code
     except SignalException as error:
         _end_children(error.sigval)
         return 128 + error.sigval
@@ -204,10 +205,6 @@ def _end_children(signum: signal.Signals | None = None) -> None:
         with suppress(psutil.NoSuchProcess):
             if signum is not None:
                 child.send_signal(signum)
-    for child in psutil.wait_procs(children, timeout=END_S)[1]:
+    for child in psutil.wait_procs(children, timeout=_END_S)[1]:
         with suppress(psutil.NoSuchProcess):
             child.kill()
-
-
-def _as_shell(returncode: int) -> int:
-    return returncode if returncode >= 0 else 128 - returncode

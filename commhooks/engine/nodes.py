@@ -391,7 +391,7 @@ class Hierarchy(Arrangement):
         return new_task(compressor, work.compresses, own, work.work, state, mine)
 
     def _collect(self, tensors: dict[str, torch.Tensor], parameters: Mapping[str, torch.Tensor]) -> None:
-        """Add up, at its owner, the node's tensors of each parameter that other ranks have a tensor of, from a checkpoint
+        """Add up, at its owner, the node's tensors of each parameter of which other ranks have one, from a checkpoint
         of another arrangement."""
         held = gather_held(tensors, parameters, self.nodes.node)
         for place, (name, parameter) in enumerate(parameters.items()):

@@ -52,8 +52,8 @@ class RunningExchange:
             self.advance()
 
     def close(self) -> Pending | None:
-        """Close the exchange of an abandoned pass. Its exceptions are suppressed, because they would hide the error that
-        ended the pass. Returns the pending collective if that may still write into the bucket."""
+        """Close the exchange of an abandoned pass. Its exceptions are suppressed, because they would hide the error
+        that ended the pass. Returns the pending collective if that may still write into the bucket."""
         with contextlib.suppress(Exception):
             self._task.exchange.close()
         pending, self._pending, self.has_round_left = self._pending, None, False

@@ -174,8 +174,8 @@ class HeldState:
         self._unread = (verdict + count, passes + 1, compressed)
 
     def settle(self) -> None:
-        """Bring `state.step` up to date. On an accelerator the host waits for the latest commit, and the caller's current
-        stream does, too, so that it reads the learned state as written by that commit."""
+        """Bring `state.step` up to date. On an accelerator the host waits for the latest commit, and the caller's
+        current stream does, too, so that it reads the learned state as written by that commit."""
         with self.lock:
             self._mark.wait()
             with self._mark.reading():

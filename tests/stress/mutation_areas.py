@@ -92,8 +92,6 @@ AREAS = {
             "*",
             (
                 "engine/test_backward_pass",
-                "engine/test_meanwhile",
-                "engine/test_simulation",
                 "engine/test_immediate",
                 "engine/test_masked_commit",
                 "engine/test_settle",

@@ -139,7 +139,6 @@ class Compressor(ABC, Generic[ConfigT]):
     stats_every: int | None = None
     """Steps between two log lines with compression statistics; None: no such lines."""
     per_bucket: ClassVar[bool] = False
-    flat_only: ClassVar[bool] = False
     computes_from_received: ClassVar[bool] = True
     """What it computes from what it has received may differ between kinds of processors in the last bits, so that
     replicas on such machines drift apart. False: one correctly rounded operation on each number alone."""
@@ -227,20 +226,6 @@ class Compressor(ABC, Generic[ConfigT]):
     def wire_dtype_for(self, dtype: torch.dtype) -> torch.dtype:
         """The dtype that is sent for a bucket of `dtype`."""
         return wire_dtype_of(dtype, self.wire_dtype)
-
-    def lowered(self, dtype: torch.dtype) -> Any:
-        """A copy that sends `dtype` where that is narrower, for the fp16 and bf16 wrappers."""
-        kind: Any = type(self)
-        return kind(self.config, dtype)
-
-    @classmethod
-    def not_between_nodes(cls) -> str:
-        """Why it cannot work between nodes only, to follow "which"; "" if it can."""
-        if not cls.Config.sends:
-            return "sends nothing"
-        if cls.flat_only:
-            return "measures ranks that all compress the whole model"
-        return "compresses whole buckets" if cls.per_bucket else ""
 
     @property
     def begins(self) -> int:

@@ -11,6 +11,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from commhooks.comm.groups import is_logging_rank, new_group
 from commhooks.comm.nodes import RanksPerNode
+from commhooks.compressors.adaptive import AdaptiveCompressor
 from commhooks.compressors.base import Compressor
 from commhooks.compressors.cast import AllReduce, AllReduceCompressor
 from commhooks.ddp_comm_hooks.default_hooks import bf16_compress_wrapper, checked_future, fp16_compress_wrapper
@@ -188,7 +189,7 @@ def _check_arrangement(request: HookRequest, source: GradientSource) -> None:
             f"ranks_per_node={request.ranks_per_node!r} with a model sharded by fully_shard: shard within each node "
             "instead, and the hook averages between nodes only"
         )
-    if request.config is not None and compressor_of(request.config).flat_only:
+    if request.config is not None and issubclass(compressor_of(request.config), AdaptiveCompressor):
         raise HookConfigError(
             f"hook {request.name!r} with a model sharded by fully_shard: it measures ranks that all compress the whole "
             "model. Ask the doctor on a DDP model, and name the hook that it recommends"

@@ -72,7 +72,6 @@ class AutoCompressor(AdaptiveCompressor[Auto]):
     Config = Auto
     title = "auto"
     wrappers = False
-    flat_only = True
     enough_passes = 3
     """Passes that have to make sense before a decision."""
 

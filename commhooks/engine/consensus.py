@@ -23,7 +23,7 @@ from commhooks.engine.kernel_choice import Choice, KernelSupport, agreed_choice
 from commhooks.engine.nodes import FLAT, Arrangement
 from commhooks.engine.state import HeldState
 from commhooks.engine.streams import keep_for_current_stream
-from commhooks.errors import HookRunError, logger_of
+from commhooks.errors import HookRunError, logger_of, say
 from commhooks.gradients.layout import Bucket
 from commhooks.gradients.loss_scale import LossScale
 from commhooks.gradients.names import ParameterNames
@@ -84,7 +84,6 @@ class Consensus:
             own.
         agreement: what the ranks have agreed on; None until they compare their states, and again after a load or a
             change of the compressor.
-        remarks: messages of the compressor for rank 0. Whoever logs them clears the list.
     """
 
     def __init__(self, compressor: Compressor[Any], binding: Binding, held: HeldState, counters: Counters) -> None:
@@ -93,7 +92,6 @@ class Consensus:
         self.arrangement: Arrangement = FLAT
         self.choice: Choice | None = None
         self.nonce: int | None = None
-        self.remarks: list[str] = []
         self._held = held
         self._counters = counters
         self.agreement: Agreement | None = None
@@ -172,8 +170,8 @@ class Consensus:
                 if compressor.chosen != adaptive.chosen:
                     held.state.drop_local()
                 self.replaced(compressor)
-        if remark:
-            self.remarks.append(remark)
+        if remark and self.buckets.is_logging_rank:
+            say(remark)
 
     def _compare(self, group: dist.ProcessGroup, flat: torch.Tensor) -> Agreement:
         """Compare step and configuration over the ranks of `group`, and choose a kernel if none was chosen. Of a

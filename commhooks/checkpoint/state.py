@@ -353,8 +353,7 @@ class SavedLearnedState:
             return {}
         names, config = source.whole, compressor.config
         infos = [ParameterInfo.of(n, p, names, config, id(p) in source.sparse) for n, p in names.known().items()]
-        if not compressor.per_bucket:
-            infos = [info for info, may in zip(infos, compressor.may_compress(infos), strict=True) if may]
+        infos = [info for info, may in zip(infos, compressor.may_compress(infos), strict=True) if may]
         return {RESIDUAL.key: {each.name: compute_dtype(each.parameter.dtype) for each in infos if not each.sparse}}
 
     def joint_save(self) -> JointSave | None:
@@ -429,13 +428,14 @@ class SavedLearnedState:
         if field is None:
             return {}
         same_names = session.consensus.arrangement.complete and session.consensus.compared
-        if same_names or session.compressor.per_bucket or (state.local_shared and not own):
+        plans = self._plans_with(session.compressor)  # empty for whole buckets
+        if same_names or not plans or (state.local_shared and not own):
             target = self._target(session.compressor)
             # In one dtype, whichever FSDP reduces in: the run that saves goes on with what it has saved.
             return {n: own[n].to(target.kept_dtype(field, n)) for n in target.parameters if n in own}
         return {
             plan.name: own[plan.name] if plan.name in own else torch.zeros(field.shape(plan), dtype=field.dtype(plan))
-            for plan in self._plans_with(session.compressor)
+            for plan in plans
             if plan.compressed
         }
 

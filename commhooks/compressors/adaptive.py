@@ -99,6 +99,16 @@ class AdaptiveCompressor(Compressor[ConfigT]):
     def chosen_at(self) -> int | None:
         """The step from which it does so; None if it has decided nothing yet."""
 
+    @property
+    @abstractmethod
+    def begins(self) -> int:
+        """The step at which compression may begin, as far as it is known."""
+
+    @property
+    @abstractmethod
+    def how_to_begin_earlier(self) -> str:
+        """Advice for a training that ends before `begins`."""
+
     @abstractmethod
     def with_notes(self, notes: Any, step: int, *, same_ranks: bool) -> "AdaptiveCompressor[ConfigT]":
         """A copy that continues with saved `notes`.

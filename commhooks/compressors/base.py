@@ -138,7 +138,6 @@ class Compressor(ABC, Generic[ConfigT]):
 
     stats_every: int | None = None
     """Steps between two log lines with compression statistics; None: no such lines."""
-    per_bucket: ClassVar[bool] = False
     computes_from_received: ClassVar[bool] = True
     """What it computes from what it has received may differ between kinds of processors in the last bits, so that
     replicas on such machines drift apart. False: one correctly rounded operation on each number alone."""
@@ -227,19 +226,10 @@ class Compressor(ABC, Generic[ConfigT]):
         """The dtype that is sent for a bucket of `dtype`."""
         return wire_dtype_of(dtype, self.wire_dtype)
 
-    @property
-    def begins(self) -> int:
-        """The step at which compression begins, as far as it is known."""
-        return self.start_step
-
-    @property
-    def how_to_begin_earlier(self) -> str:
-        """The remedy for a training that ends before `begins`."""
-        return f"Set {self.config.start_option} to a smaller number"
-
     def may_compress(self, infos: Sequence[ParameterInfo]) -> list[bool]:
         """Whether each parameter could come to be compressed, and have a residual, with these options."""
-        return [plan.compressed for plan in self.plan(infos)]
+        plans = self.plan(infos) if infos else []
+        return [True] * len(infos) if any(plan.state_name for plan in plans) else [plan.compressed for plan in plans]
 
     def with_start(self, start: int) -> Any:
         """A copy with another start step."""

@@ -102,7 +102,6 @@ class BatchedPowerSGDCompressor(_LowRank[BatchedPowerSGD]):
     """Each bucket as one square matrix, padded with zeros."""
 
     Config = BatchedPowerSGD
-    per_bucket = True
     q = fields.BUCKET_Q
 
     def plan(self, parameters: Sequence[ParameterInfo]) -> list[UnitPlan]:

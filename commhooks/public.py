@@ -12,9 +12,8 @@ from commhooks.compressors.base import (
     StepInfo,
     Verdict,
 )
-from commhooks.compressors.cast import AllReduce, BF16Compress, FP16Compress
+from commhooks.compressors.cast import AllReduce, BF16Compress, FP16Compress, Noop
 from commhooks.compressors.error_feedback import keep_residual, with_residual
-from commhooks.compressors.noop import Noop
 from commhooks.compressors.powersgd.options import BatchedPowerSGD, PowerSGD
 from commhooks.compressors.quantized.options import Int4Compress, Int8Compress
 from commhooks.compressors.unit_plan import ParameterInfo, UnitPlan

@@ -16,7 +16,6 @@ import torch
 
 from commhooks.comm.collectives import Op, Send
 from commhooks.comm.wire import all_finite, wire_dtype_of
-from commhooks.compressors.kernel import TORCH, Kernel, KernelHere
 from commhooks.compressors.state_field import RESIDUAL, StateField
 from commhooks.compressors.unit_plan import MemoryPlan, ParameterInfo, UnitPlan, real_itemsize
 from commhooks.errors import HookConfigError
@@ -141,9 +140,9 @@ class Compressor(ABC, Generic[ConfigT]):
     computes_from_received: ClassVar[bool] = True
     """What it computes from what it has received may differ between kinds of processors in the last bits, so that
     replicas on such machines drift apart. False: one correctly rounded operation on each number alone."""
-    kernel: Kernel = TORCH
-    """What to compute with: the kernel of `kernel_here` if all ranks have it, otherwise torch. The engine sets it
-    before it asks for a workspace."""
+    native: bool = False
+    """Compute with the native library: all ranks have the same `native_build`. The engine sets it before it asks for a
+    workspace."""
 
     @property
     def needs_exact_step(self) -> bool:
@@ -169,10 +168,10 @@ class Compressor(ABC, Generic[ConfigT]):
     def check_here(self, device: torch.device, dtype: torch.dtype) -> None:
         """Raise HookConfigError if this machine cannot compress gradients of `dtype` on `device`."""
 
-    def kernel_here(self, device: torch.device, dtype: torch.dtype) -> KernelHere:
-        """The fastest kernel that this machine has for gradients of `dtype` on `device`. It need not be the same on
-        all ranks."""
-        return KernelHere()
+    def native_build(self, device: torch.device, dtype: torch.dtype) -> str:
+        """What tells this machine's native kernels for gradients of `dtype` on `device` apart from others that compute
+        other bits; "" if it has none. Raises HookConfigError with the reason if it should have some."""
+        return ""
 
     def memory_plan(self, plans: Sequence[UnitPlan], buckets: Sequence[Sequence[UnitPlan]]) -> MemoryPlan:
         """Bytes needed on each rank. `buckets`: the same plans grouped by bucket; one group if buckets are unknown."""

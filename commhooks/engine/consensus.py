@@ -112,9 +112,9 @@ class Consensus:
     def compute_with(self, choice: Choice) -> None:
         """Use the kernel on which all ranks have agreed."""
         self.choice = choice
-        if self.compressor.kernel != choice.kernel:
-            self.compressor.kernel = choice.kernel
-            self.buckets.clear()  # their workspaces were made for another one
+        if self.compressor.native != choice.native:
+            self.compressor.native = choice.native
+            self.buckets.clear()  # their workspaces were made for the other one
 
     def replaced(self, compressor: Compressor[Any]) -> None:
         """Use `compressor` from now on. Call it after a load: at the next backward pass the ranks compare their states
@@ -122,7 +122,7 @@ class Consensus:
         self.compressor = compressor
         self.compares_sends = _is_users(compressor)
         if self.choice is not None:
-            compressor.kernel = self.choice.kernel
+            compressor.native = self.choice.native
         self.agreement = None
         self._held.torn = False
         self.buckets.clear()

@@ -26,7 +26,6 @@ from commhooks.comm.nodes import Nodes
 from commhooks.comm.wire import all_finite
 from commhooks.compressors.base import Compressor
 from commhooks.compressors.cast import AllReduce, AllReduceCompressor
-from commhooks.compressors.kernel import TORCH
 from commhooks.compressors.unit_plan import UnitPlan
 from commhooks.engine.immediate import reduce_immediately
 from commhooks.errors import HookRunError
@@ -350,7 +349,7 @@ class LocalStepsDriver:
         assert self._outer.consensus.choice is not None
         return {
             "step": self.saved.step,
-            "kernel": self._outer.consensus.choice.kernel.name,
+            "kernel": self._outer.consensus.choice.kernel,
             "step_in_round": self._in_round,
             "outer_gradient_norm": norm,
             "outer_gradient_cosine": cosine,
@@ -361,7 +360,7 @@ class LocalStepsDriver:
         more = "; DDP no longer broadcasts buffers, which are rank 0's from each outer step on" if buffers else ""
         compressor, consensus = self._outer.compressor, self._outer.consensus
         assert consensus.choice is not None
-        kernel = f"{consensus.choice.kernel.name} kernel" if consensus.choice.kernel != TORCH else ""
+        kernel = "native kernel" if consensus.choice.native else ""
         return Summary(
             [each for each in (compressor.summary, kernel, consensus.arrangement.words) if each],
             f"{self.plan().summary()}{more}",

@@ -8,8 +8,7 @@ from typing import Any, TypeVar
 import torch
 
 from commhooks.compressors.base import RESIDUAL, Compressor, Exchange, State, StateField, StepInfo
-from commhooks.compressors.kernel import KernelHere
-from commhooks.compressors.quantized.compressor import Int4Compressor, Int8Compressor
+from commhooks.compressors.quantized.exchange import Int4Compressor, Int8Compressor
 from commhooks.compressors.unit_plan import MemoryPlan, ParameterInfo, UnitPlan
 from commhooks.errors import HookConfigError
 from commhooks.gradients.layout import BucketLayout
@@ -82,7 +81,7 @@ class LocalStepsCompressor(Compressor[AnyLocalSteps]):
         on_wire = [plan.on_wire for plan in plans if isinstance(plan, WeightPlan)]
         if self._wire is None or not any(each.compressed for each in on_wire):
             return Workspace(layout, None, None)
-        self._wire.kernel = self.kernel
+        self._wire.native = self.native
         return Workspace(layout, self._wire, self._wire.workspace(layout, on_wire))
 
     def exchange(self, flat: torch.Tensor, work: Workspace, state: State, step: StepInfo) -> Exchange:
@@ -94,7 +93,7 @@ class LocalStepsCompressor(Compressor[AnyLocalSteps]):
         weights = sum(each.numel * each.dtype.itemsize for each in on_wire)
         sending = MemoryPlan()
         if self._wire is not None:
-            self._wire.kernel = self.kernel
+            self._wire.native = self.native
             sending = self._wire.memory_plan(on_wire, [on_wire])
         exchanged = weights // self.config.fragments * (2 if self.config.delay else 1)
         kept = weights * (2 if self.config.outer_momentum else 1)
@@ -109,8 +108,8 @@ class LocalStepsCompressor(Compressor[AnyLocalSteps]):
                 f"{device}: use delay=0"
             )
 
-    def kernel_here(self, device: torch.device, dtype: torch.dtype) -> KernelHere:
-        return KernelHere() if self._wire is None else self._wire.kernel_here(device, dtype)
+    def native_build(self, device: torch.device, dtype: torch.dtype) -> str:
+        return "" if self._wire is None else self._wire.native_build(device, dtype)
 
 
 class DiLoCoCompressor(LocalStepsCompressor[DiLoCo]):

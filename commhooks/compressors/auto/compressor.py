@@ -17,10 +17,8 @@ from commhooks.compressors.auto.options import Auto, Candidate
 from commhooks.compressors.auto.trials import Decision
 from commhooks.compressors.base import RESIDUAL, Compressor, Exchange, StateField, average
 from commhooks.compressors.cast import AllReduceCompressor, BF16Compressor
-from commhooks.compressors.kernel import Kernel, KernelHere
-from commhooks.compressors.native.choice import NAME as NATIVE
 from commhooks.compressors.powersgd.compressor import PowerSGDCompressor
-from commhooks.compressors.quantized.compressor import Int4Compressor, Int8Compressor
+from commhooks.compressors.quantized.exchange import Int4Compressor, Int8Compressor
 from commhooks.compressors.unit_plan import ParameterInfo
 from commhooks.errors import HookConfigError
 from commhooks.options import LARGEST_STEP
@@ -87,7 +85,7 @@ class AutoCompressor(AdaptiveCompressor[Auto]):
     @property
     def inner(self) -> Compressor[Any]:
         """The compressor of the candidate in force."""
-        self._inner.kernel = self.kernel
+        self._inner.native = self.native
         return self._inner
 
     @property
@@ -143,12 +141,10 @@ class AutoCompressor(AdaptiveCompressor[Auto]):
         plans = [each.plan(infos) for each in (self._inner, *learning)]
         return [any(plan.compressed for plan in each) for each in zip(*plans, strict=True)]
 
-    def kernel_here(self, device: torch.device, dtype: torch.dtype) -> KernelHere:
-        """One name for all candidates: the native kernel if this machine has that of each."""
-        found = [each.kernel_here(device, dtype) for each in self._candidates if each.transactional]
-        if all(each.kernel.name == NATIVE for each in found):
-            return KernelHere(Kernel(NATIVE, " ".join(dict.fromkeys(each.kernel.build for each in found))))
-        return KernelHere(missing=next((each.missing for each in found if each.missing), ""))
+    def native_build(self, device: torch.device, dtype: torch.dtype) -> str:
+        """That of all candidates: "" if one of them has none."""
+        builds = [each.native_build(device, dtype) for each in self._candidates if each.transactional]
+        return " ".join(dict.fromkeys(builds)) if all(builds) else ""
 
     # ---- the decision ------------------------------------------------------------------------------------------------
 
@@ -194,7 +190,7 @@ class AutoCompressor(AdaptiveCompressor[Auto]):
         message = after.message if after.why != before.why else ""
         if after.candidate != before.candidate or after.since != before.since:
             made = self._with(after)
-            made.kernel = self.kernel
+            made.native = self.native
             return made, message
         self.decision = after
         if after.watch is None or before.watch is None or after.watch.begin != before.watch.begin:

@@ -12,7 +12,7 @@ from typing import Any
 
 from commhooks.compressors.adaptive import Watch
 from commhooks.compressors.auto.options import ALLREDUCE, Auto, Candidate, choose
-from commhooks.compressors.units import Unit
+from commhooks.compressors.unit_plan import Unit
 from commhooks.errors import HookConfigError, shown
 from commhooks.options import LARGEST_STEP
 

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from commhooks.comm.collectives import gather_texts
-from commhooks.compressors.noop import Noop
+from commhooks.compressors.cast import Noop
 from commhooks.errors import DoctorError
 from commhooks.gradients.torch_private import delays_all_reduce
 from commhooks.hook.attach import attach

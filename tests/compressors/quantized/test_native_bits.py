@@ -13,14 +13,12 @@ import pytest
 import torch
 
 from commhooks import HookConfig, Int4Compress, Int8Compress
-from commhooks.compressors.kernel import TORCH
+from commhooks.compressors.native import library
 from commhooks.compressors.native import tables as kernel_tables
-from commhooks.compressors.quantized import native_blocks
-from commhooks.compressors.quantized.native_kernel import NativeKernel
-from commhooks.compressors.quantized.torch_kernel import TorchKernel
+from commhooks.compressors.quantized.kernels import NativeKernel, TorchKernel, results_of
 from commhooks.registry import compressor_of
 from tests.support import simulation
-from tests.support.compilers import needs_compiler
+from tests.support.compilers import another_library, needs_compiler
 from tests.support.kernels import computing_with
 from tests.support.models import same_bits
 from tests.support.simulation import SimulatedRanks
@@ -132,14 +130,8 @@ def test_with_other_options(config: type[HookConfig], options: dict[str, Any]) -
     _compare(config, 2, torch.float32, **options)
 
 
-@contextmanager
-def _flags(*more: str) -> Iterator[None]:
-    native_blocks.load.cache_clear()
-    try:
-        with mock.patch.object(native_blocks, "FLAGS", native_blocks.FLAGS + more):
-            yield
-    finally:
-        native_blocks.load.cache_clear()
+def _build() -> str:
+    return library.build(torch.device("cpu"), results_of)
 
 
 X86 = pytest.mark.skipif(platform.machine() != "x86_64", reason="flags of x86_64")
@@ -156,26 +148,22 @@ CLANG = pytest.mark.skipif(shutil.which("clang") is None, reason="needs clang")
     ],
 )
 def test_the_bits_depend_neither_on_vectors_nor_on_the_compiler(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, compiler: str | None, flags: str
+    tmp_path: Path, compiler: str | None, flags: str
 ) -> None:
     """So machines of different kinds share the kernel."""
-    usual = native_blocks.build()
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    if compiler is not None:
-        monkeypatch.setenv("CC", compiler)
-    with _flags(*flags.split()):
-        assert native_blocks.build() == usual
+    usual = _build()
+    with another_library(*flags.split(), cache=tmp_path, compiler=compiler):
+        assert _build() == usual
         for config in CONFIGS:
             _compare(config, 2, torch.float32)
 
 
 @X86
 @pytest.mark.skipif(torch.backends.cpu.get_cpu_capability() == "DEFAULT", reason="needs a processor that joins them")
-def test_a_build_that_joins_operations_is_another_one(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    usual = native_blocks.build()
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    with _flags("-ffp-contract=fast"):
-        assert native_blocks.build() != usual
+def test_a_build_that_joins_operations_is_another_one(tmp_path: Path) -> None:
+    usual = _build()
+    with another_library("-ffp-contract=fast", cache=tmp_path):
+        assert _build() != usual
 
 
 @pytest.mark.parametrize("config", CONFIGS)
@@ -198,7 +186,3 @@ def test_no_bit_depends_on_the_number_of_threads(monkeypatch: pytest.MonkeyPatch
     assert all(same_bits(a, b) and same_bits(a, c) for a, b, c in zip(*results, strict=True))
     if kernel_tables.team(2**62)[0] is not None:
         assert set(asked) == {1, 2, 3}
-
-
-def test_torch_where_it_is_asked_for() -> None:
-    assert compressor_of(Int8Compress())(Int8Compress()).kernel == TORCH

@@ -1,9 +1,7 @@
 """The native kernel if all ranks have the same one, else torch, and a line that says why."""
 
-import os
 import platform
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -13,19 +11,18 @@ import torch
 import torch.distributed as dist
 
 import commhooks
-from commhooks.compressors.kernel import TORCH
-from commhooks.compressors.powersgd import native_products
+from commhooks.compressors.native import library
+from commhooks.compressors.powersgd import cpu
 from commhooks.compressors.powersgd.compressor import PowerSGDCompressor
 from commhooks.ddp_comm_hooks import powerSGD_hook
-from tests.support.compilers import needs_compiler
+from tests.support.compilers import another_library, needs_compiler
 from tests.support.ddp_steps import log_lines, process_group_of_one
 from tests.support.kernels import computing_with
 from tests.support.models import same_bits
 from tests.support.simulation import SimulatedRanks
 from tests.support.training import SEVERAL_BUCKETS_MB, Run, flat, make_model
 
-NO_COMPILER = {"CC": "/bin/false"}
-"""Of a machine without a compiler."""
+NO_COMPILER = "/bin/false"
 OTHER_BUILD = ("-ffp-contract=off",)
 """Flags with which the last bits differ, as on another processor."""
 joins_operations = pytest.mark.skipif(
@@ -40,18 +37,12 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("cache")
 
 
-@contextmanager
-def _machine(cache: Path, broken: bool = False, other: bool = False) -> Iterator[None]:
-    """This rank is on a machine without a compiler, or on one of another kind. The file of a kernel depends on compiler
-    and flags, so that neither finds that of the usual one."""
-    environment = NO_COMPILER if broken else {"XDG_CACHE_HOME": str(cache)} if other else {}
-    flags = native_products.FLAGS + (OTHER_BUILD if other else ())
-    native_products.load.cache_clear()
-    try:
-        with mock.patch.dict(os.environ, environment), mock.patch.object(native_products, "FLAGS", flags):
-            yield
-    finally:
-        native_products.load.cache_clear()
+def _machine(cache: Path, broken: bool = False, other: bool = False) -> AbstractContextManager[None]:
+    """This rank is on a machine without a compiler, or on one of another kind. The file of the library depends on
+    compiler and flags, so that neither finds the usual one."""
+    if broken:
+        return another_library(compiler=NO_COMPILER)
+    return another_library(*OTHER_BUILD, cache=cache) if other else nullcontext()
 
 
 def _trained(bare: bool) -> tuple[Any, ...]:
@@ -65,7 +56,7 @@ def _trained(bare: bool) -> tuple[Any, ...]:
             hook = commhooks.attach(ddp, "powerSGD", hook_options={"start_powerSGD_iter": 1})
         for _ in range(4):
             ddp(torch.full((4, 1, 8, 8), 1.0 + dist.get_rank())).square().sum().backward()
-    kernel = state.session.compressor.kernel.name if bare else hook.stats()["kernel"]
+    kernel = {True: "native", False: "torch"}[state.session.compressor.native] if bare else hook.stats()["kernel"]
     gradients = flat(p.grad for p in ddp.parameters() if p.grad is not None)
     return kernel, gradients, [line for line in lines if "kernel" in line]
 
@@ -146,26 +137,20 @@ def test_the_kernel_may_change_with_a_resume(run_ranks: Any) -> None:
     assert same_bits(one, other) and one.isfinite().all()
 
 
-def _results(cache: Path, flags: tuple[str, ...]) -> bytes:
-    with (
-        mock.patch.dict(os.environ, {"XDG_CACHE_HOME": str(cache)}),
-        mock.patch.object(native_products, "FLAGS", flags),
-    ):
-        return native_products.results_of(native_products.load.__wrapped__(), torch.float32)
-
-
 @needs_compiler
 @joins_operations
 def test_a_build_is_known_by_its_bits(cache: Path) -> None:
-    usual = native_products.results_of(native_products.load.__wrapped__(), torch.float32)
-    assert native_products.results_of(native_products.load.__wrapped__(), torch.float32) == usual
-    assert _results(cache, native_products.FLAGS + OTHER_BUILD) != usual
+    usual = cpu.results_of(torch.float32)
+    assert cpu.results_of(torch.float32) == usual
+    with another_library(*OTHER_BUILD, cache=cache):
+        assert cpu.results_of(torch.float32) != usual
     if torch.backends.cpu.get_cpu_capability() == "AVX512":  # vectors of another length add in another order
-        assert _results(cache, (*native_products.FLAGS, "-mno-avx512f", "-O1")) != usual
+        with another_library("-mno-avx512f", "-O1", cache=cache):
+            assert cpu.results_of(torch.float32) != usual
 
 
 def test_switched_off_asks_for_no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(native_products, "load", mock.Mock(side_effect=AssertionError("compiled")))
+    monkeypatch.setattr(library, "load", mock.Mock(side_effect=AssertionError("compiled")))
     with process_group_of_one(), computing_with("torch"):
         assert _trained(bare=False)[0] == "torch"
 
@@ -178,4 +163,4 @@ def test_simulated_ranks_use_the_kernel_of_this_machine(cache: Path) -> None:
     made: list[PowerSGDCompressor] = []
     with _machine(cache, broken=True):
         SimulatedRanks(compressor, 2, {"w": torch.empty(20, 30)})
-    assert [each.kernel for each in made] == [TORCH] * 2
+    assert [each.native for each in made] == [False] * 2

@@ -1,4 +1,36 @@
-/* Work on all parts of all rows of a table, by a team of threads. */
+/* The rows of the tables that tables.py makes, each field of 64 bits, and the threads that work on them. */
+
+/* One matrix of PowerSGD: delta, residual n x m; p r x n; q, mean_q r x m. */
+struct matrix {
+    size_t n, m, r;
+    REAL *delta, *residual; /* residual may be NULL */
+    REAL *p, *q, *mean_q;
+    size_t scratch;   /* set in form_q: place in the scratch memory */
+    uint64_t largest; /* set in form_p: a double */
+};
+
+/* One factor of a matrix, r x k. */
+struct factor {
+    size_t r, k;
+    const REAL *source, *refill; /* refill: rows that replace dependent ones, or NULL */
+    REAL *to;
+    size_t missing; /* set in unit_rows: number of dependent rows that were not replaced */
+};
+
+/* Consecutive blocks of one quantised tensor. */
+struct piece {
+    size_t numel, block; /* elements, and elements of a block; the last block may have fewer */
+    REAL *bucket, *residual; /* residual may be NULL */
+    uint8_t *codes; /* written here */
+    REAL *scales;
+    const uint8_t *arrived_codes; /* and read from here: of what all ranks send its owner, those of rank 0 */
+    const REAL *arrived_scales;
+};
+
+/* The name of a function that Python calls: commhooks_split_float. */
+#define JOIN(name, real) commhooks_##name##_##real
+#define WITH_REAL(name, real) JOIN(name, real)
+#define EXPORT(name) WITH_REAL(name, REAL)
 
 /* GOMP_parallel of the OpenMP that torch uses; NULL: there is none. */
 typedef void start_team(void (*function)(void *), void *argument, unsigned threads, unsigned flags);

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from commhooks.compressors.native import tables as kernel_tables
-from commhooks.compressors.powersgd.native_products import NativeProducts, load
+from commhooks.compressors.powersgd.cpu import NativeProducts
 from tests.support.compilers import needs_compiler
 
 SHAPES = [(1, 1), (7, 1), (1, 9), (5, 3), (3, 50_000), (50_000, 3), (640, 1061), (600, 512), (65, 4608), (9001, 33)]
@@ -30,7 +30,7 @@ def _all_steps(dtype: torch.dtype, rank: int) -> list[torch.Tensor]:
     """What the kernel computes from fixed numbers: for all shapes in one call, so that the threads have work."""
     generator = torch.Generator().manual_seed(rank)
     shapes = [(n, m, min(n, m, rank)) for n, m in SHAPES]
-    products = NativeProducts(load(dtype), shapes, dtype)
+    products = NativeProducts(shapes, dtype)
 
     def draw() -> list[torch.Tensor]:
         return [torch.randn(n, m, generator=generator, dtype=dtype) for n, m, _ in shapes]
@@ -112,7 +112,7 @@ def test_small_work_wakes_no_threads(threads: Callable[[int], None], monkeypatch
     team = _Team()
     monkeypatch.setattr(kernel_tables, "_entry_point", lambda: team.address)
     threads(4)
-    products = NativeProducts(load(), [(100, 600, 1)], torch.float32)
+    products = NativeProducts([(100, 600, 1)], torch.float32)
     products.q[0].fill_(1)
     products.form_p([torch.ones(100, 600)], None, 1.0)
     assert team.asked == [] and products.p[0][0, 99] == 600
@@ -146,9 +146,9 @@ def test_calls_from_several_threads_at_once(threads: Callable[[int], None]) -> N
 FORKED = """
 import os, signal, sys, torch
 from commhooks.compressors.native import tables as kernel_tables
-from commhooks.compressors.powersgd.native_products import NativeProducts, load
+from commhooks.compressors.powersgd.cpu import NativeProducts
 torch.set_num_threads(2)
-products = NativeProducts(load(), [(600, 600, 1)], torch.float32)
+products = NativeProducts([(600, 600, 1)], torch.float32)
 products.q[0].fill_(1)
 delta = torch.ones(600, 600)
 def step():

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import commhooks
-from commhooks.compressors.powersgd.device_kernel import DeviceKernel
+from commhooks.compressors.powersgd.accelerator import AcceleratorKernel
 from commhooks.compressors.powersgd.exchange import BucketPass
 from commhooks.gradients.layout import Bucket
 from commhooks.gradients.source import Reducer
@@ -226,13 +226,13 @@ def test_only_gradients_of_one_shape_are_copied(stacked: bool) -> None:
 def test_no_exchange_outlives_its_pass() -> None:
     """It would keep a bucket that DDP has replaced."""
     alive = []
-    form_p = DeviceKernel.form_p
+    form_p = AcceleratorKernel.form_p
 
-    def watched(self: DeviceKernel, now: BucketPass) -> None:
+    def watched(self: AcceleratorKernel, now: BucketPass) -> None:
         alive.append(weakref.ref(now))
         form_p(self, now)
 
-    with process_group_of_one(), masks(), mock.patch.object(DeviceKernel, "form_p", watched):
+    with process_group_of_one(), masks(), mock.patch.object(AcceleratorKernel, "form_p", watched):
         ddp = wrap(SHAPES)
         commhooks.attach(ddp, "powerSGD", hook_options=_options(2, True))
         for step in range(3):

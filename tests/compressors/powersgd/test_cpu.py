@@ -1,18 +1,16 @@
-"""The codec's promises: always an orthonormal basis, rows of norm 1, numbers that depend on their key alone."""
+"""The arithmetic on the CPU: always an orthonormal basis, rows of norm 1, numbers that depend on their key alone."""
 
-import functools
+import contextlib
 import itertools
 import platform
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
 
-from commhooks.compressors.powersgd import codec, native_products
-from commhooks.compressors.powersgd.native_products import NativeProducts
-from commhooks.compressors.powersgd.torch_products import TorchProducts
-from tests.support.compilers import needs_compiler
+from commhooks.compressors.powersgd import exchange
+from commhooks.compressors.powersgd.cpu import NativeProducts, TorchProducts, orthonormal_rows
+from tests.support.compilers import another_library, needs_compiler
 
 LENGTH = 40
 RANKS = (1, 2, 3, 8, 16)
@@ -55,16 +53,8 @@ PLAIN = "plain"
 
 
 def _products(kind: str, shapes: list[tuple[int, int, int]], dtype: torch.dtype = torch.float32) -> Any:
-    """What works on factors and matrices: the plain form, or the native kernel compiled with the flags `kind`."""
-    if kind == PLAIN:
-        return TorchProducts(shapes, dtype)
-    return NativeProducts(_kernel(dtype, *kind.split()), shapes, dtype)
-
-
-@functools.cache
-def _kernel(dtype, *flags):
-    with mock.patch.object(native_products, "FLAGS", native_products.FLAGS + flags):
-        return native_products.load.__wrapped__(dtype)
+    """What works on factors and matrices: the plain form, or the native library."""
+    return (TorchProducts if kind == PLAIN else NativeProducts)(shapes, dtype)
 
 
 both = pytest.mark.parametrize("kind", [PLAIN, pytest.param("", marks=needs_compiler, id="native")])
@@ -82,13 +72,13 @@ def _basis(kind: str, rows: torch.Tensor, refill: torch.Tensor) -> torch.Tensor:
 def test_orthonormal_whatever_comes_in(name, kind):
     for rank in RANKS:
         rows = INPUTS[name](rank)
-        basis = _basis(kind, rows, codec.draw(0, "w", "refill P", rank, LENGTH, torch.float32))
+        basis = _basis(kind, rows, exchange.draw(0, "w", "refill P", rank, LENGTH, torch.float32))
         assert basis.shape == (rank, LENGTH) and _deviation(basis) <= 1e-5
 
 
 def test_orthonormal_where_as_many_rows_as_columns():
     for rows in (torch.zeros(8, 8), torch.ones(8, 8), torch.eye(8), _random(8)[:, :8]):
-        basis, _ = codec.orthonormal_rows(rows, codec.draw(0, "w", "refill P", 8, 8, torch.float32))
+        basis, _ = orthonormal_rows(rows, exchange.draw(0, "w", "refill P", 8, 8, torch.float32))
         assert _deviation(basis) <= 1e-5
 
 
@@ -103,8 +93,8 @@ def test_basis_spans_the_rows(scale, kind):
 
 
 def test_basis_of_independent_rows_needs_no_refill():
-    first, _ = codec.orthonormal_rows(_random(4), None)
-    second, _ = codec.orthonormal_rows(_random(4), _random(4, seed=9))
+    first, _ = orthonormal_rows(_random(4), None)
+    second, _ = orthonormal_rows(_random(4), _random(4, seed=9))
     assert _deviation(second) <= 1e-5
     torch.testing.assert_close(first.T @ first, second.T @ second, rtol=0, atol=1e-6)
 
@@ -114,7 +104,7 @@ def test_missing_directions_are_found_and_refilled(kind):
     rows = _random(4)
     rows[2] = rows[0] + rows[1]
     rows[3] = 0
-    assert codec.orthonormal_rows(rows, None)[1].tolist() == [False, False, True, True]
+    assert orthonormal_rows(rows, None)[1].tolist() == [False, False, True, True]
     refill = _random(4, seed=5)
     basis = _basis(kind, rows, refill)
     together = torch.cat([rows[:2], refill[2:]])
@@ -149,7 +139,7 @@ def test_unit_rows(kind):
 
 def test_draws_depend_on_seed_name_and_purpose_only():
     def draw(seed=1, name="layer.weight", purpose="Q", dtype=torch.float32):
-        return codec.draw(seed, name, purpose, 3, 5, dtype)
+        return exchange.draw(seed, name, purpose, 3, 5, dtype)
 
     first = draw()
     torch.manual_seed(123)
@@ -164,7 +154,7 @@ def test_draws_depend_on_seed_name_and_purpose_only():
 
 def test_draws_stay_the_same_in_later_versions():
     """A run that resumes with a newer version must refill the same directions on every rank."""
-    drawn = codec.draw(0, "layer.weight", "Q", 2, 3, torch.float64)
+    drawn = exchange.draw(0, "layer.weight", "Q", 2, 3, torch.float64)
     golden = [
         [1.5474703965416532, 1.035648890012991, -0.7766183194874987],
         [-1.8835038069749903, -0.6623888996956142, 1.459823782598064],
@@ -191,9 +181,10 @@ SHORTER_VECTORS = pytest.mark.skipif(platform.machine() != "x86_64", reason="fla
     ids=str,
 )
 def test_products(kind, dtype):
-    for rank, shape in itertools.product([1, 2, 3, 5, 17], SHAPES):
-        if rank <= min(shape):
-            _compare_products(_products(kind, [(*shape, rank)], dtype), dtype, rank, *shape)
+    with contextlib.nullcontext() if kind in (PLAIN, "") else another_library(*kind.split()):
+        for rank, shape in itertools.product([1, 2, 3, 5, 17], SHAPES):
+            if rank <= min(shape):
+                _compare_products(_products(kind, [(*shape, rank)], dtype), dtype, rank, *shape)
 
 
 def _compare_products(products, dtype, rank, n, m):

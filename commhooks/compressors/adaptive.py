@@ -35,7 +35,7 @@ class ObservedPass:
     """One committed backward pass of this rank.
 
     Attributes:
-        step_s: seconds from the end of the pass before to the end of this one.
+        step_s: seconds from the end of the pass before to the end of this one; NaN on a device without a clock.
         layouts: its buckets.
         names: of the parameters.
     """

@@ -48,7 +48,7 @@ class Session(Learning):
         self._pass: BackwardPass | None = None
         self._closed = False
         self._statistics_due = 0
-        self._timed_pass_ended: Mark = None  # where the next step begins, for an adaptive compressor
+        self._step_began: tuple[Mark] | None = None  # for an adaptive compressor: at the end of the pass before
 
     def run(self, bucket: Bucket) -> torch.futures.Future[torch.Tensor]:
         """Reduce one bucket in place. All ranks must call this, in the same order.
@@ -195,15 +195,15 @@ class Session(Learning):
     def _observe(self, compressor: AdaptiveCompressor[Any], current: BackwardPass, good: torch.Tensor) -> None:
         """Show the pass that ends now to the compressor, if it watches that step. The pass before a watch is timed,
         too, because the first watched step begins at its end."""
-        began, self._timed_pass_ended = self._timed_pass_ended, None
+        began, self._step_began = self._step_began, None
         if compressor.watch is None or current.step_at_most + 1 < compressor.watch.begin:
             return
-        self._timed_pass_ended = ended = mark(good.device)
+        self._step_began = ended = (mark(good.device),)
         self.held.settle()  # `current.step` may be less than the step
         if began is not None and self.state.step > compressor.watch.begin and bool(good):
             layouts = [known.layout for known in self.consensus.buckets if known.used]
-            compressor.observe(ObservedPass(seconds_between(began, ended), layouts, self.consensus.binding.names))
-            self._timed_pass_ended = mark(good.device)  # looking at the pass is no part of the next step
+            compressor.observe(ObservedPass(seconds_between(*began, *ended), layouts, self.consensus.binding.names))
+            self._step_began = (mark(good.device),)  # looking at the pass is no part of the next step
 
     @contextlib.contextmanager
     def _computing(self, flat: torch.Tensor) -> Iterator[None]:

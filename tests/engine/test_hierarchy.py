@@ -97,7 +97,7 @@ def test_the_same_as_without_nodes(
 def _memory(kind: str) -> dict[str, Any]:
     run = _new(kind, 2).train(5)
     session = session_of(run.hook)
-    shares = [known.work for known in session.consensus.buckets if known.compresses]
+    shares = [known.work for known in session.consensus.buckets if known.compressed]
     plan = run.hook.plan()
     return {
         "residuals": sum(each.nbytes for each in residuals(run.hook).values()),

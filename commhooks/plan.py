@@ -11,8 +11,8 @@ from commhooks.comm.wire import dtype_name
 from commhooks.compressors.adaptive import AdaptiveCompressor
 from commhooks.compressors.base import Compressor
 from commhooks.compressors.unit_plan import MemoryPlan, ParameterInfo, Unit, UnitPlan
-from commhooks.engine.learning import Learning
 from commhooks.engine.nodes import FLAT, Arrangement
+from commhooks.engine.session import ExchangeDriver
 from commhooks.errors import HookConfigError
 from commhooks.gradients.names import ModelNames, ParameterNames, all_names
 from commhooks.gradients.source import sparse_parameters
@@ -210,7 +210,7 @@ def whole_plan(
     )
 
 
-def session_plan(hook: str, session: Learning, sparse: Collection[int]) -> ModelPlan:
+def session_plan(hook: str, session: ExchangeDriver, sparse: Collection[int]) -> ModelPlan:
     """The plan of a model to which a hook is attached."""
     compressor, consensus = session.compressor, session.consensus
     rows = parameter_plans(compressor, consensus.binding.names, sparse)

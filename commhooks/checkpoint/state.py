@@ -16,7 +16,7 @@ from commhooks.compressors.adaptive import AdaptiveCompressor
 from commhooks.compressors.base import RESIDUAL, Compressor
 from commhooks.compressors.state_field import StateField
 from commhooks.compressors.unit_plan import ParameterInfo, UnitPlan
-from commhooks.engine.learning import Learning
+from commhooks.engine.session import ExchangeDriver
 from commhooks.engine.state import LearnedState
 from commhooks.errors import HookConfigError, PayloadError, logger_of, shown
 from commhooks.gradients.layout import memory_order
@@ -263,7 +263,11 @@ class SavedLearnedState:
     """What `begin_anew` does not reset, as the end of a sentence for messages."""
 
     def __init__(
-        self, hook: str, session: Learning, group: dist.ProcessGroup, plans: Callable[[Compressor[Any]], list[UnitPlan]]
+        self,
+        hook: str,
+        session: ExchangeDriver,
+        group: dist.ProcessGroup,
+        plans: Callable[[Compressor[Any]], list[UnitPlan]],
     ) -> None:
         self._hook = hook
         self._session = session

@@ -19,11 +19,10 @@ from commhooks.comm.counters import Counters, Mark, mark, seconds_between
 from commhooks.compressors.adaptive import AdaptiveCompressor, ObservedPass
 from commhooks.compressors.base import Compressor, StepInfo
 from commhooks.engine.backward_pass import BackwardPass, Issue, RunningExchange
-from commhooks.engine.consensus import Binding, SendComparison
+from commhooks.engine.consensus import Binding, Consensus, SendComparison
 from commhooks.engine.immediate import reduce_immediately
-from commhooks.engine.learning import Learning
 from commhooks.engine.nodes import FLAT
-from commhooks.engine.state import LearnedState
+from commhooks.engine.state import HeldState, LearnedState
 from commhooks.engine.streams import computing_on, wait_for_codec
 from commhooks.engine.task import ExchangeTask
 from commhooks.errors import logger_of
@@ -37,7 +36,45 @@ ABANDONED_LIMIT_S = 5.0
 """Seconds that the host waits, after an exception, for collectives that may still write into a bucket."""
 
 
-class Session(Learning):
+class ExchangeDriver:
+    """Runs the exchanges of a compressor on the ranks of one model. Base of `Session`, which averages gradients, and of
+    `OuterSteps`, which averages weights.
+
+    Args:
+        binding: the model and the ranks.
+        state: the learned state, changed at commits only.
+        counters: the counters to update; None: new ones.
+
+    Attributes:
+        held: guards the learned state.
+        consensus: what all ranks do alike: compressor, kernel, arrangement.
+    """
+
+    def __init__(
+        self, compressor: Compressor[Any], binding: Binding, state: LearnedState, counters: Counters | None = None
+    ) -> None:
+        self.state = state
+        self.counters = counters if counters is not None else Counters()
+        self.held = HeldState(state, self.counters)
+        self.consensus = Consensus(compressor, binding, self.held, self.counters)
+
+    @property
+    def compressor(self) -> Compressor[Any]:
+        """The compressor in force."""
+        return self.consensus.compressor
+
+    @property
+    def has_run(self) -> bool:
+        """Whether the ranks have agreed on their state in a first backward pass."""
+        return self.consensus.nonce is not None
+
+    def close(self) -> None:
+        """Move the learned state to the host, until another training of the model begins."""
+        with self.held.settled():
+            self.state.to_host()
+
+
+class Session(ExchangeDriver):
     """Runs the exchanges of a compressor in the backward passes of one model."""
 
     def __init__(

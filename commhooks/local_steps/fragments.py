@@ -15,8 +15,7 @@ from commhooks.compressors.base import StepInfo
 from commhooks.compressors.unit_plan import ParameterInfo
 from commhooks.engine.backward_pass import RunningExchange
 from commhooks.engine.consensus import Binding
-from commhooks.engine.learning import Learning
-from commhooks.engine.session import ABANDONED_LIMIT_S
+from commhooks.engine.session import ABANDONED_LIMIT_S, ExchangeDriver
 from commhooks.engine.state import LearnedState
 from commhooks.engine.task import ExchangeTask
 from commhooks.gradients import precision
@@ -50,7 +49,7 @@ def turns(every: int, fragments: int, delay: int) -> list[Turn]:
     return [Turn(each, (each + 1) * distance - delay, (each + 1) * distance) for each in range(fragments)]
 
 
-class OuterSteps(Learning):
+class OuterSteps(ExchangeDriver):
     """Runs the outer steps of one model. All ranks call the methods after the same passes.
 
     Args:

@@ -138,34 +138,6 @@ def test_norms_are_those_of_the_share(run_ranks: Any) -> None:
         assert rank["norms"]["gradient_norm"] == pytest.approx(gradient, rel=1e-5)
 
 
-def _lossless(ranks_per_node: int, steps: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The sum of what was applied, and of what the ranks had, and the residuals, on a model of one matrix."""
-    ddp = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(24, 16, bias=False, dtype=torch.float64))
-    hook = commhooks.attach(ddp, "int8", hook_options={"block_size": 32}, ranks_per_node=ranks_per_node)
-    applied = torch.zeros(16, 24, dtype=torch.float64)
-    wanted = applied.clone()
-    weight = ddp.module.weight
-    for step in range(steps):
-        generator = torch.Generator().manual_seed(100 * step + dist.get_rank())
-        gradient = torch.randn(16, 24, generator=generator, dtype=torch.float64)
-        ddp.zero_grad()
-        (ddp(torch.eye(24, dtype=torch.float64)).t() * gradient).sum().backward()
-        assert weight.grad is not None
-        applied += weight.grad
-        wanted += gradient
-    left = residuals(hook).get("weight", torch.zeros(16 * 24, dtype=torch.float64))
-    return applied, wanted, left.view(16, 24)
-
-
-@pytest.mark.parametrize(("world_size", "ranks_per_node"), [(6, 3)])
-def test_what_int8_rounds_is_in_the_residuals(run_ranks: Any, world_size: int, ranks_per_node: int) -> None:
-    """What was applied, and the mean of the residuals over all ranks, make up the mean of the gradients."""
-    ranks = run_ranks(_lossless, ranks_per_node, 5, world_size=world_size)
-    wanted = sum(each[1] for each in ranks) / world_size
-    left = sum(each[2] for each in ranks) / world_size
-    assert left.any() and _far(ranks[0][0] + left, wanted) < 1e-12
-
-
 def _host_reads(kind: str) -> tuple[int, int]:
     """How often the host reads a tensor in the first compressed step, and in a later one, on an accelerator."""
     tolist, reads = torch.Tensor.tolist, []

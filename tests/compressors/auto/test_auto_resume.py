@@ -1,7 +1,6 @@
 """The decision of `auto` in the checkpoint: kept on resume, made anew with other ranks, refused if damaged."""
 
 import dataclasses
-import json
 import math
 from typing import Any
 
@@ -125,18 +124,6 @@ def test_a_load_on_one_rank_only_is_an_error_before_that_rank_decides(run_ranks:
         assert "the ranks are at different steps of the hook: rank 0: 13, rank 1: 0" in text
 
 
-def test_a_choice_that_the_quality_no_longer_allows_is_made_anew() -> None:
-    with process_group_of_one():
-        saved = Run.new(hook=Auto(quality="close")).save(residual="per_rank")
-        saved["hook"]["notes"] = decided("int4", since=0).to_plain()
-        saved["hook"]["step"] = 7
-        run = Run.new(hook=Auto(quality="close")).load(saved)
-        assert decision_of(run).candidate.label == "int4"
-        run = Run.new(hook=Auto()).load(saved)
-        assert decision_of(run).candidate.label == "allreduce" and decision_of(run).since is None
-        assert decision_of(run).watch.begin == 9
-
-
 def test_the_residuals_of_a_choice_that_is_not_allowed_are_dropped() -> None:
     with process_group_of_one():
         run = new(quality="low rank").train(6)
@@ -256,11 +243,6 @@ def test_a_damaged_decision_is_refused_and_changes_nothing() -> None:
             with pytest.raises(PayloadError):
                 run.hook.load_state_dict({**saved, "notes": notes})
             assert decision_of(run) is before, notes
-
-
-def test_a_decision_survives_the_way_through_plain_types() -> None:
-    made = decided("int4", since=3, why="because", switches=2, tried_s={"allreduce": 1.0, "int4": 0.5})
-    assert Decision.from_plain(json.loads(json.dumps(made.to_plain()))) == made
 
 
 def test_decisions_of_earlier_versions_are_read() -> None:

@@ -20,6 +20,8 @@ from typing import Any
 
 import yaml
 from accelerate import DistributedDataParallelKwargs
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
 from commhooks.errors import HookConfigError, did_you_mean, no_such
 from commhooks.hook.for_plugins import (
@@ -30,6 +32,7 @@ from commhooks.hook.for_plugins import (
     converted,
     import_path,
     means_no_hook,
+    plain,
 )
 
 SECTION = "comm_hook_config"
@@ -100,8 +103,6 @@ class Settings:
 
     def overridden(self, overrides: Iterable[str]) -> "Settings":
         """With overrides as in `read`."""
-        from omegaconf import OmegaConf
-
         values = _resolved(self.source, OmegaConf.create(self.values), "", overrides)
         return dataclasses.replace(self, values=_typed(self.source, values))
 
@@ -164,8 +165,6 @@ def no_section(keys: Iterable[str]) -> str:
 
 def _load(path: str | Path) -> Any:
     """The content of a YAML file, as OmegaConf's `DictConfig`."""
-    from omegaconf import DictConfig, OmegaConf  # a local import, because it is slow
-
     try:
         loaded = OmegaConf.load(path)
     except OSError as error:
@@ -179,9 +178,6 @@ def _load(path: str | Path) -> Any:
 
 def _resolved(source: str, loaded: Any, section: str, overrides: Iterable[str]) -> Any:
     """The settings as plain types. The whole file is resolved, because interpolations may refer to any key in it."""
-    from omegaconf import OmegaConf
-    from omegaconf.errors import OmegaConfBaseException
-
     given = list(overrides)
     for each in given:
         if not isinstance(each, str) or not each.partition("=")[0].strip() or "=" not in each:
@@ -190,8 +186,7 @@ def _resolved(source: str, loaded: Any, section: str, overrides: Iterable[str]) 
         if given:
             changes = OmegaConf.from_dotlist(given)
             loaded = OmegaConf.merge(loaded, {section: changes} if section else changes)
-        node = loaded[section] if section else loaded
-        return OmegaConf.to_container(node, resolve=True, throw_on_missing=True) if OmegaConf.is_config(node) else node
+        return plain(source, loaded[section] if section else loaded)
     except OmegaConfBaseException as error:
         raise HookConfigError(f"{source}: {error.full_key or section}: {str(error).splitlines()[0]}") from error
     except TypeError as error:  # a list in the file, and an override of a key in it

@@ -34,7 +34,7 @@ from commhooks.hook.quantized_all_reduce import quantized_all_reduce
 from commhooks.local_steps.options import DiLoCo, LocalSGD
 from commhooks.options import HookConfig
 from commhooks.registry import available_hooks, register_compressor, register_hook
-from commhooks.tools.doctor.run import doctor
+from commhooks.tools.doctor import doctor
 
 __all__ = [
     "RESIDUAL",

@@ -55,6 +55,7 @@ FOLDERS = {
     "checkpoint": "commhooks/checkpoint",
     "quantized": "commhooks/compressors/quantized",
     "powersgd": "commhooks/compressors/powersgd",
+    "local_steps": "commhooks/local_steps",
 }
 """The folder of each area."""
 
@@ -168,6 +169,23 @@ AREAS = {
                 "compressors/powersgd/test_accelerator",
             ),
         )
+    ],
+    "local_steps": [
+        Part(
+            "optimizers common_state",
+            ("local_steps/test_common_state", "local_steps/test_mishaps", "local_steps/test_rounds"),
+        ),
+        Part(
+            "*",
+            (
+                "local_steps/test_outer_steps",
+                "local_steps/test_rounds",
+                "local_steps/test_saving",
+                "local_steps/test_mishaps",
+                "local_steps/test_local_nodes",
+                "local_steps/test_fully_shard_rounds",
+            ),
+        ),
     ],
 }
 """More than a part where other tests notice other files. Tests as `folder/file` or `folder/file::function`."""

@@ -7,7 +7,7 @@ in flight.
 """
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -47,7 +47,7 @@ class RunningExchange:
         self._pending: Pending | None = None
 
     def finish(self) -> None:
-        """Run up to the verdict; after that, to the end."""
+        """Wait for the pending collectives: up to the verdict, or after the verdict to the end."""
         while self._pending is not None:
             self.advance()
 
@@ -74,6 +74,19 @@ class RunningExchange:
             self.has_round_left = self._pending is not None and not step.last
             if self._pending is not None and step.meanwhile is not None:
                 step.meanwhile()
+
+
+def finish_rounds(running: Sequence[RunningExchange]) -> None:
+    """Run each exchange up to its verdict, round by round."""
+    has_round_left = True
+    while has_round_left:
+        has_round_left = False
+        for each in running:
+            if each.has_round_left:
+                each.advance()
+                has_round_left = True
+    for each in running:
+        each.finish()
 
 
 @dataclass(eq=False)
@@ -114,11 +127,7 @@ class BackwardPass:
         Raises:
             HookRunError: on all ranks, if they do not send the same.
         """
-        while left := [each for each in self.running if each.has_round_left]:
-            for each in left:
-                each.advance()
-        for each in self.running:
-            each.finish()
+        finish_rounds(self.running)
         if self.comparison is not None:
             self.comparison.end()
         return torch.stack([each.finite for each in self.running]).all()

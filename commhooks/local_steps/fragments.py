@@ -14,7 +14,7 @@ from commhooks.comm import collectives
 from commhooks.comm.collectives import Pending, PointToPoint, Send, good_on_all
 from commhooks.compressors.base import StepInfo
 from commhooks.compressors.unit_plan import ParameterInfo
-from commhooks.engine.backward_pass import RunningExchange
+from commhooks.engine.backward_pass import RunningExchange, finish_rounds
 from commhooks.engine.consensus import Binding
 from commhooks.engine.session import ABANDONED_LIMIT_S, ExchangeDriver
 from commhooks.engine.state import LearnedState
@@ -179,11 +179,7 @@ class _Exchange:
         with precision.full_precision(self._device, products=False), self._clocks.measure(self._device):
             for each in self._running:
                 each.advance()
-            while left := [each for each in self._running if each.has_round_left]:
-                for each in left:
-                    each.advance()
-            for each in self._running:
-                each.finish()
+            finish_rounds(self._running)
             if self._running:
                 self._finite = torch.stack([each.finite for each in self._running]).all()
 

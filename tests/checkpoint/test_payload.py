@@ -20,7 +20,7 @@ def _saved_by(hook: str = "powerSGD") -> dict[str, Any]:
     return Run.new(hook=hook, hook_options=options).train(4).save()["hook"]
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def saved_and_running() -> Iterator[tuple[dict[str, Any], Run]]:
     """A payload of one rank, and a run of the same hook that has learned something else."""
     with process_group_of_one():

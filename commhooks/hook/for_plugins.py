@@ -10,7 +10,7 @@ from commhooks.hook.attach import attach_request
 from commhooks.hook.checked_state import located, nothing_saved
 from commhooks.hook.hook_folder import HookFolder
 from commhooks.hook.metrics import NAMES, PREFIX, Meter
-from commhooks.options import HookConfig, converted
+from commhooks.options import HookConfig, converted, plain
 from commhooks.registry import COMPRESSORS, OFF, means_no_hook
 from commhooks.request import (
     ARGUMENTS,

@@ -13,11 +13,10 @@ from transformers import Trainer, TrainerCallback, TrainingArguments  # noqa: E4
 from transformers_trainer import batch, make_model, manual  # noqa: E402  # of examples/
 
 from accelerate_commhooks.transformers import CommHookTrainer  # noqa: E402
-from tests.support import accelerate_checkpoints  # noqa: E402
-from tests.support.accelerators import OPTIONS  # noqa: E402
+from tests.support import accelerators  # noqa: E402
+from tests.support.accelerators import FILES, OPTIONS  # noqa: E402, F401
 from tests.support.training import flat, residuals  # noqa: E402
 
-FILES = ["comm_hook.pt", "comm_hook_rank0.pt", "comm_hook_rank1.pt"]
 EPOCH = 8  # steps, with two ranks and the default batch size
 POWER_SGD = {"hook": "powerSGD", "hook_options": OPTIONS}
 
@@ -85,5 +84,5 @@ def outcome(trainer: Any) -> dict[str, Any]:
 
 
 def assert_equal(one: dict[str, Any], other: dict[str, Any]) -> None:
-    accelerate_checkpoints.assert_equal(one, other)
+    accelerators.assert_equal(one, other)
     assert one["losses"] == other["losses"]

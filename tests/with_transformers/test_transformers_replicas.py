@@ -102,9 +102,6 @@ def _trained(folder: str) -> dict[str, Any]:
     rounds.train()
     found["diloco"] = _outcome(rounds)
     with pytest.raises(HookConfigError) as error:
-        _trainer(f"{folder}/auto", hook={"hook": "auto"}).train()
-    found["auto"] = str(error.value)
-    with pytest.raises(HookConfigError) as error:
         _trainer(f"{folder}/all", replicas=None, hook=POWER_SGD)
     return found | {"warnings": texts, "over all": str(error.value)}
 
@@ -130,7 +127,6 @@ def test_replicas_train_and_resume(run_ranks: Any, tmp_path: Path) -> None:
         assert rank["alone"]["stats"]["step"] == STEPS and rank["alone"]["stats"]["compressed_steps"] == STEPS - SAVE_AT
         assert rank["diloco"]["stats"]["backward_passes"] == 3
         assert torch.equal(rank["diloco"]["weights"], ranks[0]["diloco"]["weights"])  # the training ends with a round
-        assert "it measures ranks that all compress the whole model" in rank["auto"]
         assert "nothing is left to a communication hook" in rank["over all"]
     for form in ("SHARDED_STATE_DICT", "FULL_STATE_DICT"):
         assert (tmp_path / form / f"checkpoint-{SAVE_AT}" / "comm_hook" / ".metadata").is_file()

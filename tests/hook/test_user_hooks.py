@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 import commhooks
 from commhooks import registry
+from tests.golden.golden_runs import Momentum, momentum_hook
 from tests.support.ddp_steps import (
     backward,
     errors_of_means,
@@ -22,7 +23,6 @@ from tests.support.ddp_steps import (
     weights,
     wrap,
 )
-from tests.support.golden_runs import Momentum, momentum_hook
 
 
 @pytest.fixture(autouse=True)

@@ -184,7 +184,7 @@ class CommHookKwargs(DistributedDataParallelKwargs):
             if step % 50 == 0:
                 handler.log(accelerator, step=step)
 
-        The names are those of `commhooks.hook.metrics`, with `commhooks/1/...` for the second of several models; means
+        The names are those of `commhooks.report`, with `commhooks/1/...` for the second of several models; means
         are since the previous call. Without a hook nothing is logged. Gradients are read from `.grad`: call this after
         `optimizer.step()` and before `optimizer.zero_grad()`, or the two metrics that need them are omitted. It does
         not communicate: all ranks may call it, or only the main process.

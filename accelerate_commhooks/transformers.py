@@ -49,7 +49,7 @@ class CommHookTrainerMixin(_Base):
     is loaded from the checkpoint, in which every rank has saved its part.
 
     Where the Trainer reports (`report_to`), it reports the metrics of the hook beside the loss, with the names of
-    `commhooks.hook.metrics`; gradient norms are those after clipping. The lines that it prints leave them out.
+    `commhooks.report`; gradient norms are those after clipping. The lines that it prints leave them out.
 
     Args:
         hook: as for `CommHookKwargs`; or a `CommHookKwargs`, which can also hold DDP arguments that the Trainer lacks.

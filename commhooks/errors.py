@@ -102,6 +102,18 @@ def logger_of(module: str) -> _Logger:
     return _Logger(logging.getLogger(module), None)
 
 
+_summary_logger = logging.getLogger("commhooks.summary")
+
+
+def say(line: str) -> None:
+    """Log a line for users, or print it if logging is not configured, so that users see that the hook is active."""
+    text = f"commhooks: {line}"
+    if _summary_logger.isEnabledFor(logging.INFO) and _summary_logger.hasHandlers():
+        _summary_logger.info(text)
+    else:
+        print(text, file=sys.stderr, flush=True)
+
+
 @contextlib.contextmanager
 def reason_first() -> Iterator[None]:
     """Context manager: rank 0 prints the message of a CommHookError as soon as the body raises it. All ranks raise such

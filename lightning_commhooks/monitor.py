@@ -15,7 +15,7 @@ class HookMonitor(Callback):
 
         Trainer(strategy=CommHookDDP(hook="powerSGD"), callbacks=[CommHookMonitor()])
 
-    The names are those of `commhooks.hook.metrics`, and docs/metrics.md says what they mean; the values are those of
+    The names are those of `commhooks.report`, and docs/metrics.md says what they mean; the values are those of
     rank 0.
 
     Nothing is computed in other steps, and the training is the same to the last bit with and without it.

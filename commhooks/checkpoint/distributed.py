@@ -109,7 +109,7 @@ def to_distributed(
 
     Args:
         payload: of this rank's shard, with the mean of its residuals, or none; is used up.
-        kept: see `Runner.kept_fields`; equal on all ranks.
+        kept: see `SavedLearnedState.kept_fields`; equal on all ranks.
         source: the model.
     """
     found: dict[tuple[str, str], torch.Tensor] = {}

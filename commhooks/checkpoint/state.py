@@ -13,15 +13,15 @@ from commhooks.checkpoint.payload import COUNTERS, FLOATS, VERSION, check_count,
 from commhooks.comm.groups import is_logging_rank
 from commhooks.comm.joint_save import JointSave
 from commhooks.compressors.adaptive import AdaptiveCompressor
-from commhooks.compressors.base import Compressor
+from commhooks.compressors.base import RESIDUAL, Compressor
 from commhooks.compressors.state_field import StateField
-from commhooks.compressors.unit_plan import UnitPlan
+from commhooks.compressors.unit_plan import ParameterInfo, UnitPlan
 from commhooks.engine.learning import Learning
 from commhooks.engine.state import LearnedState
 from commhooks.errors import HookConfigError, PayloadError, logger_of, shown
 from commhooks.gradients.layout import memory_order
 from commhooks.gradients.precision import compute_dtype
-from commhooks.gradients.source import held_weakly
+from commhooks.gradients.source import GradientSource, held_weakly
 
 
 @dataclass(frozen=True)
@@ -257,6 +257,8 @@ class SavedLearnedState:
         plans: returns the plan of every parameter with a compressor; an empty list for one of whole buckets.
     """
 
+    step_is = "step"
+    """What `step` counts."""
     not_begun_anew = ""
     """What `begin_anew` does not reset, as the end of a sentence for messages."""
 
@@ -342,6 +344,18 @@ class SavedLearnedState:
         if option is not None and start != self._first_start and max(start, self._first_start) > content["step"]:
             said += f"; {option}={start} as it was saved, not {self._first_start}"
         return said
+
+    def kept_fields(self, source: GradientSource) -> dict[str, dict[str, torch.dtype]]:
+        """What the hook keeps for each number of a parameter, such as "residual": for every whole parameter of the
+        model that could have one, its dtype."""
+        compressor = self._session.compressor
+        if not self._session.state.local:
+            return {}
+        names, config = source.whole, compressor.config
+        infos = [ParameterInfo.of(n, p, names, config, id(p) in source.sparse) for n, p in names.known().items()]
+        if not compressor.per_bucket:
+            infos = [info for info, may in zip(infos, compressor.may_compress(infos), strict=True) if may]
+        return {RESIDUAL.key: {each.name: compute_dtype(each.parameter.dtype) for each in infos if not each.sparse}}
 
     def joint_save(self) -> JointSave | None:
         """The joint saves of this session; None before the first backward pass, in which the ranks agree on a nonce."""

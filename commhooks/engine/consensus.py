@@ -23,7 +23,7 @@ from commhooks.engine.kernel_choice import Choice, KernelSupport, agreed_choice
 from commhooks.engine.nodes import FLAT, Arrangement
 from commhooks.engine.state import HeldState
 from commhooks.engine.streams import keep_for_current_stream
-from commhooks.errors import HookRunError, logger_of
+from commhooks.errors import HookRunError, logger_of, say
 from commhooks.gradients.layout import Bucket
 from commhooks.gradients.loss_scale import LossScale
 from commhooks.gradients.names import ParameterNames
@@ -82,7 +82,6 @@ class Consensus:
         arrangement: how the ranks share the work.
         choice: the kernel of all ranks; None before `attach` or the first backward pass.
         nonce: a random number, the same on all ranks; None before the first backward pass.
-        remarks: what the compressor wants rank 0 to tell the user. Whoever tells it clears the list.
     """
 
     def __init__(self, compressor: Compressor[Any], binding: Binding, held: HeldState, counters: Counters) -> None:
@@ -90,7 +89,6 @@ class Consensus:
         self.arrangement: Arrangement = FLAT
         self.choice: Choice | None = None
         self.nonce: int | None = None
-        self.remarks: list[str] = []
         self._held = held
         self._counters = counters
         self._agreement: Agreement | None = None  # None: to be compared
@@ -175,8 +173,8 @@ class Consensus:
                 if compressor.chosen != adaptive.chosen:
                     held.state.drop_local()
                 self.replaced(compressor)
-        if remark:
-            self.remarks.append(remark)
+        if remark and self.buckets.is_logging_rank:
+            say(remark)
 
     def _compare(self, group: dist.ProcessGroup, flat: torch.Tensor) -> Agreement:
         """Compare step and configuration over the ranks of `group`, and choose a kernel if none was chosen. Of a

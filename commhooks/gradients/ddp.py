@@ -11,11 +11,11 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
-from commhooks.errors import AttachError, HookRunError
+from commhooks.errors import AttachError, HookRunError, logger_of
 from commhooks.gradients import precision
 from commhooks.gradients.layout import Bucket
 from commhooks.gradients.names import ModelNames, all_names, own_name
-from commhooks.gradients.source import GradientSource, Reducer, described_parameter, sparse_parameters
+from commhooks.gradients.source import Future, GradientSource, Reducer, described_parameter, sparse_parameters
 from commhooks.gradients.torch_private import (
     current_task,
     has_optimizer_in_backward,
@@ -23,6 +23,8 @@ from commhooks.gradients.torch_private import (
     joined_with_uneven_division,
     run_after_backward,
 )
+
+logger = logger_of(__name__)
 
 _NO_BUCKET_YET = sys.maxsize
 
@@ -107,7 +109,8 @@ class DDPGradients(GradientSource):
             AttachError: the model has a communication hook of its own.
         """
         _check_free(ddp_model)
-        self._ranks_differ = False
+        self._ranks_differ = self._closed = False
+        self._used: set[int] | None = None  # ids of the parameters used since the latest synchronised pass; None: all
         self._ddp_model = weakref.ref(ddp_model)
         user_module = ddp_model.module if module is None else module
         self._module = weakref.ref(user_module)
@@ -115,6 +118,7 @@ class DDPGradients(GradientSource):
         reduced = [(own_name(name), p) for name, p in self._not_ignored() if p.requires_grad]
         self.names = ModelNames(reduced, all_names(user_module))
         self.sparse = sparse_parameters(user_module)
+        self._reader = BucketReader(len(self.names.known()))
         # All parameters may have been frozen after wrapping.
         self.device = next(iter([*self.names.known().values(), *ddp_model.module.parameters()])).device
 
@@ -126,7 +130,7 @@ class DDPGradients(GradientSource):
         ddp_model = self._ddp_model()
         assert ddp_model is not None
         try:
-            ddp_model.register_comm_hook(state, reducer.run)
+            ddp_model.register_comm_hook(state, _Registered(reducer.name, self._reduce, reducer))
         except RuntimeError as error:
             # torch 2.13: "register_comm_hook or register_builtin_comm_hook can only be called once."
             raise AttachError(
@@ -135,10 +139,40 @@ class DDPGradients(GradientSource):
             ) from error
         keep_group_until_reducer_ends(ddp_model)
         if ddp_model.find_unused_parameters and not ddp_model.static_graph:
-            self.used = set()
-            note = functools.partial(_note_used, self.used)  # it holds no more than the set
+            self._used = set()
+            note = functools.partial(_note_used, self._used)  # it holds no more than the set
             handles = [each.register_post_accumulate_grad_hook(note) for each in self.names.known().values()]
             weakref.finalize(ddp_model, _remove, handles).atexit = False
+
+    def _reduce(self, reducer: Reducer, state: Any, bucket: dist.GradBucket) -> Future:
+        """The hook that DDP calls."""
+        if self._closed:
+            raise HookRunError(
+                f"a backward pass after close() of this hook ({reducer.name!r}), which ended its training: wrap "
+                "the model in a new DistributedDataParallel, and attach a hook to that"
+            )
+        found = self._reader.read(bucket, functools.partial(self._end_pass, reducer))
+        if self._used is not None:
+            used = self._used
+            found.unused = [i for i, p in enumerate(found.parameters) if p.grad is not None and id(p) not in used]
+        if found.is_first:
+            self._check_join()
+        future = reducer.reduce(found)
+        if found.is_last:
+            self._forget_used()
+            reducer.passed()
+        return future
+
+    def _end_pass(self, reducer: Reducer) -> None:
+        reducer.end_pass()
+        self._forget_used()
+
+    def _forget_used(self) -> None:
+        if self._used is not None:
+            self._used.clear()
+
+    def close(self) -> None:
+        self._closed = True
 
     def let_ranks_differ(self) -> list[str]:
         ddp_model = self._ddp_model()
@@ -161,7 +195,7 @@ class DDPGradients(GradientSource):
     def gradients(self) -> Mapping[str, torch.Tensor | None]:
         return {name: parameter.grad for name, parameter in self.names.known().items()}
 
-    def check_pass(self) -> None:
+    def _check_join(self) -> None:
         ddp_model = self._ddp_model()
         if ddp_model is None:
             return
@@ -185,6 +219,32 @@ class DDPGradients(GradientSource):
         ignored = ddp_model.parameters_to_ignore
         own = {id(p) for n, p in ddp_model.module.named_parameters() if n not in ignored}
         return [(n, p) for n, p in module.named_parameters() if id(p) in own]
+
+
+class _Registered(functools.partial[Future]):
+    """The function that a DDP model keeps. torch pickles it with the model, as `torch.save(ddp_model)`,
+    `copy.deepcopy` and `AveragedModel(ddp_model)` do, and registers no hook in the copy (torch 2.13). So the copy of
+    this function leaves the hook behind, with process group and learned state. DDP's logging data show its name."""
+
+    def __new__(cls, name: str, function: Callable[..., Future], *args: Any) -> "_Registered":
+        made = super().__new__(cls, function, *args)
+        vars(made).update(__name__=name, __qualname__=name)
+        return made
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _copied, (vars(self)["__name__"],)
+
+
+def _copied(name: str) -> _Registered:
+    logger.info("a model with hook %r was copied or loaded whole: the copy has no hook until one is attached.", name)
+
+    def refuse(state: Any, bucket: dist.GradBucket) -> Future:
+        raise HookRunError(
+            f"this function is from a copy of a model with the hook {name!r}, and copies have no hook: attach one with "
+            "commhooks.attach(copied_model, ...)"
+        )
+
+    return _Registered(name, refuse)
 
 
 def _note_used(used: set[int], parameter: torch.Tensor) -> None:

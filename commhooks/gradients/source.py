@@ -18,22 +18,41 @@ from commhooks.gradients.torch_private import current_task, run_after_backward
 Future = torch.futures.Future[torch.Tensor]
 
 
-@dataclass(frozen=True)
+@dataclass
 class Reducer:
-    """The hook as a source of gradients calls it.
+    """What a source of gradients calls in each backward pass.
 
     Attributes:
         name: name of the hook, for messages.
-        run: the hook function for DDP: `(state, GradBucket) -> Future`.
-        reduce: reduces one bucket; the future holds the result.
-        end_pass: no further bucket of this backward pass will come. Afterwards all futures complete. Not called for a
-            pass whose last bucket was marked, nor by DDP.
+        run: reduces one bucket; the future holds the result.
+        finish: completes all futures of a pass whose last bucket was not marked as the last.
+        owner: kept as long as a DDP model, although nobody else may keep it.
+        before_pass: called before the first bucket of every pass.
+        after_first_pass: called once, at the end of the first pass.
     """
 
     name: str
-    run: Callable[[Any, dist.GradBucket], Future]
-    reduce: Callable[[Bucket], Future]
-    end_pass: Callable[[], None]
+    run: Callable[[Bucket], Future]
+    finish: Callable[[], None]
+    owner: object = None
+    before_pass: Callable[[], None] | None = None
+    after_first_pass: Callable[[], None] | None = None
+
+    def reduce(self, bucket: Bucket) -> Future:
+        if bucket.is_first and self.before_pass is not None:
+            self.before_pass()
+        return self.run(bucket)
+
+    def end_pass(self) -> None:
+        """No further bucket of this pass will come, and none was marked as the last."""
+        self.finish()
+        self.passed()
+
+    def passed(self) -> None:
+        """A backward pass has ended."""
+        if self.after_first_pass is not None:
+            first, self.after_first_pass = self.after_first_pass, None
+            first()
 
 
 @dataclass(frozen=True)
@@ -83,8 +102,6 @@ class GradientSource(ABC):
         names: the parameters that are reduced. For a sharded model these are this rank's shards.
         device: where the gradients are.
         sparse: ids of the parameters whose gradients are sparse.
-        used: ids of those that this rank has used since the latest synchronised pass, for the caller to clear; None:
-            all are used.
         nothing_to_reduce: the error message if `names` is empty.
         gives_grad_buckets: whether it passes torch's `GradBucket`, which a user's function takes.
         averages_alone: whether gradients are averaged over `group` where no hook is registered.
@@ -93,7 +110,6 @@ class GradientSource(ABC):
     names: ModelNames
     device: torch.device
     sparse: set[int]
-    used: set[int] | None = None
     nothing_to_reduce: ClassVar[str]
     gives_grad_buckets: ClassVar[bool]
     averages_alone: ClassVar[bool]
@@ -119,7 +135,7 @@ class GradientSource(ABC):
 
     @abstractmethod
     def register(self, reducer: Reducer, state: Any) -> None:
-        """Have the model call the hook from now on. `state`: for `reducer.run`.
+        """Have the model call the hook from now on. `state`: what DDP passes to its hook.
 
         Raises:
             AttachError: the model has a hook already.
@@ -183,10 +199,6 @@ class GradientSource(ABC):
     def as_whole(self, name: str, part: torch.Tensor) -> torch.Tensor:
         """`part`, which belongs to this rank's shard of the parameter, as a tensor placed like the parameter."""
         return part
-
-    def check_pass(self) -> None:
-        """Called before a backward pass. Raises HookRunError if hooks cannot be right in it."""
-        return None
 
 
 def described_parameter(name: str, parameter: torch.Tensor) -> str:

@@ -1,6 +1,7 @@
 """Attach a hook to a model: from a checked request to a registered hook."""
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -10,30 +11,32 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 
 from commhooks.comm.groups import is_logging_rank, new_group
-from commhooks.comm.nodes import RanksPerNode
+from commhooks.comm.nodes import RanksPerNode, find_nodes
 from commhooks.compressors.base import Compressor
 from commhooks.compressors.cast import AllReduce, AllReduceCompressor
 from commhooks.ddp_comm_hooks.default_hooks import bf16_compress_wrapper, checked_future, fp16_compress_wrapper
 from commhooks.ddp_comm_hooks.powerSGD_hook import PowerSGDState
 from commhooks.engine.consensus import Binding
+from commhooks.engine.kernel_choice import Choice, KernelSupport
+from commhooks.engine.nodes import EqualInNodes, Hierarchy
 from commhooks.engine.session import Session
 from commhooks.engine.state import LearnedState
-from commhooks.errors import AttachError, HookConfigError, logger_of, reason_first
+from commhooks.errors import AttachError, HookConfigError, logger_of, reason_first, say
+from commhooks.gradients import precision
 from commhooks.gradients.layout import Bucket
 from commhooks.gradients.names import warn_if_unmatched
-from commhooks.gradients.source import GradientSource, held_weakly
-from commhooks.hook.announce import say
+from commhooks.gradients.source import Future, GradientSource, Reducer, held_weakly
 from commhooks.hook.comm_hook import CommHook
-from commhooks.hook.engine_hook import EngineHook
+from commhooks.hook.hooks import CompressorHook, FunctionHook, Hook
 from commhooks.hook.local_steps import LocalStepsDriver
+from commhooks.hook.replica_check import ReplicaCheck
 from commhooks.hook.request_check import check_requests, describe_request
-from commhooks.hook.runner import Runner
 from commhooks.hook.sources import source_of
-from commhooks.hook.user_hook import UserHook
 from commhooks.local_steps.compressor import LocalStepsCompressor
 from commhooks.local_steps.fragments import OuterSteps
 from commhooks.local_steps.options import LocalSteps
 from commhooks.options import HookConfig
+from commhooks.plan import parameter_plans
 from commhooks.registry import compressor_of
 from commhooks.request import SAVE_RESIDUAL, HookRequest, arguments_in, check_choice, explains_arguments, why_not_called
 
@@ -150,30 +153,68 @@ def attach_request(
     _check_arrangement(request, source)
     if request.off and not source.averages_alone:
         request = request.as_plain_average()
-    compressor = AllReduceCompressor(AllReduce()) if request.off else request.new_compressor(total_steps)
-    logging_rank = is_logging_rank(source.group, source.shard_group)
-    shards = None if source.shard_group is None else held_weakly(source.shard_group)
-    binding = Binding(source.names, held_weakly(source.group), loss_scale, shards)
-    runner, state = _runner_of(request, source, compressor, binding)
-    described = describe_request(request, runner.options, loss_scale is not None)
-    plan = [repr(row) for row in runner.plan().parameters]
-    choice = check_requests(described, source.described(), plan, runner.kernel_support(), source)
+    function = state = None
+    if (compressor := AllReduceCompressor(AllReduce()) if request.off else request.new_compressor(total_steps)) is None:
+        state, function = _function_of(request, source)
+    binding = Binding(
+        source.names,
+        held_weakly(source.group),
+        loss_scale,
+        None if source.shard_group is None else held_weakly(source.shard_group),
+    )
+    if isinstance(state, PowerSGDState):
+        assert function is not None and source.module is not None
+        state.bind(binding, source.module, function)
+        compressor = state.session.compressor
+    options = dict(request.options) if compressor is None else dataclasses.asdict(compressor.config)
+    plans = [] if compressor is None else parameter_plans(compressor, source.names, source.sparse)
+    choice = check_requests(
+        describe_request(request, options, loss_scale is not None),
+        source.described(),
+        [repr(plan) for plan in plans],
+        KernelSupport() if compressor is None else _kernel_support(request, compressor, source),
+        source,
+    )
     if not source.names.known():
         raise AttachError(source.nothing_to_reduce)
-    runner.agreed(choice)
-    attached = CommHook(request, runner, source)
-    if request.off:  # there will be no first backward pass of the hook, at which others say this
-        if logging_rank:
+    hook: Hook
+    run: Callable[[Bucket], Future]
+    if compressor is None:
+        assert function is not None
+        hook = own = FunctionHook(request, source, state, function)
+        run, finish = own.run, own.end_pass
+    elif isinstance(compressor, LocalStepsCompressor):
+        hook = driver = _local_steps(request, compressor, binding, source, choice)
+        run, finish = driver.run, driver.end_pass
+    else:
+        session = (
+            state.session
+            if isinstance(state, PowerSGDState)
+            else Session(compressor, binding, LearnedState.of(compressor.state_fields))
+        )
+        session.consensus.compute_with(choice)
+        nodes = find_nodes(request.ranks_per_node, session.consensus.binding.group(), source.device)
+        if nodes is not None:
+            session.consensus.arrangement = Hierarchy(nodes, source.names.known())
+        hook = CompressorHook(request, source, session)
+        run, finish = session.run, session.end_pass
+        if function is not None:
+            run = functools.partial(_run_function, function, state, request.name)
+    attached = CommHook(request, hook, source)
+    logs = is_logging_rank(source.group, source.shard_group)
+    if request.off:  # no backward pass of a hook, at the end of which others log a summary
+        if logs:
             ignored = f" ({' and '.join(request.ignored)} without effect)" if request.ignored else ""
             say(f"{request.name}: no hook, DDP averages the gradients itself{ignored}")
         return attached
-    runner.unused.callback = on_unused
-    runner.register(state, attached)
+    check = None if request.check_every is None else ReplicaCheck(source, hook, request.check_every).before_pass
+    source.register(Reducer(request.name, run, finish, attached, check, attached.begun), state)
+    attached.watch_use(on_unused)
     if total_steps is not None:
-        runner.will_end(total_steps)
-    if source.module is not None and logging_rank:
-        for problem in runner.problems():
-            logger.warning("%s", problem)
+        attached.will_end(total_steps)
+    if source.module is not None and logs:
+        for warning in hook.warnings():
+            logger.warning("%s", warning)
         if request.config is not None:
             warn_if_unmatched(request.config.excluded_globs, source.module)
     return attached
@@ -195,20 +236,8 @@ def _check_arrangement(request: HookRequest, source: GradientSource) -> None:
         )
 
 
-def _runner_of(
-    request: HookRequest, source: GradientSource, compressor: Compressor[Any] | None, binding: Binding
-) -> tuple[Runner, Any]:
-    """The runner of a compressor, or of a hook `(state, bucket)`, and the state that DDP passes to that."""
-    if isinstance(compressor, LocalStepsCompressor):
-        loss_scale = binding.loss_scale
-        if compressor.config.delay:  # a thread's collectives, beside those of the model
-            own = new_group(range(source.group.size()), source.group)
-            binding = dataclasses.replace(binding, group=held_weakly(own))
-        sizes = {name: each.numel() for name, each in zip(source.names.known(), source.stepped(), strict=True)}
-        return LocalStepsDriver(request, source, OuterSteps(compressor, binding, sizes), loss_scale), None
-    if compressor is not None:
-        session = Session(compressor, binding, LearnedState.of(compressor.state_fields))
-        return EngineHook(request, source, session, session.run), None
+def _function_of(request: HookRequest, source: GradientSource) -> tuple[Any, Callable[..., Any]]:
+    """The state and the function of a user's hook `(state, bucket)`."""
     if not source.gives_grad_buckets:
         raise HookConfigError(
             f"hook {request.name!r} is a function of a GradBucket, which only DistributedDataParallel has: for a model "
@@ -220,14 +249,42 @@ def _runner_of(
             f"hook {request.name!r} cannot be called as hook(state, bucket): {reason}. A hook takes its state and a "
             "GradBucket"
         )
-    if request.wrapper is not None:
-        function = _WRAPPERS[request.wrapper](function)
-    if not isinstance(state, PowerSGDState):
-        return UserHook(request, source, state, function), state
-    assert source.module is not None
-    state.bind(binding, source.module, function)
+    return state, function if request.wrapper is None else _WRAPPERS[request.wrapper](function)
 
-    def run(bucket: Bucket) -> torch.futures.Future[torch.Tensor]:
-        return checked_future(function(state, bucket.grad_bucket), request.name)
 
-    return EngineHook(request, source, state.session, run), state
+def _run_function(function: Callable[..., Any], state: Any, name: str, bucket: Bucket) -> Future:
+    return checked_future(function(state, bucket.grad_bucket), name)
+
+
+def _kernel_support(request: HookRequest, compressor: Compressor[Any], source: GradientSource) -> KernelSupport:
+    """What this machine can compute with. It may differ between ranks."""
+    parameters, learns = source.names.known().values(), compressor.transactional
+    devices = {p.device for p in parameters}
+    if learns or request.ranks_per_node is not None:
+        try:
+            precision.check_one_device(devices, compressor.display_name)
+        except HookConfigError as error:  # other ranks may support it
+            return KernelSupport(cannot=str(error) if learns else f"{error}, without ranks_per_node")
+    if not learns or not devices:
+        return KernelSupport()
+    return KernelSupport.of(compressor, devices.pop(), {p.dtype for p in parameters})
+
+
+def _local_steps(
+    request: HookRequest,
+    compressor: LocalStepsCompressor[Any],
+    binding: Binding,
+    source: GradientSource,
+    choice: Choice,
+) -> LocalStepsDriver:
+    loss_scale = binding.loss_scale
+    if compressor.config.delay:  # a thread's collectives, beside those of the model
+        binding = dataclasses.replace(binding, group=held_weakly(new_group(range(source.group.size()), source.group)))
+    sizes = {name: each.numel() for name, each in zip(source.names.known(), source.stepped(), strict=True)}
+    outer = OuterSteps(compressor, binding, sizes)
+    outer.consensus.compute_with(choice)
+    nodes = find_nodes(request.ranks_per_node, binding.group(), source.device)
+    if nodes is not None:
+        # The mean of the gradients keeps the weights of a node's ranks equal.
+        outer.consensus.arrangement = EqualInNodes(nodes)
+    return LocalStepsDriver(request, source, outer, loss_scale, nodes)

@@ -1,19 +1,20 @@
-"""`CommHook`: a hook that is attached to a model, and the user's handle on it."""
+"""`CommHook`: what users hold of a hook that is attached to a model."""
 
-import functools
 import sys
 import weakref
 from collections.abc import Callable
 from typing import Any, NoReturn
 
-from commhooks.checkpoint.distributed import to_distributed
+from commhooks.checkpoint.distributed import from_distributed, is_distributed, to_distributed
+from commhooks.checkpoint.payload import REPLICAS_EQUAL, check_header
 from commhooks.comm.counters import has_clock
-from commhooks.errors import HookConfigError, HookRunError, logger_of, reason_first
+from commhooks.comm.groups import is_logging_rank
+from commhooks.errors import HookConfigError, HookRunError, PayloadError, logger_of, reason_first, say, shown
 from commhooks.gradients.source import GradientSource
-from commhooks.hook.checked_state import checked_state
-from commhooks.hook.model_plan import ModelPlan
-from commhooks.hook.norms import measure
-from commhooks.hook.runner import Runner
+from commhooks.hook.hooks import Hook
+from commhooks.hook.unused import UnusedWarning
+from commhooks.plan import ModelPlan
+from commhooks.report import norms
 from commhooks.request import SAVE_RESIDUAL, HookRequest
 
 logger = logger_of(__name__)
@@ -31,18 +32,19 @@ class CommHook:
         joint_save_limit_s: seconds that a joint save waits for the other ranks before it continues without residuals.
     """
 
-    def __init__(self, request: HookRequest, runner: Runner, source: GradientSource) -> None:
+    def __init__(self, request: HookRequest, hook: Hook, source: GradientSource) -> None:
         self.name = request.name
         self.joint_save_limit_s = JOINT_SAVE_LIMIT_S
         self.detached = False
-        self._request = request
-        self._runner = runner
-        self._source = source
-        self._warned_of_copies = False
+        self._request, self._hook, self._source = request, hook, source
+        self._rank, self._world_size = source.group.rank(), source.group.size()
+        self._logs = is_logging_rank(source.group, source.shard_group)
+        self._unused = UnusedWarning(request.name, hook, logs=self._logs and self._world_size > 1)
+        self._quiet = self._warned_of_copies = False
         weakref.finalize(self, _at_exit, weakref.ref(self))
 
     def __del__(self) -> None:
-        self._runner.ended()  # with the model
+        self._unused.ended()  # with the model
 
     def __repr__(self) -> str:
         module = self._source.module
@@ -50,7 +52,7 @@ class CommHook:
         model = "detached" if self.detached else model
         options = "".join(f", {name}={value!r}" for name, value in self.options.items())
         wrapper = f", wrapper={self._request.wrapper!r}" if self._request.wrapper is not None else ""
-        place = f"rank {self._runner.rank} of {self._runner.world_size}"
+        place = f"rank {self._rank} of {self._world_size}"
         return f"<CommHook({self.name!r}{options}{wrapper}), {model}, {place}>"
 
     def __reduce__(self) -> NoReturn:
@@ -63,11 +65,37 @@ class CommHook:
     def quiet(self) -> None:
         """Log neither a summary at the first backward pass nor that the training does not use the hook, for callers
         such as the doctor."""
-        self._runner.quiet()
+        self._quiet = True
+        self._unused.silence()
 
     def will_end(self, passes: int) -> None:
         """Log a warning if the training ends after so many further backward passes and the hook begins later."""
-        self._runner.will_end(passes)
+        self._unused.will_end(passes)
+
+    def watch_use(self, on_unused: Callable[[str], None] | None) -> None:
+        """The hook is registered: from now on, note whether the training uses it. `attach` calls this."""
+        self._unused.callback = on_unused
+        if self._hook.status().use is None:
+            self._unused.silence()
+        if self._source.gives_grad_buckets:  # fully_shard calls it wherever it reduces
+            self._unused.watch(self._source.stepped())
+
+    def begun(self) -> None:
+        """The first backward pass has ended: log the summary. `attach` registers this."""
+        self._unused.called()
+        if self._quiet or not self._logs:
+            return
+        found, use, wrapper = self._hook.summary(), self._hook.status().use, self._request.wrapper
+        about = f"{self.name} ({'; '.join(found.details)})" if found.details else self.name
+        effect = ", ".join(each for each in (found.effect, wrapper and f"{wrapper} on the wire") if each)
+        if self._world_size == 1:
+            unit = "rank" if self._source.shard_group is None else "replica"
+            effect = f"there is one {unit}, so nothing is sent{found.alone}"
+        elif use is not None and use.plain:
+            effect = f"plain all-reduce until step {use.begins}{use.or_later}, then {effect}"
+        say(f"{about}: {effect}" if effect else about)
+        for warning in found.warnings:
+            logger.warning("%s", warning)
 
     def detach(self) -> None:
         """Take the hook off a model sharded by `fully_shard`, between two backward passes, so that another one can be
@@ -79,8 +107,8 @@ class CommHook:
         """
         self._source.unregister()
         self.synchronize()
-        self._runner.unused.silence()
-        self._runner.stop()
+        self._unused.silence()
+        self._hook.close()
         self.detached = True
 
     def close(self) -> None:
@@ -92,23 +120,25 @@ class CommHook:
         The plugins for Lightning and transformers call this at the end of each training. Otherwise all of this is freed
         with the model.
         """
-        self._runner.close()
+        self._unused.ended()
+        self._source.close()
+        self._hook.close()
 
     @property
     def options(self) -> dict[str, Any]:
         """The hook's options, with `start_powerSGD_iter` as a number of steps."""
-        return self._runner.options
+        return self._hook.status().options
 
     @property
     def run_number(self) -> int | None:
         """A random number that the ranks agree on in the first backward pass, by which the files of one run can be told
         from those of another. None before it, and for hooks that learn nothing."""
-        return self._runner.run_number
+        return self._hook.status().run_number
 
     def plan(self) -> ModelPlan:
         """What is compressed and what is not: one row per parameter (for batched PowerSGD one per bucket, available
         after the first backward pass)."""
-        return self._runner.plan()
+        return self._hook.plan()
 
     def stats(self) -> dict[str, Any]:
         """Counters of this rank since the hook was attached. Bytes are those of the tensors passed to collectives.
@@ -133,39 +163,37 @@ class CommHook:
         accelerators. Simple hooks return at once and DDP waits: their waiting time is that from the last hook call to
         the completion of the last future. The small collectives after a start or a load are not included.
         """
-        runner = self._runner
-        runner.settle()
-        s, known, outcomes = runner.counters, runner.counts_bytes, runner.counts_outcomes
-        clocks, timed = s.clocks, known and all(has_clock(p.device) for p in self._source.names.known().values())
+        status, found = self._hook.status(), self._hook.stats()
+        c, known, outcomes = self._hook.counters, status.counts_bytes, status.counts_outcomes
+        clocks, timed = c.clocks, known and all(has_clock(p.device) for p in self._source.names.known().values())
         clocks.collect(wait=True)
-        in_round, outer_norm, outer_cosine = runner.round
         counted: dict[str, Any] = {
             "hook": self.name,
-            "kernel": runner.choice.kernel.name if known else None,
-            "chosen": runner.chosen[0],
-            "chosen_at": runner.chosen[1],
-            "step": runner.saved_state.step,
-            "step_in_round": in_round,
-            "outer_gradient_norm": outer_norm,
-            "outer_gradient_cosine": outer_cosine,
-            "backward_passes": s.backward_passes,
-            "compressed_steps": s.compressed_steps if outcomes else None,
-            "nonfinite_steps": s.nonfinite_steps if outcomes else None,
-            "collectives": s.collectives if known else None,
-            "collectives_last_pass": s.last_pass.collectives if known else None,
-            "bytes_sent": s.bytes_sent if known else None,
-            "bytes_sent_last_pass": s.last_pass.bytes_sent if known else None,
-            "bytes_inside_nodes": s.bytes_inside_nodes if known else None,
-            "bytes_uncompressed": s.bytes_uncompressed,
-            "compression_rate": s.bytes_uncompressed / s.bytes_sent if known and s.bytes_sent else None,
+            "kernel": found.get("kernel"),
+            "chosen": found.get("chosen"),
+            "chosen_at": found.get("chosen_at"),
+            "step": found["step"],
+            "step_in_round": found.get("step_in_round"),
+            "outer_gradient_norm": found.get("outer_gradient_norm"),
+            "outer_gradient_cosine": found.get("outer_gradient_cosine"),
+            "backward_passes": c.backward_passes,
+            "compressed_steps": c.compressed_steps if outcomes else None,
+            "nonfinite_steps": c.nonfinite_steps if outcomes else None,
+            "collectives": c.collectives if known else None,
+            "collectives_last_pass": c.last_pass.collectives if known else None,
+            "bytes_sent": c.bytes_sent if known else None,
+            "bytes_sent_last_pass": c.last_pass.bytes_sent if known else None,
+            "bytes_inside_nodes": c.bytes_inside_nodes if known else None,
+            "bytes_uncompressed": c.bytes_uncompressed,
+            "compression_rate": c.bytes_uncompressed / c.bytes_sent if known and c.bytes_sent else None,
             "codec_s": clocks.total.codec_s if timed else None,
             "codec_s_last_pass": clocks.last_pass.codec_s if timed else None,
             "waiting_s": clocks.total.waiting_s if timed else None,
             "waiting_s_last_pass": clocks.last_pass.waiting_s if timed else None,
-            "handshakes": s.handshakes,
-            "last_issued": s.last_issued or None,
+            "handshakes": c.handshakes,
+            "last_issued": c.last_issued or None,
         }
-        so_far = {name: None if counted[name] is None else count for name, count in s.cumulative().items()}
+        so_far = {name: None if counted[name] is None else count for name, count in c.cumulative().items()}
         return counted | {"so_far": so_far}
 
     def norms(self) -> dict[str, float | None]:
@@ -178,10 +206,9 @@ class CommHook:
         (with a GradScaler: after `unscale_` or the optimizer's step) and before the gradients are zeroed. A norm is
         None if there is nothing to measure.
         """
-        chosen = self._runner.measured(set(self._source.names.known()))
-        with self._runner.residuals() as (residuals, factor):
-            gradients = {name: each for name, each in self._source.gradients().items() if name in chosen}
-            return measure(gradients, residuals, factor)
+        with self._hook.residuals() as (residuals, factor, measured):
+            gradients = {name: each for name, each in self._source.gradients().items() if name in measured}
+            return norms(gradients, residuals, factor)
 
     def state_dict(self, residual: str | None = None, *, gather: bool = False, joint: bool = True) -> dict[str, Any]:
         """The state of the hook for a checkpoint: step, Q, residuals, options; tensors are on the CPU.
@@ -212,32 +239,27 @@ class CommHook:
             raise HookConfigError(f"residual={residual!r}; expected one of {', '.join(map(repr, choices))}")
         if residual == "distributed" or sharded:
             return self._distributed_state(residual, joint)
-        joint = joint and self.synchronize(optimizers=True)
-        limit_s = self.joint_save_limit_s
-        content = self._runner.saved_state.save(residual, gather=gather, joint=joint, limit_s=limit_s)
-        return self._runner.vouched(content, together=joint)
+        return self._hook.saved.save(residual, gather=gather, joint=joint, limit_s=self.joint_save_limit_s)
 
     def _distributed_state(self, residual: str, joint: bool) -> dict[str, Any]:
         if not joint:
             raise HookConfigError(
                 "joint=False with a state for torch.distributed.checkpoint: it needs all ranks, as dcp.save does"
             )
-        in_round = not self._runner.replicas_agree
-        together = self.synchronize(optimizers=True)
-        if in_round and together and self._runner.is_logging_rank and not self._warned_of_copies:
+        kept = self._hook.saved.kept_fields(self._source)
+        if residual == "drop":
+            kept.pop("residual", None)
+        agreed_before = self._hook.status().replicas_agree
+        form = "mean" if "residual" in kept else "drop"
+        saved = self._hook.saved.save(form, limit_s=self.joint_save_limit_s)
+        if not agreed_before and self._hook.status().replicas_agree and self._logs and not self._warned_of_copies:
             self._warned_of_copies = True
             logger.warning(
                 "hook %s: this save has ended a round. Copies of the model's or an optimizer's state that were made "
                 "before it (cpu_offload=True) are older than the hook's state: call hook.synchronize(optimizers=True) "
                 "before you copy. References need nothing.",
-                self._request.name,
+                self.name,
             )
-        kept = self._runner.kept_fields(self._source.whole)
-        if residual == "drop":
-            kept.pop("residual", None)
-        form = "mean" if "residual" in kept else "drop"
-        saved = self._runner.saved_state.save(form, limit_s=self.joint_save_limit_s)
-        saved = self._runner.vouched(saved, together=together)
         return to_distributed(saved, kept, self._source)
 
     def synchronize(self, *, optimizers: bool = False) -> bool:
@@ -254,7 +276,7 @@ class CommHook:
             Whether all ranks took part, for which this waits at most `joint_save_limit_s` seconds. If not, nothing has
             changed, and one warning is logged.
         """
-        return self._runner.synchronize(self.joint_save_limit_s, optimizers=optimizers)
+        return self._hook.synchronize(self.joint_save_limit_s, optimizers=optimizers)
 
     @reason_first()
     def load_state_dict(self, saved: dict[str, Any], strict: bool | None = None) -> None:
@@ -280,9 +302,38 @@ class CommHook:
         Raises:
             PayloadError: `saved` is damaged or does not fit.
         """
-        return functools.partial(
-            self._runner.load, checked_state(saved, self._runner, self._request, self._source, strict)
-        )
+        strict = self._request.strict if strict is None else strict
+        content = check_header(from_distributed(saved, self._source) if is_distributed(saved) else saved)
+        if not strict and self._logs:
+            say(
+                f"{self.name}: strict=False: this load leaves out what does not fit, also of a wrong checkpoint. "
+                "Remove strict=False when this run has saved again"
+            )
+        if not content.get(REPLICAS_EQUAL, True) and self._logs:
+            logger.warning(
+                "the checkpoint is of hook %s, which averages nothing: the ranks had drifted apart, and the weights "
+                "saved with it are those of one of them.",
+                shown(content["hook"]),
+            )
+        own = self._hook.saved
+        if content["hook"] == self.name:
+            take_over = own.prepare_load(content, strict)
+
+            def resume() -> None:
+                take_over()
+                if self._logs and content["step"] > 0:
+                    say(f"{self.name} resumed at {own.step_is} {content['step']}{own.resumed(content)}")
+
+            return resume
+        text = f"the saved state is of hook {shown(content['hook'])}, this one is {self.name!r}"
+        if strict:
+            raise PayloadError(
+                f"{text}. Attach the saved hook to continue with its memory, or give strict=False beside "
+                "hook=... or in the load to begin this one with fresh memory"
+            )
+        if self._logs:
+            logger.warning("%s: it begins with fresh memory (strict=False)%s", text, own.not_begun_anew)
+        return own.begin_anew
 
 
 def _at_exit(hook: "weakref.ref[CommHook]") -> None:
@@ -292,4 +343,4 @@ def _at_exit(hook: "weakref.ref[CommHook]") -> None:
         return
     if getattr(sys, "last_value", None) is not None:  # an exception ends the interpreter
         alive.quiet()
-    alive._runner.ended()
+    alive._unused.ended()

@@ -7,11 +7,10 @@ from commhooks.errors import check_version, reason_first
 from commhooks.gradients.loss_scale import LossScale, ScaleOf
 from commhooks.gradients.torch_private import compiled_from
 from commhooks.hook.attach import attach_request
-from commhooks.hook.checked_state import located, nothing_saved
-from commhooks.hook.hook_folder import HookFolder
-from commhooks.hook.metrics import NAMES, PREFIX, Meter
+from commhooks.hook.hook_folder import HookFolder, located, nothing_saved
 from commhooks.options import HookConfig, converted, plain
 from commhooks.registry import COMPRESSORS, OFF, means_no_hook
+from commhooks.report import NAMES, PREFIX, Meter
 from commhooks.request import (
     ARGUMENTS,
     HookRequest,

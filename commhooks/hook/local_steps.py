@@ -13,37 +13,42 @@ import dataclasses
 import functools
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from commhooks.checkpoint.state import SavedLearnedState
 from commhooks.comm.collectives import gather_rows, good_on_all, new_future
+from commhooks.comm.groups import is_logging_rank
 from commhooks.comm.nodes import Nodes
 from commhooks.comm.wire import all_finite
+from commhooks.compressors.base import Compressor
 from commhooks.compressors.cast import AllReduce, AllReduceCompressor
+from commhooks.compressors.kernel import TORCH
+from commhooks.compressors.unit_plan import UnitPlan
 from commhooks.engine.immediate import reduce_and_time
-from commhooks.engine.nodes import EqualInNodes
 from commhooks.errors import HookRunError
 from commhooks.gradients.layout import Bucket, to_logical
 from commhooks.gradients.loss_scale import LossScale
-from commhooks.gradients.names import ParameterNames
 from commhooks.gradients.precision import compute_dtype
 from commhooks.gradients.source import Future, GradientSource
 from commhooks.gradients.torch_private import run_after_backward, sparse_values
-from commhooks.hook.engine_hook import EngineHook
-from commhooks.hook.unused import Use
+from commhooks.hook.hooks import Residuals
 from commhooks.local_steps.common_state import CommonState
 from commhooks.local_steps.fragments import OuterSteps, copied, set_weights
 from commhooks.local_steps.optimizers import OptimizerSteps
 from commhooks.local_steps.outer_step import ANCHOR
 from commhooks.local_steps.round_warnings import RoundWarnings
+from commhooks.plan import ModelPlan, parameter_plans, session_plan
+from commhooks.report import Status, Summary, Use
 from commhooks.request import HookRequest
 
 
-class LocalStepsDriver(EngineHook):
-    """
+class LocalStepsDriver:
+    """The third kind of hook, beside `CompressorHook` and `FunctionHook`.
+
     Args:
         outer: runs the outer steps.
         loss_scale: as of `attach`. With a GradScaler a rank may skip a step. The ranks agree then, in the last pass of
@@ -51,19 +56,21 @@ class LocalStepsDriver(EngineHook):
             step, and meet the others in collectives of the user's. The same for every turn in a round.
     """
 
-    step_is = "round"
-
     def __init__(
         self,
         request: HookRequest,
         source: GradientSource,
         outer: OuterSteps,
         loss_scale: Callable[[], LossScale] | None,
+        nodes: Nodes | None,
     ) -> None:
-        super().__init__(request, source, outer)
+        self.counters = outer.counters
+        self.rank, self.world_size = source.group.rank(), source.group.size()
+        self._logs = is_logging_rank(source.group, source.shard_group)
+        self._request, self._source = request, source
         self._outer = outer
         self._exact = AllReduceCompressor(AllReduce())
-        self._nodes: Nodes | None = None
+        self._nodes = nodes
         self._scaled = loss_scale is not None
         self._in_round = self._passes = 0  # that count, the same on all ranks, of the round and of the run
         self._shared_at = self._saved_at = (
@@ -77,20 +84,17 @@ class LocalStepsDriver(EngineHook):
         self._differences: list[str] = []  # between the ranks, at the latest joint save
         self._discarded = 0  # outer steps of this run
         self._thread: int | None = None  # that of the training
-        self._warn = RoundWarnings(request.name, self.counters, self.rank, logs=self.is_logging_rank)
+        self._warn = RoundWarnings(request.name, self.counters, self.rank, logs=self._logs)
         # Bound methods would keep this object, and with it the learned state, as long as torch's hooks.
         this = weakref.ref(self)
         self._optimizers = OptimizerSteps(source.stepped(), functools.partial(_after_steps, this))
-        logs = self.is_logging_rank
-        self._common = CommonState(request.name, source, self._optimizers, loss_scale, self.counters, logs=logs)
+        self._common = CommonState(request.name, source, self._optimizers, loss_scale, self.counters, logs=self._logs)
         # Before torch's own hooks: those of fully_shard gather the weights.
         self._before_forward = self._module().register_forward_pre_hook(_BeforeForward(self), prepend=True)
         self._still_sent = source.let_ranks_differ()
-
-    def _between(self, nodes: Nodes) -> EqualInNodes:
-        # The mean of the gradients keeps the weights of a node's ranks equal.
-        self._nodes = nodes
-        return EqualInNodes(nodes)
+        # Not a method, and held weakly: a cycle would hold the learned state.
+        plans = functools.partial(parameter_plans, names=source.names, sparse=source.sparse)
+        self.saved = _SavedRounds(request.name, outer, source.group, plans, this)
 
     # ---- backward passes ---------------------------------------------------------------------------------------------
 
@@ -288,8 +292,7 @@ class LocalStepsDriver(EngineHook):
 
     def _together(self, work: Callable[[], None], limit_s: float) -> bool:
         """Do `work`, which communicates, if all ranks come within the limit. Returns whether it is done."""
-        assert isinstance(self.saved_state, SavedLearnedState)
-        saver = self.saved_state.joint_save()
+        saver = self.saved.joint_save()
         if saver is None or self.world_size == 1:
             work()
             return True
@@ -300,6 +303,8 @@ class LocalStepsDriver(EngineHook):
         return not reason
 
     def vouched(self, content: dict[str, Any], *, together: bool) -> dict[str, Any]:
+        """The payload `content`, marked inexact if a run that resumes from it would not go on as this one.
+        `together`: all ranks took part in the save."""
         if not together and (self._apart or self._passes > self._saved_at):
             if self._apart:
                 self._warn.saved_alone()
@@ -310,6 +315,7 @@ class LocalStepsDriver(EngineHook):
         return content
 
     def load(self, take_over: Callable[[], None]) -> None:
+        """Load a state, which `take_over` does."""
         self._outer.forget(until_timeout=True)  # what is on its way would count as a step of the loaded state
         take_over()
         self._in_round, self._due, self._apart = 0, False, False
@@ -319,51 +325,61 @@ class LocalStepsDriver(EngineHook):
 
     # ---- what `CommHook` asks for ------------------------------------------------------------------------------------
 
-    def kept_fields(self, names: ParameterNames) -> dict[str, dict[str, torch.dtype]]:
-        dtypes = {name: compute_dtype(each.dtype) for name, each in names.known().items()}
-        return {each.key: dict(dtypes) for each in self._outer.compressor.state_fields}
-
-    @contextlib.contextmanager
-    def residuals(self) -> Iterator[tuple[Mapping[str, torch.Tensor], float]]:
-        yield {}, 1.0  # they are of weights, and cannot be compared with gradients
-
-    @property
-    def replicas_agree(self) -> bool:
-        return not self._apart
-
-    @property
-    def round(self) -> tuple[int | None, float | None, float | None]:
-        return self._in_round, *self._outer.norm_and_cosine()
-
-    def _module(self) -> torch.nn.Module:
-        module = self._source.module
-        assert module is not None  # a hook like this one is attached to models only, and ends with them
-        return module
-
-    def use(self) -> Use:
-        found, config = super().use(), self._outer.compressor.config
-        assert found is not None
-        return dataclasses.replace(
-            found,
+    def status(self) -> Status:
+        compressor = self._outer.compressor
+        use = Use(
             acted=self.counters.compressed_steps + self.counters.nonfinite_steps > 0,
             plain=self._averages,
-            acts=found.begins + config.sync_every,
+            begins=compressor.begins,
+            acts=compressor.begins + compressor.config.sync_every,
             missing="averaged no weights",
-            remedy=f"{found.remedy}, or sync_every",
+            remedy=f"{compressor.how_to_begin_earlier}, or sync_every",
+        )
+        return Status(
+            dataclasses.asdict(compressor.config),
+            use,
+            counts_bytes=True,
+            counts_outcomes=True,
+            replicas_agree=not self._apart,
+            run_number=self._outer.consensus.nonce,
         )
 
-    def effect(self) -> str:
+    def stats(self) -> dict[str, Any]:
+        self._outer.held.settle()
+        norm, cosine = self._outer.norm_and_cosine()
+        assert self._outer.consensus.choice is not None
+        return {
+            "step": self.saved.step,
+            "kernel": self._outer.consensus.choice.kernel.name,
+            "step_in_round": self._in_round,
+            "outer_gradient_norm": norm,
+            "outer_gradient_cosine": cosine,
+        }
+
+    def summary(self) -> Summary:
         buffers = any(True for _ in self._module().buffers())
         more = "; DDP no longer broadcasts buffers, which are rank 0's from each outer step on" if buffers else ""
-        return f"{super().effect()}{more}"
-
-    def alone(self) -> str:
-        return (
+        compressor, consensus = self._outer.compressor, self._outer.consensus
+        assert consensus.choice is not None
+        kernel = f"{consensus.choice.kernel.name} kernel" if consensus.choice.kernel != TORCH else ""
+        return Summary(
+            [each for each in (compressor.summary, kernel, consensus.arrangement.words) if each],
+            f"{self.plan().summary()}{more}",
             ". Outer steps are done as among several, so that the run can go on with any number of them; hook=None "
-            "trains without"
+            "trains without",
+            consensus.choice.remarks(compressor.display_name, checked=self._request.check_every is not None),
         )
 
-    def problems(self) -> list[str]:
+    def plan(self) -> ModelPlan:
+        return session_plan(self._request.name, self._outer, self._source.sparse)
+
+    @contextlib.contextmanager
+    def residuals(self) -> Iterator[Residuals]:
+        # Its residuals are of weights, and cannot be compared with gradients.
+        keeps, plans = self._outer.consensus.arrangement.keeps, self.plan().parameters
+        yield Residuals({}, 1.0, {plan.name for plan in plans if plan.compressed and keeps(plan.name)})
+
+    def warnings(self) -> list[str]:
         found = list(self._still_sent)
         if self._request.check_every is not None and not self._outer.immediate:
             found.append(
@@ -372,10 +388,54 @@ class LocalStepsDriver(EngineHook):
             )
         return [f"hook {self._request.name}: {each}" for each in found]
 
-    def stop(self) -> None:
+    def close(self) -> None:
         self._outer.forget()
         self._optimizers.close()
         self._before_forward.remove()
+        self._outer.close()
+
+    def _module(self) -> torch.nn.Module:
+        module = self._source.module
+        assert module is not None  # a hook like this one is attached to models only, and ends with them
+        return module
+
+
+class _SavedRounds(SavedLearnedState):
+    """Saves at the end of a round, with weights and optimizers that are the same on all ranks."""
+
+    step_is = "round"
+
+    def __init__(
+        self,
+        hook: str,
+        outer: OuterSteps,
+        group: dist.ProcessGroup,
+        plans: Callable[[Compressor[Any]], list[UnitPlan]],
+        driver: "weakref.ref[LocalStepsDriver]",
+    ) -> None:
+        super().__init__(hook, outer, group, plans)
+        self._driver_or_none = driver
+
+    def save(self, residual: str, *, limit_s: float, gather: bool = False, joint: bool = True) -> dict[str, Any]:
+        together = joint and self._driver.synchronize(limit_s, optimizers=True)
+        content = super().save(residual, limit_s=limit_s, gather=gather, joint=together)
+        return self._driver.vouched(content, together=together)
+
+    def prepare_load(self, content: dict[str, Any], strict: bool) -> Callable[[], None]:
+        return functools.partial(self._driver.load, super().prepare_load(content, strict))
+
+    def begin_anew(self) -> None:
+        self._driver.load(super().begin_anew)
+
+    def kept_fields(self, source: GradientSource) -> dict[str, dict[str, torch.dtype]]:
+        dtypes = {name: compute_dtype(each.dtype) for name, each in source.whole.known().items()}
+        return {each.key: dict(dtypes) for each in self._session.compressor.state_fields}
+
+    @property
+    def _driver(self) -> LocalStepsDriver:
+        alive = self._driver_or_none()
+        assert alive is not None  # it holds this
+        return alive
 
 
 def _after_steps(hook: "weakref.ref[LocalStepsDriver]") -> None:

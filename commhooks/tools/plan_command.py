@@ -8,7 +8,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from commhooks.errors import HookConfigError
 from commhooks.gradients.names import warn_if_unmatched
-from commhooks.hook.plan_model import plan_model
+from commhooks.plan import plan_model
 from commhooks.request import HookRequest
 from commhooks.tools.options import parse_options
 from commhooks.tools.user_code import call, user_code

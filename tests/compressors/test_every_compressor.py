@@ -20,7 +20,7 @@ from commhooks.engine.session import Session
 from commhooks.engine.state import LearnedState
 from commhooks.gradients.layout import Bucket
 from commhooks.gradients.names import ModelNames
-from commhooks.hook.plan_model import plan_model
+from commhooks.plan import plan_model
 from commhooks.registry import COMPRESSORS
 from commhooks.request import HookRequest
 from tests.support.ddp_steps import log_lines, process_group_of_one

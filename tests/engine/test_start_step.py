@@ -125,7 +125,7 @@ def announced(hook: str, wrapper: str | None, with_logging: bool) -> tuple[list[
     """What is logged and what is printed in three backward passes."""
     printed = io.StringIO()
     with contextlib.redirect_stderr(printed), contextlib.ExitStack() as stack:
-        lines = stack.enter_context(log_lines("commhooks.hook.announce")) if with_logging else []
+        lines = stack.enter_context(log_lines("commhooks.summary")) if with_logging else []
         ddp = wrap(mlp())
         commhooks.attach(ddp, hook, hook_options=OPTIONS.get(hook), wrapper=wrapper)
         assert not lines and not printed.getvalue()
@@ -207,7 +207,7 @@ def test_nothing_but_the_line_of_rank_0_is_logged_before_compression(run_ranks):
 
 @computing_with("torch")
 def batched():
-    with log_lines("commhooks.hook.announce") as lines:
+    with log_lines("commhooks.summary") as lines:
         ddp = wrap(mlp(), bucket_cap_mb=25)
         commhooks.attach(ddp, "batched_powerSGD", hook_options={"start_powerSGD_iter": 0})
         backward(ddp, 0)

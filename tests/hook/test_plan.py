@@ -11,7 +11,7 @@ from commhooks.compressors.cast import AllReduceCompressor
 from commhooks.compressors.powersgd.compressor import PowerSGDCompressor
 from commhooks.compressors.powersgd.matrix_plan import MatrixPlan, square_side
 from commhooks.compressors.unit_plan import ParameterInfo
-from commhooks.hook.model_plan import ModelPlan
+from commhooks.plan import ModelPlan
 from tests.support.ddp_steps import mlp, process_group_of_one, wrap
 
 

@@ -8,8 +8,7 @@ from torch import nn
 
 import commhooks
 from commhooks import HookConfigError
-from commhooks.hook.model_plan import ModelPlan
-from commhooks.hook.plan_model import plan_model
+from commhooks.plan import ModelPlan, plan_model
 from commhooks.request import HookRequest
 from tests.support.compilers import needs_compiler
 from tests.support.ddp_steps import backward, mlp, process_group_of_one, wrap

@@ -131,7 +131,7 @@ def _collects_another() -> int:
     """A model of before is found to be garbage in the middle of an outer step, which is in that of an optimizer."""
     gone: list[Any] = [Run.new(hook="local_sgd").train(1)]
     gone.append(gone)
-    runner = weakref.ref(gone[0].hook._runner)
+    runner = weakref.ref(gone[0].hook._hook)
     run, advance = Run.new(hook=commhooks.LocalSGD(sync_every=1)), OuterSteps.advance
     third = Run.new(hook="local_sgd")  # told of the step after `run`
     del gone

@@ -219,7 +219,7 @@ def _checked(sync_every: int, passes: int) -> int:
         nonlocal checks
         checks += 1
 
-    with mock.patch.object(ReplicaCheck, "compare", counted):
+    with mock.patch.object(ReplicaCheck, "_compare", counted):
         run.train(passes)
     return checks
 
@@ -277,7 +277,7 @@ def _copied_and_pickled() -> Any:
     run.train(1)
     copied(batch(0, 0)[0]).sum().backward()
     torch.load(file, weights_only=False)(batch(0, 0)[0]).sum().backward()
-    hook, runner = run.hook, weakref.ref(run.hook._runner)
+    hook, runner = run.hook, weakref.ref(run.hook._hook)
     run.ddp, run.optimizer, run.hook = None, None, None  # type: ignore[assignment]
     gc.collect()
     stats = hook.stats()

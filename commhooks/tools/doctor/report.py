@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from commhooks.compressors.candidates import ALLREDUCE, MARGIN, NOOP, choose
-from commhooks.hook.plan_table import new_table, text_of
+from commhooks.plan import new_table, text_of
 from commhooks.tools.doctor.measure import Measured
 
 LEGEND = (

@@ -17,8 +17,8 @@ from commhooks.comm.collectives import Op
 from commhooks.compressors.candidates import ALLREDUCE, BF16, INT8, Candidate, powersgd
 from commhooks.compressors.unit_plan import ParameterInfo
 from commhooks.errors import HookConfigError
-from commhooks.hook.plan_model import whole_plan
 from commhooks.local_steps.options import LocalSteps, passes_per_exchange
+from commhooks.plan import whole_plan
 from commhooks.request import HookRequest
 from commhooks.tools.network.link import Link
 

@@ -4,7 +4,7 @@ import statistics
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from commhooks.hook.plan_table import new_table, text_of
+from commhooks.plan import new_table, text_of
 from commhooks.tools.network.interfaces import Interface
 from commhooks.tools.network.link import Link, Pair, bandwidth
 from commhooks.tools.network.predicted import Exchange

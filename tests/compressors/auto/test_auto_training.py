@@ -18,8 +18,9 @@ from commhooks.compressors.auto.decision import Decision
 from commhooks.compressors.auto.options import Auto
 from commhooks.compressors.auto.trials import MOST_EXTENSIONS, TRIAL_S, TRIAL_STEPS, WARM_UP
 from commhooks.compressors.candidates import Candidate
+from commhooks.compressors.unit_plan import ParameterInfo
 from commhooks.gradients.names import ModelNames, all_names
-from commhooks.hook.plan_model import parameter_infos
+from commhooks.plan import parameter_plans
 from tests.support.ddp_steps import log_lines, process_group_of_one
 from tests.support.inside import session_of
 from tests.support.models import masks
@@ -338,12 +339,13 @@ def test_the_plan_is_that_of_the_candidate_in_force(offered: Candidate) -> None:
     alone = candidates.new(offered)
     decision = Decision(offered, None, since=3, phase="resting")
     chosen = AutoCompressor(Auto(quality="close", exclude=["0.*"]), decision=decision)
-    plans = [each.plan(list(parameter_infos(names, each.config).values())) for each in (chosen, alone)]
+    plans = [parameter_plans(each, names) for each in (chosen, alone)]
     assert plans[0] == plans[1] and chosen.wire_dtype == alone.wire_dtype
     excluded = {plan.name for plan in plans[0] if "excluded" in plan.reason}
     assert excluded == ({"0.weight", "0.bias"} if alone.state_fields else set())
     # No residual can belong to what is excluded, whichever candidate comes next.
-    assert chosen.may_compress(list(parameter_infos(names, chosen.config).values())) == [False, False, True, False]
+    infos = [ParameterInfo.of(name, p, names, chosen.config) for name, p in names.known().items()]
+    assert chosen.may_compress(infos) == [False, False, True, False]
 
 
 def test_one_rank_has_nothing_to_gain() -> None:
